@@ -1,0 +1,1 @@
+"""Training large language models on meshes of accelerators with JAX."""

@@ -1,0 +1,17 @@
+"""The record that data produces and models consume."""
+
+from typing import Any, NamedTuple
+
+
+class Batch(NamedTuple):
+    """Packed sequences; every field is [batch, seq] (NumPy or JAX arrays).
+
+    Tokens attend only to tokens of the same segment; segment 0 is padding. A position counts in
+    the loss by its weight, which is 0 where there is nothing to predict.
+    """
+
+    tokens: Any  # int32
+    targets: Any  # int32, the token that follows in the same document
+    segments: Any  # int32, from 1 in each row; 0 is padding
+    positions: Any  # int32, from 0 in each document
+    weights: Any  # float32

@@ -1,0 +1,406 @@
+"""The records that say what a run is, and how a configuration file becomes them.
+
+Nothing here imports JAX: a mistyped key must be answered in a fraction of a second.
+"""
+
+import ast
+import dataclasses
+import difflib
+import importlib.util
+import pathlib
+import sys
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import ml_collections
+
+from jaxscale.layout import Layout
+
+DTYPES = ("float64", "float32", "bfloat16")
+VOCABULARY_MULTIPLE = 128
+"""Embedding rows are rounded up to this, so that the vocabulary divides over any usual tensor
+axis and the parameters do not depend on the layout."""
+
+
+def check_choice(name: str, got: object, allowed: Sequence[str]) -> None:
+    """Raises ValueError when `got` is not one of `allowed`, naming the nearest."""
+    if got in allowed:
+        return
+    near = difflib.get_close_matches(str(got), allowed, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name} = {got!r} is not known; it can be {', '.join(allowed)}{hint}")
+
+
+def check_at_least(section: str, record: object, **least: float) -> None:
+    """Raises ValueError for the first field of `record` that is below its least value."""
+    for name, bound in least.items():
+        if not getattr(record, name) >= bound:
+            raise ValueError(
+                f"{section}.{name} = {getattr(record, name)} is too small; at least {bound}"
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer.
+
+    `family` "llama" is RMSNorm, rotary positions, SwiGLU and no biases; "gpt" is LayerNorm with
+    bias, learned positions, GELU and a bias on every matmul.
+    """
+
+    num_layers: int = 2
+    d_model: int = 64
+    num_heads: int = 4
+    num_kv_heads: int = 4  # grouped-query attention when below num_heads
+    head_dim: int = 16
+    d_ff: int = 256
+    vocab_size: int = 257
+    family: str = "llama"
+    max_seq_len: int = 2048  # rows of the learned position table; rotary positions have no limit
+    rope_theta: float = 10_000.0
+    rope_scaling: float = 1.0  # the factor of Llama 3's frequency scaling; 1 is none
+    tied_embeddings: bool = False
+    qk_norm: bool = False
+    sliding_window: int = 0  # keys that a query sees, itself included; 0 is all
+    logit_soft_cap: float = 0.0  # cap * tanh(logits / cap); 0 is none
+    z_loss: float = 0.0  # weight of log(Z)^2
+    init_by_depth: bool = True  # residual outputs start smaller by sqrt(2 * num_layers) (GPT-2)
+    attention: str = "auto"
+    compute_dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_choice("model.family", self.family, ("llama", "gpt"))
+        check_choice("model.attention", self.attention, ATTENTIONS)
+        check_choice("model.compute_dtype", self.compute_dtype, DTYPES)
+        check_choice("model.param_dtype", self.param_dtype, DTYPES)
+        check_at_least(
+            "model", self,
+            num_layers=1, d_model=1, num_heads=1, num_kv_heads=1, head_dim=1, d_ff=1,
+            vocab_size=2, max_seq_len=1, rope_scaling=1, sliding_window=0, logit_soft_cap=0,
+            z_loss=0,
+        )  # fmt: skip
+        if self.rope_theta <= 0:
+            raise ValueError(f"model.rope_theta = {self.rope_theta} must be positive")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_heads = {self.num_heads} is not a multiple of "
+                f"model.num_kv_heads = {self.num_kv_heads}"
+            )
+        if self.family == "llama" and self.head_dim % 2:
+            raise ValueError(
+                f"model.head_dim = {self.head_dim} is odd; rotary positions turn pairs"
+            )
+        if self.family == "gpt" and not self.tied_embeddings:
+            raise ValueError(
+                "model.family = 'gpt' shares the embedding with the head; "
+                "set model.tied_embeddings = True"
+            )
+        if self.family == "gpt" and self.rope_scaling != 1:
+            raise ValueError(
+                f"model.rope_scaling = {self.rope_scaling} scales rotary positions, which "
+                "model.family = 'gpt' does not have; leave it at 1"
+            )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: vocab_size rounded up; the rows beyond it are never predicted."""
+        return -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+    @property
+    def num_layer_params(self) -> int:
+        """Parameters of one layer, exact."""
+        heads = self.num_heads * self.head_dim
+        kv_heads = self.num_kv_heads * self.head_dim
+        matrices = 2 * self.d_model * (heads + kv_heads) + 2 * self.head_dim * self.qk_norm
+        if self.family == "llama":
+            return matrices + 3 * self.d_model * self.d_ff + 2 * self.d_model
+        biases = heads + 2 * kv_heads + self.d_model + self.d_ff + self.d_model
+        return matrices + 2 * self.d_model * self.d_ff + biases + 4 * self.d_model
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the whole model, exact, the padding rows of the vocabulary included."""
+        embedding = self.padded_vocab_size * self.d_model
+        head = 0 if self.tied_embeddings else embedding
+        gpt = self.family == "gpt"
+        positions = self.max_seq_len * self.d_model if gpt else 0
+        final_norm = self.d_model * (2 if gpt else 1)
+        return (
+            self.num_layers * self.num_layer_params + embedding + head + positions + final_norm
+        )
+
+    def flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
+        """Floating-point operations that one token of training needs: forward and backward.
+
+        Two per multiply-add; the matrix multiplications of the layers and of the head, and
+        attention over the keys that a query really sees (`causal=False` counts them all, as
+        several peers do). Norms, activations, the softmax and the embedding lookup are left out.
+        This is the numerator of MFU.
+        """
+        return 3 * (
+            self._layer_forward_flops(seq_len, causal) * self.num_layers
+            + 2 * self.d_model * self.vocab_size
+        )
+
+    def hardware_flops_per_token(
+        self, seq_len: int, *, remat: str = "none", causal: bool = True
+    ) -> float:
+        """`flops_per_token` plus what rematerialisation repeats: the numerator of HFU.
+
+        Args:
+          remat: the layout's policy; "full" repeats the forward pass of every layer.
+        """
+        again = self._layer_forward_flops(seq_len, causal) * self.num_layers
+        return self.flops_per_token(seq_len, causal=causal) + (again if remat == "full" else 0)
+
+    def _layer_forward_flops(self, seq_len: int, causal: bool) -> float:
+        heads = self.num_heads * self.head_dim
+        kv_heads = self.num_kv_heads * self.head_dim
+        matrices = 2 * self.d_model * (heads + kv_heads)
+        matrices += (3 if self.family == "llama" else 2) * self.d_model * self.d_ff
+        return 2 * matrices + 4 * heads * self._mean_keys(seq_len, causal)
+
+    def _mean_keys(self, seq_len: int, causal: bool) -> float:
+        """Keys that a query of a full sequence sees, on average."""
+        window = min(self.sliding_window or seq_len, seq_len)
+        if not causal:
+            return window
+        return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+
+
+ATTENTIONS = ("auto", "reference", "blockwise", "cudnn", "splash")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, and how it becomes batches.
+
+    `source` lists files, folders or globs; `{stdlib}` stands for the source of Python's standard
+    library. `tokenizer` is "bytes", a path to a Hugging Face tokenizer.json, or "bpe:4096", which
+    trains a byte-pair tokenizer of that many tokens on the source before the first step.
+    """
+
+    source: tuple[str, ...] = ("{stdlib}/**/*.py",)
+    tokenizer: str = "bytes"
+    global_batch_size: int = 8  # sequences a step
+    seq_len: int = 128
+    heldout: float = 0.05  # share of the documents that only evaluation sees
+    seed: int = 0
+    workers: int = 0  # processes that read ahead; 0 reads in a thread of the trainer
+
+    def __post_init__(self) -> None:
+        check_at_least("data", self, global_batch_size=1, seq_len=2, workers=0)
+        if not self.source:
+            raise ValueError("data.source is empty; give files, folders or globs")
+        if not 0 <= self.heldout < 1:
+            raise ValueError(f"data.heldout = {self.heldout} must be at least 0 and below 1")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions of a global batch, padding included."""
+        return self.global_batch_size * self.seq_len
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The update rule and its schedule; the schedule spans `run.steps`."""
+
+    name: str = "adamw"
+    learning_rate: float = 1e-3  # at the peak
+    schedule: str = "cosine"
+    warmup_steps: int = 0
+    final_learning_rate: float = 0.1  # at the end, as a share of the peak
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0  # on the global gradient norm; 0 is none
+    moment_dtype: str = "float32"
+    accumulation_dtype: str = "float32"  # of gradients, summed over micro-batches and replicas
+
+    def __post_init__(self) -> None:
+        check_choice("optimizer.name", self.name, OPTIMIZERS)
+        check_choice("optimizer.schedule", self.schedule, SCHEDULES)
+        check_choice("optimizer.moment_dtype", self.moment_dtype, DTYPES)
+        check_choice("optimizer.accumulation_dtype", self.accumulation_dtype, DTYPES)
+        check_at_least("optimizer", self, learning_rate=0, warmup_steps=0, final_learning_rate=0,
+                       b1=0, b2=0, weight_decay=0, clip_norm=0)  # fmt: skip
+        for name in ("b1", "b2"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"optimizer.{name} = {getattr(self, name)} must be below 1")
+
+
+OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long, and what is written when. Zero as a period means never."""
+
+    steps: int = 100
+    seed: int = 0
+    eval_every: int = 0
+    eval_batches: int = 8
+    checkpoint_every: int = 0  # the last step is always saved
+    keep_last: int = 3
+    keep_every: int = 0  # also keep each checkpoint whose step is a multiple of this
+
+    def __post_init__(self) -> None:
+        check_at_least("run", self, steps=1, eval_every=0, eval_batches=1, checkpoint_every=0,
+                       keep_last=1, keep_every=0)  # fmt: skip
+        if self.keep_every and (
+            not self.checkpoint_every or self.keep_every % self.checkpoint_every
+        ):
+            raise ValueError(
+                f"run.keep_every = {self.keep_every} is not a multiple of "
+                f"run.checkpoint_every = {self.checkpoint_every}, so no such checkpoint is written"
+            )
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a run is."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    layout: Layout = field(default_factory=Layout)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        if self.optimizer.warmup_steps > self.run.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps = {self.optimizer.warmup_steps} is more than "
+                f"run.steps = {self.run.steps}"
+            )
+        if self.model.family == "gpt" and self.data.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"data.seq_len = {self.data.seq_len} is more than model.max_seq_len = "
+                f"{self.model.max_seq_len}, the learned positions there are"
+            )
+
+
+def load(path: str, overrides: Sequence[str] = ()) -> Config:
+    """Reads a configuration file, applies overrides, and checks everything once.
+
+    Args:
+      path: a Python file with `get_config(arg="")`; "FILE.py:ARG" passes ARG to it. Keys that the
+        file leaves out keep the defaults of this module.
+      overrides: "section.key=value" each, as after `--config.` on the command line.
+
+    Raises:
+      ValueError: an unknown key (the nearest is named), a value of the wrong type, or values
+        that cannot go together.
+      FileNotFoundError: no such file.
+    """
+    sections = {section.name: {} for section in dataclasses.fields(Config)}
+    for name, values in _read(path).items():
+        record = _section(name)
+        if not isinstance(values, ml_collections.ConfigDict):
+            raise ValueError(f"{path}: config.{name} must be a ConfigDict, got {values!r}")
+        for key, value in values.items():
+            sections[name][key] = _convert(f"{name}.{key}", value, _field(record, name, key))
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        name, dot, key = key.partition(".")
+        if not separator or not dot:
+            raise ValueError(f"--config.{override}: expected --config.section.key=value")
+        annotation = _field(_section(name), name, key)
+        sections[name][key] = _convert(f"{name}.{key}", _parse(text, annotation), annotation)
+    return from_dict(sections)
+
+
+def from_dict(sections: dict[str, dict]) -> Config:
+    """Builds a Config from nested dictionaries, such as a run's config.json."""
+    built = {}
+    for name, values in sections.items():
+        record = _section(name)
+        built[name] = record(
+            **{
+                key: _convert(f"{name}.{key}", value, _field(record, name, key))
+                for key, value in values.items()
+            }
+        )
+    return Config(**built)
+
+
+def to_dict(config: Config) -> dict[str, dict]:
+    """The nested dictionaries of `from_dict`, every leaf included."""
+    return dataclasses.asdict(config)
+
+
+def _read(path: str) -> ml_collections.ConfigDict:
+    name, _, argument = path.partition(":")
+    if not pathlib.Path(name).is_file():
+        found = sorted(str(p) for p in pathlib.Path(name).parent.glob("*.py"))
+        near = difflib.get_close_matches(name, found, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise FileNotFoundError(f"--config {name}: there is no such file{hint}")
+    spec = importlib.util.spec_from_file_location("jaxscale_config", name)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    keep, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = keep
+    if not hasattr(module, "get_config"):
+        raise ValueError(f"{name} has no get_config(); a configuration file defines one")
+    return module.get_config(argument) if argument else module.get_config()
+
+
+def _section(name: str) -> type:
+    records = {section.name: section.type for section in dataclasses.fields(Config)}
+    if name not in records:
+        raise ValueError(f"unknown section {_nearest(name, records)}")
+    return typing.cast(type, records[name])
+
+
+def _field(record: type, section: str, key: str) -> typing.Any:
+    types = {leaf.name: leaf.type for leaf in dataclasses.fields(record)}
+    if key in types:
+        return types[key]
+    full = [
+        f"{other.name}.{leaf.name}"
+        for other in dataclasses.fields(Config)
+        for leaf in dataclasses.fields(typing.cast(type, other.type))
+    ]
+    here = difflib.get_close_matches(key, types, n=1)
+    near = [f"{section}.{here[0]}"] if here else full
+    raise ValueError(f"unknown key {_nearest(f'{section}.{key}', near)}")
+
+
+def _nearest(got: str, known: typing.Iterable[str]) -> str:
+    near = difflib.get_close_matches(got, list(known), n=1, cutoff=0.3)
+    return f"config.{got}" + (f"; did you mean config.{near[0]}?" if near else "")
+
+
+def _parse(text: str, annotation: typing.Any) -> object:
+    """Reads a command-line value; a tuple of strings may be written as a,b."""
+    if annotation is str:
+        return text
+    if typing.get_origin(annotation) is tuple and not text.startswith(("(", "[")):
+        return tuple(text.split(","))
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _convert(name: str, value: object, annotation: typing.Any) -> object:
+    """The value as the annotation wants it; only lossless conversions."""
+    if typing.get_origin(annotation) is tuple:
+        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+    elif annotation is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif annotation is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    elif isinstance(value, annotation) and (annotation is bool or not isinstance(value, bool)):
+        return value
+    expected = "a tuple of str" if typing.get_origin(annotation) is tuple else annotation.__name__
+    raise ValueError(
+        f"config.{name} = {value!r} is of type {type(value).__name__}; expected {expected}"
+    )
