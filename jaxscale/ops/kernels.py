@@ -1,0 +1,85 @@
+"""Attention kernels that a platform brings: cuDNN on NVIDIA GPUs, Pallas splash on TPUs.
+
+Shapes: as in `attention.py`.
+"""
+
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas.ops.tpu import splash_attention
+
+LANES = 128
+"""Width of a TPU's vector register: what sequence lengths must be a multiple of."""
+
+
+def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int) -> Array:
+    """cuDNN's flash attention; documents are kept apart by an additive mask."""
+    mask_B1TS = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
+    return jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask=mask_B1TS,
+        is_causal=True,
+        local_window_size=(sliding_window - 1, 0) if sliding_window else None,
+        implementation="cudnn",
+    )
+
+
+def splash(
+    q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int, *, interpret: bool = False
+) -> Array:
+    """Pallas splash attention; blocks that order or window hide are never computed."""
+    _, time, num_heads, head_dim = q_BTNH.shape
+    window = (sliding_window - 1, 0) if sliding_window else (None, 0)
+    mask = splash_attention.LocalMask((time, time), window, offset=0)
+    block = next(size for size in (512, 384, 256, LANES) if time % size == 0)
+    kernel = splash_attention.make_splash_mha_single_device(
+        splash_attention.MultiHeadMask([mask] * num_heads),
+        block_sizes=splash_attention.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
+        residual_checkpoint_name="attention",
+        interpret=interpret,
+    )
+    q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
+    segments = splash_attention.SegmentIds(segments_BT, segments_BT)
+    out_BNTH = jax.vmap(kernel)(q_BNTH * head_dim**-0.5, k_BKSH, v_BKSH, segments)
+    return jnp.swapaxes(cast(Array, out_BNTH), 1, 2)
+
+
+def cudnn_limits(platform: str, dtype, head_dim: int, seq_len: int, sliding_window: int) -> str:
+    """What of the settings `cudnn` cannot honour, and what to set instead; "" where it can."""
+    if platform not in ("gpu", "cuda"):
+        return f"needs an NVIDIA GPU and the platform is {platform}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"computes in bfloat16 and model.compute_dtype = {dtype.name!r}; change either"
+    if head_dim % 8 or head_dim > 128:
+        return (
+            "needs model.head_dim to be a multiple of 8 and at most 128, and it is "
+            f"{head_dim}; change either"
+        )
+    if seq_len % 2:
+        return f"needs an even data.seq_len, and it is {seq_len}; change either"
+    return ""
+
+
+def splash_limits(platform: str, dtype, head_dim: int, seq_len: int, sliding_window: int) -> str:
+    """What of the settings `splash` cannot honour, and what to set instead; "" where it can."""
+    if platform != "tpu":
+        return f"needs a TPU and the platform is {platform}"
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return (
+            f"computes in bfloat16 or float32 and model.compute_dtype = {dtype.name!r}; "
+            "change either"
+        )
+    if seq_len % LANES:
+        return f"needs data.seq_len to be a multiple of {LANES}, and it is {seq_len}; change either"
+    return ""

@@ -1,0 +1,192 @@
+"""Cross entropy that never holds the logits of all tokens at once.
+
+Shapes: B batch, T time, N tokens (B * T), C tokens of one chunk, D features, V vocabulary.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+CHUNK_BYTES = 128 * 2**20
+"""Logits of one chunk of tokens, in float32, are at most about this large."""
+
+
+class _Static(NamedTuple):
+    vocab_size: int
+    soft_cap: float
+    z_loss: float
+    chunk_tokens: int
+    accumulation_dtype: DTypeLike
+    transposed: bool
+
+
+def cross_entropy(
+    x_BTD: Array,
+    head: Array,
+    targets_BT: Array,
+    weights_BT: Array,
+    *,
+    vocab_size: int,
+    soft_cap: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+    accumulation_dtype: DTypeLike = jnp.float32,
+    transposed: bool = False,
+) -> tuple[Array, Array]:
+    """Sums weight * (nll + z_loss * log(Z)^2) over tokens, in nats.
+
+    Under differentiation one pass over chunks of tokens computes the loss and its gradients;
+    the backward pass only scales them. Matrix products take inputs in the type of `x_BTD` and
+    accumulate in float32 or wider, as does the softmax.
+
+    Args:
+      head: [D, V], or [V, D] when `transposed` (an embedding that doubles as the head). Entries
+        from `vocab_size` on are padding: never predicted, their gradient is exactly zero. It may
+        be wider than `x_BTD`; its gradient then arrives without a rounding to the narrower type.
+      targets_BT: token ids below `vocab_size`.
+      weights_BT: what each token counts; data, so no gradient flows to it.
+      soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 is none.
+      z_loss: weight of log(Z)^2, which keeps the logits near zero (arXiv 2204.02311).
+      chunk_tokens: tokens whose logits exist together; None is what fits `CHUNK_BYTES`.
+      accumulation_dtype: of the head's gradient while it is summed over chunks; widened to that
+        of the softmax where it is narrower.
+
+    Returns:
+      The loss, and the sum of weight * nll alone, through which no gradient flows. Both are
+      float32 scalars, or float64 where the inputs are.
+    """
+    num_tokens, vocab = targets_BT.size, head.shape[0 if transposed else 1]
+    static = _Static(
+        vocab_size,
+        soft_cap,
+        z_loss,
+        _chunk_size(num_tokens, vocab, chunk_tokens),
+        jnp.promote_types(accumulation_dtype, _softmax_dtype(x_BTD)),
+        transposed,
+    )
+    x_ND = x_BTD.reshape(num_tokens, x_BTD.shape[-1])
+    return _loss(static, x_ND, head, targets_BT.reshape(-1), weights_BT.reshape(-1))
+
+
+def logits(
+    x_BTD: Array,
+    head: Array,
+    *,
+    vocab_size: int,
+    soft_cap: float = 0.0,
+    transposed: bool = False,
+) -> Array:
+    """Logits of every token, float32 or wider, [..., vocab_size]; arguments of `cross_entropy`."""
+    raw_BTV = _project(x_BTD, head, transposed)[..., :vocab_size]
+    return soft_cap * jnp.tanh(raw_BTV / soft_cap) if soft_cap else raw_BTV
+
+
+def _softmax_dtype(x: Array) -> jnp.dtype:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _chunk_size(num_tokens: int, vocab: int, chunk_tokens: int | None) -> int:
+    """Tokens of a chunk, chosen so that the last chunk is as full as the others can be."""
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens = {chunk_tokens} must be at least 1, or None")
+    most = chunk_tokens or max(CHUNK_BYTES // (4 * vocab), 1)
+    num_chunks = -(-num_tokens // most)
+    return -(-num_tokens // num_chunks)
+
+
+def _project(x_CD: Array, head: Array, transposed: bool) -> Array:
+    """Logits, accumulated in float32 or wider."""
+    contract = "...D,VD->...V" if transposed else "...D,DV->...V"
+    return jnp.einsum(
+        contract, x_CD, head.astype(x_CD.dtype), preferred_element_type=_softmax_dtype(x_CD)
+    )
+
+
+def _chunk_loss(static: _Static, x_CD: Array, head: Array, targets_C: Array, weights_C: Array):
+    """One chunk's loss and nll, and a function that returns its gradients for x and the head."""
+    capped_CV = _project(x_CD, head, static.transposed)
+    if static.soft_cap:
+        capped_CV = static.soft_cap * jnp.tanh(capped_CV / static.soft_cap)
+    # The vocabulary may be sharded over an axis that the compiler handles, where a gather of the
+    # target's logit would be refused by its partitioner: compare and sum instead.
+    ids_V = jnp.arange(capped_CV.shape[-1], dtype=targets_C.dtype)
+    is_real_V, is_target_CV = ids_V < static.vocab_size, ids_V == targets_C[:, None]
+    log_z_C = jax.nn.logsumexp(capped_CV, axis=-1, where=is_real_V)
+    nll_C = log_z_C - jnp.sum(jnp.where(is_target_CV, capped_CV, 0), axis=-1)
+
+    def gradients() -> tuple[Array, Array]:
+        p_CV = jnp.where(is_real_V, jnp.exp(capped_CV - log_z_C[:, None]), 0)
+        grad_CV = p_CV * (1 + 2 * static.z_loss * log_z_C)[:, None] - is_target_CV
+        if static.soft_cap:
+            grad_CV *= 1 - jnp.square(capped_CV / static.soft_cap)
+        grad_CV = (grad_CV * weights_C[:, None]).astype(x_CD.dtype)
+        wide = _softmax_dtype(x_CD)
+        if static.transposed:
+            grad_x_CD = jnp.einsum("CV,VD->CD", grad_CV, head, preferred_element_type=wide)
+            grad_head = jnp.einsum("CV,CD->VD", grad_CV, x_CD, preferred_element_type=wide)
+        else:
+            grad_x_CD = jnp.einsum("CV,DV->CD", grad_CV, head, preferred_element_type=wide)
+            grad_head = jnp.einsum("CD,CV->DV", x_CD, grad_CV, preferred_element_type=wide)
+        return grad_x_CD.astype(x_CD.dtype), grad_head
+
+    loss = jnp.sum(weights_C * (nll_C + static.z_loss * jnp.square(log_z_C)))
+    return loss, jnp.sum(weights_C * nll_C), gradients
+
+
+def _chunks(static: _Static, *arrays: Array) -> list[Array]:
+    """[N, ...] -> [chunks, C, ...]; the last chunk is filled up with zeros, of weight zero."""
+    missing = -arrays[0].shape[0] % static.chunk_tokens
+    return [
+        jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)).reshape(
+            -1, static.chunk_tokens, *array.shape[1:]
+        )
+        for array in arrays
+    ]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(static: _Static, x_ND: Array, head: Array, targets_N: Array, weights_N: Array):
+    head = head.astype(x_ND.dtype)
+    weights_N = weights_N.astype(_softmax_dtype(x_ND))
+
+    def step(sums, chunk):
+        x_CD, targets_C, weights_C = chunk
+        loss, nll, _ = _chunk_loss(static, x_CD, head, targets_C, weights_C)
+        return (sums[0] + loss, sums[1] + nll), None
+
+    zero = jnp.zeros((), _softmax_dtype(x_ND))
+    return jax.lax.scan(step, (zero, zero), _chunks(static, x_ND, targets_N, weights_N))[0]
+
+
+def _loss_forward(static: _Static, x_ND: Array, head: Array, targets_N: Array, weights_N: Array):
+    narrow = head.astype(x_ND.dtype)
+    weights_N = weights_N.astype(_softmax_dtype(x_ND))
+
+    def step(carry, chunk):
+        x_CD, targets_C, weights_C = chunk
+        loss_sum, nll_sum, grad_head_sum = carry
+        loss, nll, gradients = _chunk_loss(static, x_CD, narrow, targets_C, weights_C)
+        grad_x_CD, grad_head = gradients()
+        return (loss_sum + loss, nll_sum + nll, grad_head_sum + grad_head), grad_x_CD
+
+    zero = jnp.zeros((), _softmax_dtype(x_ND))
+    start = (zero, zero, jnp.zeros(head.shape, static.accumulation_dtype))
+    (loss, nll, grad_head), grad_x = jax.lax.scan(
+        step, start, _chunks(static, x_ND, targets_N, weights_N)
+    )
+    grad_x_ND = grad_x.reshape(-1, x_ND.shape[1])[: x_ND.shape[0]]
+    return (loss, nll), (grad_x_ND, grad_head, jnp.zeros((), head.dtype))
+
+
+def _loss_backward(static: _Static, residuals, cotangents):
+    grad_x_ND, grad_head, like_head = residuals
+    scale = cotangents[0]
+    grad_x_ND = (grad_x_ND * scale).astype(grad_x_ND.dtype)
+    return grad_x_ND, (grad_head * scale).astype(like_head.dtype), None, None
+
+
+_loss.defvjp(_loss_forward, _loss_backward)
