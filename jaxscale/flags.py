@@ -1,0 +1,76 @@
+"""The command line that every command shares: no unknown flag, and errors of one line.
+
+Nothing here imports JAX: a mistyped flag must be answered in a fraction of a second.
+"""
+
+import argparse
+import contextlib
+import difflib
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from typing import NoReturn
+
+
+def refuse(message: str) -> NoReturn:
+    """Prints one line and ends the process with status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Turns what the user can mend into one line; for loading and checking, not for training."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        refuse(str(error))
+
+
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Reads the flags of a command; flags are never abbreviated.
+
+    Args:
+      parser: when it has --config, `--config.section.key=value` (or a space for the `=`) is taken
+        as an override.
+      argv: without the name of the program.
+
+    Returns:
+      The flags, and the overrides as "section.key=value" in their order, for `config.load`.
+
+    Raises:
+      SystemExit: with status 2 and one line, for anything that the parser does not know.
+    """
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    overrides, rest = [], []
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if "--config" in known and flag.startswith("--config."):
+            if not equals:
+                value = next(words, "--")
+                if value.startswith("--"):
+                    refuse(f"{flag} needs a value: {flag}=VALUE")
+            overrides.append(f"{flag.removeprefix('--config.')}={value}")
+        elif flag.startswith("--") and flag not in known:
+            refuse(_unknown(flag, known))
+        else:
+            rest.append(word)
+    parser.allow_abbrev = False
+    parser.error = refuse
+    namespace, unknown = parser.parse_known_args(rest)
+    if unknown:
+        refuse(_unknown(unknown[0], known))
+    return namespace, overrides
+
+
+def _unknown(word: str, known: Collection[str]) -> str:
+    if not word.startswith("-"):
+        return f"unexpected {word!r}; every value follows its flag"
+    head, dot, tail = word.partition(".")
+    near = difflib.get_close_matches(word, known, n=1)
+    if dot and "--config" in known:
+        misspelt = difflib.get_close_matches(head, ["--config"])
+        near = [f"--config.{tail}" if misspelt else f"--config.{word.lstrip('-')}"]
+    return f"unknown flag {word}" + (f"; did you mean {near[0]}?" if near else "")
