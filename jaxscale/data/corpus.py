@@ -18,6 +18,7 @@ from jaxscale.data.tokenizer import Tokenizer
 FORMAT = 1
 """Raised when the same files and tokenizer would give other arrays."""
 
+_ARRAYS = ("tokens", "offsets", "token_bytes")
 _BATCH_BYTES = 8_000_000  # text that is tokenised at a time: parallel over its documents
 
 _log = logging.getLogger("jaxscale")
@@ -28,15 +29,15 @@ class Corpus:
     """Every document of a source as [boundary, tokens...], one after another.
 
     `token_bytes` [vocab_size] is the UTF-8 length of each id, scaled where the tokenizer's own
-    table is not exact, so that the sum over `tokens` is the size of the text. `fingerprint`
-    depends on the content, not on where the files are.
+    table is not exact, so that the sum over `tokens` is `num_bytes`, the size of the text.
+    `fingerprint` depends on the content, not on where the files are.
     """
 
     tokens: np.ndarray  # [num_tokens], unsigned; memory-mapped when it lies on disk
     offsets: np.ndarray  # [num_documents + 1], where each document begins in `tokens`
-    identities: tuple[str, ...]
     token_bytes: np.ndarray
-    boundary: int
+    identities: list[str]
+    num_bytes: int
     fingerprint: str
 
 
@@ -51,40 +52,24 @@ def open_corpus(
       ValueError: as `find_documents` and `read_document`.
     """
     documents = find_documents(source)
-    key = _key(documents, tokenizer)
-    folder = directory / f"tokens-{key}" if directory else None
-    if folder is None:
-        tokens, offsets, num_bytes = _tokenize(documents, tokenizer)
-        fingerprint = _content(documents, tokenizer, tokens, offsets)
+    if directory is None:
+        corpus = _tokenize(documents, tokenizer)
     else:
+        folder = directory / f"tokens-{_key(documents, tokenizer)}"
         if not folder.is_dir():
-            if any(folder.parent.glob("tokens-*")):
+            if any(directory.glob("tokens-*")):
                 _log.info("data: the files or the tokenizer changed; tokenising again")
-            _write(folder, documents, tokenizer)
-        tokens = np.load(folder / "tokens.npy", mmap_mode="r")
-        offsets = np.load(folder / "offsets.npy")
-        index = json.loads((folder / "index.json").read_text())
-        num_bytes, fingerprint = index["num_bytes"], index["fingerprint"]
-    counts = np.bincount(tokens, minlength=tokenizer.vocab_size)
-    counted_bytes = float(counts @ tokenizer.token_bytes)
+            _save(folder, _tokenize(documents, tokenizer))
+        corpus = _load(folder)
     _log.info(
         "data: %d documents, %.1f MB, %.2f M tokens (%.2f bytes a token)",
-        len(documents), num_bytes / 1e6, len(tokens) / 1e6, num_bytes / len(tokens),
+        len(documents), corpus.num_bytes / 1e6, len(corpus.tokens) / 1e6,
+        corpus.num_bytes / len(corpus.tokens),
     )  # fmt: skip
-    return Corpus(
-        tokens=tokens,
-        offsets=offsets,
-        identities=tuple(document.identity for document in documents),
-        token_bytes=tokenizer.token_bytes * (num_bytes / counted_bytes),
-        boundary=tokenizer.boundary,
-        fingerprint=fingerprint,
-    )
+    return corpus
 
 
-def _tokenize(
-    documents: Sequence[Document], tokenizer: Tokenizer
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Tokens, offsets, and the UTF-8 bytes of the text."""
+def _tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     start = reported = time.perf_counter()
     total = sum(document.num_bytes for document in documents)
@@ -97,8 +82,20 @@ def _tokenize(
         if time.perf_counter() - reported > 5:
             reported = time.perf_counter()
             _log.info("data: tokenised %.0f of about %.0f MB", num_bytes / 1e6, total / 1e6)
+    tokens = np.concatenate(pieces)
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+    identities = [document.identity for document in documents]
+    names = json.dumps([FORMAT, tokenizer.fingerprint, identities]).encode()
+    counts = np.bincount(tokens, minlength=tokenizer.vocab_size)
     _log.info("data: tokenised %.1f MB in %.1f s", num_bytes / 1e6, time.perf_counter() - start)
-    return np.concatenate(pieces), np.cumsum([0, *lengths], dtype=np.int64), num_bytes
+    return Corpus(
+        tokens=tokens,
+        offsets=offsets,
+        token_bytes=tokenizer.token_bytes * (num_bytes / (counts @ tokenizer.token_bytes)),
+        identities=identities,
+        num_bytes=num_bytes,
+        fingerprint=_digest(names, offsets.data, tokens.data),
+    )
 
 
 def _batched_texts(documents: Sequence[Document]) -> Iterator[list[str]]:
@@ -113,20 +110,14 @@ def _batched_texts(documents: Sequence[Document]) -> Iterator[list[str]]:
         yield texts
 
 
-def _write(folder: pathlib.Path, documents: Sequence[Document], tokenizer: Tokenizer) -> None:
-    """Writes a folder of arrays that appears whole or not at all."""
-    tokens, offsets, num_bytes = _tokenize(documents, tokenizer)
+def _save(folder: pathlib.Path, corpus: Corpus) -> None:
+    """Writes a folder that appears whole or not at all."""
     unfinished = folder.with_name(f"unfinished-{folder.name}-{os.getpid()}")
     unfinished.mkdir(parents=True, exist_ok=True)
-    np.save(unfinished / "tokens.npy", tokens)
-    np.save(unfinished / "offsets.npy", offsets)
-    index = {
-        "num_documents": len(documents),
-        "num_tokens": len(tokens),
-        "num_bytes": num_bytes,
-        "fingerprint": _content(documents, tokenizer, tokens, offsets),
-    }
-    (unfinished / "index.json").write_text(json.dumps(index, indent=1))
+    for name in _ARRAYS:
+        np.save(unfinished / f"{name}.npy", getattr(corpus, name))
+    index = {name: getattr(corpus, name) for name in ("identities", "num_bytes", "fingerprint")}
+    (unfinished / "index.json").write_text(json.dumps(index))
     try:
         unfinished.rename(folder)
     except OSError:
@@ -135,17 +126,15 @@ def _write(folder: pathlib.Path, documents: Sequence[Document], tokenizer: Token
         shutil.rmtree(unfinished)  # another process was first, with the same content
 
 
+def _load(folder: pathlib.Path) -> Corpus:
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
+    return Corpus(**arrays, **json.loads((folder / "index.json").read_text()))
+
+
 def _key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
     """What a look at the files says of their content."""
     listing = [(str(d.path), d.identity, d.num_bytes, d.mtime_ns) for d in documents]
     return _digest(json.dumps([FORMAT, tokenizer.fingerprint, listing]).encode())
-
-
-def _content(
-    documents: Sequence[Document], tokenizer: Tokenizer, tokens: np.ndarray, offsets: np.ndarray
-) -> str:
-    names = json.dumps([FORMAT, tokenizer.fingerprint, [d.identity for d in documents]])
-    return _digest(names.encode(), offsets.tobytes(), tokens.data)
 
 
 def _digest(*parts: bytes | memoryview) -> str:

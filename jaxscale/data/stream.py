@@ -9,10 +9,11 @@ import hashlib
 import json
 import logging
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import absl.flags
 import grain
 import numpy as np
 
@@ -42,10 +43,11 @@ class Dataset:
     """
 
     tokens: np.ndarray  # of the whole corpus
-    starts: np.ndarray  # [num_documents] of this split: where each begins in `tokens`
-    offsets: np.ndarray  # [num_documents + 1]: where each begins in the split's own stream
+    # Where each document of the split begins, in `tokens` and in the split's own stream; both
+    # [num_documents + 1]. The last entry closes the stream: it points at a boundary.
+    starts: np.ndarray
+    offsets: np.ndarray
     token_bytes: np.ndarray  # [vocab_size], UTF-8 bytes that each id stands for
-    boundary: int
     split: Split
     seq_len: int
     seed: int
@@ -69,24 +71,21 @@ class Dataset:
         if index < 0:
             raise IndexError(f"example {index}; examples are numbered from 0")
         start = self.window(index) * self.seq_len
-        stop = max(start, min(start + self.seq_len, self.num_tokens))
-        places = np.arange(start, stop + 1)
+        # One place more than there are rows: the target of the last. Beyond the end of the
+        # stream every place is the boundary that closes it.
+        places = np.minimum(start + np.arange(self.seq_len + 1), self.num_tokens)
         documents = np.searchsorted(self.offsets, places, side="right") - 1
-        # The stream ends with the boundary, like each of its documents.
-        inside = places < self.num_tokens
-        documents = documents[inside]
-        ids = np.full(len(places), self.boundary, np.int32)
-        ids[inside] = self.tokens[self.starts[documents] + places[inside] - self.offsets[documents]]
-        num_real = stop - start
-        documents = documents[:num_real]
-        padding = (0, self.seq_len - num_real)
-        positions = places[:num_real] - np.maximum(self.offsets[documents], start)
+        begins = self.offsets[documents]
+        ids = self.tokens[self.starts[documents] + places - begins].astype(np.int32)
+        real = places[:-1] < self.num_tokens
+        segments = documents - documents[0] + 1
+        positions = places - np.maximum(begins, start)
         return Batch(
-            tokens=np.pad(ids[:num_real], padding, constant_values=self.boundary),
-            targets=np.pad(ids[1 : num_real + 1], padding, constant_values=self.boundary),
-            segments=np.pad(documents - documents[:1] + 1, padding).astype(np.int32),
-            positions=np.pad(positions, padding).astype(np.int32),
-            weights=np.pad(np.ones(num_real, np.float32), padding),
+            tokens=ids[:-1],
+            targets=ids[1:],
+            segments=np.where(real, segments[:-1], 0).astype(np.int32),
+            positions=np.where(real, positions[:-1], 0).astype(np.int32),
+            weights=real.astype(np.float32),
         )
 
     def window(self, index: int) -> int:
@@ -107,8 +106,9 @@ class Dataset:
 
     def __getstate__(self) -> dict:
         # A worker process maps the file again instead of receiving a copy of it.
-        mapped = isinstance(self.tokens, np.memmap)
-        return self.__dict__ | ({"tokens": str(self.tokens.filename)} if mapped else {})
+        if isinstance(self.tokens, np.memmap):
+            return self.__dict__ | {"tokens": str(self.tokens.filename)}
+        return self.__dict__
 
     def __setstate__(self, state: dict) -> None:
         if isinstance(state["tokens"], str):
@@ -158,10 +158,9 @@ def open_dataset(
     settings = [PACKING, corpus.fingerprint, split, config.heldout, config.seq_len, config.seed]
     return Dataset(
         tokens=corpus.tokens,
-        starts=corpus.offsets[chosen],
+        starts=corpus.offsets[np.append(chosen, 0)],  # every document begins with a boundary
         offsets=offsets,
         token_bytes=corpus.token_bytes,
-        boundary=corpus.boundary,
         split=split,
         seq_len=config.seq_len,
         seed=config.seed,
@@ -176,7 +175,7 @@ def batches(
     start_step: int = 0,
     rows: slice | Sequence[int] | None = None,
     workers: int = 0,
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """Batches from `start_step` on; fields are [len(rows), seq_len].
 
     Step s holds examples s * global_batch_size and on, whatever the rows and workers. Training
@@ -192,13 +191,19 @@ def batches(
     stop = 2**62 if dataset.split == "train" else -(-len(dataset) // global_batch_size)
     load = functools.partial(_load, dataset, global_batch_size, tuple(chosen))
     steps = grain.MapDataset.range(min(start_step, stop), stop).map(load)
-    buffered = steps.to_iter_dataset(
+    reading = steps.to_iter_dataset(
         grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH_BATCHES)
     )
     if workers:
-        buffered = buffered.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
-    iterator = iter(buffered)
+        if not absl.flags.FLAGS.is_parsed():  # Grain reads flags of its own, and needs no values
+            absl.flags.FLAGS.mark_as_parsed()
+        reading = reading.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+    iterator = iter(reading)
     iterator.start_prefetch()
+    return _closing(iterator)
+
+
+def _closing(iterator: grain.DatasetIterator[Batch]) -> Generator[Batch]:
     try:
         yield from iterator
     finally:
@@ -212,12 +217,16 @@ def _load(dataset: Dataset, global_batch_size: int, rows: tuple[int, ...], step:
 
 
 def _nothing_chosen(split: Split, heldout: float, drawn: np.ndarray) -> str:
-    least = np.min(drawn) if split == "heldout" else np.max(drawn)
-    change = "at least" if split == "heldout" else "at most"
-    return (
-        f"data.heldout = {heldout} leaves none of {len(drawn)} documents for {split}; set "
-        f"data.heldout to {change} {least:.3f}, or add documents to data.source"
-    )
+    found = f"data.heldout = {heldout} leaves none of {len(drawn)} documents for {split}"
+    if len(drawn) == 1:
+        return (
+            f"{found}: a document (a file) is held out whole or not at all; cut the text into "
+            "several files, or set data.heldout = 0 and run.eval_every = 0"
+        )
+    # Documents that draw less than the share are held out.
+    if split == "heldout":
+        return f"{found}; {np.min(drawn) + 0.001:.3f} is enough for one, or add documents"
+    return f"{found}; below {np.max(drawn):.3f} one is left, or add documents"
 
 
 def _hash(values: object) -> bytes:
