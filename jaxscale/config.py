@@ -4,13 +4,16 @@ Nothing here imports JAX: a mistyped key must be answered in a fraction of a sec
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
-import importlib.util
+import inspect
+import math
 import pathlib
-import sys
+import runpy
+import traceback
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import ml_collections
@@ -39,6 +42,12 @@ def check_at_least(section: str, record: object, **least: float) -> None:
             raise ValueError(
                 f"{section}.{name} = {getattr(record, name)} is too small; at least {bound}"
             )
+
+
+def check_seed(name: str, seed: int) -> None:
+    """Raises ValueError for a seed that the generators of JAX and Grain cannot take."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{name} = {seed} must be at least 0 and below 2**32")
 
 
 @dataclass(frozen=True)
@@ -127,9 +136,7 @@ class ModelConfig:
         gpt = self.family == "gpt"
         positions = self.max_seq_len * self.d_model if gpt else 0
         final_norm = self.d_model * (2 if gpt else 1)
-        return (
-            self.num_layers * self.num_layer_params + embedding + head + positions + final_norm
-        )
+        return self.num_layers * self.num_layer_params + embedding + head + positions + final_norm
 
     def flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
         """Floating-point operations that one token of training needs: forward and backward.
@@ -192,8 +199,12 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_at_least("data", self, global_batch_size=1, seq_len=2, workers=0)
-        if not self.source:
-            raise ValueError("data.source is empty; give files, folders or globs")
+        check_seed("data.seed", self.seed)
+        if not self.source or "" in self.source:
+            raise ValueError(
+                f"data.source = {self.source} has an empty path or none; "
+                "give files, folders or globs"
+            )
         if not 0 <= self.heldout < 1:
             raise ValueError(f"data.heldout = {self.heldout} must be at least 0 and below 1")
 
@@ -229,6 +240,11 @@ class OptimizerConfig:
         for name in ("b1", "b2"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"optimizer.{name} = {getattr(self, name)} must be below 1")
+        if self.final_learning_rate > 1:
+            raise ValueError(
+                f"optimizer.final_learning_rate = {self.final_learning_rate} is a share of "
+                "optimizer.learning_rate; at most 1"
+            )
 
 
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
@@ -250,6 +266,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_at_least("run", self, steps=1, eval_every=0, eval_batches=1, checkpoint_every=0,
                        keep_last=1, keep_every=0)  # fmt: skip
+        check_seed("run.seed", self.seed)
         if self.keep_every and (
             not self.checkpoint_every or self.keep_every % self.checkpoint_every
         ):
@@ -305,9 +322,10 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         key, separator, text = override.partition("=")
         name, dot, key = key.partition(".")
+        record = _section(name)
         if not separator or not dot:
             raise ValueError(f"--config.{override}: expected --config.section.key=value")
-        annotation = _field(_section(name), name, key)
+        annotation = _field(record, name, key)
         sections[name][key] = _convert(f"{name}.{key}", _parse(text, annotation), annotation)
     return from_dict(sections)
 
@@ -317,6 +335,8 @@ def from_dict(sections: dict[str, dict]) -> Config:
     built = {}
     for name, values in sections.items():
         record = _section(name)
+        if not isinstance(values, dict):
+            raise ValueError(f"config.{name} = {values!r} is not a section of keys and values")
         built[name] = record(
             **{
                 key: _convert(f"{name}.{key}", value, _field(record, name, key))
@@ -334,41 +354,58 @@ def to_dict(config: Config) -> dict[str, dict]:
 def _read(path: str) -> ml_collections.ConfigDict:
     name, _, argument = path.partition(":")
     if not pathlib.Path(name).is_file():
-        found = sorted(str(p) for p in pathlib.Path(name).parent.glob("*.py"))
-        near = difflib.get_close_matches(name, found, n=1)
+        places = (pathlib.Path(name).parent, pathlib.Path("configs"))
+        found = sorted({str(file) for place in places for file in place.glob("*.py")})
+        near = difflib.get_close_matches(name, found, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise FileNotFoundError(f"--config {name}: there is no such file{hint}")
-    spec = importlib.util.spec_from_file_location("jaxscale_config", name)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    keep, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.dont_write_bytecode = keep
-    if not hasattr(module, "get_config"):
+    with _blame(name):
+        get_config = runpy.run_path(name).get("get_config")
+    if not callable(get_config):
         raise ValueError(f"{name} has no get_config(); a configuration file defines one")
-    return module.get_config(argument) if argument else module.get_config()
+    if argument and not inspect.signature(get_config).parameters:
+        raise ValueError(f"--config {path}: get_config() of {name} takes no argument")
+    with _blame(name):
+        values = get_config(argument) if argument else get_config()
+    if not isinstance(values, ml_collections.ConfigDict):
+        raise ValueError(f"{name}: get_config() must return a ConfigDict, got {values!r}")
+    return values
+
+
+@contextlib.contextmanager
+def _blame(name: str) -> Iterator[None]:
+    """Names the configuration file, and its line, in whatever its code raises."""
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == name]
+        where = f"{name}, line {lines[-1]}" if lines else name
+        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def _section(name: str) -> type:
     records = {section.name: section.type for section in dataclasses.fields(Config)}
     if name not in records:
-        raise ValueError(f"unknown section {_nearest(name, records)}")
+        leaves = [leaf for leaf in _leaves() if leaf.partition(".")[2] == name]
+        raise ValueError(f"unknown section {_nearest(name, leaves or records)}")
     return typing.cast(type, records[name])
+
+
+def _leaves() -> list[str]:
+    return [
+        f"{section.name}.{leaf.name}"
+        for section in dataclasses.fields(Config)
+        for leaf in dataclasses.fields(typing.cast(type, section.type))
+    ]
 
 
 def _field(record: type, section: str, key: str) -> typing.Any:
     types = {leaf.name: leaf.type for leaf in dataclasses.fields(record)}
     if key in types:
         return types[key]
-    full = [
-        f"{other.name}.{leaf.name}"
-        for other in dataclasses.fields(Config)
-        for leaf in dataclasses.fields(typing.cast(type, other.type))
-    ]
     here = difflib.get_close_matches(key, types, n=1)
-    near = [f"{section}.{here[0]}"] if here else full
+    near = [f"{section}.{here[0]}"] if here else _leaves()
     raise ValueError(f"unknown key {_nearest(f'{section}.{key}', near)}")
 
 
@@ -396,11 +433,14 @@ def _convert(name: str, value: object, annotation: typing.Any) -> object:
             return tuple(value)
     elif annotation is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    elif annotation is float and isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"config.{name} = {value} is not a finite number")
     elif annotation is int and isinstance(value, float) and value.is_integer():
         return int(value)
     elif isinstance(value, annotation) and (annotation is bool or not isinstance(value, bool)):
         return value
-    expected = "a tuple of str" if typing.get_origin(annotation) is tuple else annotation.__name__
+    names = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
+    expected = names.get(annotation, "a tuple of texts")
     raise ValueError(
         f"config.{name} = {value!r} is of type {type(value).__name__}; expected {expected}"
     )

@@ -9,10 +9,14 @@ MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """From the slowest links to the fastest."""
 
 MANUAL_AXES = ("pipeline", "data", "fsdp")
-"""Axes whose collectives we write ourselves; the compiler handles the others."""
+"""Axes whose collectives we write ourselves."""
+
+AUTOMATIC_AXES = ("expert", "context", "tensor")
+"""Axes whose collectives the compiler writes, from the constraints that it is given."""
 
 # What each setting may be today, and what the design names but this version does not have.
 ACCUMULATIONS = ("sequential",)
+SCHEDULES = ("1f1b",)
 REMATS = ("none", "full")
 PLANNED = {
     "accumulation": ("layered",),
@@ -65,6 +69,7 @@ class Layout:
             raise ValueError(f"layout.microbatches = {self.microbatches}; at least 1")
         for name, allowed in (
             ("accumulation", ACCUMULATIONS),
+            ("schedule", SCHEDULES),
             ("remat", REMATS),
             ("offload", ("none",)),
         ):
@@ -95,8 +100,7 @@ class Layout:
 def _check_available(name: str, got: str, allowed: tuple[str, ...]) -> None:
     if got in allowed:
         return
-    planned = PLANNED[name]
-    if got in planned:
+    if got in PLANNED.get(name, ()):
         raise ValueError(
             f"layout.{name} = {got!r} is not available in this version; "
             f"it can be {', '.join(allowed)}"
