@@ -1,0 +1,308 @@
+"""Update rules and learning-rate schedules: optax, told by logical axes what each array is.
+
+Parameters come stacked, [layers, ...], and one parameter may hold several dimensions per side of
+its matrix ([layers, embed, heads, head_dim]). What belongs to a matrix (Muon's orthogonalisation,
+Adafactor's rows, columns and clipping) is done per matrix, so stacking changes nothing.
+
+The updates of all rules but Lion have about the size of Adam's, so that a learning rate carries
+over; Lion wants a third to a tenth of it (arXiv 2302.06675).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+from jaxscale.config import OptimizerConfig
+
+STACKS = ("layers", "expert")
+"""Logical axes along which a parameter holds many matrices."""
+
+DECAY_SHARE = 0.2
+"""Last share of a wsd run, in which the rate falls (arXiv 2405.18392 finds 20 % enough)."""
+
+FACTORED_SIZE = 128
+"""Adafactor keeps whole second moments of matrices with a smaller side (arXiv 1804.04235)."""
+
+MUON_MOMENTUM = 0.95
+MUON_RMS = 0.2
+"""Muon's updates get the root mean square that Adam's have in practice (arXiv 2502.16982)."""
+
+
+def schedule(
+    name: str, *, learning_rate: float, final: float, warmup_steps: int, steps: int
+) -> Callable[[jax.typing.ArrayLike], jax.Array]:
+    """The learning rate as a function of the number of updates already made.
+
+    Warm-up is linear, its last update is the first at the full rate. Then "constant" stays,
+    "linear" and "cosine" (arXiv 1608.03983) fall from there on, and "wsd" (warm-up, stable, decay;
+    arXiv 2404.06395) stays until the last fifth and falls with 1 - sqrt (arXiv 2405.18392).
+
+    Args:
+      name: one of the above.
+      learning_rate: at the peak.
+      final: at the end of the run, as a share of the peak; "constant" ignores it.
+      warmup_steps: updates of warm-up.
+      steps: updates of the run; beyond them the rate stays at its final value.
+    """
+    begin = max(warmup_steps, round(steps * (1 - DECAY_SHARE))) if name == "wsd" else warmup_steps
+    falls = {
+        "constant": jnp.zeros_like,
+        "linear": lambda progress: progress,
+        "cosine": lambda progress: (1 - jnp.cos(math.pi * progress)) / 2,
+        "wsd": jnp.sqrt,
+    }
+    if name not in falls:
+        raise ValueError(f"optimizer.schedule = {name!r}; it can be {', '.join(falls)}")
+    fall = falls[name]
+
+    def rate(step: jax.typing.ArrayLike) -> jax.Array:
+        step = jnp.asarray(step, jnp.result_type(float))
+        warm = jnp.minimum((step + 1) / max(warmup_steps, 1), 1)
+        progress = jnp.clip((step - begin) / max(steps - begin, 1), 0, 1)
+        fallen = fall(progress)
+        return learning_rate * warm * ((1 - fallen) + fallen * final)  # exact at both ends
+
+    return rate
+
+
+def make(config: OptimizerConfig, *, steps: int, axes: Any) -> optax.GradientTransformation:
+    """The update rule of a run, on global arrays; the gradients come in clipped.
+
+    Decay is decoupled and for matrices only: parameters with "embed" and one more axis beside
+    "layers". Arithmetic is in float32 or wider, whatever the parameters are; between updates the
+    moments are kept in `config.moment_dtype`.
+
+    Args:
+      config: names the rule; `b1` and `b2` are those of AdamW (also beside Muon) and Lion.
+      steps: updates of the run.
+      axes: tree of the parameters with a tuple of logical axes for each.
+    """
+    rate = schedule(
+        config.schedule,
+        learning_rate=config.learning_rate,
+        final=config.final_learning_rate,
+        warmup_steps=config.warmup_steps,
+        steps=steps,
+    )
+    directions = {
+        "adamw": lambda: optax.scale_by_adam(config.b1, config.b2),
+        "lion": lambda: optax.scale_by_lion(config.b1, config.b2),
+        "adafactor": lambda: _adafactor(axes),
+        "muon": lambda: _muon(axes, optax.scale_by_adam(config.b1, config.b2)),
+    }
+    if config.name not in directions:
+        raise ValueError(f"optimizer.name = {config.name!r}; it can be {', '.join(directions)}")
+    matrices = _map_axes(lambda names: _matrix(names) is not None, axes)
+    rule = optax.chain(
+        directions[config.name](),
+        optax.add_decayed_weights(config.weight_decay, mask=matrices),
+        optax.scale_by_learning_rate(rate),
+    )
+    return _at_rest(rule, jnp.dtype(config.moment_dtype))
+
+
+def state_axes(optimizer: optax.GradientTransformation, abstract_params: Any, axes: Any) -> Any:
+    """The logical axes of every leaf of the optimizer's state, as a tree of its structure.
+
+    A moment has the axes of its parameter, Adafactor's rows and columns those that are left of
+    it; counts, constants and placeholders have none. Map over it with `is_leaf=is_axes`.
+
+    Args:
+      optimizer: as `make` returns it.
+      abstract_params: tree of `jax.ShapeDtypeStruct`.
+      axes: tree of the parameters with a tuple of logical axes for each.
+    """
+    names = dict(_leaves(axes, is_leaf=is_axes))
+    shapes = {path: leaf.shape for path, leaf in _leaves(abstract_params)}
+
+    def axes_of(path: tuple, leaf: jax.ShapeDtypeStruct) -> tuple[str, ...]:
+        owner = _owner(path, shapes)
+        if owner is None or leaf.shape == (1,) != shapes[owner]:
+            return ()
+        field = path[len(path) - len(owner) - 1]
+        left = _kept(names[owner], getattr(field, "name", ""))
+        return tuple(names[owner][i] for i in left)
+
+    state = jax.eval_shape(optimizer.init, abstract_params)
+    return jax.tree_util.tree_map_with_path(axes_of, state)
+
+
+def is_axes(tree: Any) -> bool:
+    """Whether this is a tuple of logical axes: a leaf, unlike optax's tuples of states."""
+    return type(tree) is tuple and all(isinstance(name, str) for name in tree)
+
+
+def _at_rest(inner: optax.GradientTransformation, dtype: jnp.dtype) -> optax.GradientTransformation:
+    """`inner` computed in float32 or wider, with its moments kept in `dtype`."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+
+    def widen(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, wide)), tree)
+
+    def moments(state: Any, params: Any, target: jnp.dtype) -> Any:
+        paths = {path for path, _ in _leaves(params)}
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if _owner(path, paths) is None else leaf.astype(target), state
+        )
+
+    def init(params: Any) -> Any:
+        return moments(inner.init(widen(params)), params, dtype)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        wider = moments(state, updates, wide)
+        updates, state = inner.update(widen(updates), wider, widen(params))
+        return updates, moments(state, updates, dtype)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _muon(axes: Any, rest: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024) for the matrices of the layers, `rest` for all else."""
+
+    def of_layers(names: tuple[str, ...]) -> bool:
+        return "layers" in names and _matrix(names) is not None
+
+    def numbers(names: tuple[str, ...]) -> Any:
+        if not of_layers(names):
+            return optax.MaskedNode()
+        rows, columns = _matrix(names) or ((), ())
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=rows, output_axis=columns)
+
+    def equal_size(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        def scale(update: jax.Array, names: tuple[str, ...]) -> jax.Array:
+            rows, columns = _matrix(names) or ((), ())
+            sides = [math.prod(update.shape[i] for i in side) for side in (rows, columns)]
+            return update * (MUON_RMS * math.sqrt(max(sides)))
+
+        return _map_with_axes(scale, updates, axes), state
+
+    muon = optax.chain(
+        optax.contrib.scale_by_muon(
+            beta=MUON_MOMENTUM, weight_dimension_numbers=_map_axes(numbers, axes)
+        ),
+        optax.GradientTransformation(lambda params: optax.EmptyState(), equal_size),
+    )
+    labels = _map_axes(lambda names: "muon" if of_layers(names) else "rest", axes)
+    return optax.partition({"muon": muon, "rest": rest}, labels)
+
+
+class FactoredState(NamedTuple):
+    """Adafactor's second moments: of rows and columns, or whole; the others are placeholders."""
+
+    count: jax.Array
+    rows: Any
+    columns: Any
+    whole: Any
+
+
+def _adafactor(axes: Any) -> optax.GradientTransformation:
+    """Adafactor (arXiv 1804.04235) per matrix, with update clipping at 1 and no momentum.
+
+    Without the scaling by the parameters' size, as in arXiv 2106.04560 (section 3.4), so that a
+    learning rate means what it means to Adam. optax's own would factor across layers and heads.
+    """
+    fields = ("rows", "columns", "whole")
+
+    def init(params: Any) -> FactoredState:
+        def moment(field: str, param: jax.Array, names: tuple[str, ...]) -> jax.Array:
+            if (field == "whole") == _factored(param.shape, names):
+                return jnp.zeros((1,), param.dtype)
+            return jnp.zeros([param.shape[i] for i in _kept(names, field)], param.dtype)
+
+        trees = [
+            _map_with_axes(lambda p, names, field=field: moment(field, p, names), params, axes)
+            for field in fields
+        ]
+        return FactoredState(jnp.zeros((), jnp.int32), *trees)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        decay = 1 - (state.count + 1.0) ** -0.8
+        leaves, structure = jax.tree.flatten(updates)
+        names = jax.tree.leaves(axes, is_leaf=is_axes)
+        moments = (jax.tree.leaves(getattr(state, field)) for field in fields)
+        done = [
+            _factored_update(*arrays, decay=decay, names=name)
+            for *arrays, name in zip(leaves, *moments, names, strict=True)
+        ]
+        trees = [jax.tree.unflatten(structure, column) for column in zip(*done, strict=True)]
+        return trees[0], FactoredState(jnp.asarray(state.count + 1), *trees[1:])
+
+    return optax.GradientTransformation(init, update)
+
+
+def _factored_update(
+    gradient: jax.Array,
+    rows: jax.Array,
+    columns: jax.Array,
+    whole: jax.Array,
+    *,
+    decay: jax.Array,
+    names: tuple[str, ...],
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """One array's update and its new moments."""
+    decay = decay.astype(gradient.dtype)
+    square = jnp.square(gradient) + 1e-30
+    if _factored(gradient.shape, names):
+        row_dims, column_dims = _matrix(names) or ((), ())
+        rows = decay * rows + (1 - decay) * square.mean(column_dims)
+        columns = decay * columns + (1 - decay) * square.mean(row_dims)
+        tall = jnp.expand_dims(rows, column_dims)
+        scale = (tall / tall.mean(row_dims, keepdims=True)) ** -0.5
+        update = gradient * scale * jnp.expand_dims(columns, row_dims) ** -0.5
+    else:
+        whole = decay * whole + (1 - decay) * square
+        update = gradient * whole**-0.5
+    each = tuple(i for i, name in enumerate(names) if name not in STACKS)
+    size = jnp.sqrt(jnp.mean(jnp.square(update), each, keepdims=True))
+    return update / jnp.maximum(size, 1), rows, columns, whole
+
+
+def _matrix(names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The dimensions of a matrix's rows and of its columns: "embed" is one side, in order."""
+    rest = tuple(i for i, name in enumerate(names) if name not in (*STACKS, "embed"))
+    if "embed" not in names or not rest:
+        return None
+    embed = names.index("embed")
+    return ((embed,), rest) if embed < rest[0] else (rest, (embed,))
+
+
+def _factored(shape: tuple[int, ...], names: tuple[str, ...]) -> bool:
+    """Whether Adafactor keeps rows and columns of this parameter."""
+    sides = _matrix(names) or ()
+    sizes = [math.prod(shape[i] for i in side) for side in sides]
+    return bool(sizes) and min(sizes) >= FACTORED_SIZE
+
+
+def _kept(names: tuple[str, ...], field: str) -> tuple[int, ...]:
+    """The dimensions of a parameter that a moment called `field` has."""
+    rows, columns = _matrix(names) or ((), ())
+    reduced = {"rows": columns, "columns": rows}.get(field, ())
+    return tuple(i for i in range(len(names)) if i not in reduced)
+
+
+def _map_axes(function: Callable, axes: Any) -> Any:
+    return jax.tree.map(function, axes, is_leaf=is_axes)
+
+
+def _map_with_axes(function: Callable, tree: Any, axes: Any) -> Any:
+    """Maps (leaf, its axes); places that `tree` masks out stay so."""
+    return jax.tree.map(
+        lambda names, leaf: leaf if isinstance(leaf, optax.MaskedNode) else function(leaf, names),
+        axes,
+        tree,
+        is_leaf=is_axes,
+    )
+
+
+def _leaves(tree: Any, is_leaf: Callable | None = None) -> list[tuple[tuple, Any]]:
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf)[0]
+
+
+def _owner(path: tuple, params: Any) -> tuple | None:
+    """The parameter that a leaf of the state belongs to: their paths end alike."""
+    return next((path[i:] for i in range(len(path)) if path[i:] in params), None)
