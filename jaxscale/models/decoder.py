@@ -1,0 +1,362 @@
+"""A decoder-only transformer; Llama-style and GPT-style are two settings of it.
+
+Letters: B batch, T query time, S key time, D embed, F mlp hidden, N query heads, K kv heads,
+H head_dim, V vocab (padded), L layers.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.batch import Batch
+from jaxscale.config import ModelConfig
+from jaxscale.ops.attention import attention, decode_attention
+from jaxscale.ops.loss import cross_entropy, logits
+from jaxscale.ops.norm import layer_norm, rms_norm
+from jaxscale.ops.rope import rotary
+
+Params = Any  # nested dictionaries of arrays
+Cache = tuple[jax.Array, jax.Array]  # keys and values of one layer, [batch, seq, kv_heads, head_dim]
+
+
+def plain_lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """Rows of a table that this device holds whole."""
+    return table_VD[tokens_BT]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions in which a layout may replace a model's arithmetic, never its result.
+
+    The defaults run anywhere, with no mesh.
+    """
+
+    attend: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+    lookup: Callable[[jax.Array, jax.Array], jax.Array] = plain_lookup
+    shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x
+
+
+def plain_kernels(config: ModelConfig) -> Kernels:
+    """Kernels for a notebook: the reference attention, no mesh."""
+
+    def attend(q, k, v, segments):
+        return attention(q, k, v, segments, implementation="reference",
+                         sliding_window=config.sliding_window)  # fmt: skip
+
+    return Kernels(attend)
+
+
+class Weights:
+    """Makes the parameters of one module: shape, scale and placement follow from the axes."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        self.sizes = {
+            "embed": config.d_model,
+            "heads": config.num_heads,
+            "kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "mlp": config.d_ff,
+            "vocab": config.padded_vocab_size,
+            "positions": config.max_seq_len,
+        }
+        self.dtype = jnp.dtype(config.param_dtype)
+        # "Small init" (Nguyen and Salazar 2019, arXiv 1910.05895); the outputs into the residual
+        # stream shrink with depth as in GPT-2.
+        self.std = math.sqrt(2 / (5 * config.d_model))
+        self.depth_scale = 1 / math.sqrt(2 * config.num_layers) if config.init_by_depth else 1.0
+        self.keys = nnx.RngStream(key, tag="params")
+
+    def normal(self, *axes: str, residual: bool = False) -> nnx.Param:
+        """A matrix; `residual` marks those that write into the residual stream."""
+        std = self.std * (self.depth_scale if residual else 1.0)
+        # Drawn in float32 whatever the type, so that runs in different types start alike.
+        value = std * jax.random.normal(self.keys(), self.shape(axes), jnp.float32)
+        return nnx.Param(value.astype(self.dtype), axes=axes)
+
+    def ones(self, *axes: str) -> nnx.Param:
+        return nnx.Param(jnp.ones(self.shape(axes), self.dtype), axes=axes)
+
+    def zeros(self, *axes: str) -> nnx.Param:
+        return nnx.Param(jnp.zeros(self.shape(axes), self.dtype), axes=axes)
+
+    def shape(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(self.sizes[axis] for axis in axes)
+
+
+class Norm(nnx.Module):
+    """RMSNorm (llama) or LayerNorm with bias (gpt), over the last dimension."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, axis: str = "embed"):
+        self.scale = weights.ones(axis)
+        self.bias = weights.zeros(axis) if config.family == "gpt" else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.bias is None:
+            return rms_norm(x, self.scale[...])
+        return layer_norm(x, self.scale[...], self.bias[...])
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with grouped heads."""
+
+    def __init__(self, config: ModelConfig, weights: Weights):
+        self.q = weights.normal("embed", "heads", "head_dim")
+        self.k = weights.normal("embed", "kv_heads", "head_dim")
+        self.v = weights.normal("embed", "kv_heads", "head_dim")
+        self.out = weights.normal("heads", "head_dim", "embed", residual=True)
+        if config.family == "gpt":
+            self.q_bias = weights.zeros("heads", "head_dim")
+            self.k_bias = weights.zeros("kv_heads", "head_dim")
+            self.v_bias = weights.zeros("kv_heads", "head_dim")
+            self.out_bias = weights.zeros("embed")
+        if config.qk_norm:
+            self.q_scale = weights.ones("head_dim")
+            self.k_scale = weights.ones("head_dim")
+        self.gpt, self.qk_norm = config.family == "gpt", config.qk_norm
+        self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
+        self.sliding_window = config.sliding_window
+
+    def project(self, x_BTD: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, ...]:
+        """Queries, keys and values, positions already in them."""
+        q_BTNH = jnp.einsum("btd,dnh->btnh", x_BTD, self.q[...])
+        k_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.k[...])
+        v_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.v[...])
+        if self.gpt:
+            q_BTNH += self.q_bias[...]
+            k_BTKH += self.k_bias[...]
+            v_BTKH += self.v_bias[...]
+        if self.qk_norm:
+            q_BTNH = rms_norm(q_BTNH, self.q_scale[...])
+            k_BTKH = rms_norm(k_BTKH, self.k_scale[...])
+        if not self.gpt:
+            turn = {"theta": self.rope_theta, "scaling": self.rope_scaling}
+            q_BTNH = rotary(q_BTNH, positions_BT, **turn)
+            k_BTKH = rotary(k_BTKH, positions_BT, **turn)
+        return q_BTNH, k_BTKH, v_BTKH
+
+    def join(self, o_BTNH: jax.Array) -> jax.Array:
+        """The heads' results, back in the residual stream's width."""
+        y_BTD = jnp.einsum("btnh,nhd->btd", o_BTNH, self.out[...])
+        return y_BTD + self.out_bias[...] if self.gpt else y_BTD
+
+    def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> jax.Array:
+        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, batch.positions)
+        q_BTNH = kernels.shard(q_BTNH, ("batch", "seq", "heads", "head_dim"))
+        k_BTKH = kernels.shard(k_BTKH, ("batch", "seq", "kv_heads", "head_dim"))
+        v_BTKH = kernels.shard(v_BTKH, ("batch", "seq", "kv_heads", "head_dim"))
+        return self.join(kernels.attend(q_BTNH, k_BTKH, v_BTKH, batch.segments))
+
+    def decode(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """Attends to what the cache holds and to these tokens, which it adds at their positions."""
+        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, positions_BT)
+        rows = jnp.arange(x_BTD.shape[0])[:, None]
+        k_BSKH = cache[0].at[rows, positions_BT].set(k_BTKH.astype(cache[0].dtype))
+        v_BSKH = cache[1].at[rows, positions_BT].set(v_BTKH.astype(cache[1].dtype))
+        # Slot i holds position i. Slots that nothing was written to yet lie beyond every query.
+        slots_BS = jnp.broadcast_to(jnp.arange(k_BSKH.shape[1]), k_BSKH.shape[:2])
+        o_BTNH = decode_attention(q_BTNH, k_BSKH, v_BSKH, positions_BT, slots_BS,
+                                  sliding_window=self.sliding_window)  # fmt: skip
+        return self.join(o_BTNH), (k_BSKH, v_BSKH)
+
+
+class MLP(nnx.Module):
+    """SwiGLU (llama) or GELU with biases (gpt)."""
+
+    def __init__(self, config: ModelConfig, weights: Weights):
+        self.gpt = config.family == "gpt"
+        self.up = weights.normal("embed", "mlp")
+        self.down = weights.normal("mlp", "embed", residual=True)
+        if self.gpt:
+            self.up_bias = weights.zeros("mlp")
+            self.down_bias = weights.zeros("embed")
+        else:
+            self.gate = weights.normal("embed", "mlp")
+
+    def __call__(self, x_BTD: jax.Array, shard: Callable) -> jax.Array:
+        up_BTF = shard(x_BTD @ self.up[...], ("batch", "seq", "mlp"))
+        if self.gpt:
+            hidden_BTF = jax.nn.gelu(up_BTF + self.up_bias[...])
+            return hidden_BTF @ self.down[...] + self.down_bias[...]
+        gate_BTF = shard(x_BTD @ self.gate[...], ("batch", "seq", "mlp"))
+        return (jax.nn.silu(gate_BTF) * up_BTF) @ self.down[...]
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each after a norm and around a residual."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        weights = Weights(config, key)
+        self.attention_norm = Norm(config, weights)
+        self.attention = Attention(config, weights)
+        self.mlp_norm = Norm(config, weights)
+        self.mlp = MLP(config, weights)
+
+    def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> jax.Array:
+        with jax.named_scope("attention"):
+            x_BTD += self.attention(self.attention_norm(x_BTD), batch, kernels)
+            x_BTD = kernels.shard(x_BTD, ("batch", "seq", "embed"))
+        with jax.named_scope("mlp"):
+            x_BTD += self.mlp(self.mlp_norm(x_BTD), kernels.shard)
+            return kernels.shard(x_BTD, ("batch", "seq", "embed"))
+
+    def decode(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        y_BTD, cache = self.attention.decode(self.attention_norm(x_BTD), positions_BT, cache)
+        x_BTD += y_BTD
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD), lambda x, axes: x), cache
+
+
+class Embedding(nnx.Module):
+    """Tokens, and learned positions for gpt, to the residual stream."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        weights = Weights(config, key)
+        self.tokens = weights.normal("vocab", "embed")
+        self.positions = weights.normal("positions", "embed") if config.family == "gpt" else None
+
+    def __call__(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, lookup: Callable
+    ) -> jax.Array:
+        x_BTD = lookup(self.tokens[...], tokens_BT)
+        if self.positions is None:
+            return x_BTD
+        return x_BTD + self.positions[...][positions_BT]
+
+
+class Head(nnx.Module):
+    """The final norm and the projection to the vocabulary; a tied head borrows the embedding."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        weights = Weights(config, key)
+        self.norm = Norm(config, weights)
+        self.output = None if config.tied_embeddings else weights.normal("embed", "vocab")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder as pure functions over its parameters: what the step, the pipeline and the
+    checkpoint see of a model.
+
+    Parameters are {"embed": ..., "layers": ..., "head": ...}; those of the layers are stacked,
+    `[num_layers, ...]`. A layer, and a head, are whole before they are used: `layer` is one slice
+    of the stack, and `head` comes from `head_params`, which lends the embedding to a tied head.
+    """
+
+    config: ModelConfig
+    kernels: Kernels
+
+    def init(self, key: jax.Array) -> Params:
+        """Fresh parameters; they depend on the key alone."""
+        embed_key, layers_key, head_key = jax.random.split(key, 3)
+        layer_keys = jax.random.split(layers_key, self.config.num_layers)
+        return {
+            "embed": _params(Embedding(self.config, embed_key)),
+            "layers": jax.vmap(lambda key: _params(Block(self.config, key)))(layer_keys),
+            "head": _params(Head(self.config, head_key)),
+        }
+
+    @property
+    def axes(self) -> Params:
+        """The tree of parameters with the tuple of logical axes in place of each array."""
+        blocks = _axes(Block, self.config)
+        return {
+            "embed": _axes(Embedding, self.config),
+            "layers": jax.tree.map(
+                lambda axes: ("layers", *axes), blocks, is_leaf=lambda node: type(node) is tuple
+            ),
+            "head": _axes(Head, self.config),
+        }
+
+    def embed(self, embed: Params, batch: Batch) -> jax.Array:
+        """Tokens to [batch, seq, d_model]."""
+        with jax.named_scope("embed"):
+            x_BTD = self._module(Embedding, embed)(
+                batch.tokens, batch.positions, self.kernels.lookup
+            )
+            return self.kernels.shard(x_BTD, ("batch", "seq", "embed"))
+
+    def block(self, layer: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
+        """One layer."""
+        return self._module(Block, layer)(x_BTD, batch, self.kernels)
+
+    def head_params(self, params: Params) -> Params:
+        """What `loss` and `logits` need of the parameters, or of their tree of axes."""
+        if not self.config.tied_embeddings:
+            return params["head"]
+        return {**params["head"], "tied": params["embed"]["tokens"]}
+
+    def outer_grads(self, embed: Params, head: Params) -> Params:
+        """Gradients of `embed` and of `head_params`, as {"embed": ..., "head": ...}."""
+        head = dict(head)
+        if self.config.tied_embeddings:
+            embed = {**embed, "tokens": embed["tokens"] + head.pop("tied")}
+        return {"embed": embed, "head": head}
+
+    def loss(self, head: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """The sum over weighted tokens of loss, and of the negative log-likelihood in nats."""
+        with jax.named_scope("head"):
+            x_BTD, matrix = self._final(head, x_BTD)
+            return cross_entropy(
+                x_BTD, matrix, batch.targets, batch.weights,
+                vocab_size=self.config.vocab_size, soft_cap=self.config.logit_soft_cap,
+                z_loss=self.config.z_loss, transposed=self.config.tied_embeddings,
+            )  # fmt: skip
+
+    def logits(self, head: Params, x_BTD: jax.Array) -> jax.Array:
+        """Float32 [batch, seq, vocab_size]."""
+        x_BTD, matrix = self._final(head, x_BTD)
+        return logits(
+            x_BTD, matrix, vocab_size=self.config.vocab_size,
+            soft_cap=self.config.logit_soft_cap, transposed=self.config.tied_embeddings,
+        )  # fmt: skip
+
+    def decode(
+        self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, caches: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """The stream after every layer, and the caches with these tokens in them.
+
+        Args:
+          params: of the whole model.
+          tokens_BT: the next tokens of each sequence.
+          positions_BT: their positions, which are also their slots in the cache.
+          caches: keys and values, [layers, batch, slots, kv_heads, head_dim] each.
+        """
+        x_BTD = self._module(Embedding, params["embed"])(tokens_BT, positions_BT, plain_lookup)
+
+        def one(x_BTD, layer_and_cache):
+            layer, cache = layer_and_cache
+            return self._module(Block, layer).decode(x_BTD, positions_BT, cache)
+
+        return jax.lax.scan(one, x_BTD, (params["layers"], caches))
+
+    def _final(self, head: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        own = {name: value for name, value in head.items() if name != "tied"}
+        module = self._module(Head, own)
+        matrix = head["tied"] if self.config.tied_embeddings else module.output[...]
+        return module.norm(x_BTD), matrix
+
+    def _module(self, kind: type[nnx.Module], params: Params) -> Any:
+        return nnx.merge(_graph(kind, self.config)[0], params)
+
+
+def _params(module: nnx.Module) -> Params:
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def _graph(kind: type[nnx.Module], config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: kind(config, jax.random.key(0))), nnx.Param)
+
+
+def _axes(kind: type[nnx.Module], config: ModelConfig) -> Params:
+    state = _graph(kind, config)[1]
+    return nnx.to_pure_dict(
+        jax.tree.map(lambda param: param.axes, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    )

@@ -1,0 +1,190 @@
+"""One train step from a model, a layout and an optimizer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxscale.batch import Batch
+from jaxscale.config import Config, ModelConfig
+from jaxscale.gradients import BATCH_SPEC, make_gradients, make_loss
+from jaxscale.layout import AUTOMATIC_AXES, Layout
+from jaxscale.models.decoder import Decoder, Kernels, plain_lookup
+from jaxscale.ops.attention import attention, choose
+from jaxscale.ops.lookup import vocabulary_parallel_lookup
+from jaxscale.optim import make, state_axes
+from jaxscale.sharding import constrain, resolve_tree
+from jaxscale.zero import Zero
+
+Tree = Any
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes."""
+
+    step: jax.Array  # int32, updates done
+    params: Tree
+    opt_state: Tree
+
+
+class StepMetrics(NamedTuple):
+    """Scalars of one step, computed on the device."""
+
+    loss: jax.Array  # nats per token, z-loss left out
+    grad_norm: jax.Array  # before clipping
+    tokens: jax.Array  # that counted in the loss
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The jitted functions of a run and where their arguments live."""
+
+    model: Decoder
+    layout: Layout
+    mesh: Mesh
+    init: Callable[[jax.Array], TrainState]  # from a key
+    step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]  # donates the state
+    evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]  # (nll_sum, token count)
+    abstract_state: TrainState  # shapes, types and shardings
+    batch_sharding: NamedSharding
+    attention: str  # the implementation in use
+
+
+def make_engine(config: Config, mesh: Mesh) -> Engine:
+    """Builds what a run needs, compiling nothing yet.
+
+    Args:
+      config: its layout must be resolved: no -1.
+      mesh: of that layout; its devices may be absent ones, for compiling alone.
+
+    Raises:
+      ValueError: a dimension that does not divide over its mesh axes, or a kernel that cannot
+        honour the model's settings.
+    """
+    layout = config.layout
+    check_divides(config)
+    platform = mesh.devices.flat[0].platform
+    model = Decoder(config.model, make_kernels(config.model, layout, platform, config.data.seq_len))
+    optimizer = make(config.optimizer, steps=config.run.steps, axes=model.axes)
+    zero = Zero(
+        layout.zero_stage, layout.sizes, model.axes, jnp.dtype(config.model.compute_dtype),
+        jnp.dtype(config.optimizer.accumulation_dtype),
+    )  # fmt: skip
+    gradients = make_gradients(model, layout, zero, mesh)
+    nll = make_loss(model, layout, zero, mesh)
+
+    def init(key: jax.Array) -> TrainState:
+        params = model.init(key)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    opt_axes = state_axes(optimizer, abstract.params, model.axes)
+    shardings = TrainState(
+        NamedSharding(mesh, PartitionSpec()),
+        resolve_tree(model.axes, zero.param_rules, mesh, abstract.params),
+        resolve_tree(opt_axes, zero.update_rules, mesh, abstract.opt_state),
+    )
+    # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
+    update_shardings = resolve_tree(model.axes, zero.update_rules, mesh, abstract.params)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        count = jnp.sum(batch.weights)
+        (_, nll_sum), grads = gradients(state.params, batch)
+        with jax.named_scope("optimizer"):
+            grads = jax.tree.map(lambda grad: grad / count.astype(grad.dtype), grads)
+            grad_norm = optax.global_norm(grads)
+            grads = _clip(grads, grad_norm, config.optimizer.clip_norm)
+            params = jax.lax.with_sharding_constraint(state.params, update_shardings)
+            updates, opt_state = optimizer.update(grads, state.opt_state, params)
+            params = optax.apply_updates(params, updates)
+            params = jax.lax.with_sharding_constraint(params, shardings.params)
+        metrics = StepMetrics(nll_sum / count, grad_norm, count)
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    def evaluate(params: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        return nll(params, batch), jnp.sum(batch.weights)
+
+    replicated = NamedSharding(mesh, PartitionSpec())
+    batch_sharding = NamedSharding(mesh, BATCH_SPEC)
+    return Engine(
+        model=model,
+        layout=layout,
+        mesh=mesh,
+        init=jax.jit(init, out_shardings=shardings),
+        step=jax.jit(
+            step, donate_argnums=0, in_shardings=(shardings, batch_sharding),
+            out_shardings=(shardings, replicated),
+        ),
+        evaluate=jax.jit(evaluate, in_shardings=(shardings.params, batch_sharding),
+                         out_shardings=replicated),
+        abstract_state=jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            abstract, shardings,
+        ),
+        batch_sharding=batch_sharding,
+        attention=_implementation(config.model, platform, config.data.seq_len),
+    )  # fmt: skip
+
+
+def check_divides(config: Config) -> None:
+    """Refuses a batch that does not split evenly over replicas and micro-batches.
+
+    Raises:
+      ValueError: with the settings to change.
+    """
+    layout, batch = config.layout, config.data.global_batch_size
+    parts = layout.batch_shards * layout.microbatches
+    if batch % parts:
+        below, above = batch // parts * parts, -(-batch // parts) * parts
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"data.global_batch_size = {batch} does not split into layout.data {layout.data} x "
+            f"layout.fsdp {layout.fsdp} x layout.microbatches {layout.microbatches} = {parts} "
+            f"parts; set data.global_batch_size to {nearest}, or change the layout"
+        )
+
+
+def make_kernels(config: ModelConfig, layout: Layout, platform: str, seq_len: int) -> Kernels:
+    """The model's kernels for a layout, for use where the axes we handle by hand are manual."""
+    implementation = _implementation(config, platform, seq_len)
+    sizes = layout.sizes
+
+    def plain_attend(q, k, v, segments):
+        return attention(q, k, v, segments, implementation=implementation,
+                         sliding_window=config.sliding_window)  # fmt: skip
+
+    if layout.tensor == 1:
+        return Kernels(plain_attend, shard=lambda x, axes: constrain(x, axes, sizes))
+    heads = PartitionSpec(None, None, "tensor", None)
+
+    def attend(q, k, v, segments):
+        # Every rank runs the kernel on its own heads: kernels know nothing of meshes.
+        return jax.shard_map(
+            plain_attend, in_specs=(heads, heads, heads, PartitionSpec()), out_specs=heads,
+            axis_names=set(AUTOMATIC_AXES), check_vma=False,
+        )(q, k, v, segments)  # fmt: skip
+
+    def lookup(table, tokens):
+        return vocabulary_parallel_lookup(
+            table, tokens, axis="tensor", other_axes=("expert", "context")
+        )
+
+    return Kernels(attend, lookup, lambda x, axes: constrain(x, axes, sizes))
+
+
+def _implementation(config: ModelConfig, platform: str, seq_len: int) -> str:
+    return choose(
+        config.attention, platform, dtype=config.compute_dtype, head_dim=config.head_dim,
+        seq_len=seq_len,
+    )  # fmt: skip
+
+
+def _clip(grads: Tree, norm: jax.Array, limit: float) -> Tree:
+    if not limit:
+        return grads
+    scale = jnp.minimum(1.0, limit / norm)
+    return jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
