@@ -1,0 +1,234 @@
+"""What this machine has, what it lacks, and whether a small sharded step works on it.
+
+JAX is imported inside functions here: a mistyped flag is answered first, and an installation that
+is broken is a finding, not a crash.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from jaxscale import flags, hardware
+
+MINIMUM_JAX = "0.11.2"
+PACKAGES = (
+    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "ml_collections", "tokenizers",
+    "numpy", "matplotlib", "tensorboardX",
+)  # fmt: skip
+EXTRAS = {
+    "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    "tpu": ("libtpu",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow-skinny",),
+    "dev": ("pytest", "pytest-xdist", "hypothesis", "ruff", "pyright", "import-linter"),
+}
+"""Extra of the package -> distributions whose absence shows that it is not installed."""
+
+ACCELERATORS = {"/dev/nvidia0": ("gpu", "cuda13"), "/dev/accel0": ("tpu", "tpu")}
+"""A file that a driver makes -> what JAX calls the platform, and the extra that serves it."""
+
+
+def versions() -> dict[str, str | None]:
+    """Name -> installed version, or None; Python itself comes first."""
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+
+
+def version(distribution: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def missing_extras() -> dict[str, str]:
+    """Extra that is not installed -> the command that installs it, in a checkout."""
+    return {
+        extra: f"uv sync --inexact --extra {extra}"
+        for extra, distributions in EXTRAS.items()
+        if not all(version(name) for name in distributions)
+    }
+
+
+def devices() -> list[dict[str, Any]]:
+    """The kinds of device that JAX sees: how many, memory of one, its dense bfloat16 peak."""
+    import jax  # noqa: PLC0415
+
+    kinds: dict[str, dict[str, Any]] = {}
+    for device in jax.devices():
+        if device.device_kind not in kinds:
+            stats = device.memory_stats() or {}
+            kinds[device.device_kind] = {
+                "platform": device.platform,
+                "kind": device.device_kind,
+                "count": 0,
+                "memory_bytes": stats.get("bytes_limit"),
+                "bf16_peak_flops_per_second": hardware.peak_flops(device.device_kind, "bfloat16"),
+            }
+        kinds[device.device_kind]["count"] += 1
+    return list(kinds.values())
+
+
+def xla_flags(platform_name: str) -> list[dict[str, Any]]:
+    """The table's flags for a platform; each is tried on this compiler, which may refuse it."""
+    import jax  # noqa: PLC0415
+
+    program = jax.jit(lambda x: x + 1).lower(1.0)
+    tried = []
+    for flag in hardware.XLA_FLAGS.get(platform_name, ()):
+        try:
+            program.compile(compiler_options={flag.name: flag.value})
+            refusal = None
+        except jax.errors.JaxRuntimeError as error:
+            refusal = str(error)
+        tried.append(
+            {"name": flag.name, "value": flag.value, "reason": flag.reason, "refusal": refusal}
+        )
+    return tried
+
+
+def self_test() -> dict[str, Any]:
+    """One step of gradient descent with weights and batch spread over all devices.
+
+    Weights are gathered, multiplied, and their gradient scattered back, as a fully sharded step
+    does. All numbers are small integers, exact in float32 in any order of summation: NumPy must
+    find the same weights to the bit, and the loss, a large sum, to rounding.
+
+    Returns:
+      `passed`, `seconds`, and `error`: what went wrong, or None.
+    """
+    import jax  # noqa: PLC0415
+    from jax.sharding import Mesh, PartitionSpec  # noqa: PLC0415
+
+    start = time.perf_counter()
+    count = len(jax.devices())
+    random = np.random.default_rng(0)
+    x = random.integers(-2, 3, (4 * count, 8 * count)).astype(np.float32)
+    w = random.integers(-2, 3, (8 * count, 16)).astype(np.float32)
+
+    def step(w, x):
+        def local_loss(w):
+            whole = jax.lax.all_gather(w, "fsdp", tiled=True)
+            y = jax.numpy.dot(x, whole, precision="highest")
+            return 0.5 * jax.numpy.sum(y * y)
+
+        loss, grad = jax.value_and_grad(local_loss)(w)
+        return jax.lax.psum(loss, "fsdp"), w - grad
+
+    sharded, whole = PartitionSpec("fsdp"), PartitionSpec()
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    try:
+        run = jax.jit(
+            jax.shard_map(step, mesh=mesh, in_specs=(sharded, sharded), out_specs=(whole, sharded))
+        )
+        loss, updated = run(w, x)
+        y = x @ w
+        agrees = np.array_equal(updated, w - x.T @ y) and np.isclose(loss, 0.5 * np.sum(y * y))
+        error = None if agrees else "the result differs from NumPy's"
+    except Exception as failure:  # whatever it is, it is the finding
+        error = f"{type(failure).__name__}: {failure}"
+    return {"passed": error is None, "seconds": time.perf_counter() - start, "error": error}
+
+
+def examine() -> dict[str, Any]:
+    """Everything that `main` prints, as plain data; `problems` is empty on a healthy machine."""
+    report: dict[str, Any] = {"versions": versions(), "missing_extras": missing_extras()}
+    report["host"] = {
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    }
+    try:
+        report["devices"] = devices()
+        platform_name = report["devices"][0]["platform"]
+        report["xla_flags"] = xla_flags(platform_name)
+        report["self_test"] = self_test()
+    except (ImportError, RuntimeError) as error:
+        platform_name = None
+        report["devices"], report["xla_flags"] = [], []
+        report["self_test"] = {"passed": False, "seconds": 0.0, "error": f"no JAX: {error}"}
+    report["problems"] = problems(report["versions"], report["self_test"])
+    report["hints"] = [
+        f"{file} is here, but JAX runs on {platform_name}: uv sync --inexact --extra {extra}"
+        for file, (wanted, extra) in ACCELERATORS.items()
+        if pathlib.Path(file).exists() and platform_name != wanted
+    ]
+    return report
+
+
+def problems(installed: dict[str, str | None], test: dict[str, Any]) -> list[str]:
+    """What must be mended before training."""
+    found = []
+    jax_version = installed["jax"]
+    if jax_version is None or _numbers(jax_version) < _numbers(MINIMUM_JAX):
+        found.append(f"jax is {jax_version}; at least {MINIMUM_JAX} is needed")
+    if not test["passed"]:
+        found.append(f"the self-test failed: {test['error']}")
+    return found
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+def show(report: dict[str, Any]) -> str:
+    """The report for a person."""
+    lines = ["versions"]
+    lines += [f"  {name:18} {got or 'missing'}" for name, got in report["versions"].items()]
+    host = report["host"]
+    lines += ["machine", f"  {host['cores']} cores, {host['memory_bytes'] / 1e9:.1f} GB of memory"]
+    for row in report["devices"]:
+        memory = row["memory_bytes"]
+        peak = row["bf16_peak_flops_per_second"]
+        lines.append(
+            f"  {row['count']} x {row['kind']} ({row['platform']}), "
+            f"{f'{memory / 1e9:.1f} GB' if memory else 'memory of the machine'}, bfloat16 peak "
+            f"{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'n/a'}"
+        )
+    lines.append("extras that are not installed")
+    lines += [f"  {extra:8} {command}" for extra, command in report["missing_extras"].items()]
+    if not report["missing_extras"]:
+        lines.append("  none")
+    lines.append(f"XLA flags for this platform (table of {hardware.XLA_FLAGS_VERSION})")
+    for flag in report["xla_flags"]:
+        refused = f"; left out: {flag['refusal']}" if flag["refusal"] else ""
+        lines.append(f"  {flag['name']}={str(flag['value']).lower()}: {flag['reason']}{refused}")
+    if not report["xla_flags"]:
+        lines.append("  none: the defaults are good")
+    test = report["self_test"]
+    outcome = "agrees with NumPy" if test["passed"] else "FAILED"
+    lines += ["self-test", f"  a small fully sharded step {outcome}, {test['seconds']:.1f} s"]
+    lines.append("verdict")
+    lines += [f"  problem: {text}" for text in report["problems"]]
+    lines += [f"  hint: {text}" for text in report["hints"]]
+    if not report["problems"]:
+        lines.append("  ready to train")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; 1 when something must be mended before training."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxscale.doctor",
+        description="Versions, devices, missing extras, compiler flags, and a self-test.",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the findings as JSON")
+    arguments, _ = flags.parse(parser, argv)
+    report = examine()
+    print(show(report))
+    if arguments.json:
+        with flags.refusals():
+            pathlib.Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
+    return 1 if report["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

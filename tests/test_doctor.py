@@ -1,0 +1,110 @@
+"""The doctor: a healthy machine passes, a broken one is told what is wrong, and status 1."""
+
+import json
+import pathlib
+import re
+import tomllib
+
+import jax
+import pytest
+
+from jaxscale import doctor, hardware
+
+PROJECT = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+
+
+def distribution(requirement: str) -> str:
+    name = re.match(r"[\w.-]+", requirement)
+    assert name
+    return name.group()
+
+
+def test_a_healthy_machine_is_ready(tmp_path, capsys):
+    file = tmp_path / "findings.json"
+    assert doctor.main(["--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "ready to train" in printed
+    findings = json.loads(file.read_text())
+    assert findings["problems"] == []
+    assert findings["self_test"]["passed"]
+    assert findings["versions"]["jax"] == jax.__version__
+    assert [row["count"] for row in findings["devices"]] == [jax.device_count()]
+    assert findings["devices"][0]["bf16_peak_flops_per_second"] is None
+    assert re.search(r"8 x cpu .*bfloat16 peak n/a", printed)
+
+
+def test_the_self_test_notices_a_wrong_collective(monkeypatch):
+    monkeypatch.setattr(jax.lax, "psum", lambda x, axis: x)
+    assert not doctor.self_test()["passed"]
+
+
+def test_the_self_test_notices_weights_that_are_not_gathered(monkeypatch, capsys):
+    gather = jax.lax.all_gather
+
+    def mixed_up(x, axis, tiled):
+        return gather(x, axis, tiled=tiled)[::-1]
+
+    monkeypatch.setattr(jax.lax, "all_gather", mixed_up)
+    assert doctor.main([]) == 1
+    assert "problem: the self-test failed: the result differs" in capsys.readouterr().out
+
+
+def test_a_crash_in_the_self_test_is_a_finding(monkeypatch, capsys):
+    def broken(x, axis, tiled):
+        raise RuntimeError("no such link")
+
+    monkeypatch.setattr(jax.lax, "all_gather", broken)
+    assert doctor.main([]) == 1
+    assert "FAILED" in (printed := capsys.readouterr().out)
+    assert "RuntimeError: no such link" in printed
+
+
+def test_an_installation_without_devices_is_a_finding(monkeypatch, capsys):
+    def broken():
+        raise RuntimeError("no backend was found")
+
+    monkeypatch.setattr(jax, "devices", broken)
+    assert doctor.main([]) == 1
+    assert "no backend was found" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("version", "fine"),
+    [("0.11.2", True), ("0.12.0.1", True), ("1.0", True), ("0.11.3.dev2", True),
+     ("0.11.1", False), ("0.9.9", False), (None, False)],
+)  # fmt: skip
+def test_an_old_jax_is_a_problem(version, fine):
+    found = doctor.problems({"jax": version}, {"passed": True})
+    assert (found == []) == fine
+    assert fine or f"jax is {version}; at least 0.11.2" in found[0]
+
+
+def test_a_flag_that_the_compiler_refuses_is_left_out(monkeypatch, capsys):
+    made_up = hardware.XlaFlag("xla_cpu_no_such_flag", True, "to see it refused")
+    monkeypatch.setitem(hardware.XLA_FLAGS, "cpu", (made_up,))
+    (tried,) = doctor.xla_flags("cpu")
+    assert "No such compile option" in tried["refusal"]
+    assert doctor.main([]) == 0
+    assert "xla_cpu_no_such_flag=true: to see it refused; left out" in capsys.readouterr().out
+
+
+def test_a_gpu_that_jax_does_not_see_gets_a_hint(monkeypatch, tmp_path, capsys):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(doctor, "ACCELERATORS", {str(tmp_path / "nvidia0"): ("gpu", "cuda13")})
+    assert doctor.main([]) == 0
+    assert "is here, but JAX runs on cpu: uv sync --inexact --extra cuda13" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_missing_extra_comes_with_its_command(monkeypatch):
+    monkeypatch.setitem(doctor.EXTRAS, "wandb", ("no-such-distribution",))
+    assert doctor.missing_extras()["wandb"] == "uv sync --inexact --extra wandb"
+    monkeypatch.setitem(doctor.EXTRAS, "wandb", ("jax",))
+    assert "wandb" not in doctor.missing_extras()
+
+
+def test_the_doctor_knows_what_the_package_declares():
+    assert set(doctor.EXTRAS) == set(PROJECT["optional-dependencies"])
+    assert {distribution(line) for line in PROJECT["dependencies"]} <= set(doctor.PACKAGES)
+    assert f"jax>={doctor.MINIMUM_JAX}" in PROJECT["dependencies"]

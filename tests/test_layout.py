@@ -1,0 +1,47 @@
+"""A layout's sizes: what is left over, what does not fit, what this version does not have."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+
+from jaxscale.layout import MANUAL_AXES, MESH_AXES, Layout, resolve_sizes
+
+
+def test_the_mesh_axes_are_the_fields_of_a_layout_in_order():
+    names = [field.name for field in dataclasses.fields(Layout)]
+    assert tuple(names[: len(MESH_AXES)]) == MESH_AXES
+    assert set(MANUAL_AXES) < set(MESH_AXES)
+
+
+@pytest.mark.parametrize("free", ["data", "fsdp", "tensor"])
+@pytest.mark.parametrize(("first", "second"), list(itertools.product([1, 2, 4], [1, 2, 3])))
+def test_the_free_axis_takes_what_is_left(free, first, second):
+    fixed = [axis for axis in ("data", "fsdp", "tensor") if axis != free]
+    layout = Layout(**{"data": 1, free: -1, fixed[0]: first, fixed[1]: second})
+    for left in (1, 5):
+        resolved = resolve_sizes(layout, first * second * left)
+        assert getattr(resolved, free) == left
+        assert resolved.num_devices == math.prod(resolved.sizes.values()) == first * second * left
+        assert resolve_sizes(resolved, resolved.num_devices) == resolved
+
+
+def test_a_resolved_layout_splits_the_batch_over_data_and_fsdp():
+    assert resolve_sizes(Layout(fsdp=2, tensor=2), 8).batch_shards == 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices", "fragment"),
+    [
+        (Layout(fsdp=3), 8, "layout.data = -1 takes what fsdp 3 leaves of 8 devices"),
+        (Layout(data=1, fsdp=-1, tensor=16), 8, "8 is not a multiple of 16"),
+        (Layout(data=2, fsdp=2), 8, "(data 2 x fsdp 2) needs 4 devices and there are 8"),
+        (Layout(data=4, tensor=4), 8, "needs 16 devices and there are 8"),
+        (Layout(data=1), 8, "(every axis 1) needs 1 devices and there are 8"),
+    ],
+)
+def test_sizes_that_do_not_multiply_to_the_devices_are_refused(layout, devices, fragment):
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the fragment is checked below
+        resolve_sizes(layout, devices)
+    assert fragment in str(refusal.value)
