@@ -84,10 +84,15 @@ def resolve_tree(axes_tree: Any, rules: Rules, mesh: jax.sharding.Mesh, abstract
     """`NamedSharding`s for a tree of arrays (shapes in `abstract`) from its tree of axes."""
 
     def one(path, axes, leaf):
-        name = "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
-        return NamedSharding(mesh, resolve(axes, rules, mesh.shape, leaf.shape, name=name))
+        spec = resolve(axes, rules, mesh.shape, leaf.shape, name=leaf_name(path))
+        return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(one, axes_tree, abstract, is_leaf=is_axes)
+
+
+def leaf_name(path: tuple) -> str:
+    """A tree path as people write it: layers/attention/q."""
+    return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
 
 
 def manual_part(spec: PartitionSpec) -> PartitionSpec:

@@ -50,6 +50,8 @@ class Engine:
     step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]  # donates the state
     evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]  # (nll_sum, token count)
     abstract_state: TrainState  # shapes, types and shardings
+    state_axes: TrainState  # logical axes of every array in it
+    zero: Zero
     batch_sharding: NamedSharding
     attention: str  # the implementation in use
 
@@ -82,14 +84,14 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     abstract = jax.eval_shape(init, jax.random.key(0))
-    opt_axes = state_axes(optimizer, abstract.params, model.axes)
+    axes = TrainState((), model.axes, state_axes(optimizer, abstract.params, model.axes))
     shardings = TrainState(
         NamedSharding(mesh, PartitionSpec()),
-        resolve_tree(model.axes, zero.param_rules, mesh, abstract.params),
-        resolve_tree(opt_axes, zero.update_rules, mesh, abstract.opt_state),
+        resolve_tree(axes.params, zero.param_rules, mesh, abstract.params),
+        resolve_tree(axes.opt_state, zero.update_rules, mesh, abstract.opt_state),
     )
     # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
-    update_shardings = resolve_tree(model.axes, zero.update_rules, mesh, abstract.params)
+    update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, abstract.params)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         count = jnp.sum(batch.weights)
@@ -125,6 +127,8 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             abstract, shardings,
         ),
+        state_axes=axes,
+        zero=zero,
         batch_sharding=batch_sharding,
         attention=_implementation(config.model, platform, config.data.seq_len),
     )  # fmt: skip

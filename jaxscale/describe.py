@@ -1,0 +1,129 @@
+"""What a layout means for a model, as text: where every parameter lives and what it costs."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxscale.sharding import Axes, Rules, is_axes, leaf_name, resolve
+from jaxscale.step import Engine
+
+LARGE_BYTES = 1 << 20
+"""A replicated parameter from this size on is worth a warning."""
+
+
+def describe(engine: Engine) -> str:
+    """The layout, the bytes at rest for each ZeRO stage, and a line for every parameter."""
+    parts = [_summary(engine), _stages(engine), _parameters(engine)]
+    return "\n\n".join(parts + _warnings(engine))
+
+
+def _summary(engine: Engine) -> str:
+    layout, config = engine.layout, engine.model.config
+    axes = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1)
+    rows = [
+        ("devices", f"{layout.num_devices}: {axes or 'every axis 1'}"),
+        ("zero stage", f"{layout.zero_stage} over fsdp {layout.fsdp}"),
+        ("micro-batches", f"{layout.microbatches}, {layout.accumulation}"),
+        ("remat", layout.remat),
+        ("attention", engine.attention),
+        ("types", f"parameters {config.param_dtype}, compute {config.compute_dtype}, "
+                  f"gradients {engine.zero.accumulation_dtype}"),
+        ("parameters", f"{config.num_params:,}"),
+    ]  # fmt: skip
+    return "layout\n" + table(rows)
+
+
+def _stages(engine: Engine) -> str:
+    """Bytes at rest on a device for each stage; only `fsdp` and `tensor` divide them."""
+    rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "optimizer", "together")]
+    state, axes = engine.abstract_state, engine.state_axes
+    width = engine.zero.accumulation_dtype.itemsize
+    for stage in range(4):
+        zero = dataclasses.replace(engine.zero, stage=stage)
+        params = tree_bytes(state.params, axes.params, zero.param_rules, zero.sizes)
+        # Gradients accumulate in shards from stage 2 on.
+        rules = zero.update_rules if stage >= 2 else dataclasses.replace(zero, stage=0).update_rules
+        grads = tree_bytes(state.params, axes.params, rules, zero.sizes, width)
+        moments = tree_bytes(state.opt_state, axes.opt_state, zero.update_rules, zero.sizes)
+        chosen = " *" if stage == engine.zero.stage else ""
+        sizes = (params, grads, moments, params + grads + moments)
+        rows.append((f"zero {stage}{chosen}", *(human_bytes(size) for size in sizes)))
+    return "bytes at rest on each device\n" + table(rows)
+
+
+def _parameters(engine: Engine) -> str:
+    rows = [("parameter", "logical axes", "mesh axes", "shape", "bytes per device")]
+    for name, axes, leaf in _leaves(engine):
+        spec = leaf.sharding.spec
+        mesh_axes = ", ".join("+".join(e) if isinstance(e, tuple) else e or "-" for e in spec)
+        rows.append(
+            (name, ", ".join(axes), mesh_axes, " x ".join(map(str, leaf.shape)),
+             human_bytes(_bytes(leaf, axes, engine.zero.param_rules, engine.zero.sizes)))
+        )  # fmt: skip
+    return table(rows)
+
+
+def _warnings(engine: Engine) -> list[str]:
+    """A line for each large parameter that the layout could shard and does not."""
+    sizes, found = engine.zero.sizes, []
+    expected = [("tensor", sizes["tensor"] > 1), ("fsdp", engine.zero.gathers)]
+    for name, _, leaf in _leaves(engine):
+        size = leaf.size * leaf.dtype.itemsize
+        if size >= LARGE_BYTES and not any(leaf.sharding.spec):
+            for axis in [axis for axis, wanted in expected if wanted]:
+                found.append(
+                    f"warning: {name} ({human_bytes(size)}) is whole on every rank of {axis}; none "
+                    f"of its axes is spread over it"
+                )
+    return ["\n".join(found)] if found else []
+
+
+def _leaves(engine: Engine) -> list[tuple[str, Axes, Any]]:
+    axes = jax.tree.leaves(engine.state_axes.params, is_leaf=is_axes)
+    leaves = jax.tree_util.tree_leaves_with_path(engine.abstract_state.params)
+    return [(leaf_name(path), a, leaf) for a, (path, leaf) in zip(axes, leaves)]
+
+
+def tree_bytes(
+    abstract: Any, axes: Any, rules: Rules, sizes: Mapping[str, int], width: int | None = None
+) -> int:
+    """Bytes on one device of a tree of arrays; `width` replaces the bytes of an element."""
+    each = jax.tree.map(
+        lambda axes, leaf: _bytes(leaf, axes, rules, sizes, width), axes, abstract, is_leaf=is_axes
+    )
+    return sum(jax.tree.leaves(each))
+
+
+def _bytes(
+    leaf: Any, axes: Axes, rules: Rules, sizes: Mapping[str, int], width: int | None = None
+) -> int:
+    shards = math.prod(
+        sizes[name]
+        for entry in resolve(axes, rules, sizes)
+        for name in (entry if isinstance(entry, tuple) else (entry,))
+        if name
+    )
+    return leaf.size * (width or leaf.dtype.itemsize) // shards
+
+
+def human_bytes(size: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size /= 1024
+    else:
+        unit = "TiB"
+    return f"{size:.0f} B" if unit == "B" else f"{size:.4g} {unit}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned; the first one to the left, those of figures to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+        for row in rows
+    )
