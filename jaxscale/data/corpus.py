@@ -3,10 +3,10 @@
 import hashlib
 import json
 import logging
-import os
 import pathlib
 import shutil
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -112,7 +112,7 @@ def _batched_texts(documents: Sequence[Document]) -> Iterator[list[str]]:
 
 def _save(folder: pathlib.Path, corpus: Corpus) -> None:
     """Writes a folder that appears whole or not at all."""
-    unfinished = folder.with_name(f"unfinished-{folder.name}-{os.getpid()}")
+    unfinished = folder.with_name(f"unfinished-{folder.name}-{uuid.uuid4().hex[:8]}")
     unfinished.mkdir(parents=True, exist_ok=True)
     for name in _ARRAYS:
         np.save(unfinished / f"{name}.npy", getattr(corpus, name))

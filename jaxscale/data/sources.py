@@ -68,9 +68,9 @@ def find_documents(source: Sequence[str]) -> list[Document]:
     if not found:
         raise ValueError(f"data.source = {tuple(source)} holds only empty files")
     if num_repeated:
-        _log.info("data: %d files are named more than once and count once", num_repeated)
+        _log.info("data: files named more than once, which count once: %d", num_repeated)
     if markers:
-        _log.info("data: %d empty __init__.py hold no text and are passed over", len(markers))
+        _log.info("data: empty __init__.py, which are passed over: %d", len(markers))
     return list(found.values())
 
 

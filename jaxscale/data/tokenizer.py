@@ -6,9 +6,9 @@ a model starts a text from the boundary and ends it by predicting the boundary.
 
 import hashlib
 import logging
-import os
 import pathlib
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ class Tokenizer:
     token_bytes: np.ndarray
     fingerprint: str
     encode: Callable[[Sequence[str]], list[np.ndarray]]  # no boundary added; int32 arrays
-    decode: Callable[[Sequence[int]], str]  # special tokens are left out
+    decode: Callable[[Sequence[int] | np.ndarray], str]  # special tokens are left out
 
 
 def load(
@@ -93,7 +93,7 @@ def _bytes() -> Tokenizer:
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
-    def decode(ids: Sequence[int]) -> str:
+    def decode(ids: Sequence[int] | np.ndarray) -> str:
         return bytes(int(i) for i in ids if i != boundary).decode(errors="replace")
 
     token_bytes = np.append(np.ones(256), 0)
@@ -119,7 +119,7 @@ def _byte_pairs(
     trained = _train(size, source, heldout, seed)
     if directory and path:
         directory.mkdir(parents=True, exist_ok=True)
-        unfinished = directory / f"tokenizer.json.{os.getpid()}"
+        unfinished = directory / f"unfinished-tokenizer-{uuid.uuid4().hex[:8]}.json"
         trained.save(str(unfinished))
         unfinished.replace(path)
     return _from_library(trained, "the trained tokenizer")
@@ -182,7 +182,7 @@ def _from_library(tokenizer: tokenizers.Tokenizer, where: str) -> Tokenizer:
         encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def decode(ids: Sequence[int]) -> str:
+    def decode(ids: Sequence[int] | np.ndarray) -> str:
         return tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     vocab_size = max(vocabulary.values()) + 1
