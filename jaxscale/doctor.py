@@ -166,10 +166,14 @@ def examine() -> dict[str, Any]:
 
 def problems(installed: dict[str, str | None], test: dict[str, Any]) -> list[str]:
     """What must be mended before training."""
-    found = []
+    found = [
+        f"{name} is not installed: uv sync --inexact"
+        for name, got in installed.items()
+        if got is None
+    ]
     jax_version = installed["jax"]
-    if jax_version is None or _numbers(jax_version) < _numbers(MINIMUM_JAX):
-        found.append(f"jax is {jax_version}; at least {MINIMUM_JAX} is needed")
+    if jax_version and _numbers(jax_version) < _numbers(MINIMUM_JAX):
+        found.append(f"jax is {jax_version}; at least {MINIMUM_JAX} is needed: uv sync --inexact")
     if not test["passed"]:
         found.append(f"the self-test failed: {test['error']}")
     return found

@@ -71,12 +71,18 @@ def test_an_installation_without_devices_is_a_finding(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("version", "fine"),
     [("0.11.2", True), ("0.12.0.1", True), ("1.0", True), ("0.11.3.dev2", True),
-     ("0.11.1", False), ("0.9.9", False), (None, False)],
+     ("0.11.1", False), ("0.9.9", False)],
 )  # fmt: skip
 def test_an_old_jax_is_a_problem(version, fine):
     found = doctor.problems({"jax": version}, {"passed": True})
     assert (found == []) == fine
     assert fine or f"jax is {version}; at least 0.11.2" in found[0]
+
+
+def test_a_package_that_is_not_installed_is_a_problem(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "PACKAGES", ("jax", "no-such-distribution"))
+    assert doctor.main([]) == 1
+    assert "problem: no-such-distribution is not installed" in capsys.readouterr().out
 
 
 def test_a_flag_that_the_compiler_refuses_is_left_out(monkeypatch, capsys):
