@@ -8,7 +8,10 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import pathlib
+import threading
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -197,10 +200,25 @@ def batches(
     if workers:
         if not absl.flags.FLAGS.is_parsed():  # Grain reads flags of its own, and needs no values
             absl.flags.FLAGS.mark_as_parsed()
-        reading = reading.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+        reading = reading.mp_prefetch(
+            grain.MultiprocessingOptions(num_workers=workers),
+            worker_init_fn=functools.partial(_end_with_parent, os.getpid()),
+        )
     iterator = iter(reading)
     iterator.start_prefetch()
     return _closing(iterator)
+
+
+def _end_with_parent(parent: int, worker: int, num_workers: int) -> None:
+    """Makes a worker process end when its parent was killed and could not close it."""
+    del worker, num_workers
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _closing(iterator: grain.DatasetIterator[Batch]) -> Generator[Batch]:

@@ -3,7 +3,10 @@
 import dataclasses
 import itertools
 import multiprocessing
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 
@@ -186,6 +189,42 @@ def test_worker_processes_change_nothing_and_end(tmp_path):
     for before, after in zip(expected, take(4, dataset, start_step=3, workers=2), strict=True):
         assert_same(before, after)
     assert not multiprocessing.active_children()
+
+
+KILLED = """
+import multiprocessing, pathlib, signal, sys
+from jaxscale.config import DataConfig
+from jaxscale.data import stream, tokenizer
+
+if __name__ == "__main__":
+    config = DataConfig(source=("{stdlib}/json/*.py",), seq_len=16)
+    dataset = stream.open_dataset(config, tokenizer.load("bytes"), split="train")
+    iterator = stream.batches(dataset, global_batch_size=2, workers=1)
+    next(iterator)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    signal.pause()
+"""
+
+
+def test_worker_processes_end_when_the_run_is_killed(tmp_path):
+    (tmp_path / "run.py").write_text(KILLED)
+    command = [sys.executable, str(tmp_path / "run.py")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout
+        children = run.stdout.readline().split()
+        run.kill()
+    assert children
+    deadline = time.monotonic() + 30
+    while any(alive(child) for child in children):
+        assert time.monotonic() < deadline, f"processes {children} outlived their parent"
+        time.sleep(0.2)
+
+
+def alive(pid: str) -> bool:
+    """Whether a process runs; one that ended and waits to be collected does not."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True)
+    return bool(state.stdout.strip()) and not state.stdout.startswith("Z")
 
 
 def test_a_closed_iterator_leaves_no_threads():
