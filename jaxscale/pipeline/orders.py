@@ -1,0 +1,356 @@
+"""The schedules by name, and those that go forwards and backwards in turn. NumPy-free, JAX-free.
+
+Every schedule is a pure function of p ranks, m micro-batches, v virtual stages (chunks) per rank
+and k sequence chunks (segments) per micro-batch, and returns a row of operations for each rank r;
+it says nothing of time. Stage c * p + r is chunk c of rank r, unless the stages lie in a V.
+The schedules here use a fused backward X; `make_order` splits it unless asked not to.
+"""
+
+import difflib
+import itertools
+import math
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxscale.pipeline.records import (
+    B, F, Op, Order, Placement, R, Rows, W, X, loop, read_csv, zigzag,
+)  # fmt: skip
+from jaxscale.pipeline.split_orders import dualpipe, dualpipe_v, zb_h1, zb_h2, zb_v
+
+NUMBERS = ("stages", "microbatches", "virtual_stages", "sequence_chunks")
+
+
+def gpipe(p: int, m: int, v: int, k: int) -> Rows:
+    """All forwards, then all backwards (GPipe, arXiv 1811.06965)."""
+    return [[Op(F, i, r) for i in range(m)] + [Op(X, i, r) for i in range(m)] for r in range(p)]
+
+
+def one_f_one_b(p: int, m: int, v: int, k: int) -> Rows:
+    """1F1B (PipeDream-Flush, arXiv 2006.09503; DAPPLE, arXiv 2007.01045): a rank has no more
+    micro-batches in flight than there are ranks from it to the end."""
+    return [
+        alternate([Op(F, i, r) for i in range(m)], [Op(X, i, r) for i in range(m)], p - 1 - r)
+        for r in range(p)
+    ]
+
+
+def interleaved(p: int, m: int, v: int, k: int) -> Rows:
+    """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473): p micro-batches through a chunk, then p
+    through the next."""
+    units = [(p * block + u, c) for block in range(m // p) for c in range(v) for u in range(p)]
+    return [
+        alternate(
+            [Op(F, i, c * p + r) for i, c in units],
+            [Op(X, i, (v - 1 - c) * p + r) for i, c in units],
+            2 * (p - 1 - r) + (v - 1) * p,
+        )
+        for r in range(p)
+    ]
+
+
+def breadth_first(p: int, m: int, v: int, k: int) -> Rows:
+    """All micro-batches of a chunk before the next chunk (modular pipeline, arXiv 2106.02679;
+    breadth-first, arXiv 2211.05953): a chunk's weights are gathered once a pass and its gradients
+    reduced once a step. Below p micro-batches it idles between chunks."""
+    return [
+        [Op(F, i, c * p + r) for c in range(v) for i in range(m)]
+        + [Op(X, i, c * p + r) for c in reversed(range(v)) for i in range(m)]
+        for r in range(p)
+    ]
+
+
+def seq1f1b(p: int, m: int, v: int, k: int) -> Rows:
+    """1F1B over segments of causal sequences (Seq1F1B, arXiv 2406.03488). Micro-batches go back
+    first in, first out; the segments of one of them last in, first out."""
+    units = [(i, g) for i in range(m) for g in range(k)]
+    return [
+        alternate(
+            [Op(F, i, r, g) for i, g in units],
+            [Op(X, i, r, k - 1 - g) for i, g in units],
+            p - 1 - r + k - 1,
+        )
+        for r in range(p)
+    ]
+
+
+def seq1f1b_interleaved(p: int, m: int, v: int, k: int) -> Rows:
+    """Seq1F1B over chunks (Seq1F1B-I, arXiv 2406.03488). A chunk takes lcm(p, k) segments at a
+    time, whole sequences; the paper's p deadlock when k does not divide p."""
+    group = math.lcm(p, k)
+    units = [
+        (*divmod(group * block + u, k), c)
+        for block in range(m * k // group)
+        for c in range(v)
+        for u in range(group)
+    ]
+    return [
+        alternate(
+            [Op(F, i, c * p + r, g) for i, g, c in units],
+            [Op(X, i, (v - 1 - c) * p + r, k - 1 - g) for i, g, c in units],
+            2 * (p - 1 - r) + (v - 1) * group + k - 1,
+        )
+        for r in range(p)
+    ]
+
+
+def alternate(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
+    """`warmup` forwards, then one forward and one backward in turn, then what is left."""
+    steady = [op for pair in zip(forwards[warmup:], backwards) for op in pair]
+    return forwards[:warmup] + steady + backwards[len(forwards[warmup:]) :]
+
+
+def bidirectional(p: int, m: int, v: int, k: int) -> Rows:
+    """Of every p micro-batches half enter at each end: Chimera (arXiv 2107.06925), and with two
+    chunks a rank in a V BitPipe (arXiv 2410.19367).
+
+    One formula gives the slots of both directions; parity keeps them apart on every rank.
+    """
+    stages = p * v
+    slots: list[list[tuple[int, Op]]] = [[] for _ in range(p)]
+    for i in range(m):
+        block, place = divmod(i, p)
+        direction, place = divmod(place, p // 2)
+        entry = block * stages + 2 * place
+        for s in range(stages):
+            rank = zigzag(s, p)
+            row = slots[p - 1 - rank if direction else rank]
+            row.append((entry + s, Op(F, i, s, 0, direction)))
+            row.append((entry + 2 * stages - 1 - s, Op(X, i, s, 0, direction)))
+    # Where blocks meet, the backward goes first.
+    return [
+        [op for _, op in sorted(row, key=lambda cell: (cell[0], -cell[1].kind, cell[1].microbatch))]
+        for row in slots
+    ]
+
+
+class Need(NamedTuple):
+    """What must hold of (ranks, micro-batches, virtual stages, sequence chunks)."""
+
+    text: str
+    holds: Callable[[int, int, int, int], bool]
+
+
+ONE_CHUNK = Need("virtual_stages = 1", lambda p, m, v, k: v == 1)
+TWO_CHUNKS = Need("virtual_stages = 2, a V of two chunks per rank", lambda p, m, v, k: v == 2)
+WHOLE = Need("sequence_chunks = 1", lambda p, m, v, k: k == 1)
+EVEN = Need("an even number of stages", lambda p, m, v, k: p % 2 == 0)
+BLOCKS = Need("microbatches to be a multiple of stages", lambda p, m, v, k: m % p == 0)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A way of making orders, and the numbers that it can serve."""
+
+    rows: Callable[[int, int, int, int], Rows]
+    needs: tuple[Need, ...]
+    placement: Placement = loop
+    # Whether the backward pass may be fused or split, as one likes, or is given by the rows.
+    given_backward: bool = False
+
+
+SCHEDULES = {
+    "gpipe": Schedule(gpipe, (ONE_CHUNK, WHOLE)),
+    "1f1b": Schedule(one_f_one_b, (ONE_CHUNK, WHOLE)),
+    "interleaved": Schedule(interleaved, (WHOLE, BLOCKS)),
+    "breadth_first": Schedule(breadth_first, (WHOLE,)),
+    "seq1f1b": Schedule(seq1f1b, (ONE_CHUNK,)),
+    "seq1f1b_interleaved": Schedule(
+        seq1f1b_interleaved,
+        (
+            Need(
+                "microbatches * sequence_chunks to be a multiple of the least common multiple of "
+                "stages and sequence_chunks",
+                lambda p, m, v, k: m * k % math.lcm(p, k) == 0,
+            ),
+        ),
+    ),
+    "chimera": Schedule(bidirectional, (ONE_CHUNK, WHOLE, EVEN, BLOCKS)),
+    "bitpipe": Schedule(
+        bidirectional,
+        (
+            TWO_CHUNKS,
+            WHOLE,
+            Need("an even number of stages, at least 4", lambda p, m, v, k: p % 2 == 0 and p >= 4),
+            BLOCKS,
+        ),
+        placement=zigzag,
+    ),
+    "zb_h1": Schedule(zb_h1, (ONE_CHUNK, WHOLE), given_backward=True),
+    "zb_h2": Schedule(zb_h2, (ONE_CHUNK, WHOLE), given_backward=True),
+    "zb_v": Schedule(
+        zb_v,
+        (
+            TWO_CHUNKS,
+            WHOLE,
+            Need("microbatches >= 2 * stages - 1", lambda p, m, v, k: m >= 2 * p - 1),
+        ),
+        placement=zigzag,
+        given_backward=True,
+    ),
+    "dualpipe": Schedule(
+        dualpipe,
+        (
+            ONE_CHUNK,
+            WHOLE,
+            EVEN,
+            Need("an even number of microbatches", lambda p, m, v, k: m % 2 == 0),
+            Need("microbatches >= 2 * stages", lambda p, m, v, k: m >= 2 * p),
+        ),
+        given_backward=True,
+    ),
+    "dualpipe_v": Schedule(
+        dualpipe_v,
+        (
+            TWO_CHUNKS,
+            WHOLE,
+            Need("microbatches >= 2 * stages", lambda p, m, v, k: m >= 2 * p),
+        ),
+        placement=zigzag,
+        given_backward=True,
+    ),
+}
+
+
+def make_order(
+    name: str,
+    stages: int,
+    microbatches: int,
+    virtual_stages: int | None = None,
+    sequence_chunks: int | None = None,
+    *,
+    fused: bool = False,
+    recompute: bool = False,
+) -> Order:
+    """The order of a schedule by name, or from a file whose name ends in .csv.
+
+    Args:
+      name: a key of SCHEDULES, or a path.
+      stages: ranks on the pipeline axis.
+      microbatches: per step.
+      virtual_stages: chunks per rank; None for the fewest that the schedule can have.
+      sequence_chunks: segments of a micro-batch; None for whole sequences.
+      fused: one operation for the whole backward pass, not B and then W.
+      recompute: give every micro-batch an R before its backward pass.
+
+    Raises:
+      ValueError: an unknown name, or numbers that the schedule cannot serve, with the nearest
+        that it can.
+    """
+    numbers = dict(zip(NUMBERS, (stages, microbatches, virtual_stages, sequence_chunks)))
+    for key, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{key} = {number}; at least 1")
+    if pathlib.PurePath(name).suffix == ".csv":
+        return _order_from_file(name, numbers, fused, recompute)
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"schedule = {name!r} is not known; it can be {', '.join(SCHEDULES)}, or a .csv file"
+            f"{hint}"
+        )
+    schedule = SCHEDULES[name]
+    v = virtual_stages or (2 if TWO_CHUNKS in schedule.needs else 1)
+    k = sequence_chunks or 1
+    check_needs(name, schedule.needs, (stages, microbatches, v, k))
+    if fused and schedule.given_backward:
+        raise ValueError(
+            f"fused = True, but {name} is made of separate input and weight gradients; "
+            "leave fused out, or take another schedule such as 1f1b"
+        )
+    rows = schedule.rows(stages, microbatches, v, k)
+    if not fused and not schedule.given_backward:
+        rows = split_backward(rows)
+    if recompute:
+        rows = add_recompute(rows)
+    return Order(name, tuple(map(tuple, rows)), microbatches, v, k, schedule.placement)
+
+
+def split_backward(rows: Rows) -> Rows:
+    """Every X as B and then W: the gradient leaves for the rank before while W still runs."""
+    return [
+        [
+            part
+            for op in row
+            for part in ((op._replace(kind=B), op._replace(kind=W)) if op.kind == X else (op,))
+        ]
+        for row in rows
+    ]
+
+
+def add_recompute(rows: Rows) -> Rows:
+    """An R before every backward: it needs no gradient, so it runs while that is awaited."""
+    result: Rows = []
+    for row in rows:
+        result.append([])
+        for op in row:
+            if op.kind in (B, X):
+                # Before the pair, where the backward overlaps with the forward before it.
+                result[-1].insert(
+                    len(result[-1]) - op.paired, op._replace(kind=R, paired=0)
+                )
+            result[-1].append(op)
+    return result
+
+
+def check_needs(name: str, needs: tuple[Need, ...], numbers: tuple[int, int, int, int]) -> None:
+    """Raises ValueError for the first need that fails, with the nearest numbers that work."""
+    for need in needs:
+        if not need.holds(*numbers):
+            got = ", ".join(f"{key} = {number}" for key, number in zip(NUMBERS, numbers))
+            raise ValueError(f"{name} needs {need.text}; got {got}. {_nearest(needs, numbers)}")
+
+
+def _nearest(needs: tuple[Need, ...], numbers: tuple[int, int, int, int]) -> str:
+    """Each way to make the numbers work that changes as few of them as can be."""
+    p, m, v, k = numbers
+    working = [
+        choice
+        for choice in itertools.product(
+            range(max(1, p - 4), p + 5),
+            range(1, m + 2 * p + 10),
+            {1, 2, v},
+            {1, 2, *range(max(1, k - 2), k + 3)},
+        )
+        if all(need.holds(*choice) for need in needs)
+    ]
+
+    def changes(choice: tuple[int, ...]) -> dict[str, int]:
+        return {key: c for key, c, n in zip(NUMBERS, choice, numbers) if c != n}
+
+    def distance(choice: tuple[int, ...]) -> int:
+        return sum(abs(c - n) for c, n in zip(choice, numbers))
+
+    fewest = min(len(changes(choice)) for choice in working)
+    least: dict[tuple[str, ...], int] = {}
+    for choice in working:
+        keys = tuple(changes(choice))
+        if len(keys) == fewest:
+            least[keys] = min(distance(choice), least.get(keys, distance(choice)))
+    ways = [
+        " and ".join(f"{key} = {number}" for key, number in changes(choice).items())
+        for choice in working
+        if distance(choice) == least.get(tuple(changes(choice)))
+    ]
+    return f"Nearest that works: {', or '.join(ways)}"
+
+
+def _order_from_file(
+    path: str, numbers: dict[str, int | None], fused: bool, recompute: bool
+) -> Order:
+    order = read_csv(path)
+    there = (order.ranks, order.microbatches, order.virtual_stages, order.sequence_chunks)
+    for (key, number), found in zip(numbers.items(), there):
+        if number not in (None, found):
+            raise ValueError(f"{key} = {number}, but {path} is an order for {key} = {found}")
+    kinds = {op.kind for row in order.rows for op in row}
+    if fused and kinds & {B, W}:
+        raise ValueError(f"fused = True, but {path} has B and W; write X for both in one")
+    if recompute and R not in kinds:
+        raise ValueError(
+            f"{path} has no R, so there is nothing to recompute; add R before each backward, or "
+            "leave out the cost of R"
+        )
+    return order

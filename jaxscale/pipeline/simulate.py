@@ -1,0 +1,123 @@
+"""How long a table takes, how much of that is idle, and what it keeps in memory. NumPy only.
+
+Times are in the unit of the costs, which are those of a rank's whole share of the model for one
+micro-batch: a chunk costs 1/v of them, a segment 1/k.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.pipeline.records import B, F, R, W, X
+from jaxscale.pipeline.table import Table, replay
+
+
+class Costs(NamedTuple):
+    """What an operation of each kind costs: a number, or one for each virtual stage.
+
+    A fused backward costs b + w.
+    """
+
+    f: float | tuple[float, ...] = 1.0
+    b: float | tuple[float, ...] = 1.0
+    w: float | tuple[float, ...] = 1.0
+    r: float | tuple[float, ...] = 0.0
+
+
+EQUAL = Costs()
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A table played with costs, once as soon as possible and once in lockstep.
+
+    In lockstep every tick lasts as long as its slowest operation on any rank, as on devices that
+    exchange messages after each tick. Arrays are float [N], one entry for each operation.
+    """
+
+    start: np.ndarray
+    seconds: np.ndarray  # how long each operation takes
+    lockstep_start: np.ndarray
+    makespan: float
+    idle_fraction: float  # of makespan x ranks
+    lockstep_makespan: float
+    lockstep_idle_fraction: float
+    peak_stash: tuple[float, ...]  # per rank, in a rank's activations of one micro-batch
+    messages: int  # between different ranks
+
+
+def simulate(table: Table, costs: Costs = EQUAL) -> Run:
+    """Plays a table.
+
+    Raises:
+      ValueError: a negative cost, or costs of another number of virtual stages.
+    """
+    ops, order = table.ops, table.order
+    parts = order.virtual_stages * order.sequence_chunks
+    seconds = _costs_by_kind(costs, order.stages)[ops.kind, ops.stage]
+    step_seconds = np.bincount(table.step, weights=seconds)
+    lasts = step_seconds[table.step]
+    # What comes second in a pair is shown after what comes first.
+    later = np.where(ops.paired, lasts - seconds, 0)
+
+    ends = replay(ops.rank, table.step, table.needs, step_seconds)
+    tick_seconds = np.zeros(table.ticks)
+    np.maximum.at(tick_seconds, table.tick, lasts)
+    tick_ends = np.cumsum(tick_seconds)
+
+    work = seconds.sum()
+    makespan, lockstep_makespan = ends.max(), tick_ends[-1]
+    return Run(
+        start=(ends - lasts + later) / parts,
+        lockstep_start=((tick_ends - tick_seconds)[table.tick] + later) / parts,
+        seconds=seconds / parts,
+        makespan=float(makespan / parts),
+        idle_fraction=float(1 - work / (makespan * order.ranks)),
+        lockstep_makespan=float(lockstep_makespan / parts),
+        lockstep_idle_fraction=float(1 - work / (lockstep_makespan * order.ranks)),
+        peak_stash=tuple((peak_stash(table) / parts).tolist()),
+        messages=count_messages(table),
+    )
+
+
+def peak_stash(table: Table) -> np.ndarray:
+    """int [ranks], the most activations of a chunk and segment that a rank keeps at once.
+
+    They are kept from F until the last operation that needs them, W or X.
+    """
+    ops = table.ops
+    made = ops.kind == F
+    released = (ops.kind == W) | (ops.kind == X)
+    kept = np.cumsum(made.astype(int) - released) + released  # while the operation runs
+    before = np.searchsorted(ops.rank, np.arange(table.order.ranks))
+    return np.maximum.reduceat(kept, before)  # a rank releases all that it made
+
+
+def count_messages(table: Table) -> int:
+    """Activations and gradients that go from one rank to another."""
+    ops, order = table.ops, table.order
+    forward = (ops.kind == F) & (ops.stage < order.stages - 1)
+    backward = ((ops.kind == B) | (ops.kind == X)) & (ops.stage > 0)
+    home = np.array([order.rank_of(stage, 0) for stage in range(order.stages)])
+    leaves = home[:-1] != home[1:]  # from stage to the next
+    return int(leaves[ops.stage[forward]].sum() + leaves[ops.stage[backward] - 1].sum())
+
+
+def _costs_by_kind(costs: Costs, stages: int) -> np.ndarray:
+    """float [kind, stage]."""
+    by_kind = np.zeros((X + 1, stages))
+    for kind, name in ((F, "f"), (B, "b"), (W, "w"), (R, "r")):
+        cost = np.asarray(getattr(costs, name), float)
+        if cost.shape not in ((), (stages,)):
+            raise ValueError(
+                f"costs.{name} has {len(cost)} numbers; it can be one number, or one for each of "
+                f"the {stages} virtual stages"
+            )
+        if not ((cost >= 0) & (cost < np.inf)).all():
+            raise ValueError(f"costs.{name} = {getattr(costs, name)}; costs are at least 0")
+        by_kind[kind] = cost
+    by_kind[X] = by_kind[B] + by_kind[W]
+    if not by_kind.any():
+        raise ValueError(f"costs = {costs}: every operation costs 0; give one of them more")
+    return by_kind

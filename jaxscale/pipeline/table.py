@@ -1,0 +1,148 @@
+"""The table that an order compiles to: every operation with its tick and what it waits for.
+
+The simulator, the planner, the drawings and the executor all read it. NumPy only.
+Array shapes: N operations, rank after rank; steps are what fills a tick of a rank: an operation,
+or an overlapped pair.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.pipeline.check import check_order, raise_deadlock
+from jaxscale.pipeline.records import B, F, Op, Order, R, W, X
+
+
+class Ops(NamedTuple):
+    """The fields of `Op` for all operations, int [N] each, and their ranks."""
+
+    kind: np.ndarray
+    microbatch: np.ndarray
+    stage: np.ndarray
+    segment: np.ndarray
+    direction: np.ndarray
+    paired: np.ndarray
+    rank: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """An order that is complete and cannot deadlock."""
+
+    order: Order
+    ops: Ops
+    needs: np.ndarray  # int [N, 4], the operations that must have ended; -1 where there are fewer
+    step: np.ndarray  # int [N]
+    tick: np.ndarray  # int [N]
+
+    @property
+    def ticks(self) -> int:
+        return int(self.tick.max()) + 1
+
+
+def compile_order(order: Order) -> Table:
+    """Gives every operation the earliest tick that its rank's order and its needs allow.
+
+    A rank does one step a tick, and what it makes can be used from the next tick on.
+
+    Raises:
+      ValueError: an operation is misplaced, repeated or missing, or the order deadlocks; the
+        message draws the order around the offending cell.
+    """
+    check_order(order)
+    ops = flatten(order)
+    needs = find_needs(order, ops)
+    step = np.cumsum(ops.paired == 0) - 1
+    ends = replay(ops.rank, step, needs, np.ones(step[-1] + 1))
+    if np.isinf(ends).any():
+        _explain_deadlock(order, ops, needs, ends)
+    return Table(order, ops, needs, step, ends.astype(np.int64) - 1)
+
+
+def flatten(order: Order) -> Ops:
+    """All operations as arrays, rank after rank."""
+    lengths = [len(row) for row in order.rows]
+    numbers = itertools.chain.from_iterable(itertools.chain.from_iterable(order.rows))
+    fields = np.fromiter(numbers, np.int64).reshape(-1, len(Op._fields))
+    return Ops(*fields.T, rank=np.repeat(np.arange(order.ranks), lengths))
+
+
+def find_needs(order: Order, ops: Ops) -> np.ndarray:
+    """int [N, 4], what must have ended before each operation starts."""
+    # Position of every operation, with a border of -1 around stages and segments.
+    shape = X + 1, order.microbatches, order.stages + 2, order.sequence_chunks + 2
+    where = np.full(shape, -1)
+    where[ops.kind, ops.microbatch, ops.stage + 1, ops.segment + 1] = np.arange(len(ops.kind))
+    backward = np.maximum(where[B], where[X])
+
+    def at(grid: np.ndarray, stage: int = 0, segment: int = 0) -> np.ndarray:
+        return grid[ops.microbatch, ops.stage + 1 + stage, ops.segment + 1 + segment]
+
+    forward = at(where[F])
+    # Keys and values stay with their stage: a segment reads those of the earlier segments, and
+    # gets their gradients from the later ones.
+    needs = np.full((len(ops.kind), 4), -1)
+    for kinds, columns in (
+        ((F,), [at(where[F], stage=-1), at(where[F], segment=-1)]),
+        ((R,), [forward]),
+        ((B, X), [forward, at(where[R]), at(backward, stage=1), at(backward, segment=1)]),
+        ((W,), [at(where[B])]),
+    ):
+        rows = np.isin(ops.kind, kinds)
+        needs[rows, : len(columns)] = np.stack(columns, axis=1)[rows]
+    return needs
+
+
+def replay(
+    rank: np.ndarray, step: np.ndarray, needs: np.ndarray, durations: np.ndarray
+) -> np.ndarray:
+    """Runs every rank's steps in turn, each as soon as what it needs has ended.
+
+    Args:
+      rank, step, needs: as in a Table.
+      durations: float [steps].
+
+    Returns:
+      float [N], when each operation ends; infinite where a deadlock keeps it from starting.
+    """
+    opens = np.diff(step, prepend=-1) == 1
+    waits = np.where(needs >= 0, step[needs], -1)
+    waits_of = waits[opens].tolist()
+    for n in np.flatnonzero(~opens):
+        waits_of[step[n]] += waits[n].tolist()
+    bounds = np.searchsorted(rank[opens], np.arange(rank[-1] + 2)).tolist()
+    lasts = durations.tolist()
+
+    # One entry more than there are steps: a need of -1 reads the last, which is over at 0.
+    ends = [np.inf] * len(lasts) + [0.0]
+    cursors, free = bounds[:-1], [0.0] * (len(bounds) - 1)
+    moved = True
+    while moved:
+        moved = False
+        for r, stop in enumerate(bounds[1:]):
+            n = cursors[r]
+            while n < stop:
+                start = max(free[r], *[ends[need] for need in waits_of[n]])
+                if start == np.inf:
+                    break
+                ends[n] = free[r] = start + lasts[n]
+                n += 1
+            moved |= n > cursors[r]
+            cursors[r] = n
+    return np.array(ends[:-1])[step]
+
+
+def _explain_deadlock(order: Order, ops: Ops, needs: np.ndarray, ends: np.ndarray) -> None:
+    every = [op for row in order.rows for op in row]
+    ticks = {every[n]: int(ends[n]) - 1 for n in np.flatnonzero(np.isfinite(ends))}
+    waits = {}
+    for r in range(order.ranks):
+        # A pair may wait for what its second half needs.
+        for n in np.flatnonzero((ops.rank == r) & np.isinf(ends))[:2]:
+            blocking = [int(need) for need in needs[n] if need >= 0 and np.isinf(ends[need])]
+            if blocking:
+                waits[every[n]] = every[blocking[0]]
+                break
+    raise_deadlock(order, ticks, waits)
