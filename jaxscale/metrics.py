@@ -47,12 +47,12 @@ class Metrics:
         if not self._writes:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        path = self.directory / "metrics.jsonl"
-        _write(path, "".join(map(_line, read(path, last_step=start_step))))
-        self._file = path.open("a", encoding="utf-8")
         self._trackers = [
             _open_tracker(name, self.directory, start_step, config or {}) for name in trackers
         ]
+        path = self.directory / "metrics.jsonl"
+        _write(path, "".join(map(_line, read(path, last_step=start_step))))
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Adds one line; `record` has a "step", and numbers or strings."""
@@ -222,11 +222,11 @@ def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Means over a centred window, a fiftieth of the run wide and narrower near its ends."""
+    """Means over a centred window, a fiftieth of the run wide and cut off at its ends."""
     sums = [0.0, *itertools.accumulate(values)]
-    last, widest = len(values) - 1, len(values) // 100
-    halves = (min(i, last - i, widest) for i in range(len(values)))
-    return [(sums[i + half + 1] - sums[i - half]) / (2 * half + 1) for i, half in enumerate(halves)]
+    half = len(values) // 100
+    ends = [(max(i - half, 0), min(i + half + 1, len(values))) for i in range(len(values))]
+    return [(sums[end] - sums[begin]) / (end - begin) for begin, end in ends]
 
 
 class _Tracker(NamedTuple):
