@@ -6,6 +6,7 @@ Nothing here imports JAX: a mistyped flag must be answered in a fraction of a se
 import argparse
 import contextlib
 import difflib
+import logging
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import NoReturn
@@ -15,6 +16,14 @@ def refuse(message: str) -> NoReturn:
     """Prints one line and ends the process with status 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def log_to_stdout() -> None:
+    """Lets the program's log lines through, plain, wherever other libraries send theirs."""
+    logger = logging.getLogger("jaxscale")
+    logger.handlers = [logging.StreamHandler(sys.stdout)]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 @contextlib.contextmanager

@@ -39,6 +39,14 @@ class StepMetrics(NamedTuple):
     tokens: jax.Array  # that counted in the loss
 
 
+class EvaluationSums(NamedTuple):
+    """Sums over a held-out batch, computed on the device."""
+
+    nll: jax.Array  # nats
+    tokens: jax.Array
+    num_bytes: jax.Array  # of the text that the tokens stand for
+
+
 @dataclass(frozen=True)
 class Engine:
     """The jitted functions of a run and where their arguments live."""
@@ -48,7 +56,7 @@ class Engine:
     mesh: Mesh
     init: Callable[[jax.Array], TrainState]  # from a key
     step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]  # donates the state
-    evaluate: Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]  # (nll_sum, token count)
+    evaluate: Callable[[Tree, Batch, jax.Array], EvaluationSums]
     abstract_state: TrainState  # shapes, types and shardings
     state_axes: TrainState  # logical axes of every array in it
     zero: Zero
@@ -107,8 +115,9 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
         metrics = StepMetrics(nll_sum / count, grad_norm, count)
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    def evaluate(params: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return nll(params, batch), jnp.sum(batch.weights)
+    def evaluate(params: Tree, batch: Batch, token_bytes: jax.Array) -> EvaluationSums:
+        num_bytes = jnp.sum(token_bytes[batch.targets] * batch.weights)
+        return EvaluationSums(nll(params, batch), jnp.sum(batch.weights), num_bytes)
 
     replicated = NamedSharding(mesh, PartitionSpec())
     batch_sharding = NamedSharding(mesh, BATCH_SPEC)
@@ -121,7 +130,7 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
             step, donate_argnums=0, in_shardings=(shardings, batch_sharding),
             out_shardings=(shardings, replicated),
         ),
-        evaluate=jax.jit(evaluate, in_shardings=(shardings.params, batch_sharding),
+        evaluate=jax.jit(evaluate, in_shardings=(shardings.params, batch_sharding, replicated),
                          out_shardings=replicated),
         abstract_state=jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

@@ -1,0 +1,160 @@
+"""What every command does with a run's folder: its config, engine, text, parameters, evaluation."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import pathlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxscale import config as configs
+from jaxscale.batch import Batch
+from jaxscale.checkpoint import Checkpoints
+from jaxscale.config import Config
+from jaxscale.data.corpus import open_corpus
+from jaxscale.data.stream import Dataset, batches, open_dataset
+from jaxscale.data.tokenizer import Tokenizer
+from jaxscale.data.tokenizer import load as load_tokenizer
+from jaxscale.layout import resolve_sizes
+from jaxscale.mesh import make_mesh
+from jaxscale.step import Engine, make_engine
+
+log = logging.getLogger("jaxscale")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A run's tokenizer and its two splits; `heldout` is None when nothing is held out."""
+
+    tokenizer: Tokenizer
+    train: Dataset
+    heldout: Dataset | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out loss; `tokens` counted, standing for `num_bytes` bytes of text."""
+
+    loss: float  # nats per token
+    tokens: int
+    num_bytes: float
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The loss of the same text in bits over its bytes: comparable between tokenizers."""
+        return self.loss * self.tokens / math.log(2) / self.num_bytes
+
+
+def open_engine(config: Config) -> tuple[Config, Engine]:
+    """The config with its layout resolved on the devices at hand, and the engine on them."""
+    layout = resolve_sizes(config.layout, jax.device_count())
+    config = dataclasses.replace(config, layout=layout)
+    return config, make_engine(config, make_mesh(layout))
+
+
+def open_text(config: Config, workdir: pathlib.Path) -> Text:
+    """Reads, and the first time tokenises, what `config.data` names.
+
+    Raises:
+      ValueError: the data cannot be used with this model; names the setting.
+    """
+    data = config.data
+    tokenizer = load_tokenizer(
+        data.tokenizer, data.source, workdir, heldout=data.heldout, seed=data.seed
+    )
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the "
+            f"{tokenizer.vocab_size} tokens of data.tokenizer = {data.tokenizer!r}; set "
+            f"model.vocab_size = {tokenizer.vocab_size}"
+        )
+    corpus = open_corpus(data.source, tokenizer, workdir / "tokens")
+    train = open_dataset(data, tokenizer, split="train", corpus=corpus)
+    heldout = None
+    if data.heldout or config.run.eval_every:
+        heldout = open_dataset(data, tokenizer, split="heldout", corpus=corpus)
+    return Text(tokenizer, train, heldout)
+
+
+def load_config(workdir: pathlib.Path) -> Config:
+    """The resolved config of a run's folder.
+
+    Raises:
+      FileNotFoundError: the folder holds no run.
+    """
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"--workdir {workdir} holds no run (no config.json); train one first: "
+            f"python -m jaxscale.train --config FILE --workdir {workdir}"
+        )
+    return configs.from_dict(json.loads(path.read_text()))
+
+
+def restore_params(engine: Engine, workdir: pathlib.Path) -> tuple[int, Any]:
+    """The newest checkpoint's step, and its parameters on this engine's layout.
+
+    Raises:
+      FileNotFoundError: the run has no checkpoint yet.
+    """
+    checkpoints = Checkpoints(workdir / "checkpoints")
+    try:
+        step = checkpoints.latest()
+        if step is None:
+            raise FileNotFoundError(f"--workdir {workdir} holds no checkpoint yet")
+        wanted = {"params": engine.abstract_state.params}
+        return step, checkpoints.restore(step, wanted, part=True)["params"]
+    finally:
+        checkpoints.close()
+
+
+def device_batches(
+    engine: Engine, dataset: Dataset, global_batch_size: int, *, start_step: int = 0,
+    workers: int = 0,
+) -> Generator[Batch]:  # fmt: skip
+    """Batches spread over the mesh; each process loads the rows that its devices hold."""
+    shape = (global_batch_size, dataset.seq_len)
+    indices = engine.batch_sharding.addressable_devices_indices_map(shape)
+    every_row = np.arange(global_batch_size)
+    rows = sorted({int(row) for index in indices.values() for row in every_row[index[0]]})
+    place = {row: i for i, row in enumerate(rows)}
+
+    def on_devices(field: np.ndarray) -> jax.Array:
+        def part(index):
+            return field[[place[row] for row in every_row[index[0]]]]
+
+        return jax.make_array_from_callback(shape, engine.batch_sharding, part)
+
+    for batch in batches(
+        dataset, global_batch_size=global_batch_size, start_step=start_step, rows=rows,
+        workers=workers,
+    ):  # fmt: skip
+        yield Batch(*(on_devices(field) for field in batch))
+
+
+def evaluate(
+    engine: Engine, params: Any, heldout: Dataset, global_batch_size: int,
+    max_batches: int | None = None,
+) -> Evaluation:  # fmt: skip
+    """The loss on held-out text: the first `max_batches` batches of it, or all.
+
+    Every call sees the same examples in the same order, whatever the layout.
+    """
+    sums = np.zeros(3)
+    with contextlib.closing(device_batches(engine, heldout, global_batch_size)) as stream:
+        for batch in itertools.islice(stream, max_batches):
+            sums += np.array(engine.evaluate(params, batch, heldout.token_bytes), np.float64)
+    nll, tokens, num_bytes = sums.tolist()
+    return Evaluation(nll / tokens, int(tokens), num_bytes)

@@ -1,0 +1,90 @@
+"""python -m jaxscale.train --config configs/X.py [--workdir DIR] [--config.section.key=value ...]
+
+Trains a model. When the folder holds a checkpoint, the run continues from it.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+
+from jaxscale import config as configs
+from jaxscale import flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the status of the process: 0, or 128 + the signal that stopped it."""
+    started = time.monotonic()
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxscale.train", description=__doc__.split("\n\n")[1],
+        epilog="Any leaf of the config can be set: --config.optimizer.learning_rate=1e-3",
+    )  # fmt: skip
+    parser.add_argument("--config", required=True, metavar="FILE", help="a file in configs/")
+    parser.add_argument("--workdir", metavar="DIR", type=pathlib.Path,
+                        help="the run's folder; runs/NAME of the config by default")  # fmt: skip
+    parser.add_argument("--describe", action="store_true",
+                        help="print the layout and every parameter's place, and stop")  # fmt: skip
+    parser.add_argument("--profile", metavar="FIRST:LAST", type=_steps, default=range(0),
+                        help="trace these steps into DIR/profile")  # fmt: skip
+    parser.add_argument("--trackers", metavar="NAMES", type=_trackers, default=("tensorboard",),
+                        help="where metrics go: tensorboard, wandb, mlflow, or none")  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path,
+                        help="write the summary of the run there too")  # fmt: skip
+    options, overrides = flags.parse(parser, sys.argv[1:] if argv is None else argv)
+    with flags.refusals():
+        config = configs.load(options.config, overrides)
+    workdir = options.workdir or pathlib.Path("runs") / pathlib.Path(options.config).stem
+    # JAX is imported only now: a typo above is answered at once.
+    from jaxscale import run, sampling, trainer  # noqa: PLC0415
+    from jaxscale.describe import describe  # noqa: PLC0415
+
+    flags.log_to_stdout()
+    with flags.refusals():
+        if options.describe:
+            print(describe(run.open_engine(config)[1]))
+            return 0
+        ready = trainer.open_trainer(config, workdir)
+    if ready is None:
+        return 0
+    try:
+        state, summary = trainer.fit(
+            ready, trackers=options.trackers, profile=options.profile, started=started
+        )
+    except trainer.Stopped as stopped:
+        print(f"{stopped}; the same command continues from there")
+        return 128 + stopped.number
+    if options.json:
+        options.json.write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"\nA sample at step {config.run.steps}:\n")
+    print(sampling.sample(ready.engine, state.params, ready.text.tokenizer, [""], num_tokens=128)[0])
+    print(_how_to_go_on(options.config, workdir, config.run.steps))
+    return 0
+
+
+def _how_to_go_on(config: str, workdir: pathlib.Path, steps: int) -> str:
+    return f"""
+How to go on:
+  python -m jaxscale.evaluate --workdir {workdir}
+  python -m jaxscale.generate --workdir {workdir} --prompt "def main("
+  train longer:      the same command with --config.run.steps={2 * steps}
+  another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train --config {config} \\
+                       --workdir {workdir}_8 --config.layout.fsdp=4 --config.layout.tensor=2
+  your own text:     --config.data.source='my_texts/**/*.txt' and another --workdir
+  what was written:  {workdir}/loss.png, metrics.jsonl, summary.json, tensorboard/, checkpoints/"""
+
+
+def _steps(text: str) -> range:
+    first, separator, last = text.partition(":")
+    if not (separator and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, such as 10:12")
+    return range(int(first), int(last) + 1)
+
+
+def _trackers(text: str) -> tuple[str, ...]:
+    return () if text == "none" else tuple(text.split(","))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
