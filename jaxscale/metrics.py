@@ -30,7 +30,7 @@ class Metrics:
       config: nested dictionaries, shown by the trackers.
 
     Raises:
-      ValueError: an unknown tracker.
+      ValueError: an unknown tracker, or mlflow without MLFLOW_TRACKING_URI.
       ModuleNotFoundError: a tracker is not installed; the message names the extra.
     """
 
@@ -258,6 +258,10 @@ def _open_tracker(
         )  # fmt: skip
         identifier.write_text(run.id)
         return _Tracker(lambda numbers, step: run.log(numbers, step=step), run.finish)
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        raise ValueError(
+            "tracker 'mlflow' needs a server: set MLFLOW_TRACKING_URI, such as http://HOST:5000"
+        )
     run = module.start_run(run_id=known, run_name=None if known else directory.resolve().name)
     identifier.write_text(run.info.run_id)
     if not known:

@@ -151,6 +151,10 @@ def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         end_run=lambda: calls.append("end"),
     )
     monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(ValueError, match="set MLFLOW_TRACKING_URI"):
+        Metrics(tmp_path, trackers=("mlflow",))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
     for begin in (0, 1):
         writer = Metrics(tmp_path, begin, ("mlflow",), config={"run": {"steps": 2}})
         writer.write({"step": begin + 1, "loss": 2.0})
