@@ -1,18 +1,26 @@
 """Timelines as text and as a picture: a row for each rank, time to the right."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from jaxscale.pipeline.records import LETTERS, B, F, R, W, X
+from jaxscale.pipeline.records import B, F, R, W, X
 from jaxscale.pipeline.simulate import Run
 from jaxscale.pipeline.table import Table
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
+
 CHUNKS = ("", "¹", "²", "³", "⁴", "⁵", "⁶", "⁷", "⁸", "⁹")
+SIGNS = {F: "F", R: "r", B: "b", W: "w", X: "X"}
 WORDS = {F: "forward", R: "recompute", B: "input gradient", W: "weight gradient", X: "backward"}
-COLORS = {F: "#3f78d1", R: "#8f7cc4", B: "#35a387", W: "#e9a13b", X: "#35a387"}
+COLORS = {F: "#3f78d1", R: "#8f7cc4", B: "#43a663", W: "#e9a13b", X: "#1f8e9e"}
 IDLE = "#ececee"
 CELL_INCHES = 0.25  # of the shortest operation
+MARGIN_INCHES = 1.3  # for the names of the ranks
 MOST_INCHES = 60  # of a picture
-SMALLEST_POINTS = 3  # of a number that can be read
+SMALLEST_POINTS = 4.5  # of a number that can be read
 
 
 def text(table: Table, start: np.ndarray, seconds: np.ndarray, columns: int = 0) -> str:
@@ -46,9 +54,7 @@ def text(table: Table, start: np.ndarray, seconds: np.ndarray, columns: int = 0)
 
 def _label(table: Table, n: int) -> str:
     order, ops = table.order, table.ops
-    kind = LETTERS[ops.kind[n]]
-    if ops.kind[n] in (R, B, W):
-        kind = kind.lower()
+    kind = SIGNS[int(ops.kind[n])]
     chunk = ops.stage[n] // order.ranks
     mark = CHUNKS[chunk] if chunk < len(CHUNKS) else f"'{chunk}"
     direction, overlap = "^" * ops.direction[n], "+" * ops.paired[n]
@@ -66,48 +72,70 @@ def png(path: str, table: Table, run: Run, title: str) -> None:
     Colours tell the kinds; later chunks of a rank are lighter; what enters at the last rank is
     darker; a frame joins what overlaps. Numbers are micro-batches, letters sequence chunks.
     """
-    # Slow to import, and only a picture needs them.
-    from matplotlib.collections import PolyCollection  # noqa: PLC0415
+    # Slow to import, and only a picture needs it.
     from matplotlib.figure import Figure  # noqa: PLC0415
-    from matplotlib.patches import Patch, Rectangle  # noqa: PLC0415
+
+    ranks = table.order.ranks
+    cells = run.makespan * _scale(run.seconds)
+    inches = float(np.clip(MARGIN_INCHES + cells * CELL_INCHES, 8, MOST_INCHES))
+    figure = Figure(figsize=(inches, 1.3 + 0.34 * ranks), layout="constrained", dpi=150)
+    axes = figure.add_subplot()
+    axes.set(xlim=(0, run.makespan), ylim=(ranks, 0), title=title, xlabel="time")
+    axes.set_facecolor(IDLE)
+    axes.set_yticks(np.arange(ranks) + 0.5, [f"rank {r}" for r in range(ranks)])
+    axes.tick_params(axis="y", length=0)
+    _draw_operations(axes, table, run, 72 * (inches - MARGIN_INCHES) / cells)
+    patches = _legend(table)
+    figure.legend(
+        handles=patches, loc="outside lower center", ncols=len(patches), frameon=False,
+        fontsize=9, handlelength=1.4, columnspacing=1.4,
+    )  # fmt: skip
+    figure.savefig(path, format="png")
+
+
+def _draw_operations(axes: "Axes", table: Table, run: Run, cell_points: float) -> None:
+    """Boxes with numbers, where `cell_points`, the width of a cell, has room for them."""
+    order, ops = table.order, table.ops
+    later = (ops.stage // order.ranks) / max(1, order.virtual_stages - 1)
+    colors = [_color(*of) for of in zip(ops.kind.tolist(), later, ops.direction)]
+    spans = list(zip(run.start, run.seconds))
+    drawn = run.seconds > 0
+    for r in range(order.ranks):
+        mine = np.flatnonzero(drawn & (ops.rank == r))
+        axes.broken_barh(
+            [spans[n] for n in mine], (r, 1), facecolors=[colors[n] for n in mine],
+            edgecolors="white", linewidths=0.5,
+        )  # fmt: skip
+        pairs = [(spans[n - 1][0], spans[n - 1][1] + spans[n][1]) for n in mine if ops.paired[n]]
+        axes.broken_barh(pairs, (r, 1), facecolors="none", edgecolors="black", linewidths=1)
+
+    labels = [_number(table, n) for n in range(len(spans))]
+    points = min(8.5, 1.5 * cell_points / max(map(len, labels)))
+    if points < SMALLEST_POINTS:
+        return
+    for n in np.flatnonzero(drawn):
+        middle = run.start[n] + run.seconds[n] / 2, ops.rank[n] + 0.52
+        ink = "black" if np.mean(colors[n]) > 0.62 else "white"
+        axes.text(
+            *middle, labels[n], ha="center", va="center", fontsize=points, color=ink,
+            in_layout=False,
+        )  # fmt: skip
+
+
+def _legend(table: Table) -> "list[Patch]":
+    from matplotlib.patches import Patch  # noqa: PLC0415
 
     order, ops = table.order, table.ops
-    cells = run.makespan * _scale(run.seconds)
-    inches = float(np.clip(1.3 + cells * CELL_INCHES, 7, MOST_INCHES))
-    cell_points = 72 * (inches - 1.3) / cells
-    figure = Figure(figsize=(inches, 1.3 + 0.34 * order.ranks), layout="constrained", dpi=150)
-    axes = figure.add_subplot()
-    axes.set(xlim=(0, run.makespan), ylim=(order.ranks, 0), title=title, xlabel="time")
-    axes.set_facecolor(IDLE)
-    axes.set_yticks(np.arange(order.ranks) + 0.5, [f"rank {r}" for r in range(order.ranks)])
-    axes.tick_params(axis="y", length=0)
-
-    drawn = [n for n in range(len(run.start)) if run.seconds[n] > 0]
-    colors = [_color(table, n) for n in drawn]
-    low, high, row = run.start, run.start + run.seconds, ops.rank
-    boxes = [
-        [(low[n], row[n]), (high[n], row[n]), (high[n], row[n] + 1), (low[n], row[n] + 1)]
-        for n in drawn
+    patches = [
+        Patch(facecolor=COLORS[kind], label=WORDS[kind])
+        for kind in WORDS
+        if (ops.kind == kind).any()
     ]
-    axes.add_collection(
-        PolyCollection(boxes, facecolors=colors, edgecolors="white", linewidths=0.5)
-    )
-    for n in np.flatnonzero(ops.paired):
-        frame = (low[n - 1], row[n]), high[n] - low[n - 1], 1
-        axes.add_patch(Rectangle(*frame, fill=False, linewidth=1, edgecolor="black", zorder=2))
-
-    labels = [_number(table, n) for n in drawn]
-    points = min(8.5, 1.5 * cell_points / max(map(len, labels)))
-    if points >= SMALLEST_POINTS:
-        for n, label, color in zip(drawn, labels, colors):
-            at = (low[n] + high[n]) / 2, row[n] + 0.52
-            ink = "black" if np.mean(color) > 0.62 else "white"
-            axes.text(*at, label, ha="center", va="center", fontsize=points, color=ink)
-    kinds = [kind for kind in WORDS if (ops.kind[drawn] == kind).any()]
-    patches = [Patch(facecolor=COLORS[kind], label=WORDS[kind]) for kind in kinds]
-    patches.append(Patch(facecolor=IDLE, edgecolor="#bbbbbb", label="idle"))
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
-    figure.savefig(path, format="png")
+    if order.virtual_stages > 1:
+        patches.append(Patch(facecolor=_color(F, 1, 0), label="last chunk"))
+    if ops.direction.any():
+        patches.append(Patch(facecolor=_color(F, 0, 1), label="enters at the last rank"))
+    return [*patches, Patch(facecolor=IDLE, edgecolor="#bbbbbb", label="idle")]
 
 
 def _number(table: Table, n: int) -> str:
@@ -115,10 +143,9 @@ def _number(table: Table, n: int) -> str:
     return f"{table.ops.microbatch[n]}{segment}"
 
 
-def _color(table: Table, n: int) -> np.ndarray:
-    """float [3], red, green and blue."""
-    order, ops = table.order, table.ops
-    code = COLORS[int(ops.kind[n])]
-    base = np.array([int(code[at : at + 2], 16) for at in (1, 3, 5)]) / 255
-    lighter = 0.55 * (ops.stage[n] // order.ranks) / max(1, order.virtual_stages - 1)
-    return (base + lighter * (1 - base)) * (1 - 0.3 * ops.direction[n])
+def _color(kind: int, later: float, direction: int) -> tuple[float, float, float]:
+    """Red, green and blue; `later` runs from 0, the first chunk of a rank, to 1, its last."""
+    base = np.array([int(COLORS[kind][at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    base *= 1 - 0.35 * direction
+    red, green, blue = base + 0.6 * later * (1 - base)
+    return red, green, blue

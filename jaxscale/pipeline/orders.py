@@ -10,16 +10,15 @@ import difflib
 import itertools
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxscale.pipeline.records import (
-    B, F, Op, Order, Placement, R, Rows, W, X, loop, read_csv, zigzag,
-)  # fmt: skip
+from jaxscale.pipeline.csv_order import read_csv
+from jaxscale.pipeline.records import B, F, Op, Order, Placement, R, Rows, W, X, loop, zigzag
 from jaxscale.pipeline.split_orders import dualpipe, dualpipe_v, zb_h1, zb_h2, zb_v
 
-NUMBERS = ("stages", "microbatches", "virtual_stages", "sequence_chunks")
+NUMBERS: Sequence[str] = ("stages", "microbatches", "virtual_stages", "sequence_chunks")
 
 
 def gpipe(p: int, m: int, v: int, k: int) -> Rows:
@@ -215,8 +214,8 @@ SCHEDULES = {
 
 def make_order(
     name: str,
-    stages: int,
-    microbatches: int,
+    stages: int | None = None,
+    microbatches: int | None = None,
     virtual_stages: int | None = None,
     sequence_chunks: int | None = None,
     *,
@@ -227,8 +226,8 @@ def make_order(
 
     Args:
       name: a key of SCHEDULES, or a path.
-      stages: ranks on the pipeline axis.
-      microbatches: per step.
+      stages: ranks on the pipeline axis; only a file knows it without being told.
+      microbatches: per step; likewise.
       virtual_stages: chunks per rank; None for the fewest that the schedule can have.
       sequence_chunks: segments of a micro-batch; None for whole sequences.
       fused: one operation for the whole backward pass, not B and then W.
@@ -250,6 +249,11 @@ def make_order(
         raise ValueError(
             f"schedule = {name!r} is not known; it can be {', '.join(SCHEDULES)}, or a .csv file"
             f"{hint}"
+        )
+    if stages is None or microbatches is None:
+        raise ValueError(
+            f"{name} needs stages (ranks) and microbatches; got stages = {stages}, "
+            f"microbatches = {microbatches}"
         )
     schedule = SCHEDULES[name]
     v = virtual_stages or (2 if TWO_CHUNKS in schedule.needs else 1)
@@ -288,9 +292,7 @@ def add_recompute(rows: Rows) -> Rows:
         for op in row:
             if op.kind in (B, X):
                 # Before the pair, where the backward overlaps with the forward before it.
-                result[-1].insert(
-                    len(result[-1]) - op.paired, op._replace(kind=R, paired=0)
-                )
+                result[-1].insert(len(result[-1]) - op.paired, op._replace(kind=R, paired=0))
             result[-1].append(op)
     return result
 
@@ -338,7 +340,7 @@ def _nearest(needs: tuple[Need, ...], numbers: tuple[int, int, int, int]) -> str
 
 
 def _order_from_file(
-    path: str, numbers: dict[str, int | None], fused: bool, recompute: bool
+    path: str, numbers: Mapping[str, int | None], fused: bool, recompute: bool
 ) -> Order:
     order = read_csv(path)
     there = (order.ranks, order.microbatches, order.virtual_stages, order.sequence_chunks)

@@ -66,16 +66,19 @@ def simulate(table: Table, costs: Costs = EQUAL) -> Run:
     np.maximum.at(tick_seconds, table.tick, lasts)
     tick_ends = np.cumsum(tick_seconds)
 
-    work = seconds.sum()
+    def idle(makespan: float) -> float:
+        available = makespan * order.ranks
+        return float((available - seconds.sum()) / available)
+
     makespan, lockstep_makespan = ends.max(), tick_ends[-1]
     return Run(
         start=(ends - lasts + later) / parts,
         lockstep_start=((tick_ends - tick_seconds)[table.tick] + later) / parts,
         seconds=seconds / parts,
         makespan=float(makespan / parts),
-        idle_fraction=float(1 - work / (makespan * order.ranks)),
+        idle_fraction=idle(makespan),
         lockstep_makespan=float(lockstep_makespan / parts),
-        lockstep_idle_fraction=float(1 - work / (lockstep_makespan * order.ranks)),
+        lockstep_idle_fraction=idle(lockstep_makespan),
         peak_stash=tuple((peak_stash(table) / parts).tolist()),
         messages=count_messages(table),
     )

@@ -87,8 +87,7 @@ def dualpipe(p: int, m: int, v: int, k: int) -> Rows:
 def dualpipe_v(p: int, m: int, v: int, k: int) -> Rows:
     """DualPipe cut in half: both directions become the two arms of a V. Lanes are chunks."""
     return [
-        _play(_dualpipe_script(r, p, m), lanes=[(r, 0, 0), (2 * p - 1 - r, 0, 0)])
-        for r in range(p)
+        _play(_dualpipe_script(r, p, m), lanes=[(r, 0, 0), (2 * p - 1 - r, 0, 0)]) for r in range(p)
     ]
 
 

@@ -1,0 +1,148 @@
+"""Draws a pipeline schedule and says what it costs.
+
+python -m jaxscale.schedule 1f1b --stages 8 --microbatches 32
+"""
+
+import argparse
+import difflib
+import json
+import pathlib
+import shutil
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxscale import flags
+from jaxscale.pipeline import draw
+from jaxscale.pipeline.csv_order import write_csv
+from jaxscale.pipeline.orders import SCHEDULES, make_order
+from jaxscale.pipeline.simulate import Costs, Run, simulate
+from jaxscale.pipeline.table import Table, compile_order
+
+KEYS = (
+    "makespan",
+    "idle_fraction",
+    "lockstep_makespan",
+    "lockstep_idle_fraction",
+    "peak_stash",
+    "messages",
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command; prints for a person, and writes the files that were asked for."""
+    args, _ = flags.parse(_parser(), argv)
+    with flags.refusals():
+        costs = parse_costs(args.costs)
+        order = make_order(
+            args.name,
+            args.stages,
+            args.microbatches,
+            args.virtual_stages,
+            args.sequence_chunks,
+            fused=args.fused,
+            recompute=costs.r != 0,
+        )
+        table = compile_order(order)
+        run = simulate(table, costs)
+        if args.json:
+            numbers = {key: getattr(run, key) for key in KEYS}
+            pathlib.Path(args.json).write_text(json.dumps(numbers, indent=2) + "\n")
+        if args.csv:
+            pathlib.Path(args.csv).write_text(write_csv(order))
+        if args.png:
+            idle = f"{100 * run.idle_fraction:.1f} % idle"
+            draw.png(args.png, table, run, f"{_headline(table)}: {run.makespan:g}, {idle}")
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    print(describe(table, run, columns))
+
+
+def parse_costs(text: str) -> Costs:
+    """Reads "f=1,b=2"; what is left out keeps its default.
+
+    Raises:
+      ValueError: an unknown kind, or no number.
+    """
+    costs = Costs()
+    for part in text.split(","):
+        kind, _, number = part.partition("=")
+        kind = kind.strip()
+        if kind not in Costs._fields:
+            near = difflib.get_close_matches(kind.lower(), Costs._fields, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(
+                f"--costs {part!r} is of no kind that has a cost; write f=1,b=1,w=1,r=0{hint}"
+            )
+        try:
+            costs = costs._replace(**{kind: float(number)})
+        except ValueError:
+            raise ValueError(f"--costs {part!r} is not a number; write {kind}=1") from None
+    return costs
+
+
+def describe(table: Table, run: Run, columns: int = 0) -> str:
+    """The timeline and the numbers of a run, for a terminal of so many columns (0: any)."""
+    timelines = [draw.text(table, run.start, run.seconds, columns)]
+    if not np.allclose(run.start, run.lockstep_start):
+        timelines = [
+            f"As soon as possible:\n{timelines[0]}",
+            "In lockstep, every tick as long as its slowest operation:\n"
+            + draw.text(table, run.lockstep_start, run.seconds, columns),
+        ]
+    stash = " ".join(f"{units:g}" for units in run.peak_stash)
+    kinds = [f"{draw.SIGNS[k]} {draw.WORDS[k]}" for k in draw.WORDS if (table.ops.kind == k).any()]
+    return "\n\n".join(
+        [
+            f"{_headline(table)}  ({', '.join(kinds)}, . idle)",
+            *timelines,
+            f"                       makespan      idle\n"
+            f"as soon as possible  {run.makespan:10g}  {100 * run.idle_fraction:6.1f} %\n"
+            f"in lockstep ticks    {run.lockstep_makespan:10g}  "
+            f"{100 * run.lockstep_idle_fraction:6.1f} %",
+            f"peak stash  {stash}  (per rank; 1 is its activations of one micro-batch)\n"
+            f"messages    {run.messages}  (between different ranks)",
+        ]
+    )
+
+
+def _headline(table: Table) -> str:
+    order = table.order
+    parts = [f"{order.ranks} ranks", f"{order.microbatches} micro-batches"]
+    if order.virtual_stages > 1:
+        parts.append(f"{order.virtual_stages} virtual stages per rank")
+    if order.sequence_chunks > 1:
+        parts.append(f"{order.sequence_chunks} sequence chunks")
+    return f"{order.name}: {', '.join(parts)}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxscale.schedule",
+        description="Draws a pipeline schedule and says how long it takes, how much of that is "
+        "idle, what each rank must keep, and what it sends.",
+        epilog=f"Schedules: {', '.join(SCHEDULES)}, or a CSV file with a row of operations for "
+        "each rank (2F0 is stage 2, forward, micro-batch 0; kinds F, R, B, W and X).",
+    )
+    add = parser.add_argument
+    add("name", metavar="NAME", help="a schedule, or a .csv file")
+    add("--stages", type=int, metavar="P", help="ranks on the pipeline axis")
+    add("--microbatches", type=int, metavar="M", help="micro-batches per step")
+    add("--virtual_stages", type=int, metavar="V", help="chunks of the model per rank")
+    add("--sequence_chunks", type=int, metavar="K", help="segments of a micro-batch")
+    add(
+        "--costs",
+        default="f=1,b=1,w=1,r=0",
+        metavar="f=1,b=1,w=1,r=0",
+        help="of a rank's share of the model for one micro-batch: forward, input gradient, weight "
+        "gradient, recompute (no recompute operations when 0)",
+    )
+    add("--fused", action="store_true", help="the backward as one operation of cost b + w")
+    add("--png", metavar="FILE", help="draw it to a picture")
+    add("--json", metavar="FILE", help="write the numbers")
+    add("--csv", metavar="FILE", help="write the order, to edit and give back as NAME")
+    return parser
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
