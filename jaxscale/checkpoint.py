@@ -4,11 +4,14 @@ A checkpoint is a folder named by its step. It gets that name by one rename, aft
 it is on disk: a killed save leaves a folder under another name, which is never read and which the
 next save removes. Every array is stored whole, under its path in the state, so neither the layout
 nor the classes that saved it matter to those who read it. What describes the arrays and what the
-caller adds (data state, config, axes) is in the same folder and the same commit.
+caller adds (data state, config, axes) is in the same folder and the same commit. Checksums of
+both are compared on reading: a bit that turned on disk does not go unnoticed.
 """
 
+import hashlib
 import json
 import logging
+import math
 import pathlib
 import shutil
 import threading
@@ -17,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -58,7 +62,11 @@ class Checkpoints:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._report = report if jax.process_index() == 0 else lambda line: None
-        self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        # Folders are made before `save` returns: made behind it, a failure keeps threads waiting.
+        self._writer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(),
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )
         self._thread: threading.Thread | None = None
         self._failure: RuntimeError | None = None
 
@@ -74,29 +82,33 @@ class Checkpoints:
 
         Raises:
           ValueError: the step is already saved, or `metadata` is not JSON.
-          RuntimeError: the save before this one failed.
+          RuntimeError: this save, or the one before it, failed.
         """
         self.wait()
         if step in self.steps():
             raise ValueError(f"checkpoint {step} is already in {self.directory}")
         arrays = _named(state)
+        sums = _checksums(arrays)
         description = {
             "format": FORMAT,
-            "arrays": {name: _signature(array) for name, array in arrays.items()},
+            "arrays": {n: _signature(a) | {"checksum": sums[n]} for n, a in arrays.items()},
             "metadata": dict(metadata),
         }
         try:
-            json.dumps(description, allow_nan=False)
+            description["digest"] = _digest(description)
         except (TypeError, ValueError) as error:
             raise ValueError(f"metadata of checkpoint {step} is not JSON: {error}") from error
         self._remove_leftovers()
         begin = time.monotonic()
-        self._writer.save(
-            self.directory / str(step),
-            args=ocp.args.Composite(
-                arrays=ocp.args.PyTreeSave(arrays), description=ocp.args.JsonSave(description)
-            ),
-        )
+        try:
+            self._writer.save(
+                self.directory / str(step),
+                args=ocp.args.Composite(
+                    arrays=ocp.args.PyTreeSave(arrays), description=ocp.args.JsonSave(description)
+                ),
+            )
+        except Exception as error:
+            raise self._failed(step, error) from error
         self._thread = threading.Thread(target=self._commit, args=(step, begin), name="commit")
         self._thread.start()
 
@@ -170,6 +182,18 @@ class Checkpoints:
             changed = describe_difference(saved_config, config) if config is not None else []
             title = f"checkpoint {step} in {self.directory} does not fit this run"
             raise ValueError(_listing(title, found, changed))
+        arrays = self._read(step, wanted)
+        saved = description["arrays"]
+        wrong = [
+            n for n, checksum in _checksums(arrays).items() if saved[n]["checksum"] != checksum
+        ]
+        if wrong:
+            names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")
+            raise self._unusable(step, ValueError(f"bits of {names} changed since they were saved"))
+        structure = jax.tree.structure(abstract_state)
+        return jax.tree.unflatten(structure, [arrays[name] for name in wanted])
+
+    def _read(self, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         restore_args = {
             name: ocp.ArrayRestoreArgs(
@@ -179,33 +203,38 @@ class Checkpoints:
         }
         reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
         try:
-            arrays = reader.restore(
+            return reader.restore(
                 self.directory / str(step) / "arrays",
                 args=ocp.args.PyTreeRestore(
                     item=wanted, restore_args=restore_args, partial_restore=True
                 ),
             )
-        except (OSError, ValueError, KeyError) as error:
+        except jax.errors.JaxRuntimeError:  # such as no memory left: not the checkpoint's fault
+            raise
+        except Exception as error:  # it raises bare Exceptions
             raise self._unusable(step, error) from error
         finally:
             reader.close()
-        structure = jax.tree.structure(abstract_state)
-        return jax.tree.unflatten(structure, [arrays[name] for name in wanted])
 
     def _commit(self, step: int, begin: float) -> None:
         """Runs behind the training loop: waits for the commit, says so, removes old ones."""
         try:
             self._writer.wait_until_finished()
         except Exception as error:
-            self._failure = RuntimeError(
-                f"saving checkpoint {step} in {self.directory} failed: {error}; "
-                f"the newest one is {self.latest()}"
-            )
+            self._failure = self._failed(step, error)
             self._failure.__cause__ = error
+            self._report(str(self._failure))  # the next call raises it, perhaps much later
             return
         self._report(f"checkpoint {step} saved in {time.monotonic() - begin:.1f} s")
         if jax.process_index() == 0:
             self._remove_old()
+
+    def _failed(self, step: int, error: Exception) -> RuntimeError:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        return RuntimeError(
+            f"saving checkpoint {step} in {self.directory} failed ({reason}); "
+            f"the newest one there is {self.latest()}"
+        )
 
     def _remove_old(self) -> None:
         steps = self.steps()
@@ -234,11 +263,13 @@ class Checkpoints:
         try:
             path = self.directory / str(step) / "description" / "metadata"
             description = json.loads(path.read_text())
+            if description.pop("digest") != _digest(description):
+                raise ValueError("its description changed since it was saved")
             if description["format"] != FORMAT:
                 raise ValueError(f"its format is {description['format']}, not {FORMAT}")
-            return {key: dict(description[key]) for key in ("arrays", "metadata")}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._unusable(step, error) from error
+        return description
 
     def _unusable(self, step: int, error: Exception) -> ValueError:
         before = max((other for other in self.steps() if other < step), default=None)
@@ -284,12 +315,43 @@ def _named(state: Any) -> dict[str, Any]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if name in arrays:
             raise ValueError(f"two arrays of the state are called {name!r}; rename one")
-        arrays[name] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        arrays[name] = leaf if hasattr(leaf, "dtype") else np.asarray(jnp.asarray(leaf))
+        if jnp.issubdtype(arrays[name].dtype, jax.dtypes.prng_key):
+            raise ValueError(f"{name} is a typed random key; keep its jax.random.key_data")
     return arrays
 
 
 def _signature(array: Any) -> dict[str, Any]:
     return {"shape": list(array.shape), "dtype": str(array.dtype)}
+
+
+def _checksums(arrays: Mapping[str, Any]) -> dict[str, int]:
+    """A number per array that depends on every bit of it and not on its layout."""
+    sums = jax.device_get({name: _checksum(array) for name, array in arrays.items()})
+    return {name: int(value) for name, value in sums.items()}
+
+
+@jax.jit
+def _checksum(array: jax.Array) -> jax.Array:
+    """Sum modulo 2^32 of the words, each times an odd number that tells its place.
+
+    Integer sums are exact in any order, so shards may be added as they come; an odd factor keeps
+    every bit of a word, so no single change can cancel.
+    """
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.uint8)
+    bits = min(32, 8 * array.dtype.itemsize)
+    words = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
+    place = jnp.zeros(words.shape, jnp.uint32)
+    for dim in range(words.ndim):
+        stride = jnp.uint32(math.prod(words.shape[dim + 1 :]) % 2**32)
+        place += stride * jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+    return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
+
+
+def _digest(description: Mapping[str, Any]) -> str:
+    text = json.dumps(description, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _differences(saved: dict[str, dict], wanted: dict[str, dict], *, part: bool) -> list[str]:
