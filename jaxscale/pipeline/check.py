@@ -89,7 +89,7 @@ def raise_deadlock(order: Order, ticks: dict[Op, int], waits: dict[Op, Op]) -> N
     while ring.count(ring[-1]) == 1:
         need = waits[ring[-1]]
         ring.append(stuck[order.rank_of(need.stage, need.direction)])
-    ring = ring[ring.index(ring[-1]) + 1 :]
+    ring = ring[ring.index(ring[-1]) : -1]
     reasons = [
         f"rank {order.rank_of(op.stage, op.direction)} is at {op}, which needs {waits[op]}"
         for op in ring

@@ -54,10 +54,9 @@ def read_csv(path: str) -> Order:
         raise ValueError(
             f"{path} has no operations; write a row of cells such as 0F0 for each rank"
         )
-    # A complete order has more operations than any index in it.
     for op in ops:
-        if max(op) >= len(ops):
-            raise ValueError(f"{path}: {op} cannot belong to an order of {len(ops)} operations")
+        if max(op.stage, op.microbatch, op.segment) >= len(ops):
+            raise ValueError(f"{path}: {op} is beyond a file of {len(ops)} operations")
     stages = 1 + max(op.stage for op in ops)
     if stages % len(rows):
         raise ValueError(

@@ -1,0 +1,116 @@
+"""What schedules refuse, and the orders that come out of options."""
+
+import itertools
+import re
+
+import pytest
+
+from jaxscale.pipeline.csv_order import write_csv
+from jaxscale.pipeline.orders import NUMBERS, SCHEDULES, make_order
+from jaxscale.pipeline.table import compile_order
+
+REFUSED = [
+    ("1f1b", (4, 8, 2, 1), "virtual_stages = 1", "virtual_stages = 1"),
+    ("gpipe", (4, 8, 1, 2), "sequence_chunks = 1", "sequence_chunks = 1"),
+    (
+        "interleaved",
+        (4, 6, 2, 1),
+        "microbatches to be a multiple of stages",
+        "stages = 3, or microbatches = 4, or microbatches = 8",
+    ),
+    (
+        "seq1f1b_interleaved",
+        (4, 6, 2, 3),
+        "least common multiple",
+        "microbatches = 4, or sequence_chunks = 2, or sequence_chunks = 4, or microbatches = 8",
+    ),
+    ("chimera", (3, 6, 1, 1), "an even number of stages", "stages = 2"),
+    ("chimera", (4, 6, 1, 1), "multiple of stages", "microbatches = 4, or microbatches = 8"),
+    ("bitpipe", (2, 4, 2, 1), "an even number of stages, at least 4", "stages = 4"),
+    ("bitpipe", (4, 4, 1, 1), "virtual_stages = 2", "virtual_stages = 2"),
+    ("zb_v", (4, 6, 2, 1), "microbatches >= 2 * stages - 1", "stages = 3, or microbatches = 7"),
+    ("zb_h1", (4, 6, 2, 3), "virtual_stages = 1", "virtual_stages = 1 and sequence_chunks = 1"),
+    ("dualpipe", (4, 6, 1, 1), "microbatches >= 2 * stages", "stages = 2, or microbatches = 8"),
+    ("dualpipe", (4, 9, 1, 1), "an even number of microbatches", "microbatches = 8"),
+    ("dualpipe_v", (3, 5, 2, 1), "microbatches >= 2 * stages", "stages = 2, or microbatches = 6"),
+]
+
+
+@pytest.mark.parametrize(("name", "numbers", "need", "nearest"), REFUSED)
+def test_numbers_that_a_schedule_cannot_serve(name, numbers, need, nearest):
+    with pytest.raises(ValueError, match=f"^{name} needs ") as raised:
+        make_order(name, *numbers)
+    message = str(raised.value)
+    assert need in message
+    assert nearest in message.partition("Nearest that works: ")[2]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_nearest_numbers_do_work(name):
+    """Whatever is asked for is either served or answered with numbers that are."""
+    for numbers in itertools.product((1, 2, 3, 4, 7), (1, 2, 5, 8, 9), (1, 2, 3), (1, 3, 4)):
+        try:
+            compile_order(make_order(name, *numbers))
+        except ValueError as error:
+            ways = str(error).partition("Nearest that works: ")[2].split(", or ")
+            for way in ways:
+                change = {key: int(n) for key, n in re.findall(r"(\w+) = (\d+)", way)}
+                assert change
+                nearest = dict(zip(NUMBERS, numbers)) | change
+                assert compile_order(make_order(name, **nearest)).ticks > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("1f2b", 4, 8), {}, "'1f2b' is not known; .*did you mean '1f1b'"),
+        (("ZB_V", 4, 8), {}, "did you mean 'zb_v'"),
+        (("1f1b", 4), {}, "1f1b needs stages .* microbatches = None"),
+        (("1f1b", 0, 8), {}, "stages = 0; at least 1"),
+        (("1f1b", 4, 8, 1, -1), {}, "sequence_chunks = -1; at least 1"),
+        (("zb_h2", 4, 8), {"fused": True}, "fused = True, but zb_h2 is made of"),
+    ],
+)
+def test_other_refusals(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_order(*arguments, **options)
+
+
+def test_chunks_default_to_what_the_schedule_is_made_for():
+    defaults = {name: make_order(name, 4, 8).virtual_stages for name in SCHEDULES}
+    assert {name for name, v in defaults.items() if v == 2} == {"bitpipe", "zb_v", "dualpipe_v"}
+    assert set(defaults.values()) == {1, 2}
+
+
+def test_the_backward_is_split_unless_fused():
+    assert texts(make_order("1f1b", 2, 2))[1] == "1F0 1B0 1W0 1F1 1B1 1W1"
+    assert texts(make_order("1f1b", 2, 2, fused=True))[1] == "1F0 1X0 1F1 1X1"
+
+
+def test_recompute_comes_before_the_backward_and_before_the_pair_that_it_is_in():
+    assert texts(make_order("1f1b", 2, 2, recompute=True))[1] == "1F0 1R0 1B0 1W0 1F1 1R1 1B1 1W1"
+    row = texts(make_order("dualpipe", 4, 8, recompute=True))[0]
+    assert " 3R5^ 0F3+3X5^ " in row
+
+
+def test_an_order_from_a_file_is_checked_against_the_numbers(tmp_path):
+    path = tmp_path / "order.csv"
+    path.write_text(write_csv(make_order("interleaved", 2, 4, 2)))
+    order = make_order(str(path), 2, 4)
+    assert (order.ranks, order.microbatches, order.virtual_stages) == (2, 4, 2)
+    for numbers, message in {
+        (3, 4): "stages = 3, but .* is an order for stages = 2",
+        (2, 8): "microbatches = 8, but .* microbatches = 4",
+        (2, 4, 1): "virtual_stages = 1, but .* virtual_stages = 2",
+        (2, 4, 2, 2): "sequence_chunks = 2, but",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            make_order(str(path), *numbers)
+    with pytest.raises(ValueError, match="has B and W"):
+        make_order(str(path), fused=True)
+    with pytest.raises(ValueError, match="has no R"):
+        make_order(str(path), recompute=True)
+
+
+def texts(order):
+    return [row.replace(",", " ") for row in write_csv(order).splitlines()]

@@ -1,0 +1,111 @@
+"""The command that draws schedules."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale import schedule
+
+NUMBERS = {
+    "makespan",
+    "idle_fraction",
+    "lockstep_makespan",
+    "lockstep_idle_fraction",
+    "peak_stash",
+    "messages",
+}
+
+
+def run(capsys, *words):
+    schedule.main(words)
+    return capsys.readouterr().out
+
+
+def test_json_has_the_numbers_and_the_text_the_timeline(tmp_path, capsys):
+    path = tmp_path / "numbers.json"
+    out = run(
+        capsys, "1f1b", "--stages=4", "--microbatches=8", "--fused", "--json", str(path)
+    )  # fmt: skip
+    numbers = json.loads(path.read_text())
+    assert set(numbers) == NUMBERS
+    assert numbers["makespan"] == 33
+    assert numbers["idle_fraction"] == 9 / 33
+    assert numbers["lockstep_makespan"] == 40
+    assert numbers["lockstep_idle_fraction"] == 16 / 40
+    assert numbers["peak_stash"] == [4, 3, 2, 1]
+    assert numbers["messages"] == 48
+    assert "rank 3 |......F0X0==F1X1==F2X2==" in out
+    assert "27.3 %" in out
+    assert "40.0 %" in out
+    assert "4 3 2 1" in out
+
+
+def test_costs_recompute_and_chunks(tmp_path, capsys):
+    path = tmp_path / "numbers.json"
+    run(
+        capsys, "interleaved", "--stages", "4", "--microbatches", "8", "--virtual_stages", "2",
+        "--costs", "f=2,b=2,w=2,r=2", "--json", str(path),
+    )  # fmt: skip
+    numbers = json.loads(path.read_text())
+    assert numbers["makespan"] == 70
+    assert numbers["peak_stash"] == [5.5, 4.5, 3.5, 2.5]
+
+
+def test_the_order_can_be_edited_and_given_back(tmp_path, capsys):
+    path = tmp_path / "order.csv"
+    first = run(capsys, "zb_h1", "--stages=3", "--microbatches=4", "--csv", str(path))
+    again = run(capsys, str(path), "--stages=3", "--microbatches=4")
+    assert first.partition(":")[2] == again.partition(":")[2]
+    path.write_text(path.read_text().replace("1W2", "1W1"))
+    refused(capsys, "1W1 is repeated", str(path))
+
+
+def test_picture(tmp_path, capsys):
+    path = tmp_path / "picture.png"
+    run(capsys, "zb_v", "--stages=2", "--microbatches=3", "--png", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("1f1b", "--stages=4", "--microbatch=8"), "did you mean --microbatches?"),
+        (("1f1b", "--stages=4", "--microbatches=8.5"), "invalid int value: '8.5'"),
+        (("1fb", "--stages=4", "--microbatches=8"), "did you mean '1f1b'?"),
+        (("1f1b", "--microbatches=8"), "1f1b needs stages"),
+        (("1f1b", "--stages=2", "--microbatches=2", "--costs", "g=1"), "'g=1' is of no kind"),
+        (("1f1b", "--stages=2", "--microbatches=2", "--costs", "f"), "'f' is not a number"),
+        (("1f1b", "--stages=2", "--microbatches=2", "--costs", "f=-1"), "at least 0"),
+        (("no.csv",), "No such file or directory: 'no.csv'"),
+        (("1f1b", "--stages=2", "--microbatches=2", "--json=/no/where"), "'/no/where'"),
+        (("zb_v", "--stages=4", "--microbatches=4"), "microbatches = 7"),
+        ((), "NAME"),
+    ],
+)
+def test_refusals_are_one_line(capsys, words, message):
+    refused(capsys, message, *words)
+
+
+def refused(capsys, message, *words):
+    with pytest.raises(SystemExit) as stopped:
+        schedule.main(words)
+    assert stopped.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_neither_jax_nor_matplotlib_is_imported_for_text():
+    program = (
+        "import sys; from jaxscale import schedule; "
+        "schedule.main(['1f1b', '--stages=8', '--microbatches=32']); "
+        "print(sorted({'jax', 'flax', 'matplotlib'} & set(sys.modules)))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert out.splitlines()[-1] == "[]"
+    assert out.startswith("1f1b: 8 ranks, 32 micro-batches")
