@@ -83,12 +83,12 @@ def parse_costs(text: str) -> Costs:
 
 def describe(table: Table, run: Run, columns: int = 0) -> str:
     """The timeline and the numbers of a run, for a terminal of so many columns (0: any)."""
-    timelines = [draw.text(table, run.start, run.seconds, columns)]
+    timelines = [draw.text(table, run.start, run.duration, columns)]
     if not np.allclose(run.start, run.lockstep_start):
         timelines = [
             f"As soon as possible:\n{timelines[0]}",
             "In lockstep, every tick as long as its slowest operation:\n"
-            + draw.text(table, run.lockstep_start, run.seconds, columns),
+            + draw.text(table, run.lockstep_start, run.duration, columns),
         ]
     stash = " ".join(f"{units:g}" for units in run.peak_stash)
     kinds = [f"{draw.SIGNS[k]} {draw.WORDS[k]}" for k in draw.WORDS if (table.ops.kind == k).any()]

@@ -34,7 +34,7 @@ def check_order(order: Order) -> None:
         for kind in (B, W):
             if fused and (kind, *unit) in there:
                 cell = there[kind, *unit]
-                raise_at(order, cell, "belongs to a backward pass that X does whole")
+                _raise_at(order, cell, "belongs to a backward pass that X does whole")
 
 
 def _check_places(order: Order) -> dict[tuple[int, ...], Cell]:
@@ -47,16 +47,16 @@ def _check_places(order: Order) -> dict[tuple[int, ...], Cell]:
             lives = home[op.direction][op.stage]
             if lives != rank:
                 problem = f"is on rank {rank}, but stage {op.stage} lives on rank {lives}"
-                raise_at(order, (rank, column), problem)
+                _raise_at(order, (rank, column), problem)
             if entered.setdefault(op.microbatch, op.direction) != op.direction:
                 problem = f"goes another way than the rest of micro-batch {op.microbatch}"
-                raise_at(order, (rank, column), problem)
+                _raise_at(order, (rank, column), problem)
             if there.setdefault(op[:4], (rank, column)) != (rank, column):
-                raise_at(order, (rank, column), "is repeated")
+                _raise_at(order, (rank, column), "is repeated")
     return there
 
 
-def raise_at(order: Order, cell: Cell, problem: str) -> NoReturn:
+def _raise_at(order: Order, cell: Cell, problem: str) -> NoReturn:
     """Raises ValueError about the operation in a cell of the order."""
     rows = [[str(op) for op in row] for row in order.rows]
     op = rows[cell[0]][cell[1]]

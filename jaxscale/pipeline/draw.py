@@ -23,7 +23,7 @@ MOST_INCHES = 60  # of a picture
 SMALLEST_POINTS = 4.5  # of a number that can be read
 
 
-def text(table: Table, start: np.ndarray, seconds: np.ndarray, columns: int = 0) -> str:
+def text(table: Table, start: np.ndarray, duration: np.ndarray, columns: int = 0) -> str:
     """The timeline as text, one cell an operation.
 
     `F3` forward of micro-batch 3, `b3` input gradient, `w3` weight gradient, `X3==` both, `r3`
@@ -32,13 +32,13 @@ def text(table: Table, start: np.ndarray, seconds: np.ndarray, columns: int = 0)
 
     Args:
       table: what runs.
-      start, seconds: float [N], when and how long.
+      start, duration: float [N], when and how long.
       columns: of the terminal, to fold long lines into blocks; 0 never folds.
     """
     labels = [_label(table, n) for n in range(len(start))]
     width = max(map(len, labels))
-    low = (start * _scale(seconds) * width).round().astype(int)
-    high = ((start + seconds) * _scale(seconds) * width).round().astype(int)
+    low = (start * _scale(duration) * width).round().astype(int)
+    high = ((start + duration) * _scale(duration) * width).round().astype(int)
     lines = [["."] * high.max() for _ in table.order.rows]
     for n, label in enumerate(labels):
         cell = label.ljust(width).ljust(high[n] - low[n], "=")
@@ -61,9 +61,9 @@ def _label(table: Table, n: int) -> str:
     return f"{overlap}{kind}{_number(table, n)}{mark}{direction}"
 
 
-def _scale(seconds: np.ndarray) -> float:
-    """Cells per second, so that all but very short operations fill one."""
-    return 1 / seconds[seconds >= seconds.max() / 4].min()
+def _scale(duration: np.ndarray) -> float:
+    """Cells per unit of time, so that all but very short operations fill one."""
+    return 1 / duration[duration >= duration.max() / 4].min()
 
 
 def png(path: str, table: Table, run: Run, title: str) -> None:
@@ -76,7 +76,7 @@ def png(path: str, table: Table, run: Run, title: str) -> None:
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     ranks = table.order.ranks
-    cells = run.makespan * _scale(run.seconds)
+    cells = run.makespan * _scale(run.duration)
     inches = float(np.clip(MARGIN_INCHES + cells * CELL_INCHES, 8, MOST_INCHES))
     figure = Figure(figsize=(inches, 1.3 + 0.34 * ranks), layout="constrained", dpi=150)
     axes = figure.add_subplot()
@@ -98,8 +98,8 @@ def _draw_operations(axes: "Axes", table: Table, run: Run, cell_points: float) -
     order, ops = table.order, table.ops
     later = (ops.stage // order.ranks) / max(1, order.virtual_stages - 1)
     colors = [_color(*of) for of in zip(ops.kind.tolist(), later, ops.direction)]
-    spans = list(zip(run.start, run.seconds))
-    drawn = run.seconds > 0
+    spans = list(zip(run.start, run.duration))
+    drawn = run.duration > 0
     for r in range(order.ranks):
         mine = np.flatnonzero(drawn & (ops.rank == r))
         axes.broken_barh(
@@ -114,7 +114,7 @@ def _draw_operations(axes: "Axes", table: Table, run: Run, cell_points: float) -
     if points < SMALLEST_POINTS:
         return
     for n in np.flatnonzero(drawn):
-        middle = run.start[n] + run.seconds[n] / 2, ops.rank[n] + 0.52
+        middle = run.start[n] + run.duration[n] / 2, ops.rank[n] + 0.52
         ink = "black" if np.mean(colors[n]) > 0.62 else "white"
         axes.text(
             *middle, labels[n], ha="center", va="center", fontsize=points, color=ink,

@@ -1,9 +1,9 @@
-"""The schedules by name, and those that go forwards and backwards in turn. NumPy-free, JAX-free.
+"""The schedules by name, and those with a fused backward pass.
 
 Every schedule is a pure function of p ranks, m micro-batches, v virtual stages (chunks) per rank
 and k sequence chunks (segments) per micro-batch, and returns a row of operations for each rank r;
 it says nothing of time. Stage c * p + r is chunk c of rank r, unless the stages lie in a V.
-The schedules here use a fused backward X; `make_order` splits it unless asked not to.
+Here the backward is one operation, X; `make_order` splits it unless asked not to.
 """
 
 import difflib
@@ -107,7 +107,7 @@ def bidirectional(p: int, m: int, v: int, k: int) -> Rows:
     One formula gives the slots of both directions; parity keeps them apart on every rank.
     """
     stages = p * v
-    slots: list[list[tuple[int, Op]]] = [[] for _ in range(p)]
+    slots: list[list[tuple[int, int, Op]]] = [[] for _ in range(p)]
     for i in range(m):
         block, place = divmod(i, p)
         direction, place = divmod(place, p // 2)
@@ -115,13 +115,10 @@ def bidirectional(p: int, m: int, v: int, k: int) -> Rows:
         for s in range(stages):
             rank = zigzag(s, p)
             row = slots[p - 1 - rank if direction else rank]
-            row.append((entry + s, Op(F, i, s, 0, direction)))
-            row.append((entry + 2 * stages - 1 - s, Op(X, i, s, 0, direction)))
-    # Where blocks meet, the backward goes first.
-    return [
-        [op for _, op in sorted(row, key=lambda cell: (cell[0], -cell[1].kind, cell[1].microbatch))]
-        for row in slots
-    ]
+            # Where blocks meet, the backward goes first.
+            row.append((entry + s, 1, Op(F, i, s, 0, direction)))
+            row.append((entry + 2 * stages - 1 - s, 0, Op(X, i, s, 0, direction)))
+    return [[op for _, _, op in sorted(row)] for row in slots]
 
 
 class Need(NamedTuple):
@@ -223,6 +220,9 @@ def make_order(
     recompute: bool = False,
 ) -> Order:
     """The order of a schedule by name, or from a file whose name ends in .csv.
+
+    >>> [str(op) for op in make_order("1f1b", 2, 2).rows[1]]
+    ['1F0', '1B0', '1W0', '1F1', '1B1', '1W1']
 
     Args:
       name: a key of SCHEDULES, or a path.

@@ -37,7 +37,7 @@ class Run:
     """
 
     start: np.ndarray
-    seconds: np.ndarray  # how long each operation takes
+    duration: np.ndarray
     lockstep_start: np.ndarray
     makespan: float
     idle_fraction: float  # of makespan x ranks
@@ -50,31 +50,36 @@ class Run:
 def simulate(table: Table, costs: Costs = EQUAL) -> Run:
     """Plays a table.
 
+    >>> from jaxscale.pipeline.orders import make_order
+    >>> from jaxscale.pipeline.table import compile_order
+    >>> simulate(compile_order(make_order("1f1b", stages=4, microbatches=8))).makespan
+    30.0
+
     Raises:
       ValueError: a negative cost, or costs of another number of virtual stages.
     """
     ops, order = table.ops, table.order
     parts = order.virtual_stages * order.sequence_chunks
-    seconds = _costs_by_kind(costs, order.stages)[ops.kind, ops.stage]
-    step_seconds = np.bincount(table.step, weights=seconds)
-    lasts = step_seconds[table.step]
+    duration = _costs_by_kind(costs, order.stages)[ops.kind, ops.stage]
+    step_durations = np.bincount(table.step, weights=duration)
+    lasts = step_durations[table.step]
     # What comes second in a pair is shown after what comes first.
-    later = np.where(ops.paired, lasts - seconds, 0)
+    later = np.where(ops.paired, lasts - duration, 0)
 
-    ends = replay(ops.rank, table.step, table.needs, step_seconds)
-    tick_seconds = np.zeros(table.ticks)
-    np.maximum.at(tick_seconds, table.tick, lasts)
-    tick_ends = np.cumsum(tick_seconds)
+    ends = replay(ops.rank, table.step, table.needs, step_durations)
+    tick_durations = np.zeros(table.ticks)
+    np.maximum.at(tick_durations, table.tick, lasts)
+    tick_ends = np.cumsum(tick_durations)
 
     def idle(makespan: float) -> float:
         available = makespan * order.ranks
-        return float((available - seconds.sum()) / available)
+        return float((available - duration.sum()) / available)
 
     makespan, lockstep_makespan = ends.max(), tick_ends[-1]
     return Run(
         start=(ends - lasts + later) / parts,
-        lockstep_start=((tick_ends - tick_seconds)[table.tick] + later) / parts,
-        seconds=seconds / parts,
+        lockstep_start=((tick_ends - tick_durations)[table.tick] + later) / parts,
+        duration=duration / parts,
         makespan=float(makespan / parts),
         idle_fraction=idle(makespan),
         lockstep_makespan=float(lockstep_makespan / parts),

@@ -29,12 +29,12 @@ class Ops(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """An order that is complete and cannot deadlock."""
+    """An order that is complete and cannot deadlock, and when each operation's turn is."""
 
     order: Order
     ops: Ops
-    needs: np.ndarray  # int [N, 4], the operations that must have ended; -1 where there are fewer
-    step: np.ndarray  # int [N]
+    needs: np.ndarray  # int [N, 4], what must have ended: positions, -1 where there are fewer
+    step: np.ndarray  # int [N], counted over all ranks
     tick: np.ndarray  # int [N]
 
     @property
@@ -52,8 +52,8 @@ def compile_order(order: Order) -> Table:
         message draws the order around the offending cell.
     """
     check_order(order)
-    ops = flatten(order)
-    needs = find_needs(order, ops)
+    ops = _flatten(order)
+    needs = _find_needs(order, ops)
     step = np.cumsum(ops.paired == 0) - 1
     ends = replay(ops.rank, step, needs, np.ones(step[-1] + 1))
     if np.isinf(ends).any():
@@ -61,7 +61,7 @@ def compile_order(order: Order) -> Table:
     return Table(order, ops, needs, step, ends.astype(np.int64) - 1)
 
 
-def flatten(order: Order) -> Ops:
+def _flatten(order: Order) -> Ops:
     """All operations as arrays, rank after rank."""
     lengths = [len(row) for row in order.rows]
     numbers = itertools.chain.from_iterable(itertools.chain.from_iterable(order.rows))
@@ -69,8 +69,9 @@ def flatten(order: Order) -> Ops:
     return Ops(*fields.T, rank=np.repeat(np.arange(order.ranks), lengths))
 
 
-def find_needs(order: Order, ops: Ops) -> np.ndarray:
-    """int [N, 4], what must have ended before each operation starts."""
+def _find_needs(order: Order, ops: Ops) -> np.ndarray:
+    """int [N, 4]: F needs F of the stage and of the segment before it. B and X need their own F
+    and R, and the backward of the stage and of the segment after them. R needs F, W needs B."""
     # Position of every operation, with a border of -1 around stages and segments.
     shape = X + 1, order.microbatches, order.stages + 2, order.sequence_chunks + 2
     where = np.full(shape, -1)

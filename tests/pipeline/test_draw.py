@@ -17,25 +17,25 @@ def run(name, *numbers, costs=Costs(), **options):  # noqa: B008
 
 def test_cells_are_as_wide_as_the_longest_label():
     table, got = run("1f1b", 1, 11, fused=True)
-    text = draw.text(table, got.start, got.seconds)
+    text = draw.text(table, got.start, got.duration)
     assert text.startswith("rank 0 |F0 X0 ===F1 X1 ===")
     assert text.endswith("F10X10===|")
 
 
 def test_uneven_costs_are_drawn_to_scale():
     table, got = run("1f1b", 1, 1, costs=Costs(f=1, b=2.5, w=1.5))
-    assert draw.text(table, got.start, got.seconds) == "rank 0 |F0b0===w0=|"
+    assert draw.text(table, got.start, got.duration) == "rank 0 |F0b0===w0=|"
 
 
 def test_operations_that_cost_nothing_take_no_room():
     table, got = run("1f1b", 1, 2, costs=Costs(f=1, b=1, w=0))
-    assert draw.text(table, got.start, got.seconds) == "rank 0 |F0b0F1b1|"
+    assert draw.text(table, got.start, got.duration) == "rank 0 |F0b0F1b1|"
 
 
 def test_long_timelines_fold_without_losing_a_cell():
     table, got = run("interleaved", 4, 8, 2)
-    whole = draw.text(table, got.start, got.seconds)
-    folded = draw.text(table, got.start, got.seconds, columns=60)
+    whole = draw.text(table, got.start, got.duration)
+    folded = draw.text(table, got.start, got.duration, columns=60)
     blocks = [block.splitlines() for block in folded.split("\n\n")]
     assert len(blocks) > 1
     assert max(map(len, folded.splitlines())) <= 60

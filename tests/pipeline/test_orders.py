@@ -1,10 +1,12 @@
 """What schedules refuse, and the orders that come out of options."""
 
+import doctest
 import itertools
 import re
 
 import pytest
 
+from jaxscale.pipeline import orders, records, simulate
 from jaxscale.pipeline.csv_order import write_csv
 from jaxscale.pipeline.orders import NUMBERS, SCHEDULES, make_order
 from jaxscale.pipeline.table import compile_order
@@ -114,3 +116,10 @@ def test_an_order_from_a_file_is_checked_against_the_numbers(tmp_path):
 
 def texts(order):
     return [row.replace(",", " ") for row in write_csv(order).splitlines()]
+
+
+@pytest.mark.parametrize("module", [records, orders, simulate], ids=lambda module: module.__name__)
+def test_examples_in_docstrings(module):
+    failed, tried = doctest.testmod(module)
+    assert tried > 0
+    assert failed == 0

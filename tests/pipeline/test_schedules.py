@@ -99,19 +99,21 @@ def check_fused(name, numbers):
 
 
 def check_split(name, numbers):
-    p, m, v, k = numbers
     got = run(name, numbers)
     idle = split_idle(name, *numbers, 1, 1, 1)
-    assert got.makespan == pytest.approx(3 * m + idle, rel=1e-12)
+    assert got.makespan == pytest.approx(3 * numbers[1] + idle, rel=1e-12)
     assert got.lockstep_makespan == got.makespan
     check_memory_and_messages(name, numbers, got)
 
+
+def check_recompute(name, numbers):
+    p, m, v, k = numbers
     again = run(name, numbers, Costs(r=1), recompute=True)
     # Groups of p through several chunks: the ranks that recompute hold up a few others.
     late = name in ("interleaved", "seq1f1b_interleaved") and p % k == 0 and v > 1 and m * k > p
     extra = max(0, p - 4) / (v * k) if late else 0
-    if name == "breadth_first" and m < p:
-        idle = split_idle(name, *numbers, 1, 1, 2)  # R fills gaps as W does
+    # R fills the gaps of a breadth-first order as W does.
+    idle = split_idle(name, *numbers, 1, 1, 2 if name == "breadth_first" else 1)
     assert again.makespan == pytest.approx(4 * m + idle + extra, rel=1e-12)
     assert again.lockstep_makespan == again.makespan
 
@@ -131,18 +133,15 @@ def check_memory_and_messages(name, numbers, got):
     assert got.messages == num_messages(name, *numbers)
 
 
-def check(name, numbers):
-    if name in FUSED:
-        check_fused(name, numbers)
-        check_split(name, numbers)
-    else:
-        check_given(name, numbers)
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_closed_forms(name):
     for numbers in sample(name):
-        check(name, numbers)
+        if name in FUSED:
+            check_fused(name, numbers)
+            check_split(name, numbers)
+            check_recompute(name, numbers)
+        else:
+            check_given(name, numbers)
 
 
 @pytest.mark.slow
@@ -151,7 +150,7 @@ def test_closed_forms(name):
 def test_closed_forms_on_the_whole_grid(name, ranks):
     for numbers in grid(name):
         if numbers[0] == ranks:
-            check(name, numbers)
+            (check_split if name in FUSED else check_given)(name, numbers)
 
 
 @pytest.mark.parametrize("p", range(2, 17))
@@ -185,7 +184,7 @@ def test_zero_bubble_ranks_never_idle_between_their_first_and_last_operation(nam
         got = simulate(table)
         for r in range(p):
             mine = table.ops.rank == r
-            busy = (got.start + got.seconds)[mine].max() - got.start[mine].min()
+            busy = (got.start + got.duration)[mine].max() - got.start[mine].min()
             assert busy == 3 * m
 
 
@@ -217,4 +216,4 @@ def timelines():
 def test_timeline(name, numbers, fused, rows):
     table = compile_order(make_order(name, 4, *map(int, numbers), fused=fused))
     got = simulate(table)
-    assert draw.text(table, got.start, got.seconds) == rows
+    assert draw.text(table, got.start, got.duration) == rows

@@ -10,7 +10,7 @@ from jaxscale.pipeline.table import compile_order
 
 def test_a_segment_of_a_chunk_costs_its_share():
     table = compile_order(make_order("seq1f1b_interleaved", 2, 4, 2, 2))
-    assert set(simulate(table, Costs(f=4, b=8, w=2)).seconds) == {1.0, 2.0, 0.5}
+    assert set(simulate(table, Costs(f=4, b=8, w=2)).duration) == {1.0, 2.0, 0.5}
 
 
 def test_costs_scale_the_makespan():
@@ -38,14 +38,14 @@ def test_lockstep_ticks_last_as_long_as_their_slowest_operation():
         assert len(begins) == 1
         later = run.lockstep_start[table.tick == tick + 1]
         if later.size:
-            assert later[0] - begins.pop() == run.seconds[now].max()
+            assert later[0] - begins.pop() == run.duration[now].max()
 
 
 def test_nothing_starts_before_what_it_needs():
     for name in ("interleaved", "dualpipe", "bitpipe"):
         table = compile_order(make_order(name, 4, 8))
         run = simulate(table, Costs(f=1, b=1.5, w=0.7))
-        ends = run.start + run.seconds
+        ends = run.start + run.duration
         needed = np.where(table.needs >= 0, ends[table.needs], 0).max(axis=1)
         assert (run.start - needed > -1e-9).all()
         assert run.makespan == pytest.approx(ends.max())
