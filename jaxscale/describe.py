@@ -111,13 +111,10 @@ def _bytes(
 
 def human_bytes(size: float) -> str:
     """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size /= 1024
-    else:
-        unit = "TiB"
-    return f"{size:.0f} B" if unit == "B" else f"{size:.4g} {unit}"
+    if size < 1024:
+        return f"{size:.0f} B"
+    power = min(int(math.log2(size) // 10), 4)
+    return f"{size / 1024**power:.4g} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

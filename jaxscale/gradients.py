@@ -132,9 +132,7 @@ def make_walk(model: Decoder, layout: Layout, zero: Zero) -> Callable:
         def forward_layer(carry, index):
             x, held = carry
             weights, held = weights_of(held, index, index + 1)
-            _, (x, kept) = each(
-                lambda _, xs: (None, forward(weights, *xs)), None, (x, batch)
-            )
+            _, (x, kept) = each(lambda _, xs: (None, forward(weights, *xs)), None, (x, batch))
             return (x, held), kept
 
         def backward_layer(carry, index_and_kept):

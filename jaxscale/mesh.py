@@ -1,6 +1,7 @@
 """The only place where a device mesh is built."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -8,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 from jaxscale.layout import MESH_AXES, Layout
 
 
-def make_mesh(layout: Layout, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with the six axes of a resolved layout, slowest links first.
 
     Args:

@@ -35,9 +35,7 @@ def split_vjp(
         structure[:] = [(treedef, origin)]
         return y, [leaf for leaf, place in zip(leaves, origin) if place is None]
 
-    def backward(
-        weights: Tree, context: Tree, kept: list, dy: jax.Array
-    ) -> tuple[Tree, jax.Array]:
+    def backward(weights: Tree, context: Tree, kept: list, dy: jax.Array) -> tuple[Tree, jax.Array]:
         treedef, origin = structure[0]
         given, rest = jax.tree.leaves((weights, context)), iter(kept)
         leaves = [next(rest) if place is None else given[place] for place in origin]

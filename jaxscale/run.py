@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxscale import config as configs
@@ -126,9 +127,9 @@ def device_batches(
 ) -> Generator[Batch]:  # fmt: skip
     """Batches spread over the mesh; each process loads the rows that its devices hold."""
     shape = (global_batch_size, dataset.seq_len)
-    indices = engine.batch_sharding.addressable_devices_indices_map(shape)
     every_row = np.arange(global_batch_size)
-    rows = sorted({int(row) for index in indices.values() for row in every_row[index[0]]})
+    indices = engine.batch_sharding.addressable_devices_indices_map(shape).values()
+    rows = sorted({int(row) for index in indices if index for row in every_row[index[0]]})
     place = {row: i for i, row in enumerate(rows)}
 
     def on_devices(field: np.ndarray) -> jax.Array:
@@ -152,9 +153,9 @@ def evaluate(
 
     Every call sees the same examples in the same order, whatever the layout.
     """
-    sums = np.zeros(3)
+    sums, token_bytes = np.zeros(3), jnp.asarray(heldout.token_bytes, jnp.float32)
     with contextlib.closing(device_batches(engine, heldout, global_batch_size)) as stream:
         for batch in itertools.islice(stream, max_batches):
-            sums += np.array(engine.evaluate(params, batch, heldout.token_bytes), np.float64)
+            sums += np.array(engine.evaluate(params, batch, token_bytes), np.float64)
     nll, tokens, num_bytes = sums.tolist()
     return Evaluation(nll / tokens, int(tokens), num_bytes)

@@ -13,7 +13,7 @@ from jaxscale.batch import Batch
 from jaxscale.config import Config, ModelConfig
 from jaxscale.gradients import BATCH_SPEC, make_gradients, make_loss
 from jaxscale.layout import AUTOMATIC_AXES, Layout
-from jaxscale.models.decoder import Decoder, Kernels, plain_lookup
+from jaxscale.models.decoder import Decoder, Kernels
 from jaxscale.ops.attention import attention, choose
 from jaxscale.ops.lookup import vocabulary_parallel_lookup
 from jaxscale.optim import make, state_axes
@@ -24,9 +24,9 @@ Tree = Any
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes."""
+    """Everything that a step changes; also the trees of its shardings and axes."""
 
-    step: jax.Array  # int32, updates done
+    step: Any  # int32 scalar, updates done
     params: Tree
     opt_state: Tree
 
@@ -106,7 +106,7 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
         (_, nll_sum), grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
             grads = jax.tree.map(lambda grad: grad / count.astype(grad.dtype), grads)
-            grad_norm = optax.global_norm(grads)
+            grad_norm = optax.tree.norm(grads)
             grads = _clip(grads, grad_norm, config.optimizer.clip_norm)
             params = jax.lax.with_sharding_constraint(state.params, update_shardings)
             updates, opt_state = optimizer.update(grads, state.opt_state, params)

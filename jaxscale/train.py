@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the status of the process: 0, or 128 + the signal that stopped it."""
     started = time.monotonic()
     parser = argparse.ArgumentParser(
-        prog="python -m jaxscale.train", description=__doc__.split("\n\n")[1],
+        prog="python -m jaxscale.train", description="Trains a model; continues when the folder holds a checkpoint.",
         epilog="Any leaf of the config can be set: --config.optimizer.learning_rate=1e-3",
     )  # fmt: skip
     parser.add_argument("--config", required=True, metavar="FILE", help="a file in configs/")
@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(summary, indent=2) + "\n")
     print(f"\nA sample at step {config.run.steps}:\n")
-    print(sampling.sample(ready.engine, state.params, ready.text.tokenizer, [""], num_tokens=128)[0])
+    print(
+        sampling.sample(ready.engine, state.params, ready.text.tokenizer, [""], num_tokens=128)[0]
+    )
     print(_how_to_go_on(options.config, workdir, config.run.steps))
     return 0
 

@@ -40,7 +40,7 @@ LOG_SECONDS = 5.0
 """A progress line at most this often."""
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818 - a stop that was asked for is no error
     """A signal ended the run early, after a checkpoint."""
 
     def __init__(self, step: int, number: int):
@@ -264,7 +264,9 @@ class Recorder:
         self.workdir, self.begin, self.started = trainer.workdir, trainer.begin, started
         self.steps = config.run.steps
         self.metrics = Metrics(
-            trainer.workdir, start_step=trainer.begin, trackers=trackers,
+            trainer.workdir,
+            start_step=trainer.begin,
+            trackers=trackers,
             config=configs.to_dict(config),
         )
         self._rate = schedule(
