@@ -42,7 +42,9 @@ def attention(
             out_BTNH = _reference(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window)
             return checkpoint_name(out_BTNH, "attention")
         case "blockwise":
-            return blockwise_attention(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window)
+            return blockwise_attention(
+                q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window=sliding_window
+            )
         case "cudnn":
             return kernels.cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window)
         case "splash":

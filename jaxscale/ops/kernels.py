@@ -15,17 +15,30 @@ LANES = 128
 
 
 def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int) -> Array:
-    """cuDNN's flash attention; documents are kept apart by an additive mask."""
-    mask_B1TS = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
-        q_BTNH,
-        k_BSKH,
-        v_BSKH,
-        mask=mask_B1TS,
-        is_causal=True,
-        local_window_size=(sliding_window - 1, 0) if sliding_window else None,
-        implementation="cudnn",
-    )
+    """cuDNN's flash attention; documents are kept apart by an additive mask, B * T * T * 2 bytes.
+
+    Blocks above the diagonal and outside the window are skipped.
+    """
+
+    def attend(q_BTNH, k_BSKH, v_BSKH, segments_BT):
+        return jax.nn.dot_product_attention(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            mask=(segments_BT[:, :, None] == segments_BT[:, None, :])[:, None],
+            is_causal=True,
+            local_window_size=(sliding_window - 1, 0) if sliding_window else None,
+            implementation="cudnn",
+        )
+
+    # Left alone, every layer would keep its copy of the mask for the backward pass: keep what the
+    # kernel returns, the output and logsumexp, and make the mask again.
+    attend = jax.checkpoint(attend, policy=_is_cudnn_forward, prevent_cse=False)
+    return attend(q_BTNH, k_BSKH, v_BSKH, segments_BT)
+
+
+def _is_cudnn_forward(primitive, *_, **__) -> bool:
+    return primitive.name.startswith("dot_product_attention_fwd")
 
 
 def splash(

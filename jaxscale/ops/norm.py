@@ -3,20 +3,30 @@
 Shapes: B batch, T time, D features; any leading dimensions do.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+# The backward pass computes the statistics again from the input: kept, they and what surrounds
+# them would be three float32 arrays of the input's size for each norm.
+_recompute = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 def rms_norm(x_BTD: Array, scale_D: Array, *, eps: float = 1e-5) -> Array:
     """Divides by the root mean square and scales (arXiv 1910.07467).
 
     Statistics are in float32, or in the input's type where that is wider; the result has the
-    type of `x_BTD`.
+    type of `x_BTD`. Only the arguments are kept for the backward pass.
     """
-    wide_BTD = x_BTD.astype(_statistics_dtype(x_BTD))
-    inverse_BT1 = jax.lax.rsqrt(jnp.mean(jnp.square(wide_BTD), axis=-1, keepdims=True) + eps)
-    return (wide_BTD * inverse_BT1 * scale_D).astype(x_BTD.dtype)
+
+    @_recompute
+    def norm(x_BTD: Array, scale_D: Array) -> Array:
+        wide_BTD = x_BTD.astype(_statistics_dtype(x_BTD))
+        return (_unit(wide_BTD, eps) * scale_D).astype(x_BTD.dtype)
+
+    return norm(x_BTD, scale_D)
 
 
 def layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array, *, eps: float = 1e-5) -> Array:
@@ -24,10 +34,18 @@ def layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array, *, eps: float = 1e-5
 
     Types as in `rms_norm`.
     """
-    wide_BTD = x_BTD.astype(_statistics_dtype(x_BTD))
-    centred_BTD = wide_BTD - jnp.mean(wide_BTD, axis=-1, keepdims=True)
-    inverse_BT1 = jax.lax.rsqrt(jnp.mean(jnp.square(centred_BTD), axis=-1, keepdims=True) + eps)
-    return (centred_BTD * inverse_BT1 * scale_D + bias_D).astype(x_BTD.dtype)
+
+    @_recompute
+    def norm(x_BTD: Array, scale_D: Array, bias_D: Array) -> Array:
+        wide_BTD = x_BTD.astype(_statistics_dtype(x_BTD))
+        centred_BTD = wide_BTD - jnp.mean(wide_BTD, axis=-1, keepdims=True)
+        return (_unit(centred_BTD, eps) * scale_D + bias_D).astype(x_BTD.dtype)
+
+    return norm(x_BTD, scale_D, bias_D)
+
+
+def _unit(x_BTD: Array, eps: float) -> Array:
+    return x_BTD * jax.lax.rsqrt(jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True) + eps)
 
 
 def _statistics_dtype(x: Array) -> jnp.dtype:

@@ -1,10 +1,12 @@
 """Rotary positions.
 
-Shapes: B batch, T time, N heads, H head_dim.
+Shapes: B batch, T time, N heads, H head_dim, h pairs (H / 2).
 """
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -26,19 +28,22 @@ def rotary(x_BTNH: Array, positions_BT: Array, *, theta: float, scaling: float =
       theta: base of the geometric series of wavelengths.
       scaling: factor of Llama 3's frequency scaling (8 for Llama 3.1, 32 for 3.2); 1 is none.
     """
-    dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
-    frequencies = jnp.asarray(_frequencies(x_BTNH.shape[-1], theta, scaling), dtype)
-    angles_BT1h = positions_BT.astype(dtype)[..., None, None] * frequencies
-    cos_BT1h, sin_BT1h = jnp.cos(angles_BT1h), jnp.sin(angles_BT1h)
-    first_BTNh, second_BTNh = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
-    rotated_BTNH = jnp.concatenate(
-        [
+    frequencies_h = _frequencies(x_BTNH.shape[-1], theta, scaling)
+
+    # The backward pass makes the angles again rather than keep them for every layer.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def turn(x_BTNH: Array, positions_BT: Array) -> Array:
+        dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
+        angles_BT1h = positions_BT.astype(dtype)[..., None, None] * frequencies_h.astype(dtype)
+        cos_BT1h, sin_BT1h = jnp.cos(angles_BT1h), jnp.sin(angles_BT1h)
+        first_BTNh, second_BTNh = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
+        halves = (
             first_BTNh * cos_BT1h - second_BTNh * sin_BT1h,
             second_BTNh * cos_BT1h + first_BTNh * sin_BT1h,
-        ],
-        axis=-1,
-    )
-    return rotated_BTNH.astype(x_BTNH.dtype)
+        )
+        return jnp.concatenate(halves, axis=-1).astype(x_BTNH.dtype)
+
+    return turn(x_BTNH, positions_BT)
 
 
 def _frequencies(head_dim: int, theta: float, scaling: float) -> np.ndarray:
