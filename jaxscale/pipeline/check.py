@@ -70,9 +70,10 @@ def _raise_missing(order: Order, kind: int, unit: Unit) -> NoReturn:
     rank = order.rank_of(stage, op.direction)
     rows = [[str(op) for op in row] for row in order.rows]
     rows[rank].append(str(op))
+    hint = "; X is B and W in one" if kind in (B, W) else ""
     raise ValueError(
         f"{order.name}: {op} is missing on rank {rank}; there are {order.microbatches} "
-        f"micro-batches, {order.stages} stages and {order.sequence_chunks} sequence chunks\n"
+        f"micro-batches, {order.stages} stages and {order.sequence_chunks} sequence chunks{hint}\n"
         f"{draw_cells(rows, {(rank, len(rows[rank]) - 1)})}"
     )
 
