@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 
@@ -35,8 +36,8 @@ MUON_RMS = 0.2
 
 def schedule(
     name: str, *, learning_rate: float, final: float, warmup_steps: int, steps: int
-) -> Callable[[jax.typing.ArrayLike], jax.Array]:
-    """The learning rate as a function of the number of updates already made.
+) -> Callable[[Any], Any]:
+    """The learning rate as a function of the number of updates already made, int or array.
 
     Warm-up is linear, its last update is the first at the full rate. Then "constant" stays,
     "linear" and "cosine" (arXiv 1608.03983) fall from there on, and "wsd" (warm-up, stable, decay;
@@ -51,20 +52,20 @@ def schedule(
     """
     begin = max(warmup_steps, round(steps * (1 - DECAY_SHARE))) if name == "wsd" else warmup_steps
     falls = {
-        "constant": jnp.zeros_like,
-        "linear": lambda progress: progress,
-        "cosine": lambda progress: (1 - jnp.cos(math.pi * progress)) / 2,
-        "wsd": jnp.sqrt,
+        "constant": lambda xp, progress: 0 * progress,
+        "linear": lambda xp, progress: progress,
+        "cosine": lambda xp, progress: (1 - xp.cos(math.pi * progress)) / 2,
+        "wsd": lambda xp, progress: xp.sqrt(progress),
     }
     if name not in falls:
         raise ValueError(f"optimizer.schedule = {name!r}; it can be {', '.join(falls)}")
-    fall = falls[name]
 
-    def rate(step: jax.typing.ArrayLike) -> jax.Array:
-        step = jnp.asarray(step, jnp.result_type(float))
-        warm = jnp.minimum((step + 1) / max(warmup_steps, 1), 1)
-        progress = jnp.clip((step - begin) / max(steps - begin, 1), 0, 1)
-        fallen = fall(progress)
+    def rate(step: Any) -> Any:
+        # On the host for an int: who asks for a number to show must not wait for the devices.
+        xp = np if isinstance(step, int) else jnp
+        step = xp.asarray(step, jnp.result_type(float))
+        warm = xp.minimum((step + 1) / max(warmup_steps, 1), 1)
+        fallen = falls[name](xp, xp.clip((step - begin) / max(steps - begin, 1), 0, 1))
         return learning_rate * warm * ((1 - fallen) + fallen * final)  # exact at both ends
 
     return rate
