@@ -42,7 +42,7 @@ class Checkpoints:
       directory: holds one folder per checkpoint; made by the first save.
       keep_last: newest checkpoints that are kept.
       keep_every: those whose step is a multiple of this are kept too; 0 is none.
-      report: gets one line after each commit, and after a deletion that failed.
+      report: gets one line after each commit, and after a save or a deletion that failed.
     """
 
     def __init__(
@@ -95,9 +95,10 @@ class Checkpoints:
             "metadata": dict(metadata),
         }
         try:
-            description["digest"] = _digest(description)
+            description = json.loads(json.dumps(description, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ValueError(f"metadata of checkpoint {step} is not JSON: {error}") from error
+        description["digest"] = _digest(description)
         self._remove_leftovers()
         begin = time.monotonic()
         try:
@@ -350,7 +351,7 @@ def _checksum(array: jax.Array) -> jax.Array:
 
 
 def _digest(description: Mapping[str, Any]) -> str:
-    text = json.dumps(description, sort_keys=True, allow_nan=False)
+    text = json.dumps(description, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

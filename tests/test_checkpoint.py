@@ -165,6 +165,13 @@ def test_metadata_comes_back(saved: Checkpoints) -> None:
     }  # fmt: skip
 
 
+def test_metadata_comes_back_as_json_has_it(tmp_path: pathlib.Path, opened: Callable) -> None:
+    checkpoints = opened(tmp_path)
+    checkpoints.save(1, {"a": jnp.ones(2)}, {"data": {2: (0.1, None), 10: 2**60}})
+    checkpoints.wait()
+    assert checkpoints.metadata(1) == {"data": {"2": [0.1, None], "10": 2**60}}
+
+
 def test_part_of_a_checkpoint(saved: Checkpoints) -> None:
     wanted = {"params": abstract(make_state(), (2, 2))["params"]}
     restored = saved.restore(3, wanted, part=True)
