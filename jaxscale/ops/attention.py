@@ -30,8 +30,8 @@ def attention(
 
     Query head n reads key head n // (N / K). Segment 0, padding, is a segment like any other: its
     outputs are finite and reach nobody else. Scores are scaled by H**-0.5; the softmax is in
-    float32, or in the input's type where that is wider. The output, and what the backward pass
-    needs beside q, k and v, carry the checkpoint name "attention".
+    float32, or in the input's type where that is wider. But for "cudnn", the output and what the
+    backward pass needs beside the arguments carry the checkpoint name "attention".
 
     Args:
       implementation: "reference", "blockwise", "cudnn" or "splash"; see `choose` and `check`.
@@ -84,7 +84,6 @@ def check(
     dtype: DTypeLike,
     head_dim: int,
     seq_len: int,
-    sliding_window: int = 0,
 ) -> None:
     """Raises ValueError, naming the setting to change, where a kernel cannot honour a run's."""
     if implementation in ("reference", "blockwise"):
@@ -95,7 +94,7 @@ def check(
             f"model.attention = {implementation!r} is not known; it can be auto, reference, "
             "blockwise, cudnn or splash"
         )
-    broken = limits[implementation](platform, jnp.dtype(dtype), head_dim, seq_len, sliding_window)
+    broken = limits[implementation](platform, jnp.dtype(dtype), head_dim, seq_len)
     if broken:
         raise ValueError(
             f"model.attention = {implementation!r} {broken}; or set model.attention = 'auto'"

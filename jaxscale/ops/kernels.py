@@ -15,29 +15,35 @@ LANES = 128
 
 
 def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int) -> Array:
-    """cuDNN's flash attention; documents are kept apart by an additive mask, B * T * T * 2 bytes.
+    """cuDNN's flash attention; blocks above the diagonal are skipped.
 
-    Blocks above the diagonal and outside the window are skipped.
+    Documents and the window are kept by an additive mask of B * T * T * 2 bytes, which exists
+    only while the kernel runs. (The kernel has a window of its own, but not every version has it
+    beside a mask; and its packed layout needs a bound on the documents of a sequence.)
     """
 
     def attend(q_BTNH, k_BSKH, v_BSKH, segments_BT):
+        mask_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
+        if sliding_window:
+            time = jnp.arange(segments_BT.shape[1])
+            mask_BTS &= time[:, None] - time < sliding_window
         return jax.nn.dot_product_attention(
             q_BTNH,
             k_BSKH,
             v_BSKH,
-            mask=(segments_BT[:, :, None] == segments_BT[:, None, :])[:, None],
+            mask=mask_BTS[:, None],
             is_causal=True,
-            local_window_size=(sliding_window - 1, 0) if sliding_window else None,
             implementation="cudnn",
         )
 
-    # Left alone, every layer would keep its copy of the mask for the backward pass: keep what the
-    # kernel returns, the output and logsumexp, and make the mask again.
+    # Left alone, every layer would keep its mask for the backward pass: keep what the kernel
+    # returns, the output and log(sum(exp(scores))), and make the mask again.
     attend = jax.checkpoint(attend, policy=_is_cudnn_forward, prevent_cse=False)
     return attend(q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
 
 def _is_cudnn_forward(primitive, *_, **__) -> bool:
+    # By primitive, since the kernel's differentiation rule gives its results no names.
     return primitive.name.startswith("dot_product_attention_fwd")
 
 
@@ -68,7 +74,7 @@ def splash(
     return jnp.swapaxes(cast(Array, out_BNTH), 1, 2)
 
 
-def cudnn_limits(platform: str, dtype, head_dim: int, seq_len: int, sliding_window: int) -> str:
+def cudnn_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
     """What of the settings `cudnn` cannot honour, and what to set instead; "" where it can."""
     if platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU and the platform is {platform}"
@@ -84,7 +90,7 @@ def cudnn_limits(platform: str, dtype, head_dim: int, seq_len: int, sliding_wind
     return ""
 
 
-def splash_limits(platform: str, dtype, head_dim: int, seq_len: int, sliding_window: int) -> str:
+def splash_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
     """What of the settings `splash` cannot honour, and what to set instead; "" where it can."""
     if platform != "tpu":
         return f"needs a TPU and the platform is {platform}"
