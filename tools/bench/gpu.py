@@ -1,0 +1,138 @@
+"""What `gpu.sh` runs: parts, each a command of its own that appends records to a file.
+
+A part that fails or takes too long is a record too, and the next part goes on.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from train import ROOT, provenance
+
+BENCH = ROOT / "tools/bench"
+BUDGET_SECONDS = 460
+"""No part is started, or goes on, after this."""
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "nvidia-cudnn-cu13",
+            "nvidia-cublas")  # fmt: skip
+
+SWEEP = (
+    # sequences of a micro-batch, micro-batches, remat; the likely best first
+    (8, 1, "none"),
+    (16, 1, "full"),
+    (4, 1, "none"),
+    (8, 4, "none"),
+    (8, 1, "full"),
+    (32, 1, "full"),
+    (12, 1, "none"),
+    (16, 4, "full"),
+)
+TINY = ("num_layers=2", "d_model=64", "num_heads=4", "num_kv_heads=2", "head_dim=16", "d_ff=128",
+        "vocab_size=512")  # fmt: skip
+
+
+class Part(NamedTuple):
+    """A command, to which `--json FILE` is added."""
+
+    name: str
+    command: list[str]
+    limit_seconds: float
+
+
+def parts(rehearse: bool) -> Iterator[Part]:
+    """All of them, in order."""
+    python = sys.executable
+    small = ["--rehearse"] if rehearse else []
+    yield Part("attention", [python, str(BENCH / "attention.py"), *small], 120)
+    yield Part("layouts", [python, str(BENCH / "gpu_layouts.py")], 120)
+    tiny = [f"--config.model.{setting}" for setting in TINY] + ["--config.data.seq_len=64"]
+    for sequences, microbatches, remat in SWEEP[:2] if rehearse else SWEEP:
+        yield Part(
+            f"llama32_1b, {microbatches} x {sequences} sequences, remat {remat}",
+            [python, str(BENCH / "train.py"), "--config", "configs/llama32_1b.py",
+             "--layouts", f"microbatches={microbatches},remat={remat}", "--dtypes", "bfloat16",
+             "--against", "none", "--repeats", "1", "--steps", "8", *(tiny if rehearse else ()),
+             f"--config.data.global_batch_size={sequences * microbatches}"],
+            75,
+        )  # fmt: skip
+
+
+def run(part: Part, seconds: float) -> list[dict[str, Any]]:
+    """The records that a part wrote; the last has an error if it did not end well."""
+    print(f"\n== {part.name}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "records.jsonl"
+        begin = time.monotonic()
+        # Its own session, so that what it started ends with it.
+        process = subprocess.Popen([*part.command, "--json", str(file)], start_new_session=True)
+        try:
+            status = process.wait(min(seconds, part.limit_seconds))
+            error = f"ended with {status}" if status else None
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+            error = f"stopped after {time.monotonic() - begin:.0f} s"
+        lines = file.read_text().splitlines() if file.exists() else ()
+    records = [json.loads(line) for line in lines]
+    if error and not any("error" in record for record in records):
+        records.append({"error": error})
+    return [{**record, "part": part.name, "command": " ".join(part.command)} for record in records]
+
+
+def machine() -> dict[str, Any]:
+    """The chip and the versions of what drives it."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit",
+             "--format=csv,noheader"]  # fmt: skip
+    try:
+        chip = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        chip = "no NVIDIA GPU"
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return {"chip": chip, "versions": found}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 1 when a part failed for another reason than memory."""
+    parser = argparse.ArgumentParser(prog="tools/bench/gpu.sh", description=__doc__)
+    parser.add_argument("--rehearse", action="store_true", help="every part, tiny, on a CPU")
+    parser.add_argument("--results", type=pathlib.Path, help="where JSON lines are appended")
+    parser.add_argument("--commit", help="of this code, where there is no repository to ask")
+    options = parser.parse_args(argv)
+    folder = pathlib.Path(tempfile.gettempdir()) if options.rehearse else BENCH / "results"
+    results = options.results or folder / "gpu.jsonl"
+    if options.rehearse:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    common = machine()
+    begin, failed = time.monotonic(), []
+    for part in parts(options.rehearse):
+        left = BUDGET_SECONDS - (time.monotonic() - begin)
+        records = run(part, left) if left > 20 else [{"part": part.name, "error": "no time left"}]
+        with results.open("a") as lines:
+            for record in records:
+                stamp = provenance()
+                if options.commit:
+                    stamp["commit"] = options.commit
+                lines.write(json.dumps({**stamp, **common, **record}) + "\n")
+        if any(OUT_OF_MEMORY not in record.get("error", OUT_OF_MEMORY) for record in records):
+            failed.append(part.name)
+    print(f"\n{time.monotonic() - begin:.0f} s; appended to {results}")
+    print(f"failed: {'; '.join(failed) or 'nothing'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Every check and every timing that one GPU allows, in one call of under eight minutes; appends
+# JSON lines to tools/bench/results/gpu.jsonl. With --rehearse: the same parts, tiny, on a CPU.
+# Needs the package's dependencies on PYTHONPATH or installed; PYTHON names the interpreter.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+# One process at a time has the GPU to itself.
+export XLA_PYTHON_CLIENT_PREALLOCATE=true XLA_PYTHON_CLIENT_MEM_FRACTION=0.94
+exec "${PYTHON:-python3}" tools/bench/gpu.py "$@"

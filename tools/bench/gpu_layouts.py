@@ -1,0 +1,78 @@
+"""Two steps in each layout that one device allows: their losses and gradient norms must agree.
+
+In float64 to rounding; in bfloat16, where the platform's own attention kernel runs, within the
+precision of the type.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from measure import synthetic_batch
+
+from jaxscale import config as configs
+from jaxscale.run import open_engine
+
+CONFIG = "configs/tiny.py"
+SETTINGS = ("data.seq_len=256", "model.head_dim=64", "model.qk_norm=True")
+LAYOUTS = ("", "remat=full", "microbatches=2", "zero_stage=0", "remat=full,microbatches=4")
+BOUNDS = {"float64": 1e-12, "bfloat16": 5e-3}
+"""Type -> largest relative difference to the first layout."""
+
+
+def two_steps(settings: Sequence[str]) -> tuple[list[float], str]:
+    """Loss and gradient norm of each, and the attention kernel that ran."""
+    config, engine = open_engine(configs.load(CONFIG, settings))
+    batch = jax.device_put(synthetic_batch(config), engine.batch_sharding)
+    state, numbers = engine.init(jax.random.key(0)), []
+    for _ in range(2):
+        state, out = engine.step(state, batch)
+        numbers += [float(out.loss), float(out.grad_norm)]
+    return numbers, engine.attention
+
+
+def check(dtype: str) -> list[dict[str, Any]]:
+    """A record for each layout."""
+    types = [f"model.compute_dtype={dtype}"]
+    if dtype == "float64":
+        types += [f"{name}={dtype}" for name in ("model.param_dtype", "optimizer.moment_dtype",
+                                                 "optimizer.accumulation_dtype")]  # fmt: skip
+    records, first = [], None
+    for layout in LAYOUTS:
+        begin = time.monotonic()
+        chosen = [f"layout.{setting}" for setting in layout.split(",") if setting]
+        settings = [*SETTINGS, *types, *chosen]
+        numbers, attention = two_steps(settings)
+        first = first or numbers
+        difference = max(abs(a - b) / abs(b) for a, b in zip(numbers, first))
+        agrees = difference <= BOUNDS[dtype]
+        records.append({
+            "benchmark": "layouts", "config": CONFIG, "settings": settings, "numbers": numbers,
+            "attention": attention, "difference": difference, "bound": BOUNDS[dtype],
+            "seconds": time.monotonic() - begin,
+            **({} if agrees else {"error": f"{difference:.1e} is more than {BOUNDS[dtype]:.0e}"}),
+        })  # fmt: skip
+        print(f"{dtype:8} {layout or 'one device':26} {attention:9} loss {numbers[2]:.6f}, "
+              f"differs by {difference:.1e}{'' if agrees else ', TOO MUCH'}")  # fmt: skip
+    return records
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 1 when a layout differs by more than its bound."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="FILE", help="append a line for each layout")
+    options = parser.parse_args(argv)
+    jax.config.update("jax_enable_x64", True)
+    records = [record for dtype in BOUNDS for record in check(dtype)]
+    if options.json:
+        with open(options.json, "a") as lines:
+            lines.writelines(json.dumps(record) + "\n" for record in records)
+    return 1 if any("error" in record for record in records) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""One measured process: reports how it started, then does a training step for each line it reads.
+
+Each subject (`ours.py`, `baseline.py`) is a program that builds a `Case` and serves it; `train.py`
+starts them and lets them step in turn, so that a busy machine slows them alike.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxscale import config as configs
+from jaxscale.batch import Batch
+from jaxscale.config import Config
+
+
+class Case(NamedTuple):
+    """A train step and what it is called with."""
+
+    init: Any  # jitted: key -> state
+    step: Any  # jitted: (state, batch) -> (state, loss or a tuple that begins with it)
+    state: Any  # shapes, types and shardings; has a field `params`
+    batch: Any  # arrays on the devices
+    note: str = ""  # a choice that the case made, such as its attention kernel
+
+
+def synthetic_batch(config: Config) -> Batch:
+    """Random tokens, each row one document."""
+    shape = (config.data.global_batch_size, config.data.seq_len)
+    random = np.random.default_rng(config.data.seed)
+    tokens = random.integers(0, config.model.vocab_size, (shape[0], shape[1] + 1), np.int32)
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    ones = np.ones(shape, np.int32)
+    return Batch(tokens[:, :-1], tokens[:, 1:], ones, positions, ones.astype(np.float32))
+
+
+def serve(build: Callable[[Config, str], Case]) -> None:
+    """The process's whole life: flags, first step, a step a line, memory at the end of input."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--started", type=float, required=True, help="the parent's monotonic time")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--set", nargs="*", default=[], help="section.key=value")
+    parser.add_argument("--variant", default="")
+    options = parser.parse_args()
+    phases, mark = {}, options.started
+
+    def done(phase: str) -> None:
+        nonlocal mark
+        now = time.monotonic()
+        phases[phase], mark = now - mark, now
+
+    done("imports")
+    config = configs.load(options.config, options.set)
+    case = build(config, options.variant)
+    done("build")
+    lowered = case.step.lower(case.state, case.batch)
+    done("trace")
+    compiled = lowered.compile()
+    done("compile")
+    state = jax.block_until_ready(case.init(jax.random.key(config.run.seed)))
+    done("init")
+    state, loss = _step(compiled, state, case.batch)
+    done("step")
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(case.state.params))
+    if num_params != config.model.num_params:
+        raise ValueError(f"{num_params} parameters; the config says {config.model.num_params}")
+    memory, device = compiled.memory_analysis(), jax.devices()[0]
+    _say(
+        phases=phases, cpu_seconds=time.process_time(), loss=loss, note=case.note,
+        platform=device.platform, device_kind=device.device_kind, num_devices=jax.device_count(),
+        argument_bytes=memory.argument_size_in_bytes, temp_bytes=memory.temp_size_in_bytes,
+        versions={name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
+    )  # fmt: skip
+    while sys.stdin.readline() == "step\n":
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        state, loss = _step(compiled, state, case.batch)
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+        _say(seconds=seconds, cpu_seconds=cpu_seconds, loss=loss)
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.devices()]
+    _say(
+        peak_resident_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        peak_device_bytes=max((peak for peak in peaks if peak), default=None),
+    )
+
+
+def _step(compiled: Callable, state: Any, batch: Any) -> tuple[Any, float]:
+    """One step, done: its loss is on the host."""
+    state, out = compiled(state, batch)
+    jax.block_until_ready(state)
+    return state, float(jax.tree.leaves(out)[0])
+
+
+def _say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)

@@ -1,0 +1,21 @@
+"""This project's train step on synthetic tokens, as a subject of `measure.py`."""
+
+import jax
+from measure import Case, serve, synthetic_batch
+
+# The trainer is not used, but a run imports it, and the time to the first step counts that.
+from jaxscale import trainer  # noqa: F401
+from jaxscale.config import Config
+from jaxscale.run import open_engine
+
+
+def build(config: Config, variant: str) -> Case:
+    """The engine of a run."""
+    config, engine = open_engine(config)
+    batch = jax.device_put(synthetic_batch(config), engine.batch_sharding)
+    note = f"{engine.attention} attention"
+    return Case(engine.init, engine.step, engine.abstract_state, batch, note)
+
+
+if __name__ == "__main__":
+    serve(build)

@@ -1,0 +1,266 @@
+"""python tools/bench/train.py [--config FILE ...] [--layouts "fsdp=8" "fsdp=2,tensor=4" ...]
+
+Times train steps on synthetic tokens, beside the same model written plainly in Flax NNX and optax
+on one device (`baseline.py`). Every subject is a fresh process; those of a case are alive together
+and step in turn, and a ratio is the median over neighbouring steps, so that other work on the
+machine slows all alike.
+"""
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import math
+import os
+import pathlib
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # a checkout need not be installed
+
+from jaxscale import config as configs  # noqa: E402
+from jaxscale import flags  # noqa: E402
+from jaxscale.config import Config  # noqa: E402
+from jaxscale.hardware import peak_flops  # noqa: E402
+from jaxscale.layout import MESH_AXES  # noqa: E402
+
+OURS = "jaxscale"
+PROGRAMS = {
+    OURS: ("ours.py", ""),
+    "plain loop": ("baseline.py", "loop"),
+    "plain scan": ("baseline.py", "scan"),
+}
+"""Subject -> its program and variant: the plain model's layers in a Python loop, or scanned."""
+
+
+class Run(NamedTuple):
+    """What one process of `measure.py` said of itself."""
+
+    first: dict[str, Any]  # after its first step
+    steps: list[dict[str, float]]  # the others
+    peaks: dict[str, Any]  # of memory
+
+
+class Subject:
+    """A process of `measure.py`, its first step done when the constructor returns.
+
+    Raises:
+      RuntimeError: the process failed; the message ends with what it wrote.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], num_cpu_devices: int):
+        script, variant = PROGRAMS[name]
+        path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several may share an accelerator
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
+            "JAX_NUM_CPU_DEVICES": str(num_cpu_devices),
+        }
+        self.name = name
+        self.steps: list[dict[str, float]] = []
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tools/bench" / script), f"--variant={variant}",
+             f"--started={time.monotonic()}", *arguments],
+            env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )  # fmt: skip
+        self.first = self._read()
+
+    def step(self) -> None:
+        """Does one more step and keeps its times."""
+        self._send("step\n")
+        self.steps.append(self._read())
+
+    def finish(self) -> Run:
+        """Everything that was measured."""
+        self._send("end\n")
+        return Run(self.first, self.steps, self._read())
+
+    def close(self) -> None:
+        """Ends the process, whatever it is doing."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        status = self._process.wait()
+        self._errors.seek(0)
+        raise RuntimeError(f"{self.name} ended with {status}: {self._errors.read()[-1500:]}")
+
+
+def measure(
+    config_file: str, settings: Sequence[str], names: Iterable[str], *, steps: int
+) -> dict[str, Run]:
+    """One round: starts the subjects one after the other, then lets them step in turn."""
+    layout = configs.load(config_file, settings).layout
+    sizes = [getattr(layout, axis) for axis in MESH_AXES]
+    num_devices = math.prod(size for size in sizes if size > 0)
+    arguments = [f"--config={config_file}", "--set", *settings]
+    with contextlib.ExitStack() as stack:
+        subjects = []
+        for name in names:
+            subject = Subject(name, arguments, num_devices if name == OURS else 1)
+            subjects.append(stack.enter_context(contextlib.closing(subject)))
+        for _ in range(steps):
+            for subject in subjects:
+                subject.step()
+        return {subject.name: subject.finish() for subject in subjects}
+
+
+def summarise(name: str, runs: Sequence[Run], config: Config) -> dict[str, Any]:
+    """One subject's medians over rounds and steps."""
+    first, model, seq_len = runs[-1].first, config.model, config.data.seq_len
+    step_seconds = median(step["seconds"] for run in runs for step in run.steps)
+    tokens_per_second = config.data.tokens_per_step / step_seconds
+    record = {
+        "subject": name,
+        "tokens_per_second": tokens_per_second,
+        "step_seconds": step_seconds,
+        "step_cpu_seconds": median(step["cpu_seconds"] for run in runs for step in run.steps),
+        "start_seconds": median(sum(run.first["phases"].values()) for run in runs),
+        "start_cpu_seconds": median(run.first["cpu_seconds"] for run in runs),
+        "phases": {
+            phase: median(run.first["phases"][phase] for run in runs) for phase in first["phases"]
+        },
+        "losses": [first["loss"], *(step["loss"] for step in runs[-1].steps)],
+        **{name: first[name] for name in first.keys() - {"phases", "loss", "cpu_seconds"}},
+        **{name: max(run.peaks[name] or 0 for run in runs) or None for name in runs[-1].peaks},
+    }
+    peak = peak_flops(first["device_kind"], model.compute_dtype)
+    if peak:
+        per_token = peak * first["num_devices"] / tokens_per_second
+        remat = config.layout.remat
+        record["mfu"] = model.flops_per_token(seq_len) / per_token
+        record["hfu"] = model.hardware_flops_per_token(seq_len, remat=remat) / per_token
+    return record
+
+
+def compare(ours: Sequence[Run], plain: Sequence[Run]) -> dict[str, float]:
+    """How many times as fast ours is, by the clock and by CPU time."""
+    pairs = [pair for runs in zip(ours, plain) for pair in zip(*(run.steps for run in runs))]
+    return {
+        name: median(theirs[field] / mine[field] for mine, theirs in pairs)
+        for name, field in (("speed_ratio", "seconds"), ("cpu_ratio", "cpu_seconds"))
+    }
+
+
+def median(values: Iterable[float]) -> float:
+    """The median of what may be a generator."""
+    return statistics.median(values)
+
+
+def run_case(
+    config_file: str, settings: Sequence[str], names: Sequence[str], *, steps: int, repeats: int
+) -> list[dict[str, Any]]:
+    """The records of a case, one a subject; a case that fails is a record with its error."""
+    case = {"config": config_file, "settings": list(settings), "steps": steps, "rounds": repeats}
+    try:
+        config = configs.load(config_file, settings)
+        rounds = [measure(config_file, settings, names, steps=steps) for _ in range(repeats)]
+    except (RuntimeError, ValueError) as error:
+        return [{**case, "subject": OURS, "error": str(error)}]
+    runs = {name: [round_[name] for round_ in rounds] for name in names}
+    records = {name: {**case, **summarise(name, runs[name], config)} for name in names}
+    plain = [name for name in names if name != OURS]
+    if plain:
+        fastest = min(plain, key=lambda name: records[name]["step_seconds"])
+        records[OURS] |= {"compared_with": fastest, **compare(runs[OURS], runs[fastest])}
+    return list(records.values())
+
+
+def provenance() -> dict[str, Any]:
+    """When, from what commit, by which command, and how busy the machine was."""
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True)
+    return {
+        "load": os.getloadavg()[0],
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip() + ("+changes" if changed.stdout else ""),
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
+COLUMNS = (
+    f"{'subject':11} {'tokens/s':>9} {'s/step':>7} {'CPU s':>7} {'start s':>8} {'compile':>8} "
+    f"{'resident':>9} {'compiled':>9} {'device':>9}  speed"
+)
+
+
+def row(record: dict[str, Any]) -> str:
+    """A record as a line of the table."""
+    if "error" in record:
+        return f"{record['subject']:11} failed: {record['error']}"
+    compiled_bytes = record["argument_bytes"] + record["temp_bytes"]
+    sizes = (record["peak_resident_bytes"], compiled_bytes, record["peak_device_bytes"])
+    speed = f"{record['mfu']:.1%} MFU " if "mfu" in record else ""
+    if "speed_ratio" in record:
+        speed += (
+            f"{record['speed_ratio']:.2f} x {record['compared_with']} "
+            f"({record['cpu_ratio']:.2f} by CPU time)"
+        )
+    return (
+        f"{record['subject']:11} {record['tokens_per_second']:9,.0f} {record['step_seconds']:7.3f} "
+        f"{record['step_cpu_seconds']:7.2f} {record['start_seconds']:8.1f} "
+        f"{record['phases']['compile']:8.1f} "
+        + " ".join(f"{size / 1e9:6.2f} GB" if size else f"{'-':>9}" for size in sizes)
+        + f"  {speed}"
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 1 when a case failed."""
+    parser = argparse.ArgumentParser(
+        prog="python tools/bench/train.py",
+        description="Times train steps beside the same model written plainly.",
+        epilog="Any leaf of the configs can be set: --config.data.seq_len=256",
+    )
+    parser.add_argument("--config", nargs="+", metavar="FILE", default=["configs/bench_8x256.py"])
+    parser.add_argument("--layouts", nargs="+", metavar="KEY=N,...", default=["data=1", "fsdp=8"],
+                        help="settings of config.layout, each a case")  # fmt: skip
+    parser.add_argument("--dtypes", nargs="+", metavar="NAME", default=["float32", "bfloat16"],
+                        help="compute types, each a case")  # fmt: skip
+    parser.add_argument("--against", nargs="+", metavar="NAME", default=["loop", "scan"],
+                        help="plain versions to compare with: loop, scan, or none")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a process")
+    parser.add_argument("--repeats", type=int, default=3, help="processes of each subject")
+    parser.add_argument("--json", metavar="FILE", help="append a line of JSON for each subject")
+    options, overrides = flags.parse(parser, argv)
+    names = [OURS, *(f"plain {name}" for name in options.against if name != "none")]
+    failed = False
+    for file, layout, dtype in itertools.product(options.config, options.layouts, options.dtypes):
+        settings = [*overrides, *(f"layout.{setting}" for setting in layout.split(","))]
+        settings.append(f"model.compute_dtype={dtype}")
+        print(f"\n{file}, {layout}, {dtype}\n{COLUMNS}", flush=True)
+        records = run_case(file, settings, names, steps=options.steps, repeats=options.repeats)
+        for record in records:
+            failed |= "error" in record
+            print(row(record), flush=True)
+            if options.json:
+                with pathlib.Path(options.json).open("a") as lines:
+                    lines.write(json.dumps({"benchmark": "train", **provenance(), **record}) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
