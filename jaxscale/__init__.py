@@ -1,1 +1,36 @@
 """Training large language models on meshes of accelerators with JAX."""
+
+import importlib
+from typing import Any
+
+# The public names and where they live. They are looked up when first used, so that a command can
+# refuse a mistyped flag before JAX is imported.
+_HOMES = {
+    "Batch": "batch",
+    "Config": "config",
+    "Layout": "layout",
+    "ModelConfig": "config",
+    "describe": "describe",
+    "device_batches": "run",
+    "evaluate": "run",
+    "fit": "trainer",
+    "load": "config",
+    "make_engine": "step",
+    "make_mesh": "mesh",
+    "open_engine": "run",
+    "open_text": "run",
+    "open_trainer": "trainer",
+    "resolve": "sharding",
+    "sample": "sampling",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"jaxscale has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"jaxscale.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -21,7 +21,10 @@ from jaxscale.ops.norm import layer_norm, rms_norm
 from jaxscale.ops.rope import rotary
 
 Params = Any  # nested dictionaries of arrays
-Cache = tuple[jax.Array, jax.Array]  # keys and values of one layer, [batch, seq, kv_heads, head_dim]
+Cache = tuple[jax.Array, jax.Array]
+"""Keys and values of every layer, [layers, batch, slots, kv_heads, head_dim] each."""
+
+CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
 
 def plain_lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
@@ -74,8 +77,7 @@ class Weights:
     def normal(self, *axes: str, residual: bool = False) -> nnx.Param:
         """A matrix; `residual` marks those that write into the residual stream."""
         std = self.std * (self.depth_scale if residual else 1.0)
-        # Drawn in float32 whatever the type, so that runs in different types start alike.
-        value = std * jax.random.normal(self.keys(), self.shape(axes), jnp.float32)
+        value = exact_normal(self.keys(), self.shape(axes), std)
         return nnx.Param(value.astype(self.dtype), axes=axes)
 
     def ones(self, *axes: str) -> nnx.Param:
@@ -86,6 +88,19 @@ class Weights:
 
     def shape(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(self.sizes[axis] for axis in axes)
+
+
+def exact_normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
+    """Float32 draws from (nearly) a normal distribution, the same bits on any layout and back end.
+
+    The sum of eight uniform 16-bit integers, which ends at 4.9 standard deviations, times one
+    constant: all exact but for one rounding. `jax.random.normal` goes through a polynomial whose
+    last bit depends on how the compiler cuts the array.
+    """
+    words = jax.random.bits(key, (4, *shape), jnp.uint32)
+    total = jnp.sum((words >> 16) + (words & 0xFFFF), axis=0, dtype=jnp.uint32).astype(jnp.int32)
+    centred = (total - 4 * 0xFFFF).astype(jnp.float32)
+    return centred * jnp.float32(std / math.sqrt(8 * (2**32 - 1) / 12))
 
 
 class Norm(nnx.Module):
@@ -152,18 +167,22 @@ class Attention(nnx.Module):
         return self.join(kernels.attend(q_BTNH, k_BTKH, v_BTKH, batch.segments))
 
     def decode(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Cache
+        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Cache, layer: jax.Array
     ) -> tuple[jax.Array, Cache]:
         """Attends to what the cache holds and to these tokens, which it adds at their positions."""
-        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, positions_BT)
-        rows = jnp.arange(x_BTD.shape[0])[:, None]
-        k_BSKH = cache[0].at[rows, positions_BT].set(k_BTKH.astype(cache[0].dtype))
-        v_BSKH = cache[1].at[rows, positions_BT].set(v_BTKH.astype(cache[1].dtype))
+        q_BTNH, *new = self.project(x_BTD, positions_BT)
+
+        rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
+        k_LBSKH, v_LBSKH = (
+            old_LBSKH.at[layer, rows_B1, positions_BT].set(new_BTKH.astype(old_LBSKH.dtype))
+            for old_LBSKH, new_BTKH in zip(cache, new)
+        )
+        k_BSKH, v_BSKH = k_LBSKH[layer], v_LBSKH[layer]
         # Slot i holds position i. Slots that nothing was written to yet lie beyond every query.
         slots_BS = jnp.broadcast_to(jnp.arange(k_BSKH.shape[1]), k_BSKH.shape[:2])
         o_BTNH = decode_attention(q_BTNH, k_BSKH, v_BSKH, positions_BT, slots_BS,
                                   sliding_window=self.sliding_window)  # fmt: skip
-        return self.join(o_BTNH), (k_BSKH, v_BSKH)
+        return self.join(o_BTNH), (k_LBSKH, v_LBSKH)
 
 
 class MLP(nnx.Module):
@@ -207,9 +226,9 @@ class Block(nnx.Module):
             return kernels.shard(x_BTD, ("batch", "seq", "embed"))
 
     def decode(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Cache
+        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Cache, layer: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        y_BTD, cache = self.attention.decode(self.attention_norm(x_BTD), positions_BT, cache)
+        y_BTD, cache = self.attention.decode(self.attention_norm(x_BTD), positions_BT, cache, layer)
         x_BTD += y_BTD
         return x_BTD + self.mlp(self.mlp_norm(x_BTD), lambda x, axes: x), cache
 
@@ -318,24 +337,33 @@ class Decoder:
             soft_cap=self.config.logit_soft_cap, transposed=self.config.tied_embeddings,
         )  # fmt: skip
 
+    def empty_cache(self, batch: int, slots: int) -> Cache:
+        """A cache for `batch` sequences of at most `slots` tokens, in the compute type."""
+        config = self.config
+        shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
+        return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
+
     def decode(
-        self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, caches: Cache
+        self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache
     ) -> tuple[jax.Array, Cache]:
-        """The stream after every layer, and the caches with these tokens in them.
+        """The stream after every layer, and the cache with these tokens in it.
 
         Args:
           params: of the whole model.
           tokens_BT: the next tokens of each sequence.
           positions_BT: their positions, which are also their slots in the cache.
-          caches: keys and values, [layers, batch, slots, kv_heads, head_dim] each.
         """
         x_BTD = self._module(Embedding, params["embed"])(tokens_BT, positions_BT, plain_lookup)
 
-        def one(x_BTD, layer_and_cache):
-            layer, cache = layer_and_cache
-            return self._module(Block, layer).decode(x_BTD, positions_BT, cache)
+        # The cache is carried, not scanned over: carried, it is updated in place.
+        def one(carry, layer):
+            weights, index = layer
+            return self._module(Block, weights).decode(
+                carry[0], positions_BT, carry[1], index
+            ), None
 
-        return jax.lax.scan(one, x_BTD, (params["layers"], caches))
+        layers = (params["layers"], jnp.arange(self.config.num_layers))
+        return jax.lax.scan(one, (x_BTD, cache), layers)[0]
 
     def _final(self, head: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         own = {name: value for name, value in head.items() if name != "tied"}
@@ -351,11 +379,11 @@ def _params(module: nnx.Module) -> Params:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def _graph(kind: type[nnx.Module], config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+def _graph(kind: Callable[..., nnx.Module], config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: kind(config, jax.random.key(0))), nnx.Param)
 
 
-def _axes(kind: type[nnx.Module], config: ModelConfig) -> Params:
+def _axes(kind: Callable[..., nnx.Module], config: ModelConfig) -> Params:
     state = _graph(kind, config)[1]
     return nnx.to_pure_dict(
         jax.tree.map(lambda param: param.axes, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
