@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import json
 import logging
 import math
 import pathlib
@@ -15,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale import config as configs
 from jaxscale.batch import Batch
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import Config
@@ -65,6 +63,33 @@ def open_engine(config: Config) -> tuple[Config, Engine]:
     return config, make_engine(config, make_mesh(layout))
 
 
+def for_sampling(config: Config) -> Config:
+    """The config for a command that only samples: it has no batches and its own attention, so
+    what the run says of them need not fit the devices at hand."""
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, attention="reference"),
+        data=dataclasses.replace(config.data, global_batch_size=jax.device_count()),
+        layout=dataclasses.replace(config.layout, microbatches=1),
+    )
+
+
+def open_tokenizer(config: Config, workdir: pathlib.Path) -> Tokenizer:
+    """The tokenizer of a run that has begun, without its text.
+
+    Raises:
+      FileNotFoundError: the folder has lost the tokenizer that was trained for it.
+      ValueError: the tokenizer cannot be used with this model; names the setting.
+    """
+    name, path = config.data.tokenizer, workdir / "tokenizer.json"
+    if name.startswith("bpe:") and not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing: the byte pairs of data.tokenizer = {name!r} that the run was "
+            "trained with; put it back"
+        )
+    return _fitting(load_tokenizer(name, directory=workdir), config)
+
+
 def open_text(config: Config, workdir: pathlib.Path) -> Text:
     """Reads, and the first time tokenises, what `config.data` names.
 
@@ -72,15 +97,10 @@ def open_text(config: Config, workdir: pathlib.Path) -> Text:
       ValueError: the data cannot be used with this model; names the setting.
     """
     data = config.data
-    tokenizer = load_tokenizer(
-        data.tokenizer, data.source, workdir, heldout=data.heldout, seed=data.seed
+    tokenizer = _fitting(
+        load_tokenizer(data.tokenizer, data.source, workdir, heldout=data.heldout, seed=data.seed),
+        config,
     )
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size = {config.model.vocab_size} is smaller than the "
-            f"{tokenizer.vocab_size} tokens of data.tokenizer = {data.tokenizer!r}; set "
-            f"model.vocab_size = {tokenizer.vocab_size}"
-        )
     corpus = open_corpus(data.source, tokenizer, workdir / "tokens")
     train = open_dataset(data, tokenizer, split="train", corpus=corpus)
     heldout = None
@@ -89,34 +109,34 @@ def open_text(config: Config, workdir: pathlib.Path) -> Text:
     return Text(tokenizer, train, heldout)
 
 
-def load_config(workdir: pathlib.Path) -> Config:
-    """The resolved config of a run's folder.
-
-    Raises:
-      FileNotFoundError: the folder holds no run.
-    """
-    path = workdir / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"--workdir {workdir} holds no run (no config.json); train one first: "
-            f"python -m jaxscale.train --config FILE --workdir {workdir}"
+def _fitting(tokenizer: Tokenizer, config: Config) -> Tokenizer:
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the "
+            f"{tokenizer.vocab_size} tokens of data.tokenizer = {config.data.tokenizer!r}; set "
+            f"model.vocab_size = {tokenizer.vocab_size}"
         )
-    return configs.from_dict(json.loads(path.read_text()))
+    return tokenizer
 
 
-def restore_params(engine: Engine, workdir: pathlib.Path) -> tuple[int, Any]:
-    """The newest checkpoint's step, and its parameters on this engine's layout.
+def restore_params(engine: Engine, workdir: pathlib.Path) -> tuple[int, Any, dict[str, Any]]:
+    """The newest checkpoint's step, its parameters on this engine's layout, and its metadata.
 
     Raises:
       FileNotFoundError: the run has no checkpoint yet.
+      ValueError: the checkpoint holds other parameters, or cannot be used.
     """
     checkpoints = Checkpoints(workdir / "checkpoints")
     try:
         step = checkpoints.latest()
         if step is None:
-            raise FileNotFoundError(f"--workdir {workdir} holds no checkpoint yet")
+            raise FileNotFoundError(
+                f"--workdir {workdir} holds no checkpoint yet; the command that trains it writes "
+                "one every run.checkpoint_every steps, and at the end"
+            )
         wanted = {"params": engine.abstract_state.params}
-        return step, checkpoints.restore(step, wanted, part=True)["params"]
+        params = checkpoints.restore(step, wanted, part=True)["params"]
+        return step, params, checkpoints.metadata(step)
     finally:
         checkpoints.close()
 

@@ -1,0 +1,83 @@
+"""python -m jaxscale.evaluate --workdir DIR [--config.section.key=value ...]
+
+Evaluates a run's newest checkpoint on all of its held-out text.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from jaxscale import flags, folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the status of the process: 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxscale.evaluate",
+        description="Loss, perplexity and bits per byte of a run's newest checkpoint on text that "
+                    "it was not trained on.",
+    )  # fmt: skip
+    folder.add_flags(parser)
+    parser.add_argument("--max_batches", metavar="N", type=int,
+                        help="stop after this many; all held-out text by default")  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path,
+                        help="write the numbers there too")  # fmt: skip
+    options, overrides = flags.parse(parser, sys.argv[1:] if argv is None else argv)
+    with flags.refusals():
+        if options.max_batches is not None and options.max_batches < 1:
+            raise ValueError(f"--max_batches = {options.max_batches} is too small; at least 1")
+        config = folder.load_config(options.workdir, overrides)
+        if not config.data.heldout:
+            raise ValueError(
+                "data.heldout = 0: this run kept no text apart, so there is none to evaluate on; "
+                "train with data.heldout above 0"
+            )
+    # JAX is imported only now: a typo above is answered at once.
+    import jax  # noqa: PLC0415
+
+    from jaxscale import run  # noqa: PLC0415
+
+    flags.log_to_stdout()
+    with flags.refusals():
+        config = folder.fit_devices(config, jax.device_count(), overrides)
+        config, engine = run.open_engine(config)
+        step, params, metadata = run.restore_params(engine, options.workdir)
+        text = run.open_text(config, options.workdir)
+    assert text.heldout is not None, "refused above"
+    if metadata["data"]["fingerprint"] != text.train.fingerprint:
+        print(
+            "note: the text or its settings are not those of the training: these numbers do not "
+            "compare with the run's own, and the model may have seen the text"
+        )
+    evaluation = run.evaluate(
+        engine, params, text.heldout, config.data.global_batch_size, options.max_batches
+    )
+    result = {
+        "step": step,
+        "eval_loss": evaluation.loss,
+        "eval_perplexity": evaluation.perplexity,
+        "eval_bits_per_byte": evaluation.bits_per_byte,
+        "eval_tokens": evaluation.tokens,
+        "eval_bytes": round(evaluation.num_bytes),
+    }
+    part = "the held-out text" if options.max_batches is None else "part of the held-out text"
+    print(f"step {step} of {options.workdir} on {part}:\n{_table(result)}")
+    if options.json:
+        with flags.refusals():
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def _table(result: dict[str, float]) -> str:
+    return f"""\
+  loss           {result["eval_loss"]:.4f} nats per token
+  perplexity     {result["eval_perplexity"]:.4g}
+  bits per byte  {result["eval_bits_per_byte"]:.4f}
+  tokens         {result["eval_tokens"]:,}
+  bytes          {result["eval_bytes"]:,}"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

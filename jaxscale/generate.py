@@ -1,0 +1,86 @@
+"""python -m jaxscale.generate --workdir DIR --prompt TEXT [--prompt TEXT ...]
+
+Writes on from prompts with a run's newest checkpoint.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from jaxscale import flags, folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the status of the process: 0."""
+    options, overrides = flags.parse(_parser(), sys.argv[1:] if argv is None else argv)
+    with flags.refusals():
+        prompts = _prompts(options.prompt, options.prompt_file)
+        config = folder.load_config(options.workdir, overrides)
+    # JAX is imported only now: a typo above is answered at once.
+    import jax  # noqa: PLC0415
+
+    from jaxscale import run, sampling  # noqa: PLC0415
+
+    flags.log_to_stdout()
+    settings = {
+        "num_tokens": options.num_tokens, "temperature": options.temperature,
+        "top_k": options.top_k, "top_p": options.top_p, "seed": options.seed,
+    }  # fmt: skip
+    with flags.refusals():
+        config = folder.fit_devices(config, jax.device_count(), overrides)
+        tokenizer = run.open_tokenizer(config, options.workdir)
+        _, engine = run.open_engine(run.for_sampling(config))
+        step, params, _ = run.restore_params(engine, options.workdir)
+        texts = sampling.sample(engine, params, tokenizer, prompts, **settings)
+    chosen = ", ".join(f"{name} {value}" for name, value in settings.items())
+    print(f"step {step} of {options.workdir}: {chosen}")
+    for number, (prompt, text) in enumerate(zip(prompts, texts), 1):
+        print(f"\n--- {number} of {len(prompts)}\n{sampling.printable(prompt + text)}")
+    if options.json:
+        samples = [{"prompt": p, "continuation": text} for p, text in zip(prompts, texts)]
+        with flags.refusals():
+            result = {"step": step, **settings, "samples": samples}
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxscale.generate",
+        description="Writes on from prompts with a run's newest checkpoint.",
+    )
+    folder.add_flags(parser)
+    parser.add_argument("--prompt", metavar="TEXT", action="append", default=[],
+                        help="how a text begins ('': a new one); may be repeated")  # fmt: skip
+    parser.add_argument("--prompt_file", metavar="FILE", type=pathlib.Path,
+                        help="a prompt on each line")  # fmt: skip
+    parser.add_argument("--num_tokens", metavar="N", type=int, default=128,
+                        help="tokens to add, at most; default 128")  # fmt: skip
+    parser.add_argument("--temperature", metavar="T", type=float, default=0.8,
+                        help="0 takes the likeliest token; default 0.8")  # fmt: skip
+    parser.add_argument("--top_k", metavar="K", type=int, default=0,
+                        help="draw among the K likeliest tokens; default 0, all")  # fmt: skip
+    parser.add_argument("--top_p", metavar="P", type=float, default=0.95,
+                        help="draw among the likeliest that share P; default 0.95")  # fmt: skip
+    parser.add_argument("--seed", metavar="N", type=int, default=0,
+                        help="the same seed draws the same text; default 0")  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path,
+                        help="write the texts there too")  # fmt: skip
+    return parser
+
+
+def _prompts(given: list[str], file: pathlib.Path | None) -> list[str]:
+    lines = file.read_text().removesuffix("\n").split("\n") if file else []
+    if not given and not any(lines):
+        raise ValueError(
+            f"--prompt_file {file} is empty; it holds a prompt on each line"
+            if file
+            else "give --prompt TEXT ('' begins a new document) or --prompt_file FILE"
+        )
+    return given + lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
