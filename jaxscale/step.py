@@ -13,7 +13,7 @@ from jaxscale.batch import Batch
 from jaxscale.config import Config, ModelConfig
 from jaxscale.gradients import BATCH_SPEC, make_gradients, make_loss
 from jaxscale.layout import AUTOMATIC_AXES, Layout
-from jaxscale.models.decoder import Decoder, Kernels
+from jaxscale.models.decoder import Decoder, Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose
 from jaxscale.ops.lookup import vocabulary_parallel_lookup
 from jaxscale.optim import make, state_axes
@@ -164,29 +164,28 @@ def check_divides(config: Config) -> None:
 def make_kernels(config: ModelConfig, layout: Layout, platform: str, seq_len: int) -> Kernels:
     """The model's kernels for a layout, for use where the axes we handle by hand are manual."""
     implementation = _implementation(config, platform, seq_len)
-    sizes = layout.sizes
+    heads = PartitionSpec(None, None, "tensor", None)
 
     def plain_attend(q, k, v, segments):
         return attention(q, k, v, segments, implementation=implementation,
                          sliding_window=config.sliding_window)  # fmt: skip
 
-    if layout.tensor == 1:
-        return Kernels(plain_attend, shard=lambda x, axes: constrain(x, axes, sizes))
-    heads = PartitionSpec(None, None, "tensor", None)
-
     def attend(q, k, v, segments):
-        # Every rank runs the kernel on its own heads: kernels know nothing of meshes.
+        # Every rank runs the kernel on its own heads, with every axis manual: kernels know nothing
+        # of meshes, and the compiler cannot partition them.
         return jax.shard_map(
             plain_attend, in_specs=(heads, heads, heads, PartitionSpec()), out_specs=heads,
             axis_names=set(AUTOMATIC_AXES), check_vma=False,
         )(q, k, v, segments)  # fmt: skip
 
     def lookup(table, tokens):
+        if layout.tensor == 1:
+            return plain_lookup(table, tokens)
         return vocabulary_parallel_lookup(
             table, tokens, axis="tensor", other_axes=("expert", "context")
         )
 
-    return Kernels(attend, lookup, lambda x, axes: constrain(x, axes, sizes))
+    return Kernels(attend, lookup, lambda x, axes: constrain(x, axes, layout.sizes))
 
 
 def _implementation(config: ModelConfig, platform: str, seq_len: int) -> str:

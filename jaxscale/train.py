@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from jaxscale import config as configs
 from jaxscale import flags
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "none")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the status of the process: 0, or 128 + the signal that stopped it."""
@@ -55,12 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except trainer.Stopped as stopped:
         print(f"{stopped}; the same command continues from there")
         return 128 + stopped.number
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if options.json:
         options.json.write_text(json.dumps(summary, indent=2) + "\n")
     print(f"\nA sample at step {config.run.steps}:\n")
-    print(
-        sampling.sample(ready.engine, state.params, ready.text.tokenizer, [""], num_tokens=128)[0]
+    text = sampling.sample(
+        ready.engine, state.params, ready.text.tokenizer, [""], num_tokens=128, top_p=0.95
     )
+    print(sampling.printable(text[0]))
     print(_how_to_go_on(options.config, workdir, config.run.steps))
     return 0
 
@@ -85,7 +91,13 @@ def _steps(text: str) -> range:
 
 
 def _trackers(text: str) -> tuple[str, ...]:
-    return () if text == "none" else tuple(text.split(","))
+    names = () if text == "none" else tuple(text.split(","))
+    for name in names:
+        try:
+            configs.check_choice("--trackers", name, TRACKERS)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return names
 
 
 if __name__ == "__main__":

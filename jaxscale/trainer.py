@@ -87,8 +87,11 @@ def open_trainer(config: Config, workdir: pathlib.Path) -> Trainer | None:
         )
         return None
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        # Reading and tokenising while the compiler works.
+        # Reading and tokenising while the compiler works; but what is wrong at once (a source that
+        # is not there, a tokenizer's name) should not have to wait for it.
         reading = pool.submit(open_text, config, workdir)
+        if reading in concurrent.futures.wait([reading], timeout=1).done:
+            reading.result()
         step = compile_step(engine, config)
         text = reading.result()
     state = _begin(engine, config, checkpoints, begin, text.train)

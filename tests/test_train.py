@@ -1,0 +1,174 @@
+"""The train command as people use it: typed wrong, stopped, continued, with nothing left to do."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+TINY = (
+    "--config", "configs/tiny.py", "--config.run.checkpoint_every=2", "--config.data.seq_len=32",
+    "--config.layout.fsdp=2",
+)  # fmt: skip
+
+
+def train(*arguments, check=True):
+    command = [sys.executable, "-W", "error", "-m", "jaxscale.train", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if check and done.returncode:
+        raise AssertionError(done.stdout + done.stderr)
+    return done
+
+
+def records(workdir: pathlib.Path) -> list[dict]:
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in ("step", "loss", "examples")} for line in lines
+            if "loss" in line]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A short run, uninterrupted."""
+    workdir = tmp_path_factory.mktemp("whole")
+    done = train(*TINY, "--workdir", workdir, "--config.run.steps=6", "--profile", "2:3",
+                 "--config.run.eval_every=3", "--json", workdir / "out.json")  # fmt: skip
+    return workdir, done.stdout
+
+
+def test_a_run_leaves_what_it_says(whole):
+    workdir, printed = whole
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[-1].keys() >= {
+        "loss", "grad_norm", "learning_rate", "tokens", "step_seconds", "data_seconds",
+        "tokens_per_second", "mfu", "hfu",
+    }  # fmt: skip
+    assert steps[-1]["mfu"] is None, "a CPU has no known peak"
+    assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6]
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary == json.loads((workdir / "out.json").read_text())
+    assert summary["step"] == 6
+    assert (workdir / "loss.png").stat().st_size > 10_000
+    assert list((workdir / "tensorboard").iterdir())
+    assert list((workdir / "profile").rglob("*.xplane.pb"))
+    assert json.loads((workdir / "config.json").read_text())["run"]["steps"] == 6
+    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "4", "6"]
+    for said in ("compiling the train step", "compiled in", "first step done", "eval loss",
+                 "A sample at step 6", "How to go on", "layers/attention/q"):  # fmt: skip
+        assert said in printed
+
+
+def test_a_finished_run_has_nothing_to_do(whole):
+    workdir, _ = whole
+    done = train(*TINY, "--workdir", workdir, "--config.run.steps=6")
+    assert "nothing to do: run.steps = 6" in done.stdout
+
+
+def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):
+    workdir, _ = whole
+    command = [sys.executable, "-m", "jaxscale.train", *TINY, "--workdir", str(tmp_path),
+               "--config.run.steps=6", "--config.run.eval_every=3"]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("first step done"):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.communicate(timeout=300)[0]
+    # The six steps may all be done before the signal arrives; then there is nothing to continue.
+    assert process.returncode in (128 + signal.SIGTERM, 0)
+    if process.returncode:
+        assert "SIGTERM: stopped after step" in rest
+        done = train(*TINY, "--workdir", tmp_path, "--config.run.steps=6",
+                     "--config.run.eval_every=3")  # fmt: skip
+        assert "continuing at step" in done.stdout
+    assert records(tmp_path) == records(workdir)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--confg", "configs/tiny.py"], "did you mean --config"),
+        (["--config", "configs/tinny.py"], "did you mean configs/tiny.py"),
+        (["--config", "configs/tiny.py", "--workdri", "x"], "did you mean --workdir"),
+        (["--config", "configs/tiny.py", "--config.model.num_layer=3"], "model.num_layers"),
+        (["--config", "configs/tiny.py", "--config.modle.num_layers=3"], "did you mean"),
+        (["--config", "configs/tiny.py", "--profile", "3"], "FIRST:LAST"),
+        (["--config", "configs/tiny.py", "--trackers", "tensorbord"], "tensorboard"),
+    ],
+)
+def test_a_typo_is_answered_before_jax_is_imported(arguments, said):
+    program = (
+        "import sys; from jaxscale import train\n"
+        "try: train.main(sys.argv[1:])\n"
+        "finally: assert 'jax' not in sys.modules"
+    )
+    begin = time.process_time()
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+    assert time.process_time() - begin < 1
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("layout.fsdp=16", "8 is not a multiple of 16"),
+        ("layout.fsdp=3", "8 is not a multiple of 3"),
+        ("layout.tensor=4", "layers/attention/k: dimension 'kv_heads' of size 2"),
+        ("data.global_batch_size=12", "data.global_batch_size to 8 or 16"),
+        ("layout.microbatches=3", "data.global_batch_size"),
+        ("model.attention=cudnn", "model.attention"),
+        ("model.attention=splash", "model.attention"),
+        ("data.source=no_such_folder/*.txt", "no_such_folder"),
+        ("data.tokenizer=no_such.json", "data.tokenizer"),
+        ("model.vocab_size=200", "set model.vocab_size = 257"),
+        ("data.heldout=0.999", "data.heldout"),
+    ],
+)
+def test_what_does_not_fit_the_devices_or_the_data_is_refused(override, said, tmp_path, capsys):
+    # In this process: importing JAX anew for each would take most of the time.
+    from jaxscale import train as command  # noqa: PLC0415
+
+    with pytest.raises(SystemExit) as refused:
+        command.main(["--config", "configs/tiny.py", "--workdir", str(tmp_path),
+                      f"--config.{override}"])  # fmt: skip
+    assert refused.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("error: ")
+
+
+def test_describe_prints_the_layout_and_trains_nothing(tmp_path, capsys):
+    from jaxscale import train as command  # noqa: PLC0415
+
+    arguments = ["--config", "configs/tiny.py", "--workdir", str(tmp_path / "run"), "--describe",
+                 "--config.layout.fsdp=4"]  # fmt: skip
+    assert command.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "data 2 x fsdp 4" in printed
+    assert "zero 3 *" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_changed_batch_size_or_text_is_not_continued(whole, capsys):
+    from jaxscale import train as command  # noqa: PLC0415
+
+    workdir, _ = whole
+    for override, said in (
+        ("data.global_batch_size=16", "data.global_batch_size"),
+        ("data.seed=1", "data.seed"),
+        ("model.d_ff=64", "layers/mlp/up"),
+    ):
+        with pytest.raises(SystemExit):
+            command.main([*TINY, "--workdir", str(workdir), "--config.run.steps=8",
+                          f"--config.{override}"])  # fmt: skip
+        assert said in capsys.readouterr().err
