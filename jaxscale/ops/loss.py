@@ -1,6 +1,7 @@
 """Cross entropy that never holds the logits of all tokens at once.
 
-Shapes: B batch, T time, N tokens (B * T), C tokens of one chunk, D features, V vocabulary.
+Shapes: B batch, T time, N tokens (B * T), J chunks, C tokens of one chunk,
+D features, V vocabulary.
 """
 
 import functools
@@ -110,7 +111,7 @@ def _project(x_CD: Array, head: Array, transposed: bool) -> Array:
 
 
 def _chunk_loss(static: _Static, x_CD: Array, head: Array, targets_C: Array, weights_C: Array):
-    """One chunk's loss and nll, and a function that returns its gradients for x and the head."""
+    """One chunk's loss and nll, and a function that returns the gradient for its logits."""
     capped_CV = _project(x_CD, head, static.transposed)
     if static.soft_cap:
         capped_CV = static.soft_cap * jnp.tanh(capped_CV / static.soft_cap)
@@ -121,23 +122,15 @@ def _chunk_loss(static: _Static, x_CD: Array, head: Array, targets_C: Array, wei
     log_z_C = jax.nn.logsumexp(capped_CV, axis=-1, where=is_real_V)
     nll_C = log_z_C - jnp.sum(jnp.where(is_target_CV, capped_CV, 0), axis=-1)
 
-    def gradients() -> tuple[Array, Array]:
+    def logits_gradient() -> Array:
         p_CV = jnp.where(is_real_V, jnp.exp(capped_CV - log_z_C[:, None]), 0)
         grad_CV = p_CV * (1 + 2 * static.z_loss * log_z_C)[:, None] - is_target_CV
         if static.soft_cap:
             grad_CV *= 1 - jnp.square(capped_CV / static.soft_cap)
-        grad_CV = (grad_CV * weights_C[:, None]).astype(x_CD.dtype)
-        wide = _softmax_dtype(x_CD)
-        if static.transposed:
-            grad_x_CD = jnp.einsum("CV,VD->CD", grad_CV, head, preferred_element_type=wide)
-            grad_head = jnp.einsum("CV,CD->VD", grad_CV, x_CD, preferred_element_type=wide)
-        else:
-            grad_x_CD = jnp.einsum("CV,DV->CD", grad_CV, head, preferred_element_type=wide)
-            grad_head = jnp.einsum("CD,CV->DV", x_CD, grad_CV, preferred_element_type=wide)
-        return grad_x_CD.astype(x_CD.dtype), grad_head
+        return (grad_CV * weights_C[:, None]).astype(x_CD.dtype)
 
     loss = jnp.sum(weights_C * (nll_C + static.z_loss * jnp.square(log_z_C)))
-    return loss, jnp.sum(weights_C * nll_C), gradients
+    return loss, jnp.sum(weights_C * nll_C), logits_gradient
 
 
 def _chunks(static: _Static, *arrays: Array) -> list[Array]:
@@ -166,30 +159,39 @@ def _loss(static: _Static, x_ND: Array, head: Array, targets_N: Array, weights_N
 
 
 def _loss_forward(static: _Static, x_ND: Array, head: Array, targets_N: Array, weights_N: Array):
+    product = functools.partial(jnp.einsum, preferred_element_type=_softmax_dtype(x_ND))
     narrow = head.astype(x_ND.dtype)
     weights_N = weights_N.astype(_softmax_dtype(x_ND))
+    x_JCD, targets_JC, weights_JC = _chunks(static, x_ND, targets_N, weights_N)
+    # The head's gradient is summed as [D, V] with x turned round beforehand: a product that sums
+    # over the first dimension of its left matrix is two to three times slower on a CPU.
+    x_JDC = jnp.swapaxes(x_JCD, 1, 2)
 
     def step(carry, chunk):
-        x_CD, targets_C, weights_C = chunk
-        loss_sum, nll_sum, grad_head_sum = carry
-        loss, nll, gradients = _chunk_loss(static, x_CD, narrow, targets_C, weights_C)
-        grad_x_CD, grad_head = gradients()
-        return (loss_sum + loss, nll_sum + nll, grad_head_sum + grad_head), grad_x_CD
+        x_CD, x_DC, targets_C, weights_C = chunk
+        loss_sum, nll_sum, grad_head_DV = carry
+        loss, nll, logits_gradient = _chunk_loss(static, x_CD, narrow, targets_C, weights_C)
+        grad_CV = logits_gradient()
+        grad_x_CD = product("CV,VD->CD" if static.transposed else "CV,DV->CD", grad_CV, narrow)
+        grad_head_DV += product("DC,CV->DV", x_DC, grad_CV)
+        return (loss_sum + loss, nll_sum + nll, grad_head_DV), grad_x_CD.astype(x_CD.dtype)
 
     zero = jnp.zeros((), _softmax_dtype(x_ND))
-    start = (zero, zero, jnp.zeros(head.shape, static.accumulation_dtype))
-    (loss, nll, grad_head), grad_x = jax.lax.scan(
-        step, start, _chunks(static, x_ND, targets_N, weights_N)
+    shape_DV = head.shape[::-1] if static.transposed else head.shape
+    start = (zero, zero, jnp.zeros(shape_DV, static.accumulation_dtype))
+    (loss, nll, grad_head_DV), grad_x_JCD = jax.lax.scan(
+        step, start, (x_JCD, x_JDC, targets_JC, weights_JC)
     )
-    grad_x_ND = grad_x.reshape(-1, x_ND.shape[1])[: x_ND.shape[0]]
-    return (loss, nll), (grad_x_ND, grad_head, jnp.zeros((), head.dtype))
+    grad_x_ND = grad_x_JCD.reshape(-1, x_ND.shape[1])[: x_ND.shape[0]]
+    return (loss, nll), (grad_x_ND, grad_head_DV, jnp.zeros((), head.dtype))
 
 
 def _loss_backward(static: _Static, residuals, cotangents):
-    grad_x_ND, grad_head, like_head = residuals
+    grad_x_ND, grad_head_DV, like_head = residuals
     scale = cotangents[0]
-    grad_x_ND = (grad_x_ND * scale).astype(grad_x_ND.dtype)
-    return grad_x_ND, (grad_head * scale).astype(like_head.dtype), None, None
+    grad_head_DV = (grad_head_DV * scale).astype(like_head.dtype)
+    grad_head = grad_head_DV.T if static.transposed else grad_head_DV
+    return (grad_x_ND * scale).astype(grad_x_ND.dtype), grad_head, None, None
 
 
 _loss.defvjp(_loss_forward, _loss_backward)

@@ -90,12 +90,14 @@ def test_tokens_of_weight_zero_have_no_loss_and_no_gradient():
     )
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("chunk_tokens", [10, None])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_narrow_inputs_are_summed_in_float32(dtype):
+def test_narrow_inputs_are_summed_in_float32(dtype, chunk_tokens, transposed):
     args = arguments(batch=8, time=33, dtype=dtype)
     wide = [arg.astype(jnp.float64) for arg in args[:2]] + list(args[2:])
     expected, expected_grads = value_and_grads(plain)(*wide)
-    got, grads = value_and_grads(chunked, chunk_tokens=10)(*args)
+    got, grads = value_and_grads(chunked, chunk_tokens=chunk_tokens, transposed=transposed)(*args)
     assert [value.dtype for value in got] == [jnp.float32] * 2
     assert [grad.dtype for grad in grads] == [dtype] * 2
     np.testing.assert_allclose(got, expected, rtol=1e-5)
