@@ -8,7 +8,6 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas.ops.tpu import splash_attention
 
 LANES = 128
 """Width of a TPU's vector register: what sequence lengths must be a multiple of."""
@@ -20,6 +19,8 @@ def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int) -> Array:
     Documents and the window are kept by an additive mask of B * T * T * 2 bytes, which exists
     only while the kernel runs. (The kernel has a window of its own, but not every version has it
     beside a mask; and its packed layout needs a bound on the documents of a sequence.)
+
+    On several devices call it inside a `shard_map` over all mesh axes.
     """
 
     def attend(q_BTNH, k_BSKH, v_BSKH, segments_BT):
@@ -50,7 +51,14 @@ def _is_cudnn_forward(primitive, *_, **__) -> bool:
 def splash(
     q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int, *, interpret: bool = False
 ) -> Array:
-    """Pallas splash attention; blocks that order or window hide are never computed."""
+    """Pallas splash attention; blocks that order or window hide are never computed.
+
+    Like every Pallas kernel it wants all mesh axes manual: call it inside a `shard_map` over all of
+    them, of size 1 or not.
+    """
+    # Half a second at every start, for which only a TPU has a use.
+    from jax.experimental.pallas.ops.tpu import splash_attention  # noqa: PLC0415
+
     _, time, num_heads, head_dim = q_BTNH.shape
     window = (sliding_window - 1, 0) if sliding_window else (None, 0)
     mask = splash_attention.LocalMask((time, time), window, offset=0)
