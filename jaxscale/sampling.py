@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 
 from jaxscale.config import check_seed
 from jaxscale.data.tokenizer import Tokenizer
@@ -24,6 +23,7 @@ CHUNK = 256
 """Tokens of each prompt that are read at a time; bounds the memory of their attention."""
 
 Place = Callable[[Any, Axes], Any]
+Scalar = float | jax.Array
 
 
 def sample(
@@ -95,7 +95,7 @@ def printable(text: str) -> str:
 
 
 def filtered_logits(
-    logits_BV: jax.Array, temperature: ArrayLike, top_k: ArrayLike, top_p: ArrayLike
+    logits_BV: jax.Array, temperature: Scalar, top_k: Scalar, top_p: Scalar
 ) -> jax.Array:
     """The logits of the distribution that tokens are drawn from, [B, V]; -inf is never drawn.
 
@@ -151,7 +151,6 @@ def _extend(
         logits_B1V = model.logits(model.head_params(params), x_B1D)
         logits_BV = place(logits_B1V[:, 0, :vocab_size], ("batch", "vocab"))
         next_B = _draw(logits_BV, keys_B, step, temperature, top_k, top_p)
-        next_B = jnp.where(done_B, boundary, next_B)
         tokens_BS = tokens_BS.at[rows_B, places_B + 1].set(next_B)
         return step + 1, tokens_BS, done_B | (next_B == boundary), place(cache, CACHE_AXES)
 

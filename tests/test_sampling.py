@@ -63,7 +63,7 @@ def make(model: ModelConfig, **layout) -> tuple[Engine, dict]:
 
 
 @functools.cache
-def one_device(config: ModelConfig = LLAMA) -> tuple[Engine, dict]:
+def one_device(config: ModelConfig) -> tuple[Engine, dict]:
     return make(config)
 
 
@@ -108,6 +108,15 @@ def test_the_cache_gives_the_logits_of_the_forward_pass(config):
     assert expected.std() > 0.1
 
 
+def check_likeliest(config: ModelConfig, prompt: str, text: str, num_tokens: int):
+    """Each token of `text`, and its end, is what the forward pass finds likeliest there."""
+    ids = np.concatenate([[BOUNDARY], *encode([prompt + text])])
+    ended = len(text) < num_tokens
+    expected = np.append(ids[1 + len(prompt) :], [BOUNDARY] * ended)
+    logits_TV = full_logits(config, ids[None])[0, len(prompt) :, : TOKENIZER.vocab_size]
+    np.testing.assert_array_equal(logits_TV[: len(expected)].argmax(-1), expected)
+
+
 @pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_greedy_text_is_what_the_forward_pass_finds_likeliest(config):
     """Prompts of different lengths in one batch; some texts end before `num_tokens`."""
@@ -116,30 +125,38 @@ def test_greedy_text_is_what_the_forward_pass_finds_likeliest(config):
         engine, params, TOKENIZER, PROMPTS, num_tokens=NUM_TOKENS, temperature=0
     )
     for prompt, text in zip(PROMPTS, texts):
-        ids = np.concatenate([[BOUNDARY], *encode([prompt + text])])
-        logits_TV = full_logits(config, ids[None])[0, :, : TOKENIZER.vocab_size]
-        ended = len(text) < NUM_TOKENS
-        expected = np.append(ids[1 + len(prompt) :], [BOUNDARY] * ended)
-        first = len(prompt)
-        chosen = logits_TV[first : first + len(expected)].argmax(-1)
-        np.testing.assert_array_equal(chosen, expected)
+        check_likeliest(config, prompt, text, NUM_TOKENS)
     assert len(set(texts)) == len(texts)
 
 
 def test_a_long_prompt_is_read_in_parts(monkeypatch):
     monkeypatch.setattr(sampling, "CHUNK", 8)
-    engine, params = one_device()
-    prompt = "abcdefghaabbccddeeffgg"
-    texts = sampling.sample(engine, params, TOKENIZER, [prompt, "b"], num_tokens=1, temperature=0)
-    for start, text in zip([prompt, "b"], texts):
-        ids = np.concatenate([[BOUNDARY], *encode([start])])
-        best = full_logits(LLAMA, ids[None])[0, -1, : TOKENIZER.vocab_size].argmax()
-        assert text == decode([best])
+    engine, params = one_device(LLAMA)
+    prompts = ["abcdefghaabbccddeeffgg", "b"]
+    texts = sampling.sample(engine, params, TOKENIZER, prompts, num_tokens=9, temperature=0)
+    for prompt, text in zip(prompts, texts):
+        check_likeliest(LLAMA, prompt, text, 9)
+
+
+def test_it_stops_when_every_text_has_ended(monkeypatch):
+    monkeypatch.setattr(sampling, "_continuation", lambda tokenizer, row, length: row[length:])
+    engine, params = one_device(LLAMA)
+    for seed in range(20):
+        rows = np.array(
+            sampling.sample(engine, params, TOKENIZER, PROMPTS, num_tokens=NUM_TOKENS,
+                            temperature=3.0, seed=seed)
+        )  # fmt: skip
+        ends = [row.tolist().index(BOUNDARY) for row in rows if BOUNDARY in row]
+        if len(ends) == len(rows) and max(ends) < NUM_TOKENS - 4:
+            # What was not drawn is as it was: filled with the boundary.
+            assert (rows[:, max(ends) + 1 :] == BOUNDARY).all()
+            return
+    pytest.fail("no seed ends every text early")
 
 
 def test_a_prompt_alone_goes_on_as_in_a_batch():
     """The likeliest tokens whatever its place; drawn ones at the same place."""
-    engine, params = one_device()
+    engine, params = one_device(LLAMA)
     sample = functools.partial(sampling.sample, engine, params, TOKENIZER, num_tokens=NUM_TOKENS)
     together = sample(PROMPTS, temperature=0)
     assert [sample([prompt], temperature=0)[0] for prompt in PROMPTS] == together
@@ -156,7 +173,7 @@ def test_a_prompt_alone_goes_on_as_in_a_batch():
 )
 def test_a_layout_changes_no_text(layout, capfd):
     found = []
-    for engine, params in (one_device(), make(LLAMA, **layout)):
+    for engine, params in (one_device(LLAMA), make(LLAMA, **layout)):
         sample = functools.partial(
             sampling.sample, engine, params, TOKENIZER, PROMPTS, num_tokens=NUM_TOKENS
         )
@@ -166,7 +183,7 @@ def test_a_layout_changes_no_text(layout, capfd):
 
 
 def test_the_seed_decides_and_settings_compile_nothing():
-    engine, params = one_device()
+    engine, params = one_device(LLAMA)
     sample = functools.partial(sampling.sample, engine, params, TOKENIZER, temperature=1.0)
     texts = sample(["ab"] * 4, num_tokens=NUM_TOKENS)
     assert len(set(texts)) == 4, "the same prompt four times is drawn four times"
@@ -180,7 +197,7 @@ def test_the_seed_decides_and_settings_compile_nothing():
 
 
 def test_top_k_of_one_is_greedy():
-    engine, params = one_device()
+    engine, params = one_device(LLAMA)
     sample = functools.partial(
         sampling.sample, engine, params, TOKENIZER, PROMPTS, num_tokens=NUM_TOKENS
     )
