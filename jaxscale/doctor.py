@@ -27,6 +27,7 @@ PACKAGES = (
 EXTRAS = {
     "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
     "tpu": ("libtpu",),
+    "aot": ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
     "wandb": ("wandb",),
     "mlflow": ("mlflow-skinny",),
     "dev": ("pytest", "pytest-xdist", "hypothesis", "ruff", "pyright", "import-linter"),

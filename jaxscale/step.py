@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxscale.batch import Batch
 from jaxscale.config import Config, ModelConfig
 from jaxscale.gradients import BATCH_SPEC, make_gradients, make_loss
+from jaxscale.hardware import XLA_FLAGS
 from jaxscale.layout import AUTOMATIC_AXES, Layout
 from jaxscale.models.decoder import Decoder, Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose
@@ -77,6 +78,7 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
     """
     layout = config.layout
     check_divides(config)
+    check_types(config)
     platform = mesh.devices.flat[0].platform
     model = Decoder(config.model, make_kernels(config.model, layout, platform, config.data.seq_len))
     optimizer = make(config.optimizer, steps=config.run.steps, axes=model.axes)
@@ -125,10 +127,14 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
         model=model,
         layout=layout,
         mesh=mesh,
-        init=jax.jit(init, out_shardings=shardings),
+        init=jax.jit(
+            init, out_shardings=shardings,
+            # LLVM takes seconds over the generators of random bits, and gains nothing by it.
+            compiler_options={"xla_backend_optimization_level": 1} if platform == "cpu" else None,
+        ),
         step=jax.jit(
             step, donate_argnums=0, in_shardings=(shardings, batch_sharding),
-            out_shardings=(shardings, replicated),
+            out_shardings=(shardings, replicated), compiler_options=compiler_options(platform),
         ),
         evaluate=jax.jit(evaluate, in_shardings=(shardings.params, batch_sharding, replicated),
                          out_shardings=replicated),
@@ -159,6 +165,30 @@ def check_divides(config: Config) -> None:
             f"layout.fsdp {layout.fsdp} x layout.microbatches {layout.microbatches} = {parts} "
             f"parts; set data.global_batch_size to {nearest}, or change the layout"
         )
+
+
+def check_types(config: Config) -> None:
+    """Refuses float64 where JAX would silently compute in float32.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    wide = {
+        f"{section}.{name}"
+        for section in ("model", "optimizer")
+        for name, value in vars(getattr(config, section)).items()
+        if value == "float64"
+    }
+    if wide and not jax.config.jax_enable_x64:
+        raise ValueError(
+            f"{', '.join(sorted(wide))} = 'float64' needs JAX_ENABLE_X64=1 in the environment"
+        )
+
+
+def compiler_options(platform: str) -> dict[str, bool | int]:
+    """What a step's compiler is told on a platform, by JAX's name of it."""
+    flags = XLA_FLAGS["gpu" if platform == "cuda" else platform]
+    return {flag.name: flag.value for flag in flags}
 
 
 def make_kernels(config: ModelConfig, layout: Layout, platform: str, seq_len: int) -> Kernels:

@@ -1,0 +1,69 @@
+"""The README's commands and its notebook block, run as they are written."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+README = pathlib.Path("README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def run(command: list[str], **environment) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_first_command_trains_shortened(tmp_path):
+    """The same command but for its length, its folder, and the environment that is here already."""
+    (command,) = [block for block in blocks("bash") if "jaxscale.train" in block]
+    install, _, train = command.strip().partition(" && ")
+    assert install == "pip install -q uv"
+    words = train.split()
+    assert words[:4] == ["uv", "run", "-q", "python"]
+    words[words.index("--workdir") + 1] = str(tmp_path)
+    short = ["--config.run.steps=2", "--config.run.eval_batches=1", "--config.model.num_layers=1",
+             "--config.data.seq_len=64", "--config.optimizer.warmup_steps=1",
+             "--config.data.source={stdlib}/email/**/*.py"]  # fmt: skip
+    printed = run([sys.executable, *words[4:], *short], JAX_NUM_CPU_DEVICES="1")
+    assert "step 2/2" in printed
+    assert "A sample at step 2" in printed
+    # What it says to do next works too.
+    for line in re.findall(r"^  python (-m jaxscale\.(?:evaluate|generate) .*)$", printed, re.M):
+        arguments = line.replace('"def main("', "def").split()
+        assert run([sys.executable, *arguments], JAX_NUM_CPU_DEVICES="1")
+
+
+def test_the_second_command_is_this_suite():
+    (command,) = [block for block in blocks("bash") if "pytest" in block]
+    assert command.strip() == "pip install -q uv && uv run -q --extra dev pytest -n 2"
+
+
+def test_the_notebook_block_runs_in_ten_lines(tmp_path):
+    (block,) = blocks("python")
+    lines = [line for line in block.splitlines() if line]
+    assert len(lines) <= 10
+    shutil.copytree("configs", tmp_path / "configs")
+    done = subprocess.run(
+        [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=600,
+        env={**os.environ, "PYTHONPATH": os.getcwd(), "JAX_NUM_CPU_DEVICES": "8"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines()[-5:]]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`(\w+\.py)`", README))))
+def test_every_file_that_it_names_is_there(path):
+    found = [p for p in pathlib.Path(".").rglob(path) if ".venv" not in p.parts]
+    assert found
