@@ -23,14 +23,13 @@ _HOMES = {
     "resolve": "sharding",
     "sample": "sampling",
 }
-__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"jaxscale has no {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"jaxscale has no {name!r}; it has {', '.join(sorted(_HOMES))}")
     return getattr(importlib.import_module(f"jaxscale.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted(_HOMES)

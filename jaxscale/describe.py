@@ -68,16 +68,16 @@ def _parameters(engine: Engine) -> str:
 
 def _warnings(engine: Engine) -> list[str]:
     """A line for each large parameter that the layout could shard and does not."""
-    sizes, found = engine.zero.sizes, []
-    expected = [("tensor", sizes["tensor"] > 1), ("fsdp", engine.zero.gathers)]
-    for name, _, leaf in _leaves(engine):
-        size = leaf.size * leaf.dtype.itemsize
-        if size >= LARGE_BYTES and not any(leaf.sharding.spec):
-            for axis in [axis for axis, wanted in expected if wanted]:
-                found.append(
-                    f"warning: {name} ({human_bytes(size)}) is whole on every rank of {axis}; none "
-                    f"of its axes is spread over it"
-                )
+    sizes = engine.zero.sizes
+    shards = [axis for axis, on in (("tensor", sizes["tensor"] > 1), ("fsdp", engine.zero.gathers))
+              if on]  # fmt: skip
+    found = [
+        f"warning: {name} ({human_bytes(leaf.size * leaf.dtype.itemsize)}) is whole on every rank "
+        f"of {' and '.join(shards)}: none of its axes is spread over them"
+        for name, _, leaf in _leaves(engine)
+        if shards and leaf.size * leaf.dtype.itemsize >= LARGE_BYTES
+        if not any(leaf.sharding.spec)
+    ]
     return ["\n".join(found)] if found else []
 
 

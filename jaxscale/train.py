@@ -20,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the status of the process: 0, or 128 + the signal that stopped it."""
     started = time.monotonic()
     parser = argparse.ArgumentParser(
-        prog="python -m jaxscale.train", description="Trains a model; continues when the folder holds a checkpoint.",
+        prog="python -m jaxscale.train",
+        description="Trains a model; continues when the folder holds a checkpoint.",
         epilog="Any leaf of the config can be set: --config.optimizer.learning_rate=1e-3",
     )  # fmt: skip
     parser.add_argument("--config", required=True, metavar="FILE", help="a file in configs/")
