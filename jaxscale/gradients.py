@@ -109,19 +109,18 @@ def make_walk(model: Decoder, layout: Layout, zero: Zero) -> Callable:
     pass and its gradients scattered once, whatever G is (arXiv 2106.02679). The next layer's
     weights are gathered while this layer computes.
     """
-    num_layers, layer_axes = model.config.num_layers, zero.layer_axes
-    prefetch = zero.gathers
+    num_layers, prefetch = model.config.num_layers, zero.gathers
     block = model.block
     if layout.remat != "none":
         block = jax.checkpoint(block, policy=REMAT_POLICIES[layout.remat], prevent_cse=False)
-    forward, backward = split_vjp(lambda weights, x, batch: block(weights, x, batch))
+    forward, backward = split_vjp(block)
 
     def walk(params: Tree, batch: Batch, sums: Tree, grads: Tree) -> tuple[Tree, Tree]:
         def fetch(index):
-            shards = jax.tree.map(
+            layer = jax.tree.map(
                 lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), params["layers"]
             )
-            return zero.gather(shards, layer_axes)
+            return zero.gather(layer, zero.layer_axes)
 
         def weights_of(held, index, following):
             """This layer's weights, and what to hold for the next."""
@@ -145,52 +144,58 @@ def make_walk(model: Decoder, layout: Layout, zero: Zero) -> Callable:
                 dweights, dx = backward(weights, batch, kept, dx)
                 return add(total, dweights), dx
 
-            total, dx = each(one, None if alone(dx) else zeros(weights), (batch, kept, dx))
-            return (dx, held, add_at(grads, index, zero.scatter(total, layer_axes))), None
-
-        def head_one(carry, xs):
-            sums, total = carry
-            x, batch = xs
-            losses, pullback = jax.vjp(lambda head, x: model.loss(head, x, batch), head, x)
-            dhead, dx = pullback((jnp.ones_like(losses[0]), jnp.zeros_like(losses[1])))
-            return (jax.tree.map(jnp.add, sums, losses), add(total, dhead)), dx
-
-        def embed_one(total, xs):
-            batch, dx = xs
-            dembed = jax.vjp(lambda embed: model.embed(embed, batch), embed)[1](dx)[0]
-            return add(total, dembed), None
-
-        def zeros(weights):
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, zero.accumulation_dtype), weights)
+            total, dx = each(one, zero.running_sum(weights, dx), (batch, kept, dx))
+            return (dx, held, add_at(grads, index, zero.scatter(total, zero.layer_axes))), None
 
         embed = zero.gather(params["embed"], zero.axes["embed"])
         _, x = each(lambda _, batch: (None, model.embed(embed, batch)), None, batch)
+        layers = jnp.arange(num_layers)
         held = fetch(0) if prefetch else None
-        (x, held), kept = jax.lax.scan(forward_layer, (x, held), jnp.arange(num_layers))
-        head_axes = model.head_params(zero.axes)
-        head = zero.gather(model.head_params(params), head_axes)
-        start = None if alone(x) else zeros(head)
-        (sums, dhead), dx = each(head_one, (sums, start), (x, batch))
-        (dx, _, layers), _ = jax.lax.scan(
-            backward_layer, (dx, held, grads["layers"]), (jnp.arange(num_layers), kept),
-            reverse=True,
-        )  # fmt: skip
-        dembed, _ = each(embed_one, None if alone(dx) else zeros(embed), (batch, dx))
-        outer = model.outer_grads(
-            zero.scatter(dembed, zero.axes["embed"]), zero.scatter(dhead, head_axes)
+        (x, held), kept = jax.lax.scan(forward_layer, (x, held), layers)
+        sums, dhead, dx = _head_pass(model, zero, params, batch, x, sums)
+        (dx, _, layer_grads), _ = jax.lax.scan(
+            backward_layer, (dx, held, grads["layers"]), (layers, kept), reverse=True
         )
-        return sums, {**add({name: grads[name] for name in outer}, outer), "layers": layers}
+        outer = model.outer_grads(_embed_backward(model, zero, embed, batch, dx), dhead)
+        outer = {name: add(grads[name], grad) for name, grad in outer.items()}
+        return sums, {**outer, "layers": layer_grads}
 
     return walk
 
 
-def alone(x: jax.Array) -> bool:
-    """Whether one micro-batch walks alone, so that nothing is summed before it is scattered."""
-    return x.shape[0] == 1
+def _head_pass(
+    model: Decoder, zero: Zero, params: Tree, batch: Batch, x: jax.Array, sums: Tree
+) -> tuple[Tree, Tree, jax.Array]:
+    """Where a walk turns: the losses added to `sums`, and the gradients of the head and of x."""
+    axes = model.head_params(zero.axes)
+    head = zero.gather(model.head_params(params), axes)
+
+    def one(carry, xs):
+        sums, total = carry
+        x, batch = xs
+        losses, pullback = jax.vjp(lambda head, x: model.loss(head, x, batch), head, x)
+        dhead, dx = pullback((jnp.ones_like(losses[0]), jnp.zeros_like(losses[1])))
+        return (add(sums, losses), add(total, dhead)), dx
+
+    (sums, total), dx = each(one, (sums, zero.running_sum(head, x)), (x, batch))
+    return sums, zero.scatter(total, axes), dx
+
+
+def _embed_backward(model: Decoder, zero: Zero, embed: Tree, batch: Batch, dx: jax.Array) -> Tree:
+    """The gradients of the embedding."""
+
+    def one(total, xs):
+        batch, dx = xs
+        # The forward pass that this repeats is a lookup whose result nobody uses: it is dropped.
+        _, pullback = jax.vjp(lambda embed: model.embed(embed, batch), embed)
+        return add(total, pullback(dx)[0]), None
+
+    total, _ = each(one, zero.running_sum(embed, dx), (batch, dx))
+    return zero.scatter(total, zero.axes["embed"])
 
 
 def add(total: Tree, grads: Tree) -> Tree:
-    """A running sum in the accumulation type; None is an empty one."""
+    """A running sum in the type of `total`; None is an empty one."""
     if total is None:
         return grads
     return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), total, grads)

@@ -102,6 +102,14 @@ class Zero:
 
         return jax.tree.map(one, self.axes, params, is_leaf=is_axes)
 
+    def running_sum(self, weights: Tree, microbatches: jax.Array) -> Tree | None:
+        """Where to sum the gradients of whole weights over micro-batches that walk together,
+        [G, ...]; None for a single one, whose gradients need no summing before they are scattered.
+        """
+        if microbatches.shape[0] == 1:
+            return None
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, self.accumulation_dtype), weights)
+
     def total(self, values: Tree) -> Tree:
         """Scalars, summed over every replica."""
         return jax.tree.map(lambda value: self._sum(value, ("data", "fsdp")), values)
