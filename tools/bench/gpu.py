@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple
 
 from train import ROOT, provenance
 
-BENCH = ROOT / "tools/bench"
 BUDGET_SECONDS = 460
 """No part is started, or goes on, after this."""
 
@@ -41,24 +41,23 @@ TINY = ("num_layers=2", "d_model=64", "num_heads=4", "num_kv_heads=2", "head_dim
 
 
 class Part(NamedTuple):
-    """A command, to which `--json FILE` is added."""
+    """A program and its flags, to which `--json FILE` is added."""
 
     name: str
-    command: list[str]
+    program: list[str]
     limit_seconds: float
 
 
 def parts(rehearse: bool) -> Iterator[Part]:
     """All of them, in order."""
-    python = sys.executable
     small = ["--rehearse"] if rehearse else []
-    yield Part("attention", [python, str(BENCH / "attention.py"), *small], 120)
-    yield Part("layouts", [python, str(BENCH / "gpu_layouts.py")], 120)
+    yield Part("attention", ["tools/bench/attention.py", *small], 120)
+    yield Part("layouts", ["tools/bench/gpu_layouts.py"], 120)
     tiny = [f"--config.model.{setting}" for setting in TINY] + ["--config.data.seq_len=64"]
     for sequences, microbatches, remat in SWEEP[:2] if rehearse else SWEEP:
         yield Part(
             f"llama32_1b, {microbatches} x {sequences} sequences, remat {remat}",
-            [python, str(BENCH / "train.py"), "--config", "configs/llama32_1b.py",
+            ["tools/bench/train.py", "--config", "configs/llama32_1b.py",
              "--layouts", f"microbatches={microbatches},remat={remat}", "--dtypes", "bfloat16",
              "--against", "none", "--repeats", "1", "--steps", "8", *(tiny if rehearse else ()),
              f"--config.data.global_batch_size={sequences * microbatches}"],
@@ -73,7 +72,9 @@ def run(part: Part, seconds: float) -> list[dict[str, Any]]:
         file = pathlib.Path(folder) / "records.jsonl"
         begin = time.monotonic()
         # Its own session, so that what it started ends with it.
-        process = subprocess.Popen([*part.command, "--json", str(file)], start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, *part.program, "--json", str(file)], cwd=ROOT, start_new_session=True
+        )
         try:
             status = process.wait(min(seconds, part.limit_seconds))
             error = f"ended with {status}" if status else None
@@ -85,7 +86,8 @@ def run(part: Part, seconds: float) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in lines]
     if error and not any("error" in record for record in records):
         records.append({"error": error})
-    return [{**record, "part": part.name, "command": " ".join(part.command)} for record in records]
+    command = shlex.join(["python", *part.program])
+    return [{**record, "part": part.name, "command": command} for record in records]
 
 
 def machine() -> dict[str, Any]:
@@ -112,7 +114,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--results", type=pathlib.Path, help="where JSON lines are appended")
     parser.add_argument("--commit", help="of this code, where there is no repository to ask")
     options = parser.parse_args(argv)
-    folder = pathlib.Path(tempfile.gettempdir()) if options.rehearse else BENCH / "results"
+    folder = (
+        pathlib.Path(tempfile.gettempdir()) if options.rehearse else ROOT / "tools/bench/results"
+    )
     results = options.results or folder / "gpu.jsonl"
     if options.rehearse:
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -126,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
                 stamp = provenance()
                 if options.commit:
                     stamp["commit"] = options.commit
-                lines.write(json.dumps({**stamp, **common, **record}) + "\n")
+                lines.write(json.dumps({**stamp, **record, **common}) + "\n")
         if any(OUT_OF_MEMORY not in record.get("error", OUT_OF_MEMORY) for record in records):
             failed.append(part.name)
     print(f"\n{time.monotonic() - begin:.0f} s; appended to {results}")

@@ -64,6 +64,7 @@ class Subject:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "JAX_ENABLE_COMPILATION_CACHE": "false",
+            "JAX_TRACEBACK_FILTERING": "off",  # the error itself on the last line
             "JAX_NUM_CPU_DEVICES": str(num_cpu_devices),
         }
         self.name = name
@@ -105,7 +106,8 @@ class Subject:
             return json.loads(line)
         status = self._process.wait()
         self._errors.seek(0)
-        raise RuntimeError(f"{self.name} ended with {status}: {self._errors.read()[-1500:]}")
+        errors = self._errors.read()[-1500:].replace(f"{ROOT}{os.sep}", "")
+        raise RuntimeError(f"{self.name} ended with {status}: {errors}")
 
 
 def measure(
@@ -210,10 +212,12 @@ COLUMNS = (
 def row(record: dict[str, Any]) -> str:
     """A record as a line of the table."""
     if "error" in record:
-        return f"{record['subject']:11} failed: {record['error']}"
+        return f"{record['subject']:11} failed: {record['error'].strip().splitlines()[-1]}"
     compiled_bytes = record["argument_bytes"] + record["temp_bytes"]
     sizes = (record["peak_resident_bytes"], compiled_bytes, record["peak_device_bytes"])
-    speed = f"{record['mfu']:.1%} MFU " if "mfu" in record else ""
+    speed = ""
+    if "mfu" in record:
+        speed = f"{record['mfu']:.1%} MFU, {record['hfu']:.1%} HFU "
     if "speed_ratio" in record:
         speed += (
             f"{record['speed_ratio']:.2f} x {record['compared_with']} "

@@ -1,0 +1,75 @@
+"""The plain model that benchmarks compare with is the same model: same parameters, same loss."""
+
+import importlib
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale import config
+from jaxscale.mesh import make_mesh
+from jaxscale.step import make_engine
+
+SETTINGS = (
+    "layout.data=1", "model.compute_dtype=float64", "model.param_dtype=float64",
+    "optimizer.accumulation_dtype=float64", "optimizer.moment_dtype=float64",
+    "optimizer.weight_decay=0",  # ours spares vectors
+)  # fmt: skip
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The modules of tools/bench, which are scripts beside each other."""
+    folder = pathlib.Path(__file__).parents[2] / "tools" / "bench"
+    monkeypatch.syspath_prepend(str(folder))
+    return importlib.import_module("baseline"), importlib.import_module("measure")
+
+
+def as_plain(params, variant, num_layers):
+    """Our tree of parameters under the names, and in the shapes, of the plain model."""
+    layers, width = params["layers"], params["embed"]["tokens"].shape[-1]
+
+    def layer(pick):
+        attention, mlp = layers["attention"], layers["mlp"]
+        matrices = {name: pick(attention[name]) for name in ("q", "k", "v")}
+        flat = {name: m.reshape(*m.shape[:-2], -1) for name, m in matrices.items()}
+        out = pick(attention["out"])
+        flat["out"] = out.reshape(*out.shape[:-3], -1, width)
+        flat |= {name: pick(mlp[name]) for name in ("gate", "up", "down")}
+        norms = {name: {"scale": pick(layers[name]["scale"])}
+                 for name in ("attention_norm", "mlp_norm")}  # fmt: skip
+        return norms | {name: {"kernel": matrix} for name, matrix in flat.items()}
+
+    return {
+        "embed": {"embedding": params["embed"]["tokens"]},
+        "layers": layer(lambda x: x) if variant == "scan" else
+                  {i: layer(lambda x, i=i: x[i]) for i in range(num_layers)},
+        "norm": {"scale": params["head"]["norm"]["scale"]},
+        "head": {"kernel": params["head"]["output"]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", ["loop", "scan"])
+def test_the_plain_model_has_our_losses(bench, variant):
+    baseline, measure = bench
+    ours = config.load("configs/tiny.py", SETTINGS)
+    engine = make_engine(ours, make_mesh(ours.layout, jax.devices()[:1]))
+    state = engine.init(jax.random.key(0))
+    case = baseline.build(ours, variant)
+    plain = jax.tree.map(np.asarray, as_plain(state.params, variant, ours.model.num_layers))
+    plain_state = case.init(jax.random.key(0))
+    nnx.replace_by_pure_dict(plain_state.params, plain)
+    batch = jax.device_put(measure.synthetic_batch(ours), engine.batch_sharding)
+    for _ in range(2):
+        state, metrics = engine.step(state, batch)
+        plain_state, loss = case.step(plain_state, case.batch)
+        # Rotary positions and logits of the plain model are float32.
+        np.testing.assert_allclose(metrics.loss, loss, rtol=1e-6)
+
+
+def test_the_plain_model_refuses_what_it_does_not_have(bench):
+    tied = config.load("configs/quickstart.py")
+    with pytest.raises(ValueError, match="the default model options, and adamw"):
+        bench[0].build(tied, "loop")
