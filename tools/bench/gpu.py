@@ -52,6 +52,7 @@ def parts(rehearse: bool) -> Iterator[Part]:
     """All of them, in order."""
     small = ["--rehearse"] if rehearse else []
     yield Part("attention", ["tools/bench/attention.py", *small], 120)
+    yield Part("loss", ["tools/bench/loss.py", *small], 60)
     yield Part("layouts", ["tools/bench/gpu_layouts.py"], 120)
     tiny = [f"--config.model.{setting}" for setting in TINY] + ["--config.data.seq_len=64"]
     for sequences, microbatches, remat in SWEEP[:2] if rehearse else SWEEP:
@@ -65,29 +66,32 @@ def parts(rehearse: bool) -> Iterator[Part]:
         )  # fmt: skip
 
 
-def run(part: Part, seconds: float) -> list[dict[str, Any]]:
-    """The records that a part wrote; the last has an error if it did not end well."""
+def run(part: Part, seconds: float) -> tuple[list[dict[str, Any]], bool]:
+    """The records that a part wrote, and whether it ended well; memory that ran out is well."""
     print(f"\n== {part.name}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "records.jsonl"
-        begin = time.monotonic()
         # Its own session, so that what it started ends with it.
         process = subprocess.Popen(
             [sys.executable, *part.program, "--json", str(file)], cwd=ROOT, start_new_session=True
         )
+        limit = min(seconds, part.limit_seconds)
         try:
-            status = process.wait(min(seconds, part.limit_seconds))
-            error = f"ended with {status}" if status else None
+            status = process.wait(limit)
+            trouble = f"ended with {status}" if status else None
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             process.wait()
-            error = f"stopped after {time.monotonic() - begin:.0f} s"
+            trouble = f"stopped after {limit:.0f} s"
         lines = file.read_text().splitlines() if file.exists() else ()
     records = [json.loads(line) for line in lines]
-    if error and not any("error" in record for record in records):
-        records.append({"error": error})
+    errors = [record["error"] for record in records if "error" in record]
+    if trouble and not errors:
+        records.append({"error": trouble})
     command = shlex.join(["python", *part.program])
-    return [{**record, "part": part.name, "command": command} for record in records]
+    records = [{**record, "part": part.name, "command": command} for record in records]
+    fits = [OUT_OF_MEMORY not in error for error in errors]
+    return records, not trouble or (bool(fits) and not any(fits))
 
 
 def machine() -> dict[str, Any]:
@@ -124,15 +128,16 @@ def main(argv: Sequence[str]) -> int:
     begin, failed = time.monotonic(), []
     for part in parts(options.rehearse):
         left = BUDGET_SECONDS - (time.monotonic() - begin)
-        records = run(part, left) if left > 20 else [{"part": part.name, "error": "no time left"}]
+        if left > 20:
+            records, well = run(part, left)
+        else:
+            records, well = [{"part": part.name, "error": "no time left"}], False
+        if not well:
+            failed.append(part.name)
+        stamp = provenance() | ({"commit": options.commit} if options.commit else {})
         with results.open("a") as lines:
             for record in records:
-                stamp = provenance()
-                if options.commit:
-                    stamp["commit"] = options.commit
                 lines.write(json.dumps({**stamp, **record, **common}) + "\n")
-        if any(OUT_OF_MEMORY not in record.get("error", OUT_OF_MEMORY) for record in records):
-            failed.append(part.name)
     print(f"\n{time.monotonic() - begin:.0f} s; appended to {results}")
     print(f"failed: {'; '.join(failed) or 'nothing'}")
     return 1 if failed else 0

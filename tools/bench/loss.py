@@ -1,0 +1,108 @@
+"""Cross entropy in chunks of several sizes: error against whole logits, time and memory.
+
+Loss and gradients together, as a step needs them; one JSON line for each size.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # a checkout need not be installed
+
+from jaxscale.ops.loss import cross_entropy  # noqa: E402
+
+SIZES = {"num_tokens": 16_384, "features": 2_048, "vocab": 128_256}  # llama32_1b, 4 sequences
+TINY = {"num_tokens": 1_024, "features": 64, "vocab": 512}
+CHUNKS = (None, 1_024, 2_048, 4_096, 8_192)
+"""Tokens of a chunk; None is what training takes."""
+
+ERROR_BOUND = 0.01
+"""Relative, in the norm of a gradient; bfloat16 rounds by 0.004."""
+
+
+def whole(x_ND: jax.Array, head_DV: jax.Array, targets_N: jax.Array) -> jax.Array:
+    """The loss from all logits at once."""
+    logits_NV = jnp.dot(x_ND, head_DV, preferred_element_type=jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits_NV, targets_N).sum()
+
+
+def chunked(chunk_tokens: int | None) -> Callable:
+    """The loss of a train step."""
+
+    def loss(x_ND: jax.Array, head_DV: jax.Array, targets_N: jax.Array) -> jax.Array:
+        return cross_entropy(
+            x_ND[None], head_DV, targets_N[None], jnp.ones((1, targets_N.size)),
+            vocab_size=head_DV.shape[1], chunk_tokens=chunk_tokens,
+        )[0]  # fmt: skip
+
+    return loss
+
+
+def measure(loss: Callable, args: tuple, expected: Any) -> tuple[dict[str, Any], Any]:
+    """A record, and the loss and gradients that it is about."""
+    compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*args).compile()
+    got = jax.block_until_ready(compiled(*args))
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        jax.block_until_ready(compiled(*args))
+        times.append(time.perf_counter() - begin)
+    (num_tokens, features), vocab = args[0].shape, args[1].shape[1]
+    memory = compiled.memory_analysis()
+    assert memory
+    record = {
+        "seconds": min(times),
+        "flops_per_second": 6 * num_tokens * features * vocab / min(times),
+        "temp_bytes": memory.temp_size_in_bytes,
+    }
+    if expected is not None:
+        differences = jax.tree.map(lambda a, b: (a - b).astype(jnp.float32), got, expected)
+        pairs = zip(jax.tree.leaves(differences), jax.tree.leaves(expected))
+        record["error"] = max(
+            float(jnp.linalg.norm(difference) / jnp.linalg.norm(value.astype(jnp.float32)))
+            for difference, value in pairs
+        )
+    return record, got
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 1 when an error is beyond its bound."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rehearse", action="store_true", help="tiny, for any machine")
+    parser.add_argument("--json", metavar="FILE", help="append a line for each size")
+    options = parser.parse_args(argv)
+    sizes = TINY if options.rehearse else SIZES
+    keys = jax.random.split(jax.random.key(0), 3)
+    shape = (sizes["features"], sizes["vocab"])
+    args = (
+        jax.random.normal(keys[0], (sizes["num_tokens"], shape[0]), jnp.bfloat16),
+        jax.random.normal(keys[1], shape, jnp.bfloat16) * shape[0] ** -0.5,
+        jax.random.randint(keys[2], (sizes["num_tokens"],), 0, shape[1]),
+    )
+    expected, failed = None, False
+    for name, loss in [("whole", whole), *((str(chunk), chunked(chunk)) for chunk in CHUNKS)]:
+        record, got = measure(loss, args, expected)
+        expected = expected or got
+        difference = record.pop("error", 0.0)
+        failed |= difference > ERROR_BOUND
+        record = {"benchmark": "loss", "chunk_tokens": name, "difference": difference, **record}
+        print(f"{name:6} {1e3 * record['seconds']:9.2f} ms {record['temp_bytes'] / 2**20:9.1f} MiB "
+              f"{record['flops_per_second'] / 1e12:6.1f} TFLOP/s, differs by {difference:.1e}",
+              flush=True)  # fmt: skip
+        if options.json:
+            with open(options.json, "a") as lines:
+                lines.write(json.dumps({**record, **sizes}) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
