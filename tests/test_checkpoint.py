@@ -1,5 +1,6 @@
 """Checkpoints come back bit for bit on any layout, or say why not; killed saves cost nothing."""
 
+import gc
 import os
 import pathlib
 import random
@@ -342,8 +343,17 @@ DAMAGES = {
 }
 
 
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """Collects here what a test leaves: another test would be blamed for its complaints."""
+    yield
+    for _ in range(3):
+        gc.collect()
+
+
 # Reads that were under way when one failed complain when they are collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named_with_the_one_before(damage: str, saved: Checkpoints) -> None:
     DAMAGES[damage](saved.directory / "6")
