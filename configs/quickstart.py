@@ -31,9 +31,9 @@ def get_config():
     optimizer.warmup_steps = 20
 
     run = ml_collections.ConfigDict()
-    run.steps = 200
-    run.eval_every = 50
-    run.checkpoint_every = 100
+    run.steps = 120
+    run.eval_every = 40
+    run.checkpoint_every = 40
 
     layout = ml_collections.ConfigDict()
     return ml_collections.ConfigDict(

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.ops.attention import attention, decode_attention
+from jaxscale.ops.linear import linear
 from jaxscale.ops.loss import cross_entropy, logits
 from jaxscale.ops.norm import layer_norm, rms_norm
 from jaxscale.ops.rope import rotary
@@ -138,9 +139,9 @@ class Attention(nnx.Module):
 
     def project(self, x_BTD: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, ...]:
         """Queries, keys and values, positions already in them."""
-        q_BTNH = jnp.einsum("btd,dnh->btnh", x_BTD, self.q[...])
-        k_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.k[...])
-        v_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.v[...])
+        q_BTNH = linear(x_BTD, self.q[...])
+        k_BTKH = linear(x_BTD, self.k[...])
+        v_BTKH = linear(x_BTD, self.v[...])
         if self.gpt:
             q_BTNH += self.q_bias[...]
             k_BTKH += self.k_bias[...]
@@ -156,7 +157,7 @@ class Attention(nnx.Module):
 
     def join(self, o_BTNH: jax.Array) -> jax.Array:
         """The heads' results, back in the residual stream's width."""
-        y_BTD = jnp.einsum("btnh,nhd->btd", o_BTNH, self.out[...])
+        y_BTD = linear(o_BTNH, self.out[...], contracted=2)
         return y_BTD + self.out_bias[...] if self.gpt else y_BTD
 
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> jax.Array:
@@ -199,12 +200,17 @@ class MLP(nnx.Module):
             self.gate = weights.normal("embed", "mlp")
 
     def __call__(self, x_BTD: jax.Array, shard: Callable) -> jax.Array:
-        up_BTF = shard(x_BTD @ self.up[...], ("batch", "seq", "mlp"))
+        up_BTF = shard(linear(x_BTD, self.up[...]), ("batch", "seq", "mlp"))
         if self.gpt:
             hidden_BTF = jax.nn.gelu(up_BTF + self.up_bias[...])
-            return hidden_BTF @ self.down[...] + self.down_bias[...]
-        gate_BTF = shard(x_BTD @ self.gate[...], ("batch", "seq", "mlp"))
-        return (jax.nn.silu(gate_BTF) * up_BTF) @ self.down[...]
+            return linear(hidden_BTF, self.down[...]) + self.down_bias[...]
+        gate_BTF = shard(linear(x_BTD, self.gate[...]), ("batch", "seq", "mlp"))
+        # The product with the gate is made again for the backward pass: that is cheaper than
+        # keeping it, whatever the remat policy.
+        down = jax.checkpoint(
+            lambda gate, up, weight: linear(jax.nn.silu(gate) * up, weight), prevent_cse=False
+        )
+        return down(gate_BTF, up_BTF, self.down[...])
 
 
 class Block(nnx.Module):
