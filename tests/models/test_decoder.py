@@ -1,0 +1,117 @@
+"""The decoder: its parameters and operations as the config counts them, documents kept apart."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale.batch import Batch
+from jaxscale.config import ModelConfig, load
+from jaxscale.models.decoder import Decoder, exact_normal, plain_kernels
+from jaxscale.sharding import is_axes
+
+CONFIGS = sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))
+SMALL = ModelConfig(num_kv_heads=2, compute_dtype="float64", param_dtype="float64")
+GPT = dataclasses.replace(SMALL, family="gpt", tied_embeddings=True, qk_norm=True)
+
+
+def make_batch(tokens, segments):
+    positions = np.concatenate([np.arange(n) for n in np.bincount(segments[0])[1:]])[None]
+    return Batch(tokens, np.roll(tokens, -1, 1), segments, positions, np.ones(tokens.shape))
+
+
+def forward(model, params, batch):
+    x = model.embed(params["embed"], batch)
+    x, _ = jax.lax.scan(lambda x, layer: (model.block(layer, x, batch), None), x, params["layers"])
+    return x
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_parameters_are_counted_exactly(path):
+    config = load(path).model
+    model = Decoder(config, plain_kernels(config))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.num_params
+    layer = sum(leaf.size for leaf in jax.tree.leaves(shapes["layers"]))
+    assert layer == config.num_layers * config.num_layer_params
+
+
+@pytest.mark.parametrize("config", [SMALL, GPT], ids=["llama", "gpt"])
+def test_every_dimension_has_a_name(config):
+    model = Decoder(config, plain_kernels(config))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    jax.tree.map(
+        lambda axes, leaf: None if len(axes) == leaf.ndim else pytest.fail(f"{axes} {leaf.shape}"),
+        model.axes, shapes, is_leaf=is_axes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [SMALL, GPT], ids=["llama", "gpt"])
+def test_packed_documents_do_not_see_each_other(config):
+    model = Decoder(config, plain_kernels(config))
+    params = model.init(jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 257, (1, 20))
+    segments = np.array([[1] * 8 + [2] * 12])
+    together = forward(model, params, make_batch(tokens, segments))
+    alone = forward(model, params, make_batch(tokens[:, 8:], segments[:, 8:] - 1))
+    np.testing.assert_allclose(together[:, 8:], alone, rtol=0, atol=1e-12)
+
+
+def test_rows_beyond_the_vocabulary_never_matter():
+    model = Decoder(GPT, plain_kernels(GPT))
+    params = model.init(jax.random.key(0))
+    batch = make_batch(np.arange(12)[None], np.ones((1, 12), int))
+
+    def loss(params):
+        return model.loss(model.head_params(params), forward(model, params, batch), batch)[0]
+
+    value, grads = jax.value_and_grad(loss)(params)
+    assert not np.any(grads["embed"]["tokens"][257:])
+    params["embed"]["tokens"] = params["embed"]["tokens"].at[257:].set(1e3)
+    np.testing.assert_array_equal(loss(params), value)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_operations_are_those_that_the_compiler_counts(family):
+    """Within 3 %: the formula leaves out norms, activations, the softmax and rotary positions."""
+    config = ModelConfig(
+        num_layers=1, d_model=512, num_heads=8, num_kv_heads=4, head_dim=64, d_ff=2048,
+        vocab_size=4096, family=family, tied_embeddings=family == "gpt", compute_dtype="float32",
+    )  # fmt: skip
+    model = Decoder(config, plain_kernels(config))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    ints = jax.ShapeDtypeStruct((1, 128), np.int32)
+    batch = Batch(ints, ints, ints, ints, jax.ShapeDtypeStruct((1, 128), np.float32))
+
+    def logits(params, batch):
+        layer = jax.tree.map(lambda x: x[0], params["layers"])
+        x = model.block(layer, model.embed(params["embed"], batch), batch)
+        return model.logits(model.head_params(params), x)
+
+    analysis = jax.jit(logits).lower(shapes, batch).compile().cost_analysis()
+    counted = analysis["flops"] / 128
+    # The reference attention computes every score and masks half of them.
+    formula = config.flops_per_token(128, causal=False) / 3
+    assert formula == pytest.approx(counted, rel=0.03)
+    assert config.flops_per_token(128) < config.flops_per_token(128, causal=False)
+
+
+def test_a_sliding_window_costs_what_its_queries_see():
+    config = dataclasses.replace(SMALL, sliding_window=3)
+    seen = np.mean([min(i + 1, 3) for i in range(10)])
+    whole = dataclasses.replace(SMALL, sliding_window=0)
+    per_key = 3 * 4 * SMALL.num_layers * SMALL.num_heads * SMALL.head_dim
+    difference = whole.flops_per_token(10) - config.flops_per_token(10)
+    assert difference == pytest.approx(per_key * (5.5 - seen))
+
+
+def test_draws_are_normal_enough():
+    draws = np.asarray(exact_normal(jax.random.key(3), (1000, 1000), 0.02), np.float64) / 0.02
+    assert abs(draws.mean()) < 3e-3
+    assert draws.std() == pytest.approx(1, abs=3e-3)
+    assert np.mean(np.abs(draws) < 1) == pytest.approx(0.6827, abs=0.015)
+    assert np.mean(draws**4) == pytest.approx(2.7, abs=0.02), "1.2 / 4 below the normal's 3"
+    assert jnp.abs(draws).max() < 3.47
