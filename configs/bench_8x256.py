@@ -9,7 +9,7 @@ import ml_collections
 
 
 def get_config():
-    """24,780,032 parameters, most of them in the embedding and the head."""
+    """24,776,960 parameters, most of them in the embedding and the head."""
     model = ml_collections.ConfigDict()
     model.num_layers = 8
     model.d_model = 256
