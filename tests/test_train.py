@@ -2,10 +2,10 @@
 
 import json
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -21,6 +21,12 @@ def train(*arguments, check=True):
     if check and done.returncode:
         raise AssertionError(done.stdout + done.stderr)
     return done
+
+
+def processor_seconds() -> float:
+    """Of every process that this one started and that has ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def records(workdir: pathlib.Path) -> list[dict]:
@@ -107,7 +113,7 @@ def test_a_typo_is_answered_before_jax_is_imported(arguments, said):
         "try: train.main(sys.argv[1:])\n"
         "finally: assert 'jax' not in sys.modules"
     )
-    begin = time.process_time()
+    begin = processor_seconds()
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True
     )
@@ -115,7 +121,7 @@ def test_a_typo_is_answered_before_jax_is_imported(arguments, said):
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
-    assert time.process_time() - begin < 1
+    assert processor_seconds() - begin < 1
 
 
 @pytest.mark.parametrize(
