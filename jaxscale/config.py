@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import ml_collections
 
 from jaxscale.layout import Layout
+from jaxscale.source import Source, to_plain, to_sources
 
 DTYPES = ("float64", "float32", "bfloat16")
 VOCABULARY_MULTIPLE = 128
@@ -184,12 +185,13 @@ ATTENTIONS = ("auto", "reference", "blockwise", "cudnn", "splash")
 class DataConfig:
     """What is read, and how it becomes batches.
 
-    `source` lists files, folders or globs; `{stdlib}` stands for the source of Python's standard
+    `source` lists entries, each a path (file, folder, glob, prepared folder) or a mapping with a
+    `path` and the other keys of `Source`; `{stdlib}` stands for the source of Python's standard
     library. `tokenizer` is "bytes", a path to a Hugging Face tokenizer.json, or "bpe:4096", which
     trains a byte-pair tokenizer of that many tokens on the source before the first step.
     """
 
-    source: tuple[str, ...] = ("{stdlib}/**/*.py",)
+    source: tuple[Source, ...] = (Source(("{stdlib}/**/*.py",)),)
     tokenizer: str = "bytes"
     global_batch_size: int = 8  # sequences a step
     seq_len: int = 128
@@ -200,11 +202,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_at_least("data", self, global_batch_size=1, seq_len=2, workers=0)
         check_seed("data.seed", self.seed)
-        if not self.source or "" in self.source:
-            raise ValueError(
-                f"data.source = {self.source} has an empty path or none; "
-                "give files, folders or globs"
-            )
+        object.__setattr__(self, "source", to_sources(self.source))
         if not 0 <= self.heldout < 1:
             raise ValueError(f"data.heldout = {self.heldout} must be at least 0 and below 1")
 
@@ -348,7 +346,9 @@ def from_dict(sections: dict[str, dict]) -> Config:
 
 def to_dict(config: Config) -> dict[str, dict]:
     """The nested dictionaries of `from_dict`, every leaf included."""
-    return dataclasses.asdict(config)
+    sections = dataclasses.asdict(config)
+    sections["data"]["source"] = tuple(to_plain(source) for source in config.data.source)
+    return sections
 
 
 def _read(path: str) -> ml_collections.ConfigDict:
@@ -418,7 +418,7 @@ def _parse(text: str, annotation: typing.Any) -> object:
     """Reads a command-line value; a tuple of strings may be written as a,b."""
     if annotation is str:
         return text
-    if typing.get_origin(annotation) is tuple and not text.startswith(("(", "[")):
+    if typing.get_origin(annotation) is tuple and not text.startswith(("(", "[", "{'", '{"')):
         return tuple(text.split(","))
     try:
         return ast.literal_eval(text)
@@ -428,9 +428,11 @@ def _parse(text: str, annotation: typing.Any) -> object:
 
 def _convert(name: str, value: object, annotation: typing.Any) -> object:
     """The value as the annotation wants it; only lossless conversions."""
-    if typing.get_origin(annotation) is tuple:
-        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-            return tuple(value)
+    if annotation == tuple[Source, ...]:
+        if isinstance(value, dict):
+            value = (value,)
+        if isinstance(value, list | tuple):
+            return to_sources(value)
     elif annotation is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     elif annotation is float and isinstance(value, float) and not math.isfinite(value):
@@ -440,7 +442,7 @@ def _convert(name: str, value: object, annotation: typing.Any) -> object:
     elif isinstance(value, annotation) and (annotation is bool or not isinstance(value, bool)):
         return value
     names = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
-    expected = names.get(annotation, "a tuple of texts")
+    expected = names.get(annotation, "a list of paths, or of mappings with a 'path'")
     raise ValueError(
         f"config.{name} = {value!r} is of type {type(value).__name__}; expected {expected}"
     )

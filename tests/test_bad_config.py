@@ -32,7 +32,7 @@ OVERRIDES = [
     ("model.tied_embeddings=false", "config.model.tied_embeddings = 'false'"),
     ("optimizer.learning_rate=fast", "config.optimizer.learning_rate = 'fast'"),
     ("optimizer.learning_rate=1e999", "config.optimizer.learning_rate = inf is not a finite"),
-    ("data.source=(1,2)", "config.data.source = (1, 2) is of type tuple; expected a tuple"),
+    ("data.source=(1,2)", "data.source[0] = 1 is of type int; expected a path, or a mapping"),
     ("data.source=[", "config.data.source = '['"),
     # the model
     ("model.num_layers=0", "model.num_layers = 0 is too small; at least 1"),

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from jaxscale import config
+from jaxscale.source import Source
 
 CONFIGS = sorted(pathlib.Path("configs").glob("*.py"))
 EMPTY = "import ml_collections\n\n\ndef get_config():\n    return ml_collections.ConfigDict()\n"
@@ -120,9 +121,9 @@ def test_keys_that_a_file_leaves_out_keep_their_defaults(empty):
         ("model.tied_embeddings=True", "model", "tied_embeddings", True),
         ("data.tokenizer=bpe:4096", "data", "tokenizer", "bpe:4096"),
         ("data.tokenizer=a=b.json", "data", "tokenizer", "a=b.json"),
-        ("data.source=a.txt", "data", "source", ("a.txt",)),
-        ("data.source=a.txt,b/*.txt", "data", "source", ("a.txt", "b/*.txt")),
-        ("data.source=('a,b.txt',)", "data", "source", ("a,b.txt",)),
+        ("data.source=a.txt", "data", "source", (Source(("a.txt",)),)),
+        ("data.source=a.txt,b/*.txt", "data", "source", (Source(("a.txt",)), Source(("b/*.txt",)))),
+        ("data.source=('a,b.txt',)", "data", "source", (Source(("a,b.txt",)),)),
         ("layout.fsdp=8", "layout", "fsdp", 8),
     ],
 )

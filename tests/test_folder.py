@@ -38,13 +38,13 @@ def test_overrides_are_read_as_the_types_of_what_they_replace(tmp_path):
         ["data.source=a,b", "data.tokenizer=3", "optimizer.learning_rate=1", "model.qk_norm=True",
          "data.seq_len=64", "model.compute_dtype=float32"],
     )  # fmt: skip
-    assert loaded.data.source == ("a", "b")
+    assert [source.path for source in loaded.data.source] == [("a",), ("b",)]
     assert loaded.data.tokenizer == "3"
     assert loaded.optimizer.learning_rate == 1.0
     assert loaded.model.qk_norm is True
     assert (loaded.data.seq_len, loaded.model.compute_dtype) == (64, "float32")
     again = folder.load_config(tmp_path, ["data.source=('c',)"])
-    assert again.data.source == ("c",)
+    assert again.data.source[0].path == ("c",)
 
 
 SAVED = {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 1, "microbatches": 2}

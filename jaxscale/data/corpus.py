@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxscale.data.sources import Document, find_documents, read_document
 from jaxscale.data.tokenizer import Tokenizer
+from jaxscale.source import Source
 
 FORMAT = 1
 """Raised when the same files and tokenizer would give other arrays."""
@@ -42,7 +43,7 @@ class Corpus:
 
 
 def open_corpus(
-    source: Sequence[str], tokenizer: Tokenizer, directory: pathlib.Path | None = None
+    source: Sequence[str | Source], tokenizer: Tokenizer, directory: pathlib.Path | None = None
 ) -> Corpus:
     """Tokenises `data.source`, or maps what an earlier call left in `directory`.
 

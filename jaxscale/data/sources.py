@@ -14,6 +14,8 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from jaxscale.source import Source, to_sources
+
 STDLIB = "{stdlib}"
 _STDLIB_SKIPS = ("site-packages", "dist-packages", "test", "tests", "idle_test")
 """Folders below the standard library that are not its own source, or are its tests."""
@@ -31,7 +33,7 @@ class Document:
     mtime_ns: int
 
 
-def find_documents(source: Sequence[str]) -> list[Document]:
+def find_documents(source: Sequence[str | Source]) -> list[Document]:
     """Lists the documents of `data.source`, entry by entry, each entry sorted.
 
     An entry is a file, a folder (every file below it) or a glob with `*`, `?`, `[...]` and `**`;
@@ -45,7 +47,7 @@ def find_documents(source: Sequence[str]) -> list[Document]:
     """
     found: dict[pathlib.Path, Document] = {}
     num_repeated, markers = 0, []
-    for entry in source:
+    for entry in [path for source in to_sources(source) for path in source.path]:
         root, paths = _expand(entry)
         num_files = 0
         for path in paths:

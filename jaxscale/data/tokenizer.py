@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxscale.data.sources import draw, find_documents, read_document
+from jaxscale.source import Source
 
 END = "<|endoftext|>"
 BOUNDARIES = (
@@ -51,7 +52,7 @@ class Tokenizer:
 
 def load(
     name: str,
-    source: tuple[str, ...] = (),
+    source: Sequence[str | Source] = (),
     directory: pathlib.Path | None = None,
     *,
     heldout: float = 0.0,
@@ -102,7 +103,7 @@ def _bytes() -> Tokenizer:
 
 def _byte_pairs(
     size: int,
-    source: tuple[str, ...],
+    source: Sequence[str | Source],
     directory: pathlib.Path | None,
     heldout: float,
     seed: int,
@@ -125,7 +126,9 @@ def _byte_pairs(
     return _from_library(trained, "the trained tokenizer")
 
 
-def _train(size: int, source: tuple[str, ...], heldout: float, seed: int) -> tokenizers.Tokenizer:
+def _train(
+    size: int, source: Sequence[str | Source], heldout: float, seed: int
+) -> tokenizers.Tokenizer:
     """Byte-level byte-pair encoding of a sample of whole training documents; deterministic."""
     start = time.perf_counter()
     drawn = sorted((draw(d.identity, seed), i, d) for i, d in enumerate(find_documents(source)))

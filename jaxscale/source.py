@@ -1,0 +1,183 @@
+"""One entry of `data.source`: where documents are, what one is, and what may be wrong with them.
+
+Nothing here imports JAX or reads a file: a mistyped key must be answered in a fraction of a second.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+RECORD_FORMATS = ("jsonl", "parquet", "arrow", "arrayrecord", "fasta")
+FORMATS = ("text", *RECORD_FORMATS, "shards")
+BOUNDARIES = ("file", "line", "paragraph", "record")
+LONG_DOCUMENTS = ("split", "refuse")
+
+Weight = float | tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files that are read the same way, and their share of a mixture.
+
+    `path` lists files, folders, globs or object-store addresses, or is one prepared folder.
+    `boundary` None is a whole file for text, a sequence for FASTA, a record for everything else.
+    `weight` None is the amount that there is; a list of (step, weight) holds each weight from that
+    step on.
+    """
+
+    path: tuple[str, ...]
+    format: str | None = None  # None goes by the suffix
+    field: str = "text"  # of a record; "a.b" is b inside a
+    boundary: str | None = None
+    max_document_bytes: int = 0  # of UTF-8; 0 is no limit
+    long_documents: str = "split"  # or "refuse"; what is done about the limit
+    skip_share: float = 0.0  # of an entry's documents that may be bad and left out
+    weight: Weight | None = None
+
+    def __post_init__(self) -> None:
+        if not self.path or "" in self.path:
+            raise ValueError(
+                f"data.source = {self.path} has an empty path or none; give files, folders or globs"
+            )
+        _check_choice("format", self.format, FORMATS)
+        _check_choice("boundary", self.boundary, BOUNDARIES)
+        _check_choice("long_documents", self.long_documents, LONG_DOCUMENTS)
+        if not self.field or "" in self.field.split("."):
+            raise ValueError(f"data.source field = {self.field!r} must be a name, or names with .")
+        if self.max_document_bytes < 0 or 0 < self.max_document_bytes < 4:
+            raise ValueError(
+                f"data.source max_document_bytes = {self.max_document_bytes} cannot hold every "
+                "character; at least 4, or 0 for no limit"
+            )
+        if not 0 <= self.skip_share < 1:
+            raise ValueError(
+                f"data.source skip_share = {self.skip_share} must be at least 0 and below 1"
+            )
+        if self.format in RECORD_FORMATS and self.boundary not in (None, "record"):
+            raise ValueError(
+                f"data.source boundary = {self.boundary!r} cuts text; a document of format = "
+                f"{self.format!r} is a record"
+            )
+        if self.format == "text" and self.boundary == "record":
+            raise ValueError(
+                "data.source boundary = 'record' needs records; text has 'file', 'line' or "
+                "'paragraph'"
+            )
+        if self.weight is not None:
+            _check_weight(self.weight)
+
+
+def to_sources(value: Sequence[object]) -> tuple[Source, ...]:
+    """Entries as a configuration has them: paths, mappings with a `path`, or records.
+
+    Raises:
+      ValueError: an unknown key (the nearest is named) or a value that cannot be.
+    """
+    if not value:
+        raise ValueError(f"data.source = {value} has an empty path or none; give files or globs")
+    return tuple(_to_source(f"data.source[{i}]", entry) for i, entry in enumerate(value))
+
+
+def to_plain(source: Source) -> str | dict[str, Any]:
+    """What `to_sources` reads, as short as it can be: a path, or the keys that were changed."""
+    changed = {
+        field.name: getattr(source, field.name)
+        for field in dataclasses.fields(source)
+        if field.name == "path" or getattr(source, field.name) != field.default
+    }
+    path = source.path[0] if len(source.path) == 1 else list(source.path)
+    if isinstance(path, str) and changed.keys() == {"path"}:
+        return path
+    return changed | {"path": path}
+
+
+def _to_source(name: str, entry: object) -> Source:
+    if isinstance(entry, Source):
+        return entry
+    if isinstance(entry, str):
+        return Source((entry,))
+    if not isinstance(entry, Mapping):
+        raise ValueError(
+            f"{name} = {entry!r} is of type {type(entry).__name__}; expected a path, or a mapping "
+            "such as {'path': 'a.jsonl', 'field': 'text'}"
+        )
+    known = [field.name for field in dataclasses.fields(Source)]
+    for key in entry:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it can be {', '.join(known)}"
+            raise ValueError(f"{name} has an unknown key {key!r}{hint}")
+    if "path" not in entry:
+        raise ValueError(f"{name} = {dict(entry)} has no 'path'")
+    values = {str(key): _convert(f"{name}[{key!r}]", key, entry[key]) for key in entry}
+    return Source(**values)
+
+
+def _convert(name: str, key: str, value: Any) -> Any:
+    """The value of a key in the type that the record has; only lossless conversions."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    pairs = isinstance(value, list | tuple)
+    if key == "path":
+        expected = "a path or a list of paths"
+        if isinstance(value, str):
+            return (value,)
+        if pairs and all(isinstance(path, str) for path in value):
+            return tuple(value)
+    elif key == "weight":
+        expected = "a number, or a list of [step, weight]"
+        if value is None:
+            return None
+        if number:
+            return float(value)
+        if pairs and all(_is_pair(pair) for pair in value):
+            return tuple((int(step), float(weight)) for step, weight in value)
+    elif key == "max_document_bytes":
+        expected = "a whole number"
+        if number and _is_whole(value):
+            return int(value)
+    elif key == "skip_share":
+        expected = "a number"
+        if number:
+            return float(value)
+    else:
+        expected = "text"
+        if isinstance(value, str) or (value is None and key in ("format", "boundary")):
+            return value
+    raise ValueError(f"{name} = {value!r} is of type {type(value).__name__}; expected {expected}")
+
+
+def _is_pair(pair: object) -> bool:
+    return (
+        isinstance(pair, list | tuple)
+        and len(pair) == 2
+        and all(isinstance(x, int | float) and not isinstance(x, bool) for x in pair)
+        and _is_whole(pair[0])
+    )
+
+
+def _is_whole(value: float) -> bool:
+    return isinstance(value, int) or value.is_integer()
+
+
+def _check_weight(weight: Weight) -> None:
+    pairs = ((0, weight),) if isinstance(weight, int | float) else weight
+    steps = [step for step, _ in pairs]
+    if not pairs or steps[0] != 0 or steps != sorted(set(steps)):
+        raise ValueError(
+            f"data.source weight = {weight} must begin at step 0 and rise in steps, such as "
+            "[[0, 1.0], [1000, 0.5]]"
+        )
+    if not all(math.isfinite(weight) and weight >= 0 for _, weight in pairs):
+        raise ValueError(f"data.source weight = {weight} must be finite and at least 0")
+
+
+def _check_choice(key: str, got: str | None, allowed: Sequence[str]) -> None:
+    if got is None or got in allowed:
+        return
+    near = difflib.get_close_matches(got, allowed, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    choices = ", ".join(allowed)
+    raise ValueError(f"data.source {key} = {got!r} is not known; it can be {choices}{hint}")
