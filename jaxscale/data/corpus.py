@@ -1,5 +1,6 @@
 """Documents as one flat array of tokens, made once and kept beside the run."""
 
+import functools
 import hashlib
 import json
 import logging
@@ -12,14 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.data.sources import Document, find_documents, read_document
+from jaxscale.data.sources import Document, find_documents, hash_identity, read_document
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.source import Source
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same files and tokenizer would give other arrays."""
 
-_ARRAYS = ("tokens", "offsets", "token_bytes")
+_ARRAYS = ("offsets", "hashes", "token_bytes")
 _BATCH_BYTES = 8_000_000  # text that is tokenised at a time: parallel over its documents
 
 _log = logging.getLogger("jaxscale")
@@ -29,17 +30,73 @@ _log = logging.getLogger("jaxscale")
 class Corpus:
     """Every document of a source as [boundary, tokens...], one after another.
 
-    `token_bytes` [vocab_size] is the UTF-8 length of each id, scaled where the tokenizer's own
-    table is not exact, so that the sum over `tokens` is `num_bytes`, the size of the text.
-    `fingerprint` depends on the content, not on where the files are.
+    The tokens lie in shards, and are numbered through all of them. `token_bytes` [vocab_size] is
+    the UTF-8 length of each id, scaled where the tokenizer's own table is not exact, so that the
+    sum over all tokens is `num_bytes`, the size of the text. `fingerprint` depends on the content,
+    not on where the files are. Pickled, arrays on disk travel as their paths.
     """
 
-    tokens: np.ndarray  # [num_tokens], unsigned; memory-mapped when it lies on disk
-    offsets: np.ndarray  # [num_documents + 1], where each document begins in `tokens`
+    shards: tuple[np.ndarray, ...]  # unsigned; memory-mapped where they lie on disk
+    offsets: np.ndarray  # [num_documents + 1], int64, the token where each document begins
+    hashes: np.ndarray  # [num_documents], uint64, of identities, for `draw`
     token_bytes: np.ndarray
-    identities: list[str]
     num_bytes: int
     fingerprint: str
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, or parts of those that were too long for one."""
+        return len(self.hashes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents, the boundary before each included."""
+        return int(self.offsets[-1])
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All tokens; only where they are one shard."""
+        (tokens,) = self.shards
+        return tokens
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Ids of the tokens from `start` to `stop`, [stop - start], unsigned."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
+        first, last = np.searchsorted(self._starts, [start, max(start, stop - 1)], "right") - 1
+        parts = [
+            self.shards[i][max(start - self._starts[i], 0) : stop - self._starts[i]]
+            for i in range(first, last + 1)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    @functools.cached_property
+    def _starts(self) -> np.ndarray:
+        """The token where each shard begins."""
+        return np.cumsum([0, *(len(shard) for shard in self.shards[:-1])])
+
+    def __getstate__(self) -> dict:
+        def pack(value: object) -> object:
+            if isinstance(value, tuple):
+                return tuple(pack(item) for item in value)
+            return _OnDisk(str(value.filename)) if isinstance(value, np.memmap) else value
+
+        return {name: pack(value) for name, value in self.__dict__.items()}
+
+    def __setstate__(self, state: dict) -> None:
+        def unpack(value: object) -> object:
+            if isinstance(value, tuple):
+                return tuple(unpack(item) for item in value)
+            return np.load(value.path, mmap_mode="r") if isinstance(value, _OnDisk) else value
+
+        self.__dict__.update({name: unpack(value) for name, value in state.items()})
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    """An array that is mapped again where a corpus arrives."""
+
+    path: str
 
 
 def open_corpus(
@@ -64,8 +121,8 @@ def open_corpus(
         corpus = _load(folder)
     _log.info(
         "data: %d documents, %.1f MB, %.2f M tokens (%.2f bytes a token)",
-        len(documents), corpus.num_bytes / 1e6, len(corpus.tokens) / 1e6,
-        corpus.num_bytes / len(corpus.tokens),
+        corpus.num_documents, corpus.num_bytes / 1e6, corpus.num_tokens / 1e6,
+        corpus.num_bytes / corpus.num_tokens,
     )  # fmt: skip
     return corpus
 
@@ -85,17 +142,17 @@ def _tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
             _log.info("data: tokenised %.0f of about %.0f MB", num_bytes / 1e6, total / 1e6)
     tokens = np.concatenate(pieces)
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
-    identities = [document.identity for document in documents]
-    names = json.dumps([FORMAT, tokenizer.fingerprint, identities]).encode()
+    hashes = np.array([hash_identity(document.identity) for document in documents], np.uint64)
+    settings = json.dumps([FORMAT, tokenizer.fingerprint]).encode()
     counts = np.bincount(tokens, minlength=tokenizer.vocab_size)
     _log.info("data: tokenised %.1f MB in %.1f s", num_bytes / 1e6, time.perf_counter() - start)
     return Corpus(
-        tokens=tokens,
+        shards=(tokens,),
         offsets=offsets,
+        hashes=hashes,
         token_bytes=tokenizer.token_bytes * (num_bytes / (counts @ tokenizer.token_bytes)),
-        identities=identities,
         num_bytes=num_bytes,
-        fingerprint=_digest(names, offsets.data, tokens.data),
+        fingerprint=_digest(settings, hashes.data, offsets.data, tokens.data),
     )
 
 
@@ -117,7 +174,8 @@ def _save(folder: pathlib.Path, corpus: Corpus) -> None:
     unfinished.mkdir(parents=True, exist_ok=True)
     for name in _ARRAYS:
         np.save(unfinished / f"{name}.npy", getattr(corpus, name))
-    index = {name: getattr(corpus, name) for name in ("identities", "num_bytes", "fingerprint")}
+    np.save(unfinished / "tokens.npy", corpus.tokens)
+    index = {name: getattr(corpus, name) for name in ("num_bytes", "fingerprint")}
     (unfinished / "index.json").write_text(json.dumps(index))
     try:
         unfinished.rename(folder)
@@ -129,7 +187,8 @@ def _save(folder: pathlib.Path, corpus: Corpus) -> None:
 
 def _load(folder: pathlib.Path) -> Corpus:
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
-    return Corpus(**arrays, **json.loads((folder / "index.json").read_text()))
+    tokens = np.load(folder / "tokens.npy", mmap_mode="r")
+    return Corpus((tokens,), **arrays, **json.loads((folder / "index.json").read_text()))
 
 
 def _key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:

@@ -14,6 +14,8 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxscale.source import Source, to_sources
 
 STDLIB = "{stdlib}"
@@ -102,13 +104,28 @@ def read_document(document: Document) -> str:
         ) from error
 
 
-def draw(identity: str, seed: int) -> float:
-    """A number in [0, 1) that a document draws once and for all, whatever other documents exist.
+def hash_identity(identity: str) -> int:
+    """64 bits that stand for a document's identity wherever its name is too long to keep."""
+    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
+
+
+def draw(hashes: np.ndarray, seed: int) -> np.ndarray:
+    """Numbers in [0, 1) that documents draw once and for all, whatever other documents exist.
 
     Documents below `data.heldout` are held out; the others are read in ascending order.
+
+    Args:
+      hashes: of identities, [num_documents], uint64.
     """
-    digest = hashlib.blake2b(f"{seed}:{identity}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 11) / 2**53
+    return (_mix(hashes ^ _mix(np.array([seed], np.uint64))) >> np.uint64(11)) / 2**53
+
+
+def _mix(numbers: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64 (Steele et al., OOPSLA 2014): every bit stirs every bit."""
+    numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
 
 
 def _expand(entry: str) -> tuple[pathlib.Path, Iterator[pathlib.Path]]:

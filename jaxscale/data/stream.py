@@ -142,7 +142,7 @@ def open_dataset(
             "run.eval_every = 0"
         )
     corpus = corpus or open_corpus(config.source, tokenizer, directory)
-    drawn = np.array([draw(identity, config.seed) for identity in corpus.identities])
+    drawn = draw(corpus.hashes, config.seed)
     if split == "train":
         chosen = np.argsort(drawn, kind="stable")
         chosen = chosen[drawn[chosen] >= config.heldout]

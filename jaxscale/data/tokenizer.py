@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxscale.data.sources import draw, find_documents, read_document
+from jaxscale.data.sources import draw, find_documents, hash_identity, read_document
 from jaxscale.source import Source
 
 END = "<|endoftext|>"
@@ -131,12 +131,13 @@ def _train(
 ) -> tokenizers.Tokenizer:
     """Byte-level byte-pair encoding of a sample of whole training documents; deterministic."""
     start = time.perf_counter()
-    drawn = sorted((draw(d.identity, seed), i, d) for i, d in enumerate(find_documents(source)))
+    documents = find_documents(source)
+    drawn = draw(np.array([hash_identity(d.identity) for d in documents], np.uint64), seed)
     texts, num_bytes = [], 0
-    for number, _, document in drawn:
-        if number >= heldout and num_bytes < TRAINING_BYTES:
-            texts.append(read_document(document))
-            num_bytes += document.num_bytes
+    for i in np.argsort(drawn, kind="stable"):
+        if drawn[i] >= heldout and num_bytes < TRAINING_BYTES:
+            texts.append(read_document(documents[i]))
+            num_bytes += documents[i].num_bytes
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()

@@ -3,13 +3,17 @@
 import dataclasses
 import logging
 import os
+import pickle
 
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
-from jaxscale.data.corpus import open_corpus
+from jaxscale.data.corpus import Corpus, open_corpus
+from jaxscale.data.sources import hash_identity
 from jaxscale.data.tokenizer import load
 
 
@@ -29,8 +33,10 @@ def source(folder):
 def test_documents_follow_each_other_behind_boundaries(texts):
     tokenizer = load("bytes")
     corpus = open_corpus(source(texts), tokenizer)
-    assert corpus.identities == [f"{i}.txt" for i in range(5)]
-    for i, name in enumerate(corpus.identities):
+    assert corpus.num_documents == 5
+    for i in range(5):
+        name = f"{i}.txt"
+        assert corpus.hashes[i] == hash_identity(name)
         ids = corpus.tokens[corpus.offsets[i] : corpus.offsets[i + 1]]
         assert ids[0] == tokenizer.boundary
         assert tokenizer.decode(ids[1:]) == (texts / name).read_text()
@@ -52,7 +58,7 @@ def test_what_is_kept_is_what_was_made(texts, tmp_path, caplog):
         np.testing.assert_array_equal(corpus.offsets, made.offsets)
         np.testing.assert_array_equal(corpus.token_bytes, made.token_bytes)
         assert corpus.fingerprint == made.fingerprint
-        assert corpus.identities == made.identities
+        np.testing.assert_array_equal(corpus.hashes, made.hashes)
     assert not list((tmp_path / "run").glob("unfinished-*"))
 
 
@@ -128,3 +134,26 @@ def test_a_vocabulary_beyond_16_bits_keeps_its_ids(texts, tmp_path):
     tokenizer.save(str(tmp_path / "t.json"))
     corpus = open_corpus(source(texts), load(str(tmp_path / "t.json")))
     assert corpus.tokens[:2].tolist() == [70_000, 70_001]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.data())
+def test_tokens_are_read_across_shards(sizes, data):
+    tokens = np.arange(sum(sizes), dtype=np.uint16)
+    shards = tuple(np.split(tokens, np.cumsum(sizes)[:-1]))
+    corpus = Corpus(shards, np.array([0, len(tokens)]), np.zeros(1, np.uint64), tokens, 1, "")
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(tokens))] * 2)))
+    np.testing.assert_array_equal(corpus.read(start, stop), tokens[start:stop])
+    with pytest.raises(IndexError, match=f"of {len(tokens)}"):
+        corpus.read(start, len(tokens) + 1)
+
+
+def test_a_corpus_on_disk_travels_as_paths(texts, tmp_path):
+    for i in range(200):
+        (texts / f"more{i}.txt").write_text("some text " * 100)
+    corpus = open_corpus(source(texts), load("bytes"), tmp_path / "run")
+    pickled = pickle.dumps(corpus)
+    assert len(pickled) < 2_000
+    again = pickle.loads(pickled)
+    assert again.fingerprint == corpus.fingerprint
+    np.testing.assert_array_equal(again.read(5, 50), corpus.read(5, 50))
+    np.testing.assert_array_equal(again.offsets, corpus.offsets)

@@ -3,9 +3,10 @@
 import glob
 import logging
 
+import numpy as np
 import pytest
 
-from jaxscale.data.sources import draw, find_documents, read_document
+from jaxscale.data.sources import draw, find_documents, hash_identity, read_document
 
 
 def identities(*source):
@@ -125,11 +126,22 @@ def test_python_source_has_the_encoding_it_declares(tmp_path):
         read(tmp_path / "c.py", b"# coding: ascii\n\xe9")
 
 
+def drawn(identities, seed):
+    return draw(np.array([hash_identity(name) for name in identities], np.uint64), seed)
+
+
 def test_draws_are_fixed_and_even():
-    drawn = [draw(f"folder/file_{i}.txt", seed=0) for i in range(4000)]
-    assert all(0 <= number < 1 for number in drawn)
+    numbers = drawn([f"folder/file_{i}.txt" for i in range(4000)], seed=0)
+    assert (numbers >= 0).all()
+    assert (numbers < 1).all()
     for share in (0.05, 0.3, 0.9):  # within 4 standard deviations
-        below = sum(number < share for number in drawn) / 4000
-        assert abs(below - share) < 4 * (share * (1 - share) / 4000) ** 0.5
-    assert draw("a.txt", 0) == 0.37446513182106045
-    assert draw("a.txt", 0) != draw("a.txt", 1) != draw("b.txt", 1)
+        assert abs(np.mean(numbers < share) - share) < 4 * (share * (1 - share) / 4000) ** 0.5
+    assert drawn(["a.txt"], 0).item() == 0.4776813383167493
+    assert drawn(["a.txt"], 0) != drawn(["a.txt"], 1) != drawn(["b.txt"], 1)
+
+
+def test_draws_of_different_seeds_and_names_have_nothing_in_common():
+    names = [f"file_{i}.txt" for i in range(4000)]
+    numbers = np.array([drawn(names, seed) for seed in (0, 1, 2, 2**32 - 1)])
+    assert np.abs(np.corrcoef(numbers) - np.eye(4)).max() < 4 / 4000**0.5
+    assert abs(np.corrcoef(numbers[0][1:], numbers[0][:-1])[0, 1]) < 4 / 4000**0.5
