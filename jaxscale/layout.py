@@ -14,15 +14,15 @@ MANUAL_AXES = ("pipeline", "data", "fsdp")
 AUTOMATIC_AXES = ("expert", "context", "tensor")
 """Axes whose collectives the compiler writes, from the constraints that it is given."""
 
-# What each setting may be today, and what the design names but this version does not have.
-ACCUMULATIONS = ("sequential",)
+ACCUMULATIONS = ("sequential", "layered")
 SCHEDULES = ("1f1b",)
-REMATS = ("none", "full")
-PLANNED = {
-    "accumulation": ("layered",),
-    "remat": ("save_matmuls", "save_names", "save_all_but_attention", "offload_names"),
-    "offload": ("optimizer", "activations"),
-}
+BLOCK_TENSORS = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
+"""Results of a layer's products, by the names that a remat policy gives them; "attention" is what
+the attention kernel returns. A layer's last product is not among them: no backward pass needs it.
+"""
+REMATS = ("none", "full", "save_matmuls", "save_all_but_attention")
+REMATS_WITH_NAMES = ("save", "offload")  # as in "save:query,key,value"
+OFFLOADS = ("none", "optimizer", "activations", "optimizer,activations")
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Layout:
     schedule: str = "1f1b"  # read only when pipeline > 1
     virtual_stages: int = 1
     sequence_chunks: int = 1
-    remat: str = "none"
-    offload: str = "none"
+    remat: str = "none"  # what a layer keeps for its backward pass
+    offload: str = "none"  # what lives in host memory
 
     def __post_init__(self) -> None:
         for axis in MESH_AXES:
@@ -67,13 +67,10 @@ class Layout:
             raise ValueError(f"layout.zero_stage = {self.zero_stage}; it can be 0, 1, 2 or 3")
         if self.microbatches < 1:
             raise ValueError(f"layout.microbatches = {self.microbatches}; at least 1")
-        for name, allowed in (
-            ("accumulation", ACCUMULATIONS),
-            ("schedule", SCHEDULES),
-            ("remat", REMATS),
-            ("offload", ("none",)),
-        ):
-            _check_available(name, getattr(self, name), allowed)
+        _check_known("accumulation", self.accumulation, ACCUMULATIONS)
+        _check_known("schedule", self.schedule, SCHEDULES)
+        _check_known("offload", self.offload, OFFLOADS)
+        remat_names(self.remat)
         for name in ("pipeline", "expert", "context", "virtual_stages", "sequence_chunks"):
             if getattr(self, name) != 1:
                 raise ValueError(
@@ -91,23 +88,46 @@ class Layout:
         """Devices of a resolved layout."""
         return math.prod(self.sizes.values())
 
+    def offloads(self, what: str) -> bool:
+        """Whether "optimizer" or "activations" live in host memory."""
+        return what in self.offload.split(",")
+
     @property
     def batch_shards(self) -> int:
         """Ways in which the global batch is split: data x fsdp."""
         return self.data * self.fsdp
 
 
-def _check_available(name: str, got: str, allowed: tuple[str, ...]) -> None:
+def remat_names(remat: str) -> tuple[str, ...]:
+    """The tensors of `BLOCK_TENSORS` that a remat policy keeps of a layer.
+
+    Raises:
+      ValueError: no such policy, or no such tensor; names the nearest.
+    """
+    policy, colon, listed = remat.partition(":")
+    if not colon:
+        known = (*REMATS, *(f"{name}:TENSOR,..." for name in REMATS_WITH_NAMES))
+        _check_known("remat", remat, known)
+        if remat == "save_all_but_attention":
+            return tuple(name for name in BLOCK_TENSORS if name != "attention")
+        return () if remat == "full" else BLOCK_TENSORS
+    _check_known("remat", policy, REMATS_WITH_NAMES)
+    names = tuple(name.strip() for name in listed.split(","))
+    for name in names:
+        _check_known(f"remat = {remat!r}", name, BLOCK_TENSORS, equals=": ")
+    if len(set(names)) < len(names):
+        raise ValueError(f"layout.remat = {remat!r} names a tensor twice")
+    return names
+
+
+def _check_known(name: str, got: str, allowed: tuple[str, ...], equals: str = " = ") -> None:
     if got in allowed:
         return
-    if got in PLANNED.get(name, ()):
-        raise ValueError(
-            f"layout.{name} = {got!r} is not available in this version; "
-            f"it can be {', '.join(allowed)}"
-        )
     near = difflib.get_close_matches(got, allowed, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"layout.{name} = {got!r} is not known; it can be {', '.join(allowed)}{hint}")
+    raise ValueError(
+        f"layout.{name}{equals}{got!r} is not known; it can be {', '.join(allowed)}{hint}"
+    )
 
 
 def resolve_sizes(layout: Layout, num_devices: int) -> Layout:

@@ -18,6 +18,7 @@ from jaxscale.models.decoder import Decoder, Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose
 from jaxscale.ops.lookup import vocabulary_parallel_lookup
 from jaxscale.optim import make, state_axes
+from jaxscale.remat import from_host
 from jaxscale.sharding import constrain, resolve_tree
 from jaxscale.zero import Zero
 
@@ -79,11 +80,13 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
     layout = config.layout
     check_divides(config)
     check_types(config)
+    check_host_memory(config, mesh)
     platform = mesh.devices.flat[0].platform
     model = Decoder(config.model, make_kernels(config.model, layout, platform, config.data.seq_len))
     optimizer = make(config.optimizer, steps=config.run.steps, axes=model.axes)
     zero = Zero(
-        layout.zero_stage, layout.sizes, model.axes, jnp.dtype(config.model.compute_dtype),
+        layout.zero_stage, layout.accumulation == "layered" or layout.microbatches == 1,
+        layout.sizes, model.axes, jnp.dtype(config.model.compute_dtype),
         jnp.dtype(config.optimizer.accumulation_dtype),
     )  # fmt: skip
     gradients = make_gradients(model, layout, zero, mesh)
@@ -100,6 +103,9 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
         resolve_tree(axes.params, zero.param_rules, mesh, abstract.params),
         resolve_tree(axes.opt_state, zero.update_rules, mesh, abstract.opt_state),
     )
+    offloads = layout.offloads("optimizer")
+    if offloads:
+        shardings = shardings._replace(opt_state=_on_host(shardings.opt_state, abstract.opt_state))
     # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
     update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, abstract.params)
 
@@ -111,7 +117,8 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
             grad_norm = optax.tree.norm(grads)
             grads = _clip(grads, grad_norm, config.optimizer.clip_norm)
             params = jax.lax.with_sharding_constraint(state.params, update_shardings)
-            updates, opt_state = optimizer.update(grads, state.opt_state, params)
+            opt_state = from_host(state.opt_state) if offloads else state.opt_state
+            updates, opt_state = optimizer.update(grads, opt_state, params)
             params = optax.apply_updates(params, updates)
             params = jax.lax.with_sharding_constraint(params, shardings.params)
         metrics = StepMetrics(nll_sum / count, grad_norm, count)
@@ -222,6 +229,34 @@ def _implementation(config: ModelConfig, platform: str, seq_len: int) -> str:
     return choose(
         config.attention, platform, dtype=config.compute_dtype, head_dim=config.head_dim,
         seq_len=seq_len,
+    )  # fmt: skip
+
+
+def check_host_memory(config: Config, mesh: Mesh) -> None:
+    """Refuses offloading where the back end has no host memory of its own.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    device = mesh.devices.flat[0]
+    offloads = config.layout.offload != "none" or config.layout.remat.startswith("offload:")
+    if not offloads or not isinstance(device, jax.Device):
+        return
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if "pinned_host" not in kinds:
+        raise ValueError(
+            f"layout.offload = {config.layout.offload!r}, layout.remat = {config.layout.remat!r}: "
+            f"the {device.platform} back end has no pinned host memory, only "
+            f"{', '.join(sorted(kinds))}; set layout.offload = 'none', and layout.remat = 'full' "
+            "or another policy without 'offload:'"
+        )
+
+
+def _on_host(shardings: Tree, abstract: Tree) -> Tree:
+    """The same shards in host memory; scalars stay, the compiler wants them on the device."""
+    return jax.tree.map(
+        lambda sharding, leaf: sharding.with_memory_kind("pinned_host") if leaf.ndim else sharding,
+        shardings, abstract,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 that follow. For use in a `shard_map` in which pipeline, data and fsdp are manual.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,14 @@ class Zero:
 
     A parameter is sharded along its "embed" dimension. One that has none stays whole on every
     rank, and its gradient is summed over the axis; those are small vectors.
+
+    A step that visits each layer once (one micro-batch, or layered accumulation) reduces a layer's
+    gradients at that visit, over every replica, so that they travel while the next layer computes;
+    stage 1 then accumulates in shards, as stage 2 does.
     """
 
     stage: int
+    single_visit: bool  # whether a step visits each layer's gradients once
     sizes: Mapping[str, int]  # of the mesh axes
     axes: Tree  # the parameters' tree of logical axes
     compute_dtype: jnp.dtype
@@ -59,6 +64,17 @@ class Zero:
         """Whether weights must be gathered before they are used."""
         return self.stage == 3 and self.sizes["fsdp"] > 1
 
+    @property
+    def reduces(self) -> bool:
+        """Whether a visit's gradients are reduced at once."""
+        over_data = self.single_visit and self.sizes["data"] > 1
+        return over_data or ((self.scatters or self.single_visit) and self.sizes["fsdp"] > 1)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a visit's gradients leave it as shards."""
+        return self.stage >= 2 or (self.stage == 1 and self.single_visit)
+
     def gather(self, shards: Tree, axes: Tree) -> Tree:
         """Weights as the model uses them: in the compute type, whole over fsdp."""
 
@@ -70,49 +86,63 @@ class Zero:
 
         return self._collectively(one, axes, shards)
 
-    def scatter(self, grads: Tree, axes: Tree) -> Tree:
-        """Gradients of one visit: from stage 2 on, summed over fsdp into shards."""
+    def reduce(self, grads: Tree, axes: Tree) -> Tree:
+        """Gradients of one visit: shards, where the stage allows, and sums over all replicas where
+        there is but one visit."""
 
         def one(axes, grad):
             grad = grad.astype(self.accumulation_dtype)
-            return self._reduce_scatter(grad, axes) if self.stage >= 2 else grad
+            if self.scatters:
+                grad = self._reduce_scatter(grad, axes)
+            return self._sum_replicas(grad, axes) if self.single_visit else grad
 
         return self._collectively(one, axes, grads)
 
     def finish(self, grads: Tree) -> Tree:
         """The sums over replicas that are left at the end of a step."""
+        if self.single_visit:
+            return grads
 
         def one(axes, grad):
             if self.stage == 1:
                 grad = self._reduce_scatter(grad, axes)
-            scattered = self.stage >= 1 and "embed" in axes
-            return self._sum(grad, ("data",) if scattered else ("data", "fsdp"))
+            return self._sum_replicas(grad, axes)
 
         return self._collectively(one, self.axes, grads)
 
     def zeros(self, params: Tree) -> Tree:
-        """Accumulators of gradients: whole for stages 0 and 1, shards for 2 and 3."""
+        """Accumulators of gradients: shards where visits leave shards, else whole."""
 
         def one(axes, param):
             shape = list(param.shape)
-            if self.stage == 2 and "embed" in axes:
+            if self.scatters and self.stage < 3 and "embed" in axes:
                 shape[axes.index("embed")] //= self.sizes["fsdp"]
-            # Without the constraint the compiler would keep them whole on every rank of tensor.
-            return constrain(jnp.zeros(shape, self.accumulation_dtype), axes, self.sizes, WEIGHTS)
+            return self._accumulator(shape, axes)
 
         return jax.tree.map(one, self.axes, params, is_leaf=is_axes)
 
-    def running_sum(self, weights: Tree, microbatches: jax.Array) -> Tree | None:
+    def running_sum(self, weights: Tree, axes: Tree, microbatches: jax.Array) -> Tree | None:
         """Where to sum the gradients of whole weights over micro-batches that walk together,
-        [G, ...]; None for a single one, whose gradients need no summing before they are scattered.
+        [G, ...]; None for a single one, whose gradients need no summing before they are reduced.
         """
         if microbatches.shape[0] == 1:
             return None
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, self.accumulation_dtype), weights)
+        return jax.tree.map(
+            lambda axes, x: self._accumulator(x.shape, axes), axes, weights, is_leaf=is_axes
+        )
 
     def total(self, values: Tree) -> Tree:
         """Scalars, summed over every replica."""
         return jax.tree.map(lambda value: self._sum(value, ("data", "fsdp")), values)
+
+    def _accumulator(self, shape: Sequence[int], axes: Axes) -> jax.Array:
+        # Without the constraint the compiler would keep it whole on every rank of tensor.
+        return constrain(jnp.zeros(shape, self.accumulation_dtype), axes, self.sizes, WEIGHTS)
+
+    def _sum_replicas(self, grad: jax.Array, axes: Axes) -> jax.Array:
+        """What a reduce-scatter, where there was one, leaves to be summed."""
+        scattered = self.stage >= 1 and "embed" in axes
+        return self._sum(grad, ("data",) if scattered else ("data", "fsdp"))
 
     def _sum(self, x: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
         mesh_axes = tuple(axis for axis in mesh_axes if self.sizes[axis] > 1)

@@ -84,7 +84,16 @@ OVERRIDES = [
     ("layout.accumulation=sequental", "did you mean 'sequential'?"),
     ("layout.schedule=1f2b", "layout.schedule = '1f2b' is not known"),
     ("layout.remat=ful", "layout.remat = 'ful' is not known; it can be none, full"),
+    ("layout.remat=savematmuls", "did you mean 'save_matmuls'?"),
+    ("layout.remat=save", "layout.remat = 'save' is not known"),
+    ("layout.remat=save:", "layout.remat = 'save:': '' is not known; it can be query, key"),
+    ("layout.remat=save:mlp_gat", "layout.remat = 'save:mlp_gat': 'mlp_gat' is not known"),
+    ("layout.remat=save:mlp_gat", "did you mean 'mlp_gate'?"),
+    ("layout.remat=save:key,key", "layout.remat = 'save:key,key' names a tensor twice"),
+    ("layout.remat=keep:key", "layout.remat = 'keep' is not known; it can be save, offload"),
     ("layout.offload=disk", "layout.offload = 'disk' is not known"),
+    ("layout.offload=optimiser", "did you mean 'optimizer'?"),
+    ("layout.offload=activations,optimizer", "it can be none, optimizer, activations, optimizer,"),
     # the run
     ("run.steps=0", "run.steps = 0 is too small; at least 1"),
     ("run.seed=-1", "run.seed = -1 must be at least 0"),
@@ -104,9 +113,6 @@ NOT_YET = [
     ("layout.context=4", "layout.context = 4 is not available in this version"),
     ("layout.virtual_stages=2", "layout.virtual_stages = 2 is not available in this version"),
     ("layout.sequence_chunks=2", "layout.sequence_chunks = 2 is not available in this version"),
-    ("layout.accumulation=layered", "layout.accumulation = 'layered' is not available"),
-    ("layout.remat=save_matmuls", "layout.remat = 'save_matmuls' is not available"),
-    ("layout.offload=optimizer", "layout.offload = 'optimizer' is not available"),
 ]
 
 # The body of a configuration file.

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name as named  # as remat policies know a product's result
 
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
@@ -139,9 +140,9 @@ class Attention(nnx.Module):
 
     def project(self, x_BTD: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, ...]:
         """Queries, keys and values, positions already in them."""
-        q_BTNH = linear(x_BTD, self.q[...])
-        k_BTKH = linear(x_BTD, self.k[...])
-        v_BTKH = linear(x_BTD, self.v[...])
+        q_BTNH = named(linear(x_BTD, self.q[...]), "query")
+        k_BTKH = named(linear(x_BTD, self.k[...]), "key")
+        v_BTKH = named(linear(x_BTD, self.v[...]), "value")
         if self.gpt:
             q_BTNH += self.q_bias[...]
             k_BTKH += self.k_bias[...]
@@ -157,7 +158,7 @@ class Attention(nnx.Module):
 
     def join(self, o_BTNH: jax.Array) -> jax.Array:
         """The heads' results, back in the residual stream's width."""
-        y_BTD = linear(o_BTNH, self.out[...], contracted=2)
+        y_BTD = named(linear(o_BTNH, self.out[...], contracted=2), "attention_out")
         return y_BTD + self.out_bias[...] if self.gpt else y_BTD
 
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> jax.Array:
@@ -200,11 +201,12 @@ class MLP(nnx.Module):
             self.gate = weights.normal("embed", "mlp")
 
     def __call__(self, x_BTD: jax.Array, shard: Callable) -> jax.Array:
-        up_BTF = shard(linear(x_BTD, self.up[...]), ("batch", "seq", "mlp"))
+        up_BTF = shard(named(linear(x_BTD, self.up[...]), "mlp_up"), ("batch", "seq", "mlp"))
         if self.gpt:
             hidden_BTF = jax.nn.gelu(up_BTF + self.up_bias[...])
             return linear(hidden_BTF, self.down[...]) + self.down_bias[...]
-        gate_BTF = shard(linear(x_BTD, self.gate[...]), ("batch", "seq", "mlp"))
+        gate_BTF = named(linear(x_BTD, self.gate[...]), "mlp_gate")
+        gate_BTF = shard(gate_BTF, ("batch", "seq", "mlp"))
         # The product with the gate is made again for the backward pass: that is cheaper than
         # keeping it, whatever the remat policy.
         down = jax.checkpoint(
