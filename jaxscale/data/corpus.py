@@ -42,6 +42,7 @@ class Corpus:
     token_bytes: np.ndarray
     num_bytes: int
     fingerprint: str
+    entries: tuple[int, ...] = (0,)  # the first document of each entry of the source
 
     @property
     def num_documents(self) -> int:
@@ -144,6 +145,8 @@ def _tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
     hashes = np.array([hash_identity(document.identity) for document in documents], np.uint64)
     settings = json.dumps([FORMAT, tokenizer.fingerprint]).encode()
+    entries = [document.entry for document in documents]
+    firsts = np.searchsorted(entries, np.arange(max(entries) + 1)).tolist()
     counts = np.bincount(tokens, minlength=tokenizer.vocab_size)
     _log.info("data: tokenised %.1f MB in %.1f s", num_bytes / 1e6, time.perf_counter() - start)
     return Corpus(
@@ -153,6 +156,7 @@ def _tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
         token_bytes=tokenizer.token_bytes * (num_bytes / (counts @ tokenizer.token_bytes)),
         num_bytes=num_bytes,
         fingerprint=_digest(settings, hashes.data, offsets.data, tokens.data),
+        entries=tuple(firsts),
     )
 
 
@@ -175,7 +179,7 @@ def _save(folder: pathlib.Path, corpus: Corpus) -> None:
     for name in _ARRAYS:
         np.save(unfinished / f"{name}.npy", getattr(corpus, name))
     np.save(unfinished / "tokens.npy", corpus.tokens)
-    index = {name: getattr(corpus, name) for name in ("num_bytes", "fingerprint")}
+    index = {name: getattr(corpus, name) for name in ("num_bytes", "fingerprint", "entries")}
     (unfinished / "index.json").write_text(json.dumps(index))
     try:
         unfinished.rename(folder)
@@ -188,12 +192,13 @@ def _save(folder: pathlib.Path, corpus: Corpus) -> None:
 def _load(folder: pathlib.Path) -> Corpus:
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
     tokens = np.load(folder / "tokens.npy", mmap_mode="r")
-    return Corpus((tokens,), **arrays, **json.loads((folder / "index.json").read_text()))
+    index = json.loads((folder / "index.json").read_text())
+    return Corpus((tokens,), **arrays, **index | {"entries": tuple(index["entries"])})
 
 
 def _key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
     """What a look at the files says of their content."""
-    listing = [(str(d.path), d.identity, d.num_bytes, d.mtime_ns) for d in documents]
+    listing = [(str(d.path), d.identity, d.num_bytes, d.mtime_ns, d.entry) for d in documents]
     return _digest(json.dumps([FORMAT, tokenizer.fingerprint, listing]).encode())
 
 

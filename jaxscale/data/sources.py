@@ -33,6 +33,7 @@ class Document:
     identity: str  # the path below the root of its source entry, with forward slashes
     num_bytes: int
     mtime_ns: int
+    entry: int = 0  # of `data.source`
 
 
 def find_documents(source: Sequence[str | Source]) -> list[Document]:
@@ -49,7 +50,8 @@ def find_documents(source: Sequence[str | Source]) -> list[Document]:
     """
     found: dict[pathlib.Path, Document] = {}
     num_repeated, markers = 0, []
-    for entry in [path for source in to_sources(source) for path in source.path]:
+    entries = [(i, path) for i, one in enumerate(to_sources(source)) for path in one.path]
+    for number, entry in entries:
         root, paths = _expand(entry)
         num_files = 0
         for path in paths:
@@ -57,7 +59,7 @@ def find_documents(source: Sequence[str | Source]) -> list[Document]:
             if path in found:
                 num_repeated += 1
                 continue
-            document = _examine(path, root)
+            document = _examine(path, root, number)
             if document.num_bytes:
                 found[path] = document
             elif path.name == "__init__.py":
@@ -179,10 +181,10 @@ def _loops(path: pathlib.Path) -> bool:
     return path.is_symlink() and path.parent.resolve().is_relative_to(path.resolve())
 
 
-def _examine(path: pathlib.Path, root: pathlib.Path) -> Document:
+def _examine(path: pathlib.Path, root: pathlib.Path, entry: int) -> Document:
     try:
         status = path.stat()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     identity = path.relative_to(root).as_posix()
-    return Document(path, identity, status.st_size, status.st_mtime_ns)
+    return Document(path, identity, status.st_size, status.st_mtime_ns, entry)
