@@ -155,24 +155,6 @@ def test_large_scores_do_not_overflow():
         assert bool(jnp.all(jnp.isfinite(value)))
 
 
-def test_blocks_that_nobody_sees_are_left_out_and_no_others():
-    rng = np.random.default_rng(1)
-    ordered = np.sort(rng.integers(0, 6, size=(1, 64)))
-    for segments, window in ((ordered, 0), (ordered, 9), (rng.integers(0, 6, size=(2, 64)), 17)):
-        blocks = jnp.asarray(segments.reshape(-1, 8, 8).swapaxes(0, 1))
-        visible = np.asarray(blockwise._visible(blocks, 8, window))
-        time = np.arange(64)
-        distance = time[:, None] - time
-        mask = (distance >= 0) & (distance < (window or 64))
-        mask = mask & (segments[:, :, None] == segments[:, None, :])
-        needed = mask.any(0).reshape(8, 8, 8, 8).any((1, 3))
-        assert not np.any(needed & ~visible)
-        if segments is ordered:
-            # Neighbouring documents may share a pair of blocks; nothing else is in excess.
-            assert visible.sum() <= needed.sum() + 1
-            assert visible.sum() < 36
-
-
 def kept_bytes(function, *args):
     """What the backward pass keeps, arguments included."""
     pullback = jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args)
