@@ -189,6 +189,7 @@ class DataConfig:
     `path` and the other keys of `Source`; `{stdlib}` stands for the source of Python's standard
     library. `tokenizer` is "bytes", a path to a Hugging Face tokenizer.json, or "bpe:4096", which
     trains a byte-pair tokenizer of that many tokens on the source before the first step.
+    `objective` is what is predicted, and from what: see `data/objectives.py`.
     """
 
     source: tuple[Source, ...] = (Source(("{stdlib}/**/*.py",)),)
@@ -197,9 +198,11 @@ class DataConfig:
     seq_len: int = 128
     heldout: float = 0.05  # share of the documents that only evaluation sees
     seed: int = 0
+    objective: str = "causal"
     workers: int = 0  # processes that read ahead; 0 reads in a thread of the trainer
 
     def __post_init__(self) -> None:
+        check_choice("data.objective", self.objective, OBJECTIVES)
         check_at_least("data", self, global_batch_size=1, seq_len=2, workers=0)
         check_seed("data.seed", self.seed)
         object.__setattr__(self, "source", to_sources(self.source))
@@ -210,6 +213,9 @@ class DataConfig:
     def tokens_per_step(self) -> int:
         """Positions of a global batch, padding included."""
         return self.global_batch_size * self.seq_len
+
+
+OBJECTIVES = ("causal", "prefix", "span_corruption", "masked")
 
 
 @dataclass(frozen=True)
@@ -294,6 +300,11 @@ class Config:
             raise ValueError(
                 f"data.seq_len = {self.data.seq_len} is more than model.max_seq_len = "
                 f"{self.model.max_seq_len}, the learned positions there are"
+            )
+        if self.data.objective == "masked":
+            raise ValueError(
+                "data.objective = 'masked' needs a model that sees both sides, and model.family = "
+                f"{self.model.family!r} is causal; choose causal, prefix or span_corruption"
             )
 
 

@@ -18,7 +18,9 @@ from jaxscale.batch import Batch
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import Config
 from jaxscale.data.corpus import open_corpus
-from jaxscale.data.stream import Dataset, batches, open_dataset
+from jaxscale.data.dataset import Examples
+from jaxscale.data.mixture import open_examples
+from jaxscale.data.stream import batches
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.data.tokenizer import load as load_tokenizer
 from jaxscale.layout import resolve_sizes
@@ -33,8 +35,8 @@ class Text:
     """A run's tokenizer and its two splits; `heldout` is None when nothing is held out."""
 
     tokenizer: Tokenizer
-    train: Dataset
-    heldout: Dataset | None
+    train: Examples
+    heldout: Examples | None
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,11 @@ def open_text(config: Config, workdir: pathlib.Path) -> Text:
         config,
     )
     corpus = open_corpus(data.source, tokenizer, workdir / "tokens")
-    train = open_dataset(data, tokenizer, split="train", corpus=corpus)
+    size = config.model.vocab_size
+    train = open_examples(data, tokenizer, corpus, split="train", vocab_size=size)
     heldout = None
     if data.heldout or config.run.eval_every:
-        heldout = open_dataset(data, tokenizer, split="heldout", corpus=corpus)
+        heldout = open_examples(data, tokenizer, corpus, split="heldout", vocab_size=size)
     return Text(tokenizer, train, heldout)
 
 
@@ -142,7 +145,7 @@ def restore_params(engine: Engine, workdir: pathlib.Path) -> tuple[int, Any, dic
 
 
 def device_batches(
-    engine: Engine, dataset: Dataset, global_batch_size: int, *, start_step: int = 0,
+    engine: Engine, dataset: Examples, global_batch_size: int, *, start_step: int = 0,
     workers: int = 0,
 ) -> Generator[Batch]:  # fmt: skip
     """Batches spread over the mesh; each process loads the rows that its devices hold."""
@@ -166,7 +169,7 @@ def device_batches(
 
 
 def evaluate(
-    engine: Engine, params: Any, heldout: Dataset, global_batch_size: int,
+    engine: Engine, params: Any, heldout: Examples, global_batch_size: int,
     max_batches: int | None = None,
 ) -> Evaluation:  # fmt: skip
     """The loss on held-out text: the first `max_batches` batches of it, or all.

@@ -19,7 +19,7 @@ from jaxscale import config as configs
 from jaxscale.batch import Batch
 from jaxscale.checkpoint import Checkpoints, describe_difference
 from jaxscale.config import Config
-from jaxscale.data.stream import Dataset
+from jaxscale.data.dataset import Examples, repeats
 from jaxscale.describe import describe, human_bytes
 from jaxscale.hardware import peak_flops
 from jaxscale.metrics import Metrics, duration, progress_line, utilisation
@@ -94,6 +94,11 @@ def open_trainer(config: Config, workdir: pathlib.Path) -> Trainer | None:
             reading.result()
         step = compile_step(engine, config)
         text = reading.result()
+    for source in text.train.progress(run.steps * config.data.global_batch_size):
+        log.info(
+            f"data: {source.name} has {source.epoch:,} examples, and run.steps = {run.steps} goes "
+            f"through them {source.seen / source.epoch:.2f} times"
+        )
     state = _begin(engine, config, checkpoints, begin, text.train)
     return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
 
@@ -144,7 +149,7 @@ def compile_step(engine: Engine, config: Config) -> Callable:
 
 
 def _begin(
-    engine: Engine, config: Config, checkpoints: Checkpoints, begin: int, train: Dataset
+    engine: Engine, config: Config, checkpoints: Checkpoints, begin: int, train: Examples
 ) -> TrainState:
     """Fresh state, or that of checkpoint `begin`."""
     if not begin:
@@ -154,9 +159,9 @@ def _begin(
     state = checkpoints.restore(begin, engine.abstract_state, config=resolved)
     if metadata["data"]["fingerprint"] != train.fingerprint:
         raise ValueError(
-            f"the examples are not those that checkpoint {begin} was trained on: the text, "
-            "data.tokenizer, data.seed, data.seq_len or data.heldout changed; put it back, or "
-            "start a new --workdir"
+            f"the examples are not those that checkpoint {begin} was trained on: the text, its "
+            "weights, data.tokenizer, data.seed, data.seq_len, data.heldout or data.objective "
+            "changed; put it back, or start a new --workdir"
         )
     if metadata["data"]["next_example"] != begin * config.data.global_batch_size:
         raise ValueError(
@@ -170,7 +175,7 @@ def _begin(
     return state
 
 
-def _metadata(config: Config, train: Dataset, step: int) -> dict[str, Any]:
+def _metadata(config: Config, train: Examples, step: int) -> dict[str, Any]:
     next_example = step * config.data.global_batch_size
     data = {"fingerprint": train.fingerprint, "next_example": next_example}
     return {"config": configs.to_dict(config), "data": data}
@@ -358,6 +363,8 @@ class Recorder:
         }
         self._last = record
         self.metrics.write(record)
+        for source in repeats(self._train, first - self._batch_size, first):
+            log.info(f"step {step}: {source.name} begins again, epoch {source.begun}")
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise FloatingPointError(
                 f"step {step}: loss = {loss}, gradient norm = {grad_norm}; stopped, and nothing "

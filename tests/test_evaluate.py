@@ -9,7 +9,7 @@ import pytest
 from jaxscale import run
 from jaxscale.batch import Batch
 from jaxscale.config import Config, DataConfig, ModelConfig
-from jaxscale.data.stream import Dataset, open_dataset
+from jaxscale.data.dataset import Dataset, open_dataset
 from jaxscale.data.tokenizer import load
 from jaxscale.layout import Layout
 from jaxscale.mesh import make_mesh

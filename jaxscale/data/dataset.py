@@ -1,0 +1,259 @@
+"""Packed examples by global index.
+
+Example i of a data set is a pure function of the seed and i: nothing about processes, rows or
+workers enters.
+"""
+
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import grain
+import numpy as np
+
+from jaxscale.batch import Batch
+from jaxscale.config import DataConfig
+from jaxscale.data.corpus import Corpus, open_corpus
+from jaxscale.data.objectives import OBJECTIVES, Vocabulary, uniform
+from jaxscale.data.packing import Stream, pad
+from jaxscale.data.sources import draw
+from jaxscale.data.tokenizer import Tokenizer
+
+PACKING = 2
+"""Raised when the same corpus and settings would give other examples."""
+
+Split = Literal["train", "heldout"]
+
+
+class Examples(Protocol):
+    """What can be trained on: `Dataset`, and `Mixture` of several.
+
+    `fingerprint` is of everything that decides what example i is. `token_bytes` [ids] is the
+    UTF-8 bytes that each id stands for.
+    """
+
+    @property
+    def split(self) -> Split: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def token_bytes(self) -> np.ndarray: ...
+    @property
+    def num_tokens(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Batch: ...
+    def example_digest(self, indices: Sequence[int]) -> str: ...
+    def progress(self, num_examples: int) -> list["Progress"]: ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the first examples of a run go through one source."""
+
+    name: str
+    seen: int  # examples
+    epoch: int  # examples after which the source begins again
+
+    @property
+    def begun(self) -> int:
+        """Epochs begun."""
+        return -(-self.seen // self.epoch)
+
+
+def repeats(examples: Examples, first: int, last: int) -> list[Progress]:
+    """The sources that begin again among examples `first` to `last`, and how far they then are."""
+    before, after = examples.progress(first), examples.progress(last)
+    return [now for then, now in zip(before, after) if now.begun > max(then.begun, 1)]
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """The documents of one split, concatenated, cut into windows, and made into examples.
+
+    `dataset[i]` is one packed example. For training i is any number from 0: each epoch visits
+    every window once, in an order of its own. Held-out windows come in a fixed order, and
+    examples beyond the last are all padding, so that whole batches count each token once.
+    """
+
+    name: str
+    stream: Stream
+    split: Split
+    seq_len: int  # places of an example
+    seed: int
+    objective: str
+    vocabulary: Vocabulary
+    token_bytes: np.ndarray
+    fingerprint: str
+
+    def __len__(self) -> int:
+        """Windows: examples of one epoch."""
+        return -(-self.num_tokens // self.window_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the split; for the causal objective each is a target once in an epoch."""
+        return self.stream.num_tokens
+
+    @functools.cached_property
+    def window_tokens(self) -> int:
+        """Tokens of the text that an example is made of."""
+        return OBJECTIVES[self.objective].window(self.seq_len)
+
+    def __getitem__(self, index: int, /) -> Batch:
+        """Example `index`: a Batch whose fields are [seq_len].
+
+        A row cut from the middle of a document begins at position 0. What is random in an
+        objective is so by `index`: another epoch masks other tokens.
+        """
+        if index < 0:
+            raise IndexError(f"example {index}; examples are numbered from 0")
+        window = self.stream.window(self.window(index) * self.window_tokens, self.window_tokens)
+        if not len(window.lengths):
+            nothing = np.zeros(self.seq_len, np.int32)
+            return Batch(nothing, nothing, nothing, nothing, nothing.astype(np.float32))
+        random = uniform(self.seed, index)
+        example = OBJECTIVES[self.objective].example(window, random, self.vocabulary)
+        return pad(example, self.seq_len)
+
+    def window(self, index: int) -> int:
+        """Which window of the split example `index` is."""
+        if self.split == "heldout":
+            return index
+        epoch, index_in_epoch = divmod(index, len(self))
+        # Seeds of neighbouring runs and epochs must not meet, as seed + epoch would.
+        seed = int.from_bytes(digest([self.seed, epoch])[:4], "big")
+        return grain.experimental.index_shuffle(
+            index_in_epoch, max_index=len(self) - 1, seed=seed, rounds=4
+        )
+
+    def example_digest(self, indices: Sequence[int]) -> str:
+        """A short name for these examples in this order: equal where two runs see the same."""
+        windows = [self.window(index) for index in indices]
+        return digest([self.fingerprint, windows]).hex()[:8]
+
+    def progress(self, num_examples: int) -> list[Progress]:
+        """How far the first `num_examples` go through the text."""
+        return [Progress(self.name, num_examples, len(self))]
+
+
+def open_dataset(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    split: Split,
+    directory: pathlib.Path | None = None,
+    corpus: Corpus | None = None,
+    vocab_size: int | None = None,
+    entry: int | None = None,
+) -> Dataset:
+    """The training or the held-out documents of a source, as packed examples.
+
+    Args:
+      directory: where tokens are kept and found again; without it they stay in memory.
+      corpus: what `open_corpus` gave, to open a second split of it at no cost.
+      vocab_size: ids of the model; None is as many as the objective needs.
+      entry: the number of one entry of `config.source`, to read no other.
+
+    Raises:
+      ValueError: the split is empty, or smaller than one example, or the model has no ids for the
+        objective's marks; says which setting to change.
+    """
+    if split == "heldout" and config.heldout == 0:
+        raise ValueError(
+            "data.heldout = 0 leaves no documents to evaluate on; set data.heldout = 0.05, or "
+            "run.eval_every = 0"
+        )
+    vocabulary = _vocabulary(config, tokenizer, vocab_size)
+    corpus = corpus or open_corpus(config.source, tokenizer, directory)
+    name = "data.source" if entry is None else entry_name(config, entry)
+    first, last = _documents(corpus, entry)
+    if first == last:
+        raise ValueError(f"{name} has no document that an entry before it does not have")
+    drawn = draw(corpus.hashes[first:last], config.seed)
+    # In this order any first part of a split is a sample of all of it.
+    order = np.argsort(drawn, kind="stable")
+    chosen = order[(drawn[order] < config.heldout) == (split == "heldout")]
+    if not len(chosen):
+        raise ValueError(_nothing_chosen(name, split, config.heldout, drawn))
+    offsets = np.append(0, np.cumsum(np.diff(corpus.offsets[first : last + 1])[chosen]))
+    if offsets[-1] < config.seq_len:
+        change = "raise data.heldout" if split == "heldout" else "lower data.heldout"
+        raise ValueError(
+            f"the {split} documents of {name} hold {offsets[-1]} tokens, fewer than one "
+            f"sequence of data.seq_len = {config.seq_len}; add text to data.source, lower "
+            f"data.seq_len, or {change} (now {config.heldout})"
+        )
+    settings = [PACKING, corpus.fingerprint, split, config.heldout, config.seq_len, config.seed,
+                config.objective, vocabulary, entry]  # fmt: skip
+    return Dataset(
+        name=name,
+        # Every document begins with the boundary that closes the one before, and the last one.
+        stream=Stream(corpus, corpus.offsets[first + np.append(chosen, 0)], offsets),
+        split=split,
+        seq_len=config.seq_len,
+        seed=config.seed,
+        objective=config.objective,
+        vocabulary=vocabulary,
+        token_bytes=np.pad(
+            corpus.token_bytes, (0, vocabulary.model_size - len(corpus.token_bytes))
+        ),
+        fingerprint=digest(settings).hex(),
+    )
+
+
+def entry_name(config: DataConfig, entry: int) -> str:
+    """An entry of `config.source` in messages."""
+    return f"data.source[{entry}] ({', '.join(config.source[entry].path)})"
+
+
+def digest(values: object) -> bytes:
+    """A hash of plain values."""
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).digest()
+
+
+def _documents(corpus: Corpus, entry: int | None) -> tuple[int, int]:
+    """The first document of an entry of the source, and the first after it."""
+    if entry is None:
+        return 0, corpus.num_documents
+    bounds = [*corpus.entries, *[corpus.num_documents] * 2]
+    first = min(entry, len(bounds) - 2)  # entries at the end may have no documents of their own
+    return bounds[first], bounds[first + 1]
+
+
+def _vocabulary(config: DataConfig, tokenizer: Tokenizer, vocab_size: int | None) -> Vocabulary:
+    """The ids of a model's examples, enough of them beyond the tokenizer's for every mark."""
+    objective = OBJECTIVES[config.objective]
+    if not objective.window(config.seq_len):
+        raise ValueError(
+            f"data.seq_len = {config.seq_len} is too short for data.objective = "
+            f"{config.objective!r}; at least 4"
+        )
+    needed = tokenizer.vocab_size + objective.num_marks(config.seq_len)
+    size = needed if vocab_size is None else vocab_size
+    if size < needed:
+        raise ValueError(
+            f"model.vocab_size = {size} is too small: data.objective = {config.objective!r} needs "
+            f"{needed - tokenizer.vocab_size} ids beside the {tokenizer.vocab_size} of "
+            f"data.tokenizer = {config.tokenizer!r} with data.seq_len = {config.seq_len}; set "
+            f"model.vocab_size = {needed}"
+        )
+    return Vocabulary(tokenizer.vocab_size, tokenizer.boundary, size)
+
+
+def _nothing_chosen(name: str, split: Split, heldout: float, drawn: np.ndarray) -> str:
+    found = f"data.heldout = {heldout} leaves none of {len(drawn)} documents of {name} for {split}"
+    if len(drawn) == 1:
+        return (
+            f"{found}: a document (a file) is held out whole or not at all; cut the text into "
+            "several files, or set data.heldout = 0 and run.eval_every = 0"
+        )
+    # Documents that draw less than the share are held out.
+    if split == "heldout":
+        return f"{found}; {np.min(drawn) + 0.001:.3f} is enough for one, or add documents"
+    return f"{found}; below {np.max(drawn):.3f} one is left, or add documents"

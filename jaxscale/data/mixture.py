@@ -1,0 +1,249 @@
+"""Mixtures: which entry of the source example i is of, and which of that entry's examples.
+
+From the beginning of a stage on, every entry has had its share of any number of examples, rounded
+up or down: the problem of a chairman who comes from each of several states in turn (Tijdeman,
+"The chairman assignment problem", Discrete Mathematics 32, 1980). Shares are fractions with one
+denominator, so that the turns repeat, and one table of them answers for any index.
+"""
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxscale.batch import Batch
+from jaxscale.config import DataConfig
+from jaxscale.data.corpus import Corpus
+from jaxscale.data.dataset import (
+    Dataset,
+    Examples,
+    Progress,
+    Split,
+    digest,
+    entry_name,
+    open_dataset,
+)
+from jaxscale.data.tokenizer import Tokenizer
+from jaxscale.source import Weight
+
+LONGEST_CYCLE = 2**16
+"""Examples after which the turns of a stage repeat, at most."""
+
+_EXACT = 1e-12  # relative: weights are floats, and 0.1 is not a tenth
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Examples from `begin` on, in constant shares."""
+
+    begin: int
+    before: tuple[int, ...]  # examples of each member in earlier stages
+    shares: tuple[int, ...]  # examples of each in one cycle
+    turns: np.ndarray  # [cycle], whose turn it is
+    earlier: np.ndarray  # [cycle], how many turns that member had before in this cycle
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """Several data sets in changing shares; example i is a function of i, as theirs are.
+
+    Each member goes through its examples in its own order and epochs, whatever the others do; a
+    stage goes on where the one before left it.
+    """
+
+    members: tuple[Dataset, ...]
+    stages: tuple[Stage, ...]  # in order; the first begins at 0
+    fingerprint: str
+
+    split: Split = "train"
+
+    def __len__(self) -> int:
+        """Windows of all members."""
+        return sum(len(member) for member in self.members)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all members."""
+        return sum(member.num_tokens for member in self.members)
+
+    @property
+    def seq_len(self) -> int:
+        """Places of an example."""
+        return self.members[0].seq_len
+
+    @property
+    def token_bytes(self) -> np.ndarray:
+        """UTF-8 bytes that each id stands for."""
+        return self.members[0].token_bytes
+
+    def __getitem__(self, index: int, /) -> Batch:
+        """Example `index`: a Batch whose fields are [seq_len]."""
+        member, own = self.locate(index)
+        return self.members[member][own]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The member that example `index` is of, and its index there."""
+        if index < 0:
+            raise IndexError(f"example {index}; examples are numbered from 0")
+        stage = self._stage(index)
+        cycle, place = divmod(index - stage.begin, len(stage.turns))
+        member = int(stage.turns[place])
+        earlier = stage.before[member] + cycle * stage.shares[member]
+        return member, earlier + int(stage.earlier[place])
+
+    def example_digest(self, indices: Sequence[int]) -> str:
+        """A short name for these examples in this order: equal where two runs see the same."""
+        located = [self.locate(index) for index in indices]
+        windows = [(member, self.members[member].window(own)) for member, own in located]
+        return digest([self.fingerprint, windows]).hex()[:8]
+
+    def progress(self, num_examples: int) -> list[Progress]:
+        """How far the first `num_examples` go through each member."""
+        seen = count(self._stage(max(num_examples - 1, 0)), num_examples)
+        return [
+            Progress(member.name, number, len(member)) for member, number in zip(self.members, seen)
+        ]
+
+    def _stage(self, index: int) -> Stage:
+        return self.stages[bisect.bisect_right(self.stages, index, key=lambda s: s.begin) - 1]
+
+
+def open_examples(
+    config: DataConfig, tokenizer: Tokenizer, corpus: Corpus, *, split: Split, vocab_size: int
+) -> Examples:
+    """The training examples of a source, mixed by weight where it has any, or the held-out ones.
+
+    Without weights the entries are one text. Held-out documents always are, and those of an entry
+    of weight 0 are among them.
+
+    Raises:
+      ValueError: as `open_dataset` and `fractions`; or only some entries have a weight.
+    """
+    weights = [source.weight for source in config.source]
+    weighted = [weight is not None for weight in weights]
+    if any(weighted) and not all(weighted):
+        missing = entry_name(config, weighted.index(False))
+        raise ValueError(
+            f"{missing} has no weight, and other entries of data.source have one; give every entry "
+            "a weight, or none"
+        )
+    if split == "heldout" or not any(weighted):
+        return open_dataset(config, tokenizer, split=split, corpus=corpus, vocab_size=vocab_size)
+    members = tuple(
+        open_dataset(
+            config, tokenizer, split=split, corpus=corpus, vocab_size=vocab_size, entry=entry
+        )
+        for entry in range(len(config.source))
+    )
+    return mix(members, [weight for weight in weights if weight is not None],
+               global_batch_size=config.global_batch_size)  # fmt: skip
+
+
+def mix(
+    members: Sequence[Dataset], weights: Sequence[Weight], *, global_batch_size: int
+) -> Mixture:
+    """Training data sets in the shares of their weights, which need not sum to 1.
+
+    A weight that is given as (step, weight) pairs changes after so many steps. A member whose
+    weight is 0 is absent.
+
+    Raises:
+      ValueError: as `fractions`.
+    """
+    pairs = [[(0, w)] if isinstance(w, int | float) else list(w) for w in weights]
+    steps = sorted({step for staged in pairs for step, _ in staged})
+    stages: list[Stage] = []
+    for step in steps:
+        now = [staged[bisect.bisect_right(staged, (step, np.inf)) - 1][1] for staged in pairs]
+        if not any(now):
+            raise ValueError(
+                f"from step {step} on every weight of data.source is 0; give one entry a weight"
+            )
+        begin = step * global_batch_size
+        before = count(stages[-1], begin) if stages else (0,) * len(members)
+        shares = fractions(now)
+        turns = take_turns(shares)
+        stages.append(Stage(begin, before, tuple(shares.tolist()), turns, _rank(turns)))
+    settings = [[m.fingerprint for m in members], [(s.begin, s.shares) for s in stages]]
+    return Mixture(tuple(members), tuple(stages), digest(settings).hex())
+
+
+def count(stage: Stage, index: int) -> tuple[int, ...]:
+    """How many of the examples before `index`, which is not before the stage, are of each member,
+    if the stage goes on until there."""
+    cycles, place = divmod(index - stage.begin, len(stage.turns))
+    partly = np.bincount(stage.turns[:place], minlength=len(stage.shares)).tolist()
+    return tuple(
+        before + cycles * share + part
+        for before, share, part in zip(stage.before, stage.shares, partly)
+    )
+
+
+def fractions(weights: Sequence[float]) -> np.ndarray:
+    """Whole numbers whose ratios are those of the weights, with a sum of at most `LONGEST_CYCLE`.
+
+    They are the smallest that are exact, for weights such as 0.7, 0.2 and 0.1; where there are
+    none, those whose largest relative error is least. A weight of 0 stays 0.
+
+    Raises:
+      ValueError: a weight is less than one part of `LONGEST_CYCLE` of all.
+    """
+    wanted = np.asarray(weights, np.float64)
+    wanted = wanted / wanted.sum()
+    present = wanted[wanted > 0]
+    if present.min() * LONGEST_CYCLE < 1 - _EXACT:
+        raise ValueError(
+            f"the weights {tuple(weights)} of data.source: the smallest is {present.min():.2g} of "
+            f"all, and at least 1 of {LONGEST_CYCLE:,} can be honoured; raise it, or make it 0"
+        )
+    best, least = np.ones(len(present)), np.inf
+    for first in range(len(present), LONGEST_CYCLE + 1, 1024):
+        sums = np.arange(first, min(first + 1024, LONGEST_CYCLE + 1))[:, None]
+        parts = np.rint(sums * present)
+        error = np.abs(parts / (sums * present) - 1).max(axis=1)
+        error[(parts.sum(axis=1) != sums[:, 0]) | (parts.min(axis=1) < 1)] = np.inf
+        error[error < _EXACT] = 0
+        if error.min() < least:
+            best, least = parts[error.argmin()], error.min()
+        if least == 0:
+            break
+    shares = np.zeros(len(wanted), np.int64)
+    shares[wanted > 0] = best
+    return shares
+
+
+def take_turns(shares: np.ndarray) -> np.ndarray:
+    """Whose turn it is, for one cycle of as many turns as the shares sum to.
+
+    After any n turns a member with share s of S has had n * s / S of them, give or take at most
+    1 - 1 / (2 K - 2) for K members: the least that is always possible (Tijdeman). That bounds from
+    below and above when each turn of a member may come. Of those that may, the one that must come
+    first is taken, which keeps to all bounds if any order does.
+    """
+    length, slack = int(shares.sum()), max(2 * np.count_nonzero(shares) - 2, 1)
+    members = np.repeat(np.arange(len(shares)), shares)
+    numbers = np.concatenate([np.arange(share) for share in shares])
+    parts = shares[members] * slack
+    # In whole numbers: (number + 1 / slack) / share and (number + 1 - 1 / slack) / share.
+    earliest = -(-(numbers * slack + 1) * length // parts) - 1
+    latest = ((numbers + 1) * slack - 1) * length // parts
+    order = np.argsort(-earliest, kind="stable")
+    coming = list(zip(*(field[order].tolist() for field in (earliest, latest, members))))
+    ready: list[tuple[int, int]] = []
+    turns = np.empty(length, np.int32)
+    for place in range(length):
+        while coming and coming[-1][0] <= place:
+            heapq.heappush(ready, coming.pop()[1:])
+        turns[place] = heapq.heappop(ready)[1]
+    return turns
+
+
+def _rank(turns: np.ndarray) -> np.ndarray:
+    """How many earlier entries of `turns` are the same as each."""
+    order = np.argsort(turns, kind="stable")
+    counts = np.bincount(turns)
+    rank = np.empty(len(turns), np.int32)
+    rank[order] = np.arange(len(turns)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rank

@@ -1,0 +1,242 @@
+"""What is to be predicted: a window of documents becomes one example, its targets and weights.
+
+Every objective is a pure function of the window and of random bits that belong to the example, and
+keeps the window's pieces apart: each is a segment of its own, with positions from 0.
+
+- "causal": every token from those before it in its document.
+- "prefix": the same, but a first part of each piece, of random length, carries no loss. The prefix
+  is read causally, as the rest; a prefix that sees itself in both directions (T5's prefix language
+  model) needs another attention mask than this project's kernels have.
+- "span_corruption": T5's (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4): spans of 3 tokens
+  on average, 15 % of all, are replaced by one sentinel each, and predicted after the text that is
+  left. For a decoder both follow in one sequence, with loss on the second.
+- "masked": BERT's (Devlin et al. 2019, arXiv 1810.04805, section 3.1): 15 % of the tokens are to be
+  predicted at their own place; 80 % of them are masked, 10 % replaced at random, 10 % left.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.batch import Batch
+from jaxscale.data.packing import Window, number
+
+DENSITY = 0.15
+"""The share of tokens that span corruption and masking take out of a text."""
+MEAN_SPAN = 3.0
+"""Tokens of a corrupted span, on average."""
+MASKED, RANDOM = 0.8, 0.1
+"""Of the tokens to predict, the shares that a mask and a random token stand for."""
+
+
+class Vocabulary(NamedTuple):
+    """Ids that examples are made of; those from `size` on are the model's, but no tokenizer's.
+
+    Marks (sentinels, the mask) are numbered from the last id of the model downwards, as T5's are.
+    """
+
+    size: int
+    boundary: int  # the id that ends, and begins, a document
+    model_size: int
+
+    def mark(self, i):
+        """The id of sentinel `i`; the mask is mark 0."""
+        return self.model_size - 1 - i
+
+
+class Pieces(NamedTuple):
+    """Tokens of several pieces, one after another."""
+
+    ids: np.ndarray
+    pieces: np.ndarray  # which piece of the window each belongs to; not decreasing
+
+
+Uniform = Callable[[int], np.ndarray]
+"""Gives the next so many numbers of [0, 1) that belong to an example."""
+
+
+def uniform(seed: int, index: int) -> Uniform:
+    """The random numbers of example `index`: a function of both, on any machine and version.
+
+    Philox (Salmon et al. 2011) is counter-based: each example has a key of its own. Its raw words
+    are what NumPy promises to keep; what it makes of them, it does not.
+    """
+    words = np.random.Philox(key=np.array([seed, index], np.uint64))
+    return lambda count: (words.random_raw(count) >> np.uint64(11)) * 2.0**-53
+
+
+def causal(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
+    """Each token from those before it; the target of a document's last is the boundary."""
+    del draw, vocabulary
+    segments, positions = number(window.lengths)
+    weights = np.ones(len(segments), np.float32)
+    return Batch(window.ids[:-1], window.ids[1:], segments, positions, weights)
+
+
+def prefix(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
+    """`causal`, with loss only on what follows a prefix of each piece.
+
+    A piece of n tokens has a prefix of 1 to n of them, each length as likely, and n targets: the
+    first that counts is the one that the whole prefix predicts.
+    """
+    example = causal(window, draw, vocabulary)
+    lengths = window.lengths
+    begins = np.floor(draw(len(lengths)) * lengths)
+    counted = example.positions >= np.repeat(begins, lengths)
+    return example._replace(weights=counted.astype(np.float32))
+
+
+def span_corruption(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
+    """Each piece as [text with sentinels, the spans behind their sentinels, boundary].
+
+    Loss is on what follows the first sentinel of the second part, which marks where it begins. A
+    piece that has no span (see `allot_spans`) is left out.
+    """
+    inputs, targets = corrupt(window, draw, vocabulary)
+    present = np.unique(targets.pieces)
+    inputs = Pieces(*(field[np.isin(inputs.pieces, present)] for field in inputs))
+    ids = np.concatenate([inputs.ids, targets.ids, np.full(len(present), vocabulary.boundary)])
+    pieces = np.concatenate([inputs.pieces, targets.pieces, present])
+    predicted = np.arange(len(ids)) >= len(inputs.ids)
+    order = np.argsort(pieces, kind="stable")
+    ids, pieces, predicted = ids[order].astype(np.int32), pieces[order], predicted[order]
+    # The end of a piece predicts nothing, and nothing predicts its beginning.
+    same = pieces[1:] == pieces[:-1]
+    segments, positions = number(np.bincount(pieces[1:][same])[present])
+    counted = predicted[1:] & predicted[:-1]  # not the first sentinel: it is given
+    return Batch(ids[:-1][same], ids[1:][same], segments, positions, counted[same].astype("f4"))
+
+
+def corrupt(window: Window, draw: Uniform, vocabulary: Vocabulary) -> tuple[Pieces, Pieces]:
+    """The inputs and the targets of span corruption, for an encoder and for a decoder.
+
+    Inputs are the pieces with a sentinel in place of each span; targets are the spans, each behind
+    its sentinel. Sentinels are numbered from 0 in each piece. Neither has an end mark yet.
+    """
+    ids, lengths = window.ids[:-1], window.lengths
+    noise = noise_mask(lengths, draw)
+    first = noise & ~np.append(False, noise[:-1])  # every piece begins with text
+    pieces = np.repeat(np.arange(len(lengths)), lengths)
+    spans = np.cumsum(first)  # up to here; less those of the pieces before:
+    begins = window.bounds[:-1]
+    spans -= np.repeat(spans[begins] - first[begins], lengths)
+    marked = np.where(first, vocabulary.mark(spans - 1), ids)
+    kept = ~noise | first
+    copies = np.where(noise, 1 + first, 0)  # the first token of a span comes behind its sentinel
+    targets = np.repeat(ids, copies)
+    targets[(np.cumsum(copies) - copies)[first]] = marked[first]
+    return Pieces(marked[kept], pieces[kept]), Pieces(targets, np.repeat(pieces, copies))
+
+
+def noise_mask(lengths: np.ndarray, draw: Uniform) -> np.ndarray:
+    """Which tokens of pieces of these lengths are noise; bool [sum of the lengths].
+
+    As T5 draws it: text and noise alternate, text first and noise last, each cut into spans at
+    random, every way to cut being as likely.
+    """
+    noise, spans = allot_spans(lengths)
+    parts = np.maximum(spans, 1)  # a piece without noise is one part of text and an empty one
+    runs = np.stack([_cut(lengths - noise, parts, draw), _cut(noise, parts, draw)], axis=1)
+    return np.repeat(np.tile([False, True], len(runs)), runs.reshape(-1))
+
+
+def allot_spans(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Noise tokens, and the spans that they form, of each piece.
+
+    Counted from the first piece on, they are what T5 takes of so many tokens, so that pieces too
+    short for a span of their own still have their share; a single piece has exactly T5's. What
+    does not fit in a piece, half of which at least is left as text for its spans, is dropped.
+    """
+    noise_so_far, spans_so_far = _span_counts(np.cumsum(lengths))
+    spans = np.minimum(np.diff(spans_so_far, prepend=0), lengths // 2)
+    has_spans = spans > 0
+    noise = np.zeros_like(lengths)
+    noise[has_spans] = np.diff(noise_so_far[has_spans], prepend=0)
+    return np.clip(noise, spans, lengths - spans) * has_spans, spans
+
+
+def encoder_lengths(inputs_length: int) -> tuple[int, int]:
+    """The tokens whose corrupted form fills `inputs_length`, and the length of their targets.
+
+    T5's arithmetic: both sides end with one more token, the end mark. 512 gives (568, 114).
+    """
+    tokens = np.arange(2, 2 * inputs_length + 2)
+    noise, spans = _span_counts(tokens)
+    i = np.flatnonzero(tokens - noise + spans + 1 <= inputs_length)[-1]
+    return int(tokens[i]), int(noise[i] + spans[i] + 1)
+
+
+def joined_tokens(seq_len: int) -> int:
+    """The tokens of a window whose corrupted form, inputs and targets together, fills a row.
+
+    Every span adds its sentinel twice; the boundary at the end is a target only.
+    """
+    tokens = np.arange(2, seq_len)
+    fits = tokens + 2 * _span_counts(tokens)[1] <= seq_len
+    return int(tokens[fits][-1]) if fits.any() else 0
+
+
+def masked(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
+    """Tokens to predict at their own place, from both sides: for a model that is not causal.
+
+    Boundaries are never masked, and never what replaces a token.
+    """
+    ids = window.ids[:-1]
+    segments, positions = number(window.lengths)
+    (places,) = np.nonzero(ids != vocabulary.boundary)
+    count = max(round(DENSITY * len(places)), min(len(places), 1))
+    chosen = places[np.argsort(draw(len(places)))[:count]]
+    fate, replacements = draw(count), np.floor(draw(count) * (vocabulary.size - 1))
+    replacements += replacements >= vocabulary.boundary
+    shown = np.where(fate < MASKED + RANDOM, replacements, ids[chosen])
+    tokens, weights = ids.copy(), np.zeros(len(ids), np.float32)
+    tokens[chosen] = np.where(fate < MASKED, vocabulary.mark(0), shown)
+    weights[chosen] = 1
+    return Batch(tokens, ids, segments, positions, weights)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """An objective, and what it needs for rows of `seq_len` places."""
+
+    example: Callable[[Window, Uniform, Vocabulary], Batch]  # at most seq_len places
+    window: Callable[[int], int]  # tokens of the windows that it is given
+    num_marks: Callable[[int], int]  # ids beside those of the tokenizer
+
+
+OBJECTIVES = {
+    "causal": Objective(causal, lambda seq_len: seq_len, lambda seq_len: 0),
+    "prefix": Objective(prefix, lambda seq_len: seq_len, lambda seq_len: 0),
+    "span_corruption": Objective(
+        span_corruption,
+        joined_tokens,
+        lambda seq_len: int(_span_counts(np.array(joined_tokens(seq_len)))[1]),
+    ),
+    "masked": Objective(masked, lambda seq_len: seq_len, lambda seq_len: 1),
+}
+
+
+def _span_counts(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """T5's noise tokens and spans of texts of these lengths, at least one each."""
+    noise = np.clip(np.rint(lengths * DENSITY), 1, np.maximum(lengths - 1, 1))
+    spans = np.maximum(np.rint(noise / MEAN_SPAN), 1)
+    return noise.astype(np.int64), spans.astype(np.int64)
+
+
+def _cut(items: np.ndarray, parts: np.ndarray, draw: Uniform) -> np.ndarray:
+    """Cuts each group of items into its number of parts at random; the lengths of all parts.
+
+    No part is empty, but where a group has no items and one part.
+    """
+    gaps = np.maximum(items - 1, 0)  # places between two items of a group, where a cut can be
+    group = np.repeat(np.arange(len(items)), gaps)
+    # Numbers below 1 keep the groups in order; within one, the gaps that come first are cut.
+    order = np.argsort(group + draw(len(group)))
+    rank = np.arange(len(group)) - np.repeat(np.cumsum(gaps) - gaps, gaps)
+    cuts = order[rank < np.repeat(parts - 1, gaps)]
+    first = np.cumsum(items) - items
+    in_group = cuts - (np.cumsum(gaps) - gaps)[group[cuts]]
+    begins = np.sort(np.concatenate([first, first[group[cuts]] + in_group + 1]))
+    return np.diff(np.append(begins, items.sum()))

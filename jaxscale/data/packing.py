@@ -1,0 +1,84 @@
+"""Windows of documents that follow one another, and rows of equal length made of them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.batch import Batch
+from jaxscale.data.corpus import Corpus
+
+
+class Window(NamedTuple):
+    """Consecutive tokens of a stream of documents, and where one document gives way to the next.
+
+    A piece is what a window holds of one document: all of it, or what was not cut off.
+    """
+
+    ids: np.ndarray  # int32 [n + 1]: n tokens, and the one that follows them
+    bounds: np.ndarray  # int64 [pieces + 1], from 0 to n: where each piece begins
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each piece."""
+        return np.diff(self.bounds)
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Documents of a corpus, each [boundary, tokens...], one after another in an order of choice.
+
+    The last entry of both arrays closes the stream: it points at a boundary, which is what
+    follows the last document.
+    """
+
+    corpus: Corpus
+    starts: np.ndarray  # int64 [num_documents + 1], where each begins in the corpus
+    offsets: np.ndarray  # int64 [num_documents + 1], where each begins in this stream
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents, boundaries included."""
+        return int(self.offsets[-1])
+
+    def window(self, start: int, count: int) -> Window:
+        """`count` tokens from `start` on; fewer where the stream ends, none beyond."""
+        stop = min(start + count, self.num_tokens)
+        if start >= stop:
+            return Window(np.zeros(1, np.int32), np.zeros(1, np.int64))
+        # The token at `stop` is read too; at the stream's end it is the boundary that closes it.
+        first, last = np.searchsorted(self.offsets, [start, stop], side="right") - 1
+        bounds = np.concatenate([[start], self.offsets[first + 1 : last + 1], [stop + 1]])
+        begins = bounds[:-1] + (self.starts[first : last + 1] - self.offsets[first : last + 1])
+        lengths = np.diff(bounds)
+        pieces = [
+            self.corpus.read(begin, begin + length)
+            for begin, length in zip(begins.tolist(), lengths.tolist())
+        ]
+        bounds[-1] = stop
+        if bounds[-2] == stop:
+            bounds = bounds[:-1]  # only the token that follows is of the last document
+        return Window(np.concatenate(pieces).astype(np.int32, copy=False), bounds - start)
+
+
+def number(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Segments, from 1, and positions, from 0 in each, of pieces that follow one another.
+
+    Args:
+      lengths: of the pieces.
+
+    Returns:
+      Two int32 arrays [sum of the lengths].
+    """
+    segments = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
+    positions = np.arange(len(segments)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return segments, positions.astype(np.int32)
+
+
+def pad(example: Batch, seq_len: int) -> Batch:
+    """Fills every field up to `seq_len` with zeros: padding is segment 0 and weighs nothing."""
+    padded = (np.zeros(seq_len, field.dtype) for field in example)
+    row = Batch(*padded)
+    for whole, field in zip(row, example):
+        whole[: len(field)] = field
+    return row

@@ -1,0 +1,258 @@
+"""Each objective takes out of a text what its paper says, and keeps documents apart."""
+
+import operator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxscale.config import OBJECTIVES as NAMES
+from jaxscale.config import Config, DataConfig
+from jaxscale.data import objectives
+from jaxscale.data.objectives import OBJECTIVES, Vocabulary, uniform
+from jaxscale.data.packing import Window, pad
+from tests.data.documents import numbered, opened
+
+END = 0
+VOCABULARY = Vocabulary(size=1000, boundary=END, model_size=1200)
+
+
+def make_window(lengths: list[int], *, cut: bool = False) -> Window:
+    """Documents of these lengths with distinct ids; `cut` drops the first one's boundary."""
+    ids = np.arange(1, sum(lengths) + 2, dtype=np.int32)
+    bounds = np.cumsum([0, *lengths])
+    ids[bounds[cut:]] = END
+    return Window(ids, bounds)
+
+
+def pieces_of(window: Window) -> list[list[int]]:
+    return [window.ids[a:b].tolist() for a, b in zip(window.bounds, window.bounds[1:])]
+
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(0, 2**40), st.sampled_from(sorted(OBJECTIVES)))
+def test_segments_and_positions_of_any_objective(lengths, index, name):
+    window = make_window(lengths)
+    example = OBJECTIVES[name].example(window, uniform(0, index), VOCABULARY)
+    size = len(example.tokens)
+    for field, dtype in zip(example, [np.int32] * 4 + [np.float32]):
+        assert field.shape == (size,)
+        assert field.dtype == dtype
+    # Segments are 1, 2, ... in order, and positions count from 0 in each.
+    assert sorted(set(example.segments.tolist())) == list(range(1, example.segments.max() + 1))
+    assert (np.diff(example.segments) >= 0).all()
+    for segment in range(1, example.segments.max() + 1):
+        (places,) = np.nonzero(example.segments == segment)
+        assert example.positions[places].tolist() == list(range(len(places)))
+        # What is predicted from the left is what comes next in the segment.
+        if name != "masked":
+            assert (example.targets[places[:-1]] == example.tokens[places[1:]]).all()
+    again = OBJECTIVES[name].example(window, uniform(0, index), VOCABULARY)
+    for left, right in zip(example, again):
+        np.testing.assert_array_equal(left, right)
+    padded = pad(example, size + 5)
+    assert not padded.segments[size:].any()
+    assert not padded.weights[size:].any()
+
+
+def test_the_names_of_a_config_are_the_objectives_there_are():
+    assert tuple(OBJECTIVES) == NAMES
+    with pytest.raises(ValueError, match=r"'span_corrupt'.*did you mean 'span_corruption'"):
+        DataConfig(objective="span_corrupt")
+    with pytest.raises(ValueError, match=r"'masked' needs a model that sees both sides.*causal"):
+        Config(data=DataConfig(objective="masked"))
+
+
+def test_a_prefix_has_any_length_and_no_loss():
+    window = make_window([40, 1, 9])
+    shares = np.zeros(40)
+    for i in range(4000):
+        example = objectives.prefix(window, uniform(7, i), VOCABULARY)
+        causal = objectives.causal(window, uniform(7, i), VOCABULARY)
+        for name in ("tokens", "targets", "segments", "positions"):
+            np.testing.assert_array_equal(getattr(example, name), getattr(causal, name))
+        for segment in (1, 2, 3):
+            weights = example.weights[example.segments == segment]
+            assert (np.diff(weights) >= 0).all()  # the loss begins once, and goes on
+            assert weights[-1] == 1  # the end of every piece is predicted
+        shares[int(40 - example.weights[:40].sum())] += 1 / 4000
+    np.testing.assert_allclose(shares, 1 / 40, atol=4 * np.sqrt(1 / 40 / 4000))
+
+
+def restored(inputs: list[int], targets: list[int]) -> list[int]:
+    """The text of a piece from both halves of its corruption."""
+    spans: dict[int, list[int]] = {}
+    for token in targets:
+        if token >= VOCABULARY.size:
+            assert token not in spans
+            spans[token] = []
+            last = token
+        else:
+            spans[last].append(token)
+    assert list(spans) == [VOCABULARY.mark(i) for i in range(len(spans))]
+    return [t for token in inputs for t in (spans.pop(token) if token in spans else [token])]
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.booleans(), st.integers(0, 2**40))
+def test_corrupted_spans_give_the_text_back(lengths, cut, index):
+    window = make_window(lengths, cut=cut)
+    inputs, targets = objectives.corrupt(window, uniform(1, index), VOCABULARY)
+    for i, piece in enumerate(pieces_of(window)):
+        left, right = inputs.ids[inputs.pieces == i], targets.ids[targets.pieces == i]
+        assert restored(left.tolist(), right.tolist()) == piece
+        assert END not in right
+        assert left[0] == piece[0]  # text comes first
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(0, 2**40))
+def test_a_decoder_reads_inputs_then_targets(lengths, index):
+    window = make_window(lengths)
+    inputs, targets = objectives.corrupt(window, uniform(1, index), VOCABULARY)
+    example = objectives.span_corruption(window, uniform(1, index), VOCABULARY)
+    with_spans = [i for i in range(len(lengths)) if i in targets.pieces]
+    assert example.segments.max(initial=0) == len(with_spans)
+    for segment, i in enumerate(with_spans, 1):
+        chosen = example.segments == segment
+        left, right = inputs.ids[inputs.pieces == i], targets.ids[targets.pieces == i]
+        sequence = [*left, *right, END]
+        assert example.tokens[chosen].tolist() == sequence[:-1]
+        assert example.targets[chosen].tolist() == sequence[1:]
+        # The first sentinel is given; all that follows is predicted.
+        assert example.weights[chosen].tolist() == [0] * len(left) + [1] * len(right)
+
+
+@pytest.mark.parametrize("seq_len", [4, 5, 16, 100, 256, 511, 2048, 8192])
+def test_windows_of_span_corruption_fill_a_row_whatever_their_documents(seq_len):
+    size = OBJECTIVES["span_corruption"].window(seq_len)
+    rng = np.random.default_rng(seq_len)
+    vocabulary = Vocabulary(10_000, END, 11_000)
+    row = objectives.span_corruption(make_window([size]), uniform(0, 0), vocabulary)
+    assert seq_len - 2 <= len(row.tokens) <= seq_len
+    marks = {token for token in row.tokens.tolist() if token >= vocabulary.size}
+    assert len(marks) == OBJECTIVES["span_corruption"].num_marks(seq_len)
+    for mean in (1, 3, 10, 40, 1000):
+        cuts = np.flatnonzero(rng.random(size - 1) < 1 / mean) + 1
+        window = make_window(np.diff([0, *cuts, size]).tolist())
+        row = objectives.span_corruption(window, uniform(0, 0), vocabulary)
+        assert len(row.tokens) <= seq_len
+
+
+def test_span_lengths_are_those_of_t5():
+    # Published: 512 tokens of input take 568 tokens of text, with targets of 114.
+    assert objectives.encoder_lengths(512) == (568, 114)
+    window = make_window([568])
+    inputs, targets = objectives.corrupt(window, uniform(0, 0), VOCABULARY)
+    assert (len(inputs.ids) + 1, len(targets.ids) + 1) == (512, 114)
+
+
+def test_statistics_of_span_corruption():
+    size, count = 568, 2000
+    noise_at, lengths, gaps = np.zeros(size), [], []
+    for i in range(count):
+        noise = objectives.noise_mask(np.array([size]), uniform(3, i))
+        assert noise.sum() == 85  # 15 %, exactly
+        edges = np.flatnonzero(np.diff(noise.astype(int), prepend=0, append=0))
+        assert len(edges) == 2 * 28
+        lengths += (edges[1::2] - edges[::2]).tolist()
+        gaps += np.diff([0, *edges])[::2].tolist()
+        noise_at += noise
+    assert np.mean(lengths) == pytest.approx(85 / 28)
+    assert np.mean(gaps) == pytest.approx((size - 85) / 28)
+    # Cutting 85 at random into 28: a span has length n with probability C(84 - n, 26) / C(84, 27).
+    share = 27 / 84  # n = 1
+    for n in (1, 2, 3, 4):
+        assert np.mean(np.array(lengths) == n) == pytest.approx(share, abs=0.01)
+        share *= (84 - n - 26) / (84 - n)
+    # No place is preferred, but for the ends: T5 begins with text and ends with noise.
+    np.testing.assert_allclose(
+        noise_at[44:-44].reshape(6, 80).mean(axis=1) / count, 0.147, atol=0.006
+    )
+    assert noise_at[0] == 0
+    assert noise_at[-1] == count
+
+
+@pytest.mark.parametrize("mean", [8, 20, 100])
+def test_short_documents_have_their_share_of_spans(mean):
+    rng = np.random.default_rng(0)
+    noise = spans = total = 0
+    for _ in range(100):
+        lengths = rng.integers(2, 2 * mean - 1, 2000 // mean)
+        of_piece, of_spans = objectives.allot_spans(lengths)
+        assert (of_spans <= of_piece).all()
+        assert ((of_piece == 0) == (of_spans == 0)).all()
+        assert (lengths - of_piece >= np.maximum(of_spans, 1)).all()
+        noise, spans, total = noise + of_piece.sum(), spans + of_spans.sum(), total + lengths.sum()
+    assert noise / total == pytest.approx(0.15, abs=0.005)
+    assert noise / spans == pytest.approx(3, abs=0.1)
+
+
+def test_statistics_of_masking():
+    window = make_window([300, 500, 200])
+    chosen, fates, replacements = np.zeros(1000), np.zeros(3), []
+    for i in range(2000):
+        example = objectives.masked(window, uniform(5, i), VOCABULARY)
+        np.testing.assert_array_equal(example.targets, window.ids[:-1])  # at their own place
+        counted = example.weights > 0
+        assert counted.sum() == round(0.15 * 997)
+        same = example.tokens == example.targets
+        assert same[~counted].all()
+        masks = example.tokens == VOCABULARY.model_size - 1
+        random = counted & ~masks & ~same
+        replacements += example.tokens[random].tolist()
+        fates += [masks.sum(), random.sum(), (counted & same).sum()]
+        chosen += counted / 2000
+    assert not chosen[[0, 300, 800]].any()  # boundaries
+    np.testing.assert_allclose(np.delete(chosen, [0, 300, 800]), 0.15, atol=0.045)
+    # A random token is the old one in a thousandth of the cases.
+    np.testing.assert_allclose(fates / fates.sum(), [0.8, 0.1, 0.1], atol=0.004)
+    assert min(replacements) == 1
+    assert max(replacements) == VOCABULARY.size - 1
+    assert np.mean(replacements) == pytest.approx(500, rel=0.01)
+
+
+def test_random_numbers_belong_to_seed_and_index():
+    """Pinned: a change here changes the examples of every run that is being continued."""
+    assert uniform(0, 0)(2).tolist() == [0.011546754286331562, 0.24154919656271812]
+    draws = {tuple(uniform(s, i)(3)) for s in (0, 1) for i in (0, 1, 2**40, 10**15)}
+    assert len(draws) == 8
+    numbers = np.concatenate([uniform(0, i)(100) for i in range(1000)])
+    assert (numbers >= 0).all()
+    assert (numbers < 1).all()
+    np.testing.assert_allclose(np.histogram(numbers, 10, (0, 1))[0] / 1e5, 0.1, atol=0.005)
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_a_dataset_of_each_objective(name):
+    dataset = opened(numbered(60, 60), seq_len=64, objective=name)
+    assert dataset.vocabulary.model_size == 257 + OBJECTIVES[name].num_marks(64)
+    assert len(dataset.token_bytes) == dataset.vocabulary.model_size
+    assert not dataset.token_bytes[256:].any()
+    count = len(dataset)
+    first, second = ([dataset[e * count + i] for i in range(count)] for e in (0, 1))
+    for example in first:
+        assert example.tokens.shape == (64,)
+        assert 0 < example.weights.sum() <= 64
+        assert max(example.tokens.max(), example.targets.max()) < dataset.vocabulary.model_size
+    # Another epoch hides other tokens of the same windows.
+    by_window = {dataset.window(count + i): example for i, example in enumerate(second)}
+    changed = [
+        any(map(operator.ne, example.tokens, by_window[dataset.window(i)].tokens))
+        or any(map(operator.ne, example.weights, by_window[dataset.window(i)].weights))
+        for i, example in enumerate(first)
+    ]
+    assert np.mean(changed) == (0 if name == "causal" else pytest.approx(1, abs=0.1))
+
+
+def test_too_few_ids_say_how_many_are_needed():
+    with pytest.raises(ValueError, match=r"needs 6 ids beside the 257.*model.vocab_size = 263"):
+        opened(numbered(60, 60), seq_len=128, objective="span_corruption", vocab_size=257)
+    with pytest.raises(ValueError, match=r"needs 1 ids beside .* set model.vocab_size = 258"):
+        opened(numbered(60, 60), seq_len=128, objective="masked", vocab_size=257)
+    with pytest.raises(ValueError, match=r"data.seq_len = 3 is too short .*at least 4"):
+        opened(numbered(60, 60), seq_len=3, objective="span_corruption")
