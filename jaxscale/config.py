@@ -75,7 +75,6 @@ class ModelConfig:
     sliding_window: int = 0  # keys that a query sees, itself included; 0 is all
     logit_soft_cap: float = 0.0  # cap * tanh(logits / cap); 0 is none
     z_loss: float = 0.0  # weight of log(Z)^2
-    init_by_depth: bool = True  # residual outputs start smaller by sqrt(2 * num_layers) (GPT-2)
     attention: str = "auto"
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"

@@ -16,6 +16,7 @@ AUTOMATIC_AXES = ("expert", "context", "tensor")
 
 ACCUMULATIONS = ("sequential", "layered")
 SCHEDULES = ("1f1b",)
+CONTEXT_METHODS = ("ring", "gather")
 BLOCK_TENSORS = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Results of a layer's products, by the names that a remat policy gives them; "attention" is what
 the attention kernel returns. A layer's last product is not among them: no backward pass needs it.
@@ -38,7 +39,7 @@ class Layout:
     data: int = -1
     fsdp: int = 1
     expert: int = 1
-    context: int = 1
+    context: int = 1  # ranks that share a sequence
     tensor: int = 1
     zero_stage: int = 3
     microbatches: int = 1  # a step; their gradients are summed
@@ -46,6 +47,7 @@ class Layout:
     schedule: str = "1f1b"  # read only when pipeline > 1
     virtual_stages: int = 1
     sequence_chunks: int = 1
+    context_method: str = "ring"  # how the keys of a shared sequence reach its queries
     remat: str = "none"  # what a layer keeps for its backward pass
     offload: str = "none"  # what lives in host memory
 
@@ -69,9 +71,10 @@ class Layout:
             raise ValueError(f"layout.microbatches = {self.microbatches}; at least 1")
         _check_known("accumulation", self.accumulation, ACCUMULATIONS)
         _check_known("schedule", self.schedule, SCHEDULES)
+        _check_known("context_method", self.context_method, CONTEXT_METHODS)
         _check_known("offload", self.offload, OFFLOADS)
         remat_names(self.remat)
-        for name in ("pipeline", "expert", "context", "virtual_stages", "sequence_chunks"):
+        for name in ("pipeline", "expert", "virtual_stages", "sequence_chunks"):
             if getattr(self, name) != 1:
                 raise ValueError(
                     f"layout.{name} = {getattr(self, name)} is not available in this version; "

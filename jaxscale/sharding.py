@@ -26,6 +26,9 @@ WEIGHTS: Rules = {
 ACTIVATIONS: Rules = {
     "batch": ("data", "fsdp"),
     "seq": ("context",),
+    # Between the products of attention and MLP, which need all of a rank's tokens, the ranks of
+    # tensor share out the tokens (sequence parallelism, arXiv 2205.05198, section 4.2).
+    "residual_seq": ("context", "tensor"),
     "embed": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -33,6 +36,15 @@ ACTIVATIONS: Rules = {
     "mlp": ("tensor",),
     "vocab": ("tensor",),
 }
+SETTINGS = {
+    "embed": "model.d_model",
+    "heads": "model.num_heads",
+    "kv_heads": "model.num_kv_heads",
+    "mlp": "model.d_ff",
+    "layers": "model.num_layers",
+}
+"""What sets the size of a dimension, where a setting does."""
+
 REPLICATED_WEIGHTS: Rules = {**WEIGHTS, "embed": ()}
 """For the ZeRO stages that leave a tree whole on every rank of the fsdp axis."""
 
@@ -67,12 +79,21 @@ def resolve(
                 )
             owner[axis] = logical
             if shape and shape[dim] % sizes[axis]:
+                setting = SETTINGS.get(logical, f"dimension {logical!r}")
                 raise ValueError(
-                    f"{name}: dimension {logical!r} of size {shape[dim]} does not divide over "
-                    f"layout.{axis} = {sizes[axis]}; use a layout.{axis} that divides it"
+                    f"{name}: {setting} = {shape[dim]} does not divide over layout.{axis} = "
+                    f"{sizes[axis]}; the nearest that does is layout.{axis} = "
+                    f"{nearest_divisors(shape[dim], sizes[axis])}"
                 )
         spec.append(mesh_axes if len(mesh_axes) > 1 else mesh_axes[0] if mesh_axes else None)
     return PartitionSpec(*spec)
+
+
+def nearest_divisors(size: int, parts: int) -> str:
+    """The numbers nearest to `parts`, below and above, into which `size` divides: "2 or 4"."""
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    below = [n for n in divisors if n < parts][-1:]
+    return " or ".join(map(str, below + [n for n in divisors if n > parts][:1]))
 
 
 def is_axes(node: object) -> bool:

@@ -10,16 +10,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.batch import Batch
-from jaxscale.config import Config, ModelConfig
-from jaxscale.gradients import BATCH_SPEC, make_gradients, make_loss
+from jaxscale.config import Config
+from jaxscale.gradients import make_gradients, make_loss
 from jaxscale.hardware import XLA_FLAGS
-from jaxscale.layout import AUTOMATIC_AXES, Layout
-from jaxscale.models.decoder import Decoder, Kernels, plain_lookup
-from jaxscale.ops.attention import attention, choose
-from jaxscale.ops.lookup import vocabulary_parallel_lookup
+from jaxscale.layout import Layout
+from jaxscale.models.decoder import Decoder
 from jaxscale.optim import make, state_axes
+from jaxscale.parallel import attention_name, check_sequence, make_kernels
 from jaxscale.remat import from_host
-from jaxscale.sharding import constrain, resolve_tree
+from jaxscale.sharding import ACTIVATIONS, resolve, resolve_tree
 from jaxscale.zero import Zero
 
 Tree = Any
@@ -62,7 +61,7 @@ class Engine:
     abstract_state: TrainState  # shapes, types and shardings
     state_axes: TrainState  # logical axes of every array in it
     zero: Zero
-    batch_sharding: NamedSharding
+    batch_sharding: NamedSharding  # its sequences are dealt in `ops.context.balanced_order`
     attention: str  # the implementation in use
 
 
@@ -79,10 +78,11 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
     """
     layout = config.layout
     check_divides(config)
+    check_sequence(config)
     check_types(config)
     check_host_memory(config, mesh)
     platform = mesh.devices.flat[0].platform
-    model = Decoder(config.model, make_kernels(config.model, layout, platform, config.data.seq_len))
+    model = Decoder(config.model, make_kernels(config, platform))
     optimizer = make(config.optimizer, steps=config.run.steps, axes=model.axes)
     zero = Zero(
         layout.zero_stage, layout.accumulation == "layered" or layout.microbatches == 1,
@@ -129,7 +129,8 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
         return EvaluationSums(nll(params, batch), jnp.sum(batch.weights), num_bytes)
 
     replicated = NamedSharding(mesh, PartitionSpec())
-    batch_sharding = NamedSharding(mesh, BATCH_SPEC)
+    batch_spec = resolve(("batch", "seq"), ACTIVATIONS, layout.sizes)
+    batch_sharding = NamedSharding(mesh, batch_spec)
     return Engine(
         model=model,
         layout=layout,
@@ -152,7 +153,7 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
         state_axes=axes,
         zero=zero,
         batch_sharding=batch_sharding,
-        attention=_implementation(config.model, platform, config.data.seq_len),
+        attention=attention_name(config, platform),
     )  # fmt: skip
 
 
@@ -196,40 +197,6 @@ def compiler_options(platform: str) -> dict[str, bool | int]:
     """What a step's compiler is told on a platform, by JAX's name of it."""
     flags = XLA_FLAGS["gpu" if platform == "cuda" else platform]
     return {flag.name: flag.value for flag in flags}
-
-
-def make_kernels(config: ModelConfig, layout: Layout, platform: str, seq_len: int) -> Kernels:
-    """The model's kernels for a layout, for use where the axes we handle by hand are manual."""
-    implementation = _implementation(config, platform, seq_len)
-    heads = PartitionSpec(None, None, "tensor", None)
-
-    def plain_attend(q, k, v, segments):
-        return attention(q, k, v, segments, implementation=implementation,
-                         sliding_window=config.sliding_window)  # fmt: skip
-
-    def attend(q, k, v, segments):
-        # Every rank runs the kernel on its own heads, with every axis manual: kernels know nothing
-        # of meshes, and the compiler cannot partition them.
-        return jax.shard_map(
-            plain_attend, in_specs=(heads, heads, heads, PartitionSpec()), out_specs=heads,
-            axis_names=set(AUTOMATIC_AXES), check_vma=False,
-        )(q, k, v, segments)  # fmt: skip
-
-    def lookup(table, tokens):
-        if layout.tensor == 1:
-            return plain_lookup(table, tokens)
-        return vocabulary_parallel_lookup(
-            table, tokens, axis="tensor", other_axes=("expert", "context")
-        )
-
-    return Kernels(attend, lookup, lambda x, axes: constrain(x, axes, layout.sizes))
-
-
-def _implementation(config: ModelConfig, platform: str, seq_len: int) -> str:
-    return choose(
-        config.attention, platform, dtype=config.compute_dtype, head_dim=config.head_dim,
-        seq_len=seq_len,
-    )  # fmt: skip
 
 
 def check_host_memory(config: Config, mesh: Mesh) -> None:

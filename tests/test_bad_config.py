@@ -83,6 +83,8 @@ OVERRIDES = [
     ("layout.microbatches=0", "layout.microbatches = 0; at least 1"),
     ("layout.accumulation=sequental", "did you mean 'sequential'?"),
     ("layout.schedule=1f2b", "layout.schedule = '1f2b' is not known"),
+    ("layout.context_method=rings", "did you mean 'ring'?"),
+    ("layout.context_method=all", "layout.context_method = 'all' is not known; it can be ring, g"),
     ("layout.remat=ful", "layout.remat = 'ful' is not known; it can be none, full"),
     ("layout.remat=savematmuls", "did you mean 'save_matmuls'?"),
     ("layout.remat=save", "layout.remat = 'save' is not known"),
@@ -110,7 +112,6 @@ OVERRIDES = [
 NOT_YET = [
     ("layout.pipeline=2", "layout.pipeline = 2 is not available in this version"),
     ("layout.expert=2", "layout.expert = 2 is not available in this version"),
-    ("layout.context=4", "layout.context = 4 is not available in this version"),
     ("layout.virtual_stages=2", "layout.virtual_stages = 2 is not available in this version"),
     ("layout.sequence_chunks=2", "layout.sequence_chunks = 2 is not available in this version"),
 ]

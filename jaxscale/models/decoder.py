@@ -29,9 +29,16 @@ Cache = tuple[jax.Array, jax.Array]
 CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
 
-def plain_lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Rows of a table that this device holds whole."""
-    return table_VD[tokens_BT]
+STREAM = ("batch", "residual_seq", "embed")
+"""Axes of the residual stream and of what is computed for each token of it alone."""
+WHOLE = ("batch", "seq", "embed")
+"""Axes of what a product with spread weights takes."""
+
+
+def plain_lookup(table_VD: jax.Array, indices_BT: jax.Array, rows: str) -> jax.Array:
+    """Rows of a table that this device holds whole; `rows` is the name of its first axis."""
+    del rows
+    return table_VD[indices_BT]
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,8 @@ class Kernels:
     """
 
     attend: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-    lookup: Callable[[jax.Array, jax.Array], jax.Array] = plain_lookup
+    lookup: Callable[[jax.Array, jax.Array, str], jax.Array] = plain_lookup
+    cross_entropy: Callable[..., tuple[jax.Array, jax.Array]] = cross_entropy
     shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x
 
 
@@ -73,7 +81,7 @@ class Weights:
         # "Small init" (Nguyen and Salazar 2019, arXiv 1910.05895); the outputs into the residual
         # stream shrink with depth as in GPT-2.
         self.std = math.sqrt(2 / (5 * config.d_model))
-        self.depth_scale = 1 / math.sqrt(2 * config.num_layers) if config.init_by_depth else 1.0
+        self.depth_scale = 1 / math.sqrt(2 * config.num_layers)
         self.keys = nnx.RngStream(key, tag="params")
 
     def normal(self, *axes: str, residual: bool = False) -> nnx.Param:
@@ -227,11 +235,12 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> jax.Array:
         with jax.named_scope("attention"):
-            x_BTD += self.attention(self.attention_norm(x_BTD), batch, kernels)
-            x_BTD = kernels.shard(x_BTD, ("batch", "seq", "embed"))
+            y_BTD = kernels.shard(self.attention_norm(x_BTD), WHOLE)
+            x_BTD += kernels.shard(self.attention(y_BTD, batch, kernels), STREAM)
         with jax.named_scope("mlp"):
-            x_BTD += self.mlp(self.mlp_norm(x_BTD), kernels.shard)
-            return kernels.shard(x_BTD, ("batch", "seq", "embed"))
+            y_BTD = kernels.shard(self.mlp_norm(x_BTD), WHOLE)
+            x_BTD += kernels.shard(self.mlp(y_BTD, kernels.shard), STREAM)
+            return kernels.shard(x_BTD, STREAM)
 
     def decode(
         self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Cache, layer: jax.Array
@@ -252,10 +261,10 @@ class Embedding(nnx.Module):
     def __call__(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, lookup: Callable
     ) -> jax.Array:
-        x_BTD = lookup(self.tokens[...], tokens_BT)
+        x_BTD = lookup(self.tokens[...], tokens_BT, "vocab")
         if self.positions is None:
             return x_BTD
-        return x_BTD + self.positions[...][positions_BT]
+        return x_BTD + lookup(self.positions[...], positions_BT, "positions")
 
 
 class Head(nnx.Module):
@@ -308,7 +317,7 @@ class Decoder:
             x_BTD = self._module(Embedding, embed)(
                 batch.tokens, batch.positions, self.kernels.lookup
             )
-            return self.kernels.shard(x_BTD, ("batch", "seq", "embed"))
+            return self.kernels.shard(x_BTD, STREAM)
 
     def block(self, layer: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
         """One layer."""
@@ -331,8 +340,8 @@ class Decoder:
         """The sum over weighted tokens of loss, and of the negative log-likelihood in nats."""
         with jax.named_scope("head"):
             x_BTD, matrix = self._final(head, x_BTD)
-            return cross_entropy(
-                x_BTD, matrix, batch.targets, batch.weights,
+            return self.kernels.cross_entropy(
+                self.kernels.shard(x_BTD, WHOLE), matrix, batch.targets, batch.weights,
                 vocab_size=self.config.vocab_size, soft_cap=self.config.logit_soft_cap,
                 z_loss=self.config.z_loss, transposed=self.config.tied_embeddings,
             )  # fmt: skip

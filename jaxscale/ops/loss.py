@@ -1,7 +1,7 @@
 """Cross entropy that never holds the logits of all tokens at once.
 
 Shapes: B batch, T time, N tokens (B * T), J chunks, C tokens of one chunk,
-D features, V vocabulary.
+D features, V vocabulary, S shards of the sequence.
 """
 
 import functools
@@ -40,6 +40,7 @@ def cross_entropy(
     chunk_tokens: int | None = None,
     accumulation_dtype: DTypeLike = jnp.float32,
     transposed: bool = False,
+    shards: int = 1,
 ) -> tuple[Array, Array]:
     """Sums weight * (nll + z_loss * log(Z)^2) over tokens, in nats.
 
@@ -58,12 +59,14 @@ def cross_entropy(
       chunk_tokens: tokens whose logits exist together; None is by `CHUNK_BYTES`.
       accumulation_dtype: of the head's gradient while it is summed over chunks; widened to that
         of the softmax where it is narrower.
+      shards: in how many equal parts T is spread over devices. A chunk takes as many tokens from
+        each, so that none has to move; the head's gradient is summed over them once, at the end.
 
     Returns:
       The loss, and the sum of weight * nll alone, through which no gradient flows. Both are
       float32 scalars, or float64 where the inputs are.
     """
-    num_tokens, vocab = targets_BT.size, head.shape[0 if transposed else 1]
+    num_tokens, vocab = targets_BT.size // shards, head.shape[0 if transposed else 1]
     static = _Static(
         vocab_size,
         soft_cap,
@@ -72,8 +75,19 @@ def cross_entropy(
         jnp.promote_types(accumulation_dtype, _softmax_dtype(x_BTD)),
         transposed,
     )
-    x_ND = x_BTD.reshape(num_tokens, x_BTD.shape[-1])
-    return _loss(static, x_ND, head, targets_BT.reshape(-1), weights_BT.reshape(-1))
+    x_SND, targets_SN, weights_SN = (_shards(x, shards) for x in (x_BTD, targets_BT, weights_BT))
+    if shards == 1:
+        return _loss(static, x_SND[0], head, targets_SN[0], weights_SN[0])
+    losses_S, nlls_S = jax.vmap(functools.partial(_loss, static), (0, None, 0, 0))(
+        x_SND, head, targets_SN, weights_SN
+    )
+    return jnp.sum(losses_S), jnp.sum(nlls_S)
+
+
+def _shards(x_BT: Array, shards: int) -> Array:
+    """[B, T, ...] -> [S, B * T / S, ...]: each shard's tokens."""
+    x_BST = x_BT.reshape(x_BT.shape[0], shards, -1, *x_BT.shape[2:])
+    return jnp.moveaxis(x_BST, 1, 0).reshape(shards, -1, *x_BT.shape[2:])
 
 
 def logits(

@@ -8,6 +8,7 @@ import numpy as np
 from jaxscale.batch import Batch
 from jaxscale.config import Config, from_dict
 from jaxscale.mesh import make_mesh
+from jaxscale.ops.context import balanced_order
 from jaxscale.step import Engine, TrainState, make_engine
 
 SEQ_LEN, BATCH, VOCABULARY, STEPS = 24, 16, 257, 5
@@ -20,7 +21,7 @@ LLAMA = {
 GPT = {
     "num_layers": 2, "d_model": 64, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "d_ff": 128,
     "vocab_size": VOCABULARY, "family": "gpt", "tied_embeddings": True, "max_seq_len": SEQ_LEN,
-    "logit_soft_cap": 5.0,
+    "logit_soft_cap": 5.0, "qk_norm": True,
 }  # fmt: skip
 
 
@@ -72,8 +73,10 @@ def run(engine: Engine, state: TrainState | None = None, first: int = 0):
     """Five steps from the seed: losses, gradient norms, and the parameters as NumPy arrays."""
     state = engine.init(jax.random.key(0)) if state is None else state
     losses, norms = [], []
+    order = balanced_order(SEQ_LEN, engine.layout.context)
     for batch in batches()[first:]:
-        state, metrics = engine.step(state, jax.device_put(batch, engine.batch_sharding))
+        dealt = Batch(*(field[:, order] for field in batch))
+        state, metrics = engine.step(state, jax.device_put(dealt, engine.batch_sharding))
         losses.append(float(metrics.loss))
         norms.append(float(metrics.grad_norm))
     return np.array(losses), np.array(norms), jax.tree.map(np.asarray, state.params)

@@ -1,0 +1,110 @@
+"""What a layout puts in the place of a model's kernels, and what it asks of the model for that.
+
+The functions made here run where the axes that we handle by hand are manual already.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxscale.config import Config
+from jaxscale.layout import AUTOMATIC_AXES, Layout
+from jaxscale.models.decoder import Kernels, plain_lookup
+from jaxscale.ops.attention import attention, choose
+from jaxscale.ops.context import context_attention
+from jaxscale.ops.lookup import spread_lookup
+from jaxscale.ops.loss import cross_entropy
+from jaxscale.sharding import ACTIVATIONS, WEIGHTS, automatic_part, constrain, resolve
+
+
+def make_kernels(config: Config, platform: str) -> Kernels:
+    """The model's kernels for a resolved layout."""
+    layout = config.layout
+    return Kernels(
+        attend=_attend(config, platform),
+        lookup=functools.partial(_lookup, layout),
+        cross_entropy=functools.partial(cross_entropy, shards=layout.context),
+        shard=lambda x, axes: constrain(x, axes, layout.sizes),
+    )
+
+
+def attention_name(config: Config, platform: str) -> str:
+    """The implementation of attention that a run uses.
+
+    Raises:
+      ValueError: the one that is set cannot honour the settings.
+    """
+    model, layout = config.model, config.layout
+    if layout.context == 1:
+        return choose(
+            model.attention, platform, dtype=model.compute_dtype, head_dim=model.head_dim,
+            seq_len=config.data.seq_len,
+        )  # fmt: skip
+    if model.attention not in ("auto", "blockwise"):
+        raise ValueError(
+            f"model.attention = {model.attention!r} attends within one device, and layout.context "
+            f"= {layout.context} spreads a sequence over several; set model.attention = 'auto', or "
+            "layout.context = 1"
+        )
+    return f"blockwise, by {layout.context_method}"
+
+
+def check_sequence(config: Config) -> None:
+    """Refuses a sequence that the ranks of context and tensor cannot share equally.
+
+    Raises:
+      ValueError: with the nearest lengths that they can.
+    """
+    layout, seq_len = config.layout, config.data.seq_len
+    chunks = 2 * layout.context if layout.context > 1 else 1
+    unit = math.lcm(chunks, layout.context * layout.tensor)
+    if seq_len % unit:
+        below, above = seq_len // unit * unit, -(-seq_len // unit) * unit
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"data.seq_len = {seq_len} is not a multiple of {unit}, and each rank of "
+            f"layout.context = {layout.context} holds two equal chunks of a sequence, which the "
+            f"ranks of layout.tensor = {layout.tensor} share between them; set data.seq_len = "
+            f"{nearest}, or change the layout"
+        )
+
+
+def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
+    """Attention with every axis manual, each rank for its heads and its part of a sequence:
+    kernels know nothing of meshes, and the compiler cannot partition them."""
+    layout, implementation = config.layout, attention_name(config, platform)
+    if layout.context == 1:
+        local = functools.partial(attention, implementation=implementation)
+    else:
+        local = functools.partial(context_attention, axis="context", method=layout.context_method)
+
+    def attend(q, k, v, segments):
+        return local(q, k, v, segments, sliding_window=config.model.sliding_window)
+
+    queries = _spec(layout, "batch", "seq", "heads", "head_dim")
+    keys = _spec(layout, "batch", "seq", "kv_heads", "head_dim")
+    return jax.shard_map(
+        attend, in_specs=(queries, keys, keys, _spec(layout, "batch", "seq")), out_specs=queries,
+        axis_names=set(AUTOMATIC_AXES), check_vma=False,
+    )  # fmt: skip
+
+
+def _spec(layout: Layout, *axes: str) -> PartitionSpec:
+    return automatic_part(resolve(axes, ACTIVATIONS, layout.sizes))
+
+
+def _lookup(layout: Layout, table: jax.Array, indices: jax.Array, rows: str) -> jax.Array:
+    time = _mesh_axes(layout, ACTIVATIONS["residual_seq"])
+    if not time:
+        return plain_lookup(table, indices, rows)
+    over = _mesh_axes(layout, WEIGHTS[rows])
+    return spread_lookup(
+        table, indices, rows=over[0] if over else None, time=time, axes=AUTOMATIC_AXES
+    )
+
+
+def _mesh_axes(layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if layout.sizes[axis] > 1)
