@@ -231,11 +231,10 @@ def _groups(instruction: Instruction) -> list[list[int]]:
         return places.transpose(*kept, *gone).reshape(-1, width).tolist()
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
         shape, source, order = (
-            [int(x) for x in group.split(",")] if group else None for group in iota.groups()
+            [int(x) for x in (group or "").split(",") if x] for group in iota.groups()
         )
-        assert shape and source
         places = np.arange(math.prod(source)).reshape(source)
-        return places.transpose(order).reshape(shape).tolist()
+        return places.transpose(order or range(len(source))).reshape(shape).tolist()
     if listed := re.search(r"replica_groups=\{(\{.*?\})\}", rest):
         groups = re.findall(r"\{([\d,]*)\}", listed[1])
         return [[int(x) for x in group.split(",")] for group in groups if group]
