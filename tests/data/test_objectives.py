@@ -1,18 +1,23 @@
 """Each objective takes out of a text what its paper says, and keeps documents apart."""
 
+import contextlib
+import dataclasses
+import itertools
 import operator
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.config import OBJECTIVES as NAMES
-from jaxscale.config import Config, DataConfig
+from jaxscale.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from jaxscale.data import objectives
 from jaxscale.data.objectives import OBJECTIVES, Vocabulary, uniform
 from jaxscale.data.packing import Window, pad
-from tests.data.documents import numbered, opened
+from jaxscale.run import device_batches, open_engine
+from tests.data.documents import make_corpus, numbered, opened
 
 END = 0
 VOCABULARY = Vocabulary(size=1000, boundary=END, model_size=1200)
@@ -256,3 +261,31 @@ def test_too_few_ids_say_how_many_are_needed():
         opened(numbered(60, 60), seq_len=128, objective="masked", vocab_size=257)
     with pytest.raises(ValueError, match=r"data.seq_len = 3 is too short .*at least 4"):
         opened(numbered(60, 60), seq_len=3, objective="span_corruption")
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A tiny config, its engine, and the documents of two sentences that it can learn."""
+    model = ModelConfig(num_layers=1, d_model=32, head_dim=8, d_ff=64, vocab_size=280,
+                        compute_dtype="float32")  # fmt: skip
+    data = DataConfig(seq_len=64, global_batch_size=8, heldout=0)
+    config = Config(model=model, data=data, optimizer=OptimizerConfig(learning_rate=1e-2))
+    sentences = [b"the quick brown fox jumps over the lazy dog. ", b"0123456789 " * 4]
+    corpus = make_corpus({f"{i}": sentences[i % 2] * (1 + i % 5) for i in range(40)})
+    return *open_engine(config), corpus
+
+
+@pytest.mark.parametrize("name", ["causal", "prefix", "span_corruption"])
+def test_a_decoder_learns_from_each_objective(trained, name):
+    config, engine, corpus = trained
+    settings = dataclasses.asdict(config.data) | {"objective": name, "source": config.data.source}
+    dataset = opened(corpus, vocab_size=280, **settings)
+    state, losses = engine.init(jax.random.key(0)), []
+    with contextlib.closing(device_batches(engine, dataset, 8)) as stream:
+        for step, batch in enumerate(itertools.islice(stream, 25)):
+            state, out = engine.step(state, batch)
+            losses.append(float(out.loss))
+            counted = sum(dataset[8 * step + row].weights.sum() for row in range(8))
+            assert float(out.tokens) == counted
+    assert losses[0] == pytest.approx(np.log(280), rel=0.1)
+    assert losses[-1] < 0.7 * losses[0]
