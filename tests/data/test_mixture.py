@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import pickle
 import time
 
@@ -10,12 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.config import DataConfig
+from jaxscale.checkpoint import Checkpoints
+from jaxscale.config import DataConfig, ModelConfig, from_dict
 from jaxscale.data import mixture
 from jaxscale.data.dataset import Dataset, Progress, repeats
 from jaxscale.data.mixture import Mixture, fractions, mix, open_examples, take_turns
 from jaxscale.data.packing import Stream
 from jaxscale.data.stream import batches
+from jaxscale.trainer import fit, open_trainer
 from tests.data.documents import BYTES, assert_same, make_corpus, numbered, opened
 
 BATCH = 8
@@ -265,3 +268,45 @@ def test_a_mixture_travels_to_workers_whole(members):
     assert again.fingerprint == found.fingerprint
     for i in (0, 5, 10**6):
         assert_same(again[i], found[i])
+
+
+def test_a_run_of_a_mixture_says_what_it_sees(tmp_path, caplog):
+    for name, count in (("prose", 12), ("code", 3)):
+        (tmp_path / name).mkdir()
+        for i in range(count):
+            (tmp_path / name / f"{i}.txt").write_text(f"{name} number {i} " * 12)
+    source = [
+        {"path": str(tmp_path / "prose"), "weight": 3},
+        {"path": str(tmp_path / "code"), "weight": [[0, 0.0], [2, 1.0]]},
+    ]
+    model = ModelConfig(num_layers=1, d_model=32, head_dim=8, d_ff=32, vocab_size=280)
+    config = from_dict({
+        "model": dataclasses.asdict(model),
+        "data": {"source": source, "seq_len": 64, "heldout": 0.2, "objective": "span_corruption"},
+        "run": {"steps": 8},
+    })  # fmt: skip
+    workdir = tmp_path / "run"
+    with caplog.at_level("INFO", "jaxscale"):
+        trainer = open_trainer(config, workdir)
+        assert trainer
+        train = trainer.text.train
+        fit(trainer, trackers=())
+    assert isinstance(train, Mixture)
+    prose, code = train.members
+    assert f"{prose.name} has {len(prose)} examples, and run.steps = 8 goes" in caplog.text
+    seen = train.progress(8 * 8)[1].seen
+    assert seen == 12  # six steps of eight, a quarter
+    assert f"through them {seen / len(code):.2f} times" in caplog.text
+    again = [line for line in caplog.messages if f"{code.name} begins again, epoch 2" in line]
+    assert len(again) == 1
+    assert int(again[0].split()[1].rstrip(":")) > 2
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[:8]:
+        step = line["step"]
+        assert line["examples"] == train.example_digest(range(8 * step - 8, 8 * step))
+        assert line["data_seconds"] >= 0
+    checkpoints = Checkpoints(workdir / "checkpoints")
+    state = checkpoints.metadata(8)["data"]
+    checkpoints.close()
+    # All there is to know of a stream, however many processes read it.
+    assert state == {"fingerprint": train.fingerprint, "next_example": 64}
