@@ -93,7 +93,8 @@ class Dataset:
 
     def __len__(self) -> int:
         """Windows: examples of one epoch."""
-        return -(-self.num_tokens // self.window_tokens)
+        beyond = OBJECTIVES[self.objective].shortest - 1  # a last window of no use is left out
+        return -(-(self.num_tokens - beyond) // self.window_tokens)
 
     @property
     def num_tokens(self) -> int:

@@ -188,17 +188,12 @@ def fractions(weights: Sequence[float]) -> np.ndarray:
     none, those whose largest relative error is least. A weight of 0 stays 0.
 
     Raises:
-      ValueError: a weight is less than one part of `LONGEST_CYCLE` of all.
+      ValueError: a weight is too small a part of all for any such numbers.
     """
     wanted = np.asarray(weights, np.float64)
     wanted = wanted / wanted.sum()
     present = wanted[wanted > 0]
-    if present.min() * LONGEST_CYCLE < 1 - _EXACT:
-        raise ValueError(
-            f"the weights {tuple(weights)} of data.source: the smallest is {present.min():.2g} of "
-            f"all, and at least 1 of {LONGEST_CYCLE:,} can be honoured; raise it, or make it 0"
-        )
-    best, least = np.ones(len(present)), np.inf
+    best, least = present, np.inf
     for first in range(len(present), LONGEST_CYCLE + 1, 1024):
         sums = np.arange(first, min(first + 1024, LONGEST_CYCLE + 1))[:, None]
         parts = np.rint(sums * present)
@@ -209,6 +204,11 @@ def fractions(weights: Sequence[float]) -> np.ndarray:
             best, least = parts[error.argmin()], error.min()
         if least == 0:
             break
+    if least == np.inf:
+        raise ValueError(
+            f"the weights {tuple(weights)} of data.source: the smallest is {present.min():.2g} of "
+            f"all, and about 1 of {LONGEST_CYCLE:,} can be honoured; raise it, or make it 0"
+        )
     shares = np.zeros(len(wanted), np.int64)
     shares[wanted > 0] = best
     return shares

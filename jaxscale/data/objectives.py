@@ -147,10 +147,13 @@ def allot_spans(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Counted from the first piece on, they are what T5 takes of so many tokens, so that pieces too
     short for a span of their own still have their share; a single piece has exactly T5's. What
-    does not fit in a piece, half of which at least is left as text for its spans, is dropped.
+    does not fit in a piece, which keeps at least as many tokens as it has spans, is dropped.
     """
     noise_so_far, spans_so_far = _span_counts(np.cumsum(lengths))
     spans = np.minimum(np.diff(spans_so_far, prepend=0), lengths // 2)
+    if not spans.any():
+        longest = lengths.argmax()
+        spans[longest] = min(lengths[longest] // 2, 1)
     has_spans = spans > 0
     noise = np.zeros_like(lengths)
     noise[has_spans] = np.diff(noise_so_far[has_spans], prepend=0)
@@ -163,7 +166,7 @@ def encoder_lengths(inputs_length: int) -> tuple[int, int]:
     T5's arithmetic: both sides end with one more token, the end mark. 512 gives (568, 114).
     """
     tokens = np.arange(2, 2 * inputs_length + 2)
-    noise, spans = _span_counts(tokens)
+    noise, spans = (np.maximum(number, 1) for number in _span_counts(tokens))
     i = np.flatnonzero(tokens - noise + spans + 1 <= inputs_length)[-1]
     return int(tokens[i]), int(noise[i] + spans[i] + 1)
 
@@ -174,7 +177,7 @@ def joined_tokens(seq_len: int) -> int:
     Every span adds its sentinel twice; the boundary at the end is a target only.
     """
     tokens = np.arange(2, seq_len)
-    fits = tokens + 2 * _span_counts(tokens)[1] <= seq_len
+    fits = tokens + 2 * np.maximum(_span_counts(tokens)[1], 1) <= seq_len
     return int(tokens[fits][-1]) if fits.any() else 0
 
 
@@ -204,6 +207,7 @@ class Objective:
     example: Callable[[Window, Uniform, Vocabulary], Batch]  # at most seq_len places
     window: Callable[[int], int]  # tokens of the windows that it is given
     num_marks: Callable[[int], int]  # ids beside those of the tokenizer
+    shortest: int = 1  # tokens of a window that leaves something to predict
 
 
 OBJECTIVES = {
@@ -212,17 +216,17 @@ OBJECTIVES = {
     "span_corruption": Objective(
         span_corruption,
         joined_tokens,
-        lambda seq_len: int(_span_counts(np.array(joined_tokens(seq_len)))[1]),
+        lambda seq_len: max(int(_span_counts(np.array(joined_tokens(seq_len)))[1]), 1),
+        shortest=2,
     ),
     "masked": Objective(masked, lambda seq_len: seq_len, lambda seq_len: 1),
 }
 
 
 def _span_counts(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """T5's noise tokens and spans of texts of these lengths, at least one each."""
-    noise = np.clip(np.rint(lengths * DENSITY), 1, np.maximum(lengths - 1, 1))
-    spans = np.maximum(np.rint(noise / MEAN_SPAN), 1)
-    return noise.astype(np.int64), spans.astype(np.int64)
+    """T5's noise tokens, and spans, of texts of these lengths; none where a text is too short."""
+    noise = np.rint(lengths * DENSITY)
+    return noise.astype(np.int64), np.rint(noise / MEAN_SPAN).astype(np.int64)
 
 
 def _cut(items: np.ndarray, parts: np.ndarray, draw: Uniform) -> np.ndarray:

@@ -197,6 +197,23 @@ def test_short_documents_have_their_share_of_spans(mean):
     assert noise / spans == pytest.approx(3, abs=0.1)
 
 
+@settings(deadline=None)
+@given(LENGTHS)
+def test_there_is_always_something_to_predict(lengths):
+    noise, spans = objectives.allot_spans(np.array(lengths))
+    assert noise.any() == spans.any() == (max(lengths) > 1)
+
+
+@pytest.mark.parametrize("tail", [1, 2])
+def test_a_last_window_with_nothing_to_predict_is_left_out(tail):
+    size = OBJECTIVES["span_corruption"].window(64)
+    corpus = make_corpus({"a": b"x" * (3 * size + tail - 1)})
+    dataset = opened(corpus, seq_len=64, objective="span_corruption", heldout=0)
+    assert len(dataset) == 2 + tail
+    assert all(dataset[i].weights.any() for i in range(len(dataset)))
+    assert len(opened(corpus, seq_len=size, heldout=0)) == 4
+
+
 def test_statistics_of_masking():
     window = make_window([300, 500, 200])
     chosen, fates, replacements = np.zeros(1000), np.zeros(3), []
