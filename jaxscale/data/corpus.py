@@ -1,29 +1,59 @@
-"""Documents as one flat array of tokens, made once and kept beside the run."""
+"""Documents as tokens in shards, made once and kept, and read in part."""
 
 import functools
 import hashlib
+import io
 import json
 import logging
 import pathlib
 import shutil
-import time
+import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.data.sources import Document, find_documents, hash_identity, read_document
+from jaxscale.data.files import filesystem, is_remote, read_file, read_range, reading
+from jaxscale.data.index import Index, find_prepared, join, read_index
+from jaxscale.data.prepare import prepare
+from jaxscale.data.shards import key_of, plan
+from jaxscale.data.sources import File, find_files
 from jaxscale.data.tokenizer import Tokenizer
-from jaxscale.source import Source
+from jaxscale.source import Source, to_sources
 
-FORMAT = 2
-"""Raised when the same files and tokenizer would give other arrays."""
-
-_ARRAYS = ("offsets", "hashes", "token_bytes")
-_BATCH_BYTES = 8_000_000  # text that is tokenised at a time: parallel over its documents
+ARRAYS = ("offsets", "hashes")
+"""Of a folder, besides the shards, as .npy files."""
 
 _log = logging.getLogger("jaxscale")
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """The array in a .npy file, of which only what is wanted is read: mapped, or fetched."""
+
+    path: str
+    dtype: str
+    length: int
+    header_bytes: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, wanted: slice) -> np.ndarray:
+        if not is_remote(self.path):
+            return _map(self.path)[wanted]
+        start, stop, _ = wanted.indices(self.length)
+        width = np.dtype(self.dtype).itemsize
+        first = self.header_bytes + start * width
+        data = read_range(self.path, first, max(first, self.header_bytes + stop * width))
+        return np.frombuffer(data, self.dtype)
+
+
+@functools.lru_cache(maxsize=256)  # each holds a file descriptor
+def _map(path: str) -> np.ndarray:
+    with reading(path):
+        return np.load(path, mmap_mode="r")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +66,7 @@ class Corpus:
     not on where the files are. Pickled, arrays on disk travel as their paths.
     """
 
-    shards: tuple[np.ndarray, ...]  # unsigned; memory-mapped where they lie on disk
+    shards: tuple[np.ndarray | ShardFile, ...]  # unsigned
     offsets: np.ndarray  # [num_documents + 1], int64, the token where each document begins
     hashes: np.ndarray  # [num_documents], uint64, of identities, for `draw`
     token_bytes: np.ndarray
@@ -56,12 +86,16 @@ class Corpus:
 
     @property
     def tokens(self) -> np.ndarray:
-        """All tokens; only where they are one shard."""
-        (tokens,) = self.shards
-        return tokens
+        """All tokens in memory; for corpora that are small enough."""
+        return self.read(0, self.num_tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Ids of the tokens from `start` to `stop`, [stop - start], unsigned."""
+        """Ids of the tokens from `start` to `stop`, [stop - start], unsigned.
+
+        Raises:
+          IndexError: there are no such tokens.
+          ValueError: an id is beyond the vocabulary, or a shard cannot be read.
+        """
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
         first, last = np.searchsorted(self._starts, [start, max(start, stop - 1)], "right") - 1
@@ -69,7 +103,15 @@ class Corpus:
             self.shards[i][max(start - self._starts[i], 0) : stop - self._starts[i]]
             for i in range(first, last + 1)
         ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if ids.max(initial=0) >= len(self.token_bytes):
+            shard = self.shards[first]
+            where = shard.path if isinstance(shard, ShardFile) else "the corpus"
+            raise ValueError(
+                f"{where} is damaged: tokens {start} to {stop} hold the id {ids.max()}, and the "
+                f"vocabulary has {len(self.token_bytes)}; prepare the text again"
+            )
+        return ids
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
@@ -78,23 +120,19 @@ class Corpus:
 
     def __getstate__(self) -> dict:
         def pack(value: object) -> object:
-            if isinstance(value, tuple):
-                return tuple(pack(item) for item in value)
-            return _OnDisk(str(value.filename)) if isinstance(value, np.memmap) else value
+            return _Mapped(str(value.filename)) if isinstance(value, np.memmap) else value
 
         return {name: pack(value) for name, value in self.__dict__.items()}
 
     def __setstate__(self, state: dict) -> None:
         def unpack(value: object) -> object:
-            if isinstance(value, tuple):
-                return tuple(unpack(item) for item in value)
-            return np.load(value.path, mmap_mode="r") if isinstance(value, _OnDisk) else value
+            return np.load(value.path, mmap_mode="r") if isinstance(value, _Mapped) else value
 
         self.__dict__.update({name: unpack(value) for name, value in state.items()})
 
 
 @dataclass(frozen=True)
-class _OnDisk:
+class _Mapped:
     """An array that is mapped again where a corpus arrives."""
 
     path: str
@@ -103,23 +141,29 @@ class _OnDisk:
 def open_corpus(
     source: Sequence[str | Source], tokenizer: Tokenizer, directory: pathlib.Path | None = None
 ) -> Corpus:
-    """Tokenises `data.source`, or maps what an earlier call left in `directory`.
+    """The documents of `data.source`: prepared folders as they are, everything else tokenised.
 
-    What is there is used when the files' names, sizes and times and the tokenizer are the same.
+    What an earlier call left in `directory` is used when the files' names, sizes and times and the
+    tokenizer are the same. Without a directory everything is in memory.
 
     Raises:
-      ValueError: as `find_documents` and `read_document`.
+      ValueError: as `find_files`, `prepare` and `open_folder`.
     """
-    documents = find_documents(source)
-    if directory is None:
-        corpus = _tokenize(documents, tokenizer)
-    else:
-        folder = directory / f"tokens-{_key(documents, tokenizer)}"
-        if not folder.is_dir():
-            if any(directory.glob("tokens-*")):
-                _log.info("data: the files or the tokenizer changed; tokenising again")
-            _save(folder, _tokenize(documents, tokenizer))
-        corpus = _load(folder)
+    sources = to_sources(source)
+    folders = [find_prepared(entry) for entry in sources]
+    raw = [i for i, folder in enumerate(folders) if folder is None]
+    own: dict[int, list[File]] = {i: [] for i in raw}
+    for file in find_files([sources[i] for i in raw]) if raw else ():
+        own[raw[file.entry]].append(file)
+    if directory:
+        _say_what_changed([files for files in own.values() if files], tokenizer, directory)
+    parts: list[Corpus | None] = []
+    for i, folder in enumerate(folders):
+        if folder is not None:
+            parts.append(open_folder(folder, tokenizer, directory))
+        else:  # an entry may name only files that are counted with an earlier one
+            parts.append(_tokenized(own[i], tokenizer, directory) if own[i] else None)
+    corpus = _joined(parts, tokenizer)
     _log.info(
         "data: %d documents, %.1f MB, %.2f M tokens (%.2f bytes a token)",
         corpus.num_documents, corpus.num_bytes / 1e6, corpus.num_tokens / 1e6,
@@ -128,82 +172,143 @@ def open_corpus(
     return corpus
 
 
-def _tokenize(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    start = reported = time.perf_counter()
-    total = sum(document.num_bytes for document in documents)
-    pieces, lengths, num_bytes = [], [], 0
-    for texts in _batched_texts(documents):
-        for ids in tokenizer.encode(texts):
-            pieces += [np.array([tokenizer.boundary], dtype), ids.astype(dtype)]
-            lengths.append(len(ids) + 1)
-        num_bytes += sum(len(text.encode()) for text in texts)
-        if time.perf_counter() - reported > 5:
-            reported = time.perf_counter()
-            _log.info("data: tokenised %.0f of about %.0f MB", num_bytes / 1e6, total / 1e6)
-    tokens = np.concatenate(pieces)
-    offsets = np.cumsum([0, *lengths], dtype=np.int64)
-    hashes = np.array([hash_identity(document.identity) for document in documents], np.uint64)
-    settings = json.dumps([FORMAT, tokenizer.fingerprint]).encode()
-    entries = [document.entry for document in documents]
-    firsts = np.searchsorted(entries, np.arange(max(entries) + 1)).tolist()
-    counts = np.bincount(tokens, minlength=tokenizer.vocab_size)
-    _log.info("data: tokenised %.1f MB in %.1f s", num_bytes / 1e6, time.perf_counter() - start)
+def open_folder(
+    folder: str, tokenizer: Tokenizer, directory: pathlib.Path | None = None, *, map: bool = True
+) -> Corpus:
+    """The corpus in a folder of prepared shards, here or at an address.
+
+    Args:
+      directory: where the small arrays of a folder at an address are kept, to be mapped.
+      map: maps what is here; otherwise reads it.
+
+    Raises:
+      ValueError: a shard is missing or cut short, or another tokenizer made them.
+    """
+    if not is_remote(folder):
+        folder = str(pathlib.Path(folder).expanduser())
+    index = read_index(folder)
+    if index.tokenizer_fingerprint != tokenizer.fingerprint:
+        file = join(folder, index.tokenizer_file) if index.tokenizer_file else index.tokenizer
+        raise ValueError(
+            f"data.tokenizer = {tokenizer.name!r} is not the tokenizer of {folder}, which was "
+            f"prepared with {index.tokenizer!r}; set data.tokenizer = {file!r}"
+        )
+    _check_sizes(folder, index)
+    shards = tuple(
+        ShardFile(
+            join(folder, shard.file), index.dtype, shard.num_tokens,
+            shard.file_bytes - shard.num_tokens * np.dtype(index.dtype).itemsize,
+        )
+        for shard in index.shards
+    )  # fmt: skip
+    offsets, hashes = (_array(folder, name, index, directory, map) for name in ARRAYS)
+    if len(offsets) != index.num_documents + 1 or offsets[-1] != index.num_tokens:
+        raise ValueError(f"{join(folder, 'offsets.npy')} is damaged; prepare the text again")
     return Corpus(
-        shards=(tokens,),
+        shards=shards if map else tuple(shard[:].copy() for shard in shards),
         offsets=offsets,
         hashes=hashes,
-        token_bytes=tokenizer.token_bytes * (num_bytes / (counts @ tokenizer.token_bytes)),
-        num_bytes=num_bytes,
-        fingerprint=_digest(settings, hashes.data, offsets.data, tokens.data),
-        entries=tuple(firsts),
+        token_bytes=tokenizer.token_bytes * (index.num_bytes / index.written_bytes),
+        num_bytes=index.num_bytes,
+        fingerprint=index.fingerprint,
     )
 
 
-def _batched_texts(documents: Sequence[Document]) -> Iterator[list[str]]:
-    texts, num_bytes = [], 0
-    for document in documents:
-        texts.append(read_document(document))
-        num_bytes += document.num_bytes
-        if num_bytes >= _BATCH_BYTES:
-            yield texts
-            texts, num_bytes = [], 0
-    if texts:
-        yield texts
+def _tokenized(
+    files: Sequence[File], tokenizer: Tokenizer, directory: pathlib.Path | None
+) -> Corpus:
+    """The corpus of some files, made or found."""
+    if directory is None:
+        with tempfile.TemporaryDirectory() as place:
+            prepare(plan(files, tokenizer, pathlib.Path(place)), tokenizer)
+            return open_folder(place, tokenizer, map=False)
+    folder = directory / f"tokens-{key_of(plan(files, tokenizer, directory))}"
+    if not folder.is_dir():
+        unfinished = directory / f"unfinished-{folder.name}-{uuid.uuid4().hex[:8]}"
+        prepare(plan(files, tokenizer, unfinished), tokenizer)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            shutil.rmtree(unfinished)  # another process was first, with the same content
+    return open_folder(str(folder), tokenizer)
 
 
-def _save(folder: pathlib.Path, corpus: Corpus) -> None:
-    """Writes a folder that appears whole or not at all."""
-    unfinished = folder.with_name(f"unfinished-{folder.name}-{uuid.uuid4().hex[:8]}")
-    unfinished.mkdir(parents=True, exist_ok=True)
-    for name in _ARRAYS:
-        np.save(unfinished / f"{name}.npy", getattr(corpus, name))
-    np.save(unfinished / "tokens.npy", corpus.tokens)
-    index = {name: getattr(corpus, name) for name in ("num_bytes", "fingerprint", "entries")}
-    (unfinished / "index.json").write_text(json.dumps(index))
-    try:
-        unfinished.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-        shutil.rmtree(unfinished)  # another process was first, with the same content
+def _say_what_changed(
+    entries: Sequence[Sequence[File]], tokenizer: Tokenizer, directory: pathlib.Path
+) -> None:
+    there = {path.name.removeprefix("tokens-") for path in directory.glob("tokens-*")}
+    wanted = {key_of(plan(files, tokenizer, directory)) for files in entries}
+    if there - wanted and wanted - there:
+        _log.info("data: the files or the tokenizer changed; tokenising again")
 
 
-def _load(folder: pathlib.Path) -> Corpus:
-    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
-    tokens = np.load(folder / "tokens.npy", mmap_mode="r")
-    index = json.loads((folder / "index.json").read_text())
-    return Corpus((tokens,), **arrays, **index | {"entries": tuple(index["entries"])})
+def _joined(parts: Sequence[Corpus | None], tokenizer: Tokenizer) -> Corpus:
+    """One corpus of those of the entries of a source, one after another."""
+    corpora = [part for part in parts if part is not None]
+    if len(parts) == 1:
+        return corpora[0]
+    starts = np.cumsum([0, *(corpus.num_tokens for corpus in corpora)])
+    counts = [part.num_documents if part else 0 for part in parts]
+    num_bytes = sum(corpus.num_bytes for corpus in corpora)
+    own = tokenizer.token_bytes.sum()
+    written = sum(corpus.num_bytes * own / corpus.token_bytes.sum() for corpus in corpora)
+    return Corpus(
+        shards=tuple(shard for corpus in corpora for shard in corpus.shards),
+        offsets=np.concatenate(
+            [[0], *(c.offsets[1:] + start for c, start in zip(corpora, starts))], dtype=np.int64
+        ),
+        hashes=np.concatenate([corpus.hashes for corpus in corpora]),
+        token_bytes=tokenizer.token_bytes * (num_bytes / written),
+        num_bytes=num_bytes,
+        fingerprint=_digest([corpus.fingerprint for corpus in corpora]),
+        entries=tuple(np.cumsum([0, *counts[:-1]]).tolist()),
+    )
 
 
-def _key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
-    """What a look at the files says of their content."""
-    listing = [(str(d.path), d.identity, d.num_bytes, d.mtime_ns, d.entry) for d in documents]
-    return _digest(json.dumps([FORMAT, tokenizer.fingerprint, listing]).encode())
+def _check_sizes(folder: str, index: Index) -> None:
+    """Raises when a shard is not there, or not whole."""
+    sizes = {}
+    with reading(folder):
+        if is_remote(folder):
+            fs, name = filesystem(folder)
+            sizes = {about["name"].rsplit("/", 1)[-1]: about["size"] for about in fs.ls(name)}
+        else:
+            sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
+    for shard in index.shards:
+        path = join(folder, shard.file)
+        if shard.file not in sizes:
+            raise ValueError(
+                f"{path} is missing, one of the {len(index.shards)} shards of that folder; put it "
+                "back, or prepare the text again"
+            )
+        if sizes[shard.file] != shard.file_bytes:
+            raise ValueError(
+                f"{path} has {sizes[shard.file]} bytes, and {shard.file_bytes} were written; put "
+                "the whole file back, or prepare the text again"
+            )
 
 
-def _digest(*parts: bytes | memoryview) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+def _array(
+    folder: str, name: str, index: Index, directory: pathlib.Path | None, map: bool
+) -> np.ndarray:
+    """One of the arrays beside the shards; of those at an address a copy is kept."""
+    path = join(folder, f"{name}.npy")
+    if is_remote(path):
+        data = read_file(path)
+        if directory is None:
+            return np.load(io.BytesIO(data))
+        copy = directory / f"{name}-{index.fingerprint}.npy"
+        if not copy.is_file():
+            directory.mkdir(parents=True, exist_ok=True)
+            unfinished = copy.with_name(f"unfinished-{copy.name}-{uuid.uuid4().hex[:8]}")
+            unfinished.write_bytes(data)
+            unfinished.replace(copy)
+        path = str(copy)
+    with reading(path):
+        return np.load(path, mmap_mode="r" if map else None)
+
+
+def _digest(values: object) -> str:
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()

@@ -1,4 +1,5 @@
-"""Text to ids and back: bytes, any Hugging Face tokenizer.json, or byte pairs learnt on the spot.
+"""Text to ids and back: bytes, any Hugging Face tokenizer.json, SentencePiece, or byte pairs learnt
+on the spot.
 
 A document becomes [boundary, tokens...], and the token after its last one is the boundary again:
 a model starts a text from the boundary and ends it by predicting the boundary.
@@ -6,18 +7,24 @@ a model starts a text from the boundary and ends it by predicting the boundary.
 
 import hashlib
 import logging
+import os
 import pathlib
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxscale.data.sources import draw, find_documents, hash_identity, read_document
-from jaxscale.source import Source
+from jaxscale.data.documents import sample_texts
+from jaxscale.data.files import read_file
+from jaxscale.data.index import find_prepared, join, read_index
+from jaxscale.data.sources import find_files
+from jaxscale.data.words import Words, can_cut
+from jaxscale.source import Source, to_sources
 
 END = "<|endoftext|>"
 BOUNDARIES = (
@@ -25,6 +32,10 @@ BOUNDARIES = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
 """Names that tokenizers give to the end of a document; the first one present is taken."""
+
+MASKS = ("[MASK]", "<mask>", "<|mask|>")
+SENTINEL = "<extra_id_{}>"
+"""What stands for the i-th span that was taken out of a text (T5, arXiv 1910.10683)."""
 
 TRAINING_BYTES = 8_000_000
 """Text that a byte-pair tokenizer is trained on; more changes little and takes longer."""
@@ -48,6 +59,29 @@ class Tokenizer:
     fingerprint: str
     encode: Callable[[Sequence[str]], list[np.ndarray]]  # no boundary added; int32 arrays
     decode: Callable[[Sequence[int] | np.ndarray], str]  # special tokens are left out
+    name: str = "bytes"  # as `data.tokenizer` has it
+    file: bytes = b""  # what it is loaded from; nothing for bytes
+    special: Mapping[str, int] = field(default_factory=dict)  # tokens that no text holds, by name
+
+    @property
+    def file_name(self) -> str:
+        """What the file is called beside shards; nothing for bytes."""
+        if not self.file:
+            return ""
+        return "tokenizer.json" if self.file.lstrip()[:1] == b"{" else "tokenizer.model"
+
+    @property
+    def mask(self) -> int | None:
+        """The id that hides a token, if there is one."""
+        return next((self.special[name] for name in MASKS if name in self.special), None)
+
+    @property
+    def sentinels(self) -> tuple[int, ...]:
+        """The ids that stand for spans that were taken out, the first span's first."""
+        found = []
+        while (name := SENTINEL.format(len(found))) in self.special:
+            found.append(self.special[name])
+        return tuple(found)
 
 
 def load(
@@ -57,15 +91,18 @@ def load(
     *,
     heldout: float = 0.0,
     seed: int = 0,
+    training_bytes: int = TRAINING_BYTES,
 ) -> Tokenizer:
     """Makes the tokenizer that `data.tokenizer` names.
 
     Args:
-      name: "bytes", a path to a tokenizer.json, or "bpe:N" for N byte pairs.
-      source: `data.source`, which "bpe:N" is trained on.
+      name: "bytes", a path to a tokenizer.json or a SentencePiece model, or "bpe:N" for N byte
+        pairs.
+      source: `data.source`, which "bpe:N" is trained on; a prepared folder in it has its own.
       directory: where "bpe:N" keeps its tokenizer.json, and finds it again.
       heldout: `data.heldout`; documents held out are not trained on.
       seed: `data.seed`, for that split.
+      training_bytes: text that "bpe:N" is trained on, about.
 
     Raises:
       ValueError: an unknown name, a file that is no tokenizer, or one without a boundary token.
@@ -79,13 +116,33 @@ def load(
                 f"data.tokenizer = {name!r}; after bpe: comes a number of tokens, at least 257 "
                 "(every byte and the end of a document)"
             )
-        return _byte_pairs(int(size), source, directory, heldout, seed)
+        path = directory / "tokenizer.json" if directory else None
+        if path and path.is_file():
+            return _of_size(from_file(str(path), name), str(path), int(size))
+        made = _prepared(name, source) or _from_json(
+            _train(int(size), source, heldout, seed, training_bytes), "the trained tokenizer", name
+        )
+        if path:
+            _keep(made, path)
+        return made
     if not pathlib.Path(name).is_file():
         raise ValueError(
             f"data.tokenizer = {name!r} is neither a file nor a name; it can be 'bytes', "
-            "'bpe:4096' or another size, or the path of a tokenizer.json"
+            "'bpe:4096' or another size, or the path of a tokenizer.json or a SentencePiece model"
         )
-    return _from_file(pathlib.Path(name))
+    return from_file(name, name)
+
+
+def from_file(path: str, name: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json or a SentencePiece model.
+
+    Raises:
+      ValueError: the file is neither, or has no boundary token.
+    """
+    data = read_file(path)
+    if path.endswith(".model"):
+        return _from_sentencepiece(data, path, name)
+    return _from_json(data, path, name)
 
 
 def _bytes() -> Tokenizer:
@@ -98,46 +155,48 @@ def _bytes() -> Tokenizer:
         return bytes(int(i) for i in ids if i != boundary).decode(errors="replace")
 
     token_bytes = np.append(np.ones(256), 0)
-    return Tokenizer(257, boundary, token_bytes, "bytes", encode, decode)
+    return Tokenizer(257, boundary, token_bytes, "bytes", encode, decode, special={END: boundary})
 
 
-def _byte_pairs(
-    size: int,
-    source: Sequence[str | Source],
-    directory: pathlib.Path | None,
-    heldout: float,
-    seed: int,
-) -> Tokenizer:
-    path = directory / "tokenizer.json" if directory else None
-    if path and path.is_file():
-        tokenizer = _from_file(path)
-        if tokenizer.vocab_size != size:
-            raise ValueError(
-                f"data.tokenizer = 'bpe:{size}', but {path} has {tokenizer.vocab_size} tokens; "
-                "use that size or another folder"
-            )
-        return tokenizer
-    trained = _train(size, source, heldout, seed)
-    if directory and path:
-        directory.mkdir(parents=True, exist_ok=True)
-        unfinished = directory / f"unfinished-tokenizer-{uuid.uuid4().hex[:8]}.json"
-        trained.save(str(unfinished))
-        unfinished.replace(path)
-    return _from_library(trained, "the trained tokenizer")
+def _prepared(name: str, source: Sequence[str | Source]) -> Tokenizer | None:
+    """The tokenizer of the first prepared folder of a source, which must have this name."""
+    for entry in to_sources(source) if source else ():
+        if folder := find_prepared(entry):
+            index = read_index(folder)
+            file = join(folder, index.tokenizer_file) if index.tokenizer_file else index.tokenizer
+            if index.tokenizer != name:
+                raise ValueError(
+                    f"data.tokenizer = {name!r}, but {folder} was prepared with "
+                    f"{index.tokenizer!r}; set data.tokenizer = {file!r}"
+                )
+            return from_file(file, name)
+    return None
+
+
+def _of_size(tokenizer: Tokenizer, where: str, size: int) -> Tokenizer:
+    if tokenizer.vocab_size != size:
+        raise ValueError(
+            f"data.tokenizer = 'bpe:{size}', but {where} has {tokenizer.vocab_size} tokens; "
+            "use that size or another folder"
+        )
+    return tokenizer
+
+
+def _keep(tokenizer: Tokenizer, path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"unfinished-tokenizer-{uuid.uuid4().hex[:8]}.json")
+    unfinished.write_bytes(tokenizer.file)
+    unfinished.replace(path)
 
 
 def _train(
-    size: int, source: Sequence[str | Source], heldout: float, seed: int
-) -> tokenizers.Tokenizer:
-    """Byte-level byte-pair encoding of a sample of whole training documents; deterministic."""
+    size: int, source: Sequence[str | Source], heldout: float, seed: int, num_bytes: int
+) -> bytes:
+    """Byte-level byte-pair encoding of a sample of training documents; deterministic."""
     start = time.perf_counter()
-    documents = find_documents(source)
-    drawn = draw(np.array([hash_identity(d.identity) for d in documents], np.uint64), seed)
-    texts, num_bytes = [], 0
-    for i in np.argsort(drawn, kind="stable"):
-        if drawn[i] >= heldout and num_bytes < TRAINING_BYTES:
-            texts.append(read_document(documents[i]))
-            num_bytes += documents[i].num_bytes
+    files = find_files(source)
+    texts = [text for _, text in sample_texts(files, num_bytes, heldout=heldout, seed=seed)]
+    num_bytes = sum(len(text.encode()) for text in texts)
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()
@@ -158,42 +217,89 @@ def _train(
         "tokenizer: %d byte pairs learnt from %d documents (%.1f MB) in %.1f s",
         size, len(texts), num_bytes / 1e6, time.perf_counter() - start,
     )  # fmt: skip
-    return trained
+    return trained.to_str(pretty=True).encode()
 
 
-def _from_file(path: pathlib.Path) -> Tokenizer:
+def _from_json(data: bytes, where: str, name: str) -> Tokenizer:
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {error}") from error
-    return _from_library(tokenizer, str(path))
-
-
-def _from_library(tokenizer: tokenizers.Tokenizer, where: str) -> Tokenizer:
+        raise ValueError(f"{where} is not a Hugging Face tokenizer.json: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # "</s>" inside a document is text, not its end
     vocabulary = tokenizer.get_vocab()
-    boundary = next((vocabulary[name] for name in BOUNDARIES if name in vocabulary), None)
-    if boundary is None:
-        special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
-        raise ValueError(
-            f"{where} has no token for the end of a document; it has the special tokens "
-            f"{special}, and one of {', '.join(BOUNDARIES)} is needed"
-        )
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: i for i, token in sorted(added.items()) if token.special}
+    boundary = _find_boundary(vocabulary, special, where)
 
-    def encode(texts: Sequence[str]) -> list[np.ndarray]:
+    def encode(texts: Sequence[str]) -> list[list[int]]:
         encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+        return [encoding.ids for encoding in encodings]
 
     def decode(ids: Sequence[int] | np.ndarray) -> str:
         return tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     vocab_size = max(vocabulary.values()) + 1
     text = tokenizer.to_str()
-    fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     token_bytes = _token_bytes(tokenizer, vocab_size, byte_level='"ByteLevel"' in text)
-    return Tokenizer(vocab_size, boundary, token_bytes, fingerprint, encode, decode)
+    return Tokenizer(
+        vocab_size, boundary, token_bytes, _fingerprint(text.encode()),
+        Words(encode) if can_cut(text) else lambda texts: _arrays(encode(texts)), decode,
+        name, data, special,
+    )  # fmt: skip
+
+
+def _from_sentencepiece(data: bytes, where: str, name: str) -> Tokenizer:
+    try:
+        import sentencepiece  # noqa: PLC0415  an extra
+    except ImportError as error:
+        raise ValueError(
+            f"{where} needs the package sentencepiece; install jaxscale[sentencepiece]"
+        ) from error
+    model: Any = sentencepiece.SentencePieceProcessor()
+    try:
+        model.LoadFromSerializedProto(data)
+    except RuntimeError as error:
+        raise ValueError(f"{where} is not a SentencePiece model: {error}") from error
+    size = model.get_piece_size()
+    pieces = [model.id_to_piece(i) for i in range(size)]
+    special = {piece: i for i, piece in enumerate(pieces) if model.is_control(i)}
+    boundary = _find_boundary(special, special, where)
+    threads = 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else -1
+
+    def encode(texts: Sequence[str]) -> list[np.ndarray]:
+        return _arrays(model.encode(list(texts), out_type=int, num_threads=threads))
+
+    def decode(ids: Sequence[int] | np.ndarray) -> str:
+        return model.decode([int(i) for i in ids if not model.is_control(int(i))])
+
+    lengths = [
+        0 if model.is_control(i) else 1 if model.is_byte(i) else _written_bytes(piece)
+        for i, piece in enumerate(pieces)
+    ]
+    return Tokenizer(
+        size, boundary, np.array(lengths, np.float64), _fingerprint(data), encode, decode,
+        name, data, special,
+    )  # fmt: skip
+
+
+def _find_boundary(known: Mapping[str, int], special: Mapping[str, int], where: str) -> int:
+    for name in BOUNDARIES:
+        if name in known:
+            return known[name]
+    raise ValueError(
+        f"{where} has no token for the end of a document; it has the special tokens "
+        f"{list(special)}, and one of {', '.join(BOUNDARIES)} is needed"
+    )
+
+
+def _arrays(lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    return [np.array(ids, np.int32) for ids in lists]
+
+
+def _fingerprint(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _token_bytes(tokenizer: tokenizers.Tokenizer, size: int, *, byte_level: bool) -> np.ndarray:
@@ -208,6 +314,11 @@ def _token_bytes(tokenizer: tokenizers.Tokenizer, size: int, *, byte_level: bool
             lengths[i] = len(token)
         elif len(token) == 6 and token.startswith("<0x"):  # SentencePiece's byte fallback
             lengths[i] = 1
-        else:  # SentencePiece writes a space as ▁; WordPiece marks what continues a word
-            lengths[i] = len(token.removeprefix("##").replace("▁", " ").encode())
+        else:
+            lengths[i] = _written_bytes(token)
     return lengths
+
+
+def _written_bytes(token: str) -> int:
+    # SentencePiece writes a space as ▁; WordPiece marks what continues a word.
+    return len(token.removeprefix("##").replace("▁", " ").encode())

@@ -53,7 +53,7 @@ def test_what_is_kept_is_what_was_made(texts, tmp_path, caplog):
         again = open_corpus(source(texts), tokenizer, tmp_path / "run")
     assert "tokenis" not in caplog.text
     for corpus in (first, again):
-        assert isinstance(corpus.tokens, np.memmap)
+        assert isinstance(corpus.offsets, np.memmap)
         np.testing.assert_array_equal(corpus.tokens, made.tokens)
         np.testing.assert_array_equal(corpus.offsets, made.offsets)
         np.testing.assert_array_equal(corpus.token_bytes, made.token_bytes)
@@ -152,7 +152,7 @@ def test_a_corpus_on_disk_travels_as_paths(texts, tmp_path):
         (texts / f"more{i}.txt").write_text("some text " * 100)
     corpus = open_corpus(source(texts), load("bytes"), tmp_path / "run")
     pickled = pickle.dumps(corpus)
-    assert len(pickled) < 2_000
+    assert len(pickled) < 4_000  # half of it is the bytes of each token
     again = pickle.loads(pickled)
     assert again.fingerprint == corpus.fingerprint
     np.testing.assert_array_equal(again.read(5, 50), corpus.read(5, 50))

@@ -112,7 +112,7 @@ def test_a_dataset_on_disk_travels_as_a_path(tmp_path):
     config = DataConfig(source=(str(tmp_path / "a.txt"),), heldout=0)
     dataset = open_dataset(config, BYTES, split="train", directory=tmp_path)
     pickled = pickle.dumps(dataset)
-    assert len(pickled) < 5_000
+    assert len(pickled) < 6_000
     assert_same(pickle.loads(pickled)[3], dataset[3])
 
 

@@ -6,11 +6,11 @@ import logging
 import numpy as np
 import pytest
 
-from jaxscale.data.sources import draw, find_documents, hash_identity, read_document
+from jaxscale.data.sources import draw, find_files, hash_identity
 
 
 def identities(*source):
-    return [document.identity for document in find_documents([str(entry) for entry in source])]
+    return [file.identity for file in find_files([str(entry) for entry in source])]
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_a_folder_is_every_visible_file_below_it_sorted(tree):
     ["*.txt", "**/*.txt", "sub/*", "*/*.txt", "**/d.*", "s?b/[a-c].txt", "**", "sub/**/*.txt"],
 )
 def test_a_glob_means_what_it_means_elsewhere(tree, pattern):
-    found = {str(d.path) for d in find_documents([f"{tree}/{pattern}"])}
+    found = {file.path for file in find_files([f"{tree}/{pattern}"])}
     there = glob.glob(f"{tree}/{pattern}", recursive=True)
     assert found == {p for p in there if not p.endswith(("sub", "deep", "/")) and "__py" not in p}
 
@@ -59,25 +59,25 @@ def test_a_link_to_a_containing_folder_ends(tree):
 
 
 def test_standard_library_without_tests_and_packages():
-    documents = find_documents(["{stdlib}/**/*.py"])
-    folders = {part for d in documents for part in d.identity.split("/")[:-1]}
+    files = find_files(["{stdlib}/**/*.py"])
+    folders = {part for file in files for part in file.identity.split("/")[:-1]}
     assert not folders & {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-    assert {"json/decoder.py", "argparse.py"} <= {d.identity for d in documents}
-    assert sum(len(read_document(d)) for d in documents) > 5_000_000
-    assert [d.identity for d in find_documents(["{stdlib}"])] == [d.identity for d in documents]
+    assert {"json/decoder.py", "argparse.py"} <= {file.identity for file in files}
+    assert sum(file.num_bytes for file in files) > 5_000_000
+    assert [file.path for file in find_files(["{stdlib}"])] == [file.path for file in files]
 
 
 @pytest.mark.parametrize("entry", ["nothing.txt", "*.text", "no/such/folder/**"])
 def test_an_entry_without_files_is_named(tree, entry):
     with pytest.raises(ValueError, match=r"data.source: '.*matches no file") as error:
-        find_documents([str(tree), f"{tree}/{entry}"])
+        find_files([str(tree), f"{tree}/{entry}"])
     assert entry in str(error.value)
 
 
 def test_an_empty_file_is_named(tree):
     (tree / "sub" / "empty.txt").touch()
     with pytest.raises(ValueError, match=r"sub/empty.txt is empty.*data.source"):
-        find_documents([str(tree)])
+        find_files([str(tree)])
 
 
 def test_an_empty_package_marker_is_counted_and_passed_over(tree, caplog):
@@ -87,43 +87,13 @@ def test_an_empty_package_marker_is_counted_and_passed_over(tree, caplog):
         assert identities(tree) == before
     assert "empty __init__.py, which are passed over: 1" in caplog.text
     with pytest.raises(ValueError, match="holds only empty files"):
-        find_documents([str(tree / "sub" / "__init__.py")])
+        find_files([str(tree / "sub" / "__init__.py")])
 
 
 def test_a_broken_link_is_named(tree):
     (tree / "gone.txt").symlink_to(tree / "nowhere")
     with pytest.raises(ValueError, match=r"gone.txt cannot be read: No such file"):
-        find_documents([str(tree)])
-
-
-def test_a_file_that_vanished_is_named(tree):
-    (document,) = find_documents([str(tree / "a.txt")])
-    document.path.unlink()
-    with pytest.raises(ValueError, match=r"a.txt cannot be read: No such file"):
-        read_document(document)
-
-
-def read(path, data):
-    path.write_bytes(data)
-    (document,) = find_documents([str(path)])
-    return read_document(document)
-
-
-def test_text_is_read_as_it_is(tmp_path):
-    assert read(tmp_path / "a.txt", "é\r\n\x00\u2028".encode()) == "é\r\n\x00\u2028"
-
-
-def test_bad_utf8_names_file_and_byte(tmp_path):
-    with pytest.raises(ValueError, match=r"a.txt is not utf-8 text: byte 3 is 0xff.*data.source"):
-        read(tmp_path / "a.txt", b"abc\xffdef")
-
-
-def test_python_source_has_the_encoding_it_declares(tmp_path):
-    assert read(tmp_path / "a.py", b"# coding: latin-1\n# \xe9") == "# coding: latin-1\n# é"
-    with pytest.raises(ValueError, match=r"b.py is not Python source: unknown encoding"):
-        read(tmp_path / "b.py", b"# coding: klingon\n")
-    with pytest.raises(ValueError, match=r"c.py is not ascii text: byte 16"):
-        read(tmp_path / "c.py", b"# coding: ascii\n\xe9")
+        find_files([str(tree)])
 
 
 def drawn(identities, seed):

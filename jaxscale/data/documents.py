@@ -1,0 +1,136 @@
+"""Documents of the files of a source, in parts that can be read apart from one another."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.data.formats import boundary, can_cut, read_records, where
+from jaxscale.data.sources import File, draw, hash_identity
+
+_SAMPLE_PLACES = 8  # at least so many pieces give to a sample that is not everything
+
+
+class Piece(NamedTuple):
+    """The documents that begin between two stored bytes of a file."""
+
+    file: File
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """As stored; of what is compressed, less than the text."""
+        return self.stop - self.start
+
+
+class Document(NamedTuple):
+    """A text, or a part of one that is longer than its source allows."""
+
+    text: str
+    num_bytes: int  # of UTF-8
+    hash: int  # of the identity, the same for all parts
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A document that cannot be used, and may be left out where `skip_share` allows it."""
+
+    file: File
+    position: int
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{where(self.file, self.position)} {self.problem}"
+
+
+def cut(files: Sequence[File], piece_bytes: int) -> Iterator[Piece]:
+    """Every file in pieces of at most so many stored bytes, where it can be cut at all."""
+    for file in files:
+        step = piece_bytes if can_cut(file) else file.num_bytes
+        for start in range(0, file.num_bytes, step):
+            yield Piece(file, start, min(start + step, file.num_bytes))
+
+
+def read_documents(piece: Piece) -> Iterator[Document | Bad]:
+    """The documents of a piece, those that are too long in parts.
+
+    A document's identity is that of its file, with its place where the file holds several.
+
+    Raises:
+      ValueError: from reading; the file is damaged, or a whole file holds no document.
+    """
+    file = piece.file
+    whole = boundary(file) == "file"
+    position, found = None, False
+    try:
+        for position, text in read_records(*piece):
+            found = True
+            if isinstance(text, ValueError):
+                yield Bad(file, position, str(text))
+                continue
+            identity = file.identity if whole else f"{file.identity}#{position}"
+            yield from _limited(file, position, text, hash_identity(identity))
+    except ValueError as error:
+        after = "" if position is None or whole else f" (after {where(file, position)})"
+        raise ValueError(f"{error}{after}") from error
+    if not found and piece.start == 0 and piece.stop == file.num_bytes:
+        raise ValueError(f"{file.path} holds no document; leave it out of data.source")
+
+
+def sample_texts(
+    files: Sequence[File], num_bytes: int, *, heldout: float = 0.0, seed: int = 0
+) -> Iterator[tuple[File, str]]:
+    """Documents that together have about so many bytes, or all; the same whenever it is called.
+
+    They come from places all over the files, and are not the ones that `heldout` holds out.
+
+    Raises:
+      ValueError: as `read_documents`.
+    """
+    total = sum(file.num_bytes for file in files)
+    pieces = list(cut(files, max(1 << 20, total // 4096)))
+    hashes = [
+        hash_identity(p.file.identity + (f"#{p.start}" if can_cut(p.file) else "")) for p in pieces
+    ]
+    taken, most = 0, num_bytes if total <= num_bytes else num_bytes // _SAMPLE_PLACES
+    for i in np.argsort(draw(np.array(hashes, np.uint64), seed), kind="stable"):
+        taken_here = 0
+        for document in read_documents(pieces[i]):
+            if taken >= num_bytes or taken_here >= most:
+                break
+            if isinstance(document, Bad):  # whoever reads all of the files will say so
+                continue
+            if draw(np.array([document.hash], np.uint64), seed)[0] >= heldout:
+                yield pieces[i].file, document.text
+                taken += document.num_bytes
+                taken_here += document.num_bytes
+        if taken >= num_bytes:
+            return
+
+
+def _limited(file: File, position: int, text: str, hash: int) -> Iterator[Document | Bad]:
+    limit = file.source.max_document_bytes
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:
+        yield Bad(file, position, "holds half of a surrogate pair, which is not text")
+        return
+    if not limit or len(data) <= limit:
+        yield Document(text, len(data), hash)
+    elif file.source.long_documents == "refuse":
+        yield Bad(
+            file, position,
+            f"has {len(data)} bytes, more than max_document_bytes = {limit} of its entry of "
+            "data.source; raise that, or set long_documents to 'split'",
+        )  # fmt: skip
+    else:
+        start = 0
+        while start < len(data):
+            stop = start + limit
+            while stop < len(data) and data[stop] & 0xC0 == 0x80:  # inside a character
+                stop -= 1
+            part = data[start:stop]
+            yield Document(part.decode(), len(part), hash)
+            start = stop

@@ -1,0 +1,100 @@
+"""Files wherever they are: on this machine, or behind an address such as s3://bucket/key.
+
+What goes wrong while a file is read becomes a ValueError that names the file.
+"""
+
+import contextlib
+import gzip
+import io
+import pathlib
+import sys
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO, cast
+
+import fsspec
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+COMPRESSIONS = (".gz", ".zst")
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is an address, which fsspec opens."""
+    return "://" in path
+
+
+def filesystem(path: str) -> tuple[Any, str]:
+    """Where an address leads, and the path there.
+
+    Raises:
+      ValueError: fsspec does not know the scheme, or the package that it needs is missing.
+    """
+    try:
+        return fsspec.core.url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{path} cannot be opened: {error}") from error
+
+
+def compression(path: str) -> str:
+    """ ".gz", ".zst" or nothing, by the last suffix."""
+    suffix = pathlib.PurePosixPath(path).suffix.lower()
+    return suffix if suffix in COMPRESSIONS else ""
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Names the file in what goes wrong while it is read."""
+    try:
+        yield
+    except EOFError as error:
+        raise ValueError(
+            f"{path} is cut short: its compressed data have no end; fetch it again"
+        ) from error
+    except (gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
+        raise ValueError(f"{path} is damaged: {error}; fetch it again") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[BinaryIO]:
+    """The bytes of a file, decompressed where its suffix says so.
+
+    Raises:
+      ValueError: from here or from reading; the file cannot be read, or is damaged.
+    """
+    with reading(path), contextlib.ExitStack() as stack:
+        raw = stack.enter_context(_open(path))
+        if compression(path) == ".gz":
+            yield cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw)))
+        elif compression(path) == ".zst":
+            yield cast(BinaryIO, stack.enter_context(zstd.ZstdFile(raw)))
+        else:
+            yield raw
+
+
+def read_file(path: str) -> bytes:
+    """All bytes of a file, as they are stored."""
+    with reading(path), _open(path) as file:
+        return file.read()
+
+
+def read_range(path: str, start: int, stop: int) -> bytes:
+    """The bytes from `start` to `stop` of an address, and no others."""
+    fs, name = filesystem(path)
+    with reading(path):
+        data = cast(bytes, fs.cat_file(name, start=start, end=stop))
+    if len(data) != stop - start:
+        raise ValueError(f"{path} is cut short: it has no bytes {start} to {stop}")
+    return data
+
+
+def _open(path: str) -> Any:
+    if is_remote(path):
+        fs, name = filesystem(path)
+        return fs.open(name, "rb")
+    return open(path, "rb", buffering=io.DEFAULT_BUFFER_SIZE * 16)
