@@ -79,13 +79,13 @@ def devices() -> list[dict[str, Any]]:
     return list(kinds.values())
 
 
-def xla_flags(platform_name: str) -> list[dict[str, Any]]:
-    """The table's flags for a platform; each is tried on this compiler, which may refuse it."""
+def xla_flags(platform_name: str, device_kind: str = "") -> list[dict[str, Any]]:
+    """The table's flags for a device; each is tried on this compiler, which may refuse it."""
     import jax  # noqa: PLC0415
 
     program = jax.jit(lambda x: x + 1).lower(1.0)
     tried = []
-    for flag in hardware.XLA_FLAGS.get(platform_name, ()):
+    for flag in hardware.xla_flags(platform_name, device_kind):
         try:
             program.compile(compiler_options={flag.name: flag.value})
             refusal = None
@@ -150,7 +150,7 @@ def examine() -> dict[str, Any]:
     try:
         report["devices"] = devices()
         platform_name = report["devices"][0]["platform"]
-        report["xla_flags"] = xla_flags(platform_name)
+        report["xla_flags"] = xla_flags(platform_name, report["devices"][0]["kind"])
         report["self_test"] = self_test()
     except (ImportError, RuntimeError) as error:
         platform_name = None

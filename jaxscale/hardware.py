@@ -74,45 +74,101 @@ class XlaFlag:
 
 
 XLA_FLAGS_VERSION = "2026-11"
+
+_GPU = (
+    XlaFlag(
+        "xla_gpu_enable_latency_hiding_scheduler",
+        True,
+        "starts a collective early, so that it runs beside computation (NVIDIA's advice)",
+    ),
+    XlaFlag(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        2,
+        "on the way back through the layers a gather and a reduce-scatter are under way at once; "
+        "with the limit of 1 the gather ends before the layer begins",
+    ),
+)
+_TPU_V5E = (
+    XlaFlag("xla_enable_async_all_gather", True, "gathers weights beside computation"),
+    XlaFlag(
+        "xla_tpu_enable_async_collective_fusion",
+        True,
+        "fuses a running collective with the computation that hides it; of all TPUs only v5e can",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+        True,
+        "includes all-gathers in that fusion",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_async_collective_fusion_multiple_steps",
+        True,
+        "spreads one collective over several computations",
+    ),
+    XlaFlag(
+        "xla_tpu_async_collective_fusion_fuse_multiple_collectives",
+        True,
+        "lets all the gathers of a layer run beside the same computations",
+    ),
+    XlaFlag(
+        "xla_max_concurrent_async_all_gathers",
+        16,
+        "a layer has up to nine weights to gather; with the limit of 1 only one is hidden",
+    ),
+    XlaFlag(
+        "xla_tpu_overlap_compute_collective_tc",
+        True,
+        "lets the tensor core compute while it drives a collective",
+    ),
+)
+_TPU_SPARSE_CORES = (
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+        True,
+        "the sparse cores drive gathers while the tensor cores compute; async collective fusion "
+        "is refused on these chips",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather",
+        True,
+        "includes gathers over two dimensions of the torus",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather",
+        True,
+        "includes gathers over three dimensions of the torus",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+        True,
+        "the sparse cores drive reduce-scatters as well",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter",
+        True,
+        "includes reduce-scatters over several dimensions of the torus",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_offload_queuing_in_lhs",
+        True,
+        "all the collectives of a layer are queued before it computes, not one after the other",
+    ),
+)
 XLA_FLAGS = {
     "cpu": (),
-    "gpu": (
-        XlaFlag(
-            "xla_gpu_enable_latency_hiding_scheduler",
-            True,
-            "starts a collective early, so that it runs beside computation (NVIDIA's advice)",
-        ),
-        XlaFlag(
-            "xla_gpu_enable_while_loop_double_buffering",
-            True,
-            "lets the gather of the next layer's weights overlap this layer (NVIDIA's advice for "
-            "fully sharded parameters in a scan)",
-        ),
-    ),
-    "tpu": (
-        XlaFlag("xla_enable_async_all_gather", True, "gathers weights beside computation"),
-        XlaFlag(
-            "xla_tpu_enable_async_collective_fusion",
-            True,
-            "fuses a running collective with the computation that hides it",
-        ),
-        XlaFlag(
-            "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
-            True,
-            "includes all-gathers in that fusion",
-        ),
-        XlaFlag(
-            "xla_tpu_enable_async_collective_fusion_multiple_steps",
-            True,
-            "spreads one collective over several computations",
-        ),
-        XlaFlag(
-            "xla_tpu_overlap_compute_collective_tc",
-            True,
-            "lets the tensor core compute while it drives a collective",
-        ),
-    ),
+    "gpu": _GPU,
+    "tpu": (),
+    "TPU v5 lite": _TPU_V5E,
+    "TPU v5e": _TPU_V5E,
+    "TPU v5": _TPU_SPARSE_CORES,
+    "TPU v5p": _TPU_SPARSE_CORES,
+    "TPU v6 lite": _TPU_SPARSE_CORES,
+    "TPU v6e": _TPU_SPARSE_CORES,
 }
-"""By what JAX reports as `device.platform`. XLA renames and drops flags, and one in the XLA_FLAGS
-variable that it does not know ends the process: pass these as `compiler_options` of `jax.jit` or
-`compile`, which raise instead, and leave out those that it refuses."""
+"""By what JAX reports as `device.device_kind`, else as `device.platform`. Each was seen to change
+the scheduled program of a layered step as its reason says (libtpu 0.0.51, XLA of jax 0.12)."""
+
+
+def xla_flags(platform: str, device_kind: str) -> tuple[XlaFlag, ...]:
+    """The options for compiling a train step on a device."""
+    return XLA_FLAGS.get(device_kind, XLA_FLAGS.get("gpu" if platform == "cuda" else platform, ()))

@@ -28,7 +28,7 @@ _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _CALLS = re.compile(
     r"\b(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
 )
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_CALLED = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Program:
 
     def _calls(self, instruction: Instruction) -> list[tuple[str, float]]:
         callees = _CALLS.findall(instruction.rest)
-        for listed in _BRANCHES.findall(instruction.rest):
+        for listed in _CALLED.findall(instruction.rest):
             callees += [name.strip().lstrip("%") for name in listed.split(",")]
         times = self.trips(instruction) if instruction.opcode == "while" else 1
         return [(callee, times) for callee in callees if callee in self.computations]

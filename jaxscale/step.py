@@ -10,9 +10,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.batch import Batch
+from jaxscale.compiler import step_options
 from jaxscale.config import Config
 from jaxscale.gradients import make_gradients, make_loss
-from jaxscale.hardware import XLA_FLAGS
 from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim import make, state_axes
@@ -142,7 +142,7 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
         ),
         step=jax.jit(
             step, donate_argnums=0, in_shardings=(shardings, batch_sharding),
-            out_shardings=(shardings, replicated), compiler_options=compiler_options(platform),
+            out_shardings=(shardings, replicated), compiler_options=step_options(mesh),
         ),
         evaluate=jax.jit(evaluate, in_shardings=(shardings.params, batch_sharding, replicated),
                          out_shardings=replicated),
@@ -191,12 +191,6 @@ def check_types(config: Config) -> None:
         raise ValueError(
             f"{', '.join(sorted(wide))} = 'float64' needs JAX_ENABLE_X64=1 in the environment"
         )
-
-
-def compiler_options(platform: str) -> dict[str, bool | int]:
-    """What a step's compiler is told on a platform, by JAX's name of it."""
-    flags = XLA_FLAGS["gpu" if platform == "cuda" else platform]
-    return {flag.name: flag.value for flag in flags}
 
 
 def check_host_memory(config: Config, mesh: Mesh) -> None:
