@@ -52,7 +52,7 @@ def make_walk(model: Decoder, layout: Layout, zero: Zero) -> Callable:
 
     def walk(params: Tree, batch: Batch, sums: Tree, grads: Tree) -> tuple[Tree, Tree]:
         def fetch(index: Index) -> Tree:
-            return zero.gather(at(params["layers"], index), zero.layer_axes)
+            return zero.gather(at(layers, index), zero.layer_axes)
 
         def reduce_into(grads: Tree, index: Index, total: Tree) -> Tree:
             return add_at(grads, index, zero.reduce(total, zero.layer_axes))
@@ -124,16 +124,30 @@ def make_walk(model: Decoder, layout: Layout, zero: Zero) -> Callable:
                 return state.dx, state.grads
             return state.dx, reduce_into(state.grads, 0, state.pending)
 
+        if zero.gathers:
+            params, batch = _bound(params, batch)
+        layers = params["layers"]
         embed = zero.gather(params["embed"], zero.axes["embed"])
         _, x = each(lambda _, batch: (None, model.embed(embed, batch)), None, batch)
         x, ready, stash = up_all(x)
         sums, dhead, dx = _head_pass(model, zero, params, batch, x, sums)
+        if zero.gathers:
+            layers, dx = _bound(layers, dx)
         dx, layer_grads = down_all(_Back(dx, ready, None, grads["layers"]))
         outer = model.outer_grads(_embed_backward(model, zero, embed, batch, dx), dhead)
         outer = {name: add(grads[name], grad) for name, grad in outer.items()}
         return sums, {**outer, "layers": layer_grads}
 
     return walk
+
+
+def _bound(weights: Tree, to: Tree) -> tuple[Tree, Tree]:
+    """Weights that are there only once `to` is.
+
+    The compiler sees that gathering the same shards again gives the same weights: it would gather
+    once, before the loop over micro-batches or in the forward pass, and keep them whole.
+    """
+    return jax.lax.optimization_barrier((weights, to))
 
 
 def _head_pass(

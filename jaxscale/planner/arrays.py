@@ -1,0 +1,96 @@
+"""The parameters of a model as shapes and logical axes, without making the model.
+
+Same names, shapes and axes as `models.decoder` gives; the suite compares them.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxscale.config import ModelConfig
+from jaxscale.layout import Layout
+
+
+@dataclass(frozen=True)
+class Array:
+    """One parameter; that of a layer is one layer's."""
+
+    part: str  # "embed", "layers" or "head"
+    name: str  # as in a checkpoint: "attention/q"
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def shard_size(self, layout: Layout, *, over_fsdp: bool) -> int:
+        """Elements on one device, spread over tensor and, where asked, over fsdp."""
+        divisor = layout.fsdp if over_fsdp and "embed" in self.axes else 1
+        if {"heads", "kv_heads", "mlp", "vocab"} & set(self.axes):
+            divisor *= layout.tensor
+        return self.size // divisor
+
+
+def parameters(model: ModelConfig) -> list[Array]:
+    """Every parameter of the embedding, of one layer, and of the head."""
+    sizes = {
+        "embed": model.d_model, "heads": model.num_heads, "kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim, "mlp": model.d_ff, "vocab": model.padded_vocab_size,
+        "positions": model.max_seq_len,
+    }  # fmt: skip
+    named = {
+        ("embed", name): axes for name, axes in _embedding(model).items()
+    } | {
+        ("layers", name): axes for name, axes in _layer(model).items()
+    } | {
+        ("head", name): axes for name, axes in _head(model).items()
+    }  # fmt: skip
+    return [
+        Array(part, name, axes, tuple(sizes[axis] for axis in axes))
+        for (part, name), axes in named.items()
+    ]
+
+
+Axes = Mapping[str, tuple[str, ...]]
+
+
+def _embedding(model: ModelConfig) -> Axes:
+    learned = {"positions": ("positions", "embed")} if model.family == "gpt" else {}
+    return {"tokens": ("vocab", "embed"), **learned}
+
+
+def _head(model: ModelConfig) -> Axes:
+    output = {} if model.tied_embeddings else {"output": ("embed", "vocab")}
+    return {**_norm(model, "norm"), **output}
+
+
+def _layer(model: ModelConfig) -> Axes:
+    matrices = {
+        "attention/q": ("embed", "heads", "head_dim"),
+        "attention/k": ("embed", "kv_heads", "head_dim"),
+        "attention/v": ("embed", "kv_heads", "head_dim"),
+        "attention/out": ("heads", "head_dim", "embed"),
+        "mlp/up": ("embed", "mlp"),
+        "mlp/down": ("mlp", "embed"),
+    }
+    if model.qk_norm:
+        matrices |= {"attention/q_scale": ("head_dim",), "attention/k_scale": ("head_dim",)}
+    if model.family == "llama":
+        matrices["mlp/gate"] = ("embed", "mlp")
+    else:
+        matrices |= {
+            "attention/q_bias": ("heads", "head_dim"),
+            "attention/k_bias": ("kv_heads", "head_dim"),
+            "attention/v_bias": ("kv_heads", "head_dim"),
+            "attention/out_bias": ("embed",),
+            "mlp/up_bias": ("mlp",),
+            "mlp/down_bias": ("embed",),
+        }
+    return {**_norm(model, "attention_norm"), **_norm(model, "mlp_norm"), **matrices}
+
+
+def _norm(model: ModelConfig, name: str) -> Axes:
+    bias = {f"{name}/bias": ("embed",)} if model.family == "gpt" else {}
+    return {f"{name}/scale": ("embed",), **bias}
