@@ -15,6 +15,7 @@ from jaxscale.layout import AUTOMATIC_AXES, Layout
 from jaxscale.models.decoder import Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose
 from jaxscale.ops.context import context_attention
+from jaxscale.ops.linear import Spread, spread_columns, spread_rows
 from jaxscale.ops.lookup import spread_lookup
 from jaxscale.ops.loss import cross_entropy
 from jaxscale.sharding import ACTIVATIONS, WEIGHTS, automatic_part, constrain, resolve
@@ -22,9 +23,16 @@ from jaxscale.sharding import ACTIVATIONS, WEIGHTS, automatic_part, constrain, r
 
 def make_kernels(config: Config, platform: str) -> Kernels:
     """The model's kernels for a resolved layout."""
-    layout = config.layout
+    layout, products = config.layout, {}
+    if layout.tensor > 1:
+        spread = Spread("tensor", _mesh_axes(layout, ACTIVATIONS["seq"]), AUTOMATIC_AXES)
+        products = {
+            "columns": functools.partial(spread_columns, spread=spread),
+            "rows": functools.partial(spread_rows, spread=spread),
+        }
     return Kernels(
         attend=_attend(config, platform),
+        **products,
         lookup=functools.partial(_lookup, layout),
         cross_entropy=functools.partial(cross_entropy, shards=layout.context),
         shard=lambda x, axes: constrain(x, axes, layout.sizes),
@@ -93,7 +101,10 @@ def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
 
 
 def _spec(layout: Layout, *axes: str) -> PartitionSpec:
-    return automatic_part(resolve(axes, ACTIVATIONS, layout.sizes))
+    """Of an array whose rows are not spread. Axes of size 1 stand with the rows: the backward pass
+    would sum over those that the spec leaves out."""
+    rest = automatic_part(resolve(axes[1:], ACTIVATIONS, layout.sizes))
+    return PartitionSpec(tuple(axis for axis in AUTOMATIC_AXES if layout.sizes[axis] == 1), *rest)
 
 
 def _lookup(layout: Layout, table: jax.Array, indices: jax.Array, rows: str) -> jax.Array:

@@ -5,7 +5,7 @@ H head_dim, V vocab (padded), L layers.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name as named  # as remat policies know
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.ops.attention import attention, decode_attention
-from jaxscale.ops.linear import linear
+from jaxscale.ops.linear import columns, rows
 from jaxscale.ops.loss import cross_entropy, logits
 from jaxscale.ops.norm import layer_norm, rms_norm
 from jaxscale.ops.rope import rotary
@@ -30,9 +30,7 @@ CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
 
 STREAM = ("batch", "residual_seq", "embed")
-"""Axes of the residual stream and of what is computed for each token of it alone."""
-WHOLE = ("batch", "seq", "embed")
-"""Axes of what a product with spread weights takes."""
+"""Axes of the residual stream."""
 
 
 def plain_lookup(table_VD: jax.Array, indices_BT: jax.Array, rows: str) -> jax.Array:
@@ -50,6 +48,8 @@ class Kernels:
 
     attend: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
     lookup: Callable[[jax.Array, jax.Array, str], jax.Array] = plain_lookup
+    columns: Callable[[jax.Array, Sequence[jax.Array]], tuple[jax.Array, ...]] = columns
+    rows: Callable[[jax.Array, jax.Array], jax.Array] = rows
     cross_entropy: Callable[..., tuple[jax.Array, jax.Array]] = cross_entropy
     shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x
 
@@ -146,11 +146,12 @@ class Attention(nnx.Module):
         self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
         self.sliding_window = config.sliding_window
 
-    def project(self, x_BTD: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, ...]:
+    def project(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, columns: Callable = columns
+    ) -> tuple[jax.Array, ...]:
         """Queries, keys and values, positions already in them."""
-        q_BTNH = named(linear(x_BTD, self.q[...]), "query")
-        k_BTKH = named(linear(x_BTD, self.k[...]), "key")
-        v_BTKH = named(linear(x_BTD, self.v[...]), "value")
+        products = columns(x_BTD, (self.q[...], self.k[...], self.v[...]))
+        q_BTNH, k_BTKH, v_BTKH = map(named, products, ("query", "key", "value"))
         if self.gpt:
             q_BTNH += self.q_bias[...]
             k_BTKH += self.k_bias[...]
@@ -164,17 +165,17 @@ class Attention(nnx.Module):
             k_BTKH = rotary(k_BTKH, positions_BT, **turn)
         return q_BTNH, k_BTKH, v_BTKH
 
-    def join(self, o_BTNH: jax.Array) -> jax.Array:
+    def join(self, o_BTNH: jax.Array, rows: Callable = rows) -> jax.Array:
         """The heads' results, back in the residual stream's width."""
-        y_BTD = named(linear(o_BTNH, self.out[...], contracted=2), "attention_out")
+        y_BTD = named(rows(o_BTNH, self.out[...]), "attention_out")
         return y_BTD + self.out_bias[...] if self.gpt else y_BTD
 
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> jax.Array:
-        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, batch.positions)
+        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, batch.positions, kernels.columns)
         q_BTNH = kernels.shard(q_BTNH, ("batch", "seq", "heads", "head_dim"))
         k_BTKH = kernels.shard(k_BTKH, ("batch", "seq", "kv_heads", "head_dim"))
         v_BTKH = kernels.shard(v_BTKH, ("batch", "seq", "kv_heads", "head_dim"))
-        return self.join(kernels.attend(q_BTNH, k_BTKH, v_BTKH, batch.segments))
+        return self.join(kernels.attend(q_BTNH, k_BTKH, v_BTKH, batch.segments), kernels.rows)
 
     def decode(
         self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Cache, layer: jax.Array
@@ -208,17 +209,19 @@ class MLP(nnx.Module):
         else:
             self.gate = weights.normal("embed", "mlp")
 
-    def __call__(self, x_BTD: jax.Array, shard: Callable) -> jax.Array:
-        up_BTF = shard(named(linear(x_BTD, self.up[...]), "mlp_up"), ("batch", "seq", "mlp"))
+    def __call__(
+        self, x_BTD: jax.Array, columns: Callable = columns, rows: Callable = rows
+    ) -> jax.Array:
         if self.gpt:
-            hidden_BTF = jax.nn.gelu(up_BTF + self.up_bias[...])
-            return linear(hidden_BTF, self.down[...]) + self.down_bias[...]
-        gate_BTF = named(linear(x_BTD, self.gate[...]), "mlp_gate")
-        gate_BTF = shard(gate_BTF, ("batch", "seq", "mlp"))
+            (up_BTF,) = columns(x_BTD, (self.up[...],))
+            hidden_BTF = jax.nn.gelu(named(up_BTF, "mlp_up") + self.up_bias[...])
+            return rows(hidden_BTF, self.down[...]) + self.down_bias[...]
+        up_BTF, gate_BTF = columns(x_BTD, (self.up[...], self.gate[...]))
+        up_BTF, gate_BTF = named(up_BTF, "mlp_up"), named(gate_BTF, "mlp_gate")
         # The product with the gate is made again for the backward pass: that is cheaper than
         # keeping it, whatever the remat policy.
         down = jax.checkpoint(
-            lambda gate, up, weight: linear(jax.nn.silu(gate) * up, weight), prevent_cse=False
+            lambda gate, up, weight: rows(jax.nn.silu(gate) * up, weight), prevent_cse=False
         )
         return down(gate_BTF, up_BTF, self.down[...])
 
@@ -235,11 +238,10 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> jax.Array:
         with jax.named_scope("attention"):
-            y_BTD = kernels.shard(self.attention_norm(x_BTD), WHOLE)
-            x_BTD += kernels.shard(self.attention(y_BTD, batch, kernels), STREAM)
+            x_BTD += self.attention(self.attention_norm(x_BTD), batch, kernels)
+            x_BTD = kernels.shard(x_BTD, STREAM)
         with jax.named_scope("mlp"):
-            y_BTD = kernels.shard(self.mlp_norm(x_BTD), WHOLE)
-            x_BTD += kernels.shard(self.mlp(y_BTD, kernels.shard), STREAM)
+            x_BTD += self.mlp(self.mlp_norm(x_BTD), kernels.columns, kernels.rows)
             return kernels.shard(x_BTD, STREAM)
 
     def decode(
@@ -247,7 +249,7 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         y_BTD, cache = self.attention.decode(self.attention_norm(x_BTD), positions_BT, cache, layer)
         x_BTD += y_BTD
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD), lambda x, axes: x), cache
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), cache
 
 
 class Embedding(nnx.Module):
@@ -340,8 +342,9 @@ class Decoder:
         """The sum over weighted tokens of loss, and of the negative log-likelihood in nats."""
         with jax.named_scope("head"):
             x_BTD, matrix = self._final(head, x_BTD)
+            x_BTD = self.kernels.shard(x_BTD, ("batch", "seq", "embed"))
             return self.kernels.cross_entropy(
-                self.kernels.shard(x_BTD, WHOLE), matrix, batch.targets, batch.weights,
+                x_BTD, matrix, batch.targets, batch.weights,
                 vocab_size=self.config.vocab_size, soft_cap=self.config.logit_soft_cap,
                 z_loss=self.config.z_loss, transposed=self.config.tied_embeddings,
             )  # fmt: skip
