@@ -87,7 +87,7 @@ if __name__ == "__main__":
     config = DataConfig(source=("{stdlib}/json/*.py",), seq_len=16)
     text = dataset.open_dataset(config, tokenizer.load("bytes"), split="train")
     iterator = stream.batches(text, global_batch_size=2, workers=2)
-    next(iterator)
+    next(iterator), next(iterator)  # one from each worker
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
     signal.pause()
 """
