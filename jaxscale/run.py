@@ -25,6 +25,7 @@ from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.data.tokenizer import load as load_tokenizer
 from jaxscale.layout import resolve_sizes
 from jaxscale.mesh import make_mesh
+from jaxscale.ops.context import balanced_order
 from jaxscale.step import Engine, make_engine
 
 log = logging.getLogger("jaxscale")
@@ -68,12 +69,16 @@ def open_engine(config: Config) -> tuple[Config, Engine]:
 def for_sampling(config: Config) -> Config:
     """The config for a command that only samples: it has no batches and its own attention, so
     what the run says of them need not fit the devices at hand."""
+    layout = resolve_sizes(config.layout, jax.device_count())
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, attention="reference"),
-        data=dataclasses.replace(config.data, global_batch_size=jax.device_count()),
-        layout=dataclasses.replace(config.layout, microbatches=1),
-    )
+        model=dataclasses.replace(config.model, attention="auto"),
+        data=dataclasses.replace(
+            config.data, global_batch_size=layout.batch_shards,
+            seq_len=2 * layout.context * layout.tensor,
+        ),
+        layout=dataclasses.replace(layout, microbatches=1),
+    )  # fmt: skip
 
 
 def open_tokenizer(config: Config, workdir: pathlib.Path) -> Tokenizer:
@@ -148,8 +153,12 @@ def device_batches(
     engine: Engine, dataset: Examples, global_batch_size: int, *, start_step: int = 0,
     workers: int = 0,
 ) -> Generator[Batch]:  # fmt: skip
-    """Batches spread over the mesh; each process loads the rows that its devices hold."""
+    """Batches spread over the mesh; each process loads the rows that its devices hold.
+
+    The tokens of a sequence are dealt to the ranks of context in their balanced order.
+    """
     shape = (global_batch_size, dataset.seq_len)
+    order = balanced_order(dataset.seq_len, engine.layout.context)
     every_row = np.arange(global_batch_size)
     indices = engine.batch_sharding.addressable_devices_indices_map(shape).values()
     rows = sorted({int(row) for index in indices if index for row in every_row[index[0]]})
@@ -157,7 +166,7 @@ def device_batches(
 
     def on_devices(field: np.ndarray) -> jax.Array:
         def part(index):
-            return field[[place[row] for row in every_row[index[0]]]]
+            return field[[place[row] for row in every_row[index[0]]]][:, order[index[1]]]
 
         return jax.make_array_from_callback(shape, engine.batch_sharding, part)
 
