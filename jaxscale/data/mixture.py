@@ -185,7 +185,8 @@ def fractions(weights: Sequence[float]) -> np.ndarray:
     """Whole numbers whose ratios are those of the weights, with a sum of at most `LONGEST_CYCLE`.
 
     They are the smallest that are exact, for weights such as 0.7, 0.2 and 0.1; where there are
-    none, those whose largest relative error is least. A weight of 0 stays 0.
+    none, those whose largest relative error is least: under 1e-8 for two weights of like size, 1e-6
+    for three, 1e-3 for eight. A weight of 0 stays 0.
 
     Raises:
       ValueError: a weight is too small a part of all for any such numbers.
