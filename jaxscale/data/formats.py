@@ -23,9 +23,7 @@ Records = Iterator[tuple[int, str | ValueError]]
 
 def can_cut(file: File) -> bool:
     """Whether parts of a file can be read without what is before them."""
-    if file.format == "text":
-        return boundary(file) != "file" and not compression(file.path)
-    return file.format != "arrow" and not compression(file.path)
+    return boundary(file) != "file" and file.format != "arrow" and not compression(file.path)
 
 
 def boundary(file: File) -> str:
@@ -138,9 +136,7 @@ def _sequences(path: str, stream: BinaryIO, start: int, stop: int) -> Records:
         elif begin is not None:
             lines.append(line)
         elif not start:
-            raise ValueError(
-                f"{path} is not FASTA: a sequence comes before the first line with '>'"
-            )
+            raise ValueError(f"{path} is not FASTA: its first line does not begin with '>'")
     if begin is not None:
         yield begin, _sequence(lines)
 

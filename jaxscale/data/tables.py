@@ -13,12 +13,39 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from array_record.python import array_record_module  # pyright: ignore
-from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
+from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory, text_format
 
 from jaxscale.data.files import filesystem, is_remote, reading
 
 _ROWS = 1024
 """Rows that are in memory at a time."""
+
+_EXAMPLE = """
+name: "example.proto" package: "e" syntax: "proto3"
+message_type {
+  name: "Example"
+  field { name: "features" number: 1 type: TYPE_MESSAGE type_name: ".e.Features" }
+}
+message_type {
+  name: "Features"
+  field {
+    name: "feature" number: 1 type: TYPE_MESSAGE type_name: ".e.Entry" label: LABEL_REPEATED
+  }
+}
+message_type {
+  name: "Entry"
+  field { name: "key" number: 1 type: TYPE_STRING }
+  field { name: "value" number: 2 type: TYPE_MESSAGE type_name: ".e.Feature" }
+}
+message_type {
+  name: "Feature"
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: ".e.BytesList" }
+}
+message_type {
+  name: "BytesList"
+  field { name: "value" number: 1 type: TYPE_BYTES label: LABEL_REPEATED }
+}
+"""
 
 Rows = Iterator[tuple[int, dict[str, Any] | ValueError]]
 
@@ -77,7 +104,8 @@ def read_arrayrecord(path: str, field: str, start: int, stop: int) -> Rows:
     except (RuntimeError, IndexError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     finally:
-        reader.close()
+        with contextlib.suppress(RuntimeError):  # it repeats what was wrong
+            reader.close()
 
 
 TABLES = {"parquet": read_parquet, "arrow": read_arrow, "arrayrecord": read_arrayrecord}
@@ -181,22 +209,7 @@ def _from_json(record: bytes) -> dict[str, Any] | ValueError:
 @functools.cache
 def _example() -> Any:
     """The class of tf.train.Example, as far as it holds bytes; TensorFlow is not needed."""
-    kinds = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="e", syntax="proto3")
-    for name, fields in {
-        "BytesList": [("value", 1, kinds.TYPE_BYTES, "", True)],
-        "Feature": [("bytes_list", 1, kinds.TYPE_MESSAGE, ".e.BytesList", False)],
-        "Entry": [
-            ("key", 1, kinds.TYPE_STRING, "", False),
-            ("value", 2, kinds.TYPE_MESSAGE, ".e.Feature", False),
-        ],
-        "Features": [("feature", 1, kinds.TYPE_MESSAGE, ".e.Entry", True)],
-        "Example": [("features", 1, kinds.TYPE_MESSAGE, ".e.Features", False)],
-    }.items():
-        kind = file.message_type.add(name=name)
-        for field, number, type_, of, repeated in fields:
-            label = kinds.LABEL_REPEATED if repeated else kinds.LABEL_OPTIONAL
-            kind.field.add(name=field, number=number, type=type_, type_name=of, label=label)
+    file = text_format.Parse(_EXAMPLE, descriptor_pb2.FileDescriptorProto())
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("e.Example"))
