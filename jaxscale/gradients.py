@@ -21,14 +21,14 @@ BATCH_SPEC = PartitionSpec(("data", "fsdp"))
 
 
 def make_gradients(
-    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh
+    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, *, unroll_layers: bool = False
 ) -> Callable[[Tree, Batch], tuple[tuple[jax.Array, jax.Array], Tree]]:
     """`(params, batch) -> ((loss_sum, nll_sum), gradient sums)` for a resolved layout.
 
     Sums over every weighted token of the global batch, not yet divided by their number. Gradients
     leave in the accumulation type, sharded over fsdp from ZeRO stage 1 on.
     """
-    walk = make_walk(model, layout, zero)
+    walk = make_walk(model, layout, zero, unroll_layers=unroll_layers)
     group = 1 if layout.accumulation == "sequential" else layout.microbatches
 
     def local(params: Tree, batch: Batch) -> tuple[tuple[jax.Array, jax.Array], Tree]:

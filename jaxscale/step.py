@@ -65,12 +65,13 @@ class Engine:
     attention: str  # the implementation in use
 
 
-def make_engine(config: Config, mesh: Mesh) -> Engine:
+def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> Engine:
     """Builds what a run needs, compiling nothing yet.
 
     Args:
       config: its layout must be resolved: no -1.
       mesh: of that layout; its devices may be absent ones, for compiling alone.
+      unroll_layers: writes the loops over layers out, for XLA's cost analysis.
 
     Raises:
       ValueError: a dimension that does not divide over its mesh axes, or a kernel that cannot
@@ -89,7 +90,7 @@ def make_engine(config: Config, mesh: Mesh) -> Engine:
         layout.sizes, model.axes, jnp.dtype(config.model.compute_dtype),
         jnp.dtype(config.optimizer.accumulation_dtype),
     )  # fmt: skip
-    gradients = make_gradients(model, layout, zero, mesh)
+    gradients = make_gradients(model, layout, zero, mesh, unroll_layers=unroll_layers)
     nll = make_loss(model, layout, zero, mesh)
 
     def init(key: jax.Array) -> TrainState:

@@ -44,8 +44,14 @@ class _Back(NamedTuple):
     grads: Tree  # accumulators, [L, ...]
 
 
-def make_walk(model: Decoder, layout: Layout, zero: Zero) -> Callable:
-    """`(params, batch, sums, grads) -> (sums, grads)` for a batch whose fields are [G, ...]."""
+def make_walk(
+    model: Decoder, layout: Layout, zero: Zero, *, unroll_layers: bool = False
+) -> Callable:  # fmt: skip
+    """`(params, batch, sums, grads) -> (sums, grads)` for a batch whose fields are [G, ...].
+
+    `unroll_layers` writes the loops over layers out, for what reads a program and counts the body
+    of a loop once.
+    """
     last, offloads = model.config.num_layers - 1, layout.offloads("activations")
     prefetches = zero.gathers or offloads
     forward, backward = split_vjp(rematerialised(model, layout.remat))
@@ -64,7 +70,9 @@ def make_walk(model: Decoder, layout: Layout, zero: Zero) -> Callable:
         def up_all(x: jax.Array) -> tuple[jax.Array, _Ready, Tree]:
             """Also what the last layer turns with, and what the others kept."""
             if not prefetches:
-                x, stash = over(lambda x, index: up(fetch(index), x), x, range(last + 1))
+                x, stash = over(
+                    lambda x, index: up(fetch(index), x), x, range(last + 1), unroll_layers
+                )
                 return x, _Ready(), stash
 
             def one(carry, index):
@@ -73,7 +81,7 @@ def make_walk(model: Decoder, layout: Layout, zero: Zero) -> Callable:
                 x, kept = up(weights, x)
                 return (x, following), to_host(kept) if offloads else kept
 
-            (x, weights), stash = over(one, (x, fetch(0)), range(last))
+            (x, weights), stash = over(one, (x, fetch(0)), range(last), unroll_layers)
             x, kept = up(weights, x)
             # Here alone the forward and the backward pass of a layer are in one region, where the
             # compiler would keep what the backward pass is to make again.
@@ -117,7 +125,7 @@ def make_walk(model: Decoder, layout: Layout, zero: Zero) -> Callable:
             if prefetches or zero.reduces:
                 state = down(state, middle.pop(0), ahead if middle else nothing)
             bottom = middle.pop() if prefetches and middle else None
-            state, _ = over(one, state, middle)
+            state, _ = over(one, state, middle, unroll_layers)
             if bottom is not None:
                 state = down(state, bottom, nothing)
             if state.pending is None:
@@ -182,19 +190,21 @@ def _embed_backward(model: Decoder, zero: Zero, embed: Tree, batch: Batch, dx: j
     return zero.reduce(total, axes)
 
 
-def each(function: Callable, carry: Tree, xs: Tree) -> tuple[Tree, Tree]:
+def each(function: Callable, carry: Tree, xs: Tree, unroll: bool = False) -> tuple[Tree, Tree]:
     """`lax.scan`, but without a loop when there is one item: XLA schedules that better."""
     if jax.tree.leaves(xs)[0].shape[0] > 1:
-        return jax.lax.scan(function, carry, xs)
+        return jax.lax.scan(function, carry, xs, unroll=unroll)
     carry, y = function(carry, jax.tree.map(lambda x: x[0], xs))
     return carry, jax.tree.map(lambda x: x[None], y)
 
 
-def over(function: Callable, carry: Tree, layers: Sequence[int]) -> tuple[Tree, Tree]:
+def over(
+    function: Callable, carry: Tree, layers: Sequence[int], unroll: bool
+) -> tuple[Tree, Tree]:  # fmt: skip
     """`each` of some layers by index; without any, nothing is done and nothing stacked."""
     if not layers:
         return carry, None
-    return each(function, carry, jnp.array(layers))
+    return each(function, carry, jnp.array(layers), unroll)
 
 
 def at(stack: Tree, index: Index) -> Tree:

@@ -1,0 +1,159 @@
+"""python -m jaxscale.aot --config configs/X.py --topology NAME [--config.section.key=value ...]
+
+Compiles the step that would train, for a machine that is not there, and prints what it needs.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxscale import config as configs
+from jaxscale import flags
+
+SHOWN = 12
+"""Buffers that are printed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the status of the process: 0, also when the step does not fit."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxscale.aot",
+        description="Compiles a config's train step for an absent machine: memory against the "
+        "limit, the largest buffers, FLOPs, the compiler's estimate, and every collective.",
+        epilog="Topologies: v5p:4x4x4 (chips along each dimension of the torus), v5e:16x16:2 (two "
+        "such slices), h200:8x8 (nodes x GPUs); an unknown one lists all. Any leaf of the config "
+        "can be set: --config.layout.tensor=4",
+    )
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="a file in configs/")
+    add("--topology", required=True, metavar="NAME", help="the machine: v5p:8x8x8, h200:8x8, ...")
+    add(
+        "--unroll_layers",
+        action="store_true",
+        help="write the loops over layers out: slow, and XLA's own cost analysis counts all",
+    )
+    add("--hlo", type=pathlib.Path, metavar="FILE", help="keep the compiled program there")
+    add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers there")
+    options, overrides = flags.parse(parser, sys.argv[1:] if argv is None else argv)
+    with flags.refusals():
+        config = configs.load(options.config, overrides)
+    # JAX is imported only now: a typo above is answered at once.
+    from jaxscale import proof, topology  # noqa: PLC0415
+
+    topology.leave_hardware_alone()
+    flags.log_to_stdout()
+    try:
+        with flags.refusals():
+            report = proof.compile_for(
+                config, options.topology, unroll_layers=options.unroll_layers
+            )
+    except ModuleNotFoundError as error:
+        flags.refuse(str(error))
+    print(describe(report))
+    if options.hlo:
+        options.hlo.write_text(report.program)
+    if options.json:
+        options.json.write_text(json.dumps(numbers(report), indent=2) + "\n")
+    return 0
+
+
+def describe(report: Any) -> str:
+    """A `proof.Report` for a person."""
+    from jaxscale.describe import human_bytes, table  # noqa: PLC0415
+    from jaxscale.proof import SHRINKS  # noqa: PLC0415
+
+    axes = " x ".join(f"{axis} {size}" for axis, size in report.layout.items() if size > 1)
+    verdict = "fits" if report.fits else f"does not fit, by {human_bytes(report.missing_bytes)}"
+    parts = [
+        f"{report.topology}: {report.devices} devices, {axes or 'every axis 1'}, "
+        f"{report.attention} attention\n"
+        f"{verdict}: {human_bytes(report.peak_bytes)} of {human_bytes(report.limit_bytes)} on each "
+        f"device; compiled in {report.compile_seconds:.1f} s",
+        "memory on each device\n" + table(
+            [
+                ("arguments", human_bytes(report.argument_bytes)),
+                ("temporaries", human_bytes(report.temp_bytes)),
+                ("outputs", human_bytes(report.output_bytes)),
+                ("  in the place of arguments", human_bytes(report.alias_bytes)),
+                ("host memory", human_bytes(report.host_bytes)),
+            ]
+        ),
+    ]  # fmt: skip
+    if report.refusal:
+        return "\n\n".join([*parts, f"the compiler says: {report.refusal.splitlines()[0]}"])
+    rows = [("bytes", "arrays", "shape", "module", "what", "smaller with")]
+    rows += [
+        (human_bytes(use.num_bytes), str(use.count), use.shape, use.module or "-", use.what,
+         SHRINKS[use.what])
+        for use in report.uses[:SHOWN]
+    ]  # fmt: skip
+    parts.append("largest buffers when most are alive\n" + table(rows))
+    flops = "unknown: a loop runs as often as its data say"
+    if report.flops is not None:
+        flops = f"{report.flops / 1e12:,.1f} TFLOP"
+    seconds = "none" if report.optimal_seconds is None else f"{report.optimal_seconds:.4g} s"
+    parts.append(
+        "a step on each device\n" + table(
+            [("products", flops), ("the compiler's estimate of what it computes", seconds)]
+        )
+    )  # fmt: skip
+    rows = [("axes", "collective", "runs", "bytes", "runs beside")]
+    rows += [
+        (
+            "+".join(one.axes) or "none",
+            one.kind + (f" for {one.asked}" if one.asked != one.kind else ""),
+            f"{one.count:g}",
+            human_bytes(one.num_bytes),
+            _beside(one),
+        )
+        for one in report.collectives
+    ]
+    parts.append("collectives of a step\n" + table(rows))
+    return "\n\n".join(parts)
+
+
+def _beside(one: Any) -> str:
+    if not one.asynchronous:
+        return "nothing: the device waits"
+    return f"{one.beside_flops / one.count / 1e9:,.4g} GFLOP of products each"
+
+
+def numbers(report: Any) -> dict[str, Any]:
+    """A `proof.Report` for a program."""
+    return {
+        "topology": report.topology,
+        "devices": report.devices,
+        "layout": dict(report.layout),
+        "attention": report.attention,
+        "fits": report.fits,
+        "limit_bytes": report.limit_bytes,
+        "peak_bytes": report.peak_bytes,
+        "argument_bytes": report.argument_bytes,
+        "temp_bytes": report.temp_bytes,
+        "output_bytes": report.output_bytes,
+        "alias_bytes": report.alias_bytes,
+        "host_bytes": report.host_bytes,
+        "flops": report.flops,
+        "optimal_seconds": report.optimal_seconds,
+        "compile_seconds": report.compile_seconds,
+        "buffers": [vars(use) for use in report.uses[:SHOWN]],
+        "collectives": [
+            {
+                "axis": "+".join(one.axes),
+                "kind": one.kind,
+                "asked": one.asked,
+                "count": one.count,
+                "bytes": one.num_bytes,
+                "async": one.asynchronous,
+                "beside_flops": one.beside_flops,
+            }
+            for one in report.collectives
+        ],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

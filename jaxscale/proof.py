@@ -1,0 +1,243 @@
+"""Compiles the step that would train, for a machine that is not there, and says what it needs."""
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxscale import hlo
+from jaxscale.batch import Batch
+from jaxscale.config import Config
+from jaxscale.hlo_collectives import Collective, collectives, summed
+from jaxscale.hlo_cost import computation_costs, cycles, flops
+from jaxscale.hlo_memory import Buffer, live_at_peak
+from jaxscale.layout import resolve_sizes
+from jaxscale.mesh import make_mesh
+from jaxscale.step import Engine, make_engine
+from jaxscale.topology import Topology, open_topology
+
+OUT_OF_MEMORY = re.compile(
+    r"total memory required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds|"
+    r"Used ([\d.]+)([KMGT]?) of"
+)
+MODULES = ("attention", "mlp", "head", "embed", "optimizer")
+"""Scopes of the model and the step."""
+
+SHRINKS = {
+    "parameters": "zero_stage = 3, fsdp, tensor",
+    "optimizer state": "zero_stage, fsdp, offload = 'optimizer'",
+    "batch": "data.global_batch_size",
+    "gathered weights": "tensor",
+    "gradients": "zero_stage, fsdp, tensor",
+    "kept for the backward pass": "remat = 'full', microbatches, offload = 'activations', context",
+    "work": "microbatches, context, tensor",
+}
+"""What a buffer is -> the settings of the layout that shrink it."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """Buffers that are alike: what they are, how many are alive at the peak, where they belong."""
+
+    num_bytes: float  # of all of them
+    count: int
+    shape: str
+    what: str  # a key of SHRINKS
+    module: str  # of MODULES, or "" where the program does not say
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a compiled step needs on each device. Bytes are of device memory, FLOPs and seconds of
+    one step."""
+
+    topology: str
+    devices: int
+    layout: Mapping[str, int]
+    attention: str
+    fits: bool
+    limit_bytes: int
+    peak_bytes: int  # arguments, temporaries and code; what was asked for where it does not fit
+    argument_bytes: int
+    temp_bytes: int
+    output_bytes: int
+    alias_bytes: int  # outputs that take the place of arguments
+    host_bytes: int
+    flops: float | None  # None where a loop's trips are only known when it runs
+    optimal_seconds: float | None  # by the compiler's own figures; GPUs' gives none
+    compile_seconds: float
+    collectives: tuple[Collective, ...]  # of a step, by axes and kind
+    uses: tuple[Use, ...]  # at the peak, largest first; empty where it does not fit
+    refusal: str  # the compiler's words where it ran out of memory
+    program: str  # text
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how much it does not fit."""
+        return max(0, self.peak_bytes - self.limit_bytes)
+
+
+def compile_for(config: Config, topology: str | Topology, *, unroll_layers: bool = False) -> Report:
+    """Compiles a config's train step for an absent machine.
+
+    Running out of memory is a result: `fits` is False.
+
+    Args:
+      config: one axis of its layout may be -1.
+      topology: a machine, or the name of one (`topology.open_topology`).
+      unroll_layers: writes the loops over layers out. Slow to compile; XLA's own cost analysis,
+        which counts the body of a loop once, then counts everything and gives
+        `optimal_seconds`.
+
+    Raises:
+      ValueError: the layout does not fit the model or the machine.
+    """
+    machine = open_topology(topology) if isinstance(topology, str) else topology
+    layout = resolve_sizes(config.layout, len(machine.devices))
+    config = dataclasses.replace(config, layout=layout)
+    engine = make_engine(config, make_mesh(layout, machine.devices), unroll_layers=unroll_layers)
+    batch = abstract_batch(engine, config.data.global_batch_size, config.data.seq_len)
+    start = time.perf_counter()
+    lowered = engine.step.lower(engine.abstract_state, batch)  # pyright: ignore
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        return _refused(machine, engine, batch, str(error), time.perf_counter() - start)
+    return _report(machine, engine, compiled, time.perf_counter() - start, unroll_layers)
+
+
+def abstract_batch(engine: Engine, global_batch_size: int, seq_len: int) -> Batch:
+    """A batch of shapes."""
+
+    def field(dtype: Any) -> jax.ShapeDtypeStruct:
+        shape = (global_batch_size, seq_len)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=engine.batch_sharding)
+
+    integers = {name: field(np.int32) for name in Batch._fields if name != "weights"}
+    return Batch(**integers, weights=field(np.float32))
+
+
+def _report(
+    machine: Topology, engine: Engine, compiled: Any, seconds: float, unrolled: bool
+) -> Report:
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    program = hlo.parse(text)
+    peak = (
+        memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    )  # fmt: skip
+    total_flops = computation_costs(program, flops)[program.entry]
+    return Report(
+        **_common(machine, engine),
+        fits=peak <= machine.limit_bytes,
+        peak_bytes=peak,
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        host_bytes=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
+        flops=None if math.isnan(total_flops) else total_flops,
+        optimal_seconds=_seconds(machine, compiled, program, unrolled),
+        compile_seconds=seconds,
+        collectives=tuple(summed(collectives(program, engine.layout.sizes))),
+        uses=tuple(_uses(live_at_peak(program), engine)),
+        refusal="",
+        program=text,
+    )
+
+
+def _common(machine: Topology, engine: Engine) -> dict[str, Any]:
+    return {
+        "topology": machine.name,
+        "devices": len(machine.devices),
+        "layout": engine.layout.sizes,
+        "attention": engine.attention,
+        "limit_bytes": machine.limit_bytes,
+    }
+
+
+def _refused(
+    machine: Topology, engine: Engine, batch: Batch, refusal: str, seconds: float
+) -> Report:
+    found = OUT_OF_MEMORY.search(refusal)
+    if not found:
+        raise ValueError(f"the compiler ran out of memory and does not say by how much: {refusal}")
+    number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
+    temporaries = int(float(number) * 1024 ** "_KMGT".index(unit or "_"))
+    arguments = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves((engine.abstract_state, batch))
+        if leaf.sharding.memory_kind != "pinned_host"
+    )
+    return Report(
+        **_common(machine, engine), fits=False, peak_bytes=temporaries + arguments,
+        argument_bytes=arguments, temp_bytes=temporaries, output_bytes=0, alias_bytes=0,
+        host_bytes=0, flops=None, optimal_seconds=None, compile_seconds=seconds, collectives=(),
+        uses=(), refusal=refusal, program="",
+    )  # fmt: skip
+
+
+def _seconds(
+    machine: Topology, compiled: Any, program: hlo.Program, unrolled: bool
+) -> float | None:
+    """The compiler's estimate of what the chip computes in a step, collectives left out."""
+    if machine.clock_hertz is None:
+        return None
+    if unrolled:
+        return (compiled.cost_analysis() or {}).get("optimal_seconds")
+    expected = computation_costs(program, cycles)[program.entry] / machine.clock_hertz
+    return None if math.isnan(expected) else expected
+
+
+def _uses(buffers: list[Buffer], engine: Engine) -> list[Use]:
+    groups: dict[tuple[str, str, str], list[Buffer]] = {}
+    for buffer in buffers:
+        key = buffer.shape, what(buffer, engine), module(buffer.op_name)
+        groups.setdefault(key, []).append(buffer)
+    uses = [
+        Use(sum(one.num_bytes for one in group), len(group), *key) for key, group in groups.items()
+    ]
+    return sorted(uses, key=lambda use: -use.num_bytes)
+
+
+def module(op_name: str) -> str:
+    """The part of the model or the step that a name of a traced operation lies in, or ""."""
+    words = re.findall(r"\w+", op_name)
+    return next((word for word in reversed(words) if word in MODULES), "")
+
+
+def what(buffer: Buffer, engine: Engine) -> str:
+    """What a buffer is: a key of SHRINKS."""
+    if buffer.argument:
+        kinds = {"state.params": "parameters", "state.opt_state": "optimizer state"}
+        return next((kinds[k] for k in kinds if buffer.op_name.startswith(k)), "batch")
+    if "all_gather" in buffer.op_name:
+        return "gathered weights"
+    if module(buffer.op_name) == "optimizer":
+        return "optimizer state"
+    (_, dims), *_ = hlo.arrays(buffer.shape)
+    layers = engine.model.config.num_layers
+    if buffer.shape.startswith("f32") and _is_weight(dims, engine):
+        return "gradients"
+    if len(dims) > 2 and dims[0] in (layers, layers - 1):
+        return "kept for the backward pass"
+    return "work"
+
+
+def _is_weight(dims: tuple[int, ...], engine: Engine) -> bool:
+    """Whether an array is as large as a parameter, a layer of one, or a shard of either."""
+    sizes = set()
+    for leaf in jax.tree.leaves(engine.abstract_state.params):
+        shards = [leaf.size, math.prod(leaf.sharding.shard_shape(leaf.shape))]
+        tensor = engine.layout.tensor
+        for size in (*shards, leaf.size // tensor):
+            sizes |= {size, size // leaf.shape[0]}
+    return math.prod(dims) in sizes
