@@ -61,7 +61,7 @@ def read_documents(piece: Piece) -> Iterator[Document | Bad]:
     Raises:
       ValueError: from reading; the file is damaged, or a whole file holds no document.
     """
-    file = piece.file
+    file, limit = piece.file, piece.file.source.max_document_bytes
     whole = boundary(file) == "file"
     position, found = None, False
     try:
@@ -70,8 +70,22 @@ def read_documents(piece: Piece) -> Iterator[Document | Bad]:
             if isinstance(text, ValueError):
                 yield Bad(file, position, str(text))
                 continue
+            try:
+                num_bytes = len(text.encode())
+            except UnicodeEncodeError:
+                yield Bad(file, position, "holds half of a surrogate pair, which is not text")
+                continue
             identity = file.identity if whole else f"{file.identity}#{position}"
-            yield from _limited(file, position, text, hash_identity(identity))
+            if not limit or num_bytes <= limit:
+                yield Document(text, num_bytes, hash_identity(identity))
+            elif file.source.long_documents == "split":
+                yield from _split(text, limit, hash_identity(identity))
+            else:
+                yield Bad(
+                    file, position,
+                    f"has {num_bytes} bytes, more than max_document_bytes = {limit} of its entry "
+                    "of data.source; raise that, or set long_documents to 'split'",
+                )  # fmt: skip
     except ValueError as error:
         after = "" if position is None or whole else f" (after {where(file, position)})"
         raise ValueError(f"{error}{after}") from error
@@ -79,9 +93,9 @@ def read_documents(piece: Piece) -> Iterator[Document | Bad]:
         raise ValueError(f"{file.path} holds no document; leave it out of data.source")
 
 
-def sample_texts(
+def sample_documents(
     files: Sequence[File], num_bytes: int, *, heldout: float = 0.0, seed: int = 0
-) -> Iterator[tuple[File, str]]:
+) -> Iterator[Document]:
     """Documents that together have about so many bytes, or all; the same whenever it is called.
 
     They come from places all over the files, and are not the ones that `heldout` holds out.
@@ -103,34 +117,20 @@ def sample_texts(
             if isinstance(document, Bad):  # whoever reads all of the files will say so
                 continue
             if draw(np.array([document.hash], np.uint64), seed)[0] >= heldout:
-                yield pieces[i].file, document.text
+                yield document
                 taken += document.num_bytes
                 taken_here += document.num_bytes
         if taken >= num_bytes:
             return
 
 
-def _limited(file: File, position: int, text: str, hash: int) -> Iterator[Document | Bad]:
-    limit = file.source.max_document_bytes
-    try:
-        data = text.encode()
-    except UnicodeEncodeError:
-        yield Bad(file, position, "holds half of a surrogate pair, which is not text")
-        return
-    if not limit or len(data) <= limit:
-        yield Document(text, len(data), hash)
-    elif file.source.long_documents == "refuse":
-        yield Bad(
-            file, position,
-            f"has {len(data)} bytes, more than max_document_bytes = {limit} of its entry of "
-            "data.source; raise that, or set long_documents to 'split'",
-        )  # fmt: skip
-    else:
-        start = 0
-        while start < len(data):
-            stop = start + limit
-            while stop < len(data) and data[stop] & 0xC0 == 0x80:  # inside a character
-                stop -= 1
-            part = data[start:stop]
-            yield Document(part.decode(), len(part), hash)
-            start = stop
+def _split(text: str, limit: int, hash: int) -> Iterator[Document]:
+    """Parts of at most `limit` bytes, cut between characters."""
+    data, start = text.encode(), 0
+    while start < len(data):
+        stop = start + limit
+        while stop < len(data) and data[stop] & 0xC0 == 0x80:  # inside a character
+            stop -= 1
+        part = data[start:stop]
+        yield Document(part.decode(), len(part), hash)
+        start = stop

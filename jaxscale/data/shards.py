@@ -25,7 +25,7 @@ from jaxscale.data.tokenizer import Tokenizer
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2_000_000, 10_000  # that are tokenised at a time
 _NUM_SHARDS = 256  # about, where that makes them neither small nor large
-_LEAST_BYTES, _MOST_BYTES = 8_000_000, 1_000_000_000
+_LEAST_BYTES, _MOST_BYTES = 4_000_000, 1_000_000_000
 _REPORT_BYTES = 1_000_000
 _EXAMPLES = 3  # of bad documents, that a shard reports
 

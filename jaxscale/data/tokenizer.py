@@ -19,9 +19,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxscale.data.documents import sample_texts
+from jaxscale.data.documents import sample_documents
 from jaxscale.data.files import read_file
-from jaxscale.data.index import find_prepared, join, read_index
+from jaxscale.data.index import Index, find_prepared, join, read_index
 from jaxscale.data.sources import find_files
 from jaxscale.data.words import Words, can_cut
 from jaxscale.source import Source, to_sources
@@ -158,6 +158,13 @@ def _bytes() -> Tokenizer:
     return Tokenizer(257, boundary, token_bytes, "bytes", encode, decode, special={END: boundary})
 
 
+def of_folder(folder: str, index: Index) -> Tokenizer:
+    """The tokenizer that a prepared folder was made with, which lies in it."""
+    if not index.tokenizer_file:
+        return _bytes()
+    return from_file(join(folder, index.tokenizer_file), index.tokenizer)
+
+
 def _prepared(name: str, source: Sequence[str | Source]) -> Tokenizer | None:
     """The tokenizer of the first prepared folder of a source, which must have this name."""
     for entry in to_sources(source) if source else ():
@@ -169,7 +176,7 @@ def _prepared(name: str, source: Sequence[str | Source]) -> Tokenizer | None:
                     f"data.tokenizer = {name!r}, but {folder} was prepared with "
                     f"{index.tokenizer!r}; set data.tokenizer = {file!r}"
                 )
-            return from_file(file, name)
+            return of_folder(folder, index)
     return None
 
 
@@ -195,8 +202,8 @@ def _train(
     """Byte-level byte-pair encoding of a sample of training documents; deterministic."""
     start = time.perf_counter()
     files = find_files(source)
-    texts = [text for _, text in sample_texts(files, num_bytes, heldout=heldout, seed=seed)]
-    num_bytes = sum(len(text.encode()) for text in texts)
+    sample = list(sample_documents(files, num_bytes, heldout=heldout, seed=seed))
+    num_bytes = sum(document.num_bytes for document in sample)
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()
@@ -206,7 +213,7 @@ def _train(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    trained.train_from_iterator(texts, trainer)
+    trained.train_from_iterator((document.text for document in sample), trainer)
     if trained.get_vocab_size() < size:
         raise ValueError(
             f"data.tokenizer = 'bpe:{size}', but the training documents of data.source "
@@ -215,7 +222,7 @@ def _train(
         )
     _log.info(
         "tokenizer: %d byte pairs learnt from %d documents (%.1f MB) in %.1f s",
-        size, len(texts), num_bytes / 1e6, time.perf_counter() - start,
+        size, len(sample), num_bytes / 1e6, time.perf_counter() - start,
     )  # fmt: skip
     return trained.to_str(pretty=True).encode()
 

@@ -101,7 +101,7 @@ class Words:
             encoded = self._encode([word.decode() for word in new])
             lengths = np.array([len(ids) for ids in encoded])
             starts = len(self._ids) + np.cumsum(lengths) - lengths
-            flat = np.fromiter((i for ids in encoded for i in ids), np.int32, lengths.sum())
+            flat = np.fromiter(itertools.chain.from_iterable(encoded), np.int32, lengths.sum())
             self._ids = np.append(self._ids, flat)
             self._starts, self._lengths = (
                 np.append(self._starts, starts), np.append(self._lengths, lengths),

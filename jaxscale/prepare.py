@@ -1,0 +1,181 @@
+"""python -m jaxscale.prepare --input PATH ... --tokenizer NAME_OR_FILE --output DIR
+
+Tokenises text into shards that runs read, or with --inspect says what is in them.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jaxscale import config as configs
+from jaxscale import flags
+from jaxscale.data.files import is_remote
+from jaxscale.data.index import Index, find_prepared
+from jaxscale.data.prepare import prepare
+from jaxscale.data.shards import plan
+from jaxscale.data.sources import find_files
+from jaxscale.data.tokenizer import Tokenizer, load
+from jaxscale.source import BOUNDARIES, FORMATS, LONG_DOCUMENTS, Source, to_sources
+
+_SOURCE_KEYS = ("format", "field", "boundary", "max_document_bytes", "long_documents",
+                "skip_share")  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the status of the process: 0, or 130 when it was interrupted."""
+    options, overrides = flags.parse(_parser(), sys.argv[1:] if argv is None else argv)
+    flags.log_to_stdout()
+    with flags.refusals():
+        _check(options, overrides)
+        if options.inspect is not None:
+            result = _inspect(options, overrides)
+        else:
+            try:
+                result = _prepare(options)
+            except KeyboardInterrupt:
+                print("interrupted; the same command goes on where this one stopped")
+                return 130
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def _prepare(options: argparse.Namespace) -> dict[str, Any]:
+    begin = time.perf_counter()
+    source = _source(options, options.input)
+    if find_prepared(source):
+        raise ValueError(f"--input {options.input[0]} holds shards already; give text")
+    tokenizer = load(options.tokenizer, [source], options.output, heldout=options.heldout,
+                     seed=options.seed, training_bytes=options.training_bytes)  # fmt: skip
+    works = plan(find_files([source]), tokenizer, options.output, options.shard_bytes)
+    index = prepare(works, tokenizer, workers=options.workers)
+    seconds = time.perf_counter() - begin
+    print(_report(index, tokenizer, options.output, seconds))
+    return {
+        "output": str(options.output), "num_documents": index.num_documents,
+        "num_tokens": index.num_tokens, "num_bytes": index.num_bytes,
+        "num_left_out": index.num_left_out, "num_shards": len(index.shards),
+        "tokenizer": index.tokenizer, "vocab_size": index.vocab_size, "max_id": index.max_id,
+        "fingerprint": index.fingerprint, "seconds": seconds,
+    }  # fmt: skip
+
+
+def _report(index: Index, tokenizer: Tokenizer, output: pathlib.Path, seconds: float) -> str:
+    own = output / tokenizer.file_name if tokenizer.file else tokenizer.name
+    left_out = f", {index.num_left_out:,} bad ones left out" if index.num_left_out else ""
+    return (
+        f"{output}: {index.num_documents:,} documents{left_out}, {index.num_bytes / 1e6:,.1f} MB "
+        f"of text, {index.num_tokens:,} tokens ({index.num_bytes / index.num_tokens:.2f} bytes a "
+        f"token) in {len(index.shards)} shards; {seconds:.1f} s\n"
+        f"to train on it: --config.data.source={output} --config.data.tokenizer={own} "
+        f"--config.model.vocab_size={index.vocab_size}"
+    )
+
+
+def _inspect(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
+    # Imports Grain, which takes seconds; preparing does not need it, nor do its workers.
+    from jaxscale.data import survey  # noqa: PLC0415
+
+    result: dict[str, Any] = {}
+    if options.config:
+        config = configs.load(options.config, overrides)
+        surveys, examples = survey.survey_config(config)
+    else:
+        source = _source(options, options.inspect)
+        surveys = [survey.survey(source, options.tokenizer)]
+        config, examples = None, survey.examples_of(surveys[0])
+    print("\n\n".join(survey.describe(one) for one in surveys))
+    result["sources"] = [one.numbers() for one in surveys]
+    if examples is None:
+        print("\nno examples: an entry is too large for a look; prepare it first")
+    else:
+        if config:
+            num_examples = config.run.steps * config.data.global_batch_size
+            result["mixture"] = survey.mixture_of(examples, num_examples)
+            print("\n" + survey.print_mixture(result["mixture"], config.run.steps))
+        described = survey.describe_examples(examples, surveys[0].tokenizer, options.examples)
+        result["examples"] = described
+        print("\n" + survey.print_examples(described))
+    if options.png:
+        survey.png(str(options.png), surveys)
+    return result
+
+
+def _source(options: argparse.Namespace, paths: Sequence[str]) -> Source:
+    """The entry of `data.source` that the flags describe."""
+    chosen = {key: getattr(options, key) for key in _SOURCE_KEYS}
+    given = {key: value for key, value in chosen.items() if value is not None}
+    return to_sources([{"path": paths} | given])[0]
+
+
+def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Refuses flags that say too little or too much."""
+    if options.inspect is None:
+        for flag in ("input", "output", "tokenizer"):
+            if not getattr(options, flag):
+                raise ValueError(
+                    f"--{flag} is missing; give --input PATH ... --tokenizer NAME_OR_FILE "
+                    "--output DIR, or --inspect PATH"
+                )
+        if options.config or overrides:
+            raise ValueError("--config is for --inspect; give --input PATH ... to prepare")
+        if is_remote(str(options.output)):
+            raise ValueError(f"--output {options.output}: shards are written here and then copied")
+        if options.workers < 0 or options.shard_bytes < 0:
+            raise ValueError("--workers and --shard_bytes are at least 0")
+    elif options.input or options.output:
+        raise ValueError("--inspect reads only; leave --input and --output out")
+    elif bool(options.config) == bool(options.inspect):
+        raise ValueError("--inspect needs either PATH ... or --config FILE")
+
+
+def _parser() -> argparse.ArgumentParser:
+    data = configs.DataConfig()
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxscale.prepare",
+        description="Tokenises text into shards that runs read at once, in parallel; a command "
+        "that was killed goes on where it stopped. With --inspect it says what is in shards, in "
+        "text, or in the mixture of a configuration.",
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", metavar="PATH",
+        help="files, folders, globs or addresses (s3://...): text, .jsonl, .parquet, .arrow, "
+             ".arrayrecord, FASTA, plain or .gz or .zst")
+    add("--tokenizer", metavar="NAME_OR_FILE",
+        help="bytes, a tokenizer.json, a SentencePiece .model, or bpe:32000 to train one of that "
+             "size first")
+    add("--output", metavar="DIR", type=pathlib.Path, help="where the shards go")
+    add("--inspect", nargs="*", metavar="PATH",
+        help="say what is there: shards, or text; with --config, what a run will see")
+    add("--config", metavar="FILE", help="a configuration to inspect")
+    add("--format", choices=FORMATS, help="of the files; default by their suffix")
+    add("--field", metavar="NAME", help="of a record, a.b for one inside another; default text")
+    add("--boundary", choices=BOUNDARIES,
+        help="what a document is; default a file of text, a record of everything else")
+    add("--max_document_bytes", metavar="N", type=int, help="of a document; default no limit")
+    add("--long_documents", choices=LONG_DOCUMENTS, help="what is done about it; default split")
+    add("--skip_share", metavar="S", type=float,
+        help="share of bad documents that may be left out, and is reported; default 0")
+    add("--workers", metavar="N", type=int, default=len(os.sched_getaffinity(0)),
+        help="processes; default one for each core, 0 for none beside this one")
+    add("--shard_bytes", metavar="N", type=int, default=0,
+        help="of the files in each shard; default by their size")
+    add("--training_bytes", metavar="N", type=int, default=100_000_000,
+        help="of text that bpe:N is trained on; default 100 MB")
+    add("--heldout", metavar="S", type=float, default=data.heldout,
+        help=f"share that bpe:N is not trained on, as data.heldout; default {data.heldout}")
+    add("--seed", metavar="N", type=int, default=data.seed,
+        help=f"of that share, as data.seed; default {data.seed}")
+    add("--examples", metavar="N", type=int, default=3, help="that --inspect shows; default 3")
+    add("--png", metavar="FILE", type=pathlib.Path, help="draw the lengths of documents")
+    add("--json", metavar="FILE", type=pathlib.Path, help="write the numbers there too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
