@@ -47,17 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare(options: argparse.Namespace) -> dict[str, Any]:
     begin = time.perf_counter()
-    source = _source(options, options.input)
+    source, output = _source(options, options.input), pathlib.Path(options.output)
     if find_prepared(source):
         raise ValueError(f"--input {options.input[0]} holds shards already; give text")
-    tokenizer = load(options.tokenizer, [source], options.output, heldout=options.heldout,
+    tokenizer = load(options.tokenizer, [source], output, heldout=options.heldout,
                      seed=options.seed, training_bytes=options.training_bytes)  # fmt: skip
-    works = plan(find_files([source]), tokenizer, options.output, options.shard_bytes)
+    works = plan(find_files([source]), tokenizer, output, options.shard_bytes)
     index = prepare(works, tokenizer, workers=options.workers)
     seconds = time.perf_counter() - begin
-    print(_report(index, tokenizer, options.output, seconds))
+    print(_report(index, tokenizer, output, seconds))
     return {
-        "output": str(options.output), "num_documents": index.num_documents,
+        "output": options.output, "num_documents": index.num_documents,
         "num_tokens": index.num_tokens, "num_bytes": index.num_bytes,
         "num_left_out": index.num_left_out, "num_shards": len(index.shards),
         "tokenizer": index.tokenizer, "vocab_size": index.vocab_size, "max_id": index.max_id,
@@ -124,7 +124,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
                 )
         if options.config or overrides:
             raise ValueError("--config is for --inspect; give --input PATH ... to prepare")
-        if is_remote(str(options.output)):
+        if is_remote(options.output):
             raise ValueError(f"--output {options.output}: shards are written here and then copied")
         if options.workers < 0 or options.shard_bytes < 0:
             raise ValueError("--workers and --shard_bytes are at least 0")
@@ -143,34 +143,77 @@ def _parser() -> argparse.ArgumentParser:
         "text, or in the mixture of a configuration.",
     )
     add = parser.add_argument
-    add("--input", nargs="+", metavar="PATH",
+    add(
+        "--input",
+        nargs="+",
+        metavar="PATH",
         help="files, folders, globs or addresses (s3://...): text, .jsonl, .parquet, .arrow, "
-             ".arrayrecord, FASTA, plain or .gz or .zst")
-    add("--tokenizer", metavar="NAME_OR_FILE",
+        ".arrayrecord, FASTA, plain or .gz or .zst",
+    )
+    add(
+        "--tokenizer",
+        metavar="NAME_OR_FILE",
         help="bytes, a tokenizer.json, a SentencePiece .model, or bpe:32000 to train one of that "
-             "size first")
-    add("--output", metavar="DIR", type=pathlib.Path, help="where the shards go")
-    add("--inspect", nargs="*", metavar="PATH",
-        help="say what is there: shards, or text; with --config, what a run will see")
+        "size first",
+    )
+    add("--output", metavar="DIR", help="where the shards go")
+    add(
+        "--inspect",
+        nargs="*",
+        metavar="PATH",
+        help="say what is there: shards, or text; with --config, what a run will see",
+    )
     add("--config", metavar="FILE", help="a configuration to inspect")
     add("--format", choices=FORMATS, help="of the files; default by their suffix")
     add("--field", metavar="NAME", help="of a record, a.b for one inside another; default text")
-    add("--boundary", choices=BOUNDARIES,
-        help="what a document is; default a file of text, a record of everything else")
+    add(
+        "--boundary",
+        choices=BOUNDARIES,
+        help="what a document is; default a file of text, a record of everything else",
+    )
     add("--max_document_bytes", metavar="N", type=int, help="of a document; default no limit")
     add("--long_documents", choices=LONG_DOCUMENTS, help="what is done about it; default split")
-    add("--skip_share", metavar="S", type=float,
-        help="share of bad documents that may be left out, and is reported; default 0")
-    add("--workers", metavar="N", type=int, default=len(os.sched_getaffinity(0)),
-        help="processes; default one for each core, 0 for none beside this one")
-    add("--shard_bytes", metavar="N", type=int, default=0,
-        help="of the files in each shard; default by their size")
-    add("--training_bytes", metavar="N", type=int, default=100_000_000,
-        help="of text that bpe:N is trained on; default 100 MB")
-    add("--heldout", metavar="S", type=float, default=data.heldout,
-        help=f"share that bpe:N is not trained on, as data.heldout; default {data.heldout}")
-    add("--seed", metavar="N", type=int, default=data.seed,
-        help=f"of that share, as data.seed; default {data.seed}")
+    add(
+        "--skip_share",
+        metavar="S",
+        type=float,
+        help="share of bad documents that may be left out, and is reported; default 0",
+    )
+    add(
+        "--workers",
+        metavar="N",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="processes; default one for each core, 0 for none beside this one",
+    )
+    add(
+        "--shard_bytes",
+        metavar="N",
+        type=int,
+        default=0,
+        help="of the files in each shard; default by their size",
+    )
+    add(
+        "--training_bytes",
+        metavar="N",
+        type=int,
+        default=100_000_000,
+        help="of text that bpe:N is trained on; default 100 MB",
+    )
+    add(
+        "--heldout",
+        metavar="S",
+        type=float,
+        default=data.heldout,
+        help=f"share that bpe:N is not trained on, as data.heldout; default {data.heldout}",
+    )
+    add(
+        "--seed",
+        metavar="N",
+        type=int,
+        default=data.seed,
+        help=f"of that share, as data.seed; default {data.seed}",
+    )
     add("--examples", metavar="N", type=int, default=3, help="that --inspect shows; default 3")
     add("--png", metavar="FILE", type=pathlib.Path, help="draw the lengths of documents")
     add("--json", metavar="FILE", type=pathlib.Path, help="write the numbers there too")

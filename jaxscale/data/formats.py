@@ -153,12 +153,13 @@ def _json_lines(lines: Iterator[tuple[int, bytes]], field: str) -> Records:
     for position, line in lines:
         if not line.strip():
             continue
-        text = _decoded(line)
+        text = _decoded(line.rstrip(b"\r\n"))
         if isinstance(text, str):
             try:
                 text = _text_of(json.loads(text), field)
             except json.JSONDecodeError as error:
-                text = ValueError(f"is not JSON: {error.msg} at character {error.colno}")
+                problem = error.msg.removesuffix(" at")
+                text = ValueError(f"is not JSON: {problem} at character {error.colno}")
             except (ValueError, RecursionError) as error:  # too large a number, too many brackets
                 text = ValueError(f"is not JSON that can be read: {error}")
         yield position, text

@@ -1,0 +1,215 @@
+"""The command: what it prepares, what it says is there, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale import config, prepare
+from jaxscale.data.corpus import open_corpus
+from jaxscale.data.survey import histogram
+from jaxscale.data.tokenizer import load
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Two hundred records, and a text of paragraphs."""
+    folder = tmp_path_factory.mktemp("texts")
+    words = [f"the {i}th cat sat on mat {i * i} with a hat" for i in range(200)]
+    lines = [json.dumps({"body": f"{word} and again {word}" * (i % 7 + 1)})
+             for i, word in enumerate(words)]  # fmt: skip
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    (folder / "b.txt").write_text("\n\n".join(words))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(texts, tmp_path_factory):
+    """What the command made of the records, and the JSON it wrote."""
+    folder = tmp_path_factory.mktemp("prepared")
+    result = folder / "result.json"
+    status = prepare.main(
+        ["--input", f"{texts}/a.jsonl", "--field", "body", "--tokenizer", "bpe:300", "--output",
+         str(folder / "out"), "--workers", "2", "--shard_bytes", "20000", "--json", str(result)]
+    )  # fmt: skip
+    assert status == 0
+    return folder / "out", json.loads(result.read_text())
+
+
+def refused(capsys, *flags: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        prepare.main(list(flags))
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+def test_preparing_counts_what_it_made(prepared, texts):
+    folder, result = prepared
+    tokenizer = load(str(folder / "tokenizer.json"))
+    corpus = open_corpus([str(folder)], tokenizer)
+    bodies = [json.loads(line)["body"] for line in (texts / "a.jsonl").read_text().splitlines()]
+    assert result["num_documents"] == corpus.num_documents == len(bodies) == 200
+    assert result["num_bytes"] == sum(len(body.encode()) for body in bodies)
+    assert result["num_tokens"] == corpus.num_tokens
+    assert result["num_shards"] == len(corpus.shards) > 1
+    assert (result["tokenizer"], result["vocab_size"]) == ("bpe:300", 300)
+    assert tokenizer.decode(corpus.tokens[1 : corpus.offsets[1]]) == bodies[0]
+    assert corpus.token_bytes[corpus.tokens].sum() == corpus.num_bytes
+
+
+def test_preparing_again_is_immediate_and_other_text_is_refused(prepared, texts, capsys):
+    folder, _ = prepared
+    flags = ["--field", "body", "--output", str(folder), "--shard_bytes", "20000"]
+    again = [*flags, "--input", f"{texts}/a.jsonl", "--tokenizer", "bpe:300"]
+    before = os.stat(folder / "index.json").st_mtime_ns
+    assert prepare.main(again) == 0
+    assert os.stat(folder / "index.json").st_mtime_ns == before
+    assert "--config.data.source=" in capsys.readouterr().out
+    message = refused(capsys, *again, "--max_document_bytes", "50")
+    assert "holds shards of other text, or by another tokenizer or other settings" in message
+    message = refused(capsys, *flags, "--input", f"{texts}/a.jsonl", "--tokenizer", "bpe:310")
+    assert "'bpe:310', but" in message
+    assert "has 300 tokens" in message
+
+
+def test_inspecting_shards_says_what_is_there(prepared, tmp_path, capsys):
+    folder, result = prepared
+    flags = ["--json", str(tmp_path / "i.json"), "--png", str(tmp_path / "i.png")]
+    assert prepare.main(["--inspect", str(folder), *flags]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "documents    200", f"{result['num_tokens']:,} (", "bpe:300: 300 ids",
+        "<|endoftext|> = 0", "sentinels    none", result["fingerprint"], "segment 1:",
+        "<|endoftext|>the ", "th cat sat on mat",
+    ):  # fmt: skip
+        assert part in said
+    (source,) = json.loads((tmp_path / "i.json").read_text())["sources"]
+    assert source["num_documents"] == 200
+    assert source["complete"]
+    assert sum(one["documents"] for one in source["length_histogram"]) == 200
+    tokens = sum(one["tokens"] for one in source["length_histogram"])
+    assert tokens == result["num_tokens"] - 200  # a boundary each
+    assert (tmp_path / "i.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_examples_are_shown_by_segment(texts, tmp_path):
+    out = tmp_path / "i.json"
+    prepare.main(["--inspect", f"{texts}/b.txt", "--boundary", "paragraph", "--examples", "2",
+                  "--json", str(out)])  # fmt: skip
+    result = json.loads(out.read_text())
+    assert result["sources"][0]["num_documents"] == 200
+    assert len(result["examples"]) == 2
+    for parts in result["examples"]:
+        assert [part["segment"] for part in parts] == list(range(1, len(parts) + 1))
+        assert sum(part["tokens"] for part in parts) == 256
+        for part in parts[1:-1]:
+            assert part["first_position"] == 0
+            assert part["text"].startswith("<|endoftext|>the ")
+            assert part["text"].endswith("with a hat")
+
+
+def test_inspecting_a_configuration_shows_the_mixture(prepared, texts, tmp_path, capsys):
+    path = tmp_path / "c.py"
+    source = [
+        {"path": str(prepared[0]), "weight": 3},
+        {"path": f"{texts}/b.txt", "boundary": "line", "weight": 1},
+    ]
+    path.write_text(
+        "import ml_collections\n\n\ndef get_config():\n"
+        f"    return ml_collections.ConfigDict({{'data': {{'source': {source}, 'seq_len': 64,\n"
+        f"    'tokenizer': 'bpe:300'}}, 'model': {{'vocab_size': 300}}, 'run': {{'steps': 50}}}})\n"
+    )
+    assert config.load(str(path)).data.source[1].weight == 1
+    assert prepare.main(["--inspect", "--config", str(path), "--json", str(tmp_path / "j")]) == 0
+    said = capsys.readouterr().out
+    assert "what a run of 50 steps reads" in said
+    assert "300 examples, 75.0 % of all" in said
+    result = json.loads((tmp_path / "j").read_text())
+    assert [one["examples"] for one in result["mixture"]] == [300, 100]
+    assert len(result["sources"]) == 2
+    fewer = ["--inspect", "--config", str(path), "--config.run.steps=10"]
+    assert prepare.main(fewer) == 0
+    assert "60 examples, 75.0 %" in capsys.readouterr().out
+
+
+def test_a_large_source_is_sampled(texts, monkeypatch, capsys):
+    monkeypatch.setattr("jaxscale.data.survey.SAMPLE_BYTES", 1000)
+    assert prepare.main(["--inspect", f"{texts}/b.txt", "--boundary", "paragraph"]) == 0
+    said = capsys.readouterr().out
+    assert "of which a sample is counted here" in said
+    assert "segment 2:" in said
+
+
+def test_lengths_are_counted_between_powers_of_two():
+    import numpy as np  # noqa: PLC0415
+
+    lengths = np.array([0, 1, 2, 3, 4, 7, 8, 100])
+    assert histogram(lengths)[:5] == [
+        (0, 0, 1, 0), (1, 1, 1, 1), (2, 3, 2, 5), (4, 7, 2, 11), (8, 15, 1, 8)
+    ]  # fmt: skip
+    assert histogram(lengths)[-1] == (64, 127, 1, 100)
+    assert sum(count for _, _, count, _ in histogram(lengths)) == len(lengths)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "--input is missing; give --input PATH ..."),
+        ("--input a.txt", "--output is missing"),
+        ("--input a.txt --output b", "--tokenizer is missing"),
+        ("--inpt a.txt", "unknown flag --inpt; did you mean --input?"),
+        ("--input no/*.txt --tokenizer bytes --output OUT", "'no/*.txt' matches no file"),
+        ("--input a.txt --tokenizer byte --output OUT", "data.tokenizer = 'byte' is neither"),
+        ("--input a.txt --tokenizer bytes --output s3://b/c", "s3://b/c: shards are written here"),
+        ("--input a.txt --tokenizer bytes --output OUT --workers -1", "are at least 0"),
+        ("--input a.txt --tokenizer bytes --output OUT --format jsnl", "invalid choice: 'jsnl'"),
+        ("--input a.txt --tokenizer bytes --output OUT --skip_share 2", "skip_share = 2.0 must be"),
+        ("--input PREPARED --tokenizer bytes --output OUT", "holds shards already; give text"),
+        ("--input a.txt --tokenizer bytes --output OUT --config x.py", "--config is for --inspect"),
+        ("--inspect", "--inspect needs either PATH ... or --config FILE"),
+        ("--inspect a.txt --config b.py", "--inspect needs either PATH"),
+        ("--inspect a.txt --output b", "--inspect reads only; leave --input and --output out"),
+        ("--inspect no/such", "'no/such' matches no file"),
+        ("--inspect PREPARED --tokenizer bytes", "'bytes' is not the tokenizer of"),
+        ("--inspect --config no.py", "--config no.py: there is no such file"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(prepared, tmp_path, capsys, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    words = flags.replace("OUT", str(tmp_path / "out")).replace("PREPARED", str(prepared[0]))
+    assert message in refused(capsys, *words.split())
+
+
+def test_a_bad_record_is_named_and_a_worker_says_it_too(texts, tmp_path, capsys):
+    lines = (texts / "a.jsonl").read_text().splitlines()
+    lines[150] = lines[150][:20]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    flags = ["--input", f"{tmp_path}/a.jsonl", "--field", "body", "--tokenizer", "bytes",
+             "--shard_bytes", "20000"]  # fmt: skip
+    for workers in ("0", "2"):
+        output = tmp_path / workers
+        message = refused(capsys, *flags, "--output", str(output), "--workers", workers)
+        assert f"{tmp_path}/a.jsonl, line 151 is not JSON: Unterminated string" in message
+        assert "'skip_share'" in message
+    prepare.main([*flags, "--output", str(output), "--skip_share", "0.01", "--workers", "0"])
+    assert "199 documents, 1 bad ones left out" in capsys.readouterr().out
+
+
+def test_help_and_mistakes_need_no_jax():
+    program = (
+        "import sys\n"
+        "from jaxscale import prepare\n"
+        "try:\n"
+        "    prepare.main(['--help'])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "assert 'jax' not in sys.modules\n"
+        "assert 'grain' not in sys.modules\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "--input PATH" in run.stdout
