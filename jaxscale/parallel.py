@@ -72,11 +72,11 @@ def check_sequence(config: Config) -> None:
     if seq_len % unit:
         below, above = seq_len // unit * unit, -(-seq_len // unit) * unit
         nearest = f"{below} or {above}" if below else f"{above}"
+        two = " (two chunks a rank)" if layout.context > 1 else ""
         raise ValueError(
-            f"data.seq_len = {seq_len} is not a multiple of {unit}, and each rank of "
-            f"layout.context = {layout.context} holds two equal chunks of a sequence, which the "
-            f"ranks of layout.tensor = {layout.tensor} share between them; set data.seq_len = "
-            f"{nearest}, or change the layout"
+            f"data.seq_len = {seq_len} does not split over layout.context = {layout.context}{two} "
+            f"x layout.tensor = {layout.tensor}, which takes multiples of {unit}; set "
+            f"data.seq_len = {nearest}, or change the layout"
         )
 
 

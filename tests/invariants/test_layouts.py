@@ -88,6 +88,7 @@ def test_every_optimizer_is_one_device_in_float64(optimizer):
         {"fsdp": 8, "zero_stage": 3},
         {"tensor": 8},
         {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3, "microbatches": 2},
+        {"context": 2, "fsdp": 2, "tensor": 2},
     ],
     ids=name,
 )

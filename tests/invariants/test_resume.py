@@ -66,6 +66,7 @@ def test_continuing_after_any_step_is_bitwise_the_same(straight, stop):
     [
         ("layout.data=1", "layout.fsdp=8", "layout.zero_stage=1"),
         ("layout.data=4", "layout.tensor=2", "layout.microbatches=2"),
+        ("layout.data=2", "layout.context=4"),
     ],
     ids="-".join,
 )

@@ -69,6 +69,16 @@ def test_value_and_gradients_are_those_of_the_formula(options, chunk_tokens, tra
     assert not np.any(grads[1][:, V:]), "padding of the vocabulary has a gradient"
 
 
+@pytest.mark.parametrize("chunk_tokens", [None, 3])
+def test_shards_of_the_sequence_change_nothing(chunk_tokens):
+    args, options = arguments(time=8), {"z_loss": 0.3, "soft_cap": 3.0}
+    expected, expected_grads = value_and_grads(plain, **options)(*args)
+    got, grads = value_and_grads(chunked, **options, chunk_tokens=chunk_tokens, shards=4)(*args)
+    np.testing.assert_allclose(got, expected, rtol=1e-13)
+    for grad, expected_grad in zip(grads, expected_grads):
+        np.testing.assert_allclose(grad, expected_grad, rtol=1e-12, atol=1e-12)
+
+
 def test_gradients_scale_with_the_cotangent_of_the_loss_alone():
     args = arguments()
     _, pullback = jax.vjp(lambda x, head: chunked(x, head, *args[2:]), *args[:2])

@@ -1,0 +1,130 @@
+"""Sequences that several devices share: the same losses, nothing gathered, memory that falls."""
+
+import collections
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxscale import hlo, hlo_collectives
+from jaxscale.batch import Batch
+from jaxscale.config import from_dict
+from jaxscale.ops.context import balanced_order
+from tests.invariants.layouts import GPT, LLAMA, make_config, open_engine, relative_error, run
+from tests.invariants.test_layouts import INVOLUNTARY, one_device
+
+# Every ZeRO stage, method, accumulation and remat beside every other axis; windows and several
+# documents cross the borders of chunks in all of them.
+LAYOUTS = [
+    ("llama", {"context": 2, "tensor": 2, "fsdp": 2, "zero_stage": 3, "microbatches": 2}),
+    ("llama", {"context": 4, "fsdp": 2, "zero_stage": 1, "remat": "full"}),
+    ("llama", {"context": 2, "fsdp": 4, "zero_stage": 2, "microbatches": 2,
+               "accumulation": "layered", "remat": "save_all_but_attention",
+               "context_method": "gather"}),
+    ("gpt", {"context": 2, "tensor": 4}),
+    ("gpt", {"context": 4, "data": 2, "zero_stage": 0, "context_method": "gather"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=str)
+def test_a_shared_sequence_is_one_device_in_float64(family, layout, capfd):
+    model = {"llama": LLAMA, "gpt": GPT}[family]
+    losses, norms, params = run(open_engine(make_config(model, layout)))
+    expected_losses, expected_norms, expected_params = one_device(family)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-10, atol=0)
+    np.testing.assert_allclose(norms, expected_norms, rtol=1e-10, atol=0)
+    assert relative_error(params, expected_params) < 1e-10
+    assert INVOLUNTARY not in capfd.readouterr().err
+
+
+SEQ_LEN = 8192
+LIMIT = 24e6
+"""Bytes of one device, in the test of what it cannot hold."""
+
+
+@functools.cache
+def compiled(**layout):
+    """(engine, its compiled step) of a thin model on one long sequence: nearly all of the memory
+    is for activations."""
+    config = from_dict(
+        {
+            "model": {
+                "num_layers": 2, "d_model": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
+                "d_ff": 128, "vocab_size": 256, "compute_dtype": "float32",
+            },
+            "data": {"global_batch_size": 1, "seq_len": SEQ_LEN},
+            "layout": {"data": 1, "remat": "full", **layout},
+        }
+    )  # fmt: skip
+    engine = open_engine(config)
+    ints = jax.ShapeDtypeStruct((1, SEQ_LEN), np.int32)
+    batch = Batch(ints, ints, ints, ints, jax.ShapeDtypeStruct((1, SEQ_LEN), np.float32))
+    return engine, engine.step.lower(engine.abstract_state, batch).compile()
+
+
+def device_bytes(**layout):
+    """What a step needs on each device: what stays, and the most that it holds beside that."""
+    analysis = compiled(**layout)[1].memory_analysis()
+    return analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
+
+
+def context_bytes(**layout):
+    """Kind of collective -> bytes, of those over context in a step."""
+    engine, program = compiled(**layout)
+    found = collections.Counter()
+    for one in hlo_collectives.collectives(hlo.parse(program.as_text()), dict(engine.mesh.shape)):
+        if "context" in one.axes:
+            found[one.kind] += one.count * one.num_bytes
+    return found
+
+
+def test_memory_falls_as_ranks_share_a_sequence():
+    _, one = device_bytes()
+    _, two = device_bytes(context=2, context_method="gather")
+    _, four = device_bytes(context=4)
+    assert two < 0.6 * one
+    assert four < 0.3 * one
+
+
+def test_ranks_of_tensor_share_what_lies_between_the_products():
+    """Beside the heads and the MLP, which are spread, two ranks hold half of the stream each."""
+    _, one = device_bytes()
+    _, two = device_bytes(tensor=2)
+    assert two < 0.65 * one
+
+
+def test_a_sequence_that_one_device_cannot_hold_trains():
+    assert sum(device_bytes()) > LIMIT
+    assert sum(device_bytes(context=4)) < LIMIT
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, (1, SEQ_LEN + 1)).astype(np.int32)
+    place = np.arange(SEQ_LEN, dtype=np.int32)[None]
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], 1 + place // 5000, place % 5000,
+                  np.ones((1, SEQ_LEN), np.float32))  # fmt: skip
+    results = []
+    for layout in ({"context": 4}, {}):
+        engine, program = compiled(**layout)
+        dealt = Batch(*(x[:, balanced_order(SEQ_LEN, engine.layout.context)] for x in batch))
+        state = engine.init(jax.random.key(0))
+        state, metrics = program(state, jax.device_put(dealt, engine.batch_sharding))
+        results.append((float(metrics.loss), float(metrics.grad_norm)))
+    np.testing.assert_allclose(*results, rtol=1e-5)
+
+
+def test_a_ring_gathers_nothing_and_sums_each_gradient_once():
+    engine, _ = compiled(context=4)
+    found = context_bytes(context=4)
+    assert set(found) == {"collective-permute", "all-reduce"}
+    assert found["all-reduce"] == pytest.approx(4 * engine.model.config.num_params, abs=64)
+
+
+def test_gathering_gathers_keys_alone():
+    """Beside the keys of whole sequences, in the forward pass (and again where it is repeated) and
+    in the backward pass, and the sums of their gradients, only gradients of weights."""
+    engine, _ = compiled(context=2, context_method="gather")
+    found = context_bytes(context=2, context_method="gather")
+    keys = SEQ_LEN * 4 * (2 * 2 * 16 + 1)  # keys, values and segments, in four bytes each
+    assert set(found) == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert found["all-gather"] <= 6 * keys
+    assert found["all-reduce"] == pytest.approx(4 * engine.model.config.num_params, abs=64)
