@@ -193,6 +193,11 @@ def open_folder(
             f"data.tokenizer = {tokenizer.name!r} is not the tokenizer of {folder}, which was "
             f"prepared with {index.tokenizer!r}; set data.tokenizer = {file!r}"
         )
+    if index.max_id >= tokenizer.vocab_size:
+        raise ValueError(
+            f"{folder} holds the id {index.max_id}, and data.tokenizer = {tokenizer.name!r} has "
+            f"{tokenizer.vocab_size}; prepare the text again"
+        )
     _check_sizes(folder, index)
     shards = tuple(
         ShardFile(

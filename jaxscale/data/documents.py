@@ -9,7 +9,7 @@ import numpy as np
 from jaxscale.data.formats import boundary, can_cut, read_records, where
 from jaxscale.data.sources import File, draw, hash_identity
 
-_SAMPLE_PLACES = 8  # at least so many pieces give to a sample that is not everything
+_SAMPLE_PLACES = 64  # that a sample comes from, where there are so many
 
 
 class Piece(NamedTuple):
@@ -104,11 +104,13 @@ def sample_documents(
       ValueError: as `read_documents`.
     """
     total = sum(file.num_bytes for file in files)
-    pieces = list(cut(files, max(1 << 20, total // 4096)))
+    pieces = list(cut(files, max(total // 1024, 1 << 14)))
     hashes = [
         hash_identity(p.file.identity + (f"#{p.start}" if can_cut(p.file) else "")) for p in pieces
     ]
-    taken, most = 0, num_bytes if total <= num_bytes else num_bytes // _SAMPLE_PLACES
+    taken, most = 0, num_bytes
+    if total > num_bytes:
+        most = -(-num_bytes // min(len(pieces), _SAMPLE_PLACES))
     for i in np.argsort(draw(np.array(hashes, np.uint64), seed), kind="stable"):
         taken_here = 0
         for document in read_documents(pieces[i]):

@@ -20,7 +20,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxscale.data.documents import sample_documents
-from jaxscale.data.files import read_file
+from jaxscale.data.files import is_remote, read_file
 from jaxscale.data.index import Index, find_prepared, join, read_index
 from jaxscale.data.sources import find_files
 from jaxscale.data.words import Words, can_cut
@@ -125,7 +125,7 @@ def load(
         if path:
             _keep(made, path)
         return made
-    if not pathlib.Path(name).is_file():
+    if not is_remote(name) and not pathlib.Path(name).is_file():
         raise ValueError(
             f"data.tokenizer = {name!r} is neither a file nor a name; it can be 'bytes', "
             "'bpe:4096' or another size, or the path of a tokenizer.json or a SentencePiece model"

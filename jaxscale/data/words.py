@@ -14,7 +14,8 @@ what they look at beyond the end of a word, `\\s+(?!\\S)`, is the same on both s
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -32,6 +33,9 @@ PATTERNS = (
 """Of `Split`, besides the one of GPT-2, which `ByteLevel` has itself."""
 
 _MAX_BYTES = 1 << 25  # of words that are remembered; then it begins anew
+
+_LONG = 1 << 22  # characters
+_BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z0-9])(?= [A-Za-z])")
 
 _CODES = np.arange(256)
 _ASCII = _CODES < 128
@@ -75,6 +79,15 @@ class Words:
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, int32."""
+        if max(map(len, texts), default=0) <= _LONG:
+            return self._encode_short(texts)
+        # A book is taken page by page, so that its words need not be in memory at once.
+        return [
+            np.concatenate([self._encode_short([page])[0] for page in _pages(text)])
+            for text in texts
+        ]
+
+    def _encode_short(self, texts: Sequence[str]) -> list[np.ndarray]:
         parts = [text.encode() for text in texts]
         data = b"".join(parts)
         if not data:
@@ -126,6 +139,15 @@ class _Codes(dict):
         self.new.append(word)
         self[word] = len(self)
         return self[word]
+
+
+def _pages(text: str) -> Iterator[str]:
+    """A text in parts, cut where the first and the second rule both do."""
+    start = 0
+    while cut := _BETWEEN_WORDS.search(text, start + _LONG):
+        yield text[start : cut.start()]
+        start = cut.start()
+    yield text[start:]
 
 
 def _find_cuts(data: np.ndarray, ends: np.ndarray) -> np.ndarray:

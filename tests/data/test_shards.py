@@ -307,6 +307,7 @@ def test_an_id_beyond_the_vocabulary_is_named(folder):
         ({"format": "jaxscale shards 0"}, "index.json is of another version than 'jaxscale shards"),
         ({"surprise": 1}, "index.json is damaged: .*surprise"),
         ({"num_documents": 3}, "offsets.npy is damaged"),
+        ({"max_id": 300}, "out holds the id 300, and data.tokenizer = 'bytes' has 257"),
         ({"tokenizer_fingerprint": "x", "tokenizer": "bpe:300", "tokenizer_file": "t.json"},
          r"data.tokenizer = 'bytes' is not the tokenizer of .*out, which was prepared with "
          r"'bpe:300'; set data.tokenizer = '.*/out/t.json'"),

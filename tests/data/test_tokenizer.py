@@ -1,15 +1,24 @@
 """Text comes back from its ids, ids know their bytes, and training a vocabulary is repeatable."""
 
+import functools
+import io
 import pathlib
+import sys
 
+import fsspec
 import numpy as np
 import pytest
+import sentencepiece
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from jaxscale.data.sources import draw, hash_identity
+from jaxscale.data.corpus import open_corpus
+from jaxscale.data.documents import sample_documents
+from jaxscale.data.prepare import prepare
+from jaxscale.data.shards import plan
+from jaxscale.data.sources import draw, find_files, hash_identity
 from jaxscale.data.tokenizer import Tokenizer, load
 
 TEXTS = st.lists(st.text(), max_size=4)
@@ -170,3 +179,109 @@ def test_an_unknown_name_says_what_there_is(name):
 def test_a_size_that_cannot_be_says_why(size):
     with pytest.raises(ValueError, match=f"data.tokenizer = 'bpe:{size}'.*at least 257"):
         load(f"bpe:{size}", ("text",))
+
+
+@functools.cache
+def sentencepiece_model(kind: str, *, byte_fallback: bool, eos: bool = True) -> bytes:
+    data = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore
+        sentence_iterator=iter(["the cat sat on the mat", "hello world, é and more"] * 50),
+        model_writer=data, vocab_size=320 if byte_fallback else 60, model_type=kind,
+        byte_fallback=byte_fallback, hard_vocab_limit=False, minloglevel=2, pad_id=3,
+        eos_id=2 if eos else -1, user_defined_symbols=["<sep>"], control_symbols=["<mask>"],
+    )  # fmt: skip
+    return data.getvalue()
+
+
+def write_model(path: pathlib.Path, kind: str = "bpe", **options) -> str:
+    path.write_bytes(sentencepiece_model(kind, **{"byte_fallback": True} | options))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_sentencepiece_model(tmp_path, kind):
+    tokenizer = load(write_model(tmp_path / "t.model", kind))
+    assert tokenizer.file_name == "tokenizer.model"
+    special = {"<s>": 1, "</s>": 2, "<pad>": 3}
+    assert tokenizer.special.items() > special.items()
+    assert (tokenizer.boundary, tokenizer.mask) == (2, tokenizer.special["<mask>"])
+    texts = ["the cat sat on the mat", "", "hello 中 world", "a</s>b"]
+    encoded = tokenizer.encode(texts)
+    for text, ids in zip(texts, encoded, strict=True):
+        assert ids.dtype == np.int32
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([2, *ids, 2]) == text
+        assert not set(ids.tolist()) & set(special.values())
+        # It puts a space before the first word.
+        assert tokenizer.token_bytes[ids].sum() == len(text.encode()) + bool(text)
+    assert tokenizer.vocab_size == len(tokenizer.token_bytes)
+    again = load(write_model(tmp_path / "u.model", kind))
+    assert again.fingerprint == tokenizer.fingerprint
+
+
+def test_a_sentencepiece_model_makes_a_corpus(tmp_path, texts):
+    tokenizer = load(write_model(tmp_path / "t.model"))
+    corpus = open_corpus([str(texts)], tokenizer, tmp_path / "run")
+    assert corpus.token_bytes[corpus.tokens].sum() == pytest.approx(corpus.num_bytes, rel=1e-12)
+    (folder,) = (tmp_path / "run").iterdir()
+    assert load(str(folder / "tokenizer.model")).fingerprint == tokenizer.fingerprint
+
+
+def test_a_sentencepiece_model_that_cannot_be_used_is_named(tmp_path, monkeypatch):
+    path = write_model(tmp_path / "t.model", eos=False)
+    with pytest.raises(ValueError, match=r"t.model has no token for the end.*'<s>'"):
+        load(path)
+    (tmp_path / "u.model").write_bytes(b"junk")
+    with pytest.raises(ValueError, match=r"u.model is not a SentencePiece model"):
+        load(str(tmp_path / "u.model"))
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(ValueError, match=r"t.model needs the package sentencepiece; install"):
+        load(path)
+
+
+def test_special_tokens_are_explicit(tmp_path):
+    names = ["</s>", "<extra_id_1>", "<extra_id_0>", "[MASK]", "<extra_id_3>"]
+    tokenizer = load(word_level(tmp_path / "t.json", *names))
+    assert tokenizer.special == {name: i for i, name in enumerate(names, 4)}
+    assert (tokenizer.boundary, tokenizer.mask) == (4, 7)
+    assert tokenizer.sentinels == (6, 5)  # in their order, up to the first that is not there
+    plain = load("bytes")
+    assert (plain.special, plain.mask, plain.sentinels) == ({"<|endoftext|>": 256}, None, ())
+
+
+def test_byte_pairs_of_a_prepared_folder_are_its_own(texts, byte_pairs, tmp_path):
+    files = find_files([str(texts)])
+    prepare(plan(files, byte_pairs, tmp_path / "out"), byte_pairs)
+    source = (str(tmp_path / "out"),)
+    own = load("bpe:290", source, tmp_path / "run")
+    assert own.fingerprint == byte_pairs.fingerprint
+    assert open_corpus(source, own).num_documents == 10
+    # A run that has begun needs the folder no more.
+    assert load("bpe:290", ("gone",), tmp_path / "run").fingerprint == byte_pairs.fingerprint
+    with pytest.raises(ValueError, match=r"'bpe:300', but .*out was prepared with 'bpe:290'; set"):
+        load("bpe:300", source)
+
+
+def test_a_tokenizer_is_read_from_an_object_store(byte_pairs):
+    store = fsspec.filesystem("memory")
+    store.pipe("/tokenizers/t.json", byte_pairs.file)
+    try:
+        assert load("memory://tokenizers/t.json").fingerprint == byte_pairs.fingerprint
+    finally:
+        store.rm("/tokenizers", recursive=True)
+    with pytest.raises(ValueError, match=r"t.json cannot be read"):
+        load("memory://tokenizers/t.json")
+
+
+def test_training_text_comes_from_all_over(tmp_path):
+    """Of one long file, pieces from many places are learnt from, and not its beginning alone."""
+    lines = [f"zone{i // 1000:03d} {i}\n" for i in range(400_000)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    files = find_files([{"path": str(tmp_path / "a.txt"), "boundary": "line"}])
+    sample = [d.text for d in sample_documents(files, 400_000, heldout=0.5)]
+    assert 380_000 < sum(map(len, sample)) < 420_000
+    zones = {text.split()[0] for text in sample}
+    assert len(zones) > 20
+    again = [d.text for d in sample_documents(files, 400_000, heldout=0.5)]
+    assert again == sample
+    assert len(list(sample_documents(files, 10**9))) == 400_000

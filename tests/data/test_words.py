@@ -69,6 +69,14 @@ def test_ids_are_those_of_the_library(number, texts):
 
 
 @pytest.mark.parametrize("number", range(-1, len(PATTERNS)))
+def test_a_long_text_is_taken_page_by_page(number, monkeypatch):
+    monkeypatch.setattr(words, "_LONG", 20)
+    texts = [" ".join(PIECES), "short", "the cat sat, 12 cats " * 9, "x" * 50, "", "a b" * 40]
+    assert [ids.tolist() for ids in remembering(number)(texts)] == encode(number, texts)
+    assert len(list(words._pages(texts[2]))) > 5
+
+
+@pytest.mark.parametrize("number", range(-1, len(PATTERNS)))
 def test_text_is_cut_finely_and_a_word_is_encoded_once(number):
     asked = []
 
