@@ -213,3 +213,43 @@ def test_help_and_mistakes_need_no_jax():
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "--input PATH" in run.stdout
+
+
+def test_a_run_reads_the_shards_and_keeps_their_tokenizer(prepared, tmp_path):
+    from jaxscale import run  # noqa: PLC0415  imports JAX
+
+    folder, result = prepared
+
+    def of(tokenizer: str, vocab_size: int = 300) -> config.Config:
+        data = {"source": [str(folder)], "tokenizer": tokenizer, "seq_len": 32}
+        return config.from_dict({"data": data, "model": {"vocab_size": vocab_size}})
+
+    text = run.open_text(of("bpe:300"), tmp_path / "run")
+    assert text.heldout
+    assert text.train.num_tokens + text.heldout.num_tokens == result["num_tokens"]
+    assert not list((tmp_path / "run").glob("tokens/*")), "nothing is tokenised again"
+    kept = run.open_tokenizer(of("bpe:300"), tmp_path / "run")  # without the folder
+    assert kept.fingerprint == text.tokenizer.fingerprint
+    named = run.open_text(of(str(folder / "tokenizer.json")), tmp_path / "other")
+    assert named.train.fingerprint == text.train.fingerprint
+    with pytest.raises(ValueError, match=r"'bytes' is not the tokenizer of .*set data.tokenizer ="):
+        run.open_text(of("bytes"), tmp_path / "other")
+    with pytest.raises(ValueError, match=r"model.vocab_size = 299 is smaller than the 300 tokens"):
+        run.open_text(of("bpe:300", 299), tmp_path / "other")
+
+
+def test_the_examples_of_other_shards_are_not_those_of_a_run(prepared, texts, tmp_path):
+    """What makes a run refuse to go on from its checkpoint: `trainer` compares fingerprints."""
+    folder, _ = prepared
+    changed = (texts / "a.jsonl").read_text().replace("the 7th cat", "the 7th dog")
+    (tmp_path / "a.jsonl").write_text(changed)
+    for name, field_of in (("same", texts), ("other", tmp_path)):
+        prepare.main(["--input", f"{field_of}/a.jsonl", "--field", "body", "--workers", "0",
+                      "--tokenizer", str(folder / "tokenizer.json"), "--shard_bytes", "20000",
+                      "--output", str(tmp_path / name)])  # fmt: skip
+    tokenizer = load(str(folder / "tokenizer.json"))
+    first, same, other = (
+        open_corpus([str(place)], tokenizer).fingerprint
+        for place in (folder, tmp_path / "same", tmp_path / "other")
+    )
+    assert first == same != other
