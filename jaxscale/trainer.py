@@ -123,6 +123,7 @@ def fit(
     """
     if jax.process_index() == 0:
         resolved = json.dumps(configs.to_dict(trainer.config), indent=2)
+        trainer.workdir.mkdir(parents=True, exist_ok=True)
         (trainer.workdir / "config.json").write_text(resolved + "\n")
     recorder = Recorder(trainer, trackers, time.monotonic() if started is None else started)
     with contextlib.closing(recorder), contextlib.closing(trainer.checkpoints):
