@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import typing
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,10 +97,27 @@ def read_index(folder: str) -> Index:
     if values.pop("format") != FORMAT:
         raise ValueError(f"{path} is of another version than {FORMAT!r}; prepare the text again")
     try:
-        shards = tuple(Shard(**shard) for shard in values.pop("shards"))
-        return Index(shards=shards, **values)
-    except (KeyError, TypeError) as error:
+        shards = tuple(_checked(Shard(**shard)) for shard in values.pop("shards"))
+        return _checked(Index(shards=shards, **values))
+    except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}; prepare the text again") from error
+
+
+def _checked[Record: Shard | Index](record: Record) -> Record:
+    """The record, if its values have the types that they are declared with.
+
+    Raises:
+      ValueError: names the first that has not.
+    """
+    for field in dataclasses.fields(record):
+        value, kind = getattr(record, field.name), typing.get_origin(field.type) or field.type
+        if kind is float:
+            kind = int | float
+        if not isinstance(value, typing.cast(type, kind)) or isinstance(value, bool):
+            raise ValueError(f"{field.name} is {value!r}")
+    if isinstance(record, Index) and record.dtype not in ("uint16", "uint32"):
+        raise ValueError(f"dtype is {record.dtype!r}")
+    return record
 
 
 def _is_prepared(path: str) -> bool:

@@ -7,6 +7,7 @@ that whoever finds the record finds the shard whole.
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import zipfile
@@ -28,6 +29,8 @@ _NUM_SHARDS = 256  # about, where that makes them neither small nor large
 _LEAST_BYTES, _MOST_BYTES = 4_000_000, 1_000_000_000
 _REPORT_BYTES = 1_000_000
 _EXAMPLES = 3  # of bad documents, that a shard reports
+
+_log = logging.getLogger("jaxscale")
 
 Report = Callable[[int, int], None]
 """Is told how many stored bytes, and bytes of text, were read since it was told before."""
@@ -301,6 +304,9 @@ def _check_counts(works: Sequence[Work], made: Sequence[Made]) -> int:
                 f"{bad / documents:.2g} and more than skip_share = {source.skip_share:g} of its "
                 f"entry of data.source; the first: {'; '.join(examples[:_EXAMPLES])}"
             )
+    if all_bad:
+        _log.info("data: %d bad documents are left out, such as: %s", all_bad,
+                  "; ".join(examples[:_EXAMPLES]))  # fmt: skip
     return all_bad
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import pathlib
+import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -92,7 +93,8 @@ def find_files(source: Sequence[str | Source]) -> list[File]:
 
 def hash_identity(identity: str) -> int:
     """64 bits that stand for a document's identity wherever its name is too long to keep."""
-    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
+    name = identity.encode("utf-8", "surrogateescape")  # a file's name need not be text
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 
 
 def draw(hashes: np.ndarray, seed: int) -> np.ndarray:
@@ -123,6 +125,8 @@ def _list(path: str, source: Source, entry: int) -> list[File]:
             status = found.stat()
         except OSError as error:
             raise ValueError(f"{found} cannot be read: {error.strerror}") from error
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for without end
+            raise ValueError(f"{found} is not a regular file; leave it out of data.source")
         files.append(
             File(str(found), found.relative_to(root).as_posix(), status.st_size,
                  str(status.st_mtime_ns), _format(str(found), source), source, entry)
@@ -217,7 +221,7 @@ def _saved_dataset(folder: pathlib.Path) -> list[pathlib.Path] | None:
                     "flatten_indices()"
                 )
             return [folder / file["filename"] for file in about["_data_files"]]
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} is not a whole data set: {error!r} in its JSON") from error
     return None
 

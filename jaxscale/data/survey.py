@@ -34,7 +34,7 @@ class Survey:
     num_files: int
     stored_bytes: int
     complete: bool  # whether everything was counted
-    num_left_out: int
+    num_left_out: int | None  # bad documents; None where none were counted
     corpus: Corpus
     tokenizer: Tokenizer
 
@@ -93,7 +93,7 @@ def survey(source: Source, tokenizer: str | Tokenizer | None = None) -> Survey:
     stored = sum(file.num_bytes for file in files)
     complete = stored <= SAMPLE_BYTES
     corpus = open_corpus([source], tokenizer) if complete else _sampled(files, tokenizer)
-    return Survey(name, "files", len(files), stored, complete, 0, corpus, tokenizer)
+    return Survey(name, "files", len(files), stored, complete, None, corpus, tokenizer)
 
 
 def survey_config(config: Config) -> tuple[list[Survey], Examples | None]:

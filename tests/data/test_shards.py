@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import os
 import pathlib
 import pickle
@@ -230,7 +231,7 @@ def spoil(texts: pathlib.Path, count: int) -> None:
     (texts / "a.jsonl").write_text("\n".join(lines))
 
 
-def test_a_bad_document_ends_the_work_and_is_named(texts, tmp_path):
+def test_a_bad_document_ends_the_work_and_is_named(texts, tmp_path, caplog):
     spoil(texts, 1)
     with pytest.raises(ValueError, match=r"a.jsonl, line 11 is not JSON.*'skip_share'"):
         prepare(works_of(texts, tmp_path / "out"), BYTES)
@@ -239,8 +240,11 @@ def test_a_bad_document_ends_the_work_and_is_named(texts, tmp_path):
     assert made
     works = works_of(texts, tmp_path / "out", skip_share=0.02)
     assert all(find_made(works[work.number]) for work in made)
-    index = prepare(works, BYTES)
+    with caplog.at_level(logging.INFO, "jaxscale"):
+        index = prepare(works, BYTES)
     assert (index.num_documents, index.num_left_out) == (211, 1)
+    assert "1 bad documents are left out, such as: " in caplog.text
+    assert "a.jsonl, line 11 is not JSON" in caplog.text
 
 
 def test_more_bad_documents_than_allowed_are_counted_and_shown(texts, tmp_path):
@@ -306,6 +310,10 @@ def test_an_id_beyond_the_vocabulary_is_named(folder):
     [
         ({"format": "jaxscale shards 0"}, "index.json is of another version than 'jaxscale shards"),
         ({"surprise": 1}, "index.json is damaged: .*surprise"),
+        ({"dtype": "int8"}, "index.json is damaged: dtype is 'int8'"),
+        ({"num_tokens": "9"}, "index.json is damaged: num_tokens is '9'"),
+        ({"shards": [{"file": "a"}]}, "index.json is damaged: .*missing 4 required"),
+        ({"shards": 3}, "index.json is damaged: 'int' object is not iterable"),
         ({"num_documents": 3}, "offsets.npy is damaged"),
         ({"max_id": 300}, "out holds the id 300, and data.tokenizer = 'bytes' has 257"),
         ({"tokenizer_fingerprint": "x", "tokenizer": "bpe:300", "tokenizer_file": "t.json"},

@@ -2,6 +2,7 @@
 
 import glob
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -94,6 +95,18 @@ def test_a_broken_link_is_named(tree):
     (tree / "gone.txt").symlink_to(tree / "nowhere")
     with pytest.raises(ValueError, match=r"gone.txt cannot be read: No such file"):
         find_files([str(tree)])
+
+
+def test_a_pipe_is_named_and_not_waited_for(tree):
+    os.mkfifo(tree / "pipe.txt")
+    with pytest.raises(ValueError, match=r"pipe.txt is not a regular file"):
+        find_files([str(tree)])
+
+
+def test_a_name_that_is_not_text_is_an_identity(tmp_path):
+    (tmp_path / os.fsdecode(b"\xff.txt")).write_text("x")
+    (file,) = find_files([str(tmp_path)])
+    assert hash_identity(file.identity) != hash_identity("�.txt")
 
 
 def drawn(identities, seed):
