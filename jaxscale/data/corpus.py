@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.data.files import filesystem, is_remote, read_file, read_range, reading
+from jaxscale.data.arrays import ArrayFile
+from jaxscale.data.files import filesystem, is_remote, read_file, reading
 from jaxscale.data.index import Index, find_prepared, join, read_index
 from jaxscale.data.prepare import prepare
 from jaxscale.data.shards import key_of, plan
@@ -28,34 +29,6 @@ ARRAYS = ("offsets", "hashes")
 _log = logging.getLogger("jaxscale")
 
 
-@dataclass(frozen=True)
-class ShardFile:
-    """The array in a .npy file, of which only what is wanted is read: mapped, or fetched."""
-
-    path: str
-    dtype: str
-    length: int
-    header_bytes: int
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, wanted: slice) -> np.ndarray:
-        if not is_remote(self.path):
-            return _map(self.path)[wanted]
-        start, stop, _ = wanted.indices(self.length)
-        width = np.dtype(self.dtype).itemsize
-        first = self.header_bytes + start * width
-        data = read_range(self.path, first, max(first, self.header_bytes + stop * width))
-        return np.frombuffer(data, self.dtype)
-
-
-@functools.lru_cache(maxsize=256)  # each holds a file descriptor
-def _map(path: str) -> np.ndarray:
-    with reading(path):
-        return np.load(path, mmap_mode="r")
-
-
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """Every document of a source as [boundary, tokens...], one after another.
@@ -66,7 +39,7 @@ class Corpus:
     not on where the files are. Pickled, arrays on disk travel as their paths.
     """
 
-    shards: tuple[np.ndarray | ShardFile, ...]  # unsigned
+    shards: tuple[np.ndarray | ArrayFile, ...]  # unsigned
     offsets: np.ndarray  # [num_documents + 1], int64, the token where each document begins
     hashes: np.ndarray  # [num_documents], uint64, of identities, for `draw`
     token_bytes: np.ndarray
@@ -106,7 +79,7 @@ class Corpus:
         ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if ids.max(initial=0) >= len(self.token_bytes):
             shard = self.shards[first]
-            where = shard.path if isinstance(shard, ShardFile) else "the corpus"
+            where = shard.path if isinstance(shard, ArrayFile) else "the corpus"
             raise ValueError(
                 f"{where} is damaged: tokens {start} to {stop} hold the id {ids.max()}, and the "
                 f"vocabulary has {len(self.token_bytes)}; prepare the text again"
@@ -200,7 +173,7 @@ def open_folder(
         )
     _check_sizes(folder, index)
     shards = tuple(
-        ShardFile(
+        ArrayFile(
             join(folder, shard.file), index.dtype, shard.num_tokens,
             shard.file_bytes - shard.num_tokens * np.dtype(index.dtype).itemsize,
         )

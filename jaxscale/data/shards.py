@@ -13,11 +13,10 @@ import pathlib
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
 
 import numpy as np
 
+from jaxscale.data.arrays import ArrayWriter
 from jaxscale.data.documents import Bad, Document, Piece, cut, read_documents
 from jaxscale.data.files import compression
 from jaxscale.data.index import FORMAT, INDEX, UNFINISHED, Index, Shard
@@ -210,42 +209,6 @@ def write_file(path: pathlib.Path, data: bytes) -> None:
     part = path.parent / UNFINISHED / f"{path.name}-{os.getpid()}.part"
     part.write_bytes(data)
     part.rename(path)
-
-
-class ArrayWriter:
-    """Writes a .npy file, the length of which is known only at the end."""
-
-    def __init__(self, path: pathlib.Path, dtype: type[np.generic]) -> None:
-        self.path, self.length, self.digest = path, 0, ""
-        self._dtype, self._hash = np.dtype(dtype), hashlib.blake2b(digest_size=8)
-
-    def __enter__(self) -> "ArrayWriter":
-        self._file = open(self.path, "wb")
-        self._write_header()
-        return self
-
-    def append(self, values: Any) -> None:
-        """Adds numbers at the end."""
-        data = np.ascontiguousarray(values, self._dtype)
-        self._file.write(data.data)
-        self._hash.update(data.data)
-        self.length += len(data)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        self._file.seek(0)
-        self._write_header()  # NumPy leaves room for any length in it
-        self._file.close()
-        self.digest = self._hash.hexdigest()
-
-    def _write_header(self) -> None:
-        header = {
-            "descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False,
-            "shape": (self.length,),
-        }  # fmt: skip
-        np.lib.format.write_array_header_1_0(self._file, header)
 
 
 def _good(

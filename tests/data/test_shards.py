@@ -357,7 +357,7 @@ def test_shards_are_read_in_part_from_object_stores(folder, tmp_path, monkeypatc
     local = open_corpus([str(folder)], BYTES)
     fetched = []
     monkeypatch.setattr(
-        "jaxscale.data.corpus.read_range",
+        "jaxscale.data.arrays.read_range",
         lambda path, a, b: fetched.append(b - a) or store.cat_file(path[8:], a, b),
     )
     try:
