@@ -112,16 +112,24 @@ def sample_documents(
     if total > num_bytes:
         most = -(-num_bytes // min(len(pieces), _SAMPLE_PLACES))
     for i in np.argsort(draw(np.array(hashes, np.uint64), seed), kind="stable"):
-        taken_here = 0
-        for document in read_documents(pieces[i]):
-            if taken >= num_bytes or taken_here >= most:
-                break
-            if isinstance(document, Bad):  # whoever reads all of the files will say so
-                continue
-            if draw(np.array([document.hash], np.uint64), seed)[0] >= heldout:
+        documents = list(_first(pieces[i], most / (1 - heldout)))
+        drawn = draw(np.array([document.hash for document in documents], np.uint64), seed)
+        for document, number in zip(documents, drawn):
+            if number >= heldout and taken < num_bytes:
                 yield document
                 taken += document.num_bytes
-                taken_here += document.num_bytes
+        if taken >= num_bytes:
+            return
+
+
+def _first(piece: Piece, num_bytes: float) -> Iterator[Document]:
+    """Documents from the beginning of a piece, until they have so many bytes."""
+    taken = 0
+    for document in read_documents(piece):
+        if isinstance(document, Bad):  # whoever reads all of the files will say so
+            continue
+        yield document
+        taken += document.num_bytes
         if taken >= num_bytes:
             return
 
