@@ -32,14 +32,16 @@ class Layout:
 
     One axis may be -1: it takes the devices that are left. `zero_stage` says what is sharded over
     `fsdp`: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters (ZeRO,
-    arXiv 1910.02054). `data` replicates, so data x fsdp is hybrid sharding.
+    arXiv 1910.02054). `data` replicates, so data x fsdp is hybrid sharding. The ranks of `context`
+    share each sequence, and `context_method` says how its keys reach its queries: "ring" or
+    "gather" (`ops/context.py`).
     """
 
     pipeline: int = 1
     data: int = -1
     fsdp: int = 1
     expert: int = 1
-    context: int = 1  # ranks that share a sequence
+    context: int = 1
     tensor: int = 1
     zero_stage: int = 3
     microbatches: int = 1  # a step; their gradients are summed
@@ -47,7 +49,7 @@ class Layout:
     schedule: str = "1f1b"  # read only when pipeline > 1
     virtual_stages: int = 1
     sequence_chunks: int = 1
-    context_method: str = "ring"  # how the keys of a shared sequence reach its queries
+    context_method: str = "ring"  # read only when context > 1
     remat: str = "none"  # what a layer keeps for its backward pass
     offload: str = "none"  # what lives in host memory
 

@@ -9,6 +9,9 @@ its keys arrive:
   in the backward pass their gradients travel with them. A rank holds two ranks' keys at a time.
 - "gather": each rank gathers all the keys first, and gradients are summed back to their ranks.
 
+On a CPU all devices must reach a message of a ring together: a loop whose trips differ between
+ranks of another axis has to use "gather".
+
 Shapes: as in `blocks.py`, T here a rank's share of the sequence; h its two chunks.
 """
 
