@@ -123,6 +123,12 @@ _TPU_V5E = (
 )
 _TPU_SPARSE_CORES = (
     XlaFlag(
+        "xla_tpu_prefer_async_allgather_to_allreduce",
+        True,
+        "on 64 chips and more of a 3-D torus a gather would become an all-reduce of padded "
+        "buffers, for which the chip waits",
+    ),
+    XlaFlag(
         "xla_tpu_enable_sparse_core_collective_offload_all_gather",
         True,
         "the sparse cores drive gathers while the tensor cores compute; async collective fusion "
@@ -147,6 +153,12 @@ _TPU_SPARSE_CORES = (
         "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter",
         True,
         "includes reduce-scatters over several dimensions of the torus",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+        True,
+        "and all-reduces: a reduce-scatter becomes one where the other dimension in tiles of 128 "
+        "does not divide by the sides of the torus, as 11,008 on 4 x 4 x 4",
     ),
     XlaFlag(
         "xla_tpu_enable_sparse_core_offload_queuing_in_lhs",

@@ -134,10 +134,10 @@ def _kernel_flops(instruction: Instruction, named: Mapping[str, Instruction]) ->
         return half * products * 2.0 * math.prod(query) * max(key[1:3])
     for kernel, products in ATTENTION_PRODUCTS.items():
         if instruction.name.startswith(kernel):
-            # [batch, heads, time, head_dim], after the tables of the mask; causal.
-            arrays = [_dims(name, named) for name in instruction.operands]
-            query, key = [dims for dims in arrays if len(dims) == 4][:2]
-            return 0.5 * products * 2.0 * math.prod(query) * key[2]
+            # [..., heads, time, head_dim], after the tables of the mask; causal.
+            arrays = [hlo.arrays(named[name].shape)[0] for name in instruction.operands]
+            query, key = [dims for dtype, dims in arrays if "f" in dtype][:2]
+            return 0.5 * products * 2.0 * math.prod(query) * key[-2]
     declared = instruction.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
     return float(declared) if declared else None
 

@@ -1,0 +1,138 @@
+"""The step compiled for machines that are not there: its memory, its collectives, its verdict.
+
+Skipped only where the compilers, packages of the extra `aot`, are not installed.
+"""
+
+import functools
+import json
+import math
+
+import jax
+import pytest
+
+from jaxscale import aot, topology
+from jaxscale.config import from_dict
+from jaxscale.proof import Report, compile_for
+
+LAYERS, ARRAYS = 4, 9  # of a layer: seven matrices and two norms
+OUTER = 3  # embedding, last norm, head
+MICROBATCHES = 4
+MODEL = {
+    "num_layers": LAYERS, "d_model": 256, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64,
+    "d_ff": 1024, "vocab_size": 512, "compute_dtype": "bfloat16",
+}  # fmt: skip
+PLATFORMS = {"v5p:2x2x1": "tpu", "v5e:2x2": "tpu", "v5e:1x1": "tpu", "h200:1x4": "gpu"}
+
+
+@functools.cache
+def compiled(name: str, accumulation: str = "sequential", microbatches: int = 1, **model) -> Report:
+    """A ZeRO-3 step over four devices."""
+    if not topology.installed(PLATFORMS[name]):
+        pytest.skip(f"no compiler for {PLATFORMS[name]}s: uv sync --inexact --extra aot")
+    config = from_dict(
+        {
+            "model": MODEL | model,
+            "data": {"global_batch_size": 16, "seq_len": 256},
+            "layout": {"data": 1, "fsdp": -1, "remat": "full", "accumulation": accumulation,
+                       "microbatches": microbatches},
+        }
+    )  # fmt: skip
+    # The suite runs in float64 and a run does not: TPU kernels know 32 bits only.
+    jax.config.update("jax_enable_x64", False)
+    try:
+        return compile_for(config, name)
+    finally:
+        jax.config.update("jax_enable_x64", True)
+
+
+def arrays(report: Report, *asked: str) -> float:
+    """How many arrays go through the collectives that a program asked for, in a step."""
+    return sum(one.arrays for one in report.collectives if one.asked in asked)
+
+
+@pytest.mark.parametrize("name", ["v5p:2x2x1", "h200:1x4"])
+def test_arguments_are_the_shards_of_the_state_and_the_batch(name):
+    report = compiled(name, "layered", MICROBATCHES)
+    num_params = from_dict({"model": MODEL}).model.num_params
+    state = 3 * 4 * num_params / 4  # parameters and two moments in float32, a quarter of each
+    batch = 5 * 4 * 16 * 256 / 4
+    # Small arrays are padded on TPUs.
+    assert report.argument_bytes == pytest.approx(state + batch, rel=0.01)
+    assert report.alias_bytes == pytest.approx(state, rel=0.01)
+    assert report.fits
+    assert report.peak_bytes < report.limit_bytes
+    assert report.devices == 4
+
+
+@pytest.mark.parametrize("name", ["v5p:2x2x1", "h200:1x4"])
+def test_layered_accumulation_gathers_a_layer_once_a_pass(name):
+    """Whatever the number of micro-batches; the last layer turns with the weights it has."""
+    report = compiled(name, "layered", MICROBATCHES)
+    assert arrays(report, "all-gather") == (2 * LAYERS - 1) * ARRAYS + OUTER
+    assert {one.axes for one in report.collectives if one.asked == "all-gather"} == {("fsdp",)}
+
+
+def test_sequential_accumulation_gathers_in_every_microbatch():
+    report = compiled("v5p:2x2x1", "sequential", 2)
+    assert arrays(report, "all-gather") == 2 * ((2 * LAYERS - 1) * ARRAYS + OUTER)
+
+
+@pytest.mark.parametrize("name", ["v5p:2x2x1", "h200:1x4"])
+def test_the_collectives_of_a_layer_run_beside_one(name):
+    """The gather of the next layer's weights and the reduction of the last one's gradients."""
+    report = compiled(name, "layered", MICROBATCHES)
+    hidden = [one for one in report.collectives if one.asynchronous and one.beside_flops > 0]
+    assert {"all-gather", "reduce-scatter"} <= {one.asked for one in hidden}
+
+
+def test_products_are_those_of_the_model():
+    """With loops multiplied out; the attention of this size has loops of its own, so only its
+    lower bound is known."""
+    config = from_dict({"model": MODEL}).model
+    report = compiled("v5p:2x2x1", "layered", MICROBATCHES)
+    tokens = 16 * 256 / 4
+    if report.flops is not None:
+        matrices = config.hardware_flops_per_token(256, remat="full") * tokens
+        assert report.flops == pytest.approx(matrices, rel=0.1)
+    assert report.optimal_seconds is None or report.optimal_seconds > 0
+
+
+def test_what_does_not_fit_is_a_verdict_with_what_was_needed():
+    report = compiled("v5e:1x1", d_model=8192, d_ff=32768, num_heads=64, num_kv_heads=64,
+                      head_dim=128)  # fmt: skip
+    assert not report.fits
+    assert report.missing_bytes > 10e9
+    assert report.limit_bytes == pytest.approx(15.75 * 2**30, rel=1e-3)
+    assert report.peak_bytes == report.limit_bytes + report.missing_bytes
+    numbers = json.loads(json.dumps(aot.numbers(report)))
+    assert numbers["fits"] is False
+    assert numbers["optimal_seconds"] is None
+    assert "does not fit, by" in aot.describe(report)
+
+
+def test_the_command_prints_and_writes(tmp_path, capsys):
+    if not topology.installed("gpu"):
+        pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
+    written, kept = tmp_path / "report.json", tmp_path / "program.txt"
+    status = aot.main(
+        ["--config", "configs/tiny.py", "--topology", "a100-40:1x2", "--json", str(written),
+         "--hlo", str(kept), "--config.layout.fsdp=2", "--config.layout.data=1"]
+    )  # fmt: skip
+    assert status == 0
+    printed = capsys.readouterr().out
+    assert "a100-40:1x2: 2 devices, fsdp 2" in printed
+    assert "collectives of a step" in printed
+    numbers = json.loads(written.read_text())
+    assert numbers["devices"] == 2
+    assert numbers["peak_bytes"] < numbers["limit_bytes"]
+    assert math.isclose(sum(one["bytes"] > 0 for one in numbers["collectives"]),
+                        len(numbers["collectives"]))  # fmt: skip
+    assert "ENTRY" in kept.read_text()
+
+
+def test_an_unknown_machine_is_refused_with_those_that_are_known(capsys):
+    with pytest.raises(SystemExit):
+        aot.main(["--config", "configs/tiny.py", "--topology", "h2000:8x8"])
+    message = capsys.readouterr().err
+    assert "did you mean h200?" in message
+    assert "v5p:8x8x8" in message

@@ -1,0 +1,147 @@
+"""Compiles our models for machines that are not there and puts the table into the README.
+
+python tools/aot_table.py [--only WORD] [--fresh]
+
+Each case is a run of `python -m jaxscale.aot` of its own. Its numbers are kept in
+tools/aot_table.json, so that a run that was stopped goes on and one case can be taken again.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any, NamedTuple
+
+ROOT = pathlib.Path(__file__).parent.parent
+KEPT = ROOT / "tools" / "aot_table.json"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- aot table -->", "<!-- end of aot table -->"
+MINIMAL = "save:query,key,value,attention_out,mlp_gate,mlp_up"
+"""Remat that keeps every product of a layer, as the peer's "minimal" does."""
+
+
+class Case(NamedTuple):
+    """A model, a machine, sequences a device and step, and the rest of the layout."""
+
+    model: str
+    topology: str
+    sequences: float
+    layout: str  # "tensor=4 remat=full"
+
+    @property
+    def name(self) -> str:
+        """Its key in the file of results."""
+        return f"{self.model} {self.topology} {self.sequences:g} {self.layout}"
+
+
+CASES = (
+    Case("llama2_7b", "v5p:4x4x4", 4, "remat=full"),
+    Case("llama2_7b", "v5p:4x4x4", 4, f"remat={MINIMAL}"),
+    Case("llama2_7b", "v5p:4x4x4", 16, "remat=full microbatches=4 accumulation=layered"),
+    Case("llama2_7b", "v5p:4x4x4", 16, "remat=full microbatches=4"),
+    Case("llama2_7b", "v5p:4x4x4", 4, "remat=full tensor=4"),
+    Case("llama2_7b", "v5p:4x4x4", 4, "remat=full data=4"),
+    Case("llama2_7b", "v5p:4x4x4", 4, "remat=full offload=optimizer"),
+    Case("llama2_7b", "v5p:4x4x4", 0.25, "remat=full context=8"),
+    Case("llama2_7b", "v5e:16x16", 4, "remat=full"),
+    Case("llama2_7b", "v5e:16x16", 4, f"remat={MINIMAL}"),
+    Case("llama2_7b", "v6e:16x16", 4, "remat=full"),
+    Case("llama2_7b", "v4:4x4x4", 4, "remat=full"),
+    Case("llama2_7b", "a100-80:8x8", 4, "remat=full"),
+    Case("llama2_7b", "h100:8x8", 4, "remat=full"),
+    Case("llama2_7b", "b200:1x8", 4, "remat=full"),
+    Case("llama2_70b", "v5p:8x8x8", 4, "remat=full tensor=4"),
+    Case("llama2_70b", "v5p:8x8x8", 1, "remat=full"),
+    Case("llama2_70b", "h200:64x8", 1, "remat=full tensor=8"),
+    Case("llama3_8b", "h200:1x8", 1, "remat=full"),
+    Case("llama3_8b", "h200:8x8", 2, "remat=full"),
+    Case("llama3_8b", "h200:64x8", 2, "remat=full"),
+    Case("llama3_8b", "h200:8x8", 8, "remat=full microbatches=4 accumulation=layered"),
+    Case("llama3_8b", "v5p:4x4x8", 2, "remat=full"),
+    Case("gpt_175b", "v5p:8x8x16", 1, "remat=full"),
+    Case("gpt_175b", "v5p:8x8x16", 1, "remat=full tensor=8"),
+    Case("gpt_1t", "v5p:8x16x16", 1, "remat=full tensor=8 microbatches=8 accumulation=layered"),
+    Case("llama32_1b", "v5e:4x4", 4, "remat=full"),
+    Case("llama32_1b", "a100-40:1x8", 2, "remat=full"),
+)
+
+
+def main() -> int:
+    """Compiles what has no result yet, and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has it")
+    parser.add_argument("--fresh", action="store_true", help="take them again")
+    options = parser.parse_args()
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    for case in CASES:
+        if options.only in case.name and (options.fresh or case.name not in kept):
+            print(case.name, flush=True)
+            kept[case.name] = compiled(case)
+            KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    text = README.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    README.write_text(f"{before}{BEGIN}\n{table(kept)}\n{END}{after}")
+    return 0
+
+
+def compiled(case: Case) -> dict[str, Any]:
+    """The numbers of a case, or {"refusal": ...} in one line."""
+    settings = dict(setting.split("=", 1) for setting in case.layout.split())
+    settings = {"data": "1", "fsdp": "-1", "zero_stage": "3", "microbatches": "1"} | settings
+    with tempfile.TemporaryDirectory() as folder:
+        written = pathlib.Path(folder) / "numbers.json"
+        command = [
+            sys.executable, "-m", "jaxscale.aot", "--config", f"configs/{case.model}.py",
+            "--topology", case.topology, "--json", str(written),
+            f"--config.data.global_batch_size={round(case.sequences * num_devices(case.topology))}",
+            *(f"--config.layout.{key}={value}" for key, value in settings.items()),
+        ]  # fmt: skip
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if not written.exists():
+            return {"refusal": (run.stderr.strip().splitlines() or ["nothing was said"])[-1]}
+        numbers = json.loads(written.read_text())
+    return {key: numbers[key] for key in numbers if key not in ("buffers", "collectives")}
+
+
+def num_devices(topology: str) -> int:
+    """Of a name with one device a chip."""
+    count = 1
+    for size in topology.split(":")[1].split("x"):
+        count *= int(size)
+    return count
+
+
+def table(kept: dict[str, dict[str, Any]]) -> str:
+    """The results as a table in Markdown."""
+    lines = [
+        "| model | machine | devices | sequences a device | layout | arguments | temporaries "
+        "| limit | verdict | estimate | compile |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    shown = [case for case in CASES if case.name in kept]
+    lines += ["| " + " | ".join(row(case, kept[case.name])) + " |" for case in shown]
+    return "\n".join(lines)
+
+
+def row(case: Case, numbers: dict[str, Any]) -> list[str]:
+    """The cells of a case."""
+    layout = case.layout.replace(f"remat={MINIMAL}", "remat=minimal")
+    first = [case.model, case.topology, str(num_devices(case.topology)), f"{case.sequences:g}"]
+    if "refusal" in numbers:
+        return [*first, layout, "-", "-", "-", "refused", "-", "-"]
+    sizes = [f"{numbers[key] / 1e9:.2f} GB" for key in ("argument_bytes", "temp_bytes")]
+    seconds = numbers["optimal_seconds"]
+    missing = numbers["peak_bytes"] - numbers["limit_bytes"]
+    return [
+        *first, f"fsdp={numbers['layout']['fsdp']} {layout}", *sizes,
+        f"{numbers['limit_bytes'] / 1e9:.1f} GB",
+        "fits" if numbers["fits"] else f"{missing / 1e9:.1f} GB too much",
+        f"{seconds:.2f} s" if seconds else "-", f"{numbers['compile_seconds']:.0f} s",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
