@@ -8,7 +8,7 @@ import pytest
 from jaxscale.parallel import attention_name
 from tests.invariants.layouts import LLAMA, make_config, open_engine
 
-# LLAMA has 16 heads, 8 key heads, an MLP of 96, and sequences of 24 tokens.
+# LLAMA has 8 key heads and a width of 64; sequences are of 24 tokens where nothing else is said.
 REFUSED = [
     ({"tensor": 3}, {}, "model.num_kv_heads = 8 does not divide over layout.tensor = 3; the nearest"
      " that does is layout.tensor = 2 or 4"),
@@ -28,10 +28,9 @@ REFUSED = [
 
 
 def refused_config(layout, changed):
-    changed = dict(changed)
-    seq_len = changed.pop("seq_len", None)
-    config = make_config({**LLAMA, **changed}, layout)
-    data = {"global_batch_size": 48} | ({"seq_len": seq_len} if seq_len else {})
+    model = {**LLAMA, **changed}
+    data = {"global_batch_size": 48, "seq_len": model.pop("seq_len", 24)}
+    config = make_config(model, layout)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
 
 
