@@ -1,21 +1,26 @@
 """What the tests of layouts share: a model with awkward shapes, batches, and runs of five steps."""
 
+import collections
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
+from jaxscale import hlo, hlo_collectives
 from jaxscale.batch import Batch
 from jaxscale.config import Config, from_dict
 from jaxscale.mesh import make_mesh
 from jaxscale.ops.context import balanced_order
+from jaxscale.planner.collectives import step_traffic
 from jaxscale.step import Engine, TrainState, make_engine
 
-SEQ_LEN, BATCH, VOCABULARY, STEPS = 24, 16, 257, 5
+SEQ_LEN, BATCH, VOCABULARY, STEPS = 32, 16, 257, 5
 LEARNING_RATE = 1e-2
 
 LLAMA = {
-    "num_layers": 3, "d_model": 64, "num_heads": 16, "num_kv_heads": 8, "head_dim": 4, "d_ff": 96,
+    "num_layers": 4, "d_model": 64, "num_heads": 16, "num_kv_heads": 8, "head_dim": 4, "d_ff": 96,
     "vocab_size": VOCABULARY, "qk_norm": True, "z_loss": 1e-3, "sliding_window": 11,
 }  # fmt: skip
 GPT = {
@@ -69,24 +74,81 @@ def open_engine(config: Config) -> Engine:
     return make_engine(config, make_mesh(config.layout, devices))
 
 
-def run(engine: Engine, state: TrainState | None = None, first: int = 0):
-    """Five steps from the seed: losses, gradient norms, and the parameters as NumPy arrays."""
+class Results(NamedTuple):
+    """Of five steps."""
+
+    losses: np.ndarray
+    norms: np.ndarray  # of gradients, before clipping
+    params: Any
+    gradients: Any  # their running mean, Adam's first moment; None for other optimizers
+
+
+def run(engine: Engine, state: TrainState | None = None, first: int = 0, step=None) -> Results:
+    """Five steps from the seed.
+
+    Args:
+      step: the engine's, compiled, where the caller has it.
+    """
     state = engine.init(jax.random.key(0)) if state is None else state
-    losses, norms = [], []
+    losses, norms, step = [], [], step or engine.step
     order = balanced_order(SEQ_LEN, engine.layout.context)
     for batch in batches()[first:]:
         dealt = Batch(*(field[:, order] for field in batch))
-        state, metrics = engine.step(state, jax.device_put(dealt, engine.batch_sharding))
+        state, metrics = step(state, jax.device_put(dealt, engine.batch_sharding))
         losses.append(float(metrics.loss))
         norms.append(float(metrics.grad_norm))
-    return np.array(losses), np.array(norms), jax.tree.map(np.asarray, state.params)
+    params, gradients = (
+        jax.tree.map(np.asarray, tree)
+        for tree in (state.params, optax.tree.get(state.opt_state, "mu"))
+    )
+    return Results(np.array(losses), np.array(norms), params, gradients)
 
 
-def relative_error(got, wanted) -> float:
-    """The largest difference in a tree of parameters, relative to the largest entry of its array,
-    or to what one update can move (the learning rate) where that is more: a key bias has no
-    gradient but rounding errors."""
+@functools.cache
+def initial_state(config: Config) -> TrainState:
+    """Of one device, as NumPy arrays: making it on every layout would double the tests' time."""
+    state = open_engine(config).init(jax.random.key(0))
+    return jax.tree.map(np.asarray, state)
+
+
+def compile_step(engine: Engine) -> Any:
+    """The step of a test's batches, compiled in a hurry: what XLA makes of it is all there, and
+    LLVM does little."""
+    ints = jax.ShapeDtypeStruct((BATCH, SEQ_LEN), np.int32, sharding=engine.batch_sharding)
+    floats = jax.ShapeDtypeStruct((BATCH, SEQ_LEN), np.float32, sharding=engine.batch_sharding)
+    batch = Batch(ints, ints, ints, ints, floats)
+    lowered = engine.step.lower(engine.abstract_state, batch)
+    return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+
+
+def check_collectives(config: Config, compiled: Any) -> None:
+    """Over data and fsdp a step sends what theory says, to the array and to the byte."""
+    sent, expected = collections.Counter(), collections.Counter()
+    program = hlo.parse(compiled.as_text())
+    for one in hlo_collectives.collectives(program, config.layout.sizes):
+        scalars = one.num_bytes <= 8 * one.arrays
+        if set(one.axes) <= {"data", "fsdp"} and not scalars:
+            sent[one.kind, one.axes, "arrays"] += one.count * one.arrays
+            sent[one.kind, one.axes, "bytes"] += one.count * one.num_bytes
+    for one in step_traffic(config):
+        expected[one.kind, one.axes, "arrays"] += one.arrays
+        expected[one.kind, one.axes, "bytes"] += one.num_bytes
+    for what, count in sent.items():
+        if what[0] != "all-reduce":
+            assert count == expected.pop(what), what
+    for (kind, axes, what), count in expected.items():
+        # Sums of scalars may travel with ours: of losses, tokens, the gradient's norm.
+        scalars = sent[kind, axes, "arrays"] - expected[kind, axes, "arrays"]
+        assert kind == "all-reduce", what
+        assert 0 <= scalars < 20
+        assert 0 <= sent[kind, axes, what] - count <= 8 * scalars, what
+
+
+def relative_error(got, wanted, least: float = LEARNING_RATE) -> float:
+    """The largest difference in a tree of arrays, relative to the largest entry of its array, or
+    to `least` where that is more. Parameters are compared to what one update can move: a key bias
+    has no gradient but rounding errors."""
     errors = jax.tree.map(
-        lambda a, b: np.max(np.abs(a - b)) / max(np.max(np.abs(b)), LEARNING_RATE), got, wanted
+        lambda a, b: np.max(np.abs(a - b)) / max(np.max(np.abs(b)), least), got, wanted
     )
     return max(jax.tree.leaves(errors))
