@@ -134,6 +134,12 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise ValueError("--inspect needs either PATH ... or --config FILE")
 
 
+def _num_cores() -> int:
+    """Those that this process may use, where the system tells."""
+    known = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+
+
 def _parser() -> argparse.ArgumentParser:
     data = configs.DataConfig()
     parser = argparse.ArgumentParser(
@@ -183,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         "--workers",
         metavar="N",
         type=int,
-        default=len(os.sched_getaffinity(0)),
+        default=_num_cores(),
         help="processes; default one for each core, 0 for none beside this one",
     )
     add(

@@ -251,8 +251,9 @@ def _nothing_chosen(name: str, split: Split, heldout: float, drawn: np.ndarray) 
     found = f"data.heldout = {heldout} leaves none of {len(drawn)} documents of {name} for {split}"
     if len(drawn) == 1:
         return (
-            f"{found}: a document (a file) is held out whole or not at all; cut the text into "
-            "several files, or set data.heldout = 0 and run.eval_every = 0"
+            f"{found}: a document (a file) is held out whole or not at all; give its entry of "
+            "data.source the boundary 'line' or 'paragraph', cut the text into several files, or "
+            "set data.heldout = 0 and run.eval_every = 0"
         )
     # Documents that draw less than the share are held out.
     if split == "heldout":

@@ -69,6 +69,12 @@ def find_prepared(source: Source) -> str | None:
     """
     for path in source.path:
         there = _is_prepared(path)
+        folder, _, name = path.rpartition("/")
+        if name.startswith("tokens-") and name.endswith(".npy") and _is_prepared(folder or "."):
+            raise ValueError(
+                f"data.source: {path} is one of the shards of a prepared folder; name the folder, "
+                f"{folder or '.'}"
+            )
         if source.format == "shards" and not there:
             raise ValueError(
                 f"data.source: {path} holds no prepared shards (no {INDEX} of theirs); make them "

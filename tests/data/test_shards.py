@@ -336,6 +336,11 @@ def test_a_folder_without_an_index_of_ours_is_not_shards(tmp_path):
         open_corpus([str(tmp_path)], BYTES)
 
 
+def test_one_shard_alone_is_not_a_source(folder):
+    with pytest.raises(ValueError, match=r"00000.npy is one of the shards .* folder, .*out"):
+        open_corpus([f"{folder}/tokens-00000.npy"], BYTES)
+
+
 def test_a_prepared_folder_is_an_entry_of_its_own(folder):
     with pytest.raises(ValueError, match="out is one of 2 paths of its entry"):
         open_corpus([{"path": [str(folder), "other.txt"]}], BYTES)
