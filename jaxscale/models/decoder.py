@@ -214,16 +214,23 @@ class MLP(nnx.Module):
     ) -> jax.Array:
         if self.gpt:
             (up_BTF,) = columns(x_BTD, (self.up[...],))
-            hidden_BTF = jax.nn.gelu(named(up_BTF, "mlp_up") + self.up_bias[...])
-            return rows(hidden_BTF, self.down[...]) + self.down_bias[...]
-        up_BTF, gate_BTF = columns(x_BTD, (self.up[...], self.gate[...]))
-        up_BTF, gate_BTF = named(up_BTF, "mlp_up"), named(gate_BTF, "mlp_gate")
-        # The product with the gate is made again for the backward pass: that is cheaper than
+            inputs = named(up_BTF, "mlp_up"), self.up_bias[...]
+        else:
+            up_BTF, gate_BTF = columns(x_BTD, (self.up[...], self.gate[...]))
+            inputs = named(up_BTF, "mlp_up"), named(gate_BTF, "mlp_gate")
+        # What the activation makes is made again for the backward pass: that is cheaper than
         # keeping it, whatever the remat policy.
         down = jax.checkpoint(
-            lambda gate, up, weight: rows(jax.nn.silu(gate) * up, weight), prevent_cse=False
+            lambda weight, *inputs: rows(self.activate(*inputs), weight), prevent_cse=False
         )
-        return down(gate_BTF, up_BTF, self.down[...])
+        y_BTD = down(self.down[...], *inputs)
+        return y_BTD + self.down_bias[...] if self.gpt else y_BTD
+
+    def activate(self, up_BTF: jax.Array, other: jax.Array) -> jax.Array:
+        """The hidden values; `other` is the bias of gpt, the gate of llama."""
+        if self.gpt:
+            return jax.nn.gelu(up_BTF + other)
+        return jax.nn.silu(other) * up_BTF
 
 
 class Block(nnx.Module):
@@ -291,13 +298,26 @@ class Decoder:
     config: ModelConfig
     kernels: Kernels
 
-    def init(self, key: jax.Array) -> Params:
-        """Fresh parameters; they depend on the key alone."""
+    def init(self, key: jax.Array, rows: Sequence[int] | None = None) -> Params:
+        """Fresh parameters; they depend on the key alone.
+
+        Args:
+          rows: the layers to stack, in that order, -1 for zeros; None stacks all as they come.
+        """
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         layer_keys = jax.random.split(layers_key, self.config.num_layers)
+        make = jax.vmap(lambda key: _params(Block(self.config, key)))
+        if rows is None:
+            layers = make(layer_keys)
+        else:
+            index = jnp.array(rows)
+            layers = jax.tree.map(
+                lambda x: jnp.where(index.reshape(-1, *(1,) * (x.ndim - 1)) >= 0, x, 0),
+                make(layer_keys[index]),
+            )
         return {
             "embed": _params(Embedding(self.config, embed_key)),
-            "layers": jax.vmap(lambda key: _params(Block(self.config, key)))(layer_keys),
+            "layers": layers,
             "head": _params(Head(self.config, head_key)),
         }
 
