@@ -83,9 +83,14 @@ _GPU = (
     ),
     XlaFlag(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
-        2,
-        "on the way back through the layers a gather and a reduce-scatter are under way at once; "
+        4,
+        "on the way back through the layers gathers and reduce-scatters are under way at once; "
         "with the limit of 1 the gather ends before the layer begins",
+    ),
+    XlaFlag(
+        "xla_gpu_enable_analytical_sol_latency_estimator",
+        False,
+        "it takes a loop, as that over micro-batches, to last no time, and hides nothing behind it",
     ),
 )
 _TPU_V5E = (

@@ -85,7 +85,7 @@ def test_a_shape_that_no_cluster_has():
 
 def test_without_the_compiler_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="libtpu.*uv sync --inexact --extra aot"):
+    with pytest.raises(ModuleNotFoundError, match=r"libtpu.*uv sync --inexact --extra aot"):
         topology.open_topology("v5p:2x2x1")
-    with pytest.raises(ModuleNotFoundError, match="GPUs.*uv sync --inexact --extra aot"):
+    with pytest.raises(ModuleNotFoundError, match=r"GPUs.*uv sync --inexact --extra aot"):
         topology.open_topology("h200:1x8")
