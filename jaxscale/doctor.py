@@ -7,27 +7,35 @@ is broken is a finding, not a crash.
 import argparse
 import importlib.metadata
 import json
+import logging
 import os
 import pathlib
 import platform
 import re
+import socket
 import sys
 import time
 from typing import Any
 
 import numpy as np
 
-from jaxscale import flags, hardware
+from jaxscale import cluster, flags, hardware, processes
+
+log = logging.getLogger("jaxscale")
 
 MINIMUM_JAX = "0.11.2"
 PACKAGES = (
-    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "ml_collections", "tokenizers",
-    "numpy", "matplotlib", "tensorboardX",
+    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "array-record", "fsspec",
+    "ml_collections", "tokenizers", "numpy", "matplotlib", "tensorboardX",
+    *(("backports.zstd",) if sys.version_info < (3, 14) else ()),
 )  # fmt: skip
 EXTRAS = {
     "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
     "tpu": ("libtpu",),
     "aot": ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    "aot-cudnn": ("nvidia-cudnn-cu13",),
+    "parquet": ("pyarrow",),
+    "sentencepiece": ("sentencepiece",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow-skinny",),
     "dev": ("pytest", "pytest-xdist", "hypothesis", "ruff", "pyright", "import-linter"),
@@ -61,11 +69,11 @@ def missing_extras() -> dict[str, str]:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The kinds of device that JAX sees: how many, memory of one, its dense bfloat16 peak."""
+    """The kinds of device that this process has: how many, memory of one, its bfloat16 peak."""
     import jax  # noqa: PLC0415
 
     kinds: dict[str, dict[str, Any]] = {}
-    for device in jax.devices():
+    for device in jax.local_devices():
         if device.device_kind not in kinds:
             stats = device.memory_stats() or {}
             kinds[device.device_kind] = {
@@ -98,7 +106,7 @@ def xla_flags(platform_name: str, device_kind: str = "") -> list[dict[str, Any]]
 
 
 def self_test() -> dict[str, Any]:
-    """One step of gradient descent with weights and batch spread over all devices.
+    """One step of gradient descent with weights and batch spread over all devices of all processes.
 
     Weights are gathered, multiplied, and their gradient scattered back, as a fully sharded step
     does. All numbers are small integers, exact in float32 in any order of summation: NumPy must
@@ -133,7 +141,11 @@ def self_test() -> dict[str, Any]:
         )
         loss, updated = run(w, x)
         y = x @ w
-        agrees = np.array_equal(updated, w - x.T @ y) and np.isclose(loss, 0.5 * np.sum(y * y))
+        expected = w - x.T @ y
+        agrees = np.isclose(loss, 0.5 * np.sum(y * y)) and all(
+            np.array_equal(shard.data, expected[shard.index])
+            for shard in updated.addressable_shards
+        )
         error = None if agrees else "the result differs from NumPy's"
     except Exception as failure:  # whatever it is, it is the finding
         error = f"{type(failure).__name__}: {failure}"
@@ -144,6 +156,7 @@ def examine() -> dict[str, Any]:
     """Everything that `main` prints, as plain data; `problems` is empty on a healthy machine."""
     report: dict[str, Any] = {"versions": versions(), "missing_extras": missing_extras()}
     report["host"] = {
+        "name": socket.gethostname(),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     }
@@ -157,6 +170,8 @@ def examine() -> dict[str, Any]:
         report["devices"], report["xla_flags"] = [], []
         report["self_test"] = {"passed": False, "seconds": 0.0, "error": f"no JAX: {error}"}
     report["problems"] = problems(report["versions"], report["self_test"])
+    own = {key: report[key] for key in ("host", "devices", "problems")}
+    report["processes"] = processes.all_reports("doctor", own)
     report["hints"] = [
         f"{file} is here, but JAX runs on {platform_name}: uv sync --inexact --extra {extra}"
         for file, (wanted, extra) in ACCELERATORS.items()
@@ -188,16 +203,11 @@ def show(report: dict[str, Any]) -> str:
     """The report for a person."""
     lines = ["versions"]
     lines += [f"  {name:18} {got or 'missing'}" for name, got in report["versions"].items()]
-    host = report["host"]
-    lines += ["machine", f"  {host['cores']} cores, {host['memory_bytes'] / 1e9:.1f} GB of memory"]
-    for row in report["devices"]:
-        memory = row["memory_bytes"]
-        peak = row["bf16_peak_flops_per_second"]
-        lines.append(
-            f"  {row['count']} x {row['kind']} ({row['platform']}), "
-            f"{f'{memory / 1e9:.1f} GB' if memory else 'memory of the machine'}, bfloat16 peak "
-            f"{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'n/a'}"
-        )
+    for number, one in enumerate(report["processes"]):
+        title = "machine"
+        if len(report["processes"]) > 1:
+            title = f"process {number} on {one['host']['name']}"
+        lines += [title, *_machine(one["host"], one["devices"])]
     lines.append("extras that are not installed")
     lines += [f"  {extra:8} {command}" for extra, command in report["missing_extras"].items()]
     if not report["missing_extras"]:
@@ -212,11 +222,26 @@ def show(report: dict[str, Any]) -> str:
     outcome = "agrees with NumPy" if test["passed"] else "FAILED"
     lines += ["self-test", f"  a small fully sharded step {outcome}, {test['seconds']:.1f} s"]
     lines.append("verdict")
-    lines += [f"  problem: {text}" for text in report["problems"]]
+    # What all processes lack is said once.
+    found = dict.fromkeys(text for one in report["processes"] for text in one["problems"])
+    lines += [f"  problem: {text}" for text in found]
     lines += [f"  hint: {text}" for text in report["hints"]]
-    if not report["problems"]:
+    if not found:
         lines.append("  ready to train")
     return "\n".join(lines)
+
+
+def _machine(host: dict[str, Any], devices: list[dict[str, Any]]) -> list[str]:
+    lines = [f"  {host['cores']} cores, {host['memory_bytes'] / 1e9:.1f} GB of memory"]
+    for row in devices:
+        memory = row["memory_bytes"]
+        peak = row["bf16_peak_flops_per_second"]
+        lines.append(
+            f"  {row['count']} x {row['kind']} ({row['platform']}), "
+            f"{f'{memory / 1e9:.1f} GB' if memory else 'memory of the machine'}, bfloat16 peak "
+            f"{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'n/a'}"
+        )
+    return lines
 
 
 def main(argv: list[str]) -> int:
@@ -226,13 +251,18 @@ def main(argv: list[str]) -> int:
         description="Versions, devices, missing extras, compiler flags, and a self-test.",
     )
     parser.add_argument("--json", metavar="FILE", help="also write the findings as JSON")
+    cluster.add_flags(parser)
     arguments, _ = flags.parse(parser, argv)
-    report = examine()
-    print(show(report))
-    if arguments.json:
-        with flags.refusals():
-            pathlib.Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
-    return 1 if report["problems"] else 0
+    with flags.refusals():
+        place = cluster.find(arguments)
+    flags.log_to_stdout()
+    with processes.together(place, cluster.common_flags(arguments)):
+        report = examine()
+        log.info(show(report))
+        if arguments.json and not (place and place.process_id):
+            with flags.refusals():
+                pathlib.Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
+        return int(any(one["problems"] for one in report["processes"]))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,15 @@ Evaluates a run's newest checkpoint on all of its held-out text.
 
 import argparse
 import json
+import logging
 import pathlib
 import sys
 from collections.abc import Sequence
 
-from jaxscale import flags, folder
+from jaxscale import cluster, flags, folder, processes
+from jaxscale import config as configs
+
+log = logging.getLogger("jaxscale")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="stop after this many; all held-out text by default")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path,
                         help="write the numbers there too")  # fmt: skip
+    cluster.add_flags(parser)
     options, overrides = flags.parse(parser, sys.argv[1:] if argv is None else argv)
     with flags.refusals():
         if options.max_batches is not None and options.max_batches < 1:
@@ -34,20 +39,27 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "data.heldout = 0: this run kept no text apart, so there is none to evaluate on; "
                 "train with data.heldout above 0"
             )
-    # JAX is imported only now: a typo above is answered at once.
+        place = cluster.find(options)
+    flags.log_to_stdout()
+    settings = {"config": configs.to_dict(config), "flags": cluster.common_flags(options)}
+    with processes.together(place, settings):
+        return _evaluate(options, config, overrides)
+
+
+def _evaluate(options: argparse.Namespace, config: configs.Config, overrides: list[str]) -> int:
+    # JAX is imported only now: a typo is answered at once.
     import jax  # noqa: PLC0415
 
     from jaxscale import run  # noqa: PLC0415
 
-    flags.log_to_stdout()
     with flags.refusals():
         config = folder.fit_devices(config, jax.device_count(), overrides)
         config, engine = run.open_engine(config)
         step, params, metadata = run.restore_params(engine, options.workdir)
-        text = run.open_text(config, options.workdir)
+        text = processes.first("text", lambda: run.open_text(config, options.workdir))
     assert text.heldout is not None, "refused above"
     if metadata["data"]["fingerprint"] != text.train.fingerprint:
-        print(
+        log.info(
             "note: the text or its settings are not those of the training: these numbers do not "
             "compare with the run's own, and the model may have seen the text"
         )
@@ -63,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "eval_bytes": round(evaluation.num_bytes),
     }
     part = "the held-out text" if options.max_batches is None else "part of the held-out text"
-    print(f"step {step} of {options.workdir} on {part}:\n{_table(result)}")
-    if options.json:
+    log.info(f"step {step} of {options.workdir} on {part}:\n{_table(result)}")
+    if options.json and jax.process_index() == 0:
         with flags.refusals():
             options.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0

@@ -8,14 +8,17 @@ import contextlib
 import difflib
 import logging
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NoReturn
 
+_last_words: Callable[[str], str] = str  # of an error, what to print
 
-def refuse(message: str) -> NoReturn:
-    """Prints one line and ends the process with status 2."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+
+def refuse(message: str, status: int = 2) -> NoReturn:
+    """Prints one line and ends the process."""
+    if words := _last_words(message):
+        print(f"error: {words}", file=sys.stderr)
+    raise SystemExit(status)
 
 
 def log_to_stdout() -> None:
@@ -24,6 +27,21 @@ def log_to_stdout() -> None:
     logger.handlers = [logging.StreamHandler(sys.stdout)]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def speak_as(process_id: int, last_words: Callable[[str], str]) -> None:
+    """One process of several: only the first logs what all would say.
+
+    Args:
+      last_words: tells the other processes of an error, and returns what to print of it here.
+    """
+    global _last_words
+    _last_words = last_words
+    if process_id:
+        logger = logging.getLogger("jaxscale")
+        logger.setLevel(logging.WARNING)
+        for handler in logger.handlers:
+            handler.setFormatter(logging.Formatter(f"[process {process_id}] %(message)s"))
 
 
 @contextlib.contextmanager

@@ -5,11 +5,15 @@ Writes on from prompts with a run's newest checkpoint.
 
 import argparse
 import json
+import logging
 import pathlib
 import sys
 from collections.abc import Sequence
 
-from jaxscale import flags, folder
+from jaxscale import cluster, flags, folder, processes
+from jaxscale import config as configs
+
+log = logging.getLogger("jaxscale")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,12 +22,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     with flags.refusals():
         prompts = _prompts(options.prompt, options.prompt_file)
         config = folder.load_config(options.workdir, overrides)
-    # JAX is imported only now: a typo above is answered at once.
+        place = cluster.find(options)
+    flags.log_to_stdout()
+    settings = {"config": configs.to_dict(config), "flags": cluster.common_flags(options)}
+    with processes.together(place, settings | {"prompts": str(prompts)}):
+        return _generate(options, config, overrides, prompts)
+
+
+def _generate(
+    options: argparse.Namespace, config: configs.Config, overrides: list[str], prompts: list[str]
+) -> int:
+    # JAX is imported only now: a typo is answered at once.
     import jax  # noqa: PLC0415
 
     from jaxscale import run, sampling  # noqa: PLC0415
 
-    flags.log_to_stdout()
     settings = {
         "num_tokens": options.num_tokens, "temperature": options.temperature,
         "top_k": options.top_k, "top_p": options.top_p, "seed": options.seed,
@@ -35,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         step, params, _ = run.restore_params(engine, options.workdir)
         texts = sampling.sample(engine, params, tokenizer, prompts, **settings)
     chosen = ", ".join(f"{name} {value}" for name, value in settings.items())
-    print(f"step {step} of {options.workdir}: {chosen}")
+    log.info(f"step {step} of {options.workdir}: {chosen}")
     for number, (prompt, text) in enumerate(zip(prompts, texts), 1):
-        print(f"\n--- {number} of {len(prompts)}\n{sampling.printable(prompt + text)}")
-    if options.json:
+        log.info(f"\n--- {number} of {len(prompts)}\n{sampling.printable(prompt + text)}")
+    if options.json and jax.process_index() == 0:
         samples = [{"prompt": p, "continuation": text} for p, text in zip(prompts, texts)]
         with flags.refusals():
             result = {"step": step, **settings, "samples": samples}
@@ -52,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Writes on from prompts with a run's newest checkpoint.",
     )
     folder.add_flags(parser)
+    cluster.add_flags(parser)
     parser.add_argument("--prompt", metavar="TEXT", action="append", default=[],
                         help="how a text begins ('': a new one); may be repeated")  # fmt: skip
     parser.add_argument("--prompt_file", metavar="FILE", type=pathlib.Path,

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxscale import processes
 from jaxscale.batch import Batch
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import Config
@@ -136,7 +137,7 @@ def restore_params(engine: Engine, workdir: pathlib.Path) -> tuple[int, Any, dic
     """
     checkpoints = Checkpoints(workdir / "checkpoints")
     try:
-        step = checkpoints.latest()
+        step = processes.from_first("newest checkpoint", checkpoints.latest())
         if step is None:
             raise FileNotFoundError(
                 f"--workdir {workdir} holds no checkpoint yet; the command that trains it writes "

@@ -5,13 +5,16 @@ Trains a model. When the folder holds a checkpoint, the run continues from it.
 
 import argparse
 import json
+import logging
 import pathlib
 import sys
 import time
 from collections.abc import Sequence
 
+from jaxscale import cluster, flags, processes
 from jaxscale import config as configs
-from jaxscale import flags
+
+log = logging.getLogger("jaxscale")
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "none")
 
@@ -35,18 +38,30 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="where metrics go: tensorboard, wandb, mlflow, or none")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path,
                         help="write the summary of the run there too")  # fmt: skip
+    cluster.add_flags(parser)
     options, overrides = flags.parse(parser, sys.argv[1:] if argv is None else argv)
     with flags.refusals():
         config = configs.load(options.config, overrides)
+        place = cluster.find(options)
     workdir = options.workdir or pathlib.Path("runs") / pathlib.Path(options.config).stem
-    # JAX is imported only now: a typo above is answered at once.
+    flags.log_to_stdout()
+    settings = {"config": configs.to_dict(config), "flags": cluster.common_flags(options)}
+    with processes.together(place, settings, None if options.describe else workdir):
+        return _train(options, config, workdir, started)
+
+
+def _train(
+    options: argparse.Namespace, config: configs.Config, workdir: pathlib.Path, started: float
+) -> int:
+    # JAX is imported only now: a typo is answered at once.
+    import jax  # noqa: PLC0415
+
     from jaxscale import run, sampling, trainer  # noqa: PLC0415
     from jaxscale.describe import describe  # noqa: PLC0415
 
-    flags.log_to_stdout()
     with flags.refusals():
         if options.describe:
-            print(describe(run.open_engine(config)[1]))
+            log.info(describe(run.open_engine(config)[1]))
             return 0
         ready = trainer.open_trainer(config, workdir)
     if ready is None:
@@ -56,19 +71,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             ready, trackers=options.trackers, profile=options.profile, started=started
         )
     except trainer.Stopped as stopped:
-        print(f"{stopped}; the same command continues from there")
+        log.info(f"{stopped}; the same command continues from there")
         return 128 + stopped.number
     except FloatingPointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if options.json:
+        flags.refuse(str(error), status=1)
+    if options.json and jax.process_index() == 0:
         options.json.write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"\nA sample at step {config.run.steps}:\n")
+    log.info(f"\nA sample at step {config.run.steps}:\n")
     text = sampling.sample(
         ready.engine, state.params, ready.text.tokenizer, [""], num_tokens=128, top_p=0.95
     )
-    print(sampling.printable(text[0]))
-    print(_how_to_go_on(options.config, workdir, config.run.steps))
+    log.info(sampling.printable(text[0]))
+    log.info(_how_to_go_on(options.config, workdir, config.run.steps))
     return 0
 
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxscale import config as configs
+from jaxscale import processes
 from jaxscale.batch import Batch
 from jaxscale.checkpoint import Checkpoints, describe_difference
 from jaxscale.config import Config
@@ -43,8 +44,9 @@ LOG_SECONDS = 5.0
 class Stopped(Exception):  # noqa: N818 - a stop that was asked for is no error
     """A signal ended the run early, after a checkpoint."""
 
-    def __init__(self, step: int, number: int):
-        super().__init__(f"{signal.Signals(number).name}: stopped after step {step}, saved")
+    def __init__(self, step: int, number: int, who: str = ""):
+        name = signal.Signals(number).name + (f" to {who}" if who else "")
+        super().__init__(f"{name}: stopped after step {step}, saved")
         self.number = number
 
 
@@ -78,7 +80,7 @@ def open_trainer(config: Config, workdir: pathlib.Path) -> Trainer | None:
     checkpoints = Checkpoints(
         workdir / "checkpoints", keep_last=run.keep_last, keep_every=run.keep_every, report=log.info
     )
-    begin = checkpoints.latest() or 0
+    begin = processes.from_first("newest checkpoint", checkpoints.latest() or 0)
     if begin >= run.steps:
         checkpoints.close()
         log.info(
@@ -89,7 +91,7 @@ def open_trainer(config: Config, workdir: pathlib.Path) -> Trainer | None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         # Reading and tokenising while the compiler works; but what is wrong at once (a source that
         # is not there, a tokenizer's name) should not have to wait for it.
-        reading = pool.submit(open_text, config, workdir)
+        reading = pool.submit(processes.first, "text", lambda: open_text(config, workdir))
         if reading in concurrent.futures.wait([reading], timeout=1).done:
             reading.result()
         step = compile_step(engine, config)
@@ -194,20 +196,21 @@ def _loop(trainer: Trainer, recorder: "Recorder", profile: range) -> TrainState:
                 batch = next(stream)
             state, out = trainer.step(state, batch)
             recorder.push(step, out)
-            last, signalled = step == run.steps, received()
+            last, stop = step == run.steps, processes.stops(step, received())
             if text.heldout and (last or _due(step, run.eval_every)):
                 recorder.flush()
                 evaluation = evaluate(
                     engine, state.params, text.heldout, data.global_batch_size, run.eval_batches
                 )
                 recorder.evaluated(step, evaluation)
-            if last or signalled or _due(step, run.checkpoint_every):
+            if last or stop or _due(step, run.checkpoint_every):
                 # Only now is it known whether the step was sound; an unsound one is not saved.
                 recorder.flush()
                 trainer.checkpoints.save(step, state, _metadata(config, text.train, step))
-            if signalled and not last:
+            if stop and not last:
+                who, number = stop
                 trainer.checkpoints.wait()
-                raise Stopped(step, signalled)
+                raise Stopped(step, number, who)
     trainer.checkpoints.wait()
     return state
 
@@ -223,7 +226,7 @@ def _signals() -> Iterator[Callable[[], int]]:
 
     def note(number, frame):
         numbers[0] = number
-        log.info(f"{signal.Signals(number).name}: finishing the step, then saving ...")
+        log.warning(f"{signal.Signals(number).name}: finishing the step, then saving ...")
         # A second one acts at once.
         signal.signal(number, before[number])
 
@@ -244,7 +247,7 @@ def _tracing(profile: range, recorder: "Recorder") -> Generator[Callable[[int], 
 
     def at(step: int) -> None:
         nonlocal running
-        inside = step in profile
+        inside = step in profile and jax.process_index() == 0
         if inside and not running:
             jax.profiler.start_trace(str(recorder.workdir / "profile"))
         elif running and not inside:

@@ -1,0 +1,112 @@
+"""Runs a command as several processes on this machine.
+
+    python tools/launch/local.py 4 -- python -m jaxscale.train --config configs/tiny.py
+
+Each process gets --coordinator, --num_processes and --process_id; its lines are printed behind its
+number. On a CPU, JAX_NUM_CPU_DEVICES=2 in the environment gives each two devices; GPUs are dealt
+out with CUDA_VISIBLE_DEVICES, in equal shares. When one process fails, the others are told to end;
+so they are by Ctrl-C, which makes a training save first. A second Ctrl-C kills.
+
+Returns the status of the process that failed first, or 0.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+GRACE_SECONDS = 30
+"""After the first failure the others have this time to end by themselves, as they should."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Starts the processes and waits for all of them."""
+    parser = argparse.ArgumentParser(
+        description="Runs a command as several processes on this machine."
+    )
+    parser.add_argument("processes", metavar="N", type=int, help="how many processes")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND, as for one process")
+    options = parser.parse_args(argv)
+    command = options.command[options.command[:1] == ["--"] :]
+    if options.processes < 1 or not command:
+        parser.error("expected a number from 1 up, then -- and a command")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started = [start(command, i, options.processes, port) for i in range(options.processes)]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: end(started, signal.SIGTERM))
+    printing = [threading.Thread(target=show, args=each) for each in enumerate(started)]
+    for thread in printing:
+        thread.start()
+    status = wait(started)
+    for thread in printing:
+        thread.join()
+    return status
+
+
+def start(command: Sequence[str], process_id: int, count: int, port: int) -> subprocess.Popen:
+    """One process of `count`, in a session of its own: Ctrl-C reaches it through us."""
+    place = (f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}",
+             f"--process_id={process_id}")  # fmt: skip
+    environ = os.environ | {"PYTHONUNBUFFERED": "1"} | gpus(process_id, count)
+    return subprocess.Popen(
+        [*command, *place], env=environ, start_new_session=True, text=True, errors="replace",
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def gpus(process_id: int, count: int) -> dict[str, str]:
+    """The share of the GPUs of this machine, in equal parts."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        files = [name for name in os.listdir("/dev") if name[:6] == "nvidia" and name[6:].isdigit()]
+        visible = ",".join(map(str, range(len(files))))
+    names = visible.split(",") if visible else []
+    if len(names) % count:
+        raise SystemExit(f"{len(names)} GPUs do not divide over {count} processes; set "
+                         "CUDA_VISIBLE_DEVICES to those to use, or to '' for none")  # fmt: skip
+    share = len(names) // count
+    mine = names[process_id * share : (process_id + 1) * share]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if names else {}
+
+
+def show(process_id: int, process: subprocess.Popen) -> None:
+    """Prints what a process prints, behind its number."""
+    assert process.stdout
+    for line in process.stdout:
+        if not line.startswith("[Gloo] Rank"):  # JAX's CPU collectives say so for each group
+            print(f"[{process_id}] {line}", end="", flush=True)
+
+
+def end(processes: Sequence[subprocess.Popen], number: int) -> None:
+    """Signals those that still run; the next time it kills them."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(number)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: end(processes, signal.SIGKILL))
+
+
+def wait(processes: Sequence[subprocess.Popen]) -> int:
+    """Until all have ended; not for long once one has failed."""
+    failed: int | None = None
+    deadlines = [(GRACE_SECONDS, signal.SIGTERM), (2 * GRACE_SECONDS, signal.SIGKILL)]
+    since = 0.0
+    while None in (codes := [process.poll() for process in processes]):
+        if failed is None:
+            failed = next(filter(None, codes), None)
+            since = time.monotonic()
+        elif deadlines and time.monotonic() - since > deadlines[0][0]:
+            end(processes, deadlines.pop(0)[1])
+        time.sleep(0.1)
+    code = next(filter(None, [failed, *codes]), 0)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
