@@ -1,0 +1,79 @@
+"""Layouts that do not fit a model, its batch or the devices are refused before anything compiles,
+with the setting to change and the nearest that works."""
+
+import re
+
+import pytest
+
+from jaxscale.config import from_dict
+from jaxscale.run import open_engine
+
+MODEL = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "d_ff": 96, "vocab_size": 300}
+DATA = {"global_batch_size": 16, "seq_len": 32}
+
+# (settings, what the error says); eight devices.
+REFUSED = [
+    # devices
+    ("layout.fsdp=16", "layout.data = -1 takes what fsdp 16 leaves of 8 devices"),
+    ("layout.data=3", "(data 3) needs 3 devices and there are 8"),
+    ("layout.data=2 layout.fsdp=2 layout.context=4", "needs 16 devices and there are 8"),
+    ("layout.tensor=5", "8 is not a multiple of 5"),
+    ("layout.data=1 layout.context=-1 layout.tensor=3", "what tensor 3 leaves of 8 devices"),
+    # the batch
+    ("data.global_batch_size=12", "set data.global_batch_size to 8 or 16, or change the layout"),
+    ("data.global_batch_size=4", "set data.global_batch_size to 8, or change the layout"),
+    ("layout.microbatches=3", "microbatches 3 = 24 parts; set data.global_batch_size to 24"),
+    ("layout.fsdp=4 layout.microbatches=4", "= 32 parts; set data.global_batch_size to 32"),
+    ("layout.accumulation=layered layout.microbatches=5", "set data.global_batch_size to 40"),
+    # heads, widths and the vocabulary over tensor
+    ("layout.tensor=8", "model.num_kv_heads = 4 does not divide over layout.tensor = 8"),
+    ("layout.tensor=8", "the nearest that does is layout.tensor = 4"),
+    ("layout.tensor=4 model.num_kv_heads=2", "the nearest that does is layout.tensor = 2"),
+    ("layout.tensor=4 model.num_heads=6 model.num_kv_heads=6", "is layout.tensor = 3 or 6"),
+    ("layout.tensor=4 model.d_ff=90", "model.d_ff = 90 does not divide over layout.tensor = 4"),
+    ("layout.tensor=4 model.d_ff=90", "the nearest that does is layout.tensor = 3 or 5"),
+    # the width over fsdp, in every stage that shards something
+    ("layout.fsdp=8 model.d_model=60", "model.d_model = 60 does not divide over layout.fsdp = 8"),
+    ("layout.fsdp=8 model.d_model=60", "the nearest that does is layout.fsdp = 6 or 10"),
+    ("layout.fsdp=8 model.d_model=60 layout.zero_stage=1", "layout.fsdp = 6 or 10"),
+    ("layout.fsdp=4 model.d_model=62 layout.zero_stage=2", "is layout.fsdp = 2 or 31"),
+    # sequences over context and tensor
+    ("layout.context=4 data.seq_len=36", "takes multiples of 8; set data.seq_len = 32 or 40"),
+    ("layout.context=8 data.seq_len=24", "set data.seq_len = 16 or 32, or change the layout"),
+    ("layout.context=8 data.seq_len=8", "set data.seq_len = 16, or change the layout"),
+    ("layout.tensor=4 data.seq_len=30", "x layout.tensor = 4, which takes multiples of 4"),
+    ("layout.context=2 layout.tensor=4 data.seq_len=28", "set data.seq_len = 24 or 32"),
+    # attention that cannot be had
+    ("layout.context=2 model.attention=reference", "attends within one device, and layout.context"),
+    ("layout.context=2 model.attention=splash", "set model.attention = 'auto', or layout.context"),
+    ("model.attention=cudnn", "needs an NVIDIA GPU and the platform is cpu"),
+    ("model.attention=splash", "needs a TPU and the platform is cpu"),
+    # what a remat policy or a type cannot mean
+    ("model.family=gpt model.tied_embeddings=True layout.remat=save:mlp_gate",
+     "names mlp_gate, and the MLP of model.family = 'gpt' has no gate; leave it out"),
+    ("model.compute_dtype=float64", "model.compute_dtype = 'float64' needs JAX_ENABLE_X64=1"),
+    ("optimizer.moment_dtype=float64", "optimizer.moment_dtype = 'float64' needs JAX_ENABLE_X64"),
+    ("layout.expert=2", "layout.expert = 2 is not available in this version"),
+    ("layout.sequence_chunks=2", "layout.sequence_chunks = 2 is not available in this version"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Without 64-bit types, as outside the suite."""
+    import jax  # noqa: PLC0415
+
+    with jax.enable_x64(False):
+        yield
+
+
+@pytest.mark.parametrize(("settings", "said"), REFUSED)
+def test_a_layout_that_does_not_fit_is_refused(settings, said, narrow):
+    sections = {"model": dict(MODEL), "data": dict(DATA), "optimizer": {}, "layout": {}}
+    for setting in settings.split():
+        key, _, text = setting.partition("=")
+        section, _, name = key.partition(".")
+        number = re.fullmatch(r"-?\d+", text)
+        sections[section][name] = int(text) if number else text == "True" or text
+    with pytest.raises(ValueError, match=re.escape(said)):
+        open_engine(from_dict(sections))

@@ -1,0 +1,90 @@
+"""python tools/collectives.py [--config FILE] [--devices 8] [--config.layout.fsdp=4 ...]
+
+What one train step sends, by ZeRO stage: every collective of the compiled program with its mesh
+axis, count and bytes, beside what theory says of those over data and fsdp. Virtual CPU devices.
+"""
+
+import argparse
+import collections
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a checkout need not be installed
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 1 when a program sends over data or fsdp what theory does not know."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default="configs/tiny.py")
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--stages", type=int, nargs="*", default=[0, 1, 2, 3])
+    options, rest = parser.parse_known_args(argv)
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(options.devices)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+    from jaxscale.describe import human_bytes, table  # noqa: PLC0415 - after the devices are set
+
+    overrides = [text.removeprefix("--config.") for text in rest]
+    agree = True
+    for stage in options.stages:
+        rows, agrees = stage_rows(options.config, [*overrides, f"layout.zero_stage={stage}"])
+        agree &= agrees
+        print(f"\nzero {stage}: sent in a step by each device")
+        heads = ("collective", "over", "arrays", "theory", "bytes", "theory")
+        print(table([heads, *(
+            (kind, axes, f"{arrays:g}", theory, human_bytes(size), expected)
+            for kind, axes, arrays, theory, size, expected in rows
+        )]))  # fmt: skip
+    print("\nover tensor and context: the activations of a layer's products and of attention, and "
+          "sums; theory here is of data and fsdp")  # fmt: skip
+    return 0 if agree else 1
+
+
+def stage_rows(path: str, overrides: Sequence[str]) -> tuple[list[tuple], bool]:
+    """A row for each kind and axes, and whether theory and program agree but for scalars."""
+    import jax  # noqa: PLC0415
+    import numpy as np  # noqa: PLC0415
+
+    from jaxscale import config as configs  # noqa: PLC0415
+    from jaxscale import hlo, hlo_collectives  # noqa: PLC0415
+    from jaxscale.batch import Batch  # noqa: PLC0415
+    from jaxscale.describe import human_bytes  # noqa: PLC0415
+    from jaxscale.planner.collectives import step_traffic  # noqa: PLC0415
+    from jaxscale.run import open_engine  # noqa: PLC0415
+
+    config, engine = open_engine(configs.load(path, overrides))
+    shape = config.data.global_batch_size, config.data.seq_len
+    ints = jax.ShapeDtypeStruct(shape, np.int32, sharding=engine.batch_sharding)
+    floats = jax.ShapeDtypeStruct(shape, np.float32, sharding=engine.batch_sharding)
+    lowered = engine.step.lower(engine.abstract_state, Batch(ints, ints, ints, ints, floats))
+    program = hlo.parse(lowered.compile().as_text())
+
+    found = collections.defaultdict(lambda: [0.0, 0.0])
+    theory = collections.defaultdict(lambda: [0.0, 0.0])
+    for one in hlo_collectives.collectives(program, config.layout.sizes):
+        found[one.kind, one.axes][0] += one.count * one.arrays
+        found[one.kind, one.axes][1] += one.count * one.num_bytes
+    for one in step_traffic(config):
+        theory[one.kind, one.axes][0] += one.arrays
+        theory[one.kind, one.axes][1] += one.num_bytes
+    rows, agree = [], True
+    for key in sorted(found.keys() | theory.keys()):
+        (kind, axes), (arrays, size) = key, found[key]
+        if set(axes) <= {"data", "fsdp"}:
+            expected = theory[key]
+            scalars = arrays - expected[0]
+            agree &= 0 <= scalars <= 20 and 0 <= size - expected[1] <= 8 * scalars
+            rows.append((kind, "+".join(axes), arrays, f"{expected[0]:g}", size,
+                         human_bytes(expected[1])))  # fmt: skip
+        else:
+            rows.append((kind, "+".join(axes), arrays, "", size, ""))
+    return rows, bool(agree)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
