@@ -53,6 +53,7 @@ class Program:
 
     computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
+    donated: frozenset[int] = frozenset()  # arguments whose place a result takes
 
     def executions(self) -> dict[str, float]:
         """How often each computation runs in one call; nan where a loop's trips are not known."""
@@ -128,7 +129,12 @@ def parse(text: str) -> Program:
             current.append(Instruction(*found.groups()))
     if not entry:
         raise ValueError("not the text of a compiled program: it has no ENTRY computation")
-    return Program({name: tuple(body) for name, body in computations.items()}, entry)
+    aliases = re.search(r"input_output_alias=\{(.*?\)) *\}", text)
+    donated = re.findall(r"\((\d+), ", aliases[1]) if aliases else ()
+    return Program(
+        {name: tuple(body) for name, body in computations.items()}, entry,
+        frozenset(int(number) for number in donated),
+    )  # fmt: skip
 
 
 def shape_bytes(shape: str) -> float:

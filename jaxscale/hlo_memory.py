@@ -37,6 +37,7 @@ class _Life:
     start: int
     end: int
     outside: bool = False  # of this computation: whoever calls it counts it
+    lent: bool = False  # an argument that is not donated
 
 
 def live_at_peak(program: Program) -> list[Buffer]:
@@ -50,7 +51,7 @@ def live_at_peak(program: Program) -> list[Buffer]:
 def _peak(program: Program, name: str, peaks: dict[str, list[Buffer]]) -> list[Buffer]:
     instructions = program.computations[name]
     lives = _lives(program, instructions, entry=name == program.entry)
-    starts = sorted({life.start for life in lives})
+    starts = {life.start for life in lives}
     best: list[Buffer] = []
     for i, instruction in enumerate(instructions):
         calls = instruction.opcode in ("while", "conditional", "call")
@@ -86,6 +87,9 @@ def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool
         begins[instruction.name] = i
         if instruction.opcode == "parameter":
             result = [make(leaf, 0, not entry) for leaf in _leaves(instruction, argument=True)]
+            lent = entry and int(instruction.rest.split(")")[0]) not in program.donated
+            for place in result:
+                lives[place].lent = lent
         elif instruction.opcode == "get-tuple-element":
             result = [read[int(instruction.attribute(r"index=(\d+)"))]]
         elif instruction.opcode in SAME:
@@ -110,6 +114,9 @@ def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool
                     made.append((i, place, read))
                 result.append(place)
         holds[instruction.name] = result
+    for life in lives:
+        if life.lent:
+            life.end = len(instructions)
     for place in holds[instructions[-1].name]:
         lives[place].end = len(instructions)
     _share(lives, made)
@@ -150,7 +157,7 @@ def _share(lives: Sequence[_Life], made: Sequence[tuple[int, int, list[int]]]) -
     for i, place, read in made:
         for other in read:
             old, new = lives[other], lives[place]
-            same = old.buffer.num_bytes == new.buffer.num_bytes
+            same = old.buffer.num_bytes == new.buffer.num_bytes and not old.lent
             if same and old.end == i and new.start == i and other not in given:
                 given.add(other)
                 old.end, new.outside = i - 1, old.outside

@@ -98,7 +98,8 @@ def test_products_are_those_of_the_model():
 
 
 def test_what_does_not_fit_is_a_verdict_with_what_was_needed():
-    report = compiled("v5e:1x1", d_model=8192, d_ff=32768, num_heads=64, num_kv_heads=64)  # fmt: skip
+    wide = {"d_model": 8192, "d_ff": 32768, "num_heads": 64, "num_kv_heads": 64}
+    report = compiled("v5e:1x1", **wide)
     assert not report.fits
     assert report.missing_bytes > 10e9
     assert report.limit_bytes == pytest.approx(15.75 * 2**30, rel=1e-3)
