@@ -20,7 +20,7 @@ from jaxscale.hlo_memory import Buffer, live_at_peak
 from jaxscale.layout import resolve_sizes
 from jaxscale.mesh import make_mesh
 from jaxscale.step import Engine, make_engine
-from jaxscale.topology import Topology, open_topology
+from jaxscale.topology import Topology, has_cudnn, open_topology
 
 OUT_OF_MEMORY = re.compile(
     r"total memory required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds|"
@@ -97,6 +97,7 @@ def compile_for(config: Config, topology: str | Topology, *, unroll_layers: bool
 
     Raises:
       ValueError: the layout does not fit the model or the machine.
+      ModuleNotFoundError: a compiler is not installed; says what to install.
     """
     machine = open_topology(topology) if isinstance(topology, str) else topology
     layout = resolve_sizes(config.layout, len(machine.devices))
@@ -108,6 +109,11 @@ def compile_for(config: Config, topology: str | Topology, *, unroll_layers: bool
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
+        if engine.attention == "cudnn" and not has_cudnn():
+            raise ModuleNotFoundError(
+                "fused attention for GPUs needs cuDNN's library to compile (540 MB): uv sync "
+                "--inexact --extra aot-cudnn; or set model.attention = 'blockwise'"
+            ) from error
         if not str(error).startswith("RESOURCE_EXHAUSTED"):
             raise
         return _refused(machine, engine, batch, str(error), time.perf_counter() - start)

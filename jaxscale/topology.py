@@ -112,6 +112,11 @@ def check_installed(platform: str) -> None:
         )
 
 
+def has_cudnn() -> bool:
+    """Whether cuDNN's library is, without which fused attention does not compile for GPUs."""
+    return _found("nvidia.cudnn")
+
+
 def _found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None

@@ -31,7 +31,7 @@ def compiled(name: str, accumulation: str = "sequential", microbatches: int = 1,
         pytest.skip(f"no compiler for {PLATFORMS[name]}s: uv sync --inexact --extra aot")
     config = from_dict(
         {
-            "model": MODEL | model,
+            "model": MODEL | model | ({} if topology.has_cudnn() else {"attention": "blockwise"}),
             "data": {"global_batch_size": 16, "seq_len": 256},
             "layout": {"data": 1, "fsdp": -1, "remat": "full", "accumulation": accumulation,
                        "microbatches": microbatches},
