@@ -218,6 +218,8 @@ class Peers:
                     elif not more:
                         selector.unregister(line.connection)
                         self._hear(who, {"failed": SILENT_DEATH})
+        for line in self._lines.values():
+            line.connection.close()
 
     def _take(self, who: int, line: Line) -> bool:
         """Hears what has come; False when it was the last."""

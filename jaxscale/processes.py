@@ -217,7 +217,7 @@ def _start_jax(peers: Peers, cluster: Cluster) -> None:
 
 def _tpu_pod() -> Cluster | None:
     """What JAX knows of a TPU pod, from variables or its host's metadata."""
-    if not (importlib.util.find_spec("libtpu") and _tpu_files()):
+    if not _has_tpu():
         return None
     # There is no public way to ask for the values without connecting at once.
     from jax._src import cloud_tpu_init  # noqa: PLC0415
@@ -232,8 +232,10 @@ def _tpu_pod() -> Cluster | None:
     return None
 
 
-def _tpu_files() -> list[str]:
-    return glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
+def _has_tpu() -> bool:
+    """Whether it is worth asking JAX, which takes seconds."""
+    files = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
+    return bool(files and importlib.util.find_spec("libtpu"))
 
 
 def _tell(message: str) -> str:

@@ -81,6 +81,7 @@ def _receive(
         except _Refused as refusal:
             for line in guests:
                 line.send({"refusal": str(refusal)})
+                line.connection.close()
             raise
     welcome = {"names": [name(i, each["host"]) for i, each in enumerate(hellos)], "answer": answer}
     for line in come.values():
@@ -180,6 +181,7 @@ def _visit(
         try:
             return line, _answer(line, deadline + 10)
         except _Refused:
+            line.connection.close()
             raise
         except (ValueError, KeyError):
             trouble = "something else listens on that port"

@@ -1,0 +1,89 @@
+"""One process alone is not slowed down; what processes refuse before JAX forms its cluster."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale import cluster, processes
+from jaxscale.cluster import Cluster
+
+
+def test_one_process_alone_does_nothing():
+    with processes.together(None, {}):
+        assert processes.from_first("topic", 3) == 3
+        assert processes.first("work", lambda: 4) == 4
+        assert processes.all_reports("report", 5) == [5]
+        assert processes.stops(1) is None
+        assert processes.stops(2, signalled=15) == ("", 15)
+
+
+def test_alone_costs_no_import_of_jax():
+    program = (
+        "import sys; from jaxscale import processes\n"
+        "with processes.together(None, {}): assert not {'jax', 'numpy'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def report(host: str, boot: str = "b", loopback: str | None = None, **settings) -> dict:
+    return {"host": [host, boot], "loopback": loopback, "alike": {"settings": settings}}
+
+
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        ([report("a"), report("b")], ""),
+        ([report("a", loopback="127.0.0.1"), report("a", loopback="127.0.0.1")], ""),
+        ([report("a", loopback="127.0.1.1"), report("b")],
+         "process 0 on a: --coordinator = a:7: a, here 127.0.1.1 (see /etc/hosts), means the host "
+         "itself, and there are 2 hosts; give an address of process 0's host that the others "
+         "reach, such as 10.0.0.1:7"),
+        ([report("a"), report("a", "other", loopback="::1")], "process 1 on a: --coordinator"),
+        ([report("a", x=1), report("b", x=2)], "process 1 on b has x = 2, and process 0 on a"),
+    ],
+    ids=["alike", "one host", "two hosts", "two hosts of one name", "settings"],
+)  # fmt: skip
+def test_processes_that_do_not_fit_are_refused(reports, said):
+    found = processes._refusal(Cluster("a:7", 2, 0), reports)
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+def test_a_tpu_pod_is_what_jax_says(monkeypatch):
+    from jax._src import cloud_tpu_init  # noqa: PLC0415
+    from jax._src.clusters import cloud_tpu_cluster  # noqa: PLC0415
+
+    assert processes._tpu_pod() is None
+    monkeypatch.setattr(processes, "_has_tpu", lambda: True)
+    for module in (cloud_tpu_init, cloud_tpu_cluster):
+        monkeypatch.setattr(module, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost,b,c,d")
+    monkeypatch.setenv("TPU_WORKER_ID", "2")
+    monkeypatch.setenv("MEGASCALE_COORDINATOR_ADDRESS", "localhost")
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
+    monkeypatch.setenv("MEGASCALE_SLICE_ID", "1")
+    assert processes._tpu_pod() == Cluster("localhost:8482", 8, 6, "the TPU pod")
+
+
+def test_a_process_that_does_not_come_to_a_loopback_address(monkeypatch, capsys):
+    monkeypatch.setattr(processes, "LOOPBACK_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = Cluster(f"localhost:{port}", 2, 0)
+    with pytest.raises(SystemExit), processes.together(place, {}):
+        pytest.fail("it began without process 1")
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: process 1 of 2 did not come to localhost:{port}")
+    assert said.endswith("localhost means the host itself, so all must be on one\n")
+
+
+def test_the_flags_are_explained(capsys):
+    from jaxscale import train  # noqa: PLC0415
+
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    printed = capsys.readouterr().out
+    for flag, _ in cluster.FLAGS.values():
+        assert flag in printed
