@@ -8,7 +8,7 @@ Padding and fragments are not seen.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxscale import hlo
 from jaxscale.hlo import Instruction, Program
@@ -69,58 +69,65 @@ def _total(buffers: Sequence[Buffer]) -> float:
     return sum(buffer.num_bytes for buffer in buffers)
 
 
+@dataclass
+class _Replay:
+    """What is known of a computation up to an instruction."""
+
+    lives: list[_Life] = field(default_factory=list)
+    holds: dict[str, list[int]] = field(default_factory=dict)  # result -> places in `lives`
+    begins: dict[str, int] = field(default_factory=dict)  # where it, or its start, stands
+    made: list[tuple[int, int, list[int]]] = field(default_factory=list)  # at, place, from
+
+    def add(self, buffer: Buffer, start: int, *, outside: bool = False, lent: bool = False) -> int:
+        """A new buffer; returns its place."""
+        self.lives.append(_Life(buffer, start, start, outside, lent))
+        return len(self.lives) - 1
+
+
 def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool) -> list[_Life]:
     """The buffers of a computation that have bytes and are its own."""
-    lives: list[_Life] = []
-    holds: dict[str, list[int]] = {}  # instruction -> places in `lives`, by leaf of its result
-    begins: dict[str, int] = {}
-    made: list[tuple[int, int, list[int]]] = []
-
-    def make(buffer: Buffer, start: int, outside: bool = False) -> int:
-        lives.append(_Life(buffer, start, start, outside))
-        return len(lives) - 1
-
+    replay = _Replay()
     for i, instruction in enumerate(instructions):
-        read = [place for operand in instruction.operands for place in holds.get(operand, ())]
+        read = [p for operand in instruction.operands for p in replay.holds.get(operand, ())]
         for place in read:
-            lives[place].end = i
-        begins[instruction.name] = i
+            replay.lives[place].end = i
+        replay.begins[instruction.name] = i
+        if instruction.opcode.endswith(("-update", "-done")):
+            replay.begins[instruction.name] = replay.begins[instruction.operands[0]]
         if instruction.opcode == "parameter":
-            result = [make(leaf, 0, not entry) for leaf in _leaves(instruction, argument=True)]
             lent = entry and int(instruction.rest.split(")")[0]) not in program.donated
-            for place in result:
-                lives[place].lent = lent
+            held = [
+                replay.add(leaf, 0, outside=not entry, lent=lent)
+                for leaf in _leaves(instruction, argument=True)
+            ]
         elif instruction.opcode == "get-tuple-element":
-            result = [read[int(instruction.attribute(r"index=(\d+)"))]]
-        elif instruction.opcode in SAME:
-            result = read
-        elif instruction.opcode.endswith(("-start", "-update")):
-            # What it makes is handed over by the `-done`, and is there from now on.
-            result = read
-            begins[instruction.name] = (
-                min(begins.get(o, i) for o in (*instruction.operands, ""))
-                if instruction.opcode.endswith("-update")
-                else i
-            )
+            held = [read[int(instruction.attribute(r"index=(\d+)"))]]
+        elif instruction.opcode in SAME or instruction.opcode.endswith(("-start", "-update")):
+            held = read  # what a start makes, its `-done` hands over
         else:
-            start = i
-            if instruction.opcode.endswith("-done"):
-                start = begins[instruction.operands[0]]
-            result = []
-            for leaf in _leaves(instruction):
-                place = _updated(program, instruction, leaf, [(p, lives[p]) for p in read])
-                if place is None:
-                    place = make(leaf, start)
-                    made.append((i, place, read))
-                result.append(place)
-        holds[instruction.name] = result
-    for life in lives:
+            held = [_place(program, replay, i, instruction, leaf, read)
+                    for leaf in _leaves(instruction)]  # fmt: skip
+        replay.holds[instruction.name] = held
+    for place in replay.holds[instructions[-1].name]:
+        replay.lives[place].end = len(instructions)
+    for life in replay.lives:
         if life.lent:
             life.end = len(instructions)
-    for place in holds[instructions[-1].name]:
-        lives[place].end = len(instructions)
-    _share(lives, made)
-    return [life for life in lives if not life.outside and life.buffer.num_bytes]
+    _share(replay)
+    return [life for life in replay.lives if not life.outside and life.buffer.num_bytes]
+
+
+def _place(
+    program: Program, replay: _Replay, i: int, instruction: Instruction, leaf: Buffer,
+    read: list[int],
+) -> int:  # fmt: skip
+    """Where a leaf of a result is: in what the instruction updates, or in a new buffer, which is
+    there from the start of what runs beside others."""
+    place = _updated(program, instruction, leaf, [(p, replay.lives[p]) for p in read])
+    if place is None:
+        place = replay.add(leaf, replay.begins[instruction.name])
+        replay.made.append((i, place, read))
+    return place
 
 
 def _leaves(instruction: Instruction, argument: bool = False) -> list[Buffer]:
@@ -150,13 +157,14 @@ def _updated(
     return next((place for place, life in read if life.buffer.shape == leaf.shape), None)
 
 
-def _share(lives: Sequence[_Life], made: Sequence[tuple[int, int, list[int]]]) -> None:
+def _share(replay: _Replay) -> None:
     """Ends what is last read where an array of its size is made before that, which takes its
     place."""
     given = set()
-    for i, place, read in made:
+    for i, place, read in replay.made:
+        new = replay.lives[place]
         for other in read:
-            old, new = lives[other], lives[place]
+            old = replay.lives[other]
             same = old.buffer.num_bytes == new.buffer.num_bytes and not old.lent
             if same and old.end == i and new.start == i and other not in given:
                 given.add(other)
