@@ -1,0 +1,43 @@
+"""The table of absent machines: its cases, and how a result is shown."""
+
+import pathlib
+import runpy
+from types import SimpleNamespace
+
+import pytest
+
+from jaxscale import config, topology
+from jaxscale.layout import Layout
+
+ROOT = pathlib.Path(__file__).parents[2]
+tool = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "aot_table.py")))
+FITS = {
+    "fits": True, "peak_bytes": 2e9, "limit_bytes": 16e9, "argument_bytes": 5e8, "temp_bytes": 1e9,
+    "layout": {"fsdp": 64}, "optimal_seconds": 1.25, "compile_seconds": 30.2,
+}  # fmt: skip
+
+
+def test_there_are_enough_cases_and_each_is_its_own():
+    assert len({case.name for case in tool.CASES}) == len(tool.CASES) >= 24
+
+
+@pytest.mark.parametrize("case", tool.CASES, ids=lambda case: case.name)
+def test_a_case_names_a_config_a_machine_and_settings_of_the_layout(case):
+    assert (ROOT / "configs" / f"{case.model}.py").is_file()
+    assert f"{case.topology.partition(':')[0]}:" in topology.known()
+    names = [setting.partition("=")[0] for setting in case.layout.split()]
+    assert set(names) <= set(vars(Layout()))
+    sequences = case.sequences * tool.num_devices(case.topology)
+    assert sequences == round(sequences)
+    assert config.load(str(ROOT / "configs" / f"{case.model}.py")).model.num_layers > 1
+
+
+def test_a_row_says_whether_it_fits_and_by_how_much_not():
+    case = tool.Case("llama2_7b", "v5p:4x4x4", 4, "remat=full")
+    assert tool.row(case, FITS) == [
+        "llama2_7b", "v5p:4x4x4", "64", "4", "fsdp=64 remat=full", "0.50 GB", "1.00 GB", "16.0 GB",
+        "fits", "1.25 s", "30 s",
+    ]  # fmt: skip
+    too_much = FITS | {"fits": False, "peak_bytes": 20e9, "optimal_seconds": None}
+    assert "4.0 GB too much" in tool.row(case, too_much)
+    assert "refused" in tool.row(case, {"refusal": "error: no"})
