@@ -103,7 +103,7 @@ def compiled(case: Case) -> dict[str, Any]:
         if not written.exists():
             return {"refusal": (run.stderr.strip().splitlines() or ["nothing was said"])[-1]}
         numbers = json.loads(written.read_text())
-    return {key: numbers[key] for key in numbers if key not in ("buffers", "collectives")}
+    return {key: numbers[key] for key in numbers if key != "buffers"}
 
 
 def num_devices(topology: str) -> int:
@@ -118,8 +118,8 @@ def table(kept: dict[str, dict[str, Any]]) -> str:
     """The results as a table in Markdown."""
     lines = [
         "| model | machine | devices | sequences a device | layout | arguments | temporaries "
-        "| limit | verdict | estimate | compile |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| limit | verdict | estimate | sent beside computation | compile |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     shown = [case for case in CASES if case.name in kept]
     lines += ["| " + " | ".join(row(case, kept[case.name])) + " |" for case in shown]
@@ -131,7 +131,7 @@ def row(case: Case, numbers: dict[str, Any]) -> list[str]:
     layout = case.layout.replace(f"remat={MINIMAL}", "remat=minimal")
     first = [case.model, case.topology, str(num_devices(case.topology)), f"{case.sequences:g}"]
     if "refusal" in numbers:
-        return [*first, layout, "-", "-", "-", "refused", "-", "-"]
+        return [*first, layout, "-", "-", "-", "refused", "-", "-", "-"]
     sizes = [f"{numbers[key] / 1e9:.2f} GB" for key in ("argument_bytes", "temp_bytes")]
     seconds = numbers["optimal_seconds"]
     missing = numbers["peak_bytes"] - numbers["limit_bytes"]
@@ -139,8 +139,16 @@ def row(case: Case, numbers: dict[str, Any]) -> list[str]:
         *first, f"fsdp={numbers['layout']['fsdp']} {layout}", *sizes,
         f"{numbers['limit_bytes'] / 1e9:.1f} GB",
         "fits" if numbers["fits"] else f"{missing / 1e9:.1f} GB too much",
-        f"{seconds:.2f} s" if seconds else "-", f"{numbers['compile_seconds']:.0f} s",
+        f"{seconds:.2f} s" if seconds else "-",
+        hidden(numbers["collectives"]), f"{numbers['compile_seconds']:.0f} s",
     ]  # fmt: skip
+
+
+def hidden(collectives: list[dict[str, Any]]) -> str:
+    """The share of the bytes of collectives that travel while products are computed."""
+    total = sum(one["bytes"] for one in collectives)
+    beside = sum(one["bytes"] for one in collectives if one["async"] and one["beside_flops"])
+    return f"{100 * beside / total:.0f} %" if total else "-"
 
 
 if __name__ == "__main__":

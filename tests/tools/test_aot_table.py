@@ -14,6 +14,10 @@ tool = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "aot_table.py")))
 FITS = {
     "fits": True, "peak_bytes": 2e9, "limit_bytes": 16e9, "argument_bytes": 5e8, "temp_bytes": 1e9,
     "layout": {"fsdp": 64}, "optimal_seconds": 1.25, "compile_seconds": 30.2,
+    "collectives": [
+        {"bytes": 3e6, "async": True, "beside_flops": 1e9},
+        {"bytes": 1e6, "async": False, "beside_flops": 0},
+    ],
 }  # fmt: skip
 
 
@@ -36,7 +40,7 @@ def test_a_row_says_whether_it_fits_and_by_how_much_not():
     case = tool.Case("llama2_7b", "v5p:4x4x4", 4, "remat=full")
     assert tool.row(case, FITS) == [
         "llama2_7b", "v5p:4x4x4", "64", "4", "fsdp=64 remat=full", "0.50 GB", "1.00 GB", "16.0 GB",
-        "fits", "1.25 s", "30 s",
+        "fits", "1.25 s", "75 %", "30 s",
     ]  # fmt: skip
     too_much = FITS | {"fits": False, "peak_bytes": 20e9, "optimal_seconds": None}
     assert "4.0 GB too much" in tool.row(case, too_much)
