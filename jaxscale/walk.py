@@ -90,8 +90,13 @@ def make_walk(
         def down(state: _Back, index: Index, make_ready: Callable[[Index], _Ready]) -> _Back:
             """One layer, backward."""
             _, ready, pending, grads = state
-            weights = fetch(index) if ready.weights is None else ready.weights
-            kept = at(stash, index) if ready.kept is None else ready.kept
+            # Nothing of a layer begins before its dx is there: the compiler would else make again
+            # what a layer beside the loop did not keep while the head still computes.
+            kept, dx, here = jax.lax.optimization_barrier(
+                (ready.kept, state.dx, jnp.asarray(index, jnp.int32))
+            )
+            weights = fetch(here) if ready.weights is None else ready.weights
+            kept = at(stash, here) if kept is None else kept
             ready = make_ready(index - 1)
             if pending is not None:
                 grads = reduce_into(grads, index + 1, pending)
@@ -101,8 +106,8 @@ def make_walk(
                 dweights, dx = backward(weights, batch, kept, dx)
                 return add(total, dweights), dx
 
-            total = zero.running_sum(weights, zero.layer_axes, state.dx)
-            total, dx = each(one, total, (batch, kept, state.dx))
+            total = zero.running_sum(weights, zero.layer_axes, dx)
+            total, dx = each(one, total, (batch, kept, dx))
             if zero.reduces:
                 return _Back(dx, ready, total, grads)
             return _Back(dx, ready, None, reduce_into(grads, index, total))
