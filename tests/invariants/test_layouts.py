@@ -1,16 +1,23 @@
 """Every layout gives the same loss, gradient norm and parameters as one device."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxscale.batch import Batch
+from jaxscale.ops.context import balanced_order
+from jaxscale.step import Engine
 from tests.invariants import matrix
 from tests.invariants.layouts import (
     GPT,
     LLAMA,
+    SEQ_LEN,
+    batches,
     check_collectives,
     compile_step,
     initial_state,
@@ -103,16 +110,42 @@ def test_every_optimizer_is_one_device_in_float64(optimizer):
     ids=str,
 )
 def test_a_layout_adds_no_more_error_in_bfloat16_than_bfloat16_itself(layout):
-    """A layout changes the order of sums, and rounds partial sums over tensor once more. That may
-    move losses and norms at most twice as far from those in float64 as bfloat16 on one device
-    does, at its farthest in five steps."""
-    losses, norms, *_ = run(open_engine(make_config(LLAMA, layout, "bfloat16")))
-    own_losses, own_norms, *_ = one_device("llama", "bfloat16")
-    true_losses, true_norms, *_ = one_device("llama")
-    own = np.max(np.abs(own_losses - true_losses)), np.max(np.abs(own_norms / true_norms - 1))
-    assert own[0] < 0.02, "of losses near 5.7: bfloat16 has 8 bits"
-    assert np.max(np.abs(losses - true_losses)) < 2 * own[0]
-    assert np.max(np.abs(norms / true_norms - 1)) < 2 * own[1]
+    """A layout changes the order of sums, and rounds partial sums over tensor or context once more.
+    The first step's gradient, all of it as one vector, may stand at most 1.25 times as far from
+    that in float64 as bfloat16 on one device puts it (2 %: products of 8 bits, added up). After an
+    update, which magnifies what is small, runs part company; their losses stay within 0.02."""
+    losses, gradient = in_bfloat16(layout)
+    own_losses, own_gradient = in_bfloat16({})
+    true = one_device("llama")
+    true_gradient = first_gradient(open_engine(make_config(LLAMA, {})))
+    own_error, error = (distance(one, true_gradient) for one in (own_gradient, gradient))
+    assert 0.01 < own_error < 0.03
+    assert error < 1.25 * own_error
+    assert np.max(np.abs(own_losses - true.losses)) < 0.02
+    assert np.max(np.abs(losses - true.losses)) < 0.02
+
+
+def in_bfloat16(layout: dict) -> tuple[np.ndarray, Any]:
+    """Losses of five steps, and the first gradient."""
+    engine = open_engine(make_config(LLAMA, layout, "bfloat16"))
+    return run(engine).losses, first_gradient(engine)
+
+
+def first_gradient(engine: Engine) -> Any:
+    """Of the first step, up to a factor: Adam's first moment after it."""
+    state = engine.init(jax.random.key(0))
+    order = balanced_order(SEQ_LEN, engine.layout.context)
+    batch = Batch(*(field[:, order] for field in batches()[0]))
+    state, _ = engine.step(state, jax.device_put(batch, engine.batch_sharding))
+    return jax.tree.map(np.asarray, optax.tree.get(state.opt_state, "mu"))
+
+
+def distance(got: Any, wanted: Any) -> float:
+    """Of two trees as vectors, relative to the second."""
+    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(wanted)))
+    return (
+        sum(np.sum((a - b) ** 2) for a, b in pairs) / sum(np.sum(b**2) for _, b in pairs)
+    ) ** 0.5
 
 
 def test_the_compiler_says_when_it_replicates(capfd):
