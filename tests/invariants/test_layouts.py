@@ -11,7 +11,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.batch import Batch
 from jaxscale.ops.context import balanced_order
-from jaxscale.step import Engine
 from tests.invariants import matrix
 from tests.invariants.layouts import (
     GPT,
@@ -114,30 +113,26 @@ def test_a_layout_adds_no_more_error_in_bfloat16_than_bfloat16_itself(layout):
     The first step's gradient, all of it as one vector, may stand at most 1.25 times as far from
     that in float64 as bfloat16 on one device puts it (2 %: products of 8 bits, added up). After an
     update, which magnifies what is small, runs part company; their losses stay within 0.02."""
-    losses, gradient = in_bfloat16(layout)
-    own_losses, own_gradient = in_bfloat16({})
-    true = one_device("llama")
-    true_gradient = first_gradient(open_engine(make_config(LLAMA, {})))
+    losses, gradient = losses_and_gradient(**layout)
+    own_losses, own_gradient = losses_and_gradient()
+    true_losses, true_gradient = losses_and_gradient("float64")
     own_error, error = (distance(one, true_gradient) for one in (own_gradient, gradient))
     assert 0.01 < own_error < 0.03
     assert error < 1.25 * own_error
-    assert np.max(np.abs(own_losses - true.losses)) < 0.02
-    assert np.max(np.abs(losses - true.losses)) < 0.02
+    assert np.max(np.abs(own_losses - true_losses)) < 0.02
+    assert np.max(np.abs(losses - true_losses)) < 0.02
 
 
-def in_bfloat16(layout: dict) -> tuple[np.ndarray, Any]:
-    """Losses of five steps, and the first gradient."""
-    engine = open_engine(make_config(LLAMA, layout, "bfloat16"))
-    return run(engine).losses, first_gradient(engine)
-
-
-def first_gradient(engine: Engine) -> Any:
-    """Of the first step, up to a factor: Adam's first moment after it."""
+@functools.cache
+def losses_and_gradient(dtype: str = "bfloat16", **layout) -> tuple[np.ndarray, Any]:
+    """Of five steps, and of the first: its gradient up to a factor, as Adam's first moment."""
+    engine = open_engine(make_config(LLAMA, layout, dtype))
+    losses = run(engine).losses
     state = engine.init(jax.random.key(0))
     order = balanced_order(SEQ_LEN, engine.layout.context)
     batch = Batch(*(field[:, order] for field in batches()[0]))
     state, _ = engine.step(state, jax.device_put(batch, engine.batch_sharding))
-    return jax.tree.map(np.asarray, optax.tree.get(state.opt_state, "mu"))
+    return losses, jax.tree.map(np.asarray, optax.tree.get(state.opt_state, "mu"))
 
 
 def distance(got: Any, wanted: Any) -> float:
