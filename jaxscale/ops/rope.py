@@ -36,12 +36,13 @@ def rotary(x_BTNH: Array, positions_BT: Array, *, theta: float, scaling: float =
         dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
         angles_BT1h = positions_BT.astype(dtype)[..., None, None] * frequencies_h.astype(dtype)
         cos_BT1h, sin_BT1h = jnp.cos(angles_BT1h), jnp.sin(angles_BT1h)
-        first_BTNh, second_BTNh = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
-        halves = (
-            first_BTNh * cos_BT1h - second_BTNh * sin_BT1h,
-            second_BTNh * cos_BT1h + first_BTNh * sin_BT1h,
-        )
-        return jnp.concatenate(halves, axis=-1).astype(x_BTNH.dtype)
+        cos_BT1H = jnp.concatenate((cos_BT1h, cos_BT1h), axis=-1)
+        sin_BT1H = jnp.concatenate((-sin_BT1h, sin_BT1h), axis=-1)
+        # Whole heads, turned with their partners: a TPU would write halves to memory.
+        first_BTNh, second_BTNh = jnp.split(x_BTNH, 2, axis=-1)
+        partner_BTNH = jnp.concatenate((second_BTNh, first_BTNh), axis=-1).astype(dtype)
+        turned_BTNH = x_BTNH.astype(dtype) * cos_BT1H + partner_BTNH * sin_BT1H
+        return turned_BTNH.astype(x_BTNH.dtype)
 
     return turn(x_BTNH, positions_BT)
 
