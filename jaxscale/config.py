@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import ml_collections
 
-from jaxscale.layout import Layout
+from jaxscale.layout import BLOCK_TENSORS, Layout, remat_names
 from jaxscale.source import Source, to_plain, to_sources
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -147,7 +147,7 @@ class ModelConfig:
         This is the numerator of MFU.
         """
         return 3 * (
-            self._layer_forward_flops(seq_len, causal) * self.num_layers
+            self.layer_forward_flops(seq_len, causal) * self.num_layers
             + 2 * self.d_model * self.vocab_size
         )
 
@@ -157,17 +157,32 @@ class ModelConfig:
         """`flops_per_token` plus what rematerialisation repeats: the numerator of HFU.
 
         Args:
-          remat: the layout's policy; "full" repeats the forward pass of every layer.
+          remat: the layout's policy; what it does not keep is repeated, but for a layer's last
+            product, whose result no backward pass needs.
         """
-        again = self._layer_forward_flops(seq_len, causal) * self.num_layers
-        return self.flops_per_token(seq_len, causal=causal) + (again if remat == "full" else 0)
+        products, kept = self.layer_products(seq_len, causal), remat_names(remat)
+        repeated = sum(products[name] for name in BLOCK_TENSORS if name not in kept)
+        return self.flops_per_token(seq_len, causal=causal) + repeated * self.num_layers
 
-    def _layer_forward_flops(self, seq_len: int, causal: bool) -> float:
+    def layer_forward_flops(self, seq_len: int, causal: bool = True) -> float:
+        """What one layer's forward pass needs for a token."""
+        return sum(self.layer_products(seq_len, causal).values())
+
+    def layer_products(self, seq_len: int, causal: bool = True) -> dict[str, float]:
+        """The same by product: the names of `layout.BLOCK_TENSORS`, and "mlp_down"."""
         heads = self.num_heads * self.head_dim
         kv_heads = self.num_kv_heads * self.head_dim
-        matrices = 2 * self.d_model * (heads + kv_heads)
-        matrices += (3 if self.family == "llama" else 2) * self.d_model * self.d_ff
-        return 2 * matrices + 4 * heads * self._mean_keys(seq_len, causal)
+        mlp = 2.0 * self.d_model * self.d_ff
+        return {
+            "query": 2.0 * self.d_model * heads,
+            "key": 2.0 * self.d_model * kv_heads,
+            "value": 2.0 * self.d_model * kv_heads,
+            "attention": 4 * heads * self._mean_keys(seq_len, causal),
+            "attention_out": 2.0 * self.d_model * heads,
+            "mlp_gate": mlp if self.family == "llama" else 0.0,
+            "mlp_up": mlp,
+            "mlp_down": mlp,
+        }
 
     def _mean_keys(self, seq_len: int, causal: bool) -> float:
         """Keys that a query of a full sequence sees, on average."""
@@ -299,6 +314,11 @@ class Config:
             raise ValueError(
                 f"data.seq_len = {self.data.seq_len} is more than model.max_seq_len = "
                 f"{self.model.max_seq_len}, the learned positions there are"
+            )
+        if self.model.family == "gpt" and "mlp_gate" in self.layout.remat:
+            raise ValueError(
+                f"layout.remat = {self.layout.remat!r} names mlp_gate, and the MLP of "
+                "model.family = 'gpt' has no gate; leave it out"
             )
         if self.data.objective == "masked":
             raise ValueError(

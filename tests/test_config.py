@@ -157,7 +157,14 @@ def test_flops_of_a_model_small_enough_to_count_by_hand():
     assert model.flops_per_token(4) == 3 * (forward + head)
     assert model.flops_per_token(4, causal=False) == 3 * (forward + 2 * 2 * 8 * 1.5 + head)
     assert model.hardware_flops_per_token(4) == model.flops_per_token(4)
-    assert model.hardware_flops_per_token(4, remat="full") == 4 * forward + 3 * head
+    # All but a layer's last product is done again, and by name what is not kept.
+    down, kernel = 2 * 2 * 3, 2 * 2 * 8 * keys
+    repeated = {
+        "full": forward - down, "save_all_but_attention": kernel, "save_matmuls": 0,
+        "save:query,attention,mlp_up": forward - down - 2 * 2 * 8 - kernel - 2 * 2 * 3,
+    }  # fmt: skip
+    for remat, flops in repeated.items():
+        assert model.hardware_flops_per_token(4, remat=remat) == 3 * (forward + head) + flops
 
 
 def test_a_sliding_window_costs_the_keys_inside_it():

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxscale.config import ModelConfig
 from jaxscale.layout import Layout
 
@@ -94,3 +96,8 @@ def _layer(model: ModelConfig) -> Axes:
 def _norm(model: ModelConfig, name: str) -> Axes:
     bias = {f"{name}/bias": ("embed",)} if model.family == "gpt" else {}
     return {f"{name}/scale": ("embed",), **bias}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

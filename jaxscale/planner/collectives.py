@@ -8,11 +8,9 @@ suite holds compiled programs to them, array by array. What the compiler sends o
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from jaxscale.config import Config
 from jaxscale.layout import Layout
-from jaxscale.planner.arrays import Array, parameters
+from jaxscale.planner.arrays import Array, itemsize, parameters
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ def step_traffic(config: Config) -> list[Traffic]:
     model, layout = config.model, config.layout
     stage, layers = layout.zero_stage, model.num_layers
     compute, accumulated, stored = (
-        _itemsize(name)
+        itemsize(name)
         for name in (model.compute_dtype, config.optimizer.accumulation_dtype, model.param_dtype)
     )
     arrays = parameters(model)
@@ -86,7 +84,3 @@ def step_traffic(config: Config) -> list[Traffic]:
     if stage in (1, 2):
         add("updated parameters", "all-gather", ["fsdp"], over_embed(stacks), 1, stored)
     return found
-
-
-def _itemsize(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

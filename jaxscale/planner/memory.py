@@ -1,0 +1,258 @@
+"""The bytes that a step needs on one device, from the model's shapes and the layout alone.
+
+What stays between steps is exact. What a step holds beside that is the most that one of its phases
+needs; each is a sum of parts that have a reason. How many arrays live at a time within one layer
+depends on the compiler: those few constants are measured, and `TRANSIENTS` says where. The suite
+holds compiled programs to all of it.
+
+Letters: D d_model, Q heads x head_dim, K kv_heads x head_dim, F d_ff, G micro-batches that walk
+together.
+"""
+
+import math
+from dataclasses import dataclass
+
+from jaxscale.config import Config
+from jaxscale.planner.arrays import parameters
+from jaxscale.planner.kept import kept_bytes
+from jaxscale.planner.state import (
+    batch_bytes,
+    count_bytes,
+    moment_bytes,
+    parameter_bytes,
+    sides,
+)
+from jaxscale.planner.transients import (
+    TRANSIENTS,
+    Transients,
+    hidden_bytes,
+    working_set_bytes,
+)
+from jaxscale.planner.walk import Walk, elements, layer_kept_bytes, mlp_weights, stream_bytes
+
+CHUNK_BYTES, CHUNK_TOKENS = 128 * 2**20, 1024  # of `ops.loss`
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    `arguments` are there all the time; beside them the temporaries are those of the largest phase.
+    """
+
+    # Between steps.
+    parameters: int
+    optimizer: int  # its state, as far as it is on the device
+    batch: int  # and the count of steps
+    # In every phase but the last.
+    gradients: int  # accumulators: whole, or the shards that visits leave
+    stash: int  # what the layers keep for their backward pass, as far as it is on the device
+    # While layers are at work.
+    layer_weights: int  # in the compute type; gathered, those of the next layer too
+    zeros: int  # that the attention of layers beside the loop starts from
+    outer_gradients: int  # of embedding and head, until the optimizer takes them
+    group: int  # what one layer reads and writes for G micro-batches, and its running sums
+    working_set: int  # activations of a micro-batch and their gradients, at the activation
+    layer_gradients: int  # of the weights, and what is left of the working set when they are whole
+    forward_loop: int  # what G micro-batches write to in a forward pass
+    # While the head is.
+    head: int  # logits of a chunk, the matrix where it is gathered, its gradient, the stream
+    # At the end.
+    reduction: int  # sums over replicas, beside what is summed
+    update: int  # what an optimizer computes from all gradients before it uses them
+    moments_copy: int  # all through a step: Lion's update and its next moments need the same ones
+    # In host memory, where the back end has its own.
+    host_optimizer: int
+    host_stash: int
+
+    @property
+    def arguments(self) -> int:
+        return self.parameters + self.optimizer + self.batch
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Temporaries of each phase."""
+        always = self.gradients + self.stash + self.zeros + self.moments_copy
+        layer = always + self.layer_weights + self.outer_gradients
+        return {
+            "forward": layer + self.forward_loop,
+            "head": always + self.head,
+            "activations of a layer": layer + self.group + self.working_set,
+            "gradients of a layer": layer + self.group + self.layer_gradients,
+            "end of the step": self.gradients
+            + self.outer_gradients
+            + self.moments_copy
+            + max(self.reduction, self.update),
+        }
+
+    @property
+    def temporaries(self) -> int:
+        return max(self.phases.values())
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.temporaries
+
+
+def memory(config: Config, back_end: str = "cpu") -> Memory:
+    """What a step of this configuration needs.
+
+    Args:
+      config: its layout resolved.
+      back_end: whose `TRANSIENTS` to use.
+
+    Raises:
+      ValueError: a pipeline, or a back end on which nothing was measured.
+    """
+    _check(config, back_end)
+    model, layout, walk = config.model, config.layout, Walk.of(config)
+    transients = TRANSIENTS[back_end, model.family]
+    moments, own_host = moment_bytes(config), back_end != "cpu"
+    host_optimizer = moments if layout.offloads("optimizer") else 0
+    stash, host_stash = _stash(config, walk)
+    attention = (model.num_heads + model.num_kv_heads) * model.head_dim
+    return Memory(
+        parameters=parameter_bytes(config),
+        optimizer=moments + count_bytes(config) - own_host * host_optimizer,
+        batch=batch_bytes(config),
+        gradients=walk.accumulated * walk.sums,
+        stash=stash - own_host * host_stash,
+        layer_weights=walk.compute * walk.weights * (2 if walk.gathers else 1),
+        zeros=walk.beside * transients.zeros * max(walk.compute, 4) * walk.tokens * attention
+        // layout.tensor,
+        outer_gradients=_outer_gradients(config, walk),
+        group=_group(config, walk),
+        working_set=working_set_bytes(config, walk, transients),
+        layer_gradients=_layer_gradients(config, walk, transients),
+        forward_loop=_forward_loop(config, walk),
+        head=_head(config, walk, transients),
+        reduction=_reduction(config, walk),
+        update=_update(config),
+        moments_copy=moments if config.optimizer.name == "lion" else 0,
+        host_optimizer=host_optimizer,
+        host_stash=host_stash,
+    )  # fmt: skip
+
+
+def _check(config: Config, back_end: str) -> None:
+    if config.layout.pipeline > 1:
+        raise ValueError(
+            f"layout.pipeline = {config.layout.pipeline}: the memory of a pipeline follows from "
+            "its table, not from these formulas; they need layout.pipeline = 1"
+        )
+    known = sorted({name for name, _ in TRANSIENTS})
+    if back_end not in known:
+        raise ValueError(
+            f"no memory was measured on the {back_end!r} back end; there are {', '.join(known)}"
+        )
+
+
+def _head_elements(config: Config, over_fsdp: bool = False) -> int:
+    """Of what the head reads: a tied one borrows the embedding, with a gradient of its own."""
+    return elements(config, "head", over_fsdp) + sum(
+        array.shard_size(config.layout, over_fsdp=over_fsdp)
+        for array in parameters(config.model)
+        if config.model.tied_embeddings and array.name == "tokens"
+    )
+
+
+def _stash(config: Config, walk: Walk) -> tuple[int, int]:
+    """What the layers keep, and how much of it waits in host memory. With layers beside the loop,
+    what the last one kept is used up when the others begin to go back."""
+    layout, layers = config.layout, config.model.num_layers - walk.beside
+    stash = layers * walk.group * layer_kept_bytes(config, walk)
+    if layout.offloads("activations"):
+        return stash, stash
+    if not layout.remat.startswith("offload:"):
+        return stash, 0
+    stays = walk.tokens * kept_bytes(config.model, "full") // layout.tensor
+    return stash, stash - layers * walk.group * stays
+
+
+def _outer_gradients(config: Config, walk: Walk) -> int:
+    """The head's, and what the embedding's are summed into; with several walks both are among the
+    accumulators."""
+    if not walk.single:
+        return 0
+    head = walk.accumulated * _head_elements(config, walk.scatters)
+    return head + walk.compute * elements(config, "embed")
+
+
+def _group(config: Config, walk: Walk) -> int:
+    if walk.group == 1:
+        return 0
+    # What one layer kept, and gradients of the stream: in, out, and (beside the loop) the next's.
+    activations = layer_kept_bytes(config, walk) + (2 + walk.beside) * stream_bytes(config, walk)
+    # Running sums of the layer, and beside the loop of the last one; attention's weights, which
+    # the CPU turns round in every micro-batch.
+    sums = walk.accumulated * walk.weights * (1 + walk.beside)
+    return walk.group * activations + sums + walk.compute * (walk.weights - mlp_weights(config))
+
+
+def _layer_gradients(config: Config, walk: Walk, transients: Transients) -> int:
+    if walk.group == 1:
+        # Where they are to be reduced they wait until all are there.
+        waiting = walk.accumulated * walk.weights if walk.reduces else 0
+        # By then the MLP's weights are done with; gathered ones stay for the loop to hand over.
+        done = 0 if walk.gathers else walk.compute * mlp_weights(config)
+        return waiting - done + 4 * stream_bytes(config, walk)
+    rest = working_set_bytes(config, walk, transients) - hidden_bytes(config, walk, transients)
+    return walk.accumulated * mlp_weights(config) + rest
+
+
+def _forward_loop(config: Config, walk: Walk) -> int:
+    if walk.group == 1:
+        return 0
+    # What a layer keeps, before it is in the stash, and the room for the last layer's; the stream,
+    # in and out, and the zeros of its gradients.
+    activations = (1 + walk.beside) * layer_kept_bytes(config, walk) + 5 * stream_bytes(
+        config, walk
+    )
+    hidden = 3 * walk.compute * walk.tokens * config.model.d_ff // config.layout.tensor
+    return walk.group * activations + hidden
+
+
+def _head(config: Config, walk: Walk, transients: Transients) -> int:
+    model, layout = config.model, config.layout
+    vocab, matrix = model.padded_vocab_size, _head_elements(config)
+    tokens = walk.tokens * layout.context
+    chunks = -(-tokens // max(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS))
+    logits = transients.logits * max(walk.compute, 4) * walk.tokens * vocab // chunks
+    matrices = max(walk.compute, 4) * matrix + walk.gathers * walk.compute * matrix
+    # As it comes, normed, turned round, its gradient; gathered over the ranks of tensor.
+    stream = 5 * walk.compute * walk.tokens * model.d_model
+    if walk.group > 1:
+        matrices += walk.accumulated * matrix
+        stream += 2 * walk.group * stream_bytes(config, walk)
+    return logits // layout.tensor + matrices + stream
+
+
+def _reduction(config: Config, walk: Walk) -> int:
+    layout, stage = config.layout, config.layout.zero_stage
+    if walk.single:
+        # The last layer's, and those of embedding and head, as they go in and as they come out.
+        last = walk.weights + elements(config, "embed head")
+        return 2 * walk.accumulated * last if walk.reduces and not walk.scatters else 0
+    # The stacks that visits did not reduce.
+    left = layout.data > 1 or (layout.fsdp > 1 and stage <= 1)
+    layers = config.model.num_layers * elements(config, "layers", stage >= 1)
+    return walk.accumulated * (layers + elements(config, "embed head", stage >= 1)) * left
+
+
+def _update(config: Config) -> int:
+    """AdamW and Lion go from gradients to parameters element by element."""
+    layout, wide = config.layout, 4
+    arrays, layers = parameters(config.model), config.model.num_layers
+    if config.optimizer.name == "adafactor":
+        # Their squares, all of them, before the means of rows and columns.
+        over_fsdp = layout.zero_stage >= 1
+        layer = elements(config, "layers", over_fsdp)
+        return wide * (layers * layer + elements(config, "embed head", over_fsdp))
+    if config.optimizer.name == "muon":
+        # Every matrix of the layers whole, as it goes into a step of Newton-Schulz and as it comes
+        # out, and one product with itself.
+        matrices = [array for array in arrays if array.part == "layers" and sides(array)]
+        squares = sum(min(math.prod(s) for s in sides(array)) ** 2 for array in matrices)
+        whole = sum(array.shard_size(layout, over_fsdp=False) for array in matrices)
+        return wide * layers * (2 * whole + squares)
+    return 0

@@ -1,0 +1,113 @@
+"""What the memory formulas say of a model, a layout and an optimizer."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from jaxscale.config import from_dict
+from jaxscale.mesh import make_mesh
+from jaxscale.ops import blocks, loss
+from jaxscale.optim import FACTORED_SIZE
+from jaxscale.planner import memory as formulas
+from jaxscale.planner import state, transients
+from jaxscale.planner.memory import memory
+from jaxscale.step import make_engine
+
+MODEL = {
+    "num_layers": 8, "d_model": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
+    "d_ff": 192, "vocab_size": 256, "compute_dtype": "float32",
+}  # fmt: skip
+
+
+def config(layout: dict, **optimizer):
+    return from_dict(
+        {
+            "model": MODEL, "data": {"global_batch_size": 32, "seq_len": 64},
+            "layout": {"data": 1, "fsdp": 4} | layout, "optimizer": optimizer,
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_state_is_the_engines_to_the_byte(optimizer, stage):
+    one = config({"zero_stage": stage, "fsdp": 2, "tensor": 2}, name=optimizer,
+                 moment_dtype="bfloat16")  # fmt: skip
+    engine = make_engine(one, make_mesh(one.layout, jax.devices()[:4]))
+
+    def device_bytes(tree):
+        return sum(
+            leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+            for leaf in jax.tree.leaves(tree)
+        )
+
+    predicted = memory(one)
+    assert predicted.parameters == device_bytes(engine.abstract_state.params)
+    # Three coefficients of Muon have the default type, which is float64 in this suite.
+    wider = 3 * 4 if optimizer == "muon" else 0
+    assert predicted.optimizer + wider == device_bytes(engine.abstract_state.opt_state)
+
+
+def test_what_it_copies_from_modules_with_jax():
+    assert (formulas.CHUNK_BYTES, formulas.CHUNK_TOKENS) == (loss.CHUNK_BYTES, loss.CHUNK_TOKENS)
+    assert transients.BLOCK_SCORES == blocks.BLOCK_SCORES
+    assert state.FACTORED_SIZE == FACTORED_SIZE
+
+
+def test_every_stage_needs_less_than_the_one_before():
+    peaks = [
+        memory(config({"zero_stage": stage, "microbatches": 4, "remat": "full"})).peak
+        for stage in range(4)
+    ]
+    assert sorted(set(peaks), reverse=True) == peaks
+
+
+def test_a_policy_that_keeps_less_stashes_less():
+    policies = ("none", "save_all_but_attention", "save_matmuls", "save:query,key,value", "full")
+    stashes = [memory(config({"remat": remat})).stash for remat in policies]
+    assert sorted(set(stashes), reverse=True) == stashes
+
+
+def test_layered_accumulation_stashes_every_microbatch():
+    few, many = (
+        memory(config({"microbatches": 4, "accumulation": accumulation, "zero_stage": 0}))
+        for accumulation in ("sequential", "layered")
+    )
+    assert many.stash == 4 * few.stash
+
+
+def test_ranks_of_tensor_and_context_share_what_layers_keep():
+    whole = memory(config({"fsdp": 1}))
+    for axis in ("tensor", "context"):
+        assert 2 * memory(config({"fsdp": 1, axis: 2})).stash == whole.stash
+
+
+def test_what_waits_in_host_memory_leaves_the_device(monkeypatch):
+    accelerator = {
+        ("tpu", family): numbers for (_, family), numbers in transients.TRANSIENTS.items()
+    }
+    monkeypatch.setattr(formulas, "TRANSIENTS", accelerator)
+    here = memory(config({}), "tpu")
+    there = memory(config({"offload": "optimizer,activations"}), "tpu")
+    assert there.optimizer == state.count_bytes(config({}))
+    assert there.optimizer + there.host_optimizer == here.optimizer
+    assert (there.stash, there.host_stash) == (0, here.stash)
+    named = memory(config({"remat": "offload:query,mlp_up"}), "tpu")
+    assert named.stash == memory(config({"remat": "full"}), "tpu").stash
+    kept = memory(config({"remat": "save:query,mlp_up"}), "tpu").stash
+    assert named.stash + named.host_stash == kept
+
+
+def test_the_peak_is_the_arguments_and_the_largest_phase():
+    one = memory(config({}))
+    assert one.peak == one.parameters + one.optimizer + one.batch + max(one.phases.values())
+    assert all(size >= 0 for size in dataclasses.asdict(one).values())
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"layout\.pipeline = 2: the memory of a pipeline"):
+        memory(config({"pipeline": 2}))
+    with pytest.raises(ValueError, match="no memory was measured on the 'abacus' back end"):
+        memory(config({}), "abacus")
