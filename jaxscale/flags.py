@@ -16,8 +16,7 @@ _last_words: Callable[[str], str] = str  # of an error, what to print
 
 def refuse(message: str, status: int = 2) -> NoReturn:
     """Prints one line and ends the process."""
-    if words := _last_words(message):
-        print(f"error: {words}", file=sys.stderr)
+    print(f"error: {_last_words(message)}", file=sys.stderr)
     raise SystemExit(status)
 
 

@@ -105,10 +105,11 @@ class Peers:
         self._answers = collections.defaultdict[str, collections.deque](collections.deque)
         self._failure: tuple[int, str] | None = None
         self._failing = self._closed = False
-        self._step = 0
-        self._places: dict[int, int] = {}  # process 0: process -> its step, once one is signalled
-        self._signal: tuple[int, int] | None = None  # who was signalled, and with what
-        self._last: int | None = None  # the step that all stop after
+        # A process may stop several times, one loop after the other; these are by that number.
+        self._loop, self._step = 0, 0
+        self._signals: dict[int, tuple[int, int]] = {}  # who was signalled, and with what
+        self._places = collections.defaultdict[int, dict[int, int]](dict)  # process 0: of each
+        self._last: dict[int, int] = {}  # the step that all stop after
         self._thread = threading.Thread(target=self._listen, name="peers", daemon=True)
         self._thread.start()
 
@@ -160,16 +161,16 @@ class Peers:
         Returns:
           The process that was signalled first, and its signal; None to go on.
         """
-        if signalled and not self._signal:
-            self._send_up({"signal": signalled})
+        loop = self._loop
+        if signalled and loop not in self._signals:
+            self._send_up({"signal": signalled, "loop": loop})
         with self._changed:
             self._step = step
-            self._changed.wait_for(lambda: not self._signal or self._last is not None)
-            if self._last is None or step < self._last:
+            self._changed.wait_for(lambda: loop not in self._signals or loop in self._last)
+            if loop not in self._last or step < self._last[loop]:
                 return None
-            stop, self._signal, self._last, self._step = self._signal, None, None, 0
-            self._places.clear()
-            return stop
+            self._loop, self._step = loop + 1, 0
+            return self._signals[loop]
 
     def fail(self, text: str, patience: float, timeout: float = 3) -> tuple[int, str]:
         """Tells the others that this process ends with an error.
@@ -245,6 +246,7 @@ class Peers:
     def _hear(self, who: int, message: dict[str, Any]) -> None:
         """Acts on a message: of `who`, to process 0; or of process 0, to all."""
         down: list[dict[str, Any]] = []  # what process 0 has to say to all
+        loop = message.get("loop", 0)
         with self._changed:
             if "report" in message:
                 self._reports[message["topic"], who].append(message["report"])
@@ -252,17 +254,19 @@ class Peers:
                 if self.process_id:
                     self._answers[message["topic"]].append(message["answer"])
             elif "signal" in message:
-                if not self._signal:
-                    down.append({"signalled": [who, message["signal"]]})
+                if loop not in self._signals:
+                    self._signals[loop] = (who, message["signal"])
+                    down.append({"signalled": self._signals[loop], "loop": loop})
             elif "signalled" in message:
-                self._signal = tuple(message["signalled"])
-                down.append({"at": self._step})
+                self._signals[loop] = tuple(message["signalled"])
+                # A loop that has not begun here has no step that is too late.
+                down.append({"at": self._step if loop == self._loop else 0, "loop": loop})
             elif "at" in message:
-                self._places[who] = message["at"]
-                if len(self._places) == len(self.names):
-                    down.append({"last": 1 + max(self._places.values())})
+                self._places[loop][who] = message["at"]
+                if len(self._places[loop]) == len(self.names):
+                    down.append({"last": 1 + max(self._places[loop].values()), "loop": loop})
             elif "last" in message:
-                self._last = message["last"]
+                self._last[loop] = message["last"]
             elif "failed" in message and not self._failure and not self._closed:
                 first, text = self._failure = (message.get("who", who), message["failed"])
                 if not self.process_id:

@@ -26,6 +26,9 @@ START_SECONDS = 300
 LOOPBACK_SECONDS = 60
 """The same on one host, where all begin at once."""
 
+FOLDER_SECONDS = 10
+"""How long a network's file system may take to show a new file to another host."""
+
 HEARTBEAT_SECONDS = 60
 """After this time a process that is stopped or hangs in its driver counts as dead, says JAX."""
 
@@ -150,7 +153,7 @@ def _check_folder(peers: Peers, workdir: pathlib.Path) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         token.touch()
     file = from_first("token", token.name)
-    deadline = time.monotonic() + 10  # a network's file system may take its time
+    deadline = time.monotonic() + FOLDER_SECONDS
     while not (seen := (workdir / file).exists()) and time.monotonic() < deadline:
         os.listdir(workdir) if workdir.is_dir() else None  # asks the server again
         time.sleep(0.2)
@@ -243,7 +246,7 @@ def _tell(message: str) -> str:
     assert _peers
     me = _peers.process_id
     words = _announce(_peers, message, 0.5 if me else 0)
-    return words and (f"{_peers.names[me]}: {words}" if me else words)
+    return f"{_peers.names[me]}: {words}" if me else words
 
 
 def _announce(peers: Peers, text: str, patience: float) -> str:
@@ -254,10 +257,11 @@ def _announce(peers: Peers, text: str, patience: float) -> str:
     """
     me = peers.process_id
     who, said = peers.fail(text, patience)
+    if said != text:
+        return f"{peers.names[who]} failed, so this one ends: {said}"
     hosts = [name.partition(" on ")[2] for name in peers.names]
-    if who == me or (said == text and hosts.index(hosts[me]) == me):
-        return text
-    return "" if said == text else f"{peers.names[who]} failed, so this one ends: {said}"
+    first = hosts.index(hosts[me])
+    return text if me in (who, first) else f"the same as {peers.names[first]} says"
 
 
 def _end(peers: Peers, error: BaseException) -> NoReturn:
@@ -272,7 +276,7 @@ def _end(peers: Peers, error: BaseException) -> NoReturn:
         if words == text:
             print(f"error in {peers.names[peers.process_id]}:", file=sys.stderr)
             traceback.print_exception(error)
-        elif words:
+        else:
             print(f"error: {words}", file=sys.stderr)
     if status == 0:
         peers.close()

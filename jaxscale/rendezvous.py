@@ -1,5 +1,6 @@
 """How the processes of a run come together: all of them, each once, and of one mind."""
 
+import contextlib
 import resource
 import selectors
 import socket
@@ -8,6 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.peers import Decide, Line, Peers
+
+LATE_SECONDS = 5
+"""After a refusal those who have not come yet may still hear of it."""
 
 
 class _Refused(ValueError):  # noqa: N818 - said to all, it ends the meeting
@@ -34,7 +38,7 @@ def join(
 
     Raises:
       ValueError: the refusal; or a process that did not come, came twice, or came with another
-        idea of how many there are. The same text everywhere.
+        idea of how many there are. The same text in all, or a hint to it on the same host.
     """
     hello = {
         "process_id": process_id, "num_processes": num_processes,
@@ -79,9 +83,9 @@ def _receive(
             if answer.get("refusal"):
                 raise _Refused(answer["refusal"])
         except _Refused as refusal:
-            for line in guests:
-                line.send({"refusal": str(refusal)})
-                line.connection.close()
+            _send_home(hello, guests, str(refusal))
+            if time.monotonic() < deadline:  # they would wait in vain for long
+                _turn_away(listener, hello["num_processes"] - 1 - len(guests), str(refusal))
             raise
     welcome = {"names": [name(i, each["host"]) for i, each in enumerate(hellos)], "answer": answer}
     for line in come.values():
@@ -89,6 +93,30 @@ def _receive(
     for line in guests.keys() - come.values():
         line.connection.close()
     return come, welcome
+
+
+def _send_home(hello: dict[str, Any], guests: Mapping[Line, dict[str, Any]], text: str) -> None:
+    """Tells those who have come why it does not begin; at length once on each host."""
+    says = {hello["host"]: 0}  # host -> who says it there
+    for line, guest in guests.items():
+        host, who = guest.get("host", ""), guest.get("process_id", -1)
+        first = says.setdefault(host, who)
+        line.send({"refusal": text if who == first else f"not begun, as {name(first, host)} says"})
+        line.connection.close()
+
+
+def _turn_away(listener: socket.socket, count: int, text: str) -> None:
+    """Tells those who come late, as many as are missing, for some seconds."""
+    deadline = time.monotonic() + LATE_SECONDS
+    while count > 0 and (left := deadline - time.monotonic()) > 0:
+        listener.settimeout(left)
+        with contextlib.suppress(OSError, ValueError):  # none came, or no process of ours
+            line = Line(listener.accept()[0])
+            line.connection.settimeout(1)
+            line.receive()  # what is not read when a connection closes may destroy what was sent
+            line.send({"refusal": text})
+            line.connection.close()
+            count -= 1
 
 
 def name(process_id: int, host: str) -> str:

@@ -28,7 +28,7 @@ def test_alike_is_alike():
     [
         ("settings", [{}, {"config.optimizer.learning_rate": 0.2}, {}],
          "the processes differ in settings: process 1 on host1 has config.optimizer.learning_rate "
-         "= 0.2, and process 0 on host0 has 0.1; start all with the same flags and the same config"),
+         "= 0.2, and process 0 on host0 has 0.1; start all with the same flags"),
         ("settings", [{"flags.--trackers": "wandb"}, {}, {}],
          "process 0 on host0 has flags.--trackers = wandb, and process 1 on host1 has none"),
         ("code", [{}, {}, {}, {"jaxscale/step.py": "0123"}],

@@ -1,5 +1,6 @@
 """One process alone is not slowed down; what processes refuse before JAX forms its cluster."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -25,6 +26,11 @@ def test_alone_costs_no_import_of_jax():
         "with processes.together(None, {}): assert not {'jax', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 def report(host: str, boot: str = "b", loopback: str | None = None, **settings) -> dict:
@@ -69,14 +75,56 @@ def test_a_tpu_pod_is_what_jax_says(monkeypatch):
 
 def test_a_process_that_does_not_come_to_a_loopback_address(monkeypatch, capsys):
     monkeypatch.setattr(processes, "LOOPBACK_SECONDS", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     place = Cluster(f"localhost:{port}", 2, 0)
     with pytest.raises(SystemExit), processes.together(place, {}):
         pytest.fail("it began without process 1")
     said = capsys.readouterr().err
     assert said.startswith(f"error: process 1 of 2 did not come to localhost:{port}")
     assert said.endswith("localhost means the host itself, so all must be on one\n")
+
+
+def start(process_id: int, port: int, *arguments: str, **environ: str) -> subprocess.Popen:
+    """One of two real processes that train, as a user would start it by hand."""
+    program = (
+        "import sys; from jaxscale import processes; processes.FOLDER_SECONDS = 0.5\n"
+        "from jaxscale.train import main; sys.exit(main(sys.argv[1:]))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program, "--config", "configs/tiny.py",
+         f"--coordinator=localhost:{port}", "--num_processes=2", f"--process_id={process_id}",
+         *arguments],
+        env=os.environ | environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "said"),
+    [
+        (["--config.optimizer.learning_rate=1.0"], {},
+         "has config.optimizer.learning_rate = 1.0, and process 0 on HOST has 0.001; start all"),
+        (["--trackers=none"], {}, "has flags.--trackers = (), and process 0"),
+        ([], {"JAX_NUM_CPU_DEVICES": "3"},
+         "has JAX_NUM_CPU_DEVICES = 3, and process 0 on HOST has 8; set the same variables"),
+        (["--workdir", "{other}"], {}, "{own} is not one folder for all: process 1 on HOST does"),
+    ],
+    ids=["config", "flags", "devices", "folder"],
+)  # fmt: skip
+def test_two_processes_that_differ_refuse_together(arguments, environ, said, tmp_path):
+    folders = {"own": str(tmp_path / "own"), "other": str(tmp_path / "other")}
+    port = free_port()
+    first = start(0, port, "--workdir", folders["own"])
+    changed = [each.format(**folders) for each in arguments]
+    second = start(1, port, "--workdir", folders["own"], *changed, **environ)
+    printed = [process.communicate(timeout=60)[1] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [2, 2]
+    host = socket.gethostname()
+    assert printed[0].startswith("error: ")
+    assert said.format(**folders).replace("HOST", host) in printed[0]
+    assert f"process 1 on {host}" in printed[0]
+    assert [each.count("\n") for each in printed] == [1, 1]
+    assert f"as process 0 on {host} says" in printed[1], "once on each host is enough"
+    assert not list(tmp_path.rglob(".processes*"))
 
 
 def test_the_flags_are_explained(capsys):

@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -48,6 +49,13 @@ def group(count):
         yield found
     finally:
         leave(found)
+
+
+def die(peers):
+    """Its connections end, as the kernel ends those of the dead, and it says no more."""
+    peers._closed = True
+    for line in peers._lines.values():
+        line.connection.shutdown(socket.SHUT_RDWR)
 
 
 def leave(members):
@@ -100,15 +108,16 @@ def test_what_process_0_tells_arrives_in_order():
             members[0].gather("never", None, list, timeout=0.01)
 
 
-def test_a_refusal_is_the_same_everywhere():
+def test_a_refusal_reaches_all():
     port = free_port()
 
     def decide(reports):
         return {"refusal": "process 1 is odd"}
 
     errors = together(*(lambda i=i: join(port, i, 3, decide=decide) for i in range(3)))
-    assert [str(error) for error in errors] == ["process 1 is odd"] * 3
     assert all(isinstance(error, ValueError) for error in errors)
+    hint = f"not begun, as process 0 on {socket.gethostname()} says"  # once on a host is enough
+    assert [str(error) for error in errors] == ["process 1 is odd", hint, hint]
 
 
 def test_those_who_do_not_come_are_named():
@@ -118,7 +127,8 @@ def test_those_who_do_not_come_are_named():
         f"processes 1, 3 and 4 of 5 did not come to 127.0.0.1:{port} in 1 s (process 0 on "
         f"{socket.gethostname()} and process 2 on {socket.gethostname()} did)"
     )
-    assert [str(error).partition(":  ")[0][: len(said)] for error in errors] == [said] * 2
+    assert str(errors[0]).startswith(said)
+    assert "not begun, as process 0 on" in str(errors[1])
 
 
 def test_without_process_0_its_address_is_in_doubt():
@@ -140,9 +150,8 @@ def test_processes_that_contradict_each_other_are_refused(second, said):
     port = free_port()
     errors = together(lambda: join(port, 0, 3), lambda: join(port, 1, 3),
                       lambda: join(port, *second))  # fmt: skip
-    for error in errors:
-        with pytest.raises(ValueError, match=said):
-            raise error
+    assert all(isinstance(error, ValueError) for error in errors)
+    assert re.search(said, str(errors[0]))
 
 
 def test_a_second_process_0_finds_the_port_taken():
@@ -181,7 +190,8 @@ def test_strangers_and_those_who_come_again_do_no_harm():
 def steps(peers: Peers, barrier: threading.Barrier, signals: dict[int, int], last: int):
     """A training whose steps all processes take together; the step it stopped after, and why."""
     for step in range(1, last + 1):
-        barrier.wait(10)
+        barrier.wait(30)
+        time.sleep(0.002)
         if stop := peers.stops(step, signals.get(step, 0)):
             return step, stop
     return None
@@ -194,10 +204,10 @@ def test_a_signal_to_one_stops_all_after_the_same_step(signals):
         for _ in range(2):  # a session may train again
             barrier = threading.Barrier(4)
             found = together(
-                *(lambda p=p, b=barrier: steps(p, b, signals.get(p.process_id, {}), 30)
+                *(lambda p=p, b=barrier: steps(p, b, signals.get(p.process_id, {}), 300)
                   for p in members)
             )  # fmt: skip
-            assert len(set(found)) == 1
+            assert len(set(found)) == 1, found
             step, (who, number) = found[0]
             assert step >= 3
             assert who in signals
@@ -217,8 +227,7 @@ def test_without_a_signal_nothing_is_sent():
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_process_that_dies_is_named_by_all_others(victim):
     with group(3) as members:
-        for line in members[victim]._lines.values():
-            line.connection.shutdown(socket.SHUT_RDWR)  # as the kernel does for the dead
+        die(members[victim])
         others = [peers for peers in members if peers.process_id != victim]
         until(lambda: all(deaths[peers] for peers in others))
         for peers in others:
@@ -238,7 +247,7 @@ def test_an_error_ends_the_others_with_its_words():
 
 def test_an_error_that_follows_from_a_death_knows_it():
     with group(3) as members:
-        members[2]._lines[0].connection.shutdown(socket.SHUT_RDWR)
+        die(members[2])
         found = together(*(lambda p=p: p.fail("collective", patience=5) for p in members[:2]))
         assert [who for who, _ in found] == [2, 2]
         assert not deaths[members[0]] + deaths[members[1]], "who has an error speaks for itself"

@@ -78,9 +78,10 @@ def gpus(process_id: int, count: int) -> dict[str, str]:
 def show(process_id: int, process: subprocess.Popen) -> None:
     """Prints what a process prints, behind its number."""
     assert process.stdout
-    for line in process.stdout:
-        if not line.startswith("[Gloo] Rank"):  # JAX's CPU collectives say so for each group
-            print(f"[{process_id}] {line}", end="", flush=True)
+    with process.stdout as lines:
+        for line in lines:
+            if not line.startswith("[Gloo] Rank"):  # JAX's CPU collectives say so for each group
+                print(f"[{process_id}] {line}", end="", flush=True)
 
 
 def end(processes: Sequence[subprocess.Popen], number: int) -> None:

@@ -1,0 +1,72 @@
+"""One of several real processes of a test: runs commands in turn, as if each were started anew.
+
+To start a process costs more than most commands, so that all of a test's share one start. A command
+is the name of a module and its arguments, or "fit", a workdir and settings. The last line that a
+command prints is its name and status.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib
+import json
+import os
+import pathlib
+import sys
+from unittest import mock
+
+from jaxscale import cluster, config, flags, processes
+
+
+def train(argv: list[str]) -> int:
+    """The command without compiling its sample, which `generate` makes too."""
+    with mock.patch("jaxscale.sampling.sample", return_value=[""]):
+        return importlib.import_module("jaxscale.train").main(argv)
+
+
+def fit(argv: list[str]) -> int:
+    """Trains only; the status as that of `train`."""
+    from jaxscale import trainer  # noqa: PLC0415
+
+    # One program for all runs of a process: their shapes and layouts are the same.
+    trainer.compile_step = functools.partial(_compiled_once, trainer.compile_step)
+    workdir, *overrides = argv
+    ready = trainer.open_trainer(config.load("configs/tiny.py", overrides), pathlib.Path(workdir))
+    assert ready
+    try:
+        trainer.fit(ready, trackers=())
+    except trainer.Stopped as stopped:
+        print(stopped, flush=True)
+        return 128 + stopped.number
+    return 0
+
+
+_compiled = []
+
+
+def _compiled_once(compile_step, engine, config):
+    if not _compiled:
+        _compiled.append(compile_step(engine, config))
+    return _compiled[0]
+
+
+def main(argv: list[str]) -> None:
+    """Runs the commands of a JSON file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("commands", type=pathlib.Path)
+    cluster.add_flags(parser)
+    options = parser.parse_args(argv)
+    flags.log_to_stdout()
+    print(f"pid {os.getpid()}", flush=True)
+    with processes.together(cluster.find(options), {}, options.commands.parent):
+        # What a command sets up anew is there.
+        processes.together = lambda *arguments: contextlib.nullcontext()
+        flags.log_to_stdout = lambda: None
+        for name, *arguments in json.loads(options.commands.read_text()):
+            run = {"fit": fit, "train": train}.get(name)
+            run = run or importlib.import_module(f"jaxscale.{name}").main
+            print(f"{name}: {run(arguments)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,244 @@
+"""Several processes are one run: the same losses, examples and checkpoints; they end together."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.invariants import several
+
+STEPS = 4
+
+TINY = (
+    "data.seq_len=16", "model.d_model=32", "model.d_ff=64", "model.num_kv_heads=4",
+    "model.compute_dtype=float64", "model.param_dtype=float64", "optimizer.moment_dtype=float64",
+    "optimizer.accumulation_dtype=float64", "layout.fsdp=2", "layout.tensor=2",
+    f"run.steps={STEPS}", "run.checkpoint_every=2",
+)  # fmt: skip
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1",
+    # Their programs run for milliseconds: quick to compile is best.
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+}  # fmt: skip
+
+
+class Group:
+    """Real processes that do `commands` in turn, and what they print, as it comes."""
+
+    def __init__(self, file: pathlib.Path, count: int, devices: int, commands: list):
+        file.write_text(json.dumps([list(map(str, command)) for command in commands]))
+        self.process = subprocess.Popen(
+            [sys.executable, "tools/launch/local.py", str(count), "--", sys.executable,
+             "-W", "error", "-m", "tests.invariants.several", str(file)],
+            env=os.environ | ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(devices)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self._reading = threading.Thread(target=self._read)
+        self._reading.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        with self.process.stdout as lines:
+            self.lines += lines
+
+    @property
+    def printed(self) -> str:
+        return "".join(self.lines)
+
+    def await_line(self, *texts: str, timeout: float = 300) -> None:
+        """Until lines that begin so have come, in this order."""
+        place, deadline = 0, time.monotonic() + timeout
+        while texts:
+            seen = len(self.lines)
+            found = [i for i in range(place, seen) if self.lines[i].startswith(texts[0])]
+            if found:
+                place, texts = found[0] + 1, texts[1:]
+            else:
+                assert self._reading.is_alive(), f"no {texts[0]!r} in:\n{self.printed}"
+                assert time.monotonic() < deadline, self.printed
+                time.sleep(0.05)
+
+    def kill(self, process_id: int, number: int) -> None:
+        """Signals one of the processes."""
+        found = re.search(rf"^\[{process_id}\] pid (\d+)$", self.printed, re.MULTILINE)
+        assert found
+        os.kill(int(found[1]), number)
+
+    def wait(self, timeout: float = 300) -> int:
+        """The status, once all have ended."""
+        code = self.process.wait(timeout)
+        self._reading.join()
+        return code
+
+
+@contextlib.contextmanager
+def group(*arguments):
+    running = Group(*arguments)
+    try:
+        yield running
+    finally:
+        for _ in range(2):  # the second time it kills
+            running.process.terminate()
+            time.sleep(0.2)
+        running.wait()
+
+
+def fit(workdir: pathlib.Path, *overrides: str) -> tuple:
+    """A command that trains without a sample at the end."""
+    return ("fit", workdir, *TINY, *overrides)
+
+
+def records(workdir: pathlib.Path) -> list[dict]:
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]
+
+
+def continued(workdir: pathlib.Path, name: str, step: int = 2) -> pathlib.Path:
+    """A copy of a run as it was after a step."""
+    copy = shutil.copytree(workdir, workdir.with_name(name))
+    for checkpoint in (copy / "checkpoints").iterdir():
+        if int(checkpoint.name) > step:
+            shutil.rmtree(checkpoint)
+    return copy
+
+
+def assert_same_run(found: pathlib.Path, expected: pathlib.Path) -> None:
+    """Equal examples; losses to the rounding of sums that are taken in another order."""
+    found_records, expected_records = records(found), records(expected)
+    for key in ("step", "tokens", "examples"):
+        assert [r[key] for r in found_records] == [r[key] for r in expected_records]
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose(
+            [r[key] for r in found_records], [r[key] for r in expected_records], rtol=1e-12
+        )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def one(folder) -> pathlib.Path:
+    """One process with eight devices."""
+    command = fit(folder / "one", f"run.eval_every={STEPS}")
+    assert several.fit([str(part) for part in command[1:]]) == 0
+    return folder / "one"
+
+
+@pytest.fixture(scope="module")
+def two(folder, one):
+    """Two processes with four devices each: every command in turn, then a stop and a death.
+
+    Yields the folder, what they printed, the status, and the seconds from the death to the end.
+    """
+    workdir = folder / "two"
+    settings = [f"--config.{setting}" for setting in (*TINY, f"run.eval_every={STEPS}")]
+    endless = fit(workdir, "run.steps=1000000", "run.checkpoint_every=0")
+    commands = [
+        ("train", "--config", "configs/tiny.py", "--workdir", workdir, *settings, "--trackers",
+         "none", "--json", folder / "train.json"),
+        fit(continued(one, "one_then_two")),
+        ("evaluate", "--workdir", workdir, "--json", folder / "evaluate.json", "--max_batches", 8),
+        ("generate", "--workdir", workdir, "--prompt", "", "--json", folder / "generate.json"),
+        ("doctor", "--json", folder / "doctor.json"),
+        endless,
+        endless,
+    ]  # fmt: skip
+    with group(folder / "two.commands", 2, 4, commands) as running:
+        running.await_line("[0] train: 0")
+        shutil.copytree(workdir, folder / "two_done")  # before it is trained on
+        running.await_line("[0] doctor: 0", "[0] first step done")
+        running.kill(1, signal.SIGTERM)
+        running.await_line("[0] fit: 143", "[0] first step done")
+        running.kill(1, signal.SIGKILL)
+        killed = time.monotonic()
+        code = running.wait(60)
+        yield workdir, running.printed, code, time.monotonic() - killed
+
+
+@pytest.mark.parametrize("command", ["train", "fit", "evaluate", "generate", "doctor"])
+def test_every_command_succeeds_in_all_processes(two, command):
+    _, printed, _, _ = two
+    for process_id in (0, 1):
+        assert f"[{process_id}] {command}: 0\n" in printed
+
+
+def test_two_processes_train_as_one(one, two):
+    assert_same_run(two[0].with_name("two_done"), one)
+
+
+def test_only_process_0_speaks(folder, two):
+    _, printed, _, _ = two
+    theirs = [line for line in printed.splitlines() if line.startswith("[1] ")]
+    allowed = r"\[1\] (pid \d+|\w+: \d+|\[process 1\] SIGTERM: finishing.*|SIGTERM to process 1.*)"
+    assert [line for line in theirs if not re.fullmatch(allowed, line)] == []
+    summary = json.loads((folder / "train.json").read_text())
+    assert summary == json.loads((folder / "two_done" / "summary.json").read_text())
+
+
+def test_evaluate_and_generate_find_what_the_training_said(folder, one, two):
+    evaluation = json.loads((folder / "evaluate.json").read_text())
+    summary = json.loads((one / "summary.json").read_text())
+    assert evaluation["step"] == STEPS
+    assert evaluation["eval_tokens"] == summary["eval_tokens"]
+    assert evaluation["eval_loss"] == pytest.approx(summary["eval_loss"], rel=1e-12)
+    (sample,) = json.loads((folder / "generate.json").read_text())["samples"]
+    assert sample["continuation"]
+    assert two[1].count("--- 1 of 1\n") == 1
+
+
+def test_the_doctor_shows_every_process(folder, two):
+    findings = json.loads((folder / "doctor.json").read_text())
+    assert [one["devices"][0]["count"] for one in findings["processes"]] == [4, 4]
+    assert findings["self_test"]["passed"]
+    assert f"[0] process 1 on {socket.gethostname()}\n" in two[1]
+
+
+def test_two_processes_continue_what_one_began(one, two):
+    assert_same_run(one.with_name("one_then_two"), one)
+
+
+def test_one_process_continues_what_two_began(one, two):
+    half = continued(two[0].with_name("two_done"), "two_then_one")
+    assert several.fit([str(part) for part in fit(half)[1:]]) == 0
+    assert_same_run(half, one)
+
+
+def test_four_processes_continue_what_two_began(folder, one, two):
+    half = continued(two[0].with_name("two_done"), "two_then_four")
+    with group(folder / "four.commands", 4, 2, [fit(half)]) as running:
+        assert running.wait() == 0, running.printed
+    assert_same_run(half, one)
+
+
+def test_sigterm_to_one_process_stops_all_after_the_same_step_and_saves(two):
+    workdir, printed, _, _ = two
+    stopped = re.findall(r"\[(\d)\] SIGTERM to process 1 on \S+: stopped after step (\d+)", printed)
+    assert sorted(process for process, _ in stopped) == ["0", "1"]
+    (step,) = {int(step) for _, step in stopped}
+    assert step > STEPS
+    assert f"checkpoint {step} saved in" in printed
+    assert f"continuing at step {step} of 1000000" in printed
+    assert (workdir / "checkpoints" / str(step)).is_dir()
+
+
+def test_a_killed_process_ends_the_others_who_name_it(two):
+    _, printed, code, seconds = two
+    assert code == 128 + signal.SIGKILL
+    assert f"[0] error: process 1 on {socket.gethostname()} failed, so this one ends" in printed
+    assert "Traceback" not in printed
+    assert seconds < 30

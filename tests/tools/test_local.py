@@ -1,0 +1,105 @@
+"""The starter of processes on this machine: numbers, flags, and how a group ends."""
+
+import importlib.util
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+SCRIPT = pathlib.Path("tools/launch/local.py")
+spec = importlib.util.spec_from_file_location("local", SCRIPT)
+assert spec
+assert spec.loader
+local = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(local)
+
+
+def start(count, program):
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, str(count), "--", sys.executable, "-c", program],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def test_each_process_gets_its_place_and_its_lines_a_number():
+    process = start(3, "import sys; print(*sys.argv[1:]); print('[Gloo] Rank 0 is connected')")
+    printed = sorted(process.communicate(timeout=60)[0].splitlines())
+    assert process.returncode == 0
+    port = printed[0].partition("127.0.0.1:")[2].partition(" ")[0]
+    assert printed == [
+        f"[{i}] --coordinator=127.0.0.1:{port} --num_processes=3 --process_id={i}" for i in range(3)
+    ]
+
+
+ONE_FAILS = """
+import sys, time
+if sys.argv[-1].endswith('1'):
+    sys.exit(7)
+time.sleep(60)
+"""
+
+
+def test_when_one_fails_the_others_end(monkeypatch, capfd):
+    monkeypatch.setattr(local, "GRACE_SECONDS", 0.3)
+    begin = time.monotonic()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert local.main(["2", "--", sys.executable, "-c", ONE_FAILS]) == 7
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert time.monotonic() - begin < 30
+
+
+NOTES_SIGTERM = """
+import signal, sys, time
+number = int(sys.argv[-1][-1])
+signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(143)))
+print('ready', flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_all(number):
+    process = start(2, NOTES_SIGTERM)
+    assert process.stdout
+    lines = [process.stdout.readline() for _ in range(2)]
+    assert sorted(lines) == ["[0] ready\n", "[1] ready\n"]
+    process.send_signal(number)
+    printed = process.communicate(timeout=60)[0]
+    assert sorted(printed.splitlines()) == ["[0] saved", "[1] saved"]
+    assert process.returncode == 143
+
+
+@pytest.mark.parametrize(
+    ("visible", "shares"),
+    [("0,1,2,3", ["0,1", "2,3"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"]), ("", [None, None])],
+)
+def test_gpus_are_dealt_out(visible, shares, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [local.gpus(i, 2).get("CUDA_VISIBLE_DEVICES") for i in range(2)] == shares
+
+
+def test_gpus_that_do_not_divide_are_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    with pytest.raises(SystemExit, match="3 GPUs do not divide over 2 processes"):
+        local.gpus(0, 2)
+
+
+@pytest.mark.parametrize("argv", [["2"], ["0", "--", "true"], ["--", "true"]])
+def test_a_line_without_a_command_is_refused(argv, capsys):
+    with pytest.raises(SystemExit) as refused:
+        local.main(argv)
+    assert refused.value.code == 2
+    assert "error" in capsys.readouterr().err
+
+
+def test_the_environment_is_kept(monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    process = start(1, "import os; print(os.environ['JAX_NUM_CPU_DEVICES'])")
+    assert process.communicate(timeout=60)[0] == f"[0] {os.environ['JAX_NUM_CPU_DEVICES']}\n"
