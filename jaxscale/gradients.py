@@ -11,6 +11,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxscale.batch import Batch
 from jaxscale.layout import MANUAL_AXES, Layout
 from jaxscale.models.decoder import Decoder
+from jaxscale.pipeline.execute import Columns, Counts, evaluate, execute
+from jaxscale.pipeline.stages import Stages
+from jaxscale.remat import rematerialised
 from jaxscale.sharding import Rules, is_axes, manual_part, resolve
 from jaxscale.walk import each, make_walk
 from jaxscale.zero import Zero
@@ -18,23 +21,27 @@ from jaxscale.zero import Zero
 Tree = Any
 
 BATCH_SPEC = PartitionSpec(("data", "fsdp"))
+TABLE_SPECS = PartitionSpec(None, "pipeline"), PartitionSpec("pipeline")  # columns, layer counts
 
 
 def make_gradients(
-    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, *, unroll_layers: bool = False
-) -> Callable[[Tree, Batch], tuple[tuple[jax.Array, jax.Array], Tree]]:
+    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: Stages | None = None,
+    *, unroll_layers: bool = False,
+) -> Callable[[Tree, Batch], tuple[tuple[jax.Array, jax.Array], Tree]]:  # fmt: skip
     """`(params, batch) -> ((loss_sum, nll_sum), gradient sums)` for a resolved layout.
 
     Sums over every weighted token of the global batch, not yet divided by their number. Gradients
     leave in the accumulation type, sharded over fsdp from ZeRO stage 1 on.
     """
+    if stages is not None:
+        return _pipelined(model, layout, zero, mesh, stages)
     walk = make_walk(model, layout, zero, unroll_layers=unroll_layers)
     group = 1 if layout.accumulation == "sequential" else layout.microbatches
 
     def local(params: Tree, batch: Batch) -> tuple[tuple[jax.Array, jax.Array], Tree]:
         groups = split_batch(batch, layout.microbatches // group, group)
-        sums = (jnp.zeros((), _loss_dtype(zero)),) * 2
-        carry = (sums, zero.zeros(params))
+        sums = (jnp.zeros((), zero.loss_dtype),) * 2
+        carry = (sums, zero.zeros(params, zero.axes))
         carry, _ = each(lambda carry, batch: (walk(params, batch, *carry), None), carry, groups)
         return zero.total(carry[0]), zero.finish(carry[1])
 
@@ -46,10 +53,36 @@ def make_gradients(
     )  # fmt: skip
 
 
+def _pipelined(
+    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: Stages
+) -> Callable[[Tree, Batch], tuple[tuple[jax.Array, jax.Array], Tree]]:
+    """`make_gradients` by the table of a pipeline."""
+    # With "full", the residuals of a chunk are made again by operations of their own.
+    block = model.block if layout.remat == "full" else rematerialised(model, layout.remat)
+    row_major = mesh.devices.flat[0].platform == "tpu"
+
+    def local(params: Tree, batch: Batch, columns: Columns, counts: Counts):
+        sums, grads = execute(
+            model, block, zero, stages, params, split_batch(batch, layout.microbatches), columns,
+            counts, row_major=row_major,
+        )  # fmt: skip
+        return zero.total(sums), zero.finish(grads)
+
+    run = jax.shard_map(
+        local, mesh=mesh,
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_SPEC, *TABLE_SPECS),
+        out_specs=(PartitionSpec(), _manual_specs(zero, zero.update_rules)),
+        axis_names=set(MANUAL_AXES), check_vma=False,
+    )  # fmt: skip
+    return lambda params, batch: run(params, batch, stages.program.columns, stages.counts)
+
+
 def make_loss(
-    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh
+    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: Stages | None = None
 ) -> Callable[[Tree, Batch], jax.Array]:
     """`(params, batch) -> nll_sum`: the forward pass alone, for evaluation."""
+    if stages is not None:
+        return _pipelined_loss(model, layout, zero, mesh, stages)
 
     def local(params: Tree, batch: Batch) -> jax.Array:
         def one(nll_sum, batch):
@@ -62,7 +95,7 @@ def make_loss(
             return nll_sum + model.loss(head, x, batch)[1], None
 
         groups = split_batch(batch, layout.microbatches)
-        return zero.total(each(one, jnp.zeros((), _loss_dtype(zero)), groups)[0])
+        return zero.total(each(one, jnp.zeros((), zero.loss_dtype), groups)[0])
 
     return jax.shard_map(
         local, mesh=mesh,
@@ -71,14 +104,29 @@ def make_loss(
     )  # fmt: skip
 
 
+def _pipelined_loss(
+    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: Stages
+) -> Callable[[Tree, Batch], jax.Array]:
+    """`make_loss` by the forward part of a pipeline's table."""
+
+    def local(params: Tree, batch: Batch, columns: Columns, counts: Counts) -> jax.Array:
+        groups = split_batch(batch, layout.microbatches)
+        return zero.total(evaluate(model, zero, stages, params, groups, columns, counts)[1])
+
+    run = jax.shard_map(
+        local, mesh=mesh,
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_SPEC, *TABLE_SPECS),
+        out_specs=PartitionSpec(), axis_names=set(MANUAL_AXES), check_vma=False,
+    )  # fmt: skip
+    return lambda params, batch: run(
+        params, batch, stages.forward_program.columns, stages.counts
+    )  # fmt: skip
+
+
 def _manual_specs(zero: Zero, rules: Rules) -> Tree:
     return jax.tree.map(
         lambda axes: manual_part(resolve(axes, rules, zero.sizes)), zero.axes, is_leaf=is_axes
     )
-
-
-def _loss_dtype(zero: Zero) -> jnp.dtype:
-    return jnp.promote_types(zero.compute_dtype, jnp.float32)
 
 
 def split_batch(batch: Batch, *groups: int) -> Batch:

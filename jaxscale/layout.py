@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import re
 from dataclasses import dataclass
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
@@ -15,7 +16,10 @@ AUTOMATIC_AXES = ("expert", "context", "tensor")
 """Axes whose collectives the compiler writes, from the constraints that it is given."""
 
 ACCUMULATIONS = ("sequential", "layered")
-SCHEDULES = ("1f1b",)
+SCHEDULES = (
+    "gpipe", "1f1b", "interleaved", "breadth_first", "seq1f1b", "seq1f1b_interleaved", "chimera",
+    "bitpipe", "zb_h1", "zb_h2", "zb_v", "dualpipe", "dualpipe_v",
+)  # fmt: skip
 CONTEXT_METHODS = ("ring", "gather")
 BLOCK_TENSORS = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Results of a layer's products, by the names that a remat policy gives them; "attention" is what
@@ -47,7 +51,7 @@ class Layout:
     microbatches: int = 1  # a step; their gradients are summed
     accumulation: str = "sequential"
     schedule: str = "1f1b"  # read only when pipeline > 1
-    virtual_stages: int = 1
+    virtual_stages: int = 0  # chunks of a pipeline rank; 0 takes as few as the schedule can have
     sequence_chunks: int = 1
     context_method: str = "ring"  # read only when context > 1
     remat: str = "none"  # what a layer keeps for its backward pass
@@ -72,16 +76,47 @@ class Layout:
         if self.microbatches < 1:
             raise ValueError(f"layout.microbatches = {self.microbatches}; at least 1")
         _check_known("accumulation", self.accumulation, ACCUMULATIONS)
-        _check_known("schedule", self.schedule, SCHEDULES)
+        parse_schedule(self.schedule)
         _check_known("context_method", self.context_method, CONTEXT_METHODS)
         _check_known("offload", self.offload, OFFLOADS)
         remat_names(self.remat)
-        for name in ("pipeline", "expert", "virtual_stages", "sequence_chunks"):
+        if self.virtual_stages < 0:
+            raise ValueError(
+                f"layout.virtual_stages = {self.virtual_stages}; at least 1, or 0 for as few as "
+                "the schedule can have"
+            )
+        if self.pipeline > 1:
+            self._check_pipeline()
+        for name in ("expert", "sequence_chunks"):
             if getattr(self, name) != 1:
                 raise ValueError(
                     f"layout.{name} = {getattr(self, name)} is not available in this version; "
                     f"set layout.{name} = 1"
                 )
+
+    def _check_pipeline(self) -> None:
+        """What a pipeline does not go together with."""
+        if self.accumulation == "layered":
+            raise ValueError(
+                f"layout.accumulation = 'layered' with layout.pipeline = {self.pipeline}: the "
+                "schedule says in which order layers and micro-batches come; set "
+                "layout.accumulation = 'sequential' and layout.schedule = 'breadth_first', which "
+                "is the same idea over ranks"
+            )
+        if self.context > 1 and self.context_method == "ring":
+            # A permutation is one meeting of all devices on some back ends, and the ranks of a
+            # pipeline are not at the same operation.
+            raise ValueError(
+                f"layout.context_method = 'ring' with layout.pipeline = {self.pipeline} is not "
+                "available in this version; set layout.context_method = 'gather'"
+            )
+        if self.offloads("activations") or self.remat.startswith("offload:"):
+            raise ValueError(
+                f"layout.offload = {self.offload!r}, layout.remat = {self.remat!r} with "
+                f"layout.pipeline = {self.pipeline}: a pipeline keeps activations on the device; "
+                "set layout.offload = 'none' or 'optimizer', and layout.remat = 'full' or another "
+                "policy without 'offload:'"
+            )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -123,6 +158,31 @@ def remat_names(remat: str) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise ValueError(f"layout.remat = {remat!r} names a tensor twice")
     return names
+
+
+def parse_schedule(schedule: str) -> tuple[str, bool, tuple[int, ...]]:
+    """What "1f1b:fused:3,2,2" says: the schedule's name or file, whether its backward pass is one
+    operation, and the layers of each virtual stage, () where they are to be dealt.
+
+    Raises:
+      ValueError: no such schedule, or no such choice.
+    """
+    name, *choices = schedule.split(":")
+    if not name.endswith(".csv"):
+        _check_known("schedule", name, SCHEDULES)
+    fused, layers = False, ()
+    for choice in choices:
+        if choice == "fused":
+            fused = True
+        elif re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", choice, re.ASCII):
+            layers = tuple(map(int, choice.split(",")))
+        else:
+            raise ValueError(
+                f"layout.schedule = {schedule!r}: {choice!r} is no choice; after the name there "
+                "can be :fused, for a backward pass in one operation, and the layers of each "
+                "stage, at least one, such as :3,2,2,1"
+            )
+    return name, fused, layers
 
 
 def _check_known(name: str, got: str, allowed: tuple[str, ...], equals: str = " = ") -> None:

@@ -69,8 +69,18 @@ def open_engine(config: Config) -> tuple[Config, Engine]:
 
 def for_sampling(config: Config) -> Config:
     """The config for a command that only samples: it has no batches and its own attention, so
-    what the run says of them need not fit the devices at hand."""
+    what the run says of them need not fit the devices at hand.
+
+    Raises:
+      ValueError: the layout has a pipeline.
+    """
     layout = resolve_sizes(config.layout, jax.device_count())
+    if layout.pipeline > 1:
+        raise ValueError(
+            f"layout.pipeline = {layout.pipeline}: samples are drawn without a pipeline, and the "
+            "checkpoint fits any layout; add --config.layout.pipeline=1 --config.layout.data=-1, "
+            "or give the ranks to layout.tensor or layout.fsdp"
+        )
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, attention="auto"),
@@ -143,8 +153,9 @@ def restore_params(engine: Engine, workdir: pathlib.Path) -> tuple[int, Any, dic
                 f"--workdir {workdir} holds no checkpoint yet; the command that trains it writes "
                 "one every run.checkpoint_every steps, and at the end"
             )
-        wanted = {"params": engine.abstract_state.params}
-        params = checkpoints.restore(step, wanted, part=True)["params"]
+        placement = engine.placement.part("params")
+        params = checkpoints.restore(step, {"params": placement.canonical}, part=True)["params"]
+        params = placement.from_canonical(params)
         return step, params, checkpoints.metadata(step)
     finally:
         checkpoints.close()

@@ -16,6 +16,8 @@ Rules = Mapping[str, tuple[str, ...]]
 WEIGHTS: Rules = {
     "layers": ("pipeline",),
     "embed": ("fsdp",),
+    # Of what is not in a layer, which every rank of the pipeline would else have whole.
+    "outer_embed": ("pipeline", "fsdp"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
@@ -45,7 +47,7 @@ SETTINGS = {
 }
 """What sets the size of a dimension, where a setting does."""
 
-REPLICATED_WEIGHTS: Rules = {**WEIGHTS, "embed": ()}
+REPLICATED_WEIGHTS: Rules = {**WEIGHTS, "embed": (), "outer_embed": ("pipeline",)}
 """For the ZeRO stages that leave a tree whole on every rank of the fsdp axis."""
 
 
@@ -99,6 +101,20 @@ def nearest_divisors(size: int, parts: int) -> str:
 def is_axes(node: object) -> bool:
     """Whether a tree node is a tuple of logical names: the leaf of an axes tree."""
     return type(node) is tuple and all(isinstance(item, str) for item in node)
+
+
+def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
+    """A tree of axes in which what is outside the layers is spread over the pipeline too, where
+    its "embed" dimension divides."""
+    if sizes["pipeline"] == 1 or d_model % (sizes["pipeline"] * sizes["fsdp"]):
+        return axes_tree
+
+    def one(axes: Axes) -> Axes:
+        if "layers" in axes:
+            return axes
+        return tuple("outer_embed" if name == "embed" else name for name in axes)
+
+    return jax.tree.map(one, axes_tree, is_leaf=is_axes)
 
 
 def resolve_tree(axes_tree: Any, rules: Rules, mesh: jax.sharding.Mesh, abstract: Any) -> Any:

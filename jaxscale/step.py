@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -17,8 +18,10 @@ from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim import make, state_axes
 from jaxscale.parallel import attention_name, check_sequence, make_kernels
+from jaxscale.pipeline.place import Placement
+from jaxscale.pipeline.stages import Stages, open_stages
 from jaxscale.remat import from_host
-from jaxscale.sharding import ACTIVATIONS, resolve, resolve_tree
+from jaxscale.sharding import ACTIVATIONS, resolve, resolve_tree, spread_outer
 from jaxscale.zero import Zero
 
 Tree = Any
@@ -52,6 +55,7 @@ class EvaluationSums(NamedTuple):
 class Engine:
     """The jitted functions of a run and where their arguments live."""
 
+    config: Config
     model: Decoder
     layout: Layout
     mesh: Mesh
@@ -59,8 +63,10 @@ class Engine:
     step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]  # donates the state
     evaluate: Callable[[Tree, Batch, jax.Array], EvaluationSums]
     abstract_state: TrainState  # shapes, types and shardings
+    placement: Placement  # of the state, which is saved in another form
     state_axes: TrainState  # logical axes of every array in it
     zero: Zero
+    stages: Stages | None  # of a pipeline
     batch_sharding: NamedSharding  # its sequences are dealt in `ops.context.balanced_order`
     attention: str  # the implementation in use
 
@@ -85,20 +91,23 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
     platform = mesh.devices.flat[0].platform
     model = Decoder(config.model, make_kernels(config, platform))
     optimizer = make(config.optimizer, steps=config.run.steps, axes=model.axes)
+    stages = _open_stages(config) if layout.pipeline > 1 else None
+    single_visit = layout.accumulation == "layered" or layout.microbatches == 1
     zero = Zero(
-        layout.zero_stage, layout.accumulation == "layered" or layout.microbatches == 1,
-        layout.sizes, model.axes, jnp.dtype(config.model.compute_dtype),
-        jnp.dtype(config.optimizer.accumulation_dtype),
+        layout.zero_stage, single_visit and stages is None, layout.sizes,
+        spread_outer(model.axes, layout.sizes, config.model.d_model),
+        jnp.dtype(config.model.compute_dtype), jnp.dtype(config.optimizer.accumulation_dtype),
     )  # fmt: skip
-    gradients = make_gradients(model, layout, zero, mesh, unroll_layers=unroll_layers)
-    nll = make_loss(model, layout, zero, mesh)
+    gradients = make_gradients(model, layout, zero, mesh, stages, unroll_layers=unroll_layers)
+    nll = make_loss(model, layout, zero, mesh, stages)
 
     def init(key: jax.Array) -> TrainState:
-        params = model.init(key)
+        params = model.init(key, stages.rows if stages else None)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     abstract = jax.eval_shape(init, jax.random.key(0))
     axes = TrainState((), model.axes, state_axes(optimizer, abstract.params, model.axes))
+    axes = spread_outer(axes, layout.sizes, config.model.d_model)
     shardings = TrainState(
         NamedSharding(mesh, PartitionSpec()),
         resolve_tree(axes.params, zero.param_rules, mesh, abstract.params),
@@ -129,10 +138,16 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         num_bytes = jnp.sum(token_bytes[batch.targets] * batch.weights)
         return EvaluationSums(nll(params, batch), jnp.sum(batch.weights), num_bytes)
 
+    abstract_state = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract, shardings,
+    )  # fmt: skip
+    rows = stages.rows if stages else np.arange(config.model.num_layers)
     replicated = NamedSharding(mesh, PartitionSpec())
     batch_spec = resolve(("batch", "seq"), ACTIVATIONS, layout.sizes)
     batch_sharding = NamedSharding(mesh, batch_spec)
     return Engine(
+        config=config,
         model=model,
         layout=layout,
         mesh=mesh,
@@ -147,15 +162,21 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         ),
         evaluate=jax.jit(evaluate, in_shardings=(shardings.params, batch_sharding, replicated),
                          out_shardings=replicated),
-        abstract_state=jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            abstract, shardings,
-        ),
+        abstract_state=abstract_state,
+        placement=Placement(rows, axes, abstract_state),
         state_axes=axes,
         zero=zero,
+        stages=stages,
         batch_sharding=batch_sharding,
         attention=attention_name(config, platform),
     )  # fmt: skip
+
+
+def _open_stages(config: Config) -> Stages:
+    model = config.model
+    head = 2 * model.d_model * model.vocab_size
+    layer = model.layer_forward_flops(config.data.seq_len)
+    return open_stages(config.layout, model.num_layers, head / layer)
 
 
 def check_divides(config: Config) -> None:

@@ -159,7 +159,8 @@ def _begin(
         return engine.init(jax.random.key(config.run.seed))
     metadata, resolved = checkpoints.metadata(begin), configs.to_dict(config)
     # A layout may change under a run, its examples may not.
-    state = checkpoints.restore(begin, engine.abstract_state, config=resolved)
+    state = checkpoints.restore(begin, engine.placement.canonical, config=resolved)
+    state = engine.placement.from_canonical(state)
     if metadata["data"]["fingerprint"] != train.fingerprint:
         raise ValueError(
             f"the examples are not those that checkpoint {begin} was trained on: the text, its "
@@ -206,7 +207,8 @@ def _loop(trainer: Trainer, recorder: "Recorder", profile: range) -> TrainState:
             if last or stop or _due(step, run.checkpoint_every):
                 # Only now is it known whether the step was sound; an unsound one is not saved.
                 recorder.flush()
-                trainer.checkpoints.save(step, state, _metadata(config, text.train, step))
+                saved = engine.placement.to_canonical(state)
+                trainer.checkpoints.save(step, saved, _metadata(config, text.train, step))
             if stop and not last:
                 who, number = stop
                 trainer.checkpoints.wait()

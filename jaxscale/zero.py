@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.layout import AUTOMATIC_AXES
+from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
 from jaxscale.sharding import (
     REPLICATED_WEIGHTS,
     WEIGHTS,
@@ -29,7 +29,8 @@ class Zero:
     """A stage on a mesh.
 
     A parameter is sharded along its "embed" dimension. One that has none stays whole on every
-    rank, and its gradient is summed over the axis; those are small vectors.
+    rank, and its gradient is summed over the axis; those are small vectors. With a pipeline, what
+    is outside the layers is spread over its ranks too, whatever the stage: "outer_embed".
 
     A step that visits each layer once (one micro-batch, or layered accumulation) reduces a layer's
     gradients at that visit, over every replica, so that they travel while the next layer computes;
@@ -60,6 +61,11 @@ class Zero:
         return jax.tree.map(lambda axes: axes[1:], self.axes["layers"], is_leaf=is_axes)
 
     @property
+    def loss_dtype(self) -> jnp.dtype:
+        """Of sums over tokens."""
+        return jnp.promote_types(self.compute_dtype, jnp.float32)
+
+    @property
     def gathers(self) -> bool:
         """Whether weights must be gathered before they are used."""
         return self.stage == 3 and self.sizes["fsdp"] > 1
@@ -80,9 +86,11 @@ class Zero:
 
         def one(axes, shard):
             weight = shard.astype(self.compute_dtype)
-            if not self.gathers or "embed" not in axes:
+            dim = _sharded_dim(axes)
+            over = (*("pipeline",) * ("outer_embed" in axes), *("fsdp",) * self.gathers)
+            if dim is None or not over:
                 return weight
-            return jax.lax.all_gather(weight, "fsdp", axis=axes.index("embed"), tiled=True)
+            return jax.lax.all_gather(weight, over, axis=dim, tiled=True)
 
         return self._collectively(one, axes, shards)
 
@@ -106,34 +114,40 @@ class Zero:
         def one(axes, grad):
             if self.stage == 1:
                 grad = self._reduce_scatter(grad, axes)
+            if "layers" not in axes:
+                grad = self._reduce_over_pipeline(grad, axes)
             return self._sum_replicas(grad, axes)
 
         return self._collectively(one, self.axes, grads)
 
-    def zeros(self, params: Tree) -> Tree:
+    def zeros(self, params: Tree, axes: Tree) -> Tree:
         """Accumulators of gradients: shards where visits leave shards, else whole."""
 
         def one(axes, param):
             shape = list(param.shape)
-            if self.scatters and self.stage < 3 and "embed" in axes:
-                shape[axes.index("embed")] //= self.sizes["fsdp"]
+            dim = _sharded_dim(axes)
+            if dim is not None:
+                shape[dim] //= self.sizes["fsdp"] if self.scatters and self.stage < 3 else 1
+                shape[dim] *= self.sizes["pipeline"] if "outer_embed" in axes else 1
             return self._accumulator(shape, axes)
 
-        return jax.tree.map(one, self.axes, params, is_leaf=is_axes)
+        return jax.tree.map(one, axes, params, is_leaf=is_axes)
 
     def running_sum(self, weights: Tree, axes: Tree, microbatches: jax.Array) -> Tree | None:
         """Where to sum the gradients of whole weights over micro-batches that walk together,
         [G, ...]; None for a single one, whose gradients need no summing before they are reduced.
         """
-        if microbatches.shape[0] == 1:
-            return None
+        return None if microbatches.shape[0] == 1 else self.accumulators(weights, axes)
+
+    def accumulators(self, weights: Tree, axes: Tree) -> Tree:
+        """Zeros for the gradients of whole weights."""
         return jax.tree.map(
             lambda axes, x: self._accumulator(x.shape, axes), axes, weights, is_leaf=is_axes
         )
 
     def total(self, values: Tree) -> Tree:
-        """Scalars, summed over every replica."""
-        return jax.tree.map(lambda value: self._sum(value, ("data", "fsdp")), values)
+        """Scalars, summed over every replica, and over the pipeline."""
+        return jax.tree.map(lambda value: self._sum(value, MANUAL_AXES), values)
 
     def _accumulator(self, shape: Sequence[int], axes: Axes) -> jax.Array:
         # Without the constraint the compiler would keep it whole on every rank of tensor.
@@ -141,7 +155,7 @@ class Zero:
 
     def _sum_replicas(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """What a reduce-scatter, where there was one, leaves to be summed."""
-        scattered = self.stage >= 1 and "embed" in axes
+        scattered = self.stage >= 1 and _sharded_dim(axes) is not None
         return self._sum(grad, ("data",) if scattered else ("data", "fsdp"))
 
     def _sum(self, x: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
@@ -149,10 +163,22 @@ class Zero:
         return jax.lax.psum(x, mesh_axes) if mesh_axes else x
 
     def _reduce_scatter(self, grad: jax.Array, axes: Axes) -> jax.Array:
-        if self.sizes["fsdp"] == 1 or "embed" not in axes:
+        dim, ranks = _sharded_dim(axes), self.sizes["fsdp"]
+        if ranks == 1 or dim is None:
             return grad
-        dim = axes.index("embed")
-        return jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=dim, tiled=True)
+        if "outer_embed" not in axes:
+            return jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=dim, tiled=True)
+        # Its part of each part that a rank of the pipeline will have.
+        before, after = grad.shape[:dim], grad.shape[dim + 1 :]
+        parts = grad.reshape(*before, self.sizes["pipeline"], -1, *after)
+        parts = jax.lax.psum_scatter(parts, "fsdp", scatter_dimension=dim + 1, tiled=True)
+        return parts.reshape(*before, -1, *after)
+
+    def _reduce_over_pipeline(self, grad: jax.Array, axes: Axes) -> jax.Array:
+        if "outer_embed" not in axes:
+            return self._sum(grad, ("pipeline",))
+        dim = axes.index("outer_embed")
+        return jax.lax.psum_scatter(grad, "pipeline", scatter_dimension=dim, tiled=True)
 
     def _collectively(self, one: Callable, axes: Tree, tree: Tree) -> Tree:
         """Maps `one(axes, array)` over a tree with every mesh axis manual.
@@ -173,3 +199,8 @@ class Zero:
             local, in_specs=(specs,), out_specs=specs, axis_names=set(AUTOMATIC_AXES),
             check_vma=False,
         )(tree)  # fmt: skip
+
+
+def _sharded_dim(axes: Axes) -> int | None:
+    """The dimension that is spread over fsdp, where the stage spreads it."""
+    return next((dim for dim, name in enumerate(axes) if name in ("embed", "outer_embed")), None)

@@ -83,6 +83,13 @@ OVERRIDES = [
     ("layout.microbatches=0", "layout.microbatches = 0; at least 1"),
     ("layout.accumulation=sequental", "did you mean 'sequential'?"),
     ("layout.schedule=1f2b", "layout.schedule = '1f2b' is not known"),
+    ("layout.schedule=1f1b:fuse", "'fuse' is no choice; after the name there can be :fused"),
+    ("layout.schedule=1f1b:3,0", "'3,0' is no choice"),
+    ("layout.virtual_stages=-1", "layout.virtual_stages = -1; at least 1, or 0"),
+    ("layout.pipeline=2 layout.accumulation=layered", "set layout.accumulation = 'sequential' and "
+     "layout.schedule = 'breadth_first'"),
+    ("layout.pipeline=2 layout.offload=activations", "a pipeline keeps activations on the device"),
+    ("layout.pipeline=2 layout.context=2", "set layout.context_method = 'gather'"),
     ("layout.context_method=rings", "did you mean 'ring'?"),
     ("layout.context_method=all", "layout.context_method = 'all' is not known; it can be ring, g"),
     ("layout.remat=ful", "layout.remat = 'ful' is not known; it can be none, full"),
@@ -110,9 +117,7 @@ OVERRIDES = [
 
 # What the design names and this version does not have; a row goes when its feature comes.
 NOT_YET = [
-    ("layout.pipeline=2", "layout.pipeline = 2 is not available in this version"),
     ("layout.expert=2", "layout.expert = 2 is not available in this version"),
-    ("layout.virtual_stages=2", "layout.virtual_stages = 2 is not available in this version"),
     ("layout.sequence_chunks=2", "layout.sequence_chunks = 2 is not available in this version"),
 ]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name as named  # as remat policies know a product's result
 
@@ -298,7 +299,7 @@ class Decoder:
     config: ModelConfig
     kernels: Kernels
 
-    def init(self, key: jax.Array, rows: Sequence[int] | None = None) -> Params:
+    def init(self, key: jax.Array, rows: np.ndarray | None = None) -> Params:
         """Fresh parameters; they depend on the key alone.
 
         Args:
@@ -310,10 +311,9 @@ class Decoder:
         if rows is None:
             layers = make(layer_keys)
         else:
-            index = jnp.array(rows)
             layers = jax.tree.map(
-                lambda x: jnp.where(index.reshape(-1, *(1,) * (x.ndim - 1)) >= 0, x, 0),
-                make(layer_keys[index]),
+                lambda x: jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)) >= 0, x, 0),
+                make(layer_keys[rows]),
             )
         return {
             "embed": _params(Embedding(self.config, embed_key)),

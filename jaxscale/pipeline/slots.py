@@ -127,6 +127,8 @@ def _changes(table: Table, among: np.ndarray, ahead: bool) -> np.ndarray:
     chunk = np.stack([ops.rank, ops.direction, ops.stage])[:, among]
     differs = (chunk[:, 1:] != chunk[:, :-1]).any(axis=0)
     changes = np.zeros(len(ops.kind), np.int64)
+    if not len(among):
+        return changes
     changes[among] = np.append(differs, True) if ahead else np.append(True, differs)
     return changes
 

@@ -1,0 +1,168 @@
+"""A run's pipeline: its table, and which layers live where. NumPy only."""
+
+import functools
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxscale.layout import Layout, parse_schedule
+from jaxscale.pipeline.orders import make_order
+from jaxscale.pipeline.records import F, Order, R
+from jaxscale.pipeline.simulate import Costs, simulate
+from jaxscale.pipeline.slots import Program, make_program
+from jaxscale.pipeline.table import Ops, Table, compile_order, replay
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """What every rank of the pipeline does and holds.
+
+    A rank's layers are stacked chunk by chunk, each chunk filled up to `capacity` layers: the
+    stack of the whole pipeline is that of rank 0, then that of rank 1, and so on.
+    """
+
+    table: Table
+    program: Program
+    layers: tuple[int, ...]  # of each virtual stage
+
+    @functools.cached_property
+    def forward_program(self) -> Program:
+        """The forward operations alone, for evaluation."""
+        ops, needs = self.table.ops, self.table.needs
+        kept = np.flatnonzero(ops.kind == F)
+        place = np.full(len(ops.kind) + 1, -1)  # the last one for a need of -1
+        place[kept] = np.arange(len(kept))
+        ops, needs, step = Ops(*(field[kept] for field in ops)), place[needs[kept]], place[kept]
+        ends = replay(ops.rank, step, needs, np.ones(len(kept)))
+        return make_program(Table(self.table.order, ops, needs, step, ends.astype(np.int64) - 1))
+
+    @property
+    def capacity(self) -> int:
+        """Layers that a chunk has room for."""
+        return max(self.layers)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """int32 [ranks, chunks], layers of each chunk."""
+        order = self.table.order
+        return np.array(self.layers, np.int32)[chunk_stages(order)]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int [ranks * chunks * capacity], the layer in each row of the stack; -1 for none."""
+        first = np.cumsum([0, *self.layers[:-1]])[chunk_stages(self.table.order)][..., None]
+        place = np.arange(self.capacity)
+        return np.where(place < self.counts[..., None], first + place, -1).reshape(-1)
+
+
+RUNNABLE = ("gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zb_h2", "zb_v")
+"""The schedules that the executor runs, and any order from a file that asks no more of it."""
+
+
+def open_stages(layout: Layout, num_layers: int, head_cost: float = 0.0) -> Stages:
+    """The pipeline of a resolved layout.
+
+    Args:
+      head_cost: FLOPs of the head over those of a layer.
+
+    Raises:
+      ValueError: the schedule cannot serve the layout, or the layers do not suffice; names what
+        to change.
+    """
+    name, fused, layers = parse_schedule(layout.schedule)
+    try:
+        order = make_order(
+            name, layout.pipeline, layout.microbatches, layout.virtual_stages or None,
+            layout.sequence_chunks, fused=fused, recompute=layout.remat == "full",
+        )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(f"layout.schedule = {name!r}: {_as_settings(str(error))}") from None
+    check_runnable(order)
+    table = compile_order(order)
+    if num_layers < order.stages:
+        raise ValueError(
+            f"model.num_layers = {num_layers} is less than the {order.stages} stages of "
+            f"layout.pipeline = {order.ranks} x {order.virtual_stages} chunks; each has at least "
+            f"one layer: set model.num_layers = {order.stages}, or layout.pipeline = "
+            f"{max(1, num_layers // order.virtual_stages)}"
+        )
+    if layers:
+        _check_layers(layers, order, num_layers)
+    return Stages(table, make_program(table), layers or deal(table, num_layers, head_cost))
+
+
+def check_runnable(order: Order) -> None:
+    """Refuses what the table can say and the executor cannot do yet.
+
+    Raises:
+      ValueError: by name, with what it can do.
+    """
+    ops = [op for row in order.rows for op in row]
+    missing = {
+        "sequence chunks": order.sequence_chunks > 1,
+        "two directions": any(op.direction for op in ops),
+        "overlapped pairs": any(op.paired for op in ops),
+    }
+    for what, asked in missing.items():
+        if asked:
+            raise ValueError(
+                f"layout.schedule = {order.name!r} has {what}, which this version draws but does "
+                f"not run; it runs {', '.join(RUNNABLE)}, and orders from a .csv file without them"
+            )
+
+
+def deal(table: Table, num_layers: int, head_cost: float) -> tuple[int, ...]:
+    """Layers of each virtual stage, such that a step is shortest and, of those, most even.
+
+    The head's work, forward and backward, is in the last stage's B; with it, that stage may be
+    better off with fewer layers than the others. The simulator decides.
+
+    Args:
+      head_cost: FLOPs of the head over those of a layer.
+    """
+    stages = table.order.stages
+    recompute = float((table.ops.kind == R).any())
+
+    def dealt(last: int) -> tuple[int, ...]:
+        each, more = divmod(num_layers - last, stages - 1)
+        # The first stage has the embedding, so it is the last to get one more.
+        extra = [int(n < more) for n in (*range(stages - 2), stages - 2)]
+        return (each + extra[-1], *(each + n for n in extra[:-1]), last)
+
+    def cost(layers: tuple[int, ...]) -> tuple[float, int]:
+        each = tuple(map(float, layers))
+        b = (*each[:-1], each[-1] + 3 * head_cost)
+        again = tuple(recompute * n for n in each)
+        run = simulate(table, Costs(f=each, b=b, w=each, r=again))
+        return run.lockstep_makespan, max(layers) - min(layers)
+
+    most = -(-num_layers // stages)
+    return min(map(dealt, range(most, 0, -1)), key=cost)
+
+
+def chunk_stages(order: Order) -> np.ndarray:
+    """int [ranks, chunks], the virtual stage that is each chunk of each rank."""
+    stages = np.zeros((order.ranks, order.virtual_stages), np.int64)
+    for stage in range(order.stages):
+        stages[order.rank_of(stage, 0), stage // order.ranks] = stage
+    return stages
+
+
+def _check_layers(layers: tuple[int, ...], order: Order, num_layers: int) -> None:
+    got = ",".join(map(str, layers))
+    if len(layers) != order.stages:
+        raise ValueError(
+            f"layout.schedule deals layers {got} to {len(layers)} stages, and there are "
+            f"{order.stages}: layout.pipeline = {order.ranks} x {order.virtual_stages} chunks"
+        )
+    if sum(layers) != num_layers:
+        raise ValueError(
+            f"layout.schedule deals {got}, {sum(layers)} layers together, and model.num_layers = "
+            f"{num_layers}"
+        )
+
+
+def _as_settings(text: str) -> str:
+    """An error about an order in the words of a layout."""
+    return re.sub(r"\bstages\b", "pipeline", text)
