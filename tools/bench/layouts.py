@@ -112,7 +112,7 @@ def report(cases: Sequence[Case], options: argparse.Namespace, command: str) -> 
     print(f"\n{command}\nmedian of {options.rounds} steps; speed-up: sequential over layered, "
           "median of the rounds' ratios\n")  # fmt: skip
     heads = ("zero", "accumulation", "s a step", "speed-up", "cpu s", "speed-up", "temp MB")
-    rows = [heads]
+    rows: list[tuple[str, ...]] = [heads]
     for case in cases:
         against = base[case.zero_stage]
         speedup, cpu_speedup = (
