@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 
-from jaxscale.sharding import Axes, Rules, is_axes, leaf_name, resolve
+from jaxscale.layout import REMATS
+from jaxscale.planner.memory import Memory, memory
+from jaxscale.sharding import REPLICATED_WEIGHTS, Axes, Rules, is_axes, leaf_name, resolve
 from jaxscale.step import Engine
 
 LARGE_BYTES = 1 << 20
@@ -15,9 +17,12 @@ LARGE_BYTES = 1 << 20
 
 
 def describe(engine: Engine) -> str:
-    """The layout, the bytes at rest for each ZeRO stage, and a line for every parameter."""
-    parts = [_summary(engine), _stages(engine), _parameters(engine)]
-    return "\n\n".join(parts + _warnings(engine))
+    """The layout, what it and its alternatives need on each device, and a line for every parameter.
+
+    Bytes are those of formulas (`planner.memory`), without compiling.
+    """
+    parts = [_summary(engine), _stages(engine), *_remats(engine), *_offloads(engine)]
+    return "\n\n".join([*parts, _parameters(engine), *_warnings(engine)])
 
 
 def _summary(engine: Engine) -> str:
@@ -32,6 +37,7 @@ def _summary(engine: Engine) -> str:
         ("types", f"parameters {config.param_dtype}, compute {config.compute_dtype}, "
                   f"gradients {engine.zero.accumulation_dtype}"),
         ("parameters", f"{config.num_params:,}"),
+        ("memory", _peak(engine)),
     ]  # fmt: skip
     return "layout\n" + table(rows)
 
@@ -44,14 +50,63 @@ def _stages(engine: Engine) -> str:
     for stage in range(4):
         zero = dataclasses.replace(engine.zero, stage=stage)
         params = tree_bytes(state.params, axes.params, zero.param_rules, zero.sizes)
-        # Gradients accumulate in shards from stage 2 on.
-        rules = zero.update_rules if stage >= 2 else dataclasses.replace(zero, stage=0).update_rules
+        rules = zero.update_rules if zero.scatters else REPLICATED_WEIGHTS
         grads = tree_bytes(state.params, axes.params, rules, zero.sizes, width)
         moments = tree_bytes(state.opt_state, axes.opt_state, zero.update_rules, zero.sizes)
         chosen = " *" if stage == engine.zero.stage else ""
         sizes = (params, grads, moments, params + grads + moments)
         rows.append((f"zero {stage}{chosen}", *(human_bytes(size) for size in sizes)))
     return "bytes at rest on each device\n" + table(rows)
+
+
+def _peak(engine: Engine) -> str:
+    if engine.layout.pipeline > 1:
+        return "of a pipeline: not among the formulas"
+    needs = _predict(engine)
+    return (
+        f"{human_bytes(needs.peak)} on each device: {human_bytes(needs.arguments)} between steps, "
+        f"{human_bytes(needs.temporaries)} in a step"
+    )
+
+
+def _remats(engine: Engine) -> list[str]:
+    """What each policy keeps, and what it costs."""
+    config, layout = engine.config, engine.layout
+    if layout.pipeline > 1:
+        return []
+    policies = [*REMATS, *([] if layout.remat in REMATS else [layout.remat])]
+    predicted = {remat: _predict(engine, remat=remat) for remat in policies}
+    policies.sort(key=lambda remat: -predicted[remat].stash)
+    rows = [("", "layers keep", "whole step", "FLOPs")]
+    for remat in policies:
+        chosen, needs = " *" if remat == layout.remat else "", predicted[remat]
+        more = config.model.hardware_flops_per_token(config.data.seq_len, remat=remat)
+        more /= config.model.flops_per_token(config.data.seq_len)
+        rows.append(
+            (f"{remat}{chosen}", human_bytes(needs.stash), human_bytes(needs.peak),
+             f"+{more - 1:.0%}")
+        )  # fmt: skip
+    return ["layout.remat on each device\n" + table(rows)]
+
+
+def _offloads(engine: Engine) -> list[str]:
+    """What each of them moves; the back end must have host memory of its own."""
+    if engine.layout.pipeline > 1:
+        return []
+    rows = []
+    for what in ("optimizer", "activations"):
+        needs = _predict(engine, offload=what)
+        chosen = " *" if engine.layout.offloads(what) else ""
+        moved = needs.host_optimizer if what == "optimizer" else needs.host_stash
+        rows.append((f"{what}{chosen}", human_bytes(moved)))
+    return ["layout.offload moves to host memory\n" + table(rows)]
+
+
+def _predict(engine: Engine, **changes: str) -> Memory:
+    """By the order in which XLA's CPU back end computes, the only one measured so far."""
+    layout = dataclasses.replace(engine.layout, **changes)
+    config = dataclasses.replace(engine.config, layout=layout)
+    return memory(config, own_host=engine.mesh.devices.flat[0].platform != "cpu")
 
 
 def _parameters(engine: Engine) -> str:

@@ -94,12 +94,13 @@ class Memory:
         return self.arguments + self.temporaries
 
 
-def memory(config: Config, back_end: str = "cpu") -> Memory:
+def memory(config: Config, back_end: str = "cpu", *, own_host: bool = False) -> Memory:
     """What a step of this configuration needs.
 
     Args:
       config: its layout resolved.
       back_end: whose `TRANSIENTS` to use.
+      own_host: whether what a layout offloads leaves the device. On a CPU it does not.
 
     Raises:
       ValueError: a pipeline, or a back end on which nothing was measured.
@@ -107,7 +108,7 @@ def memory(config: Config, back_end: str = "cpu") -> Memory:
     _check(config, back_end)
     model, layout, walk = config.model, config.layout, Walk.of(config)
     transients = TRANSIENTS[back_end, model.family]
-    moments, own_host = moment_bytes(config), back_end != "cpu"
+    moments = moment_bytes(config)
     host_optimizer = moments if layout.offloads("optimizer") else 0
     stash, host_stash = _stash(config, walk)
     attention = (model.num_heads + model.num_kv_heads) * model.head_dim

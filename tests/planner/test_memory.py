@@ -84,20 +84,18 @@ def test_ranks_of_tensor_and_context_share_what_layers_keep():
         assert 2 * memory(config({"fsdp": 1, axis: 2})).stash == whole.stash
 
 
-def test_what_waits_in_host_memory_leaves_the_device(monkeypatch):
-    accelerator = {
-        ("tpu", family): numbers for (_, family), numbers in transients.TRANSIENTS.items()
-    }
-    monkeypatch.setattr(formulas, "TRANSIENTS", accelerator)
-    here = memory(config({}), "tpu")
-    there = memory(config({"offload": "optimizer,activations"}), "tpu")
+def test_what_waits_in_host_memory_leaves_the_device():
+    here = memory(config({}))
+    there = memory(config({"offload": "optimizer,activations"}), own_host=True)
     assert there.optimizer == state.count_bytes(config({}))
     assert there.optimizer + there.host_optimizer == here.optimizer
     assert (there.stash, there.host_stash) == (0, here.stash)
-    named = memory(config({"remat": "offload:query,mlp_up"}), "tpu")
-    assert named.stash == memory(config({"remat": "full"}), "tpu").stash
-    kept = memory(config({"remat": "save:query,mlp_up"}), "tpu").stash
+    named = memory(config({"remat": "offload:query,mlp_up"}), own_host=True)
+    assert named.stash == memory(config({"remat": "full"})).stash
+    kept = memory(config({"remat": "save:query,mlp_up"})).stash
     assert named.stash + named.host_stash == kept
+    on_cpu = memory(config({"offload": "optimizer,activations"}))
+    assert (on_cpu.optimizer, on_cpu.stash) == (here.optimizer, here.stash)
 
 
 def test_the_peak_is_the_arguments_and_the_largest_phase():
