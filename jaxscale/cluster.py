@@ -63,6 +63,10 @@ class Cluster:
         return host, int(port)
 
 
+ALONE = Cluster(f"localhost:{DEFAULT_PORT}", 1, 0)
+"""Of a process that is to take no notice of others that were started with it."""
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that runs as several processes."""
     group = parser.add_argument_group(
@@ -83,7 +87,7 @@ def common_flags(options: argparse.Namespace) -> dict[str, str]:
 
 
 def find(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Cluster | None:
-    """This process's place among several; None when it is alone.
+    """This process's place among several; ALONE when flags say so, None when nobody says anything.
 
     Flags come before JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and those
     before what SLURM, Open MPI or an indexed Kubernetes Job say. TPU pods are not found here.
@@ -98,7 +102,7 @@ def find(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
             given[name] = environ[variable] if name == "coordinator" else _int(environ, variable)
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("num_processes") == 1 and not given.get("process_id"):
-        return None
+        return ALONE
     launched = _open_mpi(environ) or _slurm(environ) or _kubernetes(environ) or {}
     if not given and not launched:
         return None

@@ -58,7 +58,7 @@ def describe_process(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         "settings": dict(_flat(settings)),
         "code": code,
-        "versions": {"python": platform.python_version(), **installed},
+        "versions": {"python": ".".join(platform.python_version_tuple()[:2]), **installed},
         "environment": shown | {name: bool(glob.glob(path)) for name, path in drivers.items()},
     }
 

@@ -52,8 +52,8 @@ def together(
       SystemExit: with status 2 and one line, when the processes do not fit together.
     """
     global _peers
-    cluster = cluster or _tpu_pod()
-    if cluster is None:
+    cluster = cluster or _tpu_pod() or clusters.ALONE
+    if cluster.num_processes == 1:
         yield
         return
     with flags.refusals():
@@ -114,7 +114,7 @@ def _join(cluster: Cluster, settings: Mapping[str, Any]) -> Peers:
     host = cluster.address[0]
     itself = clusters.loopback(host)
     report = {
-        "host": [socket.gethostname(), _boot()],
+        "host": _host(),
         "loopback": itself,
         "alike": compare.describe_process(settings),
     }
@@ -127,10 +127,10 @@ def _join(cluster: Cluster, settings: Mapping[str, Any]) -> Peers:
     return peers
 
 
-def _boot() -> str:
+def _host() -> list[str]:
     """Tells hosts apart that have the same name, and containers on one host that have not."""
-    file = pathlib.Path("/proc/sys/kernel/random/boot_id")
-    return file.read_text().strip() if file.exists() else ""
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
+    return [socket.gethostname(), boot.read_text().strip() if boot.exists() else ""]
 
 
 def _refusal(cluster: Cluster, reports: Sequence[dict[str, Any]]) -> str:
@@ -194,11 +194,10 @@ def _start_jax(peers: Peers, cluster: Cluster) -> None:
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
     )
     local = jax.local_devices()
+    kind = f"{len(local)} x {local[0].device_kind} ({local[0].platform})"
     report = {
-        "alike": {
-            "devices": {"it": f"{len(local)} x {local[0].device_kind} ({local[0].platform})"}
-        },
-        "host": [socket.gethostname(), _boot()],
+        "alike": {"devices": {"local devices": kind}},
+        "host": _host(),
         # Gloo tells the others the address that this host has for its own name.
         "loopback": clusters.loopback(socket.gethostname()) if local[0].platform == "cpu" else None,
     }

@@ -96,7 +96,7 @@ def test_one_process_alone_is_no_cluster(environ):
 
 @pytest.mark.parametrize("environ", [SLURM, ONE_HOST, {"JOB_COMPLETION_INDEX": "3"}])
 def test_processes_can_be_runs_of_their_own(environ):
-    assert find(environ, num_processes=1) is None
+    assert find(environ, num_processes=1) is cluster.ALONE
 
 
 def test_flags_come_before_launchers():

@@ -11,8 +11,9 @@ from jaxscale import cluster, processes
 from jaxscale.cluster import Cluster
 
 
-def test_one_process_alone_does_nothing():
-    with processes.together(None, {}):
+@pytest.mark.parametrize("place", [None, cluster.ALONE])
+def test_one_process_alone_does_nothing(place):
+    with processes.together(place, {}):
         assert processes.from_first("topic", 3) == 3
         assert processes.first("work", lambda: 4) == 4
         assert processes.all_reports("report", 5) == [5]
