@@ -46,7 +46,8 @@ def test_the_first_command_trains_shortened(tmp_path):
 
 def test_the_second_command_is_this_suite():
     (command,) = [block for block in blocks("bash") if "pytest" in block]
-    assert command.strip() == "pip install -q uv && uv run -q --extra dev pytest -n 2"
+    expected = "pip install -q uv && uv run -q --extra dev pytest -n 2 --dist worksteal"
+    assert command.strip() == expected
 
 
 def test_the_notebook_block_runs_in_ten_lines(tmp_path):

@@ -80,7 +80,7 @@ class Results(NamedTuple):
     losses: np.ndarray
     norms: np.ndarray  # of gradients, before clipping
     params: Any
-    gradients: Any  # their running mean, Adam's first moment; None for other optimizers
+    gradients: Any  # their running means: first moments, of optimizers that have some
 
 
 def run(engine: Engine, state: TrainState | None = None, first: int = 0, step=None) -> Results:
@@ -97,10 +97,8 @@ def run(engine: Engine, state: TrainState | None = None, first: int = 0, step=No
         state, metrics = step(state, jax.device_put(dealt, engine.batch_sharding))
         losses.append(float(metrics.loss))
         norms.append(float(metrics.grad_norm))
-    params, gradients = (
-        jax.tree.map(np.asarray, tree)
-        for tree in (state.params, optax.tree.get(state.opt_state, "mu"))
-    )
+    moments = [value for _, value in optax.tree.get_all_with_path(state.opt_state, "mu")]
+    params, gradients = (jax.tree.map(np.asarray, tree) for tree in (state.params, moments))
     return Results(np.array(losses), np.array(norms), params, gradients)
 
 
