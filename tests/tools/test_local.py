@@ -26,9 +26,11 @@ def start(count, program):
 
 
 def test_each_process_gets_its_place_and_its_lines_a_number():
-    process = start(3, "import sys; print(*sys.argv[1:]); print('[Gloo] Rank 0 is connected')")
+    gloo = "[Gloo] [Gloo] Rank Rank 0 is connected to 1 peer ranks. is connected"
+    process = start(3, f"import sys; print(*sys.argv[1:]); print({gloo!r})")
     printed = sorted(process.communicate(timeout=60)[0].splitlines())
     assert process.returncode == 0
+    assert not local.GLOO.fullmatch("3\n"), "whoever prints a number means it"
     port = printed[0].partition("127.0.0.1:")[2].partition(" ")[0]
     assert printed == [
         f"[{i}] --coordinator=127.0.0.1:{port} --num_processes=3 --process_id={i}" for i in range(3)

@@ -12,6 +12,7 @@ Returns the status of the process that failed first, or 0.
 
 import argparse
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,12 @@ from collections.abc import Sequence
 
 GRACE_SECONDS = 30
 """After the first failure the others have this time to end by themselves, as they should."""
+
+GLOO = re.compile(
+    r"(?=.*(Gloo|Rank|peer|ranks))"
+    r"((\[Gloo\]|Rank|is|connected|to|peer|ranks\.?|Expected|number|of|:|\d+)\s*)+"
+)
+"""What the threads of JAX's CPU collectives say of each group, into one another's lines."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +87,7 @@ def show(process_id: int, process: subprocess.Popen) -> None:
     assert process.stdout
     with process.stdout as lines:
         for line in lines:
-            if not line.startswith("[Gloo] Rank"):  # JAX's CPU collectives say so for each group
+            if not GLOO.fullmatch(line):
                 print(f"[{process_id}] {line}", end="", flush=True)
 
 
