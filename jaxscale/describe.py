@@ -6,10 +6,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from jaxscale.batch import Batch
+from jaxscale.gradients import pipeline_buffers
 from jaxscale.layout import REMATS
+from jaxscale.pipeline import summary
 from jaxscale.planner.memory import Memory, memory
-from jaxscale.sharding import REPLICATED_WEIGHTS, Axes, Rules, is_axes, leaf_name, resolve
+from jaxscale.sharding import (
+    REPLICATED_WEIGHTS,
+    WEIGHTS,
+    Axes,
+    Rules,
+    is_axes,
+    leaf_name,
+    resolve,
+)
 from jaxscale.step import Engine
 
 LARGE_BYTES = 1 << 20
@@ -21,7 +33,8 @@ def describe(engine: Engine) -> str:
 
     Bytes are those of formulas (`planner.memory`), without compiling.
     """
-    parts = [_summary(engine), _stages(engine), *_remats(engine), *_offloads(engine)]
+    parts = [_summary(engine), *_pipeline(engine), _stages(engine), *_remats(engine)]
+    parts += _offloads(engine)
     return "\n\n".join([*parts, _parameters(engine), *_warnings(engine)])
 
 
@@ -40,6 +53,30 @@ def _summary(engine: Engine) -> str:
         ("memory", _peak(engine)),
     ]  # fmt: skip
     return "layout\n" + table(rows)
+
+
+def _pipeline(engine: Engine) -> list[str]:
+    """What a rank does, and keeps between the ticks of a step."""
+    if engine.stages is None:
+        return []
+    config, zero = engine.config, engine.zero
+    shape = config.data.global_batch_size, config.data.seq_len
+    ints = jax.ShapeDtypeStruct(shape, jnp.int32)
+    batch = Batch(ints, ints, ints, ints, jax.ShapeDtypeStruct(shape, jnp.float32))
+    kept = pipeline_buffers(
+        engine.model, engine.layout, zero, engine.mesh, engine.stages,
+        engine.abstract_state.params, batch,
+    )  # fmt: skip
+    kept = {name: _size(tree) for name, tree in kept.items()}
+    outer = {name: engine.abstract_state.params[name] for name in ("embed", "head")}
+    axes = {name: zero.axes[name] for name in outer}
+    whole = {**WEIGHTS, "embed": (), "outer_embed": ()}
+    kept["embedding and head, whole"] = tree_bytes(
+        outer, axes, whole, zero.sizes, zero.compute_dtype.itemsize
+    )
+    rows = [*summary.rows(engine.stages)]
+    rows += [(f"keeps: {name}", human_bytes(size)) for name, size in kept.items() if size]
+    return ["pipeline\n" + table(rows)]
 
 
 def _stages(engine: Engine) -> str:
@@ -122,7 +159,8 @@ def _parameters(engine: Engine) -> str:
 
 
 def _warnings(engine: Engine) -> list[str]:
-    """A line for each large parameter that the layout could shard and does not."""
+    """A line for each large parameter that the layout could shard and does not, and one for a
+    pipeline that idles much."""
     sizes = engine.zero.sizes
     shards = [axis for axis, on in (("tensor", sizes["tensor"] > 1), ("fsdp", engine.zero.gathers))
               if on]  # fmt: skip
@@ -133,7 +171,13 @@ def _warnings(engine: Engine) -> list[str]:
         if shards and leaf.size * leaf.dtype.itemsize >= LARGE_BYTES
         if not any(leaf.sharding.spec)
     ]
+    if engine.stages and (advice := summary.advice(engine.layout, engine.stages)):
+        found.append(advice)
     return ["\n".join(found)] if found else []
+
+
+def _size(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _leaves(engine: Engine) -> list[tuple[str, Axes, Any]]:

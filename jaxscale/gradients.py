@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxscale.batch import Batch
 from jaxscale.layout import MANUAL_AXES, Layout
 from jaxscale.models.decoder import Decoder
-from jaxscale.pipeline.execute import Columns, Counts, evaluate, execute
+from jaxscale.pipeline.execute import Columns, Counts, buffers, evaluate, execute
 from jaxscale.pipeline.stages import Stages
 from jaxscale.remat import rematerialised
 from jaxscale.sharding import Rules, is_axes, manual_part, resolve
@@ -57,8 +57,7 @@ def _pipelined(
     model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: Stages
 ) -> Callable[[Tree, Batch], tuple[tuple[jax.Array, jax.Array], Tree]]:
     """`make_gradients` by the table of a pipeline."""
-    # With "full", the residuals of a chunk are made again by operations of their own.
-    block = model.block if layout.remat == "full" else rematerialised(model, layout.remat)
+    block = _pipelined_block(model, layout)
     row_major = mesh.devices.flat[0].platform == "tpu"
 
     def local(params: Tree, batch: Batch, columns: Columns, counts: Counts):
@@ -75,6 +74,37 @@ def _pipelined(
         axis_names=set(MANUAL_AXES), check_vma=False,
     )  # fmt: skip
     return lambda params, batch: run(params, batch, stages.program.columns, stages.counts)
+
+
+def _pipelined_block(model: Decoder, layout: Layout) -> Callable:
+    # With "full", the residuals of a chunk are made again by operations of their own.
+    return model.block if layout.remat == "full" else rematerialised(model, layout.remat)
+
+
+def pipeline_buffers(
+    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: Stages, params: Tree,
+    batch: Batch,
+) -> dict[str, Tree]:  # fmt: skip
+    """What a rank of a pipeline keeps between ticks, as shapes, by the names of `execute`; axes
+    that the compiler handles divide some of it further.
+
+    Args:
+      params, batch: shapes.
+    """
+    block = _pipelined_block(model, layout)
+
+    def local(params: Tree, batch: Batch, counts: Counts) -> dict[str, Tree]:
+        groups = split_batch(batch, layout.microbatches)
+        kept = buffers(model, block, zero, stages, params, groups, counts)
+        return jax.tree.map(lambda x: x[None], kept)
+
+    run = jax.shard_map(
+        local, mesh=mesh,
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_SPEC, TABLE_SPECS[1]),
+        out_specs=PartitionSpec(MANUAL_AXES), axis_names=set(MANUAL_AXES), check_vma=False,
+    )  # fmt: skip
+    kept = jax.eval_shape(run, params, batch, stages.counts)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), kept)
 
 
 def make_loss(

@@ -63,39 +63,32 @@ def execute(
       row_major: whether to ask for buffers in the order of their dimensions; a TPU's compiler
         would choose an order for each loop, and copy the buffers from one to the other.
     """
-    first, layer = at(batches, 0), jax.eval_shape(
-        lambda: zero.gather(at(params["layers"], 0), zero.layer_axes)
-    )  # fmt: skip
-    embed, head = _outer(model, zero, params)
-    x = jax.eval_shape(model.embed, embed, first)
-    rank = _Rank(
-        model, zero, stages.program, stages, split(block, layer, x, first), params["layers"],
-        embed, head, batches, jnp.asarray(counts[0]), row_major,
-    )  # fmt: skip
-    accumulators = {
-        "layers": zero.zeros(params["layers"], zero.axes["layers"]),
-        "embed": zero.zeros(params["embed"], zero.axes["embed"]),
-        "head": zero.zeros(model.head_params(params), model.head_params(zero.axes)),
-    }
-    state = rank.run(rank.begin(x, accumulators), columns)
+    rank = _Rank.of(model, zero, stages, stages.program, block, params, batches, counts, row_major)
+    state = rank.run(rank.begin(rank.accumulators(params)), columns)
     grads = state.grads
     outer_grads = model.outer_grads(grads["embed"], grads["head"])
     return state.sums, {**outer_grads, "layers": grads["layers"]}
 
 
 def evaluate(
-    model: Decoder, zero: Zero, stages: Stages, params: Tree, batches: Batch,
-    columns: Columns, counts: Counts,
+    model: Decoder, zero: Zero, stages: Stages, params: Tree, batches: Batch, columns: Columns,
+    counts: Counts,
 ) -> Sums:  # fmt: skip
     """The loss sums of this rank by the forward passes alone; `execute` has the arguments, but
     `columns` are of `stages.forward_program`."""
-    embed, head = _outer(model, zero, params)
-    x = jax.eval_shape(model.embed, embed, at(batches, 0))
-    rank = _Rank(
-        model, zero, stages.forward_program, stages, keep_nothing(model.block), params["layers"],
-        embed, head, batches, jnp.asarray(counts[0]), False,
-    )  # fmt: skip
-    return rank.run(rank.begin(x, {}), columns).sums
+    program = stages.forward_program
+    rank = _Rank.of(model, zero, stages, program, None, params, batches, counts, False)
+    return rank.run(rank.begin({}), columns).sums
+
+
+def buffers(
+    model: Decoder, block: Callable, zero: Zero, stages: Stages, params: Tree, batches: Batch,
+    counts: Counts,
+) -> dict[str, Tree]:  # fmt: skip
+    """What a rank keeps between ticks, empty, for those who ask how large that is."""
+    rank = _Rank.of(model, zero, stages, stages.program, block, params, batches, counts, False)
+    state = rank.begin(rank.accumulators(params))
+    return {**state.buffers, "weights": state.weights, "gradients": (state.pending, state.grads)}
 
 
 def _outer(model: Decoder, zero: Zero, params: Tree) -> tuple[Tree, Tree]:
@@ -117,18 +110,49 @@ class _Rank:
     layers: Tree  # parameters, [chunks * capacity, ...]
     embed: Tree  # whole, as the head
     head: Tree
+    x: jax.ShapeDtypeStruct  # what goes from layer to layer
     batches: Batch
     counts: jax.Array
     row_major: bool
+
+    @classmethod
+    def of(
+        cls, model: Decoder, zero: Zero, stages: Stages, program: Program, block: Callable | None,
+        params: Tree, batches: Batch, counts: Counts, row_major: bool,
+    ) -> "_Rank":  # fmt: skip
+        """Traces a layer, and gathers what is outside the layers.
+
+        Args:
+          block: None for forward passes alone.
+        """
+        embed, head = _outer(model, zero, params)
+        first = at(batches, 0)
+        x = jax.eval_shape(model.embed, embed, first)
+        layer = jax.eval_shape(lambda: zero.gather(at(params["layers"], 0), zero.layer_axes))
+        parts = split(block, layer, x, first) if block else keep_nothing(model.block)
+        return cls(
+            model, zero, program, stages, parts, params["layers"], embed, head, x, batches,
+            jnp.asarray(counts[0]), row_major,
+        )  # fmt: skip
+
+    def accumulators(self, params: Tree) -> dict[str, Tree]:
+        """Of gradients."""
+        model, zero, axes = self.model, self.zero, self.zero.axes
+        return {
+            "layers": zero.zeros(params["layers"], axes["layers"]),
+            "embed": zero.zeros(params["embed"], axes["embed"]),
+            "head": zero.zeros(model.head_params(params), model.head_params(axes)),
+        }
 
     def run(self, state: _State, columns: Columns) -> _State:
         """All ticks."""
         rows = {name: jnp.asarray(column).reshape(-1) for name, column in columns.items()}
         return jax.lax.scan(lambda state, row: (self.tick(state, row), None), state, rows)[0]
 
-    def begin(self, x: jax.ShapeDtypeStruct, grads: dict[str, Tree]) -> _State:
+    def begin(self, grads: dict[str, Tree]) -> _State:
         """Empty buffers; `grads` are the accumulators, and {} where there are no gradients."""
         zero, slots, capacity = self.zero, self.program.slots, self.stages.capacity
+        x = self.x
 
         def stream(slots: int) -> jax.Array:
             rules = {**ACTIVATIONS, "slots": ()}

@@ -25,6 +25,7 @@ class Stages:
     table: Table
     program: Program
     layers: tuple[int, ...]  # of each virtual stage
+    head_cost: float = 0.0  # FLOPs of the head over those of a layer
 
     @functools.cached_property
     def forward_program(self) -> Program:
@@ -36,6 +37,11 @@ class Stages:
         ops, needs, step = Ops(*(field[kept] for field in ops)), place[needs[kept]], place[kept]
         ends = replay(ops.rank, step, needs, np.ones(len(kept)))
         return make_program(Table(self.table.order, ops, needs, step, ends.astype(np.int64) - 1))
+
+    @property
+    def costs(self) -> Costs:
+        """Of each stage's operations, where a layer's forward pass costs 1."""
+        return _costs(self.table, self.layers, self.head_cost)
 
     @property
     def capacity(self) -> int:
@@ -89,7 +95,8 @@ def open_stages(layout: Layout, num_layers: int, head_cost: float = 0.0) -> Stag
         )
     if layers:
         _check_layers(layers, order, num_layers)
-    return Stages(table, make_program(table), layers or deal(table, num_layers, head_cost))
+    layers = layers or deal(table, num_layers, head_cost)
+    return Stages(table, make_program(table), layers, head_cost)
 
 
 def check_runnable(order: Order) -> None:
@@ -122,7 +129,6 @@ def deal(table: Table, num_layers: int, head_cost: float) -> tuple[int, ...]:
       head_cost: FLOPs of the head over those of a layer.
     """
     stages = table.order.stages
-    recompute = float((table.ops.kind == R).any())
 
     def dealt(last: int) -> tuple[int, ...]:
         each, more = divmod(num_layers - last, stages - 1)
@@ -131,14 +137,18 @@ def deal(table: Table, num_layers: int, head_cost: float) -> tuple[int, ...]:
         return (each + extra[-1], *(each + n for n in extra[:-1]), last)
 
     def cost(layers: tuple[int, ...]) -> tuple[float, int]:
-        each = tuple(map(float, layers))
-        b = (*each[:-1], each[-1] + 3 * head_cost)
-        again = tuple(recompute * n for n in each)
-        run = simulate(table, Costs(f=each, b=b, w=each, r=again))
+        run = simulate(table, _costs(table, layers, head_cost))
         return run.lockstep_makespan, max(layers) - min(layers)
 
     most = -(-num_layers // stages)
-    return min(map(dealt, range(most, 0, -1)), key=cost)
+    return min(map(dealt, range(1, most + 1)), key=cost)
+
+
+def _costs(table: Table, layers: tuple[int, ...], head_cost: float) -> Costs:
+    """A layer costs 1 in each of F, B and W, and in R where there is one."""
+    each = tuple(map(float, layers))
+    again = each if (table.ops.kind == R).any() else 0.0
+    return Costs(f=each, b=(*each[:-1], each[-1] + 3 * head_cost), w=each, r=again)
 
 
 def chunk_stages(order: Order) -> np.ndarray:

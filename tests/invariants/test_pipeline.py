@@ -1,5 +1,6 @@
 """Every pipeline gives the loss, gradients and parameters of one device."""
 
+import contextlib
 import functools
 import itertools
 from typing import Any
@@ -8,9 +9,14 @@ import jax
 import numpy as np
 import pytest
 
+from jaxscale.checkpoint import Checkpoints
+from jaxscale.pipeline.csv_order import write_csv
+from jaxscale.pipeline.orders import make_order
+from jaxscale.sharding import is_axes
 from tests.invariants.layouts import (
     GPT,
     VOCABULARY,
+    batches,
     compile_step,
     initial_state,
     make_config,
@@ -90,9 +96,8 @@ def check_pipeline(layout: dict[str, Any], family: str = "llama", optimizer: str
     np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-10, atol=0)
     np.testing.assert_allclose(got.norms, expected.norms, rtol=1e-10, atol=0)
     assert relative_error(in_order(engine, got.params), expected.params) < 1e-10
-    if got.gradients is not None:
-        gradients = in_order(engine, got.gradients)
-        assert relative_error(gradients, expected.gradients, 1e-6) < 1e-10
+    for gradients, wanted in zip(got.gradients, expected.gradients, strict=True):
+        assert relative_error(in_order(engine, gradients), wanted, 1e-6) < 1e-10
     assert np.all(expected.norms > 0.5), "clipping must act for this to test it"
     return engine
 
@@ -106,7 +111,6 @@ def on_ranks(engine, state):
             x = np.where(rows.reshape(-1, *(1,) * (x.ndim - 1)) >= 0, x[rows], 0)
         return jax.device_put(x, leaf.sharding)
 
-    is_axes = lambda node: type(node) is tuple and all(isinstance(n, str) for n in node)  # noqa: E731
     return jax.tree.map(one, engine.placement.axes, state, engine.abstract_state, is_leaf=is_axes)
 
 
@@ -130,3 +134,93 @@ def test_every_pipeline_is_one_device_in_float64(layout, capfd):
 @pytest.mark.parametrize("layout", every_pipeline(), ids=name)
 def test_the_whole_product_is_one_device_in_float64(layout):
     check_pipeline(layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline": 4, "schedule": "1f1b", "microbatches": 8, "tensor": 2},
+        {"pipeline": 2, "schedule": "zb_v", "microbatches": 4, "fsdp": 2, "zero_stage": 3},
+        # Layers as one chooses; d_model does not divide over three ranks, so what is outside the
+        # layers is whole on each.
+        {"pipeline": 3, "schedule": "zb_h1:1,3,1", "microbatches": 8, "fsdp": 2, "zero_stage": 2},
+    ],
+    ids=name,
+)
+def test_a_tied_gpt_is_one_device_in_float64(layout):
+    check_pipeline(layout, "gpt")
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "lion", "muon"])
+def test_every_optimizer_is_one_device_in_float64(optimizer):
+    """Rows that fill up a stack belong to no statistic."""
+    layout = {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4}
+    check_pipeline({**layout, "fsdp": 2, "zero_stage": 2}, optimizer=optimizer)
+
+
+def test_an_order_from_a_file_is_one_device(tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text(write_csv(make_order("zb_h1", 2, 4)))
+    check_pipeline({"pipeline": 2, "schedule": str(file), "microbatches": 4})
+
+
+def test_evaluation_is_one_device():
+    """Forward passes alone, of every placement, with weights gathered on the way."""
+    batch, num_bytes = batches()[0], np.arange(VOCABULARY, dtype=np.float32)
+    layouts = [
+        {},
+        {"pipeline": 2, "schedule": "zb_v", "microbatches": 4, "fsdp": 2, "zero_stage": 3},
+        {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4,
+         "tensor": 2},
+    ]  # fmt: skip
+    results = []
+    for layout in layouts:
+        engine = open_engine(make_config(LLAMA, layout))
+        params = on_ranks(engine, initial_state(make_config(LLAMA, {}))).params
+        dealt = jax.device_put(batch, engine.batch_sharding)
+        results.append(np.array(engine.evaluate(params, dealt, num_bytes)))
+    for result in results[1:]:
+        np.testing.assert_allclose(result, results[0], rtol=1e-12)
+
+
+# Each goes on from the one before it.
+JOURNEY = [
+    {"pipeline": 2, "schedule": "zb_v", "microbatches": 4, "fsdp": 2, "zero_stage": 3},
+    {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4},
+    {"fsdp": 2, "zero_stage": 1},
+    {"pipeline": 4, "schedule": "1f1b:fused:2,2,3,2", "microbatches": 8, "tensor": 2},
+]
+
+
+def test_a_run_moves_between_pipelines_and_none(tmp_path):
+    """Four layouts, a step on each, by way of checkpoints; and what they save is canonical."""
+    expected = one_device("llama")
+    state, losses = None, []
+    with contextlib.closing(Checkpoints(tmp_path, keep_last=9)) as checkpoints:
+        for number, layout in enumerate(JOURNEY):
+            engine = open_engine(make_config(LLAMA, layout))
+            if number:
+                state = checkpoints.restore(number, engine.placement.canonical)
+                state = engine.placement.from_canonical(state)
+            else:
+                state = engine.init(jax.random.key(0))
+            batch = jax.device_put(batches()[number], engine.batch_sharding)
+            state, metrics = compile_step(engine)(state, batch)
+            losses.append(float(metrics.loss))
+            checkpoints.save(number + 1, engine.placement.to_canonical(state), {})
+            checkpoints.wait()
+        shapes = [leaf.shape for leaf in jax.tree.leaves(engine.placement.canonical)]
+        assert shapes == [x.shape for x in jax.tree.leaves(initial_state(make_config(LLAMA, {})))]
+    np.testing.assert_allclose(losses, expected.losses[: len(JOURNEY)], rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
+def test_places_and_back_to_the_bit(schedule):
+    layout = {"pipeline": 2, "schedule": schedule, "virtual_stages": 2, "microbatches": 4}
+    engine = open_engine(make_config(LLAMA, layout))
+    fresh = initial_state(make_config(LLAMA, {}))
+    placement = engine.placement
+    canonical = jax.device_put(fresh, jax.tree.map(lambda x: x.sharding, placement.canonical))
+    placed = placement.from_canonical(canonical)
+    jax.tree.map(np.testing.assert_array_equal, placed, engine.init(jax.random.key(0)))
+    jax.tree.map(np.testing.assert_array_equal, placement.to_canonical(placed), fresh)

@@ -1,0 +1,64 @@
+"""What a run's pipeline is, as lines of text, and what would make it idle less. NumPy only."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jaxscale.layout import Layout
+from jaxscale.pipeline.simulate import simulate
+from jaxscale.pipeline.stages import Stages, open_stages
+
+MUCH_IDLE = 1 / 3
+"""Of a step, from which on a layout should not go unremarked."""
+
+
+def rows(stages: Stages) -> list[tuple[str, str]]:
+    """What and how much, for a table."""
+    order, slots = stages.table.order, stages.program.slots
+    chunks = f" of {order.virtual_stages} chunks" if order.virtual_stages > 1 else ""
+    used = ", ".join(f"{name} {count}" for name, count in slots.items() if count)
+    return [
+        ("schedule", f"{order.name}: {order.ranks} ranks{chunks}, {stages.table.ticks} ticks"),
+        ("layers of each stage", ", ".join(map(str, stages.layers))),
+        ("idle", f"{idle(stages):.1%} of a step, in lockstep ticks"),
+        ("slots", used),
+    ]
+
+
+def idle(stages: Stages) -> float:
+    """The share of the ranks' time in which they wait, with the layers and the head as dealt."""
+    return simulate(stages.table, stages.costs).lockstep_idle_fraction
+
+
+def advice(layout: Layout, stages: Stages) -> str:
+    """A line about a pipeline that idles more than a third of the time, else ""."""
+    now = idle(stages)
+    if now <= MUCH_IDLE:
+        return ""
+    better = []
+    for change in _changes(layout):
+        try:
+            other = open_stages(
+                dataclasses.replace(layout, **change), sum(stages.layers), stages.head_cost
+            )
+        except ValueError:
+            continue
+        if (share := idle(other)) < 0.9 * now:
+            names = " and ".join(f"layout.{key} = {value!r}" for key, value in change.items())
+            better.append((share, f"{names} ({share:.0%})"))
+    ways = [text for _, text in sorted(better)[:3]]
+    hint = f"less with {_either(ways)}" if ways else "fewer ranks in layout.pipeline would help"
+    return f"warning: the pipeline idles {now:.0%} of a step; {hint}"
+
+
+def _changes(layout: Layout) -> Iterator[dict[str, int | str]]:
+    for factor in (2, 4):
+        yield {"microbatches": factor * layout.microbatches}
+    for schedule in ("1f1b", "zb_h1"):
+        yield {"schedule": schedule, "virtual_stages": 0}
+    yield {"schedule": "zb_v", "virtual_stages": 2}
+    for chunks in (2, 4):
+        yield {"schedule": "interleaved", "virtual_stages": chunks}
+
+
+def _either(ways: Sequence[str]) -> str:
+    return ", or ".join(ways)

@@ -1,0 +1,120 @@
+"""Which layers live where, and what a pipeline refuses before anything is compiled."""
+
+import numpy as np
+import pytest
+
+from jaxscale.layout import SCHEDULES as NAMES
+from jaxscale.layout import Layout
+from jaxscale.pipeline.csv_order import write_csv
+from jaxscale.pipeline.orders import SCHEDULES, make_order
+from jaxscale.pipeline.records import F
+from jaxscale.pipeline.simulate import Costs, simulate
+from jaxscale.pipeline.stages import RUNNABLE, deal, open_stages
+from jaxscale.pipeline.table import compile_order
+
+
+def stages_of(schedule, pipeline, microbatches, num_layers, virtual_stages=0, head=0.0, **layout):
+    layout = Layout(
+        schedule=schedule, pipeline=pipeline, microbatches=microbatches, data=1,
+        virtual_stages=virtual_stages, **layout,
+    )  # fmt: skip
+    return open_stages(layout, num_layers, head)
+
+
+def test_the_names_are_those_of_the_orders():
+    assert set(NAMES) == set(SCHEDULES)
+    assert set(RUNNABLE) < set(SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages", "rows"),
+    [
+        ("1f1b", 0, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("interleaved", 2, [0, 1, 4, 5, 2, 3, 6, 7]),
+        ("zb_v", 2, [0, 1, 6, 7, 2, 3, 4, 5]),
+        ("interleaved", 4, [0, 2, 4, 6, 1, 3, 5, 7]),
+        ("1f1b:5,3", 0, [0, 1, 2, 3, 4, 5, 6, 7, -1, -1]),
+        ("zb_v:1,3,3,1", 0, [0, -1, -1, 7, -1, -1, 1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_rows_of_the_stack(schedule, virtual_stages, rows):
+    """Rank 0's chunks, then rank 1's, each filled up to the largest."""
+    stages = stages_of(schedule, 2, 4, 8, virtual_stages)
+    assert stages.rows.tolist() == rows
+    assert stages.counts.sum() == 8
+    assert len(rows) == stages.counts.size * stages.capacity
+
+
+def test_layers_that_do_not_divide_are_dealt_evenly():
+    assert stages_of("1f1b", 4, 8, 10).layers == (2, 3, 3, 2)
+    assert stages_of("interleaved", 2, 4, 9, 2).layers == (2, 3, 2, 2)
+
+
+@pytest.mark.parametrize("head", [0.5, 1, 2, 5])
+def test_the_last_stage_gets_as_few_layers_as_make_the_step_shortest(head):
+    """Of all ways to deal twelve layers to three stages, by the simulator."""
+    table = compile_order(make_order("1f1b", 3, 6))
+
+    def seconds(layers):
+        each = tuple(map(float, layers))
+        b = (*each[:-1], each[-1] + 3 * head)
+        return simulate(table, Costs(f=each, b=b, w=each)).lockstep_makespan
+
+    every = [(a, b, 12 - a - b) for a in range(1, 11) for b in range(1, 12 - a)]
+    chosen = deal(table, 12, head)
+    assert sum(chosen) == 12
+    assert seconds(chosen) == min(map(seconds, every))
+
+
+def test_the_forward_program_evaluates_every_microbatch_at_every_stage():
+    stages = stages_of("zb_v", 2, 5, 4)
+    columns = stages.forward_program.columns
+    ran = np.argwhere(columns["kind"] == F)
+    cells = {(columns["stage"][tuple(i)], columns["microbatch"][tuple(i)]) for i in ran}
+    assert len(ran) == 20
+    assert cells == {(s, m) for s in range(4) for m in range(5)}
+    assert stages.forward_program.slots["residual_w"] == 0
+
+
+REFUSED = [
+    (("seq1f1b", 2, 4, 8), {}, None),
+    (("chimera", 2, 4, 8), {}, "has two directions, which this version draws but does not run"),
+    (("dualpipe_v", 2, 8, 8), {}, "has overlapped pairs"),
+    (("1f1b", 4, 8, 3), {}, "model.num_layers = 3 is less than the 4 stages"),
+    (("interleaved", 4, 8, 6, 2), {}, "set model.num_layers = 8, or layout.pipeline = 3"),
+    (
+        ("interleaved", 4, 6, 8, 2),
+        {},
+        "needs microbatches to be a multiple of pipeline",
+    ),
+    (("zb_v", 4, 6, 8), {}, "needs microbatches >= 2 \\* pipeline - 1.*microbatches = 7"),
+    (("1f1b", 2, 4, 8, 2), {}, "1f1b needs virtual_stages = 1"),
+    (("zb_h1:fused", 2, 4, 8), {}, "made of separate input and weight gradients"),
+    (("1f1b:4,4,4", 2, 4, 8), {}, "to 3 stages, and there are 2"),
+    (("1f1b:4,3", 2, 4, 8), {}, "7 layers together, and model.num_layers = 8"),
+    (("missing.csv", 2, 4, 8), {}, "missing.csv"),
+]
+
+
+@pytest.mark.parametrize(("numbers", "options", "match"), REFUSED, ids=str)
+def test_refusals_name_the_setting(numbers, options, match):
+    if match is None:
+        assert stages_of(*numbers, **options).layers == (4, 4)  # whole sequences: plain 1F1B
+        return
+    with pytest.raises((ValueError, FileNotFoundError), match=match):
+        stages_of(*numbers, **options)
+
+
+def test_an_order_from_a_file(tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text(write_csv(make_order("zb_h1", 2, 4)))
+    assert stages_of(str(file), 2, 4, 8).table.ticks == stages_of("zb_h1", 2, 4, 8).table.ticks
+    with pytest.raises(ValueError, match="is an order for pipeline = 2"):
+        stages_of(str(file), 4, 4, 8)
+    with pytest.raises(ValueError, match="is an order for microbatches = 4"):
+        stages_of(str(file), 2, 8, 8)
+    with pytest.raises(ValueError, match="has no R"):
+        stages_of(str(file), 2, 4, 8, remat="full")
+    file.write_text("0F0,0B0,0W0\n1B0,1F0,1W0\n")
+    with pytest.raises(ValueError, match="deadlock"):
+        stages_of(str(file), 2, 1, 8)

@@ -1,0 +1,84 @@
+"""python tools/bench/pipeline_memory.py [--pipeline 4] [--microbatches 16,32]
+
+Compiles a step by every schedule for virtual CPU devices and compares what the compiler says it
+needs with what the table says a rank keeps between ticks: slots, times what a layer keeps, and the
+accumulators of gradients. What is left is the work of one operation. Nothing runs.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # a checkout need not be installed
+
+SCHEDULES = {
+    "gpipe": 1, "1f1b": 1, "1f1b:fused": 1, "interleaved": 2, "breadth_first": 2, "zb_h1": 1,
+    "zb_h2": 1, "zb_v": 2,
+}  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a line for each schedule, remat policy and number of micro-batches."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pipeline", type=int, default=4)
+    parser.add_argument("--microbatches", default="16,32")
+    parser.add_argument("--d_model", type=int, default=128)
+    parser.add_argument("--seq_len", type=int, default=512)
+    options = parser.parse_args(argv)
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(options.pipeline)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    print(f"{'schedule':16}{'remat':8}{'micro':>6}  {'slots (b / w / cotangent / inbox)':36}"
+          f"{'table MB':>9}{'compiled MB':>13}{'table / compiled':>18}")  # fmt: skip
+    for remat in ("none", "full"):
+        for schedule in SCHEDULES:
+            for microbatches in map(int, options.microbatches.split(",")):
+                line(options, schedule, remat, microbatches)
+    return 0
+
+
+def line(options: argparse.Namespace, schedule: str, remat: str, microbatches: int) -> None:
+    """Compiles one case."""
+    # After JAX_NUM_CPU_DEVICES is set.
+    import jax  # noqa: PLC0415
+
+    from jaxscale.config import from_dict  # noqa: PLC0415
+    from jaxscale.gradients import pipeline_buffers  # noqa: PLC0415
+    from jaxscale.mesh import make_mesh  # noqa: PLC0415
+    from jaxscale.proof import abstract_batch  # noqa: PLC0415
+    from jaxscale.step import make_engine  # noqa: PLC0415
+
+    width = options.d_model
+    config = from_dict({
+        "model": {"num_layers": 4 * options.pipeline, "d_model": width, "num_heads": width // 32,
+                  "num_kv_heads": width // 32, "head_dim": 32, "d_ff": 3 * width,
+                  "vocab_size": 256, "compute_dtype": "float32"},
+        "data": {"global_batch_size": microbatches, "seq_len": options.seq_len},
+        "layout": {"data": 1, "pipeline": options.pipeline, "microbatches": microbatches,
+                   "schedule": schedule, "virtual_stages": SCHEDULES[schedule], "remat": remat},
+    })  # fmt: skip
+    engine = make_engine(config, make_mesh(config.layout))
+    assert engine.stages is not None
+    batch = abstract_batch(engine, microbatches, options.seq_len)
+    kept = pipeline_buffers(
+        engine.model, engine.layout, engine.zero, engine.mesh, engine.stages,
+        engine.abstract_state.params, batch,
+    )  # fmt: skip
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+    lowered = engine.step.lower(engine.abstract_state, batch)  # pyright: ignore
+    program = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    temp = program.memory_analysis().temp_size_in_bytes
+    slots = engine.stages.program.slots
+    used = " / ".join(
+        str(slots[name]) for name in ("residual_b", "residual_w", "cotangent", "inbox")
+    )
+    print(f"{schedule:16}{remat:8}{microbatches:6}  {used:36}{kept / 1e6:9.2f}{temp / 1e6:13.2f}"
+          f"{kept / temp:18.3f}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
