@@ -266,10 +266,9 @@ def report(cases: Sequence[Case], options: argparse.Namespace) -> None:
         least = min(case.seconds)
         pairs = zip(base[case.microbatches].seconds, case.seconds, strict=True)
         faster = statistics.median(a / b for a, b in pairs)
-        known = case.predicted is not None
-        predicted = (
-            f"{1e3 * case.predicted:11.0f}{least / case.predicted:7.2f}" if known else " " * 18
-        )
+        predicted = " " * 18
+        if case.predicted is not None:
+            predicted = f"{1e3 * case.predicted:11.0f}{least / case.predicted:7.2f}"
         print(f"{case.name:24}{case.microbatches:6}{1e3 * least:9.0f}{predicted}{faster:8.2f}"
               f"{case.temp_bytes / 1e6:9.1f}")  # fmt: skip
         lines.append({
