@@ -1,0 +1,171 @@
+"""How long a pipeline's real table takes, for many costs at once and any number of micro-batches.
+
+The tables are those of `pipeline.table`, and what comes out is what `pipeline.simulate` says of
+them; the suite compares the two. A table is kept as what is at work in its ticks, and how often.
+From a few micro-batches per rank on, every further round of micro-batches adds the same ticks, so
+no table needs to be larger than that.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.pipeline.orders import make_order
+from jaxscale.pipeline.records import B, F, R, W, X
+from jaxscale.pipeline.table import Table, compile_order
+
+ROUNDS = {
+    "gpipe": 2, "1f1b": 2, "interleaved": 2, "breadth_first": 2, "zb_h1": 2, "zb_h2": 3, "zb_v": 2,
+}  # fmt: skip
+"""Micro-batches over ranks from which on tables repeat themselves: counted, for 2 to 8 ranks."""
+
+
+class Costs(NamedTuple):
+    """Seconds of a rank's whole share of the model for one micro-batch, as in `pipeline.simulate`:
+    a chunk costs 1/v of them.
+
+    Each a number, or float [..., 1] (all virtual stages alike), or float [..., virtual stages].
+    A fused backward costs b + w.
+    """
+
+    f: Any = 1.0
+    b: Any = 1.0
+    w: Any = 1.0
+    r: Any = 0.0
+
+
+def makespan(
+    schedule: str, ranks: int, microbatches: int, virtual_stages: int, costs: Costs, *,
+    fused: bool = False, lockstep: bool = True,
+) -> np.ndarray:  # fmt: skip
+    """Seconds from the first operation to the end of the last.
+
+    >>> float(makespan("1f1b", 4, 8, 1, Costs(f=[[1.0], [2.0]], b=1.0, w=1.0))[0])
+    30.0
+
+    Args:
+      schedule: a name of `pipeline.orders.SCHEDULES` without overlapped pairs.
+      costs: operations R are there where some of them cost more than 0.
+      fused: one operation for the whole backward pass.
+      lockstep: every tick lasts as long as its slowest operation, as in our executor; otherwise
+        each rank goes on as soon as it can.
+
+    Returns:
+      Float [...], the leading dimensions of the costs.
+
+    Raises:
+      ValueError: numbers that the schedule cannot serve, or costs of another number of stages.
+    """
+    stages = ranks * virtual_stages
+    durations, shape = _durations(costs, stages)
+    key = schedule, ranks, virtual_stages, fused, bool(durations[R].any())
+    play = _play_in_lockstep if lockstep else _play_as_soon_as_possible
+    rounds = ROUNDS.get(schedule)
+    step = ranks if schedule == "interleaved" else 1
+    # As soon as possible, what is slowest shows itself only after a while.
+    settled = ranks * (rounds or 0) * (1 if lockstep else 3)
+    first = settled + (microbatches - settled) % step
+    if rounds is None or microbatches <= first + (1 if lockstep else 2) * step:
+        found = play((*key, microbatches), durations)
+    else:
+        found = _extended(play, key, microbatches, first, step, durations, check=not lockstep)
+    return found.reshape(shape) / virtual_stages
+
+
+def _extended(play, key, microbatches, first, step, durations, check) -> np.ndarray:
+    """From the tables of two numbers of micro-batches; those of a third, where it is to be
+    checked that it grows evenly."""
+    base, after = (play((*key, m), durations) for m in (first, first + step))
+    if check:
+        later = play((*key, first + 2 * step), durations)
+        if not np.allclose(later - after, after - base, rtol=1e-9, atol=0):
+            return play((*key, microbatches), durations)
+    return base + (microbatches - first) // step * (after - base)
+
+
+def _durations(costs: Costs, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:
+    """float [kinds, N, stages or 1], and the shape that N stands for."""
+    given = {name: np.atleast_1d(np.asarray(cost, float)) for name, cost in costs._asdict().items()}
+    for name, cost in given.items():
+        if cost.shape[-1] not in (1, stages):
+            raise ValueError(
+                f"costs.{name} is of shape {cost.shape}; its last dimension can be 1, or the "
+                f"{stages} virtual stages"
+            )
+    shape = np.broadcast_shapes(*(cost.shape for cost in given.values()))
+    durations = np.zeros((X + 1, *shape))
+    for kind, name in ((F, "f"), (B, "b"), (W, "w"), (R, "r")):
+        durations[kind] = given[name]
+    durations[X] = durations[B] + durations[W]
+    return durations.reshape(X + 1, -1, shape[-1]), shape[:-1]
+
+
+@functools.lru_cache(maxsize=16)
+def open_table(
+    schedule: str, ranks: int, virtual_stages: int, fused: bool, recompute: bool, microbatches: int
+) -> Table:
+    """The table of a schedule by its numbers."""
+    order = make_order(
+        schedule, ranks, microbatches, virtual_stages, fused=fused, recompute=recompute
+    )
+    if any(op.paired for row in order.rows for op in row):
+        raise ValueError(f"{schedule} overlaps operations in pairs, whose costs do not add up")
+    return compile_order(order)
+
+
+def _play_in_lockstep(key: tuple, durations: np.ndarray) -> np.ndarray:
+    """float [N]: the sum, over ticks, of the most that one of their operations takes."""
+    alike, index = _alike(durations, stages=key[1] * key[2])
+    at_work, counts = _patterns(key, alike)
+    costs = durations[:, :, index].transpose(0, 2, 1).reshape(-1, durations.shape[1])
+    total = np.zeros(durations.shape[1])
+    for members, count in zip(at_work, counts):
+        total += count * costs[members].max(axis=0)
+    return total
+
+
+def _alike(durations: np.ndarray, stages: int) -> tuple[tuple[int, ...], np.ndarray]:
+    """The class of each stage, where those of a class cost the same, and a stage of each class."""
+    if durations.shape[-1] == 1:
+        return (0,) * stages, np.zeros(1, int)
+    columns = np.ascontiguousarray(durations.reshape(-1, stages).T)
+    classes: dict[bytes, int] = {}
+    alike = [classes.setdefault(column.tobytes(), len(classes)) for column in columns]
+    return tuple(alike), np.array([alike.index(n) for n in range(len(classes))])
+
+
+@functools.lru_cache(maxsize=4096)
+def _patterns(key: tuple, alike: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
+    """What can be at work in a tick, as rows of [kinds * classes], and in how many ticks it is."""
+    tick, kind, stage = _cells(key)
+    classes = max(alike) + 1
+    there = np.zeros((tick.max() + 1, (X + 1) * classes), bool)
+    there[tick, kind * classes + np.array(alike)[stage]] = True
+    packed = np.packbits(there, axis=1)
+    _, index, counts = np.unique(packed, axis=0, return_index=True, return_counts=True)
+    return [np.flatnonzero(there[n]) for n in index], counts
+
+
+@functools.lru_cache(maxsize=512)
+def _cells(key: tuple) -> tuple[np.ndarray, ...]:
+    """Tick, kind and stage of every operation."""
+    table = open_table(*key)
+    return tuple(x.astype(np.int32) for x in (table.tick, table.ops.kind, table.ops.stage))
+
+
+def _play_as_soon_as_possible(key: tuple, durations: np.ndarray) -> np.ndarray:
+    """float [N]. Operations of one tick do not wait for each other, so they are played at once."""
+    table = open_table(*key)
+    ops, count = table.ops, len(table.ops.kind)
+    before = np.arange(count) - 1
+    before[np.diff(ops.rank, prepend=-1) != 0] = -1
+    # One entry more than there are operations: a need of -1 reads the last, which is over at 0.
+    needs = np.concatenate([table.needs, before[:, None]], axis=1)
+    stage = ops.stage if durations.shape[-1] > 1 else np.zeros_like(ops.stage)
+    lasts = durations[ops.kind, :, stage]  # [operations, N]
+    ends = np.zeros((count + 1, durations.shape[1]))
+    order = np.argsort(table.tick, kind="stable")
+    for at_once in np.split(order, np.flatnonzero(np.diff(table.tick[order])) + 1):
+        ends[at_once] = ends[needs[at_once]].max(axis=1) + lasts[at_once]
+    return ends.max(axis=0)
