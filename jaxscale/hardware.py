@@ -2,16 +2,19 @@
 
 import csv
 import functools
+import json
 import pathlib
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What one JAX device of a kind can do.
+    """What one JAX device of a kind can do, and how it is linked to others.
 
     A chip that JAX shows as two devices (TPU v3, TPU v7) is halved. `confidence` is "seen" when
-    the figures were read in a source, "memory" when they are recalled, or both.
+    the figures were read in a source, "memory" when they are recalled, or both. Links are what
+    one device sends one way. A figure that is not known, or that a device does not have, is 0.
     """
 
     name: str
@@ -23,26 +26,97 @@ class Chip:
     memory_bytes_per_second: float
     confidence: str
     notes: str
+    fp8_flops_per_second: float = 0.0
+    fp4_flops_per_second: float = 0.0
+    matmul_fraction: float = 0.75  # of the peak, that the best large bfloat16 product reaches
+    memory_fraction: float = 0.85  # of the memory's bandwidth, that a long copy reaches
+    cores: int = 0  # multiprocessors that share a product's tiles
+    host_bytes_per_second: float = 0.0
+    package_devices: int = 1  # devices that share a package, with faster links
+    package_bytes_per_second: float = 0.0
+    node_devices: int = 1  # devices that a switch or mesh joins: a server, or a rack
+    node_bytes_per_second: float = 0.0
+    node_bus_bytes_per_second: float = 0.0  # that collectives of large messages were seen to reach
+    node_mesh: bool = False  # links between pairs: a small group has few of them
+    node_latency_seconds: float = 0.0  # of one step of a collective
+    torus_axes: int = 0
+    torus_bytes_per_second: float = 0.0  # along one axis, both directions together
+    pod_shape: tuple[int, ...] = ()  # the largest torus
+    network_bytes_per_second: float = 0.0  # beyond node or pod
+    network_latency_seconds: float = 0.0
+    tdp_watts: float = 0.0
+    system_watts: float = 0.0  # with a device's share of its server
+    usd_per_hour: float = 0.0  # list price
 
 
 @functools.cache
 def chips() -> tuple[Chip, ...]:
     """The table of `hardware.csv`, by vendor and year."""
-    with pathlib.Path(__file__).with_name("hardware.csv").open(newline="") as file:
-        return tuple(
-            Chip(
-                name=row["name"],
-                vendor=row["vendor"],
-                year=int(row["year"]),
-                device_kinds=tuple(row["device_kinds"].split("|")),
-                bf16_flops_per_second=float(row["bf16_tflops"]) * 1e12,
-                memory_bytes=float(row["memory_gb"]) * 1e9,
-                memory_bytes_per_second=float(row["memory_gb_per_second"]) * 1e9,
-                confidence=row["confidence"],
-                notes=row["notes"],
-            )
-            for row in csv.DictReader(file)
-        )
+    return read_chips(pathlib.Path(__file__).with_name("hardware.csv"))
+
+
+def read_chips(path: str | pathlib.Path) -> tuple[Chip, ...]:
+    """Devices from a CSV file of the columns of `hardware.csv`, or one from a JSON object of them.
+
+    Columns that are left out take the defaults of `Chip`.
+
+    Raises:
+      ValueError: an unknown column, or one of name, bf16_tflops, memory_gb and
+        memory_gb_per_second is missing; names it.
+    """
+    path = pathlib.Path(path)
+    if path.suffix == ".json":
+        columns = json.loads(path.read_text())
+        rows = [{key: "" if value is None else str(value) for key, value in columns.items()}]
+    else:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    for row in rows:
+        unknown = sorted(set(row) - {*_TEXTS, *_COUNTS, *_SCALES, "device_kinds", "pod_shape"})
+        missing = [name for name in _NEEDED if not row.get(name)]
+        if unknown or missing:
+            which = f"column {unknown[0]!r} is not known" if unknown else f"no {missing[0]!r}"
+            raise ValueError(f"{path}: {which}; the columns are those of jaxscale/hardware.csv")
+    return tuple(_chip(row) for row in rows)
+
+
+_NEEDED = ("name", "bf16_tflops", "memory_gb", "memory_gb_per_second")
+_TEXTS = {"name": "", "vendor": "", "confidence": "memory", "notes": ""}
+_COUNTS = ("year", "cores", "package_devices", "node_devices", "node_mesh", "torus_axes")
+_SCALES = {  # column -> field, and its unit
+    "bf16_tflops": ("bf16_flops_per_second", 1e12),
+    "fp8_tflops": ("fp8_flops_per_second", 1e12),
+    "fp4_tflops": ("fp4_flops_per_second", 1e12),
+    "memory_gb": ("memory_bytes", 1e9),
+    "memory_gb_per_second": ("memory_bytes_per_second", 1e9),
+    "matmul_fraction": ("matmul_fraction", 1.0),
+    "memory_fraction": ("memory_fraction", 1.0),
+    "host_gb_per_second": ("host_bytes_per_second", 1e9),
+    "package_gb_per_second": ("package_bytes_per_second", 1e9),
+    "node_gb_per_second": ("node_bytes_per_second", 1e9),
+    "node_bus_gb_per_second": ("node_bus_bytes_per_second", 1e9),
+    "node_latency_us": ("node_latency_seconds", 1e-6),
+    "torus_gb_per_second": ("torus_bytes_per_second", 1e9),
+    "network_gb_per_second": ("network_bytes_per_second", 1e9),
+    "network_latency_us": ("network_latency_seconds", 1e-6),
+    "tdp_w": ("tdp_watts", 1.0),
+    "system_w": ("system_watts", 1.0),
+    "usd_per_hour": ("usd_per_hour", 1.0),
+}
+
+
+def _chip(row: dict[str, str]) -> Chip:
+    given = {name: text for name, text in row.items() if text}
+    fields: dict[str, Any] = {name: given.get(name, default) for name, default in _TEXTS.items()}
+    fields |= {name: int(given[name]) for name in _COUNTS if name in given}
+    for name, (field, unit) in _SCALES.items():
+        if name in given:
+            fields[field] = float(given[name]) * unit
+    fields["year"] = fields.get("year", 0)
+    fields["node_mesh"] = bool(fields.get("node_mesh"))
+    fields["device_kinds"] = tuple(filter(None, row.get("device_kinds", "").split("|")))
+    fields["pod_shape"] = tuple(map(int, filter(None, row.get("pod_shape", "").split("x"))))
+    return Chip(**fields)
 
 
 def find_chip(device_kind: str) -> Chip | None:

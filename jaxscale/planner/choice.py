@@ -1,0 +1,113 @@
+"""How a model is spread over devices, as the planner sees it: one layout, or arrays of them."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxscale.layout import Layout, parse_schedule
+
+Ints = Any  # an int, or int [N]; those of one Choice broadcast
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+
+
+@dataclass(frozen=True)
+class Traits:
+    """By what trainers differ that walk the same layout. The defaults are this package's engine.
+
+    `parallel` folds: the expert axis is made of the ranks of data, context and tensor (Megatron),
+    and takes no devices of its own.
+    """
+
+    lockstep: bool = True  # ranks of a pipeline meet after each operation
+    sequence_parallel: bool = True  # ranks of tensor share out the tokens between products
+    flash: bool = True  # attention never writes its scores
+    eager: bool = False  # the host launches each kernel
+    fused: bool = True  # elementwise work is fused with its neighbours
+    overlap_gradients: bool = True  # reduced beside the backward pass
+    overlap_parameters: bool = True  # gathered beside computation
+    overlap_tensor: bool = False  # collectives of tensor run beside their products
+    overlap_pipeline: bool = False  # messages of the pipeline travel beside computation
+    overlap_experts: bool = False  # all-to-alls run beside computation
+    keep_gathered: bool = False  # ZeRO-3 gathers once for both passes
+    reduce_each: bool = True  # ZeRO-2 and 3 reduce after each micro-batch, not once a step
+    matmul: str = "bfloat16"  # or "fp8", "fp4": operands of the layers' products
+    gradient_bytes: int = 4  # of an element that is reduced
+    attention_seen: bool = True  # attention skips keys that the mask hides
+    folded_experts: bool = False
+    imbalance: float = 1.2  # tokens of the busiest expert rank over the mean
+    balanced_ends: bool = False  # layers are dealt so that embedding and head count as layers
+    graph: bool = False  # launches are recorded once (CUDA graphs)
+
+
+OURS = Traits()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout, or N: every number may be an int array [N]; texts are common to all."""
+
+    pipeline: Ints = 1
+    data: Ints = 1
+    fsdp: Ints = 1
+    expert: Ints = 1
+    context: Ints = 1
+    tensor: Ints = 1
+    zero_stage: Ints = 3
+    microbatch: Ints = 1  # sequences of one micro-batch on one shard of the batch
+    microbatches: Ints = 1  # a step
+    virtual_stages: Ints = 1
+    sequence_chunks: Ints = 1
+    schedule: str = "1f1b"
+    fused: bool = False  # the backward pass is one operation
+    remat: str = "none"
+    offload: str = "none"
+    accumulation: str = "sequential"
+    context_method: str = "ring"
+    traits: Traits = field(default=OURS)
+
+    @classmethod
+    def of(cls, layout: Layout, global_batch_size: int, **changes: Any) -> "Choice":
+        """The choice of a resolved layout; `changes` are fields of this class."""
+        name, fused, _ = parse_schedule(layout.schedule)
+        shards = layout.batch_shards * layout.expert
+        return cls(
+            **{
+                **{axis: getattr(layout, axis) for axis in AXES},
+                "zero_stage": layout.zero_stage,
+                "microbatch": max(1, global_batch_size // (shards * layout.microbatches)),
+                "microbatches": layout.microbatches,
+                "virtual_stages": max(1, layout.virtual_stages),
+                "sequence_chunks": layout.sequence_chunks,
+                "schedule": name,
+                "fused": fused,
+                "remat": layout.remat,
+                "offload": layout.offload,
+                "accumulation": layout.accumulation,
+                "context_method": layout.context_method,
+                **changes,
+            }
+        )
+
+    @property
+    def num_devices(self) -> Ints:
+        """Devices that the axes need."""
+        axes = (axis for axis in AXES if axis != "expert" or not self.traits.folded_experts)
+        return math.prod(np.asarray(getattr(self, axis)) for axis in axes)
+
+    @property
+    def batch_shards(self) -> Ints:
+        """Ways in which a global batch is split: the ranks of expert have tokens of their own."""
+        own = 1 if self.traits.folded_experts else self.expert
+        return np.asarray(self.data) * self.fsdp * own
+
+    @property
+    def global_batch(self) -> Ints:
+        """Sequences of a step."""
+        return self.batch_shards * self.microbatch * self.microbatches
+
+    @property
+    def count(self) -> int:
+        """How many layouts these are."""
+        return len(np.atleast_1d(self.num_devices))
