@@ -1,0 +1,104 @@
+"""Seconds of computation on one device, in closed form over arrays of layouts."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxscale.planner.machine import Cluster
+
+Floats = Any  # a float, or float [N]
+
+TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
+"""Rows and columns of a GPU kernel's output tile, and the share of the best kernel's rate that it
+reaches while all cores are busy: the ratio of operations to operand traffic from the cache falls
+with the tile (NVIDIA, Matrix Multiplication Background User's Guide, tables for A100)."""
+
+TILE_DEPTH = 96
+"""Steps along the reduced dimension that filling the pipeline and writing the tile cost."""
+
+MATRIX_UNIT = 128
+"""Sides of a TPU's systolic array, to which dimensions are padded (256 from v6e on, which no
+usual width notices)."""
+
+LAUNCH_SECONDS = 4e-6
+"""Between the starts of two dependent kernels on a GPU, already queued (NVIDIA's figure for
+back-to-back launches is 2.2 to 5 us)."""
+
+SUSTAINED = 0.92
+"""Of the rate of the best product alone, that products reach in a long run of them, where the
+chip's power limit lowers its clock: H100 SXM 794 TFLOP/s best case against 720 to 740 sustained
+(ml-engineering, maximum achievable matmul FLOPS)."""
+
+
+def matmul_seconds(
+    cluster: Cluster, m: Floats, n: Floats, k: Floats, batch: Floats = 1,
+    matmul: str = "bfloat16",
+) -> Floats:  # fmt: skip
+    """`batch` products of [m, k] and [k, n]: tiles in waves over the cores, or the memory."""
+    flops = 2.0 * m * n * k * batch
+    peak = cluster.peak_flops(matmul) * cluster.chip.matmul_fraction * SUSTAINED
+    if cluster.chip.cores:
+        seconds = _tiled_seconds(cluster, m, n, k, batch, peak)
+    else:
+        padded = 2.0 * batch * _pad(m, 8) * _pad(n, MATRIX_UNIT) * _pad(k, MATRIX_UNIT)
+        seconds = padded / peak
+    width = {"bfloat16": 2.0, "fp8": 1.0, "fp4": 0.56}[matmul]
+    read = width * batch * (m * k + k * n) + 2.0 * batch * m * n
+    seconds = np.maximum(seconds, memory_seconds(cluster, read))
+    return np.where(flops > 0, seconds + (LAUNCH_SECONDS if cluster.chip.cores else 0.0), 0.0)
+
+
+def _tiled_seconds(cluster, m, n, k, batch, peak) -> Floats:
+    fastest = np.inf
+    for rows, columns, rate in TILES:
+        tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
+        waves = np.ceil(tiles / cluster.chip.cores)
+        per_core = peak / cluster.chip.cores * rate
+        fastest = np.minimum(fastest, waves * 2.0 * rows * columns * (k + TILE_DEPTH) / per_core)
+    return fastest
+
+
+def _pad(size: Floats, multiple: int) -> Floats:
+    return np.ceil(size / multiple) * multiple
+
+
+FLASH = {"sm80": (0.58, 0.50), "sm90": (0.58, 0.48), "sm100": (0.50, 0.45), "tpu": (0.45, 0.40)}
+"""Share of the peak that fused attention reaches on operations it really does, forward and
+backward, head dimension 128 and sequences of 2k to 8k: FlashAttention-2 on A100 (arXiv 2307.08691,
+figures 4 to 6), FlashAttention-3 and cuDNN 9 on H100 (arXiv 2407.08608, figures 5 and 6), cuDNN on
+B200; splash attention on TPUs."""
+
+FLASH_BACKWARD = 2.5
+"""Products of the backward pass over the forward's: five for two."""
+
+
+def generation(cluster: Cluster) -> str:
+    """Of the attention kernels."""
+    if not cluster.chip.cores:
+        return "tpu"
+    if cluster.chip.fp4_flops_per_second:
+        return "sm100"
+    return "sm90" if cluster.chip.fp8_flops_per_second else "sm80"
+
+
+def flash_seconds(cluster: Cluster, flops: Floats, head_dim: int, backward: bool = False) -> Floats:
+    """Fused attention of `flops` forward operations.
+
+    A head is padded to 32 of its elements; one of 64 reaches four fifths of the rate of one of 128
+    (the same figures).
+    """
+    rate = FLASH[generation(cluster)][backward] * cluster.peak_flops()
+    padded = _pad(head_dim, 32) / head_dim * (1 + 0.25 * max(0.0, (128 - head_dim) / 64))
+    return flops * padded * (FLASH_BACKWARD if backward else 1.0) / rate
+
+
+MISALIGNED = 4.0
+"""Slowdown of attention's batched products when a head is no multiple of 8 elements and its rows
+no multiple of 16 bytes, so that the tensor cores are not used as they are meant: 14,400 wide with
+96 heads (150 a head) trained at 96 TFLOP/s, 14,336 with 64 (224 a head) at 130 (BigScience)."""
+
+
+def memory_seconds(cluster: Cluster, num_bytes: Floats) -> Floats:
+    """Reading and writing the device's memory."""
+    chip = cluster.chip
+    return num_bytes / (chip.memory_bytes_per_second * chip.memory_fraction)

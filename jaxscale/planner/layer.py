@@ -1,0 +1,285 @@
+"""What one device computes in a layer, and in the head, for one micro-batch.
+
+Letters: T tokens of a micro-batch on a device, D d_model, H heads, K kv_heads, E head_dim, F d_ff,
+V vocab, t ranks of tensor. Widths of elementwise work are bytes read and written of a token in
+16-bit activations, counted kernel by kernel.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from jaxscale.planner import compute
+from jaxscale.planner.choice import Choice
+from jaxscale.planner.machine import Cluster
+from jaxscale.planner.shape import Shape
+
+Floats = Any  # a float, or float [N]
+
+HOST_SECONDS = 6e-6
+"""A kernel's launch by an eager framework, Python included (PyTorch dispatches an operator in 5 to
+10 us)."""
+
+KERNELS = {"dense": (24, 44), "experts": (45, 85)}
+"""Kernels of a layer's two passes in an eager trainer: projections, core, norms, residual, bias,
+dropout and activation; experts add routing, permutation and grouped products."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of one pass over one layer, or over the head."""
+
+    matmul: Floats = 0.0
+    attention: Floats = 0.0
+    elementwise: Floats = 0.0
+    waiting: Floats = 0.0  # for a host that cannot launch kernels as fast as they run
+
+    @property
+    def seconds(self) -> Floats:
+        return self.matmul + self.attention + self.elementwise + self.waiting
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Work)))
+
+    def __mul__(self, factor: Floats) -> "Work":
+        return Work(*(getattr(self, one.name) * factor for one in fields(Work)))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A mean layer, and the head, of one micro-batch."""
+
+    forward: Work
+    backward_input: Work  # B: what the layers before wait for
+    backward_weights: Work  # W
+    recompute: Work  # R: what the remat policy repeats
+    head_forward: Work
+    head_backward: Work
+
+    @property
+    def backward(self) -> Work:
+        return self.backward_input + self.backward_weights
+
+
+def layer_work(shape: Shape, cluster: Cluster, choice: Choice) -> Layer:
+    """The computation of a mean layer; an encoder's layers are spread over the decoder's."""
+    tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
+    forward, inputs, weights = _matmuls(shape, cluster, choice, tokens)
+    attention = _attention(shape, cluster, choice, tokens)
+    elementwise = _elementwise(shape, cluster, choice, tokens)
+    launches = _waiting(shape, choice)
+    passes = [
+        Work(forward, attention[0], elementwise[0]),
+        Work(inputs, attention[1], elementwise[1] * 0.7),
+        Work(weights, 0.0, elementwise[1] * 0.3),
+    ]
+    first, second, third = passes
+    first = replace(first, waiting=np.maximum(0, launches[0] - first.seconds))
+    waits = np.maximum(0, launches[1] - second.seconds - third.seconds)
+    second = replace(second, waiting=waits)
+    return Layer(
+        forward=first, backward_input=second, backward_weights=third,
+        recompute=_recompute(shape, choice, first),
+        head_forward=_head(shape, cluster, choice, tokens, backward=False),
+        head_backward=_head(shape, cluster, choice, tokens, backward=True),
+    )  # fmt: skip
+
+
+def _matmuls(shape, cluster, choice, tokens) -> tuple[Floats, Floats, Floats]:
+    """Forward, and of the backward pass those for inputs and those for weights, a mean layer."""
+    total = [np.zeros(())] * 3
+    for products, count in _products(shape, choice, tokens):
+        for m, n, k, batch in products:
+            sides = ((m, n, k), (m, k, n), (k, n, m))
+            for i, (rows, columns, depth) in enumerate(sides):
+                total[i] = total[i] + count * compute.matmul_seconds(
+                    cluster, rows, columns, depth, batch, choice.traits.matmul
+                )
+    return total[0] / shape.layers, total[1] / shape.layers, total[2] / shape.layers
+
+
+def _products(shape: Shape, choice: Choice, tokens: Floats):
+    """Lists of (rows, columns, depth, batch), each with the number of layers that do it."""
+    t, d = np.asarray(choice.tensor), shape.d_model
+    wide = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+    # Keys and values cannot be split into more parts than there are heads of them.
+    local = shape.head_dim * (shape.heads / t + 2 * np.maximum(1, shape.kv_heads / t))
+    if shape.latent:
+        rank, heads = shape.latent, shape.heads / t
+        attention = [
+            (tokens, rank.query_rank + rank.kv_rank + rank.rope_dim, d, 1),
+            (tokens, heads * (rank.nope_dim + rank.rope_dim), rank.query_rank, 1),
+            (tokens, heads * (rank.nope_dim + rank.value_dim), rank.kv_rank, 1),
+            (tokens, d, heads * rank.value_dim, 1),
+        ]
+    else:
+        attention = [(tokens, local, d, 1), (tokens, d, shape.head_dim * shape.heads / t, 1)]
+    gate = 2 if shape.gated else 1
+    mlp = [(tokens, gate * shape.d_ff / t, d, 1), (tokens, d, shape.d_ff / t, 1)]
+    yield attention, shape.attending
+    yield mlp, shape.with_mlp - shape.expert_layers
+    if shape.expert_layers:
+        yield _expert_products(shape, choice, tokens), shape.expert_layers
+    if shape.mixer:
+        inner = shape.mixer.heads * shape.mixer.head_dim
+        entry = 2 * inner + 2 * shape.mixer.groups * shape.mixer.state + shape.mixer.heads
+        yield [(tokens, entry / t, d, 1), (tokens, d, inner / t, 1)], shape.mixer.layers
+    if shape.encoder_layers:
+        source = tokens * shape.encoder_seq_len / shape.seq_len
+        encoder = [(source, *rest) for _, *rest in attention + mlp]
+        yield encoder, shape.encoder_layers
+        heads = shape.head_dim * shape.heads / t
+        cross = [
+            (tokens, heads, d, 1), (source, (wide / t - heads), d, 1), (tokens, d, heads, 1)
+        ]  # fmt: skip
+        yield cross, shape.layers
+
+
+def _expert_products(shape: Shape, choice: Choice, tokens: Floats) -> list[tuple]:
+    """Grouped products: a device's experts, each with the tokens that come to it."""
+    x, d, gate = np.asarray(choice.expert), shape.d_model, 2 if shape.expert_gated else 1
+    t = np.asarray(choice.tensor)
+    # Folded experts are whole, and the ranks of tensor bring a share of the tokens each.
+    width = shape.expert_ff / (1 if choice.traits.folded_experts else t)
+    share = tokens / t if choice.traits.folded_experts else tokens
+    local = np.maximum(1, shape.experts / x)
+    rows = share * shape.top_k * choice.traits.imbalance / local
+    routed = [(rows, gate * width, d, local), (rows, d, width, local)]
+    shared = shape.shared_experts * shape.expert_ff / t
+    always = [(tokens, gate * shared, d, 1), (tokens, d, shared, 1)]
+    return [*routed, *(always if shape.shared_experts else [])]
+
+
+def _attention(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats) -> tuple:
+    """The core of attention, forward and backward, of a mean layer."""
+    traits, t = choice.traits, np.asarray(choice.tensor)
+    share = shape.attending / shape.layers
+    if shape.mixer:
+        scans = shape.mixer.layers / shape.layers * (shape.mixer_flops - 2.0 * shape.mixer_params)
+    else:
+        scans = 0.0
+    if traits.flash:
+        keys = shape.mean_keys if traits.attention_seen else float(shape.seq_len)
+        flops = tokens * share * shape.core_flops(keys) / t + tokens * scans / t
+        if shape.encoder_layers:
+            source = shape.encoder_seq_len / shape.seq_len
+            both = shape.encoder_layers * source + shape.layers
+            core = shape.core_flops(shape.encoder_seq_len)
+            flops = flops + tokens * both / shape.layers * core / t
+        seconds = [
+            compute.flash_seconds(cluster, flops, shape.head_dim, back) for back in (False, True)
+        ]
+        return seconds[0], seconds[1]
+    return _written_attention(shape, cluster, choice, tokens, share)
+
+
+SCORE_BYTES = (9, 11)
+"""Of an element of the scores besides what the products write: softmax reads and writes, dropout
+reads, writes and keeps a mask; and back (16 bits an element, a fused masked softmax)."""
+
+
+def _written_attention(shape, cluster, choice, tokens, share) -> tuple:
+    """Attention that writes its scores: batched products, softmax and dropout."""
+    heads, s, e = shape.heads / np.asarray(choice.tensor), shape.seq_len, shape.head_dim
+    batch = tokens * choice.context / s * heads
+    rows = s / np.asarray(choice.context)
+    scores = compute.matmul_seconds(cluster, rows, s, e, batch)
+    values = compute.matmul_seconds(cluster, rows, e, s, batch)
+    products = (scores + values) * (compute.MISALIGNED if e % 8 else 1.0)
+    elements = batch * rows * s
+    forward = products + compute.memory_seconds(cluster, SCORE_BYTES[0] * elements)
+    backward = 2 * products + compute.memory_seconds(cluster, SCORE_BYTES[1] * elements)
+    return share * forward, share * backward
+
+
+def _elementwise(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats) -> tuple:
+    """Norms, residual, positions, activation, casts: forward and backward of a mean layer."""
+    traits, t, d = choice.traits, np.asarray(choice.tensor), shape.d_model
+    streams = t if traits.sequence_parallel else 1.0
+    heads = shape.head_dim * (shape.heads + shape.kv_heads)
+    if shape.biases:  # LayerNorm, bias, dropout
+        stream, back = 22 * d, 44 * d
+    else:  # RMSNorm
+        stream, back = 20 * d, 28 * d
+    if traits.fused:  # the residual is added where the norm reads it, dropout has no mask
+        stream, back = 16 * d, 24 * d
+    moe = shape.expert_layers / shape.layers
+    dense = (shape.with_mlp - shape.expert_layers) / shape.layers
+    wide = shape.d_ff * dense + moe * shape.expert_ff * (
+        shape.top_k * traits.imbalance + shape.shared_experts
+    )
+    activation = (6 * wide, 10 * wide) if shape.gated else (4 * wide, 8 * wide)
+    rotated = 0 if shape.learned_positions else 4 * heads
+    # Dispatch and combine copy a token to each of its experts and back.
+    routed = moe * 8 * shape.top_k * traits.imbalance * d / (t if traits.folded_experts else 1)
+    quantised = _quantised_bytes(shape, choice, wide) / t
+    forward = stream / streams + (activation[0] + rotated) / t + routed + quantised
+    backward = back / streams + (activation[1] + rotated) / t + routed + quantised
+    return tuple(compute.memory_seconds(cluster, tokens * width) for width in (forward, backward))
+
+
+def _quantised_bytes(shape: Shape, choice: Choice, wide: Floats) -> Floats:
+    """Operands cast to 8 bits or fewer: read in 16, written along rows and along columns."""
+    if choice.traits.matmul == "bfloat16":
+        return 0.0
+    return 4.0 * (2 * shape.d_model + shape.heads * shape.head_dim + wide)
+
+
+def _waiting(shape: Shape, choice: Choice) -> tuple[float, float]:
+    """Seconds that a host needs to launch the kernels of a layer's two passes."""
+    if not choice.traits.eager:
+        return 0.0, 0.0
+    moe = shape.expert_layers / shape.layers
+    counts = [
+        (1 - moe) * dense + moe * experts
+        for dense, experts in zip(KERNELS["dense"], KERNELS["experts"])
+    ]
+    return counts[0] * HOST_SECONDS, counts[1] * HOST_SECONDS
+
+
+def _recompute(shape: Shape, choice: Choice, forward: Work) -> Work:
+    """What a remat policy repeats of a forward pass."""
+    remat = choice.remat
+    if remat == "none":
+        return Work()
+    if remat == "save_all_but_attention":
+        return Work(attention=forward.attention)
+    if remat == "save_matmuls":
+        return Work(elementwise=forward.elementwise)
+    names = remat.partition(":")[2].split(",") if ":" in remat else []
+    products = {
+        "query": shape.heads, "key": shape.kv_heads, "value": shape.kv_heads,
+        "attention_out": shape.heads,
+    }  # fmt: skip
+    sizes = {name: 2.0 * shape.d_model * shape.head_dim * n for name, n in products.items()}
+    mlp = 2.0 * shape.d_model * shape.d_ff
+    if shape.expert_layers:
+        mlp = shape.expert_flops / (3 if shape.expert_gated else 2)
+    sizes |= {"mlp_up": mlp, "mlp_gate": mlp if shape.gated else 0.0}
+    repeated = sum(size for name, size in sizes.items() if name not in names)
+    # A layer's last product is never repeated: no backward pass needs its result. Where all of a
+    # layer runs again (other trainers), it is.
+    down = mlp if not choice.traits.lockstep else 0.0
+    share = (repeated + down) / (sum(sizes.values()) + mlp)
+    core = 0.0 if "attention" in names else 1.0
+    return Work(
+        matmul=forward.matmul * share, attention=forward.attention * core,
+        elementwise=forward.elementwise, waiting=forward.waiting,
+    )  # fmt: skip
+
+
+LOSS_BYTES = {True: (8, 6), False: (24, 14)}
+"""Of a logit besides what the product writes, forward and backward: fused cross entropy reads 16
+bits twice; the loss of eager trainers casts to 32 bits, subtracts, exponentiates and divides in
+separate kernels."""
+
+
+def _head(shape, cluster, choice, tokens, backward: bool) -> Work:
+    local = shape.vocab / np.asarray(choice.tensor)
+    product = compute.matmul_seconds(cluster, tokens, local, shape.d_model)
+    width = LOSS_BYTES[choice.traits.fused][backward]
+    return Work(
+        matmul=product * (2 if backward else 1),
+        elementwise=compute.memory_seconds(cluster, tokens * local * width),
+    )
