@@ -26,7 +26,7 @@ class Chip:
     memory_bytes_per_second: float
     confidence: str
     notes: str
-    fp8_flops_per_second: float = 0.0
+    fp8_flops_per_second: float = 0.0  # of 8-bit operands: int8 on TPUs before v7
     fp4_flops_per_second: float = 0.0
     matmul_fraction: float = 0.75  # of the peak, that the best large bfloat16 product reaches
     memory_fraction: float = 0.85  # of the memory's bandwidth, that a long copy reaches

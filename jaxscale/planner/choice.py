@@ -16,8 +16,8 @@ AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 class Traits:
     """By what trainers differ that walk the same layout. The defaults are this package's engine.
 
-    `parallel` folds: the expert axis is made of the ranks of data, context and tensor (Megatron),
-    and takes no devices of its own.
+    With `folded_experts` the expert axis is made of the ranks of tensor, context and data, and
+    takes no devices of its own (Megatron).
     """
 
     lockstep: bool = True  # ranks of a pipeline meet after each operation
@@ -35,9 +35,10 @@ class Traits:
     matmul: str = "bfloat16"  # or "fp8", "fp4": operands of the layers' products
     gradient_bytes: int = 4  # of an element that is reduced
     attention_seen: bool = True  # attention skips keys that the mask hides
-    folded_experts: bool = False
+    folded_experts: bool = False  # and an expert is not split over tensor
     imbalance: float = 1.2  # tokens of the busiest expert rank over the mean
     balanced_ends: bool = False  # layers are dealt so that embedding and head count as layers
+    scattered_messages: bool = True  # the ranks of tensor share a pipeline's message
     graph: bool = False  # launches are recorded once (CUDA graphs)
 
 

@@ -91,7 +91,7 @@ def _expert(shape: Shape, choice: Choice, levels: Levels, stream: Floats) -> tup
 
 def _message(choice: Choice, levels: dict[str, Levels], stream: Floats) -> Floats:
     """From one rank of the pipeline to the next."""
-    scattered = choice.tensor if choice.traits.sequence_parallel else 1
+    scattered = choice.tensor if choice.traits.scattered_messages else 1
     return network.send_seconds(levels["pipeline"], stream / scattered)
 
 

@@ -1,0 +1,89 @@
+"""By what published trainers differ from ours: facts of the software, by its name and version.
+
+A trait is here because its documentation or code says so, never because it fits a number.
+"""
+
+from dataclasses import replace
+
+from jaxscale.planner.choice import OURS, Traits
+
+MEGATRON_2021 = replace(
+    OURS,
+    lockstep=False,  # each rank goes on as soon as its message is there
+    sequence_parallel=False,  # came with arXiv 2205.05198
+    flash=False,
+    fused=False,  # bias + GELU, bias + dropout + add and softmax are fused, nothing else
+    eager=True,
+    overlap_gradients=False,  # one all-reduce after the last micro-batch
+    overlap_parameters=False,
+    attention_seen=False,
+    gradient_bytes=2,  # fp16, as the gradients are
+    scattered_messages=True,  # SC21, section 4.1
+    reduce_each=False,
+)
+MEGATRON_DEEPSPEED = replace(
+    MEGATRON_2021,
+    scattered_messages=False,  # DeepSpeed's pipeline sends whole activations
+)
+MEGATRON_CORE = replace(
+    MEGATRON_2021,
+    flash=True,
+    fused=True,  # Transformer Engine
+    attention_seen=True,
+    sequence_parallel=True,
+    overlap_gradients=True,
+    overlap_parameters=True,
+    overlap_tensor=True,  # userbuffers in the NVIDIA recipes
+    overlap_pipeline=True,
+    folded_experts=True,
+    imbalance=1.0,  # benchmarks force the router to balance
+)
+TORCH_FSDP = replace(
+    OURS,
+    lockstep=False,
+    eager=True,
+    fused=False,
+    sequence_parallel=False,
+    gradient_bytes=4,
+    folded_experts=True,
+    imbalance=1.0,
+)
+XLA = replace(OURS, lockstep=True, gradient_bytes=2, imbalance=1.0)
+PYTORCH_3D = replace(
+    MEGATRON_CORE,
+    overlap_tensor=False,
+    overlap_gradients=True,
+    overlap_parameters=False,
+    overlap_pipeline=False,
+    gradient_bytes=4,
+)
+
+BY_FRAMEWORK = {  # the longest beginning of a framework's name counts
+    "megatron-lm": MEGATRON_2021,
+    "megatron-deepspeed": MEGATRON_DEEPSPEED,
+    "gpt-neox": MEGATRON_DEEPSPEED,
+    "deepspeed": replace(MEGATRON_2021, overlap_gradients=True, overlap_parameters=True,
+                         reduce_each=True),
+    "megatron-bridge": MEGATRON_CORE,
+    "nemo": MEGATRON_CORE,
+    "nemo automodel": replace(TORCH_FSDP, fused=True, gradient_bytes=2),
+    "llm-foundry": TORCH_FSDP,
+    "meta": replace(MEGATRON_2021, flash=True, attention_seen=True, overlap_gradients=True,
+                    overlap_parameters=True),
+    "maxtext": XLA,
+    "axlearn": XLA,
+    "paxml": XLA,
+    "t5x": replace(XLA, gradient_bytes=4),
+    "nanotron": PYTORCH_3D,
+    "fast-llm": PYTORCH_3D,
+    "mist": replace(MEGATRON_2021, flash=True, attention_seen=True),
+    "hai-llm": replace(MEGATRON_CORE, overlap_experts=True),
+    "axonn": replace(MEGATRON_2021, flash=True, overlap_gradients=True, overlap_tensor=True),
+}  # fmt: skip
+
+
+def traits_of(framework: str) -> Traits | None:
+    """Of a trainer by its name, any case, version behind it; None if it is not known."""
+    name = framework.lower()
+    found = [known for known in BY_FRAMEWORK if name.startswith(known)]
+    return BY_FRAMEWORK[max(found, key=len)] if found else None
