@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from train import ROOT, provenance
+from provenance import ROOT, provenance
 
 BUDGET_SECONDS = 460
 """No part is started, or goes on, after this."""

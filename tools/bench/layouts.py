@@ -7,7 +7,6 @@ often weights are gathered.
 """
 
 import argparse
-import datetime
 import itertools
 import json
 import os
@@ -20,6 +19,8 @@ from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
+
+from provenance import provenance  # noqa: E402
 
 STAGES = (0, 1, 2, 3)
 ACCUMULATIONS = ("sequential", "layered")
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     for _ in range(options.rounds):
         for index, case in enumerate(cases):
             cases[index] = timed(case)
-    report(cases, options, shell(argv))
+    report(cases, options)
     return 0
 
 
@@ -105,12 +106,12 @@ def timed(case: Case) -> Case:
     return case._replace(state=state)
 
 
-def report(cases: Sequence[Case], options: argparse.Namespace, command: str) -> None:
+def report(cases: Sequence[Case], options: argparse.Namespace) -> None:
     """The table: medians, and ratios of neighbouring steps."""
     base = {case.zero_stage: case for case in cases if case.accumulation == "sequential"}
-    lines = []
-    print(f"\n{command}\nmedian of {options.rounds} steps; speed-up: sequential over layered, "
-          "median of the rounds' ratios\n")  # fmt: skip
+    lines, about = [], provenance()
+    print(f"\n{about['command']}\nmedian of {options.rounds} steps; "
+          "speed-up: sequential over layered, median of the rounds' ratios\n")  # fmt: skip
     heads = ("zero", "accumulation", "s a step", "speed-up", "cpu s", "speed-up", "temp MB")
     rows: list[tuple[str, ...]] = [heads]
     for case in cases:
@@ -123,12 +124,11 @@ def report(cases: Sequence[Case], options: argparse.Namespace, command: str) -> 
         figures = (seconds, speedup, cpu, cpu_speedup, case.temp_bytes / 1e6)
         rows.append((f"{case.zero_stage}", case.accumulation, *(f"{x:.3g}" for x in figures)))
         lines.append({
-            "benchmark": "layouts",
-            "date": datetime.datetime.now(datetime.UTC).isoformat("T", "seconds"),
-            "command": command, "zero_stage": case.zero_stage, "accumulation": case.accumulation,
+            "benchmark": "layouts", **about,
+            "zero_stage": case.zero_stage, "accumulation": case.accumulation,
             "step_seconds": seconds, "all_seconds": case.seconds, "temp_bytes": case.temp_bytes,
             "cpu_seconds": cpu, "speedup_over_sequential": speedup,
-            "cpu_speedup_over_sequential": cpu_speedup, "load": os.getloadavg()[0],
+            "cpu_speedup_over_sequential": cpu_speedup,
         })  # fmt: skip
     from jaxscale.describe import table  # noqa: PLC0415 - imports JAX
 
@@ -136,11 +136,6 @@ def report(cases: Sequence[Case], options: argparse.Namespace, command: str) -> 
     if options.json:
         with open(options.json, "a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
-
-
-def shell(argv: Sequence[str]) -> str:
-    """The command that ran."""
-    return " ".join(["python tools/bench/layouts.py", *argv])
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ Times the loss and gradients of a pipeline of two ranks, each a CPU device of on
 what its table predicts, and against the way in which pipelines are usually written in JAX: the
 stages under `jax.vmap`, a shift of their inputs, and a scan that autodiff turns round (GPipe).
 
-The prediction takes the table, and how long a chunk's forward pass, its two backward halves, the
-head and the embedding take on both devices at once, each timed for itself. Cases are stepped in
-turn, so that a busy machine slows all alike; a time is the least of the rounds, the ratio to the
-usual way the median of the rounds' ratios.
+The prediction takes the table, and how long the executor takes for an operation of each kind when
+both ranks do it at once: it runs tables of one kind only. All are stepped in turn, so that a busy
+machine slows all alike; ratios are medians of the rounds' ratios.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -24,7 +24,10 @@ from typing import Any, NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
+from provenance import provenance  # noqa: E402
+
 RANKS = 2
+UNIT_TIMES = 4
 SCHEDULES = ("1f1b", "1f1b:fused", "gpipe", "zb_h1")
 USUAL = "vmap, shift, autodiff"
 
@@ -34,8 +37,8 @@ class Case(NamedTuple):
 
     name: str
     microbatches: int
+    table: Any  # None where there is none
     run: Callable[[], Any]
-    predicted: float | None  # seconds
     temp_bytes: int
     seconds: list[float]
 
@@ -59,14 +62,16 @@ def main(argv: Sequence[str]) -> int:
         f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     )
 
-    cases = []
+    cases, unit = [], units(options)
     for m in map(int, options.microbatches.split(",")):
         cases += [ours(options, schedule, m) for schedule in SCHEDULES]
         cases.append(usual(options, m))
-    for _ in range(options.rounds):
-        for case in cases:
+        print(f"compiled for {m} micro-batches", flush=True)
+    for number in range(options.rounds):
+        for case in (*unit.values(), *cases):
             case.seconds.append(seconds(case.run))
-    report(cases, options)
+        print(f"round {number + 1} of {options.rounds}", flush=True)
+    report(cases, unit, options)
     return 0
 
 
@@ -95,107 +100,75 @@ def make_config(options: argparse.Namespace, schedule: str, microbatches: int) -
     })  # fmt: skip
 
 
-def ours(options: argparse.Namespace, schedule: str, microbatches: int) -> Case:
-    """A schedule by the executor."""
+def ours(
+    options: argparse.Namespace, schedule: str, microbatches: int, kinds: Sequence[int] = ()
+) -> Case:
+    """A schedule by the executor.
+
+    Args:
+      kinds: of `pipeline.records`, where only these operations are to be done, one kind after the
+        other, each as often as there are micro-batches and by both ranks at once.
+    """
     import jax  # noqa: PLC0415
+    import numpy as np  # noqa: PLC0415
     from measure import synthetic_batch  # noqa: PLC0415
 
     from jaxscale.gradients import make_gradients  # noqa: PLC0415
     from jaxscale.mesh import make_mesh  # noqa: PLC0415
-    from jaxscale.pipeline.simulate import Costs, simulate  # noqa: PLC0415
     from jaxscale.step import make_engine  # noqa: PLC0415
 
     config = make_config(options, schedule, microbatches)
     engine = make_engine(config, make_mesh(config.layout))
-    assert engine.stages is not None
-    gradients = make_gradients(engine.model, engine.layout, engine.zero, engine.mesh, engine.stages)
+    stages = engine.stages
+    assert stages is not None
+    if kinds:
+        of_ranks = stages.program.columns["kind"][..., 0].T
+        ticks = np.stack(
+            [np.concatenate([np.flatnonzero(one == kind) for kind in kinds]) for one in of_ranks],
+            axis=1,
+        )
+        columns = {
+            name: np.take_along_axis(column, ticks[..., None], axis=0)
+            for name, column in stages.program.columns.items()
+        }
+        program = dataclasses.replace(stages.program, columns=columns)
+        stages = dataclasses.replace(stages, program=program)
+    gradients = make_gradients(engine.model, engine.layout, engine.zero, engine.mesh, stages)
     params = engine.init(jax.random.key(0)).params
     batch = jax.device_put(synthetic_batch(config), engine.batch_sharding)
     program = jax.jit(gradients).lower(params, batch).compile()
-    unit = unit_seconds(options, engine, params, batch)
-    layers = engine.stages.layers
-    costs = Costs(
-        f=(unit["f"] * layers[0] + unit["embed"], unit["f"] * layers[1]),
-        b=(unit["b"] * layers[0] + unit["embed_b"], unit["b"] * layers[1] + unit["head"]),
-        w=tuple(unit["w"] * n for n in layers),
-    )
-    predicted = simulate(engine.stages.table, costs).lockstep_makespan
     temp = program.memory_analysis().temp_size_in_bytes  # pyright: ignore
-    print(f"  compiled {schedule}, {microbatches} micro-batches", flush=True)
     jax.block_until_ready(program(params, batch))  # warms up
-    return Case(schedule, microbatches, lambda: program(params, batch), predicted, temp, [])
+    return Case(schedule, microbatches, stages.table, lambda: program(params, batch), temp, [])
 
 
-UNITS: dict[int, dict[str, float]] = {}
-"""Seconds of a layer's operations and of what is outside the layers, by sequences."""
+def units(options: argparse.Namespace) -> dict[str, Case]:
+    """Tables of some kinds of operations, each as often as there are micro-batches. What F and B
+    keep has to be read, or the compiler would leave it out."""
+    from jaxscale.pipeline.records import B, F, W, X  # noqa: PLC0415
+
+    return {
+        "w": ours(options, "1f1b", UNIT_TIMES, (W,)),
+        "bw": ours(options, "1f1b", UNIT_TIMES, (B, W)),
+        "fbw": ours(options, "1f1b", UNIT_TIMES, (F, B, W)),
+        "x": ours(options, "1f1b:fused", UNIT_TIMES, (X,)),
+    }
 
 
-def unit_seconds(options: argparse.Namespace, engine: Any, params: Any, batch: Any) -> dict:
-    """Each operation on both devices at once, many times in a loop, least of three."""
-    if options.sequences in UNITS:
-        return UNITS[options.sequences]
-    import jax  # noqa: PLC0415
-    import jax.numpy as jnp  # noqa: PLC0415
-    from jax.sharding import PartitionSpec  # noqa: PLC0415
+def unit_seconds(unit: dict[str, Case], number: int) -> dict[str, float]:
+    """Seconds of an operation of each kind in a round."""
+    w, bw, fbw, x = (case.seconds[number] / UNIT_TIMES for case in unit.values())
+    return {"f": fbw - bw, "b": bw - w, "w": w, "x": x}
 
-    from jaxscale.batch import Batch  # noqa: PLC0415
-    from jaxscale.layout import MANUAL_AXES  # noqa: PLC0415
-    from jaxscale.pipeline.split import split  # noqa: PLC0415
 
-    model, times = engine.model, 20
-    part = Batch(*(field[: options.sequences] for field in batch))
-    layer = jax.tree.map(lambda x: x[0], params["layers"])
-    embed, head = params["embed"], model.head_params(params)
+def predict(case: Case, unit: dict[str, Case], number: int) -> float:
+    """Seconds of a case in a round, from those of operations in that round: a tick lasts as long
+    as its slowest operation."""
+    from jaxscale.pipeline.simulate import Costs, simulate  # noqa: PLC0415
 
-    def operations(layer, embed, head, part):
-        """Name -> a function and its arguments."""
-        x = jnp.ones((options.sequences, options.seq_len, options.d_model), jnp.float32)
-        parts = split(model.block, layer, x, part)
-        kept_b, kept_w, saved = (
-            [jnp.ones(s.shape, s.dtype) for s in some]
-            for some in (parts.kept_b, parts.kept_w, parts.saved)
-        )
-        return {
-            "nothing": (lambda layer: layer, layer),
-            "f": (lambda layer, x: parts.forward(layer, x, part), layer, x),
-            "b": (lambda layer, *rest: parts.input_gradient(layer, part, *rest),
-                  layer, kept_b, kept_w, x),
-            "w": (lambda *args: parts.weight_gradient(part, *args), kept_w, saved),
-            "head": (jax.value_and_grad(lambda h, x: model.loss(h, x, part)[0], (0, 1)), head, x),
-            "embed": (lambda embed: model.embed(embed, part), embed),
-            "embed_b": (lambda embed, x: jax.vjp(lambda e: model.embed(e, part), embed)[1](x),
-                        embed, x),
-        }  # fmt: skip
-
-    def looped(name):
-        def local(*args):
-            function, *args = operations(*args)[name]
-
-            def nudged(x, i):
-                # Something of the loop's own, so that nothing can be taken out of it.
-                return x + (i * 1e-9).astype(x.dtype) if x.dtype == jnp.float32 else x
-
-            def one(i, total):
-                outs = function(*jax.tree.map(lambda x: nudged(x, i), args))
-                return total + sum(jnp.sum(x[..., :1]) for x in jax.tree.leaves(outs) if x.ndim)
-
-            return jax.lax.fori_loop(0, times, one, jnp.zeros(()))[None]
-
-        run = jax.jit(jax.shard_map(
-            local, mesh=engine.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec("pipeline"),
-            axis_names=set(MANUAL_AXES), check_vma=False,
-        ))  # fmt: skip
-        args = (layer, embed, head, part)
-        jax.block_until_ready(run(*args))
-        return min(seconds(lambda: run(*args)) for _ in range(3)) / times
-
-    names = ("nothing", "f", "b", "w", "head", "embed", "embed_b")
-    UNITS[options.sequences] = unit = {name: looped(name) for name in names}
-    # Making the arguments differ takes time too, of which that for a layer's weights is the most.
-    unit["f"] -= unit["nothing"]
-    unit["b"] -= unit["nothing"]
-    print(", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in unit.items()), flush=True)
-    return unit
+    f, b, w, x = unit_seconds(unit, number).values()
+    costs = Costs(f, x, 0.0) if "fused" in case.name else Costs(f, b, w)
+    return simulate(case.table, costs).lockstep_makespan
 
 
 def usual(options: argparse.Namespace, microbatches: int) -> Case:
@@ -251,34 +224,42 @@ def usual(options: argparse.Namespace, microbatches: int) -> Case:
     batches = jax.device_put(batches, NamedSharding(mesh, PartitionSpec()))
     program = jax.jit(jax.value_and_grad(loss)).lower(params, batches).compile()
     temp = program.memory_analysis().temp_size_in_bytes  # pyright: ignore
-    print(f"  compiled {USUAL}, {microbatches} micro-batches", flush=True)
     jax.block_until_ready(program(params, batches))
-    return Case(USUAL, microbatches, lambda: program(params, batches), None, temp, [])
+    return Case(USUAL, microbatches, None, lambda: program(params, batches), temp, [])
 
 
-def report(cases: Sequence[Case], options: argparse.Namespace) -> None:
+def report(cases: Sequence[Case], unit: dict[str, Case], options: argparse.Namespace) -> None:
     """Times, predictions and ratios."""
-    base = {case.microbatches: case for case in cases if case.name == USUAL}
-    print(f"\n{'schedule':24}{'micro':>6}{'ms':>9}{'predicted':>11}{'ratio':>7}{'faster':>8}"
-          f"{'temp MB':>9}")  # fmt: skip
-    lines = []
+    rounds = [unit_seconds(unit, number) for number in range(options.rounds)]
+    for name in rounds[0]:
+        print(f"{name}: {1e3 * statistics.median(r[name] for r in rounds):.1f} ms", end="  ")
+    usually = {case.microbatches: case for case in cases if case.table is None}
+    print(f"\n\n{'schedule':24}{'micro':>6}{'ms':>9}{'of predicted':>14}{'times faster':>14}"
+          f"{'temp MB':>9}{'of usual':>10}")  # fmt: skip
+    lines, about = [], provenance()
     for case in cases:
-        least = min(case.seconds)
-        pairs = zip(base[case.microbatches].seconds, case.seconds, strict=True)
-        faster = statistics.median(a / b for a, b in pairs)
-        predicted = " " * 18
-        if case.predicted is not None:
-            predicted = f"{1e3 * case.predicted:11.0f}{least / case.predicted:7.2f}"
-        print(f"{case.name:24}{case.microbatches:6}{1e3 * least:9.0f}{predicted}{faster:8.2f}"
-              f"{case.temp_bytes / 1e6:9.1f}")  # fmt: skip
+        base, predicted, of_predicted = usually[case.microbatches], None, ""
+        faster = median_ratio(base.seconds, case.seconds)
+        if case.table is not None:
+            predicted = [predict(case, unit, number) for number in range(options.rounds)]
+            of_predicted = f"{median_ratio(case.seconds, predicted):.3f}"
+        print(f"{case.name:24}{case.microbatches:6}{1e3 * statistics.median(case.seconds):9.0f}"
+              f"{of_predicted:>14}{faster:14.2f}{case.temp_bytes / 1e6:9.1f}"
+              f"{case.temp_bytes / base.temp_bytes:10.2f}")  # fmt: skip
         lines.append({
-            "schedule": case.name, "microbatches": case.microbatches, "seconds": case.seconds,
-            "predicted_seconds": case.predicted, "times_faster": faster,
-            "temp_bytes": case.temp_bytes, "options": vars(options),
+            "benchmark": "pipeline", **about, "schedule": case.name,
+            "microbatches": case.microbatches,
+            "seconds": case.seconds, "predicted_seconds": predicted, "times_faster": faster,
+            "temp_bytes": case.temp_bytes,
         })  # fmt: skip
     if options.json:
         with open(options.json, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def median_ratio(some: Sequence[float], others: Sequence[float]) -> float:
+    """Of what was measured in the same round."""
+    return statistics.median(a / b for a, b in zip(some, others, strict=True))
 
 
 if __name__ == "__main__":

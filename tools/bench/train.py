@@ -8,13 +8,11 @@ machine slows all alike.
 
 import argparse
 import contextlib
-import datetime
 import itertools
 import json
 import math
 import os
 import pathlib
-import shlex
 import statistics
 import subprocess
 import sys
@@ -25,6 +23,8 @@ from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
+
+from provenance import provenance  # noqa: E402
 
 from jaxscale import config as configs  # noqa: E402
 from jaxscale import flags  # noqa: E402
@@ -188,19 +188,6 @@ def run_case(
         fastest = min(plain, key=lambda name: records[name]["step_seconds"])
         records[OURS] |= {"compared_with": fastest, **compare(runs[OURS], runs[fastest])}
     return list(records.values())
-
-
-def provenance() -> dict[str, Any]:
-    """When, from what commit, by which command, and how busy the machine was."""
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True)
-    return {
-        "load": os.getloadavg()[0],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() + ("+changes" if changed.stdout else ""),
-        "command": shlex.join(["python", *sys.argv]),
-    }
 
 
 COLUMNS = (
