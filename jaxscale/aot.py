@@ -4,6 +4,7 @@ Compiles the step that would train, for a machine that is not there, and prints 
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import sys
@@ -65,7 +66,7 @@ def describe(report: Any) -> str:
     from jaxscale.describe import human_bytes, table  # noqa: PLC0415
     from jaxscale.proof import SHRINKS  # noqa: PLC0415
 
-    axes = " x ".join(f"{axis} {size}" for axis, size in report.layout.items() if size > 1)
+    axes = " x ".join(f"{axis} {size}" for axis, size in report.layout.sizes.items() if size > 1)
     verdict = "fits" if report.fits else f"does not fit, by {human_bytes(report.missing_bytes)}"
     parts = [
         f"{report.topology}: {report.devices} devices, {axes or 'every axis 1'}, "
@@ -126,7 +127,7 @@ def numbers(report: Any) -> dict[str, Any]:
     return {
         "topology": report.topology,
         "devices": report.devices,
-        "layout": dict(report.layout),
+        "layout": dataclasses.asdict(report.layout),
         "attention": report.attention,
         "fits": report.fits,
         "limit_bytes": report.limit_bytes,

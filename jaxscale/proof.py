@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from jaxscale.config import Config
 from jaxscale.hlo_collectives import Collective, collectives, summed
 from jaxscale.hlo_cost import computation_costs, cycles, flops
 from jaxscale.hlo_memory import Buffer, live_at_peak
-from jaxscale.layout import resolve_sizes
+from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.mesh import make_mesh
 from jaxscale.step import Engine, make_engine
 from jaxscale.topology import Topology, has_cudnn, open_topology
@@ -59,7 +58,7 @@ class Report:
 
     topology: str
     devices: int
-    layout: Mapping[str, int]
+    layout: Layout
     attention: str
     fits: bool
     limit_bytes: int
@@ -164,7 +163,7 @@ def _common(machine: Topology, engine: Engine) -> dict[str, Any]:
     return {
         "topology": machine.name,
         "devices": len(machine.devices),
-        "layout": engine.layout.sizes,
+        "layout": engine.layout,
         "attention": engine.attention,
         "limit_bytes": machine.limit_bytes,
     }

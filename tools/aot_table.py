@@ -91,19 +91,22 @@ def compiled(case: Case) -> dict[str, Any]:
     """The numbers of a case, or {"refusal": ...} in one line."""
     settings = dict(setting.split("=", 1) for setting in case.layout.split())
     settings = {"data": "1", "fsdp": "-1", "zero_stage": "3", "microbatches": "1"} | settings
+    config = f"configs/{case.model}.py"
+    batch = round(case.sequences * num_devices(case.topology))
     with tempfile.TemporaryDirectory() as folder:
         written = pathlib.Path(folder) / "numbers.json"
         command = [
-            sys.executable, "-m", "jaxscale.aot", "--config", f"configs/{case.model}.py",
+            sys.executable, "-m", "jaxscale.aot", "--config", config,
             "--topology", case.topology, "--json", str(written),
-            f"--config.data.global_batch_size={round(case.sequences * num_devices(case.topology))}",
+            f"--config.data.global_batch_size={batch}",
             *(f"--config.layout.{key}={value}" for key, value in settings.items()),
         ]  # fmt: skip
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if not written.exists():
             return {"refusal": (run.stderr.strip().splitlines() or ["nothing was said"])[-1]}
         numbers = json.loads(written.read_text())
-    return {key: numbers[key] for key in numbers if key != "buffers"}
+    said = {"config": config, "global_batch_size": batch}
+    return said | {key: numbers[key] for key in numbers if key != "buffers"}
 
 
 def num_devices(topology: str) -> int:
