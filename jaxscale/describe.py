@@ -97,8 +97,6 @@ def _stages(engine: Engine) -> str:
 
 
 def _peak(engine: Engine) -> str:
-    if engine.layout.pipeline > 1:
-        return "of a pipeline: not among the formulas"
     needs = _predict(engine)
     return (
         f"{human_bytes(needs.peak)} on each device: {human_bytes(needs.arguments)} between steps, "

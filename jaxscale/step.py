@@ -20,6 +20,7 @@ from jaxscale.optim import make, state_axes
 from jaxscale.parallel import attention_name, check_sequence, make_kernels
 from jaxscale.pipeline.place import Placement
 from jaxscale.pipeline.stages import Stages, open_stages
+from jaxscale.planner.held import head_cost
 from jaxscale.remat import from_host
 from jaxscale.sharding import ACTIVATIONS, resolve, resolve_tree, spread_outer
 from jaxscale.zero import Zero
@@ -173,10 +174,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
 
 
 def _open_stages(config: Config) -> Stages:
-    model = config.model
-    head = 2 * model.d_model * model.vocab_size
-    layer = model.layer_forward_flops(config.data.seq_len)
-    return open_stages(config.layout, model.num_layers, head / layer)
+    return open_stages(config.layout, config.model.num_layers, head_cost(config))
 
 
 def check_divides(config: Config) -> None:

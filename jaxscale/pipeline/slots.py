@@ -72,6 +72,19 @@ def make_program(table: Table) -> Program:
     return Program(columns, slots)
 
 
+def count_slots(table: Table) -> dict[str, int]:
+    """How many slots each buffer has, without dealing them: the most that are alive on a rank."""
+    counts = {}
+    for name, users in _users(table).items():
+        writer, reader = users[0], users[-1]
+        alive = np.zeros((table.order.ranks, table.ticks + 1), np.int64)
+        rank, begins = table.ops.rank[reader], table.tick[writer] + (name == "inbox")
+        np.add.at(alive, (rank, begins), 1)
+        np.add.at(alive, (rank, table.tick[reader] + 1), -1)
+        counts[name] = int(alive.cumsum(axis=1).max())
+    return counts
+
+
 def _users(table: Table) -> dict[str, tuple[np.ndarray, ...]]:
     """For each buffer the operations that use a value in it, int [values] each: who writes it,
     and who reads it; the last reader at the end."""

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,7 +129,13 @@ def deal(table: Table, num_layers: int, head_cost: float) -> tuple[int, ...]:
     Args:
       head_cost: FLOPs of the head over those of a layer.
     """
-    stages = table.order.stages
+    dealt = dealings(num_layers, table.order.stages)
+    makespans = [simulate(table, _costs(table, n, head_cost)).lockstep_makespan for n in dealt]
+    return dealt[best_dealing(dealt, makespans)]
+
+
+def dealings(num_layers: int, stages: int) -> list[tuple[int, ...]]:
+    """Ways to deal layers to stages: any number to the last, the others as evenly as can be."""
 
     def dealt(last: int) -> tuple[int, ...]:
         each, more = divmod(num_layers - last, stages - 1)
@@ -136,12 +143,14 @@ def deal(table: Table, num_layers: int, head_cost: float) -> tuple[int, ...]:
         extra = [int(n < more) for n in (*range(stages - 2), stages - 2)]
         return (each + extra[-1], *(each + n for n in extra[:-1]), last)
 
-    def cost(layers: tuple[int, ...]) -> tuple[float, int]:
-        run = simulate(table, _costs(table, layers, head_cost))
-        return run.lockstep_makespan, max(layers) - min(layers)
+    return [dealt(last) for last in range(1, -(-num_layers // stages) + 1)]
 
-    most = -(-num_layers // stages)
-    return min(map(dealt, range(1, most + 1)), key=cost)
+
+def best_dealing(dealt: Sequence[tuple[int, ...]], makespans: Sequence[float]) -> int:
+    """Which of them is shortest and, of those as short to nine digits, most even."""
+    shortest = min(makespans)
+    short = [n for n, one in enumerate(makespans) if one <= shortest * (1 + 1e-9)]
+    return min(short, key=lambda n: max(dealt[n]) - min(dealt[n]))
 
 
 def _costs(table: Table, layers: tuple[int, ...], head_cost: float) -> Costs:

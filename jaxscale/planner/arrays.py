@@ -1,16 +1,37 @@
 """The parameters of a model as shapes and logical axes, without making the model.
 
-Same names, shapes and axes as `models.decoder` gives; the suite compares them.
+Same names, shapes and axes as `models.decoder` gives; the suite compares them. In all of the
+memory formulas the numbers of a layout may be int arrays [N], for N layouts at once.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jaxscale.config import ModelConfig
 from jaxscale.layout import Layout
+
+Ints = Any
+"""An int, or int [N] for N layouts."""
+
+
+def where(condition: Any, yes: Ints, no: Ints = 0) -> Ints:
+    """`yes` where the condition holds, for one layout or many."""
+    if isinstance(condition, bool | np.bool_):
+        return yes if condition else no
+    return np.where(condition, yes, no)
+
+
+def most(*sizes: Ints) -> Ints:
+    """The largest."""
+    return functools.reduce(
+        lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b),
+        sizes,
+    )
 
 
 @dataclass(frozen=True)
@@ -27,11 +48,20 @@ class Array:
         """Elements."""
         return math.prod(self.shape)
 
-    def shard_size(self, layout: Layout, *, over_fsdp: bool) -> int:
-        """Elements on one device, spread over tensor and, where asked, over fsdp."""
-        divisor = layout.fsdp if over_fsdp and "embed" in self.axes else 1
+    def shard_size(self, layout: Layout, *, over_fsdp: Any, at_rest: bool = False) -> Ints:
+        """Elements on one device, spread over tensor and, where asked, over fsdp.
+
+        Args:
+          at_rest: between steps what is outside the layers is spread over the pipeline too, where
+            it can be (`sharding.spread_outer`).
+        """
+        divisor = where(over_fsdp, layout.fsdp, 1) if "embed" in self.axes else 1
+        if at_rest and self.part != "layers" and "embed" in self.axes:
+            width = self.shape[self.axes.index("embed")]
+            spread = width % (layout.pipeline * layout.fsdp) == 0
+            divisor = divisor * where(spread, layout.pipeline, 1)
         if {"heads", "kv_heads", "mlp", "vocab"} & set(self.axes):
-            divisor *= layout.tensor
+            divisor = divisor * layout.tensor
         return self.size // divisor
 
 

@@ -53,6 +53,57 @@ def kept_bytes(model: ModelConfig, remat: str) -> int:
     return sum(one.num_bytes for one in kept_values(model, remat))
 
 
+def split_bytes(model: ModelConfig, remat: str) -> dict[str, int]:
+    """What a pipeline keeps of a layer and a token, over the ranks of tensor together, by the
+    table's buffers: "residual_b" from F to B, "residual_w" from F to W, "cotangent" from B to W.
+
+    W needs no weights, so what it reads beside kept values is what B has made: see
+    `pipeline.split`, to which the suite holds this.
+    """
+    names, gpt = set(remat_names(remat)), model.family == "gpt"
+    stream, queries = model.d_model, model.num_heads * model.head_dim
+    keys, hidden = model.num_kv_heads * model.head_dim, model.d_ff
+    sizes = {"query": queries, "key": keys, "value": keys}
+    # Gradients of the results of products: of both halves' last ones, and of those before.
+    cotangent = 2 * stream + queries + 2 * keys + hidden * (1 if gpt else 2)
+    # The activation is made again from both its factors.
+    cotangent += 2 * hidden * gpt
+    if remat == "full" or not by_names(remat):
+        residual_b = 2 * stream + queries + 2 * keys + hidden * gpt
+        residual_b += (queries + keys) * model.qk_norm
+        residual_w = 2 * stream + queries + 2 * hidden * (not gpt)
+        sums = remat != "save_all_but_attention"
+    else:
+        residual_b, residual_w = sum(sizes[name] for name in names & sizes.keys()), 0
+        normed = sizes.keys() <= names  # else B makes the norm that W reads
+        ungated = not gpt and {"mlp_up", "mlp_gate"} <= names
+        rest_of_mlp = ungated and "attention_out" in names  # likewise
+        input_for_w = normed or rest_of_mlp
+        residual_w += stream * input_for_w
+        residual_b += stream * (not input_for_w)
+        cotangent += stream * (not normed)
+        sums = "attention" in names
+        residual_w += queries * sums
+        cotangent += queries * (not sums)
+        if rest_of_mlp:
+            residual_w += stream
+        else:
+            residual_b += stream * ("attention_out" in names)
+            cotangent += stream
+        if gpt:
+            residual_b += hidden * ("mlp_up" in names)
+        else:
+            there = len(names & {"mlp_up", "mlp_gate"})
+            residual_w += there * hidden
+            cotangent += (2 - there) * hidden
+    width = itemsize(model.compute_dtype)
+    return {
+        "residual_b": width * residual_b + max(width, 4) * model.num_heads * sums,
+        "residual_w": width * residual_w,
+        "cotangent": width * cotangent,
+    }
+
+
 def by_names(remat: str) -> bool:
     """Whether JAX keeps the named values and makes again all that is not named."""
     return remat not in ("none", "save_all_but_attention")

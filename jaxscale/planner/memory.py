@@ -11,10 +11,14 @@ together.
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from jaxscale.config import Config
-from jaxscale.planner.arrays import parameters
-from jaxscale.planner.kept import kept_bytes
+from jaxscale.planner.arrays import Ints, most, parameters, where
+from jaxscale.planner.held import Held, hold_config
+from jaxscale.planner.kept import kept_bytes, split_bytes
 from jaxscale.planner.state import (
     batch_bytes,
     count_bytes,
@@ -41,38 +45,43 @@ class Memory:
     """
 
     # Between steps.
-    parameters: int
-    optimizer: int  # its state, as far as it is on the device
-    batch: int  # and the count of steps
+    parameters: Ints
+    optimizer: Ints  # its state, as far as it is on the device
+    batch: Ints  # and the count of steps
     # In every phase but the last.
-    gradients: int  # accumulators: whole, or the shards that visits leave
-    stash: int  # what the layers keep for their backward pass, as far as it is on the device
+    gradients: Ints  # accumulators: whole, or the shards that visits leave
+    stash: Ints  # what the layers keep for their backward pass, as far as it is on the device
     # While layers are at work.
-    layer_weights: int  # in the compute type; gathered, those of the next layer too
-    zeros: int  # that the attention of layers beside the loop starts from
-    outer_gradients: int  # of embedding and head, until the optimizer takes them
-    group: int  # what one layer reads and writes for G micro-batches, and its running sums
-    working_set: int  # activations of a micro-batch and their gradients, at the activation
-    layer_gradients: int  # of the weights, and what is left of the working set when they are whole
-    forward_loop: int  # what G micro-batches write to in a forward pass
+    layer_weights: Ints  # in the compute type; gathered, those of the next layer too
+    zeros: Ints  # that the attention of layers beside the loop starts from
+    outer_gradients: Ints  # of embedding and head, until the optimizer takes them
+    group: Ints  # what one layer reads and writes for G micro-batches, and its running sums
+    working_set: Ints  # activations of a micro-batch and their gradients, at the activation
+    layer_gradients: Ints  # of the weights, and what is left of the working set when they are whole
+    forward_loop: Ints  # what G micro-batches write to in a forward pass
     # While the head is.
-    head: int  # logits of a chunk, the matrix where it is gathered, its gradient, the stream
+    head: Ints  # logits of a chunk, the matrix where it is gathered, its gradient, the stream
     # At the end.
-    reduction: int  # sums over replicas, beside what is summed
-    update: int  # what an optimizer computes from all gradients before it uses them
-    moments_copy: int  # all through a step: Lion's update and its next moments need the same ones
+    reduction: Ints  # sums over replicas, beside what is summed
+    update: Ints  # what an optimizer computes from all gradients before it uses them
+    moments_copy: Ints  # all through a step: Lion's update and its next moments need the same ones
     # In host memory, where the back end has its own.
-    host_optimizer: int
-    host_stash: int
+    host_optimizer: Ints
+    host_stash: Ints
+    # In a pipeline, in every phase but the last.
+    messages: Ints = 0  # activations and gradients that arrived, and what is under way
+    outer_weights: Ints = 0  # embedding and head, gathered
+    pending: Ints = 0  # gradients of a chunk, before they are reduced
 
     @property
-    def arguments(self) -> int:
+    def arguments(self) -> Ints:
         return self.parameters + self.optimizer + self.batch
 
     @property
-    def phases(self) -> dict[str, int]:
+    def phases(self) -> dict[str, Ints]:
         """Temporaries of each phase."""
         always = self.gradients + self.stash + self.zeros + self.moments_copy
+        always = always + self.messages + self.outer_weights + self.pending
         layer = always + self.layer_weights + self.outer_gradients
         return {
             "forward": layer + self.forward_loop,
@@ -82,73 +91,102 @@ class Memory:
             "end of the step": self.gradients
             + self.outer_gradients
             + self.moments_copy
-            + max(self.reduction, self.update),
+            + most(self.reduction, self.update),
         }
 
     @property
-    def temporaries(self) -> int:
-        return max(self.phases.values())
+    def temporaries(self) -> Ints:
+        return most(*self.phases.values())
 
     @property
-    def peak(self) -> int:
+    def peak(self) -> Ints:
         return self.arguments + self.temporaries
 
 
-def memory(config: Config, back_end: str = "cpu", *, own_host: bool = False) -> Memory:
+def memory(
+    config: Config, back_end: str = "cpu", *, own_host: bool = False, held: Held | None = None
+) -> Memory:
     """What a step of this configuration needs.
 
     Args:
       config: its layout resolved.
       back_end: whose `TRANSIENTS` to use.
       own_host: whether what a layout offloads leaves the device. On a CPU it does not.
+      held: what a rank of a pipeline holds; by default it is found in the real table.
 
     Raises:
-      ValueError: a pipeline, or a back end on which nothing was measured.
+      ValueError: a back end on which nothing was measured, or a pipeline that cannot be.
     """
-    _check(config, back_end)
-    model, layout, walk = config.model, config.layout, Walk.of(config)
-    transients = TRANSIENTS[back_end, model.family]
-    moments = moment_bytes(config)
+    held = held or hold_config(config)
+    model, layout, walk = config.model, config.layout, Walk.of(config, held.rows)
+    transients = _transients(back_end, model.family)
+    moments = moment_bytes(config, held.rows)
     host_optimizer = moments if layout.offloads("optimizer") else 0
     stash, host_stash = _stash(config, walk)
+    pipelined = layout.pipeline > 1
     attention = (model.num_heads + model.num_kv_heads) * model.head_dim
     return Memory(
-        parameters=parameter_bytes(config),
+        parameters=parameter_bytes(config, held.rows),
         optimizer=moments + count_bytes(config) - own_host * host_optimizer,
         batch=batch_bytes(config),
-        gradients=walk.accumulated * walk.sums,
-        stash=stash - own_host * host_stash,
-        layer_weights=walk.compute * walk.weights * (2 if walk.gathers else 1),
+        gradients=walk.accumulated * (walk.sums + _tied_sums(config, walk)),
+        stash=where(pipelined, _slots(config, walk, held), stash - own_host * host_stash),
+        layer_weights=walk.compute * walk.weights
+        * where(walk.gathers, 2 * where(pipelined, held.capacity, 1), 1),
         zeros=walk.beside * transients.zeros * max(walk.compute, 4) * walk.tokens * attention
         // layout.tensor,
         outer_gradients=_outer_gradients(config, walk),
         group=_group(config, walk),
         working_set=working_set_bytes(config, walk, transients),
-        layer_gradients=_layer_gradients(config, walk, transients),
+        layer_gradients=where(
+            pipelined, walk.accumulated * walk.weights, _layer_gradients(config, walk, transients)
+        ),
         forward_loop=_forward_loop(config, walk),
         head=_head(config, walk, transients),
-        reduction=_reduction(config, walk),
+        reduction=_reduction(config, walk, held.rows),
         update=_update(config),
         moments_copy=moments if config.optimizer.name == "lion" else 0,
         host_optimizer=host_optimizer,
         host_stash=host_stash,
+        messages=where(
+            pipelined, (held.inbox + held.input + 2) * stream_bytes(config, walk)
+        ),
+        outer_weights=where(
+            pipelined, walk.compute * (elements(config, "embed") + _head_elements(config))
+        ),
+        pending=where(pipelined & walk.scatters, _pending(config, walk, held)),
     )  # fmt: skip
 
 
-def _check(config: Config, back_end: str) -> None:
-    if config.layout.pipeline > 1:
-        raise ValueError(
-            f"layout.pipeline = {config.layout.pipeline}: the memory of a pipeline follows from "
-            "its table, not from these formulas; they need layout.pipeline = 1"
-        )
+def _transients(back_end: str, family: str) -> Transients:
     known = sorted({name for name, _ in TRANSIENTS})
     if back_end not in known:
         raise ValueError(
             f"no memory was measured on the {back_end!r} back end; there are {', '.join(known)}"
         )
+    return TRANSIENTS[back_end, family]
 
 
-def _head_elements(config: Config, over_fsdp: bool = False) -> int:
+def _slots(config: Config, walk: Walk, held: Held) -> Ints:
+    """What the chunks of a rank keep between operations."""
+    each = split_bytes(config.model, config.layout.remat)
+    kept = sum(getattr(held, name) * size for name, size in each.items())
+    return held.capacity * walk.tokens * kept // config.layout.tensor
+
+
+def _pending(config: Config, walk: Walk, held: Held) -> Ints:
+    """A chunk's gradients, whole, and the shards that become of them."""
+    chunk = held.capacity * (walk.weights + elements(config, "layers", True))
+    return walk.accumulated * chunk
+
+
+def _tied_sums(config: Config, walk: Walk) -> Ints:
+    """A pipeline sums the gradients of a tied head apart from those of the embedding."""
+    tied = _head_elements(config, walk.scatters) - elements(config, "head", walk.scatters)
+    return where(config.layout.pipeline > 1, tied)
+
+
+def _head_elements(config: Config, over_fsdp: Any = False) -> Ints:
     """Of what the head reads: a tied one borrows the embedding, with a gradient of its own."""
     return elements(config, "head", over_fsdp) + sum(
         array.shard_size(config.layout, over_fsdp=over_fsdp)
@@ -157,7 +195,7 @@ def _head_elements(config: Config, over_fsdp: bool = False) -> int:
     )
 
 
-def _stash(config: Config, walk: Walk) -> tuple[int, int]:
+def _stash(config: Config, walk: Walk) -> tuple[Ints, Ints]:
     """What the layers keep, and how much of it waits in host memory. With layers beside the loop,
     what the last one kept is used up when the others begin to go back."""
     layout, layers = config.layout, config.model.num_layers - walk.beside
@@ -170,77 +208,71 @@ def _stash(config: Config, walk: Walk) -> tuple[int, int]:
     return stash, stash - layers * walk.group * stays
 
 
-def _outer_gradients(config: Config, walk: Walk) -> int:
+def _outer_gradients(config: Config, walk: Walk) -> Ints:
     """The head's, and what the embedding's are summed into; with several walks both are among the
     accumulators."""
-    if not walk.single:
-        return 0
     head = walk.accumulated * _head_elements(config, walk.scatters)
-    return head + walk.compute * elements(config, "embed")
+    return where(walk.single, head + walk.compute * elements(config, "embed"))
 
 
-def _group(config: Config, walk: Walk) -> int:
-    if walk.group == 1:
-        return 0
+def _group(config: Config, walk: Walk) -> Ints:
     # What one layer kept, and gradients of the stream: in, out, and (beside the loop) the next's.
     activations = layer_kept_bytes(config, walk) + (2 + walk.beside) * stream_bytes(config, walk)
     # Running sums of the layer, and beside the loop of the last one; attention's weights, which
     # the CPU turns round in every micro-batch.
     sums = walk.accumulated * walk.weights * (1 + walk.beside)
-    return walk.group * activations + sums + walk.compute * (walk.weights - mlp_weights(config))
+    turned = walk.compute * (walk.weights - mlp_weights(config))
+    return where(walk.group == 1, 0, walk.group * activations + sums + turned)
 
 
-def _layer_gradients(config: Config, walk: Walk, transients: Transients) -> int:
-    if walk.group == 1:
-        # Where they are to be reduced they wait until all are there.
-        waiting = walk.accumulated * walk.weights if walk.reduces else 0
-        # By then the MLP's weights are done with; gathered ones stay for the loop to hand over.
-        done = 0 if walk.gathers else walk.compute * mlp_weights(config)
-        return waiting - done + 4 * stream_bytes(config, walk)
+def _layer_gradients(config: Config, walk: Walk, transients: Transients) -> Ints:
+    # Where they are to be reduced they wait until all are there.
+    waiting = where(walk.reduces, walk.accumulated * walk.weights)
+    # By then the MLP's weights are done with; gathered ones stay for the loop to hand over.
+    done = where(walk.gathers, 0, walk.compute * mlp_weights(config))
+    alone = waiting - done + 4 * stream_bytes(config, walk)
     rest = working_set_bytes(config, walk, transients) - hidden_bytes(config, walk, transients)
-    return walk.accumulated * mlp_weights(config) + rest
+    return where(walk.group == 1, alone, walk.accumulated * mlp_weights(config) + rest)
 
 
-def _forward_loop(config: Config, walk: Walk) -> int:
-    if walk.group == 1:
-        return 0
+def _forward_loop(config: Config, walk: Walk) -> Ints:
     # What a layer keeps, before it is in the stash, and the room for the last layer's; the stream,
     # in and out, and the zeros of its gradients.
     activations = (1 + walk.beside) * layer_kept_bytes(config, walk) + 5 * stream_bytes(
         config, walk
     )
     hidden = 3 * walk.compute * walk.tokens * config.model.d_ff // config.layout.tensor
-    return walk.group * activations + hidden
+    return where(walk.group == 1, 0, walk.group * activations + hidden)
 
 
-def _head(config: Config, walk: Walk, transients: Transients) -> int:
+def _head(config: Config, walk: Walk, transients: Transients) -> Ints:
     model, layout = config.model, config.layout
     vocab, matrix = model.padded_vocab_size, _head_elements(config)
     tokens = walk.tokens * layout.context
-    chunks = -(-tokens // max(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS))
+    chunks = -(-tokens // most(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS))
     logits = transients.logits * max(walk.compute, 4) * walk.tokens * vocab // chunks
     matrices = max(walk.compute, 4) * matrix + walk.gathers * walk.compute * matrix
     # As it comes, normed, turned round, its gradient; gathered over the ranks of tensor.
     stream = 5 * walk.compute * walk.tokens * model.d_model
-    if walk.group > 1:
-        matrices += walk.accumulated * matrix
-        stream += 2 * walk.group * stream_bytes(config, walk)
+    together = walk.group > 1
+    matrices = matrices + where(together, walk.accumulated * matrix)
+    stream = stream + where(together, 2 * walk.group * stream_bytes(config, walk))
     return logits // layout.tensor + matrices + stream
 
 
-def _reduction(config: Config, walk: Walk) -> int:
+def _reduction(config: Config, walk: Walk, rows: Ints) -> Ints:
     layout, stage = config.layout, config.layout.zero_stage
-    if walk.single:
-        # The last layer's, and those of embedding and head, as they go in and as they come out.
-        last = walk.weights + elements(config, "embed head")
-        return 2 * walk.accumulated * last if walk.reduces and not walk.scatters else 0
+    # The last layer's, and those of embedding and head, as they go in and as they come out.
+    last = walk.weights + elements(config, "embed head")
+    once = where(walk.reduces & np.logical_not(walk.scatters), 2 * walk.accumulated * last)
     # The stacks that visits did not reduce.
-    left = layout.data > 1 or (layout.fsdp > 1 and stage <= 1)
-    layers = config.model.num_layers * elements(config, "layers", stage >= 1)
-    return walk.accumulated * (layers + elements(config, "embed head", stage >= 1)) * left
+    left = (layout.data > 1) | ((layout.fsdp > 1) & (stage <= 1))
+    layers = rows * elements(config, "layers", stage >= 1)
+    stacks = walk.accumulated * (layers + elements(config, "embed head", stage >= 1))
+    return where(walk.single, once, where(left, stacks))
 
 
-def _update(config: Config) -> int:
+def _update(config: Config) -> Ints:
     """AdamW and Lion go from gradients to parameters element by element."""
     layout, wide = config.layout, 4
     arrays, layers = parameters(config.model), config.model.num_layers

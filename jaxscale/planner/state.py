@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from jaxscale.config import Config
-from jaxscale.planner.arrays import Array, itemsize, parameters
+from jaxscale.planner.arrays import Array, Ints, itemsize, parameters
 
 FACTORED_SIZE = 128  # of `optim`
 BATCH_BYTES = 5 * 4  # of a token: the fields of `Batch`
@@ -14,20 +14,25 @@ COUNTS = {"adamw": 2, "lion": 2, "adafactor": 2, "muon": 3}
 MUON_COEFFICIENTS = 3 * 4  # float32, in its state
 
 
-def parameter_bytes(config: Config) -> int:
-    """The parameters, whole over fsdp until ZeRO stage 3."""
-    layout = config.layout
+def parameter_bytes(config: Config, rows: Ints) -> Ints:
+    """The parameters, whole over fsdp until ZeRO stage 3.
+
+    Args:
+      rows: layers that a device has room for.
+    """
+    layout, stage = config.layout, config.layout.zero_stage
     elements = sum(
-        array.shard_size(layout, over_fsdp=layout.zero_stage == 3) for array in _stacks(config)
+        _repeats(array, rows) * array.shard_size(layout, over_fsdp=stage == 3, at_rest=True)
+        for array in _stacks(config)
     )
     return itemsize(config.model.param_dtype) * elements
 
 
-def moment_bytes(config: Config) -> int:
-    """The optimizer's moments, whole over fsdp in ZeRO stage 0."""
-    layout = config.layout
+def moment_bytes(config: Config, rows: Ints) -> Ints:
+    """The optimizer's moments, whole over fsdp in ZeRO stage 0; `rows` as above."""
+    layout, stage = config.layout, config.layout.zero_stage
     elements = sum(
-        moment.shard_size(layout, over_fsdp=layout.zero_stage >= 1)
+        _repeats(moment, rows) * moment.shard_size(layout, over_fsdp=stage >= 1, at_rest=True)
         for array in _stacks(config)
         for moment in _moments(config.optimizer.name, array)
     )
@@ -40,7 +45,7 @@ def count_bytes(config: Config) -> int:
     return COUNT_BYTES * COUNTS[name] + (MUON_COEFFICIENTS if name == "muon" else 0)
 
 
-def batch_bytes(config: Config) -> int:
+def batch_bytes(config: Config) -> Ints:
     """A device's part of the batch, and the count of steps."""
     layout = config.layout
     tokens = config.data.tokens_per_step // (layout.batch_shards * layout.context)
@@ -48,15 +53,17 @@ def batch_bytes(config: Config) -> int:
 
 
 def _stacks(config: Config) -> list[Array]:
-    """Every parameter; those of the layers as they lie in stacks."""
+    """Every parameter; those of the layers as they lie in a stack of one."""
     return [
-        dataclasses.replace(
-            array, axes=("layers", *array.axes), shape=(config.model.num_layers, *array.shape)
-        )
+        dataclasses.replace(array, axes=("layers", *array.axes), shape=(1, *array.shape))
         if array.part == "layers"
         else array
         for array in parameters(config.model)
     ]
+
+
+def _repeats(array: Array, rows: Ints) -> Ints:
+    return rows if array.axes[0] == "layers" else 1
 
 
 def _moments(name: str, array: Array) -> list[Array]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jaxscale.config import Config
 from jaxscale.layout import remat_names
+from jaxscale.planner.arrays import Ints, most, where
 from jaxscale.planner.kept import by_names
 from jaxscale.planner.walk import Walk
 
@@ -38,7 +39,7 @@ WIDE = {"stream": 2, "queries": 1, "keys": 2}
 attention sums."""
 
 
-def hidden_bytes(config: Config, walk: Walk, transients: Transients) -> int:
+def hidden_bytes(config: Config, walk: Walk, transients: Transients) -> Ints:
     """Of the working set, what is as wide as the MLP."""
     model, names = config.model, remat_names(config.layout.remat)
     products = ("mlp_up", "mlp_gate") if model.family == "llama" else ("mlp_up",)
@@ -46,10 +47,11 @@ def hidden_bytes(config: Config, walk: Walk, transients: Transients) -> int:
     return walk.compute * walk.tokens * arrays * model.d_ff // config.layout.tensor
 
 
-def working_set_bytes(config: Config, walk: Walk, transients: Transients) -> int:
+def working_set_bytes(config: Config, walk: Walk, transients: Transients) -> Ints:
     """Activations of a micro-batch and their gradients."""
     model, layout = config.model, config.layout
-    named = by_names(layout.remat)
+    # With "full", a pipeline makes everything again in operations of their own.
+    named = by_names(layout.remat) & ((layout.pipeline == 1) | (layout.remat != "full"))
     width, wider = walk.compute, max(4 - walk.compute, 0)
     sizes = {
         "stream": model.d_model, "queries": model.num_heads * model.head_dim,
@@ -60,9 +62,8 @@ def working_set_bytes(config: Config, walk: Walk, transients: Transients) -> int
         "keys": transients.keys + transients.ring * (layout.context > 1),
     }  # fmt: skip
     each = sum(size * (arrays[name] * width + WIDE[name] * wider) for name, size in sizes.items())
-    if layout.tensor > 1:
-        # Whole in time: what the MLP reads, its gradient, and what attention reads.
-        each += (2 + named) * width * model.d_model * (layout.tensor - 1)
+    # Over tensor whole in time: what the MLP reads, its gradient, and what attention reads.
+    each = each + (2 + named) * width * model.d_model * (layout.tensor - 1)
     return (
         walk.tokens * each // layout.tensor
         + hidden_bytes(config, walk, transients)
@@ -70,11 +71,13 @@ def working_set_bytes(config: Config, walk: Walk, transients: Transients) -> int
     )
 
 
-def _scores(config: Config) -> int:
+def _scores(config: Config) -> Ints:
     """A block of attention's scores (`ops.blocks.block_size`)."""
     layout = config.layout
     sequences = config.data.global_batch_size // (layout.batch_shards * layout.microbatches)
     heads = sequences * config.model.num_heads // layout.tensor
-    time = config.data.seq_len // (2 * layout.context if layout.context > 1 else 1)
-    block = next((size for size in (512, 256, 128) if heads * size**2 <= BLOCK_SCORES), 64)
-    return 4 * heads * min(block, time) ** 2
+    time = config.data.seq_len // where(layout.context > 1, 2 * layout.context, 1)
+    block: Ints = 64
+    for size in (128, 256, 512):
+        block = where(heads * size**2 <= BLOCK_SCORES, size, block)
+    return 4 * heads * -(most(-block, -time) ** 2)

@@ -1,47 +1,54 @@
 """How a step goes through the layers, in numbers: `zero.Zero` and `walk` without JAX."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.planner.arrays import itemsize, parameters
+from jaxscale.planner.arrays import Ints, itemsize, parameters, where
 from jaxscale.planner.collectives import walks
 from jaxscale.planner.kept import kept_bytes
 
 
 @dataclass(frozen=True)
 class Walk:
-    """How a step goes through the layers, as `zero.Zero` and `walk` have it."""
+    """How a step goes through the layers, as `zero.Zero`, `walk` and `pipeline.execute` have it."""
 
-    tokens: int  # of a micro-batch on a device; the ranks of tensor share what they hold of them
-    group: int  # micro-batches that walk together
-    single: bool  # whether a step visits each layer's gradients once
-    gathers: bool
-    scatters: bool
-    reduces: bool
-    beside: bool  # whether there are layers outside of the loop over them
+    tokens: Ints  # of a micro-batch on a device; the ranks of tensor share what they hold of them
+    group: Ints  # micro-batches that walk together
+    single: Any  # whether a step visits each layer's gradients once
+    gathers: Any
+    scatters: Any
+    reduces: Any
+    beside: Any  # whether there are layers outside of the loop over them
     compute: int  # bytes of an element
     accumulated: int  # bytes of an element
-    weights: int  # elements of a layer, whole over fsdp
-    sums: int  # elements of the accumulators
+    weights: Ints  # elements of a layer, whole over fsdp
+    sums: Ints  # elements of the accumulators
 
     @classmethod
-    def of(cls, config: Config) -> "Walk":
+    def of(cls, config: Config, rows: Ints) -> "Walk":
+        """Of a config whose layout is resolved.
+
+        Args:
+          rows: layers that a device has room for.
+        """
         layout, count = config.layout, walks(config.layout)
-        several, stage, single = layout.fsdp > 1, layout.zero_stage, count == 1
+        whole = layout.pipeline == 1
+        several, stage, single = layout.fsdp > 1, layout.zero_stage, (count == 1) & whole
         shards = layout.batch_shards * layout.microbatches * layout.context
-        gathers = several and stage == 3
-        scatters = several and (stage >= 2 or (stage == 1 and single))
-        sums = config.model.num_layers * elements(config, "layers", scatters)
+        gathers = several & (stage == 3)
+        scatters = several & ((stage >= 2) | ((stage == 1) & single))
+        sums = rows * elements(config, "layers", scatters)
         # A step of one visit has nothing to add to the gradients of embedding and head.
-        sums += 0 if single else elements(config, "embed head", scatters)
+        sums = sums + where(single, 0, elements(config, "embed head", scatters))
         return cls(
             tokens=config.data.tokens_per_step // shards,
             group=layout.microbatches // count,
             single=single,
             gathers=gathers,
             scatters=scatters,
-            reduces=scatters or (single and layout.batch_shards > 1),
-            beside=gathers or layout.offloads("activations"),
+            reduces=scatters | (single & (layout.batch_shards > 1)),
+            beside=(gathers | layout.offloads("activations")) & whole,
             compute=itemsize(config.model.compute_dtype),
             accumulated=itemsize(config.optimizer.accumulation_dtype),
             weights=elements(config, "layers"),
@@ -49,7 +56,7 @@ class Walk:
         )
 
 
-def elements(config: Config, parts: str, over_fsdp: bool = False) -> int:
+def elements(config: Config, parts: str, over_fsdp: Any = False) -> Ints:
     """Of the parameters of these parts, one layer's for "layers"."""
     return sum(
         array.shard_size(config.layout, over_fsdp=over_fsdp)
@@ -58,7 +65,7 @@ def elements(config: Config, parts: str, over_fsdp: bool = False) -> int:
     )
 
 
-def mlp_weights(config: Config) -> int:
+def mlp_weights(config: Config) -> Ints:
     """Elements of a layer's MLP, whole over fsdp."""
     return sum(
         array.shard_size(config.layout, over_fsdp=False)
@@ -67,12 +74,12 @@ def mlp_weights(config: Config) -> int:
     )
 
 
-def stream_bytes(config: Config, walk: Walk) -> int:
+def stream_bytes(config: Config, walk: Walk) -> Ints:
     """The residual stream of a micro-batch."""
     return walk.compute * walk.tokens * config.model.d_model // config.layout.tensor
 
 
-def layer_kept_bytes(config: Config, walk: Walk) -> int:
+def layer_kept_bytes(config: Config, walk: Walk) -> Ints:
     """What a layer keeps of a micro-batch."""
     each = kept_bytes(config.model, config.layout.remat)
     return walk.tokens * each // config.layout.tensor

@@ -61,6 +61,30 @@ CASES = {
     "large vocabulary": case(fsdp(3), 64, model={"num_layers": 2, "vocab_size": 4096}),
     "gpt": case(fsdp(3), 64, model=GPT),
 }  # fmt: skip
+PIPELINES = {
+    "1f1b": case({"pipeline": 4, "microbatches": 8, "remat": "none"}, 32, model={"num_layers": 8}),
+    "interleaved, stage 3, full": case(
+        {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "interleaved",
+         "virtual_stages": 2, "remat": "full"}, 32, model={"num_layers": 8}
+    ),
+    "breadth first, stage 1": case(
+        {"pipeline": 2, "fsdp": 2, "zero_stage": 1, "microbatches": 4, "virtual_stages": 2,
+         "schedule": "breadth_first:fused", "remat": "full"}, 16,
+        model={"num_layers": 8, "vocab_size": 4096}
+    ),
+}  # fmt: skip
+MORE_PIPELINES = {
+    "1f1b, full": case({"pipeline": 4, "microbatches": 8, "remat": "full"}, 32,
+                       model={"num_layers": 8}),
+    "zb_h1, stage 2": case(
+        {"pipeline": 2, "fsdp": 2, "data": 2, "zero_stage": 2, "microbatches": 4,
+         "schedule": "zb_h1", "remat": "save_matmuls"}, 64, model={"num_layers": 8}
+    ),
+    "zb_v, gpt, uneven": case(
+        {"pipeline": 2, "microbatches": 6, "zero_stage": 0, "schedule": "zb_v"}, 24,
+        model=GPT | {"num_layers": 7}
+    ),
+}  # fmt: skip
 WIDE_HEADS = {"num_layers": 4, "d_model": 192, "num_heads": 6, "num_kv_heads": 6, "head_dim": 32}
 MORE_CASES = {
     "one device, none": case({}),
@@ -105,7 +129,18 @@ def test_a_compiled_step_needs_what_the_formulas_say(name):
     check(CASES[name])
 
 
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_compiled_pipeline_needs_what_the_formulas_say(name):
+    check(PIPELINES[name])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_CASES)
 def test_other_compiled_steps_need_what_the_formulas_say(name):
     check(MORE_CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_PIPELINES)
+def test_other_compiled_pipelines_need_what_the_formulas_say(name):
+    check(MORE_PIPELINES[name])

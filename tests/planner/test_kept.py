@@ -15,7 +15,8 @@ from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS
 from jaxscale.models.decoder import Decoder, Kernels
 from jaxscale.ops.attention import attention
-from jaxscale.planner.kept import kept_bytes, kept_values
+from jaxscale.pipeline.split import split
+from jaxscale.planner.kept import kept_bytes, kept_values, split_bytes
 from jaxscale.remat import rematerialised
 from jaxscale.residuals import split_vjp
 
@@ -36,11 +37,15 @@ POLICIES = (
 )  # fmt: skip
 
 
+def decoder_of(model: ModelConfig) -> Decoder:
+    attend = functools.partial(attention, implementation="blockwise", sliding_window=0)
+    return Decoder(model, Kernels(attend))
+
+
 @functools.cache
 def passes(model: ModelConfig, remat: str):
     """The two passes of a layer, and what the forward pass takes."""
-    attend = functools.partial(attention, implementation="blockwise", sliding_window=0)
-    decoder = Decoder(model, Kernels(attend))
+    decoder = decoder_of(model)
     dtype = jnp.dtype(model.compute_dtype)
     layers = jax.eval_shape(decoder.init, jax.random.key(0))["layers"]
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype), layers)
@@ -67,6 +72,41 @@ def test_a_layer_keeps_these_values(name, remat):
         (one.elements, one.element_bytes) for one in kept_values(model, remat)
     )
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    "remat",
+    [*POLICIES[:5], "save:query,key,value,attention_out,mlp_up", "save:attention_out,mlp_up"],
+)
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_a_pipeline_keeps_these_bytes(name, remat):
+    check_split(name, remat)
+
+
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [("qk_norm", "none"), ("gpt qk_norm", "full"), ("qk_norm", "save_matmuls"),
+     ("llama", "save:mlp_up,mlp_gate"), ("llama", "save:attention_out,mlp_up,mlp_gate")]
+)  # fmt: skip
+def test_other_pipelines_keep_these_bytes(name, remat):
+    check_split(name, remat)
+
+
+def check_split(name, remat):
+    model = MODELS[name]
+    decoder = decoder_of(model)
+    block = decoder.block if remat == "full" else rematerialised(decoder, remat)
+    parts = split(block, *passes(model, remat)[1])
+    shapes = {"residual_b": parts.kept_b, "residual_w": parts.kept_w, "cotangent": parts.saved}
+    found = {
+        name: sum(
+            leaf.size // (ROWS * TIME) * leaf.dtype.itemsize
+            for leaf in leaves
+            if leaf.size >= ROWS * TIME
+        )
+        for name, leaves in shapes.items()
+    }
+    assert split_bytes(model, remat) == found
 
 
 def test_bytes_of_a_token():

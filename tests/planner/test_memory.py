@@ -105,7 +105,7 @@ def test_the_peak_is_the_arguments_and_the_largest_phase():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match=r"layout\.pipeline = 2: the memory of a pipeline"):
-        memory(config({"pipeline": 2}))
+    with pytest.raises(ValueError, match="has two directions, which this version draws"):
+        memory(config({"pipeline": 2, "schedule": "chimera", "microbatches": 2}))
     with pytest.raises(ValueError, match="no memory was measured on the 'abacus' back end"):
         memory(config({}), "abacus")

@@ -1,0 +1,43 @@
+"""What ranks hold is what the engine's own pipeline has."""
+
+import itertools
+
+import pytest
+
+from jaxscale.layout import Layout
+from jaxscale.pipeline.stages import open_stages
+from jaxscale.planner import held
+from tests.planner.test_ticks import CASES
+
+
+@pytest.mark.parametrize(("name", "chunks", "fused", "recompute"), CASES)
+def test_slots_are_those_of_the_program(name, chunks, fused, recompute):
+    for ranks, rounds in itertools.product((2, 4), (2, 3, 7)):
+        layout = Layout(
+            pipeline=ranks, data=1, microbatches=ranks * rounds, virtual_stages=chunks,
+            schedule=name + ":fused" * fused, remat="full" if recompute else "none",
+        )  # fmt: skip
+        slots = open_stages(layout, ranks * chunks).program.slots
+        assert held.slots_of(name, ranks, chunks, fused, recompute, ranks * rounds) == slots
+
+
+@pytest.mark.parametrize("head_cost", [0.0, 0.4, 2.0])
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb_v", 2)])
+def test_layers_are_dealt_as_the_engine_deals_them(name, chunks, head_cost):
+    for num_layers in (8, 13, 22):
+        layout = Layout(
+            pipeline=4, data=1, microbatches=12, virtual_stages=chunks, schedule=name
+        )  # fmt: skip
+        layers = held.deal(
+            name, 4, chunks, 12, fused=False, recompute=False, num_layers=num_layers,
+            head_cost=head_cost,
+        )  # fmt: skip
+        stages = open_stages(layout, num_layers, head_cost)
+        assert layers == stages.layers
+        one = held.hold(
+            name, 4, chunks, 12, fused=False, recompute=False, layers=layers
+        )  # fmt: skip
+        assert (one.rows, one.capacity) == (chunks * stages.capacity, stages.capacity)
+        assert held.stage_layers(layers, name, 4, chunks).tolist() == [
+            sum(row) for row in stages.counts
+        ]
