@@ -22,7 +22,7 @@ class Traits:
 
     lockstep: bool = True  # ranks of a pipeline meet after each operation
     sequence_parallel: bool = True  # ranks of tensor share out the tokens between products
-    flash: bool = True  # attention never writes its scores
+    attention: str = "fused"  # the vendor's best kernel; or "flash1", "flash2", "written" scores
     eager: bool = False  # the host launches each kernel
     fused: bool = True  # elementwise work is fused with its neighbours
     overlap_gradients: bool = True  # reduced beside the backward pass
@@ -39,6 +39,7 @@ class Traits:
     imbalance: float = 1.2  # tokens of the busiest expert rank over the mean
     balanced_ends: bool = False  # layers are dealt so that embedding and head count as layers
     scattered_messages: bool = True  # the ranks of tensor share a pipeline's message
+    accumulates: bool = True  # a step can have several micro-batches without a pipeline
     graph: bool = False  # launches are recorded once (CUDA graphs)
 
 

@@ -13,8 +13,12 @@ TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
 reaches while all cores are busy: the ratio of operations to operand traffic from the cache falls
 with the tile (NVIDIA, Matrix Multiplication Background User's Guide, tables for A100)."""
 
-TILE_DEPTH = 96
-"""Steps along the reduced dimension that filling the pipeline and writing the tile cost."""
+DEPTH_PER_INTENSITY = 0.7
+"""Steps along the reduced dimension that starting a tile and writing it cost, over the device's
+operations per byte of memory. XLA's table of measured products has 459, 689 and 802 TFLOP/s on
+H100 for 4 x [2048, k] x [k, 4096] at k = 256, 1024 and 4096, which is 205 steps at 295 operations
+a byte; 8-bit products of [8192, k] x [k, 8192] on H800 (TileLang's benchmark: 1129, 1467 and 1541
+at k = 1024, 4096 and 16384) 454 steps at 591."""
 
 MATRIX_UNIT = 128
 """Sides of a TPU's systolic array, to which dimensions are padded (256 from v6e on, which no
@@ -24,10 +28,10 @@ LAUNCH_SECONDS = 4e-6
 """Between the starts of two dependent kernels on a GPU, already queued (NVIDIA's figure for
 back-to-back launches is 2.2 to 5 us)."""
 
-SUSTAINED = 0.92
-"""Of the rate of the best product alone, that products reach in a long run of them, where the
-chip's power limit lowers its clock: H100 SXM 794 TFLOP/s best case against 720 to 740 sustained
-(ml-engineering, maximum achievable matmul FLOPS)."""
+SUSTAINED = {"bfloat16": 0.9, "fp8": 0.8, "fp4": 0.7}
+"""Of the rate of the best product alone, that a GPU reaches in a long run of them, where its power
+limit lowers the clock: H100 720 TFLOP/s against 794 at best, and of 8-bit operands 1280 against
+1600 (SemiAnalysis and ml-engineering; cuBLASLt). Of 4-bit operands nobody published both."""
 
 
 def matmul_seconds(
@@ -36,9 +40,10 @@ def matmul_seconds(
 ) -> Floats:  # fmt: skip
     """`batch` products of [m, k] and [k, n]: tiles in waves over the cores, or the memory."""
     flops = 2.0 * m * n * k * batch
-    peak = cluster.peak_flops(matmul) * cluster.chip.matmul_fraction * SUSTAINED
+    peak = cluster.peak_flops(matmul) * cluster.chip.matmul_fraction
     if cluster.chip.cores:
-        seconds = _tiled_seconds(cluster, m, n, k, batch, peak)
+        peak = peak * SUSTAINED[matmul]
+        seconds = _tiled_seconds(cluster, m, n, k, batch, peak, matmul)
     else:
         padded = 2.0 * batch * _pad(m, 8) * _pad(n, MATRIX_UNIT) * _pad(k, MATRIX_UNIT)
         seconds = padded / peak
@@ -48,13 +53,14 @@ def matmul_seconds(
     return np.where(flops > 0, seconds + (LAUNCH_SECONDS if cluster.chip.cores else 0.0), 0.0)
 
 
-def _tiled_seconds(cluster, m, n, k, batch, peak) -> Floats:
-    fastest = np.inf
+def _tiled_seconds(cluster, m, n, k, batch, peak, matmul) -> Floats:
+    intensity = cluster.peak_flops(matmul) / cluster.chip.memory_bytes_per_second
+    deep, fastest = k + DEPTH_PER_INTENSITY * intensity, np.inf
     for rows, columns, rate in TILES:
         tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
         waves = np.ceil(tiles / cluster.chip.cores)
         per_core = peak / cluster.chip.cores * rate
-        fastest = np.minimum(fastest, waves * 2.0 * rows * columns * (k + TILE_DEPTH) / per_core)
+        fastest = np.minimum(fastest, waves * 2.0 * rows * columns * deep / per_core)
     return fastest
 
 
@@ -62,11 +68,24 @@ def _pad(size: Floats, multiple: int) -> Floats:
     return np.ceil(size / multiple) * multiple
 
 
-FLASH = {"sm80": (0.58, 0.50), "sm90": (0.58, 0.48), "sm100": (0.50, 0.45), "tpu": (0.45, 0.40)}
+FLASH = {
+    ("flash1", "sm80"): (0.40, 0.30),
+    ("flash1", "sm90"): (0.20, 0.15),
+    ("flash2", "sm80"): (0.58, 0.50),
+    ("flash2", "sm90"): (0.36, 0.32),
+    ("flash2", "sm100"): (0.25, 0.20),
+    ("fused", "sm80"): (0.58, 0.50),
+    ("fused", "sm90"): (0.58, 0.48),
+    ("fused", "sm100"): (0.55, 0.45),
+    ("fused", "tpu"): (0.45, 0.40),
+    ("fused", "tpu6"): (0.27, 0.24),
+}
 """Share of the peak that fused attention reaches on operations it really does, forward and
-backward, head dimension 128 and sequences of 2k to 8k: FlashAttention-2 on A100 (arXiv 2307.08691,
-figures 4 to 6), FlashAttention-3 and cuDNN 9 on H100 (arXiv 2407.08608, figures 5 and 6), cuDNN on
-B200; splash attention on TPUs."""
+backward, head dimension 128 and sequences of 2k to 8k. FlashAttention 1 and 2 on A100 and 2 on
+H100: arXiv 2307.08691, figures 4 to 7; its first version there, and the Triton one, at half of the
+second's. "fused", each vendor's best: FlashAttention-3 and cuDNN 9 on H100 (arXiv 2407.08608,
+figures 5 and 6), cuDNN on Blackwell, splash attention on TPUs. From v6e on a TPU's matrix units
+have grown 4.7 times and its vector units, which exponentiate, about 2.8 times."""
 
 FLASH_BACKWARD = 2.5
 """Products of the backward pass over the forward's: five for two."""
@@ -75,19 +94,22 @@ FLASH_BACKWARD = 2.5
 def generation(cluster: Cluster) -> str:
     """Of the attention kernels."""
     if not cluster.chip.cores:
-        return "tpu"
+        return "tpu6" if cluster.chip.bf16_flops_per_second > 900e12 else "tpu"
     if cluster.chip.fp4_flops_per_second:
         return "sm100"
     return "sm90" if cluster.chip.fp8_flops_per_second else "sm80"
 
 
-def flash_seconds(cluster: Cluster, flops: Floats, head_dim: int, backward: bool = False) -> Floats:
+def flash_seconds(
+    cluster: Cluster, flops: Floats, head_dim: int, kernel: str, backward: bool = False
+) -> Floats:
     """Fused attention of `flops` forward operations.
 
     A head is padded to 32 of its elements; one of 64 reaches four fifths of the rate of one of 128
     (the same figures).
     """
-    rate = FLASH[generation(cluster)][backward] * cluster.peak_flops()
+    known = FLASH.get((kernel, generation(cluster))) or FLASH["fused", generation(cluster)]
+    rate = known[backward] * cluster.peak_flops()
     padded = _pad(head_dim, 32) / head_dim * (1 + 0.25 * max(0.0, (128 - head_dim) / 64))
     return flops * padded * (FLASH_BACKWARD if backward else 1.0) / rate
 

@@ -110,7 +110,7 @@ def cost(shape: Shape, cluster: Cluster, choice: Choice) -> Seconds:
     """
     levels = axis_levels(cluster, choice)
     layer, sent = layer_work(shape, cluster, choice), layer_traffic(shape, choice, levels)
-    passes, hidden = _passes(choice, layer, sent)
+    passes, hidden = _passes(choice, layer, sent, _crowding(cluster))
     stages = _Stages.of(shape, choice)
     pipe = _pipeline(choice, passes, layer, sent, stages)
     state = state_traffic(shape, choice, levels)
@@ -157,12 +157,18 @@ def rank_costs(shape: Shape, cluster: Cluster, choice: Choice) -> ticks.Costs:
     """
     levels = axis_levels(cluster, choice)
     layer, sent = layer_work(shape, cluster, choice), layer_traffic(shape, choice, levels)
-    passes, _ = _passes(choice, layer, sent)
+    passes, _ = _passes(choice, layer, sent, _crowding(cluster))
     message = sent.message if choice.traits.lockstep else 0.0
     return _costs(_Stages.of(shape, choice), choice, passes, layer, message)
 
 
-def _passes(choice: Choice, layer: Layer, sent: LayerTraffic) -> tuple[dict[str, _Pass], dict]:
+def _crowding(cluster: Cluster) -> float:
+    return CROWDING if cluster.chip.cores else 0.0
+
+
+def _passes(
+    choice: Choice, layer: Layer, sent: LayerTraffic, slow: float
+) -> tuple[dict[str, _Pass], dict]:
     """The four operations on a mean layer; what is hidden in them, for a whole step."""
     traits = choice.traits
     m = np.asarray(choice.microbatches, float)
@@ -171,10 +177,19 @@ def _passes(choice: Choice, layer: Layer, sent: LayerTraffic) -> tuple[dict[str,
         return np.maximum(0.0, seconds - work) if wanted else seconds
 
     ring = choice.context_method == "ring"
+    t = np.asarray(choice.tensor, float)
+
+    def in_pieces(seconds: Floats, work: Floats) -> Floats:
+        """A product and its collective in t pieces: the first of them has nothing beside it."""
+        if not traits.overlap_tensor:
+            return seconds
+        first = seconds / t
+        late = np.maximum(first, seconds - work)
+        return late + slow * np.minimum(seconds - late, work)
+
     exposed = {
         "tensor": [
-            beside(s, w.matmul, traits.overlap_tensor)
-            for s, w in zip(sent.tensor, (layer.forward, layer.backward))
+            in_pieces(s, w.matmul) for s, w in zip(sent.tensor, (layer.forward, layer.backward))
         ],
         "context": [
             beside(s, w.attention, ring)
@@ -312,7 +327,7 @@ def _state_seconds(shape, cluster, choice, passes, layer, stages, state: StateTr
         * (passes["input"].seconds + passes["weights"].seconds + passes["recompute"].seconds)
     )
     head = (layer.head_forward.seconds + layer.head_backward.seconds) * m / walks
-    slow = CROWDING if cluster.chip.cores else 0.0
+    slow = _crowding(cluster)
 
     def beside(sent: Floats, work: Floats, wanted: bool, first: Floats) -> tuple[Floats, Floats]:
         """Exposed, crowding included, and hidden."""

@@ -159,7 +159,7 @@ def _attention(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats) -
         scans = shape.mixer.layers / shape.layers * (shape.mixer_flops - 2.0 * shape.mixer_params)
     else:
         scans = 0.0
-    if traits.flash:
+    if traits.attention != "written":
         keys = shape.mean_keys if traits.attention_seen else float(shape.seq_len)
         flops = tokens * share * shape.core_flops(keys) / t + tokens * scans / t
         if shape.encoder_layers:
@@ -168,7 +168,8 @@ def _attention(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats) -
             core = shape.core_flops(shape.encoder_seq_len)
             flops = flops + tokens * both / shape.layers * core / t
         seconds = [
-            compute.flash_seconds(cluster, flops, shape.head_dim, back) for back in (False, True)
+            compute.flash_seconds(cluster, flops, shape.head_dim, traits.attention, back)
+            for back in (False, True)
         ]
         return seconds[0], seconds[1]
     return _written_attention(shape, cluster, choice, tokens, share)

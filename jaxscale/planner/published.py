@@ -57,7 +57,7 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
     if remat == "full":
         return float_or_array(tokens * 2 * d / streams)
     scores = 0.0
-    if not traits.flash and remat == "none":
+    if traits.attention == "written" and remat == "none":
         scores = 5.0 * shape.heads * shape.seq_len / t
     if shape.biases:  # LayerNorm, dropout, GELU
         wide = 8 * d + 4 * shape.d_ff  # 24 d where the MLP is four times as wide
@@ -101,9 +101,7 @@ def memory(shape: Shape, choice: Choice, *, overhead: bool = True) -> Published:
     ends = np.where(np.asarray(choice.pipeline) > 1, 1.0, 1.0) * outer
     held = layers + ends
     z = np.asarray(choice.fsdp, float)
-    weights = np.where(
-        zero == 3, 4.0 * held / z if not traits.eager else 4.0 * held / z, 2.0 * held
-    )
+    weights = np.where(zero == 3, 4.0 * held / z, 2.0 * held)
     width = 4.0 if zero_is_three(zero) else float(max(2, traits.gradient_bytes))
     gradients = width * held / np.where(zero >= 2, z, 1)
     optimizer = np.where(zero == 3, 8.0, 12.0) * held / np.where(zero >= 1, z, 1)
@@ -124,7 +122,7 @@ def zero_is_three(zero: Floats) -> bool:
 
 def _working(shape: Shape, choice: Choice) -> Floats:
     """The layer that is made again, with its gradients; or the head's logits, in 16 and 32 bits."""
-    layer = 2 * layer_bytes(shape, choice, "none" if not choice.traits.flash else "flash")
+    layer = 2 * layer_bytes(shape, choice, "none")
     tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
     logits = tokens * shape.vocab / choice.tensor * (6.0 if choice.traits.fused else 10.0)
     alone = np.asarray(choice.pipeline) == 1

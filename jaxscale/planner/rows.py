@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from jaxscale.planner import published
 from jaxscale.planner.choice import Choice, Traits
 from jaxscale.planner.machine import Cluster, cluster
 from jaxscale.planner.shape import Latent, Shape
@@ -81,6 +82,8 @@ def to_row(columns: Columns) -> Row:
     devices = get.int("n_devices") or get.int("TP", 1) * get.int("PP", 1)
     choice = _choice(get, traits, devices)
     machine = _cluster(get, choice)
+    if not _says_remat(get):
+        choice = _lightest_that_fits(shape, machine, choice)
     step = _step_seconds(get, shape, choice, devices)
     memory, failed = _memory(get)
     return Row(
@@ -145,15 +148,17 @@ def _traits(get: _Getter) -> Traits:
         )
     notes = get("notes").lower()
     changes = {}
+    if "transformerengine" in notes:
+        changes["attention"] = "fused"
     if get("SP"):
         changes["sequence_parallel"] = get("SP") == "1"
     elif "SP" in get("recompute"):
         changes["sequence_parallel"] = True
     if "flash" in get("recompute"):
-        changes["flash"] = True
+        changes["attention"] = "fused"
     if "mp_mode" in notes:  # Composer's FSDP: what is reduced in 16 bits
         changes["gradient_bytes"] = 2 if "mp_mode pure" in notes else 4
-    if get("precision") == "bf16" and not traits.flash and get.int("PP", 1) > 1:
+    if get("precision") == "bf16" and traits.attention == "written" and get.int("PP", 1) > 1:
         changes["gradient_bytes"] = 4  # Megatron's bfloat16 optimizer sums in 32 bits
     if "embedding-balanced" in get("group"):
         changes["balanced_ends"] = True
@@ -175,7 +180,7 @@ def _choice(get: _Getter, traits: Traits, devices: int) -> Choice:
     if not batch:
         raise UnhandledError("no global batch is given")
     split = shards * replicas * own
-    if not micro:
+    if not micro or not (traits.accumulates or pipeline > 1):
         micro = max(1, batch // split) if pipeline == 1 else 1
     microbatches = max(1, round(batch / (split * micro)))
     virtual = get.int("VP", 1) if pipeline > 1 else 1
@@ -202,13 +207,30 @@ def _sharding(text: str, ranks: int) -> tuple[int, int, int]:
     return 0, ranks, 1
 
 
+def _says_remat(get: _Getter) -> bool:
+    return get("recompute") not in ("", "per-recipe (see scripts/performance)") and (
+        "unknown" not in get("recompute")
+    )
+
+
+def _lightest_that_fits(shape: Shape, machine: Cluster, choice: Choice) -> Choice:
+    """What a trainer's users would have chosen: no more recomputation than memory asks for."""
+    for remat in ("none", "save_all_but_attention", "save:query,key,value,attention_out"):
+        lighter = replace(choice, remat=remat)
+        if remat == "save_all_but_attention" and choice.traits.attention != "written":
+            continue
+        if published.memory(shape, lighter).peak < machine.memory_bytes:
+            return lighter
+    return replace(choice, remat="full")
+
+
 def _remat(text: str, traits: Traits) -> str:
     """A policy of ours for what others call recomputation."""
     if text.startswith("full"):
         return "full"
     if text == "custom":  # MaxText: names are saved or offloaded, most of the rest is repeated
         return "save:query,key,value,attention_out"
-    if "selective" in text and not traits.flash:
+    if "selective" in text and traits.attention == "written":
         return "save_all_but_attention"
     return "none"
 

@@ -11,7 +11,7 @@ MEGATRON_2021 = replace(
     OURS,
     lockstep=False,  # each rank goes on as soon as its message is there
     sequence_parallel=False,  # came with arXiv 2205.05198
-    flash=False,
+    attention="written",
     fused=False,  # bias + GELU, bias + dropout + add and softmax are fused, nothing else
     eager=True,
     overlap_gradients=False,  # one all-reduce after the last micro-batch
@@ -27,7 +27,7 @@ MEGATRON_DEEPSPEED = replace(
 )
 MEGATRON_CORE = replace(
     MEGATRON_2021,
-    flash=True,
+    attention="fused",
     fused=True,  # Transformer Engine
     attention_seen=True,
     sequence_parallel=True,
@@ -48,9 +48,10 @@ TORCH_FSDP = replace(
     folded_experts=True,
     imbalance=1.0,
 )
-XLA = replace(OURS, lockstep=True, gradient_bytes=2, imbalance=1.0)
+XLA = replace(OURS, accumulates=False, gradient_bytes=2, imbalance=1.0)
 PYTORCH_3D = replace(
     MEGATRON_CORE,
+    attention="flash2",
     overlap_tensor=False,
     overlap_gradients=True,
     overlap_parameters=False,
@@ -67,18 +68,19 @@ BY_FRAMEWORK = {  # the longest beginning of a framework's name counts
     "megatron-bridge": MEGATRON_CORE,
     "nemo": MEGATRON_CORE,
     "nemo automodel": replace(TORCH_FSDP, fused=True, gradient_bytes=2),
-    "llm-foundry": TORCH_FSDP,
-    "meta": replace(MEGATRON_2021, flash=True, attention_seen=True, overlap_gradients=True,
+    "llm-foundry": replace(TORCH_FSDP, attention="flash1"),  # MPT's Triton kernel, for ALiBi
+    "meta": replace(MEGATRON_2021, attention="flash2", attention_seen=True, overlap_gradients=True,
                     overlap_parameters=True),
     "maxtext": XLA,
     "axlearn": XLA,
-    "paxml": XLA,
+    "paxml": replace(XLA, attention="written"),
     "t5x": replace(XLA, gradient_bytes=4),
     "nanotron": PYTORCH_3D,
     "fast-llm": PYTORCH_3D,
-    "mist": replace(MEGATRON_2021, flash=True, attention_seen=True),
+    "mist": replace(MEGATRON_2021, attention="flash2", attention_seen=True),
     "hai-llm": replace(MEGATRON_CORE, overlap_experts=True),
-    "axonn": replace(MEGATRON_2021, flash=True, overlap_gradients=True, overlap_tensor=True),
+    "axonn": replace(MEGATRON_2021, attention="flash2", overlap_gradients=True,
+                     overlap_tensor=True),
 }  # fmt: skip
 
 
