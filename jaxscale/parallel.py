@@ -4,7 +4,6 @@ The functions made here run where the axes that we handle by hand are manual alr
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -58,26 +57,6 @@ def attention_name(config: Config, platform: str) -> str:
             "layout.context = 1"
         )
     return f"blockwise, by {layout.context_method}"
-
-
-def check_sequence(config: Config) -> None:
-    """Refuses a sequence that the ranks of context and tensor cannot share equally.
-
-    Raises:
-      ValueError: with the nearest lengths that they can.
-    """
-    layout, seq_len = config.layout, config.data.seq_len
-    chunks = 2 * layout.context if layout.context > 1 else 1
-    unit = math.lcm(chunks, layout.context * layout.tensor)
-    if seq_len % unit:
-        below, above = seq_len // unit * unit, -(-seq_len // unit) * unit
-        nearest = f"{below} or {above}" if below else f"{above}"
-        two = " (two chunks a rank)" if layout.context > 1 else ""
-        raise ValueError(
-            f"data.seq_len = {seq_len} does not split over layout.context = {layout.context}{two} "
-            f"x layout.tensor = {layout.tensor}, which takes multiples of {unit}; set "
-            f"data.seq_len = {nearest}, or change the layout"
-        )
 
 
 def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:

@@ -7,48 +7,15 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
-
-Axes = tuple[str, ...]
-Rules = Mapping[str, tuple[str, ...]]
-
-# What a dimension is -> the mesh axes it is spread over. Weights and activations differ: a weight's
-# embed dimension is what ZeRO shards, an activation's is whole on every device.
-WEIGHTS: Rules = {
-    "layers": ("pipeline",),
-    "embed": ("fsdp",),
-    # Of what is not in a layer, which every rank of the pipeline would else have whole.
-    "outer_embed": ("pipeline", "fsdp"),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "head_dim": (),
-    "mlp": ("tensor",),
-    "vocab": ("tensor",),
-    "positions": (),
-}
-ACTIVATIONS: Rules = {
-    "batch": ("data", "fsdp"),
-    "seq": ("context",),
-    # Between the products of attention and MLP, which need all of a rank's tokens, the ranks of
-    # tensor share out the tokens (sequence parallelism, arXiv 2205.05198, section 4.2).
-    "residual_seq": ("context", "tensor"),
-    "embed": (),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "head_dim": (),
-    "mlp": ("tensor",),
-    "vocab": ("tensor",),
-}
-SETTINGS = {
-    "embed": "model.d_model",
-    "heads": "model.num_heads",
-    "kv_heads": "model.num_kv_heads",
-    "mlp": "model.d_ff",
-    "layers": "model.num_layers",
-}
-"""What sets the size of a dimension, where a setting does."""
-
-REPLICATED_WEIGHTS: Rules = {**WEIGHTS, "embed": (), "outer_embed": ("pipeline",)}
-"""For the ZeRO stages that leave a tree whole on every rank of the fsdp axis."""
+from jaxscale.rules import (  # noqa: F401  Rules are used together with what is here.
+    ACTIVATIONS,
+    REPLICATED_WEIGHTS,
+    WEIGHTS,
+    Axes,
+    Rules,
+    mesh_axes,
+    spreads_outer,
+)
 
 
 def resolve(
@@ -67,35 +34,8 @@ def resolve(
     Raises:
       ValueError: an unknown name, two names on one mesh axis, or a dimension that does not divide.
     """
-    spec, owner = [], {}
-    for dim, logical in enumerate(axes):
-        if logical not in rules:
-            raise ValueError(
-                f"{name}: logical axis {logical!r} has no rule; known: {', '.join(sorted(rules))}"
-            )
-        mesh_axes = tuple(axis for axis in rules[logical] if sizes[axis] > 1)
-        for axis in mesh_axes:
-            if axis in owner:
-                raise ValueError(
-                    f"{name}: {owner[axis]!r} and {logical!r} both map to mesh axis {axis!r}"
-                )
-            owner[axis] = logical
-            if shape and shape[dim] % sizes[axis]:
-                setting = SETTINGS.get(logical, f"dimension {logical!r}")
-                raise ValueError(
-                    f"{name}: {setting} = {shape[dim]} does not divide over layout.{axis} = "
-                    f"{sizes[axis]}; the nearest that does is layout.{axis} = "
-                    f"{nearest_divisors(shape[dim], sizes[axis])}"
-                )
-        spec.append(mesh_axes if len(mesh_axes) > 1 else mesh_axes[0] if mesh_axes else None)
-    return PartitionSpec(*spec)
-
-
-def nearest_divisors(size: int, parts: int) -> str:
-    """The numbers nearest to `parts`, below and above, into which `size` divides: "2 or 4"."""
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
-    below = [n for n in divisors if n < parts][-1:]
-    return " or ".join(map(str, below + [n for n in divisors if n > parts][:1]))
+    over = mesh_axes(axes, rules, sizes, shape, name=name)
+    return PartitionSpec(*(one if len(one) > 1 else one[0] if one else None for one in over))
 
 
 def is_axes(node: object) -> bool:
@@ -106,7 +46,7 @@ def is_axes(node: object) -> bool:
 def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
     """A tree of axes in which what is outside the layers is spread over the pipeline too, where
     its "embed" dimension divides."""
-    if sizes["pipeline"] == 1 or d_model % (sizes["pipeline"] * sizes["fsdp"]):
+    if not spreads_outer(sizes["pipeline"], sizes["fsdp"], d_model):
         return axes_tree
 
     def one(axes: Axes) -> Axes:

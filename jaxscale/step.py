@@ -17,11 +17,12 @@ from jaxscale.gradients import make_gradients, make_loss
 from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim import make, state_axes
-from jaxscale.parallel import attention_name, check_sequence, make_kernels
+from jaxscale.parallel import attention_name, make_kernels
 from jaxscale.pipeline.place import Placement
 from jaxscale.pipeline.stages import Stages, open_stages
 from jaxscale.planner.held import head_cost
 from jaxscale.remat import from_host
+from jaxscale.rules import check_divides, check_sequence
 from jaxscale.sharding import ACTIVATIONS, resolve, resolve_tree, spread_outer
 from jaxscale.zero import Zero
 
@@ -175,24 +176,6 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
 
 def _open_stages(config: Config) -> Stages:
     return open_stages(config.layout, config.model.num_layers, head_cost(config))
-
-
-def check_divides(config: Config) -> None:
-    """Refuses a batch that does not split evenly over replicas and micro-batches.
-
-    Raises:
-      ValueError: with the settings to change.
-    """
-    layout, batch = config.layout, config.data.global_batch_size
-    parts = layout.batch_shards * layout.microbatches
-    if batch % parts:
-        below, above = batch // parts * parts, -(-batch // parts) * parts
-        nearest = f"{below} or {above}" if below else f"{above}"
-        raise ValueError(
-            f"data.global_batch_size = {batch} does not split into layout.data {layout.data} x "
-            f"layout.fsdp {layout.fsdp} x layout.microbatches {layout.microbatches} = {parts} "
-            f"parts; set data.global_batch_size to {nearest}, or change the layout"
-        )
 
 
 def check_types(config: Config) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxscale.config import ModelConfig
 from jaxscale.layout import Layout
+from jaxscale.rules import spreads_outer
 
 Ints = Any
 """An int, or int [N] for N layouts."""
@@ -53,12 +54,12 @@ class Array:
 
         Args:
           at_rest: between steps what is outside the layers is spread over the pipeline too, where
-            it can be (`sharding.spread_outer`).
+            it can be.
         """
         divisor = where(over_fsdp, layout.fsdp, 1) if "embed" in self.axes else 1
         if at_rest and self.part != "layers" and "embed" in self.axes:
             width = self.shape[self.axes.index("embed")]
-            spread = width % (layout.pipeline * layout.fsdp) == 0
+            spread = spreads_outer(layout.pipeline, layout.fsdp, width)
             divisor = divisor * where(spread, layout.pipeline, 1)
         if {"heads", "kv_heads", "mlp", "vocab"} & set(self.axes):
             divisor = divisor * layout.tensor
