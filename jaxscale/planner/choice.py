@@ -35,6 +35,7 @@ class Traits:
     matmul: str = "bfloat16"  # or "fp8", "fp4": operands of the layers' products
     gradient_bytes: int = 4  # of an element that is reduced
     attention_seen: bool = True  # attention skips keys that the mask hides
+    merged_dispatch: bool = False  # a token goes once to each node that has experts for it
     folded_experts: bool = False  # and an expert is not split over tensor
     imbalance: float = 1.2  # tokens of the busiest expert rank over the mean
     balanced_ends: bool = False  # layers are dealt so that embedding and head count as layers
@@ -64,6 +65,7 @@ class Choice:
     schedule: str = "1f1b"
     fused: bool = False  # the backward pass is one operation
     remat: str = "none"
+    remat_share: Any = 1.0  # of the layers, that the policy is for; the others keep everything
     offload: str = "none"
     accumulation: str = "sequential"
     context_method: str = "ring"

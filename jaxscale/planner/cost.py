@@ -200,8 +200,8 @@ def _passes(
             for s, w in zip(sent.expert, (layer.forward, layer.backward))
         ],
     }
-    full = choice.remat == "full"
-    again = layer.recompute
+    full = choice.remat_share if choice.remat == "full" else 0.0
+    again = layer.recompute * choice.remat_share
     passes = {
         "forward": _Pass(layer.forward, *(exposed[name][0] for name in exposed)),
         "input": _Pass(layer.backward_input, *(exposed[name][1] for name in exposed)),

@@ -123,20 +123,27 @@ def reduce_seconds(levels: Levels, num_bytes: Floats, times: Floats = 1) -> Floa
     return times * np.where(size(levels) > 1, np.minimum(ring, tree) + START_SECONDS, 0.0)
 
 
-def exchange_seconds(levels: Levels, num_bytes: Floats, times: Floats = 1) -> Floats:
+def exchange_seconds(levels: Levels, num_bytes: Floats, merged: int = 0) -> Floats:
     """An all-to-all in which each member holds `num_bytes`, and keeps its own share of them.
 
-    Messages of all pairs start at once; on a torus they share its links, a quarter of a ring's
-    all-gather (b.5 of the planner's formulas; bisection of a ring).
+    Messages of all pairs start at once.
+
+    Args:
+      merged: every piece is there so many times, for members chosen at random, and crosses to a
+        domain of the next level only once (node-limited dispatch, DeepSeek-V3, section 3.2.2).
     """
     whole, inner, slowest = size(levels), np.ones(()), np.zeros(())
     for level in levels:
         reached = inner * level.members
         outside = (reached - inner) / whole  # of what a member holds, that leaves over this level
+        if merged:
+            domains = np.maximum(whole / inner, 1)
+            copies = (domains - 1) * (1 - (1 - 1 / domains) ** merged) / merged
+            outside = np.minimum(outside, copies)
         slowest = np.maximum(slowest, num_bytes * outside / level.bytes_per_second)
         inner = reached
     seconds = slowest + _latency(levels, "tree_seconds")
-    return times * np.where(whole > 1, seconds + START_SECONDS, 0.0)
+    return np.where(whole > 1, seconds + START_SECONDS, 0.0)
 
 
 def send_seconds(levels: Levels, num_bytes: Floats, times: Floats = 1) -> Floats:

@@ -64,10 +64,20 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
         return float_or_array(tokens * (10 * d / streams + wide / t + scores))
     heads = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     moe = shape.expert_layers / shape.layers
-    mlp = (2 * 3 + 2 * shape.gated) * shape.d_ff * (1 - moe)
+    # Inputs of products in 8 bits, where these are; the activation's own input stays in 16.
+    narrow = 2.0 if traits.matmul == "bfloat16" else 1.0
+    wide = (4 if shape.gated else 2) + narrow
+    mlp = wide * shape.d_ff * (1 - moe) + wide * shape.shared_experts * shape.expert_ff * moe
     folded = t if traits.folded_experts else 1.0
-    routed = moe * shape.top_k * traits.imbalance * (4 * d / folded + 8 * shape.expert_ff / t)
-    kept = tokens * (8 * d / streams + (2 * heads + 4 * shape.heads + mlp) / t + routed + scores)
+    routed = (
+        moe
+        * shape.top_k
+        * traits.imbalance
+        * ((2 + narrow) * d / folded + wide * shape.expert_ff / folded)
+    )
+    kept = tokens * (
+        (4 + 2 * narrow) * d / streams + (2 * heads + 4 * shape.heads + mlp) / t + routed + scores
+    )
     if remat.startswith("save:"):
         kept = kept - tokens * mlp / t
     return float_or_array(kept)
@@ -98,8 +108,7 @@ def memory(shape: Shape, choice: Choice, *, overhead: bool = True) -> Published:
     """
     traits, zero = choice.traits, np.asarray(choice.zero_stage)
     layers, outer = local_params(shape, choice)
-    ends = np.where(np.asarray(choice.pipeline) > 1, 1.0, 1.0) * outer
-    held = layers + ends
+    held = layers + outer
     z = np.asarray(choice.fsdp, float)
     weights = np.where(zero == 3, 4.0 * held / z, 2.0 * held)
     width = 4.0 if zero_is_three(zero) else float(max(2, traits.gradient_bytes))
@@ -107,7 +116,9 @@ def memory(shape: Shape, choice: Choice, *, overhead: bool = True) -> Published:
     optimizer = np.where(zero == 3, 8.0, 12.0) * held / np.where(zero >= 1, z, 1)
     p = np.asarray(choice.pipeline, float)
     mine = np.ceil(shape.layers / p)
-    kept = layer_bytes(shape, choice) * mine * in_flight(choice)
+    share = np.asarray(choice.remat_share)
+    each = share * layer_bytes(shape, choice) + (1 - share) * layer_bytes(shape, choice, "none")
+    kept = each * mine * in_flight(choice)
     return Published(
         weights=weights, gradients=gradients, optimizer=optimizer, activations=kept,
         working=_working(shape, choice),

@@ -213,15 +213,29 @@ def _says_remat(get: _Getter) -> bool:
     )
 
 
+FAST_HOST = 200e9
+"""Bytes a second of a host link beside which activations can wait in host memory for free: those
+of Grace superchips, 450 GB/s, bring a layer's back while one computes."""
+
+
 def _lightest_that_fits(shape: Shape, machine: Cluster, choice: Choice) -> Choice:
     """What a trainer's users would have chosen: no more recomputation than memory asks for."""
-    for remat in ("none", "save_all_but_attention", "save:query,key,value,attention_out"):
-        lighter = replace(choice, remat=remat)
-        if remat == "save_all_but_attention" and choice.traits.attention != "written":
-            continue
-        if published.memory(shape, lighter).peak < machine.memory_bytes:
-            return lighter
-    return replace(choice, remat="full")
+    policies = ["none", "save:query,key,value,attention_out", "full"]
+    if choice.traits.attention == "written":
+        policies[1] = "save_all_but_attention"
+    if machine.chip.host_bytes_per_second > FAST_HOST:
+        return choice
+
+    def peak(remat: str) -> float:
+        return float(published.memory(shape, replace(choice, remat=remat)).peak)
+
+    peaks = [peak(remat) for remat in policies]
+    if peaks[0] < machine.memory_bytes or choice.traits.lockstep:
+        fits = [remat for remat, size in zip(policies, peaks) if size < machine.memory_bytes]
+        return replace(choice, remat=(fits or ["full"])[0])
+    # Trainers in which a number of layers can be made again.
+    share = (peaks[0] - machine.memory_bytes) / max(1.0, peaks[0] - peaks[2])
+    return replace(choice, remat="full", remat_share=min(1.0, share))
 
 
 def _remat(text: str, traits: Traits) -> str:

@@ -85,7 +85,9 @@ def _expert(shape: Shape, choice: Choice, levels: Levels, stream: Floats) -> tup
     held = stream * shape.top_k * choice.traits.imbalance
     if choice.traits.folded_experts:
         held = held / choice.tensor
-    one = 2 * network.exchange_seconds(levels, held) * shape.expert_layers / shape.layers
+    merged = shape.top_k if choice.traits.merged_dispatch else 0
+    one = 2 * network.exchange_seconds(levels, held, merged=merged)
+    one = one * shape.expert_layers / shape.layers
     return one, one
 
 
