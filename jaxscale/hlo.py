@@ -4,7 +4,7 @@ import collections
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 BYTES = {
     "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2,
@@ -54,6 +54,7 @@ class Program:
     computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
     donated: frozenset[int] = frozenset()  # arguments whose place a result takes
+    scopes: Mapping[str, float] = field(default_factory=dict)  # see `parse`
 
     def executions(self) -> dict[str, float]:
         """How often each computation runs in one call; nan where a loop's trips are not known."""
@@ -80,7 +81,13 @@ class Program:
         known = loop.attribute(r'known_trip_count"?:\{"?n"?:"?(\d+)')
         if known:
             return int(known)
-        return self._counted_trips(loop)
+        counted = self._counted_trips(loop)
+        return self._expected_trips(loop) if math.isnan(counted) else counted
+
+    def _expected_trips(self, loop: Instruction) -> float:
+        """By the innermost scope that the loop stands in."""
+        words = reversed(loop.op_name.split("/"))
+        return next((self.scopes[word] for word in words if word in self.scopes), math.nan)
 
     def _counted_trips(self, loop: Instruction) -> float:
         """From a condition `counter < constant`, for loops that `lax.scan` makes."""
@@ -116,8 +123,13 @@ class Program:
         return order[::-1]
 
 
-def parse(text: str) -> Program:
-    """A program from `compiled.as_text()`."""
+def parse(text: str, scopes: Mapping[str, float] | None = None) -> Program:
+    """A program from `compiled.as_text()`.
+
+    Args:
+      scopes: how often loops run that only their data tell to, on average, by the `jax.named_scope`
+        around them.
+    """
     computations: dict[str, list[Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -133,7 +145,7 @@ def parse(text: str) -> Program:
     donated = re.findall(r"\((\d+), ", aliases[1]) if aliases else ()
     return Program(
         {name: tuple(body) for name, body in computations.items()}, entry,
-        frozenset(int(number) for number in donated),
+        frozenset(int(number) for number in donated), scopes or {},
     )  # fmt: skip
 
 

@@ -1,9 +1,12 @@
 """The only place where a device mesh is built."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxscale.layout import MESH_AXES, Layout
@@ -12,13 +15,51 @@ from jaxscale.layout import MESH_AXES, Layout
 def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with the six axes of a resolved layout, slowest links first.
 
+    On TPUs axes are laid along the axes of the torus, or along a part of one where sizes leave no
+    other way; the first axes go over the network between slices where there are several.
+
     Args:
       layout: its sizes must multiply to the number of devices (`layout.resolve_sizes`).
       devices: all of the process group's by default; those of an absent topology for compiling.
+
+    Raises:
+      ValueError: no axes can go over the slices.
     """
-    return jax.make_mesh(
-        tuple(layout.sizes.values()),
-        MESH_AXES,
-        axis_types=(AxisType.Auto,) * len(MESH_AXES),
-        devices=devices,
+    devices = jax.devices() if devices is None else devices
+    return Mesh(_arrange(layout, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _arrange(layout: Layout, devices: Sequence[Any]) -> np.ndarray:
+    sizes = tuple(layout.sizes.values())
+    slices = 1
+    if devices[0].platform == "tpu":  # GPUs call a node a slice, and come node by node
+        slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    between = over_slices(sizes, slices)
+    within = [size // part for size, part in zip(sizes, between, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(
+        within, between, devices, allow_split_physical_axes=True
     )
+
+
+def over_slices(sizes: Sequence[int], slices: int) -> list[int]:
+    """Parts of the axes' sizes that multiply to the number of slices, of the first axes first.
+
+    >>> over_slices((1, 4, 16, 1, 1, 2), slices=8)
+    [1, 4, 2, 1, 1, 1]
+
+    Raises:
+      ValueError: there are none.
+    """
+    parts, left = [], slices
+    for size in sizes:
+        parts.append(math.gcd(size, left))
+        left //= parts[-1]
+    if left > 1:
+        named = ", ".join(f"{axis} {n}" for axis, n in zip(MESH_AXES, sizes) if n > 1)
+        raise ValueError(
+            f"{slices} slices of TPUs, and axes of {named}: the first axes go over the slices, and "
+            f"their sizes have no factors of {slices}; set layout.data = {slices}, or a multiple"
+        )
+    return parts

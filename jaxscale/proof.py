@@ -18,6 +18,7 @@ from jaxscale.hlo_cost import computation_costs, cycles, flops
 from jaxscale.hlo_memory import Buffer, live_at_peak
 from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.mesh import make_mesh
+from jaxscale.pipeline import summary
 from jaxscale.step import Engine, make_engine
 from jaxscale.topology import Topology, has_cudnn, open_topology
 
@@ -68,7 +69,7 @@ class Report:
     output_bytes: int
     alias_bytes: int  # outputs that take the place of arguments
     host_bytes: int
-    flops: float | None  # None where a loop's trips are only known when it runs
+    flops: float | None  # of an average rank; None where a loop's trips are only known as it runs
     optimal_seconds: float | None  # by the compiler's own figures; GPUs' gives none
     compile_seconds: float
     collectives: tuple[Collective, ...]  # of a step, by axes and kind
@@ -134,7 +135,7 @@ def _report(
     machine: Topology, engine: Engine, compiled: Any, seconds: float, unrolled: bool
 ) -> Report:
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    program = hlo.parse(text)
+    program = hlo.parse(text, engine.stages.trips if engine.stages else {})
     peak = (
         memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
@@ -150,7 +151,7 @@ def _report(
         alias_bytes=memory.alias_size_in_bytes,
         host_bytes=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
         flops=None if math.isnan(total_flops) else total_flops,
-        optimal_seconds=_seconds(machine, compiled, program, unrolled),
+        optimal_seconds=_seconds(machine, engine, compiled, program, unrolled),
         compile_seconds=seconds,
         collectives=tuple(summed(collectives(program, engine.layout.sizes))),
         uses=tuple(_uses(live_at_peak(program), engine)),
@@ -190,14 +191,17 @@ def _refused(
 
 
 def _seconds(
-    machine: Topology, compiled: Any, program: hlo.Program, unrolled: bool
+    machine: Topology, engine: Engine, compiled: Any, program: hlo.Program, unrolled: bool
 ) -> float | None:
-    """The compiler's estimate of what the chip computes in a step, collectives left out."""
+    """The compiler's estimate of what the chip computes in a step, collectives left out; with a
+    pipeline, and how long it waits for other ranks."""
     if machine.clock_hertz is None:
         return None
-    if unrolled:
+    if unrolled and not engine.stages:
         return (compiled.cost_analysis() or {}).get("optimal_seconds")
     expected = computation_costs(program, cycles)[program.entry] / machine.clock_hertz
+    if engine.stages:
+        expected /= 1 - summary.idle(engine.stages)
     return None if math.isnan(expected) else expected
 
 

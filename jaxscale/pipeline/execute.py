@@ -24,7 +24,15 @@ from jaxscale.models.decoder import STREAM, Decoder
 from jaxscale.pipeline.records import B, F, R, W, X
 from jaxscale.pipeline.slots import Program
 from jaxscale.pipeline.split import Split, keep_nothing, split
-from jaxscale.pipeline.stages import Stages
+from jaxscale.pipeline.stages import (
+    EMBEDDING,
+    GATHER,
+    HEAD,
+    LAYERS,
+    OPERATIONS,
+    REDUCE,
+    Stages,
+)
 from jaxscale.sharding import ACTIVATIONS, WEIGHTS, constrain, is_axes
 from jaxscale.zero import Zero
 
@@ -186,12 +194,15 @@ class _Rank:
             X: self.backward,
         }  # fmt: skip
         if state.weights is not None:
-            state = when(row["gather"] == 1, lambda state: self.gather(state, row), state)
+            gathers = row["gather"] == 1
+            state = when(gathers, lambda state: self.gather(state, row), state, GATHER)
         for kind, operation in operations.items():
             if kind in kinds:
-                state = when(row["kind"] == kind, lambda s, run=operation: run(s, row), state)
+                mine = row["kind"] == kind
+                state = when(mine, lambda s, run=operation: run(s, row), state, OPERATIONS[kind])
         if state.pending is not None:
-            state = when(row["reduce"] == 1, lambda state: self.reduce(state, row), state)
+            reduces = row["reduce"] == 1
+            state = when(reduces, lambda state: self.reduce(state, row), state, REDUCE)
         return self.pass_on(state, row)
 
     def forward(self, state: _State, row: Row) -> _State:
@@ -215,7 +226,7 @@ class _Rank:
         def losses(sums: Sums) -> Sums:
             return add(sums, self.model.loss(self.head, state.made, batch))
 
-        return state._replace(sums=when(row["stage"] == last, losses, state.sums))
+        return state._replace(sums=when(row["stage"] == last, losses, state.sums, HEAD))
 
     def recompute(self, state: _State, row: Row) -> _State:
         made = state.made
@@ -237,7 +248,7 @@ class _Rank:
             )
             return self._add(state, row, index, self.parts.weight_gradient(batch, kept, saved))
 
-        return jax.lax.fori_loop(0, self.counts[row["chunk"]], one, state)
+        return self._each(row, one, state)
 
     def gather(self, state: _State, row: Row) -> _State:
         return state._replace(weights=self._gathered(row["chunk"]))
@@ -273,7 +284,7 @@ class _Rank:
                 state = self._write(state, row, "residual_w", index, kept_w)
             return state, x
 
-        state, x = jax.lax.fori_loop(0, self.counts[row["chunk"]], one, (state, x))
+        state, x = self._each(row, one, (state, x))
         return state._replace(made=x)
 
     def _down(self, state: _State, row: Row, fused: bool) -> _State:
@@ -293,7 +304,7 @@ class _Rank:
 
         arrived = at(state.buffers["inbox"], row["inbox"])
         dy, sums, head = when(
-            row["stage"] == last, turn, (arrived, state.sums, state.grads["head"])
+            row["stage"] == last, turn, (arrived, state.sums, state.grads["head"]), HEAD
         )
 
         def one(i, carry):
@@ -313,9 +324,14 @@ class _Rank:
             return add(grads, self.zero.reduce(pullback(dx)[0], self.zero.axes["embed"]))
 
         state = state._replace(sums=sums, grads={**state.grads, "head": head})
-        state, dx = jax.lax.fori_loop(0, count, one, (state, dy))
-        embed = when(row["stage"] == 0, of_embedding, state.grads["embed"])
+        state, dx = self._each(row, one, (state, dy))
+        embed = when(row["stage"] == 0, of_embedding, state.grads["embed"], EMBEDDING)
         return state._replace(made=dx, grads={**state.grads, "embed": embed})
+
+    @jax.named_scope(LAYERS)
+    def _each(self, row: Row, one: Callable, carry: Tree) -> Tree:
+        """For each layer of the row's chunk."""
+        return jax.lax.fori_loop(0, self.counts[row["chunk"]], one, carry)
 
     def _weights(self, state: _State, row: Row, index: jax.Array) -> Tree:
         """One layer of the chunk, whole."""
@@ -367,13 +383,18 @@ class _Rank:
         )
 
 
-def when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree) -> Tree:
-    """`function(state)` where the condition holds, in place; `state` is of no other type then."""
+def when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, scope: str) -> Tree:
+    """`function(state)` where the condition holds, in place; `state` is of no other type then.
+
+    Args:
+      scope: a name for it in the compiled program.
+    """
     trips = condition.astype(jnp.int32)
-    return jax.lax.while_loop(
-        lambda carry: carry[0] < trips, lambda carry: (carry[0] + 1, function(carry[1])),
-        (jnp.zeros((), jnp.int32), state),
-    )[1]  # fmt: skip
+    with jax.named_scope(scope):
+        return jax.lax.while_loop(
+            lambda carry: carry[0] < trips, lambda carry: (carry[0] + 1, function(carry[1])),
+            (jnp.zeros((), jnp.int32), state),
+        )[1]  # fmt: skip
 
 
 def at(tree: Tree, *index: Index) -> Tree:

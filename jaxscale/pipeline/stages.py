@@ -9,10 +9,15 @@ import numpy as np
 
 from jaxscale.layout import Layout, parse_schedule
 from jaxscale.pipeline.orders import make_order
-from jaxscale.pipeline.records import F, Order, R
+from jaxscale.pipeline.records import B, F, Order, R, W, X
 from jaxscale.pipeline.simulate import Costs, simulate
 from jaxscale.pipeline.slots import Program, make_program
 from jaxscale.pipeline.table import Ops, Table, compile_order, replay
+
+OPERATIONS = {F: "pipeline_F", R: "pipeline_R", B: "pipeline_B", W: "pipeline_W", X: "pipeline_X"}
+GATHER, REDUCE = "pipeline_gather", "pipeline_reduce"
+HEAD, EMBEDDING, LAYERS = "pipeline_head", "pipeline_embedding", "pipeline_layers"
+"""Names, in a compiled program, of the executor's loops whose trips the table says."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +48,23 @@ class Stages:
     def costs(self) -> Costs:
         """Of each stage's operations, where a layer's forward pass costs 1."""
         return _costs(self.table, self.layers, self.head_cost)
+
+    @property
+    def trips(self) -> dict[str, float]:
+        """How often a run of each of the executor's loops runs its body, on average over ranks and
+        ticks."""
+        columns, stages = self.program.columns, self.table.order.stages
+        cells = columns["kind"].size
+        trips = {
+            name: np.count_nonzero(columns["kind"] == kind) / cells
+            for kind, name in OPERATIONS.items()
+        }
+        for name, column in ((GATHER, "gather"), (REDUCE, "reduce")):
+            trips[name] = np.count_nonzero(columns[column] == 1) / cells
+        # Of the operations of a kind one in so many is the last stage's, or the first's.
+        return {
+            **trips, HEAD: 1 / stages, EMBEDDING: 1 / stages, LAYERS: sum(self.layers) / stages,
+        }  # fmt: skip
 
     @property
     def capacity(self) -> int:
