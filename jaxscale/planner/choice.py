@@ -38,6 +38,7 @@ class Traits:
     merged_dispatch: bool = False  # a token goes once to each node that has experts for it
     folded_experts: bool = False  # and an expert is not split over tensor
     imbalance: float = 1.2  # tokens of the busiest expert rank over the mean
+    frozen: bool = False  # weights are not trained, only small adapters beside them
     balanced_ends: bool = False  # layers are dealt so that embedding and head count as layers
     scattered_messages: bool = True  # the ranks of tensor share a pipeline's message
     accumulates: bool = True  # a step can have several micro-batches without a pipeline

@@ -360,6 +360,8 @@ def _state_seconds(shape, cluster, choice, passes, layer, stages, state: StateTr
 
 def _optimizer_seconds(shape: Shape, cluster: Cluster, choice: Choice) -> Floats:
     layers, outer = local_params(shape, choice)
+    if choice.traits.frozen:
+        return np.zeros(())
     ranks = np.where(np.asarray(choice.zero_stage) > 0, choice.fsdp, 1)
     return memory_seconds(cluster, OPTIMIZER_BYTES * (layers + outer) / ranks)
 
@@ -368,7 +370,8 @@ def _accumulate_seconds(shape: Shape, cluster: Cluster, choice: Choice) -> Float
     """Sums over micro-batches."""
     layers, outer = local_params(shape, choice)
     m = np.asarray(choice.microbatches, float)
-    return np.where(m > 1, m, 0.0) * memory_seconds(cluster, ACCUMULATE_BYTES * (layers + outer))
+    m = np.where((m > 1) & (not choice.traits.frozen), m, 0.0)
+    return m * memory_seconds(cluster, ACCUMULATE_BYTES * (layers + outer))
 
 
 def _offload_seconds(shape, cluster, choice, passes, stages) -> Floats:

@@ -69,6 +69,8 @@ def layer_work(shape: Shape, cluster: Cluster, choice: Choice) -> Layer:
     attention = _attention(shape, cluster, choice, tokens)
     elementwise = _elementwise(shape, cluster, choice, tokens)
     launches = _waiting(shape, choice)
+    if choice.traits.frozen:
+        weights = np.zeros(())
     passes = [
         Work(forward, attention[0], elementwise[0]),
         Work(inputs, attention[1], elementwise[1] * 0.7),
@@ -145,10 +147,14 @@ def _expert_products(shape: Shape, choice: Choice, tokens: Floats) -> list[tuple
     share = tokens / t if choice.traits.folded_experts else tokens
     local = np.maximum(1, shape.experts / x)
     rows = share * shape.top_k * choice.traits.imbalance / local
-    routed = [(rows, gate * width, d, local), (rows, d, width, local)]
-    shared = shape.shared_experts * shape.expert_ff / t
-    always = [(tokens, gate * shared, d, 1), (tokens, d, shared, 1)]
-    return [*routed, *(always if shape.shared_experts else [])]
+    wide = shape.routed_width
+    found = [(rows, gate * width, wide, local), (rows, wide, width, local)]
+    if shape.shared_experts:
+        shared = shape.shared_experts * (shape.shared_ff or shape.expert_ff) / t
+        found += [(tokens, gate * shared, d, 1), (tokens, d, shared, 1)]
+    if shape.expert_width:
+        found += [(tokens, wide, d, 1), (tokens, d, wide, 1)]
+    return found
 
 
 def _attention(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats) -> tuple:
@@ -207,13 +213,22 @@ def _elementwise(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats)
         stream, back = 16 * d, 24 * d
     moe = shape.expert_layers / shape.layers
     dense = (shape.with_mlp - shape.expert_layers) / shape.layers
-    wide = shape.d_ff * dense + moe * shape.expert_ff * (
-        shape.top_k * traits.imbalance + shape.shared_experts
+    wide = shape.d_ff * dense + moe * (
+        shape.expert_ff * shape.top_k * traits.imbalance
+        + shape.shared_experts * (shape.shared_ff or shape.expert_ff)
     )
-    activation = (6 * wide, 10 * wide) if shape.gated else (4 * wide, 8 * wide)
+    gated = shape.expert_gated if shape.experts else shape.gated
+    activation = (6 * wide, 10 * wide) if gated else (4 * wide, 8 * wide)
     rotated = 0 if shape.learned_positions else 4 * heads
     # Dispatch and combine copy a token to each of its experts and back.
-    routed = moe * 8 * shape.top_k * traits.imbalance * d / (t if traits.folded_experts else 1)
+    routed = (
+        moe
+        * 8
+        * shape.top_k
+        * traits.imbalance
+        * shape.routed_width
+        / (t if traits.folded_experts else 1)
+    )
     quantised = _quantised_bytes(shape, choice, wide) / t
     forward = stream / streams + (activation[0] + rotated) / t + routed + quantised
     backward = back / streams + (activation[1] + rotated) / t + routed + quantised
@@ -281,6 +296,6 @@ def _head(shape, cluster, choice, tokens, backward: bool) -> Work:
     product = compute.matmul_seconds(cluster, tokens, local, shape.d_model)
     width = LOSS_BYTES[choice.traits.fused][backward]
     return Work(
-        matmul=product * (2 if backward else 1),
+        matmul=product * ((1 if choice.traits.frozen else 2) if backward else 1),
         elementwise=compute.memory_seconds(cluster, tokens * local * width),
     )

@@ -5,7 +5,7 @@ al. (2205.05198), tables 2 and 3, which give their figures to the digit. For our
 `memory.py`, which is exact.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -67,13 +67,14 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
     # Inputs of products in 8 bits, where these are; the activation's own input stays in 16.
     narrow = 2.0 if traits.matmul == "bfloat16" else 1.0
     wide = (4 if shape.gated else 2) + narrow
-    mlp = wide * shape.d_ff * (1 - moe) + wide * shape.shared_experts * shape.expert_ff * moe
+    shared = shape.shared_experts * (shape.shared_ff or shape.expert_ff)
+    mlp = wide * (shape.d_ff * (1 - moe) + shared * moe)
     folded = t if traits.folded_experts else 1.0
     routed = (
         moe
         * shape.top_k
         * traits.imbalance
-        * ((2 + narrow) * d / folded + wide * shape.expert_ff / folded)
+        * ((2 + narrow) * shape.routed_width / folded + wide * shape.expert_ff / folded)
     )
     kept = tokens * (
         (4 + 2 * narrow) * d / streams + (2 * heads + 4 * shape.heads + mlp) / t + routed + scores
@@ -112,8 +113,9 @@ def memory(shape: Shape, choice: Choice, *, overhead: bool = True) -> Published:
     z = np.asarray(choice.fsdp, float)
     weights = np.where(zero == 3, 4.0 * held / z, 2.0 * held)
     width = 4.0 if zero_is_three(zero) else float(max(2, traits.gradient_bytes))
-    gradients = width * held / np.where(zero >= 2, z, 1)
-    optimizer = np.where(zero == 3, 8.0, 12.0) * held / np.where(zero >= 1, z, 1)
+    gradients = (not traits.frozen) * width * held / np.where(zero >= 2, z, 1)
+    trained = 0.0 if traits.frozen else 1.0
+    optimizer = trained * np.where(zero == 3, 8.0, 12.0) * held / np.where(zero >= 1, z, 1)
     p = np.asarray(choice.pipeline, float)
     mine = np.ceil(shape.layers / p)
     share = np.asarray(choice.remat_share)
@@ -125,6 +127,27 @@ def memory(shape: Shape, choice: Choice, *, overhead: bool = True) -> Published:
         gathered=np.where(zero == 3, 2 * 2.0 * layers / mine + 2.0 * outer * (p == 1), 0.0),
         overhead=np.asarray(CONTEXT_BYTES if overhead else 0.0),
     )  # fmt: skip
+
+
+def size(shape: Shape, choice: Choice, name: str) -> float:
+    """A part of memory by the name that published tables give it, of the first rank.
+
+    "state" is parameters and optimizer with a 32-bit sum of gradients, "activations" those with
+    nothing made again and no sequence parallelism, "selective" with both remedies, and "share"
+    the choice's activations over those of tensor parallelism alone.
+    """
+    plain = replace(choice, traits=replace(choice.traits, sequence_parallel=False))
+    shared = replace(choice, traits=replace(choice.traits, sequence_parallel=True))
+    if name == "state":
+        return 18 * float(local_params(shape, choice)[0] + local_params(shape, choice)[1])
+    if name == "share":
+        return float(layer_bytes(shape, choice) / layer_bytes(shape, plain, "none"))
+    which, remat = {
+        "activations": (plain, "none"),
+        "selective": (shared, "save_all_but_attention"),
+    }[name]
+    mine = shape.layers / np.asarray(choice.pipeline, float)
+    return float(layer_bytes(shape, which, remat) * mine * in_flight(which))
 
 
 def zero_is_three(zero: Floats) -> bool:

@@ -57,6 +57,8 @@ class Shape:
     top_k: int = 0
     expert_ff: int = 0
     shared_experts: int = 0
+    shared_ff: int = 0  # of a shared expert, where it differs from the routed ones
+    expert_width: int = 0  # that tokens are projected to for the routed experts; 0 is d_model
     expert_gated: bool = True
     dense_layers: int = 0  # layers before the first with experts
     latent: Latent | None = None
@@ -121,8 +123,20 @@ class Shape:
 
     @property
     def expert_params(self) -> int:
-        """One expert."""
-        return (3 if self.expert_gated else 2) * self.d_model * self.expert_ff
+        """One routed expert."""
+        return (3 if self.expert_gated else 2) * self.routed_width * self.expert_ff
+
+    @property
+    def routed_width(self) -> int:
+        """Of a token on its way to the routed experts."""
+        return self.expert_width or self.d_model
+
+    @property
+    def shared_params(self) -> int:
+        """The shared experts of a layer, and the projections around the routed ones."""
+        matrices = 3 if self.expert_gated else 2
+        shared = self.shared_experts * matrices * self.d_model * (self.shared_ff or self.expert_ff)
+        return shared + 2 * self.d_model * self.expert_width
 
     @property
     def routed_params(self) -> int:
@@ -176,7 +190,7 @@ class Shape:
             self.attending * self.attention_params
             + self.layers * (self.norm_params + cross)
             + (self.with_mlp - moe) * self.mlp_params
-            + moe * (router + self.shared_experts * self.expert_params)
+            + moe * (router + self.shared_params)
             + self.routed_params
             + (self.mixer.layers * self.mixer_params if self.mixer else 0)
             + encoder
@@ -228,7 +242,7 @@ class Shape:
     def expert_flops(self) -> float:
         """What a token does in a layer of experts, dropping none: router, routed and shared."""
         return 2.0 * (
-            (self.top_k + self.shared_experts) * self.expert_params + self.d_model * self.experts
+            self.top_k * self.expert_params + self.shared_params + self.d_model * self.experts
         )
 
     @property

@@ -82,7 +82,7 @@ def _expert(shape: Shape, choice: Choice, levels: Levels, stream: Floats) -> tup
     """Tokens go to their experts and back, in each pass."""
     if not shape.expert_layers:
         return 0.0, 0.0
-    held = stream * shape.top_k * choice.traits.imbalance
+    held = stream * shape.top_k * choice.traits.imbalance * shape.routed_width / shape.d_model
     if choice.traits.folded_experts:
         held = held / choice.tensor
     merged = shape.top_k if choice.traits.merged_dispatch else 0
@@ -131,7 +131,7 @@ def state_traffic(shape: Shape, choice: Choice, levels: dict[str, Levels]) -> St
     layers, outer = local_params(shape, choice)
     held, fsdp, data = layers + outer, levels["fsdp"], levels["data"]
     count = np.maximum(1.0, shape.layers / np.asarray(choice.pipeline))
-    width = choice.traits.gradient_bytes
+    width = 0.0 if choice.traits.frozen else choice.traits.gradient_bytes
     ranks = network.size(fsdp)
     both = network.reduce_seconds(fsdp, width * held) + network.reduce_seconds(data, width * held)
     return StateTraffic(

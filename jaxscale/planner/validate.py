@@ -16,7 +16,9 @@ import numpy as np
 
 from jaxscale.planner import published
 from jaxscale.planner.cost import cost
-from jaxscale.planner.rows import Row, read
+from jaxscale.planner.energy import run_joules
+from jaxscale.planner.machine import find
+from jaxscale.planner.rows import Bill, Row, read
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Score:
     mean_error_calibrated: float | None
     memory_rows: int
     memory_median_error: float | None
+    energy_median_error: float | None  # of whole runs, from their device-hours
     oom_flagged: int  # of the runs that ran out of memory
     oom_missed: int
     fit_flagged: int  # of the runs that were measured: false alarms
@@ -94,6 +97,7 @@ class _Result:
     ratio: float  # predicted over measured step; nan where none was measured
     calibrated: float  # the same after calibration; nan for rows that the factor was fitted on
     memory: float  # predicted bytes
+    sizes: tuple[float, ...]  # predicted over measured sizes
     seconds: float
 
 
@@ -104,25 +108,31 @@ def validate(path: str | pathlib.Path, seed: int = 0) -> Report:
       path: a CSV file, see `rows`.
       seed: of the halves on which factors are fitted.
     """
-    found, unhandled = read(path)
-    results = _calibrate([_predict(row) for row in found], seed)
-    rows = Counter(row.source for row in found)
-    rows.update(columns["source"] for columns, _ in unhandled)
-    by_source = defaultdict(list)
+    found = read(path)
+    results = _calibrate([_predict(row) for row in found.runs], seed)
+    rows = Counter(row.source for row in [*found.runs, *found.bills])
+    rows.update(source for source, _ in found.unhandled)
+    runs, bills = defaultdict(list), defaultdict(list)
     for result in results:
-        by_source[result.row.source].append(result)
+        runs[result.row.source].append(result)
+    for bill in found.bills:
+        bills[bill.source].append(bill)
     return Report(
-        overall=_score(results, sum(rows.values())),
-        sources={name: _score(by_source[name], rows[name]) for name in sorted(rows)},
-        unhandled=dict(Counter(why for _, why in unhandled).most_common()),
+        overall=_score(results, found.bills, sum(rows.values())),
+        sources={name: _score(runs[name], bills[name], rows[name]) for name in sorted(rows)},
+        unhandled=dict(Counter(why for _, why in found.unhandled).most_common()),
     )
 
 
 def _predict(row: Row) -> _Result:
-    seconds = cost(row.shape, row.cluster, row.choice).step_seconds if row.times_step else np.nan
-    memory = float(published.memory(row.shape, row.choice).peak)
+    seconds = cost(row.shape, row.cluster, row.choice).step_seconds if row.step_seconds else np.nan
+    memory = published.memory(row.shape, row.choice)
     ratio = seconds / row.step_seconds if row.step_seconds else np.nan
-    return _Result(row, float(ratio), np.nan, memory, float(seconds))
+    peak = float(memory.peak)
+    sizes = [published.size(row.shape, row.choice, name) / n for name, n in row.sizes.items()]
+    if row.memory_bytes:
+        sizes.append(peak / row.memory_bytes)
+    return _Result(row, float(ratio), np.nan, peak, tuple(sizes), float(seconds))
 
 
 def _calibrate(results: list[_Result], seed: int) -> list[_Result]:
@@ -141,23 +151,33 @@ def _calibrate(results: list[_Result], seed: int) -> list[_Result]:
     return found
 
 
-def _score(results: list[_Result], rows: int) -> Score:
+def _score(results: list[_Result], bills: list[Bill], rows: int) -> Score:
     physical = _errors(r.ratio for r in results)
     calibrated = _errors(r.calibrated for r in results)
-    memory = _errors(r.memory / r.row.memory_bytes for r in results if r.row.memory_bytes)
+    memory = _errors(size for r in results for size in r.sizes)
+    energy = _errors(_joules(bill) / bill.joules for bill in bills)
     failed = [_does_not_fit(r) for r in results if r.row.out_of_memory]
     ran = [_does_not_fit(r) for r in results if r.row.step_seconds and not r.row.out_of_memory]
     regrets, pairs = _ranking(results)
     return Score(
-        rows=rows, handled=len(results),
+        rows=rows, handled=len(results) + len(bills),
         median_error_physical=_median(physical), mean_error_physical=_mean(physical),
         median_error_calibrated=_median(calibrated), mean_error_calibrated=_mean(calibrated),
         memory_rows=len(memory), memory_median_error=_median(memory),
+        energy_median_error=_median(energy),
         oom_flagged=sum(failed), oom_missed=len(failed) - sum(failed),
         fit_flagged=sum(ran), fit_passed=len(ran) - sum(ran),
         groups=len(regrets), regret=_mean(regrets), worst_regret=max(regrets, default=None),
         pair_accuracy=_mean(pairs),
     )  # fmt: skip
+
+
+def _joules(bill: Bill) -> float:
+    chip = find(bill.hardware)
+    # As the tables of LLaMA and GLaM count: a device's limit, or its server's share where none
+    # is published, and the building.
+    limit = chip.system_watts if chip.torus_axes else chip.tdp_watts
+    return run_joules(bill.device_hours, limit, bill.overhead)
 
 
 def _does_not_fit(result: _Result) -> bool:
@@ -184,7 +204,7 @@ def _ranking(results: list[_Result]) -> tuple[list[float], list[bool]]:
         row = result.row
         if np.isfinite(result.ratio):
             key = (*row.machine, row.model, row.shape, int(row.choice.num_devices),
-                   row.choice.traits.matmul, row.columns.get("framework"))  # fmt: skip
+                   row.choice.traits.matmul, row.framework)  # fmt: skip
             groups[key].append(result)
     regrets, pairs = [], []
     for members in groups.values():
