@@ -1,0 +1,156 @@
+"""Layouts that a search may try on so many devices, each as a handful of choices."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxscale.config import Config
+from jaxscale.layout import ACCUMULATIONS, REMATS, Layout, parse_schedule
+from jaxscale.pipeline.stages import open_stages
+from jaxscale.rules import check_divides, check_sequence
+from jaxscale.sharding import WEIGHTS, resolve
+
+Choices = Mapping[str, Any]
+"""Name of a layout's field -> its value, None where the layout does not read it."""
+
+FIELDS = (
+    "pipeline", "fsdp", "context", "tensor", "zero_stage", "microbatches", "accumulation",
+    "schedule", "virtual_stages", "remat",
+)  # fmt: skip
+"""What is chosen; `data` takes the devices that are left."""
+
+PIPELINES = (
+    ("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_h2", 1), ("zb_v", 2), ("interleaved", 2),
+    ("interleaved", 4), ("breadth_first", 2), ("breadth_first", 4),
+)  # fmt: skip
+"""Schedules and chunks of a rank."""
+
+MOST_MICROBATCHES = 64
+
+
+def choices_of(layout: Layout) -> Choices:
+    """What a layout chooses; two layouts with the same choices run the same program."""
+    chosen = {name: getattr(layout, name) for name in FIELDS}
+    if layout.fsdp == 1:
+        chosen["zero_stage"] = None
+    if layout.pipeline > 1 or layout.microbatches == 1:
+        chosen["accumulation"] = None
+    if layout.pipeline == 1:
+        chosen |= {"schedule": None, "virtual_stages": None}
+    else:
+        chosen["virtual_stages"] = layout.virtual_stages or _fewest_chunks(layout.schedule)
+    return chosen
+
+
+def layout_of(choices: Choices, base: Layout, num_devices: int) -> Layout:
+    """The layout of choices; fields that are not among them, and those that are None, are base's.
+
+    Raises:
+      ValueError: the layout refuses itself.
+    """
+    others = math.prod(choices[name] for name in ("pipeline", "fsdp", "context", "tensor"))
+    read = {name: value for name, value in choices.items() if value is not None}
+    if choices["pipeline"] == 1:
+        read |= {"schedule": Layout.schedule, "virtual_stages": Layout.virtual_stages}
+    if "accumulation" not in read:
+        read["accumulation"] = "sequential"
+    if choices["pipeline"] != 1 and choices["context"] != 1:
+        read["context_method"] = "gather"
+    return dataclasses.replace(base, data=num_devices // others, **read)
+
+
+def candidates(config: Config, num_devices: int) -> list[Choices]:
+    """Every choice on so many devices that the model's and the batch's sizes allow, in a fixed
+    order. Pipelines may still be refused for their layers: `refusal` tells."""
+    return [
+        choices
+        for mesh in _meshes(num_devices)
+        if not _mesh_refusal(config, mesh)
+        for choices in _walks(config, mesh)
+    ]
+
+
+def refusal(config: Config, layout: Layout) -> str:
+    """Why a resolved layout cannot run this config, before anything is built; "" if it may."""
+    try:
+        changed = dataclasses.replace(config, layout=layout)
+        check_divides(changed)
+        check_sequence(changed)
+        _check_weights(changed)
+        _check_pipeline(changed)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _meshes(num_devices: int) -> Iterator[Layout]:
+    """Every way to write the devices as pipeline x data x fsdp x context x tensor."""
+    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    for pipeline, fsdp, context, tensor in itertools.product(divisors, repeat=4):
+        data, rest = divmod(num_devices, pipeline * fsdp * context * tensor)
+        if not rest:
+            yield Layout(pipeline, data, fsdp, 1, context, tensor, context_method="gather")
+
+
+def _mesh_refusal(config: Config, mesh: Layout) -> str:
+    return refusal(config, dataclasses.replace(mesh, pipeline=1, data=1))
+
+
+def _walks(config: Config, mesh: Layout) -> Iterator[Choices]:
+    """The ways to walk over a mesh."""
+    each, rest = divmod(config.data.global_batch_size, mesh.batch_shards)
+    microbatches = [] if rest else [
+        n for n in range(1, min(each, MOST_MICROBATCHES) + 1) if each % n == 0
+    ]  # fmt: skip
+    stages = (1, 2, 3) if mesh.fsdp > 1 else (None,)
+    piped = mesh.pipeline > 1
+    schedules = PIPELINES if piped else ((None, None),)
+    for count, stage, (schedule, chunks), remat in itertools.product(
+        microbatches, stages, schedules, REMATS
+    ):
+        for accumulation in (None,) if piped or count == 1 else ACCUMULATIONS:
+            yield {
+                "pipeline": mesh.pipeline, "fsdp": mesh.fsdp, "context": mesh.context,
+                "tensor": mesh.tensor, "zero_stage": stage, "microbatches": count,
+                "accumulation": accumulation, "schedule": schedule, "virtual_stages": chunks,
+                "remat": remat,
+            }  # fmt: skip
+
+
+def _check_weights(config: Config) -> None:
+    """That every matrix of a layer divides over the mesh."""
+    model = config.model
+    sizes = {
+        "embed": model.d_model, "heads": model.num_heads, "kv_heads": model.num_kv_heads,
+        "mlp": model.d_ff, "vocab": model.padded_vocab_size,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        resolve((name,), WEIGHTS, config.layout.sizes, (size,), name="a weight")
+
+
+def _check_pipeline(config: Config) -> None:
+    layout = config.layout
+    if layout.pipeline > 1:
+        _open(
+            layout.pipeline, layout.schedule, layout.virtual_stages, layout.microbatches,
+            layout.remat == "full", config.model.num_layers,
+        )  # fmt: skip
+
+
+@functools.cache
+def _open(
+    pipeline: int, schedule: str, chunks: int, microbatches: int, full: bool, num_layers: int
+) -> None:
+    layout = Layout(
+        pipeline=pipeline, schedule=schedule, virtual_stages=chunks, microbatches=microbatches,
+        remat="full" if full else "none",
+    )  # fmt: skip
+    open_stages(layout, num_layers)
+
+
+def _fewest_chunks(schedule: str) -> int:
+    name = parse_schedule(schedule)[0]
+    return min((chunks for known, chunks in PIPELINES if known == name), default=1)
