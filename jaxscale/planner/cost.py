@@ -99,11 +99,13 @@ class _Pass:
         return self.work.seconds + self.tensor + self.context + self.expert
 
 
-def cost(shape: Shape, cluster: Cluster, choice: Choice) -> Seconds:
+def cost(shape: Shape, cluster: Cluster, choice: Choice, *, waits: bool = True) -> Seconds:
     """What a step takes.
 
     Args:
       choice: one layout or arrays of them; not checked for what a model or cluster can do.
+      waits: False leaves out what ranks of a pipeline wait for each other: the step takes no less,
+        and no table is needed to say so.
 
     Returns:
       Terms whose sum is the step.
@@ -112,7 +114,7 @@ def cost(shape: Shape, cluster: Cluster, choice: Choice) -> Seconds:
     layer, sent = layer_work(shape, cluster, choice), layer_traffic(shape, choice, levels)
     passes, hidden = _passes(choice, layer, sent, _crowding(cluster))
     stages = _Stages.of(shape, choice)
-    pipe = _pipeline(choice, passes, layer, sent, stages)
+    pipe = _pipeline(choice, passes, layer, sent, stages, waits)
     state = state_traffic(shape, choice, levels)
     fsdp, data, more = _state_seconds(shape, cluster, choice, passes, layer, stages, state)
     hidden |= more
@@ -242,7 +244,7 @@ class _Pipe:
     head_here: Floats  # 1 where the busiest rank has the head
 
 
-def _pipeline(choice, passes, layer, sent, stages) -> _Pipe:
+def _pipeline(choice, passes, layer, sent, stages, waits: bool) -> _Pipe:
     """What a pipeline adds to the busiest rank's own work."""
     p, v = np.asarray(choice.pipeline), np.asarray(choice.virtual_stages, float)
     m = np.asarray(choice.microbatches, float)
@@ -251,8 +253,8 @@ def _pipeline(choice, passes, layer, sent, stages) -> _Pipe:
     middle, last = stages.busiest * one, stages.last * one + head
     head_here = np.where((p == 1) | (last >= middle), 1.0, 0.0)
     busiest = np.where(p > 1, np.maximum(middle, last), last)
-    if np.all(p == 1):
-        return _Pipe(0.0, 0.0, np.ones(()))
+    if np.all(p == 1) or not waits:
+        return _Pipe(0.0, 0.0, head_here)
     each = 0.0 if choice.traits.overlap_pipeline else 2 * sent.message * v
     if choice.traits.lockstep or choice.schedule not in ("gpipe", "1f1b", "interleaved"):
         total = _played(choice, _costs(stages, choice, passes, layer, sent.message))

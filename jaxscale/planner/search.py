@@ -1,0 +1,357 @@
+"""Every layout of a model on a cluster, judged: refused, too large, or ranked by its step time.
+
+Texts (schedule, remat, what is offloaded, how gradients accumulate) are gone through one by one;
+all numbers that go with them are arrays. What the engine refuses is asked of the engine's own
+checks: `rules`, `Layout`, and the needs of a schedule.
+"""
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxscale.config import Config
+from jaxscale.layout import ACCUMULATIONS, MESH_AXES, OFFLOADS, Layout, parse_schedule
+from jaxscale.pipeline.orders import SCHEDULES
+from jaxscale.pipeline.stages import RUNNABLE
+from jaxscale.planner.arrays import parameters
+from jaxscale.planner.choice import Choice
+from jaxscale.planner.cost import cost
+from jaxscale.planner.held import Held, deal, head_cost, hold
+from jaxscale.planner.layouts import NUMBERS, Layouts, memory_of
+from jaxscale.planner.machine import Cluster
+from jaxscale.planner.shape import Shape
+from jaxscale.rules import REPLICATED_WEIGHTS, WEIGHTS, check_divides, check_sequence, mesh_axes
+
+REMATS = (
+    "none", "full", "save_matmuls", "save_all_but_attention", "save:query,key,value,attention",
+    "save:query,key,value", "save:query,key,value,attention,attention_out",
+    "offload:query,key,value,attention_out",
+)  # fmt: skip
+"""The policies that are tried, of the many that a list of names can say."""
+
+CHUNKS = (2, 3, 4, 5, 8)
+"""Virtual stages that are tried where a schedule is free in them."""
+
+MEMORY_FRACTION = {"gpu": 0.9, "tpu": 1.0}
+"""Of a device's memory, that a program may fill: beside it are a GPU's driver and its libraries
+(`topology.GPU_MEMORY_FRACTION`); `hardware.csv` has what a TPU's compiler grants."""
+
+TOO_LARGE = "does not fit in memory"
+TOO_SLOW = "slower than those shown, even if its pipeline never waited"
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is asked: a model and its batch, a cluster, and what is not to be changed."""
+
+    config: Config  # its layout is not looked at
+    cluster: Cluster
+    pins: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of a Layout
+    memory_bytes: float = 0.0  # of a device; 0 for what the cluster's devices have
+
+    @property
+    def back_end(self) -> str:
+        """Whose compiler it is."""
+        return "tpu" if self.cluster.torus else "gpu"
+
+    @property
+    def limit_bytes(self) -> float:
+        """What a program may need on a device."""
+        return self.memory_bytes or self.cluster.memory_bytes * MEMORY_FRACTION[self.back_end]
+
+    @property
+    def shape(self) -> Shape:
+        """The model's."""
+        return Shape.of(self.config)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The layouts that fit, best first, and what became of the others."""
+
+    layouts: list[Layout]
+    seconds: list[float]  # of a step
+    considered: int
+    rejected: dict[str, int]  # by reason
+
+
+def search(query: Query, top: int = 10) -> Found:
+    """Ranks all layouts of a query.
+
+    Args:
+      top: how many to return.
+    """
+    rejected: collections.Counter[str] = collections.Counter()
+    numbers = _numbers(query, rejected)
+    best: list[tuple[float, Layout]] = []
+    considered = 0
+    for texts in _texts(query.pins):
+        layouts = _fitting(query, numbers, texts, rejected)
+        if layouts is None:
+            continue
+        considered += len(layouts)
+        if texts["pipelined"] and len(best) == top:
+            # No table is needed for those that would be too slow even if no rank ever waited.
+            hopeful = step_seconds(query, layouts, waits=False) <= best[-1][0]
+            rejected[TOO_SLOW] += int((~hopeful).sum())
+            if not hopeful.any():
+                continue
+            layouts = layouts.take(hopeful)
+        held = held_of(query.config, layouts)
+        needs = _memory(query, layouts, held)
+        fits = np.broadcast_to(needs.peak <= query.limit_bytes, (len(layouts),))
+        rejected[TOO_LARGE] += int((~fits).sum())
+        if not fits.any():
+            continue
+        layouts = layouts.take(fits)
+        seconds = step_seconds(query, layouts)
+        for n in np.argsort(seconds, kind="stable")[:top]:
+            best.append((float(seconds[n]), layouts.one(n)))
+        best = sorted(best, key=lambda one: one[0])[:top]
+    return Found(
+        [layout for _, layout in best], [seconds for seconds, _ in best],
+        considered + rejected.total() - rejected[TOO_LARGE] - rejected[TOO_SLOW],
+        {reason: count for reason, count in rejected.most_common() if count},
+    )  # fmt: skip
+
+
+def step_seconds(query: Query, layouts: Layouts, *, waits: bool = True) -> np.ndarray:
+    """float [N]; without `waits` a bound from below, for which pipelines need no table."""
+    choice = choice_of(query.config, layouts)
+    seconds = cost(query.shape, query.cluster, choice, waits=waits).step_seconds
+    return np.broadcast_to(seconds, (len(layouts),))
+
+
+def choice_of(config: Config, layouts: Layouts) -> Choice:
+    """Layouts as the closed forms of time want them."""
+    name, fused, _ = parse_schedule(layouts.schedule)
+    shards = layouts.batch_shards * np.asarray(layouts.microbatches)
+    return Choice(
+        **{axis: getattr(layouts, axis) for axis in MESH_AXES},
+        zero_stage=layouts.zero_stage,
+        microbatch=config.data.global_batch_size // shards,
+        microbatches=layouts.microbatches,
+        virtual_stages=np.maximum(1, layouts.virtual_stages),
+        schedule=name, fused=fused, remat=layouts.remat, offload=layouts.offload,
+        accumulation=layouts.accumulation, context_method=layouts.context_method,
+    )  # fmt: skip
+
+
+def _memory(query: Query, layouts: Layouts, held: Held):
+    return memory_of(query.config, layouts, held, query.back_end, own_host=True)
+
+
+def held_of(config: Config, layouts: Layouts) -> Held:
+    """What a rank holds in each of the layouts, whose numbers are of ranks and micro-batches."""
+    if np.all(np.asarray(layouts.pipeline) == 1):
+        return Held(rows=config.model.num_layers)
+    name, fused, given = parse_schedule(layouts.schedule)
+    count = len(layouts)
+    columns = [
+        np.broadcast_to(getattr(layouts, field), (count,))
+        for field in ("pipeline", "virtual_stages", "microbatches")
+    ]
+    keys, place = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    recompute = layouts.remat == "full"
+    each = []
+    for p, v, m in keys.tolist():
+        if p == 1:
+            each.append(Held(rows=config.model.num_layers))
+            continue
+        layers = given or deal(
+            name, p, v, m, fused=fused, recompute=recompute, num_layers=config.model.num_layers,
+            head_cost=head_cost(config),
+        )  # fmt: skip
+        each.append(hold(name, p, v, m, fused=fused, recompute=recompute, layers=layers))
+    return Held(
+        **{
+            field.name: np.array([getattr(one, field.name) for one in each])[place.reshape(-1)]
+            for field in dataclasses.fields(Held)
+        }
+    )
+
+
+def _numbers(query: Query, rejected: collections.Counter) -> Layouts | None:
+    """Sizes of axes, ZeRO stages and micro-batches that the model and its batch allow."""
+    rows = []
+    for sizes in meshes(query.cluster.num_devices, query.pins):
+        mesh = dict(zip(MESH_AXES, sizes))
+        for stage in _stages(query.pins, mesh["fsdp"]):
+            config = with_layout(query.config, _plain(mesh, zero_stage=stage))
+            reason = refusal(config)
+            if reason:
+                rejected[reason] += 1
+                continue
+            batch = query.config.data.global_batch_size // config.layout.batch_shards
+            for count in _pinned(query.pins, "microbatches", divisors(batch)):
+                if batch % count:
+                    rejected["data.global_batch_size does not split"] += 1
+                else:
+                    rows.append((*sizes, stage, count))
+    if not rows:
+        return None
+    columns = np.array(rows).T
+    return Layouts(**dict(zip((*MESH_AXES, "zero_stage", "microbatches"), columns)))
+
+
+def _plain(mesh: Mapping[str, int], **changes: Any) -> Layout:
+    """A layout of these sizes with nothing that could be refused beside them."""
+    return Layout(**mesh, context_method="gather", **changes)
+
+
+def refusal(config: Config) -> str:
+    """Why the engine refuses what a layout divides, in a few words; "" where it does not."""
+    for check, reason in (
+        (check_divides, "data.global_batch_size does not split"),
+        (check_sequence, "data.seq_len does not split"),
+        (check_parameters, "a dimension of the model does not divide"),
+    ):
+        try:
+            check(config)
+        except ValueError:
+            return reason
+    return ""
+
+
+def check_parameters(config: Config) -> None:
+    """Refuses axes over which a parameter does not divide, as the engine does when it places them.
+
+    Raises:
+      ValueError: names the dimension and the nearest size of the axis.
+    """
+    layout = config.layout
+    rules = WEIGHTS if layout.zero_stage >= 1 else REPLICATED_WEIGHTS
+    for array in parameters(config.model):
+        mesh_axes(array.axes, rules, layout.sizes, array.shape, name=f"{array.part}/{array.name}")
+
+
+def meshes(num_devices: int, pins: Mapping[str, Any] | None = None) -> Iterator[tuple[int, ...]]:
+    """Sizes of the mesh axes, in their order; expert parallelism cannot run yet."""
+    pins = pins or {}
+
+    def rest(axes: Sequence[str], devices: int) -> Iterator[tuple[int, ...]]:
+        if not axes:
+            if devices == 1:
+                yield ()
+            return
+        allowed = [1] if axes[0] == "expert" else divisors(devices)
+        for size in _pinned(pins, axes[0], allowed):
+            if size >= 1 and devices % size == 0:
+                yield from ((size, *more) for more in rest(axes[1:], devices // size))
+
+    yield from rest(MESH_AXES, num_devices)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})
+
+
+def _pinned(pins: Mapping[str, Any], name: str, allowed: Sequence) -> Sequence:
+    return [pins[name]] if name in pins else allowed
+
+
+def _stages(pins: Mapping[str, Any], fsdp: int) -> Sequence[int]:
+    """With one rank of fsdp all stages are the same."""
+    return _pinned(pins, "zero_stage", range(4) if fsdp > 1 else [3])
+
+
+def _texts(pins: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What is common to arrays of layouts: first without a pipeline, then with one."""
+    remats = _pinned(pins, "remat", REMATS)
+    for remat, offload, accumulation, method in itertools.product(
+        remats, _pinned(pins, "offload", OFFLOADS), _pinned(pins, "accumulation", ACCUMULATIONS),
+        _pinned(pins, "context_method", ("ring", "gather")),
+    ):  # fmt: skip
+        yield {"remat": remat, "offload": offload, "accumulation": accumulation,
+               "context_method": method, "pipelined": False}  # fmt: skip
+    for (schedule, chunks), remat, offload in itertools.product(
+        _schedules(pins), remats, _pinned(pins, "offload", OFFLOADS)
+    ):
+        yield {"remat": remat, "offload": offload, "schedule": schedule, "virtual_stages": chunks,
+               "accumulation": pins.get("accumulation", "sequential"),
+               "context_method": pins.get("context_method", "gather"), "pipelined": True}  # fmt: skip
+
+
+def _schedules(pins: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Schedules and the virtual stages that each can have."""
+    names = [*RUNNABLE, *(f"{name}:fused" for name in RUNNABLE if not _given(name))]
+    for schedule in _pinned(pins, "schedule", names):
+        for chunks in _pinned(pins, "virtual_stages", (1, *CHUNKS)):
+            name = parse_schedule(schedule)[0]
+            # Whether any number of ranks can have so many chunks.
+            if all(need.holds(4, 16, chunks, 1) for need in SCHEDULES[name].needs) and not (
+                chunks == 1 and name in ("interleaved", "breadth_first")
+            ):
+                yield schedule, chunks
+
+
+def _given(name: str) -> bool:
+    return SCHEDULES[name].given_backward
+
+
+def _fitting(
+    query: Query, numbers: Layouts | None, texts: Mapping[str, Any], rejected: collections.Counter
+) -> Layouts | None:
+    """The numbers that go with texts; None where there are none."""
+    if numbers is None:
+        return None
+    texts = dict(texts)
+    pipelined = texts.pop("pipelined")
+    several, context = numbers.microbatches > 1, np.asarray(numbers.context) > 1
+    wanted = (np.asarray(numbers.pipeline) > 1) == pipelined
+    if not pipelined:
+        # With one micro-batch, or whole sequences, a choice would be the same as another.
+        wanted &= several | (texts["accumulation"] == query.pins.get("accumulation", "sequential"))
+        wanted &= context | (texts["context_method"] == query.pins.get("context_method", "ring"))
+    if not wanted.any():
+        return None
+    try:
+        sizes = {"pipeline": 2, "context": 2} if pipelined else {}
+        Layout(**sizes, **texts)
+        dataclasses.replace(query.config, layout=Layout(remat=texts["remat"]))
+    except ValueError as error:
+        reason = str(error).partition(";")[0]
+        rejected[reason.rpartition(": ")[2] or reason] += int(wanted.sum())
+        return None
+    layouts = dataclasses.replace(numbers.take(wanted), **texts)
+    return _runnable(query, layouts, rejected) if pipelined else layouts
+
+
+def _runnable(query: Query, layouts: Layouts, rejected: collections.Counter) -> Layouts | None:
+    """Those whose schedule can serve them."""
+    name, v = parse_schedule(layouts.schedule)[0], int(layouts.virtual_stages)
+    keys = list(zip(np.asarray(layouts.pipeline).tolist(), layouts.microbatches.tolist()))
+    needs = {
+        (p, m): all(need.holds(p, m, v, 1) for need in SCHEDULES[name].needs)
+        for p, m in set(keys)
+    }  # fmt: skip
+    serves = np.array([needs[key] for key in keys])
+    enough = np.asarray(layouts.pipeline) * v <= query.config.model.num_layers
+    rejected["the schedule needs other numbers of ranks and micro-batches"] += int((~serves).sum())
+    rejected["fewer layers than stages"] += int((serves & ~enough).sum())
+    good = serves & enough
+    return layouts.take(good) if good.any() else None
+
+
+def with_layout(config: Config, layout: Layout) -> Config:
+    """The config with another layout."""
+    return dataclasses.replace(config, layout=layout)
+
+
+def check_pins(pins: Mapping[str, Any]) -> None:
+    """Refuses what is no field of a layout, or no value of it.
+
+    Raises:
+      ValueError: names the nearest.
+    """
+    Layout(**{"data": 1, **pins})
+    for name in pins:
+        assert name in NUMBERS or isinstance(pins[name], str)
