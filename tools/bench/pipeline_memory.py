@@ -81,8 +81,10 @@ def line(
     used = " / ".join(
         str(slots[name]) for name in ("residual_b", "residual_w", "cotangent", "inbox")
     )
-    ratio = "" if work is None else f"{(kept + work) / temp:.3f}"
-    work = temp - kept if work is None else work
+    if work is None:
+        work, ratio = temp - kept, ""
+    else:
+        ratio = f"{(kept + work) / temp:.3f}"
     print(f"{schedule:16}{remat:8}{microbatches:6}  {used:36}{kept / 1e6:9.2f}{work / 1e6:9.2f}"
           f"{temp / 1e6:13.2f}{ratio:>10}", flush=True)  # fmt: skip
     return work
