@@ -82,7 +82,7 @@ def line(
         str(slots[name]) for name in ("residual_b", "residual_w", "cotangent", "inbox")
     )
     if work is None:
-        work, ratio = temp - kept, ""
+        work, ratio = int(temp - kept), ""
     else:
         ratio = f"{(kept + work) / temp:.3f}"
     print(f"{schedule:16}{remat:8}{microbatches:6}  {used:36}{kept / 1e6:9.2f}{work / 1e6:9.2f}"
