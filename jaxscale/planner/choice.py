@@ -37,6 +37,7 @@ class Traits:
     attention_seen: bool = True  # attention skips keys that the mask hides
     merged_dispatch: bool = False  # a token goes once to each node that has experts for it
     folded_experts: bool = False  # and an expert is not split over tensor
+    bucket_bytes: float = 0.0  # that collectives are collected in
     imbalance: float = 1.2  # tokens of the busiest expert rank over the mean
     frozen: bool = False  # weights are not trained, only small adapters beside them
     balanced_ends: bool = False  # layers are dealt so that embedding and head count as layers

@@ -121,8 +121,10 @@ def to_choice(get: Columns, shape: Shape, traits: Traits) -> Choice:
         # Only a rate was measured; it does not depend much on the number of micro-batches.
         micro = micro or max(1, USUAL_TOKENS // shape.seq_len)
         batch = split * micro * (8 * pipeline if pipeline > 1 else 1)
-    if not micro or not (traits.accumulates or pipeline > 1):
-        micro = max(1, batch // split) if pipeline == 1 else 1
+    if not traits.accumulates and pipeline == 1:
+        micro = max(1, batch // split)
+    elif not micro:
+        micro = max(1, min(batch // split, USUAL_TOKENS // shape.seq_len))
     virtual = get.int("VP", 1) if pipeline > 1 else 1
     interleaved = "interleaved" in get("schedule") and virtual > 1
     return Choice(
@@ -164,8 +166,8 @@ def _remat(text: str, traits: Traits) -> str:
     """A policy of ours for what others call recomputation."""
     if text.startswith("full"):
         return "full"
-    if text == "custom":  # MaxText: names are saved or offloaded, most of the rest is repeated
-        return "save:query,key,value,attention_out"
+    if text == "custom":  # MaxText: some names wait in host memory, the rest is made again
+        return "offload:query,key,value"
     if "selective" in text and traits.attention == "written":
         return "save_all_but_attention"
     return "none"
@@ -184,17 +186,33 @@ def fitting(get: Columns, shape: Shape, machine: Cluster, choice: Choice) -> Cho
     policies = ["none", "save:query,key,value,attention_out", "full"]
     if choice.traits.attention == "written":
         policies[1] = "save_all_but_attention"
-    if machine.chip.host_bytes_per_second > FAST_HOST:
-        return choice
-    peaks = [
-        float(published.memory(shape, replace(choice, remat=remat)).peak) for remat in policies
+    room = ROOM * capacity(machine)
+    needs = [
+        float(published.memory(shape, replace(choice, remat=remat)).needed) for remat in policies
     ]
-    if peaks[0] < machine.memory_bytes or choice.traits.lockstep:
-        fits = [remat for remat, size in zip(policies, peaks) if size < machine.memory_bytes]
+    if needs[0] < room:
+        return choice
+    if machine.chip.host_bytes_per_second > FAST_HOST:
+        return replace(choice, offload="activations")
+    if choice.traits.lockstep:
+        fits = [remat for remat, size in zip(policies, needs) if size < room]
         return replace(choice, remat=(fits or ["full"])[0])
     # Trainers in which a number of layers can be made again.
-    share = (peaks[0] - machine.memory_bytes) / max(1.0, peaks[0] - peaks[2])
+    share = (needs[0] - room) / max(1.0, needs[0] - needs[2])
     return replace(choice, remat="full", remat_share=min(1.0, share))
+
+
+ROOM = 0.97
+"""Of a device's memory, that users fill."""
+
+BINARY = 2**30 / 1e9
+"""Memory is sold in units of 2**30 bytes and printed as GB: `nvidia-smi` shows 81,920 MiB on an
+A100 of 80 GB."""
+
+
+def capacity(machine: Cluster) -> float:
+    """Bytes of memory that a device really has."""
+    return machine.memory_bytes * BINARY
 
 
 CHIPS = {"trainium2-core": "Trainium2", "tpuv3-chip": "TPUv3"}
@@ -204,6 +222,8 @@ CHIPS = {"trainium2-core": "Trainium2", "tpuv3-chip": "TPUv3"}
 def to_cluster(get: Columns, choice: Choice) -> Cluster:
     """The machine, with its own network."""
     name = CHIPS.get(get("hardware").lower(), get("hardware"))
+    if name == "V100" and get.int("devices_per_node") == 16:
+        name = "V100-SXM3"  # of DGX-2
     overrides = {}
     if get("inter_node_GBs_per_dev"):
         overrides["network_bytes_per_second"] = get.float("inter_node_GBs_per_dev") * 1e9

@@ -5,22 +5,22 @@ al. (2205.05198), tables 2 and 3, which give their figures to the digit. For our
 `memory.py`, which is exact.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
-from jaxscale.planner.choice import Choice
+from jaxscale.planner.choice import AXES, Choice
 from jaxscale.planner.shape import Shape
 from jaxscale.planner.traffic import local_params
 
 Floats = Any  # a float, or float [N]
 
-CONTEXT_BYTES = 1.5e9
-"""Of a GPU that its context and the communicators of NCCL take (1 to 3 GB are seen)."""
+CONTEXT_BYTES, COMMUNICATOR_BYTES = 1.0e9, 0.35e9
+"""Of a GPU: its context, and the buffers of each group that NCCL joins (0.2 to 0.5 GB are seen)."""
 
-FRAGMENTATION = 0.04
-"""Of what an allocator holds, that it cannot use (3 to 8 per cent are seen)."""
+FRAGMENTATION = 0.05
+"""Of what a caching allocator holds, that it cannot use at the peak (3 to 8 per cent are seen)."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,20 @@ class Published:
     activations: Floats  # of all layers and micro-batches in flight
     working: Floats  # of the layer at work, or of the head
     gathered: Floats  # whole weights of the layers at work
-    overhead: Floats
+    buckets: Floats  # that collectives are collected in
+    context: Floats  # of the driver and of NCCL
+    fragments: Floats  # that the allocator cannot use
+    cached: Floats  # held by the allocator and not needed at the peak
 
     @property
-    def peak(self) -> Floats:
-        return sum(vars(self).values())
+    def needed(self) -> Floats:
+        """Without it the run fails."""
+        return sum(value for name, value in vars(self).items() if name != "cached")
+
+    @property
+    def reserved(self) -> Floats:
+        """What tools show to be taken from the device."""
+        return self.needed + self.cached
 
 
 def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Floats:
@@ -54,7 +63,7 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
     tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
     streams = t if traits.sequence_parallel else np.ones(())
     d = shape.d_model
-    if remat == "full":
+    if remat == "full" or remat.startswith("offload:"):
         return float_or_array(tokens * 2 * d / streams)
     scores = 0.0
     if traits.attention == "written" and remat == "none":
@@ -66,7 +75,7 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
     moe = shape.expert_layers / shape.layers
     # Inputs of products in 8 bits, where these are; the activation's own input stays in 16.
     narrow = 2.0 if traits.matmul == "bfloat16" else 1.0
-    wide = (4 if shape.gated else 2) + narrow
+    wide = (4 if shape.gated else 2) + narrow + 2 * (shape.gated and not traits.fused)
     shared = shape.shared_experts * (shape.shared_ff or shape.expert_ff)
     mlp = wide * (shape.d_ff * (1 - moe) + shared * moe)
     folded = t if traits.folded_experts else 1.0
@@ -101,34 +110,6 @@ def in_flight(choice: Choice, stage: Floats = 0) -> Floats:
     return np.minimum(m, deep)
 
 
-def memory(shape: Shape, choice: Choice, *, overhead: bool = True) -> Published:
-    """What a run of `choice.traits` needs at its peak.
-
-    Args:
-      overhead: with what the driver, NCCL and the allocator take, as `nvidia-smi` shows it.
-    """
-    traits, zero = choice.traits, np.asarray(choice.zero_stage)
-    layers, outer = local_params(shape, choice)
-    held = layers + outer
-    z = np.asarray(choice.fsdp, float)
-    weights = np.where(zero == 3, 4.0 * held / z, 2.0 * held)
-    width = 4.0 if zero_is_three(zero) else float(max(2, traits.gradient_bytes))
-    gradients = (not traits.frozen) * width * held / np.where(zero >= 2, z, 1)
-    trained = 0.0 if traits.frozen else 1.0
-    optimizer = trained * np.where(zero == 3, 8.0, 12.0) * held / np.where(zero >= 1, z, 1)
-    p = np.asarray(choice.pipeline, float)
-    mine = np.ceil(shape.layers / p)
-    share = np.asarray(choice.remat_share)
-    each = share * layer_bytes(shape, choice) + (1 - share) * layer_bytes(shape, choice, "none")
-    kept = each * mine * in_flight(choice)
-    return Published(
-        weights=weights, gradients=gradients, optimizer=optimizer, activations=kept,
-        working=_working(shape, choice),
-        gathered=np.where(zero == 3, 2 * 2.0 * layers / mine + 2.0 * outer * (p == 1), 0.0),
-        overhead=np.asarray(CONTEXT_BYTES if overhead else 0.0),
-    )  # fmt: skip
-
-
 def size(shape: Shape, choice: Choice, name: str) -> float:
     """A part of memory by the name that published tables give it, of the first rank.
 
@@ -138,8 +119,10 @@ def size(shape: Shape, choice: Choice, name: str) -> float:
     """
     plain = replace(choice, traits=replace(choice.traits, sequence_parallel=False))
     shared = replace(choice, traits=replace(choice.traits, sequence_parallel=True))
-    if name == "state":
-        return 18 * float(local_params(shape, choice)[0] + local_params(shape, choice)[1])
+    if name == "state":  # of the layers' matrices alone, as their table counts
+        matrices = 4 * shape.d_model * shape.heads * shape.head_dim
+        matrices += (3 if shape.gated else 2) * shape.d_model * shape.d_ff
+        return 18.0 * shape.layers * matrices / float(choice.tensor * choice.pipeline)
     if name == "share":
         return float(layer_bytes(shape, choice) / layer_bytes(shape, plain, "none"))
     which, remat = {
@@ -150,15 +133,86 @@ def size(shape: Shape, choice: Choice, name: str) -> float:
     return float(layer_bytes(shape, which, remat) * mine * in_flight(which))
 
 
-def zero_is_three(zero: Floats) -> bool:
-    return bool(np.all(zero == 3))
+def memory(shape: Shape, choice: Choice, stage: int | None = None) -> Published:
+    """What a run of `choice.traits` needs.
+
+    Args:
+      stage: a rank of the pipeline; None is the busier of its two ends.
+    """
+    if stage is not None:
+        return _stage(shape, choice, stage)
+    first = _stage(shape, choice, 0)
+    if np.all(np.asarray(choice.pipeline) == 1):
+        return first
+    last = _stage(shape, choice, np.asarray(choice.pipeline) - 1)
+    larger = np.asarray(first.needed) >= np.asarray(last.needed)
+    return Published(
+        **{one.name: np.where(larger, getattr(first, one.name), getattr(last, one.name))
+           for one in fields(Published)}
+    )  # fmt: skip
 
 
-def _working(shape: Shape, choice: Choice) -> Floats:
-    """The layer that is made again, with its gradients; or the head's logits, in 16 and 32 bits."""
-    layer = 2 * layer_bytes(shape, choice, "none")
+def _stage(shape: Shape, choice: Choice, stage: Any) -> Published:
+    traits, zero = choice.traits, np.asarray(choice.zero_stage)
+    p, z = np.asarray(choice.pipeline, float), np.asarray(choice.fsdp, float)
+    layers, outer = local_params(shape, choice)
+    is_end = (np.asarray(stage) == 0) | (np.asarray(stage) == p - 1)
+    mine = np.ceil((shape.layers + 2 * traits.balanced_ends * (p > 1)) / p)
+    mine = mine - traits.balanced_ends * is_end * (p > 1)
+    held = layers * mine * p / shape.layers + outer * is_end
+    third, trained = zero == 3, 0.0 if traits.frozen else 1.0
+    # Sums in 32 bits come beside the 16-bit gradients that they are made of.
+    sums = np.where(third, 0.0, 4.0 * (traits.gradient_bytes == 4))
+    gradients = np.where(third, 4.0, 2.0 + sums) * held / np.where(zero >= 2, z, 1)
+    optimizer = np.where(third, 8.0, 12.0) * held / np.where(zero >= 1, z, 1)
+    share = np.asarray(choice.remat_share)
+    each = share * layer_bytes(shape, choice) + (1 - share) * layer_bytes(shape, choice, "none")
+    last = np.asarray(stage) == p - 1
+    # In host memory but for the layer at work and the next.
+    resident = np.minimum(2.0, mine) if "activations" in choice.offload else mine
+    parts = {
+        "weights": np.where(third, 4.0 * held / z, 2.0 * held),
+        "gradients": trained * gradients,
+        "optimizer": trained * optimizer,
+        "activations": each * resident * in_flight(choice, stage) + _boundary(shape, choice, stage),
+        "working": _working(shape, choice, last),
+        "gathered": np.where(third, 2 * 2.0 * layers * p / shape.layers + 2.0 * outer, 0.0),
+        "buckets": np.asarray(traits.bucket_bytes),
+        "context": np.asarray(_context(choice)),
+    }
+    # Gradients in 32 bits for the update alone, of the shard that a device updates.
+    update = np.where(third | (sums > 0), 0.0, 4.0 * held / np.where(zero >= 1, z, 1)) * trained
+    fragments = FRAGMENTATION * sum(parts.values())
+    eager = float(traits.eager)  # a compiled step is laid out before it runs
+    return Published(**parts, fragments=eager * fragments, cached=eager * update)
+
+
+def _boundary(shape: Shape, choice: Choice, stage: Any) -> Floats:
+    """What a stage hands on, kept for each micro-batch in flight."""
     tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
-    logits = tokens * shape.vocab / choice.tensor * (6.0 if choice.traits.fused else 10.0)
-    alone = np.asarray(choice.pipeline) == 1
-    again = layer if choice.remat == "full" else layer / 2
-    return np.where(alone, np.maximum(again, logits), again)
+    sent = 2.0 * tokens * shape.d_model / choice.tensor
+    return np.where(np.asarray(choice.pipeline) > 1, sent * in_flight(choice, stage), 0.0)
+
+
+def _context(choice: Choice) -> Floats:
+    if not choice.traits.eager:
+        return np.zeros(())  # taken before the compiler is told how much there is
+    groups = 1 + sum(np.asarray(getattr(choice, axis)) > 1 for axis in AXES)
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * groups
+
+
+LOGIT_BYTES = {"compiled": 4.0, "fused": 6.0, "plain": 10.0}
+"""Of a logit while the loss is computed: 16 bits, the softmax in 32 and its gradient; a compiler
+fuses the softmax with its readers, and an eager
+loss keeps a copy of the logits in 32 bits beside them."""
+
+
+def _working(shape: Shape, choice: Choice, last: Any) -> Floats:
+    """The layer that is made again, with its gradients; or the logits of the head."""
+    layer = layer_bytes(shape, choice, "none")
+    traits = choice.traits
+    again = 2 * layer if choice.remat == "full" and traits.eager else layer
+    tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
+    loss = "plain" if not traits.fused else "fused" if traits.eager else "compiled"
+    logits = tokens * shape.vocab / choice.tensor * LOGIT_BYTES[loss]
+    return np.where(last, np.maximum(again, logits), again)

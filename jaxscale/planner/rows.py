@@ -101,14 +101,15 @@ def to_row(get: Columns) -> Row:
     choice = to_choice(get, shape, to_traits(get))
     machine = to_cluster(get, choice)
     choice = fitting(get, shape, machine, choice)
-    text = get("mem_GB")
+    text, sizes = get("mem_GB"), _sizes(get("notes"))
     failed = text.upper() == "OOM" or "out of memory" in get("notes").lower()
     return Row(
         id=get("id"), source=get("source"), hardware=get("hardware"), model=get("model"),
         shape=shape, cluster=machine, choice=choice,
         step_seconds=_step_seconds(get, shape, choice),
-        memory_bytes=0.0 if failed else get.float("mem_GB") * 1e9,
-        out_of_memory=failed, sizes=_sizes(get("notes")), framework=get("framework"),
+        # Where parts are listed, the whole is their sum, not a reading of a device.
+        memory_bytes=0.0 if failed or sizes else get.float("mem_GB") * 1e9,
+        out_of_memory=failed, sizes=sizes, framework=get("framework"),
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ MEGATRON_2021 = replace(
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021,
     scattered_messages=False,  # DeepSpeed's pipeline sends whole activations
+    bucket_bytes=2e9,  # 5e8 elements each for gathers and reductions, its default
 )
 MEGATRON_CORE = replace(
     MEGATRON_2021,
@@ -53,6 +54,7 @@ XLA = replace(OURS, accumulates=False, gradient_bytes=2, imbalance=1.0)
 PYTORCH_3D = replace(
     MEGATRON_CORE,
     attention="flash2",
+    fused=False,
     overlap_tensor=False,
     overlap_gradients=True,
     overlap_parameters=False,
@@ -77,7 +79,7 @@ BY_FRAMEWORK = {  # the longest beginning of a framework's name counts
     "paxml": replace(XLA, attention="written"),
     "t5x": replace(XLA, gradient_bytes=4),
     "nanotron": PYTORCH_3D,
-    "fast-llm": PYTORCH_3D,
+    "fast-llm": replace(PYTORCH_3D, fused=True),
     "mist": replace(MEGATRON_2021, attention="flash2", attention_seen=True),
     "hai-llm": replace(MEGATRON_CORE, overlap_experts=True),
     "axonn": replace(MEGATRON_2021, attention="flash2", overlap_gradients=True,

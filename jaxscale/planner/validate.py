@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxscale.planner import published
+from jaxscale.planner.columns import capacity
 from jaxscale.planner.cost import cost
 from jaxscale.planner.energy import run_joules
 from jaxscale.planner.machine import find
@@ -96,7 +97,7 @@ class _Result:
     row: Row
     ratio: float  # predicted over measured step; nan where none was measured
     calibrated: float  # the same after calibration; nan for rows that the factor was fitted on
-    memory: float  # predicted bytes
+    memory: float  # bytes without which the run fails
     sizes: tuple[float, ...]  # predicted over measured sizes
     seconds: float
 
@@ -128,11 +129,11 @@ def _predict(row: Row) -> _Result:
     seconds = cost(row.shape, row.cluster, row.choice).step_seconds if row.step_seconds else np.nan
     memory = published.memory(row.shape, row.choice)
     ratio = seconds / row.step_seconds if row.step_seconds else np.nan
-    peak = float(memory.peak)
+    needed, taken = float(memory.needed), float(memory.reserved)
     sizes = [published.size(row.shape, row.choice, name) / n for name, n in row.sizes.items()]
     if row.memory_bytes:
-        sizes.append(peak / row.memory_bytes)
-    return _Result(row, float(ratio), np.nan, peak, tuple(sizes), float(seconds))
+        sizes.append(min(taken, capacity(row.cluster)) / row.memory_bytes)
+    return _Result(row, float(ratio), np.nan, needed, tuple(sizes), float(seconds))
 
 
 def _calibrate(results: list[_Result], seed: int) -> list[_Result]:
@@ -181,7 +182,7 @@ def _joules(bill: Bill) -> float:
 
 
 def _does_not_fit(result: _Result) -> bool:
-    return bool(result.memory > result.row.cluster.memory_bytes)
+    return bool(result.memory > capacity(result.row.cluster))
 
 
 def _errors(ratios: Iterable[float]) -> list[float]:
