@@ -25,6 +25,8 @@ class Traits:
     attention: str = "fused"  # the vendor's best kernel; or "flash1", "flash2", "written" scores
     eager: bool = False  # the host launches each kernel
     fused: bool = True  # elementwise work is fused with its neighbours
+    loss: str = "compiled"  # with its neighbours; or one "fused" kernel, or "plain"
+    dropout: bool = False
     overlap_gradients: bool = True  # reduced beside the backward pass
     overlap_parameters: bool = True  # gathered beside computation
     overlap_tensor: bool = False  # collectives of tensor run beside their products

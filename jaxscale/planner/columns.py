@@ -166,8 +166,6 @@ def _remat(text: str, traits: Traits) -> str:
     """A policy of ours for what others call recomputation."""
     if text.startswith("full"):
         return "full"
-    if text == "custom":  # MaxText: some names wait in host memory, the rest is made again
-        return "offload:query,key,value"
     if "selective" in text and traits.attention == "written":
         return "save_all_but_attention"
     return "none"
@@ -181,6 +179,8 @@ of Grace superchips, 450 GB/s, bring a layer's back while one computes."""
 def fitting(get: Columns, shape: Shape, machine: Cluster, choice: Choice) -> Choice:
     """Where a row does not say what is made again: no more than memory asks for."""
     said = get("recompute")
+    if said == "custom":  # MaxText: inputs of layers, and some names, wait in host memory
+        return _offloaded(choice)
     if said and "per-recipe" not in said and "unknown" not in said:
         return choice
     policies = ["none", "save:query,key,value,attention_out", "full"]
@@ -196,10 +196,14 @@ def fitting(get: Columns, shape: Shape, machine: Cluster, choice: Choice) -> Cho
         return replace(choice, offload="activations")
     if choice.traits.lockstep:
         fits = [remat for remat, size in zip(policies, needs) if size < room]
-        return replace(choice, remat=(fits or ["full"])[0])
+        return replace(choice, remat=fits[0]) if fits else _offloaded(choice)
     # Trainers in which a number of layers can be made again.
     share = (needs[0] - room) / max(1.0, needs[0] - needs[2])
     return replace(choice, remat="full", remat_share=min(1.0, share))
+
+
+def _offloaded(choice: Choice) -> Choice:
+    return replace(choice, remat="offload:query,key,value", offload="activations")
 
 
 ROOM = 0.97

@@ -205,9 +205,9 @@ def _elementwise(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats)
     traits, t, d = choice.traits, np.asarray(choice.tensor), shape.d_model
     streams = t if traits.sequence_parallel else 1.0
     heads = shape.head_dim * (shape.heads + shape.kv_heads)
-    if shape.biases:  # LayerNorm, bias, dropout
+    if shape.biases and traits.dropout:  # LayerNorm, bias, dropout
         stream, back = 22 * d, 44 * d
-    else:  # RMSNorm
+    else:
         stream, back = 20 * d, 28 * d
     if traits.fused:  # the residual is added where the norm reads it, dropout has no mask
         stream, back = 16 * d, 24 * d
@@ -285,16 +285,16 @@ def _recompute(shape: Shape, choice: Choice, forward: Work) -> Work:
     )  # fmt: skip
 
 
-LOSS_BYTES = {True: (8, 6), False: (24, 14)}
+LOSS_BYTES = {"compiled": (8, 6), "fused": (8, 6), "plain": (24, 14)}
 """Of a logit besides what the product writes, forward and backward: fused cross entropy reads 16
-bits twice; the loss of eager trainers casts to 32 bits, subtracts, exponentiates and divides in
-separate kernels."""
+bits twice; a plain one casts to 32 bits, subtracts, exponentiates and divides in separate kernels.
+"""
 
 
 def _head(shape, cluster, choice, tokens, backward: bool) -> Work:
     local = shape.vocab / np.asarray(choice.tensor)
     product = compute.matmul_seconds(cluster, tokens, local, shape.d_model)
-    width = LOSS_BYTES[choice.traits.fused][backward]
+    width = LOSS_BYTES[choice.traits.loss][backward]
     return Work(
         matmul=product * ((1 if choice.traits.frozen else 2) if backward else 1),
         elementwise=compute.memory_seconds(cluster, tokens * local * width),

@@ -70,7 +70,8 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
         scores = 5.0 * shape.heads * shape.seq_len / t
     if shape.biases:  # LayerNorm, dropout, GELU
         wide = 8 * d + 4 * shape.d_ff  # 24 d where the MLP is four times as wide
-        return float_or_array(tokens * (10 * d / streams + wide / t + scores))
+        stream = (10 if traits.dropout else 8) * d  # with the two masks
+        return float_or_array(tokens * (stream / streams + wide / t + scores))
     heads = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     moe = shape.expert_layers / shape.layers
     # Inputs of products in 8 bits, where these are; the activation's own input stays in 16.
@@ -170,13 +171,14 @@ def _stage(shape: Shape, choice: Choice, stage: Any) -> Published:
     last = np.asarray(stage) == p - 1
     # In host memory but for the layer at work and the next.
     resident = np.minimum(2.0, mine) if "activations" in choice.offload else mine
+    ahead = 2 if traits.eager else 1  # a compiled loop gathers the layer that it is at
     parts = {
         "weights": np.where(third, 4.0 * held / z, 2.0 * held),
         "gradients": trained * gradients,
         "optimizer": trained * optimizer,
         "activations": each * resident * in_flight(choice, stage) + _boundary(shape, choice, stage),
         "working": _working(shape, choice, last),
-        "gathered": np.where(third, 2 * 2.0 * layers * p / shape.layers + 2.0 * outer, 0.0),
+        "gathered": np.where(third, ahead * 2.0 * layers * p / shape.layers + 2.0 * outer, 0.0),
         "buckets": np.asarray(traits.bucket_bytes),
         "context": np.asarray(_context(choice)),
     }
@@ -213,6 +215,5 @@ def _working(shape: Shape, choice: Choice, last: Any) -> Floats:
     traits = choice.traits
     again = 2 * layer if choice.remat == "full" and traits.eager else layer
     tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
-    loss = "plain" if not traits.fused else "fused" if traits.eager else "compiled"
-    logits = tokens * shape.vocab / choice.tensor * LOGIT_BYTES[loss]
+    logits = tokens * shape.vocab / choice.tensor * LOGIT_BYTES[traits.loss]
     return np.where(last, np.maximum(again, logits), again)

@@ -14,6 +14,8 @@ MEGATRON_2021 = replace(
     attention="written",
     fused=False,  # bias + GELU, bias + dropout + add and softmax are fused, nothing else
     eager=True,
+    loss="plain",
+    dropout=True,
     overlap_gradients=False,  # one all-reduce after the last micro-batch
     overlap_parameters=False,
     attention_seen=False,
@@ -30,6 +32,8 @@ MEGATRON_CORE = replace(
     MEGATRON_2021,
     attention="fused",
     fused=True,  # Transformer Engine
+    loss="fused",
+    dropout=False,
     attention_seen=True,
     sequence_parallel=True,
     overlap_gradients=True,
@@ -45,6 +49,7 @@ TORCH_FSDP = replace(
     lockstep=False,
     eager=True,
     fused=False,
+    loss="fused",
     sequence_parallel=False,
     gradient_bytes=4,
     folded_experts=True,
@@ -55,6 +60,7 @@ PYTORCH_3D = replace(
     MEGATRON_CORE,
     attention="flash2",
     fused=False,
+    loss="plain",
     overlap_tensor=False,
     overlap_gradients=True,
     overlap_parameters=False,
@@ -79,7 +85,7 @@ BY_FRAMEWORK = {  # the longest beginning of a framework's name counts
     "paxml": replace(XLA, attention="written"),
     "t5x": replace(XLA, gradient_bytes=4),
     "nanotron": PYTORCH_3D,
-    "fast-llm": replace(PYTORCH_3D, fused=True),
+    "fast-llm": replace(PYTORCH_3D, fused=True, loss="fused"),
     "mist": replace(MEGATRON_2021, attention="flash2", attention_seen=True),
     "hai-llm": replace(MEGATRON_CORE, overlap_experts=True),
     "axonn": replace(MEGATRON_2021, attention="flash2", overlap_gradients=True,
