@@ -14,26 +14,34 @@ from jaxscale.layout import AUTOMATIC_AXES, Layout
 from jaxscale.models.decoder import Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose
 from jaxscale.ops.context import context_attention
+from jaxscale.ops.kernels import LANES
 from jaxscale.ops.linear import Spread, spread_columns, spread_rows
 from jaxscale.ops.lookup import spread_lookup
 from jaxscale.ops.loss import cross_entropy
+from jaxscale.ops.rope import rotary_on_tpu
 from jaxscale.sharding import ACTIVATIONS, WEIGHTS, automatic_part, constrain, resolve
 
 
-def make_kernels(config: Config, platform: str) -> Kernels:
-    """The model's kernels for a resolved layout."""
-    layout, products = config.layout, {}
+def make_kernels(config: Config, platform: str, *, unroll: bool = False) -> Kernels:
+    """The model's kernels for a resolved layout.
+
+    Args:
+      unroll: writes loops out, for XLA's cost analysis.
+    """
+    layout, replaced = config.layout, {}
     if layout.tensor > 1:
         spread = Spread("tensor", _mesh_axes(layout, ACTIVATIONS["seq"]), AUTOMATIC_AXES)
-        products = {
+        replaced = {
             "columns": functools.partial(spread_columns, spread=spread),
             "rows": functools.partial(spread_rows, spread=spread),
         }
+    if attention_name(config, platform) == "splash" and config.model.head_dim == LANES:
+        replaced["rotary"] = _rotary(layout)
     return Kernels(
         attend=_attend(config, platform),
-        **products,
+        **replaced,
         lookup=functools.partial(_lookup, layout),
-        cross_entropy=functools.partial(cross_entropy, shards=layout.context),
+        cross_entropy=functools.partial(cross_entropy, shards=layout.context, unroll=unroll),
         shard=lambda x, axes: constrain(x, axes, layout.sizes),
     )
 
@@ -77,6 +85,20 @@ def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
         attend, in_specs=(queries, keys, keys, _spec(layout, "batch", "seq")), out_specs=queries,
         axis_names=set(AUTOMATIC_AXES), check_vma=False,
     )  # fmt: skip
+
+
+def _rotary(layout: Layout) -> Callable[..., jax.Array]:
+    """Rotary positions with every axis manual: each rank turns its own heads."""
+    heads = _spec(layout, "batch", "seq", "heads", "head_dim")
+
+    def rotary(x: jax.Array, positions: jax.Array, **settings: float) -> jax.Array:
+        return jax.shard_map(
+            functools.partial(rotary_on_tpu, **settings),
+            in_specs=(heads, _spec(layout, "batch", "seq")), out_specs=heads,
+            axis_names=set(AUTOMATIC_AXES), check_vma=False,
+        )(x, positions)  # fmt: skip
+
+    return rotary
 
 
 def _spec(layout: Layout, *axes: str) -> PartitionSpec:

@@ -91,7 +91,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
     check_types(config)
     check_host_memory(config, mesh)
     platform = mesh.devices.flat[0].platform
-    model = Decoder(config.model, make_kernels(config, platform))
+    model = Decoder(config.model, make_kernels(config, platform, unroll=unroll_layers))
     optimizer = make(config.optimizer, steps=config.run.steps, axes=model.axes)
     stages = _open_stages(config) if layout.pipeline > 1 else None
     single_visit = layout.accumulation == "layered" or layout.microbatches == 1

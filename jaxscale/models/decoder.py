@@ -51,6 +51,7 @@ class Kernels:
     lookup: Callable[[jax.Array, jax.Array, str], jax.Array] = plain_lookup
     columns: Callable[[jax.Array, Sequence[jax.Array]], tuple[jax.Array, ...]] = columns
     rows: Callable[[jax.Array, jax.Array], jax.Array] = rows
+    rotary: Callable[..., jax.Array] = rotary
     cross_entropy: Callable[..., tuple[jax.Array, jax.Array]] = cross_entropy
     shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x
 
@@ -148,7 +149,11 @@ class Attention(nnx.Module):
         self.sliding_window = config.sliding_window
 
     def project(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, columns: Callable = columns
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        columns: Callable = columns,
+        rotary: Callable = rotary,
     ) -> tuple[jax.Array, ...]:
         """Queries, keys and values, positions already in them."""
         products = columns(x_BTD, (self.q[...], self.k[...], self.v[...]))
@@ -172,7 +177,9 @@ class Attention(nnx.Module):
         return y_BTD + self.out_bias[...] if self.gpt else y_BTD
 
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> jax.Array:
-        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, batch.positions, kernels.columns)
+        q_BTNH, k_BTKH, v_BTKH = self.project(
+            x_BTD, batch.positions, kernels.columns, kernels.rotary
+        )
         q_BTNH = kernels.shard(q_BTNH, ("batch", "seq", "heads", "head_dim"))
         k_BTKH = kernels.shard(k_BTKH, ("batch", "seq", "kv_heads", "head_dim"))
         v_BTKH = kernels.shard(v_BTKH, ("batch", "seq", "kv_heads", "head_dim"))

@@ -26,6 +26,7 @@ class _Static(NamedTuple):
     chunk_tokens: int
     accumulation_dtype: DTypeLike
     transposed: bool
+    unroll: bool
 
 
 def cross_entropy(
@@ -41,6 +42,7 @@ def cross_entropy(
     accumulation_dtype: DTypeLike = jnp.float32,
     transposed: bool = False,
     shards: int = 1,
+    unroll: bool = False,
 ) -> tuple[Array, Array]:
     """Sums weight * (nll + z_loss * log(Z)^2) over tokens, in nats.
 
@@ -61,6 +63,7 @@ def cross_entropy(
         of the softmax where it is narrower.
       shards: in how many equal parts T is spread over devices. A chunk takes as many tokens from
         each, so that none has to move; the head's gradient is summed over them once, at the end.
+      unroll: writes the loop over chunks out.
 
     Returns:
       The loss, and the sum of weight * nll alone, through which no gradient flows. Both are
@@ -74,6 +77,7 @@ def cross_entropy(
         _chunk_size(num_tokens, vocab, chunk_tokens),
         jnp.promote_types(accumulation_dtype, _softmax_dtype(x_BTD)),
         transposed,
+        unroll,
     )
     x_SND, targets_SN, weights_SN = (_shards(x, shards) for x in (x_BTD, targets_BT, weights_BT))
     if shards == 1:
@@ -169,7 +173,9 @@ def _loss(static: _Static, x_ND: Array, head: Array, targets_N: Array, weights_N
         return (sums[0] + loss, sums[1] + nll), None
 
     zero = jnp.zeros((), _softmax_dtype(x_ND))
-    return jax.lax.scan(step, (zero, zero), _chunks(static, x_ND, targets_N, weights_N))[0]
+    return jax.lax.scan(
+        step, (zero, zero), _chunks(static, x_ND, targets_N, weights_N), unroll=static.unroll
+    )[0]
 
 
 def _loss_forward(static: _Static, x_ND: Array, head: Array, targets_N: Array, weights_N: Array):
@@ -194,7 +200,7 @@ def _loss_forward(static: _Static, x_ND: Array, head: Array, targets_N: Array, w
     shape_DV = head.shape[::-1] if static.transposed else head.shape
     start = (zero, zero, jnp.zeros(shape_DV, static.accumulation_dtype))
     (loss, nll, grad_head_DV), grad_x_JCD = jax.lax.scan(
-        step, start, (x_JCD, x_JDC, targets_JC, weights_JC)
+        step, start, (x_JCD, x_JDC, targets_JC, weights_JC), unroll=static.unroll
     )
     grad_x_ND = grad_x_JCD.reshape(-1, x_ND.shape[1])[: x_ND.shape[0]]
     return (loss, nll), (grad_x_ND, grad_head_DV, jnp.zeros((), head.dtype))

@@ -1,11 +1,13 @@
 """Rotary positions: against an independent formula, and the properties they exist for."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.ops.rope import rotary
+from jaxscale.ops.rope import LANES, rotary, rotary_on_tpu
 
 B, T, N, H = 2, 6, 3, 16
 
@@ -92,3 +94,38 @@ def test_the_gradient_turns_back_and_keeps_no_array_of_the_inputs_size():
     np.testing.assert_allclose(pullback(turned)[0], x, atol=1e-12)
     kept = [leaf.size for leaf in jax.tree.leaves(pullback)]
     assert max(kept, default=0) <= B * T
+
+
+@pytest.mark.parametrize("heads", [1, 6])
+def test_the_kernel_turns_and_turns_back_as_rotary_does(heads):
+    """Interpreted here: the same products and sums in float32, up to their order."""
+    rng = np.random.default_rng(0)
+
+    def value_and_gradient(function):
+        def loss(x):
+            turned = function(x, positions, theta=1e4, scaling=8.0)
+            return jnp.sum(jnp.sin(turned)), turned
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+    with jax.enable_x64(False):
+        positions = jnp.asarray(rng.integers(0, 5000, (2, 256)), jnp.int32)
+        x = jnp.asarray(rng.normal(size=(2, 256, heads, LANES)), jnp.float32)
+        kernel = functools.partial(rotary_on_tpu, interpret=True)
+        (_, got), got_gradient = value_and_gradient(kernel)(x)
+        (_, expected), gradient = value_and_gradient(rotary)(x)
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+    np.testing.assert_allclose(got_gradient, gradient, atol=1e-6)
+
+
+def test_the_kernel_keeps_its_type_and_nothing_but_the_positions():
+    x = jax.ShapeDtypeStruct((2, 256, 3, LANES), jnp.bfloat16)
+    positions = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+
+    def both(x, positions):
+        turn = functools.partial(rotary_on_tpu, theta=1e4, interpret=True)
+        return jax.vjp(lambda x: turn(x, positions), x)
+
+    turned, pullback = jax.eval_shape(both, x, positions)
+    assert (turned.shape, turned.dtype) == (x.shape, x.dtype)
+    assert [leaf.shape for leaf in jax.tree.leaves(pullback)] == [positions.shape]
