@@ -32,6 +32,12 @@ FOLDER_SECONDS = 10
 HEARTBEAT_SECONDS = 60
 """After this time a process that is stopped or hangs in its driver counts as dead, says JAX."""
 
+DEVICE_FILES = ("accel*", "vfio/[0-9]*", "nvidia*", "dxg", "kfd", "dri/render*")
+"""Under /dev: of TPUs, and of GPUs by NVIDIA, under Windows, by AMD, and of any other kind."""
+
+PLUGINS = ("libtpu", "jax_cuda13_plugin")
+"""Packages of the extra `aot`."""
+
 _peers: Peers | None = None  # of this process, as JAX's own cluster is
 
 
@@ -52,6 +58,7 @@ def together(
       SystemExit: with status 2 and one line, when the processes do not fit together.
     """
     global _peers
+    leave_absent_hardware_alone()
     cluster = cluster or _tpu_pod() or clusters.ALONE
     if cluster.num_processes == 1:
         yield
@@ -215,6 +222,18 @@ def _start_jax(peers: Peers, cluster: Cluster) -> None:
 
     if refusal := peers.gather("devices", report, decide, START_SECONDS):
         raise ValueError(refusal)
+
+
+def leave_absent_hardware_alone() -> None:
+    """Keeps JAX on the CPU where there is nothing else and nobody said what to use.
+
+    The compilers for absent machines are plugins of JAX: at each start they would report, with
+    tracebacks, that they find no hardware.
+    """
+    if "JAX_PLATFORMS" in os.environ or not any(map(importlib.util.find_spec, PLUGINS)):
+        return
+    if not any(glob.glob(f"/dev/{name}") for name in DEVICE_FILES):
+        os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def _tpu_pod() -> Cluster | None:

@@ -136,3 +136,24 @@ def test_the_flags_are_explained(capsys):
     printed = capsys.readouterr().out
     for flag, _ in cluster.FLAGS.values():
         assert flag in printed
+
+
+@pytest.mark.parametrize(
+    ("installed", "found", "said", "expected"),
+    [
+        (True, [], None, "cpu"),
+        (True, ["/dev/nvidia0"], None, None),
+        (True, [], "cuda", "cuda"),
+        (False, [], None, None),
+    ],
+)
+def test_compilers_for_absent_machines_do_not_look_for_them(
+    monkeypatch, installed, found, said, expected
+):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    if said:
+        monkeypatch.setenv("JAX_PLATFORMS", said)
+    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(processes.glob, "glob", lambda pattern: found)
+    processes.leave_absent_hardware_alone()
+    assert os.environ.get("JAX_PLATFORMS") == expected
