@@ -110,14 +110,29 @@ def flash_seconds(
 ) -> Floats:
     """Fused attention of `flops` forward operations.
 
-    A head is padded to 32 of its elements; one of 64 reaches four fifths of the rate of one of 128
-    (the same figures).
+    A head is padded to 32 of its elements.
     """
     known = FLASH.get((kernel, generation(cluster))) or FLASH["fused", generation(cluster)]
     rate = known[backward] * cluster.peak_flops()
-    padded = _pad(head_dim, 32) / head_dim * (1 + 0.25 * max(0.0, (128 - head_dim) / 64))
+    small = SMALL_HEAD[generation(cluster)] * max(0.0, (128 - head_dim) / 64)
+    padded = _pad(head_dim, 32) / head_dim * (1 + small)
     return flops * padded * (FLASH_BACKWARD if backward else 1.0) / rate
 
+
+SCAN_SHARE = 0.12
+"""Of the peak, that the products of a state-space scan reach between its decays and masks, in
+Triton (Mamba-2's SSD kernels: about 40 TFLOP/s on A100)."""
+
+
+def scan_seconds(cluster: Cluster, flops: Floats) -> Floats:
+    """State-space scans of `flops` operations."""
+    return flops / (SCAN_SHARE * cluster.peak_flops())
+
+
+SMALL_HEAD = {"sm80": 0.25, "sm90": 0.4, "sm100": 0.8, "tpu": 0.5, "tpu6": 0.8}
+"""By how much attention slows down from heads of 128 to heads of 64: as many exponentials for half
+of the products. A100 a fifth (arXiv 2307.08691), H100 a third (2407.08608, figure 5); the units
+that exponentiate did not grow with Blackwell's products."""
 
 MISALIGNED = 9.0
 """Slowdown of attention's batched products when a head is no multiple of 8 elements, so that its

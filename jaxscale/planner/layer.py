@@ -17,13 +17,14 @@ from jaxscale.planner.shape import Shape
 
 Floats = Any  # a float, or float [N]
 
-HOST_SECONDS = 6e-6
+HOST_SECONDS = 8e-6
 """A kernel's launch by an eager framework, Python included (PyTorch dispatches an operator in 5 to
 10 us)."""
 
-KERNELS = {"dense": (24, 44), "experts": (45, 85)}
+KERNELS = {"dense": (24, 44), "experts": (60, 110), "expert": (2, 4), "quantised": (6, 10)}
 """Kernels of a layer's two passes in an eager trainer: projections, core, norms, residual, bias,
-dropout and activation; experts add routing, permutation and grouped products."""
+dropout and activation; experts add routing and permutation, and each expert of a device its
+products, with the casts and transposes of their operands where these are quantised."""
 
 
 @dataclass(frozen=True)
@@ -161,13 +162,10 @@ def _attention(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats) -
     """The core of attention, forward and backward, of a mean layer."""
     traits, t = choice.traits, np.asarray(choice.tensor)
     share = shape.attending / shape.layers
-    if shape.mixer:
-        scans = shape.mixer.layers / shape.layers * (shape.mixer_flops - 2.0 * shape.mixer_params)
-    else:
-        scans = 0.0
+    scans = compute.scan_seconds(cluster, tokens * _scan_flops(shape) / t)
     if traits.attention != "written":
         keys = shape.mean_keys if traits.attention_seen else float(shape.seq_len)
-        flops = tokens * share * shape.core_flops(keys) / t + tokens * scans / t
+        flops = tokens * share * shape.core_flops(keys) / t
         if shape.encoder_layers:
             source = shape.encoder_seq_len / shape.seq_len
             both = shape.encoder_layers * source + shape.layers
@@ -177,8 +175,15 @@ def _attention(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats) -
             compute.flash_seconds(cluster, flops, shape.head_dim, traits.attention, back)
             for back in (False, True)
         ]
-        return seconds[0], seconds[1]
+        return seconds[0] + scans, seconds[1] + compute.FLASH_BACKWARD * scans
     return _written_attention(shape, cluster, choice, tokens, share)
+
+
+def _scan_flops(shape: Shape) -> float:
+    """Of a token in a mean layer."""
+    if not shape.mixer:
+        return 0.0
+    return shape.mixer.layers / shape.layers * (shape.mixer_flops - 2.0 * shape.mixer_params)
 
 
 SCORE_BYTES = (9, 11)
@@ -220,36 +225,60 @@ def _elementwise(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats)
     gated = shape.expert_gated if shape.experts else shape.gated
     activation = (6 * wide, 10 * wide) if gated else (4 * wide, 8 * wide)
     rotated = 0 if shape.learned_positions else 4 * heads
-    # Dispatch and combine copy a token to each of its experts and back.
-    routed = (
-        moe
-        * 8
-        * shape.top_k
-        * traits.imbalance
-        * shape.routed_width
-        / (t if traits.folded_experts else 1)
-    )
-    quantised = _quantised_bytes(shape, choice, wide) / t
-    forward = stream / streams + (activation[0] + rotated) / t + routed + quantised
-    backward = back / streams + (activation[1] + rotated) / t + routed + quantised
+    copies = moe * shape.top_k * traits.imbalance * shape.routed_width
+    copies = copies / (t if traits.folded_experts else 1)
+    routed = ROUTED_BYTES[traits.fused_experts] * copies + moe * ROUTER_BYTES * shape.experts
+    quantised = _quantised_bytes(shape, choice, wide / t + copies)
+    mixed, mixed_back = _mixer_bytes(shape)
+    forward = stream / streams + (activation[0] + rotated + mixed) / t + routed + quantised
+    backward = back / streams + (activation[1] + rotated + mixed_back) / t + routed + quantised
     return tuple(compute.memory_seconds(cluster, tokens * width) for width in (forward, backward))
+
+
+ROUTED_BYTES = {True: 8, False: 16}
+"""Of an element of a token's copy for one expert, that a pass moves on its way there and back:
+permuted, sorted by expert, sorted back and summed, each a read and a write of 16 bits; half of
+them where the exchange does it."""
+
+ROUTER_BYTES = 48
+"""Of a token's score for one expert: softmax, choice of the best, auxiliary loss and maps, a dozen
+passes over 32 bits."""
+
+SCAN_CHUNK = 128
+"""Tokens between the states that a state-space scan writes (Mamba-2's SSD kernels)."""
+
+
+def _mixer_bytes(shape: Shape) -> tuple[float, float]:
+    """Convolution, scan with its 32-bit states, and gated norm of state-space mixers; the way back
+    reads what the way there wrote, and writes gradients: two and a half times as much."""
+    if not shape.mixer:
+        return 0.0, 0.0
+    inner = shape.mixer.heads * shape.mixer.head_dim
+    states = 2 * shape.mixer.groups * shape.mixer.state
+    convolution = 4 * (inner + states)
+    scan = 2 * (2 * inner + states) + 3 * 4 * inner * shape.mixer.state / SCAN_CHUNK
+    share = shape.mixer.layers / shape.layers
+    forward = share * (convolution + scan + 6 * inner)
+    return forward, 2.5 * forward
 
 
 def _quantised_bytes(shape: Shape, choice: Choice, wide: Floats) -> Floats:
     """Operands cast to 8 bits or fewer: read in 16, written along rows and along columns."""
     if choice.traits.matmul == "bfloat16":
         return 0.0
-    return 4.0 * (2 * shape.d_model + shape.heads * shape.head_dim + wide)
+    return 4.0 * ((2 * shape.d_model + shape.heads * shape.head_dim) / choice.tensor + wide)
 
 
-def _waiting(shape: Shape, choice: Choice) -> tuple[float, float]:
+def _waiting(shape: Shape, choice: Choice) -> tuple[Floats, Floats]:
     """Seconds that a host needs to launch the kernels of a layer's two passes."""
-    if not choice.traits.eager:
+    if not choice.traits.eager or choice.traits.graph:
         return 0.0, 0.0
     moe = shape.expert_layers / shape.layers
+    local = np.maximum(1, shape.experts / np.asarray(choice.expert))
+    each = KERNELS["expert" if choice.traits.matmul == "bfloat16" else "quantised"]
     counts = [
-        (1 - moe) * dense + moe * experts
-        for dense, experts in zip(KERNELS["dense"], KERNELS["experts"])
+        (1 - moe) * KERNELS["dense"][n] + moe * (KERNELS["experts"][n] + local * each[n])
+        for n in (0, 1)
     ]
     return counts[0] * HOST_SECONDS, counts[1] * HOST_SECONDS
 

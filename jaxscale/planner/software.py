@@ -44,6 +44,7 @@ MEGATRON_CORE = replace(
     merged_dispatch=True,  # DeepEP and its like
     imbalance=1.0,  # benchmarks force the router to balance
 )
+MEGATRON_CORE_2606 = replace(MEGATRON_CORE, fused_experts=True, overlap_experts=True, graph=True)
 TORCH_FSDP = replace(
     OURS,
     lockstep=False,
@@ -75,6 +76,9 @@ BY_FRAMEWORK = {  # the longest beginning of a framework's name counts
     "deepspeed": replace(MEGATRON_2021, overlap_gradients=True, overlap_parameters=True,
                          reduce_each=True),
     "megatron-bridge": MEGATRON_CORE,
+    # Since 26.06: exchanges that sort (HybridEP), run beside the other half of a step, and graphs.
+    "megatron-bridge 26.06": MEGATRON_CORE_2606,
+    "megatron-bridge 26.08": MEGATRON_CORE_2606,
     "nemo": MEGATRON_CORE,
     "nemo automodel": replace(TORCH_FSDP, fused=True, gradient_bytes=2),
     "llm-foundry": replace(TORCH_FSDP, attention="flash1"),  # MPT's Triton kernel, for ALiBi
