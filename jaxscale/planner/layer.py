@@ -210,12 +210,10 @@ def _elementwise(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats)
     traits, t, d = choice.traits, np.asarray(choice.tensor), shape.d_model
     streams = t if traits.sequence_parallel else 1.0
     heads = shape.head_dim * (shape.heads + shape.kv_heads)
-    if shape.biases and traits.dropout:  # LayerNorm, bias, dropout
-        stream, back = 22 * d, 44 * d
-    else:
-        stream, back = 20 * d, 28 * d
-    if traits.fused:  # the residual is added where the norm reads it, dropout has no mask
-        stream, back = 16 * d, 24 * d
+    stream, back = STREAM_BYTES[
+        "fused" if traits.fused else "dropout" if traits.dropout else "plain"
+    ]
+    stream, back = stream * d, back * d
     moe = shape.expert_layers / shape.layers
     dense = (shape.with_mlp - shape.expert_layers) / shape.layers
     wide = shape.d_ff * dense + moe * (
@@ -234,6 +232,12 @@ def _elementwise(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats)
     backward = back / streams + (activation[1] + rotated + mixed_back) / t + routed + quantised
     return tuple(compute.memory_seconds(cluster, tokens * width) for width in (forward, backward))
 
+
+STREAM_BYTES = {"fused": (16, 24), "dropout": (22, 44), "plain": (32, 44)}
+"""Of an element of the residual stream, forward and backward. Fused: both norms read what they add
+and write it and its norm. With fused bias, dropout and addition (Megatron): two norms 4 each, two
+additions 7 each; back, norms 10, dropouts 5, additions 6 and sums for biases. Plain kernels: norms
+4, additions 6, and copies of queries, keys and values 12; back, norms 10 and additions 6 each."""
 
 ROUTED_BYTES = {True: 8, False: 16}
 """Of an element of a token's copy for one expert, that a pass moves on its way there and back:
