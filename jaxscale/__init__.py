@@ -20,6 +20,7 @@ _HOMES = {
     "open_engine": "run",
     "open_text": "run",
     "open_trainer": "trainer",
+    "plan": "planner.answer",
     "resolve": "sharding",
     "sample": "sampling",
 }

@@ -97,6 +97,11 @@ def known() -> str:
     return f"TPUs (chips along each dimension): {tpus}; GPUs (nodes x GPUs): {gpus}"
 
 
+def kinds() -> tuple[str, ...]:
+    """What a name can begin with."""
+    return (*_table("tpu"), *_table("gpu"))
+
+
 def installed(platform: str) -> bool:
     """Whether the compiler for "tpu" or "gpu" is."""
     return all(_found(module) for module in PACKAGES[platform])

@@ -70,7 +70,7 @@ class Memory:
     host_stash: Ints
     # In a pipeline, in every phase but the last.
     messages: Ints = 0  # activations and gradients that arrived, and what is under way
-    outer_weights: Ints = 0  # embedding and head, gathered
+    outer_weights: Ints = 0  # embedding and head, gathered, and those of a gathered chunk
     pending: Ints = 0  # gradients of a chunk, before they are reduced
 
     @property
@@ -80,19 +80,20 @@ class Memory:
     @property
     def phases(self) -> dict[str, Ints]:
         """Temporaries of each phase."""
-        always = self.gradients + self.stash + self.zeros + self.moments_copy
-        always = always + self.messages + self.outer_weights + self.pending
-        layer = always + self.layer_weights + self.outer_gradients
-        return {
-            "forward": layer + self.forward_loop,
-            "head": always + self.head,
-            "activations of a layer": layer + self.group + self.working_set,
-            "gradients of a layer": layer + self.group + self.layer_gradients,
-            "end of the step": self.gradients
-            + self.outer_gradients
-            + self.moments_copy
-            + most(self.reduction, self.update),
-        }
+        return {name: sum(getattr(self, part) for part in parts) for name, parts in PHASES.items()}
+
+    @property
+    def end(self) -> Ints:
+        """Beside the gradients, when all micro-batches are done."""
+        return most(self.reduction, self.update)
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """What the peak of one layout is made of, by field; those of nothing left out."""
+        phase = max(self.phases, key=lambda name: self.phases[name])
+        parts = ("parameters", "optimizer", "batch", *PHASES[phase])
+        sizes = {part: int(getattr(self, part)) for part in parts}
+        return {part: size for part, size in sizes.items() if size}
 
     @property
     def temporaries(self) -> Ints:
@@ -101,6 +102,20 @@ class Memory:
     @property
     def peak(self) -> Ints:
         return self.arguments + self.temporaries
+
+
+_ALWAYS = (
+    "gradients", "stash", "zeros", "moments_copy", "messages", "outer_weights", "pending"
+)  # fmt: skip
+_LAYER = (*_ALWAYS, "layer_weights", "outer_gradients")
+PHASES = {
+    "forward": (*_LAYER, "forward_loop"),
+    "head": (*_ALWAYS, "head"),
+    "activations of a layer": (*_LAYER, "group", "working_set"),
+    "gradients of a layer": (*_LAYER, "group", "layer_gradients"),
+    "end of the step": ("gradients", "outer_gradients", "moments_copy", "end"),
+}
+"""The parts that are alive in each phase of a step, beside the arguments."""
 
 
 def memory(
@@ -132,7 +147,7 @@ def memory(
         gradients=walk.accumulated * (walk.sums + _tied_sums(config, walk)),
         stash=where(pipelined, _slots(config, walk, held), stash - own_host * host_stash),
         layer_weights=walk.compute * walk.weights
-        * where(walk.gathers, 2 * where(pipelined, held.capacity, 1), 1),
+        * where(walk.gathers, where(pipelined, held.capacity, 2), 1),
         zeros=walk.beside * transients.zeros * max(walk.compute, 4) * walk.tokens * attention
         // layout.tensor,
         outer_gradients=_outer_gradients(config, walk),
@@ -151,9 +166,7 @@ def memory(
         messages=where(
             pipelined, (held.inbox + held.input + 2) * stream_bytes(config, walk)
         ),
-        outer_weights=where(
-            pipelined, walk.compute * (elements(config, "embed") + _head_elements(config))
-        ),
+        outer_weights=where(pipelined, _held_weights(config, walk, held)),
         pending=where(pipelined & walk.scatters, _pending(config, walk, held)),
     )  # fmt: skip
 
@@ -172,6 +185,12 @@ def _slots(config: Config, walk: Walk, held: Held) -> Ints:
     each = split_bytes(config.model, config.layout.remat)
     kept = sum(getattr(held, name) * size for name, size in each.items())
     return held.capacity * walk.tokens * kept // config.layout.tensor
+
+
+def _held_weights(config: Config, walk: Walk, held: Held) -> Ints:
+    """The next chunk's are gathered beside those of the last."""
+    outer = elements(config, "embed") + _head_elements(config)
+    return walk.compute * (outer + where(walk.gathers, held.capacity * walk.weights))
 
 
 def _pending(config: Config, walk: Walk, held: Held) -> Ints:

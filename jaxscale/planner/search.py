@@ -7,6 +7,7 @@ checks: `rules`, `Layout`, and the needs of a schedule.
 
 import collections
 import dataclasses
+import difflib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from jaxscale.planner.arrays import parameters
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.cost import cost
 from jaxscale.planner.held import Held, deal, head_cost, hold
-from jaxscale.planner.layouts import NUMBERS, Layouts, memory_of
+from jaxscale.planner.layouts import Layouts, memory_of
 from jaxscale.planner.machine import Cluster
 from jaxscale.planner.shape import Shape
 from jaxscale.rules import REPLICATED_WEIGHTS, WEIGHTS, check_divides, check_sequence, mesh_axes
@@ -38,11 +39,16 @@ REMATS = (
 CHUNKS = (2, 3, 4, 5, 8)
 """Virtual stages that are tried where a schedule is free in them."""
 
-MEMORY_FRACTION = {"gpu": 0.9, "tpu": 1.0}
-"""Of a device's memory, that a program may fill: beside it are a GPU's driver and its libraries
-(`topology.GPU_MEMORY_FRACTION`); `hardware.csv` has what a TPU's compiler grants."""
+MEMORY_FRACTION = {"gpu": 0.85, "tpu": 0.95}
+"""Of a device's memory, that a plan may fill: 5 per cent are left for what the formulas miss, and
+on a GPU 10 for its driver and libraries (`topology.GPU_MEMORY_FRACTION`)."""
+
+HOST_MEMORY_BYTES = 100e9
+"""Of a server's memory, for each of its devices: 256 GB on DGX H100, 112 GB on TPU v5p hosts, some
+of it needed for what reads the data."""
 
 TOO_LARGE = "does not fit in memory"
+TOO_LARGE_FOR_HOST = "moves more to host memory than there is"
 TOO_SLOW = "slower than those shown, even if its pipeline never waited"
 
 
@@ -79,6 +85,8 @@ class Found:
     seconds: list[float]  # of a step
     considered: int
     rejected: dict[str, int]  # by reason
+    smallest: Layout | None  # of those that do not fit, which needs least
+    words: dict[str, str]  # what the engine said of one, by reason
 
 
 def search(query: Query, top: int = 10) -> Found:
@@ -88,7 +96,9 @@ def search(query: Query, top: int = 10) -> Found:
       top: how many to return.
     """
     rejected: collections.Counter[str] = collections.Counter()
-    numbers = _numbers(query, rejected)
+    words: dict[str, str] = {}
+    smallest: tuple[float, Layout | None] = (math.inf, None)
+    numbers = _numbers(query, rejected, words)
     best: list[tuple[float, Layout]] = []
     considered = 0
     for texts in _texts(query.pins):
@@ -105,19 +115,31 @@ def search(query: Query, top: int = 10) -> Found:
             layouts = layouts.take(hopeful)
         held = held_of(query.config, layouts)
         needs = _memory(query, layouts, held)
+        host = needs.host_stash + layouts.offloads("optimizer") * needs.host_optimizer
+        roomy = np.broadcast_to(host <= HOST_MEMORY_BYTES, (len(layouts),))
         fits = np.broadcast_to(needs.peak <= query.limit_bytes, (len(layouts),))
         rejected[TOO_LARGE] += int((~fits).sum())
+        if not fits.all():
+            peaks = np.where(fits, np.inf, needs.peak)
+            n = int(peaks.argmin())
+            if peaks[n] < smallest[0]:
+                smallest = float(peaks[n]), layouts.one(n)
+        rejected[TOO_LARGE_FOR_HOST] += int((fits & ~roomy).sum())
+        fits = fits & roomy
         if not fits.any():
             continue
         layouts = layouts.take(fits)
         seconds = step_seconds(query, layouts)
-        for n in np.argsort(seconds, kind="stable")[:top]:
-            best.append((float(seconds[n]), layouts.one(n)))
+        fastest = np.argsort(seconds, kind="stable")[:top]
+        best += [(float(seconds[n]), layouts.one(n)) for n in fastest]
         best = sorted(best, key=lambda one: one[0])[:top]
     return Found(
         [layout for _, layout in best], [seconds for seconds, _ in best],
-        considered + rejected.total() - rejected[TOO_LARGE] - rejected[TOO_SLOW],
+        considered
+        + rejected.total()
+        - sum(rejected[late] for late in (TOO_LARGE, TOO_LARGE_FOR_HOST, TOO_SLOW)),
         {reason: count for reason, count in rejected.most_common() if count},
+        smallest[1], words,
     )  # fmt: skip
 
 
@@ -177,16 +199,17 @@ def held_of(config: Config, layouts: Layouts) -> Held:
     )
 
 
-def _numbers(query: Query, rejected: collections.Counter) -> Layouts | None:
+def _numbers(query: Query, rejected: collections.Counter, words: dict[str, str]) -> Layouts | None:
     """Sizes of axes, ZeRO stages and micro-batches that the model and its batch allow."""
     rows = []
     for sizes in meshes(query.cluster.num_devices, query.pins):
         mesh = dict(zip(MESH_AXES, sizes))
         for stage in _stages(query.pins, mesh["fsdp"]):
             config = with_layout(query.config, _plain(mesh, zero_stage=stage))
-            reason = refusal(config)
+            reason, said = refusal(config)
             if reason:
                 rejected[reason] += 1
+                words.setdefault(reason, said)
                 continue
             batch = query.config.data.global_batch_size // config.layout.batch_shards
             for count in _pinned(query.pins, "microbatches", divisors(batch)):
@@ -200,13 +223,14 @@ def _numbers(query: Query, rejected: collections.Counter) -> Layouts | None:
     return Layouts(**dict(zip((*MESH_AXES, "zero_stage", "microbatches"), columns)))
 
 
-def _plain(mesh: Mapping[str, int], **changes: Any) -> Layout:
+def _plain(mesh: Mapping[Any, int], **changes: Any) -> Layout:
     """A layout of these sizes with nothing that could be refused beside them."""
     return Layout(**mesh, context_method="gather", **changes)
 
 
-def refusal(config: Config) -> str:
-    """Why the engine refuses what a layout divides, in a few words; "" where it does not."""
+def refusal(config: Config) -> tuple[str, str]:
+    """Why the engine refuses what a layout divides, in a few words and in its own; "" where it
+    does not."""
     for check, reason in (
         (check_divides, "data.global_batch_size does not split"),
         (check_sequence, "data.seq_len does not split"),
@@ -214,9 +238,9 @@ def refusal(config: Config) -> str:
     ):
         try:
             check(config)
-        except ValueError:
-            return reason
-    return ""
+        except ValueError as error:
+            return reason, str(error)
+    return "", ""
 
 
 def check_parameters(config: Config) -> None:
@@ -275,9 +299,11 @@ def _texts(pins: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for (schedule, chunks), remat, offload in itertools.product(
         _schedules(pins), remats, _pinned(pins, "offload", OFFLOADS)
     ):
-        yield {"remat": remat, "offload": offload, "schedule": schedule, "virtual_stages": chunks,
-               "accumulation": pins.get("accumulation", "sequential"),
-               "context_method": pins.get("context_method", "gather"), "pipelined": True}  # fmt: skip
+        yield {
+            "remat": remat, "offload": offload, "schedule": schedule, "virtual_stages": chunks,
+            "accumulation": pins.get("accumulation", "sequential"),
+            "context_method": pins.get("context_method", "gather"), "pipelined": True,
+        }  # fmt: skip
 
 
 def _schedules(pins: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -346,12 +372,24 @@ def with_layout(config: Config, layout: Layout) -> Config:
     return dataclasses.replace(config, layout=layout)
 
 
-def check_pins(pins: Mapping[str, Any]) -> None:
-    """Refuses what is no field of a layout, or no value of it.
+def check_pins(query: Query) -> None:
+    """Refuses pins that are no field of a layout, no value of it, or no number of devices.
 
     Raises:
       ValueError: names the nearest.
     """
-    Layout(**{"data": 1, **pins})
-    for name in pins:
-        assert name in NUMBERS or isinstance(pins[name], str)
+    known = [field.name for field in dataclasses.fields(Layout)]
+    for name in query.pins:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+            raise ValueError(f"--pin {name}: a layout has no such field{hint}")
+    Layout(**query.pins)
+    if next(iter(meshes(query.cluster.num_devices, query.pins)), None) is None:
+        sizes = " x ".join(
+            f"{name} {size}" for name, size in query.pins.items() if isinstance(size, int)
+        )
+        raise ValueError(
+            f"no mesh of {query.cluster.num_devices} devices has {sizes}: the sizes of the axes "
+            "multiply to the number of devices"
+        )
