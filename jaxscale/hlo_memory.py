@@ -6,17 +6,22 @@ that is updated, or last read where another of its size is made, gives its place
 Padding and fragments are not seen.
 """
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxscale import hlo
 from jaxscale.hlo import Instruction, Program
 
-SAME = ("bitcast", "tuple", "while", "optimization-barrier", "domain")
-"""Instructions whose result is their operands, in place."""
+SAME = ("bitcast", "while", "opt-barrier", "domain")
+"""Instructions whose result is their operand, in place."""
 
-_LEAF = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
+Places = Any
+"""Where a result is: a place in a list of buffers, or for a tuple a list of these."""
+
+_LEAF = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?|[()]")
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class _Replay:
     """What is known of a computation up to an instruction."""
 
     lives: list[_Life] = field(default_factory=list)
-    holds: dict[str, list[int]] = field(default_factory=dict)  # result -> places in `lives`
+    holds: dict[str, Places] = field(default_factory=dict)  # result -> places in `lives`
     begins: dict[str, int] = field(default_factory=dict)  # where it, or its start, stands
     made: list[tuple[int, int, list[int]]] = field(default_factory=list)  # at, place, from
 
@@ -88,7 +93,8 @@ def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool
     """The buffers of a computation that have bytes and are its own."""
     replay = _Replay()
     for i, instruction in enumerate(instructions):
-        read = [p for operand in instruction.operands for p in replay.holds.get(operand, ())]
+        operands = [replay.holds.get(operand, []) for operand in instruction.operands]
+        read = _flat(operands)
         for place in read:
             replay.lives[place].end = i
         replay.begins[instruction.name] = i
@@ -96,19 +102,21 @@ def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool
             replay.begins[instruction.name] = replay.begins[instruction.operands[0]]
         if instruction.opcode == "parameter":
             lent = entry and int(instruction.rest.split(")")[0]) not in program.donated
-            held = [
-                replay.add(leaf, 0, outside=not entry, lent=lent)
-                for leaf in _leaves(instruction, argument=True)
-            ]
+            new = functools.partial(replay.add, start=0, outside=not entry, lent=lent)
+            held = _leaves(instruction, new)
         elif instruction.opcode == "get-tuple-element":
-            held = [read[int(instruction.attribute(r"index=(\d+)"))]]
-        elif instruction.opcode in SAME or instruction.opcode.endswith(("-start", "-update")):
+            held = operands[0][int(instruction.attribute(r"index=(\d+)"))]
+        elif instruction.opcode == "tuple":
+            held = operands
+        elif instruction.opcode in SAME:
+            held = operands[0]
+        elif instruction.opcode.endswith(("-start", "-update")):
             held = read  # what a start makes, its `-done` hands over
         else:
-            held = [_place(program, replay, i, instruction, leaf, read)
-                    for leaf in _leaves(instruction)]  # fmt: skip
+            new = functools.partial(_place, program, replay, i, instruction, read)
+            held = _leaves(instruction, new)
         replay.holds[instruction.name] = held
-    for place in replay.holds[instructions[-1].name]:
+    for place in _flat(replay.holds[instructions[-1].name]):
         replay.lives[place].end = len(instructions)
     for life in replay.lives:
         if life.lent:
@@ -118,8 +126,8 @@ def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool
 
 
 def _place(
-    program: Program, replay: _Replay, i: int, instruction: Instruction, leaf: Buffer,
-    read: list[int],
+    program: Program, replay: _Replay, i: int, instruction: Instruction, read: list[int],
+    leaf: Buffer,
 ) -> int:  # fmt: skip
     """Where a leaf of a result is: in what the instruction updates, or in a new buffer, which is
     there from the start of what runs beside others."""
@@ -130,17 +138,36 @@ def _place(
     return place
 
 
-def _leaves(instruction: Instruction, argument: bool = False) -> list[Buffer]:
-    """An array of each leaf of a result; 0 bytes for what is not in a device's main memory."""
-    leaves = []
-    for dtype, dims, arrangement in _LEAF.findall(instruction.shape):
-        # Space 5 is the host's; a TPU, whose arrays have tiles T, keeps others on the chip.
-        space = re.search(r"S\((\d+)\)", arrangement)
-        elsewhere = space and (space[1] == "5" or "T(" in arrangement)
-        sizes = [int(size) for size in dims.split(",") if size]
-        num_bytes = 0 if elsewhere or dtype not in hlo.BYTES else hlo.array_bytes(dtype, sizes)
-        leaves.append(Buffer(num_bytes, f"{dtype}[{dims}]", instruction.op_name, argument))
-    return leaves
+def _flat(places: Places) -> list[int]:
+    """All places, tuples opened."""
+    if isinstance(places, int):
+        return [places]
+    return [place for inner in places for place in _flat(inner)]
+
+
+def _leaves(instruction: Instruction, place: Callable[[Buffer], int]) -> Places:
+    """The places of a result's arrays, in tuples as the result is; 0 bytes for what is not in a
+    device's main memory."""
+    tuples: list[list[Places]] = [[]]
+    for found in _LEAF.finditer(instruction.shape):
+        if found[0] == "(":
+            tuples.append([])
+        elif found[0] == ")":
+            inner = tuples.pop()
+            tuples[-1].append(inner)
+        else:
+            tuples[-1].append(place(_leaf(instruction, *found.groups())))
+    return tuples[0][0]
+
+
+def _leaf(instruction: Instruction, dtype: str, dims: str, arrangement: str | None) -> Buffer:
+    # Space 5 is the host's; a TPU, whose arrays have tiles T, keeps others on the chip.
+    space = re.search(r"S\((\d+)\)", arrangement or "")
+    elsewhere = space and (space[1] == "5" or "T(" in (arrangement or ""))
+    sizes = [int(size) for size in dims.split(",") if size]
+    num_bytes = 0 if elsewhere or dtype not in hlo.BYTES else hlo.array_bytes(dtype, sizes)
+    argument = instruction.opcode == "parameter"
+    return Buffer(num_bytes, f"{dtype}[{dims}]", instruction.op_name, argument)
 
 
 def _updated(
