@@ -244,6 +244,10 @@ class _Pipe:
     head_here: Floats  # 1 where the busiest rank has the head
 
 
+CLOSED_FORMS = ("gpipe", "1f1b", "interleaved", "breadth_first")
+"""Schedules whose time follows from their depth where no rank waits for another's tick."""
+
+
 def _pipeline(choice, passes, layer, sent, stages, waits: bool) -> _Pipe:
     """What a pipeline adds to the busiest rank's own work."""
     p, v = np.asarray(choice.pipeline), np.asarray(choice.virtual_stages, float)
@@ -256,13 +260,16 @@ def _pipeline(choice, passes, layer, sent, stages, waits: bool) -> _Pipe:
     if np.all(p == 1) or not waits:
         return _Pipe(0.0, 0.0, head_here)
     each = 0.0 if choice.traits.overlap_pipeline else 2 * sent.message * v
-    if choice.traits.lockstep or choice.schedule not in ("gpipe", "1f1b", "interleaved"):
+    if choice.traits.lockstep or choice.schedule not in CLOSED_FORMS:
         total = _played(choice, _costs(stages, choice, passes, layer, sent.message))
         total = np.where(p > 1, total, m * busiest)
         return _Pipe(np.maximum(0.0, total - m * busiest), np.zeros(()), head_here)
     # As soon as possible: the busiest rank works all the time, once the others have filled it.
     other = np.where(head_here == 1, middle, one * stages.total / p)
-    fill = (p - 1) / v * (other + 2 * sent.message * v)
+    turns = (p - 1) / v
+    if choice.schedule == "breadth_first":  # ranks wait for a chunk's micro-batches to come round
+        turns = turns + np.maximum(0.0, p - m) * (v - 1) / v
+    fill = turns * (other + 2 * sent.message * v)
     return _Pipe(np.where(p > 1, fill, 0.0), np.where(p > 1, m * each, 0.0), head_here)
 
 

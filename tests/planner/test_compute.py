@@ -1,0 +1,71 @@
+"""Products and attention: measured rates, and how they depend on sizes."""
+
+import numpy as np
+import pytest
+
+from jaxscale.planner import compute
+from jaxscale.planner.machine import cluster
+
+H100, A100, V5P = cluster("h100", 8), cluster("a100-80", 8), cluster("v5p", 8)
+
+
+def rate(machine, m, n, k, matmul="bfloat16"):
+    seconds = compute.matmul_seconds(machine, m, n, k, matmul=matmul)
+    return 2 * m * n * k / seconds / machine.peak_flops(matmul)
+
+
+def test_large_products_reach_the_sustained_share_of_the_best():
+    best = H100.chip.matmul_fraction * compute.SUSTAINED["bfloat16"]
+    assert 0.93 * best < rate(H100, 16384, 16384, 16384) < best
+    best = V5P.chip.matmul_fraction * compute.COMPILED
+    assert rate(V5P, 16384, 16384, 16384) == pytest.approx(best)
+
+
+def test_short_products_lose_what_was_measured():
+    """XLA's table for H100, 4 x [2048, k] x [k, 4096]: 459, 689 and 802 TFLOP/s."""
+    measured = {256: 459, 1024: 689, 4096: 802}
+    got = {k: rate(H100, 8192, 4096, k) for k in measured}
+    for k, teraflops in measured.items():
+        assert got[k] / got[4096] == pytest.approx(teraflops / measured[4096], rel=0.08)
+
+
+def test_waves_of_tiles_are_whole():
+    """One tile more than the cores hold takes another wave."""
+    n, k = 128, 8192
+    full = compute.matmul_seconds(A100, 256 * 108, n, k)
+    more = compute.matmul_seconds(A100, 256 * 108 + 1, n, k)
+    assert more > 1.05 * full
+
+
+def test_small_products_wait_for_memory_and_launches():
+    assert rate(H100, 8, 8192, 8192) < 0.03
+    tiny = compute.matmul_seconds(H100, 8, 8, 8)
+    assert tiny >= compute.LAUNCH_SECONDS
+    assert compute.matmul_seconds(H100, 0, 8, 8) == 0
+
+
+@pytest.mark.parametrize("machine", [H100, A100, V5P])
+def test_time_grows_with_every_side(machine):
+    sides = 2 ** np.arange(7, 14)
+    for m, n, k in ((sides, 4096, 4096), (4096, sides, 4096), (4096, 4096, sides)):
+        seconds = compute.matmul_seconds(machine, m, n, k)
+        assert (np.diff(seconds) >= 0).all()
+
+
+def test_half_the_bits_are_not_half_the_time():
+    half = compute.matmul_seconds(H100, 8192, 8192, 8192, matmul="fp8")
+    whole = compute.matmul_seconds(H100, 8192, 8192, 8192)
+    assert 0.5 < half / whole < 0.75
+
+
+def test_attention_kernels_come_in_order():
+    seconds = [compute.flash_seconds(H100, 1e12, 128, kernel) for kernel in
+               ("fused", "flash2", "flash1")]  # fmt: skip
+    assert seconds == sorted(seconds)
+    assert compute.flash_seconds(H100, 1e12, 64, "fused") > seconds[0]
+    # 80 elements take the place of 96.
+    assert compute.flash_seconds(H100, 80.0, 80, "fused") >= compute.flash_seconds(
+        H100, 96.0, 96, "fused"
+    )
+    backward = compute.flash_seconds(H100, 1e12, 128, "fused", backward=True)
+    assert backward > compute.FLASH_BACKWARD * seconds[0]
