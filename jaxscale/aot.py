@@ -64,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def describe(report: Any) -> str:
     """A `proof.Report` for a person."""
     from jaxscale.describe import human_bytes, table  # noqa: PLC0415
-    from jaxscale.proof import SHRINKS  # noqa: PLC0415
 
     axes = " x ".join(f"{axis} {size}" for axis, size in report.layout.sizes.items() if size > 1)
     verdict = "fits" if report.fits else f"does not fit, by {human_bytes(report.missing_bytes)}"
@@ -88,7 +87,7 @@ def describe(report: Any) -> str:
     rows = [("bytes", "arrays", "shape", "module", "what", "smaller with")]
     rows += [
         (human_bytes(use.num_bytes), str(use.count), use.shape, use.module or "-", use.what,
-         SHRINKS[use.what])
+         use.smaller_with)
         for use in report.uses[:SHOWN]
     ]  # fmt: skip
     parts.append("largest buffers when most are alive\n" + table(rows))

@@ -15,41 +15,18 @@ from jaxscale.batch import Batch
 from jaxscale.config import Config
 from jaxscale.hlo_collectives import Collective, collectives, summed
 from jaxscale.hlo_cost import computation_costs, cycles, flops
-from jaxscale.hlo_memory import Buffer, live_at_peak
+from jaxscale.hlo_memory import live_at_peak
 from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.mesh import make_mesh
 from jaxscale.pipeline import summary
 from jaxscale.step import Engine, make_engine
 from jaxscale.topology import Topology, has_cudnn, open_topology
+from jaxscale.uses import Use, find_uses
 
 OUT_OF_MEMORY = re.compile(
     r"total memory required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds|"
     r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm"
 )
-MODULES = ("attention", "mlp", "head", "embed", "optimizer")
-"""Scopes of the model and the step."""
-
-SHRINKS = {
-    "parameters": "zero_stage = 3, fsdp, tensor",
-    "optimizer state": "zero_stage, fsdp, offload = 'optimizer'",
-    "batch": "data.global_batch_size",
-    "gathered weights": "tensor",
-    "gradients": "zero_stage, fsdp, tensor",
-    "kept for the backward pass": "remat = 'full', microbatches, offload = 'activations', context",
-    "work": "microbatches, context, tensor",
-}
-"""What a buffer is -> the settings of the layout that shrink it."""
-
-
-@dataclass(frozen=True)
-class Use:
-    """Buffers that are alike: what they are, how many are alive at the peak, where they belong."""
-
-    num_bytes: float  # of all of them
-    count: int
-    shape: str
-    what: str  # a key of SHRINKS
-    module: str  # of MODULES, or "" where the program does not say
 
 
 @dataclass(frozen=True)
@@ -117,7 +94,8 @@ def compile_for(config: Config, topology: str | Topology, *, unroll_layers: bool
         if not OUT_OF_MEMORY.search(str(error)):
             raise
         return _refused(machine, engine, batch, str(error), time.perf_counter() - start)
-    return _report(machine, engine, compiled, time.perf_counter() - start, unroll_layers)
+    seconds = time.perf_counter() - start
+    return _report(machine, engine, batch, compiled, seconds, unroll_layers)
 
 
 def abstract_batch(engine: Engine, global_batch_size: int, seq_len: int) -> Batch:
@@ -132,7 +110,7 @@ def abstract_batch(engine: Engine, global_batch_size: int, seq_len: int) -> Batc
 
 
 def _report(
-    machine: Topology, engine: Engine, compiled: Any, seconds: float, unrolled: bool
+    machine: Topology, engine: Engine, batch: Batch, compiled: Any, seconds: float, unrolled: bool
 ) -> Report:
     memory, text = compiled.memory_analysis(), compiled.as_text()
     program = hlo.parse(text, engine.stages.trips if engine.stages else {})
@@ -154,7 +132,7 @@ def _report(
         optimal_seconds=_seconds(machine, engine, compiled, program, unrolled),
         compile_seconds=seconds,
         collectives=tuple(summed(collectives(program, engine.layout.sizes))),
-        uses=tuple(_uses(live_at_peak(program), engine)),
+        uses=tuple(find_uses(live_at_peak(program), engine, batch)),
         refusal="",
         program=text,
     )
@@ -203,49 +181,3 @@ def _seconds(
     if engine.stages:
         expected /= 1 - summary.idle(engine.stages)
     return None if math.isnan(expected) else expected
-
-
-def _uses(buffers: list[Buffer], engine: Engine) -> list[Use]:
-    groups: dict[tuple[str, str, str], list[Buffer]] = {}
-    for buffer in buffers:
-        key = buffer.shape, what(buffer, engine), module(buffer.op_name)
-        groups.setdefault(key, []).append(buffer)
-    uses = [
-        Use(sum(one.num_bytes for one in group), len(group), *key) for key, group in groups.items()
-    ]
-    return sorted(uses, key=lambda use: -use.num_bytes)
-
-
-def module(op_name: str) -> str:
-    """The part of the model or the step that a name of a traced operation lies in, or ""."""
-    words = re.findall(r"\w+", op_name)
-    return next((word for word in reversed(words) if word in MODULES), "")
-
-
-def what(buffer: Buffer, engine: Engine) -> str:
-    """What a buffer is: a key of SHRINKS."""
-    if buffer.argument:
-        kinds = {"state.params": "parameters", "state.opt_state": "optimizer state"}
-        return next((kinds[k] for k in kinds if buffer.op_name.startswith(k)), "batch")
-    if "all_gather" in buffer.op_name:
-        return "gathered weights"
-    if module(buffer.op_name) == "optimizer":
-        return "optimizer state"
-    (_, dims), *_ = hlo.arrays(buffer.shape)
-    layers = engine.model.config.num_layers
-    if buffer.shape.startswith("f32") and _is_weight(dims, engine):
-        return "gradients"
-    if len(dims) > 2 and dims[0] in (layers, layers - 1):
-        return "kept for the backward pass"
-    return "work"
-
-
-def _is_weight(dims: tuple[int, ...], engine: Engine) -> bool:
-    """Whether an array is as large as a parameter, a layer of one, or a shard of either."""
-    sizes = set()
-    for leaf in jax.tree.leaves(engine.abstract_state.params):
-        shards = [leaf.size, math.prod(leaf.sharding.shard_shape(leaf.shape))]
-        tensor = engine.layout.tensor
-        for size in (*shards, leaf.size // tensor):
-            sizes |= {size, size // leaf.shape[0]}
-    return math.prod(dims) in sizes
