@@ -68,6 +68,7 @@ def to_shape(get: Columns) -> Shape:
         experts=experts, top_k=get.int("topk"), expert_ff=get.int("moe_ff"),
         shared_experts=get.int("n_shared"), dense_layers=get.int("dense_layers"),
         latent=Latent(*map(int, ranks.groups())) if ranks else None,
+        extra_predictions=int("includes MTP" in get("notes")),
     )  # fmt: skip
 
 

@@ -119,14 +119,18 @@ def flash_seconds(
     return flops * padded * (FLASH_BACKWARD if backward else 1.0) / rate
 
 
-SCAN_SHARE = 0.12
-"""Of the peak, that the products of a state-space scan reach between its decays and masks, in
-Triton (Mamba-2's SSD kernels: about 40 TFLOP/s on A100)."""
+SCAN_RATE = {"core": 0.45e12, "tpu": 0.12}
+"""Operations a second of a state-space scan: of one GPU multiprocessor in Triton's products of
+warps, between decays and masks (Mamba-2's SSD kernels, arXiv 2405.21060: about 50 TFLOP/s on the
+108 of an A100; such products have not grown since). On TPUs, where nobody measured, a share of
+the peak."""
 
 
 def scan_seconds(cluster: Cluster, flops: Floats) -> Floats:
     """State-space scans of `flops` operations."""
-    return flops / (SCAN_SHARE * cluster.peak_flops())
+    if cluster.chip.cores:
+        return flops / (SCAN_RATE["core"] * cluster.chip.cores)
+    return flops / (SCAN_RATE["tpu"] * cluster.peak_flops())
 
 
 SMALL_HEAD = {"sm80": 0.25, "sm90": 0.4, "sm100": 0.8, "tpu": 0.5, "tpu6": 0.8}

@@ -131,9 +131,9 @@ def cost(shape: Shape, cluster: Cluster, choice: Choice, *, waits: bool = True) 
 
     terms = {
         "matmul": m * (layers * work.matmul + head.matmul),
-        "attention": m * layers * work.attention,
+        "attention": m * (layers * work.attention + head.attention),
         "elementwise": m * (layers * work.elementwise + head.elementwise) + accumulate,
-        "waiting": m * layers * work.waiting,
+        "waiting": m * (layers * work.waiting + head.waiting),
         "recompute": m * layers * again.work.seconds,
         "tensor": communication("tensor"),
         "context": communication("context"),

@@ -81,11 +81,16 @@ def layer_work(shape: Shape, cluster: Cluster, choice: Choice) -> Layer:
     first = replace(first, waiting=np.maximum(0, launches[0] - first.seconds))
     waits = np.maximum(0, launches[1] - second.seconds - third.seconds)
     second = replace(second, waiting=waits)
+    # Predictions of later tokens are made where the head is.
+    each, extra = 1 + shape.extra_predictions, shape.extra_predictions
+    head, head_back = (
+        _head(shape, cluster, choice, tokens, backward=back) * each for back in (False, True)
+    )
     return Layer(
         forward=first, backward_input=second, backward_weights=third,
         recompute=_recompute(shape, choice, first),
-        head_forward=_head(shape, cluster, choice, tokens, backward=False),
-        head_backward=_head(shape, cluster, choice, tokens, backward=True),
+        head_forward=head + first * extra,
+        head_backward=head_back + (second + third) * extra,
     )  # fmt: skip
 
 

@@ -65,6 +65,7 @@ class Shape:
     mixer: Mixer | None = None
     attention_layers: int = -1  # layers that attend; -1 is all
     mlp_layers: int = -1  # layers with an MLP or experts; -1 is all
+    extra_predictions: int = 0  # of later tokens, each with a layer and a pass of the head
     encoder_layers: int = 0
     encoder_seq_len: int = 0
 
@@ -287,4 +288,6 @@ class Shape:
     @property
     def flops_per_token(self) -> float:
         """Training: forward and backward, nothing repeated. The numerator of MFU."""
-        return 3 * (self.block_flops + self.head_flops)
+        each = 1 + self.extra_predictions
+        extra = self.extra_predictions * self.layer_forward_flops
+        return 3 * (self.block_flops + extra + each * self.head_flops)

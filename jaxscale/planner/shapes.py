@@ -25,7 +25,7 @@ NAMED = {
         experts=512, top_k=22, expert_ff=2688, expert_width=1024, shared_experts=1,
         shared_ff=5376, expert_gated=False,
         mixer=Mixer(layers=40, heads=128, head_dim=64, state=128, groups=8),
-        attention_layers=8, mlp_layers=40,
+        attention_layers=8, mlp_layers=40, extra_predictions=2,
     ),
 }  # fmt: skip
 
