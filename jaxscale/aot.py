@@ -118,7 +118,11 @@ def describe(report: Any) -> str:
 def _beside(one: Any) -> str:
     if not one.asynchronous:
         return "nothing: the device waits"
-    return f"{one.beside_flops / one.count / 1e9:,.4g} GFLOP of products each"
+    if not one.beside_flops:
+        return "what is no product"
+    each = one.beside_flops / one.count
+    amount = f"{each / 1e12:.3g} TFLOP" if each >= 1e12 else f"{each / 1e9:.3g} GFLOP"
+    return f"{amount} of products each"
 
 
 def numbers(report: Any) -> dict[str, Any]:
