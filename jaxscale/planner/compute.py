@@ -13,7 +13,7 @@ TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
 reaches while all cores are busy: the ratio of operations to operand traffic from the cache falls
 with the tile (NVIDIA, Matrix Multiplication Background User's Guide, tables for A100)."""
 
-DEPTH_PER_INTENSITY = 0.7
+DEPTH_PER_INTENSITY = 0.73
 """Steps along the reduced dimension that starting a tile and writing it cost, over the device's
 operations per byte of memory. XLA's table of measured products has 459, 689 and 802 TFLOP/s on
 H100 for 4 x [2048, k] x [k, 4096] at k = 256, 1024 and 4096, which is 205 steps at 295 operations
@@ -81,7 +81,7 @@ FLASH = {
     ("flash2", "sm100"): (0.25, 0.20),
     ("fused", "sm80"): (0.58, 0.50),
     ("fused", "sm90"): (0.58, 0.48),
-    ("fused", "sm100"): (0.55, 0.45),
+    ("fused", "sm100"): (0.50, 0.37),
     ("fused", "tpu"): (0.45, 0.40),
     ("fused", "tpu6"): (0.27, 0.24),
 }
@@ -89,8 +89,9 @@ FLASH = {
 backward, head dimension 128 and sequences of 2k to 8k. FlashAttention 1 and 2 on A100 and 2 on
 H100: arXiv 2307.08691, figures 4 to 7; its first version there, and the Triton one, at half of the
 second's. "fused", each vendor's best: FlashAttention-3 and cuDNN 9 on H100 (arXiv 2407.08608,
-figures 5 and 6), cuDNN on Blackwell, splash attention on TPUs. From v6e on a TPU's matrix units
-have grown 4.7 times and its vector units, which exponentiate, about 2.8 times."""
+figures 5 and 6), cuDNN on Blackwell (1,100 to 1,200 and 800 to 900 TFLOP/s on causal sequences of
+4k), splash attention on TPUs. From v6e on a TPU's matrix units have grown 4.7 times and its vector
+units, which exponentiate, about 2.8 times."""
 
 FLASH_BACKWARD = 2.5
 """Products of the backward pass over the forward's: five for two."""

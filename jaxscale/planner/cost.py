@@ -364,7 +364,7 @@ def _state_seconds(shape, cluster, choice, passes, layer, stages, state: StateTr
     updated = ((zero == 1) | (zero == 2)) * state.update
     one_pass = forward * walks / m
     fresh = beside(updated, one_pass, traits.overlap_parameters, updated / count)
-    return fsdp, ended[0] + fresh[0], {"fsdp": hidden, "data": ended[1] + fresh[1]}
+    return fsdp, ended[0] + fresh[0] + state.ends, {"fsdp": hidden, "data": ended[1] + fresh[1]}
 
 
 def _optimizer_seconds(shape: Shape, cluster: Cluster, choice: Choice) -> Floats:

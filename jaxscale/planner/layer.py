@@ -271,11 +271,16 @@ def _mixer_bytes(shape: Shape) -> tuple[float, float]:
     return forward, 2.5 * forward
 
 
+QUANTISED_BYTES = {"bfloat16": 0.0, "fp8": 4.0, "fp4": 7.0}
+"""Of an operand's element: read in 16 bits, written along rows and along columns in 8; in 4 bits
+read three times, for the largest, for the rows, and rotated for the columns (NVFP4's recipe,
+arXiv 2509.25149)."""
+
+
 def _quantised_bytes(shape: Shape, choice: Choice, wide: Floats) -> Floats:
-    """Operands cast to 8 bits or fewer: read in 16, written along rows and along columns."""
-    if choice.traits.matmul == "bfloat16":
-        return 0.0
-    return 4.0 * ((2 * shape.d_model + shape.heads * shape.head_dim) / choice.tensor + wide)
+    """Casts of operands to 8 bits or fewer."""
+    operands = (2 * shape.d_model + shape.heads * shape.head_dim) / choice.tensor + wide
+    return QUANTISED_BYTES[choice.traits.matmul] * operands
 
 
 def _waiting(shape: Shape, choice: Choice) -> tuple[Floats, Floats]:

@@ -39,6 +39,7 @@ class Row:
     out_of_memory: bool
     sizes: dict[str, float] = field(default_factory=dict)  # parts of memory, by name, in bytes
     framework: str = ""
+    precision: str = ""
 
     @property
     def machine(self) -> tuple[str, str]:
@@ -110,6 +111,7 @@ def to_row(get: Columns) -> Row:
         # Where parts are listed, the whole is their sum, not a reading of a device.
         memory_bytes=0.0 if failed or sizes else get.float("mem_GB") * 1e9,
         out_of_memory=failed, sizes=sizes, framework=get("framework"),
+        precision=get("precision").lower(),
     )  # fmt: skip
 
 

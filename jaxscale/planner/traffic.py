@@ -107,6 +107,7 @@ class StateTraffic:
     replicas: Floats  # of gradient shards, over data
     whole: Floats  # gradients that are not scattered, over data and fsdp
     update: Floats  # parameters after the update, over fsdp
+    ends: Floats  # gradients of a tied table, between the first and the last rank of a pipeline
 
 
 def local_params(shape: Shape, choice: Choice) -> tuple[Floats, Floats]:
@@ -134,6 +135,9 @@ def state_traffic(shape: Shape, choice: Choice, levels: dict[str, Levels]) -> St
     width = 0.0 if choice.traits.frozen else choice.traits.gradient_bytes
     ranks = network.size(fsdp)
     both = network.reduce_seconds(fsdp, width * held) + network.reduce_seconds(data, width * held)
+    # The ends of a pipeline add up their gradients of a table that both have.
+    tied = width * shape.embedding_params / choice.tensor if shape.tied else 0.0
+    ends = network.send_seconds(levels["pipeline"], tied)
     return StateTraffic(
         gather=count * network.gather_seconds(fsdp, 2.0 * layers / count),
         gather_outer=network.gather_seconds(fsdp, 2.0 * outer),
@@ -141,4 +145,5 @@ def state_traffic(shape: Shape, choice: Choice, levels: dict[str, Levels]) -> St
         replicas=network.reduce_seconds(data, width * held / ranks),
         whole=both,
         update=network.gather_seconds(fsdp, 2.0 * held),
+        ends=ends,
     )
