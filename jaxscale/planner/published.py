@@ -171,14 +171,13 @@ def _stage(shape: Shape, choice: Choice, stage: Any) -> Published:
     last = np.asarray(stage) == p - 1
     # In host memory but for the layer at work and the next.
     resident = np.minimum(2.0, mine) if "activations" in choice.offload else mine
-    ahead = 2 if traits.eager else 1  # a compiled loop gathers the layer that it is at
     parts = {
         "weights": np.where(third, 4.0 * held / z, 2.0 * held),
         "gradients": trained * gradients,
         "optimizer": trained * optimizer,
         "activations": each * resident * in_flight(choice, stage) + _boundary(shape, choice, stage),
         "working": _working(shape, choice, last),
-        "gathered": np.where(third, ahead * 2.0 * layers * p / shape.layers + 2.0 * outer, 0.0),
+        "gathered": np.where(third, _gathered(shape, choice, layers, outer), 0.0),
         "buckets": np.asarray(traits.bucket_bytes),
         "context": np.asarray(_context(choice)),
     }
@@ -187,6 +186,15 @@ def _stage(shape: Shape, choice: Choice, stage: Any) -> Published:
     fragments = FRAGMENTATION * sum(parts.values())
     eager = float(traits.eager)  # a compiled step is laid out before it runs
     return Published(**parts, fragments=eager * fragments, cached=eager * update)
+
+
+def _gathered(shape: Shape, choice: Choice, layers: Floats, outer: Floats) -> Floats:
+    """Whole weights: of two layers beside embedding and head, which stay through a step; a compiled
+    step gathers what it is at."""
+    layer = 2.0 * layers * np.asarray(choice.pipeline) / shape.layers
+    if choice.traits.eager:
+        return 2 * layer + 2.0 * outer
+    return np.maximum(layer, 2.0 * outer / (1 if shape.tied else 2))
 
 
 def _boundary(shape: Shape, choice: Choice, stage: Any) -> Floats:
@@ -203,10 +211,9 @@ def _context(choice: Choice) -> Floats:
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * groups
 
 
-LOGIT_BYTES = {"compiled": 4.0, "fused": 6.0, "plain": 10.0}
-"""Of a logit while the loss is computed: 16 bits, the softmax in 32 and its gradient; a compiler
-fuses the softmax with its readers, and an eager
-loss keeps a copy of the logits in 32 bits beside them."""
+LOGIT_BYTES = {"compiled": 2.0, "fused": 4.0, "plain": 10.0}
+"""Of a logit while the loss is computed, in 16 bits. A compiler writes its gradient in its place, a
+fused kernel beside it, and a plain loss also keeps the logits and their softmax in 32 bits."""
 
 
 def _working(shape: Shape, choice: Choice, last: Any) -> Floats:
