@@ -38,6 +38,7 @@ class Traits:
     gradient_bytes: int = 4  # of an element that is reduced
     attention_seen: bool = True  # attention skips keys that the mask hides
     merged_dispatch: bool = False  # a token goes once to each node that has experts for it
+    grouped_experts: bool = True  # the products of a device's experts are one kernel
     fused_experts: bool = False  # the exchange sorts tokens by expert
     folded_experts: bool = False  # and an expert is not split over tensor
     bucket_bytes: float = 0.0  # that collectives are collected in

@@ -128,7 +128,7 @@ def _products(shape: Shape, choice: Choice, tokens: Floats):
     yield attention, shape.attending
     yield mlp, shape.with_mlp - shape.expert_layers
     if shape.expert_layers:
-        yield _expert_products(shape, choice, tokens), shape.expert_layers
+        yield from _expert_products(shape, choice, tokens)
     if shape.mixer:
         inner = shape.mixer.heads * shape.mixer.head_dim
         entry = 2 * inner + 2 * shape.mixer.groups * shape.mixer.state + shape.mixer.heads
@@ -144,23 +144,28 @@ def _products(shape: Shape, choice: Choice, tokens: Floats):
         yield cross, shape.layers
 
 
-def _expert_products(shape: Shape, choice: Choice, tokens: Floats) -> list[tuple]:
-    """Grouped products: a device's experts, each with the tokens that come to it."""
+STREAMS = 4
+"""On which the products of a device's experts run at a time where they are kernels of their own
+(Transformer Engine's GroupedLinear)."""
+
+
+def _expert_products(shape: Shape, choice: Choice, tokens: Floats):
+    """Products of a device's experts, each with the tokens that come to it, and what is beside."""
     x, d, gate = np.asarray(choice.expert), shape.d_model, 2 if shape.expert_gated else 1
-    t = np.asarray(choice.tensor)
+    t, folded = np.asarray(choice.tensor), choice.traits.folded_experts
     # Folded experts are whole, and the ranks of tensor bring a share of the tokens each.
-    width = shape.expert_ff / (1 if choice.traits.folded_experts else t)
-    share = tokens / t if choice.traits.folded_experts else tokens
+    width = shape.expert_ff / (1 if folded else t)
     local = np.maximum(1, shape.experts / x)
-    rows = share * shape.top_k * choice.traits.imbalance / local
+    rows = tokens / (t if folded else 1) * shape.top_k * choice.traits.imbalance / local
+    at_once = local if choice.traits.grouped_experts else np.minimum(STREAMS, local)
     wide = shape.routed_width
-    found = [(rows, gate * width, wide, local), (rows, wide, width, local)]
+    routed = [(rows, gate * width, wide, at_once), (rows, wide, width, at_once)]
+    yield routed, shape.expert_layers * local / at_once
     if shape.shared_experts:
         shared = shape.shared_experts * (shape.shared_ff or shape.expert_ff) / t
-        found += [(tokens, gate * shared, d, 1), (tokens, d, shared, 1)]
+        yield [(tokens, gate * shared, d, 1), (tokens, d, shared, 1)], shape.expert_layers
     if shape.expert_width:
-        found += [(tokens, wide, d, 1), (tokens, d, wide, 1)]
-    return found
+        yield [(tokens, wide, d, 1), (tokens, d, wide, 1)], shape.expert_layers
 
 
 def _attention(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats) -> tuple:

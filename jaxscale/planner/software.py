@@ -41,6 +41,7 @@ MEGATRON_CORE = replace(
     overlap_tensor=True,  # userbuffers in the NVIDIA recipes
     overlap_pipeline=True,
     folded_experts=True,
+    grouped_experts=False,
     merged_dispatch=True,  # DeepEP and its like
     imbalance=1.0,  # benchmarks force the router to balance
 )
