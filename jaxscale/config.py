@@ -332,7 +332,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
 
     Args:
       path: a Python file with `get_config(arg="")`; "FILE.py:ARG" passes ARG to it. Keys that the
-        file leaves out keep the defaults of this module.
+        file leaves out keep the defaults of this module. Its section "layout" may be "auto".
       overrides: "section.key=value" each, as after `--config.` on the command line.
 
     Raises:
@@ -343,11 +343,14 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     sections = {section.name: {} for section in dataclasses.fields(Config)}
     for name, values in _read(path).items():
         record = _section(name)
+        if (name, values) == ("layout", "auto"):
+            values = ml_collections.ConfigDict({"auto": True})
         if not isinstance(values, ml_collections.ConfigDict):
             raise ValueError(f"{path}: config.{name} must be a ConfigDict, got {values!r}")
         for key, value in values.items():
             sections[name][key] = _convert(f"{name}.{key}", value, _field(record, name, key))
     for override in overrides:
+        override = "layout.auto=True" if override == "layout=auto" else override
         key, separator, text = override.partition("=")
         name, dot, key = key.partition(".")
         record = _section(name)

@@ -56,6 +56,7 @@ class Layout:
     context_method: str = "ring"  # read only when context > 1
     remat: str = "none"  # what a layer keeps for its backward pass
     offload: str = "none"  # what lives in host memory
+    auto: bool = False  # the planner chooses what is left at its default, when a run begins
 
     def __post_init__(self) -> None:
         for axis in MESH_AXES:

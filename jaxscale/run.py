@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import math
 import pathlib
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxscale import config as configs
 from jaxscale import processes
 from jaxscale.batch import Batch
 from jaxscale.checkpoint import Checkpoints
@@ -27,6 +29,9 @@ from jaxscale.data.tokenizer import load as load_tokenizer
 from jaxscale.layout import resolve_sizes
 from jaxscale.mesh import make_mesh
 from jaxscale.ops.context import balanced_order
+from jaxscale.planner.explain import gigabytes, layout_text
+from jaxscale.planner.here import choose
+from jaxscale.planner.search import with_layout
 from jaxscale.step import Engine, make_engine
 
 log = logging.getLogger("jaxscale")
@@ -60,11 +65,35 @@ class Evaluation:
         return self.loss * self.tokens / math.log(2) / self.num_bytes
 
 
-def open_engine(config: Config) -> tuple[Config, Engine]:
-    """The config with its layout resolved on the devices at hand, and the engine on them."""
+def open_engine(config: Config, workdir: pathlib.Path | None = None) -> tuple[Config, Engine]:
+    """The config with its layout resolved on the devices at hand, and the engine on them.
+
+    Args:
+      workdir: of a run that may have begun; one with layout = "auto" keeps the layout it took.
+    """
+    config = planned(config, workdir)
     layout = resolve_sizes(config.layout, jax.device_count())
     config = dataclasses.replace(config, layout=layout)
     return config, make_engine(config, make_mesh(layout))
+
+
+def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
+    """The config with the layout that the planner takes, where it is left to the planner."""
+    if not config.layout.auto:
+        return config
+    begun = workdir / "config.json" if workdir else None
+    if begun and begun.is_file():
+        layout = configs.from_dict(json.loads(begun.read_text())).layout
+        log.info(f"layout = 'auto': {layout_text(layout)}, as the run began")
+        return dataclasses.replace(config, layout=layout)
+    device = jax.devices()[0]
+    plan = choose(config, device.device_kind, device.platform, jax.device_count())
+    log.info(
+        f"layout = 'auto' takes {layout_text(plan.layout)}: by formula a step of "
+        f"{plan.step_seconds:.4g} s and {gigabytes(plan.memory_bytes)} of "
+        f"{gigabytes(plan.limit_bytes)} on each device"
+    )
+    return with_layout(config, plan.layout)
 
 
 def for_sampling(config: Config) -> Config:

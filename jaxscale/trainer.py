@@ -74,7 +74,7 @@ def open_trainer(config: Config, workdir: pathlib.Path) -> Trainer | None:
       ValueError: settings that do not go together, with each other, the devices, the data or the
         checkpoint. Layouts and shapes are refused before anything is compiled.
     """
-    config, engine = open_engine(config)
+    config, engine = open_engine(config, workdir)
     log.info(describe(engine))
     run = config.run
     checkpoints = Checkpoints(

@@ -41,12 +41,9 @@ def plan(
     check_pins(query)
     found = search(query, top)
     plans = sorted((judge(query, one) for one in found.layouts), key=lambda one: one.step_seconds)
-    answer = Answer(
-        query, tuple(plans), found.considered, found.rejected, found.smallest, found.words
-    )
     if not plans:
-        raise ValueError(nothing_fits(answer))
-    return answer
+        raise ValueError(nothing_fits(query, found))
+    return Answer(query, tuple(plans), found)
 
 
 def with_batch(config: Config, batch_tokens: int) -> Config:

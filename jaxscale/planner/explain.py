@@ -174,7 +174,7 @@ def ranking(answer: Answer) -> str:
         f"{tokens / 1e9:,.0f} billion tokens at {100 * good.fraction:.1f} % goodput (a failure "
         f"every {good.between_failures_seconds / 3600:.0f} h, a checkpoint every "
         f"{good.checkpoint_every_seconds / 60:.0f} min), the building included.",
-        f"{answer.considered:,} layouts considered",
+        f"{answer.found.considered:,} layouts considered",
     ]
-    lines += [f"  {count:12,}  {reason}" for reason, count in answer.rejected.items()]
+    lines += [f"  {count:12,}  {reason}" for reason, count in answer.found.rejected.items()]
     return "\n".join(lines)

@@ -36,6 +36,7 @@ class Layouts:
     context_method: str = "ring"
     remat: str = "none"
     offload: str = "none"
+    auto: bool = False
 
     offloads = Layout.offloads
     batch_shards = Layout.batch_shards
@@ -56,10 +57,9 @@ class Layouts:
     def one(self, n: int) -> Layout:
         """One of them, checked."""
         fields: dict[str, Any] = dataclasses.asdict(self)
-        numbers = {
-            name: int(np.broadcast_to(fields[name], (len(self),))[n]) for name in NUMBERS
-        }  # fmt: skip
-        return Layout(**(fields | numbers))
+        for name in NUMBERS:
+            fields[name] = int(np.broadcast_to(fields[name], (len(self),))[n])
+        return Layout(**fields)
 
 
 def stack(layouts: list[Layout]) -> Layouts:

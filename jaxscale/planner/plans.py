@@ -1,7 +1,6 @@
 """One layout judged in full: seconds by term, bytes by what they hold, and what follows."""
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ from jaxscale.planner.energy import Bill, bill, watts
 from jaxscale.planner.held import deal, head_cost
 from jaxscale.planner.machine import Cluster
 from jaxscale.planner.memory import Memory, memory
-from jaxscale.planner.search import HOST_MEMORY_BYTES, Query, with_layout
+from jaxscale.planner.search import HOST_MEMORY_BYTES, Found, Query, with_layout
 from jaxscale.planner.shape import Shape
 
 ONES_OWN = (
@@ -101,14 +100,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search found: `plans` are best first."""
+    """What a search found, judged: `plans` are best first."""
 
     query: Query
     plans: tuple[Plan, ...]
-    considered: int
-    rejected: Mapping[str, int]  # by reason
-    smallest: Layout | None  # of the layouts that do not fit, the one that needs least
-    words: Mapping[str, str]  # what the engine said of one, by reason
+    found: Found
 
 
 def judge(query: Query, layout: Layout) -> Plan:

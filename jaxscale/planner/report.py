@@ -25,7 +25,7 @@ PALETTE = (
     "#3f78d1", "#e9a13b", "#43a663", "#c8553d", "#8f7cc4", "#1f8e9e", "#b5739d", "#7a7a52",
     "#5b8fb9", "#d98880", "#73b27f", "#a98d5d", "#6a6fb0", "#4aa3a2", "#c27ba0", "#999999",
 )  # fmt: skip
-WIDTH, ROW = 760, 22  # pixels
+WIDTH, ROW = 1000, 22  # pixels
 NAMES = 250  # pixels of the names beside bars
 
 STYLE = """
@@ -47,9 +47,9 @@ def page(answer: Answer) -> str:
         f"<h1>Layouts on {html.escape(title)}</h1>",
         f"<p>{shape.model.num_params / 1e9:.1f} billion parameters, "
         f"{shape.data.global_batch_size} sequences of {shape.data.seq_len} tokens a step. "
-        f"{answer.considered:,} layouts were considered.</p>",
+        f"{answer.found.considered:,} layouts were considered.</p>",
         _table(answer.plans),
-        _rejected(answer.rejected),
+        _rejected(answer.found.rejected),
     ]
     for number, plan in enumerate(answer.plans[:SHOWN], 1):
         sections += [

@@ -39,9 +39,13 @@ REMATS = (
 CHUNKS = (2, 3, 4, 5, 8)
 """Virtual stages that are tried where a schedule is free in them."""
 
-MEMORY_FRACTION = {"gpu": 0.85, "tpu": 0.95}
+CPU = "CPU"
+"""The name of devices that are this machine's own processors."""
+
+MEMORY_FRACTION = {"gpu": 0.85, "tpu": 0.95, "cpu": 0.6}
 """Of a device's memory, that a plan may fill: 5 per cent are left for what the formulas miss, and
-on a GPU 10 for its driver and libraries (`topology.GPU_MEMORY_FRACTION`)."""
+on a GPU 10 for its driver and libraries (`topology.GPU_MEMORY_FRACTION`); a machine does other
+things than training."""
 
 HOST_MEMORY_BYTES = 100e9
 """Of a server's memory, for each of its devices: 256 GB on DGX H100, 112 GB on TPU v5p hosts, some
@@ -64,6 +68,8 @@ class Query:
     @property
     def back_end(self) -> str:
         """Whose compiler it is."""
+        if self.cluster.name == CPU:
+            return "cpu"
         return "tpu" if self.cluster.torus else "gpu"
 
     @property
@@ -101,7 +107,7 @@ def search(query: Query, top: int = 10) -> Found:
     numbers = _numbers(query, rejected, words)
     best: list[tuple[float, Layout]] = []
     considered = 0
-    for texts in _texts(query.pins):
+    for texts in _texts(query):
         layouts = _fitting(query, numbers, texts, rejected)
         if layouts is None:
             continue
@@ -287,18 +293,20 @@ def _stages(pins: Mapping[str, Any], fsdp: int) -> Sequence[int]:
     return _pinned(pins, "zero_stage", range(4) if fsdp > 1 else [3])
 
 
-def _texts(pins: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _texts(query: Query) -> Iterator[dict[str, Any]]:
     """What is common to arrays of layouts: first without a pipeline, then with one."""
-    remats = _pinned(pins, "remat", REMATS)
+    pins, remats, offloads = query.pins, REMATS, OFFLOADS
+    if query.back_end == "cpu":
+        # It has no host memory of its own.
+        remats, offloads = [one for one in REMATS if not one.startswith("offload:")], ["none"]
+    remats, offloads = _pinned(pins, "remat", remats), _pinned(pins, "offload", offloads)
     for remat, offload, accumulation, method in itertools.product(
-        remats, _pinned(pins, "offload", OFFLOADS), _pinned(pins, "accumulation", ACCUMULATIONS),
+        remats, offloads, _pinned(pins, "accumulation", ACCUMULATIONS),
         _pinned(pins, "context_method", ("ring", "gather")),
     ):  # fmt: skip
         yield {"remat": remat, "offload": offload, "accumulation": accumulation,
                "context_method": method, "pipelined": False}  # fmt: skip
-    for (schedule, chunks), remat, offload in itertools.product(
-        _schedules(pins), remats, _pinned(pins, "offload", OFFLOADS)
-    ):
+    for (schedule, chunks), remat, offload in itertools.product(_schedules(pins), remats, offloads):
         yield {
             "remat": remat, "offload": offload, "schedule": schedule, "virtual_stages": chunks,
             "accumulation": pins.get("accumulation", "sequential"),

@@ -82,17 +82,17 @@ def _nearby(query: Query, pins: dict[str, Any]) -> str:
     return ""
 
 
-def nothing_fits(answer: Answer) -> str:
+def nothing_fits(query: Query, found: Found) -> str:
     """Why there is no plan, and what would help."""
-    query, pins = answer.query, pin_text(answer.query.pins)
+    pins = pin_text(query.pins)
     asked = f"{query.cluster.num_devices} {query.cluster.name}" + (f" with {pins}" if pins else "")
-    if answer.smallest is None:
-        said = next(iter(answer.words.values()), "") or next(iter(answer.rejected), "")
+    if found.smallest is None:
+        said = next(iter(found.words.values()), "") or next(iter(found.rejected), "")
         return f"no layout on {asked}: {said}"
-    why = problem(query, answer.smallest)
-    change = smallest_change(dataclasses.replace(query, pins={}), answer.smallest)
+    why = problem(query, found.smallest)
+    change = smallest_change(dataclasses.replace(query, pins={}), found.smallest)
     hint = f"; it would with {change[0]}" if change else "; more devices, or a smaller batch, would"
-    return f"no layout on {asked} fits. The smallest, {layout_text(answer.smallest)}: {why}{hint}"
+    return f"no layout on {asked} fits. The smallest, {layout_text(found.smallest)}: {why}{hint}"
 
 
 def pin_text(pins: Mapping[str, Any]) -> str:

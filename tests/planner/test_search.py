@@ -1,0 +1,164 @@
+"""The search finds what going through every layout one by one finds."""
+
+import dataclasses
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from jaxscale.config import Config, from_dict
+from jaxscale.layout import ACCUMULATIONS, OFFLOADS, Layout
+from jaxscale.planner.choice import Choice
+from jaxscale.planner.cost import cost
+from jaxscale.planner.machine import cluster
+from jaxscale.planner.memory import memory
+from jaxscale.planner.search import (
+    HOST_MEMORY_BYTES,
+    TOO_LARGE,
+    Query,
+    divisors,
+    meshes,
+    refusal,
+    search,
+    with_layout,
+)
+from jaxscale.planner.why import problem
+
+CONFIG = from_dict(
+    {
+        "model": {"num_layers": 6, "d_model": 1024, "num_heads": 8, "num_kv_heads": 4,
+                  "head_dim": 128, "d_ff": 4096, "vocab_size": 32000},
+        "data": {"global_batch_size": 16, "seq_len": 2048},
+    }
+)  # fmt: skip
+EIGHT = cluster("A100-40", 8)
+FOUR = cluster("A100-40", 4)
+TRIED = ("none", "full", "save_matmuls")  # policies of remat
+PIPELINES = ("1f1b", "zb_h1", "zb_v", "interleaved")
+
+
+def query(memory_gb: float = 4.0, config: Config = CONFIG, **pins) -> Query:
+    return Query(config, EIGHT, pins, memory_gb * 1e9)
+
+
+@pytest.fixture(autouse=True)
+def small_space(monkeypatch):
+    """Fewer texts than the search goes through, so that each layout can be judged by itself."""
+    monkeypatch.setattr("jaxscale.planner.search.REMATS", TRIED)
+    monkeypatch.setattr("jaxscale.planner.search.OFFLOADS", OFFLOADS[:2])
+    monkeypatch.setattr("jaxscale.planner.search.RUNNABLE", PIPELINES)
+    monkeypatch.setattr("jaxscale.planner.search.CHUNKS", (2, 3))
+
+
+def by_hand(asked: Query) -> list[tuple[float, Layout]]:
+    """Every layout of four devices, with the pins, that the engine accepts and that fits, with
+    its seconds."""
+    found = []
+    pipeline, count = asked.pins["pipeline"], asked.pins["microbatches"]
+    for sizes in itertools.product((1, 2, 4), repeat=4):
+        if np.prod(sizes) * pipeline != 4:
+            continue
+        mesh = dict(zip(("data", "fsdp", "context", "tensor"), sizes), pipeline=pipeline)
+        for stage, texts in itertools.product(range(4), every_text(pipeline)):
+            try:
+                layout = Layout(**mesh, zero_stage=stage, microbatches=count, **texts)
+                config = with_layout(asked.config, layout)
+                if refusal(config)[0]:
+                    continue
+                needs = memory(config, asked.back_end, own_host=True)
+            except ValueError:
+                continue
+            host = needs.host_stash + layout.offloads("optimizer") * needs.host_optimizer
+            if needs.peak > asked.limit_bytes or host > HOST_MEMORY_BYTES:
+                continue
+            choice = Choice.of(layout, config.data.global_batch_size)
+            found.append((cost(asked.shape, asked.cluster, choice).step_seconds, layout))
+    return sorted(found, key=lambda one: one[0])
+
+
+def every_text(pipeline: int) -> list[dict]:
+    if pipeline == 1:
+        return [
+            {"remat": remat, "offload": offload, "accumulation": accumulation,
+             "context_method": method}
+            for remat in TRIED for offload in OFFLOADS[:2] for accumulation in ACCUMULATIONS
+            for method in ("ring", "gather")
+        ]  # fmt: skip
+    return [
+        {"remat": remat, "schedule": name, "virtual_stages": chunks, "context_method": "gather"}
+        for remat in TRIED for name in (*PIPELINES, "1f1b:fused") for chunks in (1, 2)
+        if chunks > 1 or name != "interleaved"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("memory_gb", [3.0, 30.0])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_the_optimum_is_that_of_going_through_all(pipeline, memory_gb, monkeypatch):
+    monkeypatch.setattr("jaxscale.planner.search.CHUNKS", (2,))
+    pins = {"pipeline": pipeline, "microbatches": 4}
+    if pipeline > 1:
+        pins |= {"offload": "none"}
+    asked = Query(CONFIG, FOUR, pins, memory_gb * 1e9)
+    everything, found = by_hand(asked), search(asked, 3)
+    assert found.seconds[0] == pytest.approx(everything[0][0], rel=1e-12)
+    assert found.seconds[-1] <= everything[2][0] * (1 + 1e-12)
+    best = {dataclasses.replace(layout, zero_stage=3) for seconds, layout in everything
+            if seconds <= everything[0][0] * (1 + 1e-12)}  # fmt: skip
+    assert dataclasses.replace(found.layouts[0], zero_stage=3) in best
+
+
+def test_what_is_found_trains_and_fits():
+    for layout in search(query(4.0, tensor=2), 10).layouts:
+        assert problem(query(4.0, tensor=2), layout) == ""
+        assert layout.num_devices == 8
+
+
+def test_less_memory_takes_no_less_time():
+    seconds = [search(query(size, pipeline=1), 1).seconds[0] for size in (2.5, 4.0, 30.0)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_pins_hold():
+    pins = {"tensor": 2, "remat": "full", "microbatches": 4, "zero_stage": 1}
+    for layout in search(query(30.0, **pins), 5).layouts:
+        assert {name: getattr(layout, name) for name in pins} == pins
+    for layout in search(query(30.0, pipeline=2, schedule="zb_h1"), 5).layouts:
+        assert (layout.pipeline, layout.schedule) == (2, "zb_h1")
+
+
+def test_what_does_not_fit_is_counted_and_the_smallest_named():
+    found = search(query(0.1, pipeline=1), 5)
+    assert not found.layouts
+    assert found.rejected[TOO_LARGE] > 100
+    assert found.smallest is not None
+    peak = memory(with_layout(CONFIG, found.smallest), "gpu", own_host=True).peak
+    # Nothing that fits needs more than this one.
+    assert search(query(1.001 * peak / 1e9, pipeline=1), 1).layouts
+
+
+def test_what_the_engine_refuses_is_counted_in_its_words():
+    odd = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, global_batch_size=6))
+    found = search(query(30.0, odd, pipeline=1), 1)
+    assert found.rejected["data.global_batch_size does not split"] > 0
+    assert "does not split into layout.data" in next(iter(found.words.values()))
+
+
+def test_meshes_are_all_factorisations():
+    assert len(list(meshes(8))) == 35  # of 2 * 2 * 2 over five axes
+    assert all(np.prod(sizes) == 12 for sizes in meshes(12))
+    assert {sizes[5] for sizes in meshes(8, {"tensor": 4})} == {4}
+    assert not list(meshes(8, {"tensor": 3}))
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_a_hundred_thousand_layouts_in_seconds(monkeypatch):
+    monkeypatch.undo()
+    config = dataclasses.replace(
+        CONFIG, model=dataclasses.replace(CONFIG.model, num_layers=32),
+        data=dataclasses.replace(CONFIG.data, global_batch_size=512),
+    )  # fmt: skip
+    begin = time.process_time()
+    found = search(Query(config, cluster("H100-SXM", 64)), 10)
+    assert found.considered > 1e5
+    assert time.process_time() - begin < 20
