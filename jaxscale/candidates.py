@@ -59,17 +59,24 @@ def layout_of(choices: Choices, base: Layout, num_devices: int) -> Layout:
         read["accumulation"] = "sequential"
     if choices["pipeline"] != 1 and choices["context"] != 1:
         read["context_method"] = "gather"
-    return dataclasses.replace(base, data=num_devices // others, **read)
+    return dataclasses.replace(base, data=num_devices // others, auto=False, **read)
 
 
-def candidates(config: Config, num_devices: int) -> list[Choices]:
+def candidates(
+    config: Config, num_devices: int, pins: Mapping[str, Any] | None = None
+) -> list[Choices]:
     """Every choice on so many devices that the model's and the batch's sizes allow, in a fixed
-    order. Pipelines may still be refused for their layers: `refusal` tells."""
+    order. Pipelines may still be refused for their layers: `refusal` tells.
+
+    Args:
+      pins: choices that are given.
+    """
     return [
         choices
         for mesh in _meshes(num_devices)
         if not _mesh_refusal(config, mesh)
         for choices in _walks(config, mesh)
+        if all(choices[name] in (value, None) for name, value in (pins or {}).items())
     ]
 
 

@@ -7,36 +7,15 @@ from typing import Any
 
 from jaxscale.candidates import choices_of
 from jaxscale.describe import human_bytes, table
-from jaxscale.layout import MESH_AXES, Layout
+from jaxscale.layout import Layout
 from jaxscale.measure import OUTCOMES, Devices, Trial
+from jaxscale.planner.explain import layout_text
 
 SHOWN = 5
 """Layouts in the table."""
 
 POINT, BEST, FAILED, BARS = "#56b4e9", "#0072b2", "#d55e00", "#0072b2"
 """Of Okabe and Ito's palette, which colour-blind readers can tell apart."""
-
-
-def words(layout: Layout) -> str:
-    """A resolved layout in a few words: what it chooses, defaults left out.
-
-    >>> words(Layout(data=4, fsdp=2, zero_stage=2, microbatches=4))
-    'data 4 x fsdp 2, zero 2, 4 micro-batches'
-    """
-    chosen = choices_of(layout)
-    axes = " x ".join(f"{a} {getattr(layout, a)}" for a in MESH_AXES if getattr(layout, a) > 1)
-    parts = [axes or "one device"]
-    if chosen["zero_stage"] is not None:
-        parts.append(f"zero {layout.zero_stage}")
-    if layout.microbatches > 1:
-        layered = " layered" if chosen["accumulation"] == "layered" else ""
-        parts.append(f"{layout.microbatches} micro-batches{layered}")
-    if layout.pipeline > 1:
-        chunks = chosen["virtual_stages"]
-        parts.append(layout.schedule + (f" of {chunks} chunks" if chunks != 1 else ""))
-    if layout.remat != "none":
-        parts.append(f"remat {layout.remat}")
-    return ", ".join(parts)
 
 
 def flags(layout: Layout) -> str:
@@ -54,10 +33,10 @@ def progress(trial: Trial, before: Sequence[Trial], trials: int) -> str:
     """A line about a trial that has just ended."""
     head = f"{len(before) + 1:4d}/{trials}  "
     if not trial.measured:
-        return f"{head}{trial.outcome:>13}  {words(trial.layout)}: {trial.message}"
+        return f"{head}{trial.outcome:>13}  {layout_text(trial.layout)}: {trial.message}"
     best = min([one.step_seconds for one in before if one.step_seconds], default=float("inf"))
     new = "  best so far" if trial.step_seconds < best else ""  # pyright: ignore
-    return f"{head}{trial.step_seconds:11.4g} s  {words(trial.layout)}{new}"
+    return f"{head}{trial.step_seconds:11.4g} s  {layout_text(trial.layout)}{new}"
 
 
 def summary(
@@ -75,7 +54,7 @@ def summary(
     rows = [("rank", "s a step", "memory", "trial", "layout")]
     rows += [
         (str(best.index(one) + 1), f"{one.step_seconds:.4g}", human_bytes(one.memory_bytes or 0),
-         str(one.number), words(one.layout))
+         str(one.number), layout_text(one.layout))
         for one in shown
     ]  # fmt: skip
     parts.append("fastest, and the first that was measured\n" + table(rows))
@@ -97,7 +76,7 @@ def numbers(trials: Sequence[Trial], importance: Mapping[str, float]) -> dict[st
     """The same for a program."""
     return {
         "trials": [
-            {**vars(trial), "layout": vars(trial.layout), "words": words(trial.layout)}
+            {**vars(trial), "layout": vars(trial.layout), "text": layout_text(trial.layout)}
             for trial in trials
         ],
         "importance": dict(importance),

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,8 @@ def find_devices(program: Sequence[str] = PROGRAM) -> Devices:
 
 def search(
     config: Config, devices: Devices, *, trials: int, storage: pathlib.Path,
-    first: Sequence[Layout] = (), steps: int = 5, limit_seconds: float = 600, seed: int = 0,
+    first: Sequence[Layout] = (), pins: Mapping[str, Any] | None = None, steps: int = 5,
+    limit_seconds: float = 600, seed: int = 0,
     report: Callable[[Trial, list[Trial]], None] = lambda trial, before: None,
     program: Sequence[str] = PROGRAM,
 ) -> list[Trial]:  # fmt: skip
@@ -92,6 +93,7 @@ def search(
       storage: an SQLite file; written after every trial, so that a search which was stopped
         anywhere goes on with the same call.
       first: layouts to begin with, such as a planner's best; read when the file is new.
+      pins: choices that are given, by their names in `candidates.FIELDS`.
       steps: timed in each trial, after the warm-up.
       limit_seconds: for a whole trial, from its start.
       report: called after each trial with it and all before it.
@@ -100,17 +102,15 @@ def search(
     Raises:
       ValueError: the file holds trials of another config, or on other devices.
     """
-    study = open_study(config, devices, storage, first, seed)
+    study = open_study(config, devices, storage, first, pins, seed)
     done = finished(study)
     while len(done) < trials:
         asked = study.ask(_distributions(study))
         layout = layout_of(asked.params, config.layout, devices.devices)
-        changed = dataclasses.replace(config, layout=layout)
-        request = {"config": configs.to_dict(changed), "steps": steps}
-        outcome, answer = "refused", dict[str, Any](message=refusal(config, layout))
-        if not answer["message"]:
-            with _interruptible(study, asked):
-                outcome, answer = _run(program, request, limit_seconds)
+        with _interruptible(study, asked):
+            outcome, answer = try_layout(
+                config, layout, steps=steps, limit_seconds=limit_seconds, program=program
+            )
         for name, value in {**answer, "outcome": outcome}.items():
             asked.set_user_attr(name, value)
         asked.set_user_attr("layout", dataclasses.asdict(layout))
@@ -124,9 +124,22 @@ def search(
     return done
 
 
+def try_layout(
+    config: Config, layout: Layout, *, steps: int = 5, limit_seconds: float = 600,
+    program: Sequence[str] = PROGRAM,
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
+    """The outcome of one trial, and the figures of a `Trial` that it has: "step_seconds" of every
+    step, or a "message"."""
+    if why := refusal(config, layout):
+        return "refused", {"message": why}
+    changed = dataclasses.replace(config, layout=layout)
+    request = {"config": configs.to_dict(changed), "steps": steps}
+    return _run(program, request, limit_seconds)
+
+
 def open_study(
     config: Config, devices: Devices, storage: pathlib.Path, first: Sequence[Layout] = (),
-    seed: int = 0,
+    pins: Mapping[str, Any] | None = None, seed: int = 0,
 ) -> optuna.Study:  # fmt: skip
     """The study in a file, ready to ask; trials that were under way when it was left run again.
 
@@ -135,16 +148,18 @@ def open_study(
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage.parent.mkdir(parents=True, exist_ok=True)
-    pool = candidates(config, devices.devices)
+    for name in pins or {}:
+        configs.check_choice("--pin", name, FIELDS)
+    pool = candidates(config, devices.devices, pins)
     if not pool:
         raise ValueError(
             f"no layout on {devices.devices} devices fits data.global_batch_size = "
-            f"{config.data.global_batch_size} and this model; change the batch size"
+            f"{config.data.global_batch_size}, this model and {pins or 'no pins'}; change one"
         )
     study = optuna.create_study(
         study_name="layouts", storage=f"sqlite:///{storage}", load_if_exists=True,
     )  # fmt: skip
-    subject = {"config": _digest(config), **dataclasses.asdict(devices)}
+    subject = {"config": _digest(config), "pins": pins or {}, **dataclasses.asdict(devices)}
     if "subject" not in study.user_attrs:
         _fill(study, [choices_of(layout) for layout in first], pool)
         study.set_user_attr("subject", subject)

@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with flags.refusals():
         if options.validate:
             return _validate(options)
+        if options.measure:
+            return _measure(options, overrides)
         for name in ("config", "hardware", "devices"):
             if not getattr(options, name):
                 raise ValueError(f"--{name} is missing; see --help for an example")
@@ -86,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--prove", type=int, default=0, metavar="N", help="compile the best N plans")
     add("--topology", default="", metavar="NAME", help="the machine to compile for: h100:64x8")
     add("--validate", default="", metavar="CSV", help="score the formulas on measured runs")
+    add("--measure", action="store_true",
+        help="try layouts on the devices at hand, each in a process of its own")  # fmt: skip
+    add("--trials", type=int, default=40, metavar="N", help="to measure, those before included")
+    add("--storage", type=path, metavar="FILE.db", help="of the trials; a search goes on from it")
+    add("--trial_seconds", type=float, default=600, metavar="S", help="that a trial may take")
     add("--json", type=path, metavar="FILE", help="write the numbers there")
     return parser
 
@@ -163,8 +170,8 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "hardware": answer.query.cluster.name,
         "devices": answer.query.cluster.num_devices,
         "plans": [_plan_json(one, tokens) for one in answer.plans],
-        "considered": answer.considered,
-        "rejected": dict(answer.rejected),
+        "considered": answer.found.considered,
+        "rejected": dict(answer.found.rejected),
     }
 
 
@@ -234,6 +241,18 @@ def topology_name(query: Query) -> str:
         return f"{plain}:{'x'.join(map(str, cluster.torus))}"
     per_node = min(cluster.num_devices, 8)
     return f"{plain}:{cluster.num_devices // per_node}x{per_node}"
+
+
+def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if not options.config:
+        raise ValueError("--config is missing; see --help for an example")
+    config = configs.load(options.config, overrides)
+    try:
+        from jaxscale import measuring  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        flags.refuse(f"--measure needs a package more: uv sync --inexact --extra measure ({error})")
+    flags.log_to_stdout()
+    return measuring.run(options, config, parse_pins(options.pin))
 
 
 def _validate(options: argparse.Namespace) -> int:

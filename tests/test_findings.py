@@ -17,18 +17,6 @@ TRIALS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        (Layout(data=1), "one device"),
-        (WIDE, "data 2 x fsdp 4, zero 3, 2 micro-batches layered, remat full"),
-        (PIPED, "pipeline 4 x tensor 2, 8 micro-batches, zb_v of 2 chunks"),
-    ],
-)
-def test_words(layout, expected):
-    assert findings.words(layout) == expected
-
-
 @pytest.mark.parametrize("layout", [WIDE, PIPED, Layout(data=8)])
 def test_flags_lead_back_to_the_layout(layout):
     overrides = [flag.removeprefix("--config.") for flag in findings.flags(layout).split()]

@@ -209,7 +209,7 @@ def test_real_trials_on_eight_devices(tmp_path, monkeypatch):
     assert [trial.layout.sizes for trial in trials] == [layout.sizes for layout in first]
     assert all((trial.step_seconds or 0) > 0 for trial in trials)
     assert trials[0].loss == pytest.approx(trials[1].loss, rel=1e-6)
-    large = configs.load("configs/tiny.py", [*small, f"model.d_ff={10**11 + 7}"])
+    large = configs.load("configs/tiny.py", [*small, f"model.d_ff={10**11}"])
     (trial,) = measure.search(large, devices, trials=1, storage=tmp_path / "b.db",
                               first=[Layout(data=8)])  # fmt: skip
     assert trial.outcome == "out of memory", trial.message

@@ -84,8 +84,8 @@ def png(path: str, table: Table, run: Run, title: str) -> None:
     axes.set_facecolor(IDLE)
     axes.set_yticks(np.arange(ranks) + 0.5, [f"rank {r}" for r in range(ranks)])
     axes.tick_params(axis="y", length=0)
-    _draw_operations(axes, table, run, 72 * (inches - MARGIN_INCHES) / cells)
-    patches = _legend(table)
+    draw_operations(axes, table, run, 72 * (inches - MARGIN_INCHES) / cells)
+    patches = legend(table)
     figure.legend(
         handles=patches, loc="outside lower center", ncols=len(patches), frameon=False,
         fontsize=9, handlelength=1.4, columnspacing=1.4,
@@ -93,7 +93,7 @@ def png(path: str, table: Table, run: Run, title: str) -> None:
     figure.savefig(path, format="png")
 
 
-def _draw_operations(axes: "Axes", table: Table, run: Run, cell_points: float) -> None:
+def draw_operations(axes: "Axes", table: Table, run: Run, cell_points: float) -> None:
     """Boxes with numbers, where `cell_points`, the width of a cell, has room for them."""
     order, ops = table.order, table.ops
     later = (ops.stage // order.ranks) / max(1, order.virtual_stages - 1)
@@ -122,7 +122,8 @@ def _draw_operations(axes: "Axes", table: Table, run: Run, cell_points: float) -
         )  # fmt: skip
 
 
-def _legend(table: Table) -> "list[Patch]":
+def legend(table: Table) -> "list[Patch]":
+    """A patch for each colour that a table's operations have."""
     from matplotlib.patches import Patch  # noqa: PLC0415
 
     order, ops = table.order, table.ops
