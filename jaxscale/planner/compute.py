@@ -28,10 +28,12 @@ LAUNCH_SECONDS = 4e-6
 """Between the starts of two dependent kernels on a GPU, already queued (NVIDIA's figure for
 back-to-back launches is 2.2 to 5 us)."""
 
-SUSTAINED = {"bfloat16": 0.9, "fp8": 0.8, "fp4": 0.7}
+SUSTAINED = {"sm80": 0.95, "bfloat16": 0.9, "fp8": 0.8, "fp4": 0.7}
 """Of the rate of the best product alone, that a GPU reaches in a long run of them, where its power
 limit lowers the clock: H100 720 TFLOP/s against 794 at best, and of 8-bit operands 1280 against
-1600 (SemiAnalysis and ml-engineering; cuBLASLt). Of 4-bit operands nobody published both."""
+1600 (SemiAnalysis and ml-engineering; cuBLASLt). A100 258 of 271 on random numbers (He, Strangely,
+Matrix Multiplications on GPUs Run Faster When Given "Predictable" Data). Of 4-bit operands nobody
+published both."""
 
 COMPILED = 0.92
 """Of the rate of the best product alone, that a TPU reaches inside a compiled step, where operands
@@ -46,7 +48,8 @@ def matmul_seconds(
     """`batch` products of [m, k] and [k, n]: tiles in waves over the cores, or the memory."""
     flops = 2.0 * m * n * k * batch
     peak = cluster.peak_flops(matmul) * cluster.chip.matmul_fraction
-    peak = peak * (SUSTAINED[matmul] if cluster.chip.cores else COMPILED)
+    slow = "sm80" if generation(cluster) == "sm80" else matmul
+    peak = peak * (SUSTAINED[slow] if cluster.chip.cores else COMPILED)
     if cluster.chip.cores:
         seconds = _tiled_seconds(cluster, m, n, k, batch, peak, matmul)
     else:
@@ -145,7 +148,13 @@ rows are no multiple of 16 bytes and the tensor cores get them element by elemen
 (Anthony et al., The Case for Co-Designing Model Architectures with Hardware, arXiv 2401.14489)."""
 
 
-def memory_seconds(cluster: Cluster, num_bytes: Floats) -> Floats:
-    """Reading and writing the device's memory."""
+PLAIN_KERNEL = 0.85
+"""Of a long copy's bandwidth, that norms, softmax, dropout and activations of eager trainers reach
+(Megatron's and Apex's kernels on A100: 1.3 to 1.5 of 1.75 TB/s)."""
+
+
+def memory_seconds(cluster: Cluster, num_bytes: Floats, plain: bool = False) -> Floats:
+    """Reading and writing the device's memory, by a long copy or by `plain` elementwise kernels."""
     chip = cluster.chip
-    return num_bytes / (chip.memory_bytes_per_second * chip.memory_fraction)
+    rate = chip.memory_bytes_per_second * chip.memory_fraction
+    return num_bytes / (rate * (PLAIN_KERNEL if plain else 1.0))

@@ -1,0 +1,124 @@
+"""What a pipeline adds: layers dealt to its ranks, messages, and waiting for each other."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxscale.planner import ticks
+from jaxscale.planner.choice import Choice
+from jaxscale.planner.layer import Layer
+from jaxscale.planner.passes import Pass
+from jaxscale.planner.shape import Shape
+from jaxscale.planner.traffic import LayerTraffic
+
+Floats = Any  # a float, or float [N]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How many layers the ranks of a pipeline have."""
+
+    busiest: Floats  # of a rank in the middle
+    last: Floats  # of the rank that has the head, too
+    total: int
+
+    @classmethod
+    def of(cls, shape: Shape, choice: Choice) -> "Stages":
+        p, v = np.asarray(choice.pipeline), np.asarray(choice.virtual_stages)
+        ends = 2 * choice.traits.balanced_ends
+        most = np.ceil((shape.layers + ends * (p > 1)) / (p * v)) * v
+        if choice.traits.balanced_ends:
+            last = np.where(p > 1, most - 1, shape.layers)
+        else:
+            last = np.where(p > 1, np.maximum(0, shape.layers - (p - 1) * most), shape.layers)
+            last = np.where(shape.layers % (p * v) == 0, most, last)
+        return cls(np.where(p > 1, most, float(shape.layers)), last, shape.layers)
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """What a pipeline adds to the busiest rank's own work, in seconds of a step."""
+
+    bubble: Floats
+    messages: Floats
+    head_here: Floats  # 1 where the busiest rank has the head
+
+
+CLOSED_FORMS = ("gpipe", "1f1b", "interleaved", "breadth_first")
+"""Schedules whose time follows from their depth where no rank waits for another's tick."""
+
+
+def pipeline_seconds(
+    choice: Choice, passes: dict[str, Pass], layer: Layer, sent: LayerTraffic, stages: Stages,
+    waits: bool,
+) -> Pipe:  # fmt: skip
+    """What a pipeline adds to the busiest rank's own work."""
+    p, v = np.asarray(choice.pipeline), np.asarray(choice.virtual_stages, float)
+    m = np.asarray(choice.microbatches, float)
+    one = sum(each.seconds for each in passes.values())
+    head = layer.head_forward.seconds + layer.head_backward.seconds
+    middle, last = stages.busiest * one, stages.last * one + head
+    head_here = np.where((p == 1) | (last >= middle), 1.0, 0.0)
+    busiest = np.where(p > 1, np.maximum(middle, last), last)
+    if np.all(p == 1) or not waits:
+        return Pipe(0.0, 0.0, head_here)
+    each = 0.0 if choice.traits.overlap_pipeline else 2 * sent.message * v
+    if choice.traits.lockstep or choice.schedule not in CLOSED_FORMS:
+        total = _played(choice, stage_costs(stages, choice, passes, layer, sent.message))
+        total = np.where(p > 1, total, m * busiest)
+        return Pipe(np.maximum(0.0, total - m * busiest), np.zeros(()), head_here)
+    # As soon as possible: the busiest rank works all the time, once the others have filled it.
+    other = np.where(head_here == 1, middle, one * stages.total / p)
+    turns = (p - 1) / v
+    if choice.schedule == "breadth_first":  # ranks wait for a chunk's micro-batches to come round
+        turns = turns + np.maximum(0.0, p - m) * (v - 1) / v
+    fill = turns * (other + 2 * sent.message * v)
+    return Pipe(np.where(p > 1, fill, 0.0), np.where(p > 1, m * each, 0.0), head_here)
+
+
+def stage_costs(
+    stages: Stages, choice: Choice, passes, layer: Layer, message: Floats
+) -> ticks.Costs:
+    """Layers are dealt evenly to virtual stages; the last has the head, too.
+
+    Every operation of the executor ends with an exchange of messages.
+    """
+    count = int(np.max(np.asarray(choice.pipeline) * choice.virtual_stages))
+    share = stages.total / np.asarray(choice.pipeline)  # of a rank
+
+    def by_stage(name: str, head: Floats) -> np.ndarray:
+        v = np.asarray(choice.virtual_stages)
+        each = np.asarray(share * passes[name].seconds, float)
+        each = np.where(each > 0, each + message * v, 0.0)
+        costs = np.repeat(each[..., None], count, axis=-1)
+        costs[..., -1] = costs[..., -1] + v * head
+        return costs
+
+    return ticks.Costs(
+        f=by_stage("forward", layer.head_forward.seconds),
+        b=by_stage("input", layer.head_backward.seconds / 2),
+        w=by_stage("weights", layer.head_backward.seconds / 2),
+        r=by_stage("recompute", 0.0),
+    )
+
+
+def _played(choice: Choice, costs: ticks.Costs) -> np.ndarray:
+    """The makespan of each layout's own table."""
+    columns = [choice.pipeline, choice.microbatches, choice.virtual_stages]
+    shape = np.broadcast_shapes(*(np.shape(c) for c in columns), costs.f.shape[:-1])
+    keys = np.stack([np.broadcast_to(c, shape).ravel() for c in columns], axis=-1).astype(int)
+    total = np.zeros(keys.shape[0])
+    flat = [np.broadcast_to(c, (*shape, c.shape[-1])).reshape(len(keys), -1) for c in costs]
+    for key in np.unique(keys, axis=0):
+        p, m, v = (int(k) for k in key)
+        if p == 1:
+            continue
+        rows = np.flatnonzero((keys == key).all(axis=1))
+        # The head is the last entry, however many stages another layout of the arrays has.
+        mine = [np.concatenate([c[rows, : p * v - 1], c[rows, -1:]], axis=-1) for c in flat]
+        total[rows] = ticks.makespan(
+            choice.schedule, p, m, v, ticks.Costs(*mine),
+            fused=choice.fused, lockstep=choice.traits.lockstep,
+        )  # fmt: skip
+    return total.reshape(shape)
