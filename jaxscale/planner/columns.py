@@ -126,13 +126,13 @@ def to_choice(get: Columns, shape: Shape, traits: Traits) -> Choice:
         micro = max(1, batch // split)
     elif not micro:
         micro = max(1, min(batch // split, USUAL_TOKENS // shape.seq_len))
-    virtual = get.int("VP", 1) if pipeline > 1 else 1
-    interleaved = "interleaved" in get("schedule") and virtual > 1
+    virtual = _chunks(get, shape, pipeline)
+    interleaved = virtual > 1
     return Choice(
         pipeline=pipeline, data=replicas, fsdp=shards, expert=expert, context=context,
         tensor=tensor, zero_stage=zero, microbatch=micro,
         microbatches=max(1, round(batch / (split * micro))),
-        virtual_stages=virtual if interleaved else 1,
+        virtual_stages=virtual,
         schedule="interleaved" if interleaved else "1f1b", fused=True,
         remat=_remat(get("recompute"), traits), traits=traits,
     )  # fmt: skip
@@ -143,6 +143,16 @@ USUAL_TOKENS = 8192
 
 USUAL_DEVICES = 1024
 """Where a rate per device-hour was measured and the number of devices is not given."""
+
+
+def _chunks(get: Columns, shape: Shape, pipeline: int) -> int:
+    """Of each rank; a layer each where an interleaved schedule is named and no number."""
+    if pipeline == 1 or "interleaved" not in get("schedule"):
+        return 1
+    noted = re.search(r"VP=(\d+)", get("notes"))
+    if get("VP") or noted:
+        return get.int("VP") or int(noted[1])  # pyright: ignore[reportOptionalSubscript]
+    return shape.layers // pipeline if shape.layers % pipeline == 0 else 1
 
 
 def _devices(get: Columns, least: int) -> int:

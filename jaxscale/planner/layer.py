@@ -94,16 +94,25 @@ def layer_work(shape: Shape, cluster: Cluster, choice: Choice) -> Layer:
     )  # fmt: skip
 
 
+WIDE_IN_FP4 = 0.15
+"""Of the layers' products, that stay in 16 bits where the others have 4-bit operands: the first
+and last blocks (NVIDIA's recipe, arXiv 2509.25149, section 4)."""
+
+
 def _matmuls(shape, cluster, choice, tokens) -> tuple[Floats, Floats, Floats]:
     """Forward, and of the backward pass those for inputs and those for weights, a mean layer."""
-    total = [np.zeros(())] * 3
+    total, matmul = [np.zeros(())] * 3, choice.traits.matmul
+    operands = {matmul: 1.0}
+    if matmul == "fp4":
+        operands = {"fp4": 1 - WIDE_IN_FP4, "bfloat16": WIDE_IN_FP4}
     for products, count in _products(shape, choice, tokens):
         for m, n, k, batch in products:
             sides = ((m, n, k), (m, k, n), (k, n, m))
             for i, (rows, columns, depth) in enumerate(sides):
-                total[i] = total[i] + count * compute.matmul_seconds(
-                    cluster, rows, columns, depth, batch, choice.traits.matmul
-                )
+                for matmul, share in operands.items():
+                    total[i] = total[i] + count * share * compute.matmul_seconds(
+                        cluster, rows, columns, depth, batch, matmul
+                    )
     return total[0] / shape.layers, total[1] / shape.layers, total[2] / shape.layers
 
 
