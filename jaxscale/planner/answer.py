@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxscale import config as configs
 from jaxscale.config import Config
+from jaxscale.planner.dealing import improved
 from jaxscale.planner.machine import cluster
 from jaxscale.planner.plans import Answer, judge
 from jaxscale.planner.search import Query, check_pins, search
@@ -40,7 +41,8 @@ def plan(
     query = Query(config, cluster(hardware, devices, **overrides), pins, max_memory_bytes)
     check_pins(query)
     found = search(query, top)
-    plans = sorted((judge(query, one) for one in found.layouts), key=lambda one: one.step_seconds)
+    judged = (improved(query, judge(query, one)) for one in found.layouts)
+    plans = sorted(judged, key=lambda one: one.step_seconds)
     if not plans:
         raise ValueError(nothing_fits(query, found))
     return Answer(query, tuple(plans), found)

@@ -150,7 +150,7 @@ def memory(
         * where(walk.gathers, where(pipelined, held.capacity, 2), 1),
         zeros=walk.beside * transients.zeros * max(walk.compute, 4) * walk.tokens * attention
         // layout.tensor,
-        outer_gradients=_outer_gradients(config, walk),
+        outer_gradients=_outer_gradients(config, walk, transients),
         group=_group(config, walk),
         working_set=working_set_bytes(config, walk, transients),
         layer_gradients=where(
@@ -227,11 +227,16 @@ def _stash(config: Config, walk: Walk) -> tuple[Ints, Ints]:
     return stash, stash - layers * walk.group * stays
 
 
-def _outer_gradients(config: Config, walk: Walk) -> Ints:
+def _outer_gradients(config: Config, walk: Walk, transients: Transients) -> Ints:
     """The head's, and what the embedding's are summed into; with several walks both are among the
-    accumulators."""
+    accumulators. Where they are `late` they are there whole, before they are reduced."""
     head = walk.accumulated * _head_elements(config, walk.scatters)
-    return where(walk.single, head + walk.compute * elements(config, "embed"))
+    whole = walk.accumulated * _head_elements(config)
+    embed = elements(config, "embed")
+    if not transients.late:
+        return where(walk.single, head + walk.compute * embed)
+    several = where(config.layout.pipeline == 1, whole + walk.accumulated * embed)
+    return where(walk.single, head + whole, several)
 
 
 def _group(config: Config, walk: Walk) -> Ints:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -164,9 +165,14 @@ def _with_layers(
     return terms
 
 
-def dealt_costs(even: ticks.Costs, layers: tuple[int, ...], total: int) -> ticks.Costs:
-    """Costs of stages that have so many layers, from those of stages that have the same."""
-    share = np.array(layers) * len(layers) / total
+def dealt_costs(even: ticks.Costs, layers: Any, total: int) -> ticks.Costs:
+    """Costs of stages that have so many layers, from those of stages that have the same.
+
+    Args:
+      layers: [..., stages].
+    """
+    layers = np.asarray(layers)
+    share = layers * layers.shape[-1] / total
 
     def one(costs: np.ndarray) -> np.ndarray:
         costs = np.asarray(costs, float)

@@ -61,6 +61,10 @@ def by_hand(asked: Query) -> list[tuple[float, Layout]]:
             continue
         mesh = dict(zip(("data", "fsdp", "context", "tensor"), sizes), pipeline=pipeline)
         for stage, texts in itertools.product(range(4), every_text(pipeline)):
+            if (mesh["fsdp"] == 1 and stage < 3) or (
+                pipeline == mesh["context"] == 1 and texts["context_method"] == "gather"
+            ):
+                continue  # the same as another
             try:
                 layout = Layout(**mesh, zero_stage=stage, microbatches=count, **texts)
                 config = with_layout(asked.config, layout)
@@ -101,11 +105,9 @@ def test_the_optimum_is_that_of_going_through_all(pipeline, memory_gb, monkeypat
         pins |= {"offload": "none"}
     asked = Query(CONFIG, FOUR, pins, memory_gb * 1e9)
     everything, found = by_hand(asked), search(asked, 3)
-    assert found.seconds[0] == pytest.approx(everything[0][0], rel=1e-12)
-    assert found.seconds[-1] <= everything[2][0] * (1 + 1e-12)
-    best = {dataclasses.replace(layout, zero_stage=3) for seconds, layout in everything
-            if seconds <= everything[0][0] * (1 + 1e-12)}  # fmt: skip
-    assert dataclasses.replace(found.layouts[0], zero_stage=3) in best
+    assert found.seconds == pytest.approx([seconds for seconds, _ in everything[:3]], rel=1e-12)
+    fastest = everything[0][0] * (1 + 1e-12)
+    assert found.layouts[0] in [layout for seconds, layout in everything if seconds <= fastest]
 
 
 def test_what_is_found_trains_and_fits():
@@ -141,7 +143,7 @@ def test_what_the_engine_refuses_is_counted_in_its_words():
     odd = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, global_batch_size=6))
     found = search(query(30.0, odd, pipeline=1), 1)
     assert found.rejected["data.global_batch_size does not split"] > 0
-    assert "does not split into layout.data" in next(iter(found.words.values()))
+    assert "does not split into layout.data" in found.words["data.global_batch_size does not split"]
 
 
 def test_meshes_are_all_factorisations():

@@ -1,0 +1,119 @@
+"""The command, and what others call."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale import planning
+from jaxscale.layout import Layout
+from jaxscale.planning import main, parse_bytes, parse_pins, parse_tokens, split_pins
+
+ROOT = pathlib.Path(__file__).parent.parent
+SMALL = ["--hardware", "h100-sxm", "--devices", "16"]
+COMMAND = ["--config", "configs/llama32_1b.py", *SMALL, "--pin", "pipeline=1", "remat=full",
+           "offload=none"]  # fmt: skip
+
+
+def test_the_command_ranks_and_writes(tmp_path, capsys):
+    numbers, config, page = (tmp_path / name for name in ("plan.json", "mine.py", "plan.html"))
+    status = main([
+        *COMMAND, "--top", "3", "--why_not", "tensor=8,zero_stage=1", "--compare", "1", "2",
+        "--json", str(numbers), "--write", str(config), "--report", str(page),
+    ])  # fmt: skip
+    assert status == 0
+    printed = capsys.readouterr().out
+    for words in ("MFU counts", "layouts considered", "products of layers and head",
+                  "optimizer state", "why not tensor=8 zero_stage=1", "is faster, by"):  # fmt: skip
+        assert words in printed
+    found = json.loads(numbers.read_text())
+    plans = found["plans"]
+    assert len(plans) == 3
+    keys = {"layout", "step_seconds", "tokens_per_second", "mfu", "hfu", "memory_bytes", "terms"}
+    for plan in plans:
+        assert keys <= set(plan)
+        assert sum(plan["terms"].values()) == pytest.approx(plan["step_seconds"])
+        assert Layout(**plan["layout"]).num_devices == 16
+    assert [plan["step_seconds"] for plan in plans] == sorted(p["step_seconds"] for p in plans)
+    assert all(count > 0 for count in found["rejected"].values())
+    assert config.exists()
+    assert page.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hardware", "h101"], "no device 'h101'; did you mean"),
+        (["--pin", "tensor"], "'tensor' is not KEY=VALUE"),
+        (["--pin", "tensor=two"], "'tensor=two' is not KEY=VALUE"),
+        (["--max_memory", "70"], "--max_memory '70' is not a size such as 70GB"),
+        (["--batch_tokens", "4 million"], "is not a number such as 4M"),
+        (["--hardwere", "x"], "unknown flag --hardwere; did you mean --hardware"),
+        (["--compare", "1", "9"], "--compare 9: there are plans 1 to 1"),
+    ],
+)
+def test_refusals(words, said, capsys):
+    with pytest.raises(SystemExit):
+        main([*COMMAND, "--top", "1", *words])
+    assert said in capsys.readouterr().err
+
+
+def test_what_must_be_said(capsys):
+    with pytest.raises(SystemExit):
+        main(["--config", "configs/tiny.py"])
+    assert "--hardware is missing" in capsys.readouterr().err
+
+
+def test_numbers_as_people_write_them():
+    assert parse_tokens("4M") == 4 * 2**20
+    assert parse_tokens("") == parse_bytes("") == 0
+    assert (parse_bytes("70GB"), parse_bytes("64GiB")) == (70e9, 64 * 2**30)
+    assert split_pins("remat=save:query,key,tensor=4") == ["remat=save:query,key", "tensor=4"]
+    assert parse_pins(["tensor=4", "remat=full"]) == {"tensor": 4, "remat": "full"}
+
+
+def run(*words: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, check=True, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_the_name_is_a_function_and_a_command():
+    """A function in a notebook, a command in a shell; no JAX in either."""
+    program = (
+        "import sys, jaxscale\n"
+        "answer = jaxscale.plan('configs/tiny.py', 'h100-sxm', 2, pins={'pipeline': 1}, top=1)\n"
+        "print(answer.plans[0].layout.num_devices, callable(jaxscale.plan), 'jax' in sys.modules)\n"
+    )
+    assert run("-c", program) == "2 True False\n"
+    assert "layouts considered" in run(
+        "-m", "jaxscale.plan", "--config", "configs/tiny.py", "--hardware", "h100-sxm",
+        "--devices", "2", "--pin", "pipeline=1", "--top", "1",
+    )  # fmt: skip
+
+
+def test_proving_compares_predicted_with_compiled(monkeypatch, capsys, tmp_path):
+    class Compiled:
+        fits, peak_bytes, missing_bytes = True, 10_000_000_000, 0
+
+    asked = []
+
+    def compile_for(config, name):
+        asked.append((config.layout, name))
+        return Compiled
+
+    monkeypatch.setattr("jaxscale.proof.compile_for", compile_for)
+    monkeypatch.setattr("jaxscale.topology.leave_hardware_alone", lambda: None)
+    numbers = tmp_path / "plan.json"
+    main([*COMMAND, "--top", "2", "--prove", "2", "--json", str(numbers)])
+    proved = json.loads(numbers.read_text())["proved"]
+    assert [one["compiled_bytes"] for one in proved] == [Compiled.peak_bytes] * 2
+    assert [name for _, name in asked] == ["h100:2x8"] * 2
+    assert "Proved by compiling for h100:2x8" in capsys.readouterr().out
+    assert planning.Layout is Layout
