@@ -25,7 +25,6 @@ MEGATRON_2021 = replace(
 )
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021,
-    scattered_messages=False,  # DeepSpeed's pipeline sends whole activations
     bucket_bytes=2e9,  # 5e8 elements each for gathers and reductions, its default
 )
 MEGATRON_CORE = replace(
