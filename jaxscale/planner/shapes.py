@@ -32,6 +32,6 @@ NAMED = {
 
 def named(model: str, seq_len: int) -> Shape | None:
     """The shape that a name stands for, in any case and with _ for -; None if it is not known."""
-    name = model.lower().replace("_", "-").removesuffix(" lora")
+    name = model.lower().replace("_", "-").replace("nemotron3", "nemotron-3")
     found = [shape for known, shape in NAMED.items() if name.startswith(known)]
     return replace(found[0], seq_len=seq_len) if found else None
