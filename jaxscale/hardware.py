@@ -15,6 +15,11 @@ class Chip:
     A chip that JAX shows as two devices (TPU v3, TPU v7) is halved. `confidence` is "seen" when
     the figures were read in a source, "memory" when they are recalled, or both. Links are what
     one device sends one way. A figure that is not known, or that a device does not have, is 0.
+
+    `matmul_fraction`, the links' measured rates and `memory_fraction` are from the tables of
+    ml-engineering (maximum achievable matmul FLOPS, all-reduce, memory) for A100, H100, H200, B200,
+    GB200, MI300X and v6e. Other devices have the share of their nearest relative, and GB300 and
+    B300 that of GB200 and B200 times the ratio of their power limits, which bound it.
     """
 
     name: str
