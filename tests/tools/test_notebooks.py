@@ -1,0 +1,59 @@
+"""Every notebook runs from its first cell to its last, and what is committed is fit to be read."""
+
+import importlib
+import json
+import pathlib
+import re
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).parents[2] / "tools" / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+LARGEST_BYTES = 300_000
+
+
+@pytest.fixture
+def execute(monkeypatch):
+    """The module of tools/notebooks, with the environment that it gives to kernels."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("execute")
+    for name, value in module.environment().items():
+        monkeypatch.setenv(name, value)
+    # As a reader has it, not as the suite.
+    monkeypatch.delenv("JAX_ENABLE_X64", raising=False)
+    return module
+
+
+# Its own libraries warn of each other.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs(execute, path):
+    notebook = execute.run(path)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in cells)
+    pictures = [
+        output
+        for cell in cells
+        for output in cell.outputs
+        if "image/png" in output.get("data", {})
+    ]  # fmt: skip
+    assert len(pictures) >= 2
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_is_committed_is_small_has_pictures_and_no_path(path):
+    text = path.read_text()
+    assert len(text) < LARGEST_BYTES
+    cells = json.loads(text)["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
+    assert not any(output["output_type"] == "error" for output in outputs)
+    shown = json.dumps([
+        {kind: body for kind, body in output.get("data", output).items() if kind != "image/png"}
+        for output in outputs
+    ])  # fmt: skip
+    assert not re.search(r'(^|[\s"\'(=])/(home|root|tmp|work|Users)/', shown)
+
+
+def test_there_are_four():
+    assert len(NOTEBOOKS) == 4
