@@ -24,6 +24,7 @@ class Traits:
     sequence_parallel: bool = True  # ranks of tensor share out the tokens between products
     attention: str = "fused"  # the vendor's best kernel; or "flash1", "flash2", "written" scores
     eager: bool = False  # the host launches each kernel
+    launch_seconds: float = 8e-6  # of that: an eager operator takes PyTorch 5 to 10 us
     fused: bool = True  # elementwise work is fused with its neighbours
     loss: str = "compiled"  # with its neighbours; or one "fused" kernel, or "plain"
     dropout: bool = False

@@ -82,9 +82,11 @@ FLASH = {
     ("flash2", "sm80"): (0.58, 0.50),
     ("flash2", "sm90"): (0.36, 0.32),
     ("flash2", "sm100"): (0.25, 0.20),
+    ("flash2", "sm103"): (0.25, 0.20),
     ("fused", "sm80"): (0.58, 0.50),
     ("fused", "sm90"): (0.58, 0.48),
     ("fused", "sm100"): (0.50, 0.37),
+    ("fused", "sm103"): (0.62, 0.46),
     ("fused", "tpu"): (0.45, 0.40),
     ("fused", "tpu6"): (0.27, 0.24),
 }
@@ -93,8 +95,9 @@ backward, head dimension 128 and sequences of 2k to 8k. FlashAttention 1 and 2 o
 H100: arXiv 2307.08691, figures 4 to 7; its first version there, and the Triton one, at half of the
 second's. "fused", each vendor's best: FlashAttention-3 and cuDNN 9 on H100 (arXiv 2407.08608,
 figures 5 and 6), cuDNN on Blackwell (1,100 to 1,200 and 800 to 900 TFLOP/s on causal sequences of
-4k), splash attention on TPUs. From v6e on a TPU's matrix units have grown 4.7 times and its vector
-units, which exponentiate, about 2.8 times."""
+4k), a quarter more on Blackwell Ultra (estimated: it exponentiates twice as fast), and splash
+attention on TPUs. From v6e on a TPU's matrix units have grown 4.7 times and its vector units, which
+exponentiate, about 2.8 times."""
 
 FLASH_BACKWARD = 2.5
 """Products of the backward pass over the forward's: five for two."""
@@ -105,7 +108,7 @@ def generation(cluster: Cluster) -> str:
     if not cluster.chip.cores:
         return "tpu6" if cluster.chip.bf16_flops_per_second > 900e12 else "tpu"
     if cluster.chip.fp4_flops_per_second:
-        return "sm100"
+        return "sm100" if cluster.chip.fp4_flops_per_second < 13e15 else "sm103"
     return "sm90" if cluster.chip.fp8_flops_per_second else "sm80"
 
 
@@ -137,7 +140,7 @@ def scan_seconds(cluster: Cluster, flops: Floats) -> Floats:
     return flops / (SCAN_RATE["tpu"] * cluster.peak_flops())
 
 
-SMALL_HEAD = {"sm80": 0.25, "sm90": 0.4, "sm100": 0.8, "tpu": 0.5, "tpu6": 0.8}
+SMALL_HEAD = {"sm80": 0.25, "sm90": 0.4, "sm100": 0.8, "sm103": 0.4, "tpu": 0.5, "tpu6": 0.8}
 """By how much attention slows down from heads of 128 to heads of 64: as many exponentials for half
 of the products. A100 a fifth (arXiv 2307.08691), H100 a third (2407.08608, figure 5); the units
 that exponentiate did not grow with Blackwell's products."""

@@ -17,10 +17,6 @@ from jaxscale.planner.shape import Shape
 
 Floats = Any  # a float, or float [N]
 
-HOST_SECONDS = 8e-6
-"""A kernel's launch by an eager framework, Python included (PyTorch dispatches an operator in 5 to
-10 us)."""
-
 KERNELS = {"dense": (24, 44), "experts": (60, 110), "expert": (2, 4), "quantised": (6, 10)}
 """Kernels of a layer's two passes in an eager trainer: projections, core, norms, residual, bias,
 dropout and activation; experts add routing and permutation, and each expert of a device its
@@ -235,7 +231,7 @@ def _waiting(shape: Shape, choice: Choice) -> tuple[Floats, Floats]:
         (1 - moe) * KERNELS["dense"][n] + moe * (KERNELS["experts"][n] + local * each[n])
         for n in (0, 1)
     ]
-    return counts[0] * HOST_SECONDS, counts[1] * HOST_SECONDS
+    return counts[0] * choice.traits.launch_seconds, counts[1] * choice.traits.launch_seconds
 
 
 def _recompute(shape: Shape, choice: Choice, forward: Work) -> Work:
