@@ -10,10 +10,9 @@ import itertools
 import numpy as np
 
 from jaxscale.layout import parse_schedule
-from jaxscale.planner import ticks
 from jaxscale.planner.choice import Choice
-from jaxscale.planner.cost import rank_costs
-from jaxscale.planner.plans import Plan, dealt_costs, judge
+from jaxscale.planner.dealt import Parts
+from jaxscale.planner.plans import Plan, judge
 from jaxscale.planner.search import Query
 
 WORTH = 1e-3
@@ -42,14 +41,12 @@ def deal_by_seconds(query: Query, plan: Plan) -> tuple[int, ...]:
     """Moves one layer at a time, each time the one that shortens the step most, until none does."""
     layout = plan.layout
     choice = Choice.of(layout, plan.config.data.global_batch_size)
-    even = rank_costs(query.shape, query.cluster, choice)
+    parts = Parts.of(query.shape, query.cluster, choice)
     layers = np.array(plan.layers)
 
     def makespans(dealt: np.ndarray) -> np.ndarray:
-        return ticks.makespan(
-            choice.schedule, layout.pipeline, layout.microbatches, max(1, layout.virtual_stages),
-            dealt_costs(even, dealt, query.shape.layers), fused=choice.fused,
-        )  # fmt: skip
+        chunks = max(1, layout.virtual_stages)
+        return parts.makespan([0], layout.pipeline, layout.microbatches, chunks, dealt)
 
     now = makespans(layers[None])[0]
     while True:

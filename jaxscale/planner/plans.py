@@ -2,26 +2,18 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from jaxscale.config import Config
 from jaxscale.layout import Layout, parse_schedule
-from jaxscale.planner import ticks
 from jaxscale.planner.choice import Choice
-from jaxscale.planner.cost import Seconds, cost, rank_costs
+from jaxscale.planner.cost import Seconds, cost
+from jaxscale.planner.dealt import Parts
 from jaxscale.planner.energy import Bill, bill, watts
 from jaxscale.planner.held import deal, head_cost
 from jaxscale.planner.machine import Cluster
 from jaxscale.planner.memory import Memory, memory
 from jaxscale.planner.search import HOST_MEMORY_BYTES, Found, Query, with_layout
 from jaxscale.planner.shape import Shape
-
-ONES_OWN = (
-    "matmul", "attention", "elementwise", "waiting", "recompute", "tensor", "context", "expert",
-)  # fmt: skip
-"""Terms that are what the busiest rank of a pipeline does itself."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +114,7 @@ def judge(query: Query, layout: Layout) -> Plan:
     layers: tuple[int, ...] = ()
     if layout.pipeline > 1:
         layers = layers_of(config)
-        terms = _with_layers(query, choice, seconds, layers)
+        terms = Parts.of(query.shape, query.cluster, choice).terms(layers)
     needs = memory(config, query.back_end, own_host=True)
     plain = {field.name: int(getattr(needs, field.name)) for field in dataclasses.fields(needs)}
     return Plan(
@@ -140,52 +132,3 @@ def layers_of(config: Config) -> tuple[int, ...]:
         recompute=layout.remat == "full", num_layers=config.model.num_layers,
         head_cost=head_cost(config),
     )  # fmt: skip
-
-
-def _with_layers(
-    query: Query, choice: Choice, seconds: Seconds, layers: tuple[int, ...]
-) -> dict[str, float]:
-    """The terms with the layers as they are dealt: closed forms deal them evenly.
-
-    What the busiest rank does itself is scaled to what it has, and its waiting is the rest.
-    """
-    ranks, chunks = int(choice.pipeline), int(choice.virtual_stages)
-    count = int(choice.microbatches)
-    costs = dealt_costs(rank_costs(query.shape, query.cluster, choice), layers, query.shape.layers)
-    makespan = float(
-        ticks.makespan(choice.schedule, ranks, count, chunks, costs, fused=choice.fused)
-    )
-    work = count * busiest(choice.schedule, ranks, chunks, costs)
-    terms = {name: float(value) for name, value in seconds.terms.items()}
-    late = terms["stragglers"] / (float(seconds.step_seconds) - terms["stragglers"])
-    scale = work / sum(terms[name] for name in ONES_OWN)
-    terms |= {name: scale * terms[name] for name in ONES_OWN}
-    terms["bubble"] = makespan - work
-    terms["stragglers"] = late * (sum(terms.values()) - terms["stragglers"])
-    return terms
-
-
-def dealt_costs(even: ticks.Costs, layers: Any, total: int) -> ticks.Costs:
-    """Costs of stages that have so many layers, from those of stages that have the same.
-
-    Args:
-      layers: [..., stages].
-    """
-    layers = np.asarray(layers)
-    share = layers * layers.shape[-1] / total
-
-    def one(costs: np.ndarray) -> np.ndarray:
-        costs = np.asarray(costs, float)
-        head = costs[..., -1:] - costs[..., :1]
-        scaled = costs[..., :1] * share
-        return np.concatenate([scaled[..., :-1], scaled[..., -1:] + head], axis=-1)
-
-    return ticks.Costs(*(one(costs) for costs in even))
-
-
-def busiest(schedule: str, ranks: int, chunks: int, costs: ticks.Costs) -> float:
-    """Seconds of one micro-batch on the rank that has most to do."""
-    order = ticks.open_table(schedule, ranks, chunks, False, False, 2 * ranks).order
-    each = np.sum([np.asarray(cost, float) for cost in costs], axis=0) / chunks
-    ranks_of = [order.rank_of(stage, 0) for stage in range(order.stages)]
-    return float(np.bincount(ranks_of, weights=each).max())

@@ -9,9 +9,9 @@ from jaxscale.layout import parse_schedule
 from jaxscale.pipeline.draw import COLORS, WORDS
 from jaxscale.pipeline.simulate import Costs, simulate
 from jaxscale.planner.choice import Choice
-from jaxscale.planner.cost import rank_costs
+from jaxscale.planner.dealt import Parts
 from jaxscale.planner.explain import PARTS, TERMS, gigabytes, layout_text
-from jaxscale.planner.plans import Answer, Plan, dealt_costs
+from jaxscale.planner.plans import Answer, Plan
 from jaxscale.planner.shape import Shape
 from jaxscale.planner.ticks import open_table
 
@@ -142,7 +142,7 @@ def _timeline(plan: Plan) -> str:
     count = min(layout.microbatches, SHOWN_MICROBATCHES * ranks)
     choice = Choice.of(layout, plan.config.data.global_batch_size)
     shape = Shape.of(plan.config)
-    costs = dealt_costs(rank_costs(shape, plan.cluster, choice), plan.layers, shape.layers)
+    costs = Parts.of(shape, plan.cluster, choice).costs([0], plan.layers)
     table = open_table(name, ranks, chunks, fused, layout.remat == "full", count)
     run = simulate(table, Costs(*(tuple(np.ravel(cost).tolist()) for cost in costs)))
     scale, height = (WIDTH - 60) / run.lockstep_makespan, min(ROW, 480 // ranks)

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from jaxscale.pipeline.stages import RUNNABLE
 from jaxscale.planner.arrays import parameters
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.cost import cost
+from jaxscale.planner.dealt import Parts
 from jaxscale.planner.held import Held, deal, head_cost, hold
 from jaxscale.planner.layouts import Layouts, memory_of
 from jaxscale.planner.machine import Cluster
@@ -95,6 +96,14 @@ class Found:
     words: dict[str, str]  # what the engine said of one, by reason
 
 
+class Dealt(NamedTuple):
+    """Layers of many pipelines."""
+
+    keys: np.ndarray  # int [K, 3]: ranks, chunks, micro-batches
+    place: np.ndarray  # int [N], the key of each pipeline
+    layers: list[tuple[int, ...]]  # of each key, the layers of each virtual stage
+
+
 def search(query: Query, top: int = 10) -> Found:
     """Ranks all layouts of a query.
 
@@ -112,15 +121,17 @@ def search(query: Query, top: int = 10) -> Found:
         if layouts is None:
             continue
         considered += len(layouts)
-        if texts["pipelined"] and len(best) == top:
+        dealt = None
+        if texts["pipelined"]:
             # No table is needed for those that would be too slow even if no rank ever waited.
-            hopeful = step_seconds(query, layouts, waits=False) <= best[-1][0]
-            rejected[TOO_SLOW] += int((~hopeful).sum())
-            if not hopeful.any():
+            slow = _parts(query, layouts).bound() > (best[-1][0] if len(best) == top else np.inf)
+            rejected[TOO_SLOW] += int(slow.sum())
+            if slow.all():
                 continue
-            layouts = layouts.take(hopeful)
-        held = held_of(query.config, layouts)
-        needs = _memory(query, layouts, held)
+            layouts = layouts.take(~slow)
+            dealt = deal_all(query.config, layouts)
+        held = held_of(layouts, dealt) if dealt else None
+        needs = memory_of(query.config, layouts, held, query.back_end, own_host=True)
         host = needs.host_stash + layouts.offloads("optimizer") * needs.host_optimizer
         roomy = np.broadcast_to(host <= HOST_MEMORY_BYTES, (len(layouts),))
         fits = np.broadcast_to(needs.peak <= query.limit_bytes, (len(layouts),))
@@ -135,7 +146,9 @@ def search(query: Query, top: int = 10) -> Found:
         if not fits.any():
             continue
         layouts = layouts.take(fits)
-        seconds = step_seconds(query, layouts)
+        if dealt:
+            dealt = dealt._replace(place=dealt.place[fits])
+        seconds = step_seconds(query, layouts, dealt)
         fastest = np.argsort(seconds, kind="stable")[:top]
         best += [(float(seconds[n]), layouts.one(n)) for n in fastest]
         best = sorted(best, key=lambda one: one[0])[:top]
@@ -149,11 +162,16 @@ def search(query: Query, top: int = 10) -> Found:
     )  # fmt: skip
 
 
-def step_seconds(query: Query, layouts: Layouts, *, waits: bool = True) -> np.ndarray:
-    """float [N]; without `waits` a bound from below, for which pipelines need no table."""
+def step_seconds(query: Query, layouts: Layouts, dealt: Dealt | None) -> np.ndarray:
+    """float [N]."""
+    if dealt:
+        return _parts(query, layouts).step_seconds(*dealt)
     choice = choice_of(query.config, layouts)
-    seconds = cost(query.shape, query.cluster, choice, waits=waits).step_seconds
-    return np.broadcast_to(seconds, (len(layouts),))
+    return np.broadcast_to(cost(query.shape, query.cluster, choice).step_seconds, (len(layouts),))
+
+
+def _parts(query: Query, layouts: Layouts) -> Parts:
+    return Parts.of(query.shape, query.cluster, choice_of(query.config, layouts))
 
 
 def choice_of(config: Config, layouts: Layouts) -> Choice:
@@ -171,35 +189,36 @@ def choice_of(config: Config, layouts: Layouts) -> Choice:
     )  # fmt: skip
 
 
-def _memory(query: Query, layouts: Layouts, held: Held):
-    return memory_of(query.config, layouts, held, query.back_end, own_host=True)
-
-
-def held_of(config: Config, layouts: Layouts) -> Held:
-    """What a rank holds in each of the layouts, whose numbers are of ranks and micro-batches."""
-    if np.all(np.asarray(layouts.pipeline) == 1):
-        return Held(rows=config.model.num_layers)
+def deal_all(config: Config, layouts: Layouts) -> Dealt:
+    """The layers of every pipeline: of each of its numbers of ranks, chunks and micro-batches."""
     name, fused, given = parse_schedule(layouts.schedule)
-    count = len(layouts)
     columns = [
-        np.broadcast_to(getattr(layouts, field), (count,))
+        np.broadcast_to(getattr(layouts, field), (len(layouts),))
         for field in ("pipeline", "virtual_stages", "microbatches")
     ]
     keys, place = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    layers = [
+        given
+        or deal(
+            name, p, v, m, fused=fused, recompute=layouts.remat == "full",
+            num_layers=config.model.num_layers, head_cost=head_cost(config),
+        )
+        for p, v, m in keys.tolist()
+    ]  # fmt: skip
+    return Dealt(keys, place.reshape(-1), layers)
+
+
+def held_of(layouts: Layouts, dealt: Dealt) -> Held:
+    """What a rank holds in each of the pipelines."""
+    name, fused, _ = parse_schedule(layouts.schedule)
     recompute = layouts.remat == "full"
-    each = []
-    for p, v, m in keys.tolist():
-        if p == 1:
-            each.append(Held(rows=config.model.num_layers))
-            continue
-        layers = given or deal(
-            name, p, v, m, fused=fused, recompute=recompute, num_layers=config.model.num_layers,
-            head_cost=head_cost(config),
-        )  # fmt: skip
-        each.append(hold(name, p, v, m, fused=fused, recompute=recompute, layers=layers))
+    each = [
+        hold(name, p, v, m, fused=fused, recompute=recompute, layers=layers)
+        for (p, v, m), layers in zip(dealt.keys.tolist(), dealt.layers)
+    ]
     return Held(
         **{
-            field.name: np.array([getattr(one, field.name) for one in each])[place.reshape(-1)]
+            field.name: np.array([getattr(one, field.name) for one in each])[dealt.place]
             for field in dataclasses.fields(Held)
         }
     )

@@ -95,10 +95,13 @@ def stage_costs(
         costs[..., -1] = costs[..., -1] + v * head
         return costs
 
+    up, down = layer.head_forward.seconds, layer.head_backward.seconds
+    # Our last stage makes the loss and its gradients all at once, when it turns.
+    f, b, w = (0.0, up + down, 0.0) if choice.traits.lockstep else (up, down / 2, down / 2)
     return ticks.Costs(
-        f=by_stage("forward", layer.head_forward.seconds),
-        b=by_stage("input", layer.head_backward.seconds / 2),
-        w=by_stage("weights", layer.head_backward.seconds / 2),
+        f=by_stage("forward", f),
+        b=by_stage("input", b),
+        w=by_stage("weights", w),
         r=by_stage("recompute", 0.0),
     )
 

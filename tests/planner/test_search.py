@@ -9,10 +9,9 @@ import pytest
 
 from jaxscale.config import Config, from_dict
 from jaxscale.layout import ACCUMULATIONS, OFFLOADS, Layout
-from jaxscale.planner.choice import Choice
-from jaxscale.planner.cost import cost
 from jaxscale.planner.machine import cluster
 from jaxscale.planner.memory import memory
+from jaxscale.planner.plans import judge
 from jaxscale.planner.search import (
     HOST_MEMORY_BYTES,
     TOO_LARGE,
@@ -76,8 +75,7 @@ def by_hand(asked: Query) -> list[tuple[float, Layout]]:
             host = needs.host_stash + layout.offloads("optimizer") * needs.host_optimizer
             if needs.peak > asked.limit_bytes or host > HOST_MEMORY_BYTES:
                 continue
-            choice = Choice.of(layout, config.data.global_batch_size)
-            found.append((cost(asked.shape, asked.cluster, choice).step_seconds, layout))
+            found.append((judge(asked, layout).step_seconds, layout))
     return sorted(found, key=lambda one: one[0])
 
 
