@@ -14,7 +14,7 @@ from jaxscale.planner.choice import Choice
 from jaxscale.planner.layer import layer_work
 from jaxscale.planner.machine import Cluster
 from jaxscale.planner.network import axis_levels
-from jaxscale.planner.passes import crowding, make_passes
+from jaxscale.planner.passes import make_passes
 from jaxscale.planner.shape import Shape
 from jaxscale.planner.shards import (
     accumulate_seconds,
@@ -82,7 +82,7 @@ def cost(shape: Shape, cluster: Cluster, choice: Choice, *, waits: bool = True) 
     """
     levels = axis_levels(cluster, choice)
     layer, sent = layer_work(shape, cluster, choice), layer_traffic(shape, choice, levels)
-    passes, beside = make_passes(choice, layer, sent, crowding(cluster))
+    passes, beside = make_passes(cluster, choice, layer, sent)
     stages = Stages.of(shape, choice)
     pipe = pipeline_seconds(choice, passes, layer, sent, stages, waits)
     state = state_traffic(shape, choice, levels)
@@ -129,6 +129,6 @@ def rank_costs(shape: Shape, cluster: Cluster, choice: Choice) -> ticks.Costs:
     """
     levels = axis_levels(cluster, choice)
     layer, sent = layer_work(shape, cluster, choice), layer_traffic(shape, choice, levels)
-    passes, _ = make_passes(choice, layer, sent, crowding(cluster))
+    passes, _ = make_passes(cluster, choice, layer, sent)
     message = sent.message if choice.traits.lockstep else 0.0
     return stage_costs(Stages.of(shape, choice), choice, passes, layer, message)

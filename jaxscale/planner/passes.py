@@ -37,11 +37,13 @@ class Pass:
 
 
 def make_passes(
-    choice: Choice, layer: Layer, sent: LayerTraffic, slow: float
+    cluster: Cluster, choice: Choice, layer: Layer, sent: LayerTraffic
 ) -> tuple[dict[str, Pass], dict]:
     """Forward, input and weight gradients and what is made again, of a mean layer; and what is
     hidden in them of a micro-batch, by axis."""
-    traits = choice.traits
+    traits, slow = choice.traits, crowding(cluster)
+    # On TPUs the compiler cuts a product and its collective into pieces by itself.
+    piecewise = traits.overlap_tensor or bool(cluster.torus)
 
     def beside(seconds: Floats, work: Floats, wanted: bool) -> Floats:
         return np.maximum(0.0, seconds - work) if wanted else seconds
@@ -51,7 +53,7 @@ def make_passes(
 
     def in_pieces(seconds: Floats, work: Floats) -> Floats:
         """A product and its collective in t pieces: the first of them has nothing beside it."""
-        if not traits.overlap_tensor:
+        if not piecewise:
             return seconds
         first = seconds / t
         late = np.maximum(first, seconds - work)
