@@ -81,7 +81,7 @@ BY_FRAMEWORK = {  # the longest beginning of a framework's name counts
     "megatron-bridge 26.06": MEGATRON_CORE_2606,
     "megatron-bridge 26.08": MEGATRON_CORE_2606,
     "nemo": MEGATRON_CORE,
-    "nemo automodel": replace(TORCH_FSDP, fused=True, gradient_bytes=2),
+    "nemo automodel": replace(TORCH_FSDP, fused=True, gradient_bytes=2, merged_dispatch=True),
     "llm-foundry": replace(TORCH_FSDP, attention="flash1"),  # MPT's Triton kernel, for ALiBi
     "meta": replace(MEGATRON_2021, attention="flash2", attention_seen=True, overlap_gradients=True,
                     overlap_parameters=True),
