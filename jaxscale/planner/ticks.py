@@ -101,7 +101,7 @@ def _durations(costs: Costs, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:
     return durations.reshape(X + 1, -1, shape[-1]), shape[:-1]
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def open_table(
     schedule: str, ranks: int, virtual_stages: int, fused: bool, recompute: bool, microbatches: int
 ) -> Table:
@@ -111,7 +111,7 @@ def open_table(
     )
     if any(op.paired for row in order.rows for op in row):
         raise ValueError(f"{schedule} overlaps operations in pairs, whose costs do not add up")
-    return compile_order(order)
+    return compile_order(order, complete=schedule in ROUNDS)
 
 
 def _play_in_lockstep(key: tuple, durations: np.ndarray) -> np.ndarray:
