@@ -40,7 +40,7 @@ def test_the_coloured_part_is_the_shard(spec):
 
 def test_a_row_of_tiles_for_each_layout():
     engines = {
-        "a": engine_of("layout.fsdp=8"),
+        "a": engine_of("layout.data=1", "layout.fsdp=8"),
         "b": engine_of("layout.data=8", "layout.zero_stage=0"),
     }
     figure = picture.placement(engines)
@@ -61,7 +61,8 @@ def test_losses_and_plans_say_what_they_show(tmp_path):
         figure = draw({"best": best})
         assert unit in figure.axes[0].get_xlabel()
         picture.save(figure, str(tmp_path / "a.png"))
-    widths = sum(bar.get_width() for bar in picture.step_seconds({"b": best}).axes[0].patches)
+    bars: list = list(picture.step_seconds({"b": best}).axes[0].patches)
+    widths = sum(bar.get_width() for bar in bars)
     assert widths == pytest.approx(best.step_seconds, rel=0.01)
 
 

@@ -1,8 +1,8 @@
 """python tools/bench/search.py [--config FILE] [--trials 24] [--random 16] [--config.model....]
 
-A search by measuring beside random layouts, which are measured in turn with its trials, so that
-other work on the machine slows both alike. At the end the best found and the median random layout
-are measured once more, in turn.
+A search by measuring, as `plan --measure` does it, beside random layouts, which are measured in
+turn with its trials, so that other work on the machine slows both alike. At the end the best found
+and the median random layout are measured once more, in turn.
 """
 
 import argparse
@@ -21,10 +21,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
 from jaxscale import config as configs  # noqa: E402
-from jaxscale import findings, flags, measure  # noqa: E402
+from jaxscale import findings, flags, measure, measuring  # noqa: E402
 from jaxscale.candidates import candidates, layout_of, refusal  # noqa: E402
 from jaxscale.config import Config  # noqa: E402
-from jaxscale.layout import Layout, resolve_sizes  # noqa: E402
+from jaxscale.layout import Layout  # noqa: E402
 from jaxscale.planner.explain import layout_text  # noqa: E402
 
 FINAL_ROUNDS = 3
@@ -53,12 +53,12 @@ def main(argv: Sequence[str]) -> int:
     by_chance: list[tuple[float, Layout]] = []
     with tempfile.TemporaryDirectory() as folder:
         storage = pathlib.Path(folder) / "layouts.db"
-        own = resolve_sizes(config.layout, devices.devices)
+        first = [*measuring.own(config, devices), *measuring.planned(config, devices, {})]
         trials: list[measure.Trial] = []
         for count in range(1, options.trials + 1):
             before = trials
             trials = measure.search(
-                config, devices, trials=count, storage=storage, first=[own], seed=options.seed
+                config, devices, trials=count, storage=storage, first=first, seed=options.seed
             )
             print(findings.progress(trials[-1], before, options.trials), flush=True)
             if len(by_chance) < options.random * count // options.trials:
