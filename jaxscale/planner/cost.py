@@ -27,9 +27,9 @@ from jaxscale.planner.traffic import layer_traffic, state_traffic
 
 Floats = Any  # a float, or float [N]
 
-JITTER = 0.004
-"""Relative deviation of one device's step time; the slowest of N is sqrt(2 ln N) of them behind
-(b.8: 1 to 3 per cent at 1k devices and more)."""
+JITTER = 0.0054
+"""Relative deviation of one device's step time; the slowest of N is sqrt(2 ln N) of them behind:
+2 per cent at 1,000 devices, where 1 to 3 are typical."""
 
 END_SECONDS = {True: 8e-3, False: 1e-3}
 """Of a step that belong to no layer: the sums of losses and norms, the optimizer's kernels, the
