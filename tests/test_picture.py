@@ -54,7 +54,7 @@ def test_a_row_of_tiles_for_each_layout():
 
 def test_losses_and_plans_say_what_they_show(tmp_path):
     figure = picture.losses({"one": [3.0, 2.0], "two": [3.0, 2.000001]})
-    assert [text.get_text() for text in figure.axes[1].texts][0] == "5.0e-07"
+    assert next(text.get_text() for text in figure.axes[1].texts) == "5.0e-07"
     answer = plan("configs/llama2_7b.py", "H100-SXM", 8, top=1, pins={"pipeline": 1, "tensor": 1})
     (best,) = answer.plans
     for draw, unit in ((picture.step_seconds, "seconds"), (picture.memory, "GB")):
