@@ -59,7 +59,7 @@ def layout_of(choices: Choices, base: Layout, num_devices: int) -> Layout:
         read["accumulation"] = "sequential"
     if choices["pipeline"] != 1 and choices["context"] != 1:
         read["context_method"] = "gather"
-    return dataclasses.replace(base, data=num_devices // others, auto=False, **read)
+    return dataclasses.replace(base, data=num_devices // others, **read)
 
 
 def candidates(
