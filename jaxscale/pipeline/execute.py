@@ -248,7 +248,13 @@ class _Rank:
             )
             return self._add(state, row, index, self.parts.weight_gradient(batch, kept, saved))
 
-        return self._each(row, one, state)
+        state = self._each(row, one, state)
+        # It makes nothing to pass on. Unless that waits for it all the same, the ranks may meet in
+        # the middle of a tick, those with a W before it and the others after their operation.
+        sums = state.grads["layers"] if state.pending is None else state.pending
+        smallest = min(jax.tree.leaves(sums), key=lambda x: x.size)
+        made, _ = jax.lax.optimization_barrier((state.made, smallest))
+        return state._replace(made=made)
 
     def gather(self, state: _State, row: Row) -> _State:
         return state._replace(weights=self._gathered(row["chunk"]))
