@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import ml_collections
 
-from jaxscale.layout import BLOCK_TENSORS, Layout, remat_names
+from jaxscale.layout import AUTO, BLOCK_TENSORS, Layout, remat_names
 from jaxscale.source import Source, to_plain, to_sources
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -344,13 +344,13 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     for name, values in _read(path).items():
         record = _section(name)
         if (name, values) == ("layout", "auto"):
-            values = ml_collections.ConfigDict({"auto": True})
+            values = ml_collections.ConfigDict({"schedule": AUTO})
         if not isinstance(values, ml_collections.ConfigDict):
             raise ValueError(f"{path}: config.{name} must be a ConfigDict, got {values!r}")
         for key, value in values.items():
             sections[name][key] = _convert(f"{name}.{key}", value, _field(record, name, key))
     for override in overrides:
-        override = "layout.auto=True" if override == "layout=auto" else override
+        override = f"layout.schedule={AUTO}" if override == "layout=auto" else override
         key, separator, text = override.partition("=")
         name, dot, key = key.partition(".")
         record = _section(name)

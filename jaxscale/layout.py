@@ -20,6 +20,9 @@ SCHEDULES = (
     "gpipe", "1f1b", "interleaved", "breadth_first", "seq1f1b", "seq1f1b_interleaved", "chimera",
     "bitpipe", "zb_h1", "zb_h2", "zb_v", "dualpipe", "dualpipe_v",
 )  # fmt: skip
+AUTO = "auto"
+"""As a schedule: the planner chooses it, and all that is left at its default, when a run begins."""
+
 CONTEXT_METHODS = ("ring", "gather")
 BLOCK_TENSORS = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Results of a layer's products, by the names that a remat policy gives them; "attention" is what
@@ -56,7 +59,6 @@ class Layout:
     context_method: str = "ring"  # read only when context > 1
     remat: str = "none"  # what a layer keeps for its backward pass
     offload: str = "none"  # what lives in host memory
-    auto: bool = False  # the planner chooses what is left at its default, when a run begins
 
     def __post_init__(self) -> None:
         for axis in MESH_AXES:
@@ -120,6 +122,11 @@ class Layout:
             )
 
     @property
+    def auto(self) -> bool:
+        """Whether the planner has still to choose."""
+        return self.schedule == AUTO
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Mesh axis -> size, in mesh order."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
@@ -169,7 +176,7 @@ def parse_schedule(schedule: str) -> tuple[str, bool, tuple[int, ...]]:
       ValueError: no such schedule, or no such choice.
     """
     name, *choices = schedule.split(":")
-    if not name.endswith(".csv"):
+    if schedule != AUTO and not name.endswith(".csv"):
         _check_known("schedule", name, SCHEDULES)
     fused, layers = False, ()
     for choice in choices:
@@ -200,8 +207,13 @@ def resolve_sizes(layout: Layout, num_devices: int) -> Layout:
     """Replaces -1 by the devices that are left.
 
     Raises:
-      ValueError: the sizes do not multiply to `num_devices`.
+      ValueError: the sizes do not multiply to `num_devices`, or are left to the planner.
     """
+    if layout.auto:
+        raise ValueError(
+            "layout = 'auto' is chosen when a run begins; here set a layout, such as that of "
+            "python -m jaxscale.plan --write FILE"
+        )
     free = [axis for axis, size in layout.sizes.items() if size == -1]
     fixed = math.prod(size for size in layout.sizes.values() if size != -1)
     named = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1)

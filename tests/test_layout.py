@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from jaxscale import config
 from jaxscale.layout import MANUAL_AXES, MESH_AXES, Layout, resolve_sizes
 
 
@@ -45,3 +46,17 @@ def test_a_resolved_layout_splits_the_batch_over_data_and_fsdp():
 def test_sizes_that_do_not_multiply_to_the_devices_are_refused(layout, devices, fragment):
     with pytest.raises(ValueError, match=re.escape(fragment)):
         resolve_sizes(layout, devices)
+
+
+def test_a_layout_that_is_left_to_the_planner(tmp_path):
+    path = tmp_path / "auto.py"
+    path.write_text(
+        "import ml_collections\n\n"
+        "def get_config():\n"
+        "    return ml_collections.ConfigDict({'layout': 'auto'})\n"
+    )
+    assert config.load(str(path)).layout.auto
+    left = config.load("configs/tiny.py", ["layout=auto", "layout.tensor=2"]).layout
+    assert (left.auto, left.tensor) == (True, 2)
+    with pytest.raises(ValueError, match="layout = 'auto' is chosen when a run begins; here set"):
+        resolve_sizes(left, 8)

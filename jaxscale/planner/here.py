@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxscale.config import Config
 from jaxscale.hardware import Chip, find_chip
-from jaxscale.layout import Layout
+from jaxscale.layout import AUTO, Layout
 from jaxscale.planner.machine import Cluster, Tier, cluster
 from jaxscale.planner.plans import Plan, judge
 from jaxscale.planner.search import CPU, Query, search
@@ -31,7 +31,7 @@ def pins_of(layout: Layout) -> dict[str, Any]:
     return {
         field.name: getattr(layout, field.name)
         for field in dataclasses.fields(Layout)
-        if field.name != "auto" and getattr(layout, field.name) not in (field.default, -1)
+        if getattr(layout, field.name) not in (field.default, -1, AUTO)
     }
 
 

@@ -36,7 +36,6 @@ class Layouts:
     context_method: str = "ring"
     remat: str = "none"
     offload: str = "none"
-    auto: bool = False
 
     offloads = Layout.offloads
     batch_shards = Layout.batch_shards

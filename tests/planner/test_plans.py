@@ -135,7 +135,7 @@ def test_layouts_of_this_machine():
     found = here.choose(CONFIG, "cpu", "cpu", 8)
     assert found.layout.num_devices == 8
     assert found.layout.offload == "none"
-    pinned = with_layout(CONFIG, Layout(auto=True, tensor=2, remat="full"))
+    pinned = with_layout(CONFIG, Layout(schedule="auto", tensor=2, remat="full"))
     taken = here.choose(pinned, "cpu", "cpu", 8).layout
     assert (taken.tensor, taken.remat, taken.auto) == (2, "full", False)
     with pytest.raises(ValueError, match=r"hardware\.csv has no 'Abacus'"):
