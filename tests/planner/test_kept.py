@@ -75,20 +75,16 @@ def test_a_layer_keeps_these_values(name, remat):
 
 
 @pytest.mark.parametrize(
-    "remat",
-    [*POLICIES[:5], "save:query,key,value,attention_out,mlp_up", "save:attention_out,mlp_up"],
-)
-@pytest.mark.parametrize("name", ["llama", "gpt"])
-def test_a_pipeline_keeps_these_bytes(name, remat):
-    check_split(name, remat)
-
-
-@pytest.mark.parametrize(
     ("name", "remat"),
-    [("qk_norm", "none"), ("gpt qk_norm", "full"), ("qk_norm", "save_matmuls"),
-     ("llama", "save:mlp_up,mlp_gate"), ("llama", "save:attention_out,mlp_up,mlp_gate")]
+    [
+        ("llama", "full"), ("llama", "save_matmuls"), ("llama", "save_all_but_attention"),
+        ("llama", "save:query,attention"), ("llama", "save:mlp_up,mlp_gate"),
+        ("llama", "save:attention_out,mlp_up"), ("gpt", "save_matmuls"),
+        ("gpt", "save:query,key,value,attention_out"), ("gpt qk_norm", "full"),
+        ("qk_norm", "none"),
+    ],
 )  # fmt: skip
-def test_other_pipelines_keep_these_bytes(name, remat):
+def test_a_pipeline_keeps_these_bytes(name, remat):
     check_split(name, remat)
 
 

@@ -94,8 +94,7 @@ def every_text(pipeline: int) -> list[dict]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("memory_gb", [3.0, 30.0])
-@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize(("pipeline", "memory_gb"), [(1, 3.0), (2, 30.0)])
 def test_the_optimum_is_that_of_going_through_all(pipeline, memory_gb, monkeypatch):
     monkeypatch.setattr("jaxscale.planner.search.CHUNKS", (2,))
     pins = {"pipeline": pipeline, "microbatches": 4}
