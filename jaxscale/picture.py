@@ -269,9 +269,9 @@ def _stacked(
             panel.barh(rows, sizes, left=totals, color=COLORS[color], label=label, height=0.65)
         totals = [total + size for total, size in zip(totals, sizes)]
     for row, total in zip(rows, totals):
-        panel.text(
-            total, row, f" {form.format(total)}", va="center", fontsize=9, zorder=5,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        panel.annotate(
+            form.format(total), (total, row), (6, 0), textcoords="offset points", va="center",
+            fontsize=9, zorder=5, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
         )  # fmt: skip
     panel.set_yticks(rows, list(bars))
     panel.set(xlim=(0, 1.12 * max(totals)), ylim=(len(bars) - 0.4, -0.6))
