@@ -138,10 +138,12 @@ def _offloads(engine: Engine) -> list[str]:
 
 
 def _predict(engine: Engine, **changes: str) -> Memory:
-    """By the order in which XLA's CPU back end computes, the only one measured so far."""
+    """As the back end's compiler orders a step."""
+    platform = engine.mesh.devices.flat[0].platform
     layout = dataclasses.replace(engine.layout, **changes)
     config = dataclasses.replace(engine.config, layout=layout)
-    return memory(config, own_host=engine.mesh.devices.flat[0].platform != "cpu")
+    back_end = "gpu" if platform == "cuda" else platform
+    return memory(config, back_end, own_host=platform != "cpu")
 
 
 def _parameters(engine: Engine) -> str:

@@ -171,7 +171,7 @@ def ranking(answer: Answer) -> str:
         "3 x forward, causal attention counted once, nothing repeated; HFU adds what remat "
         f"repeats. Peak {query.cluster.peak_flops() / 1e12:.0f} TFLOP/s.",
         "Every rank of a pipeline has the same buffers. Days, energy and money are of "
-        f"{tokens / 1e9:,.0f} billion tokens at {100 * good.fraction:.1f} % goodput (a failure "
+        f"{tokens / 1e9:,.4g} billion tokens at {100 * good.fraction:.1f} % goodput (a failure "
         f"every {good.between_failures_seconds / 3600:.0f} h, a checkpoint every "
         f"{good.checkpoint_every_seconds / 60:.0f} min), the building included.",
         f"{answer.found.considered:,} layouts considered",

@@ -151,7 +151,7 @@ def search(query: Query, top: int = 10) -> Found:
         seconds = step_seconds(query, layouts, dealt)
         fastest = np.argsort(seconds, kind="stable")[:top]
         best += [(float(seconds[n]), layouts.one(n)) for n in fastest]
-        best = sorted(best, key=lambda one: one[0])[:top]
+        best = _distinct(sorted(best, key=lambda one: one[0]))[:top]
     return Found(
         [layout for _, layout in best], [seconds for seconds, _ in best],
         considered
@@ -187,6 +187,14 @@ def choice_of(config: Config, layouts: Layouts) -> Choice:
         schedule=name, fused=fused, remat=layouts.remat, offload=layouts.offload,
         accumulation=layouts.accumulation, context_method=layouts.context_method,
     )  # fmt: skip
+
+
+def _distinct(ranked: list[tuple[float, Layout]]) -> list[tuple[float, Layout]]:
+    """Without layouts that differ from a faster one only in what they offload."""
+    first: dict[Layout, tuple[float, Layout]] = {}
+    for one in ranked:
+        first.setdefault(dataclasses.replace(one[1], offload="none"), one)
+    return list(first.values())
 
 
 def deal_all(config: Config, layouts: Layouts) -> Dealt:

@@ -16,6 +16,7 @@ from jaxscale.planner.search import (
     HOST_MEMORY_BYTES,
     TOO_LARGE,
     Query,
+    _distinct,
     divisors,
     meshes,
     refusal,
@@ -101,7 +102,7 @@ def test_the_optimum_is_that_of_going_through_all(pipeline, memory_gb, monkeypat
     if pipeline > 1:
         pins |= {"offload": "none"}
     asked = Query(CONFIG, FOUR, pins, memory_gb * 1e9)
-    everything, found = by_hand(asked), search(asked, 3)
+    everything, found = _distinct(by_hand(asked)), search(asked, 3)
     assert found.seconds == pytest.approx([seconds for seconds, _ in everything[:3]], rel=1e-12)
     fastest = everything[0][0] * (1 + 1e-12)
     assert found.layouts[0] in [layout for seconds, layout in everything if seconds <= fastest]
