@@ -36,6 +36,7 @@ EXTRAS = {
     "aot-cudnn": ("nvidia-cudnn-cu13",),
     "parquet": ("pyarrow",),
     "sentencepiece": ("sentencepiece",),
+    "measure": ("optuna", "scikit-learn"),
     "wandb": ("wandb",),
     "mlflow": ("mlflow-skinny",),
     "dev": ("pytest", "pytest-xdist", "hypothesis", "ruff", "pyright", "import-linter"),
