@@ -91,7 +91,7 @@ def nothing_fits(query: Query, found: Found) -> str:
         return f"no layout on {asked}: {said}"
     why = problem(query, found.smallest)
     change = smallest_change(dataclasses.replace(query, pins={}), found.smallest)
-    hint = f"; it would with {change[0]}" if change else "; more devices, or a smaller batch, would"
+    hint = f"; it would with {change[0]}" if change else "; more devices would do"
     return f"no layout on {asked} fits. The smallest, {layout_text(found.smallest)}: {why}{hint}"
 
 
