@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -106,7 +107,7 @@ def report(
             _, answer = measure.try_layout(config, layout)
             again[name].append(statistics.median(answer["step_seconds"]))
     ratio = statistics.median(again["median"]) / statistics.median(again["best"])
-    command = " ".join(["python tools/bench/search.py", *argv])
+    command = re.sub(r" --(png|json)[ =]\S+", "", " ".join(["python tools/bench/search.py", *argv]))
     print(f"\n{command}\nbest found {best.step_seconds:.4g} s: {layout_text(best.layout)}\n"
           f"random layouts: fastest {by_chance[0][0]:.4g} s, median {median:.4g} s, "
           f"slowest {by_chance[-1][0]:.4g} s\nbest and median once more, in turn: "
