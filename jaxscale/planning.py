@@ -19,7 +19,8 @@ from jaxscale.planner import explain, report, why
 from jaxscale.planner.answer import plan
 from jaxscale.planner.explain import columns, gigabytes
 from jaxscale.planner.plans import Answer, Plan, judge
-from jaxscale.planner.search import Query, check_pins, search, with_layout
+from jaxscale.planner.search import search
+from jaxscale.planner.space import Query, check_pins, with_layout
 from jaxscale.planner.write import write_config
 
 

@@ -31,7 +31,7 @@ from jaxscale.mesh import make_mesh
 from jaxscale.ops.context import balanced_order
 from jaxscale.planner.explain import gigabytes, layout_text
 from jaxscale.planner.here import choose
-from jaxscale.planner.search import with_layout
+from jaxscale.planner.space import with_layout
 from jaxscale.step import Engine, make_engine
 
 log = logging.getLogger("jaxscale")

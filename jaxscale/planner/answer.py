@@ -9,7 +9,8 @@ from jaxscale.config import Config
 from jaxscale.planner.dealing import improved
 from jaxscale.planner.machine import cluster
 from jaxscale.planner.plans import Answer, judge
-from jaxscale.planner.search import Query, check_pins, search
+from jaxscale.planner.search import search
+from jaxscale.planner.space import Query, check_pins
 from jaxscale.planner.why import nothing_fits
 
 

@@ -13,7 +13,7 @@ from jaxscale.layout import parse_schedule
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.dealt import Parts
 from jaxscale.planner.plans import Plan, judge
-from jaxscale.planner.search import Query
+from jaxscale.planner.space import Query
 
 WORTH = 1e-3
 """Of a step, that another dealing must save to be proposed."""

@@ -9,7 +9,8 @@ from jaxscale.hardware import Chip, find_chip
 from jaxscale.layout import AUTO, Layout
 from jaxscale.planner.machine import Cluster, Tier, cluster
 from jaxscale.planner.plans import Plan, judge
-from jaxscale.planner.search import CPU, Query, search
+from jaxscale.planner.search import search
+from jaxscale.planner.space import CPU, Query
 from jaxscale.planner.why import nothing_fits
 
 

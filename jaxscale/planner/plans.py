@@ -12,8 +12,9 @@ from jaxscale.planner.energy import Bill, bill, watts
 from jaxscale.planner.held import deal, head_cost
 from jaxscale.planner.machine import Cluster
 from jaxscale.planner.memory import Memory, memory
-from jaxscale.planner.search import HOST_MEMORY_BYTES, Found, Query, with_layout
+from jaxscale.planner.search import Found
 from jaxscale.planner.shape import Shape
+from jaxscale.planner.space import HOST_MEMORY_BYTES, Query, with_layout
 
 
 @dataclass(frozen=True)

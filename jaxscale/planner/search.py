@@ -1,87 +1,25 @@
-"""Every layout of a model on a cluster, judged: refused, too large, or ranked by its step time.
-
-Texts (schedule, remat, what is offloaded, how gradients accumulate) are gone through one by one;
-all numbers that go with them are arrays. What the engine refuses is asked of the engine's own
-checks: `rules`, `Layout`, and the needs of a schedule.
-"""
+"""Every layout of a model on a cluster, judged: refused, too large, or ranked by its step time."""
 
 import collections
 import dataclasses
-import difflib
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxscale.config import Config
-from jaxscale.layout import ACCUMULATIONS, MESH_AXES, OFFLOADS, Layout, parse_schedule
-from jaxscale.pipeline.orders import SCHEDULES
-from jaxscale.pipeline.stages import RUNNABLE
-from jaxscale.planner.arrays import parameters
+from jaxscale.layout import MESH_AXES, Layout, parse_schedule
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.cost import cost
 from jaxscale.planner.dealt import Parts
 from jaxscale.planner.held import Held, deal, head_cost, hold
 from jaxscale.planner.layouts import Layouts, memory_of
-from jaxscale.planner.machine import Cluster
-from jaxscale.planner.shape import Shape
-from jaxscale.rules import REPLICATED_WEIGHTS, WEIGHTS, check_divides, check_sequence, mesh_axes
-
-REMATS = (
-    "none", "full", "save_matmuls", "save_all_but_attention", "save:query,key,value,attention",
-    "save:query,key,value", "save:query,key,value,attention,attention_out",
-    "offload:query,key,value,attention_out",
-)  # fmt: skip
-"""The policies that are tried, of the many that a list of names can say."""
-
-CHUNKS = (2, 3, 4, 5, 8)
-"""Virtual stages that are tried where a schedule is free in them."""
-
-CPU = "CPU"
-"""The name of devices that are this machine's own processors."""
-
-MEMORY_FRACTION = {"gpu": 0.85, "tpu": 0.95, "cpu": 0.6}
-"""Of a device's memory, that a plan may fill: 5 per cent are left for what the formulas miss, and
-on a GPU 10 for its driver and libraries (`topology.GPU_MEMORY_FRACTION`); a machine does other
-things than training."""
-
-HOST_MEMORY_BYTES = 100e9
-"""Of a server's memory, for each of its devices: 256 GB on DGX H100, 112 GB on TPU v5p hosts, some
-of it needed for what reads the data."""
+from jaxscale.planner.space import HOST_MEMORY_BYTES, Query, fitting, numbers_of, texts_of
 
 TOO_LARGE = "does not fit in memory"
 TOO_LARGE_FOR_HOST = "moves more to host memory than there is"
 TOO_SLOW = "slower than those shown, even if its pipeline never waited"
-
-
-@dataclass(frozen=True)
-class Query:
-    """What is asked: a model and its batch, a cluster, and what is not to be changed."""
-
-    config: Config  # its layout is not looked at
-    cluster: Cluster
-    pins: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of a Layout
-    memory_bytes: float = 0.0  # of a device; 0 for what the cluster's devices have
-
-    @property
-    def back_end(self) -> str:
-        """Whose compiler it is."""
-        if self.cluster.name == CPU:
-            return "cpu"
-        return "tpu" if self.cluster.torus else "gpu"
-
-    @property
-    def limit_bytes(self) -> float:
-        """What a program may need on a device."""
-        return self.memory_bytes or self.cluster.memory_bytes * MEMORY_FRACTION[self.back_end]
-
-    @property
-    def shape(self) -> Shape:
-        """The model's."""
-        return Shape.of(self.config)
 
 
 @dataclass(frozen=True)
@@ -113,11 +51,11 @@ def search(query: Query, top: int = 10) -> Found:
     rejected: collections.Counter[str] = collections.Counter()
     words: dict[str, str] = {}
     smallest: tuple[float, Layout | None] = (math.inf, None)
-    numbers = _numbers(query, rejected, words)
+    numbers = numbers_of(query, rejected, words)
     best: list[tuple[float, Layout]] = []
     considered = 0
-    for texts in _texts(query):
-        layouts = _fitting(query, numbers, texts, rejected)
+    for texts in texts_of(query):
+        layouts = fitting(query, numbers, texts, rejected)
         if layouts is None:
             continue
         considered += len(layouts)
@@ -230,201 +168,3 @@ def held_of(layouts: Layouts, dealt: Dealt) -> Held:
             for field in dataclasses.fields(Held)
         }
     )
-
-
-def _numbers(query: Query, rejected: collections.Counter, words: dict[str, str]) -> Layouts | None:
-    """Sizes of axes, ZeRO stages and micro-batches that the model and its batch allow."""
-    rows = []
-    for sizes in meshes(query.cluster.num_devices, query.pins):
-        mesh = dict(zip(MESH_AXES, sizes))
-        for stage in _stages(query.pins, mesh["fsdp"]):
-            config = with_layout(query.config, _plain(mesh, zero_stage=stage))
-            reason, said = refusal(config)
-            if reason:
-                rejected[reason] += 1
-                words.setdefault(reason, said)
-                continue
-            batch = query.config.data.global_batch_size // config.layout.batch_shards
-            for count in _pinned(query.pins, "microbatches", divisors(batch)):
-                if batch % count:
-                    rejected["data.global_batch_size does not split"] += 1
-                else:
-                    rows.append((*sizes, stage, count))
-    if not rows:
-        return None
-    columns = np.array(rows).T
-    return Layouts(**dict(zip((*MESH_AXES, "zero_stage", "microbatches"), columns)))
-
-
-def _plain(mesh: Mapping[Any, int], **changes: Any) -> Layout:
-    """A layout of these sizes with nothing that could be refused beside them."""
-    return Layout(**mesh, context_method="gather", **changes)
-
-
-def refusal(config: Config) -> tuple[str, str]:
-    """Why the engine refuses what a layout divides, in a few words and in its own; "" where it
-    does not."""
-    for check, reason in (
-        (check_divides, "data.global_batch_size does not split"),
-        (check_sequence, "data.seq_len does not split"),
-        (check_parameters, "a dimension of the model does not divide"),
-    ):
-        try:
-            check(config)
-        except ValueError as error:
-            return reason, str(error)
-    return "", ""
-
-
-def check_parameters(config: Config) -> None:
-    """Refuses axes over which a parameter does not divide, as the engine does when it places them.
-
-    Raises:
-      ValueError: names the dimension and the nearest size of the axis.
-    """
-    layout = config.layout
-    rules = WEIGHTS if layout.zero_stage >= 1 else REPLICATED_WEIGHTS
-    for array in parameters(config.model):
-        mesh_axes(array.axes, rules, layout.sizes, array.shape, name=f"{array.part}/{array.name}")
-
-
-def meshes(num_devices: int, pins: Mapping[str, Any] | None = None) -> Iterator[tuple[int, ...]]:
-    """Sizes of the mesh axes, in their order; expert parallelism cannot run yet."""
-    pins = pins or {}
-
-    def rest(axes: Sequence[str], devices: int) -> Iterator[tuple[int, ...]]:
-        if not axes:
-            if devices == 1:
-                yield ()
-            return
-        allowed = [1] if axes[0] == "expert" else divisors(devices)
-        for size in _pinned(pins, axes[0], allowed):
-            if size >= 1 and devices % size == 0:
-                yield from ((size, *more) for more in rest(axes[1:], devices // size))
-
-    yield from rest(MESH_AXES, num_devices)
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, in order."""
-    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*low, *(number // n for n in low)})
-
-
-def _pinned(pins: Mapping[str, Any], name: str, allowed: Sequence) -> Sequence:
-    return [pins[name]] if name in pins else allowed
-
-
-def _stages(pins: Mapping[str, Any], fsdp: int) -> Sequence[int]:
-    """With one rank of fsdp all stages are the same."""
-    return _pinned(pins, "zero_stage", range(4) if fsdp > 1 else [3])
-
-
-def _texts(query: Query) -> Iterator[dict[str, Any]]:
-    """What is common to arrays of layouts: first without a pipeline, then with one."""
-    pins, remats, offloads = query.pins, REMATS, OFFLOADS
-    if query.back_end == "cpu":
-        # It has no host memory of its own.
-        remats, offloads = [one for one in REMATS if not one.startswith("offload:")], ["none"]
-    remats, offloads = _pinned(pins, "remat", remats), _pinned(pins, "offload", offloads)
-    for remat, offload, accumulation, method in itertools.product(
-        remats, offloads, _pinned(pins, "accumulation", ACCUMULATIONS),
-        _pinned(pins, "context_method", ("ring", "gather")),
-    ):  # fmt: skip
-        yield {"remat": remat, "offload": offload, "accumulation": accumulation,
-               "context_method": method, "pipelined": False}  # fmt: skip
-    for (schedule, chunks), remat, offload in itertools.product(_schedules(pins), remats, offloads):
-        yield {
-            "remat": remat, "offload": offload, "schedule": schedule, "virtual_stages": chunks,
-            "accumulation": pins.get("accumulation", "sequential"),
-            "context_method": pins.get("context_method", "gather"), "pipelined": True,
-        }  # fmt: skip
-
-
-def _schedules(pins: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Schedules and the virtual stages that each can have."""
-    names = [*RUNNABLE, *(f"{name}:fused" for name in RUNNABLE if not _given(name))]
-    for schedule in _pinned(pins, "schedule", names):
-        for chunks in _pinned(pins, "virtual_stages", (1, *CHUNKS)):
-            name = parse_schedule(schedule)[0]
-            # Whether any number of ranks can have so many chunks.
-            if all(need.holds(4, 16, chunks, 1) for need in SCHEDULES[name].needs) and not (
-                chunks == 1 and name in ("interleaved", "breadth_first")
-            ):
-                yield schedule, chunks
-
-
-def _given(name: str) -> bool:
-    return SCHEDULES[name].given_backward
-
-
-def _fitting(
-    query: Query, numbers: Layouts | None, texts: Mapping[str, Any], rejected: collections.Counter
-) -> Layouts | None:
-    """The numbers that go with texts; None where there are none."""
-    if numbers is None:
-        return None
-    texts = dict(texts)
-    pipelined = texts.pop("pipelined")
-    several, context = numbers.microbatches > 1, np.asarray(numbers.context) > 1
-    wanted = (np.asarray(numbers.pipeline) > 1) == pipelined
-    if not pipelined:
-        # With one micro-batch, or whole sequences, a choice would be the same as another.
-        wanted &= several | (texts["accumulation"] == query.pins.get("accumulation", "sequential"))
-        wanted &= context | (texts["context_method"] == query.pins.get("context_method", "ring"))
-    if not wanted.any():
-        return None
-    try:
-        sizes = {"pipeline": 2, "context": 2} if pipelined else {}
-        Layout(**sizes, **texts)
-        dataclasses.replace(query.config, layout=Layout(remat=texts["remat"]))
-    except ValueError as error:
-        reason = str(error).partition(";")[0]
-        rejected[reason.rpartition(": ")[2] or reason] += int(wanted.sum())
-        return None
-    layouts = dataclasses.replace(numbers.take(wanted), **texts)
-    return _runnable(query, layouts, rejected) if pipelined else layouts
-
-
-def _runnable(query: Query, layouts: Layouts, rejected: collections.Counter) -> Layouts | None:
-    """Those whose schedule can serve them."""
-    name, v = parse_schedule(layouts.schedule)[0], int(layouts.virtual_stages)
-    keys = list(zip(np.asarray(layouts.pipeline).tolist(), layouts.microbatches.tolist()))
-    needs = {
-        (p, m): all(need.holds(p, m, v, 1) for need in SCHEDULES[name].needs)
-        for p, m in set(keys)
-    }  # fmt: skip
-    serves = np.array([needs[key] for key in keys])
-    enough = np.asarray(layouts.pipeline) * v <= query.config.model.num_layers
-    rejected["the schedule needs other numbers of ranks and micro-batches"] += int((~serves).sum())
-    rejected["fewer layers than stages"] += int((serves & ~enough).sum())
-    good = serves & enough
-    return layouts.take(good) if good.any() else None
-
-
-def with_layout(config: Config, layout: Layout) -> Config:
-    """The config with another layout."""
-    return dataclasses.replace(config, layout=layout)
-
-
-def check_pins(query: Query) -> None:
-    """Refuses pins that are no field of a layout, no value of it, or no number of devices.
-
-    Raises:
-      ValueError: names the nearest.
-    """
-    known = [field.name for field in dataclasses.fields(Layout)]
-    for name in query.pins:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
-            raise ValueError(f"--pin {name}: a layout has no such field{hint}")
-    Layout(**query.pins)
-    if next(iter(meshes(query.cluster.num_devices, query.pins)), None) is None:
-        sizes = " x ".join(
-            f"{name} {size}" for name, size in query.pins.items() if isinstance(size, int)
-        )
-        raise ValueError(
-            f"no mesh of {query.cluster.num_devices} devices has {sizes}: the sizes of the axes "
-            "multiply to the number of devices"
-        )

@@ -11,14 +11,13 @@ from jaxscale.pipeline.stages import RUNNABLE
 from jaxscale.planner.explain import PARTS, compare, gigabytes, layout_text
 from jaxscale.planner.held import hold_config
 from jaxscale.planner.plans import Answer, Plan, judge
-from jaxscale.planner.search import (
+from jaxscale.planner.search import Found, search
+from jaxscale.planner.space import (
     HOST_MEMORY_BYTES,
-    Found,
     Query,
     check_pins,
     divisors,
     refusal,
-    search,
     with_layout,
 )
 

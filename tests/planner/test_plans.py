@@ -18,7 +18,8 @@ from jaxscale.planner import explain, here, report, why
 from jaxscale.planner.answer import plan, with_batch
 from jaxscale.planner.machine import cluster
 from jaxscale.planner.plans import Answer, judge
-from jaxscale.planner.search import Query, search, with_layout
+from jaxscale.planner.search import search
+from jaxscale.planner.space import Query, with_layout
 from jaxscale.planner.write import write_config
 
 CONFIG = from_dict(

@@ -12,17 +12,8 @@ from jaxscale.layout import ACCUMULATIONS, OFFLOADS, Layout
 from jaxscale.planner.machine import cluster
 from jaxscale.planner.memory import memory
 from jaxscale.planner.plans import judge
-from jaxscale.planner.search import (
-    HOST_MEMORY_BYTES,
-    TOO_LARGE,
-    Query,
-    _distinct,
-    divisors,
-    meshes,
-    refusal,
-    search,
-    with_layout,
-)
+from jaxscale.planner.search import TOO_LARGE, _distinct, search
+from jaxscale.planner.space import HOST_MEMORY_BYTES, Query, divisors, meshes, refusal, with_layout
 from jaxscale.planner.why import problem
 
 CONFIG = from_dict(
@@ -45,10 +36,10 @@ def query(memory_gb: float = 4.0, config: Config = CONFIG, **pins) -> Query:
 @pytest.fixture(autouse=True)
 def small_space(monkeypatch):
     """Fewer texts than the search goes through, so that each layout can be judged by itself."""
-    monkeypatch.setattr("jaxscale.planner.search.REMATS", TRIED)
-    monkeypatch.setattr("jaxscale.planner.search.OFFLOADS", OFFLOADS[:2])
-    monkeypatch.setattr("jaxscale.planner.search.RUNNABLE", PIPELINES)
-    monkeypatch.setattr("jaxscale.planner.search.CHUNKS", (2, 3))
+    monkeypatch.setattr("jaxscale.planner.space.REMATS", TRIED)
+    monkeypatch.setattr("jaxscale.planner.space.OFFLOADS", OFFLOADS[:2])
+    monkeypatch.setattr("jaxscale.planner.space.RUNNABLE", PIPELINES)
+    monkeypatch.setattr("jaxscale.planner.space.CHUNKS", (2, 3))
 
 
 def by_hand(asked: Query) -> list[tuple[float, Layout]]:
@@ -97,7 +88,7 @@ def every_text(pipeline: int) -> list[dict]:
 
 @pytest.mark.parametrize(("pipeline", "memory_gb"), [(1, 3.0), (2, 30.0)])
 def test_the_optimum_is_that_of_going_through_all(pipeline, memory_gb, monkeypatch):
-    monkeypatch.setattr("jaxscale.planner.search.CHUNKS", (2,))
+    monkeypatch.setattr("jaxscale.planner.space.CHUNKS", (2,))
     pins = {"pipeline": pipeline, "microbatches": 4}
     if pipeline > 1:
         pins |= {"offload": "none"}

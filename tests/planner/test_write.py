@@ -9,7 +9,8 @@ from jaxscale.layout import parse_schedule
 from jaxscale.planner.dealing import deal_by_seconds, improved
 from jaxscale.planner.machine import cluster
 from jaxscale.planner.plans import judge
-from jaxscale.planner.search import Query, search
+from jaxscale.planner.search import search
+from jaxscale.planner.space import Query
 from jaxscale.planner.write import write_config
 from tests.invariants.layouts import LLAMA, compile_step, make_config, open_engine, run
 
