@@ -5,8 +5,9 @@ what its table predicts, and against the way in which pipelines are usually writ
 stages under `jax.vmap`, a shift of their inputs, and a scan that autodiff turns round (GPipe).
 
 The prediction takes the table, and how long the executor takes for an operation of each kind when
-both ranks do it at once: it runs tables of one kind only. All are stepped in turn, so that a busy
-machine slows all alike; ratios are medians of the rounds' ratios.
+both ranks do it at once: it runs tables of some kinds only. All are stepped in turn, so that a busy
+machine slows all alike. Times are medians of the rounds, "times faster" is the median of the rounds'
+ratios.
 """
 
 import argparse
@@ -155,18 +156,17 @@ def units(options: argparse.Namespace) -> dict[str, Case]:
     }
 
 
-def unit_seconds(unit: dict[str, Case], number: int) -> dict[str, float]:
-    """Seconds of an operation of each kind in a round."""
-    w, bw, fbw, x = (case.seconds[number] / UNIT_TIMES for case in unit.values())
+def unit_seconds(unit: dict[str, Case]) -> dict[str, float]:
+    """Seconds of an operation of each kind, medians of the rounds."""
+    w, bw, fbw, x = (statistics.median(case.seconds) / UNIT_TIMES for case in unit.values())
     return {"f": fbw - bw, "b": bw - w, "w": w, "x": x}
 
 
-def predict(case: Case, unit: dict[str, Case], number: int) -> float:
-    """Seconds of a case in a round, from those of operations in that round: a tick lasts as long
-    as its slowest operation."""
+def predict(case: Case, unit: dict[str, Case]) -> float:
+    """Seconds of a case from those of operations: a tick lasts as long as its slowest."""
     from jaxscale.pipeline.simulate import Costs, simulate  # noqa: PLC0415
 
-    f, b, w, x = unit_seconds(unit, number).values()
+    f, b, w, x = unit_seconds(unit).values()
     costs = Costs(f, x, 0.0) if "fused" in case.name else Costs(f, b, w)
     return simulate(case.table, costs).lockstep_makespan
 
@@ -237,9 +237,8 @@ def usual(options: argparse.Namespace, microbatches: int, remat: bool = False) -
 
 def report(cases: Sequence[Case], unit: dict[str, Case], options: argparse.Namespace) -> None:
     """Times, predictions and ratios."""
-    rounds = [unit_seconds(unit, number) for number in range(options.rounds)]
-    for name in rounds[0]:
-        print(f"{name}: {1e3 * statistics.median(r[name] for r in rounds):.1f} ms", end="  ")
+    for name, seconds_each in unit_seconds(unit).items():
+        print(f"{name}: {1e3 * seconds_each:.1f} ms", end="  ")
     usually = {case.microbatches: case for case in cases if case.name == USUAL}
     print(f"\n\n{'schedule':34}{'micro':>6}{'ms':>9}{'of predicted':>14}{'times faster':>14}"
           f"{'temp MB':>9}{'of usual':>10}")  # fmt: skip
@@ -248,8 +247,8 @@ def report(cases: Sequence[Case], unit: dict[str, Case], options: argparse.Names
         base, predicted, of_predicted = usually[case.microbatches], None, ""
         faster = median_ratio(base.seconds, case.seconds)
         if case.table is not None:
-            predicted = [predict(case, unit, number) for number in range(options.rounds)]
-            of_predicted = f"{median_ratio(case.seconds, predicted):.3f}"
+            predicted = predict(case, unit)
+            of_predicted = f"{statistics.median(case.seconds) / predicted:.3f}"
         print(f"{case.name:34}{case.microbatches:6}{1e3 * statistics.median(case.seconds):9.0f}"
               f"{of_predicted:>14}{faster:14.2f}{case.temp_bytes / 1e6:9.1f}"
               f"{case.temp_bytes / base.temp_bytes:10.2f}")  # fmt: skip
