@@ -6,8 +6,8 @@ stages under `jax.vmap`, a shift of their inputs, and a scan that autodiff turns
 
 The prediction takes the table, and how long the executor takes for an operation of each kind when
 both ranks do it at once: it runs tables of some kinds only. All are stepped in turn, so that a busy
-machine slows all alike. Times are medians of the rounds, "times faster" is the median of the rounds'
-ratios.
+machine slows all alike. Times are medians of the rounds; "times faster" is the median of the
+rounds' ratios.
 """
 
 import argparse
