@@ -6,6 +6,7 @@ Skipped only where the compilers, packages of the extra `aot`, are not installed
 import functools
 import json
 import math
+import re
 
 import jax
 import pytest
@@ -29,9 +30,10 @@ def compiled(name: str, accumulation: str = "sequential", microbatches: int = 1,
     """A ZeRO-3 step over four devices."""
     if not topology.installed(PLATFORMS[name]):
         pytest.skip(f"no compiler for {PLATFORMS[name]}s: uv sync --inexact --extra aot")
+    without_cudnn = PLATFORMS[name] == "gpu" and not topology.has_cudnn()
     config = from_dict(
         {
-            "model": MODEL | model | ({} if topology.has_cudnn() else {"attention": "blockwise"}),
+            "model": MODEL | model | ({"attention": "blockwise"} if without_cudnn else {}),
             "data": {"global_batch_size": 16, "seq_len": 256},
             "layout": {"data": 1, "fsdp": -1, "remat": "full", "accumulation": accumulation,
                        "microbatches": microbatches},
@@ -83,6 +85,15 @@ def test_the_collectives_of_a_layer_run_beside_one(name):
     report = compiled(name, "layered", MICROBATCHES)
     hidden = [one for one in report.collectives if one.asynchronous and one.beside_flops > 0]
     assert {"all-gather", "reduce-scatter"} <= {one.asked for one in hidden}
+
+
+def test_heads_are_turned_by_a_kernel():
+    """In each pass, queries and keys; the top layer stands beside the loop, forward and backward,
+    the bottom one backward."""
+    report = compiled("v5p:2x2x1", "layered", MICROBATCHES)
+    kernels = re.findall(r"= \S+ custom-call\(.*/rotary/pallas_call", report.program)
+    forward, backward, repeated = 2, 3, 3
+    assert len(kernels) == 2 * (forward + backward + repeated)
 
 
 def test_products_are_those_of_the_model():
