@@ -98,7 +98,8 @@ def spreads_outer(pipeline: Any, fsdp: Any, d_model: int) -> Any:
 
 def nearest_divisors(size: int, parts: int) -> str:
     """The numbers nearest to `parts`, below and above, into which `size` divides: "2 or 4"."""
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    divisors = small + [size // n for n in reversed(small) if n * n != size]
     below = [n for n in divisors if n < parts][-1:]
     return " or ".join(map(str, below + [n for n in divisors if n > parts][:1]))
 
