@@ -190,11 +190,6 @@ _TPU_V5E = (
         "spreads one collective over several computations",
     ),
     XlaFlag(
-        "xla_tpu_async_collective_fusion_fuse_multiple_collectives",
-        True,
-        "lets all the gathers of a layer run beside the same computations",
-    ),
-    XlaFlag(
         "xla_max_concurrent_async_all_gathers",
         16,
         "a layer has up to nine weights to gather; with the limit of 1 only one is hidden",
