@@ -82,10 +82,10 @@ def compile_for(config: Config, topology: str | Topology, *, unroll_layers: bool
     engine = make_engine(config, make_mesh(layout, machine.devices), unroll_layers=unroll_layers)
     batch = abstract_batch(engine, config.data.global_batch_size, config.data.seq_len)
     start = time.perf_counter()
-    lowered = engine.step.lower(engine.abstract_state, batch)  # pyright: ignore
     try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
+        # cuDNN is asked for its version as soon as the step is traced.
+        compiled = engine.step.lower(engine.abstract_state, batch).compile()  # pyright: ignore
+    except RuntimeError as error:
         if engine.attention == "cudnn" and not has_cudnn():
             raise ModuleNotFoundError(
                 "fused attention for GPUs needs cuDNN's library to compile (540 MB): uv sync "

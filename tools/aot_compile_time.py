@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def seconds(num_layers: int, num_devices: int, topology: str) -> float:
-    """Processor seconds to trace, lower and compile one step: fsdp 8, the rest data parallel."""
+    """Processor seconds to trace, lower and compile one step: fsdp 4, the rest data parallel."""
     config = from_dict(
         {
             "model": {
@@ -64,7 +64,7 @@ def seconds(num_layers: int, num_devices: int, topology: str) -> float:
                 "head_dim": 128, "d_ff": 4096, "vocab_size": 32_000,
             },
             "data": {"global_batch_size": num_devices, "seq_len": 1024},
-            "layout": {"data": -1, "fsdp": 8, "remat": "full"},
+            "layout": {"data": -1, "fsdp": 4, "remat": "full"},
         }
     )  # fmt: skip
     start = time.process_time()

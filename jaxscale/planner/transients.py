@@ -94,4 +94,4 @@ def _scores(config: Config) -> Ints:
     block: Ints = 64
     for size in (128, 256, 512):
         block = where(heads * size**2 <= BLOCK_SCORES, size, block)
-    return 4 * heads * -(most(-block, -time) ** 2)
+    return 4 * heads * most(-block, -time) ** 2  # of the smaller one
