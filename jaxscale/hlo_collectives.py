@@ -8,7 +8,7 @@ computations that hide it. Loops are multiplied out by their trip counts.
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,11 +53,14 @@ class _Place:
     last: int
 
 
-def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
+def collectives(
+    program: Program, mesh: Mapping[str, int], between: tuple[str, ...] = ()
+) -> list[Collective]:
     """Every collective that a call runs.
 
     Args:
       mesh: axis -> size, in the order in which the program's devices are laid out.
+      between: the axes that go over the network between slices of TPUs, by way of their hosts.
     """
     runs = program.executions()
     costs = computation_costs(program, flops, unknown_trips=1)
@@ -90,7 +93,26 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
                 computation=place.computation,
             )
         )
-    return found
+    return found + list(_between_slices(program, between, runs, costs))
+
+
+def _between_slices(
+    program: Program, between: tuple[str, ...], runs: Mapping[str, float],
+    costs: Mapping[str, float],
+) -> Iterator[Collective]:  # fmt: skip
+    """Collectives that hosts carry out: a send to them, and later what comes back."""
+    for name, instructions in program.computations.items():
+        for place, instruction in enumerate(instructions):
+            transfer = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"')
+            if instruction.opcode == "send" and transfer and runs.get(name):
+                kind = transfer.lower().replace("_", "-")
+                where = _Place(name, place, _end(instructions, place))
+                yield Collective(
+                    kind=kind, asked=kind, axes=between, count=runs[name], arrays=1,
+                    num_bytes=hlo.array_bytes(*hlo.arrays(instruction.shape)[0]),
+                    asynchronous=True, beside_flops=_flops_at(program, where, costs),
+                    op_name=instruction.op_name, computation=name,
+                )  # fmt: skip
 
 
 def _callers(program: Program) -> dict[str, tuple[str, int]]:

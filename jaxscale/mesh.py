@@ -29,11 +29,14 @@ def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(_arrange(layout, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def axes_between_slices(layout: Layout, devices: Sequence[Any]) -> tuple[str, ...]:
+    """The axes that go over the network between slices of TPUs; () with one slice."""
+    parts = over_slices(tuple(layout.sizes.values()), _slices(devices))
+    return tuple(axis for axis, part in zip(MESH_AXES, parts, strict=True) if part > 1)
+
+
 def _arrange(layout: Layout, devices: Sequence[Any]) -> np.ndarray:
-    sizes = tuple(layout.sizes.values())
-    slices = 1
-    if devices[0].platform == "tpu":  # GPUs call a node a slice, and come node by node
-        slices = len({getattr(device, "slice_index", 0) for device in devices})
+    sizes, slices = tuple(layout.sizes.values()), _slices(devices)
     if slices == 1:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     between = over_slices(sizes, slices)
@@ -41,6 +44,12 @@ def _arrange(layout: Layout, devices: Sequence[Any]) -> np.ndarray:
     return mesh_utils.create_hybrid_device_mesh(
         within, between, devices, allow_split_physical_axes=True
     )
+
+
+def _slices(devices: Sequence[Any]) -> int:
+    if devices[0].platform != "tpu":
+        return 1  # GPUs call a node a slice, and come node by node
+    return len({getattr(device, "slice_index", 0) for device in devices})
 
 
 def over_slices(sizes: Sequence[int], slices: int) -> list[int]:

@@ -17,7 +17,7 @@ from jaxscale.hlo_collectives import Collective, collectives, summed
 from jaxscale.hlo_cost import computation_costs, cycles, flops
 from jaxscale.hlo_memory import live_at_peak
 from jaxscale.layout import Layout, resolve_sizes
-from jaxscale.mesh import make_mesh
+from jaxscale.mesh import axes_between_slices, make_mesh
 from jaxscale.pipeline import summary
 from jaxscale.step import Engine, make_engine
 from jaxscale.topology import Topology, has_cudnn, open_topology
@@ -118,6 +118,7 @@ def _report(
         memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
     )  # fmt: skip
+    between = axes_between_slices(engine.layout, machine.devices)
     total_flops = computation_costs(program, flops)[program.entry]
     return Report(
         **_common(machine, engine),
@@ -131,7 +132,7 @@ def _report(
         flops=None if math.isnan(total_flops) else total_flops,
         optimal_seconds=_seconds(machine, engine, compiled, program, unrolled),
         compile_seconds=seconds,
-        collectives=tuple(summed(collectives(program, engine.layout.sizes))),
+        collectives=tuple(summed(collectives(program, engine.layout.sizes, between))),
         uses=tuple(find_uses(live_at_peak(program), engine, batch)),
         refusal="",
         program=text,
