@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.layout import ACCUMULATIONS, REMATS, Layout, parse_schedule
+from jaxscale.layout import ACCUMULATIONS, MESH_AXES, REMATS, Layout, parse_schedule
 from jaxscale.pipeline.stages import open_stages
-from jaxscale.rules import check_divides, check_sequence
-from jaxscale.sharding import WEIGHTS, resolve
+from jaxscale.planner import space
 
 Choices = Mapping[str, Any]
 """Name of a layout's field -> its value, None where the layout does not read it."""
@@ -83,23 +82,16 @@ def candidates(
 def refusal(config: Config, layout: Layout) -> str:
     """Why a resolved layout cannot run this config, before anything is built; "" if it may."""
     try:
-        changed = dataclasses.replace(config, layout=layout)
-        check_divides(changed)
-        check_sequence(changed)
-        _check_weights(changed)
-        _check_pipeline(changed)
+        _check_pipeline(config, layout)
     except ValueError as error:
         return str(error)
-    return ""
+    return space.refusal(dataclasses.replace(config, layout=layout))[1]
 
 
 def _meshes(num_devices: int) -> Iterator[Layout]:
     """Every way to write the devices as pipeline x data x fsdp x context x tensor."""
-    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-    for pipeline, fsdp, context, tensor in itertools.product(divisors, repeat=4):
-        data, rest = divmod(num_devices, pipeline * fsdp * context * tensor)
-        if not rest:
-            yield Layout(pipeline, data, fsdp, 1, context, tensor, context_method="gather")
+    for sizes in space.meshes(num_devices):
+        yield Layout(**dict(zip(MESH_AXES, sizes)), context_method="gather")  # pyright: ignore
 
 
 def _mesh_refusal(config: Config, mesh: Layout) -> str:
@@ -127,19 +119,7 @@ def _walks(config: Config, mesh: Layout) -> Iterator[Choices]:
             }  # fmt: skip
 
 
-def _check_weights(config: Config) -> None:
-    """That every matrix of a layer divides over the mesh."""
-    model = config.model
-    sizes = {
-        "embed": model.d_model, "heads": model.num_heads, "kv_heads": model.num_kv_heads,
-        "mlp": model.d_ff, "vocab": model.padded_vocab_size,
-    }  # fmt: skip
-    for name, size in sizes.items():
-        resolve((name,), WEIGHTS, config.layout.sizes, (size,), name="a weight")
-
-
-def _check_pipeline(config: Config) -> None:
-    layout = config.layout
+def _check_pipeline(config: Config, layout: Layout) -> None:
     if layout.pipeline > 1:
         _open(
             layout.pipeline, layout.schedule, layout.virtual_stages, layout.microbatches,

@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxscale.batch import Batch
 from jaxscale.gradients import pipeline_buffers
 from jaxscale.layout import REMATS
 from jaxscale.pipeline import summary
@@ -59,13 +57,10 @@ def _pipeline(engine: Engine) -> list[str]:
     """What a rank does, and keeps between the ticks of a step."""
     if engine.stages is None:
         return []
-    config, zero = engine.config, engine.zero
-    shape = config.data.global_batch_size, config.data.seq_len
-    ints = jax.ShapeDtypeStruct(shape, jnp.int32)
-    batch = Batch(ints, ints, ints, ints, jax.ShapeDtypeStruct(shape, jnp.float32))
+    zero = engine.zero
     kept = pipeline_buffers(
         engine.model, engine.layout, zero, engine.mesh, engine.stages,
-        engine.abstract_state.params, batch,
+        engine.abstract_state.params, engine.abstract_batch,
     )  # fmt: skip
     kept = {name: _size(tree) for name, tree in kept.items()}
     outer = {name: engine.abstract_state.params[name] for name in ("embed", "head")}

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxscale import hlo
-from jaxscale.batch import Batch
 from jaxscale.config import Config
 from jaxscale.hlo_collectives import Collective, collectives, summed
 from jaxscale.hlo_cost import computation_costs, cycles, flops
@@ -80,11 +78,10 @@ def compile_for(config: Config, topology: str | Topology, *, unroll_layers: bool
     layout = resolve_sizes(config.layout, len(machine.devices))
     config = dataclasses.replace(config, layout=layout)
     engine = make_engine(config, make_mesh(layout, machine.devices), unroll_layers=unroll_layers)
-    batch = abstract_batch(engine, config.data.global_batch_size, config.data.seq_len)
     start = time.perf_counter()
     try:
         # cuDNN is asked for its version as soon as the step is traced.
-        compiled = engine.step.lower(engine.abstract_state, batch).compile()  # pyright: ignore
+        compiled = engine.step.lower(engine.abstract_state, engine.abstract_batch).compile()
     except RuntimeError as error:
         if engine.attention == "cudnn" and not has_cudnn():
             raise ModuleNotFoundError(
@@ -93,24 +90,13 @@ def compile_for(config: Config, topology: str | Topology, *, unroll_layers: bool
             ) from error
         if not OUT_OF_MEMORY.search(str(error)):
             raise
-        return _refused(machine, engine, batch, str(error), time.perf_counter() - start)
+        return _refused(machine, engine, str(error), time.perf_counter() - start)
     seconds = time.perf_counter() - start
-    return _report(machine, engine, batch, compiled, seconds, unroll_layers)
-
-
-def abstract_batch(engine: Engine, global_batch_size: int, seq_len: int) -> Batch:
-    """A batch of shapes."""
-
-    def field(dtype: Any) -> jax.ShapeDtypeStruct:
-        shape = (global_batch_size, seq_len)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=engine.batch_sharding)
-
-    integers = {name: field(np.int32) for name in Batch._fields if name != "weights"}
-    return Batch(**integers, weights=field(np.float32))
+    return _report(machine, engine, compiled, seconds, unroll_layers)
 
 
 def _report(
-    machine: Topology, engine: Engine, batch: Batch, compiled: Any, seconds: float, unrolled: bool
+    machine: Topology, engine: Engine, compiled: Any, seconds: float, unrolled: bool
 ) -> Report:
     memory, text = compiled.memory_analysis(), compiled.as_text()
     program = hlo.parse(text, engine.stages.trips if engine.stages else {})
@@ -133,7 +119,7 @@ def _report(
         optimal_seconds=_seconds(machine, engine, compiled, program, unrolled),
         compile_seconds=seconds,
         collectives=tuple(summed(collectives(program, engine.layout.sizes, between))),
-        uses=tuple(find_uses(live_at_peak(program), engine, batch)),
+        uses=tuple(find_uses(live_at_peak(program), engine)),
         refusal="",
         program=text,
     )
@@ -149,16 +135,14 @@ def _common(machine: Topology, engine: Engine) -> dict[str, Any]:
     }
 
 
-def _refused(
-    machine: Topology, engine: Engine, batch: Batch, refusal: str, seconds: float
-) -> Report:
+def _refused(machine: Topology, engine: Engine, refusal: str, seconds: float) -> Report:
     found = OUT_OF_MEMORY.search(refusal)
     assert found
     number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
     temporaries = int(float(number) * 1024 ** "_KMGT".index(unit or "_"))
     arguments = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves((engine.abstract_state, batch))
+        for leaf in jax.tree.leaves((engine.abstract_state, engine.abstract_batch))
         if leaf.sharding.memory_kind != "pinned_host"
     )
     return Report(

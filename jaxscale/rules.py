@@ -98,10 +98,15 @@ def spreads_outer(pipeline: Any, fsdp: Any, d_model: int) -> Any:
 
 def nearest_divisors(size: int, parts: int) -> str:
     """The numbers nearest to `parts`, below and above, into which `size` divides: "2 or 4"."""
-    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
-    divisors = small + [size // n for n in reversed(small) if n * n != size]
-    below = [n for n in divisors if n < parts][-1:]
-    return " or ".join(map(str, below + [n for n in divisors if n > parts][:1]))
+    found = divisors(size)
+    below = [n for n in found if n < parts][-1:]
+    return " or ".join(map(str, below + [n for n in found if n > parts][:1]))
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})
 
 
 def check_divides(config: Config) -> None:

@@ -29,9 +29,6 @@ from jaxscale.data.tokenizer import load as load_tokenizer
 from jaxscale.layout import resolve_sizes
 from jaxscale.mesh import make_mesh
 from jaxscale.ops.context import balanced_order
-from jaxscale.planner.explain import gigabytes, layout_text
-from jaxscale.planner.here import choose
-from jaxscale.planner.space import with_layout
 from jaxscale.step import Engine, make_engine
 
 log = logging.getLogger("jaxscale")
@@ -81,6 +78,11 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
     """The config with the layout that the planner takes, where it is left to the planner."""
     if not config.layout.auto:
         return config
+    # Twenty modules that most runs have no use for.
+    from jaxscale.planner.explain import gigabytes, layout_text  # noqa: PLC0415
+    from jaxscale.planner.here import choose  # noqa: PLC0415
+    from jaxscale.planner.space import with_layout  # noqa: PLC0415
+
     begun = workdir / "config.json" if workdir else None
     if begun and begun.is_file():
         layout = configs.from_dict(json.loads(begun.read_text())).layout

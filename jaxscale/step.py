@@ -65,6 +65,7 @@ class Engine:
     step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]  # donates the state
     evaluate: Callable[[Tree, Batch, jax.Array], EvaluationSums]
     abstract_state: TrainState  # shapes, types and shardings
+    abstract_batch: Batch  # likewise
     placement: Placement  # of the state, which is saved in another form
     state_axes: TrainState  # logical axes of every array in it
     zero: Zero
@@ -115,26 +116,12 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         resolve_tree(axes.params, zero.param_rules, mesh, abstract.params),
         resolve_tree(axes.opt_state, zero.update_rules, mesh, abstract.opt_state),
     )
-    offloads = layout.offloads("optimizer")
-    if offloads:
+    if layout.offloads("optimizer"):
         shardings = shardings._replace(opt_state=_on_host(shardings.opt_state, abstract.opt_state))
     # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
     update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, abstract.params)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        count = jnp.sum(batch.weights)
-        (_, nll_sum), grads = gradients(state.params, batch)
-        with jax.named_scope("optimizer"):
-            grads = jax.tree.map(lambda grad: grad / count.astype(grad.dtype), grads)
-            grad_norm = optax.tree.norm(grads)
-            grads = _clip(grads, grad_norm, config.optimizer.clip_norm)
-            params = jax.lax.with_sharding_constraint(state.params, update_shardings)
-            opt_state = from_host(state.opt_state) if offloads else state.opt_state
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            params = optax.apply_updates(params, updates)
-            params = jax.lax.with_sharding_constraint(params, shardings.params)
-        metrics = StepMetrics(nll_sum / count, grad_norm, count)
-        return TrainState(state.step + 1, params, opt_state), metrics
+    step = _make_step(config, gradients, optimizer, shardings, update_shardings)
 
     def evaluate(params: Tree, batch: Batch, token_bytes: jax.Array) -> EvaluationSums:
         num_bytes = jnp.sum(token_bytes[batch.targets] * batch.weights)
@@ -165,6 +152,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         evaluate=jax.jit(evaluate, in_shardings=(shardings.params, batch_sharding, replicated),
                          out_shardings=replicated),
         abstract_state=abstract_state,
+        abstract_batch=_abstract_batch(config, batch_sharding),
         placement=Placement(rows, axes, abstract_state),
         state_axes=axes,
         zero=zero,
@@ -172,6 +160,43 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         batch_sharding=batch_sharding,
         attention=attention_name(config, platform),
     )  # fmt: skip
+
+
+def _make_step(
+    config: Config, gradients: Callable, optimizer: optax.GradientTransformation,
+    shardings: TrainState, update_shardings: Tree,
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:  # fmt: skip
+    """Gradients, clipped, and the optimizer's update.
+
+    Args:
+      shardings: of the state between steps.
+      update_shardings: of the parameters while the optimizer is at work.
+    """
+    offloads = config.layout.offloads("optimizer")
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        count = jnp.sum(batch.weights)
+        (_, nll_sum), grads = gradients(state.params, batch)
+        with jax.named_scope("optimizer"):
+            grads = jax.tree.map(lambda grad: grad / count.astype(grad.dtype), grads)
+            grad_norm = optax.tree.norm(grads)
+            grads = _clip(grads, grad_norm, config.optimizer.clip_norm)
+            params = jax.lax.with_sharding_constraint(state.params, update_shardings)
+            opt_state = from_host(state.opt_state) if offloads else state.opt_state
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            params = jax.lax.with_sharding_constraint(params, shardings.params)
+        metrics = StepMetrics(nll_sum / count, grad_norm, count)
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return step
+
+
+def _abstract_batch(config: Config, sharding: NamedSharding) -> Batch:
+    shape = config.data.global_batch_size, config.data.seq_len
+    ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    floats = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    return Batch(ints, ints, ints, ints, floats)
 
 
 def _open_stages(config: Config) -> Stages:

@@ -94,7 +94,7 @@ def open_trainer(config: Config, workdir: pathlib.Path) -> Trainer | None:
         reading = pool.submit(processes.first, "text", lambda: open_text(config, workdir))
         if reading in concurrent.futures.wait([reading], timeout=1).done:
             reading.result()
-        step = compile_step(engine, config)
+        step = compile_step(engine)
         text = reading.result()
     for source in text.train.progress(run.steps * config.data.global_batch_size):
         log.info(
@@ -133,14 +133,11 @@ def fit(
         return state, recorder.finish()
 
 
-def compile_step(engine: Engine, config: Config) -> Callable:
+def compile_step(engine: Engine) -> Callable:
     """Compiles the train step, saying so, and what memory it takes."""
-    shape = (config.data.global_batch_size, config.data.seq_len)
-    ints = jax.ShapeDtypeStruct(shape, np.int32, sharding=engine.batch_sharding)
-    floats = jax.ShapeDtypeStruct(shape, np.float32, sharding=engine.batch_sharding)
     log.info("compiling the train step ...")
     begin = time.monotonic()
-    lowered = engine.step.lower(engine.abstract_state, Batch(ints, ints, ints, ints, floats))
+    lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     log.info(

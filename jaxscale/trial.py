@@ -13,13 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxscale import config as configs
 from jaxscale.batch import Batch
-from jaxscale.config import Config
-from jaxscale.ops.context import balanced_order
 from jaxscale.run import open_engine
+from jaxscale.synthetic import synthetic_batch
 
 WARM_UP = 2
 """Steps that are not counted: the first ones allocate."""
@@ -58,18 +56,6 @@ def main() -> int:
         + memory.output_size_in_bytes - memory.alias_size_in_bytes,
     )  # fmt: skip
     return 0
-
-
-def synthetic_batch(config: Config) -> Batch:
-    """Random tokens, each row one document, dealt to the ranks of context as a run's are."""
-    shape = (config.data.global_batch_size, config.data.seq_len)
-    random = np.random.default_rng(config.data.seed)
-    tokens = random.integers(0, config.model.vocab_size, (shape[0], shape[1] + 1), np.int32)
-    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    ones = np.ones(shape, np.int32)
-    batch = Batch(tokens[:, :-1], tokens[:, 1:], ones, positions, ones.astype(np.float32))
-    order = balanced_order(config.data.seq_len, config.layout.context)
-    return Batch(*(field[:, order] for field in batch))
 
 
 def _timed(step: Callable, state: Any, batch: Batch) -> tuple[float, float, Any]:

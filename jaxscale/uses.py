@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import jax
 
 from jaxscale import hlo
-from jaxscale.batch import Batch
 from jaxscale.gradients import pipeline_buffers
 from jaxscale.hlo_memory import Buffer
 from jaxscale.sharding import leaf_name
@@ -52,14 +51,10 @@ class Use:
     smaller_with: str  # settings of the layout
 
 
-def find_uses(buffers: Sequence[Buffer], engine: Engine, batch: Batch) -> list[Use]:
-    """Buffers that are alike together, largest first.
-
-    Args:
-      batch: shapes.
-    """
+def find_uses(buffers: Sequence[Buffer], engine: Engine) -> list[Use]:
+    """Buffers that are alike together, largest first."""
     shrinks = _settings(engine)
-    weights, kept = dict(_weights(engine)), dict(_pipeline(engine, batch))
+    weights, kept = dict(_weights(engine)), dict(_pipeline(engine))
     groups: dict[tuple[str, str, str], list[Buffer]] = {}
     for buffer in buffers:
         (dtype, dims), *_ = hlo.arrays(buffer.shape)
@@ -138,13 +133,13 @@ def _weights(engine: Engine) -> Iterator[tuple[int, str]]:
                 yield part // leaf.shape[0] * chunk, module
 
 
-def _pipeline(engine: Engine, batch: Batch) -> Iterator[tuple[tuple[str, int], str]]:
+def _pipeline(engine: Engine) -> Iterator[tuple[tuple[str, int], str]]:
     """Type and elements of what a rank of a pipeline keeps between ticks -> a key of SHRINKS."""
     if engine.stages is None:
         return
     kept = pipeline_buffers(
         engine.model, engine.layout, engine.zero, engine.mesh, engine.stages,
-        engine.abstract_state.params, batch,
+        engine.abstract_state.params, engine.abstract_batch,
     )  # fmt: skip
     short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
     for name, tree in kept.items():

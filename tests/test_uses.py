@@ -7,7 +7,6 @@ from jaxscale import hlo
 from jaxscale.config import from_dict
 from jaxscale.hlo_memory import live_at_peak
 from jaxscale.mesh import make_mesh
-from jaxscale.proof import abstract_batch
 from jaxscale.step import make_engine
 from jaxscale.uses import KEPT, find_uses
 
@@ -33,11 +32,10 @@ def test_what_waits_for_the_backward_pass_is_found(layout, settings):
          "layout": {"data": 1, **layout}}
     )  # fmt: skip
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
-    batch = abstract_batch(engine, 16, 256)
-    lowered = engine.step.lower(engine.abstract_state, batch)  # pyright: ignore
+    lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     program = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
     scopes = engine.stages.trips if engine.stages else {}
-    uses = find_uses(live_at_peak(hlo.parse(program.as_text(), scopes)), engine, batch)
+    uses = find_uses(live_at_peak(hlo.parse(program.as_text(), scopes)), engine)
     assert uses == sorted(uses, key=lambda use: -use.num_bytes)
     kept = [use for use in uses[:3] if use.what == KEPT]
     assert kept

@@ -47,21 +47,14 @@ def main(argv: Sequence[str]) -> int:
 
 def stage_rows(path: str, overrides: Sequence[str]) -> tuple[list[tuple], bool]:
     """A row for each kind and axes, and whether theory and program agree but for scalars."""
-    import jax  # noqa: PLC0415
-    import numpy as np  # noqa: PLC0415
-
     from jaxscale import config as configs  # noqa: PLC0415
     from jaxscale import hlo, hlo_collectives  # noqa: PLC0415
-    from jaxscale.batch import Batch  # noqa: PLC0415
     from jaxscale.describe import human_bytes  # noqa: PLC0415
     from jaxscale.planner.collectives import step_traffic  # noqa: PLC0415
     from jaxscale.run import open_engine  # noqa: PLC0415
 
     config, engine = open_engine(configs.load(path, overrides))
-    shape = config.data.global_batch_size, config.data.seq_len
-    ints = jax.ShapeDtypeStruct(shape, np.int32, sharding=engine.batch_sharding)
-    floats = jax.ShapeDtypeStruct(shape, np.float32, sharding=engine.batch_sharding)
-    lowered = engine.step.lower(engine.abstract_state, Batch(ints, ints, ints, ints, floats))
+    lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     program = hlo.parse(lowered.compile().as_text())
 
     found = collections.defaultdict(lambda: [0.0, 0.0])

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.layout import Layout, parse_schedule
+from jaxscale.layout import MESH_AXES, parse_schedule
 
 Ints = Any  # an int, or int [N]; those of one Choice broadcast
-AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
 @dataclass(frozen=True)
@@ -79,17 +78,17 @@ class Choice:
     traits: Traits = field(default=OURS)
 
     @classmethod
-    def of(cls, layout: Layout, global_batch_size: int, **changes: Any) -> "Choice":
-        """The choice of a resolved layout; `changes` are fields of this class."""
+    def of(cls, layout: Any, global_batch_size: int, **changes: Any) -> "Choice":
+        """That of a resolved `Layout`, or of `Layouts`; `changes` are fields of this class."""
         name, fused, _ = parse_schedule(layout.schedule)
         shards = layout.batch_shards * layout.expert
         return cls(
             **{
-                **{axis: getattr(layout, axis) for axis in AXES},
+                **{axis: getattr(layout, axis) for axis in MESH_AXES},
                 "zero_stage": layout.zero_stage,
-                "microbatch": max(1, global_batch_size // (shards * layout.microbatches)),
+                "microbatch": np.maximum(1, global_batch_size // (shards * layout.microbatches)),
                 "microbatches": layout.microbatches,
-                "virtual_stages": max(1, layout.virtual_stages),
+                "virtual_stages": np.maximum(1, layout.virtual_stages),
                 "sequence_chunks": layout.sequence_chunks,
                 "schedule": name,
                 "fused": fused,
@@ -104,7 +103,7 @@ class Choice:
     @property
     def num_devices(self) -> Ints:
         """Devices that the axes need."""
-        axes = (axis for axis in AXES if axis != "expert" or not self.traits.folded_experts)
+        axes = (axis for axis in MESH_AXES if axis != "expert" or not self.traits.folded_experts)
         return math.prod(np.asarray(getattr(self, axis)) for axis in axes)
 
     @property

@@ -119,7 +119,13 @@ def flash_seconds(
 
     A head is padded to 32 of its elements.
     """
-    known = FLASH.get((kernel, generation(cluster))) or FLASH["fused", generation(cluster)]
+    known = FLASH.get((kernel, generation(cluster)))
+    if known is None:
+        raise ValueError(
+            f"no share of the peak is known for attention by {kernel!r} on {cluster.name}; "
+            f"planner.compute.FLASH knows {', '.join(sorted({name for name, _ in FLASH}))}, each "
+            "on some generations"
+        )
     rate = known[backward] * cluster.peak_flops()
     small = SMALL_HEAD[generation(cluster)] * max(0.0, (128 - head_dim) / 64)
     padded = _pad(head_dim, 32) / head_dim * (1 + small)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.planner.choice import AXES, Choice
+from jaxscale.layout import MESH_AXES
+from jaxscale.planner.choice import Choice
 from jaxscale.planner.machine import Cluster
 
 Floats = Any  # a float, or float [N]
@@ -43,7 +44,7 @@ Levels = tuple[Level, ...]  # from the nearest
 
 def axis_levels(cluster: Cluster, choice: Choice) -> dict[str, Levels]:
     """The levels of each mesh axis' groups; consecutive devices are of the same tensor group."""
-    sizes = {axis: np.asarray(getattr(choice, axis), float) for axis in AXES}
+    sizes = {axis: np.asarray(getattr(choice, axis), float) for axis in MESH_AXES}
     if choice.traits.folded_experts:
         # The ranks of expert are those of tensor, context and data together, nearest first.
         folded = sizes.pop("expert")

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.planner.choice import AXES, Choice
+from jaxscale.layout import MESH_AXES
+from jaxscale.planner.choice import Choice
 from jaxscale.planner.shape import Shape
 from jaxscale.planner.traffic import local_params
 
@@ -207,7 +208,7 @@ def _boundary(shape: Shape, choice: Choice, stage: Any) -> Floats:
 def _context(choice: Choice) -> Floats:
     if not choice.traits.eager:
         return np.zeros(())  # taken before the compiler is told how much there is
-    groups = 1 + sum(np.asarray(getattr(choice, axis)) > 1 for axis in AXES)
+    groups = 1 + sum(np.asarray(getattr(choice, axis)) > 1 for axis in MESH_AXES)
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * groups
 
 

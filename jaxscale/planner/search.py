@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.config import Config
-from jaxscale.layout import MESH_AXES, Layout, parse_schedule
+from jaxscale.layout import Layout, parse_schedule
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.cost import cost
 from jaxscale.planner.dealt import Parts
@@ -104,27 +104,14 @@ def step_seconds(query: Query, layouts: Layouts, dealt: Dealt | None) -> np.ndar
     """float [N]."""
     if dealt:
         return _parts(query, layouts).step_seconds(*dealt)
-    choice = choice_of(query.config, layouts)
+    choice = Choice.of(layouts, query.config.data.global_batch_size)
     return np.broadcast_to(cost(query.shape, query.cluster, choice).step_seconds, (len(layouts),))
 
 
 def _parts(query: Query, layouts: Layouts) -> Parts:
-    return Parts.of(query.shape, query.cluster, choice_of(query.config, layouts))
-
-
-def choice_of(config: Config, layouts: Layouts) -> Choice:
-    """Layouts as the closed forms of time want them."""
-    name, fused, _ = parse_schedule(layouts.schedule)
-    shards = layouts.batch_shards * np.asarray(layouts.microbatches)
-    return Choice(
-        **{axis: getattr(layouts, axis) for axis in MESH_AXES},
-        zero_stage=layouts.zero_stage,
-        microbatch=config.data.global_batch_size // shards,
-        microbatches=layouts.microbatches,
-        virtual_stages=np.maximum(1, layouts.virtual_stages),
-        schedule=name, fused=fused, remat=layouts.remat, offload=layouts.offload,
-        accumulation=layouts.accumulation, context_method=layouts.context_method,
-    )  # fmt: skip
+    return Parts.of(
+        query.shape, query.cluster, Choice.of(layouts, query.config.data.global_batch_size)
+    )
 
 
 def _distinct(ranked: list[tuple[float, Layout]]) -> list[tuple[float, Layout]]:

@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import difflib
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,14 @@ from jaxscale.planner.arrays import parameters
 from jaxscale.planner.layouts import Layouts
 from jaxscale.planner.machine import Cluster
 from jaxscale.planner.shape import Shape
-from jaxscale.rules import REPLICATED_WEIGHTS, WEIGHTS, check_divides, check_sequence, mesh_axes
+from jaxscale.rules import (
+    REPLICATED_WEIGHTS,
+    WEIGHTS,
+    check_divides,
+    check_sequence,
+    divisors,
+    mesh_axes,
+)
 
 REMATS = (
     "none", "full", "save_matmuls", "save_all_but_attention", "save:query,key,value,attention",
@@ -149,12 +155,6 @@ def meshes(num_devices: int, pins: Mapping[str, Any] | None = None) -> Iterator[
                 yield from ((size, *more) for more in rest(axes[1:], devices // size))
 
     yield from rest(MESH_AXES, num_devices)
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, in order."""
-    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*low, *(number // n for n in low)})
 
 
 def _pinned(pins: Mapping[str, Any], name: str, allowed: Sequence) -> Sequence:

@@ -112,10 +112,7 @@ def initial_state(config: Config) -> TrainState:
 def compile_step(engine: Engine) -> Any:
     """The step of a test's batches, compiled in a hurry: what XLA makes of it is all there, and
     LLVM does little."""
-    ints = jax.ShapeDtypeStruct((BATCH, SEQ_LEN), np.int32, sharding=engine.batch_sharding)
-    floats = jax.ShapeDtypeStruct((BATCH, SEQ_LEN), np.float32, sharding=engine.batch_sharding)
-    batch = Batch(ints, ints, ints, ints, floats)
-    lowered = engine.step.lower(engine.abstract_state, batch)
+    lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
 
 

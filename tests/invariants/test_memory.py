@@ -1,10 +1,7 @@
 """The memory of compiled steps is what the planner's formulas say."""
 
-import jax
-import numpy as np
 import pytest
 
-from jaxscale.batch import Batch
 from jaxscale.config import Config, from_dict
 from jaxscale.planner.memory import memory
 from tests.invariants.layouts import open_engine
@@ -114,10 +111,7 @@ MORE_CASES = {
 
 def check(config: Config) -> None:
     engine = open_engine(config)
-    shape = config.data.global_batch_size, config.data.seq_len
-    ints = jax.ShapeDtypeStruct(shape, np.int32, sharding=engine.batch_sharding)
-    floats = jax.ShapeDtypeStruct(shape, np.float32, sharding=engine.batch_sharding)
-    lowered = engine.step.lower(engine.abstract_state, Batch(ints, ints, ints, ints, floats))
+    lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
     analysis, predicted = compiled.memory_analysis(), memory(config)
     assert predicted.arguments == analysis.argument_size_in_bytes

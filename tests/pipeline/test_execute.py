@@ -11,7 +11,6 @@ from jaxscale import hlo
 from jaxscale.config import from_dict
 from jaxscale.gradients import pipeline_buffers
 from jaxscale.mesh import make_mesh
-from jaxscale.proof import abstract_batch
 from jaxscale.step import make_engine
 
 RANKS, SEQ_LEN = 4, 64
@@ -35,23 +34,28 @@ def compiled(schedule: str, microbatches: int, **layout):
         }
     )  # fmt: skip
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[: RANKS * shards]))
-    batch = abstract_batch(engine, config.data.global_batch_size, SEQ_LEN)
-    lowered = engine.step.lower(engine.abstract_state, batch)  # pyright: ignore
+    lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     options = {"xla_backend_optimization_level": 0}
-    return engine, batch, lowered.compile(compiler_options=options)
+    return engine, lowered.compile(compiler_options=options)
 
 
 def temporaries(*args, **layout) -> int:
-    return compiled(*args, **layout)[2].memory_analysis().temp_size_in_bytes
+    return compiled(*args, **layout)[1].memory_analysis().temp_size_in_bytes
 
 
 def kept(*args, **layout) -> list[jax.ShapeDtypeStruct]:
     """The arrays that a rank keeps between ticks."""
-    engine, batch, _ = compiled(*args, **layout)
+    engine, _ = compiled(*args, **layout)
     params = engine.abstract_state.params
     return jax.tree.leaves(
         pipeline_buffers(
-            engine.model, engine.layout, engine.zero, engine.mesh, engine.stages, params, batch
+            engine.model,
+            engine.layout,
+            engine.zero,
+            engine.mesh,
+            engine.stages,
+            params,
+            engine.abstract_batch,
         )
     )
 
@@ -80,7 +84,7 @@ def test_memory_is_that_of_the_slots():
 def test_no_tick_copies_a_buffer(schedule):
     """Every update is in place: an array of the shape of a buffer or of an accumulator is copied
     before the first tick, if at all."""
-    _, _, program = compiled(schedule, 4 * RANKS)
+    _, program = compiled(schedule, 4 * RANKS)
     shapes = {leaf.shape for leaf in kept(schedule, 4 * RANKS) if leaf.size > 1000}
     assert len(shapes) > 5
     assert copies(program.as_text(), shapes) == []
@@ -122,7 +126,7 @@ def test_the_test_of_copies_finds_them():
 def test_zero_3_gathers_a_chunk_once_a_window_and_scatters_once():
     """The sites of collectives over fsdp, each in a loop of no trip or one that the table's
     columns open: gathers of the chunk's stack, reductions of its gradients."""
-    engine, _, program = compiled("breadth_first", 8, fsdp=2, zero_stage=3, virtual_stages=2)
+    engine, program = compiled("breadth_first", 8, fsdp=2, zero_stage=3, virtual_stages=2)
     assert engine.stages is not None
     columns, (ranks, chunks) = engine.stages.program.columns, engine.stages.counts.shape
     assert np.all((columns["gather"] == 1).sum(axis=(0, 2)) <= 2 * chunks)
@@ -145,7 +149,7 @@ def test_zero_3_gathers_a_chunk_once_a_window_and_scatters_once():
 
 
 def test_what_is_outside_the_layers_is_spread_over_the_pipeline():
-    engine, _, _ = compiled("1f1b", 4 * RANKS)
+    engine, _ = compiled("1f1b", 4 * RANKS)
     for part in ("embed", "head"):
         for leaf in jax.tree.leaves(engine.abstract_state.params[part]):
             assert leaf.sharding.shard_shape(leaf.shape) != leaf.shape

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxscale import config
 from jaxscale.mesh import make_mesh
 from jaxscale.step import make_engine
+from jaxscale.synthetic import synthetic_batch
 
 SETTINGS = (
     "layout.data=1", "model.compute_dtype=float64", "model.param_dtype=float64",
@@ -20,11 +21,11 @@ SETTINGS = (
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    """The modules of tools/bench, which are scripts beside each other."""
+def baseline(monkeypatch):
+    """The module of tools/bench, whose scripts stand beside each other."""
     folder = pathlib.Path(__file__).parents[2] / "tools" / "bench"
     monkeypatch.syspath_prepend(str(folder))
-    return importlib.import_module("baseline"), importlib.import_module("measure")
+    return importlib.import_module("baseline")
 
 
 def as_plain(params, variant, num_layers):
@@ -52,8 +53,7 @@ def as_plain(params, variant, num_layers):
 
 
 @pytest.mark.parametrize("variant", ["loop", "scan"])
-def test_the_plain_model_has_our_losses(bench, variant):
-    baseline, measure = bench
+def test_the_plain_model_has_our_losses(baseline, variant):
     ours = config.load("configs/tiny.py", SETTINGS)
     engine = make_engine(ours, make_mesh(ours.layout, jax.devices()[:1]))
     state = engine.init(jax.random.key(0))
@@ -61,7 +61,7 @@ def test_the_plain_model_has_our_losses(bench, variant):
     plain = jax.tree.map(np.asarray, as_plain(state.params, variant, ours.model.num_layers))
     plain_state = case.init(jax.random.key(0))
     nnx.replace_by_pure_dict(plain_state.params, plain)
-    batch = jax.device_put(measure.synthetic_batch(ours), engine.batch_sharding)
+    batch = jax.device_put(synthetic_batch(ours), engine.batch_sharding)
     for _ in range(2):
         state, metrics = engine.step(state, batch)
         plain_state, loss = case.step(plain_state, case.batch)
@@ -72,4 +72,4 @@ def test_the_plain_model_has_our_losses(bench, variant):
 def test_the_plain_model_refuses_what_it_does_not_have(bench):
     tied = config.load("configs/quickstart.py")
     with pytest.raises(ValueError, match="the default model options, and adamw"):
-        bench[0].build(tied, "loop")
+        baseline.build(tied, "loop")

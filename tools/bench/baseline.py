@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from measure import Case, serve, synthetic_batch
+from measure import Case, serve
 
 from jaxscale.batch import Batch
 from jaxscale.config import Config, ModelConfig
+from jaxscale.synthetic import synthetic_batch
 
 
 class State(NamedTuple):

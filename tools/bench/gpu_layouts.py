@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from measure import synthetic_batch
 
 from jaxscale import config as configs
 from jaxscale.run import open_engine
+from jaxscale.synthetic import synthetic_batch
 
 CONFIG = "configs/tiny.py"
 SETTINGS = ("data.seq_len=256", "model.head_dim=64", "model.qk_norm=True")

@@ -68,11 +68,11 @@ def make(options: argparse.Namespace, accumulation: str, zero_stage: int) -> Cas
     """Compiles a case and takes a first step."""
     # After JAX_NUM_CPU_DEVICES is set.
     import jax  # noqa: PLC0415
-    from measure import synthetic_batch  # noqa: PLC0415
 
     from jaxscale.config import from_dict  # noqa: PLC0415
     from jaxscale.mesh import make_mesh  # noqa: PLC0415
     from jaxscale.step import make_engine  # noqa: PLC0415
+    from jaxscale.synthetic import synthetic_batch  # noqa: PLC0415
 
     width, rows = options.d_model, options.fsdp * options.data * options.microbatches
     config = from_dict({

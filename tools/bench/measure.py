@@ -14,10 +14,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxscale import config as configs
-from jaxscale.batch import Batch
 from jaxscale.config import Config
 
 
@@ -29,16 +27,6 @@ class Case(NamedTuple):
     state: Any  # shapes, types and shardings; has a field `params`
     batch: Any  # arrays on the devices
     note: str = ""  # a choice that the case made, such as its attention kernel
-
-
-def synthetic_batch(config: Config) -> Batch:
-    """Random tokens, each row one document."""
-    shape = (config.data.global_batch_size, config.data.seq_len)
-    random = np.random.default_rng(config.data.seed)
-    tokens = random.integers(0, config.model.vocab_size, (shape[0], shape[1] + 1), np.int32)
-    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    ones = np.ones(shape, np.int32)
-    return Batch(tokens[:, :-1], tokens[:, 1:], ones, positions, ones.astype(np.float32))
 
 
 def serve(build: Callable[[Config, str], Case]) -> None:

@@ -1,12 +1,13 @@
 """This project's train step on synthetic tokens, as a subject of `measure.py`."""
 
 import jax
-from measure import Case, serve, synthetic_batch
+from measure import Case, serve
 
 # The trainer is not used, but a run imports it, and the time to the first step counts that.
 from jaxscale import trainer  # noqa: F401
 from jaxscale.config import Config
 from jaxscale.run import open_engine
+from jaxscale.synthetic import synthetic_batch
 
 
 def build(config: Config, variant: str) -> Case:

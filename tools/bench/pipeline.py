@@ -112,11 +112,11 @@ def ours(
     """
     import jax  # noqa: PLC0415
     import numpy as np  # noqa: PLC0415
-    from measure import synthetic_batch  # noqa: PLC0415
 
     from jaxscale.gradients import make_gradients  # noqa: PLC0415
     from jaxscale.mesh import make_mesh  # noqa: PLC0415
     from jaxscale.step import make_engine  # noqa: PLC0415
+    from jaxscale.synthetic import synthetic_batch  # noqa: PLC0415
 
     config = make_config(options, schedule, microbatches)
     engine = make_engine(config, make_mesh(config.layout))
@@ -183,11 +183,11 @@ def usual(options: argparse.Namespace, microbatches: int, remat: bool = False) -
     import jax  # noqa: PLC0415
     import jax.numpy as jnp  # noqa: PLC0415
     from jax.sharding import NamedSharding, PartitionSpec  # noqa: PLC0415
-    from measure import synthetic_batch  # noqa: PLC0415
 
     from jaxscale.mesh import make_mesh  # noqa: PLC0415
     from jaxscale.models.decoder import Decoder, Kernels  # noqa: PLC0415
     from jaxscale.ops.attention import attention  # noqa: PLC0415
+    from jaxscale.synthetic import synthetic_batch  # noqa: PLC0415
 
     config = make_config(options, "gpipe", microbatches)
     mesh = make_mesh(config.layout)

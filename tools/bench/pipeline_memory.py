@@ -54,7 +54,6 @@ def line(
     from jaxscale.config import from_dict  # noqa: PLC0415
     from jaxscale.gradients import pipeline_buffers  # noqa: PLC0415
     from jaxscale.mesh import make_mesh  # noqa: PLC0415
-    from jaxscale.proof import abstract_batch  # noqa: PLC0415
     from jaxscale.step import make_engine  # noqa: PLC0415
 
     width = options.d_model
@@ -68,13 +67,12 @@ def line(
     })  # fmt: skip
     engine = make_engine(config, make_mesh(config.layout))
     assert engine.stages is not None
-    batch = abstract_batch(engine, microbatches, options.seq_len)
     kept = pipeline_buffers(
         engine.model, engine.layout, engine.zero, engine.mesh, engine.stages,
-        engine.abstract_state.params, batch,
+        engine.abstract_state.params, engine.abstract_batch,
     )  # fmt: skip
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
-    lowered = engine.step.lower(engine.abstract_state, batch)  # pyright: ignore
+    lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     program = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
     temp = program.memory_analysis().temp_size_in_bytes
     slots = engine.stages.program.slots
