@@ -26,6 +26,7 @@ class Chip:
     vendor: str
     year: int
     device_kinds: tuple[str, ...]  # what JAX reports as `device.device_kind`
+    generation: str  # of its kernels, as in `GENERATIONS`
     bf16_flops_per_second: float  # dense peak, without structured sparsity
     memory_bytes: float
     memory_bytes_per_second: float
@@ -54,6 +55,14 @@ class Chip:
     usd_per_hour: float = 0.0  # list price
 
 
+GENERATIONS = (
+    "sm70", "sm80", "sm89", "sm90", "sm100", "sm103", "gfx90a", "gfx942", "gfx950",
+    "tpu3", "tpu4", "tpu5", "tpu6", "tpu7", "trn2", "cpu",
+)  # fmt: skip
+"""What a device's kernels are written for: NVIDIA's compute capabilities, AMD's targets, Google's
+and Amazon's generations. "cpu" is for virtual devices."""
+
+
 @functools.cache
 def chips() -> tuple[Chip, ...]:
     """The table of `hardware.csv`, by vendor and year."""
@@ -66,8 +75,8 @@ def read_chips(path: str | pathlib.Path) -> tuple[Chip, ...]:
     Columns that are left out take the defaults of `Chip`.
 
     Raises:
-      ValueError: an unknown column, or one of name, bf16_tflops, memory_gb and
-        memory_gb_per_second is missing; names it.
+      ValueError: an unknown column or generation, or one of name, generation, bf16_tflops,
+        memory_gb and memory_gb_per_second is missing; names it.
     """
     path = pathlib.Path(path)
     if path.suffix == ".json":
@@ -82,11 +91,16 @@ def read_chips(path: str | pathlib.Path) -> tuple[Chip, ...]:
         if unknown or missing:
             which = f"column {unknown[0]!r} is not known" if unknown else f"no {missing[0]!r}"
             raise ValueError(f"{path}: {which}; the columns are those of jaxscale/hardware.csv")
+        if row["generation"] not in GENERATIONS:
+            raise ValueError(
+                f"{path}: generation {row['generation']!r} is not known; give that of the nearest "
+                f"relative, one of {', '.join(GENERATIONS)}"
+            )
     return tuple(_chip(row) for row in rows)
 
 
-_NEEDED = ("name", "bf16_tflops", "memory_gb", "memory_gb_per_second")
-_TEXTS = {"name": "", "vendor": "", "confidence": "memory", "notes": ""}
+_NEEDED = ("name", "generation", "bf16_tflops", "memory_gb", "memory_gb_per_second")
+_TEXTS = {"name": "", "vendor": "", "generation": "", "confidence": "memory", "notes": ""}
 _COUNTS = ("year", "cores", "package_devices", "node_devices", "node_mesh", "torus_axes")
 _SCALES = {  # column -> field, and its unit
     "bf16_tflops": ("bf16_flops_per_second", 1e12),

@@ -48,7 +48,8 @@ def matmul_seconds(
     """`batch` products of [m, k] and [k, n]: tiles in waves over the cores, or the memory."""
     flops = 2.0 * m * n * k * batch
     peak = cluster.peak_flops(matmul) * cluster.chip.matmul_fraction
-    slow = "sm80" if generation(cluster) == "sm80" else matmul
+    slow = MEASURED[cluster.chip.generation]
+    slow = slow if slow in SUSTAINED else matmul
     peak = peak * (SUSTAINED[slow] if cluster.chip.cores else COMPILED)
     if cluster.chip.cores:
         seconds = _tiled_seconds(cluster, m, n, k, batch, peak, matmul)
@@ -103,13 +104,14 @@ FLASH_BACKWARD = 2.5
 """Products of the backward pass over the forward's: five for two."""
 
 
-def generation(cluster: Cluster) -> str:
-    """Of the attention kernels."""
-    if not cluster.chip.cores:
-        return "tpu6" if cluster.chip.bf16_flops_per_second > 900e12 else "tpu"
-    if cluster.chip.fp4_flops_per_second:
-        return "sm100" if cluster.chip.fp4_flops_per_second < 13e15 else "sm103"
-    return "sm90" if cluster.chip.fp8_flops_per_second else "sm80"
+MEASURED = {
+    "sm70": "sm80", "sm80": "sm80", "sm89": "sm90", "sm90": "sm90", "sm100": "sm100",
+    "sm103": "sm103", "gfx90a": "sm80", "gfx942": "sm90", "gfx950": "sm100",
+    "tpu3": "tpu", "tpu4": "tpu", "tpu5": "tpu", "tpu6": "tpu6", "tpu7": "tpu6",
+    "trn2": "tpu", "cpu": "tpu",
+}  # fmt: skip
+"""Whose measured shares of the peak a generation's attention is given. Of those that are not
+themselves, nobody published enough; theirs is that of the relative that computes alike."""
 
 
 def flash_seconds(
@@ -119,7 +121,8 @@ def flash_seconds(
 
     A head is padded to 32 of its elements.
     """
-    known = FLASH.get((kernel, generation(cluster)))
+    generation = MEASURED[cluster.chip.generation]
+    known = FLASH.get((kernel, generation))
     if known is None:
         raise ValueError(
             f"no share of the peak is known for attention by {kernel!r} on {cluster.name}; "
@@ -127,7 +130,7 @@ def flash_seconds(
             "on some generations"
         )
     rate = known[backward] * cluster.peak_flops()
-    small = SMALL_HEAD[generation(cluster)] * max(0.0, (128 - head_dim) / 64)
+    small = SMALL_HEAD[generation] * max(0.0, (128 - head_dim) / 64)
     padded = _pad(head_dim, 32) / head_dim * (1 + small)
     return flops * padded * (FLASH_BACKWARD if backward else 1.0) / rate
 

@@ -59,7 +59,8 @@ def _processors(num_devices: int) -> Cluster:
     rule of thumb: only what they are to each other matters, as all layouts run on the same."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_devices
     chip = Chip(
-        name=CPU, vendor="", year=0, device_kinds=("cpu",), bf16_flops_per_second=50e9,
+        name=CPU, vendor="", year=0, device_kinds=("cpu",), generation="cpu",
+        bf16_flops_per_second=50e9,
         memory_bytes=memory, memory_bytes_per_second=5e9, confidence="memory", notes="",
         host_bytes_per_second=5e9, node_devices=num_devices, node_bytes_per_second=2e9,
         node_latency_seconds=50e-6, network_bytes_per_second=1e9, network_latency_seconds=100e-6,

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from jaxscale import hardware
+from jaxscale.planner import compute
 from jaxscale.planner.machine import cluster, find
 
 
@@ -61,7 +62,8 @@ def test_a_slice_is_as_near_to_a_cube_as_can_be():
 
 
 def test_a_users_device_comes_from_a_file(tmp_path):
-    columns = {"name": "mine", "bf16_tflops": 500, "memory_gb": 64, "memory_gb_per_second": 2000,
+    columns = {"name": "mine", "generation": "sm90", "bf16_tflops": 500, "memory_gb": 64,
+               "memory_gb_per_second": 2000,
                "node_devices": 4, "node_gb_per_second": 100, "node_latency_us": 10,
                "network_gb_per_second": 10, "network_latency_us": 20}  # fmt: skip
     as_json, as_csv = tmp_path / "device.json", tmp_path / "device.csv"
@@ -74,6 +76,22 @@ def test_a_users_device_comes_from_a_file(tmp_path):
     as_json.write_text(json.dumps({**columns, "tflops": 1}))
     with pytest.raises(ValueError, match="column 'tflops' is not known"):
         cluster(str(as_json), 16)
-    as_json.write_text(json.dumps({"name": "mine"}))
+    as_json.write_text(json.dumps({**columns, "bf16_tflops": None}))
     with pytest.raises(ValueError, match="no 'bf16_tflops'"):
         cluster(str(as_json), 16)
+
+
+def test_a_generation_is_stated_and_known(tmp_path):
+    path = tmp_path / "device.json"
+    columns = {"name": "mine", "bf16_tflops": 500, "memory_gb": 64, "memory_gb_per_second": 2000}
+    path.write_text(json.dumps(columns))
+    with pytest.raises(ValueError, match="no 'generation'"):
+        find(str(path))
+    path.write_text(json.dumps({**columns, "generation": "sm120"}))
+    with pytest.raises(ValueError, match=r"generation 'sm120' is not known.*one of sm70, sm80"):
+        find(str(path))
+
+
+def test_every_generation_has_rates():
+    assert set(compute.MEASURED) == set(hardware.GENERATIONS)
+    assert set(compute.MEASURED.values()) == {name for _, name in compute.FLASH}
