@@ -64,8 +64,11 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
     tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
     streams = t if traits.sequence_parallel else np.ones(())
     d = shape.d_model
+    # An encoder's layers are counted with the decoder's that they feed.
+    source = shape.encoder_seq_len / shape.seq_len
+    both = 1 + shape.encoder_layers / shape.layers * source
     if remat == "full" or remat.startswith("offload:"):
-        return float_or_array(tokens * 2 * d / streams)
+        return float_or_array(tokens * both * 2 * d / streams)
     scores = 0.0
     if traits.attention == "written" and remat == "none":
         scores = 5.0 * shape.heads * shape.seq_len / t
@@ -73,26 +76,42 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
         wide = 8 * d + 4 * shape.d_ff  # 24 d where the MLP is four times as wide
         stream = (10 if traits.dropout else 8) * d  # with the two masks
         return float_or_array(tokens * (stream / streams + wide / t + scores))
-    heads = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     moe = shape.expert_layers / shape.layers
+    dense = (shape.with_mlp - shape.expert_layers) / shape.layers
     # Inputs of products in 8 bits, where these are; the activation's own input stays in 16.
     narrow = 2.0 if traits.matmul == "bfloat16" else 1.0
     wide = (4 if shape.gated else 2) + narrow + 2 * (shape.gated and not traits.fused)
     shared = shape.shared_experts * (shape.shared_ff or shape.expert_ff)
-    mlp = wide * (shape.d_ff * (1 - moe) + shared * moe)
-    folded = t if traits.folded_experts else 1.0
-    routed = (
-        moe
-        * shape.top_k
-        * traits.imbalance
-        * ((2 + narrow) * shape.routed_width / folded + wide * shape.expert_ff / folded)
-    )
-    kept = tokens * (
-        (4 + 2 * narrow) * d / streams + (2 * heads + 4 * shape.heads + mlp) / t + routed + scores
-    )
+    # Of routed tokens the ranks of tensor share the experts' inside, or fold the experts.
+    mixed = moe * shape.top_k * traits.imbalance
+    mlp = wide * (shape.d_ff * dense + shared * moe + shape.expert_ff * mixed)
+    routed = mixed * (2 + narrow) * shape.routed_width / (t if traits.folded_experts else 1.0)
     if remat.startswith("save:"):
-        kept = kept - tokens * mlp / t
-    return float_or_array(kept)
+        mlp = 0.0
+    each = (
+        (4 + 2 * narrow) * d / streams + (_mixing_bytes(shape) + mlp) / t + routed + scores
+    ) * both
+    if shape.encoder_layers:  # cross attention: keys and values are the encoder's
+        queries = shape.heads * (4 * shape.head_dim + 4)
+        keys = 4 * shape.head_dim * shape.kv_heads * source
+        each = each + (2 + narrow) * d / streams + (queries + keys) / t
+    return float_or_array(tokens * each)
+
+
+def _mixing_bytes(shape: Shape) -> float:
+    """What attention keeps of a token in a mean layer (queries, keys, values, the result and its
+    sums), or a state-space mixer in its place (what its products, convolution and scan give)."""
+    elements = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    if shape.latent:
+        rank = shape.latent
+        elements = 2 * shape.heads * (rank.nope_dim + rank.rope_dim + rank.value_dim)
+        elements += rank.query_rank + rank.kv_rank + rank.rope_dim
+    kept = shape.attending * (2 * elements + 4 * shape.heads)
+    if shape.mixer:
+        inner = shape.mixer.heads * shape.mixer.head_dim
+        states = 2 * shape.mixer.groups * shape.mixer.state
+        kept += shape.mixer.layers * 2 * (5 * inner + 2 * states)
+    return kept / shape.layers
 
 
 def float_or_array(value: Floats) -> Floats:
