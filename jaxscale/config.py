@@ -152,16 +152,20 @@ class ModelConfig:
         )
 
     def hardware_flops_per_token(
-        self, seq_len: int, *, remat: str = "none", causal: bool = True
+        self, seq_len: int, *, remat: str = "none", recomputed: float = 0.0, causal: bool = True
     ) -> float:
         """`flops_per_token` plus what rematerialisation repeats: the numerator of HFU.
 
         Args:
           remat: the layout's policy; what it does not keep is repeated, but for a layer's last
             product, whose result no backward pass needs.
+          recomputed: in a pipeline that recomputes by operations of their own, the share of passes
+            that it does so (`Stages.recomputed`); these repeat whole layers.
         """
         products, kept = self.layer_products(seq_len, causal), remat_names(remat)
         repeated = sum(products[name] for name in BLOCK_TENSORS if name not in kept)
+        if recomputed:
+            repeated = recomputed * sum(products.values())
         return self.flops_per_token(seq_len, causal=causal) + repeated * self.num_layers
 
     def layer_forward_flops(self, seq_len: int, causal: bool = True) -> float:

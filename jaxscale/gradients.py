@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxscale.batch import Batch
-from jaxscale.layout import MANUAL_AXES, Layout
+from jaxscale.layout import MANUAL_AXES, Layout, kept_passes
 from jaxscale.models.decoder import Decoder
 from jaxscale.pipeline.execute import Columns, Counts, buffers, evaluate, execute
 from jaxscale.pipeline.stages import Stages
@@ -77,8 +77,9 @@ def _pipelined(
 
 
 def _pipelined_block(model: Decoder, layout: Layout) -> Callable:
-    # With "full", the residuals of a chunk are made again by operations of their own.
-    return model.block if layout.remat == "full" else rematerialised(model, layout.remat)
+    # The table may have operations that make the residuals of a chunk again.
+    by_table = kept_passes(layout.remat) is not None
+    return model.block if by_table else rematerialised(model, layout.remat)
 
 
 def pipeline_buffers(

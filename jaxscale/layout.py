@@ -30,6 +30,7 @@ the attention kernel returns. A layer's last product is not among them: no backw
 """
 REMATS = ("none", "full", "save_matmuls", "save_all_but_attention")
 REMATS_WITH_NAMES = ("save", "offload")  # as in "save:query,key,value"
+KEEP = "keep"  # as in "keep:4"
 OFFLOADS = ("none", "optimizer", "activations", "optimizer,activations")
 
 
@@ -41,7 +42,9 @@ class Layout:
     `fsdp`: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters (ZeRO,
     arXiv 1910.02054). `data` replicates, so data x fsdp is hybrid sharding. The ranks of `context`
     share each sequence, and `context_method` says how its keys reach its queries: "ring" or
-    "gather" (`ops/context.py`).
+    "gather" (`ops/context.py`). In a pipeline `remat` can be "keep:4": each rank keeps everything
+    of up to four passes through a chunk at a time, and recomputes the others as with "full"
+    (`pipeline.orders.keep_passes`).
     """
 
     pipeline: int = 1
@@ -90,6 +93,12 @@ class Layout:
             )
         if self.pipeline > 1:
             self._check_pipeline()
+        elif self.pipeline == 1 and kept_passes(self.remat):
+            raise ValueError(
+                f"layout.remat = {self.remat!r} says what a rank of a pipeline keeps, and "
+                "layout.pipeline = 1; set layout.remat = 'full', or save:TENSOR,... for some of "
+                "what a layer keeps"
+            )
         for name in ("expert", "sequence_chunks"):
             if getattr(self, name) != 1:
                 raise ValueError(
@@ -153,19 +162,41 @@ def remat_names(remat: str) -> tuple[str, ...]:
       ValueError: no such policy, or no such tensor; names the nearest.
     """
     policy, colon, listed = remat.partition(":")
+    if kept_passes(remat) is not None:
+        return ()
     if not colon:
-        known = (*REMATS, *(f"{name}:TENSOR,..." for name in REMATS_WITH_NAMES))
+        named = (f"{name}:TENSOR,..." for name in REMATS_WITH_NAMES)
+        known = (*REMATS, *named, f"{KEEP}:NUMBER")
         _check_known("remat", remat, known)
         if remat == "save_all_but_attention":
             return tuple(name for name in BLOCK_TENSORS if name != "attention")
-        return () if remat == "full" else BLOCK_TENSORS
-    _check_known("remat", policy, REMATS_WITH_NAMES)
+        return BLOCK_TENSORS
+    _check_known("remat", policy, (*REMATS_WITH_NAMES, KEEP))
     names = tuple(name.strip() for name in listed.split(","))
     for name in names:
         _check_known(f"remat = {remat!r}", name, BLOCK_TENSORS, equals=": ")
     if len(set(names)) < len(names):
         raise ValueError(f"layout.remat = {remat!r} names a tensor twice")
     return names
+
+
+def kept_passes(remat: str) -> int | None:
+    """How many passes a pipeline's rank keeps at a time, of those that are recomputed otherwise by
+    operations of their own: 0 with "full", 4 with "keep:4". None where there are no such
+    operations.
+
+    Raises:
+      ValueError: "keep:" without a number of at least 1.
+    """
+    policy, _, number = remat.partition(":")
+    if policy != KEEP:
+        return 0 if remat == "full" else None
+    if not re.fullmatch(r"[1-9]\d*", number, re.ASCII):
+        raise ValueError(
+            f"layout.remat = {remat!r}; write keep:NUMBER, such as keep:4, for the passes that "
+            "each rank of a pipeline keeps at a time, or 'full' to keep none"
+        )
+    return int(number)
 
 
 def parse_schedule(schedule: str) -> tuple[str, bool, tuple[int, ...]]:

@@ -43,6 +43,7 @@ def main(argv: Sequence[str]) -> None:
             args.sequence_chunks,
             fused=args.fused,
             recompute=costs.r != 0,
+            keep=args.keep,
         )
         table = compile_order(order)
         run = simulate(table, costs)
@@ -137,6 +138,8 @@ def _parser() -> argparse.ArgumentParser:
         help="of a rank's share of the model for one micro-batch: forward, input gradient, weight "
         "gradient, recompute (no recompute operations when 0)",
     )
+    add("--keep", type=int, default=0, metavar="K", help="passes that a rank keeps at a time and "
+        "need not recompute, where recompute has a cost")  # fmt: skip
     add("--fused", action="store_true", help="the backward as one operation of cost b + w")
     add("--png", metavar="FILE", help="draw it to a picture")
     add("--json", metavar="FILE", help="write the numbers")

@@ -287,8 +287,9 @@ class Recorder:
         )  # fmt: skip
         self._model_flops = model.flops_per_token(data.seq_len)
         self._hardware_flops = model.hardware_flops_per_token(
-            data.seq_len, remat=config.layout.remat
-        )
+            data.seq_len, remat=config.layout.remat,
+            recomputed=engine.stages.recomputed if engine.stages else 0.0,
+        )  # fmt: skip
         devices = engine.mesh.devices
         self._num_devices = devices.size
         self._peak = peak_flops(devices.flat[0].device_kind, model.compute_dtype)

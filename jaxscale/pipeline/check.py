@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from jaxscale.pipeline.records import B, F, Op, Order, R, W, X
+from jaxscale.pipeline.records import B, F, Op, Order, W, X
 
 AROUND = 6  # cells drawn on each side of the marked ones
 
@@ -16,19 +16,18 @@ def check_order(order: Order) -> None:
     """Proves that every operation is there once, on the rank where its stage lives.
 
     Each micro-batch needs, at every stage and for every sequence chunk, F and either X or both B
-    and W; and R everywhere or nowhere.
+    and W; R may be there or not.
 
     Raises:
       ValueError: an operation is misplaced, repeated or missing.
     """
     there = _check_places(order)
-    recompute = (R,) if any(kind == R for kind, *_ in there) else ()
     units = itertools.product(
         range(order.microbatches), range(order.stages), range(order.sequence_chunks)
     )
     for unit in units:
         fused = (X, *unit) in there
-        for kind in (F, *recompute, *((X,) if fused else (B, W))):
+        for kind in (F, *((X,) if fused else (B, W))):
             if (kind, *unit) not in there:
                 _raise_missing(order, kind, unit)
         for kind in (B, W):

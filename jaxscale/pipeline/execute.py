@@ -206,12 +206,7 @@ class _Rank:
         return self.pass_on(state, row)
 
     def forward(self, state: _State, row: Row) -> _State:
-        arrived = at(state.buffers["inbox"], row["inbox"])
-        x = jax.lax.cond(
-            row["stage"] == 0,
-            lambda: self.model.embed(self.embed, at(self.batches, row["microbatch"])),
-            lambda: arrived,
-        )
+        x = self._arrived(state, row)
         if R in self.program.columns["kind"]:
             buffers = {**state.buffers, "input": put(state.buffers["input"], x, row["input"])}
             state = state._replace(buffers=buffers)
@@ -229,9 +224,14 @@ class _Rank:
         return state._replace(sums=when(row["stage"] == last, losses, state.sums, HEAD))
 
     def recompute(self, state: _State, row: Row) -> _State:
-        made = state.made
-        state = self._up(state, row, at(state.buffers["input"], row["input"]), keeps=True)
-        return state._replace(made=made)
+        """From the input that its F left, or in the place of an F that keeps what it makes."""
+        made, x = state.made, at(state.buffers["input"], row["input"])
+        columns, first = self.program.columns, row["input"] < 0
+        keeping = ((columns["kind"] == R) & (columns["input"] < 0)).any()
+        if keeping:
+            x = jax.lax.cond(first, lambda: self._arrived(state, row), lambda: x)
+        state = self._up(state, row, x, keeps=True)
+        return state._replace(made=jnp.where(first, state.made, made) if keeping else made)
 
     def input_gradient(self, state: _State, row: Row) -> _State:
         return self._down(state, row, fused=False)
@@ -277,6 +277,15 @@ class _Rank:
             came = jax.lax.ppermute(state.made, "pipeline", pairs) if hop else state.made
             inbox = put(inbox, came, row[name])
         return state._replace(buffers={**state.buffers, "inbox": inbox})
+
+    def _arrived(self, state: _State, row: Row) -> jax.Array:
+        """What a pass begins with."""
+        arrived = at(state.buffers["inbox"], row["inbox"])
+        return jax.lax.cond(
+            row["stage"] == 0,
+            lambda: self.model.embed(self.embed, at(self.batches, row["microbatch"])),
+            lambda: arrived,
+        )
 
     def _up(self, state: _State, row: Row, x: jax.Array, keeps: bool) -> _State:
         """A chunk, forward from x."""

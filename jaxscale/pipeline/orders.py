@@ -6,6 +6,7 @@ it says nothing of time. Stage c * p + r is chunk c of rank r, unless the stages
 Here the backward is one operation, X; `make_order` splits it unless asked not to.
 """
 
+import bisect
 import difflib
 import itertools
 import math
@@ -218,6 +219,7 @@ def make_order(
     *,
     fused: bool = False,
     recompute: bool = False,
+    keep: int = 0,
 ) -> Order:
     """The order of a schedule by name, or from a file whose name ends in .csv.
 
@@ -232,6 +234,7 @@ def make_order(
       sequence_chunks: segments of a micro-batch; None for whole sequences.
       fused: one operation for the whole backward pass, not B and then W.
       recompute: give every micro-batch an R before its backward pass.
+      keep: but for so many passes at a time, whose residuals a rank keeps (see `keep_passes`).
 
     Raises:
       ValueError: an unknown name, or numbers that the schedule cannot serve, with the nearest
@@ -242,7 +245,7 @@ def make_order(
         if number is not None and number < 1:
             raise ValueError(f"{key} = {number}; at least 1")
     if pathlib.PurePath(name).suffix == ".csv":
-        return _order_from_file(name, numbers, fused, recompute)
+        return _order_from_file(name, numbers, fused, recompute, keep)
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -269,6 +272,13 @@ def make_order(
         rows = split_backward(rows)
     if recompute:
         rows = add_recompute(rows)
+    elif keep:
+        raise ValueError(
+            f"keep = {keep} says how many passes need not be recomputed, and none is; ask for "
+            "recomputing (recompute = True, or a cost of it), or leave keep out"
+        )
+    if keep:
+        rows = keep_passes(rows, keep)
     return Order(name, tuple(map(tuple, rows)), microbatches, v, k, schedule.placement)
 
 
@@ -295,6 +305,38 @@ def add_recompute(rows: Rows) -> Rows:
                 result[-1].insert(len(result[-1]) - op.paired, op._replace(kind=R, paired=0))
             result[-1].append(op)
     return result
+
+
+def keep_passes(rows: Rows, keep: int) -> Rows:
+    """Without the R of as many passes as can be, where a rank keeps up to `keep` of them at a time.
+
+    Micro-batch by micro-batch, as in Korthikanti et al. (arXiv 2205.05198, appendix C): a rank near
+    the end of the pipeline has less in flight, and so makes less of it again. Which passes to keep
+    is interval colouring: taken by their ends, each goes where another has ended last.
+
+    Raises:
+      ValueError: that would be all of them.
+    """
+    result = [_keep(row, keep) for row in rows]
+    if not any(op.kind == R for row in result for op in row):
+        raise ValueError(
+            f"keep = {keep}, and no rank has more than that in flight, so that nothing would be "
+            "recomputed; keep fewer, or leave out recomputing"
+        )
+    return result
+
+
+def _keep(row: list[Op], keep: int) -> list[Op]:
+    begins = {op[1:4]: n for n, op in enumerate(row) if op.kind == F}
+    ends = {op[1:4]: n for n, op in enumerate(row) if op.kind in (W, X)}
+    kept, free = set(), [-1] * keep  # where each of the places became free, in order
+    for unit, end in ends.items():
+        place = bisect.bisect_left(free, begins[unit]) - 1
+        if place >= 0:
+            kept.add(unit)
+            free.pop(place)
+            free.append(end)
+    return [op for op in row if op.kind != R or op[1:4] not in kept]
 
 
 def check_needs(name: str, needs: tuple[Need, ...], numbers: tuple[int, int, int, int]) -> None:
@@ -340,7 +382,7 @@ def _nearest(needs: tuple[Need, ...], numbers: tuple[int, int, int, int]) -> str
 
 
 def _order_from_file(
-    path: str, numbers: Mapping[str, int | None], fused: bool, recompute: bool
+    path: str, numbers: Mapping[str, int | None], fused: bool, recompute: bool, keep: int
 ) -> Order:
     order = read_csv(path)
     there = (order.ranks, order.microbatches, order.virtual_stages, order.sequence_chunks)
@@ -354,5 +396,10 @@ def _order_from_file(
         raise ValueError(
             f"{path} has no R, so there is nothing to recompute; add R before each backward, or "
             "leave out the cost of R"
+        )
+    if keep:
+        raise ValueError(
+            f"keep = {keep}, but {path} says itself what is recomputed: where it has no R; leave "
+            "keep out"
         )
     return order

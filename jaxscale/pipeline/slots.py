@@ -22,10 +22,11 @@ class Program:
     a forward with a backward in one tick. -1 stands for nothing.
 
     - `kind` (NOP where idle), `microbatch`, `stage`, `segment`, `direction`; `chunk`, which of the
-      rank's own stages it is, in that direction.
+      rank's own stages it is, in that direction. Where some passes are recomputed, an F that keeps
+      its residuals is an R without an `input`: it makes them just as R does, from what arrives.
     - Slots that the operation reads or writes, by buffer. `inbox`: the activation that F reads,
       the gradient that B or X reads; those of the last stage read what their own F made. The
-      first stage reads tokens. `input`: written by F for R (only with R). `residual_b`: written by
+      first stage reads tokens. `input`: written by F for its R. `residual_b`: written by
       F, or by R, for B or X. `residual_w`: likewise, for W too. `cotangent`: written by B for W.
     - `from_left`, `from_right`, `from_self`: the inbox slot in which to put, when the tick ends,
       what the neighbour (the ranks are a ring) or the rank itself made in this lane; where
@@ -67,6 +68,9 @@ def make_program(table: Table) -> Program:
         columns[name] = np.full(shape, -1, np.int32)
         for user in users[1:] if arrives else users:
             columns[name][tuple(index[user] for index in cell)] = dealt
+    if (ops.kind == R).any():
+        keeping = (columns["kind"] == F) & (columns["residual_b"] >= 0)
+        columns["kind"][keeping] = R
     sender, reader = users_of["inbox"]
     columns |= _receives(table, sender, reader, columns["inbox"], slots["inbox"])
     return Program(columns, slots)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.layout import Layout, parse_schedule
+from jaxscale.layout import Layout, kept_passes, parse_schedule
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.records import B, F, Order, R, W, X
 from jaxscale.pipeline.simulate import Costs, simulate
@@ -67,6 +67,12 @@ class Stages:
         }  # fmt: skip
 
     @property
+    def recomputed(self) -> float:
+        """Of all passes through a chunk, the share that is recomputed."""
+        counts = np.bincount(self.table.ops.kind, minlength=X + 1)
+        return float(counts[R] / counts[F])
+
+    @property
     def capacity(self) -> int:
         """Layers that a chunk has room for."""
         return max(self.layers)
@@ -100,13 +106,15 @@ def open_stages(layout: Layout, num_layers: int, head_cost: float = 0.0) -> Stag
         to change.
     """
     name, fused, layers = parse_schedule(layout.schedule)
+    keep = kept_passes(layout.remat)
     try:
         order = make_order(
             name, layout.pipeline, layout.microbatches, layout.virtual_stages or None,
-            layout.sequence_chunks, fused=fused, recompute=layout.remat == "full",
+            layout.sequence_chunks, fused=fused, recompute=keep is not None, keep=keep or 0,
         )  # fmt: skip
     except ValueError as error:
-        raise ValueError(f"layout.schedule = {name!r}: {_as_settings(str(error))}") from None
+        settings = f"layout.schedule = {name!r}" + f", layout.remat = {layout.remat!r}" * bool(keep)
+        raise ValueError(f"{settings}: {_as_settings(str(error))}") from None
     check_runnable(order)
     table = compile_order(order)
     if num_layers < order.stages:

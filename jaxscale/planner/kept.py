@@ -6,7 +6,7 @@ The suite holds it to `remat.rematerialised`, value by value.
 from dataclasses import dataclass
 
 from jaxscale.config import ModelConfig
-from jaxscale.layout import remat_names
+from jaxscale.layout import kept_passes, remat_names
 from jaxscale.planner.arrays import itemsize
 
 
@@ -68,7 +68,7 @@ def split_bytes(model: ModelConfig, remat: str) -> dict[str, int]:
     cotangent = 2 * stream + queries + 2 * keys + hidden * (1 if gpt else 2)
     # The activation is made again from both its factors.
     cotangent += 2 * hidden * gpt
-    if remat == "full" or not by_names(remat):
+    if kept_passes(remat) is not None or not by_names(remat):
         residual_b = 2 * stream + queries + 2 * keys + hidden * gpt
         residual_b += (queries + keys) * model.qk_norm
         residual_w = 2 * stream + queries + 2 * hidden * (not gpt)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.layout import remat_names
+from jaxscale.layout import kept_passes, remat_names
 from jaxscale.planner.arrays import Ints, most, where
 from jaxscale.planner.kept import by_names
 from jaxscale.planner.walk import Walk
@@ -64,8 +64,9 @@ def hidden_bytes(config: Config, walk: Walk, transients: Transients) -> Ints:
 def working_set_bytes(config: Config, walk: Walk, transients: Transients) -> Ints:
     """Activations of a micro-batch and their gradients."""
     model, layout = config.model, config.layout
-    # With "full", a pipeline makes everything again in operations of their own.
-    named = by_names(layout.remat) & ((layout.pipeline == 1) | (layout.remat != "full"))
+    # What a pipeline makes again it may make in operations of their own.
+    by_table = kept_passes(layout.remat) is not None
+    named = by_names(layout.remat) & ((layout.pipeline == 1) | (not by_table))
     width, wider = walk.compute, max(4 - walk.compute, 0)
     sizes = {
         "stream": model.d_model, "queries": model.num_heads * model.head_dim,

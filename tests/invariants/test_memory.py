@@ -60,6 +60,8 @@ CASES = {
 }  # fmt: skip
 PIPELINES = {
     "1f1b": case({"pipeline": 4, "microbatches": 8, "remat": "none"}, 32, model={"num_layers": 8}),
+    "1f1b, two of four passes kept": case({"pipeline": 4, "microbatches": 8, "remat": "keep:2"}, 32,
+                                          model={"num_layers": 8}),
     "interleaved, stage 3, full": case(
         {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "interleaved",
          "virtual_stages": 2, "remat": "full"}, 32, model={"num_layers": 8}

@@ -47,7 +47,7 @@ CHOICES = (
         {"pipeline": 2, "fsdp": 2, "context": 2, "context_method": "gather"},
     ],
     [{"zero_stage": stage} for stage in range(4)],
-    [{"remat": "none"}, {"remat": "full"}, {"remat": "save:query,attention"}],
+    [{"remat": "none"}, {"remat": "full"}, {"remat": "keep:1"}, {"remat": "save:query,attention"}],
 )  # fmt: skip
 
 

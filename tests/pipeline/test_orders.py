@@ -9,6 +9,7 @@ import pytest
 from jaxscale.pipeline import orders, records, simulate
 from jaxscale.pipeline.csv_order import write_csv
 from jaxscale.pipeline.orders import NUMBERS, SCHEDULES, make_order
+from jaxscale.pipeline.records import F, R, W, X
 from jaxscale.pipeline.table import compile_order
 
 REFUSED = [
@@ -93,6 +94,73 @@ def test_recompute_comes_before_the_backward_and_before_the_pair_that_it_is_in()
     assert texts(make_order("1f1b", 2, 2, recompute=True))[1] == "1F0 1R0 1B0 1W0 1F1 1R1 1B1 1W1"
     row = texts(make_order("dualpipe", 4, 8, recompute=True))[0]
     assert " 3R5^ 0F3+3X5^ " in row
+
+
+def kept_at_once(row):
+    """The most passes at a time, from F to their last operation, that have no R."""
+    again = {op[1:4] for op in row if op.kind == R}
+    alive, most = set(), 0
+    for op in row:
+        if op[1:4] not in again:
+            alive |= {op[1:4]} if op.kind == F else set()
+            most = max(most, len(alive))
+            alive -= {op[1:4]} if op.kind in (W, X) else set()
+    return most
+
+
+def fewest_recomputed(row, keep):
+    """By trying all sets of passes."""
+    units = [op[1:4] for op in row if op.kind == F]
+    for count in range(len(units) + 1):
+        for again in itertools.combinations(units, count):
+            if kept_at_once([op for op in row if op.kind != R or op[1:4] in again]) <= keep:
+                return count
+    raise AssertionError(row)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize(
+    "numbers",
+    [("1f1b", 4, 6), ("gpipe", 2, 5), ("zb_h1", 4, 6), ("interleaved", 2, 4, 2), ("zb_v", 2, 3, 2)],
+    ids=lambda numbers: numbers[0],
+)
+def test_ranks_keep_as_many_passes_as_they_may(numbers, keep):
+    every = make_order(*numbers, recompute=True)
+    some = make_order(*numbers, recompute=True, keep=keep)
+    for row, whole in zip(some.rows, every.rows):
+        assert kept_at_once(row) <= keep
+        assert sum(op.kind == R for op in row) == fewest_recomputed(whole, keep)
+        assert [op for op in row if op.kind != R] == [op for op in whole if op.kind != R]
+
+
+def test_a_rank_near_the_end_makes_less_again():
+    """It has less in flight; and every pass that is kept shortens the step by its R."""
+    again = [
+        [sum(op.kind == R for op in row) for row in order.rows]
+        for order in (make_order("1f1b", 4, 32, recompute=True, keep=keep) for keep in (1, 2, 3))
+    ]
+    assert again == [[24, 21, 16, 0], [16, 10, 0, 0], [8, 0, 0, 0]]
+    ticks = [
+        compile_order(make_order("1f1b", 4, 32, recompute=True, keep=keep)).ticks
+        for keep in range(4)
+    ]
+    assert ticks == [134, 123, 116, 107]
+    assert compile_order(make_order("1f1b", 4, 32)).ticks == 102
+
+
+def test_keeping_all_is_no_recomputing():
+    with pytest.raises(ValueError, match="keep = 4, and no rank has more than that in flight"):
+        make_order("1f1b", 4, 32, recompute=True, keep=4)
+
+
+def test_an_order_from_a_file_says_itself_what_is_recomputed(tmp_path):
+    path = tmp_path / "order.csv"
+    order = make_order("1f1b", 2, 4, recompute=True, keep=1)
+    path.write_text(write_csv(order))
+    assert make_order(str(path), recompute=True).rows == order.rows
+    assert compile_order(make_order(str(path))).ticks == compile_order(order).ticks
+    with pytest.raises(ValueError, match="says itself what is recomputed"):
+        make_order(str(path), recompute=True, keep=1)
 
 
 def test_an_order_from_a_file_is_checked_against_the_numbers(tmp_path):

@@ -56,8 +56,12 @@ def execute(order, program):
             if row["kind"] == NOP:
                 continue
             unit = row["microbatch"], row["segment"], row["direction"]
-            made[r, lane] = operate(row, unit, buffers[r], order.stages, recompute)
-            done.append((row["kind"], row["microbatch"], row["stage"], row["segment"]))
+            keeps = row["kind"] == R and row["input"] < 0  # an F that keeps its residuals
+            kind = F if keeps else row["kind"]
+            row["kind"] = kind
+            recomputed = recompute and not keeps
+            made[r, lane] = operate(row, unit, buffers[r], order.stages, recomputed)
+            done.append((kind, row["microbatch"], row["stage"], row["segment"]))
         for r, lane in itertools.product(range(ranks), range(lanes)):
             for channel, hop in (("from_left", -1), ("from_right", 1), ("from_self", 0)):
                 slot = columns[channel][t, r, lane]
@@ -98,7 +102,9 @@ def operate(row, unit, buffers, stages, recompute):
     return {F: ("activation", stage + 1, *unit)}.get(kind, ("gradient", stage - 1, *unit))
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"recompute": True}, {"recompute": True, "keep": 1}, {"fused": True}], ids=str
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_every_operation_reads_what_was_made_for_it(case, options):
     if options.get("fused") and SCHEDULES[case[0]].given_backward:
@@ -144,7 +150,8 @@ def test_slots_do_not_grow_with_the_micro_batches_of_1f1b():
     assert program_of("gpipe", 4, 32)[1].slots["residual_b"] == 32
 
 
-def test_recompute_keeps_inputs_in_place_of_residuals():
-    _, program = program_of("1f1b", 4, 8, recompute=True)
-    slots = {"inbox": 2, "input": 4, "residual_b": 1, "residual_w": 1, "cotangent": 1}
-    assert program.slots == slots
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_recompute_keeps_inputs_in_place_of_residuals(keep):
+    _, program = program_of("1f1b", 4, 8, recompute=True, keep=keep)
+    residuals = {"residual_b": keep + 1, "residual_w": keep + 1}
+    assert program.slots == {"inbox": 2, "input": 4 - keep, **residuals, "cotangent": 1}

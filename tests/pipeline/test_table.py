@@ -88,11 +88,6 @@ BROKEN = {
         "0W0 belongs to a backward pass that X does whole",
         "rank 0  | 0F0  0X0 >0W0<\nrank 1  | 1F0  1X0",
     ),
-    "recomputed in part": (
-        "0F0,0R0,0X0\n1F0,1X0\n",
-        "1R0 is missing on rank 1",
-        "rank 1  | 1F0  1X0 >1R0<",
-    ),
     "backward before forward": (
         "0F0,0X0,0F1,0X1\n1X0,1F0,1F1,1X1\n",
         "rank 1 is at 1X0, which needs 1F0",

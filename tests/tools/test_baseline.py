@@ -69,7 +69,7 @@ def test_the_plain_model_has_our_losses(baseline, variant):
         np.testing.assert_allclose(metrics.loss, loss, rtol=1e-6)
 
 
-def test_the_plain_model_refuses_what_it_does_not_have(bench):
+def test_the_plain_model_refuses_what_it_does_not_have(baseline):
     tied = config.load("configs/quickstart.py")
     with pytest.raises(ValueError, match="the default model options, and adamw"):
         baseline.build(tied, "loop")
