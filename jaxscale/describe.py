@@ -8,8 +8,10 @@ from typing import Any
 import jax
 
 from jaxscale.gradients import pipeline_buffers
-from jaxscale.layout import REMATS
+from jaxscale.layout import REMATS, kept_passes, parse_schedule
 from jaxscale.pipeline import summary
+from jaxscale.pipeline.simulate import simulate
+from jaxscale.pipeline.stages import Stages, open_stages
 from jaxscale.planner.memory import Memory, memory
 from jaxscale.sharding import (
     REPLICATED_WEIGHTS,
@@ -102,8 +104,8 @@ def _peak(engine: Engine) -> str:
 def _remats(engine: Engine) -> list[str]:
     """What each policy keeps, and what it costs."""
     config, layout = engine.config, engine.layout
-    if layout.pipeline > 1:
-        return []
+    if engine.stages:
+        return _passes(engine, engine.stages)
     policies = [*REMATS, *([] if layout.remat in REMATS else [layout.remat])]
     predicted = {remat: _predict(engine, remat=remat) for remat in policies}
     policies.sort(key=lambda remat: -predicted[remat].stash)
@@ -115,6 +117,37 @@ def _remats(engine: Engine) -> list[str]:
         rows.append(
             (f"{remat}{chosen}", human_bytes(needs.stash), human_bytes(needs.peak),
              f"+{more - 1:.0%}")
+        )  # fmt: skip
+    return ["layout.remat on each device\n" + table(rows)]
+
+
+def _passes(engine: Engine, chosen: Stages) -> list[str]:
+    """What keeping some passes of a pipeline costs and brings, from none to all."""
+    layout = engine.layout
+    if parse_schedule(layout.schedule)[0].endswith(".csv"):
+        return []  # it says itself what is recomputed
+
+    def open_with(remat: str) -> Stages:
+        changed = dataclasses.replace(layout, remat=remat)
+        return open_stages(changed, engine.model.config.num_layers, chosen.head_cost)
+
+    def seconds(stages: Stages) -> float:
+        return simulate(stages.table, stages.costs).lockstep_makespan
+
+    everything = open_with("none")
+    most = everything.program.slots["residual_b"]
+    # With all but one kept, that one would need as much room as keeping it, too.
+    some = sorted({most * quarters // 4 for quarters in (1, 2, 3)} - {0, most - 1, most})
+    policies = ["none", *(f"keep:{n}" for n in reversed(some)), "full"]
+    policies += [layout.remat] * (layout.remat not in policies)
+    rows = [("", "slots hold", "whole step", "time")]
+    for remat in policies:
+        needs, slower = _predict(engine, remat=remat), ""
+        if kept_passes(remat) is not None:
+            slower = f"+{seconds(open_with(remat)) / seconds(everything) - 1:.0%}"
+        rows.append(
+            (remat + " *" * (remat == layout.remat), human_bytes(needs.stash),
+             human_bytes(needs.peak), slower)
         )  # fmt: skip
     return ["layout.remat on each device\n" + table(rows)]
 

@@ -1,6 +1,7 @@
 """What `--describe` prints are the numbers of the formulas."""
 
 import dataclasses
+import re
 
 import jax
 import pytest
@@ -63,3 +64,21 @@ def test_every_stage_at_rest(rows, config):
         parameters, gradients, *_ = rows[f"zero {stage} *" if stage == 2 else f"zero {stage}"]
         assert parameters == human_bytes(needs.parameters)
         assert gradients == human_bytes(needs.gradients)
+
+
+def test_what_passes_a_pipeline_could_keep():
+    layout = {"data": 1, "pipeline": 4, "microbatches": 8, "remat": "keep:2"}
+    config = from_dict({"layout": layout, "model": {"num_layers": 8}})
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:4]))
+    lines = [re.split(r"\s{2,}", line.strip()) for line in describe(engine).splitlines()]
+    rows = {line[0]: line[1:] for line in lines}
+    held, times = [], []
+    for remat in ("none", "keep:2 *", "keep:1", "full"):
+        needs = memory(with_layout(config, remat=remat.removesuffix(" *")))
+        assert rows[remat][:2] == [human_bytes(needs.stash), human_bytes(needs.peak)]
+        held.append(needs.stash)
+        times.append(int((rows[remat][2:] or ["0"])[0].strip("+%")))
+    assert held == sorted(held, reverse=True)
+    # 1F1B needs four ticks a micro-batch in place of three with nothing kept, but for its ramps.
+    assert times == sorted(times)
+    assert times[-1] == 24

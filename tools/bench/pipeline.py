@@ -30,6 +30,7 @@ from provenance import provenance  # noqa: E402
 RANKS = 2
 UNIT_TIMES = 4
 SCHEDULES = ("1f1b", "1f1b:fused", "gpipe", "zb_h1")
+REMATS = ("keep:1", "full")  # of 1f1b, beside none
 USUAL, USUAL_REMAT = "vmap, shift, autodiff", "the same, layers rematerialised"
 
 
@@ -66,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
     cases, unit = [], units(options)
     for m in map(int, options.microbatches.split(",")):
         cases += [ours(options, schedule, m) for schedule in SCHEDULES]
+        cases += [ours(options, "1f1b", m, remat=remat) for remat in REMATS]
         cases += [usual(options, m), usual(options, m, remat=True)]
         print(f"compiled for {m} micro-batches", flush=True)
     for number in range(options.rounds):
@@ -85,7 +87,9 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def make_config(options: argparse.Namespace, schedule: str, microbatches: int) -> Any:
+def make_config(
+    options: argparse.Namespace, schedule: str, microbatches: int, remat: str = "none"
+) -> Any:
     """A Llama-style model of two ranks' size, with a small vocabulary."""
     from jaxscale.config import from_dict  # noqa: PLC0415
 
@@ -97,13 +101,14 @@ def make_config(options: argparse.Namespace, schedule: str, microbatches: int) -
         "data": {"global_batch_size": options.sequences * microbatches,
                  "seq_len": options.seq_len},
         "layout": {"data": 1, "pipeline": RANKS, "microbatches": microbatches,
-                   "schedule": schedule},
+                   "schedule": schedule, "remat": remat},
     })  # fmt: skip
 
 
 def ours(
-    options: argparse.Namespace, schedule: str, microbatches: int, kinds: Sequence[int] = ()
-) -> Case:
+    options: argparse.Namespace, schedule: str, microbatches: int, kinds: Sequence[int] = (),
+    remat: str = "none",
+) -> Case:  # fmt: skip
     """A schedule by the executor.
 
     Args:
@@ -118,7 +123,7 @@ def ours(
     from jaxscale.step import make_engine  # noqa: PLC0415
     from jaxscale.synthetic import synthetic_batch  # noqa: PLC0415
 
-    config = make_config(options, schedule, microbatches)
+    config = make_config(options, schedule, microbatches, remat)
     engine = make_engine(config, make_mesh(config.layout))
     stages = engine.stages
     assert stages is not None
@@ -140,34 +145,36 @@ def ours(
     program = jax.jit(gradients).lower(params, batch).compile()
     temp = program.memory_analysis().temp_size_in_bytes  # pyright: ignore
     jax.block_until_ready(program(params, batch))  # warms up
-    return Case(schedule, microbatches, stages.table, lambda: program(params, batch), temp, [])
+    name = schedule if remat == "none" else f"{schedule} {remat}"
+    return Case(name, microbatches, stages.table, lambda: program(params, batch), temp, [])
 
 
 def units(options: argparse.Namespace) -> dict[str, Case]:
     """Tables of some kinds of operations, each as often as there are micro-batches. What F and B
     keep has to be read, or the compiler would leave it out."""
-    from jaxscale.pipeline.records import B, F, W, X  # noqa: PLC0415
+    from jaxscale.pipeline.records import B, F, R, W, X  # noqa: PLC0415
 
     return {
         "w": ours(options, "1f1b", UNIT_TIMES, (W,)),
         "bw": ours(options, "1f1b", UNIT_TIMES, (B, W)),
         "fbw": ours(options, "1f1b", UNIT_TIMES, (F, B, W)),
         "x": ours(options, "1f1b:fused", UNIT_TIMES, (X,)),
+        "rbw": ours(options, "1f1b", UNIT_TIMES, (R, B, W), remat="full"),
     }
 
 
 def unit_seconds(unit: dict[str, Case]) -> dict[str, float]:
     """Seconds of an operation of each kind, medians of the rounds."""
-    w, bw, fbw, x = (statistics.median(case.seconds) / UNIT_TIMES for case in unit.values())
-    return {"f": fbw - bw, "b": bw - w, "w": w, "x": x}
+    w, bw, fbw, x, rbw = (statistics.median(case.seconds) / UNIT_TIMES for case in unit.values())
+    return {"f": fbw - bw, "b": bw - w, "w": w, "x": x, "r": rbw - bw}
 
 
 def predict(case: Case, unit: dict[str, Case]) -> float:
     """Seconds of a case from those of operations: a tick lasts as long as its slowest."""
     from jaxscale.pipeline.simulate import Costs, simulate  # noqa: PLC0415
 
-    f, b, w, x = unit_seconds(unit).values()
-    costs = Costs(f, x, 0.0) if "fused" in case.name else Costs(f, b, w)
+    f, b, w, x, r = unit_seconds(unit).values()
+    costs = Costs(f, x, 0.0) if "fused" in case.name else Costs(f, b, w, r)
     return simulate(case.table, costs).lockstep_makespan
 
 
