@@ -37,7 +37,7 @@ class Costs(NamedTuple):
 
 def makespan(
     schedule: str, ranks: int, microbatches: int, virtual_stages: int, costs: Costs, *,
-    fused: bool = False, lockstep: bool = True,
+    fused: bool = False, lockstep: bool = True, keep: int = 0,
 ) -> np.ndarray:  # fmt: skip
     """Seconds from the first operation to the end of the last.
 
@@ -50,6 +50,7 @@ def makespan(
       fused: one operation for the whole backward pass.
       lockstep: every tick lasts as long as its slowest operation, as in our executor; otherwise
         each rank goes on as soon as it can.
+      keep: passes that a rank keeps at a time and need not recompute.
 
     Returns:
       Float [...], the leading dimensions of the costs.
@@ -61,13 +62,14 @@ def makespan(
     durations, shape = _durations(costs, stages)
     key = schedule, ranks, virtual_stages, fused, bool(durations[R].any())
     play = _play_in_lockstep if lockstep else _play_as_soon_as_possible
-    rounds = ROUNDS.get(schedule)
+    # Ranks that keep some passes have each a rhythm of its own.
+    rounds = None if keep else ROUNDS.get(schedule)
     step = ranks if schedule == "interleaved" else 1
     # As soon as possible, what is slowest shows itself only after a while.
     settled = ranks * (rounds or 0) * (1 if lockstep else 3)
     first = settled + (microbatches - settled) % step
     if rounds is None or microbatches <= first + (1 if lockstep else 2) * step:
-        found = play((*key, microbatches), durations)
+        found = play((*key, microbatches, keep), durations)
     else:
         found = _extended(play, key, microbatches, first, step, durations, check=not lockstep)
     return found.reshape(shape) / virtual_stages
@@ -76,11 +78,11 @@ def makespan(
 def _extended(play, key, microbatches, first, step, durations, check) -> np.ndarray:
     """From the tables of two numbers of micro-batches; those of a third, where it is to be
     checked that it grows evenly."""
-    base, after = (play((*key, m), durations) for m in (first, first + step))
+    base, after = (play((*key, m, 0), durations) for m in (first, first + step))
     if check:
-        later = play((*key, first + 2 * step), durations)
+        later = play((*key, first + 2 * step, 0), durations)
         if not np.allclose(later - after, after - base, rtol=1e-9, atol=0):
-            return play((*key, microbatches), durations)
+            return play((*key, microbatches, 0), durations)
     return base + (microbatches - first) // step * (after - base)
 
 
@@ -103,11 +105,12 @@ def _durations(costs: Costs, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=64)
 def open_table(
-    schedule: str, ranks: int, virtual_stages: int, fused: bool, recompute: bool, microbatches: int
-) -> Table:
+    schedule: str, ranks: int, virtual_stages: int, fused: bool, recompute: bool,
+    microbatches: int, keep: int = 0,
+) -> Table:  # fmt: skip
     """The table of a schedule by its numbers."""
     order = make_order(
-        schedule, ranks, microbatches, virtual_stages, fused=fused, recompute=recompute
+        schedule, ranks, microbatches, virtual_stages, fused=fused, recompute=recompute, keep=keep
     )
     if any(op.paired for row in order.rows for op in row):
         raise ValueError(f"{schedule} overlaps operations in pairs, whose costs do not add up")

@@ -56,6 +56,19 @@ def test_makespans_are_the_simulators(name, chunks, fused, recompute):
             np.testing.assert_allclose(got, expected[:, column], rtol=1e-12)
 
 
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb_v", 2)])
+def test_makespans_with_passes_that_are_kept(name, chunks):
+    ranks, microbatches, keep = 4, 24, 2
+    costs = random_costs(ranks * chunks, recompute=True, uneven=True)
+    order = make_order(name, ranks, microbatches, chunks, recompute=True, keep=keep)
+    expected = [
+        simulate(compile_order(order), Costs(*(tuple(field[row]) for field in costs)))
+        for row in range(len(costs.f))
+    ]
+    got = ticks.makespan(name, ranks, microbatches, chunks, costs, keep=keep)
+    np.testing.assert_allclose(got, [run.lockstep_makespan for run in expected], rtol=1e-12)
+
+
 @pytest.mark.parametrize(("name", "chunks", "fused", "recompute"), CASES)
 def test_tables_repeat_themselves_from_where_it_is_said(name, chunks, fused, recompute):
     """In lockstep ticks, whatever the costs: the same patterns, one round after the other."""
