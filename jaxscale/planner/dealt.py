@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.pipeline.records import R
 from jaxscale.planner import ticks
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.cost import Seconds, cost, rank_costs
@@ -77,7 +78,7 @@ class Parts:
         """float [rows], seconds of the table; or [...] of the dealings of one row."""
         return ticks.makespan(
             self.choice.schedule, ranks, count, chunks, self.costs(rows, layers),
-            fused=self.choice.fused,
+            fused=self.choice.fused, keep=self.choice.keep,
         )  # fmt: skip
 
     def step_seconds(self, keys: np.ndarray, place: np.ndarray, dealt: Sequence[Layers]):
@@ -102,13 +103,28 @@ class Parts:
         ranks, chunks = int(self.choice.pipeline), int(self.choice.virtual_stages)
         count = int(self.choice.microbatches)
         table = float(self.makespan([0], ranks, count, chunks, layers)[0])
-        work = count * busiest(self.choice.schedule, ranks, chunks, self.costs([0], layers))
+        costs, share = self.costs([0], layers), self.recomputed()
+        work = count * busiest(
+            self.choice.schedule, ranks, chunks, costs._replace(r=share * np.asarray(costs.r))
+        )
         terms = {name: float(np.ravel(value)[0]) for name, value in self.seconds.terms.items()}
+        terms["recompute"] *= share
         scale = work / sum(terms[name] for name in OWN)
         terms |= {name: scale * terms[name] for name in OWN}
         terms["bubble"] = max(0.0, table - work)
         terms["stragglers"] = float(self.late[0]) * (sum(terms.values()) - terms["stragglers"])
         return terms
+
+
+    def recomputed(self) -> float:
+        """Of the only row: the share of its passes that the busiest rank recomputes."""
+        if not self.choice.keep:
+            return 1.0
+        ranks, chunks = int(self.choice.pipeline), int(self.choice.virtual_stages)
+        key = self.choice.schedule, ranks, chunks, self.choice.fused, True
+        table = ticks.open_table(*key, int(self.choice.microbatches), self.choice.keep)
+        again = np.bincount(table.ops.rank[table.ops.kind == R], minlength=ranks)
+        return float(again.max() / (chunks * self.choice.microbatches))
 
 
 def busiest(schedule: str, ranks: int, chunks: int, costs: ticks.Costs) -> float:

@@ -33,14 +33,15 @@ class Held:
 
 def hold(
     schedule: str, ranks: int, virtual_stages: int, microbatches: int, *, fused: bool,
-    recompute: bool, layers: tuple[int, ...],
+    recompute: bool, layers: tuple[int, ...], keep: int = 0,
 ) -> Held:  # fmt: skip
     """What the busiest rank holds.
 
     Args:
       layers: of each virtual stage.
+      keep: passes that it keeps at a time and need not recompute.
     """
-    slots = slots_of(schedule, ranks, virtual_stages, fused, recompute, microbatches)
+    slots = slots_of(schedule, ranks, virtual_stages, fused, recompute, microbatches, keep)
     return Held(rows=virtual_stages * max(layers), capacity=max(layers), **slots)
 
 
@@ -67,9 +68,13 @@ def head_cost(config: Config) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def slots_of(
-    schedule: str, ranks: int, virtual_stages: int, fused: bool, recompute: bool, microbatches: int
-) -> dict[str, int]:
+    schedule: str, ranks: int, virtual_stages: int, fused: bool, recompute: bool,
+    microbatches: int, keep: int = 0,
+) -> dict[str, int]:  # fmt: skip
     """The slots of each buffer."""
+    if keep:
+        key = schedule, ranks, virtual_stages, fused, recompute, microbatches, keep
+        return count_slots(open_table(*key))
     step = ranks if schedule == "interleaved" else 1
     key = schedule, ranks, virtual_stages, fused, recompute
     settled = ranks * ROUNDS.get(schedule, microbatches)
@@ -84,19 +89,20 @@ def slots_of(
 @functools.lru_cache(maxsize=4096)
 def deal(
     schedule: str, ranks: int, virtual_stages: int, microbatches: int, *, fused: bool,
-    recompute: bool, num_layers: int, head_cost: float,
+    recompute: bool, num_layers: int, head_cost: float, keep: int = 0,
 ) -> tuple[int, ...]:  # fmt: skip
     """The layers of each virtual stage where a layout leaves it to `pipeline.stages.deal`.
 
     Args:
       head_cost: FLOPs of the head over those of a layer.
+      keep: passes that a rank keeps at a time and need not recompute.
     """
     dealt = dealings(num_layers, ranks * virtual_stages)
     each = np.array(dealt, float)
     head = np.zeros_like(each)
     head[:, -1] = 3 * head_cost
     costs = Costs(f=each, b=each + head, w=each, r=each * recompute)
-    found = makespan(schedule, ranks, microbatches, virtual_stages, costs, fused=fused)
+    found = makespan(schedule, ranks, microbatches, virtual_stages, costs, fused=fused, keep=keep)
     return dealt[best_dealing(dealt, found.tolist())]
 
 
