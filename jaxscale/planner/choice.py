@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.layout import MESH_AXES, parse_schedule
+from jaxscale.layout import MESH_AXES, kept_passes, parse_schedule
 
 Ints = Any  # an int, or int [N]; those of one Choice broadcast
 
@@ -35,11 +35,13 @@ class Traits:
     keep_gathered: bool = False  # ZeRO-3 gathers once for both passes
     reduce_each: bool = True  # ZeRO-2 and 3 reduce after each micro-batch, not once a step
     matmul: str = "bfloat16"  # or "fp8", "fp4": operands of the layers' products
+    wide_layers: int = 0  # whose products stay in 16 bits where the others' operands do not
     gradient_bytes: int = 4  # of an element that is reduced
     attention_seen: bool = True  # attention skips keys that the mask hides
     merged_dispatch: bool = False  # a token goes once to each node that has experts for it
     grouped_experts: bool = True  # the products of a device's experts are one kernel
     fused_experts: bool = False  # the exchange sorts tokens by expert
+    plain_experts: bool = False  # their biases and activations are kernels of their own
     folded_experts: bool = False  # and an expert is not split over tensor
     bucket_bytes: float = 0.0  # that collectives are collected in
     imbalance: float = 1.2  # tokens of the busiest expert rank over the mean
@@ -47,7 +49,7 @@ class Traits:
     balanced_ends: bool = False  # layers are dealt so that embedding and head count as layers
     scattered_messages: bool = True  # the ranks of tensor share a pipeline's message
     accumulates: bool = True  # a step can have several micro-batches without a pipeline
-    graph: bool = False  # launches are recorded once (CUDA graphs)
+    graph: str = ""  # launches that are recorded once: of the "step", or of "modules" but experts
 
 
 OURS = Traits()
@@ -71,6 +73,7 @@ class Choice:
     schedule: str = "1f1b"
     fused: bool = False  # the backward pass is one operation
     remat: str = "none"
+    keep: int = 0  # passes that a rank of a pipeline keeps at a time and need not recompute
     remat_share: Any = 1.0  # of the layers, that the policy is for; the others keep everything
     offload: str = "none"
     accumulation: str = "sequential"
@@ -81,6 +84,7 @@ class Choice:
     def of(cls, layout: Any, global_batch_size: int, **changes: Any) -> "Choice":
         """That of a resolved `Layout`, or of `Layouts`; `changes` are fields of this class."""
         name, fused, _ = parse_schedule(layout.schedule)
+        keep = kept_passes(layout.remat)
         shards = layout.batch_shards * layout.expert
         return cls(
             **{
@@ -92,7 +96,8 @@ class Choice:
                 "sequence_chunks": layout.sequence_chunks,
                 "schedule": name,
                 "fused": fused,
-                "remat": layout.remat,
+                "remat": layout.remat if keep is None else "full",
+                "keep": keep or 0,
                 "offload": layout.offload,
                 "accumulation": layout.accumulation,
                 "context_method": layout.context_method,

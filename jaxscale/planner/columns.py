@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from jaxscale.planner import published
 from jaxscale.planner.choice import Choice, Traits
 from jaxscale.planner.machine import Cluster, cluster
+from jaxscale.planner.recipes import Recipe, recipe_of
 from jaxscale.planner.shape import Latent, Shape
 from jaxscale.planner.shapes import named
 from jaxscale.planner.software import MEGATRON_2021, traits_of
@@ -97,9 +98,15 @@ def to_traits(get: Columns) -> Traits:
         changes["gradient_bytes"] = 4  # Megatron's bfloat16 optimizer sums in 32 bits
     if "embedding-balanced" in get("group"):
         changes["balanced_ends"] = True
+    changes |= recipe(get).traits
     changes["frozen"] = "lora" in f"{get('model')} {notes}".lower()
     changes["matmul"] = PRECISIONS.get(get("precision").lower(), "bfloat16")
     return replace(traits, **changes)
+
+
+def recipe(get: Columns) -> Recipe:
+    """NVIDIA's, where the run is one of theirs."""
+    return recipe_of(get("model"), get("hardware"), get("precision"), get("framework"))
 
 
 def to_choice(get: Columns, shape: Shape, traits: Traits) -> Choice:
@@ -134,7 +141,7 @@ def to_choice(get: Columns, shape: Shape, traits: Traits) -> Choice:
         microbatches=max(1, round(batch / (split * micro))),
         virtual_stages=virtual,
         schedule="interleaved" if interleaved else "1f1b", fused=True,
-        remat=_remat(get("recompute"), traits), traits=traits,
+        remat=_remat(get, traits), traits=traits,
     )  # fmt: skip
 
 
@@ -173,8 +180,11 @@ def _sharding(text: str, ranks: int) -> tuple[int, int, int]:
     return 0, ranks, 1
 
 
-def _remat(text: str, traits: Traits) -> str:
+def _remat(get: Columns, traits: Traits) -> str:
     """A policy of ours for what others call recomputation."""
+    text, again = get("recompute"), recipe(get).again
+    if "per-recipe" in text and again:
+        return f"modules:{','.join(again)}"
     if text.startswith("full"):
         return "full"
     if "selective" in text and traits.attention == "written":
@@ -194,7 +204,7 @@ def fitting(get: Columns, shape: Shape, machine: Cluster, choice: Choice) -> Cho
         return _offloaded(choice)
     if said and "per-recipe" not in said and "unknown" not in said:
         return choice
-    policies = ["none", "save:query,key,value,attention_out", "full"]
+    policies = [choice.remat, "save:query,key,value,attention_out", "full"]
     if choice.traits.attention == "written":
         policies[1] = "save_all_but_attention"
     room = ROOM * capacity(machine)

@@ -28,12 +28,14 @@ LAUNCH_SECONDS = 4e-6
 """Between the starts of two dependent kernels on a GPU, already queued (NVIDIA's figure for
 back-to-back launches is 2.2 to 5 us)."""
 
-SUSTAINED = {"sm80": 0.95, "bfloat16": 0.9, "fp8": 0.8, "fp4": 0.7}
+SUSTAINED = {"sm80": 0.95, "sm90": 0.9, "fp8 on sm90": 0.8}
 """Of the rate of the best product alone, that a GPU reaches in a long run of them, where its power
-limit lowers the clock: H100 720 TFLOP/s against 794 at best, and of 8-bit operands 1280 against
-1600 (SemiAnalysis and ml-engineering; cuBLASLt). A100 258 of 271 on random numbers (He, Strangely,
-Matrix Multiplications on GPUs Run Faster When Given "Predictable" Data). Of 4-bit operands nobody
-published both."""
+limit lowers the clock: A100 258 of 271 TFLOP/s on random numbers (He, Strangely, Matrix
+Multiplications on GPUs Run Faster When Given "Predictable" Data), H100 720 against 794, and of
+8-bit operands 1280 against 1600 (SemiAnalysis and ml-engineering; cuBLASLt). Blackwell as H100 with
+any operands: products of 8192 sides on one B200 reached 0.63 of the peak in 16 bits and 0.60 in 4
+(torchao's benchmark, its pull request 2427), which their depth alone explains."""
+
 
 COMPILED = 0.92
 """Of the rate of the best product alone, that a TPU reaches inside a compiled step, where operands
@@ -48,9 +50,7 @@ def matmul_seconds(
     """`batch` products of [m, k] and [k, n]: tiles in waves over the cores, or the memory."""
     flops = 2.0 * m * n * k * batch
     peak = cluster.peak_flops(matmul) * cluster.chip.matmul_fraction
-    slow = MEASURED[cluster.chip.generation]
-    slow = slow if slow in SUSTAINED else matmul
-    peak = peak * (SUSTAINED[slow] if cluster.chip.cores else COMPILED)
+    peak = peak * (_sustained(cluster, matmul) if cluster.chip.cores else COMPILED)
     if cluster.chip.cores:
         seconds = _tiled_seconds(cluster, m, n, k, batch, peak, matmul)
     else:
@@ -60,6 +60,11 @@ def matmul_seconds(
     read = width * batch * (m * k + k * n) + 2.0 * batch * m * n
     seconds = np.maximum(seconds, memory_seconds(cluster, read))
     return np.where(flops > 0, seconds + (LAUNCH_SECONDS if cluster.chip.cores else 0.0), 0.0)
+
+
+def _sustained(cluster: Cluster, matmul: str) -> float:
+    generation = MEASURED[cluster.chip.generation]
+    return SUSTAINED.get(f"{matmul} on {generation}", SUSTAINED.get(generation, SUSTAINED["sm90"]))
 
 
 def _tiled_seconds(cluster, m, n, k, batch, peak, matmul) -> Floats:
@@ -170,3 +175,22 @@ def memory_seconds(cluster: Cluster, num_bytes: Floats, plain: bool = False) -> 
     chip = cluster.chip
     rate = chip.memory_bytes_per_second * chip.memory_fraction
     return num_bytes / (rate * (PLAIN_KERNEL if plain else 1.0))
+
+
+CAST_BYTES = {"bfloat16": 0.0, "fp8": 4.0, "fp4": 7.0}
+"""Of an operand's element: read in 16 bits, written along rows and along columns in 8; in 4 bits
+read three times, for the largest, for the rows, and rotated for the columns (NVFP4's recipe,
+arXiv 2509.25149)."""
+
+CAST_KERNEL = {"sm100": 0.58, "sm103": 0.58}
+"""Of a long copy's bandwidth, that those kernels reach: 4.1 of 7.0 TB/s on B200, both ways with
+their scales (Transformer Engine's benchmark of MXFP8, its pull request 3137). Elsewhere they are
+plain kernels."""
+
+
+def cast_seconds(cluster: Cluster, elements: Floats, matmul: str) -> Floats:
+    """Casts of operands in 16 bits to those of `matmul`."""
+    chip = cluster.chip
+    rate = CAST_KERNEL.get(MEASURED[chip.generation], PLAIN_KERNEL)
+    rate = rate * chip.memory_bytes_per_second * chip.memory_fraction
+    return CAST_BYTES[matmul] * elements / rate

@@ -114,7 +114,7 @@ def cost(shape: Shape, cluster: Cluster, choice: Choice, *, waits: bool = True) 
         "bubble": pipe.bubble,
         "optimizer": optimizer,
         "offload": host,
-        "end": np.asarray(END_SECONDS[choice.traits.eager and not choice.traits.graph]),
+        "end": np.asarray(END_SECONDS[choice.traits.eager and choice.traits.graph != "step"]),
     }
     count = np.asarray(choice.num_devices, float)
     late = JITTER * np.sqrt(2 * np.log(np.maximum(count, 1)))

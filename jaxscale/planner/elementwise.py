@@ -34,13 +34,20 @@ def elementwise_seconds(shape: Shape, cluster: Cluster, choice: Choice, tokens: 
     copies = moe * shape.top_k * traits.imbalance * shape.routed_width
     copies = copies / (t if traits.folded_experts else 1)
     routed = ROUTED_BYTES[traits.fused_experts] * copies + moe * ROUTER_BYTES * shape.experts
-    quantised = _quantised_bytes(shape, choice, wide / t + copies)
+    inner = moe * shape.top_k * traits.imbalance * shape.expert_ff * traits.plain_experts
+    inner = inner / (t if traits.folded_experts else 1)
+    plain, plain_back = (
+        activated * inner + biased * copies * traits.plain_experts
+        for activated, biased in PLAIN_EXPERT_BYTES
+    )
     mixed, mixed_back = _mixer_bytes(shape)
-    forward = stream / streams + (activation[0] + rotated + mixed) / t + routed + quantised
-    backward = back / streams + (activation[1] + rotated + mixed_back) / t + routed + quantised
+    forward = stream / streams + (activation[0] + rotated + mixed) / t + routed + plain
+    backward = back / streams + (activation[1] + rotated + mixed_back) / t + routed + plain_back
+    casts = _cast_elements(shape, choice, wide / t, (2 if gated else 1) * wide / t, copies)
     return tuple(
         compute.memory_seconds(cluster, tokens * width, plain=traits.eager)
-        for width in (forward, backward)
+        + compute.cast_seconds(cluster, tokens * elements, traits.matmul)
+        for width, elements in zip((forward, backward), casts)
     )
 
 
@@ -54,6 +61,12 @@ ROUTED_BYTES = {True: 8, False: 16}
 """Of an element of a token's copy for one expert, that a pass moves on its way there and back:
 permuted, sorted by expert, sorted back and summed, each a read and a write of 16 bits; half of
 them where the exchange does it."""
+
+PLAIN_EXPERT_BYTES = ((54, 28), (80, 36))
+"""Of an element inside a routed expert, beyond a fused activation, and of one that leaves it, where
+each addition of a bias, clamp, sigmoid and product is a kernel, and weights of 32 bits make their
+products such (`TEGroupedMLP._apply_bias` and the branch without fusion beside it). Forward: bias
+and concatenation 16, clamps 8, gate 14, offset 4, product 6, weight and cast 12; of outputs 28."""
 
 ROUTER_BYTES = 48
 """Of a token's score for one expert: softmax, choice of the best, auxiliary loss and maps, a dozen
@@ -77,13 +90,11 @@ def _mixer_bytes(shape: Shape) -> tuple[float, float]:
     return forward, 2.5 * forward
 
 
-QUANTISED_BYTES = {"bfloat16": 0.0, "fp8": 4.0, "fp4": 7.0}
-"""Of an operand's element: read in 16 bits, written along rows and along columns in 8; in 4 bits
-read three times, for the largest, for the rows, and rotated for the columns (NVFP4's recipe,
-arXiv 2509.25149)."""
-
-
-def _quantised_bytes(shape: Shape, choice: Choice, wide: Floats) -> Floats:
-    """Casts of operands to 8 bits or fewer."""
-    operands = (2 * shape.d_model + shape.heads * shape.head_dim) / choice.tensor + wide
-    return QUANTISED_BYTES[choice.traits.matmul] * operands
+def _cast_elements(shape: Shape, choice: Choice, wide: Floats, opened: Floats, copies: Floats):
+    """Elements of a token that are cast to fewer bits: inputs of products on the way there, and
+    gradients of their outputs on the way back. `wide` enter an MLP's last product, `opened` leave
+    its first."""
+    d, t = shape.d_model, choice.tensor
+    heads = shape.heads * shape.head_dim
+    keys = 2 * shape.kv_heads * shape.head_dim
+    return (2 * d + heads) / t + wide + copies, (2 * d + heads + keys) / t + opened + copies

@@ -17,10 +17,14 @@ from jaxscale.planner.shape import Shape
 
 Floats = Any  # a float, or float [N]
 
-KERNELS = {"dense": (24, 44), "experts": (60, 110), "expert": (2, 4), "quantised": (6, 10)}
+KERNELS = {
+    "dense": (24, 44), "experts": (60, 110), "between": (12, 22), "expert": (2, 4),
+    "quantised": (6, 10),
+}  # fmt: skip
 """Kernels of a layer's two passes in an eager trainer: projections, core, norms, residual, bias,
-dropout and activation; experts add routing and permutation, and each expert of a device its
-products, with the casts and transposes of their operands where these are quantised."""
+dropout and activation; experts add routing and permutation, of which those between exchange and
+exchange are left where all else is recorded; and each expert of a device its products, with the
+casts and transposes of their operands where these are quantised."""
 
 
 @dataclass(frozen=True)
@@ -84,23 +88,17 @@ def layer_work(shape: Shape, cluster: Cluster, choice: Choice) -> Layer:
     )
     return Layer(
         forward=first, backward_input=second, backward_weights=third,
-        recompute=_recompute(shape, choice, first),
+        recompute=_recompute(shape, cluster, choice, first),
         head_forward=head + first * extra,
         head_backward=head_back + (second + third) * extra,
     )  # fmt: skip
 
 
-WIDE_IN_FP4 = 0.15
-"""Of the layers' products, that stay in 16 bits where the others have 4-bit operands: the first
-and last blocks (NVIDIA's recipe, arXiv 2509.25149, section 4)."""
-
-
 def _matmuls(shape, cluster, choice, tokens) -> tuple[Floats, Floats, Floats]:
     """Forward, and of the backward pass those for inputs and those for weights, a mean layer."""
     total, matmul = [np.zeros(())] * 3, choice.traits.matmul
-    operands = {matmul: 1.0}
-    if matmul == "fp4":
-        operands = {"fp4": 1 - WIDE_IN_FP4, "bfloat16": WIDE_IN_FP4}
+    wide = choice.traits.wide_layers / shape.layers
+    operands = {matmul: 1.0 - wide, "bfloat16": wide} if wide else {matmul: 1.0}
     for products, count in _products(shape, choice, tokens):
         for m, n, k, batch in products:
             sides = ((m, n, k), (m, k, n), (k, n, m))
@@ -222,23 +220,45 @@ def _written_attention(shape, cluster, choice, tokens, share) -> tuple:
 
 def _waiting(shape: Shape, choice: Choice) -> tuple[Floats, Floats]:
     """Seconds that a host needs to launch the kernels of a layer's two passes."""
-    if not choice.traits.eager or choice.traits.graph:
+    graph = choice.traits.graph
+    if not choice.traits.eager or graph == "step":
         return 0.0, 0.0
     moe = shape.expert_layers / shape.layers
     local = np.maximum(1, shape.experts / np.asarray(choice.expert))
     each = KERNELS["expert" if choice.traits.matmul == "bfloat16" else "quantised"]
-    counts = [
-        (1 - moe) * KERNELS["dense"][n] + moe * (KERNELS["experts"][n] + local * each[n])
-        for n in (0, 1)
-    ]
+    recorded = graph == "modules"
+    dense, experts = (0, 0) if recorded else KERNELS["dense"], KERNELS["experts"]
+    experts = KERNELS["between"] if recorded else experts
+    counts = [(1 - moe) * dense[n] + moe * (experts[n] + local * each[n]) for n in (0, 1)]
     return counts[0] * choice.traits.launch_seconds, counts[1] * choice.traits.launch_seconds
 
 
-def _recompute(shape: Shape, choice: Choice, forward: Work) -> Work:
+def _modules(shape: Shape, cluster: Cluster, choice: Choice, forward: Work) -> Work:
+    """What Megatron repeats of a forward pass where it is told modules by name."""
+    again, names = Work(), choice.remat.partition(":")[2].split(",")
+    if "mla_up_proj" in names and shape.latent:
+        rank = shape.latent
+        opened = rank.query_rank * (rank.nope_dim + rank.rope_dim)
+        opened += rank.kv_rank * (rank.nope_dim + rank.value_dim)
+        share = 2.0 * shape.heads * opened * shape.attending / shape.matmul_flops
+        again = again + Work(matmul=forward.matmul * share)
+    if "moe" in names and shape.experts:
+        rest = replace(shape, experts=0, mlp_layers=shape.dense_layers)
+        tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
+        again = again + Work(
+            matmul=forward.matmul - _matmuls(rest, cluster, choice, tokens)[0],
+            elementwise=forward.elementwise - elementwise_seconds(rest, cluster, choice, tokens)[0],
+        )
+    return again
+
+
+def _recompute(shape: Shape, cluster: Cluster, choice: Choice, forward: Work) -> Work:
     """What a remat policy repeats of a forward pass."""
     remat = choice.remat
     if remat == "none":
         return Work()
+    if remat.startswith("modules:"):
+        return _modules(shape, cluster, choice, forward)
     if remat == "save_all_but_attention":
         return Work(attention=forward.attention)
     if remat == "save_matmuls":

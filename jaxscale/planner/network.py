@@ -29,6 +29,13 @@ LINE = 0.5
 """Of a torus axis' bandwidth, that is left where its ends do not meet: one direction of two."""
 
 
+EXCHANGE_KERNEL = 460e9
+"""Bytes a second that one device sends others at most by the kernels which dispatch tokens and
+combine them, with the 16 to 32 multiprocessors that trainers give them: on GB200 and B200 472 to
+550 to and from 8 to 32 devices, themselves included (16-bit tokens, the whole call; table in
+Hybrid-EP's README, DeepEP's branch for it). Links of Hopper are slower than that."""
+
+
 @dataclass(frozen=True)
 class Level:
     """Members of a group that reach each other over links of one kind; floats or float [N]."""
@@ -141,7 +148,9 @@ def exchange_seconds(levels: Levels, num_bytes: Floats, merged: int = 0) -> Floa
             domains = np.maximum(whole / inner, 1)
             copies = (domains - 1) * (1 - (1 - 1 / domains) ** merged) / merged
             outside = np.minimum(outside, copies)
-        slowest = np.maximum(slowest, num_bytes * outside / level.bytes_per_second)
+        rate = level.bytes_per_second
+        rate = np.minimum(rate, EXCHANGE_KERNEL) if merged else rate
+        slowest = np.maximum(slowest, num_bytes * outside / rate)
         inner = reached
     seconds = slowest + _latency(levels, "tree_seconds")
     return np.where(whole > 1, seconds + START_SECONDS, 0.0)

@@ -74,11 +74,13 @@ def make_passes(
     }
     full = choice.remat_share if choice.remat == "full" else 0.0
     again = layer.recompute * choice.remat_share
+    experts = 1.0 if choice.remat.startswith("modules:") and "moe" in choice.remat else full
+    remade = {"tensor": full, "context": full, "expert": experts}
     passes = {
         "forward": Pass(layer.forward, *(exposed[name][0] for name in exposed)),
         "input": Pass(layer.backward_input, *(exposed[name][1] for name in exposed)),
         "weights": Pass(layer.backward_weights),
-        "recompute": Pass(again, *(full * exposed[name][0] for name in exposed)),
+        "recompute": Pass(again, *(share * exposed[name][0] for name, share in remade.items())),
     }
     hidden = {
         name: sum(s - e for s, e in zip(getattr(sent, name), exposed[name])) for name in exposed

@@ -281,6 +281,16 @@ class Shape:
         return decoder + encoder + self.layers * (both + self.core_flops(self.encoder_seq_len))
 
     @property
+    def matmul_flops(self) -> float:
+        """Products of the decoder's layers with weights, for one token."""
+        return (
+            self.attending * self.projection_flops
+            + (self.with_mlp - self.expert_layers) * self.mlp_flops
+            + self.expert_layers * self.expert_flops
+            + (self.mixer.layers * 2.0 * self.mixer_params if self.mixer else 0.0)
+        )
+
+    @property
     def layer_forward_flops(self) -> float:
         """One decoder layer, the mean of all, for one token."""
         return self.block_flops / self.layers

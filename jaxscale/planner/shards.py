@@ -119,7 +119,7 @@ def kept_bytes(shape: Shape, remat: str) -> float:
         "query": heads, "key": keys, "value": keys, "attention": heads,
         "attention_out": shape.d_model, "mlp_up": wide, "mlp_gate": wide * shape.gated,
     }  # fmt: skip
-    if ":" in remat:
+    if ":" in remat and not remat.startswith("modules:"):
         return 2.0 * (
             shape.d_model + sum(sizes[name.strip()] for name in remat.partition(":")[2].split(","))
         )

@@ -46,7 +46,7 @@ MEGATRON_CORE = replace(
     merged_dispatch=True,  # DeepEP and its like
     imbalance=1.0,  # benchmarks force the router to balance
 )
-MEGATRON_CORE_2606 = replace(MEGATRON_CORE, fused_experts=True, overlap_experts=True, graph=True)
+MEGATRON_CORE_2606 = replace(MEGATRON_CORE, fused_experts=True)
 TORCH_FSDP = replace(
     OURS,
     lockstep=False,
@@ -78,7 +78,7 @@ BY_FRAMEWORK = {  # the longest beginning of a framework's name counts
     "deepspeed": replace(MEGATRON_2021, overlap_gradients=True, overlap_parameters=True,
                          reduce_each=True),
     "megatron-bridge": MEGATRON_CORE,
-    # Since 26.06: exchanges that sort (HybridEP), run beside the other half of a step, and graphs.
+    # Since 26.06: exchanges that sort (HybridEP); see also `recipes.py`.
     "megatron-bridge 26.06": MEGATRON_CORE_2606,
     "megatron-bridge 26.08": MEGATRON_CORE_2606,
     "nemo": MEGATRON_CORE,
