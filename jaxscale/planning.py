@@ -14,13 +14,14 @@ from typing import Any
 
 from jaxscale import config as configs
 from jaxscale import flags
+from jaxscale.config import Config
 from jaxscale.layout import Layout
 from jaxscale.planner import explain, report, why
 from jaxscale.planner.answer import plan
 from jaxscale.planner.explain import columns, gigabytes
 from jaxscale.planner.plans import Answer, Plan, judge
 from jaxscale.planner.search import search
-from jaxscale.planner.space import Query, check_pins, with_layout
+from jaxscale.planner.space import Query, check_pins
 from jaxscale.planner.write import write_config
 
 
@@ -32,15 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _validate(options)
         if options.measure:
             return _measure(options, overrides)
-        for name in ("config", "hardware", "devices"):
+        for name in ("hardware", "devices"):
             if not getattr(options, name):
                 raise ValueError(f"--{name} is missing; see --help for an example")
-        config = configs.load(options.config, overrides)
         pins = parse_pins(options.pin)
         answer = plan(
-            config, options.hardware, options.devices, pins=pins,
+            _model(options, overrides), options.hardware, options.devices, pins=pins,
             max_memory_bytes=parse_bytes(options.max_memory),
-            batch_tokens=parse_tokens(options.batch_tokens), top=options.top,
+            batch_tokens=parse_tokens(options.batch_tokens), seq_len=options.seq_len,
+            top=options.top,
         )  # fmt: skip
         print(explain.ranking(answer))
         print(f"\nThe best, term by term\n{explain.waterfall(answer.plans[0])}")
@@ -63,16 +64,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _model(options: argparse.Namespace, overrides: Sequence[str]) -> Config | str:
+    """The config, or the name or file of a model's sizes."""
+    if not options.config and not options.model:
+        raise ValueError(
+            "--config is missing, or --model for one that only has sizes; see --help for an example"
+        )
+    if not options.model:
+        return configs.load(options.config, overrides)
+    if options.config or overrides or ".py" in options.model:
+        raise ValueError(
+            f"--model {options.model} is a name or a file of sizes, and goes without a config: "
+            "give --config FILE, or --model with --seq_len and --batch_tokens"
+        )
+    for name in ("write", "prove"):
+        if getattr(options, name):
+            raise ValueError(
+                f"--{name} needs a model that this version trains, a dense decoder that a config "
+                f"describes; leave it out with --model {options.model} (--json FILE keeps the "
+                "plan), or give --config FILE"
+            )
+    return options.model
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.plan",
-        description="Ranks the layouts of a config's model on a cluster by the time of a step, "
+        description="Ranks the layouts of a model on a cluster by the time of a step, "
         "with memory, energy and money, and explains them. Needs no device.",
         epilog="Example: python -m jaxscale.plan --config configs/llama2_70b.py "
         "--hardware h100-sxm --devices 512 --pin tensor=8",
     )
     add, path = parser.add_argument, pathlib.Path
     add("--config", metavar="FILE", help="a file in configs/; its layout is not looked at")
+    add("--model", default="", metavar="NAME",
+        help="instead of a config: a known model, or a JSON file of its sizes")  # fmt: skip
+    add("--seq_len", type=int, default=0, metavar="N", help="of a --model, if not its own")
     add("--hardware", metavar="NAME", help="a device, or a CSV or JSON file that describes one")
     add("--devices", type=int, metavar="N", help="how many")
     add("--batch_tokens", default="", metavar="4M", help="of a step; K is 1024, M is 1024 K")
@@ -165,12 +192,14 @@ def _named(answer: Answer, name: str) -> Plan:
 
 def as_json(answer: Answer) -> dict[str, Any]:
     """Numbers of an answer for a program."""
-    config = answer.query.config
-    tokens = config.run.steps * config.data.tokens_per_step
+    subject = answer.query.subject
     return {
+        "params": subject.num_params,
+        "active_params": subject.shape.active_params,
+        "note": subject.note,
         "hardware": answer.query.cluster.name,
         "devices": answer.query.cluster.num_devices,
-        "plans": [_plan_json(one, tokens) for one in answer.plans],
+        "plans": [_plan_json(one, subject.run_tokens) for one in answer.plans],
         "considered": answer.found.considered,
         "rejected": dict(answer.found.rejected),
     }
@@ -210,7 +239,7 @@ def _prove(answer: Answer, count: int, name: str) -> list[dict[str, Any]]:
     for number, one in enumerate(answer.plans[:count], 1):
         print(f"compiling plan {number} for {name} ...", flush=True)
         try:
-            compiled = proof.compile_for(with_layout(answer.query.config, one.layout), name)
+            compiled = proof.compile_for(one.config, name)
         except ModuleNotFoundError as error:
             flags.refuse(str(error))
         except ValueError as error:

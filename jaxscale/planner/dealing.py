@@ -10,7 +10,6 @@ import itertools
 import numpy as np
 
 from jaxscale.layout import parse_schedule
-from jaxscale.planner.choice import Choice
 from jaxscale.planner.dealt import Parts
 from jaxscale.planner.plans import Plan, judge
 from jaxscale.planner.space import Query
@@ -40,8 +39,7 @@ def improved(query: Query, plan: Plan) -> Plan:
 def deal_by_seconds(query: Query, plan: Plan) -> tuple[int, ...]:
     """Moves one layer at a time, each time the one that shortens the step most, until none does."""
     layout = plan.layout
-    choice = Choice.of(layout, plan.config.data.global_batch_size)
-    parts = Parts.of(query.shape, query.cluster, choice)
+    parts = Parts.of(query.shape, query.cluster, plan.choice)
     layers = np.array(plan.layers)
 
     def makespans(dealt: np.ndarray) -> np.ndarray:

@@ -4,7 +4,9 @@ import re
 from collections.abc import Sequence
 
 from jaxscale.layout import Layout
+from jaxscale.planner.described import Described
 from jaxscale.planner.plans import Answer, Plan
+from jaxscale.planner.trained import Trained
 
 BAR = 40
 """Characters of the longest bar."""
@@ -106,7 +108,7 @@ def stack(plan: Plan) -> str:
 def compare(a: Plan, b: Plan) -> str:
     """Where two plans differ, the largest difference in seconds first."""
     names = sorted(
-        {*a.terms, *b.terms},
+        a.terms | b.terms,
         key=lambda name: -abs(b.terms.get(name, 0) - a.terms.get(name, 0)),
     )
     rows = [("", "A", "B", "B - A")]
@@ -116,7 +118,7 @@ def compare(a: Plan, b: Plan) -> str:
     change = b.step_seconds - a.step_seconds
     rows.append(("a step", *_pair(a.step_seconds, b.step_seconds)))
     sizes = a.memory.at_peak, b.memory.at_peak
-    for name in sorted({*sizes[0], *sizes[1]}, key=lambda name: -abs(
+    for name in sorted(sizes[0] | sizes[1], key=lambda name: -abs(
         sizes[1].get(name, 0) - sizes[0].get(name, 0)
     )):  # fmt: skip
         first, second = (size.get(name, 0) for size in sizes)
@@ -147,10 +149,24 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def params_text(subject: Trained | Described) -> str:
+    """ "46.7 billion parameters, of which a token meets 12.9 billion"."""
+    active = subject.shape.active_params / 1e9
+    met = f", of which a token meets {active:.1f} billion," if subject.shape.experts else ""
+    return f"{subject.num_params / 1e9:.1f} billion parameters{met}"
+
+
+def batch_text(subject: Trained | Described) -> str:
+    """ "512 sequences of 8192 tokens"."""
+    shape = subject.shape
+    source = f" and {shape.encoder_seq_len} of the encoder" if shape.encoder_layers else ""
+    return f"{subject.sequences} sequences of {shape.seq_len} tokens{source}"
+
+
 def ranking(answer: Answer) -> str:
     """The plans as a table, and what became of the other layouts."""
-    query, config = answer.query, answer.query.config
-    tokens = config.run.steps * config.data.tokens_per_step
+    query, subject = answer.query, answer.query.subject
+    tokens = subject.run_tokens
     rows = [("", "layout", "step", "tokens/s", "MFU", "HFU", "memory", "days", "MWh", "USD")]
     for number, one in enumerate(answer.plans, 1):
         bill = one.bill(tokens)
@@ -163,17 +179,17 @@ def ranking(answer: Answer) -> str:
         )  # fmt: skip
     good = answer.plans[0].bill(tokens).goodput
     lines = [
-        f"{config.model.num_params / 1e9:.1f} billion parameters on {query.cluster.num_devices} "
-        f"{query.cluster.name}, {config.data.global_batch_size} sequences of "
-        f"{config.data.seq_len} tokens a step",
+        f"{params_text(subject)} on {query.cluster.num_devices} {query.cluster.name}, "
+        f"{batch_text(subject)} a step",
         columns(rows),
-        f"MFU counts {config.model.flops_per_token(config.data.seq_len) / 1e9:.1f} GFLOP a token, "
+        f"MFU counts {subject.flops_per_token / 1e9:.1f} GFLOP a token, "
         "3 x forward, causal attention counted once, nothing repeated; HFU adds what remat "
         f"repeats. Peak {query.cluster.peak_flops() / 1e12:.0f} TFLOP/s.",
         "Every rank of a pipeline has the same buffers. Days, energy and money are of "
         f"{tokens / 1e9:,.4g} billion tokens at {100 * good.fraction:.1f} % goodput (a failure "
         f"every {good.between_failures_seconds / 3600:.0f} h, a checkpoint every "
         f"{good.checkpoint_every_seconds / 60:.0f} min), the building included.",
+        *([subject.note] if subject.note else []),
         f"{answer.found.considered:,} layouts considered",
     ]
     lines += [f"  {count:12,}  {reason}" for reason, count in answer.found.rejected.items()]

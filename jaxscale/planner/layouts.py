@@ -1,6 +1,7 @@
 """Many layouts at once: the numbers are arrays, the texts are common to all."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,16 @@ NUMBERS = (
     "pipeline", "data", "fsdp", "expert", "context", "tensor", "zero_stage", "microbatches",
     "virtual_stages", "sequence_chunks",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlannedLayout(Layout):
+    """A layout that is planned and not run: the ranks of expert may be several."""
+
+    def __post_init__(self) -> None:
+        if self.expert < 1:
+            raise ValueError(f"layout.expert = {self.expert}; an axis has a size of at least 1")
+        Layout(**{**vars(self), "expert": 1})  # refuses what can be refused beside them
 
 
 @dataclass(frozen=True)
@@ -53,12 +64,12 @@ class Layouts:
         }
         return dataclasses.replace(self, **taken)
 
-    def one(self, n: int) -> Layout:
-        """One of them, checked."""
+    def one(self, n: int, make: Callable[..., Layout] = Layout) -> Layout:
+        """One of them, checked by what makes it."""
         fields: dict[str, Any] = dataclasses.asdict(self)
         for name in NUMBERS:
             fields[name] = int(np.broadcast_to(fields[name], (len(self),))[n])
-        return Layout(**fields)
+        return make(**fields)
 
 
 def stack(layouts: list[Layout]) -> Layouts:
@@ -85,9 +96,9 @@ class _Configs:
 
 
 def memory_of(
-    config: Config, layouts: Layouts, held: Held | None, back_end: str, *, own_host: bool
+    config: Config, layouts: Layouts | Layout, held: Held | None, back_end: str, *, own_host: bool
 ) -> Memory:
-    """`memory.memory` of a config with many layouts: fields are int, or int [N].
+    """`memory.memory` of a config with a layout, or with many: fields are int, or int [N].
 
     Args:
       held: of ranks of pipelines; None where there are none.

@@ -8,20 +8,22 @@ from jaxscale.layout import Layout, parse_schedule
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.cost import Seconds, cost
 from jaxscale.planner.dealt import Parts
+from jaxscale.planner.described import Described
 from jaxscale.planner.energy import Bill, bill, watts
-from jaxscale.planner.held import deal, head_cost
+from jaxscale.planner.held import deal, hold
 from jaxscale.planner.machine import Cluster
-from jaxscale.planner.memory import Memory, memory
+from jaxscale.planner.memory import Memory
 from jaxscale.planner.search import Found
-from jaxscale.planner.shape import Shape
-from jaxscale.planner.space import HOST_MEMORY_BYTES, Query, with_layout
+from jaxscale.planner.space import HOST_MEMORY_BYTES, Query
+from jaxscale.planner.trained import Trained
 
 
 @dataclass(frozen=True)
 class Plan:
     """A layout, and what the formulas say of it."""
 
-    config: Config  # with the layout, and the batch that was asked for
+    subject: Trained | Described  # with the batch that was asked for
+    layout: Layout
     cluster: Cluster
     layers: tuple[int, ...]  # of each virtual stage
     seconds: Seconds  # floats
@@ -29,8 +31,18 @@ class Plan:
     limit_bytes: float
 
     @property
-    def layout(self) -> Layout:
-        return self.config.layout
+    def config(self) -> Config:
+        """That of a run.
+
+        Raises:
+          ValueError: this version cannot train the model.
+        """
+        return self.subject.with_layout(self.layout)
+
+    @property
+    def choice(self) -> Choice:
+        """The layout as the formulas see it."""
+        return Choice.of(self.layout, self.subject.sequences)
 
     @property
     def terms(self) -> dict[str, float]:
@@ -48,19 +60,17 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.config.data.tokens_per_step / self.step_seconds
+        return self.subject.sequences * self.subject.shape.seq_len / self.step_seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: `ModelConfig.flops_per_token`, nothing repeated, attention over
-        the keys that a query sees."""
-        return self._utilisation(self.config.model.flops_per_token(self.config.data.seq_len))
+        """Model FLOPs utilisation: nothing repeated, attention over the keys that a query sees."""
+        return self._utilisation(self.subject.flops_per_token)
 
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilisation: what remat repeats counts too."""
-        model, seq_len = self.config.model, self.config.data.seq_len
-        return self._utilisation(model.hardware_flops_per_token(seq_len, remat=self.layout.remat))
+        return self._utilisation(self.subject.hardware_flops_per_token(self.layout.remat))
 
     @property
     def memory_bytes(self) -> int:
@@ -79,7 +89,8 @@ class Plan:
 
     def bill(self, tokens: float) -> Bill:
         """Days, energy and money of a run of so many tokens, failures included."""
-        shape, per_step = Shape.of(self.config), self.config.data.tokens_per_step
+        shape = self.subject.shape
+        per_step = self.subject.sequences * shape.seq_len
         return bill(shape, self.cluster, self.seconds, per_step, tokens)
 
     @property
@@ -107,29 +118,33 @@ def judge(query: Query, layout: Layout) -> Plan:
     Raises:
       ValueError: a pipeline that cannot be.
     """
-    config = with_layout(query.config, layout)
-    choice = Choice.of(layout, config.data.global_batch_size)
+    subject = query.subject
+    choice = Choice.of(layout, subject.sequences)
     seconds = cost(query.shape, query.cluster, choice)
     terms = {name: float(value) for name, value in seconds.terms.items()}
     hidden = {name: float(value) for name, value in seconds.hidden.items()}
-    layers: tuple[int, ...] = ()
+    layers, held = (), None
     if layout.pipeline > 1:
-        layers = layers_of(config)
+        layers = layers_of(subject, layout)
         terms = Parts.of(query.shape, query.cluster, choice).terms(layers)
-    needs = memory(config, query.back_end, own_host=True)
+        name, fused, _ = parse_schedule(layout.schedule)
+        held = hold(
+            name, layout.pipeline, max(1, layout.virtual_stages), layout.microbatches, fused=fused,
+            recompute=layout.remat == "full", layers=layers,
+        )  # fmt: skip
+    needs = subject.memory(layout, held, query.back_end)
     plain = {field.name: int(getattr(needs, field.name)) for field in dataclasses.fields(needs)}
     return Plan(
-        config, query.cluster, layers, Seconds(**terms, hidden=hidden), Memory(**plain),
+        subject, layout, query.cluster, layers, Seconds(**terms, hidden=hidden), Memory(**plain),
         query.limit_bytes,
     )  # fmt: skip
 
 
-def layers_of(config: Config) -> tuple[int, ...]:
+def layers_of(subject: Trained | Described, layout: Layout) -> tuple[int, ...]:
     """The layers of each virtual stage of a pipeline."""
-    layout = config.layout
     name, fused, layers = parse_schedule(layout.schedule)
     return layers or deal(
         name, layout.pipeline, max(1, layout.virtual_stages), layout.microbatches, fused=fused,
-        recompute=layout.remat == "full", num_layers=config.model.num_layers,
-        head_cost=head_cost(config),
+        recompute=layout.remat == "full", num_layers=subject.shape.layers,
+        head_cost=subject.head_cost,
     )  # fmt: skip

@@ -8,11 +8,16 @@ import numpy as np
 from jaxscale.layout import parse_schedule
 from jaxscale.pipeline.draw import COLORS, WORDS
 from jaxscale.pipeline.simulate import Costs, simulate
-from jaxscale.planner.choice import Choice
 from jaxscale.planner.dealt import Parts
-from jaxscale.planner.explain import PARTS, TERMS, gigabytes, layout_text
+from jaxscale.planner.explain import (
+    PARTS,
+    TERMS,
+    batch_text,
+    gigabytes,
+    layout_text,
+    params_text,
+)
 from jaxscale.planner.plans import Answer, Plan
-from jaxscale.planner.shape import Shape
 from jaxscale.planner.ticks import open_table
 
 SHOWN = 5
@@ -42,12 +47,10 @@ def page(answer: Answer) -> str:
     """The whole page."""
     query = answer.query
     title = f"{query.cluster.num_devices} {query.cluster.name}"
-    shape = query.config
     sections = [
         f"<h1>Layouts on {html.escape(title)}</h1>",
-        f"<p>{shape.model.num_params / 1e9:.1f} billion parameters, "
-        f"{shape.data.global_batch_size} sequences of {shape.data.seq_len} tokens a step. "
-        f"{answer.found.considered:,} layouts were considered.</p>",
+        f"<p>{params_text(query.subject)}, {batch_text(query.subject)} a step. "
+        f"{answer.found.considered:,} layouts were considered. {query.subject.note}</p>",
         _table(answer.plans),
         _rejected(answer.found.rejected),
     ]
@@ -140,9 +143,7 @@ def _timeline(plan: Plan) -> str:
     name, fused, _ = parse_schedule(layout.schedule)
     ranks, chunks = layout.pipeline, max(1, layout.virtual_stages)
     count = min(layout.microbatches, SHOWN_MICROBATCHES * ranks)
-    choice = Choice.of(layout, plan.config.data.global_batch_size)
-    shape = Shape.of(plan.config)
-    costs = Parts.of(shape, plan.cluster, choice).costs([0], plan.layers)
+    costs = Parts.of(plan.subject.shape, plan.cluster, plan.choice).costs([0], plan.layers)
     table = open_table(name, ranks, chunks, fused, layout.remat == "full", count)
     run = simulate(table, Costs(*(tuple(np.ravel(cost).tolist()) for cost in costs)))
     scale, height = (WIDTH - 60) / run.lockstep_makespan, min(ROW, 480 // ranks)

@@ -8,14 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.config import Config
 from jaxscale.layout import Layout, parse_schedule
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.cost import cost
 from jaxscale.planner.dealt import Parts
-from jaxscale.planner.held import Held, deal, head_cost, hold
-from jaxscale.planner.layouts import Layouts, memory_of
+from jaxscale.planner.described import Described
+from jaxscale.planner.held import Held, deal, hold
+from jaxscale.planner.layouts import Layouts
 from jaxscale.planner.space import HOST_MEMORY_BYTES, Query, fitting, numbers_of, texts_of
+from jaxscale.planner.trained import Trained
 
 TOO_LARGE = "does not fit in memory"
 TOO_LARGE_FOR_HOST = "moves more to host memory than there is"
@@ -51,6 +52,7 @@ def search(query: Query, top: int = 10) -> Found:
     rejected: collections.Counter[str] = collections.Counter()
     words: dict[str, str] = {}
     smallest: tuple[float, Layout | None] = (math.inf, None)
+    subject = query.subject
     numbers = numbers_of(query, rejected, words)
     best: list[tuple[float, Layout]] = []
     considered = 0
@@ -67,9 +69,9 @@ def search(query: Query, top: int = 10) -> Found:
             if slow.all():
                 continue
             layouts = layouts.take(~slow)
-            dealt = deal_all(query.config, layouts)
+            dealt = deal_all(subject, layouts)
         held = held_of(layouts, dealt) if dealt else None
-        needs = memory_of(query.config, layouts, held, query.back_end, own_host=True)
+        needs = subject.memory(layouts, held, query.back_end)
         host = needs.host_stash + layouts.offloads("optimizer") * needs.host_optimizer
         roomy = np.broadcast_to(host <= HOST_MEMORY_BYTES, (len(layouts),))
         fits = np.broadcast_to(needs.peak <= query.limit_bytes, (len(layouts),))
@@ -78,7 +80,7 @@ def search(query: Query, top: int = 10) -> Found:
             peaks = np.where(fits, np.inf, needs.peak)
             n = int(peaks.argmin())
             if peaks[n] < smallest[0]:
-                smallest = float(peaks[n]), layouts.one(n)
+                smallest = float(peaks[n]), layouts.one(n, subject.layout)
         rejected[TOO_LARGE_FOR_HOST] += int((fits & ~roomy).sum())
         fits = fits & roomy
         if not fits.any():
@@ -88,7 +90,7 @@ def search(query: Query, top: int = 10) -> Found:
             dealt = dealt._replace(place=dealt.place[fits])
         seconds = step_seconds(query, layouts, dealt)
         fastest = np.argsort(seconds, kind="stable")[:top]
-        best += [(float(seconds[n]), layouts.one(n)) for n in fastest]
+        best += [(float(seconds[n]), layouts.one(n, subject.layout)) for n in fastest]
         best = _distinct(sorted(best, key=lambda one: one[0]))[:top]
     return Found(
         [layout for _, layout in best], [seconds for seconds, _ in best],
@@ -104,14 +106,13 @@ def step_seconds(query: Query, layouts: Layouts, dealt: Dealt | None) -> np.ndar
     """float [N]."""
     if dealt:
         return _parts(query, layouts).step_seconds(*dealt)
-    choice = Choice.of(layouts, query.config.data.global_batch_size)
+    choice = Choice.of(layouts, query.subject.sequences)
     return np.broadcast_to(cost(query.shape, query.cluster, choice).step_seconds, (len(layouts),))
 
 
 def _parts(query: Query, layouts: Layouts) -> Parts:
-    return Parts.of(
-        query.shape, query.cluster, Choice.of(layouts, query.config.data.global_batch_size)
-    )
+    choice = Choice.of(layouts, query.subject.sequences)
+    return Parts.of(query.shape, query.cluster, choice)
 
 
 def _distinct(ranked: list[tuple[float, Layout]]) -> list[tuple[float, Layout]]:
@@ -122,7 +123,7 @@ def _distinct(ranked: list[tuple[float, Layout]]) -> list[tuple[float, Layout]]:
     return list(first.values())
 
 
-def deal_all(config: Config, layouts: Layouts) -> Dealt:
+def deal_all(subject: Trained | Described, layouts: Layouts) -> Dealt:
     """The layers of every pipeline: of each of its numbers of ranks, chunks and micro-batches."""
     name, fused, given = parse_schedule(layouts.schedule)
     columns = [
@@ -134,7 +135,7 @@ def deal_all(config: Config, layouts: Layouts) -> Dealt:
         given
         or deal(
             name, p, v, m, fused=fused, recompute=layouts.remat == "full",
-            num_layers=config.model.num_layers, head_cost=head_cost(config),
+            num_layers=subject.shape.layers, head_cost=subject.head_cost,
         )
         for p, v, m in keys.tolist()
     ]  # fmt: skip

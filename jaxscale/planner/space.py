@@ -1,14 +1,16 @@
 """The layouts that a search goes through: what the engine refuses is left out, and counted.
 
 Texts (schedule, remat, what is offloaded, how gradients accumulate) come one by one; all numbers
-that go with them are arrays. What is refused is asked of the engine's own checks: `rules`,
+that go with them are arrays. What is refused is asked of the engine's own checks: the subject's,
 `Layout`, and the needs of a schedule.
 """
 
 import collections
 import dataclasses
 import difflib
+import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,25 +21,12 @@ from jaxscale.config import Config
 from jaxscale.layout import ACCUMULATIONS, MESH_AXES, OFFLOADS, Layout, parse_schedule
 from jaxscale.pipeline.orders import SCHEDULES
 from jaxscale.pipeline.stages import RUNNABLE
-from jaxscale.planner.arrays import parameters
+from jaxscale.planner.described import Described
 from jaxscale.planner.layouts import Layouts
 from jaxscale.planner.machine import Cluster
 from jaxscale.planner.shape import Shape
-from jaxscale.rules import (
-    REPLICATED_WEIGHTS,
-    WEIGHTS,
-    check_divides,
-    check_sequence,
-    divisors,
-    mesh_axes,
-)
-
-REMATS = (
-    "none", "full", "save_matmuls", "save_all_but_attention", "save:query,key,value,attention",
-    "save:query,key,value", "save:query,key,value,attention,attention_out",
-    "offload:query,key,value,attention_out",
-)  # fmt: skip
-"""The policies that are tried, of the many that a list of names can say."""
+from jaxscale.planner.trained import Trained
+from jaxscale.rules import divisors, nearest_divisors
 
 CHUNKS = (2, 3, 4, 5, 8)
 """Virtual stages that are tried where a schedule is free in them."""
@@ -59,10 +48,15 @@ of it needed for what reads the data."""
 class Query:
     """What is asked: a model and its batch, a cluster, and what is not to be changed."""
 
-    config: Config  # its layout is not looked at
+    model: Config | Described  # a config's layout is not looked at
     cluster: Cluster
     pins: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of a Layout
     memory_bytes: float = 0.0  # of a device; 0 for what the cluster's devices have
+
+    @functools.cached_property
+    def subject(self) -> Trained | Described:
+        """Whom to ask what the model needs and what it refuses."""
+        return Trained(self.model) if isinstance(self.model, Config) else self.model
 
     @property
     def back_end(self) -> str:
@@ -79,27 +73,28 @@ class Query:
     @property
     def shape(self) -> Shape:
         """The model's."""
-        return Shape.of(self.config)
+        return self.subject.shape
 
 
 def numbers_of(
     query: Query, rejected: collections.Counter, words: dict[str, str]
 ) -> Layouts | None:
     """Sizes of axes, ZeRO stages and micro-batches that the model and its batch allow."""
-    rows = []
-    for sizes in meshes(query.cluster.num_devices, query.pins):
-        mesh = dict(zip(MESH_AXES, sizes))
+    rows, subject = [], query.subject
+    for sizes in meshes(query.cluster.num_devices, query.pins, subject.shape.experts):
+        mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
         for stage in _stages(query.pins, mesh["fsdp"]):
-            config = with_layout(query.config, _plain(mesh, zero_stage=stage))
-            reason, said = refusal(config)
+            # With nothing that could be refused beside the sizes.
+            layout = subject.layout(**mesh, zero_stage=stage, context_method="gather")
+            reason, said = subject.refusal(layout)
             if reason:
                 rejected[reason] += 1
                 words.setdefault(reason, said)
                 continue
-            batch = query.config.data.global_batch_size // config.layout.batch_shards
+            batch = subject.sequences // (layout.batch_shards * layout.expert)
             for count in _pinned(query.pins, "microbatches", divisors(batch)):
                 if batch % count:
-                    rejected["data.global_batch_size does not split"] += 1
+                    rejected[subject.unsplit] += 1
                 else:
                     rows.append((*sizes, stage, count))
     if not rows:
@@ -108,40 +103,10 @@ def numbers_of(
     return Layouts(**dict(zip((*MESH_AXES, "zero_stage", "microbatches"), columns)))
 
 
-def _plain(mesh: Mapping[Any, int], **changes: Any) -> Layout:
-    """A layout of these sizes with nothing that could be refused beside them."""
-    return Layout(**mesh, context_method="gather", **changes)
-
-
-def refusal(config: Config) -> tuple[str, str]:
-    """Why the engine refuses what a layout divides, in a few words and in its own; "" where it
-    does not."""
-    for check, reason in (
-        (check_divides, "data.global_batch_size does not split"),
-        (check_sequence, "data.seq_len does not split"),
-        (check_parameters, "a dimension of the model does not divide"),
-    ):
-        try:
-            check(config)
-        except ValueError as error:
-            return reason, str(error)
-    return "", ""
-
-
-def check_parameters(config: Config) -> None:
-    """Refuses axes over which a parameter does not divide, as the engine does when it places them.
-
-    Raises:
-      ValueError: names the dimension and the nearest size of the axis.
-    """
-    layout = config.layout
-    rules = WEIGHTS if layout.zero_stage >= 1 else REPLICATED_WEIGHTS
-    for array in parameters(config.model):
-        mesh_axes(array.axes, rules, layout.sizes, array.shape, name=f"{array.part}/{array.name}")
-
-
-def meshes(num_devices: int, pins: Mapping[str, Any] | None = None) -> Iterator[tuple[int, ...]]:
-    """Sizes of the mesh axes, in their order; expert parallelism cannot run yet."""
+def meshes(
+    num_devices: int, pins: Mapping[str, Any] | None = None, experts: int = 0
+) -> Iterator[tuple[int, ...]]:
+    """Sizes of the mesh axes, in their order; that of expert divides the experts of a layer."""
     pins = pins or {}
 
     def rest(axes: Sequence[str], devices: int) -> Iterator[tuple[int, ...]]:
@@ -149,12 +114,16 @@ def meshes(num_devices: int, pins: Mapping[str, Any] | None = None) -> Iterator[
             if devices == 1:
                 yield ()
             return
-        allowed = [1] if axes[0] == "expert" else divisors(devices)
-        for size in _pinned(pins, axes[0], allowed):
+        for size in _pinned(pins, axes[0], _sizes(axes[0], devices, experts)):
             if size >= 1 and devices % size == 0:
                 yield from ((size, *more) for more in rest(axes[1:], devices // size))
 
     yield from rest(MESH_AXES, num_devices)
+
+
+def _sizes(axis: str, devices: int, experts: int) -> list[int]:
+    """That an axis can have."""
+    return divisors(math.gcd(devices, experts or 1) if axis == "expert" else devices)
 
 
 def _pinned(pins: Mapping[str, Any], name: str, allowed: Sequence) -> Sequence:
@@ -168,10 +137,10 @@ def _stages(pins: Mapping[str, Any], fsdp: int) -> Sequence[int]:
 
 def texts_of(query: Query) -> Iterator[dict[str, Any]]:
     """What is common to arrays of layouts: first without a pipeline, then with one."""
-    pins, remats, offloads = query.pins, REMATS, OFFLOADS
+    pins, remats, offloads = query.pins, query.subject.remats, OFFLOADS
     if query.back_end == "cpu":
         # It has no host memory of its own.
-        remats, offloads = [one for one in REMATS if not one.startswith("offload:")], ["none"]
+        remats, offloads = [one for one in remats if not one.startswith("offload:")], ["none"]
     remats, offloads = _pinned(pins, "remat", remats), _pinned(pins, "offload", offloads)
     for remat, offload, accumulation, method in itertools.product(
         remats, offloads, _pinned(pins, "accumulation", ACCUMULATIONS),
@@ -223,7 +192,7 @@ def fitting(
     try:
         sizes = {"pipeline": 2, "context": 2} if pipelined else {}
         Layout(**sizes, **texts)
-        dataclasses.replace(query.config, layout=Layout(remat=texts["remat"]))
+        query.subject.check_remat(Layout(remat=texts["remat"]))
     except ValueError as error:
         reason = str(error).partition(";")[0]
         rejected[reason.rpartition(": ")[2] or reason] += int(wanted.sum())
@@ -241,7 +210,7 @@ def _runnable(query: Query, layouts: Layouts, rejected: collections.Counter) -> 
         for p, m in set(keys)
     }  # fmt: skip
     serves = np.array([needs[key] for key in keys])
-    enough = np.asarray(layouts.pipeline) * v <= query.config.model.num_layers
+    enough = np.asarray(layouts.pipeline) * v <= query.shape.layers
     rejected["the schedule needs other numbers of ranks and micro-batches"] += int((~serves).sum())
     rejected["fewer layers than stages"] += int((serves & ~enough).sum())
     good = serves & enough
@@ -265,12 +234,24 @@ def check_pins(query: Query) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
             raise ValueError(f"--pin {name}: a layout has no such field{hint}")
-    Layout(**query.pins)
-    if next(iter(meshes(query.cluster.num_devices, query.pins)), None) is None:
+    query.subject.layout(**query.pins)
+    experts = query.shape.experts
+    if next(iter(meshes(query.cluster.num_devices, query.pins, experts)), None) is None:
         sizes = " x ".join(
             f"{name} {size}" for name, size in query.pins.items() if isinstance(size, int)
         )
         raise ValueError(
             f"no mesh of {query.cluster.num_devices} devices has {sizes}: the sizes of the axes "
-            "multiply to the number of devices"
+            f"multiply to the number of devices{_nearest(query)}"
         )
+
+
+def _nearest(query: Query) -> str:
+    """Of the pinned axes that do not divide the devices, the nearest sizes that do."""
+    devices, found = query.cluster.num_devices, []
+    for axis in MESH_AXES:
+        size = query.pins.get(axis, 1)
+        if devices % size:
+            whole = _sizes(axis, devices, query.shape.experts)[-1]
+            found.append(f"{axis} = {nearest_divisors(whole, size)}")
+    return f"; the nearest: {', '.join(found)}" if found else ""

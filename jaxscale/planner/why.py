@@ -5,21 +5,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxscale.config import Config
 from jaxscale.layout import MESH_AXES, OFFLOADS, Layout
-from jaxscale.pipeline.stages import RUNNABLE
+from jaxscale.pipeline.stages import RUNNABLE, open_stages
 from jaxscale.planner.explain import PARTS, compare, gigabytes, layout_text
-from jaxscale.planner.held import hold_config
 from jaxscale.planner.plans import Answer, Plan, judge
 from jaxscale.planner.search import Found, search
-from jaxscale.planner.space import (
-    HOST_MEMORY_BYTES,
-    Query,
-    check_pins,
-    divisors,
-    refusal,
-    with_layout,
-)
+from jaxscale.planner.space import HOST_MEMORY_BYTES, Query, check_pins
+from jaxscale.rules import divisors
 
 
 def why_not(answer: Answer, pins: dict[str, Any]) -> str:
@@ -60,7 +52,9 @@ def _refused(query: Query, found: Found) -> str:
     if found.words:
         return next(iter(found.words.values()))
     axes = dict(zip(("pipeline", "data", "fsdp"), (1, 1, 1)))
-    layout = Layout(**{**axes, "microbatches": query.pins.get("pipeline", 1), **query.pins})
+    layout = query.subject.layout(
+        **{**axes, "microbatches": query.pins.get("pipeline", 1), **query.pins}
+    )
     return problem(query, layout) or "; ".join(found.rejected)
 
 
@@ -101,8 +95,7 @@ def pin_text(pins: Mapping[str, Any]) -> str:
 
 def problem(query: Query, layout: Layout) -> str:
     """Why a layout cannot train the query's model there; "" where it can."""
-    config = with_layout(query.config, layout)
-    said = refusal(config)[1] or _pipeline_problem(config)
+    said = query.subject.refusal(layout)[1] or _pipeline_problem(query, layout)
     if said:
         return said
     plan = judge(query, layout)
@@ -121,9 +114,11 @@ def problem(query: Query, layout: Layout) -> str:
     )
 
 
-def _pipeline_problem(config: Config) -> str:
+def _pipeline_problem(query: Query, layout: Layout) -> str:
+    if layout.pipeline == 1:
+        return ""
     try:
-        hold_config(config)
+        open_stages(layout, query.shape.layers, query.subject.head_cost)
     except ValueError as error:
         return str(error)
     return ""
@@ -172,7 +167,7 @@ def difference(before: Layout, after: Layout) -> str:
 
 def neighbours(query: Query, layout: Layout) -> list[Layout]:
     """Layouts of as many devices that differ in one setting, or in two axes that trade ranks."""
-    shard = query.config.data.global_batch_size // layout.batch_shards
+    shard = query.subject.sequences // (layout.batch_shards * layout.expert)
     changes: list[dict] = [{"microbatches": count} for count in divisors(max(1, shard))]
     changes += [{"remat": remat} for remat in ("full", "save_matmuls", "save_all_but_attention")]
     changes += [{"offload": offload} for offload in OFFLOADS]
@@ -183,7 +178,7 @@ def neighbours(query: Query, layout: Layout) -> list[Layout]:
             {"schedule": name, "virtual_stages": chunks}
             for name, chunks in itertools.product(RUNNABLE, (1, 2, 4))
         ]
-    for giver, taker in itertools.permutations([a for a in MESH_AXES if a != "expert"], 2):
+    for giver, taker in itertools.permutations(MESH_AXES, 2):
         given = getattr(layout, giver)
         changes += [
             {giver: given // factor, taker: getattr(layout, taker) * factor}

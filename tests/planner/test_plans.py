@@ -58,7 +58,7 @@ def test_layers_that_are_dealt_unevenly_take_the_time_that_they_take():
     large_head = dataclasses.replace(
         CONFIG, model=dataclasses.replace(CONFIG.model, vocab_size=256000, num_layers=16)
     )
-    query = dataclasses.replace(QUERY, config=large_head)
+    query = dataclasses.replace(QUERY, model=large_head)
     dealt = judge(query, dataclasses.replace(PIPELINE, fsdp=2))
     assert dealt.layers[-1] < dealt.layers[1]
     even = judge(query, dataclasses.replace(PIPELINE, schedule="zb_h1:4,4,4,4"))

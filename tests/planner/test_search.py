@@ -13,7 +13,8 @@ from jaxscale.planner.machine import cluster
 from jaxscale.planner.memory import memory
 from jaxscale.planner.plans import judge
 from jaxscale.planner.search import TOO_LARGE, _distinct, search
-from jaxscale.planner.space import HOST_MEMORY_BYTES, Query, divisors, meshes, refusal, with_layout
+from jaxscale.planner.space import HOST_MEMORY_BYTES, Query, divisors, meshes, with_layout
+from jaxscale.planner.trained import refusal
 from jaxscale.planner.why import problem
 
 CONFIG = from_dict(
@@ -36,7 +37,7 @@ def query(memory_gb: float = 4.0, config: Config = CONFIG, **pins) -> Query:
 @pytest.fixture(autouse=True)
 def small_space(monkeypatch):
     """Fewer texts than the search goes through, so that each layout can be judged by itself."""
-    monkeypatch.setattr("jaxscale.planner.space.REMATS", TRIED)
+    monkeypatch.setattr("jaxscale.planner.trained.REMATS", TRIED)
     monkeypatch.setattr("jaxscale.planner.space.OFFLOADS", OFFLOADS[:2])
     monkeypatch.setattr("jaxscale.planner.space.RUNNABLE", PIPELINES)
     monkeypatch.setattr("jaxscale.planner.space.CHUNKS", (2, 3))
@@ -58,7 +59,7 @@ def by_hand(asked: Query) -> list[tuple[float, Layout]]:
                 continue  # the same as another
             try:
                 layout = Layout(**mesh, zero_stage=stage, microbatches=count, **texts)
-                config = with_layout(asked.config, layout)
+                config = with_layout(CONFIG, layout)
                 if refusal(config)[0]:
                     continue
                 needs = memory(config, asked.back_end, own_host=True)

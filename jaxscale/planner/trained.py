@@ -1,0 +1,130 @@
+"""A config as the planner asks it: the engine's own checks, and its memory to the byte."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from jaxscale.config import Config
+from jaxscale.layout import Layout
+from jaxscale.planner.arrays import parameters
+from jaxscale.planner.held import Held, head_cost
+from jaxscale.planner.layouts import Layouts, memory_of
+from jaxscale.planner.memory import Memory
+from jaxscale.planner.shape import Shape
+from jaxscale.rules import (
+    REPLICATED_WEIGHTS,
+    WEIGHTS,
+    check_divides,
+    check_sequence,
+    mesh_axes,
+)
+
+REMATS = (
+    "none", "full", "save_matmuls", "save_all_but_attention", "save:query,key,value,attention",
+    "save:query,key,value", "save:query,key,value,attention,attention_out",
+    "offload:query,key,value,attention_out",
+)  # fmt: skip
+"""The policies that are tried, of the many that a list of names can say."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that the engine trains; `described.Described` is the other kind, of the same face."""
+
+    config: Config  # its layout is not looked at
+
+    note = ""
+    unsplit = "data.global_batch_size does not split"  # a reason
+    layout = Layout  # what makes a layout, checked
+
+    @property
+    def shape(self) -> Shape:
+        return Shape.of(self.config)
+
+    @property
+    def num_params(self) -> int:
+        return self.config.model.num_params
+
+    @property
+    def sequences(self) -> int:
+        """Of a step."""
+        return self.config.data.global_batch_size
+
+    @property
+    def run_tokens(self) -> float:
+        """Of the whole run."""
+        return self.config.run.steps * self.config.data.tokens_per_step
+
+    @property
+    def head_cost(self) -> float:
+        """FLOPs of the head over those of a layer, as a step deals its layers by."""
+        return head_cost(self.config)
+
+    @property
+    def remats(self) -> tuple[str, ...]:
+        """Policies to try."""
+        return REMATS
+
+    @property
+    def flops_per_token(self) -> float:
+        """`ModelConfig.flops_per_token`: nothing repeated, attention over the keys that a query
+        sees."""
+        return self.config.model.flops_per_token(self.config.data.seq_len)
+
+    def hardware_flops_per_token(self, remat: str) -> float:
+        """With what remat repeats."""
+        return self.config.model.hardware_flops_per_token(self.config.data.seq_len, remat=remat)
+
+    def with_layout(self, layout: Layout) -> Config:
+        """The config of a run.
+
+        Raises:
+          ValueError: the model cannot have the layout's remat policy.
+        """
+        return dataclasses.replace(self.config, layout=layout)
+
+    def check_remat(self, layout: Layout) -> None:
+        """Refuses a policy that the model cannot have.
+
+        Raises:
+          ValueError: the engine's words.
+        """
+        self.with_layout(Layout(remat=layout.remat))
+
+    def refusal(self, layout: Layout) -> tuple[str, str]:
+        """Why the engine refuses what a layout divides, in a few words and in its own; "" where it
+        does not."""
+        return refusal(self.with_layout(layout))
+
+    def memory(self, layouts: Layouts | Layout, held: Held | None, back_end: str) -> Memory:
+        """Of a device; fields are int, or int [N].
+
+        Args:
+          held: of ranks of pipelines; None where there are none.
+        """
+        return memory_of(self.config, layouts, held, back_end, own_host=True)
+
+
+def refusal(config: Config) -> tuple[str, str]:
+    """As `Trained.refusal`, of a config with its layout."""
+    for check, reason in (
+        (check_divides, Trained.unsplit),
+        (check_sequence, "data.seq_len does not split"),
+        (check_parameters, "a dimension of the model does not divide"),
+    ):
+        try:
+            check(config)
+        except ValueError as error:
+            return reason, str(error)
+    return "", ""
+
+
+def check_parameters(config: Config) -> None:
+    """Refuses axes over which a parameter does not divide, as the engine does when it places them.
+
+    Raises:
+      ValueError: names the dimension and the nearest size of the axis.
+    """
+    layout = config.layout
+    rules = WEIGHTS if layout.zero_stage >= 1 else REPLICATED_WEIGHTS
+    for array in parameters(config.model):
+        mesh_axes(array.axes, rules, layout.sizes, array.shape, name=f"{array.part}/{array.name}")
