@@ -24,6 +24,7 @@ class Traits:
     attention: str = "fused"  # the vendor's best kernel; or "flash1", "flash2", "written" scores
     eager: bool = False  # the host launches each kernel
     launch_seconds: float = 8e-6  # of that: an eager operator takes PyTorch 5 to 10 us
+    blocking: bool = False  # and waits for it to end (CUDA_LAUNCH_BLOCKING)
     fused: bool = True  # elementwise work is fused with its neighbours
     loss: str = "compiled"  # with its neighbours; or one "fused" kernel, or "plain"
     dropout: bool = False
@@ -32,6 +33,7 @@ class Traits:
     overlap_tensor: bool = False  # collectives of tensor run beside their products
     overlap_pipeline: bool = False  # messages of the pipeline travel beside computation
     overlap_experts: bool = False  # all-to-alls run beside computation
+    gather_params: float = 0.0  # beside its largest matrix, that ZeRO-3 gathers; 0 is by layers
     keep_gathered: bool = False  # ZeRO-3 gathers once for both passes
     reduce_each: bool = True  # ZeRO-2 and 3 reduce after each micro-batch, not once a step
     matmul: str = "bfloat16"  # or "fp8", "fp4": operands of the layers' products
@@ -43,6 +45,7 @@ class Traits:
     fused_experts: bool = False  # the exchange sorts tokens by expert
     plain_experts: bool = False  # their biases and activations are kernels of their own
     folded_experts: bool = False  # and an expert is not split over tensor
+    context_bytes: float = 1.0e9  # of a GPU's memory, that the driver and kernels' code take
     bucket_bytes: float = 0.0  # that collectives are collected in
     imbalance: float = 1.2  # tokens of the busiest expert rank over the mean
     frozen: bool = False  # weights are not trained, only small adapters beside them

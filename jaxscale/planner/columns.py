@@ -96,8 +96,11 @@ def to_traits(get: Columns) -> Traits:
         changes["gradient_bytes"] = 2 if "mp_mode pure" in notes else 4
     if get("precision") == "bf16" and traits.attention == "written" and get.int("PP", 1) > 1:
         changes["gradient_bytes"] = 4  # Megatron's bfloat16 optimizer sums in 32 bits
-    if "embedding-balanced" in get("group"):
-        changes["balanced_ends"] = True
+    # Megatron-DeepSpeed's partition by type: its users take two layers less than divide evenly.
+    layers, ranks = get.int("layers"), get.int("PP", 1)
+    if "megatron-deepspeed" in get("framework").lower() and layers % ranks:
+        changes["balanced_ends"] = (layers + 2) % ranks == 0
+    changes["blocking"] = "jean zay" in notes
     changes |= recipe(get).traits
     changes["frozen"] = "lora" in f"{get('model')} {notes}".lower()
     changes["matmul"] = PRECISIONS.get(get("precision").lower(), "bfloat16")
@@ -120,6 +123,8 @@ def to_choice(get: Columns, shape: Shape, traits: Traits) -> Choice:
     ranks = devices // (tensor * pipeline * context * own)
     if ranks < 1:
         raise UnhandledError(f"TP x PP x CP needs more than the {devices} devices")
+    if recipe(get).fsdp and tensor * pipeline == 1:
+        sharding = "fsdp"
     zero, shards, replicas = _sharding(sharding, ranks)
     split = shards * replicas * own
     micro, batch = get.int("microbatch"), get.int("global_batch")

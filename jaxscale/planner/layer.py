@@ -78,9 +78,10 @@ def layer_work(shape: Shape, cluster: Cluster, choice: Choice) -> Layer:
         Work(weights, 0.0, elementwise[1] * 0.3),
     ]
     first, second, third = passes
-    first = replace(first, waiting=np.maximum(0, launches[0] - first.seconds))
-    waits = np.maximum(0, launches[1] - second.seconds - third.seconds)
-    second = replace(second, waiting=waits)
+    ahead = 0.0 if choice.traits.blocking else 1.0  # of the device, that a host can run
+    first = replace(first, waiting=np.maximum(0, launches[0] - ahead * first.seconds))
+    back = second.seconds + third.seconds
+    second = replace(second, waiting=np.maximum(0, launches[1] - ahead * back))
     # Predictions of later tokens are made where the head is.
     each, extra = 1 + shape.extra_predictions, shape.extra_predictions
     head, head_back = (

@@ -17,8 +17,8 @@ from jaxscale.planner.traffic import local_params
 
 Floats = Any  # a float, or float [N]
 
-CONTEXT_BYTES, COMMUNICATOR_BYTES = 1.0e9, 0.35e9
-"""Of a GPU: its context, and the buffers of each group that NCCL joins (0.2 to 0.5 GB are seen)."""
+COMMUNICATOR_BYTES = 0.35e9
+"""The buffers of each group that NCCL joins (0.2 to 0.5 GB are seen)."""
 
 FRAGMENTATION = 0.05
 """Of what a caching allocator holds, that it cannot use at the peak (3 to 8 per cent are seen)."""
@@ -189,6 +189,10 @@ def _stage(shape: Shape, choice: Choice, stage: Any) -> Published:
     share = np.asarray(choice.remat_share)
     each = share * layer_bytes(shape, choice) + (1 - share) * layer_bytes(shape, choice, "none")
     last = np.asarray(stage) == p - 1
+    (layer, logits), (one, head) = (
+        _working(shape, choice), _gathered(shape, choice, layers, outer)
+    )  # fmt: skip
+    at_head = last & (logits + third * head > layer + third * one)
     # In host memory but for the layer at work and the next.
     resident = np.minimum(2.0, mine) if "activations" in choice.offload else mine
     parts = {
@@ -196,8 +200,8 @@ def _stage(shape: Shape, choice: Choice, stage: Any) -> Published:
         "gradients": trained * gradients,
         "optimizer": trained * optimizer,
         "activations": each * resident * in_flight(choice, stage) + _boundary(shape, choice, stage),
-        "working": _working(shape, choice, last),
-        "gathered": np.where(third, _gathered(shape, choice, layers, outer), 0.0),
+        "working": np.where(at_head, logits, layer) + _widened(shape, choice, is_end),
+        "gathered": np.where(third, np.where(at_head, head, one), 0.0),
         "buckets": np.asarray(traits.bucket_bytes),
         "context": np.asarray(_context(choice)),
     }
@@ -208,13 +212,20 @@ def _stage(shape: Shape, choice: Choice, stage: Any) -> Published:
     return Published(**parts, fragments=eager * fragments, cached=eager * update)
 
 
-def _gathered(shape: Shape, choice: Choice, layers: Floats, outer: Floats) -> Floats:
-    """Whole weights: of two layers beside embedding and head, which stay through a step; a compiled
-    step gathers what it is at."""
-    layer = 2.0 * layers * np.asarray(choice.pipeline) / shape.layers
-    if choice.traits.eager:
-        return 2 * layer + 2.0 * outer
-    return np.maximum(layer, 2.0 * outer / (1 if shape.tied else 2))
+def _gathered(shape: Shape, choice: Choice, layers: Floats, outer: Floats) -> tuple:
+    """Whole weights while a layer is at work, and while the head is: two layers beside embedding
+    and head, which stay through a step; or a module and some parameters more; of a compiled step
+    the matrix at work and the next."""
+    traits, t = choice.traits, np.asarray(choice.tensor)
+    if traits.eager and not traits.gather_params:
+        whole = 2 * 2.0 * layers * np.asarray(choice.pipeline) / shape.layers + 2.0 * outer
+        return whole, whole
+    experts = shape.expert_ff * shape.experts / np.asarray(choice.expert)
+    widest = np.maximum(max(shape.d_ff, shape.heads * shape.head_dim), experts)
+    largest = 2.0 * shape.d_model * widest / t
+    if traits.eager:
+        return (largest + 2.0 * traits.gather_params,) * 2
+    return 2 * largest, 2.0 * outer / (1 if shape.tied else 2)
 
 
 def _boundary(shape: Shape, choice: Choice, stage: Any) -> Floats:
@@ -228,7 +239,7 @@ def _context(choice: Choice) -> Floats:
     if not choice.traits.eager:
         return np.zeros(())  # taken before the compiler is told how much there is
     groups = 1 + sum(np.asarray(getattr(choice, axis)) > 1 for axis in MESH_AXES)
-    return CONTEXT_BYTES + COMMUNICATOR_BYTES * groups
+    return choice.traits.context_bytes + COMMUNICATOR_BYTES * groups
 
 
 LOGIT_BYTES = {"compiled": 2.0, "fused": 4.0, "plain": 10.0}
@@ -236,11 +247,21 @@ LOGIT_BYTES = {"compiled": 2.0, "fused": 4.0, "plain": 10.0}
 fused kernel beside it, and a plain loss also keeps the logits and their softmax in 32 bits."""
 
 
-def _working(shape: Shape, choice: Choice, last: Any) -> Floats:
-    """The layer that is made again, with its gradients; or the logits of the head."""
+def _working(shape: Shape, choice: Choice) -> tuple:
+    """The layer that is made again, with its gradients; and the logits of the head. When the scores
+    of attention have a gradient, those of the MLP are gone."""
     layer = layer_bytes(shape, choice, "none")
-    traits = choice.traits
-    again = 2 * layer if choice.remat == "full" and traits.eager else layer
+    if choice.remat == "full" and choice.traits.eager:
+        layer = layer + layer_bytes(shape, choice, "save_all_but_attention")
     tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
-    logits = tokens * shape.vocab / choice.tensor * LOGIT_BYTES[traits.loss]
-    return np.where(last, np.maximum(again, logits), again)
+    return layer, tokens * shape.vocab / choice.tensor * LOGIT_BYTES[choice.traits.loss]
+
+
+def _widened(shape: Shape, choice: Choice, is_end: Any) -> Floats:
+    """A gradient on its way into a sum of 32 bits: of the largest matrix at once. No smaller block
+    that the allocator holds can take it."""
+    if choice.traits.gradient_bytes != 4 or not choice.traits.eager:
+        return np.zeros(())
+    inner = shape.d_model * max(shape.d_ff, shape.heads * shape.head_dim)
+    largest = np.where(is_end, max(shape.embedding_params, inner), inner)
+    return np.where(np.asarray(choice.zero_stage) == 3, 0.0, 4.0 * largest / choice.tensor)

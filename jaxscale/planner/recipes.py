@@ -22,6 +22,7 @@ class Recipe:
     since: float = 0.0  # release
     traits: tuple[tuple[str, Any], ...] = ()
     again: tuple[str, ...] = ()
+    fsdp: bool = False  # weights are sharded, too, where neither tensor nor pipeline splits them
 
 
 PLAIN_EXCHANGE = (("merged_dispatch", False), ("fused_experts", False))
@@ -41,6 +42,7 @@ STEP = (*BESIDE, ("graph", "step"))
 """And the whole step is recorded (`cuda_graph_impl` "full_iteration")."""
 
 RECIPES = (  # the last that fits counts
+    Recipe("llama3-70b", fsdp=True),
     Recipe("deepseek-v3", again=("mla_up_proj",)),
     Recipe("deepseek-v3", "gb", traits=MODULES, again=("mla_up_proj",)),
     Recipe("deepseek-v3", "b300", traits=MODULES, again=("mla_up_proj",)),

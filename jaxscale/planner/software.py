@@ -22,6 +22,7 @@ MEGATRON_2021 = replace(
     attention_seen=False,
     gradient_bytes=2,  # fp16, as the gradients are
     scattered_messages=True,  # SC21, section 4.1
+    context_bytes=1.65e9,  # 1,573 MiB on A100 (BigScience's chronicle): all kernels are loaded
     reduce_each=False,
 )
 MEGATRON_DEEPSPEED = replace(
@@ -31,6 +32,7 @@ MEGATRON_DEEPSPEED = replace(
 MEGATRON_CORE = replace(
     MEGATRON_2021,
     attention="fused",
+    context_bytes=1.0e9,  # kernels are loaded when they are used (CUDA 11.7 on)
     fused=True,  # Transformer Engine
     launch_seconds=16e-6,  # whose modules spend about 100 us of Python on a product and its casts
     loss="fused",
@@ -75,8 +77,9 @@ BY_FRAMEWORK = {  # the longest beginning of a framework's name counts
     "megatron-lm": MEGATRON_2021,
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "gpt-neox": MEGATRON_DEEPSPEED,
+    # By modules, as long as no more than `stage3_max_live_parameters` are whole, its default.
     "deepspeed": replace(MEGATRON_2021, overlap_gradients=True, overlap_parameters=True,
-                         reduce_each=True),
+                         reduce_each=True, gather_params=1e9),
     "megatron-bridge": MEGATRON_CORE,
     # Since 26.06: exchanges that sort (HybridEP); see also `recipes.py`.
     "megatron-bridge 26.06": MEGATRON_CORE_2606,

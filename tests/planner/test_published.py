@@ -7,7 +7,7 @@ import pytest
 from jaxscale.planner import published
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.shape import Shape
-from jaxscale.planner.software import MEGATRON_2021, MEGATRON_DEEPSPEED
+from jaxscale.planner.software import MEGATRON_2021, MEGATRON_DEEPSPEED, traits_of
 
 
 def gpt(layers, d_model, heads):
@@ -89,3 +89,29 @@ def test_every_remedy_takes_less():
     full = published.memory(shape, replace(choice, remat="full"))
     none = published.memory(shape, choice)
     assert full.activations < half.activations < none.activations
+
+
+def test_modules_are_gathered_for_less_than_layers():
+    """DeepSpeed's third stage holds a matrix and 1e9 parameters, not two layers of 5e9."""
+    shape = gpt(105, 20480, 128)
+    modules = Choice(fsdp=640, zero_stage=3, microbatch=4, remat="full",
+                     traits=traits_of("deepspeed zero-3"))  # fmt: skip
+    layers = replace(modules, traits=replace(modules.traits, gather_params=0.0))
+    assert published.memory(shape, layers).gathered > 20e9
+    assert published.memory(shape, modules).gathered == pytest.approx(
+        2 * (1e9 + 4 * 20480**2), rel=1e-3
+    )
+
+
+def test_a_sum_in_32_bits_costs_a_copy_of_the_largest_gradient():
+    shape = gpt(70, 14336, 112)
+    half = Choice(tensor=4, pipeline=10, fsdp=8, zero_stage=1, remat="full",
+                  traits=MEGATRON_DEEPSPEED)  # fmt: skip
+    full = replace(half, traits=replace(MEGATRON_DEEPSPEED, gradient_bytes=4))
+    more = [
+        float(published.memory(shape, full, stage=stage).working)
+        - float(published.memory(shape, half, stage=stage).working)
+        for stage in (0, 5)
+    ]
+    table = 4 * max(shape.embedding_params, 4 * 14336**2) / 4
+    assert more == pytest.approx([table, 4 * 14336**2])
