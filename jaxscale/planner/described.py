@@ -23,6 +23,9 @@ from jaxscale.rules import nearest_divisors
 REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attention,attention_out")
 """The policies whose bytes are known for a layer of any kind (`published.layer_bytes`)."""
 
+OFFLOADS = ("none", "optimizer")
+"""What such a layer's activations would move to host memory and back, no formula knows."""
+
 RUN_TOKENS = 1e12
 """Of a run, whose length a shape does not say."""
 
@@ -37,7 +40,7 @@ class Described:
 
     layout = PlannedLayout  # what makes a layout, checked
     run_tokens = RUN_TOKENS
-    remats = REMATS
+    offloads = OFFLOADS
     unsplit = "the batch does not split"  # a reason
 
     @property
@@ -67,6 +70,11 @@ class Described:
         return self.shape.num_params
 
     @property
+    def remats(self) -> tuple[str, ...]:
+        """Policies to try."""
+        return REMATS[:3] if self.shape.biases else REMATS
+
+    @property
     def head_cost(self) -> float:
         """FLOPs of the head over those of a layer."""
         return self.shape.head_flops / self.shape.layer_forward_flops
@@ -93,20 +101,20 @@ class Described:
             + (beyond if self.beyond else dense)
         )
 
-    def check_remat(self, layout: Layout) -> None:
-        """Refuses a policy that the formulas do not know.
+    def check_policies(self, layout: Layout) -> None:
+        """Refuses a policy of remat or offloading that the formulas do not know.
 
         Raises:
           ValueError: says which they know.
         """
-        said = self._remat(layout)
+        said = self._policies(layout)
         if said:
             raise ValueError(said)
 
     def refusal(self, layout: Layout) -> tuple[str, str]:
         """Why it cannot be divided so, in a few words and in many; "" where it can."""
         said = {
-            "no formula knows the remat policy": self._remat(layout),
+            "no formula knows the policy": self._policies(layout),
             **{reason: self._encoder(layout, axis) for axis, reason in ALONE.items()},
             self.unsplit: self._batch(layout),
             "the sequence does not split": self._lengths(layout),
@@ -114,14 +122,14 @@ class Described:
         }
         return next(((reason, words) for reason, words in said.items() if words), ("", ""))
 
-    def _remat(self, layout: Layout) -> str:
-        known = REMATS[:3] if self.shape.biases else REMATS
-        if layout.remat in known:
-            return ""
-        return (
-            f"layout.remat = {layout.remat!r} is not known of a model that is described by its "
-            f"sizes; it can be {', '.join(known)}"
-        )
+    def _policies(self, layout: Layout) -> str:
+        for name, known in (("remat", self.remats), ("offload", self.offloads)):
+            if getattr(layout, name) not in known:
+                return (
+                    f"layout.{name} = {getattr(layout, name)!r}: no formula knows what it does to "
+                    f"a model that is described by its sizes; it can be {', '.join(known)}"
+                )
+        return ""
 
     def _encoder(self, layout: Layout, axis: str) -> str:
         size = getattr(layout, axis)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import Config
-from jaxscale.layout import ACCUMULATIONS, MESH_AXES, OFFLOADS, Layout, parse_schedule
+from jaxscale.layout import ACCUMULATIONS, MESH_AXES, Layout, parse_schedule
 from jaxscale.pipeline.orders import SCHEDULES
 from jaxscale.pipeline.stages import RUNNABLE
 from jaxscale.planner.described import Described
@@ -137,7 +137,7 @@ def _stages(pins: Mapping[str, Any], fsdp: int) -> Sequence[int]:
 
 def texts_of(query: Query) -> Iterator[dict[str, Any]]:
     """What is common to arrays of layouts: first without a pipeline, then with one."""
-    pins, remats, offloads = query.pins, query.subject.remats, OFFLOADS
+    pins, remats, offloads = query.pins, query.subject.remats, query.subject.offloads
     if query.back_end == "cpu":
         # It has no host memory of its own.
         remats, offloads = [one for one in remats if not one.startswith("offload:")], ["none"]
@@ -192,7 +192,7 @@ def fitting(
     try:
         sizes = {"pipeline": 2, "context": 2} if pipelined else {}
         Layout(**sizes, **texts)
-        query.subject.check_remat(Layout(remat=texts["remat"]))
+        query.subject.check_policies(Layout(remat=texts["remat"], offload=texts["offload"]))
     except ValueError as error:
         reason = str(error).partition(";")[0]
         rejected[reason.rpartition(": ")[2] or reason] += int(wanted.sum())
@@ -234,7 +234,7 @@ def check_pins(query: Query) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
             raise ValueError(f"--pin {name}: a layout has no such field{hint}")
-    query.subject.layout(**query.pins)
+    query.subject.check_policies(query.subject.layout(**query.pins))
     experts = query.shape.experts
     if next(iter(meshes(query.cluster.num_devices, query.pins, experts)), None) is None:
         sizes = " x ".join(

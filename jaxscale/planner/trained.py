@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from jaxscale.config import Config
-from jaxscale.layout import Layout
+from jaxscale.layout import OFFLOADS, Layout
 from jaxscale.planner.arrays import parameters
 from jaxscale.planner.held import Held, head_cost
 from jaxscale.planner.layouts import Layouts, memory_of
@@ -65,6 +65,11 @@ class Trained:
         return REMATS
 
     @property
+    def offloads(self) -> tuple[str, ...]:
+        """What to try to keep in host memory."""
+        return OFFLOADS
+
+    @property
     def flops_per_token(self) -> float:
         """`ModelConfig.flops_per_token`: nothing repeated, attention over the keys that a query
         sees."""
@@ -82,8 +87,8 @@ class Trained:
         """
         return dataclasses.replace(self.config, layout=layout)
 
-    def check_remat(self, layout: Layout) -> None:
-        """Refuses a policy that the model cannot have.
+    def check_policies(self, layout: Layout) -> None:
+        """Refuses a remat policy that the model cannot have.
 
         Raises:
           ValueError: the engine's words.

@@ -38,7 +38,7 @@ def query(memory_gb: float = 4.0, config: Config = CONFIG, **pins) -> Query:
 def small_space(monkeypatch):
     """Fewer texts than the search goes through, so that each layout can be judged by itself."""
     monkeypatch.setattr("jaxscale.planner.trained.REMATS", TRIED)
-    monkeypatch.setattr("jaxscale.planner.space.OFFLOADS", OFFLOADS[:2])
+    monkeypatch.setattr("jaxscale.planner.trained.OFFLOADS", OFFLOADS[:2])
     monkeypatch.setattr("jaxscale.planner.space.RUNNABLE", PIPELINES)
     monkeypatch.setattr("jaxscale.planner.space.CHUNKS", (2, 3))
 
