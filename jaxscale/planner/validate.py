@@ -1,8 +1,8 @@
 """How far the planner is from published runs: errors by source, ranking, memory.
 
 Physical: constants of hardware and software only. Calibrated: one factor for each machine (a
-source's runs on one kind of device), that leaves the least mean error on a random half of its rows,
-scored on the other half. No row is dropped in silence.
+source's runs on one kind of device), fitted on a random half of its rows and scored on the other
+half. No row is dropped in silence.
 """
 
 import dataclasses
@@ -155,10 +155,9 @@ def _calibrate(results: list[_Result], seed: int) -> list[_Result]:
 
 
 def _factor(ratios: np.ndarray) -> float:
-    """That leaves the least mean error of these rows."""
-    if not len(ratios):
-        return 1.0
-    return float(min(ratios, key=lambda factor: np.abs(ratios / factor - 1).mean()))
+    """The middle one of a machine's rows and of one more that we would have right: a single row
+    can be an outlier, and moves the factor half of its way."""
+    return float(np.exp(np.median(np.log([1.0, *ratios]))))
 
 
 def _score(results: list[_Result], bills: list[Bill], rows: int) -> Score:
