@@ -261,6 +261,9 @@ class _Rank:
 
     def reduce(self, state: _State, row: Row) -> _State:
         shards = self.zero.reduce(state.pending, self.zero.axes["layers"])
+        # A TPU's compiler would move a reduction whose result is only added up out of both loops,
+        # where a rank has one chunk, and carry two more sets of whole gradients through them.
+        shards = jax.lax.optimization_barrier(shards)
         begin = row["chunk"] * self.stages.capacity
         grads = {**state.grads, "layers": add_at(state.grads["layers"], begin, shards)}
         return state._replace(grads=grads, pending=jax.tree.map(jnp.zeros_like, state.pending))
