@@ -7,12 +7,15 @@ import time
 import numpy as np
 import pytest
 
-from jaxscale.config import Config, from_dict
+from jaxscale.config import Config, from_dict, load
 from jaxscale.layout import ACCUMULATIONS, OFFLOADS, Layout
+from jaxscale.planner.described import Described
 from jaxscale.planner.machine import cluster
 from jaxscale.planner.memory import memory
 from jaxscale.planner.plans import judge
 from jaxscale.planner.search import TOO_LARGE, _distinct, search
+from jaxscale.planner.shape import Shape
+from jaxscale.planner.shapes import NAMED
 from jaxscale.planner.space import HOST_MEMORY_BYTES, Query, divisors, meshes, with_layout
 from jaxscale.planner.trained import refusal
 from jaxscale.planner.why import problem
@@ -53,10 +56,8 @@ def by_hand(asked: Query) -> list[tuple[float, Layout]]:
             continue
         mesh = dict(zip(("data", "fsdp", "context", "tensor"), sizes), pipeline=pipeline)
         for stage, texts in itertools.product(range(4), every_text(pipeline)):
-            if (mesh["fsdp"] == 1 and stage < 3) or (
-                pipeline == mesh["context"] == 1 and texts["context_method"] == "gather"
-            ):
-                continue  # the same as another
+            if same_as_another(mesh, stage, texts):
+                continue
             try:
                 layout = Layout(**mesh, zero_stage=stage, microbatches=count, **texts)
                 config = with_layout(CONFIG, layout)
@@ -70,6 +71,14 @@ def by_hand(asked: Query) -> list[tuple[float, Layout]]:
                 continue
             found.append((judge(asked, layout).step_seconds, layout))
     return sorted(found, key=lambda one: one[0])
+
+
+def same_as_another(mesh: dict, stage: int, texts: dict) -> bool:
+    """Whether a choice means nothing on these axes."""
+    gathers = texts["context_method"] == "gather"
+    return (mesh["fsdp"] == 1 and stage < 3) or (
+        mesh["pipeline"] == mesh["context"] == 1 and gathers
+    )
 
 
 def every_text(pipeline: int) -> list[dict]:
@@ -98,6 +107,90 @@ def test_the_optimum_is_that_of_going_through_all(pipeline, memory_gb, monkeypat
     assert found.seconds == pytest.approx([seconds for seconds, _ in everything[:3]], rel=1e-12)
     fastest = everything[0][0] * (1 + 1e-12)
     assert found.layouts[0] in [layout for seconds, layout in everything if seconds <= fastest]
+
+
+MOE = Described(
+    Shape(6, 1024, 8, 4, 128, 0, gated=True, vocab=32000, tied=False, seq_len=2048, experts=6,
+          top_k=2, expert_ff=1024),
+    sequences=16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("pipeline", "memory_gb"), [(1, 4.0), (2, 30.0)])
+def test_the_optimum_with_experts_is_that_of_going_through_all(pipeline, memory_gb, monkeypatch):
+    monkeypatch.setattr("jaxscale.planner.described.REMATS", TRIED[:2])
+    monkeypatch.setattr("jaxscale.planner.space.CHUNKS", (2,))
+    pins = {"pipeline": pipeline, "microbatches": 2}
+    if pipeline > 1:
+        pins |= {"offload": "none"}
+    asked = Query(MOE, FOUR, pins, memory_gb * 1e9)
+    everything = []
+    for sizes in itertools.product((1, 2, 4), repeat=5):
+        mesh = dict(zip(("data", "fsdp", "expert", "context", "tensor"), sizes), **pins)
+        if np.prod(sizes) * pipeline != 4:
+            continue
+        for stage, texts in itertools.product(range(4), every_text(pipeline)):
+            if same_as_another(mesh, stage, texts):
+                continue
+            try:
+                layout = MOE.layout(**mesh, zero_stage=stage, **texts)
+                if MOE.refusal(layout)[0]:
+                    continue
+                plan = judge(asked, layout)
+            except ValueError:
+                continue
+            if plan.fits:
+                everything.append((plan.step_seconds, layout))
+    assert {layout.expert for _, layout in everything} == {1, 2}  # 6 experts do not divide by 4
+    best = _distinct(sorted(everything, key=lambda one: one[0]))
+    found = search(asked, 3)
+    assert found.seconds == pytest.approx([seconds for seconds, _ in best[:3]], rel=1e-12)
+    fastest = best[0][0] * (1 + 1e-12)
+    assert found.layouts[0] in [layout for seconds, layout in everything if seconds <= fastest]
+
+
+@pytest.mark.parametrize(("name", "devices", "pins"), [
+    ("deepseek-v3", 512, {"pipeline": 1}),
+    # As NVIDIA runs it: pipeline 4, expert 8.
+    ("mixtral-8x7b", 64, {"remat": "none", "schedule": "1f1b"}),
+], ids=str)  # fmt: skip
+def test_the_best_plans_of_many_experts_spread_them(name, devices, pins, monkeypatch):
+    monkeypatch.undo()
+    shape = dataclasses.replace(NAMED[name], seq_len=4096)
+    asked = Query(Described(shape, 4096), cluster("h100-sxm", devices), pins)
+    plans = [judge(asked, layout) for layout in search(asked, 2).layouts]
+    for one in plans:
+        assert one.layout.expert > 1
+        assert one.terms["expert"] > 0.01 * one.step_seconds
+        assert one.fits
+
+
+@pytest.mark.parametrize("nodes", [4, 8])
+def test_mt5_xxl_is_ranked_with_the_second_stage_before_the_third(nodes, monkeypatch):
+    """arXiv 2310.05350; sign only. With the same micro-batches, where both fit."""
+    monkeypatch.undo()
+    pins = {"remat": "full", "offload": "none", "fsdp": 8 * nodes, "accumulation": "sequential"}
+    found = search(Query(Described(NAMED["mt5-xxl"], 512), cluster("a100-80", 8 * nodes), pins), 50)
+    place = {(one.zero_stage, one.microbatches): n for n, one in enumerate(found.layouts)}
+    both = [count for stage, count in place if stage == 2 and (3, count) in place]
+    assert both
+    assert all(place[2, count] < place[3, count] for count in both)
+
+
+@pytest.mark.parametrize("by", ["config", "shape"])
+def test_long_contexts_are_shared(by, monkeypatch):
+    """131,072 tokens of an 8B on 64 H100, by the two ways to say it."""
+    monkeypatch.undo()
+    config = load("configs/llama3_8b.py")
+    data = dataclasses.replace(config.data, seq_len=131072, global_batch_size=32)
+    shape = dataclasses.replace(NAMED["llama3-8b"], seq_len=131072)
+    model = {
+        "config": dataclasses.replace(config, data=data), "shape": Described(shape, 32)
+    }[by]  # fmt: skip
+    asked = Query(model, cluster("h100-sxm", 64), {"pipeline": 1, "remat": "full"})
+    best = judge(asked, search(asked, 1).layouts[0])
+    assert best.layout.context > 1
+    assert best.fits
 
 
 def test_what_is_found_trains_and_fits():
@@ -142,6 +235,8 @@ def test_meshes_are_all_factorisations():
     assert {sizes[5] for sizes in meshes(8, {"tensor": 4})} == {4}
     assert not list(meshes(8, {"tensor": 3}))
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert {sizes[3] for sizes in meshes(8, experts=6)} == {1, 2}
+    assert len(list(meshes(8, experts=8))) == 56  # over six axes
 
 
 def test_a_hundred_thousand_layouts_in_seconds(monkeypatch):
@@ -152,5 +247,14 @@ def test_a_hundred_thousand_layouts_in_seconds(monkeypatch):
     )  # fmt: skip
     begin = time.process_time()
     found = search(Query(config, cluster("H100-SXM", 64)), 10)
+    assert found.considered > 1e5
+    assert time.process_time() - begin < 20
+
+
+def test_a_hundred_thousand_layouts_of_experts_in_seconds(monkeypatch):
+    monkeypatch.undo()
+    shape = dataclasses.replace(NAMED["mixtral-8x7b"], seq_len=4096)
+    begin = time.process_time()
+    found = search(Query(Described(shape, 512), cluster("H100-SXM", 64), {"remat": "full"}), 10)
     assert found.considered > 1e5
     assert time.process_time() - begin < 20
