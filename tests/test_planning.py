@@ -62,9 +62,55 @@ def test_refusals(words, said, capsys):
 
 
 def test_what_must_be_said(capsys):
+    for words, said in (
+        (["--config", "configs/tiny.py"], "--hardware is missing"),
+        (SMALL, "--config is missing, or --model"),
+        (["--model", "mixtral-8x7b", *SMALL], "--batch_tokens is missing"),
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert said in capsys.readouterr().err
+
+
+MODEL = ["--model", "qwen3-30b-a3b", "--batch_tokens", "1M", "--hardware", "h100-sxm",
+         "--devices", "32", "--pin", "pipeline=1"]  # fmt: skip
+
+
+def test_a_model_by_its_name_is_ranked_and_explained(tmp_path, capsys):
+    numbers, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    main([*MODEL, "--top", "2", "--why_not", "expert=256", "--compare", "1", "expert=8",
+          "--json", str(numbers), "--report", str(page)])  # fmt: skip
+    printed = capsys.readouterr().out
+    for words in ("30.5 billion parameters, of which a token meets 3.4 billion, on 32 H100-SXM",
+                  "256 sequences of 4096 tokens a step", "plans a model with experts and does not",
+                  "expert all-to-alls, exposed", "optimizer state", "is faster, by",
+                  "no mesh of 32 devices has pipeline 1 x expert 256"):  # fmt: skip
+        assert words in printed
+    found = json.loads(numbers.read_text())
+    assert len(found["plans"]) == 2
+    assert "not checked against the compiler" in found["note"]
+    assert found["active_params"] == pytest.approx(3.3e9, rel=0.02)
+    for plan in found["plans"]:
+        assert sum(plan["terms"].values()) == pytest.approx(plan["step_seconds"])
+        assert sum(plan["memory"].values()) == plan["memory_bytes"]
+    assert "does not train it" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config", "configs/tiny.py"], "goes without a config"),
+        (["--config.data.seq_len=64"], "goes without a config"),
+        (["--write", "mine.py"], "--write needs a model that this version trains"),
+        (["--prove", "1"], "--prove needs a model that this version trains"),
+        (["--pin", "remat=save_matmuls"], "no formula knows what it does"),
+        (["--batch_tokens", "1000"], "no whole number of sequences of seq_len = 4096"),
+    ],
+)
+def test_refusals_of_a_model_by_its_name(words, said, capsys):
     with pytest.raises(SystemExit):
-        main(["--config", "configs/tiny.py"])
-    assert "--hardware is missing" in capsys.readouterr().err
+        main([*MODEL, *words])
+    assert said in capsys.readouterr().err
 
 
 def test_numbers_as_people_write_them():
