@@ -43,6 +43,7 @@ class Traits:
     merged_dispatch: bool = False  # a token goes once to each node that has experts for it
     grouped_experts: bool = True  # the products of a device's experts are one kernel
     fused_experts: bool = False  # the exchange sorts tokens by expert
+    masked_dispatch: bool = False  # tokens go to places of experts by products with a mask
     plain_experts: bool = False  # their biases and activations are kernels of their own
     folded_experts: bool = False  # and an expert is not split over tensor
     context_bytes: float = 1.0e9  # of a GPU's memory, that the driver and kernels' code take

@@ -102,6 +102,9 @@ def to_traits(get: Columns) -> Traits:
         changes["balanced_ends"] = (layers + 2) % ranks == 0
     changes["blocking"] = "jean zay" in notes
     changes |= recipe(get).traits
+    if found := re.search(r"capacity factor ([\d.]+) \(dropping\)", notes):
+        # Experts have that many places each, which MaxText fills as GShard (arXiv 2006.16668) does.
+        changes |= {"imbalance": float(found[1]), "masked_dispatch": True}
     changes["frozen"] = "lora" in f"{get('model')} {notes}".lower()
     changes["matmul"] = PRECISIONS.get(get("precision").lower(), "bfloat16")
     return replace(traits, **changes)

@@ -112,7 +112,7 @@ FLASH_BACKWARD = 2.5
 MEASURED = {
     "sm70": "sm80", "sm80": "sm80", "sm89": "sm90", "sm90": "sm90", "sm100": "sm100",
     "sm103": "sm103", "gfx90a": "sm80", "gfx942": "sm90", "gfx950": "sm100",
-    "tpu3": "tpu", "tpu4": "tpu", "tpu5": "tpu", "tpu6": "tpu6", "tpu7": "tpu6",
+    "tpu3": "tpu", "tpu4": "tpu", "tpu5e": "tpu", "tpu5p": "tpu", "tpu6": "tpu6", "tpu7": "tpu6",
     "trn2": "tpu", "cpu": "tpu",
 }  # fmt: skip
 """Whose measured shares of the peak a generation's attention is given. Of those that are not

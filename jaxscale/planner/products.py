@@ -87,6 +87,10 @@ def _expert_products(shape: Shape, choice: Choice, tokens: Floats):
     wide = shape.routed_width
     routed = [(rows, gate * width, wide, at_once), (rows, wide, width, at_once)]
     yield routed, shape.expert_layers * local / at_once
+    if choice.traits.masked_dispatch:  # there and back, by sequence
+        places = shape.seq_len * shape.top_k * choice.traits.imbalance
+        mask = (places, wide, shape.seq_len, tokens / shape.seq_len)
+        yield [mask, mask], shape.expert_layers
     if shape.shared_experts:
         shared = shape.shared_experts * (shape.shared_ff or shape.expert_ff) / t
         yield [(tokens, gate * shared, d, 1), (tokens, d, shared, 1)], shape.expert_layers

@@ -24,6 +24,12 @@ ACCUMULATE_BYTES = 10
 writes."""
 
 
+WAITS_FOR_SCATTER = ("tpu3", "tpu4", "tpu5e")
+"""Generations on which no computation runs beside a reduce-scatter: XLA fuses all-gathers alone
+with their neighbours there (the flags of MaxText's scripts for v5e, and of `hardware.py`). Later
+ones have sparse cores drive both."""
+
+
 def state_seconds(
     cluster: Cluster, choice: Choice, passes: dict[str, Pass], layer: Layer, stages: Stages,
     state: StateTraffic,
@@ -59,6 +65,9 @@ def state_seconds(
     gathers = third * (0.0 if traits.keep_gathered else 1.0)
     back_sent = gathers * state.gather + scatters * state.scatter
     off = beside(back_sent, backward, traits.overlap_gradients, state.scatter / count)
+    if cluster.chip.generation in WAITS_FOR_SCATTER:
+        off = beside(gathers * state.gather, backward, traits.overlap_parameters, 0.0 * once)
+        off = off[0] + scatters * state.scatter, off[1]
     fsdp = walks * (third * on[0] + off[0])
     hidden = walks * (third * on[1] + off[1])
     # Once a step, beside the last walk's backward pass.
