@@ -43,7 +43,8 @@ GPT = Described(NAMED["gpt3-175b"], 512)
     ],
 )  # fmt: skip
 def test_refusals_name_the_nearest(model, layout, reason, said):
-    found = model.refusal(PlannedLayout(**{"data": 1, "context_method": "gather", **layout}))
+    fields: dict[str, Any] = {"data": 1, "context_method": "gather", **layout}
+    found = model.refusal(PlannedLayout(**fields))
     assert found[0].startswith(reason)
     assert re.search(said, found[1])
 
@@ -54,7 +55,7 @@ def test_a_layout_that_divides_is_not_refused():
         (DEEPSEEK, {"expert": 64, "tensor": 128}),
         (MT5, {"tensor": 64}),
     ):
-        one = PlannedLayout(**{"data": 1, **layout})
+        one = dataclasses.replace(PlannedLayout(data=1), **layout)
         assert model.refusal(one) == ("", "")
 
 
