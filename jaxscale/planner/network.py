@@ -41,6 +41,7 @@ class Level:
     """Members of a group that reach each other over links of one kind; floats or float [N]."""
 
     members: Floats
+    sent: Floats  # over it in a gather, of what one member of the next nearer level gathers
     bytes_per_second: Floats  # that one member sends
     ring_seconds: Floats  # latency of a walk from member to member
     tree_seconds: Floats  # of a walk down a tree
@@ -75,15 +76,18 @@ def _tier_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, Le
             rate = tier.bytes_per_second
             if tier.mesh:
                 rate = rate * np.minimum(1, np.maximum(members - 1, 1) / (tier.devices - 1))
-            levels.append(_level(members, rate, tier.latency_seconds))
+            # A ring goes through all members, wherever they are: each link carries what all but
+            # one of them have.
+            sent = np.where(members > 1, 1 - 1 / sizes[axis], 0.0)
+            levels.append(_level(members, sent, rate, tier.latency_seconds))
             left, reach = np.maximum(left / members, 1), reach * members
         found[axis] = tuple(levels)
         stride = stride * sizes[axis]
     return found
 
 
-def _level(members: np.ndarray, rate: Floats, latency: float) -> Level:
-    return Level(members, rate, (members - 1) * latency, np.log2(members) * latency)
+def _level(members: np.ndarray, sent: Floats, rate: Floats, latency: float) -> Level:
+    return Level(members, sent, rate, (members - 1) * latency, np.log2(members) * latency)
 
 
 def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, Levels]:
@@ -109,8 +113,10 @@ def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, L
                 hops = hops + taken * np.where(here == side, here / 2, here - 1)
                 members, rest, left[n] = members * here, rest / here, left[n] / here
         latency = hops * torus.latency_seconds
-        inside = Level(members, np.where(rate > 0, rate, torus.bytes_per_second), latency, latency)
-        found[axis] = (inside, _level(rest, network.bytes_per_second, network.latency_seconds))
+        rate = np.where(rate > 0, rate, torus.bytes_per_second)
+        inside = Level(members, 1 - 1 / members, rate, latency, latency)
+        outside = _level(rest, 1 - 1 / rest, network.bytes_per_second, network.latency_seconds)
+        found[axis] = (inside, outside)
     return found
 
 
@@ -178,7 +184,7 @@ def _bandwidth_seconds(levels: Levels, num_bytes: Floats) -> Floats:
     """Of one way round: the slowest level, each with the share that its members do not hold."""
     slowest, share = np.zeros(()), np.ones(())
     for level in levels:
-        seconds = num_bytes * share * (1 - 1 / level.members) / level.bytes_per_second
+        seconds = num_bytes * share * level.sent / level.bytes_per_second
         slowest, share = np.maximum(slowest, seconds), share / level.members
     return slowest
 
