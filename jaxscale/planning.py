@@ -92,8 +92,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jaxscale.plan",
         description="Ranks the layouts of a model on a cluster by the time of a step, "
         "with memory, energy and money, and explains them. Needs no device.",
-        epilog="Example: python -m jaxscale.plan --config configs/llama2_70b.py "
-        "--hardware h100-sxm --devices 512 --pin tensor=8",
+        epilog="Examples: python -m jaxscale.plan --config configs/llama2_70b.py --hardware "
+        "h100-sxm --devices 512 --pin tensor=8, or with --model mixtral-8x7b --seq_len 4096 "
+        "--batch_tokens 4M in the place of the config",
     )
     add, path = parser.add_argument, pathlib.Path
     add("--config", metavar="FILE", help="a file in configs/; its layout is not looked at")

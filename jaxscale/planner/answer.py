@@ -27,9 +27,9 @@ def plan(
     >>> answer = plan("configs/llama2_7b.py", "H100-SXM", 64, pins={"tensor": 1, "pipeline": 1})
     >>> answer.plans[0].fits
     True
-    >>> asked = {"seq_len": 4096, "batch_tokens": 2**20, "pins": {"pipeline": 1}}
-    >>> plan("mixtral-8x7b", "H100-SXM", 64, **asked).plans[0].layout.expert
-    8
+    >>> asked = {"batch_tokens": 2**24, "pins": {"pipeline": 1}}
+    >>> plan("deepseek-v3", "H100-SXM", 512, **asked).plans[0].layout.expert
+    4
 
     Args:
       model: a Config, or a file of one, whose layout is not looked at; or the sizes of a model
