@@ -97,7 +97,7 @@ FLASH = {
     ("fused", "tpu6"): (0.27, 0.24),
 }
 """Share of the peak that fused attention reaches on operations it really does, forward and
-backward, head dimension 128 and sequences of 2k to 8k. FlashAttention 1 and 2 on A100 and 2 on
+backward, head dimension 128 and sequences of 4k. FlashAttention 1 and 2 on A100 and 2 on
 H100: arXiv 2307.08691, figures 4 to 7; its first version there, and the Triton one, at half of the
 second's. "fused", each vendor's best: FlashAttention-3 and cuDNN 9 on H100 (arXiv 2407.08608,
 figures 5 and 6), cuDNN on Blackwell (1,100 to 1,200 and 800 to 900 TFLOP/s on causal sequences of
@@ -119,10 +119,18 @@ MEASURED = {
 themselves, nobody published enough; theirs is that of the relative that computes alike."""
 
 
+FLASH_LENGTH, HALF_RATE = 4096, 500
+"""The length that the shares of `FLASH` are of, and that at which attention with a causal mask
+would reach half of its rate on endless sequences: whole blocks are computed along the diagonal, and
+few are at work at the end. On A100 112, 136, 150, 160 and 164 TFLOP/s forward from 1k to 16k, and
+60, 76 and 88 backward from 1k to 4k (Triton's tutorial on fused attention, heads of 64)."""
+
+
 def flash_seconds(
-    cluster: Cluster, flops: Floats, head_dim: int, kernel: str, backward: bool = False
-) -> Floats:
-    """Fused attention of `flops` forward operations.
+    cluster: Cluster, flops: Floats, head_dim: int, kernel: str, backward: bool = False,
+    length: Floats = FLASH_LENGTH,
+) -> Floats:  # fmt: skip
+    """Fused attention of `flops` forward operations, on causal sequences of `length`.
 
     A head is padded to 32 of its elements.
     """
@@ -134,7 +142,8 @@ def flash_seconds(
             f"planner.compute.FLASH knows {', '.join(sorted({name for name, _ in FLASH}))}, each "
             "on some generations"
         )
-    rate = known[backward] * cluster.peak_flops()
+    shorter = (1 + HALF_RATE / length) / (1 + HALF_RATE / FLASH_LENGTH)
+    rate = known[backward] * cluster.peak_flops() / shorter
     small = SMALL_HEAD[generation] * max(0.0, (128 - head_dim) / 64)
     padded = _pad(head_dim, 32) / head_dim * (1 + small)
     return flops * padded * (FLASH_BACKWARD if backward else 1.0) / rate

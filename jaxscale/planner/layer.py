@@ -109,8 +109,10 @@ def _attention(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats) -
             both = shape.encoder_layers * source + shape.layers
             core = shape.core_flops(shape.encoder_seq_len)
             flops = flops + tokens * both / shape.layers * core / t
+        # A window is as long as the sequence whose mean query sees as many keys.
+        length = (2 * keys if shape.causal else keys) / np.asarray(choice.context)
         seconds = [
-            compute.flash_seconds(cluster, flops, shape.head_dim, traits.attention, back)
+            compute.flash_seconds(cluster, flops, shape.head_dim, traits.attention, back, length)
             for back in (False, True)
         ]
         return seconds[0] + scans, seconds[1] + compute.FLASH_BACKWARD * scans
