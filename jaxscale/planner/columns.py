@@ -118,6 +118,8 @@ def recipe(get: Columns) -> Recipe:
 def to_choice(get: Columns, shape: Shape, traits: Traits) -> Choice:
     """The layout, with the micro-batch that it says or the largest usual one."""
     tensor, pipeline, context, expert = (get.int(name, 1) for name in ("TP", "PP", "CP", "EP"))
+    if shape.experts and not get("EP") and "EP blank where not captured" in get("notes"):
+        raise UnhandledError("over how many ranks experts are spread was not captured")
     devices = _devices(get, tensor * pipeline * context)
     sharding = get("sharding").lower()
     own = 1 if traits.folded_experts else expert

@@ -70,12 +70,46 @@ def test_tokens_a_second_become_a_step(texts):
         ({"hardware": "H101"}, "no device 'H101'; did you mean"),
         ({"TP": "4096"}, "needs more than the"),
         ({"global_batch": ""}, "no global batch is given"),
+        (
+            {
+                "n_experts": "8",
+                "topk": "2",
+                "moe_ff": "1024",
+                "EP": "",
+                "notes": "EP blank where not captured",
+            },
+            "how many ranks experts are spread",
+        ),
     ],
 )
 def test_what_a_row_lacks_is_said(texts, changes, reason):
     texts = {**texts[0], **by_model(texts, "gpt-vtrain-3.6b"), **changes}
     with pytest.raises(UnhandledError, match=reason):
         rows.to_row(Columns(texts))
+
+
+def choice_of(texts, **changes):
+    return rows.to_row(Columns({**by_model(texts, "gpt-vtrain-3.6b"), **changes})).choice
+
+
+def test_notes_and_layers_say_how_a_trainer_ran(texts):
+    dealt = {"framework": "Megatron-DeepSpeed", "layers": "70", "PP": "8", "TP": "8"}
+    assert choice_of(texts, **dealt).traits.balanced_ends  # 72 of them on 8 ranks
+    assert not choice_of(texts, **dealt | {"layers": "72"}).traits.balanced_ends
+    assert choice_of(texts, **dealt, notes="Jean Zay").traits.blocking
+    dropping = {"n_experts": "8", "topk": "2", "moe_ff": "1024", "framework": "MaxText", "PP": "1"}
+    traits = choice_of(texts, **dropping, notes="capacity factor 1.25 (dropping)").traits
+    assert traits.imbalance == 1.25
+    assert traits.masked_dispatch
+
+
+def test_a_recipe_says_what_is_sharded_and_made_again(texts):
+    bridge = {"framework": "Megatron-Bridge 26.02", "hardware": "GB300", "PP": "1", "TP": "1",
+              "recompute": "per-recipe", "precision": "MXFP8"}  # fmt: skip
+    plain = choice_of(texts, **bridge, sharding="zero1")
+    assert plain.zero_stage == 1
+    assert choice_of(texts, **bridge, sharding="zero1", model="llama3-70b").zero_stage == 3
+    assert choice_of(texts, **bridge, model="deepseek-v3").remat == "modules:mla_up_proj"
 
 
 def test_another_file_is_refused(tmp_path):
