@@ -115,7 +115,6 @@ class Parts:
         terms["stragglers"] = float(self.late[0]) * (sum(terms.values()) - terms["stragglers"])
         return terms
 
-
     def recomputed(self) -> float:
         """Of the only row: the share of its passes that the busiest rank recomputes."""
         if not self.choice.keep:

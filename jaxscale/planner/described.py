@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from jaxscale.layout import Layout
+from jaxscale.layout import Layout, kept_passes
 from jaxscale.planner import formulas
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.held import Held
@@ -84,9 +84,13 @@ class Described:
         """Nothing repeated."""
         return self.shape.flops_per_token
 
-    def hardware_flops_per_token(self, remat: str) -> float:
-        """With what remat repeats."""
-        return self.shape.flops_per_token + repeated_flops(self.shape, remat)
+    def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
+        """With what remat repeats; `recomputed` is the share of a pipeline's passes that operations
+        of their own make again."""
+        repeated = repeated_flops(self.shape, remat)
+        if recomputed:
+            repeated = recomputed * self.shape.block_flops
+        return self.shape.flops_per_token + repeated
 
     def with_layout(self, _: Layout) -> NoReturn:
         """There is no config of such a run.
@@ -124,6 +128,8 @@ class Described:
 
     def _policies(self, layout: Layout) -> str:
         for name, known in (("remat", self.remats), ("offload", self.offloads)):
+            if name == "remat" and kept_passes(layout.remat):
+                continue  # which is "full" for some passes
             if getattr(layout, name) not in known:
                 return (
                     f"layout.{name} = {getattr(layout, name)!r}: no formula knows what it does to "

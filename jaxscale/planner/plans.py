@@ -4,7 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from jaxscale.config import Config
-from jaxscale.layout import Layout, parse_schedule
+from jaxscale.layout import Layout, kept_passes, parse_schedule
+from jaxscale.pipeline.records import F, R
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.cost import Seconds, cost
 from jaxscale.planner.dealt import Parts
@@ -15,6 +16,7 @@ from jaxscale.planner.machine import Cluster
 from jaxscale.planner.memory import Memory
 from jaxscale.planner.search import Found
 from jaxscale.planner.space import HOST_MEMORY_BYTES, Query
+from jaxscale.planner.ticks import open_table
 from jaxscale.planner.trained import Trained
 
 
@@ -70,7 +72,20 @@ class Plan:
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilisation: what remat repeats counts too."""
-        return self._utilisation(self.subject.hardware_flops_per_token(self.layout.remat))
+        return self._utilisation(
+            self.subject.hardware_flops_per_token(self.layout.remat, self.recomputed)
+        )
+
+    @property
+    def recomputed(self) -> float:
+        """Of a pipeline's passes, the share that operations of their own make again."""
+        layout, keep = self.layout, kept_passes(self.layout.remat)
+        if layout.pipeline == 1 or keep is None:
+            return 0.0
+        name, fused, _ = parse_schedule(layout.schedule)
+        chunks, count = max(1, layout.virtual_stages), layout.microbatches
+        table = open_table(name, layout.pipeline, chunks, fused, True, count, keep)
+        return float((table.ops.kind == R).sum() / (table.ops.kind == F).sum())
 
     @property
     def memory_bytes(self) -> int:
@@ -128,9 +143,10 @@ def judge(query: Query, layout: Layout) -> Plan:
         layers = layers_of(subject, layout)
         terms = Parts.of(query.shape, query.cluster, choice).terms(layers)
         name, fused, _ = parse_schedule(layout.schedule)
+        keep = kept_passes(layout.remat)
         held = hold(
             name, layout.pipeline, max(1, layout.virtual_stages), layout.microbatches, fused=fused,
-            recompute=layout.remat == "full", layers=layers,
+            recompute=keep is not None, keep=keep or 0, layers=layers,
         )  # fmt: skip
     needs = subject.memory(layout, held, query.back_end)
     plain = {field.name: int(getattr(needs, field.name)) for field in dataclasses.fields(needs)}
@@ -143,8 +159,9 @@ def judge(query: Query, layout: Layout) -> Plan:
 def layers_of(subject: Trained | Described, layout: Layout) -> tuple[int, ...]:
     """The layers of each virtual stage of a pipeline."""
     name, fused, layers = parse_schedule(layout.schedule)
+    keep = kept_passes(layout.remat)
     return layers or deal(
         name, layout.pipeline, max(1, layout.virtual_stages), layout.microbatches, fused=fused,
-        recompute=layout.remat == "full", num_layers=subject.shape.layers,
+        recompute=keep is not None, keep=keep or 0, num_layers=subject.shape.layers,
         head_cost=subject.head_cost,
     )  # fmt: skip

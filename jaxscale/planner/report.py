@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from jaxscale.layout import parse_schedule
+from jaxscale.layout import kept_passes, parse_schedule
 from jaxscale.pipeline.draw import COLORS, WORDS
 from jaxscale.pipeline.simulate import Costs, simulate
 from jaxscale.planner.dealt import Parts
@@ -144,7 +144,8 @@ def _timeline(plan: Plan) -> str:
     ranks, chunks = layout.pipeline, max(1, layout.virtual_stages)
     count = min(layout.microbatches, SHOWN_MICROBATCHES * ranks)
     costs = Parts.of(plan.subject.shape, plan.cluster, plan.choice).costs([0], plan.layers)
-    table = open_table(name, ranks, chunks, fused, layout.remat == "full", count)
+    keep = kept_passes(layout.remat)
+    table = open_table(name, ranks, chunks, fused, keep is not None, count, keep or 0)
     run = simulate(table, Costs(*(tuple(np.ravel(cost).tolist()) for cost in costs)))
     scale, height = (WIDTH - 60) / run.lockstep_makespan, min(ROW, 480 // ranks)
     marks = [

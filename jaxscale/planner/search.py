@@ -4,19 +4,14 @@ import collections
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.layout import Layout, parse_schedule
-from jaxscale.planner.choice import Choice
-from jaxscale.planner.cost import cost
-from jaxscale.planner.dealt import Parts
-from jaxscale.planner.described import Described
-from jaxscale.planner.held import Held, deal, hold
+from jaxscale.layout import Layout
+from jaxscale.planner.keeping import keep_more
 from jaxscale.planner.layouts import Layouts
-from jaxscale.planner.space import HOST_MEMORY_BYTES, Query, fitting, numbers_of, texts_of
-from jaxscale.planner.trained import Trained
+from jaxscale.planner.pipelines import deal_all, held_of, parts_of, step_seconds
+from jaxscale.planner.space import Query, fitting, numbers_of, texts_of
 
 TOO_LARGE = "does not fit in memory"
 TOO_LARGE_FOR_HOST = "moves more to host memory than there is"
@@ -35,14 +30,6 @@ class Found:
     words: dict[str, str]  # what the engine said of one, by reason
 
 
-class Dealt(NamedTuple):
-    """Layers of many pipelines."""
-
-    keys: np.ndarray  # int [K, 3]: ranks, chunks, micro-batches
-    place: np.ndarray  # int [N], the key of each pipeline
-    layers: list[tuple[int, ...]]  # of each key, the layers of each virtual stage
-
-
 def search(query: Query, top: int = 10) -> Found:
     """Ranks all layouts of a query.
 
@@ -55,6 +42,7 @@ def search(query: Query, top: int = 10) -> Found:
     subject = query.subject
     numbers = numbers_of(query, rejected, words)
     best: list[tuple[float, Layout]] = []
+    recomputed: list[Layouts] = []
     considered = 0
     for texts in texts_of(query):
         layouts = fitting(query, numbers, texts, rejected)
@@ -63,8 +51,9 @@ def search(query: Query, top: int = 10) -> Found:
         considered += len(layouts)
         dealt = None
         if texts["pipelined"]:
+            recomputed += [layouts] * (layouts.remat == "full" and "remat" not in query.pins)
             # No table is needed for those that would be too slow even if no rank ever waited.
-            slow = _parts(query, layouts).bound() > (best[-1][0] if len(best) == top else np.inf)
+            slow = parts_of(query, layouts).bound() > (best[-1][0] if len(best) == top else np.inf)
             rejected[TOO_SLOW] += int(slow.sum())
             if slow.all():
                 continue
@@ -72,9 +61,10 @@ def search(query: Query, top: int = 10) -> Found:
             dealt = deal_all(subject, layouts)
         held = held_of(layouts, dealt) if dealt else None
         needs = subject.memory(layouts, held, query.back_end)
-        host = needs.host_stash + layouts.offloads("optimizer") * needs.host_optimizer
-        roomy = np.broadcast_to(host <= HOST_MEMORY_BYTES, (len(layouts),))
-        fits = np.broadcast_to(needs.peak <= query.limit_bytes, (len(layouts),))
+        roomy, fits = (
+            np.broadcast_to(one, (len(layouts),))
+            for one in (query.fits_host(needs, layouts), query.fits_device(needs))
+        )
         rejected[TOO_LARGE] += int((~fits).sum())
         if not fits.all():
             peaks = np.where(fits, np.inf, needs.peak)
@@ -92,6 +82,7 @@ def search(query: Query, top: int = 10) -> Found:
         fastest = np.argsort(seconds, kind="stable")[:top]
         best += [(float(seconds[n]), layouts.one(n, subject.layout)) for n in fastest]
         best = _distinct(sorted(best, key=lambda one: one[0]))[:top]
+    best = _distinct(keep_more(query, recomputed, best, top))[:top]
     return Found(
         [layout for _, layout in best], [seconds for seconds, _ in best],
         considered
@@ -102,57 +93,9 @@ def search(query: Query, top: int = 10) -> Found:
     )  # fmt: skip
 
 
-def step_seconds(query: Query, layouts: Layouts, dealt: Dealt | None) -> np.ndarray:
-    """float [N]."""
-    if dealt:
-        return _parts(query, layouts).step_seconds(*dealt)
-    choice = Choice.of(layouts, query.subject.sequences)
-    return np.broadcast_to(cost(query.shape, query.cluster, choice).step_seconds, (len(layouts),))
-
-
-def _parts(query: Query, layouts: Layouts) -> Parts:
-    choice = Choice.of(layouts, query.subject.sequences)
-    return Parts.of(query.shape, query.cluster, choice)
-
-
 def _distinct(ranked: list[tuple[float, Layout]]) -> list[tuple[float, Layout]]:
     """Without layouts that differ from a faster one only in what they offload."""
     first: dict[Layout, tuple[float, Layout]] = {}
     for one in ranked:
         first.setdefault(dataclasses.replace(one[1], offload="none"), one)
     return list(first.values())
-
-
-def deal_all(subject: Trained | Described, layouts: Layouts) -> Dealt:
-    """The layers of every pipeline: of each of its numbers of ranks, chunks and micro-batches."""
-    name, fused, given = parse_schedule(layouts.schedule)
-    columns = [
-        np.broadcast_to(getattr(layouts, field), (len(layouts),))
-        for field in ("pipeline", "virtual_stages", "microbatches")
-    ]
-    keys, place = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    layers = [
-        given
-        or deal(
-            name, p, v, m, fused=fused, recompute=layouts.remat == "full",
-            num_layers=subject.shape.layers, head_cost=subject.head_cost,
-        )
-        for p, v, m in keys.tolist()
-    ]  # fmt: skip
-    return Dealt(keys, place.reshape(-1), layers)
-
-
-def held_of(layouts: Layouts, dealt: Dealt) -> Held:
-    """What a rank holds in each of the pipelines."""
-    name, fused, _ = parse_schedule(layouts.schedule)
-    recompute = layouts.remat == "full"
-    each = [
-        hold(name, p, v, m, fused=fused, recompute=recompute, layers=layers)
-        for (p, v, m), layers in zip(dealt.keys.tolist(), dealt.layers)
-    ]
-    return Held(
-        **{
-            field.name: np.array([getattr(one, field.name) for one in each])[dealt.place]
-            for field in dataclasses.fields(Held)
-        }
-    )

@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import Config
-from jaxscale.layout import ACCUMULATIONS, MESH_AXES, Layout, parse_schedule
+from jaxscale.layout import ACCUMULATIONS, MESH_AXES, Layout, kept_passes, parse_schedule
 from jaxscale.pipeline.orders import SCHEDULES
 from jaxscale.pipeline.stages import RUNNABLE
 from jaxscale.planner.described import Described
+from jaxscale.planner.held import slots_of
 from jaxscale.planner.layouts import Layouts
 from jaxscale.planner.machine import Cluster
+from jaxscale.planner.memory import Memory
 from jaxscale.planner.shape import Shape
 from jaxscale.planner.trained import Trained
 from jaxscale.rules import divisors, nearest_divisors
@@ -69,6 +71,15 @@ class Query:
     def limit_bytes(self) -> float:
         """What a program may need on a device."""
         return self.memory_bytes or self.cluster.memory_bytes * MEMORY_FRACTION[self.back_end]
+
+    def fits_device(self, needs: Memory) -> Any:
+        """Whether a layout, or each of many, has room on a device."""
+        return needs.peak <= self.limit_bytes
+
+    def fits_host(self, needs: Memory, layout: Layout | Layouts) -> Any:
+        """Whether what moves to host memory has room there."""
+        optimizer = needs.host_optimizer if layout.offloads("optimizer") else 0
+        return needs.host_stash + optimizer <= HOST_MEMORY_BYTES
 
     @property
     def shape(self) -> Shape:
@@ -191,8 +202,8 @@ def fitting(
         return None
     try:
         sizes = {"pipeline": 2, "context": 2} if pipelined else {}
-        Layout(**sizes, **texts)
-        query.subject.check_policies(Layout(remat=texts["remat"], offload=texts["offload"]))
+        layout = Layout(**sizes, **texts)
+        query.subject.check_policies(layout)
     except ValueError as error:
         reason = str(error).partition(";")[0]
         rejected[reason.rpartition(": ")[2] or reason] += int(wanted.sum())
@@ -214,6 +225,14 @@ def _runnable(query: Query, layouts: Layouts, rejected: collections.Counter) -> 
     rejected["the schedule needs other numbers of ranks and micro-batches"] += int((~serves).sum())
     rejected["fewer layers than stages"] += int((serves & ~enough).sum())
     good = serves & enough
+    if keep := kept_passes(layouts.remat):
+        fused = parse_schedule(layouts.schedule)[1]
+        more = np.array([
+            ok and slots_of(name, p, v, fused, False, m)["residual_w"] > keep
+            for ok, (p, m) in zip(good, keys)
+        ])  # fmt: skip
+        rejected["no more passes in flight than are to be kept"] += int((good & ~more).sum())
+        good = more
     return layouts.take(good) if good.any() else None
 
 
@@ -234,7 +253,9 @@ def check_pins(query: Query) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
             raise ValueError(f"--pin {name}: a layout has no such field{hint}")
-    query.subject.check_policies(query.subject.layout(**query.pins))
+    # Only a pipeline can keep some passes.
+    some = kept_passes(query.pins.get("remat", "none")) and {"pipeline": 2}
+    query.subject.check_policies(query.subject.layout(**{**(some or {}), **query.pins}))
     experts = query.shape.experts
     if next(iter(meshes(query.cluster.num_devices, query.pins, experts)), None) is None:
         sizes = " x ".join(

@@ -75,9 +75,12 @@ class Trained:
         sees."""
         return self.config.model.flops_per_token(self.config.data.seq_len)
 
-    def hardware_flops_per_token(self, remat: str) -> float:
-        """With what remat repeats."""
-        return self.config.model.hardware_flops_per_token(self.config.data.seq_len, remat=remat)
+    def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
+        """With what remat repeats; `recomputed` is the share of a pipeline's passes that operations
+        of their own make again."""
+        return self.config.model.hardware_flops_per_token(
+            self.config.data.seq_len, remat=remat, recomputed=recomputed
+        )
 
     def with_layout(self, layout: Layout) -> Config:
         """The config of a run.
@@ -93,7 +96,7 @@ class Trained:
         Raises:
           ValueError: the engine's words.
         """
-        self.with_layout(Layout(remat=layout.remat))
+        self.with_layout(Layout(pipeline=layout.pipeline, remat=layout.remat))
 
     def refusal(self, layout: Layout) -> tuple[str, str]:
         """Why the engine refuses what a layout divides, in a few words and in its own; "" where it

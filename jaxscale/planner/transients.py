@@ -26,11 +26,22 @@ class Transients:
     ring: int  # more of the keys, where several devices share a sequence
     logits: int  # float32 [chunk, vocabulary], in the head
     zeros: int  # float32 of queries and of keys: attention beside the loop sums into them
+    sums: int = 0  # float32 [tokens, heads, LANES]: what a kernel leaves of attention's scores
     products: int = 2  # at most so many more of hidden, where the MLP's products are made again
     whole: int = 2  # of the stream, whole in time, where ranks of tensor share it out
+    wide: tuple[int, int, int] = (2, 1, 2)  # of stream, queries, keys: float32, whatever computes
     late: bool = False  # embedding's and head's gradients wait, whole, while layers are at work
+    ahead: bool = False  # weights of all layers are converted before the loops over them
+    carries: bool = False  # gradients of a layer wait in the compute type for the next layer's turn
+    copies: bool = False  # what a gather replaces at a step's end is copied at its start
+    tile: int = 1  # rows of a shard that collectives take together
 
 
+LANES = 128  # of a TPU
+_TPU: dict[str, Any] = {
+    "remade": 0, "ring": 6, "logits": 3, "zeros": 0, "sums": 1, "wide": (0, 0, 0), "late": True,
+    "ahead": True, "carries": True, "copies": True, "tile": 8,
+}  # fmt: skip
 _GPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 0, "products": 1, "whole": 7, "late": True}
 TRANSIENTS = {
     # Counted in the buffer assignments of XLA's CPU back end (jaxlib 0.12, float32). It turns round
@@ -43,13 +54,12 @@ TRANSIENTS = {
     # and the scheduler starts to reduce the head's gradient only below the layers.
     ("gpu", "llama"): Transients(5, 4, 4, 3, remade=2, **_GPU),
     ("gpu", "gpt"): Transients(5, 4, 4, 2, remade=4, **_GPU),
-    # From three steps of llama2_7b compiled for 64 TPU v5p (libtpu 0.0.51); gpt is by analogy.
-    ("tpu", "llama"): Transients(5, 4, 4, 5, remade=0, ring=6, logits=3, zeros=0),
-    ("tpu", "gpt"): Transients(5, 4, 4, 3, remade=2, ring=6, logits=3, zeros=0),
+    # Counted in the buffer assignments of the TPU's compiler (libtpu 0.0.51, bfloat16): 4 layers of
+    # llama2_7b with 4 sequences and of gpt_175b with 1 on v5p:4x4x4, the latter also 2,048 wide and
+    # with 8; what is beside the working set, in `memory`, says where it was seen.
+    ("tpu", "llama"): Transients(3, 2, 2, 2, **_TPU),
+    ("tpu", "gpt"): Transients(3, 2, 2, 1, **_TPU),
 }
-WIDE = {"stream": 2, "queries": 1, "keys": 2}
-"""Of the transients, those that are float32 whatever the compute type: in norms, and where
-attention sums."""
 
 
 def hidden_bytes(config: Config, walk: Walk, transients: Transients) -> Ints:
@@ -76,7 +86,9 @@ def working_set_bytes(config: Config, walk: Walk, transients: Transients) -> Int
         "stream": transients.stream + transients.remade * named, "queries": transients.queries,
         "keys": transients.keys + transients.ring * (layout.context > 1),
     }  # fmt: skip
-    each = sum(size * (arrays[name] * width + WIDE[name] * wider) for name, size in sizes.items())
+    wide = dict(zip(sizes, transients.wide))
+    each = sum(size * (arrays[name] * width + wide[name] * wider) for name, size in sizes.items())
+    each = each + transients.sums * 4 * LANES * model.num_heads
     # What the MLP reads, its gradient, and what attention reads; a GPU has them turned round, too.
     each = each + (transients.whole + named) * width * model.d_model * (layout.tensor - 1)
     return (

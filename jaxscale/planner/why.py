@@ -178,6 +178,7 @@ def neighbours(query: Query, layout: Layout) -> list[Layout]:
             {"schedule": name, "virtual_stages": chunks}
             for name, chunks in itertools.product(RUNNABLE, (1, 2, 4))
         ]
+        changes += [{"remat": f"keep:{passes}"} for passes in (1, 2, 4, 8)]
     for giver, taker in itertools.permutations(MESH_AXES, 2):
         given = getattr(layout, giver)
         changes += [

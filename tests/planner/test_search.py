@@ -193,6 +193,32 @@ def test_long_contexts_are_shared(by, monkeypatch):
     assert best.fits
 
 
+def test_the_passes_that_are_kept_are_those_of_going_through_all(monkeypatch):
+    """Where there is room for more than recomputing needs, and for less than keeping all does."""
+    monkeypatch.setattr("jaxscale.planner.trained.REMATS", ("none", "full"))
+    large = dataclasses.replace(CONFIG.data, global_batch_size=64)
+    deep = dataclasses.replace(CONFIG.model, num_layers=8)
+    config = dataclasses.replace(CONFIG, data=large, model=deep)
+    pins = {"pipeline": 4, "microbatches": 16, "offload": "none"}
+    asked = Query(config, FOUR, pins, 4e9)
+    every = [
+        Layout(pipeline=4, data=1, microbatches=16, remat=remat, schedule=schedule,
+               virtual_stages=chunks, context_method="gather")
+        for remat in ("none", "full", *(f"keep:{passes}" for passes in range(1, 12)))
+        for schedule, chunks in (("1f1b", 1), ("1f1b:fused", 1), ("zb_h1", 1), ("zb_v", 2),
+                                 ("interleaved", 2), ("interleaved:fused", 2))
+    ]  # fmt: skip
+    seconds = {
+        layout: judge(asked, layout).step_seconds for layout in every if not problem(asked, layout)
+    }
+    found = search(asked, 1)
+    assert found.seconds == pytest.approx([min(seconds.values())], rel=1e-12)
+    assert found.layouts[0].remat.startswith("keep:")
+    assert seconds[found.layouts[0]] == pytest.approx(found.seconds[0], rel=1e-12)
+    others = [time for layout, time in seconds.items() if not layout.remat.startswith("keep:")]
+    assert found.seconds[0] < 0.9 * min(others)
+
+
 def test_what_is_found_trains_and_fits():
     for layout in search(query(4.0, tensor=2), 10).layouts:
         assert problem(query(4.0, tensor=2), layout) == ""
