@@ -31,24 +31,31 @@ def elementwise_seconds(shape: Shape, cluster: Cluster, choice: Choice, tokens: 
     gated = shape.expert_gated if shape.experts else shape.gated
     activation = (6 * wide, 10 * wide) if gated else (4 * wide, 8 * wide)
     rotated = 0 if shape.learned_positions else 4 * heads
-    copies = moe * shape.top_k * traits.imbalance * shape.routed_width
-    copies = copies / (t if traits.folded_experts else 1)
-    routed = ROUTED_BYTES[traits.fused_experts] * copies + moe * ROUTER_BYTES * shape.experts
-    inner = moe * shape.top_k * traits.imbalance * shape.expert_ff * traits.plain_experts
-    inner = inner / (t if traits.folded_experts else 1)
-    plain, plain_back = (
-        activated * inner + biased * copies * traits.plain_experts
-        for activated, biased in PLAIN_EXPERT_BYTES
-    )
+    copies, (routed, routed_back) = _expert_bytes(shape, choice)
     mixed, mixed_back = _mixer_bytes(shape)
-    forward = stream / streams + (activation[0] + rotated + mixed) / t + routed + plain
-    backward = back / streams + (activation[1] + rotated + mixed_back) / t + routed + plain_back
+    forward = stream / streams + (activation[0] + rotated + mixed) / t + routed
+    backward = back / streams + (activation[1] + rotated + mixed_back) / t + routed_back
     casts = _cast_elements(shape, choice, wide / t, (2 if gated else 1) * wide / t, copies)
     return tuple(
         compute.memory_seconds(cluster, tokens * width, plain=traits.eager)
         + compute.cast_seconds(cluster, tokens * elements, traits.matmul)
         for width, elements in zip((forward, backward), casts)
     )
+
+
+def _expert_bytes(shape: Shape, choice: Choice) -> tuple:
+    """Elements of a token's copies for its experts, and the bytes that routing and what is not
+    fused in experts move, forward and backward."""
+    traits = choice.traits
+    share = choice.tensor if traits.folded_experts else 1
+    each = shape.expert_layers / shape.layers * shape.top_k * traits.imbalance / share
+    copies = each * shape.routed_width
+    router = shape.expert_layers / shape.layers * ROUTER_BYTES * shape.experts
+    routed = ROUTED_BYTES[traits.fused_experts] * copies + router
+    if not traits.plain_experts:
+        return copies, (routed, routed)
+    inner = each * shape.expert_ff
+    return copies, tuple(routed + a * inner + b * copies for a, b in PLAIN_EXPERT_BYTES)
 
 
 STREAM_BYTES = {"fused": (16, 24), "dropout": (22, 44), "plain": (32, 44)}

@@ -262,13 +262,9 @@ class Shape:
     @property
     def block_flops(self) -> float:
         """All layers, an encoder's included, for one token of the decoder's sequence."""
-        moe = self.expert_layers
-        decoder = (
-            self.attending * (self.projection_flops + self.core_flops())
-            + (self.with_mlp - moe) * self.mlp_flops
-            + moe * self.expert_flops
-            + (self.mixer.layers * self.mixer_flops if self.mixer else 0.0)
-        )
+        decoder = self.matmul_flops + self.attending * self.core_flops()
+        if self.mixer:
+            decoder += self.mixer.layers * (self.mixer_flops - 2.0 * self.mixer_params)
         if not self.encoder_layers:
             return decoder
         ratio = self.encoder_seq_len / self.seq_len

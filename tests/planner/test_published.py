@@ -7,7 +7,7 @@ import pytest
 from jaxscale.planner import published
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.shape import Shape
-from jaxscale.planner.software import MEGATRON_2021, MEGATRON_DEEPSPEED, traits_of
+from jaxscale.planner.software import BY_FRAMEWORK, MEGATRON_2021, MEGATRON_DEEPSPEED
 
 
 def gpt(layers, d_model, heads):
@@ -95,7 +95,7 @@ def test_modules_are_gathered_for_less_than_layers():
     """DeepSpeed's third stage holds a matrix and 1e9 parameters, not two layers of 5e9."""
     shape = gpt(105, 20480, 128)
     modules = Choice(fsdp=640, zero_stage=3, microbatch=4, remat="full",
-                     traits=traits_of("deepspeed zero-3"))  # fmt: skip
+                     traits=BY_FRAMEWORK["deepspeed"])  # fmt: skip
     layers = replace(modules, traits=replace(modules.traits, gather_params=0.0))
     assert published.memory(shape, layers).gathered > 20e9
     assert published.memory(shape, modules).gathered == pytest.approx(
