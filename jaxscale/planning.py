@@ -216,6 +216,7 @@ def _plan_json(one: Plan, tokens: float) -> dict[str, Any]:
         "mfu": one.mfu,
         "hfu": one.hfu,
         "memory_bytes": one.memory_bytes,
+        "stage_memory_bytes": one.stage_bytes,
         "terms": one.terms,
         "hidden": one.hidden,
         "memory": one.memory.at_peak,

@@ -93,6 +93,8 @@ def test_a_model_by_its_name_is_ranked_and_explained(tmp_path, capsys):
     for plan in found["plans"]:
         assert sum(plan["terms"].values()) == pytest.approx(plan["step_seconds"])
         assert sum(plan["memory"].values()) == plan["memory_bytes"]
+        assert len(plan["stage_memory_bytes"]) == plan["layout"]["pipeline"]
+        assert max(plan["stage_memory_bytes"]) <= plan["memory_bytes"]
     assert "does not train it" in page.read_text()
 
 

@@ -76,8 +76,9 @@ def make_program(table: Table) -> Program:
     return Program(columns, slots)
 
 
-def count_slots(table: Table) -> dict[str, int]:
-    """How many slots each buffer has, without dealing them: the most that are alive on a rank."""
+def count_slots(table: Table) -> dict[str, np.ndarray]:
+    """How many slots of each buffer each rank uses at once, int [ranks], without dealing them. A
+    buffer has as many as the most of them."""
     counts = {}
     for name, users in _users(table).items():
         writer, reader = users[0], users[-1]
@@ -85,7 +86,7 @@ def count_slots(table: Table) -> dict[str, int]:
         rank, begins = table.ops.rank[reader], table.tick[writer] + (name == "inbox")
         np.add.at(alive, (rank, begins), 1)
         np.add.at(alive, (rank, table.tick[reader] + 1), -1)
-        counts[name] = int(alive.cumsum(axis=1).max())
+        counts[name] = alive.cumsum(axis=1).max(axis=1)
     return counts
 
 

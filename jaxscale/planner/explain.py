@@ -8,6 +8,9 @@ from jaxscale.planner.described import Described
 from jaxscale.planner.plans import Answer, Plan
 from jaxscale.planner.trained import Trained
 
+MOST_STAGES = 16
+"""Ranks of a pipeline whose memory is listed."""
+
 BAR = 40
 """Characters of the longest bar."""
 
@@ -102,7 +105,18 @@ def stack(plan: Plan) -> str:
         rows.append(("in host memory: optimizer state", gigabytes(plan.memory.host_optimizer), ""))
     if plan.memory.host_stash:
         rows.append(("in host memory: activations", gigabytes(plan.memory.host_stash), ""))
-    return columns(rows)
+    return "\n".join([columns(rows), *_stages(plan)])
+
+
+def _stages(plan: Plan) -> list[str]:
+    """What each rank of a pipeline uses, a few of them where they are many."""
+    used = plan.stage_bytes
+    if len(used) == 1:
+        return []
+    step = -(-len(used) // MOST_STAGES)
+    shown = ", ".join(f"{size / 1e9:.1f}" for size in used[::step])
+    which = "each rank" if step == 1 else f"ranks 0, {step}, {2 * step} and so on"
+    return [f"  of which {which} of the pipeline uses, in GB: {shown}"]
 
 
 def compare(a: Plan, b: Plan) -> str:

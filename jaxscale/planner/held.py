@@ -12,6 +12,7 @@ import numpy as np
 from jaxscale.config import Config
 from jaxscale.pipeline.slots import count_slots
 from jaxscale.pipeline.stages import best_dealing, chunk_stages, dealings, open_stages
+from jaxscale.pipeline.table import Table
 from jaxscale.planner.arrays import Ints
 from jaxscale.planner.ticks import ROUNDS, Costs, makespan, open_table
 
@@ -74,16 +75,20 @@ def slots_of(
     """The slots of each buffer."""
     if keep:
         key = schedule, ranks, virtual_stages, fused, recompute, microbatches, keep
-        return count_slots(open_table(*key))
+        return _most(open_table(*key))
     step = ranks if schedule == "interleaved" else 1
     key = schedule, ranks, virtual_stages, fused, recompute
     settled = ranks * ROUNDS.get(schedule, microbatches)
     first = settled + (microbatches - settled) % step
     if microbatches <= first + step:
-        return count_slots(open_table(*key, microbatches))
+        return _most(open_table(*key, microbatches))
     base, after = slots_of(*key, first), slots_of(*key, first + step)
     rounds = (microbatches - first) // step
     return {name: base[name] + rounds * (after[name] - base[name]) for name in base}
+
+
+def _most(table: Table) -> dict[str, int]:
+    return {name: int(counts.max()) for name, counts in count_slots(table).items()}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -106,7 +111,15 @@ def deal(
     return dealt[best_dealing(dealt, found.tolist())]
 
 
-def stage_layers(layers: tuple[int, ...], schedule: str, ranks: int, chunks: int) -> np.ndarray:
-    """int [ranks], layers that each rank has of a dealing."""
-    order = open_table(schedule, ranks, chunks, False, False, 2 * ranks).order
-    return np.array(layers)[chunk_stages(order)].sum(axis=1)
+def hold_each(
+    schedule: str, ranks: int, virtual_stages: int, microbatches: int, *, fused: bool,
+    recompute: bool, layers: tuple[int, ...], keep: int = 0,
+) -> list[Held]:  # fmt: skip
+    """What each rank makes use of, as `hold` has it of the busiest, whose buffers all have."""
+    key = schedule, ranks, virtual_stages, fused, recompute, microbatches, keep
+    table = open_table(*key)
+    slots = count_slots(table)
+    return [
+        Held(int(mine.sum()), int(mine.max()), **{name: int(slots[name][n]) for name in SLOTS})
+        for n, mine in enumerate(np.array(layers)[chunk_stages(table.order)])
+    ]

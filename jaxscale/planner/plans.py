@@ -11,7 +11,7 @@ from jaxscale.planner.cost import Seconds, cost
 from jaxscale.planner.dealt import Parts
 from jaxscale.planner.described import Described
 from jaxscale.planner.energy import Bill, bill, watts
-from jaxscale.planner.held import deal, hold
+from jaxscale.planner.held import deal, hold, hold_each
 from jaxscale.planner.machine import Cluster
 from jaxscale.planner.memory import Memory
 from jaxscale.planner.search import Found
@@ -31,6 +31,7 @@ class Plan:
     seconds: Seconds  # floats
     memory: Memory  # of a device; every rank of a pipeline has the same buffers
     limit_bytes: float
+    back_end: str  # whose compiler it is
 
     @property
     def config(self) -> Config:
@@ -93,6 +94,20 @@ class Plan:
         return int(self.memory.peak)
 
     @property
+    def stage_bytes(self) -> list[int]:
+        """What each rank of a pipeline makes use of at its peak. It has room for `memory_bytes`:
+        in one program all have the buffers of the busiest."""
+        layout, keep = self.layout, kept_passes(self.layout.remat)
+        if layout.pipeline == 1:
+            return [self.memory_bytes]
+        name, fused, _ = parse_schedule(layout.schedule)
+        each = hold_each(
+            name, layout.pipeline, max(1, layout.virtual_stages), layout.microbatches, fused=fused,
+            recompute=keep is not None, keep=keep or 0, layers=self.layers,
+        )  # fmt: skip
+        return [int(self.subject.memory(layout, held, self.back_end).peak) for held in each]
+
+    @property
     def host_bytes(self) -> int:
         """In host memory, for a device."""
         optimizer = self.memory.host_optimizer if self.layout.offloads("optimizer") else 0
@@ -152,7 +167,7 @@ def judge(query: Query, layout: Layout) -> Plan:
     plain = {field.name: int(getattr(needs, field.name)) for field in dataclasses.fields(needs)}
     return Plan(
         subject, layout, query.cluster, layers, Seconds(**terms, hidden=hidden), Memory(**plain),
-        query.limit_bytes,
+        query.limit_bytes, query.back_end,
     )  # fmt: skip
 
 

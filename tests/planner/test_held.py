@@ -1,5 +1,6 @@
 """What ranks hold is what the engine's own pipeline has."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -38,6 +39,8 @@ def test_layers_are_dealt_as_the_engine_deals_them(name, chunks, head_cost):
             name, 4, chunks, 12, fused=False, recompute=False, layers=layers
         )  # fmt: skip
         assert (one.rows, one.capacity) == (chunks * stages.capacity, stages.capacity)
-        assert held.stage_layers(layers, name, 4, chunks).tolist() == [
-            sum(row) for row in stages.counts
-        ]
+        each = held.hold_each(name, 4, chunks, 12, fused=False, recompute=False, layers=layers)
+        assert [rank.rows for rank in each] == [sum(row) for row in stages.counts]
+        for field in dataclasses.fields(held.Held)[1:]:
+            most = max(getattr(rank, field.name) for rank in each)
+            assert most == getattr(one, field.name)

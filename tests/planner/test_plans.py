@@ -197,3 +197,13 @@ def check_picture(picture: pathlib.Path) -> None:
         assert (np.abs(pixels - wanted).max(axis=-1) < 3).sum() > 100, color
     dark = (pixels < 100).all(axis=-1)
     assert dark[:200].sum() > 1000  # the heading
+
+
+def test_what_each_rank_of_a_pipeline_uses():
+    """The first has most in flight, and the last more room than it uses."""
+    plan = judge(QUERY, Layout(pipeline=2, data=4, microbatches=4))
+    assert plan.layers == (3, 3)
+    assert plan.stage_bytes[0] == plan.memory_bytes
+    assert plan.stage_bytes[1] < 0.95 * plan.memory_bytes
+    flat = judge(QUERY, Layout(data=8))
+    assert flat.stage_bytes == [flat.memory_bytes]
