@@ -203,7 +203,8 @@ def test_what_each_rank_of_a_pipeline_uses():
     """The first has most in flight, and the last more room than it uses."""
     plan = judge(QUERY, Layout(pipeline=2, data=4, microbatches=4))
     assert plan.layers == (3, 3)
-    assert plan.stage_bytes[0] == plan.memory_bytes
+    # Not all buffers are fullest on the same rank.
+    assert 0.99 * plan.memory_bytes < plan.stage_bytes[0] <= plan.memory_bytes
     assert plan.stage_bytes[1] < 0.95 * plan.memory_bytes
     flat = judge(QUERY, Layout(data=8))
     assert flat.stage_bytes == [flat.memory_bytes]
