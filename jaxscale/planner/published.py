@@ -49,6 +49,14 @@ class Published:
         """What tools show to be taken from the device."""
         return self.needed + self.cached
 
+    def read(self, reading: str) -> Floats:
+        """Of the "device", what its "allocator" holds of it, or has "allocated" of that."""
+        if reading == "device":
+            return self.reserved
+        if reading == "allocator":
+            return self.reserved - self.context
+        return self.needed - self.context - self.fragments
+
 
 def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Floats:
     """Activations that one layer keeps of a micro-batch.

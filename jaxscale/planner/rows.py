@@ -37,6 +37,7 @@ class Row:
     step_seconds: float
     memory_bytes: float
     out_of_memory: bool
+    reading: str = "device"  # that the bytes are of; or of its "allocator", or what it "allocated"
     sizes: dict[str, float] = field(default_factory=dict)  # parts of memory, by name, in bytes
     framework: str = ""
     precision: str = ""
@@ -103,16 +104,25 @@ def to_row(get: Columns) -> Row:
     machine = to_cluster(get, choice)
     choice = fitting(get, shape, machine, choice)
     text, sizes = get("mem_GB"), _sizes(get("notes"))
+    reading, unit = _reading(get)
     failed = text.upper() == "OOM" or "out of memory" in get("notes").lower()
     return Row(
         id=get("id"), source=get("source"), hardware=get("hardware"), model=get("model"),
         shape=shape, cluster=machine, choice=choice,
         step_seconds=_step_seconds(get, shape, choice),
         # Where parts are listed, the whole is their sum, not a reading of a device.
-        memory_bytes=0.0 if failed or sizes else get.float("mem_GB") * 1e9,
-        out_of_memory=failed, sizes=sizes, framework=get("framework"),
+        memory_bytes=0.0 if failed or sizes else get.float("mem_GB") * unit,
+        out_of_memory=failed, reading=reading, sizes=sizes, framework=get("framework"),
         precision=get("precision").lower(),
     )  # fmt: skip
+
+
+def _reading(get: Columns) -> tuple[str, float]:
+    """What a figure of memory is of, and its unit: nanotron prints what PyTorch's allocator holds,
+    in units of 2**30 bytes; others read `nvidia-smi`, if they do not say what they allocated."""
+    if get("framework").lower().startswith("nanotron"):
+        return "allocator", 2.0**30
+    return ("allocated" if "GB allocated" in get("notes") else "device"), 1e9
 
 
 def _step_seconds(get: Columns, shape: Shape, choice: Choice) -> float:

@@ -131,7 +131,7 @@ def _predict(row: Row) -> _Result:
     seconds = cost(row.shape, row.cluster, row.choice).step_seconds if row.step_seconds else np.nan
     memory = published.memory(row.shape, row.choice)
     ratio = seconds / row.step_seconds if row.step_seconds else np.nan
-    needed, taken = float(memory.needed), float(memory.reserved)
+    needed, taken = float(memory.needed), float(memory.read(row.reading))
     sizes = [published.size(row.shape, row.choice, name) / n for name, n in row.sizes.items()]
     if row.memory_bytes:
         sizes.append(min(taken, capacity(row.cluster)) / row.memory_bytes)

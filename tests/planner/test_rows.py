@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from jaxscale.planner import rows
+from jaxscale.planner import published, rows
 from jaxscale.planner.columns import Columns, UnhandledError
 
 PATH = pathlib.Path(__file__).with_name("rows.csv")
@@ -101,6 +101,22 @@ def test_notes_and_layers_say_how_a_trainer_ran(texts):
     traits = choice_of(texts, **dropping, notes="capacity factor 1.25 (dropping)").traits
     assert traits.imbalance == 1.25
     assert traits.masked_dispatch
+
+
+def test_memory_is_of_what_was_read(texts):
+    given = {**by_model(texts, "gpt-vtrain-3.6b"), "mem_GB": "20"}
+    device, allocator, allocated = (
+        rows.to_row(Columns({**given, **changes}))
+        for changes in ({}, {"framework": "nanotron v0.5"}, {"notes": "20 GB allocated"})
+    )
+    assert [row.reading for row in (device, allocator, allocated)] == [
+        "device", "allocator", "allocated"
+    ]  # fmt: skip
+    assert allocator.memory_bytes == 20 * 2**30
+    found = published.memory(device.shape, device.choice)
+    assert found.read("device") == found.reserved
+    assert found.read("device") - found.read("allocator") == found.context
+    assert found.read("allocator") > found.read("allocated")
 
 
 def test_a_recipe_says_what_is_sharded_and_made_again(texts):
