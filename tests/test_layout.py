@@ -9,6 +9,7 @@ import pytest
 
 from jaxscale import config
 from jaxscale.layout import MANUAL_AXES, MESH_AXES, Layout, resolve_sizes
+from jaxscale.pipeline.stages import open_stages
 
 
 def test_the_mesh_axes_are_the_fields_of_a_layout_in_order():
@@ -60,3 +61,23 @@ def test_a_layout_that_is_left_to_the_planner(tmp_path):
     assert (left.auto, left.tensor) == (True, 2)
     with pytest.raises(ValueError, match="layout = 'auto' is chosen when a run begins; here set"):
         resolve_sizes(left, 8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fragment"),
+    [
+        ({"remat": "keep:4"}, "layout.pipeline = 1; set layout.remat = 'full'"),
+        ({"pipeline": 2, "remat": "keep:0"}, "write keep:NUMBER, such as keep:4"),
+        ({"pipeline": 2, "remat": "keep:all"}, "write keep:NUMBER, such as keep:4"),
+        ({"pipeline": 2, "remat": "kep:2"}, "did you mean keep?"),
+    ],
+)
+def test_passes_that_cannot_be_kept_are_refused(layout, fragment):
+    with pytest.raises(ValueError, match=re.escape(fragment)):
+        Layout(**layout)
+
+
+def test_a_pipeline_that_would_keep_all_passes_is_refused():
+    layout = Layout(pipeline=4, data=1, microbatches=8, remat="keep:4")
+    with pytest.raises(ValueError, match=r"layout.remat = 'keep:4': .* more than that in flight"):
+        open_stages(layout, 8)

@@ -81,6 +81,7 @@ def test_picture(tmp_path, capsys):
         (("no.csv",), "No such file or directory: 'no.csv'"),
         (("1f1b", "--stages=2", "--microbatches=2", "--json=/no/where"), "'/no/where'"),
         (("zb_v", "--stages=4", "--microbatches=4"), "microbatches = 7"),
+        (("1f1b", "--stages=4", "--microbatches=8", "--keep=2"), "ask for recomputing"),
         ((), "NAME"),
     ],
 )
