@@ -28,13 +28,14 @@ LAUNCH_SECONDS = 4e-6
 """Between the starts of two dependent kernels on a GPU, already queued (NVIDIA's figure for
 back-to-back launches is 2.2 to 5 us)."""
 
-SUSTAINED = {"sm80": 0.95, "sm90": 0.9, "fp8 on sm90": 0.8}
+SUSTAINED = {"sm80": 0.95, "sm90": 0.9, "fp8 on sm90": 0.8, "sm100": 0.84, "sm103": 0.84}
 """Of the rate of the best product alone, that a GPU reaches in a long run of them, where its power
 limit lowers the clock: A100 258 of 271 TFLOP/s on random numbers (He, Strangely, Matrix
 Multiplications on GPUs Run Faster When Given "Predictable" Data), H100 720 against 794, and of
-8-bit operands 1280 against 1600 (SemiAnalysis and ml-engineering; cuBLASLt). Blackwell as H100 with
-any operands: products of 8192 sides on one B200 reached 0.63 of the peak in 16 bits and 0.60 in 4
-(torchao's benchmark, its pull request 2427), which their depth alone explains."""
+8-bit operands 1280 against 1600 (SemiAnalysis and ml-engineering; cuBLASLt). Blackwell with any
+operands: products of 8192 sides on one B200 reached 1,420 TFLOP/s in 16 bits and 5,370 in 4
+(torchao's benchmark, its pull request 2427) where 1,745 are the best. Blackwell Ultra, whose best
+follows from its power limit, is taken to be bound alike."""
 
 
 COMPILED = 0.92
