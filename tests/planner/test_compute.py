@@ -62,7 +62,7 @@ def test_half_the_bits_are_not_half_the_time():
 def test_power_limits_blackwell_alike_with_all_operands(matmul, share):
     """torchao's benchmark of products of 8192 sides on B200."""
     b200, n = cluster("b200", 8), 8192
-    assert rate(b200, n, n, n, matmul) == pytest.approx(share, rel=0.03)
+    assert rate(b200, n, n, n, matmul) == pytest.approx(share, rel=0.05)
 
 
 def test_casts_reach_what_was_measured():
