@@ -122,6 +122,13 @@ class Choice:
         return np.asarray(self.data) * self.fsdp * own
 
     @property
+    def imbalance(self) -> Any:
+        """Tokens that the busiest rank's experts have over the mean. A rank that has all experts
+        has what its own tokens ask for; places that are left empty it has all the same."""
+        alone = (np.asarray(self.expert) == 1) & (not self.traits.masked_dispatch)
+        return np.where(alone, 1.0, self.traits.imbalance)
+
+    @property
     def global_batch(self) -> Ints:
         """Sequences of a step."""
         return self.batch_shards * self.microbatch * self.microbatches

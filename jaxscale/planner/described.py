@@ -87,10 +87,8 @@ class Described:
     def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
         """With what remat repeats; `recomputed` is the share of a pipeline's passes that operations
         of their own make again."""
-        repeated = repeated_flops(self.shape, remat)
-        if recomputed:
-            repeated = recomputed * self.shape.block_flops
-        return self.shape.flops_per_token + repeated
+        whole = recomputed * self.shape.block_flops
+        return self.shape.flops_per_token + (whole or repeated_flops(self.shape, remat))
 
     def with_layout(self, _: Layout) -> NoReturn:
         """There is no config of such a run.

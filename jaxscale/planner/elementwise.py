@@ -25,7 +25,7 @@ def elementwise_seconds(shape: Shape, cluster: Cluster, choice: Choice, tokens: 
     moe = shape.expert_layers / shape.layers
     dense = (shape.with_mlp - shape.expert_layers) / shape.layers
     wide = shape.d_ff * dense + moe * (
-        shape.expert_ff * shape.top_k * traits.imbalance
+        shape.expert_ff * shape.top_k * choice.imbalance
         + shape.shared_experts * (shape.shared_ff or shape.expert_ff)
     )
     gated = shape.expert_gated if shape.experts else shape.gated
@@ -48,7 +48,7 @@ def _expert_bytes(shape: Shape, choice: Choice) -> tuple:
     fused in experts move, forward and backward."""
     traits = choice.traits
     share = choice.tensor if traits.folded_experts else 1
-    each = shape.expert_layers / shape.layers * shape.top_k * traits.imbalance / share
+    each = shape.expert_layers / shape.layers * shape.top_k * choice.imbalance / share
     copies = each * shape.routed_width
     router = shape.expert_layers / shape.layers * ROUTER_BYTES * shape.experts
     routed = ROUTED_BYTES[traits.fused_experts] * copies + router

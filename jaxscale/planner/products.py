@@ -82,13 +82,13 @@ def _expert_products(shape: Shape, choice: Choice, tokens: Floats):
     # Folded experts are whole, and the ranks of tensor bring a share of the tokens each.
     width = shape.expert_ff / (1 if folded else t)
     local = np.maximum(1, shape.experts / x)
-    rows = tokens / (t if folded else 1) * shape.top_k * choice.traits.imbalance / local
+    rows = tokens / (t if folded else 1) * shape.top_k * choice.imbalance / local
     at_once = local if choice.traits.grouped_experts else np.minimum(STREAMS, local)
     wide = shape.routed_width
     routed = [(rows, gate * width, wide, at_once), (rows, wide, width, at_once)]
     yield routed, shape.expert_layers * local / at_once
     if choice.traits.masked_dispatch:  # there and back, by sequence
-        places = shape.seq_len * shape.top_k * choice.traits.imbalance
+        places = shape.seq_len * shape.top_k * choice.imbalance
         mask = (places, wide, shape.seq_len, tokens / shape.seq_len)
         yield [mask, mask], shape.expert_layers
     if shape.shared_experts:

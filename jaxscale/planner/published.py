@@ -91,7 +91,7 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
     wide = (4 if shape.gated else 2) + narrow + 2 * (shape.gated and not traits.fused)
     shared = shape.shared_experts * (shape.shared_ff or shape.expert_ff)
     # Of routed tokens the ranks of tensor share the experts' inside, or fold the experts.
-    mixed = moe * shape.top_k * traits.imbalance
+    mixed = moe * shape.top_k * choice.imbalance
     mlp = wide * (shape.d_ff * dense + shared * moe + shape.expert_ff * mixed)
     routed = mixed * (2 + narrow) * shape.routed_width / (t if traits.folded_experts else 1.0)
     if remat.startswith("save:"):

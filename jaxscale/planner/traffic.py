@@ -82,7 +82,7 @@ def _expert(shape: Shape, choice: Choice, levels: Levels, stream: Floats) -> tup
     """Tokens go to their experts and back, in each pass."""
     if not shape.expert_layers:
         return 0.0, 0.0
-    held = stream * shape.top_k * choice.traits.imbalance * shape.routed_width / shape.d_model
+    held = stream * shape.top_k * choice.imbalance * shape.routed_width / shape.d_model
     if choice.traits.folded_experts:
         held = held / choice.tensor
     merged = shape.top_k if choice.traits.merged_dispatch else 0
@@ -135,6 +135,10 @@ def state_traffic(shape: Shape, choice: Choice, levels: dict[str, Levels]) -> St
     width = 0.0 if choice.traits.frozen else choice.traits.gradient_bytes
     ranks = network.size(fsdp)
     both = network.reduce_seconds(fsdp, width * held) + network.reduce_seconds(data, width * held)
+    # Where the ranks of expert have tokens of their own they share all but the routed experts.
+    own = not choice.traits.folded_experts
+    t, p, x = (np.asarray(v) for v in (choice.tensor, choice.pipeline, choice.expert))
+    common = width * own * (held - shape.routed_params / (x * t * p))
     # The ends of a pipeline add up their gradients of a table that both have.
     tied = width * shape.embedding_params / choice.tensor if shape.tied else 0.0
     ends = network.send_seconds(levels["pipeline"], tied)
@@ -142,8 +146,9 @@ def state_traffic(shape: Shape, choice: Choice, levels: dict[str, Levels]) -> St
         gather=count * network.gather_seconds(fsdp, 2.0 * layers / count),
         gather_outer=network.gather_seconds(fsdp, 2.0 * outer),
         scatter=count * network.gather_seconds(fsdp, width * held / count),
-        replicas=network.reduce_seconds(data, width * held / ranks),
-        whole=both,
+        replicas=network.reduce_seconds(data, width * held / ranks)
+        + network.reduce_seconds(levels["expert"], common / ranks),
+        whole=both + network.reduce_seconds(levels["expert"], common),
         update=network.gather_seconds(fsdp, 2.0 * held),
         ends=ends,
     )

@@ -51,8 +51,9 @@ def test_ranks_of_expert_do_not_shrink_activations():
     apart = {"remat": "none", "microbatches": 2}
     alone = needs(MIXTRAL, 512, fsdp=64, **apart)
     experts = needs(MIXTRAL, 512, fsdp=8, expert=8, **apart)
-    assert experts.stash == alone.stash
-    assert experts.working_set == alone.working_set
+    # The busiest rank gets a fifth more than the mean.
+    assert alone.stash < experts.stash < 1.2 * alone.stash
+    assert alone.working_set < experts.working_set < 1.2 * alone.working_set
     assert experts.layer_weights < alone.layer_weights / 5
     tensor = needs(MIXTRAL, 512, fsdp=8, tensor=8, microbatches=16)
     assert tensor.stash < alone.stash
@@ -61,8 +62,9 @@ def test_ranks_of_expert_do_not_shrink_activations():
 def test_experts_keep_more_than_the_mlp_that_a_token_meets():
     """Copies of the token for its experts are kept beside, for the busiest rank."""
     dense = dataclasses.replace(MIXTRAL, experts=0, top_k=0, expert_ff=0, d_ff=2 * 14336)
-    one = {"fsdp": 64, "microbatches": 2}
-    assert needs(MIXTRAL, 512, **one).stash > 1.2 * needs(dense, 512, **one).stash
+    assert needs(MIXTRAL, 512, fsdp=8, expert=8, microbatches=2).stash > 1.2 * (
+        needs(dense, 512, fsdp=64, microbatches=2).stash
+    )
 
 
 def test_an_encoder_keeps_its_activations_too():
