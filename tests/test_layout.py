@@ -69,7 +69,7 @@ def test_a_layout_that_is_left_to_the_planner(tmp_path):
         ({"remat": "keep:4"}, "layout.pipeline = 1; set layout.remat = 'full'"),
         ({"pipeline": 2, "remat": "keep:0"}, "write keep:NUMBER, such as keep:4"),
         ({"pipeline": 2, "remat": "keep:all"}, "write keep:NUMBER, such as keep:4"),
-        ({"pipeline": 2, "remat": "kep:2"}, "did you mean keep?"),
+        ({"pipeline": 2, "remat": "kep:2"}, "did you mean 'keep'?"),
     ],
 )
 def test_passes_that_cannot_be_kept_are_refused(layout, fragment):
