@@ -225,8 +225,11 @@ SECONDS = {
 """Terms of a plan's step, as few as a reader can tell apart."""
 
 BYTES = {
-    "weights": ("blue", ("parameters",)),
-    "gradients": ("green", ("gradients", "pending", "outer_gradients", "layer_gradients")),
+    "weights": ("blue", ("parameters", "parameters_copy", "converted")),
+    "gradients": (
+        "green",
+        ("gradients", "pending", "outer_gradients", "layer_gradients", "carried", "walk_end"),
+    ),
     "optimizer state": ("orange", ("optimizer", "moments_copy")),
     "activations kept": ("sky", ("stash", "group", "messages")),
     "gathered weights": ("purple", ("layer_weights", "outer_weights")),

@@ -29,7 +29,10 @@ from jaxscale.planner.state import (
 from jaxscale.planner.transients import (
     TRANSIENTS,
     Transients,
+    carried_bytes,
     hidden_bytes,
+    ragged,
+    walk_end_bytes,
     working_set_bytes,
 )
 from jaxscale.planner.walk import Walk, elements, layer_kept_bytes, mlp_weights, stream_bytes
@@ -72,6 +75,11 @@ class Memory:
     messages: Ints = 0  # activations and gradients that arrived, and what is under way
     outer_weights: Ints = 0  # embedding and head, gathered, and those of a gathered chunk
     pending: Ints = 0  # gradients of a chunk, before they are reduced
+    # What the TPU's compiler adds.
+    parameters_copy: Ints = 0  # all through a step, where a gather makes the new ones
+    converted: Ints = 0  # parameters of the layers, as they lie, in the compute type
+    carried: Ints = 0  # gradients of the layer before, as they came, and as they are reduced
+    walk_end: Ints = 0  # gradients that wait together when the first layer is done
 
     @property
     def arguments(self) -> Ints:
@@ -105,15 +113,17 @@ class Memory:
 
 
 _ALWAYS = (
-    "gradients", "stash", "zeros", "moments_copy", "messages", "outer_weights", "pending"
+    "gradients", "stash", "zeros", "moments_copy", "messages", "outer_weights", "pending",
+    "parameters_copy", "converted",
 )  # fmt: skip
-_LAYER = (*_ALWAYS, "layer_weights", "outer_gradients")
+_LAYER = (*_ALWAYS, "layer_weights", "outer_gradients", "carried")
 PHASES = {
     "forward": (*_LAYER, "forward_loop"),
     "head": (*_ALWAYS, "head"),
     "activations of a layer": (*_LAYER, "group", "working_set"),
     "gradients of a layer": (*_LAYER, "group", "layer_gradients"),
-    "end of the step": ("gradients", "outer_gradients", "moments_copy", "end"),
+    "end of the walk": ("gradients", "moments_copy", "parameters_copy", "walk_end"),
+    "end of the step": ("gradients", "outer_gradients", "moments_copy", "parameters_copy", "end"),
 }
 """The parts that are alive in each phase of a step, beside the arguments."""
 
@@ -140,21 +150,23 @@ def memory(
     stash, host_stash = _stash(config, walk)
     pipelined = layout.pipeline > 1
     attention = (model.num_heads + model.num_kv_heads) * model.head_dim
+    at_rest = parameter_bytes(config, held.rows)
     return Memory(
-        parameters=parameter_bytes(config, held.rows),
+        parameters=at_rest,
         optimizer=moments + count_bytes(config) - own_host * host_optimizer,
         batch=batch_bytes(config),
         gradients=walk.accumulated * (walk.sums + _tied_sums(config, walk)),
         stash=where(pipelined, _slots(config, walk, held), stash - own_host * host_stash),
-        layer_weights=walk.compute * walk.weights
-        * where(walk.gathers, where(pipelined, held.capacity, 2), 1),
+        layer_weights=_layer_weights(config, walk, transients, held),
         zeros=walk.beside * transients.zeros * max(walk.compute, 4) * walk.tokens * attention
         // layout.tensor,
         outer_gradients=_outer_gradients(config, walk, transients),
         group=_group(config, walk),
         working_set=working_set_bytes(config, walk, transients),
         layer_gradients=where(
-            pipelined, walk.accumulated * walk.weights, _layer_gradients(config, walk, transients)
+            pipelined,
+            (walk.compute if transients.carries else walk.accumulated) * walk.weights,
+            _layer_gradients(config, walk, transients),
         ),
         forward_loop=_forward_loop(config, walk),
         head=_head(config, walk, transients),
@@ -168,6 +180,13 @@ def memory(
         ),
         outer_weights=where(pipelined, _held_weights(config, walk, held)),
         pending=where(pipelined & walk.scatters, _pending(config, walk, held)),
+        parameters_copy=where(
+            transients.copies & (layout.fsdp > 1) & np.isin(layout.zero_stage, (1, 2)), at_rest
+        ),
+        converted=transients.ahead * walk.compute * held.rows
+        * elements(config, "layers", walk.gathers),
+        carried=carried_bytes(config, walk, transients),
+        walk_end=walk_end_bytes(config, walk, transients),
     )  # fmt: skip
 
 
@@ -178,6 +197,14 @@ def _transients(back_end: str, family: str) -> Transients:
             f"no memory was measured on the {back_end!r} back end; there are {', '.join(known)}"
         )
     return TRANSIENTS[back_end, family]
+
+
+def _layer_weights(config: Config, walk: Walk, transients: Transients, held: Held) -> Ints:
+    """In use, and on their way."""
+    gathered = walk.weights * where(config.layout.pipeline > 1, held.capacity, 2)
+    # A gather of shards that end within a tile makes pairs of rows, of which one is empty.
+    gathered = gathered + where(ragged(config, transients), mlp_weights(config))
+    return walk.compute * where(walk.gathers, gathered, 0 if transients.ahead else walk.weights)
 
 
 def _slots(config: Config, walk: Walk, held: Held) -> Ints:
@@ -251,7 +278,7 @@ def _group(config: Config, walk: Walk) -> Ints:
 
 def _layer_gradients(config: Config, walk: Walk, transients: Transients) -> Ints:
     # Where they are to be reduced they wait until all are there.
-    waiting = where(walk.reduces, walk.accumulated * walk.weights)
+    waiting = where(walk.reduces & (not transients.carries), walk.accumulated * walk.weights)
     # By then the MLP's weights are done with; gathered ones stay for the loop to hand over.
     done = where(walk.gathers, 0, walk.compute * mlp_weights(config))
     alone = waiting - done + 4 * stream_bytes(config, walk)

@@ -8,7 +8,7 @@ from jaxscale.config import Config
 from jaxscale.layout import kept_passes, remat_names
 from jaxscale.planner.arrays import Ints, most, where
 from jaxscale.planner.kept import by_names
-from jaxscale.planner.walk import Walk
+from jaxscale.planner.walk import Walk, elements, mlp_weights
 
 BLOCK_SCORES = 2**19  # of `ops.blocks`
 
@@ -29,6 +29,7 @@ class Transients:
     sums: int = 0  # float32 [tokens, heads, LANES]: what a kernel leaves of attention's scores
     products: int = 2  # at most so many more of hidden, where the MLP's products are made again
     whole: int = 2  # of the stream, whole in time, where ranks of tensor share it out
+    apart: int = 0  # more of the stream there: whole ones are no longer made again in products
     wide: tuple[int, int, int] = (2, 1, 2)  # of stream, queries, keys: float32, whatever computes
     late: bool = False  # embedding's and head's gradients wait, whole, while layers are at work
     ahead: bool = False  # weights of all layers are converted before the loops over them
@@ -39,8 +40,8 @@ class Transients:
 
 LANES = 128  # of a TPU
 _TPU: dict[str, Any] = {
-    "remade": 0, "ring": 6, "logits": 3, "zeros": 0, "sums": 1, "wide": (0, 0, 0), "late": True,
-    "ahead": True, "carries": True, "copies": True, "tile": 8,
+    "remade": 0, "ring": 6, "logits": 3, "zeros": 0, "sums": 1, "wide": (0, 0, 0), "whole": 3,
+    "apart": 4, "late": True, "ahead": True, "carries": True, "copies": True, "tile": 8,
 }  # fmt: skip
 _GPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 0, "products": 1, "whole": 7, "late": True}
 TRANSIENTS = {
@@ -54,9 +55,10 @@ TRANSIENTS = {
     # and the scheduler starts to reduce the head's gradient only below the layers.
     ("gpu", "llama"): Transients(5, 4, 4, 3, remade=2, **_GPU),
     ("gpu", "gpt"): Transients(5, 4, 4, 2, remade=4, **_GPU),
-    # Counted in the buffer assignments of the TPU's compiler (libtpu 0.0.51, bfloat16): 4 layers of
-    # llama2_7b with 4 sequences and of gpt_175b with 1 on v5p:4x4x4, the latter also 2,048 wide and
-    # with 8; what is beside the working set, in `memory`, says where it was seen.
+    # Counted in the buffer assignments of the TPU's compiler (libtpu 0.0.51, bfloat16), steps of 4
+    # layers on v5p:4x4x4: llama2_7b with 4 sequences, gpt_175b with 1 and, 2,048 wide, with 8, and
+    # llama2_70b over 4 ranks of tensor. There, and with stage 1 on fewer chips and in pipelines,
+    # the rest was seen, too.
     ("tpu", "llama"): Transients(3, 2, 2, 2, **_TPU),
     ("tpu", "gpt"): Transients(3, 2, 2, 1, **_TPU),
 }
@@ -83,7 +85,9 @@ def working_set_bytes(config: Config, walk: Walk, transients: Transients) -> Int
         "keys": model.num_kv_heads * model.head_dim,
     }  # fmt: skip
     arrays = {
-        "stream": transients.stream + transients.remade * named, "queries": transients.queries,
+        "stream": transients.stream + transients.remade * named
+        + transients.apart * (layout.tensor > 1),
+        "queries": transients.queries,
         "keys": transients.keys + transients.ring * (layout.context > 1),
     }  # fmt: skip
     wide = dict(zip(sizes, transients.wide))
@@ -108,3 +112,36 @@ def _scores(config: Config) -> Ints:
     for size in (128, 256, 512):
         block = where(heads * size**2 <= BLOCK_SCORES, size, block)
     return 4 * heads * most(-block, -time) ** 2  # of the smaller one
+
+
+def ragged(config: Config, transients: Transients) -> Any:
+    """Whether shards end within a tile: a gather then pairs rows with empty ones, and a reduction
+    leaves whole gradients. As in gpt_175b of 4 layers on v5p:8x8x16, 12 rows a chip."""
+    return config.model.d_model % (transients.tile * config.layout.fsdp) != 0
+
+
+def carried_bytes(config: Config, walk: Walk, transients: Transients) -> Ints:
+    """Gradients of the layer before, while a layer goes backward: as the loop carries them, and as
+    they are reduced."""
+    carries = _carries(config, walk, transients)
+    return where(carries, (walk.compute + walk.accumulated) * walk.weights)
+
+
+def walk_end_bytes(config: Config, walk: Walk, transients: Transients) -> Ints:
+    """Gradients when the first layer is done: with nothing left to compute, reductions wait for
+    each other."""
+    outer, embed = elements(config, "embed head"), elements(config, "embed")
+    layers = where(walk.gathers, 2, 1)
+    # Those of attention are never ragged, for heads lie apart.
+    results = where(ragged(config, transients), outer + layers * mlp_weights(config))
+    # Those of the embedding also as they come. And what the loop carried leaves places in which a
+    # whole matrix does not fit: 8 GB of gpt_175b's.
+    narrow = embed + where(walk.gathers, 2 * walk.weights)
+    wide = layers * walk.weights + outer + results
+    return where(
+        _carries(config, walk, transients), walk.accumulated * wide + walk.compute * narrow
+    )
+
+
+def _carries(config: Config, walk: Walk, transients: Transients) -> Any:
+    return transients.carries & walk.reduces & (walk.group == 1) & (config.layout.pipeline == 1)

@@ -10,8 +10,8 @@ from jaxscale.config import from_dict
 from jaxscale.mesh import make_mesh
 from jaxscale.ops import blocks, loss
 from jaxscale.optim import FACTORED_SIZE
+from jaxscale.planner import explain, state, transients, walk
 from jaxscale.planner import memory as formulas
-from jaxscale.planner import state, transients
 from jaxscale.planner.memory import memory
 from jaxscale.step import make_engine
 
@@ -102,6 +102,37 @@ def test_the_peak_is_the_arguments_and_the_largest_phase():
     one = memory(config({}))
     assert one.peak == one.parameters + one.optimizer + one.batch + max(one.phases.values())
     assert all(size >= 0 for size in dataclasses.asdict(one).values())
+
+
+def test_only_a_tpu_copies_parameters_that_it_gathers_at_a_steps_end():
+    for stage, copied in ((0, False), (1, True), (2, True), (3, False)):
+        one = config({"zero_stage": stage})
+        assert memory(one, "tpu").parameters_copy == copied * memory(one).parameters
+        assert memory(one, "gpu").parameters_copy == memory(one).parameters_copy == 0
+    assert memory(config({"fsdp": 1, "zero_stage": 1}), "tpu").parameters_copy == 0
+
+
+def test_a_tpu_converts_the_weights_of_all_layers_before_it_walks():
+    halves = {"model": MODEL | {"compute_dtype": "bfloat16"}}
+    for stage, shards in ((1, 1), (3, 4)):
+        one = dataclasses.replace(config({"zero_stage": stage}), model=from_dict(halves).model)
+        layers = MODEL["num_layers"] * walk.elements(one, "layers")
+        assert memory(one, "tpu").converted == 2 * layers // shards
+        assert memory(one, "gpu").converted == 0
+
+
+def test_shards_that_end_within_a_tile_leave_whole_gradients():
+    tidy, ragged = (memory(config({"fsdp": fsdp}), "tpu") for fsdp in (16, 32))
+    one = config({"fsdp": 16})
+    results = walk.elements(one, "embed head") + 2 * walk.mlp_weights(one)
+    assert ragged.walk_end - tidy.walk_end == 4 * results
+    assert ragged.layer_weights - tidy.layer_weights == 4 * walk.mlp_weights(one)
+    assert memory(config({"fsdp": 32}), "gpu").walk_end == 0
+
+
+def test_every_part_has_a_name_for_people():
+    parts = {part for phase in formulas.PHASES.values() for part in phase}
+    assert parts <= set(explain.PARTS)
 
 
 def test_refusals():
