@@ -35,6 +35,11 @@ def main(argv: Sequence[str]) -> None:
     args, _ = flags.parse(_parser(), argv)
     with flags.refusals():
         costs = parse_costs(args.costs)
+        if args.keep and not costs.r:
+            raise ValueError(
+                f"--keep {args.keep} says how many passes need not be recomputed, and none is; ask "
+                "for recomputing by its cost, as with --costs r=1, or leave --keep out"
+            )
         order = make_order(
             args.name,
             args.stages,
@@ -42,8 +47,7 @@ def main(argv: Sequence[str]) -> None:
             args.virtual_stages,
             args.sequence_chunks,
             fused=args.fused,
-            recompute=costs.r != 0,
-            keep=args.keep,
+            keep=args.keep if costs.r else None,
         )
         table = compile_order(order)
         run = simulate(table, costs)
@@ -139,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         "gradient, recompute (no recompute operations when 0)",
     )
     add("--keep", type=int, default=0, metavar="K", help="passes that a rank keeps at a time and "
-        "need not recompute, where recompute has a cost")  # fmt: skip
+        "need not recompute; takes a cost of recompute")  # fmt: skip
     add("--fused", action="store_true", help="the backward as one operation of cost b + w")
     add("--png", metavar="FILE", help="draw it to a picture")
     add("--json", metavar="FILE", help="write the numbers")

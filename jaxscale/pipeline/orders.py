@@ -218,8 +218,7 @@ def make_order(
     sequence_chunks: int | None = None,
     *,
     fused: bool = False,
-    recompute: bool = False,
-    keep: int = 0,
+    keep: int | None = None,
 ) -> Order:
     """The order of a schedule by name, or from a file whose name ends in .csv.
 
@@ -233,8 +232,8 @@ def make_order(
       virtual_stages: chunks per rank; None for the fewest that the schedule can have.
       sequence_chunks: segments of a micro-batch; None for whole sequences.
       fused: one operation for the whole backward pass, not B and then W.
-      recompute: give every micro-batch an R before its backward pass.
-      keep: but for so many passes at a time, whose residuals a rank keeps (see `keep_passes`).
+      keep: passes whose residuals a rank keeps at a time (see `keep_passes`): all others have an R
+        before their backward, with 0 every pass. None for no R at all, or for what a file says.
 
     Raises:
       ValueError: an unknown name, or numbers that the schedule cannot serve, with the nearest
@@ -244,8 +243,10 @@ def make_order(
     for key, number in numbers.items():
         if number is not None and number < 1:
             raise ValueError(f"{key} = {number}; at least 1")
+    if keep is not None and keep < 0:
+        raise ValueError(f"keep = {keep}; at least 0, to recompute every pass")
     if pathlib.PurePath(name).suffix == ".csv":
-        return _order_from_file(name, numbers, fused, recompute, keep)
+        return _order_from_file(name, numbers, fused, keep)
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -270,13 +271,8 @@ def make_order(
     rows = schedule.rows(stages, microbatches, v, k)
     if not fused and not schedule.given_backward:
         rows = split_backward(rows)
-    if recompute:
+    if keep is not None:
         rows = add_recompute(rows)
-    elif keep:
-        raise ValueError(
-            f"keep = {keep} says how many passes need not be recomputed, and none is; ask for "
-            "recomputing (recompute = True, or a cost of it), or leave keep out"
-        )
     if keep:
         rows = keep_passes(rows, keep)
     return Order(name, tuple(map(tuple, rows)), microbatches, v, k, schedule.placement)
@@ -321,7 +317,7 @@ def keep_passes(rows: Rows, keep: int) -> Rows:
     if not any(op.kind == R for row in result for op in row):
         raise ValueError(
             f"keep = {keep}, and no rank has more than that in flight, so that nothing would be "
-            "recomputed; keep fewer, or leave out recomputing"
+            "recomputed; keep fewer, or recompute nothing"
         )
     return result
 
@@ -382,7 +378,7 @@ def _nearest(needs: tuple[Need, ...], numbers: tuple[int, int, int, int]) -> str
 
 
 def _order_from_file(
-    path: str, numbers: Mapping[str, int | None], fused: bool, recompute: bool, keep: int
+    path: str, numbers: Mapping[str, int | None], fused: bool, keep: int | None
 ) -> Order:
     order = read_csv(path)
     there = (order.ranks, order.microbatches, order.virtual_stages, order.sequence_chunks)
@@ -392,7 +388,7 @@ def _order_from_file(
     kinds = {op.kind for row in order.rows for op in row}
     if fused and kinds & {B, W}:
         raise ValueError(f"fused = True, but {path} has B and W; write X for both in one")
-    if recompute and R not in kinds:
+    if keep is not None and R not in kinds:
         raise ValueError(
             f"{path} has no R, so there is nothing to recompute; add R before each backward, or "
             "leave out the cost of R"

@@ -110,11 +110,12 @@ def open_stages(layout: Layout, num_layers: int, head_cost: float = 0.0) -> Stag
     try:
         order = make_order(
             name, layout.pipeline, layout.microbatches, layout.virtual_stages or None,
-            layout.sequence_chunks, fused=fused, recompute=keep is not None, keep=keep or 0,
+            layout.sequence_chunks, fused=fused, keep=keep,
         )  # fmt: skip
     except ValueError as error:
-        settings = f"layout.schedule = {name!r}" + f", layout.remat = {layout.remat!r}" * bool(keep)
-        raise ValueError(f"{settings}: {_as_settings(str(error))}") from None
+        remat = "" if keep is None else f", layout.remat = {layout.remat!r}"
+        said = _as_settings(str(error))
+        raise ValueError(f"layout.schedule = {name!r}{remat}: {said}") from None
     check_runnable(order)
     table = compile_order(order)
     if num_layers < order.stages:

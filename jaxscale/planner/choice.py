@@ -77,7 +77,6 @@ class Choice:
     schedule: str = "1f1b"
     fused: bool = False  # the backward pass is one operation
     remat: str = "none"
-    keep: int = 0  # passes that a rank of a pipeline keeps at a time and need not recompute
     remat_share: Any = 1.0  # of the layers, that the policy is for; the others keep everything
     offload: str = "none"
     accumulation: str = "sequential"
@@ -88,7 +87,6 @@ class Choice:
     def of(cls, layout: Any, global_batch_size: int, **changes: Any) -> "Choice":
         """That of a resolved `Layout`, or of `Layouts`; `changes` are fields of this class."""
         name, fused, _ = parse_schedule(layout.schedule)
-        keep = kept_passes(layout.remat)
         shards = layout.batch_shards * layout.expert
         return cls(
             **{
@@ -100,8 +98,8 @@ class Choice:
                 "sequence_chunks": layout.sequence_chunks,
                 "schedule": name,
                 "fused": fused,
-                "remat": layout.remat if keep is None else "full",
-                "keep": keep or 0,
+                # Which passes of a pipeline are recomputed, and which are kept, its table says.
+                "remat": layout.remat if kept_passes(layout.remat) is None else "full",
                 "offload": layout.offload,
                 "accumulation": layout.accumulation,
                 "context_method": layout.context_method,

@@ -13,6 +13,7 @@ from jaxscale.layout import parse_schedule
 from jaxscale.planner.dealt import Parts
 from jaxscale.planner.plans import Plan, judge
 from jaxscale.planner.space import Query
+from jaxscale.planner.ticks import Pipeline
 
 WORTH = 1e-3
 """Of a step, that another dealing must save to be proposed."""
@@ -38,13 +39,11 @@ def improved(query: Query, plan: Plan) -> Plan:
 
 def deal_by_seconds(query: Query, plan: Plan) -> tuple[int, ...]:
     """Moves one layer at a time, each time the one that shortens the step most, until none does."""
-    layout = plan.layout
-    parts = Parts.of(query.shape, query.cluster, plan.choice)
+    parts, pipeline = Parts.of(query.shape, query.cluster, plan.choice), Pipeline.of(plan.layout)
     layers = np.array(plan.layers)
 
     def makespans(dealt: np.ndarray) -> np.ndarray:
-        chunks = max(1, layout.virtual_stages)
-        return parts.makespan([0], layout.pipeline, layout.microbatches, chunks, dealt)
+        return parts.makespan([0], pipeline, dealt)
 
     now = makespans(layers[None])[0]
     while True:

@@ -16,6 +16,7 @@ from jaxscale.planner.choice import Choice
 from jaxscale.planner.cost import Seconds, cost, rank_costs
 from jaxscale.planner.machine import Cluster
 from jaxscale.planner.shape import Shape
+from jaxscale.planner.ticks import Pipeline
 
 Layers = tuple[int, ...]  # of each virtual stage
 
@@ -74,39 +75,37 @@ class Parts:
             *(one[rows] * share + head[rows] * last for one, head in zip(self.layer, self.head))
         )
 
-    def makespan(self, rows: Any, ranks: int, count: int, chunks: int, layers: Any) -> np.ndarray:
+    def makespan(self, rows: Any, pipeline: Pipeline, layers: Any) -> np.ndarray:
         """float [rows], seconds of the table; or [...] of the dealings of one row."""
-        return ticks.makespan(
-            self.choice.schedule, ranks, count, chunks, self.costs(rows, layers),
-            fused=self.choice.fused, keep=self.choice.keep,
-        )  # fmt: skip
+        costs = self.costs(rows, layers)
+        if pipeline.keep is None and np.any(costs.r):
+            # The engine makes parts of a layer again within B; here they are operations, too.
+            pipeline = pipeline._replace(keep=0)
+        return ticks.makespan(pipeline, costs)
 
-    def step_seconds(self, keys: np.ndarray, place: np.ndarray, dealt: Sequence[Layers]):
+    def step_seconds(
+        self, pipelines: Sequence[Pipeline], layers: Sequence[Layers], place: np.ndarray
+    ) -> np.ndarray:
         """float [N], seconds of a step.
 
         Args:
-          keys: int [K, 3], ranks, chunks and micro-batches.
-          place: int [N], the key of each.
-          dealt: of each key.
+          layers: of each pipeline.
+          place: int [N], the pipeline of each row.
         """
         tables = np.zeros(len(place))
-        for n, ((ranks, chunks, count), layers) in enumerate(zip(keys.tolist(), dealt)):
+        for n, (pipeline, dealt) in enumerate(zip(pipelines, layers)):
             rows = np.flatnonzero(place == n)
-            if not len(rows):
-                continue
-            tables[rows] = self.makespan(rows, ranks, count, chunks, layers)
+            if len(rows):
+                tables[rows] = self.makespan(rows, pipeline, dealt)
         return (self.others + tables) * (1 + self.late)
 
-    def terms(self, layers: Layers) -> dict[str, float]:
+    def terms(self, pipeline: Pipeline, layers: Layers) -> dict[str, float]:
         """Of the only row: what the busiest rank does itself is scaled to what it has, and its
         waiting is the rest."""
-        ranks, chunks = int(self.choice.pipeline), int(self.choice.virtual_stages)
-        count = int(self.choice.microbatches)
-        table = float(self.makespan([0], ranks, count, chunks, layers)[0])
-        costs, share = self.costs([0], layers), self.recomputed()
-        work = count * busiest(
-            self.choice.schedule, ranks, chunks, costs._replace(r=share * np.asarray(costs.r))
-        )
+        table = float(self.makespan([0], pipeline, layers)[0])
+        costs, share = self.costs([0], layers), most_recomputed(pipeline)
+        costs = costs._replace(r=share * np.asarray(costs.r))
+        work = pipeline.microbatches * busiest(pipeline, costs)
         terms = {name: float(np.ravel(value)[0]) for name, value in self.seconds.terms.items()}
         terms["recompute"] *= share
         scale = work / sum(terms[name] for name in OWN)
@@ -115,24 +114,26 @@ class Parts:
         terms["stragglers"] = float(self.late[0]) * (sum(terms.values()) - terms["stragglers"])
         return terms
 
-    def recomputed(self) -> float:
-        """Of the only row: the share of its passes that the busiest rank recomputes."""
-        if not self.choice.keep:
-            return 1.0
-        ranks, chunks = int(self.choice.pipeline), int(self.choice.virtual_stages)
-        key = self.choice.schedule, ranks, chunks, self.choice.fused, True
-        table = ticks.open_table(*key, int(self.choice.microbatches), self.choice.keep)
-        again = np.bincount(table.ops.rank[table.ops.kind == R], minlength=ranks)
-        return float(again.max() / (chunks * self.choice.microbatches))
+
+def most_recomputed(pipeline: Pipeline) -> float:
+    """The share of its passes that the rank recomputes which recomputes most."""
+    if not pipeline.keep:
+        return 1.0
+    ops = ticks.open_table(pipeline).ops
+    again = np.bincount(ops.rank[ops.kind == R])
+    return float(again.max() / (pipeline.virtual_stages * pipeline.microbatches))
 
 
-def busiest(schedule: str, ranks: int, chunks: int, costs: ticks.Costs) -> float:
+def busiest(pipeline: Pipeline, costs: ticks.Costs) -> float:
     """Seconds of one micro-batch on the rank that has most to do.
 
     Args:
       costs: float [1, stages] each.
     """
-    order = ticks.open_table(schedule, ranks, chunks, False, False, 2 * ranks).order
-    each = np.ravel(sum(np.asarray(one) for one in costs)) / chunks
+    # Where stages live does not depend on what is done with them.
+    order = ticks.open_table(
+        Pipeline(pipeline.schedule, pipeline.ranks, 2 * pipeline.ranks, pipeline.virtual_stages)
+    ).order
+    each = np.ravel(sum(np.asarray(one) for one in costs)) / pipeline.virtual_stages
     home = [order.rank_of(stage, 0) for stage in range(order.stages)]
     return float(np.bincount(home, weights=each).max())

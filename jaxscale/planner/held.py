@@ -12,9 +12,8 @@ import numpy as np
 from jaxscale.config import Config
 from jaxscale.pipeline.slots import count_slots
 from jaxscale.pipeline.stages import best_dealing, chunk_stages, dealings, open_stages
-from jaxscale.pipeline.table import Table
 from jaxscale.planner.arrays import Ints
-from jaxscale.planner.ticks import ROUNDS, Costs, makespan, open_table
+from jaxscale.planner.ticks import Costs, Pipeline, makespan, open_table
 
 SLOTS = ("residual_b", "residual_w", "cotangent", "input", "inbox")
 
@@ -32,18 +31,24 @@ class Held:
     inbox: Ints = 0
 
 
-def hold(
-    schedule: str, ranks: int, virtual_stages: int, microbatches: int, *, fused: bool,
-    recompute: bool, layers: tuple[int, ...], keep: int = 0,
-) -> Held:  # fmt: skip
+def hold(pipeline: Pipeline, layers: tuple[int, ...]) -> Held:
     """What the busiest rank holds.
 
     Args:
       layers: of each virtual stage.
-      keep: passes that it keeps at a time and need not recompute.
     """
-    slots = slots_of(schedule, ranks, virtual_stages, fused, recompute, microbatches, keep)
-    return Held(rows=virtual_stages * max(layers), capacity=max(layers), **slots)
+    capacity = max(layers)
+    return Held(pipeline.virtual_stages * capacity, capacity, **slots_of(pipeline))
+
+
+def hold_each(pipeline: Pipeline, layers: tuple[int, ...]) -> list[Held]:
+    """What each rank makes use of, as `hold` has it of the busiest, whose buffers all have."""
+    table = open_table(pipeline)
+    slots = count_slots(table)
+    return [
+        Held(int(mine.sum()), int(mine.max()), **{name: int(slots[name][n]) for name in SLOTS})
+        for n, mine in enumerate(np.array(layers)[chunk_stages(table.order)])
+    ]
 
 
 def hold_config(config: Config) -> Held:
@@ -68,58 +73,26 @@ def head_cost(config: Config) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def slots_of(
-    schedule: str, ranks: int, virtual_stages: int, fused: bool, recompute: bool,
-    microbatches: int, keep: int = 0,
-) -> dict[str, int]:  # fmt: skip
+def slots_of(pipeline: Pipeline) -> dict[str, int]:
     """The slots of each buffer."""
-    if keep:
-        key = schedule, ranks, virtual_stages, fused, recompute, microbatches, keep
-        return _most(open_table(*key))
-    step = ranks if schedule == "interleaved" else 1
-    key = schedule, ranks, virtual_stages, fused, recompute
-    settled = ranks * ROUNDS.get(schedule, microbatches)
-    first = settled + (microbatches - settled) % step
-    if microbatches <= first + step:
-        return _most(open_table(*key, microbatches))
-    base, after = slots_of(*key, first), slots_of(*key, first + step)
-    rounds = (microbatches - first) // step
+    first, step = pipeline.settled(), pipeline.round
+    if first is None or pipeline.microbatches <= first + step:
+        counts = count_slots(open_table(pipeline))
+        return {name: int(of_ranks.max()) for name, of_ranks in counts.items()}
+    base, after = (slots_of(pipeline._replace(microbatches=m)) for m in (first, first + step))
+    rounds = (pipeline.microbatches - first) // step
     return {name: base[name] + rounds * (after[name] - base[name]) for name in base}
 
 
-def _most(table: Table) -> dict[str, int]:
-    return {name: int(counts.max()) for name, counts in count_slots(table).items()}
-
-
-@functools.lru_cache(maxsize=4096)
-def deal(
-    schedule: str, ranks: int, virtual_stages: int, microbatches: int, *, fused: bool,
-    recompute: bool, num_layers: int, head_cost: float, keep: int = 0,
-) -> tuple[int, ...]:  # fmt: skip
+def deal(pipeline: Pipeline, num_layers: int, head_cost: float) -> tuple[int, ...]:
     """The layers of each virtual stage where a layout leaves it to `pipeline.stages.deal`.
 
     Args:
       head_cost: FLOPs of the head over those of a layer.
-      keep: passes that a rank keeps at a time and need not recompute.
     """
-    dealt = dealings(num_layers, ranks * virtual_stages)
+    dealt = dealings(num_layers, pipeline.stages)
     each = np.array(dealt, float)
     head = np.zeros_like(each)
     head[:, -1] = 3 * head_cost
-    costs = Costs(f=each, b=each + head, w=each, r=each * recompute)
-    found = makespan(schedule, ranks, microbatches, virtual_stages, costs, fused=fused, keep=keep)
-    return dealt[best_dealing(dealt, found.tolist())]
-
-
-def hold_each(
-    schedule: str, ranks: int, virtual_stages: int, microbatches: int, *, fused: bool,
-    recompute: bool, layers: tuple[int, ...], keep: int = 0,
-) -> list[Held]:  # fmt: skip
-    """What each rank makes use of, as `hold` has it of the busiest, whose buffers all have."""
-    key = schedule, ranks, virtual_stages, fused, recompute, microbatches, keep
-    table = open_table(*key)
-    slots = count_slots(table)
-    return [
-        Held(int(mine.sum()), int(mine.max()), **{name: int(slots[name][n]) for name in SLOTS})
-        for n, mine in enumerate(np.array(layers)[chunk_stages(table.order)])
-    ]
+    costs = Costs(f=each, b=each + head, w=each, r=each)
+    return dealt[best_dealing(dealt, makespan(pipeline, costs).tolist())]

@@ -59,7 +59,7 @@ def _guesses(
         return
     layouts, kept = layouts.take(fast), kept.take(fast)
     dealt, dealt_kept = (deal_all(query.subject, one) for one in (layouts, kept))
-    least, most = held_of(layouts, dealt), held_of(kept, dealt_kept)
+    least, most = held_of(dealt), held_of(dealt_kept)
     count = len(layouts)
 
     def fits(keep: np.ndarray) -> np.ndarray:
@@ -95,6 +95,6 @@ def _play(query: Query, layout: Layout, keep: int) -> list[Timed]:
         one = dataclasses.replace(layout, remat=f"keep:{passes}")
         layouts = stack([one])
         dealt = deal_all(query.subject, layouts)
-        if _fits(query, layouts, held_of(layouts, dealt)).all():
+        if _fits(query, layouts, held_of(dealt)).all():
             return [(float(step_seconds(query, layouts, dealt)[0]), one)]
     return []

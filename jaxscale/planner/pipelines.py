@@ -13,15 +13,16 @@ from jaxscale.planner.described import Described
 from jaxscale.planner.held import Held, deal, hold
 from jaxscale.planner.layouts import Layouts
 from jaxscale.planner.space import Query
+from jaxscale.planner.ticks import Pipeline
 from jaxscale.planner.trained import Trained
 
 
 class Dealt(NamedTuple):
     """Layers of many pipelines."""
 
-    keys: np.ndarray  # int [K, 3]: ranks, chunks, micro-batches
-    place: np.ndarray  # int [N], the key of each pipeline
-    layers: list[tuple[int, ...]]  # of each key, the layers of each virtual stage
+    pipelines: list[Pipeline]  # K that differ
+    layers: list[tuple[int, ...]]  # of each of them, the layers of each virtual stage
+    place: np.ndarray  # int [N], which of them each layout has
 
 
 def deal_all(subject: Trained | Described, layouts: Layouts) -> Dealt:
@@ -30,28 +31,17 @@ def deal_all(subject: Trained | Described, layouts: Layouts) -> Dealt:
     keep = kept_passes(layouts.remat)
     columns = [
         np.broadcast_to(getattr(layouts, field), (len(layouts),))
-        for field in ("pipeline", "virtual_stages", "microbatches")
+        for field in ("pipeline", "microbatches", "virtual_stages")
     ]
-    keys, place = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    layers = [
-        given
-        or deal(
-            name, p, v, m, fused=fused, recompute=keep is not None, keep=keep or 0,
-            num_layers=subject.shape.layers, head_cost=subject.head_cost,
-        )
-        for p, v, m in keys.tolist()
-    ]  # fmt: skip
-    return Dealt(keys, place.reshape(-1), layers)
+    numbers, place = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    pipelines = [Pipeline(name, p, m, v, fused, keep) for p, m, v in numbers.tolist()]
+    layers = [given or deal(one, subject.shape.layers, subject.head_cost) for one in pipelines]
+    return Dealt(pipelines, layers, place.reshape(-1))
 
 
-def held_of(layouts: Layouts, dealt: Dealt) -> Held:
+def held_of(dealt: Dealt) -> Held:
     """What a rank holds in each of the pipelines."""
-    name, fused, _ = parse_schedule(layouts.schedule)
-    keep = kept_passes(layouts.remat)
-    each = [
-        hold(name, p, v, m, fused=fused, recompute=keep is not None, keep=keep or 0, layers=layers)
-        for (p, v, m), layers in zip(dealt.keys.tolist(), dealt.layers)
-    ]
+    each = [hold(*one) for one in zip(dealt.pipelines, dealt.layers)]
     return Held(
         **{
             field.name: np.array([getattr(one, field.name) for one in each])[dealt.place]

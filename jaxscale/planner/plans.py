@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from jaxscale.config import Config
-from jaxscale.layout import Layout, kept_passes, parse_schedule
+from jaxscale.layout import Layout, parse_schedule
 from jaxscale.pipeline.records import F, R
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.cost import Seconds, cost
@@ -16,7 +16,7 @@ from jaxscale.planner.machine import Cluster
 from jaxscale.planner.memory import Memory
 from jaxscale.planner.search import Found
 from jaxscale.planner.space import HOST_MEMORY_BYTES, Query
-from jaxscale.planner.ticks import open_table
+from jaxscale.planner.ticks import Pipeline, open_table
 from jaxscale.planner.trained import Trained
 
 
@@ -80,13 +80,10 @@ class Plan:
     @property
     def recomputed(self) -> float:
         """Of a pipeline's passes, the share that operations of their own make again."""
-        layout, keep = self.layout, kept_passes(self.layout.remat)
-        if layout.pipeline == 1 or keep is None:
+        if self.layout.pipeline == 1:
             return 0.0
-        name, fused, _ = parse_schedule(layout.schedule)
-        chunks, count = max(1, layout.virtual_stages), layout.microbatches
-        table = open_table(name, layout.pipeline, chunks, fused, True, count, keep)
-        return float((table.ops.kind == R).sum() / (table.ops.kind == F).sum())
+        kind = open_table(Pipeline.of(self.layout)).ops.kind
+        return float((kind == R).sum() / (kind == F).sum())
 
     @property
     def memory_bytes(self) -> int:
@@ -97,15 +94,10 @@ class Plan:
     def stage_bytes(self) -> list[int]:
         """What each rank of a pipeline makes use of at its peak. It has room for `memory_bytes`:
         in one program all have the buffers of the busiest."""
-        layout, keep = self.layout, kept_passes(self.layout.remat)
-        if layout.pipeline == 1:
+        if self.layout.pipeline == 1:
             return [self.memory_bytes]
-        name, fused, _ = parse_schedule(layout.schedule)
-        each = hold_each(
-            name, layout.pipeline, max(1, layout.virtual_stages), layout.microbatches, fused=fused,
-            recompute=keep is not None, keep=keep or 0, layers=self.layers,
-        )  # fmt: skip
-        return [int(self.subject.memory(layout, held, self.back_end).peak) for held in each]
+        each = hold_each(Pipeline.of(self.layout), self.layers)
+        return [int(self.subject.memory(self.layout, held, self.back_end).peak) for held in each]
 
     @property
     def host_bytes(self) -> int:
@@ -150,33 +142,20 @@ def judge(query: Query, layout: Layout) -> Plan:
     """
     subject = query.subject
     choice = Choice.of(layout, subject.sequences)
-    seconds = cost(query.shape, query.cluster, choice)
-    terms = {name: float(value) for name, value in seconds.terms.items()}
-    hidden = {name: float(value) for name, value in seconds.hidden.items()}
     layers, held = (), None
-    if layout.pipeline > 1:
-        layers = layers_of(subject, layout)
-        terms = Parts.of(query.shape, query.cluster, choice).terms(layers)
-        name, fused, _ = parse_schedule(layout.schedule)
-        keep = kept_passes(layout.remat)
-        held = hold(
-            name, layout.pipeline, max(1, layout.virtual_stages), layout.microbatches, fused=fused,
-            recompute=keep is not None, keep=keep or 0, layers=layers,
-        )  # fmt: skip
+    if layout.pipeline == 1:
+        seconds = cost(query.shape, query.cluster, choice)
+        terms = {name: float(value) for name, value in seconds.terms.items()}
+    else:
+        pipeline, given = Pipeline.of(layout), parse_schedule(layout.schedule)[2]
+        layers = given or deal(pipeline, subject.shape.layers, subject.head_cost)
+        parts = Parts.of(query.shape, query.cluster, choice)
+        seconds, terms = parts.seconds, parts.terms(pipeline, layers)
+        held = hold(pipeline, layers)
+    hidden = {name: float(value) for name, value in seconds.hidden.items()}
     needs = subject.memory(layout, held, query.back_end)
     plain = {field.name: int(getattr(needs, field.name)) for field in dataclasses.fields(needs)}
     return Plan(
         subject, layout, query.cluster, layers, Seconds(**terms, hidden=hidden), Memory(**plain),
         query.limit_bytes, query.back_end,
-    )  # fmt: skip
-
-
-def layers_of(subject: Trained | Described, layout: Layout) -> tuple[int, ...]:
-    """The layers of each virtual stage of a pipeline."""
-    name, fused, layers = parse_schedule(layout.schedule)
-    keep = kept_passes(layout.remat)
-    return layers or deal(
-        name, layout.pipeline, max(1, layout.virtual_stages), layout.microbatches, fused=fused,
-        recompute=keep is not None, keep=keep or 0, num_layers=subject.shape.layers,
-        head_cost=subject.head_cost,
     )  # fmt: skip

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from jaxscale.layout import kept_passes, parse_schedule
 from jaxscale.pipeline.draw import COLORS, WORDS
 from jaxscale.pipeline.simulate import Costs, simulate
 from jaxscale.planner.dealt import Parts
@@ -18,7 +17,7 @@ from jaxscale.planner.explain import (
     params_text,
 )
 from jaxscale.planner.plans import Answer, Plan
-from jaxscale.planner.ticks import open_table
+from jaxscale.planner.ticks import Pipeline, open_table
 
 SHOWN = 5
 """Plans that are drawn."""
@@ -140,12 +139,11 @@ def _stack(plan: Plan) -> str:
 def _timeline(plan: Plan) -> str:
     """The first rounds of the schedule in lockstep ticks, with the costs of the formulas."""
     layout = plan.layout
-    name, fused, _ = parse_schedule(layout.schedule)
-    ranks, chunks = layout.pipeline, max(1, layout.virtual_stages)
+    pipeline = Pipeline.of(layout)
+    ranks, chunks = pipeline.ranks, pipeline.virtual_stages
     count = min(layout.microbatches, SHOWN_MICROBATCHES * ranks)
     costs = Parts.of(plan.subject.shape, plan.cluster, plan.choice).costs([0], plan.layers)
-    keep = kept_passes(layout.remat)
-    table = open_table(name, ranks, chunks, fused, keep is not None, count, keep or 0)
+    table = open_table(pipeline._replace(microbatches=count))
     run = simulate(table, Costs(*(tuple(np.ravel(cost).tolist()) for cost in costs)))
     scale, height = (WIDTH - 60) / run.lockstep_makespan, min(ROW, 480 // ranks)
     marks = [

@@ -59,7 +59,7 @@ def search(query: Query, top: int = 10) -> Found:
                 continue
             layouts = layouts.take(~slow)
             dealt = deal_all(subject, layouts)
-        held = held_of(layouts, dealt) if dealt else None
+        held = held_of(dealt) if dealt else None
         needs = subject.memory(layouts, held, query.back_end)
         roomy, fits = (
             np.broadcast_to(one, (len(layouts),))

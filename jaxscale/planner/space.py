@@ -27,6 +27,7 @@ from jaxscale.planner.layouts import Layouts
 from jaxscale.planner.machine import Cluster
 from jaxscale.planner.memory import Memory
 from jaxscale.planner.shape import Shape
+from jaxscale.planner.ticks import Pipeline
 from jaxscale.planner.trained import Trained
 from jaxscale.rules import divisors, nearest_divisors
 
@@ -214,7 +215,7 @@ def fitting(
 
 def _runnable(query: Query, layouts: Layouts, rejected: collections.Counter) -> Layouts | None:
     """Those whose schedule can serve them."""
-    name, v = parse_schedule(layouts.schedule)[0], int(layouts.virtual_stages)
+    (name, fused, _), v = parse_schedule(layouts.schedule), int(layouts.virtual_stages)
     keys = list(zip(np.asarray(layouts.pipeline).tolist(), layouts.microbatches.tolist()))
     needs = {
         (p, m): all(need.holds(p, m, v, 1) for need in SCHEDULES[name].needs)
@@ -226,9 +227,8 @@ def _runnable(query: Query, layouts: Layouts, rejected: collections.Counter) -> 
     rejected["fewer layers than stages"] += int((serves & ~enough).sum())
     good = serves & enough
     if keep := kept_passes(layouts.remat):
-        fused = parse_schedule(layouts.schedule)[1]
         more = np.array([
-            ok and slots_of(name, p, v, fused, False, m)["residual_w"] > keep
+            ok and slots_of(Pipeline(name, p, m, v, fused))["residual_w"] > keep
             for ok, (p, m) in zip(good, keys)
         ])  # fmt: skip
         rejected["no more passes in flight than are to be kept"] += int((good & ~more).sum())

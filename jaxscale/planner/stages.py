@@ -120,8 +120,7 @@ def _played(choice: Choice, costs: ticks.Costs) -> np.ndarray:
         rows = np.flatnonzero((keys == key).all(axis=1))
         # The head is the last entry, however many stages another layout of the arrays has.
         mine = [np.concatenate([c[rows, : p * v - 1], c[rows, -1:]], axis=-1) for c in flat]
-        total[rows] = ticks.makespan(
-            choice.schedule, p, m, v, ticks.Costs(*mine),
-            fused=choice.fused, lockstep=choice.traits.lockstep,
-        )  # fmt: skip
+        keep = 0 if np.any(mine[3]) else None
+        pipeline = ticks.Pipeline(choice.schedule, p, m, v, choice.fused, keep)
+        total[rows] = ticks.makespan(pipeline, ticks.Costs(*mine), lockstep=choice.traits.lockstep)
     return total.reshape(shape)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.layout import Layout, kept_passes, parse_schedule
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.records import B, F, R, W, X
 from jaxscale.pipeline.table import Table, compile_order
@@ -19,6 +20,43 @@ ROUNDS = {
     "gpipe": 2, "1f1b": 2, "interleaved": 2, "breadth_first": 2, "zb_h1": 2, "zb_h2": 3, "zb_v": 2,
 }  # fmt: skip
 """Micro-batches over ranks from which on tables repeat themselves: counted, for 2 to 8 ranks."""
+
+
+class Pipeline(NamedTuple):
+    """What makes a pipeline's order, as `pipeline.orders.make_order` takes it."""
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    virtual_stages: int = 1
+    fused: bool = False  # one operation for the whole backward pass
+    keep: int | None = None  # passes that a rank keeps at a time; None where there is no R
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Pipeline":
+        """That of a resolved layout."""
+        name, fused, _ = parse_schedule(layout.schedule)
+        chunks = max(1, layout.virtual_stages)
+        keep = kept_passes(layout.remat)
+        return cls(name, layout.pipeline, layout.microbatches, chunks, fused, keep)
+
+    @property
+    def stages(self) -> int:
+        """Virtual stages of all ranks together."""
+        return self.ranks * self.virtual_stages
+
+    @property
+    def round(self) -> int:
+        """Micro-batches that come together: more of them come in multiples of these."""
+        return self.ranks if self.schedule == "interleaved" else 1
+
+    def settled(self, rounds: int = 1) -> int | None:
+        """Micro-batches, no fewer than `rounds` times those of `ROUNDS`, from which on every
+        further round adds the same to the table; None where none is known."""
+        if self.keep or self.schedule not in ROUNDS:
+            return None  # ranks that keep some passes have each a rhythm of its own
+        first = rounds * self.ranks * ROUNDS[self.schedule]
+        return first + (self.microbatches - first) % self.round
 
 
 class Costs(NamedTuple):
@@ -35,55 +73,48 @@ class Costs(NamedTuple):
     r: Any = 0.0
 
 
-def makespan(
-    schedule: str, ranks: int, microbatches: int, virtual_stages: int, costs: Costs, *,
-    fused: bool = False, lockstep: bool = True, keep: int = 0,
-) -> np.ndarray:  # fmt: skip
+def makespan(pipeline: Pipeline, costs: Costs, *, lockstep: bool = True) -> np.ndarray:
     """Seconds from the first operation to the end of the last.
 
-    >>> float(makespan("1f1b", 4, 8, 1, Costs(f=[[1.0], [2.0]], b=1.0, w=1.0))[0])
+    >>> float(makespan(Pipeline("1f1b", 4, 8), Costs(f=[[1.0], [2.0]], b=1.0, w=1.0))[0])
     30.0
 
     Args:
-      schedule: a name of `pipeline.orders.SCHEDULES` without overlapped pairs.
-      costs: operations R are there where some of them cost more than 0.
-      fused: one operation for the whole backward pass.
+      costs: as with `pipeline.simulate`, those of operations that the pipeline does not have count
+        nothing.
       lockstep: every tick lasts as long as its slowest operation, as in our executor; otherwise
         each rank goes on as soon as it can.
-      keep: passes that a rank keeps at a time and need not recompute.
 
     Returns:
       Float [...], the leading dimensions of the costs.
 
     Raises:
-      ValueError: numbers that the schedule cannot serve, or costs of another number of stages.
+      ValueError: numbers that the schedule cannot serve, overlapped pairs, or costs of another
+        number of stages.
     """
-    stages = ranks * virtual_stages
-    durations, shape = _durations(costs, stages)
-    key = schedule, ranks, virtual_stages, fused, bool(durations[R].any())
+    durations, shape = _durations(costs, pipeline.stages)
     play = _play_in_lockstep if lockstep else _play_as_soon_as_possible
-    # Ranks that keep some passes have each a rhythm of its own.
-    rounds = None if keep else ROUNDS.get(schedule)
-    step = ranks if schedule == "interleaved" else 1
     # As soon as possible, what is slowest shows itself only after a while.
-    settled = ranks * (rounds or 0) * (1 if lockstep else 3)
-    first = settled + (microbatches - settled) % step
-    if rounds is None or microbatches <= first + (1 if lockstep else 2) * step:
-        found = play((*key, microbatches, keep), durations)
+    first = pipeline.settled(1 if lockstep else 3)
+    if first is None or pipeline.microbatches <= first + (1 if lockstep else 2) * pipeline.round:
+        found = play(pipeline, durations)
     else:
-        found = _extended(play, key, microbatches, first, step, durations, check=not lockstep)
-    return found.reshape(shape) / virtual_stages
+        found = _extended(play, pipeline, first, durations, check=not lockstep)
+    return found.reshape(shape) / pipeline.virtual_stages
 
 
-def _extended(play, key, microbatches, first, step, durations, check) -> np.ndarray:
+def _extended(play, pipeline: Pipeline, first: int, durations, check: bool) -> np.ndarray:
     """From the tables of two numbers of micro-batches; those of a third, where it is to be
     checked that it grows evenly."""
-    base, after = (play((*key, m, 0), durations) for m in (first, first + step))
-    if check:
-        later = play((*key, first + 2 * step, 0), durations)
-        if not np.allclose(later - after, after - base, rtol=1e-9, atol=0):
-            return play((*key, microbatches, 0), durations)
-    return base + (microbatches - first) // step * (after - base)
+
+    def played(rounds: int) -> np.ndarray:
+        count = first + rounds * pipeline.round
+        return play(pipeline._replace(microbatches=count), durations)
+
+    base, after = played(0), played(1)
+    if check and not np.allclose(played(2) - after, after - base, rtol=1e-9, atol=0):
+        return play(pipeline, durations)
+    return base + (pipeline.microbatches - first) // pipeline.round * (after - base)
 
 
 def _durations(costs: Costs, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -104,23 +135,19 @@ def _durations(costs: Costs, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=64)
-def open_table(
-    schedule: str, ranks: int, virtual_stages: int, fused: bool, recompute: bool,
-    microbatches: int, keep: int = 0,
-) -> Table:  # fmt: skip
-    """The table of a schedule by its numbers."""
-    order = make_order(
-        schedule, ranks, microbatches, virtual_stages, fused=fused, recompute=recompute, keep=keep
-    )
+def open_table(pipeline: Pipeline) -> Table:
+    """The table of a pipeline."""
+    name, ranks, microbatches, chunks, fused, keep = pipeline
+    order = make_order(name, ranks, microbatches, chunks, fused=fused, keep=keep)
     if any(op.paired for row in order.rows for op in row):
-        raise ValueError(f"{schedule} overlaps operations in pairs, whose costs do not add up")
-    return compile_order(order, complete=schedule in ROUNDS)
+        raise ValueError(f"{name} overlaps operations in pairs, whose costs do not add up")
+    return compile_order(order, complete=name in ROUNDS)
 
 
-def _play_in_lockstep(key: tuple, durations: np.ndarray) -> np.ndarray:
+def _play_in_lockstep(pipeline: Pipeline, durations: np.ndarray) -> np.ndarray:
     """float [N]: the sum, over ticks, of the most that one of their operations takes."""
-    alike, index = _alike(durations, stages=key[1] * key[2])
-    at_work, counts = _patterns(key, alike)
+    alike, index = _alike(durations, pipeline.stages)
+    at_work, counts = _patterns(pipeline, alike)
     costs = durations[:, :, index].transpose(0, 2, 1).reshape(-1, durations.shape[1])
     total = np.zeros(durations.shape[1])
     for members, count in zip(at_work, counts):
@@ -139,9 +166,9 @@ def _alike(durations: np.ndarray, stages: int) -> tuple[tuple[int, ...], np.ndar
 
 
 @functools.lru_cache(maxsize=4096)
-def _patterns(key: tuple, alike: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
+def _patterns(pipeline: Pipeline, alike: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
     """What can be at work in a tick, as rows of [kinds * classes], and in how many ticks it is."""
-    tick, kind, stage = _cells(key)
+    tick, kind, stage = _cells(pipeline)
     classes = max(alike) + 1
     there = np.zeros((tick.max() + 1, (X + 1) * classes), bool)
     there[tick, kind * classes + np.array(alike)[stage]] = True
@@ -151,15 +178,15 @@ def _patterns(key: tuple, alike: tuple[int, ...]) -> tuple[list[np.ndarray], np.
 
 
 @functools.lru_cache(maxsize=512)
-def _cells(key: tuple) -> tuple[np.ndarray, ...]:
+def _cells(pipeline: Pipeline) -> tuple[np.ndarray, ...]:
     """Tick, kind and stage of every operation."""
-    table = open_table(*key)
+    table = open_table(pipeline)
     return tuple(x.astype(np.int32) for x in (table.tick, table.ops.kind, table.ops.stage))
 
 
-def _play_as_soon_as_possible(key: tuple, durations: np.ndarray) -> np.ndarray:
+def _play_as_soon_as_possible(pipeline: Pipeline, durations: np.ndarray) -> np.ndarray:
     """float [N]. Operations of one tick do not wait for each other, so they are played at once."""
-    table = open_table(*key)
+    table = open_table(pipeline)
     ops, count = table.ops, len(table.ops.kind)
     before = np.arange(count) - 1
     before[np.diff(ops.rank, prepend=-1) != 0] = -1

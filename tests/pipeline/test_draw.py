@@ -54,7 +54,7 @@ def count_pixels(path):
 
 
 def test_areas_in_the_picture_are_times(tmp_path):
-    table, got = run("1f1b", 4, 16, costs=Costs(r=1), recompute=True)
+    table, got = run("1f1b", 4, 16, costs=Costs(r=1), keep=0)
     draw.png(str(tmp_path / "a.png"), table, got, "1f1b")
     count = count_pixels(tmp_path / "a.png")
     # Numbers and white edges cover a little of what is not idle.

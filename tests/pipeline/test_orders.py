@@ -91,8 +91,8 @@ def test_the_backward_is_split_unless_fused():
 
 
 def test_recompute_comes_before_the_backward_and_before_the_pair_that_it_is_in():
-    assert texts(make_order("1f1b", 2, 2, recompute=True))[1] == "1F0 1R0 1B0 1W0 1F1 1R1 1B1 1W1"
-    row = texts(make_order("dualpipe", 4, 8, recompute=True))[0]
+    assert texts(make_order("1f1b", 2, 2, keep=0))[1] == "1F0 1R0 1B0 1W0 1F1 1R1 1B1 1W1"
+    row = texts(make_order("dualpipe", 4, 8, keep=0))[0]
     assert " 3R5^ 0F3+3X5^ " in row
 
 
@@ -125,8 +125,8 @@ def fewest_recomputed(row, keep):
     ids=lambda numbers: numbers[0],
 )
 def test_ranks_keep_as_many_passes_as_they_may(numbers, keep):
-    every = make_order(*numbers, recompute=True)
-    some = make_order(*numbers, recompute=True, keep=keep)
+    every = make_order(*numbers, keep=0)
+    some = make_order(*numbers, keep=keep)
     for row, whole in zip(some.rows, every.rows):
         assert kept_at_once(row) <= keep
         assert sum(op.kind == R for op in row) == fewest_recomputed(whole, keep)
@@ -137,30 +137,27 @@ def test_a_rank_near_the_end_makes_less_again():
     """It has less in flight; and every pass that is kept shortens the step by its R."""
     again = [
         [sum(op.kind == R for op in row) for row in order.rows]
-        for order in (make_order("1f1b", 4, 32, recompute=True, keep=keep) for keep in (1, 2, 3))
+        for order in (make_order("1f1b", 4, 32, keep=keep) for keep in (1, 2, 3))
     ]
     assert again == [[24, 21, 16, 0], [16, 10, 0, 0], [8, 0, 0, 0]]
-    ticks = [
-        compile_order(make_order("1f1b", 4, 32, recompute=True, keep=keep)).ticks
-        for keep in range(4)
-    ]
+    ticks = [compile_order(make_order("1f1b", 4, 32, keep=keep)).ticks for keep in range(4)]
     assert ticks == [134, 123, 116, 107]
     assert compile_order(make_order("1f1b", 4, 32)).ticks == 102
 
 
 def test_keeping_all_is_no_recomputing():
     with pytest.raises(ValueError, match="keep = 4, and no rank has more than that in flight"):
-        make_order("1f1b", 4, 32, recompute=True, keep=4)
+        make_order("1f1b", 4, 32, keep=4)
 
 
 def test_an_order_from_a_file_says_itself_what_is_recomputed(tmp_path):
     path = tmp_path / "order.csv"
-    order = make_order("1f1b", 2, 4, recompute=True, keep=1)
+    order = make_order("1f1b", 2, 4, keep=1)
     path.write_text(write_csv(order))
-    assert make_order(str(path), recompute=True).rows == order.rows
+    assert make_order(str(path), keep=0).rows == order.rows
     assert compile_order(make_order(str(path))).ticks == compile_order(order).ticks
     with pytest.raises(ValueError, match="says itself what is recomputed"):
-        make_order(str(path), recompute=True, keep=1)
+        make_order(str(path), keep=1)
 
 
 def test_an_order_from_a_file_is_checked_against_the_numbers(tmp_path):
@@ -179,7 +176,7 @@ def test_an_order_from_a_file_is_checked_against_the_numbers(tmp_path):
     with pytest.raises(ValueError, match="has B and W"):
         make_order(str(path), fused=True)
     with pytest.raises(ValueError, match="has no R"):
-        make_order(str(path), recompute=True)
+        make_order(str(path), keep=0)
 
 
 def texts(order):

@@ -108,7 +108,7 @@ def check_split(name, numbers):
 
 def check_recompute(name, numbers):
     p, m, v, k = numbers
-    again = run(name, numbers, Costs(r=1), recompute=True)
+    again = run(name, numbers, Costs(r=1), keep=0)
     # Groups of p through several chunks: the ranks that recompute hold up a few others.
     late = name in ("interleaved", "seq1f1b_interleaved") and p % k == 0 and v > 1 and m * k > p
     extra = max(0, p - 4) / (v * k) if late else 0

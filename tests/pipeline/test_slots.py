@@ -102,13 +102,11 @@ def operate(row, unit, buffers, stages, recompute):
     return {F: ("activation", stage + 1, *unit)}.get(kind, ("gradient", stage - 1, *unit))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"recompute": True}, {"recompute": True, "keep": 1}, {"fused": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"keep": 0}, {"keep": 1}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_every_operation_reads_what_was_made_for_it(case, options):
     if options.get("fused") and SCHEDULES[case[0]].given_backward:
-        options = {"recompute": True}
+        options = {"keep": 0}
     order, program = program_of(*case, **options)
     done = execute(order, program)
     assert sorted(done) == sorted(op[:4] for row in order.rows for op in row)
@@ -152,6 +150,6 @@ def test_slots_do_not_grow_with_the_micro_batches_of_1f1b():
 
 @pytest.mark.parametrize("keep", [0, 1, 3])
 def test_recompute_keeps_inputs_in_place_of_residuals(keep):
-    _, program = program_of("1f1b", 4, 8, recompute=True, keep=keep)
+    _, program = program_of("1f1b", 4, 8, keep=keep)
     residuals = {"residual_b": keep + 1, "residual_w": keep + 1}
     assert program.slots == {"inbox": 2, "input": 4 - keep, **residuals, "cotangent": 1}

@@ -89,7 +89,8 @@ def test_closed_forms_of_pipelines_are_the_tables_own(schedule):
                     fused=True, traits=ASAP)  # fmt: skip
     found = cost(shape, fast, choice)
     costs = rank_costs(shape, fast, choice)
-    table = float(ticks.makespan(schedule, 4, 8, v, costs, fused=True, lockstep=False))
+    pipeline = ticks.Pipeline(schedule, 4, 8, v, fused=True)
+    table = float(ticks.makespan(pipeline, costs, lockstep=False))
     busy = sum(float(c.ravel()[0]) for c in costs) * 8
     assert float(found.bubble) == pytest.approx(table - busy, rel=0.02)
 

@@ -8,6 +8,7 @@ import pytest
 from jaxscale.layout import Layout
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.planner import held
+from jaxscale.planner.ticks import Pipeline
 from tests.planner.test_ticks import CASES
 
 
@@ -19,7 +20,7 @@ def test_slots_are_those_of_the_program(name, chunks, fused, recompute):
             schedule=name + ":fused" * fused, remat="full" if recompute else "none",
         )  # fmt: skip
         slots = open_stages(layout, ranks * chunks).program.slots
-        assert held.slots_of(name, ranks, chunks, fused, recompute, ranks * rounds) == slots
+        assert held.slots_of(Pipeline.of(layout)) == slots
 
 
 @pytest.mark.parametrize("head_cost", [0.0, 0.4, 2.0])
@@ -29,17 +30,13 @@ def test_layers_are_dealt_as_the_engine_deals_them(name, chunks, head_cost):
         layout = Layout(
             pipeline=4, data=1, microbatches=12, virtual_stages=chunks, schedule=name
         )  # fmt: skip
-        layers = held.deal(
-            name, 4, chunks, 12, fused=False, recompute=False, num_layers=num_layers,
-            head_cost=head_cost,
-        )  # fmt: skip
+        pipeline = Pipeline.of(layout)
+        layers = held.deal(pipeline, num_layers, head_cost)
         stages = open_stages(layout, num_layers, head_cost)
         assert layers == stages.layers
-        one = held.hold(
-            name, 4, chunks, 12, fused=False, recompute=False, layers=layers
-        )  # fmt: skip
+        one = held.hold(pipeline, layers)
         assert (one.rows, one.capacity) == (chunks * stages.capacity, stages.capacity)
-        each = held.hold_each(name, 4, chunks, 12, fused=False, recompute=False, layers=layers)
+        each = held.hold_each(pipeline, layers)
         assert [rank.rows for rank in each] == [sum(row) for row in stages.counts]
         for field in dataclasses.fields(held.Held)[1:]:
             most = max(getattr(rank, field.name) for rank in each)

@@ -11,7 +11,7 @@ from jaxscale.pipeline.simulate import Costs, simulate
 from jaxscale.pipeline.stages import RUNNABLE
 from jaxscale.pipeline.table import compile_order
 from jaxscale.planner import ticks
-from jaxscale.planner.ticks import makespan
+from jaxscale.planner.ticks import Pipeline, makespan
 
 SHAPES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("breadth_first", 2),
           ("zb_h1", 1), ("zb_h2", 1), ("zb_v", 2)]  # fmt: skip
@@ -29,11 +29,11 @@ def random_costs(stages: int, recompute: bool, uneven: bool, rows: int = 3) -> t
     return ticks.Costs(f, b, w, r if recompute else 0.0)
 
 
-def simulated(name, ranks, microbatches, chunks, costs, fused, recompute) -> np.ndarray:
+def simulated(pipeline: Pipeline, costs: ticks.Costs) -> np.ndarray:
     """[rows, (lockstep, as soon as possible)]."""
-    order = make_order(name, ranks, microbatches, chunks, fused=fused, recompute=recompute)
-    table, found = compile_order(order), []
-    wide = [np.broadcast_to(cost, (3, ranks * chunks)) for cost in map(np.asarray, costs)]
+    name, *numbers, fused, keep = pipeline
+    table, found = compile_order(make_order(name, *numbers, fused=fused, keep=keep)), []
+    wide = [np.broadcast_to(cost, (3, pipeline.stages)) for cost in map(np.asarray, costs)]
     for row in range(3):
         run = simulate(table, Costs(*(tuple(cost[row]) for cost in wide)))
         found.append((run.lockstep_makespan, run.makespan))
@@ -50,23 +50,19 @@ def test_makespans_are_the_simulators(name, chunks, fused, recompute):
         # One more than a multiple of the ranks, where the schedule can have it.
         microbatches = ranks * rounds + (name != "interleaved")
         costs = random_costs(ranks * chunks, recompute, uneven)
-        expected = simulated(name, ranks, microbatches, chunks, costs, fused, recompute)
+        pipeline = Pipeline(name, ranks, microbatches, chunks, fused, 0 if recompute else None)
+        expected = simulated(pipeline, costs)
         for column, lockstep in enumerate((True, False)):
-            got = makespan(name, ranks, microbatches, chunks, costs, fused=fused, lockstep=lockstep)
+            got = makespan(pipeline, costs, lockstep=lockstep)
             np.testing.assert_allclose(got, expected[:, column], rtol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb_v", 2)])
 def test_makespans_with_passes_that_are_kept(name, chunks):
-    ranks, microbatches, keep = 4, 24, 2
-    costs = random_costs(ranks * chunks, recompute=True, uneven=True)
-    order = make_order(name, ranks, microbatches, chunks, recompute=True, keep=keep)
-    expected = [
-        simulate(compile_order(order), Costs(*(tuple(field[row]) for field in costs)))
-        for row in range(len(costs.f))
-    ]
-    got = ticks.makespan(name, ranks, microbatches, chunks, costs, keep=keep)
-    np.testing.assert_allclose(got, [run.lockstep_makespan for run in expected], rtol=1e-12)
+    pipeline = Pipeline(name, 4, 24, chunks, keep=2)
+    costs = random_costs(pipeline.stages, recompute=True, uneven=True)
+    expected = simulated(pipeline, costs)
+    np.testing.assert_allclose(makespan(pipeline, costs), expected[:, 0], rtol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "chunks", "fused", "recompute"), CASES)
@@ -77,8 +73,8 @@ def test_tables_repeat_themselves_from_where_it_is_said(name, chunks, fused, rec
     every_stage = tuple(range(6 * chunks))
 
     def patterns(microbatches: int) -> dict[bytes, int]:
-        key = (name, 6, chunks, fused, recompute, microbatches)
-        found, counts = ticks._patterns(key, every_stage)
+        pipeline = Pipeline(name, 6, microbatches, chunks, fused, 0 if recompute else None)
+        found, counts = ticks._patterns(pipeline, every_stage)
         return {one.tobytes(): int(count) for one, count in zip(found, counts)}
 
     rounds = [patterns(first + n * step) for n in (0, 1, 2, 5)]
@@ -99,7 +95,7 @@ def test_what_takes_long_to_settle_is_played_whole():
     costs = ticks.Costs(f=stages, b=stages, w=stages)
     order = compile_order(make_order("zb_h2", 4, 60))
     expected = simulate(order, Costs(*(tuple(stages) for _ in range(3)))).makespan
-    assert float(makespan("zb_h2", 4, 60, 1, costs, lockstep=False)) == pytest.approx(
+    assert float(makespan(Pipeline("zb_h2", 4, 60), costs, lockstep=False)) == pytest.approx(
         expected, rel=1e-12
     )
 
@@ -107,15 +103,15 @@ def test_what_takes_long_to_settle_is_played_whole():
 def test_a_hundred_thousand_microbatches_take_no_longer_than_a_few():
     begin = time.process_time()
     even = ticks.Costs(f=np.ones((1000, 1)))
-    got = makespan("1f1b", 16, 10**5, 1, even)
+    got = makespan(Pipeline("1f1b", 16, 10**5), even)
     assert time.process_time() - begin < 2
     np.testing.assert_allclose(got, 3 * 10**5 + 30)
 
 
 def test_refusals():
     with pytest.raises(ValueError, match=r"last dimension can be 1, or the 4 virtual stages"):
-        makespan("1f1b", 4, 8, 1, ticks.Costs(f=np.ones(3)))
+        makespan(Pipeline("1f1b", 4, 8), ticks.Costs(f=np.ones(3)))
     with pytest.raises(ValueError, match="overlaps operations in pairs"):
-        makespan("dualpipe", 4, 8, 1, ticks.Costs())
+        makespan(Pipeline("dualpipe", 4, 8), ticks.Costs())
     with pytest.raises(ValueError, match="microbatches to be a multiple of stages"):
-        makespan("interleaved", 4, 6, 2, ticks.Costs())
+        makespan(Pipeline("interleaved", 4, 6, 2), ticks.Costs())
