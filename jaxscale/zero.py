@@ -112,6 +112,14 @@ class Zero:
             return grads
 
         def one(axes, grad):
+            if self.stage == 1 and "outer_embed" in axes and self.sizes["fsdp"] > 1:
+                # At once, as it was gathered. Part by part, a TPU would lay the parts of a few
+                # ranks along 128 lanes, and need as much memory as if there were 128.
+                grad = jax.lax.psum_scatter(
+                    grad, ("pipeline", "fsdp"),
+                    scatter_dimension=axes.index("outer_embed"), tiled=True,
+                )  # fmt: skip
+                return self._sum_replicas(grad, axes)
             if self.stage == 1:
                 grad = self._reduce_scatter(grad, axes)
             if "layers" not in axes:

@@ -87,6 +87,14 @@ CASES = (
         0.25,
         "remat=full fsdp=4 tensor=8 pipeline=64 microbatches=128 schedule=1f1b zero_stage=1",
     ),
+    Case("gpt_22b", "v5p:4x4x8", 2, "remat=full tensor=4"),
+    Case(
+        "llama3_8b",
+        "v5p:4x4x4",
+        2,
+        "remat=full pipeline=4 microbatches=8 schedule=1f1b zero_stage=1",
+    ),
+    Case("llama3_8b", "v6e:16x16", 1, "remat=save:query,key,value,attention"),
     Case("llama32_1b", "v5e:4x4", 4, "remat=full"),
     Case("llama32_1b", "a100-40:1x8", 2, "remat=full"),
 )
