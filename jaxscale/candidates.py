@@ -10,7 +10,8 @@ from typing import Any
 from jaxscale.config import Config
 from jaxscale.layout import ACCUMULATIONS, MESH_AXES, REMATS, Layout, parse_schedule
 from jaxscale.pipeline.stages import open_stages
-from jaxscale.planner import space, trained
+from jaxscale.planner import space
+from jaxscale.planner.trained import Trained
 
 Choices = Mapping[str, Any]
 """Name of a layout's field -> its value, None where the layout does not read it."""
@@ -85,7 +86,7 @@ def refusal(config: Config, layout: Layout) -> str:
         _check_pipeline(config, layout)
     except ValueError as error:
         return str(error)
-    return trained.refusal(dataclasses.replace(config, layout=layout))[1]
+    return Trained(config).refusal(layout)[1]
 
 
 def _meshes(num_devices: int) -> Iterator[Layout]:

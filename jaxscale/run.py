@@ -81,7 +81,6 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
     # Twenty modules that most runs have no use for.
     from jaxscale.planner.explain import gigabytes, layout_text  # noqa: PLC0415
     from jaxscale.planner.here import choose  # noqa: PLC0415
-    from jaxscale.planner.space import with_layout  # noqa: PLC0415
 
     begun = workdir / "config.json" if workdir else None
     if begun and begun.is_file():
@@ -95,7 +94,7 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
         f"{plan.step_seconds:.4g} s and {gigabytes(plan.memory_bytes)} of "
         f"{gigabytes(plan.limit_bytes)} on each device"
     )
-    return with_layout(config, plan.layout)
+    return plan.config
 
 
 def for_sampling(config: Config) -> Config:

@@ -236,11 +236,6 @@ def _runnable(query: Query, layouts: Layouts, rejected: collections.Counter) -> 
     return layouts.take(good) if good.any() else None
 
 
-def with_layout(config: Config, layout: Layout) -> Config:
-    """The config with another layout."""
-    return dataclasses.replace(config, layout=layout)
-
-
 def check_pins(query: Query) -> None:
     """Refuses pins that are no field of a layout, no value of it, or no number of devices.
 
@@ -253,6 +248,14 @@ def check_pins(query: Query) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
             raise ValueError(f"--pin {name}: a layout has no such field{hint}")
+    schedule = query.pins.get("schedule", Layout.schedule)
+    if parse_schedule(schedule)[0] not in RUNNABLE:
+        raise ValueError(
+            f"--pin schedule={schedule}: the planner ranks what this version runs by name: "
+            f"{', '.join(RUNNABLE)}"
+        )
+    if query.pins.get("virtual_stages") == 0:
+        raise ValueError("--pin virtual_stages=0: at least 1; leave it out to have it chosen")
     # Only a pipeline can keep some passes.
     some = kept_passes(query.pins.get("remat", "none")) and {"pipeline": 2}
     query.subject.check_policies(query.subject.layout(**{**(some or {}), **query.pins}))

@@ -101,7 +101,17 @@ class Trained:
     def refusal(self, layout: Layout) -> tuple[str, str]:
         """Why the engine refuses what a layout divides, in a few words and in its own; "" where it
         does not."""
-        return refusal(self.with_layout(layout))
+        config = self.with_layout(layout)
+        for check, reason in (
+            (check_divides, self.unsplit),
+            (check_sequence, "data.seq_len does not split"),
+            (check_parameters, "a dimension of the model does not divide"),
+        ):
+            try:
+                check(config)
+            except ValueError as error:
+                return reason, str(error)
+        return "", ""
 
     def memory(self, layouts: Layouts | Layout, held: Held | None, back_end: str) -> Memory:
         """Of a device; fields are int, or int [N].
@@ -110,20 +120,6 @@ class Trained:
           held: of ranks of pipelines; None where there are none.
         """
         return memory_of(self.config, layouts, held, back_end, own_host=True)
-
-
-def refusal(config: Config) -> tuple[str, str]:
-    """As `Trained.refusal`, of a config with its layout."""
-    for check, reason in (
-        (check_divides, Trained.unsplit),
-        (check_sequence, "data.seq_len does not split"),
-        (check_parameters, "a dimension of the model does not divide"),
-    ):
-        try:
-            check(config)
-        except ValueError as error:
-            return reason, str(error)
-    return "", ""
 
 
 def check_parameters(config: Config) -> None:

@@ -13,8 +13,8 @@ from jaxscale.planner.described import Described
 from jaxscale.planner.layouts import PlannedLayout, stack
 from jaxscale.planner.machine import cluster
 from jaxscale.planner.memory import Memory
+from jaxscale.planner.pipelines import deal_all, held_of
 from jaxscale.planner.plans import judge
-from jaxscale.planner.search import deal_all, held_of
 from jaxscale.planner.shape import Shape
 from jaxscale.planner.shapes import NAMED
 from jaxscale.planner.space import Query
@@ -125,7 +125,7 @@ def test_many_layouts_are_each_of_them(texts):
     ]  # fmt: skip
     subject = Described(MIXTRAL, 512)
     many = stack(list(layouts))
-    held = held_of(many, deal_all(subject, many)) if pipeline > 1 else None
+    held = held_of(deal_all(subject, many)) if pipeline > 1 else None
     together = subject.memory(many, held, "gpu")
     assert np.shape(together.peak) == (len(layouts),)
     query = Query(subject, H100S)

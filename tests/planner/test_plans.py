@@ -19,7 +19,7 @@ from jaxscale.planner.answer import plan, with_batch
 from jaxscale.planner.machine import cluster
 from jaxscale.planner.plans import Answer, judge
 from jaxscale.planner.search import search
-from jaxscale.planner.space import Query, with_layout
+from jaxscale.planner.space import Query
 from jaxscale.planner.write import write_config
 
 CONFIG = from_dict(
@@ -129,14 +129,14 @@ def test_a_written_config_is_the_plan(tmp_path):
     one = judge(QUERY, PIPELINE)
     write_config(tmp_path / "mine.py", one, "configs/some.py")
     loaded = configs.load(str(tmp_path / "mine.py"))
-    assert loaded == with_layout(CONFIG, PIPELINE)
+    assert loaded == dataclasses.replace(CONFIG, layout=PIPELINE)
 
 
 def test_layouts_of_this_machine():
     found = here.choose(CONFIG, "cpu", "cpu", 8)
     assert found.layout.num_devices == 8
     assert found.layout.offload == "none"
-    pinned = with_layout(CONFIG, Layout(schedule="auto", tensor=2, remat="full"))
+    pinned = dataclasses.replace(CONFIG, layout=Layout(schedule="auto", tensor=2, remat="full"))
     taken = here.choose(pinned, "cpu", "cpu", 8).layout
     assert (taken.tensor, taken.remat, taken.auto) == (2, "full", False)
     with pytest.raises(ValueError, match=r"hardware\.csv has no 'Abacus'"):

@@ -16,8 +16,8 @@ from jaxscale.planner.plans import judge
 from jaxscale.planner.search import TOO_LARGE, _distinct, search
 from jaxscale.planner.shape import Shape
 from jaxscale.planner.shapes import NAMED
-from jaxscale.planner.space import HOST_MEMORY_BYTES, Query, divisors, meshes, with_layout
-from jaxscale.planner.trained import refusal
+from jaxscale.planner.space import HOST_MEMORY_BYTES, Query, check_pins, divisors, meshes
+from jaxscale.planner.trained import Trained
 from jaxscale.planner.why import problem
 
 CONFIG = from_dict(
@@ -29,6 +29,7 @@ CONFIG = from_dict(
 )  # fmt: skip
 EIGHT = cluster("A100-40", 8)
 FOUR = cluster("A100-40", 4)
+with_layout = Trained(CONFIG).with_layout
 TRIED = ("none", "full", "save_matmuls")  # policies of remat
 PIPELINES = ("1f1b", "zb_h1", "zb_v", "interleaved")
 
@@ -60,10 +61,9 @@ def by_hand(asked: Query) -> list[tuple[float, Layout]]:
                 continue
             try:
                 layout = Layout(**mesh, zero_stage=stage, microbatches=count, **texts)
-                config = with_layout(CONFIG, layout)
-                if refusal(config)[0]:
+                if asked.subject.refusal(layout)[0]:
                     continue
-                needs = memory(config, asked.back_end, own_host=True)
+                needs = memory(with_layout(layout), asked.back_end, own_host=True)
             except ValueError:
                 continue
             host = needs.host_stash + layout.offloads("optimizer") * needs.host_optimizer
@@ -249,12 +249,27 @@ def test_pins_hold():
         assert (layout.pipeline, layout.schedule) == (2, "zb_h1")
 
 
+@pytest.mark.parametrize(
+    ("pin", "said"),
+    [
+        ({"schedule": "dualpipe"}, "--pin schedule=dualpipe: the planner ranks .* by name: 1f1b, "),
+        ({"schedule": "order.csv"}, "--pin schedule=order.csv: the planner ranks"),
+        ({"schedule": "auto"}, "--pin schedule=auto: the planner ranks"),
+        ({"schedule": "1f1b:3,x"}, "'3,x' is no choice"),
+        ({"virtual_stages": 0}, "--pin virtual_stages=0: at least 1"),
+    ],
+)
+def test_pins_that_no_plan_has_are_refused(pin, said):
+    with pytest.raises(ValueError, match=said):
+        check_pins(query(30.0, pipeline=2, **pin))
+
+
 def test_what_does_not_fit_is_counted_and_the_smallest_named():
     found = search(query(0.1, pipeline=1), 5)
     assert not found.layouts
     assert found.rejected[TOO_LARGE] > 100
     assert found.smallest is not None
-    peak = memory(with_layout(CONFIG, found.smallest), "gpu", own_host=True).peak
+    peak = memory(with_layout(found.smallest), "gpu", own_host=True).peak
     # Nothing that fits needs more than this one.
     assert search(query(1.001 * peak / 1e9, pipeline=1), 1).layouts
 
