@@ -44,9 +44,9 @@ def fit(argv: list[str]) -> int:
 _compiled = []
 
 
-def _compiled_once(compile_step, engine, config):
+def _compiled_once(compile_step, engine):
     if not _compiled:
-        _compiled.append(compile_step(engine, config))
+        _compiled.append(compile_step(engine))
     return _compiled[0]
 
 
