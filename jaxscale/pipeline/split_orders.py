@@ -1,7 +1,8 @@
 """Schedules made of separate input and weight gradients: zero bubble, and DualPipe.
 
-The functions have the form of those in `fused_orders`: rows of operations for p ranks, m micro-batches,
-v virtual stages per rank, k sequence chunks. Weight gradients fill what would be idle.
+The functions have the form of those in `fused_orders`: rows of operations for p ranks, m
+micro-batches, v virtual stages per rank, k sequence chunks. Weight gradients fill what would be
+idle.
 """
 
 from collections import Counter, deque
