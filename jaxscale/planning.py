@@ -6,6 +6,7 @@ It needs no device, and imports JAX only to compile what is to be proved.
 import argparse
 import dataclasses
 import json
+import math
 import pathlib
 import re
 import sys
@@ -224,7 +225,7 @@ def _plan_json(one: Plan, tokens: float) -> dict[str, Any]:
         "watts": one.watts,
         "run_seconds": float(bill.seconds),
         "joules": float(bill.joules),
-        "usd": float(bill.usd) if bill.usd == bill.usd else None,
+        "usd": None if math.isnan(bill.usd) else float(bill.usd),
         "goodput": bill.goodput.fraction,
     }
 

@@ -25,8 +25,7 @@ def elementwise_seconds(shape: Shape, cluster: Cluster, choice: Choice, tokens: 
     moe = shape.expert_layers / shape.layers
     dense = (shape.with_mlp - shape.expert_layers) / shape.layers
     wide = shape.d_ff * dense + moe * (
-        shape.expert_ff * shape.top_k * choice.imbalance
-        + shape.shared_experts * (shape.shared_ff or shape.expert_ff)
+        shape.expert_ff * shape.top_k * choice.imbalance + shape.shared_width
     )
     gated = shape.expert_gated if shape.experts else shape.gated
     activation = (6 * wide, 10 * wide) if gated else (4 * wide, 8 * wide)

@@ -1,5 +1,6 @@
 """Plans in words and bars: why a step takes what it takes, what fills a device, and why not."""
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -188,7 +189,7 @@ def ranking(answer: Answer) -> str:
     rows = [("", "layout", "step", "tokens/s", "MFU", "HFU", "memory", "days", "MWh", "USD")]
     for number, one in enumerate(answer.plans, 1):
         bill = one.bill(tokens)
-        usd = f"{bill.usd:,.0f}" if bill.usd == bill.usd else "-"
+        usd = "-" if math.isnan(bill.usd) else f"{bill.usd:,.0f}"
         rows.append(
             (str(number), layout_text(one.layout), f"{one.step_seconds:.3f} s",
              f"{one.tokens_per_second:,.0f}", f"{100 * one.mfu:.1f} %", f"{100 * one.hfu:.1f} %",

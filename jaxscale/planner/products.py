@@ -1,8 +1,9 @@
-"""The matrix products of a layer for one micro-batch, of which sizes they are and what they take.
+"""The matrix products of a mean layer for one micro-batch: their sizes, and what they take.
 
 Letters as in `layer.py`.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ def product_seconds(
     return total[0] / shape.layers, total[1] / shape.layers, total[2] / shape.layers
 
 
-def _products(shape: Shape, choice: Choice, tokens: Floats):
+def _products(shape: Shape, choice: Choice, tokens: Floats) -> Iterator[tuple[list, Floats]]:
     """Lists of (rows, columns, depth, batch), each with the number of layers that do it."""
     t, d = np.asarray(choice.tensor), shape.d_model
     wide = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
@@ -75,7 +76,7 @@ STREAMS = 4
 (Transformer Engine's GroupedLinear)."""
 
 
-def _expert_products(shape: Shape, choice: Choice, tokens: Floats):
+def _expert_products(shape: Shape, choice: Choice, tokens: Floats) -> Iterator[tuple[list, Floats]]:
     """Products of a device's experts, each with the tokens that come to it, and what is beside."""
     x, d, gate = np.asarray(choice.expert), shape.d_model, 2 if shape.expert_gated else 1
     t, folded = np.asarray(choice.tensor), choice.traits.folded_experts
@@ -92,7 +93,7 @@ def _expert_products(shape: Shape, choice: Choice, tokens: Floats):
         mask = (places, wide, shape.seq_len, tokens / shape.seq_len)
         yield [mask, mask], shape.expert_layers
     if shape.shared_experts:
-        shared = shape.shared_experts * (shape.shared_ff or shape.expert_ff) / t
+        shared = shape.shared_width / t
         yield [(tokens, gate * shared, d, 1), (tokens, d, shared, 1)], shape.expert_layers
     if shape.expert_width:
         yield [(tokens, wide, d, 1), (tokens, d, wide, 1)], shape.expert_layers

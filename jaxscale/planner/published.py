@@ -89,7 +89,7 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
     # Inputs of products in 8 bits, where these are; the activation's own input stays in 16.
     narrow = 2.0 if traits.matmul == "bfloat16" else 1.0
     wide = (4 if shape.gated else 2) + narrow + 2 * (shape.gated and not traits.fused)
-    shared = shape.shared_experts * (shape.shared_ff or shape.expert_ff)
+    shared = shape.shared_width
     # Of routed tokens the ranks of tensor share the experts' inside, or fold the experts.
     mixed = moe * shape.top_k * choice.imbalance
     mlp = wide * (shape.d_ff * dense + shared * moe + shape.expert_ff * mixed)

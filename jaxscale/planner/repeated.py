@@ -33,14 +33,9 @@ def core_flops(shape: Shape) -> float:
 def mlp_flops(shape: Shape) -> tuple[float, float]:
     """All products of MLPs and experts, and the last ones of each alone."""
     dense = shape.with_mlp - shape.expert_layers + _source(shape)
-    matrices = 3 if shape.expert_gated else 2
-    shared = shape.shared_experts * matrices * shape.d_model * (shape.shared_ff or shape.expert_ff)
-    experts = 2.0 * (shape.top_k * shape.expert_params + shared)
-    return (
-        dense * shape.mlp_flops + shape.expert_layers * shape.expert_flops,
-        dense * shape.mlp_flops / (3 if shape.gated else 2)
-        + shape.expert_layers * experts / matrices,
-    )
+    width = shape.top_k * shape.expert_ff * shape.routed_width + shape.shared_width * shape.d_model
+    last = dense * shape.d_ff * shape.d_model + shape.expert_layers * width
+    return dense * shape.mlp_flops + shape.expert_layers * shape.expert_flops, 2.0 * last
 
 
 def _source(shape: Shape) -> float:

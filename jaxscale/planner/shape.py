@@ -136,8 +136,12 @@ class Shape:
     def shared_params(self) -> int:
         """The shared experts of a layer, and the projections around the routed ones."""
         matrices = 3 if self.expert_gated else 2
-        shared = self.shared_experts * matrices * self.d_model * (self.shared_ff or self.expert_ff)
-        return shared + 2 * self.d_model * self.expert_width
+        return self.d_model * (matrices * self.shared_width + 2 * self.expert_width)
+
+    @property
+    def shared_width(self) -> int:
+        """Of the shared experts of a layer, together."""
+        return self.shared_experts * (self.shared_ff or self.expert_ff)
 
     @property
     def routed_params(self) -> int:

@@ -4,7 +4,6 @@ import dataclasses
 import difflib
 import json
 import pathlib
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -78,10 +77,15 @@ NAMED = {
 
 
 def named(model: str, seq_len: int) -> Shape | None:
-    """The shape that a name begins with, in any case and with _ for -; None if it is not known."""
-    name = model.lower().replace("_", "-").replace("nemotron3", "nemotron-3")
+    """The shape that a name begins with, as others write it; None if it is not known."""
+    name = _spelt(model)
     found = [shape for known, shape in NAMED.items() if name.startswith(known)]
     return replace(found[0], seq_len=seq_len) if found else None
+
+
+def _spelt(model: str) -> str:
+    """As in `NAMED`, of a name in any case, with _ for - and maybe none before a version."""
+    return model.lower().replace("_", "-").replace("nemotron3", "nemotron-3")
 
 
 def find_shape(model: str) -> Shape:
@@ -93,7 +97,7 @@ def find_shape(model: str) -> Shape:
     """
     if model.endswith(".json"):
         return read_shape(pathlib.Path(model))
-    name = model.lower().replace("_", "-")
+    name = _spelt(model)
     if name in NAMED:
         return NAMED[name]
     near = difflib.get_close_matches(name, NAMED, n=3, cutoff=0.4)
@@ -110,22 +114,22 @@ def read_shape(path: pathlib.Path) -> Shape:
     Raises:
       ValueError: as `find_shape`.
     """
-    given = json.loads(path.read_text())
-    parts = {"latent": Latent, "mixer": Mixer}
-    made = {
-        name: _record(kind, given[name], f"{path}: {name}")
-        for name, kind in parts.items()
-        if isinstance(given, dict) and given.get(name) is not None
-    }
-    return _record(Shape, given, str(path), made)
+    try:
+        given = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    for name, kind in (("latent", Latent), ("mixer", Mixer)):
+        if isinstance(given, dict) and given.get(name) is not None:
+            given[name] = _record(kind, given[name], f"{path}: {name}")
+    return _record(Shape, given, str(path))
 
 
 TYPES: dict[Any, tuple[type, ...]] = {int: (int,), bool: (bool,), float: (int, float)}
 """Of a field -> what JSON may give for it."""
 
 
-def _record(kind: Any, given: Any, where: str, made: Mapping[str, Any] | None = None) -> Any:
-    """A dataclass of numbers from a JSON object; `made` are the fields that are objects."""
+def _record(kind: Any, given: Any, where: str) -> Any:
+    """A dataclass from a JSON object of its numbers; fields that are records are made already."""
     if not isinstance(given, dict):
         raise ValueError(f"{where} is {given!r}; it must be an object of {kind.__name__}'s fields")
     fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -140,7 +144,7 @@ def _record(kind: Any, given: Any, where: str, made: Mapping[str, Any] | None = 
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in given:
             raise ValueError(f"{where}: no {name!r}, which every model has")
-    return kind(**{**given, **(made or {})})
+    return kind(**given)
 
 
 def check_shape(shape: Shape, name: str) -> None:

@@ -32,6 +32,7 @@ def test_counts_are_the_published_ones(name, total, active):
 
 def test_a_name_is_taken_in_any_case_and_a_misspelt_one_gets_the_nearest():
     assert find_shape("Mixtral_8x7B") is NAMED["mixtral-8x7b"]
+    assert find_shape("Nemotron3_Nano") is NAMED["nemotron-3-nano"]
     with pytest.raises(ValueError, match=r"no model 'mixtral-7b'; did you mean mixtral-8x7b or"):
         find_shape("mixtral-7b")
     with pytest.raises(ValueError, match=r"no model 'nobody'; There are llama3-8b, "):
@@ -67,6 +68,14 @@ def test_a_file_says_the_same(name, tmp_path):
 def test_a_wrong_file_is_refused(changes, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         find_shape(written(tmp_path, NAMED["deepseek-v3"], **changes))
+
+
+def test_a_file_that_is_no_object_is_refused(tmp_path):
+    path = tmp_path / "model.json"
+    for text, said in (("{", r"json is not JSON: "), ("[1]", r"is \[1\]; it must be an object")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            find_shape(str(path))
 
 
 @pytest.mark.parametrize(
