@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.layout import ACCUMULATIONS, MESH_AXES, REMATS, Layout, parse_schedule
+from jaxscale.layout import ACCUMULATIONS, MESH_AXES, REMATS, Layout, kept_passes, parse_schedule
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.planner import space
 from jaxscale.planner.trained import Trained
@@ -122,19 +122,21 @@ def _walks(config: Config, mesh: Layout) -> Iterator[Choices]:
 
 def _check_pipeline(config: Config, layout: Layout) -> None:
     if layout.pipeline > 1:
+        # Of policies of remat, those that are not the table's make no difference to it.
+        remat = "none" if kept_passes(layout.remat) is None else layout.remat
         _open(
-            layout.pipeline, layout.schedule, layout.virtual_stages, layout.microbatches,
-            layout.remat == "full", config.model.num_layers,
+            layout.pipeline, layout.schedule, layout.virtual_stages, layout.microbatches, remat,
+            config.model.num_layers,
         )  # fmt: skip
 
 
 @functools.cache
 def _open(
-    pipeline: int, schedule: str, chunks: int, microbatches: int, full: bool, num_layers: int
+    pipeline: int, schedule: str, chunks: int, microbatches: int, remat: str, num_layers: int
 ) -> None:
     layout = Layout(
         pipeline=pipeline, schedule=schedule, virtual_stages=chunks, microbatches=microbatches,
-        remat="full" if full else "none",
+        remat=remat,
     )  # fmt: skip
     open_stages(layout, num_layers)
 

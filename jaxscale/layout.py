@@ -183,7 +183,7 @@ def remat_names(remat: str) -> tuple[str, ...]:
 def kept_passes(remat: str) -> int | None:
     """How many passes a pipeline's rank keeps at a time, of those that are recomputed otherwise by
     operations of their own: 0 with "full", 4 with "keep:4". None where there are no such
-    operations.
+    operations. It is the `keep` of `pipeline.orders.make_order`.
 
     Raises:
       ValueError: "keep:" without a number of at least 1.

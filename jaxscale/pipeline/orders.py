@@ -296,7 +296,7 @@ def _order_from_file(
     if keep is not None and R not in kinds:
         raise ValueError(
             f"{path} has no R, so there is nothing to recompute; add R before each backward, or "
-            "leave out the cost of R"
+            "recompute nothing"
         )
     if keep:
         raise ValueError(

@@ -25,7 +25,7 @@ Timed = tuple[float, Layout]  # seconds of a step
 
 
 def keep_more(query: Query, recomputed: list[Layouts], best: list[Timed], top: int) -> list[Timed]:
-    """Layouts with passes kept that are faster than the slowest of the best.
+    """The best with, among them, layouts that keep passes and are faster than the slowest.
 
     Args:
       recomputed: pipelines with remat "full", those of common texts together.

@@ -10,7 +10,8 @@ import numpy as np
 from jaxscale.config import Config
 from jaxscale.layout import Layout
 from jaxscale.planner.arrays import Ints
-from jaxscale.planner.memory import Held, Memory, memory
+from jaxscale.planner.held import Held
+from jaxscale.planner.memory import Memory, memory
 
 NUMBERS = (
     "pipeline", "data", "fsdp", "expert", "context", "tensor", "zero_stage", "microbatches",

@@ -51,10 +51,8 @@ def _refused(query: Query, found: Found) -> str:
     """What the engine says of the settings."""
     if found.words:
         return next(iter(found.words.values()))
-    axes = dict(zip(("pipeline", "data", "fsdp"), (1, 1, 1)))
-    layout = query.subject.layout(
-        **{**axes, "microbatches": query.pins.get("pipeline", 1), **query.pins}
-    )
+    count = query.pins.get("pipeline", 1)
+    layout = query.subject.layout(**{"data": 1, "microbatches": count, **query.pins})
     return problem(query, layout) or "; ".join(found.rejected)
 
 

@@ -72,6 +72,7 @@ def test_the_nearest_numbers_do_work(name):
         (("1f1b", 0, 8), {}, "stages = 0; at least 1"),
         (("1f1b", 4, 8, 1, -1), {}, "sequence_chunks = -1; at least 1"),
         (("zb_h2", 4, 8), {"fused": True}, "fused = True, but zb_h2 is made of"),
+        (("1f1b", 4, 8), {"keep": -1}, "keep = -1; at least 0"),
     ],
 )
 def test_other_refusals(arguments, options, message):
