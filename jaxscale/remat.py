@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.layout import remat_names
 from jaxscale.models.decoder import Decoder
+from jaxscale.ops.kernels import is_cudnn_forward
 
 Tree = Any
 
@@ -31,7 +33,21 @@ def rematerialised(model: Decoder, remat: str) -> Callable[[Tree, jax.Array, Any
         )  # fmt: skip
     else:
         policy = jax.checkpoint_policies.save_only_these_names(*names)
+    if "attention" in names:
+        policy = _with_cudnn(policy)
     return _checkpoint(model.block, policy)
+
+
+def _with_cudnn(policy: Callable) -> Callable:
+    """Treats what cuDNN's kernel returns, which has no names, as what is named "attention"."""
+    naming = jax.make_jaxpr(lambda x: checkpoint_name(x, "attention"))(0.0).eqns[0]
+
+    def treat(primitive, *args, **params):
+        if is_cudnn_forward(primitive):
+            return policy(naming.primitive, *args, **naming.params)
+        return policy(primitive, *args, **params)
+
+    return treat
 
 
 def _checkpoint(function: Callable, policy: Callable) -> Callable:

@@ -30,8 +30,9 @@ def attention(
 
     Query head n reads key head n // (N / K). Segment 0, padding, is a segment like any other: its
     outputs are finite and reach nobody else. Scores are scaled by H**-0.5; the softmax is in
-    float32, or in the input's type where that is wider. But for "cudnn", the output and what the
-    backward pass needs beside the arguments carry the checkpoint name "attention".
+    float32, or in the input's type where that is wider. The output and what the backward pass
+    needs beside the arguments carry the checkpoint name "attention"; but for "cudnn", whose results
+    a policy knows by `kernels.is_cudnn_forward`.
 
     Args:
       implementation: "reference", "blockwise", "cudnn" or "splash"; see `choose` and `check`.

@@ -39,12 +39,13 @@ def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int) -> Array:
 
     # Left alone, every layer would keep its mask for the backward pass: keep what the kernel
     # returns, the output and log(sum(exp(scores))), and make the mask again.
-    attend = jax.checkpoint(attend, policy=_is_cudnn_forward, prevent_cse=False)
+    attend = jax.checkpoint(attend, policy=is_cudnn_forward, prevent_cse=False)
     return attend(q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
 
-def _is_cudnn_forward(primitive, *_, **__) -> bool:
-    # By primitive, since the kernel's differentiation rule gives its results no names.
+def is_cudnn_forward(primitive, *_, **__) -> bool:
+    """A checkpoint policy that keeps the output of `cudnn` and what its backward pass needs. It
+    goes by the primitive, since the kernel's differentiation rule gives its results no names."""
     return primitive.name.startswith("dot_product_attention_fwd")
 
 

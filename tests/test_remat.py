@@ -1,0 +1,53 @@
+"""What policies keep of attention, with the kernels whose results have names and with cuDNN's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+from jaxscale.batch import Batch
+from jaxscale.config import ModelConfig
+from jaxscale.models.decoder import Decoder, Kernels
+from jaxscale.ops.attention import attention
+from jaxscale.remat import rematerialised
+
+MODEL = ModelConfig(
+    num_layers=1, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=64
+)
+FORWARD, BACKWARD = "@__cudnn$fmhaScaleBiasSoftmax(", "@__cudnn$fmhaScaleBiasSoftmaxBackward("
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """A layer whose attention is cuDNN's, on a machine that does not have the library."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91500)
+    return Decoder(
+        MODEL, Kernels(functools.partial(attention, implementation="cudnn", sliding_window=0))
+    )
+
+
+@pytest.mark.parametrize(
+    ("remat", "runs"),
+    [
+        ("none", 1), ("full", 2), ("save_all_but_attention", 2), ("save_matmuls", 1),
+        ("save:query,key,value", 2), ("save:query,key,value,attention", 1), ("save:attention", 1),
+        ("offload:attention", 1),
+    ],
+)  # fmt: skip
+def test_cudnns_kernel_runs_again_where_its_result_is_not_kept(cudnn, remat, runs):
+    block = rematerialised(cudnn, remat)
+    layers = jax.eval_shape(cudnn.init, jax.random.key(0))["layers"]
+    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], jnp.bfloat16), layers)
+    x = jax.ShapeDtypeStruct((2, 64, MODEL.d_model), jnp.bfloat16)
+    ints = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    batch = Batch(ints, ints, ints, ints, jax.ShapeDtypeStruct((2, 64), jnp.float32))
+
+    def loss(weights, x, batch):
+        return block(weights, x, batch).astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(weights, x, batch)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(FORWARD) == runs
+    assert text.count(BACKWARD) == 1
