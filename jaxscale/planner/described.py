@@ -26,6 +26,12 @@ REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attent
 OFFLOADS = ("none", "optimizer")
 """What such a layer's activations would move to host memory and back, no formula knows."""
 
+ALONE = {
+    "pipeline": "with an encoder, stages would be of two kinds, and no schedule has such",
+    "context": "with an encoder, no formula knows what cross attention sends over context",
+}
+"""Axes that an encoder beside the decoder does not go together with, and why."""
+
 RUN_TOKENS = 1e12
 """Of a run, whose length a shape does not say."""
 
@@ -71,8 +77,8 @@ class Described:
 
     @property
     def remats(self) -> tuple[str, ...]:
-        """Policies to try."""
-        return REMATS[:3] if self.shape.biases else REMATS
+        """Policies to try. Of layers with biases, what is kept is not known tensor by tensor."""
+        return tuple(one for one in REMATS if not (self.shape.biases and one.startswith("save:")))
 
     @property
     def head_cost(self) -> float:
@@ -200,10 +206,3 @@ class Described:
         """
         choice = Choice.of(layouts, self.sequences)
         return formulas.memory(self.shape, choice, held or Held(self.shape.layers), back_end)
-
-
-ALONE = {
-    "pipeline": "with an encoder, stages would be of two kinds, and no schedule has such",
-    "context": "with an encoder, no formula knows what cross attention sends over context",
-}
-"""Axes that an encoder beside the decoder does not go together with, and why."""

@@ -69,9 +69,9 @@ def test_experts_keep_more_than_the_mlp_that_a_token_meets():
 
 def test_an_encoder_keeps_its_activations_too():
     decoder = dataclasses.replace(NAMED["mt5-xxl"], encoder_layers=0, encoder_seq_len=0)
-    for remat, least in (("none", 3), ("full", 3)):
+    for remat in ("none", "full"):  # twice as many tokens in as many layers
         both = needs(NAMED["mt5-xxl"], 512, fsdp=64, remat=remat).stash
-        assert both >= least * needs(decoder, 512, fsdp=64, remat=remat).stash
+        assert both >= 3 * needs(decoder, 512, fsdp=64, remat=remat).stash
 
 
 DENSE = [

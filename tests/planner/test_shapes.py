@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxscale.planner.shape import Latent, Shape
+from jaxscale.planner.shape import Shape
 from jaxscale.planner.shapes import NAMED, check_shape, find_shape
 
 
@@ -92,7 +92,3 @@ def test_a_file_that_is_no_object_is_refused(tmp_path):
 def test_sizes_that_no_model_has_are_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         check_shape(dataclasses.replace(NAMED["mixtral-8x7b"], **changes), "mine")
-
-
-def test_latent_is_a_record_again(tmp_path):
-    assert isinstance(find_shape(written(tmp_path, NAMED["deepseek-v3"])).latent, Latent)
