@@ -32,12 +32,18 @@ class Columns:
         return (self.texts.get(name) or "").strip()
 
     def float(self, name: str, default: float = 0.0) -> float:
+        """Of a column that is empty the default.
+
+        Raises:
+          UnhandledError: it has something else than a number.
+        """
         try:
             return float(self(name) or default)
         except ValueError:
-            return default
+            raise UnhandledError(f"{name} is {self(name)!r}, not a number") from None
 
     def int(self, name: str, default: int = 0) -> int:
+        """Likewise, to the nearest."""
         return round(self.float(name, default))
 
 

@@ -69,6 +69,7 @@ def test_tokens_a_second_become_a_step(texts):
         ({"framework": "abacus"}, "abacus is not in planner/software.py"),
         ({"hardware": "H101"}, "no device 'H101'; did you mean"),
         ({"TP": "4096"}, "needs more than the"),
+        ({"TP": "eight"}, "TP is 'eight', not a number"),
         ({"global_batch": ""}, "no global batch is given"),
         (
             {
