@@ -206,8 +206,9 @@ def fitting(
         layout = Layout(**sizes, **texts)
         query.subject.check_policies(layout)
     except ValueError as error:
-        reason = str(error).partition(";")[0]
-        rejected[reason.rpartition(": ")[2] or reason] += int(wanted.sum())
+        # Settings come before the reason, and what to change after it.
+        reason = str(error).partition(";")[0].rpartition(": ")[2]
+        rejected[reason] += int(wanted.sum())
         return None
     layouts = dataclasses.replace(numbers.take(wanted), **texts)
     return _runnable(query, layouts, rejected) if pipelined else layouts
