@@ -180,6 +180,11 @@ def remat_names(remat: str) -> tuple[str, ...]:
     return names
 
 
+def by_names(remat: str) -> bool:
+    """Whether a layer keeps what is named, and makes again all that is not."""
+    return remat not in ("none", "save_all_but_attention")
+
+
 def kept_passes(remat: str) -> int | None:
     """How many passes a pipeline's rank keeps at a time, of those that are recomputed otherwise by
     operations of their own: 0 with "full", 4 with "keep:4". None where there are no such

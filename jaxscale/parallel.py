@@ -10,11 +10,11 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxscale.config import Config
-from jaxscale.layout import AUTOMATIC_AXES, Layout
+from jaxscale.layout import AUTOMATIC_AXES, Layout, by_names, kept_passes
 from jaxscale.models.decoder import Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose
 from jaxscale.ops.context import context_attention
-from jaxscale.ops.kernels import LANES
+from jaxscale.ops.kernels import LANES, maskless
 from jaxscale.ops.linear import Spread, spread_columns, spread_rows
 from jaxscale.ops.lookup import spread_lookup
 from jaxscale.ops.loss import cross_entropy
@@ -78,6 +78,11 @@ def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
 
     def attend(q, k, v, segments):
         return local(q, k, v, segments, sliding_window=config.model.sliding_window)
+
+    # Where a table recomputes a pipeline's passes, the layer itself is under no policy.
+    under_policy = by_names(layout.remat) and kept_passes(layout.remat) is None
+    if implementation == "cudnn" and not under_policy:
+        attend = maskless(attend)
 
     queries = _spec(layout, "batch", "seq", "heads", "head_dim")
     keys = _spec(layout, "batch", "seq", "kv_heads", "head_dim")

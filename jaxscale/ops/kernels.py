@@ -3,6 +3,7 @@
 Shapes: as in `attention.py`.
 """
 
+from collections.abc import Callable
 from typing import cast
 
 import jax
@@ -16,36 +17,34 @@ LANES = 128
 def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int) -> Array:
     """cuDNN's flash attention; blocks above the diagonal are skipped.
 
-    Documents and the window are kept by an additive mask of B * T * T * 2 bytes, which exists
-    only while the kernel runs. (The kernel has a window of its own, but not every version has it
-    beside a mask; and its packed layout needs a bound on the documents of a sequence.)
+    Documents and the window are kept by an additive mask of B * T * T * 2 bytes, which `maskless`
+    makes again for the backward pass. (The kernel has a window of its own, but not every version
+    has it beside a mask; and its packed layout needs a bound on the documents of a sequence.)
 
     On several devices call it inside a `shard_map` over all mesh axes.
     """
+    mask_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
+    if sliding_window:
+        time = jnp.arange(segments_BT.shape[1])
+        mask_BTS &= time[:, None] - time < sliding_window
+    return jax.nn.dot_product_attention(
+        q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], is_causal=True, implementation="cudnn"
+    )
 
-    def attend(q_BTNH, k_BSKH, v_BSKH, segments_BT):
-        mask_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
-        if sliding_window:
-            time = jnp.arange(segments_BT.shape[1])
-            mask_BTS &= time[:, None] - time < sliding_window
-        return jax.nn.dot_product_attention(
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            mask=mask_BTS[:, None],
-            is_causal=True,
-            implementation="cudnn",
-        )
 
-    # Left alone, every layer would keep its mask for the backward pass: keep what the kernel
-    # returns, the output and log(sum(exp(scores))), and make the mask again.
-    attend = jax.checkpoint(attend, policy=is_cudnn_forward, prevent_cse=False)
-    return attend(q_BTNH, k_BSKH, v_BSKH, segments_BT)
+def maskless(attend: Callable[..., Array]) -> Callable[..., Array]:
+    """`cudnn`, or what calls it, without its mask among what the backward pass keeps: the kernel's
+    results stay, the output and log(sum(exp(scores))).
+
+    Not for a layer under a policy of its own, which drops the mask anyway: where one checkpoint
+    stands in another, the output would be kept twice.
+    """
+    return jax.checkpoint(attend, policy=is_cudnn_forward, prevent_cse=False)
 
 
 def is_cudnn_forward(primitive, *_, **__) -> bool:
-    """A checkpoint policy that keeps the output of `cudnn` and what its backward pass needs. It
-    goes by the primitive, since the kernel's differentiation rule gives its results no names."""
+    """A checkpoint policy that keeps the results of cuDNN's kernel. It goes by the primitive, since
+    the kernel's differentiation rule gives them no names."""
     return primitive.name.startswith("dot_product_attention_fwd")
 
 

@@ -77,11 +77,7 @@ class Parts:
 
     def makespan(self, rows: Any, pipeline: Pipeline, layers: Any) -> np.ndarray:
         """float [rows], seconds of the table; or [...] of the dealings of one row."""
-        costs = self.costs(rows, layers)
-        if pipeline.keep is None and np.any(costs.r):
-            # The engine makes parts of a layer again within B; here they are operations, too.
-            pipeline = pipeline._replace(keep=0)
-        return ticks.makespan(pipeline, costs)
+        return ticks.makespan(pipeline, self.costs(rows, layers))
 
     def step_seconds(
         self, pipelines: Sequence[Pipeline], layers: Sequence[Layers], place: np.ndarray

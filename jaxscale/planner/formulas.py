@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.layout import by_names
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.held import Held
-from jaxscale.planner.kept import by_names
 from jaxscale.planner.memory import CHUNK_BYTES, CHUNK_TOKENS, Memory
 from jaxscale.planner.published import layer_bytes
 from jaxscale.planner.shape import Shape

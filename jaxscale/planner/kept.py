@@ -6,7 +6,7 @@ The suite holds it to `remat.rematerialised`, value by value.
 from dataclasses import dataclass
 
 from jaxscale.config import ModelConfig
-from jaxscale.layout import kept_passes, remat_names
+from jaxscale.layout import by_names, kept_passes, remat_names
 from jaxscale.planner.arrays import itemsize
 
 
@@ -102,8 +102,3 @@ def split_bytes(model: ModelConfig, remat: str) -> dict[str, int]:
         "residual_w": width * residual_w,
         "cotangent": width * cotangent,
     }
-
-
-def by_names(remat: str) -> bool:
-    """Whether JAX keeps the named values and makes again all that is not named."""
-    return remat not in ("none", "save_all_but_attention")

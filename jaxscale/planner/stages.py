@@ -82,14 +82,19 @@ def stage_costs(
 ) -> ticks.Costs:
     """Layers are dealt evenly to virtual stages; the last has the head, too.
 
-    Every operation of the executor ends with an exchange of messages.
+    Every operation of the executor ends with an exchange of messages. What is made again is an
+    operation of its own where that is everything, and part of the input gradient's otherwise.
     """
     count = int(np.max(np.asarray(choice.pipeline) * choice.virtual_stages))
     share = stages.total / np.asarray(choice.pipeline)  # of a rank
+    seconds = {name: one.seconds for name, one in passes.items()}
+    if choice.remat != "full":
+        seconds["input"] = seconds["input"] + seconds["recompute"]
+        seconds["recompute"] = 0.0
 
     def by_stage(name: str, head: Floats) -> np.ndarray:
         v = np.asarray(choice.virtual_stages)
-        each = np.asarray(share * passes[name].seconds, float)
+        each = np.asarray(share * seconds[name], float)
         each = np.where(each > 0, each + message * v, 0.0)
         costs = np.repeat(each[..., None], count, axis=-1)
         costs[..., -1] = costs[..., -1] + v * head
@@ -120,7 +125,7 @@ def _played(choice: Choice, costs: ticks.Costs) -> np.ndarray:
         rows = np.flatnonzero((keys == key).all(axis=1))
         # The head is the last entry, however many stages another layout of the arrays has.
         mine = [np.concatenate([c[rows, : p * v - 1], c[rows, -1:]], axis=-1) for c in flat]
-        keep = 0 if np.any(mine[3]) else None
+        keep = 0 if choice.remat == "full" else None
         pipeline = ticks.Pipeline(choice.schedule, p, m, v, choice.fused, keep)
         total[rows] = ticks.makespan(pipeline, ticks.Costs(*mine), lockstep=choice.traits.lockstep)
     return total.reshape(shape)

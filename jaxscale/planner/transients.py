@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.layout import kept_passes, remat_names
+from jaxscale.layout import by_names, kept_passes, remat_names
 from jaxscale.planner.arrays import Ints, most, where
-from jaxscale.planner.kept import by_names
 from jaxscale.planner.walk import Walk, elements, mlp_weights
 
 BLOCK_SCORES = 2**19  # of `ops.blocks`

@@ -14,8 +14,12 @@ import pytest
 from jaxscale import config as configs
 from jaxscale.config import from_dict
 from jaxscale.layout import Layout
+from jaxscale.pipeline.records import R
+from jaxscale.pipeline.simulate import Costs, simulate
+from jaxscale.pipeline.stages import open_stages
 from jaxscale.planner import explain, here, report, why
 from jaxscale.planner.answer import plan, with_batch
+from jaxscale.planner.dealt import Parts
 from jaxscale.planner.machine import cluster
 from jaxscale.planner.plans import Answer, judge
 from jaxscale.planner.search import search
@@ -208,3 +212,19 @@ def test_what_each_rank_of_a_pipeline_uses():
     assert plan.stage_bytes[1] < 0.95 * plan.memory_bytes
     flat = judge(QUERY, Layout(data=8))
     assert flat.stage_bytes == [flat.memory_bytes]
+
+
+@pytest.mark.parametrize("remat", ["none", "save_matmuls", "save_all_but_attention", "full"])
+def test_a_pipeline_is_timed_by_the_table_that_the_engine_runs(remat):
+    """Where a layer is made again in part, that is part of its backward pass: no R waits its turn,
+    so a short one costs no whole tick."""
+    layout = dataclasses.replace(PIPELINE, schedule="1f1b", remat=remat)
+    plan = judge(QUERY, layout)
+    table = open_stages(layout, CONFIG.model.num_layers, QUERY.subject.head_cost).table
+    parts = Parts.of(QUERY.shape, QUERY.cluster, plan.choice)
+    costs = parts.costs([0], plan.layers)
+    run = simulate(table, Costs(*(tuple(np.ravel(cost).tolist()) for cost in costs)))
+    assert (table.ops.kind == R).any() == (remat == "full")
+    late = 1 + float(parts.late[0])
+    whole = (float(parts.others[0]) + run.lockstep_makespan) * late
+    assert plan.step_seconds == pytest.approx(whole, rel=1e-9)
