@@ -97,6 +97,19 @@ CASES = (
     Case("llama3_8b", "v6e:16x16", 1, "remat=save:query,key,value,attention"),
     Case("llama32_1b", "v5e:4x4", 4, "remat=full"),
     Case("llama32_1b", "a100-40:1x8", 2, "remat=full"),
+    Case("llama2_70b", "h100:64x8", 2, "remat=save:query,key,value,attention,attention_out data=4"),
+    Case(
+        "llama2_7b",
+        "h100:8x8",
+        4,
+        "remat=keep:2 pipeline=4 tensor=2 microbatches=16 schedule=zb_h1 zero_stage=1",
+    ),
+    Case(
+        "llama2_7b",
+        "v5p:4x4x4",
+        4,
+        "remat=keep:2 pipeline=4 microbatches=16 schedule=1f1b",
+    ),
 )
 
 
