@@ -208,8 +208,6 @@ class _Rank:
     def forward(self, state: _State, row: Row) -> _State:
         x = self._arrived(state, row)
         if R in self.program.columns["kind"]:
-            buffers = {**state.buffers, "input": put(state.buffers["input"], x, row["input"])}
-            state = state._replace(buffers=buffers)
             return self._up(state, row, x, keeps=False)
         state = self._up(state, row, x, keeps=True)
         return state if state.grads else self.lose(state, row)
@@ -231,7 +229,9 @@ class _Rank:
         if keeping:
             x = jax.lax.cond(first, lambda: self._arrived(state, row), lambda: x)
         state = self._up(state, row, x, keeps=True)
-        return state._replace(made=jnp.where(first, state.made, made) if keeping else made)
+        # As with W, what is passed on waits for it all the same.
+        made, again = jax.lax.optimization_barrier((made, state.made))
+        return state._replace(made=jnp.where(first, again, made) if keeping else made)
 
     def input_gradient(self, state: _State, row: Row) -> _State:
         return self._down(state, row, fused=False)
@@ -291,13 +291,22 @@ class _Rank:
         )
 
     def _up(self, state: _State, row: Row, x: jax.Array, keeps: bool) -> _State:
-        """A chunk, forward from x."""
-        batch = at(self.batches, row["microbatch"])
+        """A chunk, forward from x.
+
+        Args:
+          keeps: the residuals; otherwise x, for R to begin with.
+        """
+        batch, first = at(self.batches, row["microbatch"]), x
 
         def one(index, carry):
             state, x = carry
             x, kept_b, kept_w = self.parts.forward(self._weights(state, row, index), x, batch)
-            if keeps:
+            if not keeps:
+                # By every layer: on a CPU (jaxlib 0.12) a loop over layers that leaves the buffers
+                # as they are takes four times as long.
+                inputs = put(state.buffers["input"], first, row["input"])
+                state = state._replace(buffers={**state.buffers, "input": inputs})
+            else:
                 state = self._write(state, row, "residual_b", index, kept_b)
                 state = self._write(state, row, "residual_w", index, kept_w)
             return state, x
