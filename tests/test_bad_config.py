@@ -99,7 +99,7 @@ OVERRIDES = [
     ("layout.remat=save:mlp_gat", "layout.remat = 'save:mlp_gat': 'mlp_gat' is not known"),
     ("layout.remat=save:mlp_gat", "did you mean 'mlp_gate'?"),
     ("layout.remat=save:key,key", "layout.remat = 'save:key,key' names a tensor twice"),
-    ("layout.remat=store:key", "layout.remat = 'store' is not known; it can be save, offload, keep"),
+    ("layout.remat=store:key", "layout.remat = 'store' is not known; it can be save, offload,"),
     ("layout.offload=disk", "layout.offload = 'disk' is not known"),
     ("layout.offload=optimiser", "did you mean 'optimizer'?"),
     ("layout.offload=activations,optimizer", "it can be none, optimizer, activations, optimizer,"),
