@@ -58,6 +58,13 @@ def _guesses(
     if not fast.any():
         return
     layouts, kept = layouts.take(fast), kept.take(fast)
+    # Of the tables without R most are known by now: they leave fewer to be made.
+    dealt_kept = deal_all(query.subject, kept)
+    quick = step_seconds(query, kept, dealt_kept)
+    hopeful = (quick < limit_seconds) & ~_fits(query, kept, held_of(dealt_kept))
+    if not hopeful.any():
+        return
+    layouts, kept, quick = layouts.take(hopeful), kept.take(hopeful), quick[hopeful]
     dealt, dealt_kept = (deal_all(query.subject, one) for one in (layouts, kept))
     least, most = held_of(dealt), held_of(dealt_kept)
     count = len(layouts)
@@ -76,9 +83,9 @@ def _guesses(
         middle = (low + high + 1) // 2
         roomy = fits(middle)
         low, high = np.where(roomy, middle, low), np.where(roomy, high, middle - 1)
-    slow, quick = step_seconds(query, layouts, dealt), step_seconds(query, kept, dealt_kept)
+    slow = step_seconds(query, layouts, dealt)
     seconds = quick + (1 - low / in_flight) * (slow - quick)
-    wanted = (low > 0) & fits(low) & ~_fits(query, kept, most) & (seconds < limit_seconds)
+    wanted = (low > 0) & fits(low) & (seconds < limit_seconds)
     for n in np.flatnonzero(wanted):
         yield float(seconds[n]), int(low[n]), layouts.one(int(n), query.subject.layout)
 
