@@ -135,6 +135,7 @@ def _passes(engine: Engine, chosen: Stages) -> list[str]:
         return simulate(stages.table, stages.costs).lockstep_makespan
 
     everything = open_with("none")
+    shortest = seconds(everything)
     most = everything.program.slots["residual_b"]
     # With all but one kept, that one would need as much room as keeping it, too.
     some = sorted({most * quarters // 4 for quarters in (1, 2, 3)} - {0, most - 1, most})
@@ -144,7 +145,7 @@ def _passes(engine: Engine, chosen: Stages) -> list[str]:
     for remat in policies:
         needs, slower = _predict(engine, remat=remat), ""
         if kept_passes(remat) is not None:
-            slower = f"+{seconds(open_with(remat)) / seconds(everything) - 1:.0%}"
+            slower = f"+{seconds(open_with(remat)) / shortest - 1:.0%}"
         rows.append(
             (remat + " *" * (remat == layout.remat), human_bytes(needs.stash),
              human_bytes(needs.peak), slower)

@@ -303,7 +303,7 @@ class _Rank:
             x, kept_b, kept_w = self.parts.forward(self._weights(state, row, index), x, batch)
             if not keeps:
                 # By every layer: on a CPU (jaxlib 0.12) a loop over layers that leaves the buffers
-                # as they are takes four times as long.
+                # as they are takes more than three times as long.
                 inputs = put(state.buffers["input"], first, row["input"])
                 state = state._replace(buffers={**state.buffers, "input": inputs})
             else:

@@ -106,6 +106,7 @@ def to_traits(get: Columns) -> Traits:
     layers, ranks = get.int("layers"), get.int("PP", 1)
     if "megatron-deepspeed" in get("framework").lower() and layers % ranks:
         changes["balanced_ends"] = (layers + 2) % ranks == 0
+    # BigScience's runs there waited for every kernel, against hangs (its chronicle).
     changes["blocking"] = "jean zay" in notes
     changes |= recipe(get).traits
     if found := re.search(r"capacity factor ([\d.]+) \(dropping\)", notes):

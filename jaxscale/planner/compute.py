@@ -65,7 +65,7 @@ def matmul_seconds(
 
 def _sustained(cluster: Cluster, matmul: str) -> float:
     generation = MEASURED[cluster.chip.generation]
-    return SUSTAINED.get(f"{matmul} on {generation}", SUSTAINED.get(generation, SUSTAINED["sm90"]))
+    return SUSTAINED.get(f"{matmul} on {generation}", SUSTAINED[generation])
 
 
 def _tiled_seconds(cluster, m, n, k, batch, peak, matmul) -> Floats:

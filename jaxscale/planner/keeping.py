@@ -64,10 +64,9 @@ def _guesses(
     hopeful = (quick < limit_seconds) & ~_fits(query, kept, held_of(dealt_kept))
     if not hopeful.any():
         return
-    layouts, kept, quick = layouts.take(hopeful), kept.take(hopeful), quick[hopeful]
-    dealt, dealt_kept = (deal_all(query.subject, one) for one in (layouts, kept))
-    least, most = held_of(dealt), held_of(dealt_kept)
-    count = len(layouts)
+    layouts, quick = layouts.take(hopeful), quick[hopeful]
+    dealt = deal_all(query.subject, layouts)
+    least, most = held_of(dealt), held_of(dealt_kept._replace(place=dealt_kept.place[hopeful]))
 
     def fits(keep: np.ndarray) -> np.ndarray:
         held = dataclasses.replace(
@@ -78,7 +77,7 @@ def _guesses(
 
     in_flight = np.asarray(most.residual_w)
     # With all but one kept, that one would need as much room as keeping it, too.
-    low, high = np.zeros(count, int), np.maximum(in_flight - 2, 0)
+    low, high = np.zeros(len(layouts), int), np.maximum(in_flight - 2, 0)
     while (low < high).any():
         middle = (low + high + 1) // 2
         roomy = fits(middle)
