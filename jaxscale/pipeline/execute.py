@@ -229,9 +229,7 @@ class _Rank:
         if keeping:
             x = jax.lax.cond(first, lambda: self._arrived(state, row), lambda: x)
         state = self._up(state, row, x, keeps=True)
-        # As with W, what is passed on waits for it all the same.
-        made, again = jax.lax.optimization_barrier((made, state.made))
-        return state._replace(made=jnp.where(first, again, made) if keeping else made)
+        return state._replace(made=jnp.where(first, state.made, made) if keeping else made)
 
     def input_gradient(self, state: _State, row: Row) -> _State:
         return self._down(state, row, fused=False)
