@@ -100,29 +100,52 @@ def describe(report: Any) -> str:
             [("products", flops), ("the compiler's estimate of what it computes", seconds)]
         )
     )  # fmt: skip
-    rows = [("axes", "collective", "runs", "bytes", "runs beside")]
+    rows = [("axes", "collective", "runs", "bytes", "on the links", "waited for", "runs beside")]
     rows += [
         (
             "+".join(one.axes) or "none",
             one.kind + (f" for {one.asked}" if one.asked != one.kind else ""),
             f"{one.count:g}",
             human_bytes(one.num_bytes),
+            _seconds(one.link_seconds),
+            _seconds(one.wait_seconds),
             _beside(one),
         )
         for one in report.collectives
     ]
     parts.append("collectives of a step\n" + table(rows))
+    if report.collectives:
+        parts.append(_hidden(report))
     return "\n\n".join(parts)
+
+
+def _hidden(report: Any) -> str:
+    """How much of what a step sends is hidden, run by run."""
+    from jaxscale.describe import human_bytes  # noqa: PLC0415
+
+    share = report.beside_bytes / report.collective_bytes
+    line = f"{share:.0%} of {human_bytes(report.collective_bytes)} are sent beside matmuls"
+    if report.link_seconds:
+        hidden = 1 - report.wait_seconds / report.link_seconds
+        line += (
+            f"; by the links' own figures that is {_seconds(report.link_seconds)}, of which "
+            f"matmuls hide {hidden:.0%} at least"
+        )
+    return line
+
+
+def _seconds(seconds: float | None) -> str:
+    return "n/a" if seconds is None else f"{seconds:.3g} s"
 
 
 def _beside(one: Any) -> str:
     if not one.asynchronous:
         return "nothing: the device waits"
     if not one.beside_flops:
-        return "what is no product"
+        return "no matmul"
     each = one.beside_flops / one.count
     amount = f"{each / 1e12:.3g} TFLOP" if each >= 1e12 else f"{each / 1e9:.3g} GFLOP"
-    return f"{amount} of products each"
+    return f"{amount} of matmuls each, on average"
 
 
 def numbers(report: Any) -> dict[str, Any]:
@@ -143,6 +166,10 @@ def numbers(report: Any) -> dict[str, Any]:
         "flops": report.flops,
         "optimal_seconds": report.optimal_seconds,
         "compile_seconds": report.compile_seconds,
+        "collective_bytes": report.collective_bytes,
+        "beside_bytes": report.beside_bytes,
+        "link_seconds": report.link_seconds,
+        "wait_seconds": report.wait_seconds,
         "buffers": [vars(use) for use in report.uses[:SHOWN]],
         "collectives": [
             {
@@ -153,6 +180,8 @@ def numbers(report: Any) -> dict[str, Any]:
                 "bytes": one.num_bytes,
                 "async": one.asynchronous,
                 "beside_flops": one.beside_flops,
+                "link_seconds": one.link_seconds,
+                "wait_seconds": one.wait_seconds,
             }
             for one in report.collectives
         ],

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,10 @@ class Collective:
     beside_flops: float  # of one run: of products between its start and its end, at least
     op_name: str
     computation: str  # that starts it
+    first: int = 0  # place of its start there
+    last: int = 0  # place of its end
+    link_seconds: float | None = None  # of one run; see `hlo_overlap`
+    wait_seconds: float | None = None  # of one run: that the device waits for its end
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ def collectives(
                 beside_flops=_flops_at(program, place, costs),
                 op_name=instruction.op_name,
                 computation=place.computation,
+                first=place.first,
+                last=place.last,
             )
         )
     return found + list(_between_slices(program, between, runs, costs))
@@ -111,7 +118,8 @@ def _between_slices(
                     kind=kind, asked=kind, axes=between, count=runs[name], arrays=1,
                     num_bytes=hlo.array_bytes(*hlo.arrays(instruction.shape)[0]),
                     asynchronous=True, beside_flops=_flops_at(program, where, costs),
-                    op_name=instruction.op_name, computation=name,
+                    op_name=instruction.op_name, computation=name, first=where.first,
+                    last=where.last,
                 )  # fmt: skip
 
 
@@ -238,14 +246,24 @@ def _axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def summed(found: Iterable[Collective]) -> list[Collective]:
-    """Those of one kind, axes and way of running as one: runs added up, `num_bytes` and
-    `beside_flops` of all runs."""
+    """Those of one kind, axes and way of running as one: runs added up; bytes, seconds and
+    `beside_flops` of all runs.
+
+    Those that run beside products and those that do not are never in one row, so that the bytes
+    of a row are hidden as a whole or not at all.
+    """
 
     def key(one: Collective) -> tuple:
-        return one.axes, one.kind, one.asked, one.asynchronous
+        return one.axes, one.kind, one.asked, one.asynchronous, one.beside_flops > 0
+
+    def total(members: list[Collective], field: str) -> Any:
+        each = [getattr(one, field) for one in members]
+        return None if None in each else sum(one.count * x for one, x in zip(members, each))
 
     rows = []
-    for (axes, kind, asked, asynchronous), group in itertools.groupby(sorted(found, key=key), key):
+    for (axes, kind, asked, asynchronous, _), group in itertools.groupby(
+        sorted(found, key=key), key
+    ):
         members = list(group)
         rows.append(
             Collective(
@@ -254,11 +272,13 @@ def summed(found: Iterable[Collective]) -> list[Collective]:
                 axes=axes,
                 count=sum(one.count for one in members),
                 arrays=sum(round(one.count * one.arrays) for one in members),
-                num_bytes=sum(one.count * one.num_bytes for one in members),
+                num_bytes=total(members, "num_bytes"),
                 asynchronous=asynchronous,
-                beside_flops=sum(one.count * one.beside_flops for one in members),
+                beside_flops=total(members, "beside_flops"),
                 op_name="",
                 computation="",
+                link_seconds=total(members, "link_seconds"),
+                wait_seconds=total(members, "wait_seconds"),
             )
         )
     return rows

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,16 @@ import jax
 
 from jaxscale import hlo
 from jaxscale.config import Config
+from jaxscale.hardware import find_chip
 from jaxscale.hlo_collectives import Collective, collectives, summed
 from jaxscale.hlo_cost import computation_costs, cycles, flops
 from jaxscale.hlo_memory import live_at_peak
+from jaxscale.hlo_overlap import with_waits
 from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.mesh import axes_between_slices, make_mesh
 from jaxscale.pipeline import summary
+from jaxscale.planner.machine import cluster
+from jaxscale.planner.network import collective_seconds
 from jaxscale.step import Engine, make_engine
 from jaxscale.topology import Topology, has_cudnn, open_topology
 from jaxscale.uses import Use, find_uses
@@ -56,6 +61,31 @@ class Report:
     def missing_bytes(self) -> int:
         """By how much it does not fit."""
         return max(0, self.peak_bytes - self.limit_bytes)
+
+    @property
+    def collective_bytes(self) -> float:
+        """Of every run of every collective."""
+        return sum(one.num_bytes for one in self.collectives)
+
+    @property
+    def beside_bytes(self) -> float:
+        """Of those runs that have matmuls between their start and their end, however small."""
+        return sum(one.num_bytes for one in self.collectives if one.beside_flops > 0)
+
+    @property
+    def link_seconds(self) -> float | None:
+        """Of every run of every collective, alone on its links; None for a chip without figures."""
+        return _total(one.link_seconds for one in self.collectives)
+
+    @property
+    def wait_seconds(self) -> float | None:
+        """That the device waits for them: what matmuls hide of `link_seconds` is the rest."""
+        return _total(one.wait_seconds for one in self.collectives)
+
+
+def _total(seconds: Iterable[float | None]) -> float | None:
+    each = list(seconds)
+    return None if None in each else sum(x for x in each if x is not None)
 
 
 def compile_for(config: Config, topology: str | Topology, *, unroll_layers: bool = False) -> Report:
@@ -104,7 +134,6 @@ def _report(
         memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
     )  # fmt: skip
-    between = axes_between_slices(engine.layout, machine.devices)
     total_flops = computation_costs(program, flops)[program.entry]
     return Report(
         **_common(machine, engine),
@@ -118,11 +147,27 @@ def _report(
         flops=None if math.isnan(total_flops) else total_flops,
         optimal_seconds=_seconds(machine, engine, compiled, program, unrolled),
         compile_seconds=seconds,
-        collectives=tuple(summed(collectives(program, engine.layout.sizes, between))),
+        collectives=tuple(summed(_collectives(machine, engine, program))),
         uses=tuple(find_uses(live_at_peak(program), engine)),
         refusal="",
         program=text,
     )
+
+
+def _collectives(machine: Topology, engine: Engine, program: hlo.Program) -> list[Collective]:
+    """Each with its seconds, where the chip's links are known."""
+    sizes = engine.layout.sizes
+    found = collectives(program, sizes, axes_between_slices(engine.layout, machine.devices))
+    chip = find_chip(machine.devices[0].device_kind)
+    if chip is None or engine.config.model.compute_dtype != "bfloat16":
+        return found
+    links = cluster(chip.name, len(machine.devices), **machine.node)
+
+    def link_seconds(one: Collective) -> float:
+        return collective_seconds(links, sizes, one.kind, one.axes, one.num_bytes)
+
+    rate = chip.bf16_flops_per_second * chip.matmul_fraction
+    return with_waits(program, found, link_seconds, rate)
 
 
 def _common(machine: Topology, engine: Engine) -> dict[str, Any]:

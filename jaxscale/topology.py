@@ -10,6 +10,7 @@ import importlib.util
 import os
 import pathlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,7 @@ class Topology:
     devices: tuple[Any, ...]
     limit_bytes: int  # of device memory, for a program
     clock_hertz: float | None  # in which the compiler counts its cycles, where it does
+    node: Mapping[str, int]  # what it says of its nodes, as fields of `hardware.Chip`
 
 
 def leave_hardware_alone() -> None:
@@ -157,7 +159,7 @@ def _tpu(name: str, row: dict[str, str], shape: str) -> Topology:
         raise ValueError(f"topology {name!r}: libtpu refuses it: {error}") from error
     limit = int(float(row["memory_gib"]) * 2**30)
     clock = float(row["clock_ghz"]) * 1e9
-    return Topology(name, "tpu", tuple(topology.devices), limit, clock)
+    return Topology(name, "tpu", tuple(topology.devices), limit, clock, {})
 
 
 def _gpu(name: str, row: dict[str, str], shape: str) -> Topology:
@@ -171,7 +173,8 @@ def _gpu(name: str, row: dict[str, str], shape: str) -> Topology:
         target_config=_GPU_TARGET.format(**row, major=major, minor=minor),
     )  # fmt: skip
     limit = int(int(row["device_memory_size"]) * GPU_MEMORY_FRACTION)
-    return Topology(name, "gpu", tuple(topology.devices), limit, None)
+    node = {"node_devices": int(shape.split("x")[1])}
+    return Topology(name, "gpu", tuple(topology.devices), limit, None, node)
 
 
 @functools.cache

@@ -166,8 +166,8 @@ def table(kept: dict[str, dict[str, Any]]) -> str:
     """The results as a table in Markdown."""
     lines = [
         "| model | machine | devices | sequences a device | layout | arguments | temporaries "
-        "| limit | verdict | estimate | sent beside computation | compile |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| limit | verdict | estimate | bytes beside matmuls | seconds hidden | compile |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     shown = [case for case in CASES if case.name in kept]
     lines += ["| " + " | ".join(row(case, kept[case.name])) + " |" for case in shown]
@@ -179,7 +179,7 @@ def row(case: Case, numbers: dict[str, Any]) -> list[str]:
     layout = case.layout.replace(f"remat={MINIMAL}", "remat=minimal")
     first = [case.model, case.topology, str(num_devices(case.topology)), f"{case.sequences:g}"]
     if "refusal" in numbers:
-        return [*first, layout, "-", "-", "-", "refused", "-", "-", "-"]
+        return [*first, layout, "-", "-", "-", "refused", "-", "-", "-", "-"]
     sizes = [f"{numbers[key] / 1e9:.2f} GB" for key in ("argument_bytes", "temp_bytes")]
     seconds = numbers["optimal_seconds"]
     missing = numbers["peak_bytes"] - numbers["limit_bytes"]
@@ -188,15 +188,22 @@ def row(case: Case, numbers: dict[str, Any]) -> list[str]:
         f"{numbers['limit_bytes'] / 1e9:.1f} GB",
         "fits" if numbers["fits"] else f"{missing / 1e9:.1f} GB too much",
         f"{seconds:.2f} s" if seconds else "-",
-        hidden(numbers["collectives"]), f"{numbers['compile_seconds']:.0f} s",
+        *hidden(numbers), f"{numbers['compile_seconds']:.0f} s",
     ]  # fmt: skip
 
 
-def hidden(collectives: list[dict[str, Any]]) -> str:
-    """The share of the bytes of collectives that travel while products are computed."""
-    total = sum(one["bytes"] for one in collectives)
-    beside = sum(one["bytes"] for one in collectives if one["async"] and one["beside_flops"])
-    return f"{100 * beside / total:.0f} %" if total else "-"
+def hidden(numbers: dict[str, Any]) -> tuple[str, str]:
+    """The share of the bytes of collectives that travel while matmuls run, and of their seconds on
+    the links, that matmuls hide; run by run."""
+    return (
+        share(numbers["beside_bytes"], numbers["collective_bytes"]),
+        share(numbers["link_seconds"] - numbers["wait_seconds"], numbers["link_seconds"]),
+    )
+
+
+def share(part: float, whole: float) -> str:
+    """In percent."""
+    return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ dimension-wise algorithms of a torus do, so that the slowest level sets its band
 latencies add up. Everything works on arrays of layouts.
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +172,37 @@ def send_seconds(levels: Levels, num_bytes: Floats, times: Floats = 1) -> Floats
         rate = np.where(farther, level.bytes_per_second, rate)
         latency = np.where(farther, level.ring_seconds / np.maximum(level.members - 1, 1), latency)
     return times * np.where(size(levels) > 1, num_bytes / rate + latency, 0.0)
+
+
+def collective_seconds(
+    cluster: Cluster, sizes: Mapping[str, int], kind: str, axes: Sequence[str], num_bytes: float
+) -> float:
+    """One collective over some axes of a mesh, by the name that XLA gives its kind.
+
+    A group that skips an axis between its own is taken with it: the farthest links set the
+    seconds, and they are the same.
+
+    Args:
+      sizes: axis -> size, every mesh axis, outermost first.
+      num_bytes: of the whole array, gathered or not yet scattered.
+    """
+    if not axes:
+        return 0.0
+    names = list(sizes)
+    places = sorted(names.index(axis) for axis in axes)
+    joined = names[places[0] : places[-1] + 1]
+    whole = math.prod(sizes[axis] for axis in joined)
+    merged: dict[str, Any] = {**sizes, **dict.fromkeys(joined, 1), joined[-1]: whole}
+    levels = axis_levels(cluster, Choice(**merged))[joined[-1]]
+    match kind:
+        case "all-gather" | "reduce-scatter":
+            return float(gather_seconds(levels, num_bytes))
+        case "all-reduce":
+            return float(reduce_seconds(levels, num_bytes))
+        case "all-to-all":
+            return float(exchange_seconds(levels, num_bytes))
+        case _:
+            return float(send_seconds(levels, num_bytes))
 
 
 def size(levels: Levels) -> Floats:

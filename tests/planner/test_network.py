@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxscale.layout import MESH_AXES
 from jaxscale.planner import network
 from jaxscale.planner.choice import Choice
 from jaxscale.planner.machine import cluster
@@ -110,3 +111,21 @@ def test_arrays_give_what_single_layouts_give():
         one = levels("h100", 64, "fsdp", tensor=int(t), fsdp=64 // int(t))
         together = network.gather_seconds(many["fsdp"], 1e9)[n]
         assert together == pytest.approx(float(network.gather_seconds(one, 1e9)))
+
+
+def test_a_collective_of_a_mesh_is_that_of_its_group():
+    """Whichever axes make the group: replicas and shards of eight nodes are one ring."""
+    machine = cluster("h100", 64)
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"data": 4, "fsdp": 2, "tensor": 8}
+    whole = levels("h100", 64, "fsdp", fsdp=8, tensor=8)
+    inside = levels("h100", 64, "tensor", fsdp=8, tensor=8)
+
+    def seconds(kind, *axes):
+        return network.collective_seconds(machine, sizes, kind, axes, 1e9)
+
+    assert seconds("all-gather", "data", "fsdp") == network.gather_seconds(whole, 1e9)
+    assert seconds("reduce-scatter", "data", "fsdp") == network.gather_seconds(whole, 1e9)
+    assert seconds("all-reduce", "tensor") == network.reduce_seconds(inside, 1e9)
+    assert seconds("all-to-all", "tensor") == network.exchange_seconds(inside, 1e9)
+    assert seconds("collective-permute", "data", "fsdp") == network.send_seconds(whole, 1e9)
+    assert seconds("all-reduce") == 0

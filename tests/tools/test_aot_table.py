@@ -14,10 +14,7 @@ tool = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "aot_table.py")))
 FITS = {
     "fits": True, "peak_bytes": 2e9, "limit_bytes": 16e9, "argument_bytes": 5e8, "temp_bytes": 1e9,
     "layout": {"fsdp": 64}, "optimal_seconds": 1.25, "compile_seconds": 30.2,
-    "collectives": [
-        {"bytes": 3e6, "async": True, "beside_flops": 1e9},
-        {"bytes": 1e6, "async": False, "beside_flops": 0},
-    ],
+    "collective_bytes": 4e6, "beside_bytes": 3e6, "link_seconds": 0.5, "wait_seconds": 0.3,
 }  # fmt: skip
 
 
@@ -40,8 +37,12 @@ def test_a_row_says_whether_it_fits_and_by_how_much_not():
     case = tool.Case("llama2_7b", "v5p:4x4x4", 4, "remat=full")
     assert tool.row(case, FITS) == [
         "llama2_7b", "v5p:4x4x4", "64", "4", "fsdp=64 remat=full", "0.50 GB", "1.00 GB", "16.0 GB",
-        "fits", "1.25 s", "75 %", "30 s",
+        "fits", "1.25 s", "75 %", "40 %", "30 s",
     ]  # fmt: skip
     too_much = FITS | {"fits": False, "peak_bytes": 20e9, "optimal_seconds": None}
     assert "4.0 GB too much" in tool.row(case, too_much)
-    assert "refused" in tool.row(case, {"refusal": "error: no"})
+    refused = tool.row(case, {"refusal": "error: no"})
+    assert "refused" in refused
+    header, ruler, *_ = tool.table({}).splitlines()
+    assert {len(refused), len(tool.row(case, FITS))} == {header.count("|") - 1}
+    assert ruler.count("|") == header.count("|")
