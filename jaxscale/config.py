@@ -238,11 +238,12 @@ OBJECTIVES = ("causal", "prefix", "span_corruption", "masked")
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The update rule and its schedule; the schedule spans `run.steps`."""
+    """The update rule and its schedule."""
 
     name: str = "adamw"
     learning_rate: float = 1e-3  # at the peak
     schedule: str = "cosine"
+    schedule_steps: int | None = None  # that it spans; None is `run.steps` of the first start
     warmup_steps: int = 0
     final_learning_rate: float = 0.1  # at the end, as a share of the peak
     b1: float = 0.9
@@ -259,6 +260,8 @@ class OptimizerConfig:
         check_choice("optimizer.accumulation_dtype", self.accumulation_dtype, DTYPES)
         check_at_least("optimizer", self, learning_rate=0, warmup_steps=0, final_learning_rate=0,
                        b1=0, b2=0, weight_decay=0, clip_norm=0)  # fmt: skip
+        if self.schedule_steps is not None:
+            check_at_least("optimizer", self, schedule_steps=1)
         for name in ("b1", "b2"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"optimizer.{name} = {getattr(self, name)} must be below 1")
@@ -309,10 +312,12 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        if self.optimizer.warmup_steps > self.run.steps:
+        if self.optimizer.warmup_steps > self.schedule_steps:
+            given = self.optimizer.schedule_steps is not None
+            name = "optimizer.schedule_steps" if given else "run.steps"
             raise ValueError(
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps} is more than "
-                f"run.steps = {self.run.steps}"
+                f"{name} = {self.schedule_steps}"
             )
         if self.model.family == "gpt" and self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
@@ -329,6 +334,11 @@ class Config:
                 "data.objective = 'masked' needs a model that sees both sides, and model.family = "
                 f"{self.model.family!r} is causal; choose causal, prefix or span_corruption"
             )
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps that the learning rate's schedule spans."""
+        return self.optimizer.schedule_steps or self.run.steps
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> Config:
@@ -465,6 +475,10 @@ def _parse(text: str, annotation: typing.Any) -> object:
 
 def _convert(name: str, value: object, annotation: typing.Any) -> object:
     """The value as the annotation wants it; only lossless conversions."""
+    if annotation == int | None:
+        if value is None:
+            return None
+        annotation = int
     if annotation == tuple[Source, ...]:
         if isinstance(value, dict):
             value = (value,)

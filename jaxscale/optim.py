@@ -46,9 +46,9 @@ def schedule(
     Args:
       name: one of the above.
       learning_rate: at the peak.
-      final: at the end of the run, as a share of the peak; "constant" ignores it.
+      final: at the end of the schedule, as a share of the peak; "constant" ignores it.
       warmup_steps: updates of warm-up.
-      steps: updates of the run; beyond them the rate stays at its final value.
+      steps: updates that the schedule spans; beyond them the rate stays at its final value.
     """
     begin = max(warmup_steps, round(steps * (1 - DECAY_SHARE))) if name == "wsd" else warmup_steps
     falls = {
@@ -71,6 +71,17 @@ def schedule(
     return rate
 
 
+def schedule_of(config: OptimizerConfig, steps: int) -> Callable[[Any], Any]:
+    """The `schedule` of a run's settings, over so many steps."""
+    return schedule(
+        config.schedule,
+        learning_rate=config.learning_rate,
+        final=config.final_learning_rate,
+        warmup_steps=config.warmup_steps,
+        steps=steps,
+    )
+
+
 def make(config: OptimizerConfig, *, steps: int, axes: Any) -> optax.GradientTransformation:
     """The update rule of a run, on global arrays; the gradients come in clipped.
 
@@ -80,16 +91,10 @@ def make(config: OptimizerConfig, *, steps: int, axes: Any) -> optax.GradientTra
 
     Args:
       config: names the rule; `b1` and `b2` are those of AdamW (also beside Muon) and Lion.
-      steps: updates of the run.
+      steps: updates that the learning rate's schedule spans.
       axes: tree of the parameters with a tuple of logical axes for each.
     """
-    rate = schedule(
-        config.schedule,
-        learning_rate=config.learning_rate,
-        final=config.final_learning_rate,
-        warmup_steps=config.warmup_steps,
-        steps=steps,
-    )
+    rate = schedule_of(config, steps)
     directions = {
         "adamw": lambda: optax.scale_by_adam(config.b1, config.b2),
         "lion": lambda: optax.scale_by_lion(config.b1, config.b2),

@@ -42,7 +42,8 @@ class StepMetrics(NamedTuple):
 
     loss: jax.Array  # nats per token, z-loss left out
     grad_norm: jax.Array  # before clipping
-    tokens: jax.Array  # that counted in the loss
+    tokens: jax.Array  # int32, that the model read: every position but padding
+    loss_tokens: jax.Array  # that counted in the loss
 
 
 class EvaluationSums(NamedTuple):
@@ -93,7 +94,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
     check_host_memory(config, mesh)
     platform = mesh.devices.flat[0].platform
     model = Decoder(config.model, make_kernels(config, platform, unroll=unroll_layers))
-    optimizer = make(config.optimizer, steps=config.run.steps, axes=model.axes)
+    optimizer = make(config.optimizer, steps=config.schedule_steps, axes=model.axes)
     stages = _open_stages(config) if layout.pipeline > 1 else None
     single_visit = layout.accumulation == "layered" or layout.microbatches == 1
     zero = Zero(
@@ -186,7 +187,8 @@ def _make_step(
             updates, opt_state = optimizer.update(grads, opt_state, params)
             params = optax.apply_updates(params, updates)
             params = jax.lax.with_sharding_constraint(params, shardings.params)
-        metrics = StepMetrics(nll_sum / count, grad_norm, count)
+        tokens = jnp.sum(batch.segments != 0, dtype=jnp.int32)
+        metrics = StepMetrics(nll_sum / count, grad_norm, tokens, count)
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return step

@@ -82,20 +82,35 @@ def _train(
         ready.engine, state.params, ready.text.tokenizer, [""], num_tokens=128, top_p=0.95
     )
     log.info(sampling.printable(text[0]))
-    log.info(_how_to_go_on(options.config, workdir, config.run.steps))
+    log.info(_how_to_go_on(options.config, workdir, ready.config))
     return 0
 
 
-def _how_to_go_on(config: str, workdir: pathlib.Path, steps: int) -> str:
+def _how_to_go_on(path: str, workdir: pathlib.Path, config: configs.Config) -> str:
     return f"""
 How to go on:
   python -m jaxscale.evaluate --workdir {workdir}
   python -m jaxscale.generate --workdir {workdir} --prompt "def main("
-  train longer:      the same command with --config.run.steps={2 * steps}
-  another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train --config {config} \\
+{_how_to_train_longer(config)}
+  another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train --config {path} \\
                        --workdir {workdir}_8 --config.layout.fsdp=4 --config.layout.tensor=2
   your own text:     --config.data.source='my_texts/**/*.txt' and another --workdir
   what was written:  {workdir}/loss.png, metrics.jsonl, summary.json, tensorboard/, checkpoints/"""
+
+
+def _how_to_train_longer(config: configs.Config) -> str:
+    """With what becomes of the learning rate: a decay belongs where the end is known."""
+    from jaxscale.optim import schedule_of  # noqa: PLC0415
+
+    steps = config.run.steps
+    longer = f"  train longer:      the same command with --config.run.steps={2 * steps}"
+    if config.optimizer.schedule == "constant":
+        return f"""{longer}
+  ... and decay:     with --config.optimizer.schedule=wsd \\
+                       --config.optimizer.schedule_steps={2 * steps} too: over the last fifth"""
+    rate = schedule_of(config.optimizer, config.schedule_steps)(steps)
+    return f"""{longer}; the learning rate goes on from {rate:.3g}
+  end not known yet: start with --config.optimizer.schedule=constant, and decay once it is"""
 
 
 def _steps(text: str) -> range:

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import logging
 import math
@@ -24,7 +25,7 @@ from jaxscale.data.dataset import Examples, repeats
 from jaxscale.describe import describe, human_bytes
 from jaxscale.hardware import peak_flops
 from jaxscale.metrics import Metrics, duration, progress_line, utilisation
-from jaxscale.optim import schedule
+from jaxscale.optim import schedule_of
 from jaxscale.run import (
     Evaluation,
     Text,
@@ -39,6 +40,9 @@ log = logging.getLogger("jaxscale")
 
 LOG_SECONDS = 5.0
 """A progress line at most this often."""
+
+RATE_SETTINGS = ("schedule", "learning_rate", "final_learning_rate", "warmup_steps")
+"""Settings of the optimizer that the learning rate depends on, beside the steps it spans."""
 
 
 class Stopped(Exception):  # noqa: N818 - a stop that was asked for is no error
@@ -74,13 +78,14 @@ def open_trainer(config: Config, workdir: pathlib.Path) -> Trainer | None:
       ValueError: settings that do not go together, with each other, the devices, the data or the
         checkpoint. Layouts and shapes are refused before anything is compiled.
     """
-    config, engine = open_engine(config, workdir)
-    log.info(describe(engine))
     run = config.run
     checkpoints = Checkpoints(
         workdir / "checkpoints", keep_last=run.keep_last, keep_every=run.keep_every, report=log.info
     )
     begin = processes.from_first("newest checkpoint", checkpoints.latest() or 0)
+    config = with_schedule(config, checkpoints.metadata(begin)["config"] if begin else {})
+    config, engine = open_engine(config, workdir)
+    log.info(describe(engine))
     if begin >= run.steps:
         checkpoints.close()
         log.info(
@@ -173,7 +178,49 @@ def _begin(
     log.info(f"continuing at step {begin} of {config.run.steps}")
     for line in describe_difference(metadata["config"], resolved):
         log.info(f"  changed since: {line}")
+    if change := rate_change(metadata["config"], config, begin):
+        log.info(f"  {change}")
     return state
+
+
+def with_schedule(config: Config, saved: dict[str, dict]) -> Config:
+    """The config with the steps of its schedule settled: as asked, else as a checkpoint of the run
+    has them, else `run.steps`. Training on does not stretch a schedule that has begun.
+
+    Args:
+      saved: the checkpoint's config; {} where there is none.
+    """
+    if config.optimizer.schedule_steps is not None:
+        return config
+    steps = _saved_schedule_steps(saved) if saved else config.run.steps
+    optimizer = dataclasses.replace(config.optimizer, schedule_steps=steps)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def rate_change(saved: dict[str, dict], config: Config, begin: int) -> str:
+    """A line on what changed settings do to the learning rate of the next step, "" if none changed.
+
+    Args:
+      saved: the config of the checkpoint.
+      config: the present one.
+      begin: steps done.
+    """
+    steps = _saved_schedule_steps(saved)
+    settings = {name: saved["optimizer"][name] for name in RATE_SETTINGS}
+    before = dataclasses.replace(config.optimizer, schedule_steps=steps, **settings)
+    if before == config.optimizer:
+        return ""
+    past = schedule_of(before, steps)
+    now = schedule_of(config.optimizer, config.schedule_steps)
+    return (
+        f"learning rate: {past(begin - 1):.3g} at step {begin}, {now(begin):.3g} at step "
+        f"{begin + 1}, where it would have been {past(begin):.3g}"
+    )
+
+
+def _saved_schedule_steps(saved: dict[str, dict]) -> int:
+    """Of a checkpoint's config; one from before the setting has a schedule of its `run.steps`."""
+    return saved["optimizer"].get("schedule_steps") or saved["run"]["steps"]
 
 
 def _metadata(config: Config, train: Examples, step: int) -> dict[str, Any]:
@@ -280,11 +327,7 @@ class Recorder:
             trackers=trackers,
             config=configs.to_dict(config),
         )
-        self._rate = schedule(
-            optimizer.schedule, learning_rate=optimizer.learning_rate,
-            final=optimizer.final_learning_rate, warmup_steps=optimizer.warmup_steps,
-            steps=config.run.steps,
-        )  # fmt: skip
+        self._rate = schedule_of(optimizer, config.schedule_steps)
         self._model_flops = model.flops_per_token(data.seq_len)
         self._hardware_flops = model.hardware_flops_per_token(
             data.seq_len, remat=config.layout.remat,
@@ -347,7 +390,7 @@ class Recorder:
         self.metrics.close()
 
     def _record(self, step: int, out: StepMetrics, data_seconds: float) -> None:
-        loss, grad_norm, tokens = (float(value) for value in out)
+        loss, grad_norm, tokens, loss_tokens = (float(value) for value in out)
         now = time.monotonic()
         seconds, self._mark = now - self._mark, now
         tokens_per_second = tokens / seconds
@@ -358,9 +401,11 @@ class Recorder:
             "grad_norm": grad_norm,
             "learning_rate": float(self._rate(step - 1)),
             "tokens": int(tokens),
+            "loss_tokens": int(loss_tokens),
             "step_seconds": seconds,
             "data_seconds": data_seconds,
             "tokens_per_second": tokens_per_second,
+            "loss_tokens_per_second": loss_tokens / seconds,
             "mfu": self._utilisation(self._model_flops * tokens_per_second),
             "hfu": self._utilisation(self._hardware_flops * tokens_per_second),
             "examples": self._train.example_digest(range(first - self._batch_size, first)),

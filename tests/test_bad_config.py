@@ -73,6 +73,12 @@ OVERRIDES = [
     ("optimizer.clip_norm=-1", "optimizer.clip_norm = -1.0 is too small"),
     ("optimizer.warmup_steps=-1", "optimizer.warmup_steps = -1 is too small"),
     ("optimizer.warmup_steps=200", "optimizer.warmup_steps = 200 is more than run.steps = 100"),
+    ("optimizer.warmup_steps=20 optimizer.schedule_steps=10",
+     "optimizer.warmup_steps = 20 is more than optimizer.schedule_steps = 10"),
+    ("optimizer.schedule_steps=0", "optimizer.schedule_steps = 0 is too small; at least 1"),
+    ("optimizer.schedule_steps=-5", "optimizer.schedule_steps = -5 is too small; at least 1"),
+    ("optimizer.schedule_steps=long", "config.optimizer.schedule_steps = 'long' is of type str"),
+    ("optimizer.schedule_step=9", "did you mean config.optimizer.schedule_steps?"),
     ("optimizer.moment_dtype=int8", "optimizer.moment_dtype = 'int8' is not known"),
     ("optimizer.accumulation_dtype=half", "optimizer.accumulation_dtype = 'half' is not known"),
     # the layout
