@@ -4,11 +4,13 @@ import json
 import math
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from tensorboardX.proto import event_pb2
 
 from jaxscale import metrics
 from jaxscale.metrics import Metrics
@@ -84,6 +86,37 @@ def test_finish_draws_and_writes_tensorboard(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": 3.0}
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert b"grad_norm" in events.read_bytes()
+
+
+def tensorboard_events(path: Path) -> Iterator[Any]:
+    """Of an event file: each is its length in 8 bytes, a checksum in 4, itself, another in 4."""
+    data = path.read_bytes()
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        yield event_pb2.Event.FromString(data[12 : 12 + size])
+        data = data[16 + size :]
+
+
+def test_tensorboard_shows_each_step_once_after_a_crash(tmp_path: Path) -> None:
+    """It hides what came before a restart, from the restart's step on; no more and no less."""
+    for begin, last in ((0, 5), (3, 6)):
+        writer = Metrics(tmp_path, begin)
+        for step in range(begin + 1, last + 1):
+            writer.write({"step": step, "loss": float(begin)})
+        writer.close()
+        # It is named by the second that it was made in.
+        (written,) = (tmp_path / "tensorboard").iterdir()
+        written.rename(tmp_path / f"from_{begin}")
+    shown: dict[int, float] = {}
+    for begin in (0, 3):
+        for event in tensorboard_events(tmp_path / f"from_{begin}"):
+            if event.WhichOneof("what") == "session_log":
+                assert event.session_log.status == event_pb2.SessionLog.START
+                shown = {step: loss for step, loss in shown.items() if step < event.step}
+            for value in event.summary.value:
+                assert event.step not in shown
+                shown[event.step] = value.simple_value
+    assert shown == {1: 0, 2: 0, 3: 0, 4: 3, 5: 3, 6: 3}
 
 
 def test_only_process_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

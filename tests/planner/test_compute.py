@@ -86,6 +86,19 @@ def test_attention_is_faster_on_longer_sequences(length, forward, backward):
             assert there / here == pytest.approx(measured / at_4k, rel=0.12)
 
 
+def test_attention_takes_two_products_forward_and_five_backward():
+    """FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 s^2 d operations a head forward, and 2.5
+    times that backward: scores again, and the gradients of scores, queries, keys and values."""
+    s, d, heads = 4096, 128, 16
+    product = 2.0 * s**2 * d * heads
+    forward, backward = (
+        compute.flash_seconds(A100, 2 * product, d, "flash2", back) for back in (False, True)
+    )
+    # At shares of 312 TFLOP/s that are of this length and head dimension.
+    assert forward == pytest.approx(2 * product / (0.58 * 312e12), rel=1e-12)
+    assert backward == pytest.approx(5 * product / (0.50 * 312e12), rel=1e-12)
+
+
 def test_attention_kernels_come_in_order():
     seconds = [compute.flash_seconds(H100, 1e12, 128, kernel) for kernel in
                ("fused", "flash2", "flash1")]  # fmt: skip

@@ -7,6 +7,19 @@ import pytest
 
 from jaxscale.planner import published, rows
 from jaxscale.planner.columns import Columns, UnhandledError
+from jaxscale.planner.shape import Shape
+
+EVERY_COLUMN = {
+    "id": "R1", "source": "nobody", "hardware": "A100-80", "n_devices": "128",
+    "devices_per_node": "16", "inter_node_GBs_per_dev": "12.5", "precision": "bf16",
+    "framework": "Megatron-LM", "model": "one", "layers": "8", "hidden": "1024", "heads": "16",
+    "kv_heads": "4", "head_dim": "32", "ff": "2816", "gated": "1", "vocab": "32000", "tied": "1",
+    "seq": "2048", "n_experts": "64", "topk": "6", "moe_ff": "704", "n_shared": "2",
+    "dense_layers": "1", "attn": "swa-512 (1:3)", "TP": "4", "SP": "1", "PP": "2", "VP": "2",
+    "CP": "2", "EP": "4", "sharding": "zero1", "microbatch": "3", "global_batch": "96",
+    "schedule": "interleaved", "recompute": "full", "step_time_s": "2.5", "mem_GB": "61.5",
+    "notes": "",
+}  # fmt: skip
 
 PATH = pathlib.Path(__file__).with_name("rows.csv")
 
@@ -113,11 +126,39 @@ def test_memory_is_of_what_was_read(texts):
     assert [row.reading for row in (device, allocator, allocated)] == [
         "device", "allocator", "allocated"
     ]  # fmt: skip
+    assert (device.memory_bytes, allocated.memory_bytes) == (20e9, 20e9)
     assert allocator.memory_bytes == 20 * 2**30
     found = published.memory(device.shape, device.choice)
     assert found.read("device") == found.reserved
     assert found.read("device") - found.read("allocator") == found.context
     assert found.read("allocator") > found.read("allocated")
+
+
+def test_every_column_of_a_file_is_read_in_its_unit(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join(",".join(part) for part in zip(*EVERY_COLUMN.items())) + "\n")
+    (row,) = rows.read(path).runs
+    assert (row.id, row.source, row.hardware, row.model, row.framework, row.precision) == (
+        "R1", "nobody", "A100-80", "one", "Megatron-LM", "bf16",
+    )  # fmt: skip
+    assert (row.memory_bytes, row.reading, row.step_seconds) == (61_500_000_000, "device", 2.5)
+    assert (row.out_of_memory, row.sizes) == (False, {})
+    assert row.shape == Shape(
+        layers=8, d_model=1024, heads=16, kv_heads=4, head_dim=32, d_ff=2816, gated=True,
+        vocab=32000, tied=True, seq_len=2048, window=512, windowed_share=0.25, experts=64,
+        top_k=6, expert_ff=704, shared_experts=2, dense_layers=1,
+    )  # fmt: skip
+    choice = row.choice
+    expected = {
+        "pipeline": 2, "data": 1, "fsdp": 2, "expert": 4, "context": 2, "tensor": 4,
+        "zero_stage": 1, "microbatch": 3, "microbatches": 4, "virtual_stages": 2,
+    }  # fmt: skip
+    assert {name: int(getattr(choice, name)) for name in expected} == expected
+    assert (choice.schedule, choice.remat) == ("interleaved", "full")
+    assert choice.traits.sequence_parallel
+    machine = row.cluster
+    assert (machine.num_devices, machine.node_devices, machine.memory_bytes) == (128, 16, 80e9)
+    assert machine.tiers[-1].bytes_per_second == pytest.approx(0.9 * 12.5e9, rel=1e-12)
 
 
 def test_a_recipe_says_what_is_sharded_and_made_again(texts):
