@@ -11,7 +11,7 @@ import pytest
 
 TINY = (
     "--config", "configs/tiny.py", "--config.run.checkpoint_every=2", "--config.data.seq_len=32",
-    "--config.layout.fsdp=2",
+    "--config.layout.fsdp=2", "--config.model.num_layers=1",
 )  # fmt: skip
 
 
