@@ -250,13 +250,15 @@ class OptimizerConfig:
     b2: float = 0.95
     weight_decay: float = 0.1
     clip_norm: float = 1.0  # on the global gradient norm; 0 is none
-    moment_dtype: str = "float32"
+    moment_dtype: str = "float32"  # of first moments
+    second_moment_dtype: str = "float32"
     accumulation_dtype: str = "float32"  # of gradients, summed over micro-batches and replicas
 
     def __post_init__(self) -> None:
         check_choice("optimizer.name", self.name, OPTIMIZERS)
         check_choice("optimizer.schedule", self.schedule, SCHEDULES)
         check_choice("optimizer.moment_dtype", self.moment_dtype, DTYPES)
+        check_choice("optimizer.second_moment_dtype", self.second_moment_dtype, DTYPES)
         check_choice("optimizer.accumulation_dtype", self.accumulation_dtype, DTYPES)
         check_at_least("optimizer", self, learning_rate=0, warmup_steps=0, final_learning_rate=0,
                        b1=0, b2=0, weight_decay=0, clip_norm=0)  # fmt: skip
@@ -265,10 +267,29 @@ class OptimizerConfig:
         for name in ("b1", "b2"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"optimizer.{name} = {getattr(self, name)} must be below 1")
+        self._check_moments()
         if self.final_learning_rate > 1:
             raise ValueError(
                 f"optimizer.final_learning_rate = {self.final_learning_rate} is a share of "
                 "optimizer.learning_rate; at most 1"
+            )
+
+    def _check_moments(self) -> None:
+        """Refuses moments that rounding would freeze: an update that changes a bfloat16 number by
+        less than 2^-8 of it may leave it as it was."""
+        if self.second_moment_dtype == "bfloat16":
+            raise ValueError(
+                "optimizer.second_moment_dtype = 'bfloat16' would freeze second moments, which "
+                "change by less than its precision in a step; it can be float32 or float64 "
+                "(optimizer.moment_dtype, of first moments, can be bfloat16)"
+            )
+        decay = "b2" if self.name == "lion" else "b1"
+        narrow = self.moment_dtype == "bfloat16" and self.name != "adafactor"  # which has none
+        if narrow and getattr(self, decay) > 1 - 2**-8:
+            raise ValueError(
+                f"optimizer.moment_dtype = 'bfloat16' would freeze a moment that decays by "
+                f"optimizer.{decay} = {getattr(self, decay)}; at most {1 - 2**-8:.3f}, or set "
+                "optimizer.moment_dtype = 'float32'"
             )
 
 

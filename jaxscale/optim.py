@@ -26,10 +26,15 @@ STACKS = ("layers", "expert")
 DECAY_SHARE = 0.2
 """Last share of a wsd run, in which the rate falls (arXiv 2405.18392 finds 20 % enough)."""
 
+SECOND_MOMENTS = ("nu", "rows", "columns", "whole")
+"""Fields of states, here and in optax, that average squares of gradients."""
+
 FACTORED_SIZE = 128
 """Adafactor keeps whole second moments of matrices with a smaller side (arXiv 1804.04235)."""
 
 MUON_MOMENTUM = 0.95
+MUON_COEFFICIENTS = (3.4445, -4.775, 2.0315)
+"""Of the Newton-Schulz iteration (Jordan et al. 2024)."""
 MUON_RMS = 0.2
 """Muon's updates get the root mean square that Adam's have in practice (arXiv 2502.16982)."""
 
@@ -86,8 +91,9 @@ def make(config: OptimizerConfig, *, steps: int, axes: Any) -> optax.GradientTra
     """The update rule of a run, on global arrays; the gradients come in clipped.
 
     Decay is decoupled and for matrices only: parameters with "embed" and one more axis beside
-    "layers". Arithmetic is in float32 or wider, whatever the parameters are; between updates the
-    moments are kept in `config.moment_dtype`.
+    "layers". Arithmetic is in float32 or wider, whatever the parameters are. Between updates first
+    moments (of AdamW, Lion and Muon) are kept in `config.moment_dtype`, and second moments (of
+    AdamW, also beside Muon, and Adafactor) in `config.second_moment_dtype`.
 
     Args:
       config: names the rule; `b1` and `b2` are those of AdamW (also beside Muon) and Lion.
@@ -109,7 +115,7 @@ def make(config: OptimizerConfig, *, steps: int, axes: Any) -> optax.GradientTra
         optax.add_decayed_weights(config.weight_decay, mask=matrices),
         optax.scale_by_learning_rate(rate),
     )
-    return _at_rest(rule, jnp.dtype(config.moment_dtype))
+    return _at_rest(rule, jnp.dtype(config.moment_dtype), jnp.dtype(config.second_moment_dtype))
 
 
 def state_axes(optimizer: optax.GradientTransformation, abstract_params: Any, axes: Any) -> Any:
@@ -130,8 +136,7 @@ def state_axes(optimizer: optax.GradientTransformation, abstract_params: Any, ax
         owner = _owner(path, shapes)
         if owner is None or leaf.shape == (1,) != shapes[owner]:
             return ()
-        field = path[len(path) - len(owner) - 1]
-        left = _kept(names[owner], getattr(field, "name", ""))
+        left = _kept(names[owner], _field(path, owner))
         return tuple(names[owner][i] for i in left)
 
     state = jax.eval_shape(optimizer.init, abstract_params)
@@ -143,26 +148,33 @@ def is_axes(tree: Any) -> bool:
     return type(tree) is tuple and all(isinstance(name, str) for name in tree)
 
 
-def _at_rest(inner: optax.GradientTransformation, dtype: jnp.dtype) -> optax.GradientTransformation:
-    """`inner` computed in float32 or wider, with its moments kept in `dtype`."""
-    wide = jnp.promote_types(dtype, jnp.float32)
+def _at_rest(
+    inner: optax.GradientTransformation, first: jnp.dtype, second: jnp.dtype
+) -> optax.GradientTransformation:
+    """`inner` computed in float32 or wider, with its moments kept in these types."""
+    wide = jnp.promote_types(jnp.promote_types(first, second), jnp.float32)
 
     def widen(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, wide)), tree)
 
-    def moments(state: Any, params: Any, target: jnp.dtype) -> Any:
+    def moments(state: Any, params: Any, first: jnp.dtype, second: jnp.dtype) -> Any:
         paths = {path for path, _ in _leaves(params)}
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if _owner(path, paths) is None else leaf.astype(target), state
-        )
+
+        def convert(path: tuple, leaf: jax.Array) -> jax.Array:
+            owner = _owner(path, paths)
+            if owner is None:
+                return leaf
+            return leaf.astype(second if _field(path, owner) in SECOND_MOMENTS else first)
+
+        return jax.tree_util.tree_map_with_path(convert, state)
 
     def init(params: Any) -> Any:
-        return moments(inner.init(widen(params)), params, dtype)
+        return moments(inner.init(widen(params)), params, first, second)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        wider = moments(state, updates, wide)
+        wider = moments(state, updates, wide, wide)
         updates, state = inner.update(widen(updates), wider, widen(params))
-        return updates, moments(state, updates, dtype)
+        return updates, moments(state, updates, first, second)
 
     return optax.GradientTransformation(init, update)
 
@@ -189,7 +201,10 @@ def _muon(axes: Any, rest: optax.GradientTransformation) -> optax.GradientTransf
 
     muon = optax.chain(
         optax.contrib.scale_by_muon(
-            beta=MUON_MOMENTUM, weight_dimension_numbers=_map_axes(numbers, axes)
+            # The coefficients are part of the state: of one type, whatever JAX's default is.
+            tuple(map(np.float32, MUON_COEFFICIENTS)),
+            beta=MUON_MOMENTUM,
+            weight_dimension_numbers=_map_axes(numbers, axes),
         ),
         optax.GradientTransformation(lambda params: optax.EmptyState(), equal_size),
     )
@@ -312,3 +327,8 @@ def _leaves(tree: Any, is_leaf: Callable | None = None) -> list[tuple[tuple, Any
 def _owner(path: tuple, params: Any) -> tuple | None:
     """The parameter that a leaf of the state belongs to: their paths end alike."""
     return next((path[i:] for i in range(len(path)) if path[i:] in params), None)
+
+
+def _field(path: tuple, owner: tuple) -> str:
+    """What a rule calls the moment of a parameter: the name before the parameter's own path."""
+    return getattr(path[len(path) - len(owner) - 1], "name", "")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxscale.config import Config
 from jaxscale.layout import AUTOMATIC_AXES, Layout, by_names, kept_passes
@@ -113,13 +114,15 @@ def _spec(layout: Layout, *axes: str) -> PartitionSpec:
     return PartitionSpec(tuple(axis for axis in AUTOMATIC_AXES if layout.sizes[axis] == 1), *rest)
 
 
-def _lookup(layout: Layout, table: jax.Array, indices: jax.Array, rows: str) -> jax.Array:
+def _lookup(
+    layout: Layout, table: jax.Array, indices: jax.Array, rows: str, dtype: DTypeLike
+) -> jax.Array:
     time = _mesh_axes(layout, ACTIVATIONS["residual_seq"])
     if not time:
-        return plain_lookup(table, indices, rows)
+        return plain_lookup(table, indices, rows, dtype)
     over = _mesh_axes(layout, WEIGHTS[rows])
     return spread_lookup(
-        table, indices, rows=over[0] if over else None, time=time, axes=AUTOMATIC_AXES
+        table, indices, dtype, rows=over[0] if over else None, time=time, axes=AUTOMATIC_AXES
     )
 
 

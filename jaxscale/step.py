@@ -179,9 +179,7 @@ def _make_step(
         count = jnp.sum(batch.weights)
         (_, nll_sum), grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
-            grads = jax.tree.map(lambda grad: grad / count.astype(grad.dtype), grads)
-            grad_norm = optax.tree.norm(grads)
-            grads = _clip(grads, grad_norm, config.optimizer.clip_norm)
+            grads, grad_norm = mean_and_norm(grads, count, config.optimizer.clip_norm)
             params = jax.lax.with_sharding_constraint(state.params, update_shardings)
             opt_state = from_host(state.opt_state) if offloads else state.opt_state
             updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -251,8 +249,21 @@ def _on_host(shardings: Tree, abstract: Tree) -> Tree:
     )  # fmt: skip
 
 
-def _clip(grads: Tree, norm: jax.Array, limit: float) -> Tree:
-    if not limit:
-        return grads
-    scale = jnp.minimum(1.0, limit / norm)
-    return jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
+def mean_and_norm(sums: Tree, count: jax.Array, limit: float) -> tuple[Tree, jax.Array]:
+    """Gradients per token, clipped, and their norm before that; in float32 or wider, whatever type
+    they were accumulated in.
+
+    Args:
+      count: tokens.
+      limit: on the norm; 0 is none.
+    """
+
+    def widen(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    squares = [jnp.sum(jnp.square(widen(x))) for x in jax.tree.leaves(sums)]
+    root = jnp.sqrt(sum(squares))
+    count = count.astype(root.dtype)
+    norm = root / count
+    scale = (jnp.minimum(1.0, limit / norm) if limit else 1.0) / count
+    return jax.tree.map(lambda x: widen(x) * scale, sums), norm

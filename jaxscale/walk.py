@@ -173,7 +173,7 @@ def _head_pass(
     def one(carry, xs):
         sums, total = carry
         x, batch = xs
-        losses, pullback = jax.vjp(lambda head, x: model.loss(head, x, batch), head, x)
+        losses, pullback = jax.vjp(lambda head, x: model.loss(head, x, batch), zero.widen(head), x)
         dhead, dx = pullback((jnp.ones_like(losses[0]), jnp.zeros_like(losses[1])))
         return (add(sums, losses), add(total, dhead)), dx
 
@@ -187,7 +187,7 @@ def _embed_backward(model: Decoder, zero: Zero, embed: Tree, batch: Batch, dx: j
     def one(total, xs):
         batch, dx = xs
         # The forward pass that this repeats is a lookup whose result nobody uses: it is dropped.
-        _, pullback = jax.vjp(lambda embed: model.embed(embed, batch), embed)
+        _, pullback = jax.vjp(lambda embed: model.embed(embed, batch), zero.widen(embed))
         return add(total, pullback(dx)[0]), None
 
     axes = zero.axes["embed"]

@@ -94,6 +94,11 @@ class Zero:
 
         return self._collectively(one, axes, shards)
 
+    def widen(self, weights: Tree) -> Tree:
+        """The same weights as arguments to differentiate by whose gradients are sums over tokens:
+        these arrive in the type of the arguments, so without a rounding to the compute type."""
+        return jax.tree.map(lambda weight: weight.astype(self.loss_dtype), weights)
+
     def reduce(self, grads: Tree, axes: Tree) -> Tree:
         """Gradients of one visit: shards, where the stage allows, and sums over all replicas where
         there is but one visit."""

@@ -80,6 +80,9 @@ OVERRIDES = [
     ("optimizer.schedule_steps=long", "config.optimizer.schedule_steps = 'long' is of type str"),
     ("optimizer.schedule_step=9", "did you mean config.optimizer.schedule_steps?"),
     ("optimizer.moment_dtype=int8", "optimizer.moment_dtype = 'int8' is not known"),
+    ("optimizer.second_moment_dtype=half", "optimizer.second_moment_dtype = 'half' is not known"),
+    ("optimizer.second_moment_dtype=bfloat16", "would freeze second moments, which change by less"),
+    ("optimizer.moment_dtype=bfloat16 optimizer.b1=0.999", "freeze a moment that decays by"),
     ("optimizer.accumulation_dtype=half", "optimizer.accumulation_dtype = 'half' is not known"),
     # the layout
     ("layout.data=0", "layout.data = 0; an axis has a size of at least 1, or -1"),

@@ -1,6 +1,5 @@
 """Properties that every update rule must have, and what is special to Muon and Adafactor."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -54,8 +53,10 @@ def random_params(dtype: Any = np.float64, sizes: dict[str, int] = SIZES, seed: 
 
 
 def config(name: str, **changes: Any) -> OptimizerConfig:
-    base = OptimizerConfig(name=name, learning_rate=0.05, moment_dtype="float64", warmup_steps=2)
-    return dataclasses.replace(base, **changes)
+    wide = {"moment_dtype": "float64", "second_moment_dtype": "float64"}
+    return OptimizerConfig(
+        **{"name": name, "learning_rate": 0.05, "warmup_steps": 2} | wide | changes
+    )
 
 
 @functools.cache
@@ -112,33 +113,178 @@ def test_decay_only_shrinks_matrices(name: str) -> None:
     map_axes(check, AXES, params, after)
 
 
-@pytest.mark.parametrize("moment_dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("param_dtype", ["float64", "float32", "bfloat16"])
+# Of each rule: first moments, and second moments.
+MOMENTS = {
+    "adamw": ({"mu"}, {"nu"}),
+    "adafactor": (set(), {"rows", "columns", "whole"}),
+    "lion": ({"mu"}, set()),
+    "muon": ({"mu"}, {"nu"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("float64", "float32"), ("float32", "float64"), ("bfloat16", "float32")],
+)
+@pytest.mark.parametrize("param_dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_moments_rest_in_their_dtype(name: str, param_dtype: str, moment_dtype: str) -> None:
-    optimizer = make(config(name, moment_dtype=moment_dtype))
+def test_moments_rest_in_their_dtypes(name: str, param_dtype: str, first: str, second: str) -> None:
+    optimizer = make(config(name, moment_dtype=first, second_moment_dtype=second))
     params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, param_dtype), random_params())
     begin = jax.eval_shape(optimizer.init, params)
     updates, end = jax.eval_shape(optimizer.update, params, begin, params)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), begin) == jax.tree.map(
         lambda a: (a.shape, a.dtype), end
     )
-    moments = [leaf for leaf in jax.tree.leaves(end) if leaf.ndim > 1]
-    assert moments
-    assert {leaf.dtype for leaf in moments} == {jnp.dtype(moment_dtype)}
+    for fields, dtype in zip(MOMENTS[name], (first, second), strict=True):
+        for field in fields:
+            trees = [tree for _, tree in optax.tree.get_all_with_path(end, field)]
+            assert {leaf.dtype for leaf in jax.tree.leaves(trees)} == {jnp.dtype(dtype)}
     assert all(leaf.dtype in (jnp.float32, jnp.float64) for leaf in jax.tree.leaves(updates))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_low_precision_moments_change_little(name: str) -> None:
-    """Arithmetic stays in float32: the first update does not depend on the dtype at rest."""
+    """Arithmetic stays in float32: the first update does not depend on the dtypes at rest."""
     gradients = [random_params(np.float32, seed=1)]
     params = random_params(np.float32)
     results = [
-        train(make(config(name, moment_dtype=d)), params, gradients)[0]
-        for d in ("float32", "bfloat16")
+        train(make(config(name, moment_dtype=first, second_moment_dtype=second)), params, gradients)
+        for first, second in (("float32", "float64"), ("bfloat16", "float32"))
     ]
-    assert_trees_equal(*results, 1e-6)
+    assert_trees_equal(results[0][0], results[1][0], 1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_forget_large_gradients(name: str) -> None:
+    """After 50 gradients of 1 come 2,000 of -0.001. A second moment then falls by a thousandth in a
+    step, half the precision of bfloat16, in which it would stay where it was.
+
+    A first moment in bfloat16 is rounded by 2^-9 in each step, and forgets by b1: 2^-9 / (1 - b1)
+    is what adds up, 2 % for 0.9; Lion sees the sign of its moment only.
+    """
+    axes = {"up": ("layers", "embed", "mlp"), "scale": ("layers", "embed")}
+    shapes = {"up": (2, 128, 128), "scale": (2, 128)}
+    gradients = np.where(np.arange(2050) < 50, 1.0, -1e-3).astype(np.float32)
+
+    def last_update(moment_dtype: str) -> Any:
+        narrow = config(
+            name, learning_rate=1.0, weight_decay=0.0, warmup_steps=0, schedule="constant", b1=0.9,
+            b2=0.95 if name == "lion" else 0.999, moment_dtype=moment_dtype,
+            second_moment_dtype="float32",
+        )  # fmt: skip
+        optimizer = optim.make(narrow, steps=1, axes=axes)
+        params = {key: jnp.zeros(shape, jnp.float32) for key, shape in shapes.items()}
+
+        def step(state: Any, gradient: jax.Array) -> tuple[Any, None]:
+            tree = jax.tree.map(lambda x: jnp.full_like(x, gradient), params)
+            return optimizer.update(tree, state, params)[1], None
+
+        @jax.jit
+        def run() -> Any:
+            state, _ = jax.lax.scan(step, optimizer.init(params), gradients)
+            tree = jax.tree.map(lambda x: jnp.full_like(x, gradients[-1]), params)
+            return optimizer.update(tree, state, params)[0]
+
+        return run()
+
+    assert_trees_equal(last_update("bfloat16"), last_update("float32"), 0.02)
+
+
+SETTINGS = {
+    "learning_rate": 0.03, "b1": 0.8, "b2": 0.97, "weight_decay": 0.3, "schedule": "constant",
+    "warmup_steps": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_are_those_of_the_papers(name: str) -> None:
+    """Five steps of a plain NumPy form of each rule, matrix by matrix, no two settings alike."""
+    params = random_params(sizes=LARGE)
+    gradients = [random_params(sizes=LARGE, seed=seed) for seed in range(1, 6)]
+    got, _ = train(make(config(name, **SETTINGS)), params, gradients)
+
+    def check(names: tuple[str, ...], start: Any, end: Any, *grads: Any) -> None:
+        expected = np.array(start)
+        stacks = range(LARGE["layers"]) if names[0] == "layers" else [...]
+        rule = plain_adam if name == "muon" and not _is_layers_matrix(names) else PLAIN[name]
+        inner = tuple(n for n in names if n != "layers")
+        for layer in stacks:
+            expected[layer] = plain_steps(
+                rule, inner, expected[layer], [np.array(g)[layer] for g in grads]
+            )
+        np.testing.assert_allclose(end, expected, rtol=1e-9, atol=1e-11)
+
+    map_axes(check, AXES, params, got, *gradients)
+
+
+def _is_layers_matrix(names: tuple[str, ...]) -> bool:
+    return names[0] == "layers" and "embed" in names and len(names) > 2
+
+
+def plain_steps(rule: Any, names: tuple[str, ...], w: Any, gradients: list[Any]) -> Any:
+    """The parameter after decoupled decay, of matrices alone, and the updates of a rule.
+
+    A matrix is flattened to two dimensions, of which "embed" is one.
+    """
+    shape = w.shape
+    is_matrix = "embed" in names and len(names) > 1
+    if is_matrix:
+        sides = (shape[0], -1) if names[0] == "embed" else (-1, shape[-1])
+        w, gradients = w.reshape(sides), [g.reshape(sides) for g in gradients]
+    state: dict[str, Any] = {}
+    for t, g in enumerate(gradients, 1):
+        update = rule(state, t, g) + SETTINGS["weight_decay"] * w * is_matrix
+        w = w - SETTINGS["learning_rate"] * update
+    return w.reshape(shape)
+
+
+def plain_adam(state: dict[str, Any], t: int, g: Any) -> Any:
+    """arXiv 1412.6980, algorithm 1."""
+    b1, b2 = SETTINGS["b1"], SETTINGS["b2"]
+    state["m"] = b1 * state.get("m", 0) + (1 - b1) * g
+    state["v"] = b2 * state.get("v", 0) + (1 - b2) * g**2
+    return state["m"] / (1 - b1**t) / (np.sqrt(state["v"] / (1 - b2**t)) + 1e-8)
+
+
+def plain_lion(state: dict[str, Any], t: int, g: Any) -> Any:
+    """arXiv 2302.06675, algorithm 2: b1 is of the update, b2 of the moment."""
+    m = state.get("m", 0)
+    state["m"] = SETTINGS["b2"] * m + (1 - SETTINGS["b2"]) * g
+    return np.sign(SETTINGS["b1"] * m + (1 - SETTINGS["b1"]) * g)
+
+
+def plain_adafactor(state: dict[str, Any], t: int, g: Any) -> Any:
+    """arXiv 1804.04235, algorithms 4 and 5, its decay 1 - t^-0.8 and clipping at 1."""
+    decay = 1 - t**-0.8
+    square = g**2 + 1e-30
+    if g.ndim == 2 and min(g.shape) >= 128:
+        state["r"] = decay * state.get("r", 0) + (1 - decay) * square.mean(1)
+        state["c"] = decay * state.get("c", 0) + (1 - decay) * square.mean(0)
+        second = np.outer(state["r"], state["c"]) / state["r"].mean()
+    else:
+        second = state["v"] = decay * state.get("v", 0) + (1 - decay) * square
+    update = g / np.sqrt(second)
+    return update / max(1, np.sqrt(np.mean(update**2)))
+
+
+def plain_muon(state: dict[str, Any], t: int, g: Any) -> Any:
+    """Jordan et al. 2024: Nesterov momentum (as optax has it, both terms without their bias), five
+    Newton-Schulz iterations; the size of arXiv 2502.16982."""
+    beta = 0.95
+    a, b, c = (np.float64(np.float32(x)) for x in (3.4445, -4.775, 2.0315))
+    state["m"] = beta * state.get("m", 0) + (1 - beta) * g
+    x = beta * state["m"] / (1 - beta ** (t + 1)) + (1 - beta) * g / (1 - beta**t)
+    x /= np.linalg.norm(x)
+    for _ in range(5):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return 0.2 * np.sqrt(max(x.shape)) * x
+
+
+PLAIN = {
+    "adamw": plain_adam, "lion": plain_lion, "adafactor": plain_adafactor, "muon": plain_muon,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -234,8 +380,9 @@ def direction(name: str) -> list[Any]:
 def test_stacked_equals_matrix_by_matrix(name: str, leaf: str) -> None:
     """optax on each layer's flattened matrix gives the update of the stacked parameter."""
     *gradients, updates = direction(name)
+    coefficients = tuple(map(np.float32, optim.MUON_COEFFICIENTS))
     reference = {
-        "muon": optax.contrib.muon(1.0, consistent_rms=0.2),
+        "muon": optax.contrib.muon(1.0, coefficients, consistent_rms=0.2),
         "adafactor": optax.adafactor(1.0, multiply_by_parameter_scale=False),
     }[name]
 

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name as named  # as remat policies know a product's result
+from jax.typing import DTypeLike
 
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.ops.attention import attention, decode_attention
-from jaxscale.ops.linear import columns, rows
+from jaxscale.ops.linear import add_bias, columns, rows
+from jaxscale.ops.lookup import lookup
 from jaxscale.ops.loss import cross_entropy, logits
 from jaxscale.ops.norm import layer_norm, rms_norm
 from jaxscale.ops.rope import rotary
@@ -34,10 +36,12 @@ STREAM = ("batch", "residual_seq", "embed")
 """Axes of the residual stream."""
 
 
-def plain_lookup(table_VD: jax.Array, indices_BT: jax.Array, rows: str) -> jax.Array:
-    """Rows of a table that this device holds whole; `rows` is the name of its first axis."""
+def plain_lookup(
+    table_VD: jax.Array, indices_BT: jax.Array, rows: str, dtype: DTypeLike
+) -> jax.Array:
+    """Rows, in `dtype`, of a table that this device holds whole; `rows` names its first axis."""
     del rows
-    return table_VD[indices_BT]
+    return lookup(table_VD, indices_BT, dtype)
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Kernels:
     """
 
     attend: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-    lookup: Callable[[jax.Array, jax.Array, str], jax.Array] = plain_lookup
+    lookup: Callable[[jax.Array, jax.Array, str, DTypeLike], jax.Array] = plain_lookup
     columns: Callable[[jax.Array, Sequence[jax.Array]], tuple[jax.Array, ...]] = columns
     rows: Callable[[jax.Array, jax.Array], jax.Array] = rows
     rotary: Callable[..., jax.Array] = rotary
@@ -159,9 +163,9 @@ class Attention(nnx.Module):
         products = columns(x_BTD, (self.q[...], self.k[...], self.v[...]))
         q_BTNH, k_BTKH, v_BTKH = map(named, products, ("query", "key", "value"))
         if self.gpt:
-            q_BTNH += self.q_bias[...]
-            k_BTKH += self.k_bias[...]
-            v_BTKH += self.v_bias[...]
+            q_BTNH = add_bias(q_BTNH, self.q_bias[...])
+            k_BTKH = add_bias(k_BTKH, self.k_bias[...])
+            v_BTKH = add_bias(v_BTKH, self.v_bias[...])
         if self.qk_norm:
             q_BTNH = rms_norm(q_BTNH, self.q_scale[...])
             k_BTKH = rms_norm(k_BTKH, self.k_scale[...])
@@ -174,7 +178,7 @@ class Attention(nnx.Module):
     def join(self, o_BTNH: jax.Array, rows: Callable = rows) -> jax.Array:
         """The heads' results, back in the residual stream's width."""
         y_BTD = named(rows(o_BTNH, self.out[...]), "attention_out")
-        return y_BTD + self.out_bias[...] if self.gpt else y_BTD
+        return add_bias(y_BTD, self.out_bias[...]) if self.gpt else y_BTD
 
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> jax.Array:
         q_BTNH, k_BTKH, v_BTKH = self.project(
@@ -232,12 +236,12 @@ class MLP(nnx.Module):
             lambda weight, *inputs: rows(self.activate(*inputs), weight), prevent_cse=False
         )
         y_BTD = down(self.down[...], *inputs)
-        return y_BTD + self.down_bias[...] if self.gpt else y_BTD
+        return add_bias(y_BTD, self.down_bias[...]) if self.gpt else y_BTD
 
     def activate(self, up_BTF: jax.Array, other: jax.Array) -> jax.Array:
         """The hidden values; `other` is the bias of gpt, the gate of llama."""
         if self.gpt:
-            return jax.nn.gelu(up_BTF + other)
+            return jax.nn.gelu(add_bias(up_BTF, other))
         return jax.nn.silu(other) * up_BTF
 
 
@@ -274,14 +278,15 @@ class Embedding(nnx.Module):
         weights = Weights(config, key)
         self.tokens = weights.normal("vocab", "embed")
         self.positions = weights.normal("positions", "embed") if config.family == "gpt" else None
+        self.compute_dtype = config.compute_dtype
 
     def __call__(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, lookup: Callable
     ) -> jax.Array:
-        x_BTD = lookup(self.tokens[...], tokens_BT, "vocab")
+        x_BTD = lookup(self.tokens[...], tokens_BT, "vocab", self.compute_dtype)
         if self.positions is None:
             return x_BTD
-        return x_BTD + lookup(self.positions[...], positions_BT, "positions")
+        return x_BTD + lookup(self.positions[...], positions_BT, "positions", self.compute_dtype)
 
 
 class Head(nnx.Module):
@@ -341,7 +346,7 @@ class Decoder:
         }
 
     def embed(self, embed: Params, batch: Batch) -> jax.Array:
-        """Tokens to [batch, seq, d_model]."""
+        """Tokens to [batch, seq, d_model] in the compute type, whatever the type of `embed`."""
         with jax.named_scope("embed"):
             x_BTD = self._module(Embedding, embed)(
                 batch.tokens, batch.positions, self.kernels.lookup

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
@@ -34,6 +35,16 @@ def columns(x_BTD: Array, weights: Sequence[Array]) -> tuple[Array, ...]:
 def rows(x_BT: Array, weight: Array) -> Array:
     """A product back into the residual stream: [B, T, *c] x [*c, D] -> [B, T, D]."""
     return linear(x_BT, weight, contracted=x_BT.ndim - 2)
+
+
+def add_bias(x: Array, bias: Array) -> Array:
+    """[*a, *o] + [*o], the bias in the type of x.
+
+    The bias's gradient is a sum over every token. It is accumulated in float32 or wider, where the
+    derivative of a plain sum would add up in the type of x.
+    """
+    wide = jnp.broadcast_to(bias.astype(jnp.promote_types(x.dtype, jnp.float32)), x.shape)
+    return x + wide.astype(x.dtype)
 
 
 class Spread(NamedTuple):

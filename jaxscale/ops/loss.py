@@ -209,8 +209,11 @@ def _loss_forward(static: _Static, x_ND: Array, head: Array, targets_N: Array, w
 def _loss_backward(static: _Static, residuals, cotangents):
     grad_x_ND, grad_head_DV, like_head = residuals
     scale = cotangents[0]
-    grad_head_DV = (grad_head_DV * scale).astype(like_head.dtype)
-    grad_head = grad_head_DV.T if static.transposed else grad_head_DV
+    grad_head = (grad_head_DV * scale).astype(like_head.dtype)
+    if static.transposed:
+        # XLA would fold this into the matmul of a single chunk, and its CPU back end has none from
+        # bfloat16 to float32 that reads its left matrix by columns.
+        grad_head = jax.lax.optimization_barrier(grad_head).T
     return (grad_x_ND * scale).astype(grad_x_ND.dtype), grad_head, None, None
 
 

@@ -321,7 +321,7 @@ class _Rank:
         def turn(carry):
             y, sums, grads = carry
             losses, pullback = jax.vjp(
-                lambda head, y: self.model.loss(head, y, batch), self.head, y
+                lambda head, y: self.model.loss(head, y, batch), self.zero.widen(self.head), y
             )
             dhead, dy = pullback((jnp.ones_like(losses[0]), jnp.zeros_like(losses[1])))
             dhead = self.zero.reduce(dhead, self.model.head_params(self.zero.axes))
@@ -345,7 +345,8 @@ class _Rank:
             return self._add(state, row, index, dweights), dx
 
         def of_embedding(grads):
-            _, pullback = jax.vjp(lambda embed: self.model.embed(embed, batch), self.embed)
+            embed = self.zero.widen(self.embed)
+            _, pullback = jax.vjp(lambda embed: self.model.embed(embed, batch), embed)
             return add(grads, self.zero.reduce(pullback(dx)[0], self.zero.axes["embed"]))
 
         state = state._replace(sums=sums, grads={**state.grads, "head": head})

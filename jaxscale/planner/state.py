@@ -30,13 +30,16 @@ def parameter_bytes(config: Config, rows: Ints) -> Ints:
 
 def moment_bytes(config: Config, rows: Ints) -> Ints:
     """The optimizer's moments, whole over fsdp in ZeRO stage 0; `rows` as above."""
-    layout, stage = config.layout, config.layout.zero_stage
-    elements = sum(
-        _repeats(moment, rows) * moment.shard_size(layout, over_fsdp=stage >= 1, at_rest=True)
+    layout, optimizer = config.layout, config.optimizer
+    stage, widths = layout.zero_stage, (optimizer.moment_dtype, optimizer.second_moment_dtype)
+    return sum(
+        itemsize(width)
+        * _repeats(moment, rows)
+        * moment.shard_size(layout, over_fsdp=stage >= 1, at_rest=True)
         for array in _stacks(config)
-        for moment in _moments(config.optimizer.name, array)
+        for width, moments in zip(widths, _moments(optimizer.name, array), strict=True)
+        for moment in moments
     )
-    return itemsize(config.optimizer.moment_dtype) * elements
 
 
 def count_bytes(config: Config) -> int:
@@ -66,18 +69,18 @@ def _repeats(array: Array, rows: Ints) -> Ints:
     return rows if array.axes[0] == "layers" else 1
 
 
-def _moments(name: str, array: Array) -> list[Array]:
-    """What a rule of `optim` keeps of a parameter."""
+def _moments(name: str, array: Array) -> tuple[list[Array], list[Array]]:
+    """The first moments and the second moments that a rule of `optim` keeps of a parameter."""
     if name == "lion" or (name == "muon" and array.part == "layers" and sides(array)):
-        return [array]
+        return [array], []
     if name != "adafactor":
-        return [array, array]
+        return [array], [array]
     placeholder = dataclasses.replace(array, axes=("one",), shape=(1,))
     if not sides(array) or min(map(math.prod, sides(array))) < FACTORED_SIZE:
-        return [array, placeholder, placeholder]
+        return [], [array, placeholder, placeholder]
     # A mean over the other side leaves rows, and columns.
     rows = {"layers", "embed"}
-    return [_only(array, rows), _only(array, set(array.axes) - {"embed"}), placeholder]
+    return [], [_only(array, rows), _only(array, set(array.axes) - {"embed"}), placeholder]
 
 
 def sides(array: Array) -> list[list[int]]:

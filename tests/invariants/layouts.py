@@ -37,8 +37,8 @@ def make_config(model: dict, layout: dict, dtype: str = "float64", **optimizer) 
             "model": {**model, "compute_dtype": dtype, "param_dtype": "float64"},
             "data": {"global_batch_size": BATCH, "seq_len": SEQ_LEN},
             "optimizer": {
-                "clip_norm": 0.5, "moment_dtype": "float64", "accumulation_dtype": "float64",
-                "learning_rate": LEARNING_RATE, **optimizer,
+                "clip_norm": 0.5, "moment_dtype": "float64", "second_moment_dtype": "float64",
+                "accumulation_dtype": "float64", "learning_rate": LEARNING_RATE, **optimizer,
             },
             "layout": {"data": 1, **layout},
             "run": {"steps": STEPS},

@@ -23,8 +23,8 @@ STEPS = 4
 TINY = (
     "data.seq_len=16", "model.d_model=32", "model.d_ff=64", "model.num_kv_heads=4",
     "model.compute_dtype=float64", "model.param_dtype=float64", "optimizer.moment_dtype=float64",
-    "optimizer.accumulation_dtype=float64", "layout.fsdp=2", "layout.tensor=2",
-    f"run.steps={STEPS}", "run.checkpoint_every=2",
+    "optimizer.second_moment_dtype=float64", "optimizer.accumulation_dtype=float64",
+    "layout.fsdp=2", "layout.tensor=2", f"run.steps={STEPS}", "run.checkpoint_every=2",
 )  # fmt: skip
 
 ENVIRONMENT = {

@@ -19,8 +19,8 @@ def make(*overrides):
         load(
             "configs/tiny.py",
             ["model.compute_dtype=float64", "model.param_dtype=float64", "model.num_kv_heads=4",
-             "optimizer.moment_dtype=float64", "optimizer.accumulation_dtype=float64",
-             "data.seq_len=32", *overrides],
+             "optimizer.moment_dtype=float64", "optimizer.second_moment_dtype=float64",
+             "optimizer.accumulation_dtype=float64", "data.seq_len=32", *overrides],
         )
     )  # fmt: skip
 

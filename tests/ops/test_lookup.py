@@ -22,7 +22,9 @@ def test_a_spread_lookup_is_indexing(rows, time):
     cotangent = jax.random.normal(jax.random.key(2), (3, 16, 5))
 
     def ours(table, indices):
-        return spread_lookup(table, indices, rows=rows, time=time, axes=("context", "tensor"))
+        return spread_lookup(
+            table, indices, table.dtype, rows=rows, time=time, axes=("context", "tensor")
+        )
 
     def with_gradient(lookup):
         def run(table, indices, cotangent):

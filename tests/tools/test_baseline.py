@@ -16,7 +16,7 @@ from jaxscale.synthetic import synthetic_batch
 SETTINGS = (
     "layout.data=1", "model.compute_dtype=float64", "model.param_dtype=float64",
     "optimizer.accumulation_dtype=float64", "optimizer.moment_dtype=float64",
-    "optimizer.weight_decay=0",  # ours spares vectors
+    "optimizer.second_moment_dtype=float64", "optimizer.weight_decay=0",  # ours spares vectors
 )  # fmt: skip
 
 

@@ -39,8 +39,10 @@ def check(dtype: str) -> list[dict[str, Any]]:
     """A record for each layout."""
     types = [f"model.compute_dtype={dtype}"]
     if dtype == "float64":
-        types += [f"{name}={dtype}" for name in ("model.param_dtype", "optimizer.moment_dtype",
-                                                 "optimizer.accumulation_dtype")]  # fmt: skip
+        types += [f"{name}={dtype}" for name in (
+            "model.param_dtype", "optimizer.moment_dtype", "optimizer.second_moment_dtype",
+            "optimizer.accumulation_dtype",
+        )]  # fmt: skip
     records, first = [], None
     for layout in LAYOUTS:
         begin = time.monotonic()
