@@ -10,9 +10,9 @@ _HOMES = {
     "Config": "config",
     "Layout": "layout",
     "ModelConfig": "config",
-    "describe": "describe",
+    "describe_layout": "describe",
     "device_batches": "run",
-    "evaluate": "run",
+    "evaluate_loss": "run",
     "fit": "trainer",
     "load": "config",
     "make_engine": "step",
@@ -20,9 +20,10 @@ _HOMES = {
     "open_engine": "run",
     "open_text": "run",
     "open_trainer": "trainer",
-    "plan": "planner.answer",
+    "plan_layouts": "planner.answer",
     "resolve": "sharding",
     "sample": "sampling",
+    "ShardedBatch": "batch",
 }
 
 

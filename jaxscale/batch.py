@@ -1,4 +1,4 @@
-"""The record that data produces and models consume."""
+"""The records that data produces and models consume."""
 
 from typing import Any, NamedTuple
 
@@ -15,3 +15,12 @@ class Batch(NamedTuple):
     segments: Any  # int32, from 1 in each row; 0 is padding
     positions: Any  # int32, from 0 in each document
     weights: Any  # float32
+
+
+class ShardedBatch(Batch):
+    """A batch as `Engine.shard` deals and places it, a type of its own: `Engine.step` and
+    `Engine.evaluate` take only this.
+
+    Its arrays lie on the mesh, and where several ranks share a sequence its tokens are not in the
+    order of the text.
+    """

@@ -77,7 +77,7 @@ class Checkpoints:
 
         Args:
           step: updates made; names the checkpoint.
-          state: tree of arrays, in canonical form.
+          state: tree of arrays, in canonical form, in device or host memory.
           metadata: what JSON can hold; the config, under "config", is used in messages.
 
         Raises:
@@ -328,8 +328,8 @@ def _signature(array: Any) -> dict[str, Any]:
 
 def _checksums(arrays: Mapping[str, Any]) -> dict[str, int]:
     """A number per array that depends on every bit of it and not on its layout."""
-    sums = jax.device_get({name: _checksum(array) for name, array in arrays.items()})
-    return {name: int(value) for name, value in sums.items()}
+    # One after the other: those that wait in host memory pass through the device's.
+    return {name: int(_checksum(array)) for name, array in arrays.items()}
 
 
 @jax.jit
@@ -339,6 +339,8 @@ def _checksum(array: jax.Array) -> jax.Array:
     Integer sums are exact in any order, so shards may be added as they come; an odd factor keeps
     every bit of a word, so no single change can cancel.
     """
+    # Only what is in device memory can be computed with.
+    array = jax.device_put(array, jax.memory.Space.Device)
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
     bits = min(32, 8 * array.dtype.itemsize)

@@ -28,7 +28,7 @@ LARGE_BYTES = 1 << 20
 """A replicated parameter from this size on is worth a warning."""
 
 
-def describe(engine: Engine) -> str:
+def describe_layout(engine: Engine) -> str:
     """The layout, what it and its alternatives need on each device, and a line for every parameter.
 
     Bytes are those of formulas (`planner.memory`), without compiling.

@@ -63,7 +63,7 @@ def _evaluate(options: argparse.Namespace, config: configs.Config, overrides: li
             "note: the text or its settings are not those of the training: these numbers do not "
             "compare with the run's own, and the model may have seen the text"
         )
-    evaluation = run.evaluate(
+    evaluation = run.evaluate_loss(
         engine, params, text.heldout, config.data.global_batch_size, options.max_batches
     )
     result = {

@@ -34,7 +34,8 @@ def load_config(workdir: pathlib.Path, overrides: Sequence[str] = ()) -> Config:
     """The config in a run's folder, with "section.key=value" overrides.
 
     The folder holds the size of every mesh axis. Naming one in an override sets the others free:
-    to 1, and `data` to what is left.
+    to 1, and `data` to what is left. Nothing is trained from here, so what training kept for its
+    backward pass, and moved to host memory, is left out: it need not fit the layout at hand.
 
     Raises:
       FileNotFoundError: the folder holds no run.
@@ -52,11 +53,12 @@ def load_config(workdir: pathlib.Path, overrides: Sequence[str] = ()) -> Config:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
         raise ValueError(f"{path} is not the config of a run: sections of keys and values")
+    sections["layout"] = sections.get("layout", {}) | {"remat": "none", "offload": "none"}
     if named := _named_axes(overrides):
         sizes = {axis: 1 for axis in MESH_AXES if axis not in named}
         if "data" in sizes and "-1" not in named.values():
             sizes["data"] = -1
-        sections["layout"] = sections.get("layout", {}) | sizes
+        sections["layout"] |= sizes
     for override in overrides:
         _set(sections, override)
     return configs.from_dict(sections)

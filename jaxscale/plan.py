@@ -1,7 +1,7 @@
 """python -m jaxscale.plan --config configs/X.py --hardware NAME --devices N
 
-The command; what it does is in `jaxscale.planning`. Import that, not this: `jaxscale.plan` is also
-the name of a function, and importing a module of that name would hide it.
+The command; what it does is in `jaxscale.planning`, and a notebook's `jaxscale.plan_layouts` in
+`planner/answer.py`.
 """
 
 import sys

@@ -18,7 +18,7 @@ from jaxscale import flags
 from jaxscale.config import Config
 from jaxscale.layout import Layout
 from jaxscale.planner import explain, report, why
-from jaxscale.planner.answer import plan
+from jaxscale.planner.answer import plan_layouts
 from jaxscale.planner.explain import columns, gigabytes
 from jaxscale.planner.plans import Answer, Plan, judge
 from jaxscale.planner.search import search
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not getattr(options, name):
                 raise ValueError(f"--{name} is missing; see --help for an example")
         pins = parse_pins(options.pin)
-        answer = plan(
+        answer = plan_layouts(
             _model(options, overrides), options.hardware, options.devices, pins=pins,
             max_memory_bytes=parse_bytes(options.max_memory),
             batch_tokens=parse_tokens(options.batch_tokens), seq_len=options.seq_len,

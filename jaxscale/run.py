@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxscale import config as configs
 from jaxscale import processes
-from jaxscale.batch import Batch
+from jaxscale.batch import ShardedBatch
 from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import Config
 from jaxscale.data.corpus import open_corpus
@@ -28,7 +28,6 @@ from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.data.tokenizer import load as load_tokenizer
 from jaxscale.layout import resolve_sizes
 from jaxscale.mesh import make_mesh
-from jaxscale.ops.context import balanced_order
 from jaxscale.step import Engine, make_engine
 
 log = logging.getLogger("jaxscale")
@@ -98,19 +97,21 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
 
 
 def for_sampling(config: Config) -> Config:
-    """The config for a command that only samples: it has no batches and its own attention, so
-    what the run says of them need not fit the devices at hand.
+    """The config for a command that only samples: it has no batches, no schedule and its own
+    attention, so what the run says of them need not fit the devices at hand.
 
-    Raises:
-      ValueError: the layout has a pipeline.
+    The ranks of a pipeline share every layer, as ranks of fsdp, where d_model divides.
     """
     layout = resolve_sizes(config.layout, jax.device_count())
     if layout.pipeline > 1:
-        raise ValueError(
-            f"layout.pipeline = {layout.pipeline}: samples are drawn without a pipeline, and the "
-            "checkpoint fits any layout; add --config.layout.pipeline=1 --config.layout.data=-1, "
-            "or give the ranks to layout.tensor or layout.fsdp"
+        axis = "data" if config.model.d_model % (layout.fsdp * layout.pipeline) else "fsdp"
+        size = getattr(layout, axis) * layout.pipeline
+        log.info(
+            f"samples are drawn without a pipeline: using layout.{axis} = {size} in place of "
+            f"layout.pipeline = {layout.pipeline}"
         )
+        without = {"pipeline": 1, "remat": "none", "zero_stage": 3, axis: size}
+        layout = dataclasses.replace(layout, **without)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, attention="auto"),
@@ -169,7 +170,8 @@ def _fitting(tokenizer: Tokenizer, config: Config) -> Tokenizer:
 
 
 def restore_params(engine: Engine, workdir: pathlib.Path) -> tuple[int, Any, dict[str, Any]]:
-    """The newest checkpoint's step, its parameters on this engine's layout, and its metadata.
+    """The newest checkpoint's step, its parameters on this engine's mesh in canonical form, and
+    its metadata.
 
     Raises:
       FileNotFoundError: the run has no checkpoint yet.
@@ -183,9 +185,8 @@ def restore_params(engine: Engine, workdir: pathlib.Path) -> tuple[int, Any, dic
                 f"--workdir {workdir} holds no checkpoint yet; the command that trains it writes "
                 "one every run.checkpoint_every steps, and at the end"
             )
-        placement = engine.placement.part("params")
-        params = checkpoints.restore(step, {"params": placement.canonical}, part=True)["params"]
-        params = placement.from_canonical(params)
+        wanted = {"params": engine.placement.canonical.params}
+        params = checkpoints.restore(step, wanted, part=True)["params"]
         return step, params, checkpoints.metadata(step)
     finally:
         checkpoints.close()
@@ -194,39 +195,27 @@ def restore_params(engine: Engine, workdir: pathlib.Path) -> tuple[int, Any, dic
 def device_batches(
     engine: Engine, dataset: Examples, global_batch_size: int, *, start_step: int = 0,
     workers: int = 0,
-) -> Generator[Batch]:  # fmt: skip
-    """Batches spread over the mesh; each process loads the rows that its devices hold.
-
-    The tokens of a sequence are dealt to the ranks of context in their balanced order.
-    """
-    shape = (global_batch_size, dataset.seq_len)
-    order = balanced_order(dataset.seq_len, engine.layout.context)
-    every_row = np.arange(global_batch_size)
-    indices = engine.batch_sharding.addressable_devices_indices_map(shape).values()
-    rows = sorted({int(row) for index in indices if index for row in every_row[index[0]]})
-    place = {row: i for i, row in enumerate(rows)}
-
-    def on_devices(field: np.ndarray) -> jax.Array:
-        def part(index):
-            return field[[place[row] for row in every_row[index[0]]]][:, order[index[1]]]
-
-        return jax.make_array_from_callback(shape, engine.batch_sharding, part)
-
+) -> Generator[ShardedBatch]:  # fmt: skip
+    """Batches for `Engine.step`; each process loads the rows that its devices hold."""
     for batch in batches(
-        dataset, global_batch_size=global_batch_size, start_step=start_step, rows=rows,
-        workers=workers,
+        dataset, global_batch_size=global_batch_size, start_step=start_step,
+        rows=engine.local_rows(global_batch_size), workers=workers,
     ):  # fmt: skip
-        yield Batch(*(on_devices(field) for field in batch))
+        yield engine.shard(batch, global_batch_size=global_batch_size)
 
 
-def evaluate(
+def evaluate_loss(
     engine: Engine, params: Any, heldout: Examples, global_batch_size: int,
     max_batches: int | None = None,
 ) -> Evaluation:  # fmt: skip
     """The loss on held-out text: the first `max_batches` batches of it, or all.
 
     Every call sees the same examples in the same order, whatever the layout.
+
+    Args:
+      params: of the engine's state, or in canonical form, as `fit` and checkpoints give them.
     """
+    params = engine.placement.part("params").from_canonical(params)
     sums, token_bytes = np.zeros(3), jnp.asarray(heldout.token_bytes, jnp.float32)
     with contextlib.closing(device_batches(engine, heldout, global_batch_size)) as stream:
         for batch in itertools.islice(stream, max_batches):

@@ -44,7 +44,7 @@ def sample(
     is drawn for a prompt depends on the seed and its place in the batch, not on the others.
 
     Args:
-      params: on the layout of `engine`, in the parameters' type.
+      params: of the engine's state, or in canonical form, as `fit` and checkpoints give them.
       prompts: each begins a document; "" is a document not yet begun.
       num_tokens: at most this many are added to each prompt.
       temperature: divides the logits; 0 takes the likeliest token.
@@ -72,6 +72,7 @@ def sample(
             f"{longest + num_tokens - 1} learned positions, and the model has "
             f"model.max_seq_len = {config.max_seq_len}; shorten the prompt or lower --num_tokens"
         )
+    params = engine.placement.part("params").to_canonical(params)
     width = _round_up(longest - 1)
     slots = max(width, _round_up(longest + num_tokens))
     rows = np.full((len(ids), slots), boundary, np.int32)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxscale.batch import Batch
+from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.compiler import step_options
 from jaxscale.config import Config
 from jaxscale.gradients import make_gradients, make_loss
@@ -23,6 +23,7 @@ from jaxscale.pipeline.stages import Stages, open_stages
 from jaxscale.planner.held import head_cost
 from jaxscale.remat import from_host
 from jaxscale.rules import check_divides, check_sequence
+from jaxscale.sharded_batch import dealt, local_rows, shard_batch
 from jaxscale.sharding import ACTIVATIONS, resolve, resolve_tree, spread_outer
 from jaxscale.zero import Zero
 
@@ -63,16 +64,34 @@ class Engine:
     layout: Layout
     mesh: Mesh
     init: Callable[[jax.Array], TrainState]  # from a key
-    step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]  # donates the state
-    evaluate: Callable[[Tree, Batch, jax.Array], EvaluationSums]
+    step: Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]  # donates the state
+    evaluate: Callable[[Tree, ShardedBatch, jax.Array], EvaluationSums]
     abstract_state: TrainState  # shapes, types and shardings
-    abstract_batch: Batch  # likewise
+    abstract_batch: ShardedBatch  # likewise
     placement: Placement  # of the state, which is saved in another form
     state_axes: TrainState  # logical axes of every array in it
     zero: Zero
     stages: Stages | None  # of a pipeline
-    batch_sharding: NamedSharding  # its sequences are dealt in `ops.context.balanced_order`
+    batch_sharding: NamedSharding
     attention: str  # the implementation in use
+
+    def shard(self, batch: Batch, *, global_batch_size: int | None = None) -> ShardedBatch:
+        """A batch of NumPy arrays as `step` and `evaluate` take it: spread over the mesh, the
+        tokens of each sequence dealt to the ranks of context in their balanced order.
+
+        Args:
+          batch: [rows, time] each, in the order of the text: all rows of a step.
+          global_batch_size: when they are only the rows that this process's devices hold, in the
+            order of `local_rows`: how many there are in all.
+
+        Raises:
+          ValueError: what is no batch on the host, or does not divide over the layout.
+        """
+        return shard_batch(batch, self.config, self.batch_sharding, global_batch_size)
+
+    def local_rows(self, global_batch_size: int) -> tuple[int, ...]:
+        """The rows of a step's batch that this process's devices hold, in order."""
+        return local_rows(self.batch_sharding, global_batch_size)
 
 
 def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> Engine:
@@ -124,7 +143,8 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
 
     step = _make_step(config, gradients, optimizer, shardings, update_shardings)
 
-    def evaluate(params: Tree, batch: Batch, token_bytes: jax.Array) -> EvaluationSums:
+    def evaluate(params: Tree, sharded: ShardedBatch, token_bytes: jax.Array) -> EvaluationSums:
+        batch = dealt(sharded)
         num_bytes = jnp.sum(token_bytes[batch.targets] * batch.weights)
         return EvaluationSums(nll(params, batch), jnp.sum(batch.weights), num_bytes)
 
@@ -166,7 +186,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
 def _make_step(
     config: Config, gradients: Callable, optimizer: optax.GradientTransformation,
     shardings: TrainState, update_shardings: Tree,
-) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:  # fmt: skip
+) -> Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]:  # fmt: skip
     """Gradients, clipped, and the optimizer's update.
 
     Args:
@@ -175,7 +195,8 @@ def _make_step(
     """
     offloads = config.layout.offloads("optimizer")
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def step(state: TrainState, batch: ShardedBatch) -> tuple[TrainState, StepMetrics]:
+        batch = dealt(batch)
         count = jnp.sum(batch.weights)
         (_, nll_sum), grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
@@ -192,11 +213,11 @@ def _make_step(
     return step
 
 
-def _abstract_batch(config: Config, sharding: NamedSharding) -> Batch:
+def _abstract_batch(config: Config, sharding: NamedSharding) -> ShardedBatch:
     shape = config.data.global_batch_size, config.data.seq_len
     ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
     floats = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-    return Batch(ints, ints, ints, ints, floats)
+    return ShardedBatch(ints, ints, ints, ints, floats)
 
 
 def _open_stages(config: Config) -> Stages:

@@ -10,6 +10,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from jaxscale import cluster, flags, processes
 from jaxscale import config as configs
@@ -56,12 +57,12 @@ def _train(
     # JAX is imported only now: a typo is answered at once.
     import jax  # noqa: PLC0415
 
-    from jaxscale import run, sampling, trainer  # noqa: PLC0415
-    from jaxscale.describe import describe  # noqa: PLC0415
+    from jaxscale import run, trainer  # noqa: PLC0415
+    from jaxscale.describe import describe_layout  # noqa: PLC0415
 
     with flags.refusals():
         if options.describe:
-            log.info(describe(run.open_engine(config)[1]))
+            log.info(describe_layout(run.open_engine(config)[1]))
             return 0
         ready = trainer.open_trainer(config, workdir)
     if ready is None:
@@ -77,13 +78,27 @@ def _train(
         flags.refuse(str(error), status=1)
     if options.json and jax.process_index() == 0:
         options.json.write_text(json.dumps(summary, indent=2) + "\n")
-    log.info(f"\nA sample at step {config.run.steps}:\n")
-    text = sampling.sample(
-        ready.engine, state.params, ready.text.tokenizer, [""], num_tokens=128, top_p=0.95
-    )
-    log.info(sampling.printable(text[0]))
+    _show_sample(ready, state.params)
     log.info(_how_to_go_on(options.config, workdir, ready.config))
     return 0
+
+
+def _show_sample(trainer: Any, params: Any) -> None:
+    """What the model now writes. The run is complete and saved: if this fails it only says so."""
+    from jaxscale import sampling  # noqa: PLC0415
+
+    model = trainer.config.model
+    num_tokens = min(128, model.max_seq_len) if model.family == "gpt" else 128
+    tokenizer = trainer.text.tokenizer
+    try:
+        (text,) = sampling.sample(
+            trainer.engine, params, tokenizer, [""], num_tokens=num_tokens, top_p=0.95
+        )
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        log.warning(f"\nwarning: no sample of the trained model could be drawn ({reason})")
+        return
+    log.info(f"\nA sample at step {trainer.config.run.steps}:\n\n{sampling.printable(text)}")
 
 
 def _how_to_go_on(path: str, workdir: pathlib.Path, config: configs.Config) -> str:

@@ -18,11 +18,11 @@ import numpy as np
 
 from jaxscale import config as configs
 from jaxscale import processes
-from jaxscale.batch import Batch
+from jaxscale.batch import ShardedBatch
 from jaxscale.checkpoint import Checkpoints, describe_difference
 from jaxscale.config import Config
 from jaxscale.data.dataset import Examples, repeats
-from jaxscale.describe import describe, human_bytes
+from jaxscale.describe import describe_layout, human_bytes
 from jaxscale.hardware import peak_flops
 from jaxscale.metrics import Metrics, duration, progress_line, utilisation
 from jaxscale.optim import schedule_of
@@ -30,7 +30,7 @@ from jaxscale.run import (
     Evaluation,
     Text,
     device_batches,
-    evaluate,
+    evaluate_loss,
     open_engine,
     open_text,
 )
@@ -65,7 +65,7 @@ class Trainer:
     begin: int  # steps done
     text: Text
     state: TrainState  # given up to `fit`
-    step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]  # compiled
+    step: Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]  # compiled
 
 
 def open_trainer(config: Config, workdir: pathlib.Path) -> Trainer | None:
@@ -122,7 +122,8 @@ def fit(
       started: `time.monotonic()` when the process began, for the time to the first step.
 
     Returns:
-      The last state, and the summary of the run.
+      The last state in canonical form, as `sample` and `evaluate_loss` take it, and the summary
+      of the run.
 
     Raises:
       FloatingPointError: the loss or the gradient norm is not finite.
@@ -135,7 +136,7 @@ def fit(
     recorder = Recorder(trainer, trackers, time.monotonic() if started is None else started)
     with contextlib.closing(recorder), contextlib.closing(trainer.checkpoints):
         state = _loop(trainer, recorder, profile)
-        return state, recorder.finish()
+        return trainer.engine.placement.to_canonical(state, donate=True), recorder.finish()
 
 
 def compile_step(engine: Engine) -> Callable:
@@ -162,7 +163,7 @@ def _begin(
     metadata, resolved = checkpoints.metadata(begin), configs.to_dict(config)
     # A layout may change under a run, its examples may not.
     state = checkpoints.restore(begin, engine.placement.canonical, config=resolved)
-    state = engine.placement.from_canonical(state)
+    state = engine.placement.from_canonical(state, donate=True)
     if metadata["data"]["fingerprint"] != train.fingerprint:
         raise ValueError(
             f"the examples are not those that checkpoint {begin} was trained on: the text, its "
@@ -244,15 +245,17 @@ def _loop(trainer: Trainer, recorder: "Recorder", profile: range) -> TrainState:
             last, stop = step == run.steps, processes.stops(step, received())
             if text.heldout and (last or _due(step, run.eval_every)):
                 recorder.flush()
-                evaluation = evaluate(
+                evaluation = evaluate_loss(
                     engine, state.params, text.heldout, data.global_batch_size, run.eval_batches
                 )
                 recorder.evaluated(step, evaluation)
             if last or stop or _due(step, run.checkpoint_every):
                 # Only now is it known whether the step was sound; an unsound one is not saved.
                 recorder.flush()
-                saved = engine.placement.to_canonical(state)
-                trainer.checkpoints.save(step, saved, _metadata(config, text.train, step))
+                trainer.checkpoints.save(
+                    step, engine.placement.to_canonical(state, on_host=True),
+                    _metadata(config, text.train, step),
+                )  # fmt: skip
             if stop and not last:
                 who, number = stop
                 trainer.checkpoints.wait()

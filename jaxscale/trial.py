@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxscale import config as configs
-from jaxscale.batch import Batch
+from jaxscale.batch import ShardedBatch
 from jaxscale.run import open_engine
 from jaxscale.synthetic import synthetic_batch
 
@@ -37,7 +37,7 @@ def main() -> int:
     except ValueError as error:
         _say(refused=str(error))
         return 0
-    batch = jax.device_put(synthetic_batch(config), engine.batch_sharding)
+    batch = engine.shard(synthetic_batch(config))
     begin = time.monotonic()
     state = engine.init(jax.random.key(config.run.seed))
     step = engine.step.lower(state, batch).compile()
@@ -58,7 +58,7 @@ def main() -> int:
     return 0
 
 
-def _timed(step: Callable, state: Any, batch: Batch) -> tuple[float, float, Any]:
+def _timed(step: Callable, state: Any, batch: ShardedBatch) -> tuple[float, float, Any]:
     """The loss, the seconds, and the next state of one step."""
     begin = time.perf_counter()
     state, out = step(state, batch)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxscale.config import from_dict
-from jaxscale.describe import describe, human_bytes
+from jaxscale.describe import describe_layout, human_bytes
 from jaxscale.mesh import make_mesh
 from jaxscale.planner.memory import memory
 from jaxscale.step import make_engine
@@ -26,7 +26,7 @@ def config():
 def rows(config):
     """The lines, each by its first words."""
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
-    lines = [line.strip().split("  ") for line in describe(engine).splitlines()]
+    lines = [line.strip().split("  ") for line in describe_layout(engine).splitlines()]
     return {line[0]: [cell.strip() for cell in line[1:] if cell] for line in lines}
 
 
@@ -70,7 +70,7 @@ def test_what_passes_a_pipeline_could_keep():
     layout = {"data": 1, "pipeline": 4, "microbatches": 8, "remat": "keep:2"}
     config = from_dict({"layout": layout, "model": {"num_layers": 8}})
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[:4]))
-    lines = [re.split(r"\s{2,}", line.strip()) for line in describe(engine).splitlines()]
+    lines = [re.split(r"\s{2,}", line.strip()) for line in describe_layout(engine).splitlines()]
     rows = {line[0]: line[1:] for line in lines}
     held, times = [], []
     for remat in ("none", "keep:2 *", "keep:1", "full"):

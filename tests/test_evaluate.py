@@ -79,7 +79,7 @@ def plain_evaluation(params, heldout: Dataset, windows: range) -> run.Evaluation
 )
 def test_it_is_the_mean_over_every_heldout_token(layout, heldout):
     engine, params = make(**layout)
-    found = run.evaluate(engine, params, heldout, BATCH)
+    found = run.evaluate_loss(engine, params, heldout, BATCH)
     expected = plain_evaluation(params, heldout, range(len(heldout)))
     assert found.tokens == expected.tokens == heldout.num_tokens
     assert found.num_bytes == expected.num_bytes
@@ -91,7 +91,7 @@ def test_it_is_the_mean_over_every_heldout_token(layout, heldout):
 
 def test_some_batches_are_the_first_ones(heldout):
     engine, params = make()
-    found = run.evaluate(engine, params, heldout, BATCH, max_batches=2)
+    found = run.evaluate_loss(engine, params, heldout, BATCH, max_batches=2)
     expected = plain_evaluation(params, heldout, range(2 * BATCH))
     assert found.tokens == expected.tokens == 2 * BATCH * SEQ_LEN
     assert found.loss == pytest.approx(expected.loss, rel=1e-12)

@@ -8,7 +8,7 @@ from jaxscale import config as configs
 from jaxscale import picture
 from jaxscale.layout import Layout
 from jaxscale.mesh import make_mesh
-from jaxscale.planner.answer import plan
+from jaxscale.planner.answer import plan_layouts
 from jaxscale.step import make_engine
 
 
@@ -55,7 +55,9 @@ def test_a_row_of_tiles_for_each_layout():
 def test_losses_and_plans_say_what_they_show(tmp_path):
     figure = picture.losses({"one": [3.0, 2.0], "two": [3.0, 2.000001]})
     assert next(text.get_text() for text in figure.axes[1].texts) == "5.0e-07"
-    answer = plan("configs/llama2_7b.py", "H100-SXM", 8, top=1, pins={"pipeline": 1, "tensor": 1})
+    answer = plan_layouts(
+        "configs/llama2_7b.py", "H100-SXM", 8, top=1, pins={"pipeline": 1, "tensor": 1}
+    )
     (best,) = answer.plans
     for draw, unit in ((picture.step_seconds, "seconds"), (picture.memory, "GB")):
         figure = draw({"best": best})
@@ -67,7 +69,7 @@ def test_losses_and_plans_say_what_they_show(tmp_path):
 
 
 def test_every_term_of_a_plan_has_a_colour():
-    best = plan("configs/tiny.py", "H100-SXM", 8, top=1).plans[0]
+    best = plan_layouts("configs/tiny.py", "H100-SXM", 8, top=1).plans[0]
     named = {name for _, names in picture.SECONDS.values() for name in names}
     assert set(best.seconds.terms) == named
     held = {name for _, names in picture.BYTES.values() for name in names}

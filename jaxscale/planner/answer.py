@@ -1,4 +1,4 @@
-"""`jaxscale.plan`: the best layouts of a model on a cluster."""
+"""`jaxscale.plan_layouts`: the best layouts of a model on a cluster."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,18 +17,19 @@ from jaxscale.planner.space import Query, check_pins
 from jaxscale.planner.why import nothing_fits
 
 
-def plan(
+def plan_layouts(
     model: Config | Shape | str, hardware: str, devices: int, *,
     pins: Mapping[str, Any] | None = None, max_memory_bytes: float = 0.0, batch_tokens: int = 0,
     seq_len: int = 0, top: int = 10, **overrides: Any,
 ) -> Answer:  # fmt: skip
-    """The best layouts of a model on a cluster, as `jaxscale.plan`.
+    """The best layouts of a model on a cluster, as `jaxscale.plan_layouts`.
 
-    >>> answer = plan("configs/llama2_7b.py", "H100-SXM", 64, pins={"tensor": 1, "pipeline": 1})
+    >>> pins = {"tensor": 1, "pipeline": 1}
+    >>> answer = plan_layouts("configs/llama2_7b.py", "H100-SXM", 64, pins=pins)
     >>> answer.plans[0].fits
     True
     >>> asked = {"batch_tokens": 2**24, "pins": {"pipeline": 1}}
-    >>> plan("deepseek-v3", "H100-SXM", 512, **asked).plans[0].layout.expert
+    >>> plan_layouts("deepseek-v3", "H100-SXM", 512, **asked).plans[0].layout.expert
     4
 
     Args:

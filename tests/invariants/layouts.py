@@ -12,7 +12,6 @@ from jaxscale import hlo, hlo_collectives
 from jaxscale.batch import Batch
 from jaxscale.config import Config, from_dict
 from jaxscale.mesh import make_mesh
-from jaxscale.ops.context import balanced_order
 from jaxscale.planner.collectives import step_traffic
 from jaxscale.step import Engine, TrainState, make_engine
 
@@ -91,10 +90,8 @@ def run(engine: Engine, state: TrainState | None = None, first: int = 0, step=No
     """
     state = engine.init(jax.random.key(0)) if state is None else state
     losses, norms, step = [], [], step or engine.step
-    order = balanced_order(SEQ_LEN, engine.layout.context)
     for batch in batches()[first:]:
-        dealt = Batch(*(field[:, order] for field in batch))
-        state, metrics = step(state, jax.device_put(dealt, engine.batch_sharding))
+        state, metrics = step(state, engine.shard(batch))
         losses.append(float(metrics.loss))
         norms.append(float(metrics.grad_norm))
     moments = [value for _, value in optax.tree.get_all_with_path(state.opt_state, "mu")]

@@ -10,7 +10,6 @@ import pytest
 from jaxscale import hlo, hlo_collectives
 from jaxscale.batch import Batch
 from jaxscale.config import from_dict
-from jaxscale.ops.context import balanced_order
 from tests.invariants.layouts import GPT, LLAMA, make_config, open_engine, relative_error, run
 from tests.invariants.test_layouts import INVOLUNTARY, one_device
 
@@ -58,9 +57,7 @@ def compiled(**layout):
         }
     )  # fmt: skip
     engine = open_engine(config)
-    ints = jax.ShapeDtypeStruct((1, SEQ_LEN), np.int32)
-    batch = Batch(ints, ints, ints, ints, jax.ShapeDtypeStruct((1, SEQ_LEN), np.float32))
-    return engine, engine.step.lower(engine.abstract_state, batch).compile()
+    return engine, engine.step.lower(engine.abstract_state, engine.abstract_batch).compile()
 
 
 def device_bytes(**layout):
@@ -105,9 +102,8 @@ def test_a_sequence_that_one_device_cannot_hold_trains():
     results = []
     for layout in ({"context": 4}, {}):
         engine, program = compiled(**layout)
-        dealt = Batch(*(x[:, balanced_order(SEQ_LEN, engine.layout.context)] for x in batch))
         state = engine.init(jax.random.key(0))
-        state, metrics = program(state, jax.device_put(dealt, engine.batch_sharding))
+        state, metrics = program(state, engine.shard(batch))
         results.append((float(metrics.loss), float(metrics.grad_norm)))
     np.testing.assert_allclose(*results, rtol=1e-5)
 

@@ -9,13 +9,10 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.batch import Batch
-from jaxscale.ops.context import balanced_order
 from tests.invariants import matrix
 from tests.invariants.layouts import (
     GPT,
     LLAMA,
-    SEQ_LEN,
     batches,
     check_collectives,
     compile_step,
@@ -129,9 +126,7 @@ def losses_and_gradient(dtype: str = "bfloat16", **layout) -> tuple[np.ndarray, 
     engine = open_engine(make_config(LLAMA, layout, dtype))
     losses = run(engine).losses
     state = engine.init(jax.random.key(0))
-    order = balanced_order(SEQ_LEN, engine.layout.context)
-    batch = Batch(*(field[:, order] for field in batches()[0]))
-    state, _ = engine.step(state, jax.device_put(batch, engine.batch_sharding))
+    state, _ = engine.step(state, engine.shard(batches()[0]))
     return losses, jax.tree.map(np.asarray, optax.tree.get(state.opt_state, "mu"))
 
 

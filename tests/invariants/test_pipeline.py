@@ -177,8 +177,7 @@ def test_evaluation_is_one_device():
     for layout in layouts:
         engine = open_engine(make_config(LLAMA, layout))
         params = on_ranks(engine, initial_state(make_config(LLAMA, {}))).params
-        dealt = jax.device_put(batch, engine.batch_sharding)
-        results.append(np.array(engine.evaluate(params, dealt, num_bytes)))
+        results.append(np.array(engine.evaluate(params, engine.shard(batch), num_bytes)))
     for result in results[1:]:
         np.testing.assert_allclose(result, results[0], rtol=1e-12)
 
@@ -204,8 +203,7 @@ def test_a_run_moves_between_pipelines_and_none(tmp_path):
                 state = engine.placement.from_canonical(state)
             else:
                 state = engine.init(jax.random.key(0))
-            batch = jax.device_put(batches()[number], engine.batch_sharding)
-            state, metrics = compile_step(engine)(state, batch)
+            state, metrics = compile_step(engine)(state, engine.shard(batches()[number]))
             losses.append(float(metrics.loss))
             checkpoints.save(number + 1, engine.placement.to_canonical(state), {})
             checkpoints.wait()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxscale.planner import explain, why
-from jaxscale.planner.answer import plan
+from jaxscale.planner.answer import plan_layouts
 from jaxscale.planner.described import Described
 from jaxscale.planner.layouts import PlannedLayout
 from jaxscale.planner.machine import cluster
@@ -83,7 +83,7 @@ def test_pins_that_no_formula_knows_are_refused_at_once():
 
 
 def test_why_not_of_experts():
-    answer = plan(
+    answer = plan_layouts(
         "mixtral-8x7b", "h100-sxm", 64, seq_len=4096, batch_tokens=2**21, top=2,
         pins={"pipeline": 1, "remat": "full"},
     )  # fmt: skip
@@ -106,7 +106,9 @@ def test_what_has_to_be_known_is_said_once():
     assert "with an encoder" in MT5.note
     dense = Described(NAMED["llama3-8b"], 512)
     assert "a config of these sizes (--config FILE) is planned exactly" in dense.note
-    answer = plan("mt5-xxl", "h100-sxm", 64, batch_tokens=2**20, top=1, pins={"remat": "full"})
+    answer = plan_layouts(
+        "mt5-xxl", "h100-sxm", 64, batch_tokens=2**20, top=1, pins={"remat": "full"}
+    )
     text = explain.ranking(answer)
     assert text.count("not checked against the compiler") == 1
     assert "2048 sequences of 512 tokens and 1024 of the encoder a step" in text
@@ -118,7 +120,7 @@ def test_what_has_to_be_known_is_said_once():
 
 def test_a_shape_can_be_given_as_it_is():
     shape = Shape(8, 1024, 8, 4, 128, 4096, gated=True, vocab=32000, tied=False, seq_len=1024)
-    answer = plan(shape, "a100-40", 8, batch_tokens=2**16, top=1, pins={"pipeline": 1})
+    answer = plan_layouts(shape, "a100-40", 8, batch_tokens=2**16, top=1, pins={"pipeline": 1})
     assert answer.query.subject.sequences == 64
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (shape, {}, "--batch_tokens is missing"),
@@ -128,4 +130,4 @@ def test_a_shape_can_be_given_as_it_is():
     ]
     for model, asked, said in wrong:
         with pytest.raises(ValueError, match=said):
-            plan(model, "a100-40", 8, **asked)
+            plan_layouts(model, "a100-40", 8, **asked)

@@ -18,7 +18,7 @@ from jaxscale.pipeline.records import R
 from jaxscale.pipeline.simulate import Costs, simulate
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.planner import explain, here, report, why
-from jaxscale.planner.answer import plan, with_batch
+from jaxscale.planner.answer import plan_layouts, with_batch
 from jaxscale.planner.dealt import Parts
 from jaxscale.planner.machine import cluster
 from jaxscale.planner.plans import Answer, judge
@@ -39,7 +39,9 @@ PIPELINE = Layout(pipeline=4, data=1, fsdp=2, microbatches=8, schedule="zb_h1", 
 
 @functools.cache
 def answer(**pins) -> Answer:
-    return plan(CONFIG, "a100-40", 8, pins={"remat": "full", "offload": "none", **pins}, top=3)
+    return plan_layouts(
+        CONFIG, "a100-40", 8, pins={"remat": "full", "offload": "none", **pins}, top=3
+    )
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2, fsdp=4), PIPELINE])
@@ -104,7 +106,7 @@ def test_why_not_says_what_is_wrong_and_what_would_do():
 
 
 def test_why_not_of_settings():
-    found = plan(CONFIG, "a100-40", 8, pins={"pipeline": 1}, top=1)
+    found = plan_layouts(CONFIG, "a100-40", 8, pins={"pipeline": 1}, top=1)
     assert "the best plan has it" in why.why_not(found, {"remat": found.plans[0].layout.remat})
     assert "% slower than the best" in why.why_not(found, {"remat": "full", "tensor": 4})
     assert "does not divide over layout.tensor = 8" in why.why_not(found, {"tensor": 8})
@@ -113,7 +115,9 @@ def test_why_not_of_settings():
 
 def test_nothing_fits_is_explained():
     with pytest.raises(ValueError, match=r"no layout on 8 A100-40.* fits\. The smallest, .* more"):
-        plan(CONFIG, "a100-40", 8, pins={"pipeline": 1, "remat": "full"}, max_memory_bytes=1e8)
+        plan_layouts(
+            CONFIG, "a100-40", 8, pins={"pipeline": 1, "remat": "full"}, max_memory_bytes=1e8
+        )
 
 
 def test_what_is_asked_wrongly_is_refused():
@@ -123,7 +127,7 @@ def test_what_is_asked_wrongly_is_refused():
         ({"tensor": 3}, "no mesh of 8 devices has tensor 3"),
     ):
         with pytest.raises(ValueError, match=said):
-            plan(CONFIG, "a100-40", 8, pins=pins)
+            plan_layouts(CONFIG, "a100-40", 8, pins=pins)
     with pytest.raises(ValueError, match=r"no whole number of sequences .* nearest is 4096, 2 seq"):
         with_batch(CONFIG, 5000)
     assert with_batch(CONFIG, 4096).data.global_batch_size == 2

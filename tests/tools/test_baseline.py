@@ -61,7 +61,7 @@ def test_the_plain_model_has_our_losses(baseline, variant):
     plain = jax.tree.map(np.asarray, as_plain(state.params, variant, ours.model.num_layers))
     plain_state = case.init(jax.random.key(0))
     nnx.replace_by_pure_dict(plain_state.params, plain)
-    batch = jax.device_put(synthetic_batch(ours), engine.batch_sharding)
+    batch = engine.shard(synthetic_batch(ours))
     for _ in range(2):
         state, metrics = engine.step(state, batch)
         plain_state, loss = case.step(plain_state, case.batch)

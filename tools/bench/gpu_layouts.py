@@ -27,7 +27,7 @@ BOUNDS = {"float64": 1e-12, "bfloat16": 5e-3}
 def two_steps(settings: Sequence[str]) -> tuple[list[float], str]:
     """Loss and gradient norm of each, and the attention kernel that ran."""
     config, engine = open_engine(configs.load(CONFIG, settings))
-    batch = jax.device_put(synthetic_batch(config), engine.batch_sharding)
+    batch = engine.shard(synthetic_batch(config))
     state, numbers = engine.init(jax.random.key(0)), []
     for _ in range(2):
         state, out = engine.step(state, batch)

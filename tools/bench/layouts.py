@@ -85,7 +85,7 @@ def make(options: argparse.Namespace, accumulation: str, zero_stage: int) -> Cas
                    "remat": "full"},
     })  # fmt: skip
     engine = make_engine(config, make_mesh(config.layout))
-    batch = jax.device_put(synthetic_batch(config), engine.batch_sharding)
+    batch = engine.shard(synthetic_batch(config))
     state = engine.init(jax.random.key(0))
     step = engine.step.lower(state, batch).compile()
     temp_bytes = step.memory_analysis().temp_size_in_bytes

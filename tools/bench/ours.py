@@ -1,6 +1,5 @@
 """This project's train step on synthetic tokens, as a subject of `measure.py`."""
 
-import jax
 from measure import Case, serve
 
 # The trainer is not used, but a run imports it, and the time to the first step counts that.
@@ -13,7 +12,7 @@ from jaxscale.synthetic import synthetic_batch
 def build(config: Config, variant: str) -> Case:
     """The engine of a run."""
     config, engine = open_engine(config)
-    batch = jax.device_put(synthetic_batch(config), engine.batch_sharding)
+    batch = engine.shard(synthetic_batch(config))
     note = f"{engine.attention} attention"
     return Case(engine.init, engine.step, engine.abstract_state, batch, note)
 

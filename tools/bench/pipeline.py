@@ -141,7 +141,7 @@ def ours(
         stages = dataclasses.replace(stages, program=program)
     gradients = make_gradients(engine.model, engine.layout, engine.zero, engine.mesh, stages)
     params = engine.init(jax.random.key(0)).params
-    batch = jax.device_put(synthetic_batch(config), engine.batch_sharding)
+    batch = engine.shard(synthetic_batch(config))
     program = jax.jit(gradients).lower(params, batch).compile()
     temp = program.memory_analysis().temp_size_in_bytes  # pyright: ignore
     jax.block_until_ready(program(params, batch))  # warms up
