@@ -148,7 +148,7 @@ def test_the_first_host_of_a_slurm_list(nodes, first):
         ({}, {"coordinator": "a:1", "num_processes": 2, "process_id": 2},
          "--process_id = 2 must be from 0 to 1"),
         ({"JAX_PROCESS_ID": "-1"}, {"coordinator": "a:1", "num_processes": 2},
-         "must be from 0 to 1"),
+         "JAX_PROCESS_ID = '-1' in the environment is not a whole number"),
         ({"JAX_NUM_PROCESSES": "0"}, {"coordinator": "a:1", "process_id": 0},
          "--num_processes = 0 must be from 1 to 1048576"),
         ({"JAX_NUM_PROCESSES": "9" * 20}, {"coordinator": "a:1", "process_id": 0},
