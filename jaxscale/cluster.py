@@ -14,10 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxscale import flags
+
 FIRST_PORT, NUM_PORTS = 61440, 4096
 """Ports that are taken by the number of a job, so that two jobs on one host do not meet."""
 
 DEFAULT_PORT = 8476
+
+MOST_PROCESSES = 2**20
 
 FLAGS = {
     "coordinator": ("--coordinator", "JAX_COORDINATOR_ADDRESS"),
@@ -39,8 +43,10 @@ class Cluster:
     devices: tuple[int, ...] | None = None  # GPUs of this host that are this process's; None: all
 
     def __post_init__(self):
-        if self.num_processes < 1:
-            raise ValueError(f"--num_processes = {self.num_processes} is too small; at least 1")
+        if not 1 <= self.num_processes <= MOST_PROCESSES:
+            raise ValueError(
+                f"--num_processes = {self.num_processes} must be from 1 to {MOST_PROCESSES}"
+            )
         if not 0 <= self.process_id < self.num_processes:
             raise ValueError(
                 f"--process_id = {self.process_id} must be from 0 to {self.num_processes - 1}, "
@@ -76,8 +82,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--coordinator", metavar="HOST:PORT",
                        help="where process 0 runs, and a free port there")  # fmt: skip
-    group.add_argument("--num_processes", metavar="N", type=int, help="how many there are")
-    group.add_argument("--process_id", metavar="I", type=int, help="which one this is, from 0")
+    group.add_argument("--num_processes", metavar="N", type=flags.whole(1, MOST_PROCESSES),
+                       help="how many there are")  # fmt: skip
+    group.add_argument("--process_id", metavar="I", type=flags.whole(0, MOST_PROCESSES - 1),
+                       help="which one this is, from 0")  # fmt: skip
 
 
 def common_flags(options: argparse.Namespace) -> dict[str, str]:

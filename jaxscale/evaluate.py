@@ -24,15 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "it was not trained on.",
     )  # fmt: skip
     folder.add_flags(parser)
-    parser.add_argument("--max_batches", metavar="N", type=int,
+    parser.add_argument("--max_batches", metavar="N", type=flags.whole(1, 2**40),
                         help="stop after this many; all held-out text by default")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path,
                         help="write the numbers there too")  # fmt: skip
     cluster.add_flags(parser)
     options, overrides = flags.parse(parser, sys.argv[1:] if argv is None else argv)
     with flags.refusals():
-        if options.max_batches is not None and options.max_batches < 1:
-            raise ValueError(f"--max_batches = {options.max_batches} is too small; at least 1")
         config = folder.load_config(options.workdir, overrides)
         if not config.data.heldout:
             raise ValueError(

@@ -7,6 +7,8 @@ import argparse
 import contextlib
 import difflib
 import logging
+import math
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NoReturn
@@ -50,6 +52,42 @@ def refusals() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         refuse(str(error))
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """The `type` of a flag that takes whole numbers from `least` to `most`.
+
+    A bound on either side is checked before anything is read or imported: no command loops over
+    a number that was mistyped, or fails on it after minutes of work.
+    """
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[+-]?\d+", text.strip()):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        number = int(text)
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not from {least} to {most}")
+        return number
+
+    return read
+
+
+def real(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
+    """The `type` of a flag that takes any number from `least` (or only above it) to `most`."""
+
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if math.isnan(number):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+        if not (least < number if above else least <= number) or number > most:
+            start = f"above {least:g}, at most" if above else f"from {least:g} to"
+            raise argparse.ArgumentTypeError(f"{text} is not {start} {most:g}")
+        return number
+
+    return read
 
 
 def parse(

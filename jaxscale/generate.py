@@ -70,15 +70,15 @@ def _parser() -> argparse.ArgumentParser:
                         help="how a text begins ('': a new one); may be repeated")  # fmt: skip
     parser.add_argument("--prompt_file", metavar="FILE", type=pathlib.Path,
                         help="a prompt on each line")  # fmt: skip
-    parser.add_argument("--num_tokens", metavar="N", type=int, default=128,
+    parser.add_argument("--num_tokens", metavar="N", type=flags.whole(1, 2**24), default=128,
                         help="tokens to add, at most; default 128")  # fmt: skip
-    parser.add_argument("--temperature", metavar="T", type=float, default=0.8,
+    parser.add_argument("--temperature", metavar="T", type=flags.real(0, 1e6), default=0.8,
                         help="0 takes the likeliest token; default 0.8")  # fmt: skip
-    parser.add_argument("--top_k", metavar="K", type=int, default=0,
+    parser.add_argument("--top_k", metavar="K", type=flags.whole(0, 2**31 - 1), default=0,
                         help="draw among the K likeliest tokens; default 0, all")  # fmt: skip
-    parser.add_argument("--top_p", metavar="P", type=float, default=0.95,
+    parser.add_argument("--top_p", metavar="P", type=flags.real(0, 1, above=True), default=0.95,
                         help="draw among the likeliest that share P; default 0.95")  # fmt: skip
-    parser.add_argument("--seed", metavar="N", type=int, default=0,
+    parser.add_argument("--seed", metavar="N", type=flags.whole(0, 2**32 - 1), default=0,
                         help="the same seed draws the same text; default 0")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path,
                         help="write the texts there too")  # fmt: skip

@@ -35,6 +35,7 @@ FACTORED_SIZE = 128
 MUON_MOMENTUM = 0.95
 MUON_COEFFICIENTS = (3.4445, -4.775, 2.0315)
 """Of the Newton-Schulz iteration (Jordan et al. 2024)."""
+MUON_STEPS = 5
 MUON_RMS = 0.2
 """Muon's updates get the root mean square that Adam's have in practice (arXiv 2502.16982)."""
 
@@ -76,6 +77,10 @@ def schedule(
     return rate
 
 
+ByLayer = Callable[[Callable[[jax.Array], jax.Array], jax.Array, tuple[str, ...]], jax.Array]
+"""Applies a function of whole matrices to a stack of them with these logical axes."""
+
+
 def schedule_of(config: OptimizerConfig, steps: int) -> Callable[[Any], Any]:
     """The `schedule` of a run's settings, over so many steps."""
     return schedule(
@@ -87,7 +92,13 @@ def schedule_of(config: OptimizerConfig, steps: int) -> Callable[[Any], Any]:
     )
 
 
-def make(config: OptimizerConfig, *, steps: int, axes: Any) -> optax.GradientTransformation:
+def make(
+    config: OptimizerConfig,
+    *,
+    steps: int,
+    axes: Any,
+    by_layer: ByLayer = lambda function, stack, names: function(stack),
+) -> optax.GradientTransformation:
     """The update rule of a run, on global arrays; the gradients come in clipped.
 
     Decay is decoupled and for matrices only: parameters with "embed" and one more axis beside
@@ -99,13 +110,14 @@ def make(config: OptimizerConfig, *, steps: int, axes: Any) -> optax.GradientTra
       config: names the rule; `b1` and `b2` are those of AdamW (also beside Muon) and Lion.
       steps: updates that the learning rate's schedule spans.
       axes: tree of the parameters with a tuple of logical axes for each.
+      by_layer: how Muon's matmuls are shared out between devices.
     """
     rate = schedule_of(config, steps)
     directions = {
         "adamw": lambda: optax.scale_by_adam(config.b1, config.b2),
         "lion": lambda: optax.scale_by_lion(config.b1, config.b2),
         "adafactor": lambda: _adafactor(axes),
-        "muon": lambda: _muon(axes, optax.scale_by_adam(config.b1, config.b2)),
+        "muon": lambda: _muon(axes, optax.scale_by_adam(config.b1, config.b2), by_layer),
     }
     if config.name not in directions:
         raise ValueError(f"optimizer.name = {config.name!r}; it can be {', '.join(directions)}")
@@ -179,8 +191,14 @@ def _at_rest(
     return optax.GradientTransformation(init, update)
 
 
-def _muon(axes: Any, rest: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) for the matrices of the layers, `rest` for all else."""
+def _muon(
+    axes: Any, rest: optax.GradientTransformation, by_layer: ByLayer
+) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024) for the matrices of the layers, `rest` for all else.
+
+    The state is optax's. Its update is written out here, because matrices that are spread over
+    devices must be brought together once, before the first of the fifteen matmuls.
+    """
 
     def of_layers(names: tuple[str, ...]) -> bool:
         return "layers" in names and _matrix(names) is not None
@@ -191,25 +209,49 @@ def _muon(axes: Any, rest: optax.GradientTransformation) -> optax.GradientTransf
         rows, columns = _matrix(names) or ((), ())
         return optax.contrib.MuonDimensionNumbers(reduction_axis=rows, output_axis=columns)
 
-    def equal_size(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        def scale(update: jax.Array, names: tuple[str, ...]) -> jax.Array:
-            rows, columns = _matrix(names) or ((), ())
-            sides = [math.prod(update.shape[i] for i in side) for side in (rows, columns)]
-            return update * (MUON_RMS * math.sqrt(max(sides)))
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        corrected, count = optax.tree.bias_correction, optax.safe_increment(state.count)
+        mu = optax.tree.update_moment(updates, state.mu, MUON_MOMENTUM, 1)
+        ahead = jax.tree.map(
+            lambda m, g: MUON_MOMENTUM * m + (1 - MUON_MOMENTUM) * g,
+            corrected(mu, MUON_MOMENTUM, optax.safe_increment(count)),
+            corrected(updates, MUON_MOMENTUM, count),
+        )
 
-        return _map_with_axes(scale, updates, axes), state
+        def direction(stack: jax.Array, names: tuple[str, ...]) -> jax.Array:
+            return by_layer(lambda x: _orthogonal(x, names, state.ns_coeffs), stack, names)
 
-    muon = optax.chain(
-        optax.contrib.scale_by_muon(
-            # The coefficients are part of the state: of one type, whatever JAX's default is.
-            tuple(map(np.float32, MUON_COEFFICIENTS)),
-            beta=MUON_MOMENTUM,
-            weight_dimension_numbers=_map_axes(numbers, axes),
-        ),
-        optax.GradientTransformation(lambda params: optax.EmptyState(), equal_size),
+        return _map_with_axes(direction, ahead, axes), state._replace(count=count, mu=mu)
+
+    rule = optax.contrib.scale_by_muon(
+        # The coefficients are part of the state: of one type, whatever JAX's default is.
+        tuple(map(np.float32, MUON_COEFFICIENTS)),
+        weight_dimension_numbers=_map_axes(numbers, axes),
     )
+    # The pair keeps the form that checkpoints have.
+    muon = optax.chain(optax.GradientTransformation(rule.init, update), optax.identity())
     labels = _map_axes(lambda names: "muon" if of_layers(names) else "rest", axes)
     return optax.partition({"muon": muon, "rest": rest}, labels)
+
+
+def _orthogonal(stack: jax.Array, names: tuple[str, ...], coefficients: jax.Array) -> jax.Array:
+    """Each matrix made nearly orthogonal by five steps of Newton-Schulz, with the root mean square
+    `MUON_RMS` (arXiv 2502.16982)."""
+    rows, columns = _matrix(names) or ((), ())
+    many = tuple(i for i in range(stack.ndim) if i not in (*rows, *columns))
+    order = (*many, *rows, *columns)
+    moved = stack.transpose(order)
+    sides = [math.prod(stack.shape[i] for i in side) for side in (rows, columns)]
+    x = moved.reshape(*(stack.shape[i] for i in many), *sides)
+    tall = sides[0] > sides[1]
+    x = x.mT if tall else x
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
+    a, b, c = coefficients.astype(x.dtype)
+    for _ in range(MUON_STEPS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    x = (x.mT if tall else x) * (MUON_RMS * math.sqrt(max(sides)))
+    return x.reshape(moved.shape).transpose(np.argsort(order))
 
 
 class FactoredState(NamedTuple):

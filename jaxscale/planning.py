@@ -25,17 +25,23 @@ from jaxscale.planner.search import search
 from jaxscale.planner.space import Query, check_pins
 from jaxscale.planner.write import write_config
 
+MOST_DEVICES = 2**20
+MOST_TOKENS = 2**40
+"""Ten times the largest machines and a million times the largest steps: more is a slip, and the
+divisors of an arbitrary number can take forever to find."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the status of the process."""
     options, overrides = flags.parse(_parser(), sys.argv[1:] if argv is None else argv)
     with flags.refusals():
+        _check(options)
         if options.validate:
             return _validate(options)
         if options.measure:
             return _measure(options, overrides)
         for name in ("hardware", "devices"):
-            if not getattr(options, name):
+            if getattr(options, name) is None:
                 raise ValueError(f"--{name} is missing; see --help for an example")
         pins = parse_pins(options.pin)
         answer = plan_layouts(
@@ -63,6 +69,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(numbers, indent=2) + "\n")
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuses what would only be read after the search, which may take minutes.
+
+    Raises:
+      ValueError: a plan that will not be in the table, pins of no such form, or a file in a folder
+        that does not exist.
+    """
+    for name in options.compare:
+        if not _is_rank(name):
+            parse_pins(split_pins(name))
+        elif not 1 <= int(name) <= options.top:
+            raise ValueError(
+                f"--compare {name}: plans 1 to {options.top} are shown; raise --top for more"
+            )
+    if options.why_not:
+        parse_pins(split_pins(options.why_not))
+    for name in ("write", "report", "json"):
+        path = getattr(options, name)
+        if path and not path.parent.is_dir():
+            raise ValueError(f"--{name} {path}: there is no folder {path.parent}; make it first")
+
+
+def _is_rank(name: str) -> bool:
+    return re.fullmatch(r"[+-]?\d+", name) is not None
 
 
 def _model(options: argparse.Namespace, overrides: Sequence[str]) -> Config | str:
@@ -101,28 +133,37 @@ def _parser() -> argparse.ArgumentParser:
     add("--config", metavar="FILE", help="a file in configs/; its layout is not looked at")
     add("--model", default="", metavar="NAME",
         help="instead of a config: a known model, or a JSON file of its sizes")  # fmt: skip
-    add("--seq_len", type=int, default=0, metavar="N", help="of a --model, if not its own")
+    add(
+        "--seq_len",
+        type=flags.whole(1, MOST_TOKENS),
+        default=0,
+        metavar="N",
+        help="of a --model, if not its own",
+    )
     add("--hardware", metavar="NAME", help="a device, or a CSV or JSON file that describes one")
-    add("--devices", type=int, metavar="N", help="how many")
+    add("--devices", type=flags.whole(1, MOST_DEVICES), metavar="N", help="how many")
     add("--batch_tokens", default="", metavar="4M", help="of a step; K is 1024, M is 1024 K")
     add("--pin", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
         help="fields of the layout that are given: tensor=8 remat=full")  # fmt: skip
     add("--max_memory", default="", metavar="70GB", help="of a device, for a program")
-    add("--top", type=int, default=10, metavar="N", help="plans to show")
+    add("--top", type=flags.whole(1, 1000), default=10, metavar="N", help="plans to show")
     add("--why_not", default="", metavar="tensor=4,pipeline=8",
         help="what keeps such a layout from being best, and the smallest change")  # fmt: skip
     add("--compare", nargs=2, default=[], metavar=("A", "B"),
         help="two plans, by their rank or as tensor=4,pipeline=8, term by term")  # fmt: skip
     add("--write", type=path, metavar="FILE", help="a config of the best plan, which trains")
     add("--report", type=path, metavar="FILE", help="a page with tables and pictures")
-    add("--prove", type=int, default=0, metavar="N", help="compile the best N plans")
+    add("--prove", type=flags.whole(1, 1000), default=0, metavar="N",
+        help="compile the best N plans")  # fmt: skip
     add("--topology", default="", metavar="NAME", help="the machine to compile for: h100:64x8")
     add("--validate", default="", metavar="CSV", help="score the formulas on measured runs")
     add("--measure", action="store_true",
         help="try layouts on the devices at hand, each in a process of its own")  # fmt: skip
-    add("--trials", type=int, default=40, metavar="N", help="to measure, those before included")
+    add("--trials", type=flags.whole(1, 100_000), default=40, metavar="N",
+        help="to measure, those before included")  # fmt: skip
     add("--storage", type=path, metavar="FILE.db", help="of the trials; a search goes on from it")
-    add("--trial_seconds", type=float, default=600, metavar="S", help="that a trial may take")
+    add("--trial_seconds", type=flags.real(0, 1e6, above=True), default=600, metavar="S",
+        help="that a trial may take")  # fmt: skip
     add("--json", type=path, metavar="FILE", help="write the numbers there")
     return parser
 
@@ -153,33 +194,37 @@ def parse_bytes(text: str) -> float:
     """ "70GB" -> 70e9, "64GiB" -> 64 * 2**30, "" -> 0.
 
     Raises:
-      ValueError: not a size.
+      ValueError: not a size, or nothing.
     """
     if not text:
         return 0.0
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text)
-    if not matched:
+    size = float(matched[1]) * {"GB": 1e9, "GiB": 2.0**30}[matched[2]] if matched else 0.0
+    if not size:
         raise ValueError(f"--max_memory {text!r} is not a size such as 70GB or 64GiB")
-    return float(matched[1]) * {"GB": 1e9, "GiB": 2.0**30}[matched[2]]
+    return size
 
 
 def parse_tokens(text: str) -> int:
     """ "4M" -> 4 * 2**20, "" -> 0.
 
     Raises:
-      ValueError: not a number of tokens.
+      ValueError: not a number of tokens, none, or more than any step has.
     """
     if not text:
         return 0
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)([KM]?)", text)
-    if not matched:
-        raise ValueError(f"--batch_tokens {text!r} is not a number such as 4M, 512K or 4194304")
-    return round(float(matched[1]) * {"": 1, "K": 2**10, "M": 2**20}[matched[2]])
+    tokens = float(matched[1]) * {"": 1, "K": 2**10, "M": 2**20}[matched[2]] if matched else 0.0
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise ValueError(
+            f"--batch_tokens {text!r} is not a number such as 4M, 512K or 4194304, up to 1048576M"
+        )
+    return round(tokens)
 
 
 def _named(answer: Answer, name: str) -> Plan:
     """A plan by its rank in the table, or the best of those with some settings."""
-    if name.isdecimal():
+    if _is_rank(name):
         if not 1 <= int(name) <= len(answer.plans):
             raise ValueError(f"--compare {name}: there are plans 1 to {len(answer.plans)}")
         return answer.plans[int(name) - 1]

@@ -26,6 +26,9 @@ _SOURCE_KEYS = ("format", "field", "boundary", "max_document_bytes", "long_docum
                 "skip_share")  # fmt: skip
 
 
+MOST_BYTES = 2**60
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the status of the process: 0, or 130 when it was interrupted."""
     options, overrides = flags.parse(_parser(), sys.argv[1:] if argv is None else argv)
@@ -126,8 +129,6 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
             raise ValueError("--config is for --inspect; give --input PATH ... to prepare")
         if is_remote(options.output):
             raise ValueError(f"--output {options.output}: shards are written here and then copied")
-        if options.workers < 0 or options.shard_bytes < 0:
-            raise ValueError("--workers and --shard_bytes are at least 0")
     elif options.input or options.output:
         raise ValueError("--inspect reads only; leave --input and --output out")
     elif bool(options.config) == bool(options.inspect):
@@ -177,50 +178,52 @@ def _parser() -> argparse.ArgumentParser:
         choices=BOUNDARIES,
         help="what a document is; default a file of text, a record of everything else",
     )
-    add("--max_document_bytes", metavar="N", type=int, help="of a document; default no limit")
+    add("--max_document_bytes", metavar="N", type=flags.whole(1, MOST_BYTES),
+        help="of a document; default no limit")  # fmt: skip
     add("--long_documents", choices=LONG_DOCUMENTS, help="what is done about it; default split")
     add(
         "--skip_share",
         metavar="S",
-        type=float,
+        type=flags.real(0, 0.999),
         help="share of bad documents that may be left out, and is reported; default 0",
     )
     add(
         "--workers",
         metavar="N",
-        type=int,
+        type=flags.whole(0, 4096),
         default=_num_cores(),
         help="processes; default one for each core, 0 for none beside this one",
     )
     add(
         "--shard_bytes",
         metavar="N",
-        type=int,
+        type=flags.whole(0, MOST_BYTES),
         default=0,
         help="of the files in each shard; default by their size",
     )
     add(
         "--training_bytes",
         metavar="N",
-        type=int,
+        type=flags.whole(1, MOST_BYTES),
         default=100_000_000,
         help="of text that bpe:N is trained on; default 100 MB",
     )
     add(
         "--heldout",
         metavar="S",
-        type=float,
+        type=flags.real(0, 0.999),
         default=data.heldout,
         help=f"share that bpe:N is not trained on, as data.heldout; default {data.heldout}",
     )
     add(
         "--seed",
         metavar="N",
-        type=int,
+        type=flags.whole(0, 2**32 - 1),
         default=data.seed,
         help=f"of that share, as data.seed; default {data.seed}",
     )
-    add("--examples", metavar="N", type=int, default=3, help="that --inspect shows; default 3")
+    add("--examples", metavar="N", type=flags.whole(0, 10_000), default=3,
+        help="that --inspect shows; default 3")  # fmt: skip
     add("--png", metavar="FILE", type=pathlib.Path, help="draw the lengths of documents")
     add("--json", metavar="FILE", type=pathlib.Path, help="write the numbers there too")
     return parser

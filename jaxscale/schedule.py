@@ -6,6 +6,7 @@ python -m jaxscale.schedule 1f1b --stages 8 --microbatches 32
 import argparse
 import difflib
 import json
+import math
 import pathlib
 import shutil
 import sys
@@ -19,6 +20,9 @@ from jaxscale.pipeline.csv_order import write_csv
 from jaxscale.pipeline.orders import SCHEDULES, make_order
 from jaxscale.pipeline.simulate import Costs, Run, simulate
 from jaxscale.pipeline.table import Table, compile_order
+
+MOST_OPERATIONS = 2**20
+"""Forward passes of a schedule, over all ranks."""
 
 KEYS = (
     "makespan",
@@ -40,6 +44,7 @@ def main(argv: Sequence[str]) -> None:
                 f"--keep {args.keep} says how many passes need not be recomputed, and none is; ask "
                 "for recomputing by its cost, as with --costs r=1, or leave --keep out"
             )
+        check_size(args.stages, args.microbatches, args.virtual_stages, args.sequence_chunks)
         order = make_order(
             args.name,
             args.stages,
@@ -63,11 +68,25 @@ def main(argv: Sequence[str]) -> None:
     print(describe(table, run, columns))
 
 
+def check_size(*numbers: int | None) -> None:
+    """Refuses a table that nobody could look at, and that would take hours to make.
+
+    Raises:
+      ValueError: with the number of its operations.
+    """
+    operations = math.prod(number or 1 for number in numbers)
+    if operations > MOST_OPERATIONS:
+        raise ValueError(
+            f"--stages x --microbatches x --virtual_stages x --sequence_chunks = {operations} "
+            f"forward passes; at most {MOST_OPERATIONS}"
+        )
+
+
 def parse_costs(text: str) -> Costs:
     """Reads "f=1,b=2"; what is left out keeps its default.
 
     Raises:
-      ValueError: an unknown kind, or no number.
+      ValueError: an unknown kind, or no number that a time can be.
     """
     costs = Costs()
     for part in text.split(","):
@@ -80,9 +99,10 @@ def parse_costs(text: str) -> Costs:
                 f"--costs {part!r} is of no kind that has a cost; write f=1,b=1,w=1,r=0{hint}"
             )
         try:
-            costs = costs._replace(**{kind: float(number)})
-        except ValueError:
-            raise ValueError(f"--costs {part!r} is not a number; write {kind}=1") from None
+            cost = flags.real(0, 1e9)(number)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"--costs {part!r}: {error}; write {kind}=1") from None
+        costs = costs._replace(**{kind: cost})
     return costs
 
 
@@ -131,10 +151,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("name", metavar="NAME", help="a schedule, or a .csv file")
-    add("--stages", type=int, metavar="P", help="ranks on the pipeline axis")
-    add("--microbatches", type=int, metavar="M", help="micro-batches per step")
-    add("--virtual_stages", type=int, metavar="V", help="chunks of the model per rank")
-    add("--sequence_chunks", type=int, metavar="K", help="segments of a micro-batch")
+    count = flags.whole(1, MOST_OPERATIONS)
+    add("--stages", type=count, metavar="P", help="ranks on the pipeline axis")
+    add("--microbatches", type=count, metavar="M", help="micro-batches per step")
+    add("--virtual_stages", type=count, metavar="V", help="chunks of the model per rank")
+    add("--sequence_chunks", type=count, metavar="K", help="segments of a micro-batch")
     add(
         "--costs",
         default="f=1,b=1,w=1,r=0",
@@ -142,8 +163,8 @@ def _parser() -> argparse.ArgumentParser:
         help="of a rank's share of the model for one micro-batch: forward, input gradient, weight "
         "gradient, recompute (no recompute operations when 0)",
     )
-    add("--keep", type=int, default=0, metavar="K", help="passes that a rank keeps at a time and "
-        "need not recompute; takes a cost of recompute")  # fmt: skip
+    add("--keep", type=flags.whole(0, MOST_OPERATIONS), default=0, metavar="K", help="passes that "
+        "a rank keeps at a time and need not recompute; takes a cost of recompute")  # fmt: skip
     add("--fused", action="store_true", help="the backward as one operation of cost b + w")
     add("--png", metavar="FILE", help="draw it to a picture")
     add("--json", metavar="FILE", help="write the numbers")

@@ -1,5 +1,6 @@
 """Logical axis names to mesh axes: the one function that joins mathematics and layout."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,6 +56,25 @@ def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
         return tuple("outer_embed" if name == "embed" else name for name in axes)
 
     return jax.tree.map(one, axes_tree, is_leaf=is_axes)
+
+
+def layer_rules(sizes: Mapping[str, int], rows: int) -> list[Rules]:
+    """Rules that leave the matrices of a stack whole over fsdp, with its layers dealt to the ranks
+    of the mesh axes over which they would else be repeated: one more of these axes by each.
+
+    Args:
+      rows: layers in the stack, over all ranks of the pipeline.
+    """
+    found, axes = [], ()
+    for axis in ("fsdp", "data", "context"):
+        ranks = math.prod(sizes[one] for one in (*axes, axis))
+        # A first axis may leave ranks without a layer. A further one must cut evenly, or the
+        # compiler would have to replicate the stack on the way.
+        even = rows // sizes["pipeline"] % ranks == 0
+        if sizes[axis] > 1 and (even or (sizes["pipeline"] == 1 and not axes)):
+            axes = (*axes, axis)
+            found.append({**WEIGHTS, "embed": (), "layers": ("pipeline", *axes)})
+    return found
 
 
 def resolve_tree(axes_tree: Any, rules: Rules, mesh: jax.sharding.Mesh, abstract: Any) -> Any:

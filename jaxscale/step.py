@@ -1,6 +1,7 @@
 """One train step from a model, a layout and an optimizer."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +25,15 @@ from jaxscale.planner.held import head_cost
 from jaxscale.remat import from_host
 from jaxscale.rules import check_divides, check_sequence
 from jaxscale.sharded_batch import dealt, local_rows, shard_batch
-from jaxscale.sharding import ACTIVATIONS, resolve, resolve_tree, spread_outer
+from jaxscale.sharding import (
+    ACTIVATIONS,
+    Axes,
+    Rules,
+    layer_rules,
+    resolve,
+    resolve_tree,
+    spread_outer,
+)
 from jaxscale.zero import Zero
 
 Tree = Any
@@ -113,7 +122,6 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
     check_host_memory(config, mesh)
     platform = mesh.devices.flat[0].platform
     model = Decoder(config.model, make_kernels(config, platform, unroll=unroll_layers))
-    optimizer = make(config.optimizer, steps=config.schedule_steps, axes=model.axes)
     stages = _open_stages(config) if layout.pipeline > 1 else None
     single_visit = layout.accumulation == "layered" or layout.microbatches == 1
     zero = Zero(
@@ -121,6 +129,13 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         spread_outer(model.axes, layout.sizes, config.model.d_model),
         jnp.dtype(config.model.compute_dtype), jnp.dtype(config.optimizer.accumulation_dtype),
     )  # fmt: skip
+    rows = stages.rows if stages else np.arange(config.model.num_layers)
+    by_layer = functools.partial(
+        _by_layer, mesh, [zero.update_rules, *layer_rules(layout.sizes, len(rows))]
+    )
+    optimizer = make(
+        config.optimizer, steps=config.schedule_steps, axes=model.axes, by_layer=by_layer
+    )
     gradients = make_gradients(model, layout, zero, mesh, stages, unroll_layers=unroll_layers)
     nll = make_loss(model, layout, zero, mesh, stages)
 
@@ -152,7 +167,6 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract, shardings,
     )  # fmt: skip
-    rows = stages.rows if stages else np.arange(config.model.num_layers)
     replicated = NamedSharding(mesh, PartitionSpec())
     batch_spec = resolve(("batch", "seq"), ACTIVATIONS, layout.sizes)
     batch_sharding = NamedSharding(mesh, batch_spec)
@@ -181,6 +195,25 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         batch_sharding=batch_sharding,
         attention=attention_name(config, platform),
     )  # fmt: skip
+
+
+def _by_layer(
+    mesh: Mesh, rules: Sequence[Rules], function: Callable[[jax.Array], jax.Array],
+    stack: jax.Array, names: Axes,
+) -> jax.Array:  # fmt: skip
+    """Brings whole matrices of some layers to each rank, computes there, and sends the results
+    back: an all-to-all each way over fsdp, in the place of gathers between any two matmuls.
+
+    Args:
+      rules: of the stack as it lies, then as it goes on from there (see `layer_rules`).
+    """
+    ways = [NamedSharding(mesh, resolve(names, one, mesh.shape)) for one in rules]
+    for way in ways:
+        stack = jax.lax.with_sharding_constraint(stack, way)
+    stack = function(stack)
+    for way in reversed(ways):
+        stack = jax.lax.with_sharding_constraint(stack, way)
+    return stack
 
 
 def _make_step(

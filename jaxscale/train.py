@@ -43,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, overrides = flags.parse(parser, sys.argv[1:] if argv is None else argv)
     with flags.refusals():
         config = configs.load(options.config, overrides)
+        if options.profile and options.profile[-1] > config.run.steps:
+            raise ValueError(
+                f"--profile: step {options.profile[-1]} is beyond run.steps = {config.run.steps}"
+            )
         place = cluster.find(options)
     workdir = options.workdir or pathlib.Path("runs") / pathlib.Path(options.config).stem
     flags.log_to_stdout()
@@ -130,8 +134,9 @@ def _how_to_train_longer(config: configs.Config) -> str:
 
 def _steps(text: str) -> range:
     first, separator, last = text.partition(":")
-    if not (separator and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, such as 10:12")
+    numbers = separator and first.isdecimal() and last.isdecimal()
+    if not numbers or not 1 <= int(first) <= int(last):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, such as 10:12, from step 1")
     return range(int(first), int(last) + 1)
 
 

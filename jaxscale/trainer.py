@@ -85,7 +85,7 @@ def open_trainer(config: Config, workdir: pathlib.Path) -> Trainer | None:
     begin = processes.from_first("newest checkpoint", checkpoints.latest() or 0)
     config = with_schedule(config, checkpoints.metadata(begin)["config"] if begin else {})
     config, engine = open_engine(config, workdir)
-    log.info(describe(engine))
+    log.info(describe_layout(engine))
     if begin >= run.steps:
         checkpoints.close()
         log.info(

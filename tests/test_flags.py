@@ -1,13 +1,16 @@
 """The command line: overrides are collected, everything unknown is refused in one line."""
 
 import argparse
+import importlib
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
-from jaxscale import flags
+from jaxscale import flags, schedule, train
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -112,3 +115,71 @@ def test_a_real_command_answers_a_typo_within_a_second():
     # Processor time: a busy machine does not fail the test.
     used = after.children_user + after.children_system
     assert used - before.children_user - before.children_system < 1
+
+
+HUGE = "99999999999999999999"
+NUMBERS = {
+    "planning": {
+        "devices": ("0", "-5", HUGE, "1e3"), "top": ("0", "-3", HUGE), "seq_len": ("0", "-1", HUGE),
+        "prove": ("0", "-1", HUGE), "trials": ("0", "-1", HUGE),
+        "trial_seconds": ("0", "-1", "nan", "inf", HUGE),
+    },
+    "schedule": {
+        "stages": ("0", "-1", HUGE), "microbatches": ("0", "-1", HUGE), "keep": ("-1", HUGE),
+        "virtual_stages": ("0", "-1", HUGE), "sequence_chunks": ("0", "-1", HUGE),
+    },
+    "prepare": {
+        "max_document_bytes": ("0", "-1", HUGE), "skip_share": ("-0.1", "1", "nan", HUGE),
+        "workers": ("-1", HUGE), "shard_bytes": ("-1", HUGE), "training_bytes": ("0", "-1", HUGE),
+        "heldout": ("-0.1", "1", "nan", HUGE), "seed": ("-1", HUGE), "examples": ("-1", HUGE),
+    },
+    "generate": {
+        "num_tokens": ("0", "-1", HUGE), "temperature": ("-1", "nan", "inf", HUGE),
+        "top_k": ("-1", HUGE), "top_p": ("0", "-1", "1.5", "nan", HUGE), "seed": ("-1", HUGE),
+    },
+    "evaluate": {"max_batches": ("0", "-1", HUGE)},
+    "train": {"profile": ("0", "0:3", "-1:3", "3:2"), "num_processes": ("0", "-1", HUGE)},
+    "doctor": {"num_processes": ("0", "-1", HUGE), "process_id": ("-1", HUGE)},
+}  # fmt: skip
+"""Every flag of every command that takes a number, and numbers that it cannot have."""
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_out_of_range_is_one_line_at_once(name, capsys):
+    command = importlib.import_module(f"jaxscale.{name}")
+    for flag, values in NUMBERS[name].items():
+        for value in values:
+            with pytest.raises(SystemExit) as ended:
+                command.main([f"--{flag}={value}"])
+            said = capsys.readouterr().err
+            assert ended.value.code == 2
+            assert said.startswith(f"error: argument --{flag}: ")
+            assert said.count("\n") == 1
+            assert value in said
+
+
+def test_no_numeric_flag_is_left_out():
+    """A new flag of a command goes through `flags.whole` or `flags.real`, and into NUMBERS."""
+    for path in pathlib.Path("jaxscale").glob("*.py"):
+        assert not re.search(r"type=(int|float)\b", path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--stages", "2000", "--microbatches", "2000"], "= 4000000 forward passes; at most"),
+        (["--costs", "f=nan"], "--costs 'f=nan': 'nan' is not a number; write f=1"),
+        (["--costs", "f=-1"], "--costs 'f=-1': -1 is not from 0 to"),
+        (["--costs", "b=inf"], "--costs 'b=inf': inf is not from 0 to"),
+    ],
+)
+def test_a_schedule_that_nobody_could_look_at_is_refused(words, said, capsys):
+    with pytest.raises(SystemExit):
+        schedule.main(["1f1b", *words])
+    assert said in capsys.readouterr().err
+
+
+def test_a_trace_beyond_the_run_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--config", "configs/tiny.py", "--config.run.steps=5", "--profile", "4:6"])
+    assert "--profile: step 6 is beyond run.steps = 5" in capsys.readouterr().err

@@ -164,7 +164,7 @@ def test_generate_from_a_run(trained, tmp_path):
         ("evaluate", ["--config.layot.fsdp=2"], "did you mean config.layout?"),
         ("evaluate", ["--config", "configs/tiny.py"], "the run has its own config; change leaves"),
         ("generate", [], "give --prompt TEXT"),
-        ("evaluate", ["--max_batches=0"], "--max_batches = 0 is too small; at least 1"),
+        ("evaluate", ["--max_batches=0"], "argument --max_batches: 0 is not from 1 to"),
         ("evaluate", ["--config.data.heldout=0"], "this run kept no text apart"),
         ("generate", ["--prompt", "a", "--workdir", "nowhere"], "--workdir nowhere holds no run"),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from jaxscale import planning
 from jaxscale.layout import Layout
+from jaxscale.planner import answer
 from jaxscale.planning import main, parse_bytes, parse_pins, parse_tokens, split_pins
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -52,10 +53,19 @@ def test_the_command_ranks_and_writes(tmp_path, capsys):
         (["--max_memory", "70"], "--max_memory '70' is not a size such as 70GB"),
         (["--batch_tokens", "4 million"], "is not a number such as 4M"),
         (["--hardwere", "x"], "unknown flag --hardwere; did you mean --hardware"),
-        (["--compare", "1", "9"], "--compare 9: there are plans 1 to 1"),
+        (["--compare", "1", "9"], "--compare 9: plans 1 to 1 are shown; raise --top for more"),
+        (["--compare", "1", "0"], "--compare 0: plans 1 to 1 are shown"),
+        (["--compare", "1", "tensor"], "'tensor' is not KEY=VALUE"),
+        (["--why_not", "tensor"], "'tensor' is not KEY=VALUE"),
+        (["--report", "nowhere/plan.html"], "--report nowhere/plan.html: there is no folder"),
+        (["--max_memory", "0GB"], "--max_memory '0GB' is not a size such as 70GB"),
+        (["--batch_tokens", "0"], "--batch_tokens '0' is not a number such as 4M"),
+        (["--batch_tokens", "9999999M"], "is not a number such as 4M, 512K or 4194304, up to"),
     ],
 )
-def test_refusals(words, said, capsys):
+def test_refusals(words, said, capsys, monkeypatch):
+    """All of them before any layout is looked at."""
+    monkeypatch.setattr(answer, "search", None)
     with pytest.raises(SystemExit):
         main([*COMMAND, "--top", "1", *words])
     assert said in capsys.readouterr().err

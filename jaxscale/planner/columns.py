@@ -15,7 +15,7 @@ from jaxscale.planner.machine import Cluster, cluster
 from jaxscale.planner.recipes import Recipe, recipe_of
 from jaxscale.planner.shape import Latent, Shape
 from jaxscale.planner.shapes import named
-from jaxscale.planner.software import MEGATRON_2021, traits_of
+from jaxscale.planner.software import MEGATRON_2021, policy_of, traits_of
 
 
 class UnhandledError(ValueError):
@@ -63,6 +63,8 @@ def to_shape(get: Columns) -> Shape:
         window = int(found[1])
         ratio = re.search(r"(\d+):(\d+)", attention)
         share = int(ratio[1]) / (int(ratio[1]) + int(ratio[2])) if ratio else 0.5
+    if not (ranks or found or attention in ("", "mha", "gqa", "mqa")):
+        raise UnhandledError(f"attn is {attention!r}, which is not known")
     gated = bool(get.int("gated"))
     heads = get.int("heads", 1)
     return Shape(
@@ -79,8 +81,11 @@ def to_shape(get: Columns) -> Shape:
     )  # fmt: skip
 
 
-PRECISIONS = {"nvfp4": "fp4", "fp8": "fp8", "mxfp8": "fp8", "fp8-cs": "fp8", "int8": "fp8"}
-"""Operands of the layers' products by the precision that is printed; all else are 16 bits."""
+PRECISIONS = {
+    "nvfp4": "fp4", "fp8": "fp8", "mxfp8": "fp8", "fp8-cs": "fp8", "int8": "fp8",
+    "": "bfloat16", "bf16": "bfloat16", "fp16": "bfloat16",
+}  # fmt: skip
+"""Operands of the layers' products by the precision that is printed."""
 
 
 def to_traits(get: Columns) -> Traits:
@@ -92,6 +97,8 @@ def to_traits(get: Columns) -> Traits:
     if traits is None:
         raise UnhandledError(f"{get('framework') or 'its trainer'} is not in planner/software.py")
     changes = {}
+    if get("SP") not in ("", "0", "1"):
+        raise UnhandledError(f"SP is {get('SP')!r}, not 0 or 1")
     if get("SP"):
         changes["sequence_parallel"] = get("SP") == "1"
     elif "SP" in get("recompute"):
@@ -113,7 +120,9 @@ def to_traits(get: Columns) -> Traits:
         # Experts have that many places each, which MaxText fills as GShard (arXiv 2006.16668) does.
         changes |= {"imbalance": float(found[1]), "masked_dispatch": True}
     changes["frozen"] = "lora" in f"{get('model')} {notes}".lower()
-    changes["matmul"] = PRECISIONS.get(get("precision").lower(), "bfloat16")
+    if get("precision").lower() not in PRECISIONS:
+        raise UnhandledError(f"precision is {get('precision')!r}, which is not known")
+    changes["matmul"] = PRECISIONS[get("precision").lower()]
     return replace(traits, **changes)
 
 
@@ -158,7 +167,7 @@ def to_choice(get: Columns, shape: Shape, traits: Traits) -> Choice:
         microbatches=max(1, round(batch / (split * micro))),
         virtual_stages=virtual,
         schedule="interleaved" if interleaved else "1f1b", fused=True,
-        remat=_remat(get, traits), traits=traits,
+        remat=_remat(get), traits=traits,
     )  # fmt: skip
 
 
@@ -169,8 +178,15 @@ USUAL_DEVICES = 1024
 """Where a rate per device-hour was measured and the number of devices is not given."""
 
 
+SCHEDULE = r"(|none|dualpipe|1f1b|1f1b[-/]interleaved( where pp>1|\(vp [^)]*\))?)"
+"""What the column can say."""
+
+
 def _chunks(get: Columns, shape: Shape, pipeline: int) -> int:
     """Of each rank; a layer each where an interleaved schedule is named and no number."""
+    known = re.fullmatch(SCHEDULE, get("schedule").lower())
+    if not known:
+        raise UnhandledError(f"schedule is {get('schedule')!r}, which is not known")
     if pipeline == 1 or "interleaved" not in get("schedule"):
         return 1
     noted = re.search(r"VP=(\d+)", get("notes"))
@@ -184,8 +200,21 @@ def _devices(get: Columns, least: int) -> int:
     return USUAL_DEVICES if devices == 1 and "hours" in get("notes") else devices
 
 
+SHARDING = re.compile(
+    r"(?<!\w)(zero[0-3](/[0-3])?(\(distributed optimizer\))?|(ici_|dcn_)?fsdp\d*|(dp|tp|ep)\d*"
+    r"|dcn|none|per pod:|across \d+ pods|x)(?![\w(])"
+)
+"""The words of the column."""
+
+
 def _sharding(text: str, ranks: int) -> tuple[int, int, int]:
-    """ZeRO stage, ranks of fsdp, replicas."""
+    """ZeRO stage, ranks of fsdp, replicas.
+
+    Raises:
+      UnhandledError: a word that is none of `SHARDING`.
+    """
+    if unread := re.sub(r"[\s/+;,]+", " ", SHARDING.sub(" ", text)).split():
+        raise UnhandledError(f"sharding is {text!r}, of which {unread[0]!r} is not known")
     if text.startswith("zero"):
         return int(text[4]), ranks, 1
     shards = 1
@@ -197,16 +226,28 @@ def _sharding(text: str, ranks: int) -> tuple[int, int, int]:
     return 0, ranks, 1
 
 
-def _remat(get: Columns, traits: Traits) -> str:
-    """A policy of ours for what others call recomputation."""
+def _remat(get: Columns) -> str:
+    """A policy of ours for what others call recomputation.
+
+    Raises:
+      UnhandledError: its trainer is not known to have a policy of that name.
+    """
     text, again = get("recompute"), recipe(get).again
-    if "per-recipe" in text and again:
-        return f"modules:{','.join(again)}"
-    if text.startswith("full"):
-        return "full"
-    if "selective" in text and traits.attention == "written":
-        return "save_all_but_attention"
-    return "none"
+    if text.startswith("per-recipe") or _offloads_inputs(get):
+        return f"modules:{','.join(again)}" if again else "none"
+    policy = policy_of(text, get("framework"))
+    if policy is None:
+        raise UnhandledError(f"recompute is {text!r}, which {_trainer(get)} is not known to have")
+    return policy
+
+
+def _offloads_inputs(get: Columns) -> bool:
+    """MaxText's "custom", whose published runs let layers' inputs and some names wait on hosts."""
+    return get("recompute") == "custom" and get("framework").lower().startswith("maxtext")
+
+
+def _trainer(get: Columns) -> str:
+    return get("framework") or "its trainer"
 
 
 FAST_HOST = 200e9
@@ -217,7 +258,7 @@ of Grace superchips, 450 GB/s, bring a layer's back while one computes."""
 def fitting(get: Columns, shape: Shape, machine: Cluster, choice: Choice) -> Choice:
     """Where a row does not say what is made again: no more than memory asks for."""
     said = get("recompute")
-    if said == "custom":  # MaxText: inputs of layers, and some names, wait in host memory
+    if _offloads_inputs(get):
         return _offloaded(choice)
     if said and "per-recipe" not in said and "unknown" not in said:
         return choice

@@ -5,6 +5,7 @@ al. (2205.05198), tables 2 and 3, which give their figures to the digit. For our
 `memory.py`, which is exact.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -77,6 +78,9 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
     both = 1 + shape.encoder_layers / shape.layers * source
     if remat == "full" or remat.startswith("offload:"):
         return float_or_array(tokens * both * 2 * d / streams)
+    if remat.startswith("save:"):
+        names = remat.partition(":")[2].split(",")
+        return float_or_array(tokens * both * _named_bytes(shape, choice, names, streams))
     scores = 0.0
     if traits.attention == "written" and remat == "none":
         scores = 5.0 * shape.heads * shape.seq_len / t
@@ -94,8 +98,6 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
     mixed = moe * shape.top_k * choice.imbalance
     mlp = wide * (shape.d_ff * dense + shared * moe + shape.expert_ff * mixed)
     routed = mixed * (2 + narrow) * shape.routed_width / (t if traits.folded_experts else 1.0)
-    if remat.startswith("save:"):
-        mlp = 0.0
     each = (
         (4 + 2 * narrow) * d / streams + (_mixing_bytes(shape) + mlp) / t + routed + scores
     ) * both
@@ -104,6 +106,25 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
         keys = 4 * shape.head_dim * shape.kv_heads * source
         each = each + (2 + narrow) * d / streams + (queries + keys) / t
     return float_or_array(tokens * each)
+
+
+def _named_bytes(shape: Shape, choice: Choice, names: Sequence[str], streams: Floats) -> Floats:
+    """What a policy that names tensors keeps of a token: they, and a layer's input."""
+    t, moe = np.asarray(choice.tensor, float), shape.expert_layers / shape.layers
+    keys = values = shape.kv_heads * shape.head_dim
+    queries = mixed = shape.heads * shape.head_dim
+    if rank := shape.latent:
+        queries = keys = shape.heads * (rank.nope_dim + rank.rope_dim)
+        mixed = values = shape.heads * rank.value_dim
+    dense = (shape.with_mlp - shape.expert_layers) / shape.layers
+    routed = shape.top_k * choice.imbalance * shape.expert_ff
+    width = shape.d_ff * dense + (shape.shared_width + routed) * moe
+    split = {
+        "query": queries, "key": keys, "value": values, "attention": mixed + 2 * shape.heads,
+        "mlp_up": width, "mlp_gate": width * shape.gated,
+    }  # fmt: skip
+    whole = shape.d_model * (1 + ("attention_out" in names))
+    return 2.0 * (whole / streams + sum(size for name, size in split.items() if name in names) / t)
 
 
 def _mixing_bytes(shape: Shape) -> float:

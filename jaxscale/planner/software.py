@@ -101,6 +101,54 @@ BY_FRAMEWORK = {  # the longest beginning of a framework's name counts
                      overlap_tensor=True),
 }  # fmt: skip
 
+SELECTIVE = ("selective", "selective recompute only", "selective(attention core)", "sp+selective")
+"""What Megatron, its descendants and nanotron call it: of a layer, attention's core runs again
+(arXiv 2205.05198). Other trainers mean other things by the word."""
+
+SELECTIVE_TRAINERS = ("megatron", "gpt-neox", "nemo", "nanotron", "")
+
+MAXTEXT_NAMES = {
+    "query_proj": "query", "key_proj": "key", "value_proj": "value", "context": "attention",
+    "out_proj": "attention_out", "mlpwi_0": "mlp_gate", "mlpwi_1": "mlp_up",
+}  # fmt: skip
+_QKV = ("query_proj", "key_proj", "value_proj")
+_MINIMAL = (*_QKV, "out_proj", "mlpwi_0", "mlpwi_1")
+MAXTEXT_POLICIES = {
+    "minimal": ("save", _MINIMAL),
+    "minimal_with_context": ("save", (*_MINIMAL, "context")),
+    "minimal_flash": ("save", (*_MINIMAL, "context")),  # its name until 2025
+    "minimal_offloaded": ("offload", _MINIMAL),
+    "save_dot_with_context_except_mlp": ("save", (*_QKV, "context", "out_proj")),
+    "save_dot_except_mlpwi": ("save", (*_QKV, "out_proj")),
+    "save_dot_except_mlp": ("save", (*_QKV, "out_proj")),
+    "save_qkv_proj": ("save", _QKV),
+    "qkv_proj_offloaded": ("offload", _QKV),
+    "save_out_proj": ("save", ("out_proj",)),
+}
+"""MaxText's `remat_policy`: what of a layer is kept or offloaded, of the names that its
+`get_remat_policy` lists (`layers/decoders.py`). The result of a layer's last product, "mlpwo", is
+left out: no backward pass needs it."""
+
+
+def policy_of(word: str, framework: str) -> str | None:
+    """The policy of ours that a trainer's word for recomputation means.
+
+    "" is what a run does not say. None is a word that this trainer is not known to have.
+    """
+    word, framework = word.lower(), framework.lower()
+    if word in ("", "none", "sp only", "unknown(selective/none)"):
+        return "none"
+    if word in ("full", "full recompute"):
+        return "full"
+    trainers = tuple(name for name in SELECTIVE_TRAINERS if name)
+    own = framework.startswith(trainers) or not framework
+    if word in SELECTIVE and own and not framework.startswith("nemo automodel"):
+        return "save_all_but_attention"
+    if framework.startswith("maxtext") and word in MAXTEXT_POLICIES:
+        kind, names = MAXTEXT_POLICIES[word]
+        return f"{kind}:{','.join(MAXTEXT_NAMES[name] for name in names)}"
+    return None
+
 
 def traits_of(framework: str) -> Traits | None:
     """Of a trainer by its name, any case, version behind it; None if it is not known."""

@@ -29,6 +29,7 @@ class Score:
 
     rows: int
     handled: int
+    refused: int  # the others: what they say is not enough, or has a word that is not known
     median_error_physical: float | None
     mean_error_physical: float | None
     median_error_calibrated: float | None
@@ -61,7 +62,7 @@ class Report:
 
     def text(self) -> str:
         """A table, by source."""
-        lines = [f"{'source':44} rows handled physical calibrated memory regret"]
+        lines = [f"{'source':44} rows handled refused physical calibrated memory regret"]
         for name, score in [*self.sources.items(), ("overall", self.overall)]:
             cells = (
                 score.median_error_physical, score.median_error_calibrated,
@@ -69,8 +70,8 @@ class Report:
             )  # fmt: skip
             shown = [f"{100 * cell:.1f} %" if cell is not None else "-" for cell in cells]
             lines.append(
-                f"{name[:44]:44} {score.rows:4} {score.handled:7} {shown[0]:>8} {shown[1]:>10} "
-                f"{shown[2]:>6} {shown[3]:>6}"
+                f"{name[:44]:44} {score.rows:4} {score.handled:7} {score.refused:7} "
+                f"{shown[0]:>8} {shown[1]:>10} {shown[2]:>6} {shown[3]:>6}"
             )
         one = self.overall
         ran_out = one.oom_flagged + one.oom_missed
@@ -85,7 +86,7 @@ class Report:
             f"{one.fit_flagged} of {one.fit_flagged + one.fit_passed} measured runs flagged",
         ]
         if self.unhandled:
-            lines += ["", "not handled:"]
+            lines += ["", "refused:"]
             lines += [f"  {count:4} {reason}" for reason, count in self.unhandled.items()]
         return "\n".join(lines)
 
@@ -169,8 +170,9 @@ def _score(results: list[_Result], bills: list[Bill], rows: int) -> Score:
     ran = [_does_not_fit(r) for r in results if r.row.step_seconds and not r.row.out_of_memory]
     regrets, pairs = _ranking(results, by_precision=False)
     layouts_alone, _ = _ranking(results, by_precision=True)
+    handled = len(results) + len(bills)
     return Score(
-        rows=rows, handled=len(results) + len(bills),
+        rows=rows, handled=handled, refused=rows - handled,
         median_error_physical=_median(physical), mean_error_physical=_mean(physical),
         median_error_calibrated=_median(calibrated), mean_error_calibrated=_mean(calibrated),
         memory_rows=len(memory), memory_median_error=_median(memory),

@@ -85,6 +85,23 @@ def test_tokens_a_second_become_a_step(texts):
         ({"TP": "eight"}, "TP is 'eight', not a number"),
         ({"global_batch": ""}, "no global batch is given"),
         (
+            {"recompute": "offload"},
+            "recompute is 'offload', which Megatron-LM is not known to have",
+        ),
+        ({"recompute": "minimal"}, "recompute is 'minimal', which Megatron-LM is not known"),
+        ({"recompute": "full(block 10)"}, r"recompute is 'full\(block 10\)'"),
+        ({"recompute": "selective(per-op)"}, r"recompute is 'selective\(per-op\)'"),
+        ({"recompute": "selective", "framework": "NeMo AutoModel"}, "which NeMo AutoModel is not"),
+        ({"recompute": "custom: query_proj=offload", "framework": "MaxText"}, "'custom: query_pr"),
+        ({"recompute": "custom"}, "recompute is 'custom', which Megatron-LM is not known to have"),
+        ({"sharding": "zero"}, "sharding is 'zero', of which 'zero' is not known"),
+        ({"sharding": "zero4"}, "sharding is 'zero4', of which 'zero4' is not known"),
+        ({"sharding": "hsdp64 x dp2"}, "of which 'hsdp64' is not known"),
+        ({"schedule": "zero bubble"}, "schedule is 'zero bubble', which is not known"),
+        ({"precision": "fp32"}, "precision is 'fp32', which is not known"),
+        ({"attn": "linear"}, "attn is 'linear', which is not known"),
+        ({"SP": "yes"}, "SP is 'yes', not 0 or 1"),
+        (
             {
                 "n_experts": "8",
                 "topk": "2",
@@ -168,6 +185,33 @@ def test_a_recipe_says_what_is_sharded_and_made_again(texts):
     assert plain.zero_stage == 1
     assert choice_of(texts, **bridge, sharding="zero1", model="llama3-70b").zero_stage == 3
     assert choice_of(texts, **bridge, model="deepseek-v3").remat == "modules:mla_up_proj"
+
+
+def test_a_maxtext_policy_keeps_what_its_names_say(texts):
+    """From nothing kept to everything; what waits in host memory takes no room on the device."""
+
+    def needed(word):
+        row = rows.to_row(Columns({**by_model(texts, "llama3-70b", framework="MaxText"),
+                                   "recompute": word}))  # fmt: skip
+        assert row.choice.remat_share == 1
+        return row, published.memory(row.shape, row.choice).needed
+
+    order = ["full", "save_out_proj", "save_qkv_proj", "save_dot_except_mlp",
+             "save_dot_with_context_except_mlp", "minimal", "minimal_with_context",
+             "none"]  # fmt: skip
+    sizes = [needed(word)[1] for word in order]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == len(sizes)
+    for word in ("qkv_proj_offloaded", "minimal_offloaded"):
+        assert needed(word)[1] == sizes[0]
+    # A token of a layer: its input, queries, keys, values and what attention returns, in 16 bits,
+    # and the sums of each head's softmax.
+    row, _ = needed("minimal_with_context")
+    choice, shape = row.choice, row.shape
+    elements = 2 * shape.d_model + 2 * shape.head_dim * (shape.heads + shape.kv_heads)
+    elements += 2 * shape.heads + 2 * shape.d_ff
+    tokens = float(choice.microbatch) * shape.seq_len
+    assert published.layer_bytes(shape, choice) == tokens * 2 * elements
 
 
 def test_another_file_is_refused(tmp_path):
