@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import json
 import os
 import pathlib
@@ -28,6 +29,12 @@ def test_there_are_enough_in_every_part_and_each_has_its_own_name():
     assert min(parts.values()) >= 3
 
 
+@functools.cache
+def functions_of(path):
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_changes_a_line_that_is_there_once_and_names_tests_that_exist(mutant):
     source = tool.mutated((ROOT / mutant.file).read_text(), mutant)
@@ -37,8 +44,7 @@ def test_a_mutant_changes_a_line_that_is_there_once_and_names_tests_that_exist(m
     assert named
     assert len(words) in (len(named), len(named) + 2)
     for path, _, name in (word.partition("::") for word in named):
-        tree = ast.parse((ROOT / path).read_text())
-        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        functions = functions_of(path)
         assert not name or name in functions, f"{path} has no {name}"
 
 
