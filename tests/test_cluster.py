@@ -119,6 +119,8 @@ def test_flags_come_before_launchers():
         ({"CUDA_VISIBLE_DEVICES": "4,5", "SLURM_GPUS_ON_NODE": "4"}, None),  # --gpus-per-task=2
         ({"CUDA_VISIBLE_DEVICES": "3"}, None),
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_NODEID": "2"}, None),  # alone on its node
+        # Two tasks on each of two nodes, then one: this one is the second on the second node.
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, (2, 3)),
     ],
 )
 def test_gpus_that_all_processes_of_a_host_see_are_dealt_out(environ, devices):

@@ -73,7 +73,7 @@ def plain_evaluation(params, heldout: Dataset, windows: range) -> run.Evaluation
     [
         {},
         {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3},
-        {"fsdp": 2, "zero_stage": 1, "microbatches": 2},
+        {"fsdp": 2, "context": 2, "zero_stage": 1, "microbatches": 2},
     ],
     ids=str,
 )

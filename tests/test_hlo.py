@@ -65,10 +65,13 @@ ENTRY %main (g: f32[256,256], p: (s32[], bf16[128,256])) -> f32[64,256] {
   %s = ((), (), (s32[8]{0})) custom-call-start(), called_computations={%offloaded}
   %u = ((f32[256,256]{1,0}), f32[64,256]{1,0}, (s32[8]{0})) custom-call-update(%s, %g)
   %w = (s32[], bf16[128,256]{1,0}) while(%p), condition=%micro_condition, body=%micro_body
-  ROOT %done = f32[64,256]{1,0:T(8,128)} custom-call-done(%u)
+  %done = f32[64,256]{1,0:T(8,128)} custom-call-done(%u)
+  ROOT %late = f32[64,64]{1,0:T(8,128)} dot(%done, %done), lhs_contracting_dims={1}, \
+rhs_contracting_dims={1}
 }
 """
 )
+"""The product after the scatter is not beside it."""
 
 PIECES = """
 %first (a: bf16[64,256]) -> bf16[256,256] {
@@ -107,6 +110,30 @@ def test_a_loop_runs_as_often_as_its_condition_counts():
     runs = hlo.parse(GPU).executions()
     assert runs["main"] == 1
     assert runs["micro_body"] == 3
+
+
+def test_a_computation_runs_as_often_as_all_its_calls():
+    entry = """
+ENTRY %main (p: (s32[], bf16[128,256])) -> (s32[], bf16[128,256]) {
+  %p = (s32[], bf16[128,256]{1,0}) parameter(0)
+  %w = (s32[], bf16[128,256]{1,0}) while(%p), condition=%micro_condition, body=%micro_body
+  ROOT %c = (s32[], bf16[128,256]{1,0}) call(%w), to_apply=%micro_body
+}
+"""
+    program = hlo.parse(LAYERS + entry)
+    assert program.executions()["micro_body"] == 3 + 1
+    assert computation_costs(program, flops)["main"] == 4 * 2 * 128 * 256 * 256
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [("[2,4]<=[8]", ("fsdp",)), ("[4,2]<=[2,4]T(1,0)", ("data",)), ("[1,8]<=[8]", ("data", "fsdp")),
+     ("[4,2]<=[8]", ("fsdp",)), ("{{0,4},{1,5},{2,6},{3,7}}", ("data",))],
+)  # fmt: skip
+def test_groups_in_short_are_those_of_their_axes(groups, axes):
+    """An iota is arranged, turned round, and cut: [2,4]T(1,0) is 0 4 1 5 2 6 3 7."""
+    text = GPU.replace("[2,4]<=[8]", groups)
+    assert collectives(hlo.parse(text), MESH)[0].axes == axes
 
 
 def test_a_gather_that_starts_early_runs_beside_the_loop():
@@ -220,6 +247,23 @@ def test_memory_of_a_compiled_loop(compiled):
     assert arguments == pytest.approx(memory.argument_size_in_bytes, rel=0.01)
     most = memory.temp_size_in_bytes + memory.output_size_in_bytes
     assert 0.6 * most < temporaries < 1.4 * most
+
+
+READ_ONCE = """
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %one = f32[100]{0} fusion(%a), kind=kLoop, calls=%none
+  %two = f32[200]{0} fusion(%one), kind=kLoop, calls=%none
+  %three = f32[20]{0} fusion(%two), kind=kLoop, calls=%none
+  ROOT %out = f32[8]{0} fusion(%three), kind=kLoop, calls=%none
+}
+"""
+
+
+def test_an_array_lives_from_who_makes_it_to_its_last_reader():
+    """The reader needs it while it makes its own, and nobody later."""
+    alive = [buffer.shape for buffer in live_at_peak(hlo.parse(READ_ONCE))]
+    assert alive == ["f32[200]", "f32[100]", "f32[8]"]
 
 
 NESTED = """

@@ -140,13 +140,16 @@ def test_without_process_0_its_address_is_in_doubt():
                         dict, -4)  # fmt: skip
 
 
+@pytest.mark.parametrize("one_host", [True, False])
 @pytest.mark.parametrize(
     ("second", "said"),
     [((1, 3), "--process_id = 1 is given twice, on .* and on "),
      ((2, 4), "process 2 on .* has --num_processes = 4 and process 0 on .* has 3")],
     ids=["twice", "count"],
 )  # fmt: skip
-def test_processes_that_contradict_each_other_are_refused(second, said):
+def test_processes_that_contradict_each_other_are_refused(second, said, one_host, monkeypatch):
+    if not one_host:  # a thread is a process here, and each on a host of its own
+        monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
     port = free_port()
     errors = together(lambda: join(port, 0, 3), lambda: join(port, 1, 3),
                       lambda: join(port, *second))  # fmt: skip

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from jaxscale.optim import schedule
+
 TINY = (
     "--config", "configs/tiny.py", "--config.run.checkpoint_every=2", "--config.data.seq_len=32",
     "--config.layout.fsdp=2", "--config.model.num_layers=1",
@@ -66,6 +68,23 @@ def test_a_run_leaves_what_it_says(whole):
     for said in ("compiling the train step", "compiled in", "first step done", "eval loss",
                  "A sample at step 6", "How to go on", "layers/attention/q"):  # fmt: skip
         assert said in printed
+
+
+def test_the_rate_that_is_written_is_that_of_the_steps_own_update(whole):
+    workdir, _ = whole
+    config = json.loads((workdir / "config.json").read_text())
+    rate = schedule(
+        config["optimizer"]["schedule"],
+        learning_rate=config["optimizer"]["learning_rate"],
+        final=config["optimizer"]["final_learning_rate"],
+        warmup_steps=config["optimizer"]["warmup_steps"],
+        steps=config["run"]["steps"],
+    )
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    written = [line["learning_rate"] for line in lines if "loss" in line]
+    # The first update is made at the rate of none made before.
+    assert written == pytest.approx([float(rate(updates)) for updates in range(6)], rel=1e-6)
+    assert len(set(written)) > 3
 
 
 def test_a_finished_run_has_nothing_to_do(whole):

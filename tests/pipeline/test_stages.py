@@ -9,7 +9,7 @@ from jaxscale.pipeline.csv_order import write_csv
 from jaxscale.pipeline.orders import SCHEDULES, make_order
 from jaxscale.pipeline.records import F
 from jaxscale.pipeline.simulate import Costs, simulate
-from jaxscale.pipeline.stages import RUNNABLE, deal, open_stages
+from jaxscale.pipeline.stages import RUNNABLE, best_dealing, deal, open_stages
 from jaxscale.pipeline.table import compile_order
 
 
@@ -64,6 +64,13 @@ def test_the_last_stage_gets_as_few_layers_as_make_the_step_shortest(head):
     chosen = deal(table, 12, head)
     assert sum(chosen) == 12
     assert seconds(chosen) == min(map(seconds, every))
+
+
+def test_of_dealings_that_are_as_short_the_most_even_is_chosen():
+    """To nine digits: sums of seconds in another order differ in the last ones."""
+    dealt = [(1, 5, 3), (3, 2, 4), (4, 4, 1), (3, 3, 3)]
+    assert best_dealing(dealt, [7.0, 7.0 + 1e-12, 7.0, 8.0]) == 1
+    assert best_dealing(dealt, [7.0, 7.1, 6.9, 8.0]) == 2
 
 
 def test_the_forward_program_evaluates_every_microbatch_at_every_stage():

@@ -1,0 +1,244 @@
+"""python tools/mutants.py [--folder NAME] [--only TEXT] [--jobs N] [--json FILE] [--list]
+
+Does the suite notice a mistake? Applies each fault of tools/mutants.toml, a line that a programmer
+could have got wrong, to a temporary copy of this checkout, runs there the tests that should fail,
+and prints a table of those that did and those that did not (mutation testing: DeMillo, Lipton and
+Sayward, Computer 11, 1978). The same tests run once without the fault first: one that fails
+anyway proves nothing.
+
+Returns 1 if a mutant survives or a test could not be run.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FAULTS = "tools/mutants.toml"
+
+LEAST_SECONDS, SLOWER = 60, 10
+"""A mutant is ended, and counts as caught, when its tests take this many times as long as without
+the fault, and at least so many seconds more: a suite that hangs does not pass."""
+
+Verdict = Literal["caught", "survived", "not run"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault, and the tests that should notice it."""
+
+    folder: str  # the part of the package it belongs to
+    name: str
+    file: str
+    old: str  # is in the file exactly once
+    new: str
+    tests: str  # arguments of pytest: files or node ids, perhaps with -k
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a mutant."""
+
+    mutant: Mutant
+    verdict: Verdict
+    seconds: float
+    said: str  # pytest's last line, or why it did not run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the chosen mutants and prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", metavar="TEXT", default="", help="of those whose name has it")
+    parser.add_argument("--folder", metavar="NAME", help="of one part of the package")
+    parser.add_argument("--list", action="store_true", help="print them and run nothing")
+    parser.add_argument("--json", metavar="FILE", help="where to write the results")
+    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="at a time")
+    options = parser.parse_args(argv)
+    if options.jobs < 1:
+        parser.error(f"--jobs = {options.jobs}; at least 1")
+    chosen = [
+        mutant
+        for mutant in read(ROOT / FAULTS)
+        if options.folder in (None, mutant.folder) and options.only in mutant.name
+    ]
+    if not chosen:
+        parser.error("no mutant is called that; --list prints them all")
+    if options.list:
+        print(table(["mutant", "folder", "file", "tests"], map(described, chosen)))
+        return 0
+    results = run_all(chosen, ROOT, options.jobs, functools.partial(print, file=sys.stderr))
+    print(summary(results))
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(list(map(asdict, results)), indent=1))
+    return 0 if all(result.verdict == "caught" for result in results) else 1
+
+
+def read(path: pathlib.Path) -> list[Mutant]:
+    """The mutants of a file; its arrays of tables are named for the folders.
+
+    Raises:
+      TypeError: a mutant lacks a field, or has one too many.
+    """
+    folders = tomllib.loads(path.read_text())
+    return [Mutant(folder, **fields) for folder, found in folders.items() for fields in found]
+
+
+def run_all(
+    mutants: Sequence[Mutant], root: pathlib.Path, jobs: int, report: Callable[[str], object]
+) -> list[Result]:
+    """Runs mutants, `jobs` at a time.
+
+    Args:
+      root: the checkout to copy.
+      report: gets a line as each mutant ends.
+    """
+    sound = _Sound(root)
+
+    def one(mutant: Mutant) -> Result:
+        result = run(mutant, root, sound)
+        report(f"{result.verdict:8} {result.seconds:5.0f} s  {mutant.folder}: {mutant.name}")
+        return result
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(one, mutants))
+
+
+def run(mutant: Mutant, root: pathlib.Path, sound: "_Sound") -> Result:
+    """One mutant: its tests without the fault, if they were not run yet, and with it."""
+    try:
+        source = mutated((root / mutant.file).read_text(), mutant)
+    except (OSError, ValueError) as error:
+        return Result(mutant, "not run", 0.0, str(error))
+    without = sound(mutant.tests)
+    if without.status:
+        return Result(mutant, "not run", 0.0, f"without the fault: {without.said}")
+    limit = without.seconds * SLOWER + LEAST_SECONDS
+    with copy_of(root) as copy:
+        (copy / mutant.file).write_text(source)
+        found = run_tests(mutant.tests, copy, limit)
+    # 5 says that no test is left of those that there were, and so that none failed.
+    verdict: Verdict = "survived" if found.status in (0, 5) else "caught"
+    return Result(mutant, verdict, found.seconds, found.said)
+
+
+def mutated(source: str, mutant: Mutant) -> str:
+    """The file with the fault in it.
+
+    Raises:
+      ValueError: the text that it replaces is not there exactly once.
+    """
+    count = source.count(mutant.old)
+    if count != 1:
+        raise ValueError(f"{mutant.file} has {mutant.old!r} {count} times; it must be once")
+    return source.replace(mutant.old, mutant.new)
+
+
+@dataclass(frozen=True)
+class _Tests:
+    """A run of tests."""
+
+    status: int | None  # pytest's; None where it was ended
+    seconds: float
+    said: str
+
+
+class _Sound:
+    """The tests without any fault: run once each, however many mutants name them."""
+
+    def __init__(self, root: pathlib.Path):
+        self._root = root
+        self._found: dict[str, _Tests] = {}
+        self._locks: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, tests: str) -> _Tests:
+        with self._lock:
+            lock = self._locks.setdefault(tests, threading.Lock())
+        with lock:
+            if tests not in self._found:
+                with copy_of(self._root) as copy:
+                    self._found[tests] = run_tests(tests, copy, None)
+            return self._found[tests]
+
+
+@contextlib.contextmanager
+def copy_of(root: pathlib.Path):
+    """A temporary copy of a checkout, without what is hidden or made by runs."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as place:
+        copy = pathlib.Path(place) / "checkout"
+        ignored = shutil.ignore_patterns(".?*", "runs", "build", "dist", "*.egg-info")
+        shutil.copytree(root, copy, ignore=ignored)
+        yield copy
+
+
+def run_tests(tests: str, checkout: pathlib.Path, limit_seconds: float | None) -> _Tests:
+    """pytest in a checkout, whose package is the one that is imported."""
+    paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
+    begin = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *shlex.split(tests)],
+        cwd=checkout,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=limit_seconds)
+            status = process.returncode
+        except subprocess.TimeoutExpired:
+            printed, status = f"ended after {limit_seconds:.0f} s", None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # also what the tests have started
+                os.killpg(process.pid, signal.SIGKILL)
+    lines = printed.strip().splitlines() or [""]
+    return _Tests(status, time.monotonic() - begin, lines[-1].strip("= "))
+
+
+def described(mutant: Mutant) -> list[str]:
+    """Its cells of a table."""
+    return [mutant.name, mutant.folder, mutant.file, mutant.tests]
+
+
+def table(heads: list[str], rows) -> str:
+    """Rows of texts in Markdown."""
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def summary(results: Sequence[Result]) -> str:
+    """The table of results, how many there are of each, and what is to be looked at."""
+    rows = [[*described(r.mutant), r.verdict, f"{r.seconds:.0f}"] for r in results]
+    text = [table(["mutant", "folder", "file", "tests", "result", "seconds"], rows), ""]
+    verdicts = [result.verdict for result in results]
+    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts)]
+    text.append(f"{len(results)} mutants: {', '.join(counts)}")
+    text += [
+        f"{result.verdict}: {result.mutant.name} ({result.mutant.file}): {result.said}"
+        for result in results
+        if result.verdict != "caught"
+    ]
+    return "\n".join(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
