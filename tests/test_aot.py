@@ -74,6 +74,14 @@ def test_layered_accumulation_gathers_a_layer_once_a_pass(name):
     assert {one.axes for one in report.collectives if one.asked == "all-gather"} == {("fsdp",)}
 
 
+@pytest.mark.parametrize("name", ["v5p:2x2x1", "h200:1x4"])
+def test_rows_of_the_embedding_are_summed_in_float32(name):
+    """Whatever computes: here bfloat16."""
+    program = compiled(name, "layered", MICROBATCHES).program
+    scatters = re.findall(r"= \(?(\w+)\[[\d,]*\]\S* scatter\(", program)
+    assert set(scatters) == {"f32"}, scatters
+
+
 def test_sequential_accumulation_gathers_in_every_microbatch():
     report = compiled("v5p:2x2x1", "sequential", 2)
     assert arrays(report, "all-gather") == 2 * ((2 * LAYERS - 1) * ARRAYS + OUTER)

@@ -261,7 +261,7 @@ def _outer_gradients(config: Config, walk: Walk, transients: Transients) -> Ints
     whole = walk.accumulated * _head_elements(config)
     embed = elements(config, "embed")
     if not transients.late:
-        return where(walk.single, head + walk.compute * embed)
+        return where(walk.single, head + max(walk.compute, 4) * embed)
     several = where(config.layout.pipeline == 1, whole + walk.accumulated * embed)
     return where(walk.single, head + whole, several)
 

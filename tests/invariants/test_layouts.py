@@ -60,6 +60,16 @@ def test_every_layout_is_one_device_in_float64(layout, capfd):
     assert INVOLUNTARY not in capfd.readouterr().err
 
 
+def test_everything_travels_in_its_own_type():
+    """The compute type, that of sums of gradients and that of parameters have three widths here, as
+    in no layout above; stage 2 reduces gradients and gathers new parameters."""
+    layout = {"data": 2, "fsdp": 2, "zero_stage": 2, "microbatches": 2}
+    config = make_config(LLAMA, layout, "bfloat16", accumulation_dtype="float32")
+    engine = open_engine(config)
+    lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
+    check_collectives(config, lowered.compile())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", list(matrix.every_layout()), ids=matrix.name)
 def test_the_whole_product_is_one_device_in_float64(layout):

@@ -57,6 +57,7 @@ CASES = {
     "few tokens": case(fsdp(2), 4, 16),
     "large vocabulary": case(fsdp(3), 64, model={"num_layers": 2, "vocab_size": 4096}),
     "gpt": case(fsdp(3), 64, model=GPT),
+    "muon": case({"fsdp": 2, "zero_stage": 0, "remat": "full"}, 4, name="muon"),
 }  # fmt: skip
 PIPELINES = {
     "1f1b": case({"pipeline": 4, "microbatches": 8, "remat": "none"}, 32, model={"num_layers": 8}),
@@ -106,7 +107,6 @@ MORE_CASES = {
     "few tokens, stage 0": case(fsdp(0), 4, 16),
     "few tokens, stage 3": case(fsdp(3), 4, 16),
     "adafactor": case({"fsdp": 2, "zero_stage": 0, "remat": "full"}, 4, name="adafactor"),
-    "muon": case({"fsdp": 2, "zero_stage": 0, "remat": "full"}, 4, name="muon"),
     "muon, stage 3": case(fsdp(3), 4, name="muon"),
 }  # fmt: skip
 
