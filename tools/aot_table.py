@@ -194,7 +194,14 @@ def row(case: Case, numbers: dict[str, Any]) -> list[str]:
 
 def hidden(numbers: dict[str, Any]) -> tuple[str, str]:
     """The share of the bytes of collectives that travel while matmuls run, and of their seconds on
-    the links, that matmuls hide; run by run."""
+    the links, that matmuls hide; run by run.
+
+    A result from before runs were counted one by one has neither, unless no kind of collective has
+    a matmul beside it; "?" then.
+    """
+    if "beside_bytes" not in numbers:
+        beside = any(one["async"] and one["beside_flops"] for one in numbers["collectives"])
+        return ("?", "?") if beside else ("0 %", "0 %") if numbers["collectives"] else ("-", "-")
     return (
         share(numbers["beside_bytes"], numbers["collective_bytes"]),
         share(numbers["link_seconds"] - numbers["wait_seconds"], numbers["link_seconds"]),

@@ -41,6 +41,9 @@ def test_a_row_says_whether_it_fits_and_by_how_much_not():
     ]  # fmt: skip
     too_much = FITS | {"fits": False, "peak_bytes": 20e9, "optimal_seconds": None}
     assert "4.0 GB too much" in tool.row(case, too_much)
+    old = {"collectives": [{"bytes": 3e6, "async": True, "beside_flops": 1e9}]}
+    assert tool.hidden(old) == ("?", "?"), "which of its runs it was is not known"
+    assert tool.hidden({"collectives": [old["collectives"][0] | {"beside_flops": 0}]})[0] == "0 %"
     refused = tool.row(case, {"refusal": "error: no"})
     assert "refused" in refused
     header, ruler, *_ = tool.table({}).splitlines()
