@@ -28,6 +28,7 @@ from jaxscale.optim import schedule
 from jaxscale.run import (
     Evaluation,
     Text,
+    check_memory,
     device_batches,
     evaluate,
     open_engine,
@@ -64,8 +65,13 @@ class Trainer:
     step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]  # compiled
 
 
-def open_trainer(config: Config, workdir: pathlib.Path) -> Trainer | None:
+def open_trainer(
+    config: Config, workdir: pathlib.Path, *, skip_memory_check: bool = False
+) -> Trainer | None:
     """Checks everything, reads the text, compiles the step, and restores the newest checkpoint.
+
+    Args:
+      skip_memory_check: compiles a step even when the formulas say that it has no room.
 
     Returns:
       None when the run is complete already.
@@ -76,6 +82,8 @@ def open_trainer(config: Config, workdir: pathlib.Path) -> Trainer | None:
     """
     config, engine = open_engine(config, workdir)
     log.info(describe(engine))
+    if not skip_memory_check:
+        check_memory(engine)
     run = config.run
     checkpoints = Checkpoints(
         workdir / "checkpoints", keep_last=run.keep_last, keep_every=run.keep_every, report=log.info
