@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxscale import config as configs
 from jaxscale import flags
+from jaxscale.layout import resolve_sizes
 
 SHOWN = 12
 """Buffers that are printed."""
@@ -36,6 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="write the loops over layers out: slow, and XLA's own cost analysis counts all",
     )
+    add(
+        "--skip_memory_check",
+        action="store_true",
+        help="compile even when the formulas say that a step has no room",
+    )
     add("--hlo", type=pathlib.Path, metavar="FILE", help="keep the compiled program there")
     add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers there")
     options, overrides = flags.parse(parser, sys.argv[1:] if argv is None else argv)
@@ -43,14 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = configs.load(options.config, overrides)
     # JAX is imported only now: a typo above is answered at once.
     from jaxscale import proof, topology  # noqa: PLC0415
+    from jaxscale.planner.room import check_room  # noqa: PLC0415
 
     topology.leave_hardware_alone()
     flags.log_to_stdout()
     try:
         with flags.refusals():
-            report = proof.compile_for(
-                config, options.topology, unroll_layers=options.unroll_layers
-            )
+            machine = topology.open_topology(options.topology)
+            layout = resolve_sizes(config.layout, len(machine.devices))
+            config = dataclasses.replace(config, layout=layout)
+            if not options.skip_memory_check:
+                kind = machine.devices[0].device_kind
+                check_room(config, machine.platform, machine.limit_bytes, kind)
+            report = proof.compile_for(config, machine, unroll_layers=options.unroll_layers)
     except ModuleNotFoundError as error:
         flags.refuse(str(error))
     print(describe(report))

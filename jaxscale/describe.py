@@ -13,6 +13,7 @@ from jaxscale.pipeline import summary
 from jaxscale.pipeline.simulate import simulate
 from jaxscale.pipeline.stages import Stages, open_stages
 from jaxscale.planner.memory import Memory, memory
+from jaxscale.planner.trained import check_parameters
 from jaxscale.sharding import (
     REPLICATED_WEIGHTS,
     WEIGHTS,
@@ -166,7 +167,7 @@ def _offloads(engine: Engine) -> list[str]:
     return ["layout.offload moves to host memory\n" + table(rows)]
 
 
-def _predict(engine: Engine, **changes: str) -> Memory:
+def _predict(engine: Engine, **changes: Any) -> Memory:
     """As the back end's compiler orders a step."""
     platform = engine.mesh.devices.flat[0].platform
     layout = dataclasses.replace(engine.layout, **changes)
@@ -188,8 +189,8 @@ def _parameters(engine: Engine) -> str:
 
 
 def _warnings(engine: Engine) -> list[str]:
-    """A line for each large parameter that the layout could shard and does not, and one for a
-    pipeline that idles much."""
+    """A line for each large parameter that the layout could shard and does not, one for state that
+    replicas hold alike, and one for a pipeline that idles much."""
     sizes = engine.zero.sizes
     shards = [axis for axis, on in (("tensor", sizes["tensor"] > 1), ("fsdp", engine.zero.gathers))
               if on]  # fmt: skip
@@ -200,9 +201,32 @@ def _warnings(engine: Engine) -> list[str]:
         if shards and leaf.size * leaf.dtype.itemsize >= LARGE_BYTES
         if not any(leaf.sharding.spec)
     ]
+    found += _replicated(engine)
     if engine.stages and (advice := summary.advice(engine.layout, engine.stages)):
         found.append(advice)
     return ["\n".join(found)] if found else []
+
+
+def _replicated(engine: Engine) -> list[str]:
+    """What the ranks of data and fsdp hold alike and could share out."""
+    layout, config = engine.layout, engine.config
+    alone = layout.data * layout.fsdp
+    sharded = dataclasses.replace(layout, data=1, fsdp=alone, zero_stage=3)
+    try:
+        check_parameters(dataclasses.replace(config, layout=sharded))
+    except ValueError:
+        return []  # dimensions that do not divide over so many
+    now, then = _predict(engine), _predict(engine, data=1, fsdp=alone, zero_stage=3)
+    here, there = (needs.parameters + needs.optimizer for needs in (now, then))
+    if here - there < LARGE_BYTES:
+        return []
+    axes = " x ".join(f"{name} {getattr(layout, name)}" for name in ("data", "fsdp")
+                      if getattr(layout, name) > 1)  # fmt: skip
+    return [
+        f"note: of parameters and optimizer state each device holds {human_bytes(here)}, of which "
+        f"{human_bytes(here - there)} are on other ranks of {axes} too; layout.fsdp = {alone}, "
+        f"layout.data = 1 and layout.zero_stage = 3 would leave {human_bytes(there)}"
+    ]
 
 
 def _size(tree: Any) -> int:

@@ -96,6 +96,25 @@ def spreads_outer(pipeline: Any, fsdp: Any, d_model: int) -> Any:
     return (pipeline > 1) & (d_model % (pipeline * fsdp) == 0)
 
 
+DEALT_OVER = ("fsdp", "data", "context")
+"""Mesh axes whose ranks would all make the same of a layer's whole matrices (Muon's update)."""
+
+
+def deals_layers(rows: Any, pipeline: Any, ranks: Any, size: Any) -> Any:
+    """Whether one more of these axes shares out a stack's layers: of ints, or of arrays.
+
+    A first one may leave ranks without a layer. A further one, and one beside a pipeline, must cut
+    evenly, or the compiler would have to replicate the stack on the way.
+
+    Args:
+      rows: layers of a rank of the pipeline.
+      ranks: that share them already.
+      size: of the axis.
+    """
+    even = rows % (ranks * size) == 0
+    return (size > 1) & (even | ((pipeline == 1) & (ranks == 1)))
+
+
 def nearest_divisors(size: int, parts: int) -> str:
     """The numbers nearest to `parts`, below and above, into which `size` divides: "2 or 4"."""
     found = divisors(size)

@@ -26,6 +26,7 @@ from jaxscale.data.mixture import open_examples
 from jaxscale.data.stream import batches
 from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.data.tokenizer import load as load_tokenizer
+from jaxscale.hardware import find_chip
 from jaxscale.layout import resolve_sizes
 from jaxscale.mesh import make_mesh
 from jaxscale.step import Engine, make_engine
@@ -71,6 +72,25 @@ def open_engine(config: Config, workdir: pathlib.Path | None = None) -> tuple[Co
     layout = resolve_sizes(config.layout, jax.device_count())
     config = dataclasses.replace(config, layout=layout)
     return config, make_engine(config, make_mesh(layout))
+
+
+def check_memory(engine: Engine) -> None:
+    """Refuses, before anything is compiled, a step that cannot have room on these devices, as far
+    as their memory is known.
+
+    Raises:
+      ValueError: with the number of micro-batches that fits.
+    """
+    # As in `planned`.
+    from jaxscale.planner.room import check_room  # noqa: PLC0415
+    from jaxscale.planner.space import MEMORY_FRACTION  # noqa: PLC0415
+
+    device = engine.mesh.devices.flat[0]
+    back_end = "gpu" if device.platform == "cuda" else device.platform
+    chip = find_chip(device.device_kind)
+    if chip and back_end in MEMORY_FRACTION:
+        limit = chip.memory_bytes * MEMORY_FRACTION[back_end]
+        check_room(engine.config, back_end, limit, chip.name)
 
 
 def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:

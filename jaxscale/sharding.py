@@ -10,10 +10,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
 from jaxscale.rules import (  # noqa: F401  Rules are used together with what is here.
     ACTIVATIONS,
+    DEALT_OVER,
     REPLICATED_WEIGHTS,
     WEIGHTS,
     Axes,
     Rules,
+    deals_layers,
     mesh_axes,
     spreads_outer,
 )
@@ -66,12 +68,9 @@ def layer_rules(sizes: Mapping[str, int], rows: int) -> list[Rules]:
       rows: layers in the stack, over all ranks of the pipeline.
     """
     found, axes = [], ()
-    for axis in ("fsdp", "data", "context"):
-        ranks = math.prod(sizes[one] for one in (*axes, axis))
-        # A first axis may leave ranks without a layer. A further one must cut evenly, or the
-        # compiler would have to replicate the stack on the way.
-        even = rows // sizes["pipeline"] % ranks == 0
-        if sizes[axis] > 1 and (even or (sizes["pipeline"] == 1 and not axes)):
+    for axis in DEALT_OVER:
+        ranks = math.prod(sizes[one] for one in axes)
+        if deals_layers(rows // sizes["pipeline"], sizes["pipeline"], ranks, sizes[axis]):
             axes = (*axes, axis)
             found.append({**WEIGHTS, "embed": (), "layers": ("pipeline", *axes)})
     return found

@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="trace these steps into DIR/profile")  # fmt: skip
     parser.add_argument("--trackers", metavar="NAMES", type=_trackers, default=("tensorboard",),
                         help="where metrics go: tensorboard, wandb, mlflow, or none")  # fmt: skip
+    parser.add_argument("--skip_memory_check", action="store_true",
+                        help="train even where the formulas see no room for a step")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path,
                         help="write the summary of the run there too")  # fmt: skip
     cluster.add_flags(parser)
@@ -68,7 +70,7 @@ def _train(
         if options.describe:
             log.info(describe_layout(run.open_engine(config)[1]))
             return 0
-        ready = trainer.open_trainer(config, workdir)
+        ready = trainer.open_trainer(config, workdir, skip_memory_check=options.skip_memory_check)
     if ready is None:
         return 0
     try:

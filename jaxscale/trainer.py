@@ -29,6 +29,7 @@ from jaxscale.optim import schedule_of
 from jaxscale.run import (
     Evaluation,
     Text,
+    check_memory,
     device_batches,
     evaluate_loss,
     open_engine,
@@ -68,8 +69,13 @@ class Trainer:
     step: Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]  # compiled
 
 
-def open_trainer(config: Config, workdir: pathlib.Path) -> Trainer | None:
+def open_trainer(
+    config: Config, workdir: pathlib.Path, *, skip_memory_check: bool = False
+) -> Trainer | None:
     """Checks everything, reads the text, compiles the step, and restores the newest checkpoint.
+
+    Args:
+      skip_memory_check: compiles a step even when the formulas say that it has no room.
 
     Returns:
       None when the run is complete already.
@@ -86,6 +92,8 @@ def open_trainer(config: Config, workdir: pathlib.Path) -> Trainer | None:
     config = with_schedule(config, checkpoints.metadata(begin)["config"] if begin else {})
     config, engine = open_engine(config, workdir)
     log.info(describe_layout(engine))
+    if not skip_memory_check:
+        check_memory(engine)
     if begin >= run.steps:
         checkpoints.close()
         log.info(

@@ -11,7 +11,7 @@ import re
 import jax
 import pytest
 
-from jaxscale import aot, topology
+from jaxscale import aot, proof, topology
 from jaxscale.config import from_dict
 from jaxscale.proof import Report, compile_for
 
@@ -155,3 +155,15 @@ def test_an_unknown_machine_is_refused_with_those_that_are_known(capsys):
     message = capsys.readouterr().err
     assert "did you mean h200?" in message
     assert "v5p:8x8x8" in message
+
+
+def test_a_step_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch, capsys):
+    if not topology.installed("tpu"):
+        pytest.skip("no compiler for TPUs: uv sync --inexact --extra aot")
+    monkeypatch.setattr(proof, "compile_for", None)
+    with pytest.raises(SystemExit):
+        aot.main(["--config", "configs/llama3_8b.py", "--topology", "v5e:2x4"])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "a program may have 16.9" in said
+    assert "--skip_memory_check" in said

@@ -82,3 +82,28 @@ def test_what_passes_a_pipeline_could_keep():
     # 1F1B needs four ticks a micro-batch in place of three with nothing kept, but for its ramps.
     assert times == sorted(times)
     assert times[-1] == 24
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [({"data": 4}, "data 4"), ({"fsdp": 4, "zero_stage": 1}, "fsdp 4"),
+     ({"data": 2, "fsdp": 2}, "data 2 x fsdp 2"), ({"fsdp": 4}, "")],
+    ids=str,
+)  # fmt: skip
+def test_state_that_replicas_hold_alike_is_named_with_its_bytes(layout, axes):
+    config = from_dict({"layout": {"data": 1} | layout, "model": {"vocab_size": 4096},
+                        "data": {"global_batch_size": 8}})  # fmt: skip
+    text = describe(make_engine(config, make_mesh(config.layout, jax.devices()[:4])))
+    notes = [line for line in text.splitlines() if line.startswith("note: of parameters")]
+    if not axes:
+        assert notes == []
+        return
+    here, there = (
+        needs.parameters + needs.optimizer
+        for needs in (memory(config), memory(with_layout(config, data=1, fsdp=4, zero_stage=3)))
+    )
+    assert notes == [
+        f"note: of parameters and optimizer state each device holds {human_bytes(here)}, of which "
+        f"{human_bytes(here - there)} are on other ranks of {axes} too; layout.fsdp = 4, "
+        f"layout.data = 1 and layout.zero_stage = 3 would leave {human_bytes(there)}"
+    ]

@@ -5,9 +5,11 @@ import json
 import logging
 
 import jax
+import pytest
 
 from jaxscale import config as configs
-from jaxscale import run
+from jaxscale import run, trainer
+from jaxscale.hardware import find_chip
 
 
 def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):
@@ -27,3 +29,24 @@ def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):
 def test_a_layout_that_is_said_stays():
     config = configs.load("configs/tiny.py")
     assert run.planned(config) is config
+
+
+def test_a_step_without_room_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
+    class Compiled(Exception):  # noqa: N818
+        pass
+
+    def compile_step(engine):
+        raise Compiled
+
+    chip = find_chip("NVIDIA H100 80GB HBM3")
+    assert chip
+    small = dataclasses.replace(chip, memory_bytes=1e6)
+    monkeypatch.setattr(trainer, "compile_step", compile_step)
+    config = configs.load("configs/tiny.py")
+    with pytest.raises(Compiled):  # nothing is known of the memory of these devices
+        trainer.open_trainer(config, tmp_path)
+    monkeypatch.setattr(run, "find_chip", lambda kind: small)
+    with pytest.raises(ValueError, match=r"a program may have 0\.00 GB of H100"):
+        trainer.open_trainer(config, tmp_path)
+    with pytest.raises(Compiled):
+        trainer.open_trainer(config, tmp_path, skip_memory_check=True)

@@ -36,6 +36,7 @@ from jaxscale.planner.transients import (
     working_set_bytes,
 )
 from jaxscale.planner.walk import Walk, elements, layer_kept_bytes, mlp_weights, stream_bytes
+from jaxscale.rules import DEALT_OVER, deals_layers
 
 CHUNK_BYTES, CHUNK_TOKENS = 128 * 2**20, 1024  # of `ops.loss`
 
@@ -171,7 +172,7 @@ def memory(
         forward_loop=_forward_loop(config, walk),
         head=_head(config, walk, transients),
         reduction=_reduction(config, walk, held.rows),
-        update=_update(config),
+        update=_update(config, held.rows),
         moments_copy=moments if config.optimizer.name == "lion" else 0,
         host_optimizer=host_optimizer,
         host_stash=host_stash,
@@ -323,20 +324,34 @@ def _reduction(config: Config, walk: Walk, rows: Ints) -> Ints:
     return where(walk.single, once, where(left, stacks))
 
 
-def _update(config: Config) -> Ints:
+def _update(config: Config, rows: Ints) -> Ints:
     """AdamW and Lion go from gradients to parameters element by element."""
     layout, wide = config.layout, 4
-    arrays, layers = parameters(config.model), config.model.num_layers
     if config.optimizer.name == "adafactor":
         # Their squares, all of them, before the means of rows and columns.
         over_fsdp = layout.zero_stage >= 1
-        layer = elements(config, "layers", over_fsdp)
-        return wide * (layers * layer + elements(config, "embed head", over_fsdp))
+        layer = config.model.num_layers * elements(config, "layers", over_fsdp)
+        return wide * (layer + elements(config, "embed head", over_fsdp))
     if config.optimizer.name == "muon":
-        # Every matrix of the layers whole, as it goes into a step of Newton-Schulz and as it comes
-        # out, and one product with itself.
-        matrices = [array for array in arrays if array.part == "layers" and sides(array)]
-        squares = sum(min(math.prod(s) for s in sides(array)) ** 2 for array in matrices)
-        whole = sum(array.shard_size(layout, over_fsdp=False) for array in matrices)
-        return wide * layers * (2 * whole + squares)
+        return wide * _orthogonalised(config, rows)
     return 0
+
+
+def _orthogonalised(config: Config, rows: Ints) -> Ints:
+    """Elements of the matrices that a rank makes orthogonal (see `sharding.layer_rules`): as they
+    go into a step of Newton-Schulz and as they come out, and two products of the largest with
+    itself. Where they are wanted whole all layers' are collected beside the gradients."""
+    layout, ranks = config.layout, 1
+    for axis in DEALT_OVER:
+        size = getattr(layout, axis)
+        more = deals_layers(rows, layout.pipeline, ranks, size)
+        ranks = np.where(more, ranks * size, ranks)
+    matrices = [one for one in parameters(config.model) if one.part == "layers" and sides(one)]
+    squares = [min(math.prod(side) for side in sides(one)) ** 2 for one in matrices]
+    whole = sum(array.shard_size(layout, over_fsdp=False) for array in matrices)
+    mine = -(-rows // ranks) * (2 * whole + 2 * max(squares))
+    shards = (layout.zero_stage >= 1) & (np.asarray(layout.fsdp) > 1)
+    # The compiler's own way through shards: every matrix, and a product of each.
+    alone = rows * (2 * whole + sum(squares))
+    dealt = mine + where((ranks > 1) & np.logical_not(shards), rows * whole)
+    return where(shards & (ranks == 1), alone, dealt)

@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxscale import hlo, hlo_cost
 from tests.invariants import matrix
 from tests.invariants.layouts import (
     GPT,
@@ -96,13 +97,34 @@ def test_a_tied_gpt_is_one_device_in_float64(layout, capfd):
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "lion", "muon"])
-def test_every_optimizer_is_one_device_in_float64(optimizer):
-    one = run(open_engine(make_config(LLAMA, {}, name=optimizer)))
-    layout = {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 2}
-    losses, norms, params, _ = run(open_engine(make_config(LLAMA, layout, name=optimizer)))
+def test_every_optimizer_is_one_device_in_float64(optimizer, capfd):
+    layout, flops = {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 2}, []
+
+    def train(**sizes):
+        engine = open_engine(make_config(LLAMA, sizes, name=optimizer))
+        step = compile_step(engine)
+        flops.append(optimizer_flops(step))
+        return run(engine, step=step)
+
+    one, (losses, norms, params, _) = train(), train(**layout)
     np.testing.assert_allclose(losses, one[0], rtol=1e-10, atol=0)
     np.testing.assert_allclose(norms, one[1], rtol=1e-10, atol=0)
     assert relative_error(params, one[2]) < 1e-10
+    assert INVOLUNTARY not in capfd.readouterr().err
+    # Each rank of data and fsdp has one of Muon's four layers; those of tensor share the larger
+    # of its matmuls.
+    assert flops[1] <= flops[0] / (6 if optimizer == "muon" else 1)
+
+
+def optimizer_flops(step):
+    """Of the matmuls in a compiled step's update, on one device."""
+    program = hlo.parse(step.as_text())
+
+    def own(instruction, named):
+        count = hlo_cost.flops(instruction, named)
+        return 0.0 if count is not None and "/optimizer/" not in instruction.op_name else count
+
+    return hlo_cost.computation_costs(program, own)[program.entry]
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,9 @@ CASES = {
                            "remat": "full"}, 32),
     "tensor": case({"fsdp": 2, "tensor": 2, "remat": "full"}, 32),
     "context": case({"fsdp": 2, "context": 2, "remat": "full"}, 32),
-    "few tokens": case(fsdp(2), 4, 16),
+    "muon, layers dealt": case({"fsdp": 2, "zero_stage": 0, "remat": "full"}, 4, name="muon"),
     "large vocabulary": case(fsdp(3), 64, model={"num_layers": 2, "vocab_size": 4096}),
     "gpt": case(fsdp(3), 64, model=GPT),
-    "muon": case({"fsdp": 2, "zero_stage": 0, "remat": "full"}, 4, name="muon"),
 }  # fmt: skip
 PIPELINES = {
     "1f1b": case({"pipeline": 4, "microbatches": 8, "remat": "none"}, 32, model={"num_layers": 8}),
@@ -107,7 +106,11 @@ MORE_CASES = {
     "few tokens, stage 0": case(fsdp(0), 4, 16),
     "few tokens, stage 3": case(fsdp(3), 4, 16),
     "adafactor": case({"fsdp": 2, "zero_stage": 0, "remat": "full"}, 4, name="adafactor"),
+    "few tokens": case(fsdp(2), 4, 16),
+    "muon": case({"remat": "full"}, 4, name="muon"),
     "muon, stage 3": case(fsdp(3), 4, name="muon"),
+    "muon, data and tensor": case({"data": 2, "fsdp": 2, "tensor": 2, "remat": "full"}, 16,
+                                  name="muon"),
 }  # fmt: skip
 
 
@@ -116,7 +119,9 @@ def check(config: Config) -> None:
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
     analysis, predicted = compiled.memory_analysis(), memory(config)
-    assert predicted.arguments == analysis.argument_size_in_bytes
+    # Three coefficients of Muon have the default type, which is float64 in this suite.
+    wider = 3 * 4 if config.optimizer.name == "muon" else 0
+    assert predicted.arguments + wider == analysis.argument_size_in_bytes
     assert predicted.temporaries == pytest.approx(analysis.temp_size_in_bytes, rel=0.1)
 
 

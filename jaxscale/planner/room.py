@@ -1,0 +1,65 @@
+"""Whether a step has room on a device, by the formulas, before minutes go into compiling it."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxscale.config import Config
+from jaxscale.planner.explain import gigabytes
+from jaxscale.planner.memory import Memory, memory
+from jaxscale.rules import divisors
+
+MARGIN = 1.15
+"""By how much a predicted peak must exceed the limit to be refused: the planner's largest error on
+compiled steps is 11.1 % (README, "Planning"), and the suite holds each to 15 %."""
+
+
+def check_room(config: Config, back_end: str, limit_bytes: float, device: str) -> None:
+    """Refuses a step whose predicted peak is clearly beyond a device's memory.
+
+    Args:
+      config: its layout resolved.
+      back_end: "gpu", "tpu" or "cpu".
+      limit_bytes: of the device's memory, that a program may fill.
+      device: its name.
+
+    Raises:
+      ValueError: with the number of micro-batches that fits, where one does.
+    """
+    needs = _needs(config, back_end)
+    if needs.peak <= MARGIN * limit_bytes:
+        return
+    layout = config.layout
+    each = config.data.global_batch_size // (layout.batch_shards * layout.microbatches)
+    said = (
+        f"layout.microbatches = {layout.microbatches} puts {each} sequences of "
+        f"{config.data.seq_len} tokens in a pass, for which each device needs "
+        f"{gigabytes(needs.peak)} by the planner's formulas, and a program may have "
+        f"{gigabytes(limit_bytes)} of {device}; "
+    )
+    for count in _more(config):
+        changed = dataclasses.replace(
+            config, layout=dataclasses.replace(layout, microbatches=count)
+        )
+        needs = _needs(changed, back_end)
+        if needs.peak <= limit_bytes:
+            said += f"set layout.microbatches = {count}, with {gigabytes(needs.peak)}"
+            break
+    else:
+        said += "no number of micro-batches fits: python -m jaxscale.plan finds layouts that do"
+    raise ValueError(f"{said}, or go on anyway with --skip_memory_check")
+
+
+def _needs(config: Config, back_end: str) -> Memory:
+    return memory(config, back_end, own_host=back_end != "cpu")
+
+
+def _more(config: Config) -> Iterator[int]:
+    """Larger numbers of micro-batches that split the batch, and that the layout can have."""
+    layout = config.layout
+    for count in divisors(config.data.global_batch_size // layout.batch_shards):
+        if count > layout.microbatches:
+            try:
+                dataclasses.replace(layout, microbatches=count)
+            except ValueError:  # its schedule cannot
+                continue
+            yield count

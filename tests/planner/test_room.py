@@ -1,0 +1,48 @@
+"""A step that cannot have room is refused before it is compiled, with what would fit."""
+
+import dataclasses
+import re
+
+import pytest
+
+from jaxscale import config as configs
+from jaxscale.layout import resolve_sizes
+from jaxscale.planner.memory import memory
+from jaxscale.planner.room import MARGIN, check_room
+
+
+def on(devices: int, name: str = "llama3_8b") -> configs.Config:
+    config = configs.load(f"configs/{name}.py")
+    return dataclasses.replace(config, layout=resolve_sizes(config.layout, devices))
+
+
+def test_micro_batches_that_were_sized_for_more_devices_are_refused_with_those_that_fit():
+    check_room(on(64), "gpu", 68e9, "an H100")
+    config = on(8)
+    with pytest.raises(ValueError, match="--skip_memory_check") as refused:
+        check_room(config, "gpu", 68e9, "an H100")
+    said = str(refused.value)
+    assert "layout.microbatches = 4 puts 16 sequences of 8192 tokens in a pass" in said
+    assert "\n" not in said
+    found = re.search(r"set layout.microbatches = (\d+)", said)
+    assert found
+    layout = dataclasses.replace(config.layout, microbatches=int(found[1]))
+    fits = dataclasses.replace(config, layout=layout)
+    check_room(fits, "gpu", 68e9, "an H100")
+    # The smallest number that does.
+    layout = dataclasses.replace(config.layout, microbatches=int(found[1]) // 2)
+    fewer = memory(dataclasses.replace(config, layout=layout), "gpu", own_host=True)
+    assert fewer.peak > 68e9
+
+
+def test_what_may_fit_is_tried():
+    config = on(8)
+    peak = memory(config, "gpu", own_host=True).peak
+    check_room(config, "gpu", peak / (MARGIN - 0.01), "a GPU")
+    with pytest.raises(ValueError, match="a program may have"):
+        check_room(config, "gpu", peak / (MARGIN + 0.01), "a GPU")
+
+
+def test_a_model_that_no_micro_batch_makes_fit_is_sent_to_the_planner():
+    with pytest.raises(ValueError, match=r"no number of micro-batches fits: python -m jaxscale\.p"):
+        check_room(on(8, "llama2_70b"), "tpu", 16e9, "a TPU v5e")
