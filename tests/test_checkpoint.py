@@ -1,6 +1,7 @@
 """Checkpoints come back bit for bit on any layout, or say why not; killed saves cost nothing."""
 
 import gc
+import json
 import os
 import pathlib
 import random
@@ -368,6 +369,16 @@ def test_damage_of_the_only_one(saved: Checkpoints) -> None:
     shutil.rmtree(saved.directory / "3" / "description")
     with pytest.raises(ValueError, match=r"checkpoint 3 .*; there is none before it"):
         saved.metadata(3)
+
+
+def test_a_number_that_changed_in_the_metadata_is_noticed(saved: Checkpoints) -> None:
+    """By the digest alone: it is still JSON, and the arrays are as they were."""
+    path = saved.directory / "6" / "description" / "metadata"
+    description = json.loads(path.read_text())
+    description["metadata"]["data"]["examples"] += 1
+    path.write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=r"checkpoint 6 .*its description changed since"):
+        saved.metadata(6)
 
 
 def test_unknown_step(saved: Checkpoints) -> None:
