@@ -33,8 +33,9 @@ FACTORED_SIZE = 128
 """Adafactor keeps whole second moments of matrices with a smaller side (arXiv 1804.04235)."""
 
 MUON_MOMENTUM = 0.95
-MUON_COEFFICIENTS = (3.4445, -4.775, 2.0315)
-"""Of the Newton-Schulz iteration (Jordan et al. 2024)."""
+MUON_COEFFICIENTS = np.float32(3.4445), np.float32(-4.775), np.float32(2.0315)
+"""Of the Newton-Schulz iteration (Jordan et al. 2024). They are part of the state, so of one type,
+whatever JAX's default is."""
 MUON_STEPS = 5
 MUON_RMS = 0.2
 """Muon's updates get the root mean square that Adam's have in practice (arXiv 2502.16982)."""
@@ -224,8 +225,7 @@ def _muon(
         return _map_with_axes(direction, ahead, axes), state._replace(count=count, mu=mu)
 
     rule = optax.contrib.scale_by_muon(
-        # The coefficients are part of the state: of one type, whatever JAX's default is.
-        tuple(map(np.float32, MUON_COEFFICIENTS)),
+        MUON_COEFFICIENTS,
         weight_dimension_numbers=_map_axes(numbers, axes),
     )
     # The pair keeps the form that checkpoints have.

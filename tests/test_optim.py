@@ -380,9 +380,8 @@ def direction(name: str) -> list[Any]:
 def test_stacked_equals_matrix_by_matrix(name: str, leaf: str) -> None:
     """optax on each layer's flattened matrix gives the update of the stacked parameter."""
     *gradients, updates = direction(name)
-    coefficients = tuple(map(np.float32, optim.MUON_COEFFICIENTS))
     reference = {
-        "muon": optax.contrib.muon(1.0, coefficients, consistent_rms=0.2),
+        "muon": optax.contrib.muon(1.0, optim.MUON_COEFFICIENTS, consistent_rms=0.2),
         "adafactor": optax.adafactor(1.0, multiply_by_parameter_scale=False),
     }[name]
 

@@ -45,9 +45,7 @@ def test_the_state_is_the_engines_to_the_byte(optimizer, stage):
 
     predicted = memory(one)
     assert predicted.parameters == device_bytes(engine.abstract_state.params)
-    # Three coefficients of Muon have the default type, which is float64 in this suite.
-    wider = 3 * 4 if optimizer == "muon" else 0
-    assert predicted.optimizer + wider == device_bytes(engine.abstract_state.opt_state)
+    assert predicted.optimizer == device_bytes(engine.abstract_state.opt_state)
 
 
 def test_what_it_copies_from_modules_with_jax():
