@@ -281,7 +281,7 @@ DETERMINISTIC = {
         XlaFlag(
             "xla_gpu_deterministic_ops",
             True,
-            "the same bits from run to run, as XLA says: scatters add in a fixed order, no atomics, "
+            "the same bits on each run (XLA's words): scatters add in order and not by atomics, "
             "cuDNN's attention takes its deterministic backward pass (openxla/xla#14125), and no "
             "kernel is chosen by timing, so that a program compiled again has the same kernels",
         ),
