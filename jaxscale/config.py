@@ -308,6 +308,7 @@ class RunConfig:
     checkpoint_every: int = 0  # the last step is always saved
     keep_last: int = 3
     keep_every: int = 0  # also keep each checkpoint whose step is a multiple of this
+    deterministic: bool = False  # the same bits on each run, also on GPUs, at some cost of speed
 
     def __post_init__(self) -> None:
         check_at_least("run", self, steps=1, eval_every=0, eval_batches=1, checkpoint_every=0,

@@ -274,6 +274,23 @@ XLA_FLAGS = {
 the scheduled program of a layered step as its reason says (libtpu 0.0.51, XLA of jax 0.12)."""
 
 
+DETERMINISTIC = {
+    "cpu": (),
+    "tpu": (),
+    "gpu": (
+        XlaFlag(
+            "xla_gpu_deterministic_ops",
+            True,
+            "the same bits on each run (XLA's words): scatters add in order and not by atomics, "
+            "cuDNN's attention takes its deterministic backward pass (openxla/xla#14125), and no "
+            "kernel is chosen by timing, so that a program compiled again has the same kernels",
+        ),
+    ),
+}
+"""By `device.platform`: what a step needs to compute the same bits every time. CPUs and TPUs run a
+compiled program in one order."""
+
+
 def xla_flags(platform: str, device_kind: str) -> tuple[XlaFlag, ...]:
     """The options for compiling a train step on a device."""
     return XLA_FLAGS.get(device_kind, XLA_FLAGS.get("gpu" if platform == "cuda" else platform, ()))

@@ -182,7 +182,9 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         ),
         step=jax.jit(
             step, donate_argnums=0, in_shardings=(shardings, batch_sharding),
-            out_shardings=(shardings, replicated), compiler_options=step_options(mesh),
+            out_shardings=(shardings, replicated), compiler_options=step_options(
+                mesh, deterministic=config.run.deterministic
+            ),
         ),
         evaluate=jax.jit(evaluate, in_shardings=(shardings.params, batch_sharding, replicated),
                          out_shardings=replicated),

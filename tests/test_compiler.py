@@ -3,11 +3,14 @@
 import logging
 
 import jax
+import pytest
 
-from jaxscale import hardware
+from jaxscale import hardware, topology
 from jaxscale.compiler import step_options
+from jaxscale.config import from_dict
 from jaxscale.layout import Layout
 from jaxscale.mesh import make_mesh
+from jaxscale.step import make_engine
 
 
 def test_a_cpu_needs_none():
@@ -22,3 +25,34 @@ def test_an_option_that_this_xla_does_not_know_is_left_out_and_logged(monkeypatc
     mesh = make_mesh(Layout(data=8), jax.devices())
     assert step_options(mesh) == {"xla_cpu_enable_fast_math": False}
     assert "xla_cpu_no_such_option" in caplog.text
+
+
+def deterministic_engine():
+    config = from_dict({"layout": {"data": 8}, "run": {"deterministic": True}})
+    return make_engine(config, make_mesh(config.layout, jax.devices()))
+
+
+def test_determinism_is_set_or_refused_and_never_left_out(monkeypatch):
+    mesh = make_mesh(Layout(data=8), jax.devices())
+    assert step_options(mesh, deterministic=True) == {}  # CPUs are
+    deterministic_engine()
+    known = hardware.XlaFlag("xla_cpu_enable_fast_math", False, "an option that there is")
+    monkeypatch.setitem(hardware.DETERMINISTIC, "cpu", (known,))
+    assert step_options(mesh) == {}
+    assert step_options(mesh, deterministic=True) == {"xla_cpu_enable_fast_math": False}
+    unknown = hardware.XlaFlag("xla_cpu_no_such_option", True, "to see it refused")
+    monkeypatch.setitem(hardware.DETERMINISTIC, "cpu", (known, unknown))
+    with pytest.raises(ValueError, match="does not know xla_cpu_no_such_option, without which"):
+        deterministic_engine()
+    monkeypatch.delitem(hardware.DETERMINISTIC, "cpu")
+    with pytest.raises(ValueError, match=r"of the cpu back end it is not known .* set it to False"):
+        deterministic_engine()
+
+
+def test_absent_gpus_cannot_be_compiled_for_deterministically():
+    if not topology.installed("gpu"):
+        pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
+    mesh = make_mesh(Layout(data=1, fsdp=4), topology.open_topology("h200:1x4").devices)
+    assert "xla_gpu_deterministic_ops" not in step_options(mesh)
+    with pytest.raises(ValueError, match=r"compile with run\.deterministic = False"):
+        step_options(mesh, deterministic=True)

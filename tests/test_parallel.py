@@ -1,11 +1,14 @@
 """What a layout asks of a model and its sequences; refusals name what would do."""
 
 import dataclasses
+import math
 import re
 
+import jax
 import pytest
 
 from jaxscale.parallel import attention_name
+from jaxscale.planner.memory import memory
 from tests.invariants.layouts import LLAMA, make_config, open_engine
 
 # LLAMA has 8 key heads and a width of 64; sequences are of 24 tokens where nothing else is said.
@@ -44,3 +47,20 @@ def test_attention_says_how_keys_arrive():
     assert attention_name(make_config(LLAMA, {}), "cpu") == "blockwise"
     layout = {"context": 2, "context_method": "gather"}
     assert attention_name(make_config(LLAMA, layout), "tpu") == "blockwise, by gather"
+
+
+@pytest.mark.parametrize(("width", "spread"), [(34, False), (36, True)])
+def test_what_is_outside_the_layers_is_spread_over_a_pipeline_where_it_divides(width, spread):
+    """By both axes: 34 divides by the pipeline's two ranks, by the two of fsdp, and not by four."""
+    config = make_config(LLAMA | {"d_model": width}, {"pipeline": 2, "fsdp": 2, "microbatches": 2})
+    params = open_engine(config).abstract_state.params
+    matrices = [leaf for part in ("embed", "head") for leaf in jax.tree.leaves(params[part])
+                if leaf.ndim == 2]  # fmt: skip
+    assert len(matrices) == 2
+    for leaf in matrices:
+        assert leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape)) == (4 if spread else 2)
+    held = memory(config).parameters
+    assert held == sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(params)
+    )

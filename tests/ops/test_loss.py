@@ -192,6 +192,31 @@ def test_the_vocabulary_may_be_sharded_over_an_axis_that_the_compiler_handles():
     assert "all-gather" not in step.lower(x, sharded_head, targets, weights).compile().as_text()
 
 
+def test_tokens_that_are_spread_over_ranks_of_context_stay_where_they_are():
+    """A chunk takes as many tokens from each rank: nothing but sums crosses, forward and backward,
+    and the logits of a chunk exist once."""
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,))
+    batch, time, vocab, chunk = 2, 256, 512, 32
+    tokens, head = NamedSharding(mesh, P(None, "context")), NamedSharding(mesh, P())
+    shapes = [
+        jax.ShapeDtypeStruct((batch, time, D), jnp.float32, sharding=tokens),
+        jax.ShapeDtypeStruct((D, vocab), jnp.float32, sharding=head),
+        jax.ShapeDtypeStruct((batch, time), jnp.int32, sharding=tokens),
+        jax.ShapeDtypeStruct((batch, time), jnp.float32, sharding=tokens),
+    ]
+
+    def loss(*args):
+        return cross_entropy(*args, vocab_size=vocab, chunk_tokens=chunk, shards=4)[0]
+
+    compiled = (
+        jax.jit(jax.grad(loss, (0, 1)), out_shardings=(tokens, head)).lower(*shapes).compile()
+    )
+    text = compiled.as_text()
+    for moves in ("all-gather", "all-to-all", "collective-permute"):
+        assert f" {moves}(" not in text
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * chunk * vocab * 4
+
+
 def test_logits_are_those_of_the_loss_without_the_padding():
     x, head, targets, weights = arguments(dtype=jnp.bfloat16)
     for transposed in (False, True):
