@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxscale import flags
+from jaxscale import command_line
 from jaxscale.pipeline import draw
-from jaxscale.pipeline.csv_order import write_csv
-from jaxscale.pipeline.orders import SCHEDULES, make_order
+from jaxscale.pipeline.schedule_csv import write_csv
+from jaxscale.pipeline.schedules import SCHEDULES, make_order
 from jaxscale.pipeline.simulate import Costs, Run, simulate
 from jaxscale.pipeline.table import Table, compile_order
 
@@ -32,8 +32,8 @@ KEYS = (
 
 def main(argv: Sequence[str]) -> None:
     """The command; prints for a person, and writes the files that were asked for."""
-    args, _ = flags.parse(_parser(), argv)
-    with flags.refusals():
+    args, _ = command_line.parse(_parser(), argv)
+    with command_line.refusals():
         costs = parse_costs(args.costs)
         if args.keep and not costs.r:
             raise ValueError(
@@ -142,8 +142,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of a rank's share of the model for one micro-batch: forward, input gradient, weight "
         "gradient, recompute (no recompute operations when 0)",
     )
-    add("--keep", type=int, default=0, metavar="K", help="passes that a rank keeps at a time and "
-        "need not recompute; takes a cost of recompute")  # fmt: skip
+    add(
+        "--keep",
+        type=int,
+        default=0,
+        metavar="K",
+        help="passes that a rank keeps at a time and need not recompute; takes a cost of recompute",
+    )
     add("--fused", action="store_true", help="the backward as one operation of cost b + w")
     add("--png", metavar="FILE", help="draw it to a picture")
     add("--json", metavar="FILE", help="write the numbers")

@@ -11,8 +11,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jaxscale import cluster, flags, processes
+from jaxscale import command_line
 from jaxscale import config as configs
+from jaxscale.distributed import launcher, processes
 
 log = logging.getLogger("jaxscale")
 
@@ -26,26 +27,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m jaxscale.train",
         description="Trains a model; continues when the folder holds a checkpoint.",
         epilog="Any leaf of the config can be set: --config.optimizer.learning_rate=1e-3",
-    )  # fmt: skip
+    )
     parser.add_argument("--config", required=True, metavar="FILE", help="a file in configs/")
-    parser.add_argument("--workdir", metavar="DIR", type=pathlib.Path,
-                        help="the run's folder; runs/NAME of the config by default")  # fmt: skip
-    parser.add_argument("--describe", action="store_true",
-                        help="print the layout and every parameter's place, and stop")  # fmt: skip
-    parser.add_argument("--profile", metavar="FIRST:LAST", type=_steps, default=range(0),
-                        help="trace these steps into DIR/profile")  # fmt: skip
-    parser.add_argument("--trackers", metavar="NAMES", type=_trackers, default=("tensorboard",),
-                        help="where metrics go: tensorboard, wandb, mlflow, or none")  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path,
-                        help="write the summary of the run there too")  # fmt: skip
-    cluster.add_flags(parser)
-    options, overrides = flags.parse(parser, sys.argv[1:] if argv is None else argv)
-    with flags.refusals():
+    parser.add_argument(
+        "--workdir",
+        metavar="DIR",
+        type=pathlib.Path,
+        help="the run's folder; runs/NAME of the config by default",
+    )
+    parser.add_argument(
+        "--describe",
+        action="store_true",
+        help="print the layout and every parameter's place, and stop",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FIRST:LAST",
+        type=_steps,
+        default=range(0),
+        help="trace these steps into DIR/profile",
+    )
+    parser.add_argument(
+        "--trackers",
+        metavar="NAMES",
+        type=_trackers,
+        default=("tensorboard",),
+        help="where metrics go: tensorboard, wandb, mlflow, or none",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=pathlib.Path, help="write the summary of the run there too"
+    )
+    launcher.add_flags(parser)
+    options, overrides = command_line.parse(parser, sys.argv[1:] if argv is None else argv)
+    with command_line.refusals():
         config = configs.load(options.config, overrides)
-        place = cluster.find(options)
+        place = launcher.find(options)
     workdir = options.workdir or pathlib.Path("runs") / pathlib.Path(options.config).stem
-    flags.log_to_stdout()
-    settings = {"config": configs.to_dict(config), "flags": cluster.common_flags(options)}
+    command_line.log_to_stdout()
+    settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
     with processes.together(place, settings, None if options.describe else workdir):
         return _train(options, config, workdir, started)
 
@@ -56,12 +75,13 @@ def _train(
     # JAX is imported only now: a typo is answered at once.
     import jax  # noqa: PLC0415
 
-    from jaxscale import run, sampling, trainer  # noqa: PLC0415
-    from jaxscale.describe import describe  # noqa: PLC0415
+    from jaxscale.run import setup, trainer  # noqa: PLC0415
+    from jaxscale.run.layout_report import describe  # noqa: PLC0415
+    from jaxscale.training import sampling  # noqa: PLC0415
 
-    with flags.refusals():
+    with command_line.refusals():
         if options.describe:
-            log.info(describe(run.open_engine(config)[1]))
+            log.info(describe(setup.open_engine(config)[1]))
             return 0
         ready = trainer.open_trainer(config, workdir)
     if ready is None:
@@ -74,7 +94,7 @@ def _train(
         log.info(f"{stopped}; the same command continues from there")
         return 128 + stopped.number
     except FloatingPointError as error:
-        flags.refuse(str(error), status=1)
+        command_line.refuse(str(error), status=1)
     if options.json and jax.process_index() == 0:
         options.json.write_text(json.dumps(summary, indent=2) + "\n")
     log.info(f"\nA sample at step {config.run.steps}:\n")

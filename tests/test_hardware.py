@@ -33,9 +33,17 @@ def test_peaks_are_those_of_one_device(kind, tflops):
 
 @pytest.mark.parametrize(
     "kind",
-    ["cpu", "", "NVIDIA H100", "NVIDIA H100 NVL", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "TPU v9",
-     "nvidia h200", "NVIDIA GeForce RTX 4090"],
-)  # fmt: skip
+    [
+        "cpu",
+        "",
+        "NVIDIA H100",
+        "NVIDIA H100 NVL",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "TPU v9",
+        "nvidia h200",
+        "NVIDIA GeForce RTX 4090",
+    ],
+)
 def test_an_unknown_device_has_no_peak(kind):
     assert hardware.find_chip(kind) is None
     assert hardware.peak_flops(kind, "bfloat16") is None

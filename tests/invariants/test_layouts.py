@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.batch import Batch
-from jaxscale.ops.context import balanced_order
+from jaxscale.ops.context_attention import balanced_order
 from tests.invariants import matrix
 from tests.invariants.layouts import (
     GPT,

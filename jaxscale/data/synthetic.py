@@ -1,0 +1,19 @@
+"""Batches of no text, for what is only timed."""
+
+import numpy as np
+
+from jaxscale.batch import Batch
+from jaxscale.config import Config
+from jaxscale.ops.context_attention import balanced_order
+
+
+def synthetic_batch(config: Config) -> Batch:
+    """Random tokens, each row one document, dealt to the ranks of context as a run's are."""
+    shape = (config.data.global_batch_size, config.data.seq_len)
+    random = np.random.default_rng(config.data.seed)
+    tokens = random.integers(0, config.model.vocab_size, (shape[0], shape[1] + 1), np.int32)
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    ones = np.ones(shape, np.int32)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], ones, positions, ones.astype(np.float32))
+    order = balanced_order(config.data.seq_len, config.layout.context)
+    return Batch(*(field[:, order] for field in batch))
