@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from jaxscale import command_line
 from jaxscale import config as configs
-from jaxscale import flags
 from jaxscale.layout import resolve_sizes
 
 SHOWN = 12
@@ -44,26 +44,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--hlo", type=pathlib.Path, metavar="FILE", help="keep the compiled program there")
     add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers there")
-    options, overrides = flags.parse(parser, sys.argv[1:] if argv is None else argv)
-    with flags.refusals():
+    options, overrides = command_line.parse(parser, sys.argv[1:] if argv is None else argv)
+    with command_line.refusals():
         config = configs.load(options.config, overrides)
     # JAX is imported only now: a typo above is answered at once.
-    from jaxscale import proof, topology  # noqa: PLC0415
+    from jaxscale.compiled import compile_ahead, topology  # noqa: PLC0415
     from jaxscale.planner.room import check_room  # noqa: PLC0415
 
     topology.leave_hardware_alone()
-    flags.log_to_stdout()
+    command_line.log_to_stdout()
     try:
-        with flags.refusals():
+        with command_line.refusals():
             machine = topology.open_topology(options.topology)
             layout = resolve_sizes(config.layout, len(machine.devices))
             config = dataclasses.replace(config, layout=layout)
             if not options.skip_memory_check:
                 kind = machine.devices[0].device_kind
                 check_room(config, machine.platform, machine.limit_bytes, kind)
-            report = proof.compile_for(config, machine, unroll_layers=options.unroll_layers)
+            report = compile_ahead.compile_for(config, machine, unroll_layers=options.unroll_layers)
     except ModuleNotFoundError as error:
-        flags.refuse(str(error))
+        command_line.refuse(str(error))
     print(describe(report))
     if options.hlo:
         options.hlo.write_text(report.program)
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def describe(report: Any) -> str:
     """A `proof.Report` for a person."""
-    from jaxscale.describe import human_bytes, table  # noqa: PLC0415
+    from jaxscale.run.layout_report import human_bytes, table  # noqa: PLC0415
 
     axes = " x ".join(f"{axis} {size}" for axis, size in report.layout.sizes.items() if size > 1)
     verdict = "fits" if report.fits else f"does not fit, by {human_bytes(report.missing_bytes)}"
@@ -83,7 +83,8 @@ def describe(report: Any) -> str:
         f"{report.attention} attention\n"
         f"{verdict}: {human_bytes(report.peak_bytes)} of {human_bytes(report.limit_bytes)} on each "
         f"device; compiled in {report.compile_seconds:.1f} s",
-        "memory on each device\n" + table(
+        "memory on each device\n"
+        + table(
             [
                 ("arguments", human_bytes(report.argument_bytes)),
                 ("temporaries", human_bytes(report.temp_bytes)),
@@ -92,25 +93,30 @@ def describe(report: Any) -> str:
                 ("host memory", human_bytes(report.host_bytes)),
             ]
         ),
-    ]  # fmt: skip
+    ]
     if report.refusal:
         return "\n\n".join([*parts, f"the compiler says: {report.refusal.splitlines()[0]}"])
     rows = [("bytes", "arrays", "shape", "module", "what", "smaller with")]
     rows += [
-        (human_bytes(use.num_bytes), str(use.count), use.shape, use.module or "-", use.what,
-         use.smaller_with)
+        (
+            human_bytes(use.num_bytes),
+            str(use.count),
+            use.shape,
+            use.module or "-",
+            use.what,
+            use.smaller_with,
+        )
         for use in report.uses[:SHOWN]
-    ]  # fmt: skip
+    ]
     parts.append("largest buffers when most are alive\n" + table(rows))
     flops = "unknown: a loop runs as often as its data say"
     if report.flops is not None:
         flops = f"{report.flops / 1e12:,.1f} TFLOP"
     seconds = "none" if report.optimal_seconds is None else f"{report.optimal_seconds:.4g} s"
     parts.append(
-        "a step on each device\n" + table(
-            [("products", flops), ("the compiler's estimate of what it computes", seconds)]
-        )
-    )  # fmt: skip
+        "a step on each device\n"
+        + table([("products", flops), ("the compiler's estimate of what it computes", seconds)])
+    )
     rows = [("axes", "collective", "runs", "bytes", "on the links", "waited for", "runs beside")]
     rows += [
         (
@@ -132,7 +138,7 @@ def describe(report: Any) -> str:
 
 def _hidden(report: Any) -> str:
     """How much of what a step sends is hidden, run by run."""
-    from jaxscale.describe import human_bytes  # noqa: PLC0415
+    from jaxscale.run.layout_report import human_bytes  # noqa: PLC0415
 
     share = report.beside_bytes / report.collective_bytes
     line = f"{share:.0%} of {human_bytes(report.collective_bytes)} are sent beside matmuls"

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 import ml_collections
 
+from jaxscale.data_source import Source, to_plain, to_sources
 from jaxscale.layout import AUTO, BLOCK_TENSORS, Layout, remat_names
-from jaxscale.source import Source, to_plain, to_sources
 
 DTYPES = ("float64", "float32", "bfloat16")
 VOCABULARY_MULTIPLE = 128
@@ -85,11 +85,21 @@ class ModelConfig:
         check_choice("model.compute_dtype", self.compute_dtype, DTYPES)
         check_choice("model.param_dtype", self.param_dtype, DTYPES)
         check_at_least(
-            "model", self,
-            num_layers=1, d_model=1, num_heads=1, num_kv_heads=1, head_dim=1, d_ff=1,
-            vocab_size=2, max_seq_len=1, rope_scaling=1, sliding_window=0, logit_soft_cap=0,
+            "model",
+            self,
+            num_layers=1,
+            d_model=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=1,
+            d_ff=1,
+            vocab_size=2,
+            max_seq_len=1,
+            rope_scaling=1,
+            sliding_window=0,
+            logit_soft_cap=0,
             z_loss=0,
-        )  # fmt: skip
+        )
         if self.rope_theta <= 0:
             raise ValueError(f"model.rope_theta = {self.rope_theta} must be positive")
         if self.num_heads % self.num_kv_heads:
@@ -260,8 +270,17 @@ class OptimizerConfig:
         check_choice("optimizer.moment_dtype", self.moment_dtype, DTYPES)
         check_choice("optimizer.second_moment_dtype", self.second_moment_dtype, DTYPES)
         check_choice("optimizer.accumulation_dtype", self.accumulation_dtype, DTYPES)
-        check_at_least("optimizer", self, learning_rate=0, warmup_steps=0, final_learning_rate=0,
-                       b1=0, b2=0, weight_decay=0, clip_norm=0)  # fmt: skip
+        check_at_least(
+            "optimizer",
+            self,
+            learning_rate=0,
+            warmup_steps=0,
+            final_learning_rate=0,
+            b1=0,
+            b2=0,
+            weight_decay=0,
+            clip_norm=0,
+        )
         if self.schedule_steps is not None:
             check_at_least("optimizer", self, schedule_steps=1)
         for name in ("b1", "b2"):
@@ -311,8 +330,16 @@ class RunConfig:
     deterministic: bool = False  # the same bits on each run, also on GPUs, at some cost of speed
 
     def __post_init__(self) -> None:
-        check_at_least("run", self, steps=1, eval_every=0, eval_batches=1, checkpoint_every=0,
-                       keep_last=1, keep_every=0)  # fmt: skip
+        check_at_least(
+            "run",
+            self,
+            steps=1,
+            eval_every=0,
+            eval_batches=1,
+            checkpoint_every=0,
+            keep_last=1,
+            keep_every=0,
+        )
         check_seed("run.seed", self.seed)
         if self.keep_every and (
             not self.checkpoint_every or self.keep_every % self.checkpoint_every

@@ -19,16 +19,28 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale import cluster, flags, hardware, processes
+from jaxscale import command_line, hardware
+from jaxscale.distributed import launcher, processes
 
 log = logging.getLogger("jaxscale")
 
 MINIMUM_JAX = "0.11.2"
 PACKAGES = (
-    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "array-record", "fsspec",
-    "ml_collections", "tokenizers", "numpy", "matplotlib", "tensorboardX",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "array-record",
+    "fsspec",
+    "ml_collections",
+    "tokenizers",
+    "numpy",
+    "matplotlib",
+    "tensorboardX",
     *(("backports.zstd",) if sys.version_info < (3, 14) else ()),
-)  # fmt: skip
+)
 EXTRAS = {
     "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
     "tpu": ("libtpu",),
@@ -252,16 +264,16 @@ def main(argv: list[str]) -> int:
         description="Versions, devices, missing extras, compiler flags, and a self-test.",
     )
     parser.add_argument("--json", metavar="FILE", help="also write the findings as JSON")
-    cluster.add_flags(parser)
-    arguments, _ = flags.parse(parser, argv)
-    with flags.refusals():
-        place = cluster.find(arguments)
-    flags.log_to_stdout()
-    with processes.together(place, cluster.common_flags(arguments)):
+    launcher.add_flags(parser)
+    arguments, _ = command_line.parse(parser, argv)
+    with command_line.refusals():
+        place = launcher.find(arguments)
+    command_line.log_to_stdout()
+    with processes.together(place, launcher.common_flags(arguments)):
         report = examine()
         log.info(show(report))
         if arguments.json and not (place and place.process_id):
-            with flags.refusals():
+            with command_line.refusals():
                 pathlib.Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
         return int(any(one["problems"] for one in report["processes"]))
 

@@ -10,8 +10,9 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from jaxscale import cluster, flags, folder, processes
+from jaxscale import command_line, run_folder
 from jaxscale import config as configs
+from jaxscale.distributed import launcher, processes
 
 log = logging.getLogger("jaxscale")
 
@@ -21,25 +22,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.evaluate",
         description="Loss, perplexity and bits per byte of a run's newest checkpoint on text that "
-                    "it was not trained on.",
-    )  # fmt: skip
-    folder.add_flags(parser)
-    parser.add_argument("--max_batches", metavar="N", type=flags.whole(1, 2**40),
-                        help="stop after this many; all held-out text by default")  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path,
-                        help="write the numbers there too")  # fmt: skip
-    cluster.add_flags(parser)
-    options, overrides = flags.parse(parser, sys.argv[1:] if argv is None else argv)
-    with flags.refusals():
-        config = folder.load_config(options.workdir, overrides)
+        "it was not trained on.",
+    )
+    run_folder.add_flags(parser)
+    parser.add_argument(
+        "--max_batches",
+        metavar="N",
+        type=command_line.whole(1, 2**40),
+        help="stop after this many; all held-out text by default",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=pathlib.Path, help="write the numbers there too"
+    )
+    launcher.add_flags(parser)
+    options, overrides = command_line.parse(parser, sys.argv[1:] if argv is None else argv)
+    with command_line.refusals():
+        config = run_folder.load_config(options.workdir, overrides)
         if not config.data.heldout:
             raise ValueError(
                 "data.heldout = 0: this run kept no text apart, so there is none to evaluate on; "
                 "train with data.heldout above 0"
             )
-        place = cluster.find(options)
-    flags.log_to_stdout()
-    settings = {"config": configs.to_dict(config), "flags": cluster.common_flags(options)}
+        place = launcher.find(options)
+    command_line.log_to_stdout()
+    settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
     with processes.together(place, settings):
         return _evaluate(options, config, overrides)
 
@@ -48,20 +54,20 @@ def _evaluate(options: argparse.Namespace, config: configs.Config, overrides: li
     # JAX is imported only now: a typo is answered at once.
     import jax  # noqa: PLC0415
 
-    from jaxscale import run  # noqa: PLC0415
+    from jaxscale.run import setup  # noqa: PLC0415
 
-    with flags.refusals():
-        config = folder.fit_devices(config, jax.device_count(), overrides)
-        config, engine = run.open_engine(config)
-        step, params, metadata = run.restore_params(engine, options.workdir)
-        text = processes.first("text", lambda: run.open_text(config, options.workdir))
+    with command_line.refusals():
+        config = run_folder.fit_devices(config, jax.device_count(), overrides)
+        config, engine = setup.open_engine(config)
+        step, params, metadata = setup.restore_params(engine, options.workdir)
+        text = processes.first("text", lambda: setup.open_text(config, options.workdir))
     assert text.heldout is not None, "refused above"
     if metadata["data"]["fingerprint"] != text.train.fingerprint:
         log.info(
             "note: the text or its settings are not those of the training: these numbers do not "
             "compare with the run's own, and the model may have seen the text"
         )
-    evaluation = run.evaluate_loss(
+    evaluation = setup.evaluate_loss(
         engine, params, text.heldout, config.data.global_batch_size, options.max_batches
     )
     result = {
@@ -75,7 +81,7 @@ def _evaluate(options: argparse.Namespace, config: configs.Config, overrides: li
     part = "the held-out text" if options.max_batches is None else "part of the held-out text"
     log.info(f"step {step} of {options.workdir} on {part}:\n{_table(result)}")
     if options.json and jax.process_index() == 0:
-        with flags.refusals():
+        with command_line.refusals():
             options.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 

@@ -10,21 +10,22 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from jaxscale import cluster, flags, folder, processes
+from jaxscale import command_line, run_folder
 from jaxscale import config as configs
+from jaxscale.distributed import launcher, processes
 
 log = logging.getLogger("jaxscale")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the status of the process: 0."""
-    options, overrides = flags.parse(_parser(), sys.argv[1:] if argv is None else argv)
-    with flags.refusals():
+    options, overrides = command_line.parse(_parser(), sys.argv[1:] if argv is None else argv)
+    with command_line.refusals():
         prompts = _prompts(options.prompt, options.prompt_file)
-        config = folder.load_config(options.workdir, overrides)
-        place = cluster.find(options)
-    flags.log_to_stdout()
-    settings = {"config": configs.to_dict(config), "flags": cluster.common_flags(options)}
+        config = run_folder.load_config(options.workdir, overrides)
+        place = launcher.find(options)
+    command_line.log_to_stdout()
+    settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
     with processes.together(place, settings | {"prompts": str(prompts)}):
         return _generate(options, config, overrides, prompts)
 
@@ -35,17 +36,21 @@ def _generate(
     # JAX is imported only now: a typo is answered at once.
     import jax  # noqa: PLC0415
 
-    from jaxscale import run, sampling  # noqa: PLC0415
+    from jaxscale.run import setup  # noqa: PLC0415
+    from jaxscale.training import sampling  # noqa: PLC0415
 
     settings = {
-        "num_tokens": options.num_tokens, "temperature": options.temperature,
-        "top_k": options.top_k, "top_p": options.top_p, "seed": options.seed,
-    }  # fmt: skip
-    with flags.refusals():
-        config = folder.fit_devices(config, jax.device_count(), overrides)
-        tokenizer = run.open_tokenizer(config, options.workdir)
-        _, engine = run.open_engine(run.for_sampling(config))
-        step, params, _ = run.restore_params(engine, options.workdir)
+        "num_tokens": options.num_tokens,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "seed": options.seed,
+    }
+    with command_line.refusals():
+        config = run_folder.fit_devices(config, jax.device_count(), overrides)
+        tokenizer = setup.open_tokenizer(config, options.workdir)
+        _, engine = setup.open_engine(setup.for_sampling(config))
+        step, params, _ = setup.restore_params(engine, options.workdir)
         texts = sampling.sample(engine, params, tokenizer, prompts, **settings)
     chosen = ", ".join(f"{name} {value}" for name, value in settings.items())
     log.info(f"step {step} of {options.workdir}: {chosen}")
@@ -53,7 +58,7 @@ def _generate(
         log.info(f"\n--- {number} of {len(prompts)}\n{sampling.printable(prompt + text)}")
     if options.json and jax.process_index() == 0:
         samples = [{"prompt": p, "continuation": text} for p, text in zip(prompts, texts)]
-        with flags.refusals():
+        with command_line.refusals():
             result = {"step": step, **settings, "samples": samples}
             options.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
@@ -64,24 +69,56 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jaxscale.generate",
         description="Writes on from prompts with a run's newest checkpoint.",
     )
-    folder.add_flags(parser)
-    cluster.add_flags(parser)
-    parser.add_argument("--prompt", metavar="TEXT", action="append", default=[],
-                        help="how a text begins ('': a new one); may be repeated")  # fmt: skip
-    parser.add_argument("--prompt_file", metavar="FILE", type=pathlib.Path,
-                        help="a prompt on each line")  # fmt: skip
-    parser.add_argument("--num_tokens", metavar="N", type=flags.whole(1, 2**24), default=128,
-                        help="tokens to add, at most; default 128")  # fmt: skip
-    parser.add_argument("--temperature", metavar="T", type=flags.real(0, 1e6), default=0.8,
-                        help="0 takes the likeliest token; default 0.8")  # fmt: skip
-    parser.add_argument("--top_k", metavar="K", type=flags.whole(0, 2**31 - 1), default=0,
-                        help="draw among the K likeliest tokens; default 0, all")  # fmt: skip
-    parser.add_argument("--top_p", metavar="P", type=flags.real(0, 1, above=True), default=0.95,
-                        help="draw among the likeliest that share P; default 0.95")  # fmt: skip
-    parser.add_argument("--seed", metavar="N", type=flags.whole(0, 2**32 - 1), default=0,
-                        help="the same seed draws the same text; default 0")  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path,
-                        help="write the texts there too")  # fmt: skip
+    run_folder.add_flags(parser)
+    launcher.add_flags(parser)
+    parser.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="how a text begins ('': a new one); may be repeated",
+    )
+    parser.add_argument(
+        "--prompt_file", metavar="FILE", type=pathlib.Path, help="a prompt on each line"
+    )
+    parser.add_argument(
+        "--num_tokens",
+        metavar="N",
+        type=command_line.whole(1, 2**24),
+        default=128,
+        help="tokens to add, at most; default 128",
+    )
+    parser.add_argument(
+        "--temperature",
+        metavar="T",
+        type=command_line.real(0, 1e6),
+        default=0.8,
+        help="0 takes the likeliest token; default 0.8",
+    )
+    parser.add_argument(
+        "--top_k",
+        metavar="K",
+        type=command_line.whole(0, 2**31 - 1),
+        default=0,
+        help="draw among the K likeliest tokens; default 0, all",
+    )
+    parser.add_argument(
+        "--top_p",
+        metavar="P",
+        type=command_line.real(0, 1, above=True),
+        default=0.95,
+        help="draw among the likeliest that share P; default 0.95",
+    )
+    parser.add_argument(
+        "--seed",
+        metavar="N",
+        type=command_line.whole(0, 2**32 - 1),
+        default=0,
+        help="the same seed draws the same text; default 0",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=pathlib.Path, help="write the texts there too"
+    )
     return parser
 
 

@@ -56,9 +56,24 @@ class Chip:
 
 
 GENERATIONS = (
-    "sm70", "sm80", "sm89", "sm90", "sm100", "sm103", "gfx90a", "gfx942", "gfx950",
-    "tpu3", "tpu4", "tpu5e", "tpu5p", "tpu6", "tpu7", "trn2", "cpu",
-)  # fmt: skip
+    "sm70",
+    "sm80",
+    "sm89",
+    "sm90",
+    "sm100",
+    "sm103",
+    "gfx90a",
+    "gfx942",
+    "gfx950",
+    "tpu3",
+    "tpu4",
+    "tpu5e",
+    "tpu5p",
+    "tpu6",
+    "tpu7",
+    "trn2",
+    "cpu",
+)
 """What a device's kernels are written for: NVIDIA's compute capabilities, AMD's targets, Google's
 and Amazon's generations. "cpu" is for virtual devices."""
 

@@ -17,9 +17,20 @@ AUTOMATIC_AXES = ("expert", "context", "tensor")
 
 ACCUMULATIONS = ("sequential", "layered")
 SCHEDULES = (
-    "gpipe", "1f1b", "interleaved", "breadth_first", "seq1f1b", "seq1f1b_interleaved", "chimera",
-    "bitpipe", "zb_h1", "zb_h2", "zb_v", "dualpipe", "dualpipe_v",
-)  # fmt: skip
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "breadth_first",
+    "seq1f1b",
+    "seq1f1b_interleaved",
+    "chimera",
+    "bitpipe",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "dualpipe",
+    "dualpipe_v",
+)
 AUTO = "auto"
 """As a schedule: the planner chooses it, and all that is left at its default, when a run begins."""
 

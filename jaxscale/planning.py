@@ -13,17 +13,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from jaxscale import command_line
 from jaxscale import config as configs
-from jaxscale import flags
 from jaxscale.config import Config
 from jaxscale.layout import Layout
-from jaxscale.planner import explain, report, why
-from jaxscale.planner.answer import plan_layouts
-from jaxscale.planner.explain import columns, gigabytes
-from jaxscale.planner.plans import Answer, Plan, judge
-from jaxscale.planner.search import search
-from jaxscale.planner.space import Query, check_pins
-from jaxscale.planner.write import write_config
+from jaxscale.planner.plan_layouts import plan_layouts
+from jaxscale.planner.report import html_report, text_report, why_not
+from jaxscale.planner.report.text_report import columns, gigabytes
+from jaxscale.planner.report.write_config import write_config
+from jaxscale.planner.search.plan import Answer, Plan, judge
+from jaxscale.planner.search.search import search
+from jaxscale.planner.search.space import Query, check_pins
 
 MOST_DEVICES = 2**20
 MOST_TOKENS = 2**40
@@ -33,8 +33,8 @@ divisors of an arbitrary number can take forever to find."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the status of the process."""
-    options, overrides = flags.parse(_parser(), sys.argv[1:] if argv is None else argv)
-    with flags.refusals():
+    options, overrides = command_line.parse(_parser(), sys.argv[1:] if argv is None else argv)
+    with command_line.refusals():
         _check(options)
         if options.validate:
             return _validate(options)
@@ -45,23 +45,27 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError(f"--{name} is missing; see --help for an example")
         pins = parse_pins(options.pin)
         answer = plan_layouts(
-            _model(options, overrides), options.hardware, options.devices, pins=pins,
+            _model(options, overrides),
+            options.hardware,
+            options.devices,
+            pins=pins,
             max_memory_bytes=parse_bytes(options.max_memory),
-            batch_tokens=parse_tokens(options.batch_tokens), seq_len=options.seq_len,
+            batch_tokens=parse_tokens(options.batch_tokens),
+            seq_len=options.seq_len,
             top=options.top,
-        )  # fmt: skip
-        print(explain.ranking(answer))
-        print(f"\nThe best, term by term\n{explain.waterfall(answer.plans[0])}")
-        print(f"\nIts memory on each device\n{explain.stack(answer.plans[0])}")
+        )
+        print(text_report.ranking(answer))
+        print(f"\nThe best, term by term\n{text_report.waterfall(answer.plans[0])}")
+        print(f"\nIts memory on each device\n{text_report.stack(answer.plans[0])}")
         if options.why_not:
-            print("\n" + why.why_not(answer, parse_pins(split_pins(options.why_not))))
+            print("\n" + why_not.why_not(answer, parse_pins(split_pins(options.why_not))))
         if options.compare:
-            print("\n" + explain.compare(*(_named(answer, name) for name in options.compare)))
+            print("\n" + text_report.compare(*(_named(answer, name) for name in options.compare)))
         if options.write:
             write_config(options.write, answer.plans[0], options.config)
             print(f"\nwrote {options.write}: python -m jaxscale.train --config {options.write}")
         if options.report:
-            options.report.write_text(report.page(answer))
+            options.report.write_text(html_report.page(answer))
             print(f"\nwrote {options.report}")
     numbers = as_json(answer)
     if options.prove:
@@ -131,39 +135,76 @@ def _parser() -> argparse.ArgumentParser:
     )
     add, path = parser.add_argument, pathlib.Path
     add("--config", metavar="FILE", help="a file in configs/; its layout is not looked at")
-    add("--model", default="", metavar="NAME",
-        help="instead of a config: a known model, or a JSON file of its sizes")  # fmt: skip
+    add(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="instead of a config: a known model, or a JSON file of its sizes",
+    )
     add(
         "--seq_len",
-        type=flags.whole(1, MOST_TOKENS),
+        type=command_line.whole(1, MOST_TOKENS),
         default=0,
         metavar="N",
         help="of a --model, if not its own",
     )
     add("--hardware", metavar="NAME", help="a device, or a CSV or JSON file that describes one")
-    add("--devices", type=flags.whole(1, MOST_DEVICES), metavar="N", help="how many")
+    add("--devices", type=command_line.whole(1, MOST_DEVICES), metavar="N", help="how many")
     add("--batch_tokens", default="", metavar="4M", help="of a step; K is 1024, M is 1024 K")
-    add("--pin", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-        help="fields of the layout that are given: tensor=8 remat=full")  # fmt: skip
+    add(
+        "--pin",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="fields of the layout that are given: tensor=8 remat=full",
+    )
     add("--max_memory", default="", metavar="70GB", help="of a device, for a program")
-    add("--top", type=flags.whole(1, 1000), default=10, metavar="N", help="plans to show")
-    add("--why_not", default="", metavar="tensor=4,pipeline=8",
-        help="what keeps such a layout from being best, and the smallest change")  # fmt: skip
-    add("--compare", nargs=2, default=[], metavar=("A", "B"),
-        help="two plans, by their rank or as tensor=4,pipeline=8, term by term")  # fmt: skip
+    add("--top", type=command_line.whole(1, 1000), default=10, metavar="N", help="plans to show")
+    add(
+        "--why_not",
+        default="",
+        metavar="tensor=4,pipeline=8",
+        help="what keeps such a layout from being best, and the smallest change",
+    )
+    add(
+        "--compare",
+        nargs=2,
+        default=[],
+        metavar=("A", "B"),
+        help="two plans, by their rank or as tensor=4,pipeline=8, term by term",
+    )
     add("--write", type=path, metavar="FILE", help="a config of the best plan, which trains")
     add("--report", type=path, metavar="FILE", help="a page with tables and pictures")
-    add("--prove", type=flags.whole(1, 1000), default=0, metavar="N",
-        help="compile the best N plans")  # fmt: skip
+    add(
+        "--prove",
+        type=command_line.whole(1, 1000),
+        default=0,
+        metavar="N",
+        help="compile the best N plans",
+    )
     add("--topology", default="", metavar="NAME", help="the machine to compile for: h100:64x8")
     add("--validate", default="", metavar="CSV", help="score the formulas on measured runs")
-    add("--measure", action="store_true",
-        help="try layouts on the devices at hand, each in a process of its own")  # fmt: skip
-    add("--trials", type=flags.whole(1, 100_000), default=40, metavar="N",
-        help="to measure, those before included")  # fmt: skip
+    add(
+        "--measure",
+        action="store_true",
+        help="try layouts on the devices at hand, each in a process of its own",
+    )
+    add(
+        "--trials",
+        type=command_line.whole(1, 100_000),
+        default=40,
+        metavar="N",
+        help="to measure, those before included",
+    )
     add("--storage", type=path, metavar="FILE.db", help="of the trials; a search goes on from it")
-    add("--trial_seconds", type=flags.real(0, 1e6, above=True), default=600, metavar="S",
-        help="that a trial may take")  # fmt: skip
+    add(
+        "--trial_seconds",
+        type=command_line.real(0, 1e6, above=True),
+        default=600,
+        metavar="S",
+        help="that a trial may take",
+    )
     add("--json", type=path, metavar="FILE", help="write the numbers there")
     return parser
 
@@ -277,9 +318,9 @@ def _plan_json(one: Plan, tokens: float) -> dict[str, Any]:
 
 def _prove(answer: Answer, count: int, name: str) -> list[dict[str, Any]]:
     """Compiles the best plans for the absent hardware; a plan that does not fit is said so."""
-    from jaxscale import proof, topology  # noqa: PLC0415  JAX, for those who ask for it.
+    from jaxscale.compiled import compile_ahead, topology  # noqa: PLC0415  JAX, for those who ask for it.
 
-    with flags.refusals():
+    with command_line.refusals():
         name = name or topology_name(answer.query)
     topology.leave_hardware_alone()
     rows = [("", "predicted", "compiled", "error", "verdict")]
@@ -287,21 +328,40 @@ def _prove(answer: Answer, count: int, name: str) -> list[dict[str, Any]]:
     for number, one in enumerate(answer.plans[:count], 1):
         print(f"compiling plan {number} for {name} ...", flush=True)
         try:
-            compiled = proof.compile_for(one.config, name)
+            compiled = compile_ahead.compile_for(one.config, name)
         except ModuleNotFoundError as error:
-            flags.refuse(str(error))
+            command_line.refuse(str(error))
         except ValueError as error:
             # Such as offloading: the compiler for absent GPUs knows of no host memory.
             rows.append((str(number), gigabytes(one.memory_bytes), "-", "-", str(error)))
-            proved.append({"plan": number, "predicted_bytes": one.memory_bytes,
-                           "compiled_bytes": None, "refusal": str(error)})  # fmt: skip
+            proved.append(
+                {
+                    "plan": number,
+                    "predicted_bytes": one.memory_bytes,
+                    "compiled_bytes": None,
+                    "refusal": str(error),
+                }
+            )
             continue
         error = one.memory_bytes / compiled.peak_bytes - 1
         verdict = "fits" if compiled.fits else f"needs {gigabytes(compiled.missing_bytes)} more"
-        rows.append((str(number), gigabytes(one.memory_bytes), gigabytes(compiled.peak_bytes),
-                     f"{100 * error:+.1f} %", verdict))  # fmt: skip
-        proved.append({"plan": number, "predicted_bytes": one.memory_bytes,
-                       "compiled_bytes": compiled.peak_bytes, "fits": compiled.fits})  # fmt: skip
+        rows.append(
+            (
+                str(number),
+                gigabytes(one.memory_bytes),
+                gigabytes(compiled.peak_bytes),
+                f"{100 * error:+.1f} %",
+                verdict,
+            )
+        )
+        proved.append(
+            {
+                "plan": number,
+                "predicted_bytes": one.memory_bytes,
+                "compiled_bytes": compiled.peak_bytes,
+                "fits": compiled.fits,
+            }
+        )
     print(f"\nProved by compiling for {name}\n{columns(rows)}")
     return proved
 
@@ -312,7 +372,7 @@ def topology_name(query: Query) -> str:
     Raises:
       ValueError: it knows none; says how to give one.
     """
-    from jaxscale.topology import kinds  # noqa: PLC0415
+    from jaxscale.compiled.topology import kinds  # noqa: PLC0415
 
     cluster, known = query.cluster, kinds()
     plain = cluster.name.lower().removeprefix("tpu").removesuffix("-sxm")
@@ -332,15 +392,17 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ValueError("--config is missing; see --help for an example")
     config = configs.load(options.config, overrides)
     try:
-        from jaxscale import measuring  # noqa: PLC0415
+        from jaxscale.autotune import run  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        flags.refuse(f"--measure needs a package more: uv sync --inexact --extra measure ({error})")
-    flags.log_to_stdout()
-    return measuring.run(options, config, parse_pins(options.pin))
+        command_line.refuse(
+            f"--measure needs a package more: uv sync --inexact --extra measure ({error})"
+        )
+    command_line.log_to_stdout()
+    return run.run(options, config, parse_pins(options.pin))
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from jaxscale.planner.validate import validate  # noqa: PLC0415
+    from jaxscale.planner.validation.score import validate  # noqa: PLC0415
 
     scores = validate(options.validate)
     print(scores.text())

@@ -12,18 +12,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from jaxscale import command_line
 from jaxscale import config as configs
-from jaxscale import flags
-from jaxscale.data.files import is_remote
-from jaxscale.data.index import Index, find_prepared
-from jaxscale.data.prepare import prepare
-from jaxscale.data.shards import plan
-from jaxscale.data.sources import find_files
-from jaxscale.data.tokenizer import Tokenizer, load
-from jaxscale.source import BOUNDARIES, FORMATS, LONG_DOCUMENTS, Source, to_sources
+from jaxscale.data.text.file_io import is_remote
+from jaxscale.data.text.text_files import find_files
+from jaxscale.data.tokens.index import Index, find_prepared
+from jaxscale.data.tokens.prepare import prepare
+from jaxscale.data.tokens.shards import plan
+from jaxscale.data.tokens.tokenizer import Tokenizer, load
+from jaxscale.data_source import BOUNDARIES, FORMATS, LONG_DOCUMENTS, Source, to_sources
 
-_SOURCE_KEYS = ("format", "field", "boundary", "max_document_bytes", "long_documents",
-                "skip_share")  # fmt: skip
+_SOURCE_KEYS = ("format", "field", "boundary", "max_document_bytes", "long_documents", "skip_share")
 
 
 MOST_BYTES = 2**60
@@ -31,9 +30,9 @@ MOST_BYTES = 2**60
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the status of the process: 0, or 130 when it was interrupted."""
-    options, overrides = flags.parse(_parser(), sys.argv[1:] if argv is None else argv)
-    flags.log_to_stdout()
-    with flags.refusals():
+    options, overrides = command_line.parse(_parser(), sys.argv[1:] if argv is None else argv)
+    command_line.log_to_stdout()
+    with command_line.refusals():
         _check(options, overrides)
         if options.inspect is not None:
             result = _inspect(options, overrides)
@@ -53,19 +52,31 @@ def _prepare(options: argparse.Namespace) -> dict[str, Any]:
     source, output = _source(options, options.input), pathlib.Path(options.output)
     if find_prepared(source):
         raise ValueError(f"--input {options.input[0]} holds shards already; give text")
-    tokenizer = load(options.tokenizer, [source], output, heldout=options.heldout,
-                     seed=options.seed, training_bytes=options.training_bytes)  # fmt: skip
+    tokenizer = load(
+        options.tokenizer,
+        [source],
+        output,
+        heldout=options.heldout,
+        seed=options.seed,
+        training_bytes=options.training_bytes,
+    )
     works = plan(find_files([source]), tokenizer, output, options.shard_bytes)
     index = prepare(works, tokenizer, workers=options.workers)
     seconds = time.perf_counter() - begin
     print(_report(index, tokenizer, output, seconds))
     return {
-        "output": options.output, "num_documents": index.num_documents,
-        "num_tokens": index.num_tokens, "num_bytes": index.num_bytes,
-        "num_left_out": index.num_left_out, "num_shards": len(index.shards),
-        "tokenizer": index.tokenizer, "vocab_size": index.vocab_size, "max_id": index.max_id,
-        "fingerprint": index.fingerprint, "seconds": seconds,
-    }  # fmt: skip
+        "output": options.output,
+        "num_documents": index.num_documents,
+        "num_tokens": index.num_tokens,
+        "num_bytes": index.num_bytes,
+        "num_left_out": index.num_left_out,
+        "num_shards": len(index.shards),
+        "tokenizer": index.tokenizer,
+        "vocab_size": index.vocab_size,
+        "max_id": index.max_id,
+        "fingerprint": index.fingerprint,
+        "seconds": seconds,
+    }
 
 
 def _report(index: Index, tokenizer: Tokenizer, output: pathlib.Path, seconds: float) -> str:
@@ -82,30 +93,30 @@ def _report(index: Index, tokenizer: Tokenizer, output: pathlib.Path, seconds: f
 
 def _inspect(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
     # Imports Grain, which takes seconds; preparing does not need it, nor do its workers.
-    from jaxscale.data import survey  # noqa: PLC0415
+    from jaxscale.data import inspect  # noqa: PLC0415
 
     result: dict[str, Any] = {}
     if options.config:
         config = configs.load(options.config, overrides)
-        surveys, examples = survey.survey_config(config)
+        surveys, examples = inspect.survey_config(config)
     else:
         source = _source(options, options.inspect)
-        surveys = [survey.survey(source, options.tokenizer)]
-        config, examples = None, survey.examples_of(surveys[0])
-    print("\n\n".join(survey.describe(one) for one in surveys))
+        surveys = [inspect.survey(source, options.tokenizer)]
+        config, examples = None, inspect.examples_of(surveys[0])
+    print("\n\n".join(inspect.describe(one) for one in surveys))
     result["sources"] = [one.numbers() for one in surveys]
     if examples is None:
         print("\nno examples: an entry is too large for a look; prepare it first")
     else:
         if config:
             num_examples = config.run.steps * config.data.global_batch_size
-            result["mixture"] = survey.mixture_of(examples, num_examples)
-            print("\n" + survey.print_mixture(result["mixture"], config.run.steps))
-        described = survey.describe_examples(examples, surveys[0].tokenizer, options.examples)
+            result["mixture"] = inspect.mixture_of(examples, num_examples)
+            print("\n" + inspect.print_mixture(result["mixture"], config.run.steps))
+        described = inspect.describe_examples(examples, surveys[0].tokenizer, options.examples)
         result["examples"] = described
-        print("\n" + survey.print_examples(described))
+        print("\n" + inspect.print_examples(described))
     if options.png:
-        survey.png(str(options.png), surveys)
+        inspect.png(str(options.png), surveys)
     return result
 
 
@@ -178,52 +189,61 @@ def _parser() -> argparse.ArgumentParser:
         choices=BOUNDARIES,
         help="what a document is; default a file of text, a record of everything else",
     )
-    add("--max_document_bytes", metavar="N", type=flags.whole(1, MOST_BYTES),
-        help="of a document; default no limit")  # fmt: skip
+    add(
+        "--max_document_bytes",
+        metavar="N",
+        type=command_line.whole(1, MOST_BYTES),
+        help="of a document; default no limit",
+    )
     add("--long_documents", choices=LONG_DOCUMENTS, help="what is done about it; default split")
     add(
         "--skip_share",
         metavar="S",
-        type=flags.real(0, 0.999),
+        type=command_line.real(0, 0.999),
         help="share of bad documents that may be left out, and is reported; default 0",
     )
     add(
         "--workers",
         metavar="N",
-        type=flags.whole(0, 4096),
+        type=command_line.whole(0, 4096),
         default=_num_cores(),
         help="processes; default one for each core, 0 for none beside this one",
     )
     add(
         "--shard_bytes",
         metavar="N",
-        type=flags.whole(0, MOST_BYTES),
+        type=command_line.whole(0, MOST_BYTES),
         default=0,
         help="of the files in each shard; default by their size",
     )
     add(
         "--training_bytes",
         metavar="N",
-        type=flags.whole(1, MOST_BYTES),
+        type=command_line.whole(1, MOST_BYTES),
         default=100_000_000,
         help="of text that bpe:N is trained on; default 100 MB",
     )
     add(
         "--heldout",
         metavar="S",
-        type=flags.real(0, 0.999),
+        type=command_line.real(0, 0.999),
         default=data.heldout,
         help=f"share that bpe:N is not trained on, as data.heldout; default {data.heldout}",
     )
     add(
         "--seed",
         metavar="N",
-        type=flags.whole(0, 2**32 - 1),
+        type=command_line.whole(0, 2**32 - 1),
         default=data.seed,
         help=f"of that share, as data.seed; default {data.seed}",
     )
-    add("--examples", metavar="N", type=flags.whole(0, 10_000), default=3,
-        help="that --inspect shows; default 3")  # fmt: skip
+    add(
+        "--examples",
+        metavar="N",
+        type=command_line.whole(0, 10_000),
+        default=3,
+        help="that --inspect shows; default 3",
+    )
     add("--png", metavar="FILE", type=pathlib.Path, help="draw the lengths of documents")
     add("--json", metavar="FILE", type=pathlib.Path, help="write the numbers there too")
     return parser

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxscale import flags
+from jaxscale import command_line
 from jaxscale.pipeline import draw
-from jaxscale.pipeline.csv_order import write_csv
-from jaxscale.pipeline.orders import SCHEDULES, make_order
+from jaxscale.pipeline.schedule_csv import write_csv
+from jaxscale.pipeline.schedules import SCHEDULES, make_order
 from jaxscale.pipeline.simulate import Costs, Run, simulate
 from jaxscale.pipeline.table import Table, compile_order
 
@@ -36,8 +36,8 @@ KEYS = (
 
 def main(argv: Sequence[str]) -> None:
     """The command; prints for a person, and writes the files that were asked for."""
-    args, _ = flags.parse(_parser(), argv)
-    with flags.refusals():
+    args, _ = command_line.parse(_parser(), argv)
+    with command_line.refusals():
         costs = parse_costs(args.costs)
         if args.keep and not costs.r:
             raise ValueError(
@@ -99,7 +99,7 @@ def parse_costs(text: str) -> Costs:
                 f"--costs {part!r} is of no kind that has a cost; write f=1,b=1,w=1,r=0{hint}"
             )
         try:
-            cost = flags.real(0, 1e9)(number)
+            cost = command_line.real(0, 1e9)(number)
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--costs {part!r}: {error}; write {kind}=1") from None
         costs = costs._replace(**{kind: cost})
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("name", metavar="NAME", help="a schedule, or a .csv file")
-    count = flags.whole(1, MOST_OPERATIONS)
+    count = command_line.whole(1, MOST_OPERATIONS)
     add("--stages", type=count, metavar="P", help="ranks on the pipeline axis")
     add("--microbatches", type=count, metavar="M", help="micro-batches per step")
     add("--virtual_stages", type=count, metavar="V", help="chunks of the model per rank")
@@ -163,8 +163,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of a rank's share of the model for one micro-batch: forward, input gradient, weight "
         "gradient, recompute (no recompute operations when 0)",
     )
-    add("--keep", type=flags.whole(0, MOST_OPERATIONS), default=0, metavar="K", help="passes that "
-        "a rank keeps at a time and need not recompute; takes a cost of recompute")  # fmt: skip
+    add(
+        "--keep",
+        type=command_line.whole(0, MOST_OPERATIONS),
+        default=0,
+        metavar="K",
+        help="passes that a rank keeps at a time and need not recompute; takes a cost of recompute",
+    )
     add("--fused", action="store_true", help="the backward as one operation of cost b + w")
     add("--png", metavar="FILE", help="draw it to a picture")
     add("--json", metavar="FILE", help="write the numbers")

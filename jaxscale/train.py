@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxscale import cluster, flags, processes
+from jaxscale import command_line
 from jaxscale import config as configs
+from jaxscale.distributed import launcher, processes
 
 log = logging.getLogger("jaxscale")
 
@@ -27,32 +28,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m jaxscale.train",
         description="Trains a model; continues when the folder holds a checkpoint.",
         epilog="Any leaf of the config can be set: --config.optimizer.learning_rate=1e-3",
-    )  # fmt: skip
+    )
     parser.add_argument("--config", required=True, metavar="FILE", help="a file in configs/")
-    parser.add_argument("--workdir", metavar="DIR", type=pathlib.Path,
-                        help="the run's folder; runs/NAME of the config by default")  # fmt: skip
-    parser.add_argument("--describe", action="store_true",
-                        help="print the layout and every parameter's place, and stop")  # fmt: skip
-    parser.add_argument("--profile", metavar="FIRST:LAST", type=_steps, default=range(0),
-                        help="trace these steps into DIR/profile")  # fmt: skip
-    parser.add_argument("--trackers", metavar="NAMES", type=_trackers, default=("tensorboard",),
-                        help="where metrics go: tensorboard, wandb, mlflow, or none")  # fmt: skip
-    parser.add_argument("--skip_memory_check", action="store_true",
-                        help="train even where the formulas see no room for a step")  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path,
-                        help="write the summary of the run there too")  # fmt: skip
-    cluster.add_flags(parser)
-    options, overrides = flags.parse(parser, sys.argv[1:] if argv is None else argv)
-    with flags.refusals():
+    parser.add_argument(
+        "--workdir",
+        metavar="DIR",
+        type=pathlib.Path,
+        help="the run's folder; runs/NAME of the config by default",
+    )
+    parser.add_argument(
+        "--describe",
+        action="store_true",
+        help="print the layout and every parameter's place, and stop",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FIRST:LAST",
+        type=_steps,
+        default=range(0),
+        help="trace these steps into DIR/profile",
+    )
+    parser.add_argument(
+        "--trackers",
+        metavar="NAMES",
+        type=_trackers,
+        default=("tensorboard",),
+        help="where metrics go: tensorboard, wandb, mlflow, or none",
+    )
+    parser.add_argument(
+        "--skip_memory_check",
+        action="store_true",
+        help="train even where the formulas see no room for a step",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=pathlib.Path, help="write the summary of the run there too"
+    )
+    launcher.add_flags(parser)
+    options, overrides = command_line.parse(parser, sys.argv[1:] if argv is None else argv)
+    with command_line.refusals():
         config = configs.load(options.config, overrides)
         if options.profile and options.profile[-1] > config.run.steps:
             raise ValueError(
                 f"--profile: step {options.profile[-1]} is beyond run.steps = {config.run.steps}"
             )
-        place = cluster.find(options)
+        place = launcher.find(options)
     workdir = options.workdir or pathlib.Path("runs") / pathlib.Path(options.config).stem
-    flags.log_to_stdout()
-    settings = {"config": configs.to_dict(config), "flags": cluster.common_flags(options)}
+    command_line.log_to_stdout()
+    settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
     with processes.together(place, settings, None if options.describe else workdir):
         return _train(options, config, workdir, started)
 
@@ -63,12 +85,12 @@ def _train(
     # JAX is imported only now: a typo is answered at once.
     import jax  # noqa: PLC0415
 
-    from jaxscale import run, trainer  # noqa: PLC0415
-    from jaxscale.describe import describe_layout  # noqa: PLC0415
+    from jaxscale.run import setup, trainer  # noqa: PLC0415
+    from jaxscale.run.layout_report import describe_layout  # noqa: PLC0415
 
-    with flags.refusals():
+    with command_line.refusals():
         if options.describe:
-            log.info(describe_layout(run.open_engine(config)[1]))
+            log.info(describe_layout(setup.open_engine(config)[1]))
             return 0
         ready = trainer.open_trainer(config, workdir, skip_memory_check=options.skip_memory_check)
     if ready is None:
@@ -81,7 +103,7 @@ def _train(
         log.info(f"{stopped}; the same command continues from there")
         return 128 + stopped.number
     except FloatingPointError as error:
-        flags.refuse(str(error), status=1)
+        command_line.refuse(str(error), status=1)
     if options.json and jax.process_index() == 0:
         options.json.write_text(json.dumps(summary, indent=2) + "\n")
     _show_sample(ready, state.params)
@@ -91,7 +113,7 @@ def _train(
 
 def _show_sample(trainer: Any, params: Any) -> None:
     """What the model now writes. The run is complete and saved: if this fails it only says so."""
-    from jaxscale import sampling  # noqa: PLC0415
+    from jaxscale.training import sampling  # noqa: PLC0415
 
     model = trainer.config.model
     num_tokens = min(128, model.max_seq_len) if model.family == "gpt" else 128
@@ -121,7 +143,7 @@ How to go on:
 
 def _how_to_train_longer(config: configs.Config) -> str:
     """With what becomes of the learning rate: a decay belongs where the end is known."""
-    from jaxscale.optim import schedule_of  # noqa: PLC0415
+    from jaxscale.training.optimizer import schedule_of  # noqa: PLC0415
 
     steps = config.run.steps
     longer = f"  train longer:      the same command with --config.run.steps={2 * steps}"

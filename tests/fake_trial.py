@@ -1,5 +1,5 @@
-"""Stands for `jaxscale.trial` where a test is about the search: the seconds are a formula of the
-layout, and some layouts fail in the ways that real ones do."""
+"""Stands for `jaxscale.autotune.trial` where a test is about the search: the seconds are a formula
+of the layout, and some layouts fail in the ways that real ones do."""
 
 import json
 import os
@@ -24,7 +24,9 @@ if layout["pipeline"] == 8:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 0)
 seconds = (
-    layout["pipeline"] * layout["tensor"] ** 2 + layout["context"] + layout["microbatches"] / 4
+    layout["pipeline"] * layout["tensor"] ** 2
+    + layout["context"]
+    + layout["microbatches"] / 4
     + {"none": 0, "full": 3}.get(layout["remat"], 1)
-)  # fmt: skip
+)
 print(json.dumps({"step_seconds": [seconds], "loss": 1.0, "compile_seconds": 0, "memory_bytes": 1}))

@@ -11,17 +11,24 @@ import re
 import jax
 import pytest
 
-from jaxscale import aot, proof, topology
+from jaxscale import aot
+from jaxscale.compiled import compile_ahead, topology
+from jaxscale.compiled.compile_ahead import Report, compile_for
 from jaxscale.config import from_dict
-from jaxscale.proof import Report, compile_for
 
 LAYERS, ARRAYS = 4, 9  # of a layer: seven matrices and two norms
 OUTER = 3  # embedding, last norm, head
 MICROBATCHES = 4
 MODEL = {
-    "num_layers": LAYERS, "d_model": 256, "num_heads": 8, "num_kv_heads": 8, "head_dim": 128,
-    "d_ff": 1024, "vocab_size": 512, "compute_dtype": "bfloat16",
-}  # fmt: skip
+    "num_layers": LAYERS,
+    "d_model": 256,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "d_ff": 1024,
+    "vocab_size": 512,
+    "compute_dtype": "bfloat16",
+}
 PLATFORMS = {"v5p:2x2x1": "tpu", "v5e:2x2": "tpu", "v5e:1x1": "tpu", "h200:1x4": "gpu"}
 
 
@@ -35,10 +42,15 @@ def compiled(name: str, accumulation: str = "sequential", microbatches: int = 1,
         {
             "model": MODEL | model | ({"attention": "blockwise"} if without_cudnn else {}),
             "data": {"global_batch_size": 16, "seq_len": 256},
-            "layout": {"data": 1, "fsdp": -1, "remat": "full", "accumulation": accumulation,
-                       "microbatches": microbatches},
+            "layout": {
+                "data": 1,
+                "fsdp": -1,
+                "remat": "full",
+                "accumulation": accumulation,
+                "microbatches": microbatches,
+            },
         }
-    )  # fmt: skip
+    )
     # The suite runs in float64 and a run does not: TPU kernels know 32 bits only.
     jax.config.update("jax_enable_x64", False)
     try:
@@ -134,9 +146,19 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
         pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
     written, kept = tmp_path / "report.json", tmp_path / "program.txt"
     status = aot.main(
-        ["--config", "configs/tiny.py", "--topology", "a100-40:1x2", "--json", str(written),
-         "--hlo", str(kept), "--config.layout.fsdp=2", "--config.layout.data=1"]
-    )  # fmt: skip
+        [
+            "--config",
+            "configs/tiny.py",
+            "--topology",
+            "a100-40:1x2",
+            "--json",
+            str(written),
+            "--hlo",
+            str(kept),
+            "--config.layout.fsdp=2",
+            "--config.layout.data=1",
+        ]
+    )
     assert status == 0
     printed = capsys.readouterr().out
     assert "a100-40:1x2: 2 devices, fsdp 2" in printed
@@ -144,8 +166,9 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     numbers = json.loads(written.read_text())
     assert numbers["devices"] == 2
     assert numbers["peak_bytes"] < numbers["limit_bytes"]
-    assert math.isclose(sum(one["bytes"] > 0 for one in numbers["collectives"]),
-                        len(numbers["collectives"]))  # fmt: skip
+    assert math.isclose(
+        sum(one["bytes"] > 0 for one in numbers["collectives"]), len(numbers["collectives"])
+    )
     assert "ENTRY" in kept.read_text()
 
 
@@ -160,7 +183,7 @@ def test_an_unknown_machine_is_refused_with_those_that_are_known(capsys):
 def test_a_step_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch, capsys):
     if not topology.installed("tpu"):
         pytest.skip("no compiler for TPUs: uv sync --inexact --extra aot")
-    monkeypatch.setattr(proof, "compile_for", None)
+    monkeypatch.setattr(compile_ahead, "compile_for", None)
     with pytest.raises(SystemExit):
         aot.main(["--config", "configs/llama3_8b.py", "--topology", "v5e:2x4"])
     said = capsys.readouterr().err

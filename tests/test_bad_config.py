@@ -49,10 +49,14 @@ OVERRIDES = [
     ("model.compute_dtype=bf16", "model.compute_dtype = 'bf16' is not known"),
     ("model.param_dtype=float16", "model.param_dtype = 'float16' is not known"),
     ("model.family=gpt", "set model.tied_embeddings = True"),
-    ("model.family=gpt model.tied_embeddings=True model.rope_scaling=8",
-     "model.rope_scaling = 8.0 scales rotary positions"),
-    ("model.family=gpt model.tied_embeddings=True data.seq_len=4096",
-     "data.seq_len = 4096 is more than model.max_seq_len = 2048"),
+    (
+        "model.family=gpt model.tied_embeddings=True model.rope_scaling=8",
+        "model.rope_scaling = 8.0 scales rotary positions",
+    ),
+    (
+        "model.family=gpt model.tied_embeddings=True data.seq_len=4096",
+        "data.seq_len = 4096 is more than model.max_seq_len = 2048",
+    ),
     # data
     ("data.source=", "data.source = ('',) has an empty path or none"),
     ("data.source=()", "data.source = () has an empty path or none"),
@@ -73,8 +77,10 @@ OVERRIDES = [
     ("optimizer.clip_norm=-1", "optimizer.clip_norm = -1.0 is too small"),
     ("optimizer.warmup_steps=-1", "optimizer.warmup_steps = -1 is too small"),
     ("optimizer.warmup_steps=200", "optimizer.warmup_steps = 200 is more than run.steps = 100"),
-    ("optimizer.warmup_steps=20 optimizer.schedule_steps=10",
-     "optimizer.warmup_steps = 20 is more than optimizer.schedule_steps = 10"),
+    (
+        "optimizer.warmup_steps=20 optimizer.schedule_steps=10",
+        "optimizer.warmup_steps = 20 is more than optimizer.schedule_steps = 10",
+    ),
     ("optimizer.schedule_steps=0", "optimizer.schedule_steps = 0 is too small; at least 1"),
     ("optimizer.schedule_steps=-5", "optimizer.schedule_steps = -5 is too small; at least 1"),
     ("optimizer.schedule_steps=long", "config.optimizer.schedule_steps = 'long' is of type str"),
@@ -95,8 +101,10 @@ OVERRIDES = [
     ("layout.schedule=1f1b:fuse", "'fuse' is no choice; after the name there can be :fused"),
     ("layout.schedule=1f1b:3,0", "'3,0' is no choice"),
     ("layout.virtual_stages=-1", "layout.virtual_stages = -1; at least 1, or 0"),
-    ("layout.pipeline=2 layout.accumulation=layered", "set layout.accumulation = 'sequential' and "
-     "layout.schedule = 'breadth_first'"),
+    (
+        "layout.pipeline=2 layout.accumulation=layered",
+        "set layout.accumulation = 'sequential' and layout.schedule = 'breadth_first'",
+    ),
     ("layout.pipeline=2 layout.offload=activations", "a pipeline keeps activations on the device"),
     ("layout.pipeline=2 layout.context=2", "set layout.context_method = 'gather'"),
     ("layout.context_method=rings", "did you mean 'ring'?"),
@@ -120,9 +128,11 @@ OVERRIDES = [
     ("run.eval_batches=0", "run.eval_batches = 0 is too small"),
     ("run.keep_last=0", "run.keep_last = 0 is too small"),
     ("run.keep_every=30", "run.keep_every = 30 is not a multiple of run.checkpoint_every = 0"),
-    ("run.keep_every=30 run.checkpoint_every=20",
-     "run.keep_every = 30 is not a multiple of run.checkpoint_every = 20"),
-]  # fmt: skip
+    (
+        "run.keep_every=30 run.checkpoint_every=20",
+        "run.keep_every = 30 is not a multiple of run.checkpoint_every = 20",
+    ),
+]
 
 # What the design names and this version does not have; a row goes when its feature comes.
 NOT_YET = [

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jaxscale.config import from_dict
-from jaxscale.run import open_engine
+from jaxscale.run.setup import open_engine
 
 MODEL = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "d_ff": 96, "vocab_size": 300}
 DATA = {"global_batch_size": 16, "seq_len": 32}
@@ -49,13 +49,15 @@ REFUSED = [
     ("model.attention=cudnn", "needs an NVIDIA GPU and the platform is cpu"),
     ("model.attention=splash", "needs a TPU and the platform is cpu"),
     # what a remat policy or a type cannot mean
-    ("model.family=gpt model.tied_embeddings=True layout.remat=save:mlp_gate",
-     "names mlp_gate, and the MLP of model.family = 'gpt' has no gate; leave it out"),
+    (
+        "model.family=gpt model.tied_embeddings=True layout.remat=save:mlp_gate",
+        "names mlp_gate, and the MLP of model.family = 'gpt' has no gate; leave it out",
+    ),
     ("model.compute_dtype=float64", "model.compute_dtype = 'float64' needs JAX_ENABLE_X64=1"),
     ("optimizer.moment_dtype=float64", "optimizer.moment_dtype = 'float64' needs JAX_ENABLE_X64"),
     ("layout.expert=2", "layout.expert = 2 is not available in this version"),
     ("layout.sequence_chunks=2", "layout.sequence_chunks = 2 is not available in this version"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxscale import config
-from jaxscale.source import Source
+from jaxscale.data_source import Source
 
 CONFIGS = sorted(pathlib.Path("configs").glob("*.py"))
 EMPTY = "import ml_collections\n\n\ndef get_config():\n    return ml_collections.ConfigDict()\n"
@@ -162,9 +162,11 @@ def test_flops_of_a_model_small_enough_to_count_by_hand():
     # All but a layer's last product is done again, and by name what is not kept.
     down, kernel = 2 * 2 * 3, 2 * 2 * 8 * keys
     repeated = {
-        "full": forward - down, "save_all_but_attention": kernel, "save_matmuls": 0,
+        "full": forward - down,
+        "save_all_but_attention": kernel,
+        "save_matmuls": 0,
         "save:query,attention,mlp_up": forward - down - 2 * 2 * 8 - kernel - 2 * 2 * 3,
-    }  # fmt: skip
+    }
     for remat, flops in repeated.items():
         assert model.hardware_flops_per_token(4, remat=remat) == 3 * (forward + head) + flops
 

@@ -70,9 +70,15 @@ def test_an_installation_without_devices_is_a_finding(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("version", "fine"),
-    [("0.11.2", True), ("0.12.0.1", True), ("1.0", True), ("0.11.3.dev2", True),
-     ("0.11.1", False), ("0.9.9", False)],
-)  # fmt: skip
+    [
+        ("0.11.2", True),
+        ("0.12.0.1", True),
+        ("1.0", True),
+        ("0.11.3.dev2", True),
+        ("0.11.1", False),
+        ("0.9.9", False),
+    ],
+)
 def test_an_old_jax_is_a_problem(version, fine):
     found = doctor.problems({"jax": version}, {"passed": True})
     assert (found == []) == fine

@@ -6,20 +6,28 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale import run
 from jaxscale.batch import Batch
 from jaxscale.config import Config, DataConfig, ModelConfig
 from jaxscale.data.dataset import Dataset, open_dataset
-from jaxscale.data.tokenizer import load
+from jaxscale.data.tokens.tokenizer import load
 from jaxscale.layout import Layout
-from jaxscale.mesh import make_mesh
 from jaxscale.models.decoder import Decoder, plain_kernels
-from jaxscale.step import Engine, make_engine
+from jaxscale.run import setup
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.step import Engine, make_engine
 
 MODEL = ModelConfig(
-    num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=257,
-    z_loss=1e-3, param_dtype="float64", compute_dtype="float64",
-)  # fmt: skip
+    num_layers=2,
+    d_model=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=48,
+    vocab_size=257,
+    z_loss=1e-3,
+    param_dtype="float64",
+    compute_dtype="float64",
+)
 BATCH, SEQ_LEN = 4, 16
 
 
@@ -48,7 +56,7 @@ def make(**layout) -> tuple[Engine, dict]:
     return engine, jax.tree.map(one, engine.abstract_state.params)
 
 
-def plain_evaluation(params, heldout: Dataset, windows: range) -> run.Evaluation:
+def plain_evaluation(params, heldout: Dataset, windows: range) -> setup.Evaluation:
     """From the logits of whole windows, one number per token."""
     model = Decoder(MODEL, plain_kernels(MODEL))
 
@@ -65,7 +73,7 @@ def plain_evaluation(params, heldout: Dataset, windows: range) -> run.Evaluation
     real = batch.weights > 0
     loss = -np.take_along_axis(found_BTV, batch.targets[..., None], -1)[real].mean()
     num_bytes = sum(target < 256 for target in batch.targets[real])
-    return run.Evaluation(float(loss), int(real.sum()), float(num_bytes))
+    return setup.Evaluation(float(loss), int(real.sum()), float(num_bytes))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +87,7 @@ def plain_evaluation(params, heldout: Dataset, windows: range) -> run.Evaluation
 )
 def test_it_is_the_mean_over_every_heldout_token(layout, heldout):
     engine, params = make(**layout)
-    found = run.evaluate_loss(engine, params, heldout, BATCH)
+    found = setup.evaluate_loss(engine, params, heldout, BATCH)
     expected = plain_evaluation(params, heldout, range(len(heldout)))
     assert found.tokens == expected.tokens == heldout.num_tokens
     assert found.num_bytes == expected.num_bytes
@@ -91,7 +99,7 @@ def test_it_is_the_mean_over_every_heldout_token(layout, heldout):
 
 def test_some_batches_are_the_first_ones(heldout):
     engine, params = make()
-    found = run.evaluate_loss(engine, params, heldout, BATCH, max_batches=2)
+    found = setup.evaluate_loss(engine, params, heldout, BATCH, max_batches=2)
     expected = plain_evaluation(params, heldout, range(2 * BATCH))
     assert found.tokens == expected.tokens == 2 * BATCH * SEQ_LEN
     # A document is cut off there, so that its boundary is among the inputs and not the targets.

@@ -10,17 +10,38 @@ from jaxscale import hardware
 
 TABLE = pathlib.Path(hardware.__file__).with_name("hardware.csv")
 EVERY_COLUMN = {
-    "name": "X1", "vendor": "Nobody", "year": "2031", "generation": "sm90",
-    "device_kinds": "NVIDIA X1|X1 PCIe", "bf16_tflops": "3", "memory_gb": "5",
-    "memory_gb_per_second": "7", "fp8_tflops": "11", "fp4_tflops": "13",
-    "matmul_fraction": "0.17", "memory_fraction": "0.19", "cores": "23",
-    "host_gb_per_second": "29", "package_devices": "31", "package_gb_per_second": "37",
-    "node_devices": "41", "node_gb_per_second": "43", "node_bus_gb_per_second": "47",
-    "node_mesh": "1", "node_latency_us": "53", "torus_axes": "59", "torus_gb_per_second": "61",
-    "pod_shape": "67x71", "network_gb_per_second": "73", "network_latency_us": "79",
-    "tdp_w": "83", "system_w": "89", "usd_per_hour": "9.7", "confidence": "seen",
+    "name": "X1",
+    "vendor": "Nobody",
+    "year": "2031",
+    "generation": "sm90",
+    "device_kinds": "NVIDIA X1|X1 PCIe",
+    "bf16_tflops": "3",
+    "memory_gb": "5",
+    "memory_gb_per_second": "7",
+    "fp8_tflops": "11",
+    "fp4_tflops": "13",
+    "matmul_fraction": "0.17",
+    "memory_fraction": "0.19",
+    "cores": "23",
+    "host_gb_per_second": "29",
+    "package_devices": "31",
+    "package_gb_per_second": "37",
+    "node_devices": "41",
+    "node_gb_per_second": "43",
+    "node_bus_gb_per_second": "47",
+    "node_mesh": "1",
+    "node_latency_us": "53",
+    "torus_axes": "59",
+    "torus_gb_per_second": "61",
+    "pod_shape": "67x71",
+    "network_gb_per_second": "73",
+    "network_latency_us": "79",
+    "tdp_w": "83",
+    "system_w": "89",
+    "usd_per_hour": "9.7",
+    "confidence": "seen",
     "notes": "no such chip",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -50,9 +71,17 @@ def test_peaks_are_those_of_one_device(kind, tflops):
 
 @pytest.mark.parametrize(
     "kind",
-    ["cpu", "", "NVIDIA H100", "NVIDIA H100 NVL", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "TPU v9",
-     "nvidia h200", "NVIDIA GeForce RTX 4090"],
-)  # fmt: skip
+    [
+        "cpu",
+        "",
+        "NVIDIA H100",
+        "NVIDIA H100 NVL",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "TPU v9",
+        "nvidia h200",
+        "NVIDIA GeForce RTX 4090",
+    ],
+)
 def test_an_unknown_device_has_no_peak(kind):
     assert hardware.find_chip(kind) is None
     assert hardware.peak_flops(kind, "bfloat16") is None
@@ -73,18 +102,38 @@ def test_every_column_is_read_in_its_unit(tmp_path, suffix):
         path.write_text("\n".join(",".join(part) for part in zip(*EVERY_COLUMN.items())) + "\n")
     (chip,) = hardware.read_chips(path)
     expected = {
-        "name": "X1", "vendor": "Nobody", "year": 2031, "device_kinds": ("NVIDIA X1", "X1 PCIe"),
-        "generation": "sm90", "bf16_flops_per_second": 3e12, "memory_bytes": 5_000_000_000,
-        "memory_bytes_per_second": 7e9, "confidence": "seen", "notes": "no such chip",
-        "fp8_flops_per_second": 11e12, "fp4_flops_per_second": 13e12, "matmul_fraction": 0.17,
-        "memory_fraction": 0.19, "cores": 23, "host_bytes_per_second": 29e9,
-        "package_devices": 31, "package_bytes_per_second": 37e9, "node_devices": 41,
-        "node_bytes_per_second": 43e9, "node_bus_bytes_per_second": 47e9, "node_mesh": True,
-        "node_latency_seconds": 53e-6, "torus_axes": 59, "torus_bytes_per_second": 61e9,
-        "pod_shape": (67, 71), "network_bytes_per_second": 73e9,
-        "network_latency_seconds": 79e-6, "tdp_watts": 83, "system_watts": 89,
+        "name": "X1",
+        "vendor": "Nobody",
+        "year": 2031,
+        "device_kinds": ("NVIDIA X1", "X1 PCIe"),
+        "generation": "sm90",
+        "bf16_flops_per_second": 3e12,
+        "memory_bytes": 5_000_000_000,
+        "memory_bytes_per_second": 7e9,
+        "confidence": "seen",
+        "notes": "no such chip",
+        "fp8_flops_per_second": 11e12,
+        "fp4_flops_per_second": 13e12,
+        "matmul_fraction": 0.17,
+        "memory_fraction": 0.19,
+        "cores": 23,
+        "host_bytes_per_second": 29e9,
+        "package_devices": 31,
+        "package_bytes_per_second": 37e9,
+        "node_devices": 41,
+        "node_bytes_per_second": 43e9,
+        "node_bus_bytes_per_second": 47e9,
+        "node_mesh": True,
+        "node_latency_seconds": 53e-6,
+        "torus_axes": 59,
+        "torus_bytes_per_second": 61e9,
+        "pod_shape": (67, 71),
+        "network_bytes_per_second": 73e9,
+        "network_latency_seconds": 79e-6,
+        "tdp_watts": 83,
+        "system_watts": 89,
         "usd_per_hour": 9.7,
-    }  # fmt: skip
+    }
     for name, value in vars(chip).items():
         exact = not isinstance(value, float)
         assert value == (expected[name] if exact else pytest.approx(expected[name], rel=1e-15))

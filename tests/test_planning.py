@@ -10,25 +10,52 @@ import pytest
 
 from jaxscale import planning
 from jaxscale.layout import Layout
-from jaxscale.planner import answer
+from jaxscale.planner import plan_layouts
 from jaxscale.planning import main, parse_bytes, parse_pins, parse_tokens, split_pins
 
 ROOT = pathlib.Path(__file__).parent.parent
 SMALL = ["--hardware", "h100-sxm", "--devices", "16"]
-COMMAND = ["--config", "configs/llama32_1b.py", *SMALL, "--pin", "pipeline=1", "remat=full",
-           "offload=none"]  # fmt: skip
+COMMAND = [
+    "--config",
+    "configs/llama32_1b.py",
+    *SMALL,
+    "--pin",
+    "pipeline=1",
+    "remat=full",
+    "offload=none",
+]
 
 
 def test_the_command_ranks_and_writes(tmp_path, capsys):
     numbers, config, page = (tmp_path / name for name in ("plan.json", "mine.py", "plan.html"))
-    status = main([
-        *COMMAND, "--top", "3", "--why_not", "tensor=8,zero_stage=1", "--compare", "1", "2",
-        "--json", str(numbers), "--write", str(config), "--report", str(page),
-    ])  # fmt: skip
+    status = main(
+        [
+            *COMMAND,
+            "--top",
+            "3",
+            "--why_not",
+            "tensor=8,zero_stage=1",
+            "--compare",
+            "1",
+            "2",
+            "--json",
+            str(numbers),
+            "--write",
+            str(config),
+            "--report",
+            str(page),
+        ]
+    )
     assert status == 0
     printed = capsys.readouterr().out
-    for words in ("MFU counts", "layouts considered", "products of layers and head",
-                  "optimizer state", "why not tensor=8 zero_stage=1", "is faster, by"):  # fmt: skip
+    for words in (
+        "MFU counts",
+        "layouts considered",
+        "products of layers and head",
+        "optimizer state",
+        "why not tensor=8 zero_stage=1",
+        "is faster, by",
+    ):
         assert words in printed
     found = json.loads(numbers.read_text())
     plans = found["plans"]
@@ -65,7 +92,7 @@ def test_the_command_ranks_and_writes(tmp_path, capsys):
 )
 def test_refusals(words, said, capsys, monkeypatch):
     """All of them before any layout is looked at."""
-    monkeypatch.setattr(answer, "search", None)
+    monkeypatch.setattr(plan_layouts, "search", None)
     with pytest.raises(SystemExit):
         main([*COMMAND, "--top", "1", *words])
     assert said in capsys.readouterr().err
@@ -82,19 +109,48 @@ def test_what_must_be_said(capsys):
         assert said in capsys.readouterr().err
 
 
-MODEL = ["--model", "qwen3-30b-a3b", "--batch_tokens", "1M", "--hardware", "h100-sxm",
-         "--devices", "32", "--pin", "pipeline=1"]  # fmt: skip
+MODEL = [
+    "--model",
+    "qwen3-30b-a3b",
+    "--batch_tokens",
+    "1M",
+    "--hardware",
+    "h100-sxm",
+    "--devices",
+    "32",
+    "--pin",
+    "pipeline=1",
+]
 
 
 def test_a_model_by_its_name_is_ranked_and_explained(tmp_path, capsys):
     numbers, page = tmp_path / "plan.json", tmp_path / "plan.html"
-    main([*MODEL, "--top", "2", "--why_not", "expert=256", "--compare", "1", "expert=8",
-          "--json", str(numbers), "--report", str(page)])  # fmt: skip
+    main(
+        [
+            *MODEL,
+            "--top",
+            "2",
+            "--why_not",
+            "expert=256",
+            "--compare",
+            "1",
+            "expert=8",
+            "--json",
+            str(numbers),
+            "--report",
+            str(page),
+        ]
+    )
     printed = capsys.readouterr().out
-    for words in ("30.5 billion parameters, of which a token meets 3.4 billion, on 32 H100-SXM",
-                  "256 sequences of 4096 tokens a step", "plans a model with experts and does not",
-                  "expert all-to-alls, exposed", "optimizer state", "is faster, by",
-                  "no mesh of 32 devices has pipeline 1 x expert 256"):  # fmt: skip
+    for words in (
+        "30.5 billion parameters, of which a token meets 3.4 billion, on 32 H100-SXM",
+        "256 sequences of 4096 tokens a step",
+        "plans a model with experts and does not",
+        "expert all-to-alls, exposed",
+        "optimizer state",
+        "is faster, by",
+        "no mesh of 32 devices has pipeline 1 x expert 256",
+    ):
         assert words in printed
     found = json.loads(numbers.read_text())
     assert len(found["plans"]) == 2
@@ -136,9 +192,13 @@ def test_numbers_as_people_write_them():
 def run(*words: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
     done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, check=True, capture_output=True,
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     return done.stdout
 
 
@@ -151,9 +211,19 @@ def test_a_function_in_a_notebook_and_a_command_in_a_shell_need_no_jax():
     )
     assert run("-c", program) == "2 False\n"
     assert "layouts considered" in run(
-        "-m", "jaxscale.plan", "--config", "configs/tiny.py", "--hardware", "h100-sxm",
-        "--devices", "2", "--pin", "pipeline=1", "--top", "1",
-    )  # fmt: skip
+        "-m",
+        "jaxscale.plan",
+        "--config",
+        "configs/tiny.py",
+        "--hardware",
+        "h100-sxm",
+        "--devices",
+        "2",
+        "--pin",
+        "pipeline=1",
+        "--top",
+        "1",
+    )
 
 
 def test_proving_compares_predicted_with_compiled(monkeypatch, capsys, tmp_path):
@@ -166,8 +236,8 @@ def test_proving_compares_predicted_with_compiled(monkeypatch, capsys, tmp_path)
         asked.append((config.layout, name))
         return Compiled
 
-    monkeypatch.setattr("jaxscale.proof.compile_for", compile_for)
-    monkeypatch.setattr("jaxscale.topology.leave_hardware_alone", lambda: None)
+    monkeypatch.setattr("jaxscale.compiled.compile_ahead.compile_for", compile_for)
+    monkeypatch.setattr("jaxscale.compiled.topology.leave_hardware_alone", lambda: None)
     numbers = tmp_path / "plan.json"
     main([*COMMAND, "--top", "2", "--prove", "2", "--json", str(numbers)])
     proved = json.loads(numbers.read_text())["proved"]

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from jaxscale import config, prepare
-from jaxscale.data.corpus import open_corpus
-from jaxscale.data.survey import histogram
-from jaxscale.data.tokenizer import load
+from jaxscale.data.inspect import histogram
+from jaxscale.data.tokens.corpus import open_corpus
+from jaxscale.data.tokens.tokenizer import load
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +18,10 @@ def texts(tmp_path_factory):
     """Two hundred records, and a text of paragraphs."""
     folder = tmp_path_factory.mktemp("texts")
     words = [f"the {i}th cat sat on mat {i * i} with a hat" for i in range(200)]
-    lines = [json.dumps({"body": f"{word} and again {word}" * (i % 7 + 1)})
-             for i, word in enumerate(words)]  # fmt: skip
+    lines = [
+        json.dumps({"body": f"{word} and again {word}" * (i % 7 + 1)})
+        for i, word in enumerate(words)
+    ]
     (folder / "a.jsonl").write_text("\n".join(lines))
     (folder / "b.txt").write_text("\n\n".join(words))
     return folder
@@ -31,9 +33,23 @@ def prepared(texts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
     result = folder / "result.json"
     status = prepare.main(
-        ["--input", f"{texts}/a.jsonl", "--field", "body", "--tokenizer", "bpe:300", "--output",
-         str(folder / "out"), "--workers", "2", "--shard_bytes", "20000", "--json", str(result)]
-    )  # fmt: skip
+        [
+            "--input",
+            f"{texts}/a.jsonl",
+            "--field",
+            "body",
+            "--tokenizer",
+            "bpe:300",
+            "--output",
+            str(folder / "out"),
+            "--workers",
+            "2",
+            "--shard_bytes",
+            "20000",
+            "--json",
+            str(result),
+        ]
+    )
     assert status == 0
     return folder / "out", json.loads(result.read_text())
 
@@ -81,10 +97,16 @@ def test_inspecting_shards_says_what_is_there(prepared, tmp_path, capsys):
     assert prepare.main(["--inspect", str(folder), *flags]) == 0
     said = capsys.readouterr().out
     for part in (
-        "documents    200", f"{result['num_tokens']:,} (", "bpe:300: 300 ids",
-        "<|endoftext|> = 0", "sentinels    none", result["fingerprint"], "segment 1:",
-        "<|endoftext|>the ", "th cat sat on mat",
-    ):  # fmt: skip
+        "documents    200",
+        f"{result['num_tokens']:,} (",
+        "bpe:300: 300 ids",
+        "<|endoftext|> = 0",
+        "sentinels    none",
+        result["fingerprint"],
+        "segment 1:",
+        "<|endoftext|>the ",
+        "th cat sat on mat",
+    ):
         assert part in said
     (source,) = json.loads((tmp_path / "i.json").read_text())["sources"]
     assert source["num_documents"] == 200
@@ -97,8 +119,18 @@ def test_inspecting_shards_says_what_is_there(prepared, tmp_path, capsys):
 
 def test_examples_are_shown_by_segment(texts, tmp_path):
     out = tmp_path / "i.json"
-    prepare.main(["--inspect", f"{texts}/b.txt", "--boundary", "paragraph", "--examples", "2",
-                  "--json", str(out)])  # fmt: skip
+    prepare.main(
+        [
+            "--inspect",
+            f"{texts}/b.txt",
+            "--boundary",
+            "paragraph",
+            "--examples",
+            "2",
+            "--json",
+            str(out),
+        ]
+    )
     result = json.loads(out.read_text())
     assert result["sources"][0]["num_documents"] == 200
     assert len(result["examples"]) == 2
@@ -136,7 +168,7 @@ def test_inspecting_a_configuration_shows_the_mixture(prepared, texts, tmp_path,
 
 
 def test_a_large_source_is_sampled(texts, monkeypatch, capsys):
-    monkeypatch.setattr("jaxscale.data.survey.SAMPLE_BYTES", 1000)
+    monkeypatch.setattr("jaxscale.data.inspect.SAMPLE_BYTES", 1000)
     assert prepare.main(["--inspect", f"{texts}/b.txt", "--boundary", "paragraph"]) == 0
     said = capsys.readouterr().out
     assert "of which a sample is counted here" in said
@@ -148,8 +180,12 @@ def test_lengths_are_counted_between_powers_of_two():
 
     lengths = np.array([0, 1, 2, 3, 4, 7, 8, 100])
     assert histogram(lengths)[:5] == [
-        (0, 0, 1, 0), (1, 1, 1, 1), (2, 3, 2, 5), (4, 7, 2, 11), (8, 15, 1, 8)
-    ]  # fmt: skip
+        (0, 0, 1, 0),
+        (1, 1, 1, 1),
+        (2, 3, 2, 5),
+        (4, 7, 2, 11),
+        (8, 15, 1, 8),
+    ]
     assert histogram(lengths)[-1] == (64, 127, 1, 100)
     assert sum(count for _, _, count, _ in histogram(lengths)) == len(lengths)
 
@@ -188,8 +224,16 @@ def test_a_bad_record_is_named_and_a_worker_says_it_too(texts, tmp_path, capsys)
     lines = (texts / "a.jsonl").read_text().splitlines()
     lines[150] = lines[150][:20]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    flags = ["--input", f"{tmp_path}/a.jsonl", "--field", "body", "--tokenizer", "bytes",
-             "--shard_bytes", "20000"]  # fmt: skip
+    flags = [
+        "--input",
+        f"{tmp_path}/a.jsonl",
+        "--field",
+        "body",
+        "--tokenizer",
+        "bytes",
+        "--shard_bytes",
+        "20000",
+    ]
     for workers in ("0", "2"):
         output = tmp_path / workers
         message = refused(capsys, *flags, "--output", str(output), "--workers", workers)
@@ -216,7 +260,7 @@ def test_help_and_mistakes_need_no_jax():
 
 
 def test_a_run_reads_the_shards_and_keeps_their_tokenizer(prepared, tmp_path):
-    from jaxscale import run  # noqa: PLC0415  imports JAX
+    from jaxscale.run import setup as run  # noqa: PLC0415  imports JAX
 
     folder, result = prepared
 
@@ -244,9 +288,22 @@ def test_the_examples_of_other_shards_are_not_those_of_a_run(prepared, texts, tm
     changed = (texts / "a.jsonl").read_text().replace("the 7th cat", "the 7th dog")
     (tmp_path / "a.jsonl").write_text(changed)
     for name, field_of in (("same", texts), ("other", tmp_path)):
-        prepare.main(["--input", f"{field_of}/a.jsonl", "--field", "body", "--workers", "0",
-                      "--tokenizer", str(folder / "tokenizer.json"), "--shard_bytes", "20000",
-                      "--output", str(tmp_path / name)])  # fmt: skip
+        prepare.main(
+            [
+                "--input",
+                f"{field_of}/a.jsonl",
+                "--field",
+                "body",
+                "--workers",
+                "0",
+                "--tokenizer",
+                str(folder / "tokenizer.json"),
+                "--shard_bytes",
+                "20000",
+                "--output",
+                str(tmp_path / name),
+            ]
+        )
     tokenizer = load(str(folder / "tokenizer.json"))
     first, same, other = (
         open_corpus([str(place)], tokenizer).fingerprint

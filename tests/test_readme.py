@@ -32,9 +32,14 @@ def test_the_first_command_trains_shortened(tmp_path):
     words = train.split()
     assert words[:4] == ["uv", "run", "-q", "python"]
     words[words.index("--workdir") + 1] = str(tmp_path)
-    short = ["--config.run.steps=2", "--config.run.eval_batches=1", "--config.model.num_layers=1",
-             "--config.data.seq_len=64", "--config.optimizer.warmup_steps=1",
-             "--config.data.source={stdlib}/email/**/*.py"]  # fmt: skip
+    short = [
+        "--config.run.steps=2",
+        "--config.run.eval_batches=1",
+        "--config.model.num_layers=1",
+        "--config.data.seq_len=64",
+        "--config.optimizer.warmup_steps=1",
+        "--config.data.source={stdlib}/email/**/*.py",
+    ]
     printed = run([sys.executable, *words[4:], *short], JAX_NUM_CPU_DEVICES="1")
     assert "step 2/2" in printed
     assert "A sample at step 2" in printed
@@ -56,9 +61,13 @@ def test_the_notebook_block_runs_in_ten_lines(tmp_path):
     assert len(lines) <= 10
     shutil.copytree("configs", tmp_path / "configs")
     done = subprocess.run(
-        [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=600,
+        [sys.executable, "-c", block],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": os.getcwd(), "JAX_NUM_CPU_DEVICES": "8"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[1]) for line in done.stdout.splitlines()[-5:]]
     assert losses[-1] < losses[0]

@@ -25,9 +25,7 @@ def run(capsys, *words):
 
 def test_json_has_the_numbers_and_the_text_the_timeline(tmp_path, capsys):
     path = tmp_path / "numbers.json"
-    out = run(
-        capsys, "1f1b", "--stages=4", "--microbatches=8", "--fused", "--json", str(path)
-    )  # fmt: skip
+    out = run(capsys, "1f1b", "--stages=4", "--microbatches=8", "--fused", "--json", str(path))
     numbers = json.loads(path.read_text())
     assert set(numbers) == NUMBERS
     assert numbers["makespan"] == 33
@@ -45,9 +43,19 @@ def test_json_has_the_numbers_and_the_text_the_timeline(tmp_path, capsys):
 def test_costs_recompute_and_chunks(tmp_path, capsys):
     path = tmp_path / "numbers.json"
     run(
-        capsys, "interleaved", "--stages", "4", "--microbatches", "8", "--virtual_stages", "2",
-        "--costs", "f=2,b=2,w=2,r=2", "--json", str(path),
-    )  # fmt: skip
+        capsys,
+        "interleaved",
+        "--stages",
+        "4",
+        "--microbatches",
+        "8",
+        "--virtual_stages",
+        "2",
+        "--costs",
+        "f=2,b=2,w=2,r=2",
+        "--json",
+        str(path),
+    )
     numbers = json.loads(path.read_text())
     assert numbers["makespan"] == 70
     assert numbers["peak_stash"] == [5.5, 4.5, 3.5, 2.5]

@@ -9,12 +9,16 @@ import sys
 
 import pytest
 
-from jaxscale.optim import schedule
+from jaxscale.training.optimizer import schedule
 
 TINY = (
-    "--config", "configs/tiny.py", "--config.run.checkpoint_every=2", "--config.data.seq_len=32",
-    "--config.layout.fsdp=2", "--config.model.num_layers=1",
-)  # fmt: skip
+    "--config",
+    "configs/tiny.py",
+    "--config.run.checkpoint_every=2",
+    "--config.data.seq_len=32",
+    "--config.layout.fsdp=2",
+    "--config.model.num_layers=1",
+)
 
 
 def train(*arguments, check=True):
@@ -33,16 +37,26 @@ def processor_seconds() -> float:
 
 def records(workdir: pathlib.Path) -> list[dict]:
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in ("step", "loss", "examples")} for line in lines
-            if "loss" in line]  # fmt: skip
+    return [
+        {key: line[key] for key in ("step", "loss", "examples")} for line in lines if "loss" in line
+    ]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A short run, uninterrupted."""
     workdir = tmp_path_factory.mktemp("whole")
-    done = train(*TINY, "--workdir", workdir, "--config.run.steps=6", "--profile", "2:3",
-                 "--config.run.eval_every=3", "--json", workdir / "out.json")  # fmt: skip
+    done = train(
+        *TINY,
+        "--workdir",
+        workdir,
+        "--config.run.steps=6",
+        "--profile",
+        "2:3",
+        "--config.run.eval_every=3",
+        "--json",
+        workdir / "out.json",
+    )
     return workdir, done.stdout
 
 
@@ -52,9 +66,16 @@ def test_a_run_leaves_what_it_says(whole):
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1].keys() >= {
-        "loss", "grad_norm", "learning_rate", "tokens", "step_seconds", "data_seconds",
-        "tokens_per_second", "mfu", "hfu",
-    }  # fmt: skip
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens",
+        "step_seconds",
+        "data_seconds",
+        "tokens_per_second",
+        "mfu",
+        "hfu",
+    }
     assert steps[-1]["mfu"] is None, "a CPU has no known peak"
     assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6]
     summary = json.loads((workdir / "summary.json").read_text())
@@ -65,8 +86,15 @@ def test_a_run_leaves_what_it_says(whole):
     assert list((workdir / "profile").rglob("*.xplane.pb"))
     assert json.loads((workdir / "config.json").read_text())["run"]["steps"] == 6
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "4", "6"]
-    for said in ("compiling the train step", "compiled in", "first step done", "eval loss",
-                 "A sample at step 6", "How to go on", "layers/attention/q"):  # fmt: skip
+    for said in (
+        "compiling the train step",
+        "compiled in",
+        "first step done",
+        "eval loss",
+        "A sample at step 6",
+        "How to go on",
+        "layers/attention/q",
+    ):
         assert said in printed
 
 
@@ -95,8 +123,16 @@ def test_a_finished_run_has_nothing_to_do(whole):
 
 def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):
     workdir, _ = whole
-    command = [sys.executable, "-m", "jaxscale.train", *TINY, "--workdir", str(tmp_path),
-               "--config.run.steps=6", "--config.run.eval_every=3"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "jaxscale.train",
+        *TINY,
+        "--workdir",
+        str(tmp_path),
+        "--config.run.steps=6",
+        "--config.run.eval_every=3",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout
     for line in process.stdout:
@@ -108,8 +144,9 @@ def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):
     assert process.returncode in (128 + signal.SIGTERM, 0)
     if process.returncode:
         assert "SIGTERM: stopped after step" in rest
-        done = train(*TINY, "--workdir", tmp_path, "--config.run.steps=6",
-                     "--config.run.eval_every=3")  # fmt: skip
+        done = train(
+            *TINY, "--workdir", tmp_path, "--config.run.steps=6", "--config.run.eval_every=3"
+        )
         assert "continuing at step" in done.stdout
     assert records(tmp_path) == records(workdir)
 
@@ -164,8 +201,9 @@ def test_what_does_not_fit_the_devices_or_the_data_is_refused(override, said, tm
     from jaxscale import train as command  # noqa: PLC0415
 
     with pytest.raises(SystemExit) as refused:
-        command.main(["--config", "configs/tiny.py", "--workdir", str(tmp_path),
-                      f"--config.{override}"])  # fmt: skip
+        command.main(
+            ["--config", "configs/tiny.py", "--workdir", str(tmp_path), f"--config.{override}"]
+        )
     assert refused.value.code == 2
     error = capsys.readouterr().err
     assert said in error
@@ -175,8 +213,14 @@ def test_what_does_not_fit_the_devices_or_the_data_is_refused(override, said, tm
 def test_describe_prints_the_layout_and_trains_nothing(tmp_path, capsys):
     from jaxscale import train as command  # noqa: PLC0415
 
-    arguments = ["--config", "configs/tiny.py", "--workdir", str(tmp_path / "run"), "--describe",
-                 "--config.layout.fsdp=4"]  # fmt: skip
+    arguments = [
+        "--config",
+        "configs/tiny.py",
+        "--workdir",
+        str(tmp_path / "run"),
+        "--describe",
+        "--config.layout.fsdp=4",
+    ]
     assert command.main(arguments) == 0
     printed = capsys.readouterr().out
     assert "data 2 x fsdp 4" in printed
@@ -194,6 +238,7 @@ def test_a_changed_batch_size_or_text_is_not_continued(whole, capsys):
         ("model.d_ff=64", "layers/mlp/up"),
     ):
         with pytest.raises(SystemExit):
-            command.main([*TINY, "--workdir", str(workdir), "--config.run.steps=8",
-                          f"--config.{override}"])  # fmt: skip
+            command.main(
+                [*TINY, "--workdir", str(workdir), "--config.run.steps=8", f"--config.{override}"]
+            )
         assert said in capsys.readouterr().err

@@ -16,8 +16,8 @@ import time
 
 import matplotlib.pyplot as plt
 
+from jaxscale.compiled.compile_ahead import compile_for
 from jaxscale.config import from_dict
-from jaxscale.proof import compile_for
 
 LAYERS = {8: "v5p:2x2x2", 32: "v5p:2x2x2", 128: "v5p:2x2x2"}
 DEVICES = {8: "v5p:2x2x2", 64: "v5p:4x4x4", 512: "v5p:8x8x8", 4096: "v5p:16x16x16"}
@@ -35,8 +35,7 @@ def main() -> int:
     seconds(8, 8, "v5p:2x2x2")  # what is done once a process
     names = {(n, 8): LAYERS[n] for n in LAYERS} | {(8, n): DEVICES[n] for n in DEVICES}
     # In turn, so that a busy quarter of an hour falls on all of them.
-    runs = [{size: seconds(*size, names[size]) for size in names}
-            for _ in range(options.repeat)]  # fmt: skip
+    runs = [{size: seconds(*size, names[size]) for size in names} for _ in range(options.repeat)]
     middle = {size: statistics.median(run[size] for run in runs) for size in names}
     found = {
         "layers": {n: middle[n, 8] for n in LAYERS},
@@ -60,13 +59,18 @@ def seconds(num_layers: int, num_devices: int, topology: str) -> float:
     config = from_dict(
         {
             "model": {
-                "num_layers": num_layers, "d_model": 1024, "num_heads": 8, "num_kv_heads": 8,
-                "head_dim": 128, "d_ff": 4096, "vocab_size": 32_000,
+                "num_layers": num_layers,
+                "d_model": 1024,
+                "num_heads": 8,
+                "num_kv_heads": 8,
+                "head_dim": 128,
+                "d_ff": 4096,
+                "vocab_size": 32_000,
             },
             "data": {"global_batch_size": num_devices, "seq_len": 1024},
             "layout": {"data": -1, "fsdp": 4, "remat": "full"},
         }
-    )  # fmt: skip
+    )
     start = time.process_time()
     compile_for(config, topology)
     return time.process_time() - start

@@ -52,11 +52,21 @@ def written_out(num_layers: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         written = pathlib.Path(folder) / "numbers.json"
         command = [
-            sys.executable, "-m", "jaxscale.aot", "--config", "configs/llama2_7b.py",
-            "--topology", "v5p:4x4x4", "--unroll_layers", "--json", str(written),
-            f"--config.model.num_layers={num_layers}", "--config.data.global_batch_size=256",
-            "--config.layout.microbatches=1", "--config.layout.remat=full",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "jaxscale.aot",
+            "--config",
+            "configs/llama2_7b.py",
+            "--topology",
+            "v5p:4x4x4",
+            "--unroll_layers",
+            "--json",
+            str(written),
+            f"--config.model.num_layers={num_layers}",
+            "--config.data.global_batch_size=256",
+            "--config.layout.microbatches=1",
+            "--config.layout.remat=full",
+        ]
         subprocess.run(command, cwd=ROOT, check=True)
         numbers = json.loads(written.read_text())
     return {key: numbers[key] for key in ("optimal_seconds", "temp_bytes", "compile_seconds")}

@@ -141,11 +141,18 @@ def compiled(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         written = pathlib.Path(folder) / "numbers.json"
         command = [
-            sys.executable, "-m", "jaxscale.aot", "--config", config,
-            "--topology", case.topology, "--json", str(written),
+            sys.executable,
+            "-m",
+            "jaxscale.aot",
+            "--config",
+            config,
+            "--topology",
+            case.topology,
+            "--json",
+            str(written),
             f"--config.data.global_batch_size={batch}",
             *(f"--config.layout.{key}={value}" for key, value in settings.items()),
-        ]  # fmt: skip
+        ]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if not written.exists():
             return {"refusal": (run.stderr.strip().splitlines() or ["nothing was said"])[-1]}
@@ -184,12 +191,15 @@ def row(case: Case, numbers: dict[str, Any]) -> list[str]:
     seconds = numbers["optimal_seconds"]
     missing = numbers["peak_bytes"] - numbers["limit_bytes"]
     return [
-        *first, f"fsdp={numbers['layout']['fsdp']} {layout}", *sizes,
+        *first,
+        f"fsdp={numbers['layout']['fsdp']} {layout}",
+        *sizes,
         f"{numbers['limit_bytes'] / 1e9:.1f} GB",
         "fits" if numbers["fits"] else f"{missing / 1e9:.1f} GB too much",
         f"{seconds:.2f} s" if seconds else "-",
-        *hidden(numbers), f"{numbers['compile_seconds']:.0f} s",
-    ]  # fmt: skip
+        *hidden(numbers),
+        f"{numbers['compile_seconds']:.0f} s",
+    ]
 
 
 def hidden(numbers: dict[str, Any]) -> tuple[str, str]:

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ["JAX_NUM_CPU_DEVICES"] = str(options.devices)
     os.environ["JAX_PLATFORMS"] = "cpu"
 
-    from jaxscale.describe import human_bytes, table  # noqa: PLC0415 - after the devices are set
+    from jaxscale.run.layout_report import human_bytes, table  # noqa: PLC0415 - after the devices are set
 
     overrides = [text.removeprefix("--config.") for text in rest]
     agree = True
@@ -36,22 +36,31 @@ def main(argv: Sequence[str]) -> int:
         agree &= agrees
         print(f"\nzero {stage}: sent in a step by each device")
         heads = ("collective", "over", "arrays", "theory", "bytes", "theory")
-        print(table([heads, *(
-            (kind, axes, f"{arrays:g}", theory, human_bytes(size), expected)
-            for kind, axes, arrays, theory, size, expected in rows
-        )]))  # fmt: skip
-    print("\nover tensor and context: the activations of a layer's products and of attention, and "
-          "sums; theory here is of data and fsdp")  # fmt: skip
+        print(
+            table(
+                [
+                    heads,
+                    *(
+                        (kind, axes, f"{arrays:g}", theory, human_bytes(size), expected)
+                        for kind, axes, arrays, theory, size, expected in rows
+                    ),
+                ]
+            )
+        )
+    print(
+        "\nover tensor and context: the activations of a layer's products and of attention, and "
+        "sums; theory here is of data and fsdp"
+    )
     return 0 if agree else 1
 
 
 def stage_rows(path: str, overrides: Sequence[str]) -> tuple[list[tuple], bool]:
     """A row for each kind and axes, and whether theory and program agree but for scalars."""
     from jaxscale import config as configs  # noqa: PLC0415
-    from jaxscale import hlo, hlo_collectives  # noqa: PLC0415
-    from jaxscale.describe import human_bytes  # noqa: PLC0415
-    from jaxscale.planner.collectives import step_traffic  # noqa: PLC0415
-    from jaxscale.run import open_engine  # noqa: PLC0415
+    from jaxscale.compiled import collectives, hlo  # noqa: PLC0415
+    from jaxscale.planner.memory.zero_traffic import step_traffic  # noqa: PLC0415
+    from jaxscale.run.layout_report import human_bytes  # noqa: PLC0415
+    from jaxscale.run.setup import open_engine  # noqa: PLC0415
 
     config, engine = open_engine(configs.load(path, overrides))
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
@@ -59,7 +68,7 @@ def stage_rows(path: str, overrides: Sequence[str]) -> tuple[list[tuple], bool]:
 
     found = collections.defaultdict(lambda: [0.0, 0.0])
     theory = collections.defaultdict(lambda: [0.0, 0.0])
-    for one in hlo_collectives.collectives(program, config.layout.sizes):
+    for one in collectives.collectives(program, config.layout.sizes):
         found[one.kind, one.axes][0] += one.count * one.arrays
         found[one.kind, one.axes][1] += one.count * one.num_bytes
     for one in step_traffic(config):
@@ -72,8 +81,9 @@ def stage_rows(path: str, overrides: Sequence[str]) -> tuple[list[tuple], bool]:
             expected = theory[key]
             scalars = arrays - expected[0]
             agree &= 0 <= scalars <= 20 and 0 <= size - expected[1] <= 8 * scalars
-            rows.append((kind, "+".join(axes), arrays, f"{expected[0]:g}", size,
-                         human_bytes(expected[1])))  # fmt: skip
+            rows.append(
+                (kind, "+".join(axes), arrays, f"{expected[0]:g}", size, human_bytes(expected[1]))
+            )
         else:
             rows.append((kind, "+".join(axes), arrays, "", size, ""))
     return rows, bool(agree)

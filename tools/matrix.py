@@ -45,8 +45,11 @@ def main(argv: Sequence[str]) -> int:
         count[axes] += 1
         for name in ERRORS:
             worst[axes][name] = max(worst[axes][name], errors[name])
-        print(f"{number} of {len(layouts)}, {time.monotonic() - begin:.0f} s: "
-              f"{matrix.name(layout)}", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"{number} of {len(layouts)}, {time.monotonic() - begin:.0f} s: {matrix.name(layout)}",
+            file=sys.stderr,
+            flush=True,
+        )
     text = markdown(matrix.AXES, count, worst, len(layouts))
     print(text)
     if options.readme:
@@ -70,10 +73,14 @@ def markdown(axes: Sequence[str], count: dict, worst: dict, total: int) -> str:
         figures = [f"{worst[sizes][name]:.0e}" for name in ERRORS]
         lines.append("| " + " | ".join([*map(str, sizes), str(count[sizes]), *figures]) + " |")
     date = datetime.datetime.now(datetime.UTC).date()
-    return "\n".join([
-        f"{total} layouts, {date}, jax {jax.__version__}, `python tools/matrix.py`. Largest error "
-        "relative to one device, five steps, float64.", "", *lines,
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"{total} layouts, {date}, jax {jax.__version__}, `python tools/matrix.py`. Largest "
+            "error relative to one device, five steps, float64.",
+            "",
+            *lines,
+        ]
+    )
 
 
 if __name__ == "__main__":

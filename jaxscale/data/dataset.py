@@ -17,11 +17,11 @@ import numpy as np
 
 from jaxscale.batch import Batch
 from jaxscale.config import DataConfig
-from jaxscale.data.corpus import Corpus, open_corpus
 from jaxscale.data.objectives import OBJECTIVES, Vocabulary, uniform
 from jaxscale.data.packing import Stream, pad
-from jaxscale.data.sources import draw
-from jaxscale.data.tokenizer import Tokenizer
+from jaxscale.data.text.text_files import draw
+from jaxscale.data.tokens.corpus import Corpus, open_corpus
+from jaxscale.data.tokens.tokenizer import Tokenizer
 
 PACKING = 2
 """Raised when the same corpus and settings would give other examples."""
@@ -190,8 +190,17 @@ def open_dataset(
             f"sequence of data.seq_len = {config.seq_len}; add text to data.source, lower "
             f"data.seq_len, or {change} (now {config.heldout})"
         )
-    settings = [PACKING, corpus.fingerprint, split, config.heldout, config.seq_len, config.seed,
-                config.objective, vocabulary, entry]  # fmt: skip
+    settings = [
+        PACKING,
+        corpus.fingerprint,
+        split,
+        config.heldout,
+        config.seq_len,
+        config.seed,
+        config.objective,
+        vocabulary,
+        entry,
+    ]
     return Dataset(
         name=name,
         # Every document begins with the boundary that closes the one before, and the last one.

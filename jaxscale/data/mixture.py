@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxscale.batch import Batch
 from jaxscale.config import DataConfig
-from jaxscale.data.corpus import Corpus
 from jaxscale.data.dataset import (
     Dataset,
     Examples,
@@ -25,8 +24,9 @@ from jaxscale.data.dataset import (
     entry_name,
     open_dataset,
 )
-from jaxscale.data.tokenizer import Tokenizer
-from jaxscale.source import Weight
+from jaxscale.data.tokens.corpus import Corpus
+from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.data_source import Weight
 
 LONGEST_CYCLE = 2**16
 """Examples after which the turns of a stage repeat, at most."""
@@ -137,8 +137,11 @@ def open_examples(
         )
         for entry in range(len(config.source))
     )
-    return mix(members, [weight for weight in weights if weight is not None],
-               global_batch_size=config.global_batch_size)  # fmt: skip
+    return mix(
+        members,
+        [weight for weight in weights if weight is not None],
+        global_batch_size=config.global_batch_size,
+    )
 
 
 def mix(

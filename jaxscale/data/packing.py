@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.batch import Batch
-from jaxscale.data.corpus import Corpus
+from jaxscale.data.tokens.corpus import Corpus
 
 
 class Window(NamedTuple):

@@ -19,11 +19,11 @@ from jax.typing import DTypeLike
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.ops.attention import attention, decode_attention
-from jaxscale.ops.linear import add_bias, columns, rows
-from jaxscale.ops.lookup import lookup
+from jaxscale.ops.embedding import lookup
 from jaxscale.ops.loss import cross_entropy, logits
 from jaxscale.ops.norm import layer_norm, rms_norm
 from jaxscale.ops.rope import rotary
+from jaxscale.ops.tensor_parallel import add_bias, columns, rows
 
 Params = Any  # nested dictionaries of arrays
 Cache = tuple[jax.Array, jax.Array]
@@ -64,8 +64,9 @@ def plain_kernels(config: ModelConfig) -> Kernels:
     """Kernels for a notebook: the reference attention, no mesh."""
 
     def attend(q, k, v, segments):
-        return attention(q, k, v, segments, implementation="reference",
-                         sliding_window=config.sliding_window)  # fmt: skip
+        return attention(
+            q, k, v, segments, implementation="reference", sliding_window=config.sliding_window
+        )
 
     return Kernels(attend)
 
@@ -203,8 +204,9 @@ class Attention(nnx.Module):
         k_BSKH, v_BSKH = k_LBSKH[layer], v_LBSKH[layer]
         # Slot i holds position i. Slots that nothing was written to yet lie beyond every query.
         slots_BS = jnp.broadcast_to(jnp.arange(k_BSKH.shape[1]), k_BSKH.shape[:2])
-        o_BTNH = decode_attention(q_BTNH, k_BSKH, v_BSKH, positions_BT, slots_BS,
-                                  sliding_window=self.sliding_window)  # fmt: skip
+        o_BTNH = decode_attention(
+            q_BTNH, k_BSKH, v_BSKH, positions_BT, slots_BS, sliding_window=self.sliding_window
+        )
         return self.join(o_BTNH), (k_LBSKH, v_LBSKH)
 
 
@@ -376,18 +378,26 @@ class Decoder:
             x_BTD, matrix = self._final(head, x_BTD)
             x_BTD = self.kernels.shard(x_BTD, ("batch", "seq", "embed"))
             return self.kernels.cross_entropy(
-                x_BTD, matrix, batch.targets, batch.weights,
-                vocab_size=self.config.vocab_size, soft_cap=self.config.logit_soft_cap,
-                z_loss=self.config.z_loss, transposed=self.config.tied_embeddings,
-            )  # fmt: skip
+                x_BTD,
+                matrix,
+                batch.targets,
+                batch.weights,
+                vocab_size=self.config.vocab_size,
+                soft_cap=self.config.logit_soft_cap,
+                z_loss=self.config.z_loss,
+                transposed=self.config.tied_embeddings,
+            )
 
     def logits(self, head: Params, x_BTD: jax.Array) -> jax.Array:
         """Float32 [batch, seq, vocab_size]."""
         x_BTD, matrix = self._final(head, x_BTD)
         return logits(
-            x_BTD, matrix, vocab_size=self.config.vocab_size,
-            soft_cap=self.config.logit_soft_cap, transposed=self.config.tied_embeddings,
-        )  # fmt: skip
+            x_BTD,
+            matrix,
+            vocab_size=self.config.vocab_size,
+            soft_cap=self.config.logit_soft_cap,
+            transposed=self.config.tied_embeddings,
+        )
 
     def empty_cache(self, batch: int, slots: int) -> Cache:
         """A cache for `batch` sequences of at most `slots` tokens, in the compute type."""

@@ -10,7 +10,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jaxscale.ops import kernels
+from jaxscale.ops import attention_kernels
 from jaxscale.ops.blockwise import blockwise_attention
 
 PLATFORM_KERNELS = {"cpu": "blockwise", "gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}
@@ -47,9 +47,9 @@ def attention(
                 q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window=sliding_window
             )
         case "cudnn":
-            return kernels.cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window)
+            return attention_kernels.cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window)
         case "splash":
-            return kernels.splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window)
+            return attention_kernels.splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window)
     raise ValueError(
         f"attention implementation {implementation!r} is not known; it can be "
         "reference, blockwise, cudnn or splash"
@@ -89,7 +89,7 @@ def check(
     """Raises ValueError, naming the setting to change, where a kernel cannot honour a run's."""
     if implementation in ("reference", "blockwise"):
         return
-    limits = {"cudnn": kernels.cudnn_limits, "splash": kernels.splash_limits}
+    limits = {"cudnn": attention_kernels.cudnn_limits, "splash": attention_kernels.splash_limits}
     if implementation not in limits:
         raise ValueError(
             f"model.attention = {implementation!r} is not known; it can be auto, reference, "

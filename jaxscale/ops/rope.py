@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxscale.ops.kernels import LANES
+from jaxscale.ops.attention_kernels import LANES
 
 # Llama 3's frequency scaling: wavelengths that turned fewer than LOW times in the context that
 # the model was first trained on are stretched, those that turned more than HIGH times are kept.
@@ -54,9 +54,13 @@ _BLOCK_BYTES = 2 * 2**20
 
 
 def rotary_on_tpu(
-    x_BTNH: Array, positions_BT: Array, *, theta: float, scaling: float = 1.0,
+    x_BTNH: Array,
+    positions_BT: Array,
+    *,
+    theta: float,
+    scaling: float = 1.0,
     interpret: bool = False,
-) -> Array:  # fmt: skip
+) -> Array:
     """`rotary` as a Pallas kernel, for heads of `LANES` features and T a multiple of it.
 
     It reads and writes each value once, forward and backward, where XLA for TPUs writes the halves
@@ -106,11 +110,15 @@ def _turn(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array, interpret: bool) -> Arr
     values = pl.BlockSpec((1, heads, rows, head_dim), lambda b, t, n: (b, n, t, 0))
     table = pl.BlockSpec((1, rows, head_dim), lambda b, t, n: (b, t, 0))
     return pl.pallas_call(
-        kernel, grid=(batch, time // rows, num_heads // heads), in_specs=[values, table, table],
-        out_specs=values, out_shape=jax.ShapeDtypeStruct(x_BNTH.shape, x_BNTH.dtype),
+        kernel,
+        grid=(batch, time // rows, num_heads // heads),
+        in_specs=[values, table, table],
+        out_specs=values,
+        out_shape=jax.ShapeDtypeStruct(x_BNTH.shape, x_BNTH.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
-        interpret=interpret, name="rotary",
-    )(x_BNTH, cos_BTH, sin_BTH)  # fmt: skip
+        interpret=interpret,
+        name="rotary",
+    )(x_BNTH, cos_BTH, sin_BTH)
 
 
 def _frequencies(head_dim: int, theta: float, scaling: float) -> np.ndarray:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxscale.pipeline.records import B, F, R, W, X
+from jaxscale.pipeline.operations import B, F, R, W, X
 from jaxscale.pipeline.simulate import Run
 from jaxscale.pipeline.table import Table
 
@@ -87,9 +87,14 @@ def png(path: str, table: Table, run: Run, title: str) -> None:
     draw_operations(axes, table, run, 72 * (inches - MARGIN_INCHES) / cells)
     patches = legend(table)
     figure.legend(
-        handles=patches, loc="outside lower center", ncols=len(patches), frameon=False,
-        fontsize=9, handlelength=1.4, columnspacing=1.4,
-    )  # fmt: skip
+        handles=patches,
+        loc="outside lower center",
+        ncols=len(patches),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.4,
+        columnspacing=1.4,
+    )
     figure.savefig(path, format="png")
 
 
@@ -103,9 +108,12 @@ def draw_operations(axes: "Axes", table: Table, run: Run, cell_points: float) ->
     for r in range(order.ranks):
         mine = np.flatnonzero(drawn & (ops.rank == r))
         axes.broken_barh(
-            [spans[n] for n in mine], (r, 1), facecolors=[colors[n] for n in mine],
-            edgecolors="white", linewidths=0.5,
-        )  # fmt: skip
+            [spans[n] for n in mine],
+            (r, 1),
+            facecolors=[colors[n] for n in mine],
+            edgecolors="white",
+            linewidths=0.5,
+        )
         pairs = [(spans[n - 1][0], spans[n - 1][1] + spans[n][1]) for n in mine if ops.paired[n]]
         axes.broken_barh(pairs, (r, 1), facecolors="none", edgecolors="black", linewidths=1)
 
@@ -117,9 +125,14 @@ def draw_operations(axes: "Axes", table: Table, run: Run, cell_points: float) ->
         middle = run.start[n] + run.duration[n] / 2, ops.rank[n] + 0.52
         ink = "black" if np.mean(colors[n]) > 0.62 else "white"
         axes.text(
-            *middle, labels[n], ha="center", va="center", fontsize=points, color=ink,
+            *middle,
+            labels[n],
+            ha="center",
+            va="center",
+            fontsize=points,
+            color=ink,
             in_layout=False,
-        )  # fmt: skip
+        )
 
 
 def legend(table: Table) -> "list[Patch]":

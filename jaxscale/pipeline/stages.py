@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxscale.layout import Layout, kept_passes, parse_schedule
-from jaxscale.pipeline.orders import make_order
-from jaxscale.pipeline.records import B, F, Order, R, W, X
+from jaxscale.pipeline.buffer_slots import Program, make_program
+from jaxscale.pipeline.operations import B, F, Order, R, W, X
+from jaxscale.pipeline.schedules import make_order
 from jaxscale.pipeline.simulate import Costs, simulate
-from jaxscale.pipeline.slots import Program, make_program
 from jaxscale.pipeline.table import Ops, Table, compile_order, replay
 
 OPERATIONS = {F: "pipeline_F", R: "pipeline_R", B: "pipeline_B", W: "pipeline_W", X: "pipeline_X"}
@@ -63,8 +63,11 @@ class Stages:
             trips[name] = np.count_nonzero(columns[column] == 1) / cells
         # Of the operations of a kind one in so many is the last stage's, or the first's.
         return {
-            **trips, HEAD: 1 / stages, EMBEDDING: 1 / stages, LAYERS: sum(self.layers) / stages,
-        }  # fmt: skip
+            **trips,
+            HEAD: 1 / stages,
+            EMBEDDING: 1 / stages,
+            LAYERS: sum(self.layers) / stages,
+        }
 
     @property
     def recomputed(self) -> float:
@@ -109,9 +112,14 @@ def open_stages(layout: Layout, num_layers: int, head_cost: float = 0.0) -> Stag
     keep = kept_passes(layout.remat)
     try:
         order = make_order(
-            name, layout.pipeline, layout.microbatches, layout.virtual_stages or None,
-            layout.sequence_chunks, fused=fused, keep=keep,
-        )  # fmt: skip
+            name,
+            layout.pipeline,
+            layout.microbatches,
+            layout.virtual_stages or None,
+            layout.sequence_chunks,
+            fused=fused,
+            keep=keep,
+        )
     except ValueError as error:
         remat = "" if keep is None else f", layout.remat = {layout.remat!r}"
         said = _as_settings(str(error))

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.pipeline.check import check_order, raise_deadlock
-from jaxscale.pipeline.records import B, F, Op, Order, R, W, X
+from jaxscale.pipeline.operations import B, F, Op, Order, R, W, X
+from jaxscale.pipeline.validate import check_order, raise_deadlock
 
 
 class Ops(NamedTuple):

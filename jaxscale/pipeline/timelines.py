@@ -44,8 +44,14 @@ def timelines(runs: Mapping[str, tuple[Table, Run]]) -> "Figure":
         patches |= {patch.get_label(): patch for patch in draw.legend(table)}
     panels[-1].tick_params(axis="x", length=3, labelbottom=True)
     panels[-1].set_xlabel("time, in forward passes of a rank's layers")
-    figure.legend(handles=list(patches.values()), loc="outside lower center", ncols=len(patches),
-                  frameon=False, fontsize=9, handlelength=1.4)  # fmt: skip
+    figure.legend(
+        handles=list(patches.values()),
+        loc="outside lower center",
+        ncols=len(patches),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.4,
+    )
     return figure
 
 

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxscale.config import Config
-from jaxscale.planner.explain import gigabytes
-from jaxscale.planner.memory import Memory, memory
-from jaxscale.rules import divisors
+from jaxscale.planner.memory.step import Memory, memory
+from jaxscale.planner.report.text_report import gigabytes
+from jaxscale.sharding.rules import divisors
 
 MARGIN = 1.15
 """By how much a predicted peak must exceed the limit to be refused: the planner's largest error on

@@ -6,10 +6,10 @@ import numpy as np
 
 from jaxscale.batch import Batch
 from jaxscale.config import DataConfig
-from jaxscale.data.corpus import Corpus
 from jaxscale.data.dataset import Dataset, Split, open_dataset
-from jaxscale.data.sources import draw, hash_identity
-from jaxscale.data.tokenizer import load
+from jaxscale.data.text.text_files import draw, hash_identity
+from jaxscale.data.tokens.corpus import Corpus
+from jaxscale.data.tokens.tokenizer import load
 
 BYTES = load("bytes")
 END = BYTES.boundary

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from jaxscale.batch import Batch
 from jaxscale.config import DataConfig
-from jaxscale.data.corpus import Corpus
 from jaxscale.data.dataset import Split, open_dataset
-from jaxscale.data.stream import batches
+from jaxscale.data.loader import batches
+from jaxscale.data.tokens.corpus import Corpus
 from tests.data.documents import (
     BYTES,
     END,

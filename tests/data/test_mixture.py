@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import DataConfig, ModelConfig, from_dict
 from jaxscale.data import mixture
 from jaxscale.data.dataset import Dataset, Progress, repeats
+from jaxscale.data.loader import batches
 from jaxscale.data.mixture import Mixture, fractions, mix, open_examples, take_turns
 from jaxscale.data.packing import Stream
-from jaxscale.data.stream import batches
-from jaxscale.trainer import fit, open_trainer
+from jaxscale.run.trainer import fit, open_trainer
+from jaxscale.training.checkpoint import Checkpoints
 from tests.data.documents import BYTES, assert_same, make_corpus, numbered, opened
 
 BATCH = 8
@@ -200,10 +200,14 @@ def test_a_member_that_begins_again_is_named(members):
 
 def test_digests_and_fingerprints_tell_mixtures_apart(members):
     found = [
-        mixed(members, 1, 1), mixed(members, 1, 2), mixed(members, 1, 1, 1),
-        mixed(members, [(0, 1.0), (9, 2.0)], 1), mixed(members, [(0, 1.0), (8, 2.0)], 1),
-        mixed(members[1:], 1, 1), mix(members[:2], [[(0, 1.0), (9, 2.0)], 1], global_batch_size=9),
-    ]  # fmt: skip
+        mixed(members, 1, 1),
+        mixed(members, 1, 2),
+        mixed(members, 1, 1, 1),
+        mixed(members, [(0, 1.0), (9, 2.0)], 1),
+        mixed(members, [(0, 1.0), (8, 2.0)], 1),
+        mixed(members[1:], 1, 1),
+        mix(members[:2], [[(0, 1.0), (9, 2.0)], 1], global_batch_size=9),
+    ]
     assert len({m.fingerprint for m in found}) == len(found)
     assert len({m.example_digest(range(8)) for m in found}) == len(found)
     same = mixed(members, 10, 10)
@@ -255,11 +259,13 @@ def test_entries_without_weights_are_one_text():
 def test_entries_that_cannot_be_mixed_are_named():
     corpus = dataclasses.replace(numbered(40), entries=(0, 20))
     with pytest.raises(ValueError, match=r"source\[1\] \(b\) has no weight, and other entries"):
-        open_examples(config_of(("a", 1), ("b", None)), BYTES, corpus, split="train",
-                      vocab_size=257)  # fmt: skip
+        open_examples(
+            config_of(("a", 1), ("b", None)), BYTES, corpus, split="train", vocab_size=257
+        )
     with pytest.raises(ValueError, match=r"data.source\[2\] \(c\) has no document that an entry"):
-        open_examples(config_of(("a", 1), ("b", 1), ("c", 1)), BYTES, corpus, split="train",
-                      vocab_size=257)  # fmt: skip
+        open_examples(
+            config_of(("a", 1), ("b", 1), ("c", 1)), BYTES, corpus, split="train", vocab_size=257
+        )
 
 
 def test_a_mixture_travels_to_workers_whole(members):
@@ -280,11 +286,18 @@ def test_a_run_of_a_mixture_says_what_it_sees(tmp_path, caplog):
         {"path": str(tmp_path / "code"), "weight": [[0, 0.0], [2, 1.0]]},
     ]
     model = ModelConfig(num_layers=1, d_model=32, head_dim=8, d_ff=32, vocab_size=280)
-    config = from_dict({
-        "model": dataclasses.asdict(model),
-        "data": {"source": source, "seq_len": 64, "heldout": 0.2, "objective": "span_corruption"},
-        "run": {"steps": 8},
-    })  # fmt: skip
+    config = from_dict(
+        {
+            "model": dataclasses.asdict(model),
+            "data": {
+                "source": source,
+                "seq_len": 64,
+                "heldout": 0.2,
+                "objective": "span_corruption",
+            },
+            "run": {"steps": 8},
+        }
+    )
     workdir = tmp_path / "run"
     with caplog.at_level("INFO", "jaxscale"):
         trainer = open_trainer(config, workdir)

@@ -17,7 +17,7 @@ from jaxscale.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from jaxscale.data import objectives
 from jaxscale.data.objectives import OBJECTIVES, Vocabulary, uniform
 from jaxscale.data.packing import Window, pad
-from jaxscale.run import device_batches, open_engine
+from jaxscale.run.setup import device_batches, open_engine
 from tests.data.documents import make_corpus, numbered, opened
 
 END = 0
@@ -286,8 +286,9 @@ def test_too_few_ids_say_how_many_are_needed():
 @pytest.fixture(scope="module")
 def trained():
     """A tiny config, its engine, and the documents of two sentences that it can learn."""
-    model = ModelConfig(num_layers=1, d_model=32, head_dim=8, d_ff=64, vocab_size=280,
-                        compute_dtype="float32")  # fmt: skip
+    model = ModelConfig(
+        num_layers=1, d_model=32, head_dim=8, d_ff=64, vocab_size=280, compute_dtype="float32"
+    )
     data = DataConfig(seq_len=64, global_batch_size=8, heldout=0)
     config = Config(model=model, data=data, optimizer=OptimizerConfig(learning_rate=1e-2))
     sentences = [b"the quick brown fox jumps over the lazy dog. ", b"0123456789 " * 4]

@@ -8,25 +8,42 @@ import jax
 import numpy as np
 import optax
 
-from jaxscale import hlo, hlo_collectives
 from jaxscale.batch import Batch
+from jaxscale.compiled import collectives, hlo
 from jaxscale.config import Config, from_dict
-from jaxscale.mesh import make_mesh
-from jaxscale.planner.collectives import step_traffic
-from jaxscale.step import Engine, TrainState, make_engine
+from jaxscale.planner.memory.zero_traffic import step_traffic
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.step import Engine, TrainState, make_engine
 
 SEQ_LEN, BATCH, VOCABULARY, STEPS = 32, 16, 257, 5
 LEARNING_RATE = 1e-2
 
 LLAMA = {
-    "num_layers": 4, "d_model": 64, "num_heads": 16, "num_kv_heads": 8, "head_dim": 4, "d_ff": 96,
-    "vocab_size": VOCABULARY, "qk_norm": True, "z_loss": 1e-3, "sliding_window": 11,
-}  # fmt: skip
+    "num_layers": 4,
+    "d_model": 64,
+    "num_heads": 16,
+    "num_kv_heads": 8,
+    "head_dim": 4,
+    "d_ff": 96,
+    "vocab_size": VOCABULARY,
+    "qk_norm": True,
+    "z_loss": 1e-3,
+    "sliding_window": 11,
+}
 GPT = {
-    "num_layers": 2, "d_model": 64, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "d_ff": 128,
-    "vocab_size": VOCABULARY, "family": "gpt", "tied_embeddings": True, "max_seq_len": SEQ_LEN,
-    "logit_soft_cap": 5.0, "qk_norm": True,
-}  # fmt: skip
+    "num_layers": 2,
+    "d_model": 64,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "head_dim": 8,
+    "d_ff": 128,
+    "vocab_size": VOCABULARY,
+    "family": "gpt",
+    "tied_embeddings": True,
+    "max_seq_len": SEQ_LEN,
+    "logit_soft_cap": 5.0,
+    "qk_norm": True,
+}
 
 
 def make_config(model: dict, layout: dict, dtype: str = "float64", **optimizer) -> Config:
@@ -36,13 +53,17 @@ def make_config(model: dict, layout: dict, dtype: str = "float64", **optimizer) 
             "model": {**model, "compute_dtype": dtype, "param_dtype": "float64"},
             "data": {"global_batch_size": BATCH, "seq_len": SEQ_LEN},
             "optimizer": {
-                "clip_norm": 0.5, "moment_dtype": "float64", "second_moment_dtype": "float64",
-                "accumulation_dtype": "float64", "learning_rate": LEARNING_RATE, **optimizer,
+                "clip_norm": 0.5,
+                "moment_dtype": "float64",
+                "second_moment_dtype": "float64",
+                "accumulation_dtype": "float64",
+                "learning_rate": LEARNING_RATE,
+                **optimizer,
             },
             "layout": {"data": 1, **layout},
             "run": {"steps": STEPS},
         }
-    )  # fmt: skip
+    )
 
 
 @functools.cache
@@ -60,10 +81,13 @@ def batches() -> list[Batch]:
         real = place < lengths
         made.append(
             Batch(
-                tokens[:, :-1], tokens[:, 1:], np.where(real, document + 1, 0).astype(np.int32),
-                (place - begin).astype(np.int32), real.astype(np.float32),
+                tokens[:, :-1],
+                tokens[:, 1:],
+                np.where(real, document + 1, 0).astype(np.int32),
+                (place - begin).astype(np.int32),
+                real.astype(np.float32),
             )
-        )  # fmt: skip
+        )
     return made
 
 
@@ -117,7 +141,7 @@ def check_collectives(config: Config, compiled: Any) -> None:
     """Over data and fsdp a step sends what theory says, to the array and to the byte."""
     sent, expected = collections.Counter(), collections.Counter()
     program = hlo.parse(compiled.as_text())
-    for one in hlo_collectives.collectives(program, config.layout.sizes):
+    for one in collectives.collectives(program, config.layout.sizes):
         scalars = one.num_bytes <= 8 * one.arrays
         if set(one.axes) <= {"data", "fsdp"} and not scalars:
             sent[one.kind, one.axes, "arrays"] += one.count * one.arrays

@@ -13,9 +13,13 @@ NUM_DEVICES = 8
 AXES = ("data", "fsdp", "context", "tensor")
 ACCUMULATIONS = (("sequential", 1), ("sequential", 2), ("layered", 2))
 REMATS = (
-    "none", "full", "save_matmuls", "save_all_but_attention", "save:query,attention,mlp_up",
+    "none",
+    "full",
+    "save_matmuls",
+    "save_all_but_attention",
+    "save:query,attention,mlp_up",
     "offload:key,value,mlp_gate",
-)  # fmt: skip
+)
 OFFLOADS = ("none", "optimizer", "activations", "optimizer,activations")
 METHODS = ("ring", "gather")
 
@@ -72,10 +76,14 @@ def name(layout: Choice) -> str:
 
 def _layout(axes, stage, accumulation, remat, offload, method) -> Choice:
     return {
-        **axes, "zero_stage": stage, "accumulation": accumulation[0],
-        "microbatches": accumulation[1], "remat": remat, "offload": offload,
+        **axes,
+        "zero_stage": stage,
+        "accumulation": accumulation[0],
+        "microbatches": accumulation[1],
+        "remat": remat,
+        "offload": offload,
         "context_method": method,
-    }  # fmt: skip
+    }
 
 
 def _stages(axes: Choice) -> tuple[int, ...]:

@@ -15,18 +15,19 @@ import pathlib
 import sys
 from unittest import mock
 
-from jaxscale import cluster, config, flags, processes
+from jaxscale import command_line, config
+from jaxscale.distributed import launcher, processes
 
 
 def train(argv: list[str]) -> int:
     """The command without compiling its sample, which `generate` makes too."""
-    with mock.patch("jaxscale.sampling.sample", return_value=[""]):
+    with mock.patch("jaxscale.training.sampling.sample", return_value=[""]):
         return importlib.import_module("jaxscale.train").main(argv)
 
 
 def fit(argv: list[str]) -> int:
     """Trains only; the status as that of `train`."""
-    from jaxscale import trainer  # noqa: PLC0415
+    from jaxscale.run import trainer  # noqa: PLC0415
 
     # One program for all runs of a process: their shapes and layouts are the same.
     trainer.compile_step = functools.partial(_compiled_once, trainer.compile_step)
@@ -54,14 +55,14 @@ def main(argv: list[str]) -> None:
     """Runs the commands of a JSON file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("commands", type=pathlib.Path)
-    cluster.add_flags(parser)
+    launcher.add_flags(parser)
     options = parser.parse_args(argv)
-    flags.log_to_stdout()
+    command_line.log_to_stdout()
     print(f"pid {os.getpid()}", flush=True)
-    with processes.together(cluster.find(options), {}, options.commands.parent):
+    with processes.together(launcher.find(options), {}, options.commands.parent):
         # What a command sets up anew is there.
         processes.together = lambda *arguments: contextlib.nullcontext()
-        flags.log_to_stdout = lambda: None
+        command_line.log_to_stdout = lambda: None
         for name, *arguments in json.loads(options.commands.read_text()):
             run = {"fit": fit, "train": train}.get(name)
             run = run or importlib.import_module(f"jaxscale.{name}").main

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale import hlo, hlo_collectives
 from jaxscale.batch import Batch
+from jaxscale.compiled import collectives, hlo
 from jaxscale.config import from_dict
 from tests.invariants.layouts import GPT, LLAMA, make_config, open_engine, relative_error, run
 from tests.invariants.test_layouts import INVOLUNTARY, one_device
@@ -18,12 +18,21 @@ from tests.invariants.test_layouts import INVOLUNTARY, one_device
 LAYOUTS = [
     ("llama", {"context": 2, "tensor": 2, "fsdp": 2, "zero_stage": 3, "microbatches": 2}),
     ("llama", {"context": 4, "fsdp": 2, "zero_stage": 1, "remat": "full"}),
-    ("llama", {"context": 2, "fsdp": 4, "zero_stage": 2, "microbatches": 2,
-               "accumulation": "layered", "remat": "save_all_but_attention",
-               "context_method": "gather"}),
+    (
+        "llama",
+        {
+            "context": 2,
+            "fsdp": 4,
+            "zero_stage": 2,
+            "microbatches": 2,
+            "accumulation": "layered",
+            "remat": "save_all_but_attention",
+            "context_method": "gather",
+        },
+    ),
     ("gpt", {"context": 2, "tensor": 4}),
     ("gpt", {"context": 4, "data": 2, "zero_stage": 0, "context_method": "gather"}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=str)
@@ -49,13 +58,19 @@ def compiled(**layout):
     config = from_dict(
         {
             "model": {
-                "num_layers": 2, "d_model": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
-                "d_ff": 128, "vocab_size": 256, "compute_dtype": "float32",
+                "num_layers": 2,
+                "d_model": 64,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "head_dim": 16,
+                "d_ff": 128,
+                "vocab_size": 256,
+                "compute_dtype": "float32",
             },
             "data": {"global_batch_size": 1, "seq_len": SEQ_LEN},
             "layout": {"data": 1, "remat": "full", **layout},
         }
-    )  # fmt: skip
+    )
     engine = open_engine(config)
     return engine, engine.step.lower(engine.abstract_state, engine.abstract_batch).compile()
 
@@ -70,7 +85,7 @@ def context_bytes(**layout):
     """Kind of collective -> bytes, of those over context in a step."""
     engine, program = compiled(**layout)
     found = collections.Counter()
-    for one in hlo_collectives.collectives(hlo.parse(program.as_text()), dict(engine.mesh.shape)):
+    for one in collectives.collectives(hlo.parse(program.as_text()), dict(engine.mesh.shape)):
         if "context" in one.axes:
             found[one.kind] += one.count * one.num_bytes
     return found
@@ -97,8 +112,13 @@ def test_a_sequence_that_one_device_cannot_hold_trains():
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, (1, SEQ_LEN + 1)).astype(np.int32)
     place = np.arange(SEQ_LEN, dtype=np.int32)[None]
-    batch = Batch(tokens[:, :-1], tokens[:, 1:], 1 + place // 5000, place % 5000,
-                  np.ones((1, SEQ_LEN), np.float32))  # fmt: skip
+    batch = Batch(
+        tokens[:, :-1],
+        tokens[:, 1:],
+        1 + place // 5000,
+        place % 5000,
+        np.ones((1, SEQ_LEN), np.float32),
+    )
     results = []
     for layout in ({"context": 4}, {}):
         engine, program = compiled(**layout)

@@ -9,7 +9,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale import hlo, hlo_cost
+from jaxscale.compiled import flops as hlo_cost
+from jaxscale.compiled import hlo
 from tests.invariants import matrix
 from tests.invariants.layouts import (
     GPT,

@@ -3,13 +3,19 @@
 import pytest
 
 from jaxscale.config import Config, from_dict
-from jaxscale.planner.memory import memory
+from jaxscale.planner.memory.step import memory
 from tests.invariants.layouts import open_engine
 
 LLAMA = {
-    "num_layers": 6, "d_model": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 48,
-    "d_ff": 320, "vocab_size": 384, "compute_dtype": "float32",
-}  # fmt: skip
+    "num_layers": 6,
+    "d_model": 128,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 48,
+    "d_ff": 320,
+    "vocab_size": 384,
+    "compute_dtype": "float32",
+}
 GPT = LLAMA | {"family": "gpt", "tied_embeddings": True, "max_seq_len": 64}
 LAYERED = {"microbatches": 4, "accumulation": "layered"}
 QKVA = "query,key,value,attention"
@@ -50,55 +56,98 @@ CASES = {
     "stage 3, offload": case(fsdp(3, offload="optimizer,activations"), 64),
     "stage 3, offload names": case(fsdp(3, f"offload:{QKVA}"), 64),
     "one device": case({"remat": "full", "microbatches": 4}),
-    "data and fsdp": case({"data": 2, "fsdp": 2, "zero_stage": 2, "microbatches": 2,
-                           "remat": "full"}, 32),
+    "data and fsdp": case(
+        {"data": 2, "fsdp": 2, "zero_stage": 2, "microbatches": 2, "remat": "full"}, 32
+    ),
     "tensor": case({"fsdp": 2, "tensor": 2, "remat": "full"}, 32),
     "context": case({"fsdp": 2, "context": 2, "remat": "full"}, 32),
     "few tokens, stage 0": case(fsdp(0), 4, 16),
     "muon, layers dealt": case({"fsdp": 2, "zero_stage": 0, "remat": "full"}, 4, name="muon"),
     "large vocabulary": case(fsdp(3), 64, model={"num_layers": 2, "vocab_size": 4096}),
     "gpt": case(fsdp(3), 64, model=GPT),
-}  # fmt: skip
+}
 PIPELINES = {
     "1f1b": case({"pipeline": 4, "microbatches": 8, "remat": "none"}, 32, model={"num_layers": 8}),
-    "1f1b, two of four passes kept": case({"pipeline": 4, "microbatches": 8, "remat": "keep:2"}, 32,
-                                          model={"num_layers": 8}),
+    "1f1b, two of four passes kept": case(
+        {"pipeline": 4, "microbatches": 8, "remat": "keep:2"}, 32, model={"num_layers": 8}
+    ),
     "interleaved, stage 3, full": case(
-        {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "interleaved",
-         "virtual_stages": 2, "remat": "full"}, 32, model={"num_layers": 8}
+        {
+            "pipeline": 2,
+            "fsdp": 2,
+            "tensor": 2,
+            "microbatches": 4,
+            "schedule": "interleaved",
+            "virtual_stages": 2,
+            "remat": "full",
+        },
+        32,
+        model={"num_layers": 8},
     ),
     "breadth first, stage 1": case(
-        {"pipeline": 2, "fsdp": 2, "zero_stage": 1, "microbatches": 4, "virtual_stages": 2,
-         "schedule": "breadth_first:fused", "remat": "full"}, 16,
-        model={"num_layers": 8, "vocab_size": 4096}
+        {
+            "pipeline": 2,
+            "fsdp": 2,
+            "zero_stage": 1,
+            "microbatches": 4,
+            "virtual_stages": 2,
+            "schedule": "breadth_first:fused",
+            "remat": "full",
+        },
+        16,
+        model={"num_layers": 8, "vocab_size": 4096},
     ),
-}  # fmt: skip
+}
 MORE_PIPELINES = {
-    "1f1b, full": case({"pipeline": 4, "microbatches": 8, "remat": "full"}, 32,
-                       model={"num_layers": 8}),
+    "1f1b, full": case(
+        {"pipeline": 4, "microbatches": 8, "remat": "full"}, 32, model={"num_layers": 8}
+    ),
     "zb_h1, stage 2": case(
-        {"pipeline": 2, "fsdp": 2, "data": 2, "zero_stage": 2, "microbatches": 4,
-         "schedule": "zb_h1", "remat": "save_matmuls"}, 64, model={"num_layers": 8}
+        {
+            "pipeline": 2,
+            "fsdp": 2,
+            "data": 2,
+            "zero_stage": 2,
+            "microbatches": 4,
+            "schedule": "zb_h1",
+            "remat": "save_matmuls",
+        },
+        64,
+        model={"num_layers": 8},
     ),
     "zb_v, gpt, uneven": case(
-        {"pipeline": 2, "microbatches": 6, "zero_stage": 0, "schedule": "zb_v"}, 24,
-        model=GPT | {"num_layers": 7}
+        {"pipeline": 2, "microbatches": 6, "zero_stage": 0, "schedule": "zb_v"},
+        24,
+        model=GPT | {"num_layers": 7},
     ),
-}  # fmt: skip
+}
 WIDE_HEADS = {"num_layers": 4, "d_model": 192, "num_heads": 6, "num_kv_heads": 6, "head_dim": 32}
 MORE_CASES = {
     "one device, none": case({}),
     "stage 0, none": case(fsdp(0, "none"), 64),
     "tensor, none": case({"tensor": 2, "zero_stage": 0}),
     "context, none": case({"context": 2, "zero_stage": 0}),
-    "context, tensor and fsdp": case({"context": 2, "tensor": 2, "fsdp": 2, "microbatches": 2,
-                                      "remat": "save_all_but_attention"}, 16, 128),
-    "layered over data": case({"data": 4, "zero_stage": 0, "microbatches": 2,
-                               "accumulation": "layered"}, 64),
+    "context, tensor and fsdp": case(
+        {
+            "context": 2,
+            "tensor": 2,
+            "fsdp": 2,
+            "microbatches": 2,
+            "remat": "save_all_but_attention",
+        },
+        16,
+        128,
+    ),
+    "layered over data": case(
+        {"data": 4, "zero_stage": 0, "microbatches": 2, "accumulation": "layered"}, 64
+    ),
     "long sequences": case({"fsdp": 2, "zero_stage": 1, "remat": "full"}, 4, 512),
     "gpt, none": case(fsdp(0, "none"), 64, model=GPT),
-    "gpt, layered": case({"fsdp": 2, "microbatches": 2, "accumulation": "layered",
-                          "remat": "save_matmuls"}, 32, model=GPT),
+    "gpt, layered": case(
+        {"fsdp": 2, "microbatches": 2, "accumulation": "layered", "remat": "save_matmuls"},
+        32,
+        model=GPT,
+    ),
     "qk_norm": case({"fsdp": 2}, model={"qk_norm": True}),
     "all heads": case({"fsdp": 2, "remat": f"save:{QKVA}"}, 16, 128, model=WIDE_HEADS),
     "wide mlp": case(fsdp(3, f"save:{QKVA},attention_out"), 64, model={"d_ff": 1024}),
@@ -109,9 +158,10 @@ MORE_CASES = {
     "few tokens": case(fsdp(2), 4, 16),
     "muon": case({"remat": "full"}, 4, name="muon"),
     "muon, stage 3": case(fsdp(3), 4, name="muon"),
-    "muon, data and tensor": case({"data": 2, "fsdp": 2, "tensor": 2, "remat": "full"}, 16,
-                                  name="muon"),
-}  # fmt: skip
+    "muon, data and tensor": case(
+        {"data": 2, "fsdp": 2, "tensor": 2, "remat": "full"}, 16, name="muon"
+    ),
+}
 
 
 def check(config: Config) -> None:

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale.checkpoint import Checkpoints
-from jaxscale.pipeline.csv_order import write_csv
-from jaxscale.pipeline.orders import make_order
-from jaxscale.sharding import is_axes
+from jaxscale.pipeline.schedule_csv import write_csv
+from jaxscale.pipeline.schedules import make_order
+from jaxscale.sharding.resolve import is_axes
+from jaxscale.training.checkpoint import Checkpoints
 from tests.invariants.layouts import (
     GPT,
     VOCABULARY,
@@ -28,27 +28,37 @@ from tests.invariants.test_layouts import INVOLUNTARY
 
 # Nine layers, which divide over no number of stages here.
 LLAMA = {
-    "num_layers": 9, "d_model": 32, "num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "d_ff": 48,
-    "vocab_size": VOCABULARY, "z_loss": 1e-3,
-}  # fmt: skip
+    "num_layers": 9,
+    "d_model": 32,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "head_dim": 8,
+    "d_ff": 48,
+    "vocab_size": VOCABULARY,
+    "z_loss": 1e-3,
+}
 DEEP_GPT = {**GPT, "num_layers": 5, "d_model": 32, "num_heads": 4, "num_kv_heads": 4, "d_ff": 64}
 MODELS = {"llama": LLAMA, "gpt": DEEP_GPT}
 
 CHOICES = (
     [
-        {"schedule": "gpipe"}, {"schedule": "1f1b"}, {"schedule": "1f1b:fused"},
+        {"schedule": "gpipe"},
+        {"schedule": "1f1b"},
+        {"schedule": "1f1b:fused"},
         {"schedule": "interleaved", "virtual_stages": 2},
-        {"schedule": "breadth_first", "virtual_stages": 2}, {"schedule": "zb_h2"},
+        {"schedule": "breadth_first", "virtual_stages": 2},
+        {"schedule": "zb_h2"},
         {"schedule": "zb_v"},
     ],
     [
-        {"pipeline": 4, "fsdp": 2}, {"pipeline": 2, "data": 2, "fsdp": 2},
+        {"pipeline": 4, "fsdp": 2},
+        {"pipeline": 2, "data": 2, "fsdp": 2},
         {"pipeline": 2, "fsdp": 2, "tensor": 2},
         {"pipeline": 2, "fsdp": 2, "context": 2, "context_method": "gather"},
     ],
     [{"zero_stage": stage} for stage in range(4)],
     [{"remat": "none"}, {"remat": "full"}, {"remat": "keep:1"}, {"remat": "save:query,attention"}],
-)  # fmt: skip
+)
 
 
 def every_pipeline() -> list[dict[str, Any]]:
@@ -170,9 +180,14 @@ def test_evaluation_is_one_device():
     layouts = [
         {},
         {"pipeline": 2, "schedule": "zb_v", "microbatches": 4, "fsdp": 2, "zero_stage": 3},
-        {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4,
-         "tensor": 2},
-    ]  # fmt: skip
+        {
+            "pipeline": 2,
+            "schedule": "interleaved",
+            "virtual_stages": 2,
+            "microbatches": 4,
+            "tensor": 2,
+        },
+    ]
     results = []
     for layout in layouts:
         engine = open_engine(make_config(LLAMA, layout))

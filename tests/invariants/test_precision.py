@@ -12,15 +12,21 @@ import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.config import from_dict
-from jaxscale.ops.context import balanced_order
-from jaxscale.step import mean_and_norm
+from jaxscale.ops.context_attention import balanced_order
+from jaxscale.training.step import mean_and_norm
 from tests.invariants.layouts import compile_step, open_engine
 
 SEQ_LEN, SEQUENCES, DOCUMENT, VOCABULARY, LAYERS = 1024, 32, 64, 1000, 2
 MODEL = {
-    "num_layers": LAYERS, "d_model": 32, "num_heads": 2, "head_dim": 16, "d_ff": 64,
-    "vocab_size": VOCABULARY, "qk_norm": True, "max_seq_len": SEQ_LEN,
-}  # fmt: skip
+    "num_layers": LAYERS,
+    "d_model": 32,
+    "num_heads": 2,
+    "head_dim": 16,
+    "d_ff": 64,
+    "vocab_size": VOCABULARY,
+    "qk_norm": True,
+    "max_seq_len": SEQ_LEN,
+}
 MODELS = {
     "llama": MODEL | {"num_kv_heads": 1},
     "gpt": MODEL | {"family": "gpt", "num_kv_heads": 2, "tied_embeddings": True},
@@ -56,12 +62,16 @@ def make_engine(family: str, dtype: str, layout: dict[str, Any]) -> Any:
             {
                 "model": MODELS[family] | {"compute_dtype": dtype},
                 "data": {"global_batch_size": SEQUENCES, "seq_len": SEQ_LEN},
-                "optimizer": {"b1": 0.0, "clip_norm": 0.0, "accumulation_dtype": "float32",
-                              "moment_dtype": "float64"},
+                "optimizer": {
+                    "b1": 0.0,
+                    "clip_norm": 0.0,
+                    "accumulation_dtype": "float32",
+                    "moment_dtype": "float64",
+                },
                 "layout": {"data": 1, **layout},
             }
         )
-    )  # fmt: skip
+    )
 
 
 @functools.cache
@@ -113,10 +123,13 @@ def test_gradients_are_as_exact_as_their_terms(family, layout):
     expected, expected_metrics = exact(family)
     bound = 2**-9 * ROUNDINGS**0.5
     errors = jax.tree_util.tree_map_with_path(
-        lambda path, got, wanted: (np.linalg.norm(got - wanted) / np.linalg.norm(wanted),
-                                   jax.tree_util.keystr(path)),
-        gradients, expected,
-    )  # fmt: skip
+        lambda path, got, wanted: (
+            np.linalg.norm(got - wanted) / np.linalg.norm(wanted),
+            jax.tree_util.keystr(path),
+        ),
+        gradients,
+        expected,
+    )
     errors = jax.tree.leaves(errors, is_leaf=lambda node: type(node) is tuple)
     assert max(errors)[0] < bound, max(errors)
     np.testing.assert_allclose(metrics.grad_norm, expected_metrics.grad_norm, rtol=bound)

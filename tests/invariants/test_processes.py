@@ -21,17 +21,27 @@ from tests.invariants import several
 STEPS = 4
 
 TINY = (
-    "data.seq_len=16", "model.d_model=32", "model.d_ff=64", "model.num_kv_heads=4",
-    "model.compute_dtype=float64", "model.param_dtype=float64", "optimizer.moment_dtype=float64",
-    "optimizer.second_moment_dtype=float64", "optimizer.accumulation_dtype=float64",
-    "layout.fsdp=2", "layout.tensor=2", f"run.steps={STEPS}", "run.checkpoint_every=2",
-)  # fmt: skip
+    "data.seq_len=16",
+    "model.d_model=32",
+    "model.d_ff=64",
+    "model.num_kv_heads=4",
+    "model.compute_dtype=float64",
+    "model.param_dtype=float64",
+    "optimizer.moment_dtype=float64",
+    "optimizer.second_moment_dtype=float64",
+    "optimizer.accumulation_dtype=float64",
+    "layout.fsdp=2",
+    "layout.tensor=2",
+    f"run.steps={STEPS}",
+    "run.checkpoint_every=2",
+)
 
 ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_X64": "1",
     # Their programs run for milliseconds: quick to compile is best.
     "XLA_FLAGS": "--xla_backend_optimization_level=0",
-}  # fmt: skip
+}
 
 
 class Group:
@@ -40,11 +50,23 @@ class Group:
     def __init__(self, file: pathlib.Path, count: int, devices: int, commands: list):
         file.write_text(json.dumps([list(map(str, command)) for command in commands]))
         self.process = subprocess.Popen(
-            [sys.executable, "tools/launch/local.py", str(count), "--", sys.executable,
-             "-W", "error", "-m", "tests.invariants.several", str(file)],
+            [
+                sys.executable,
+                "tools/launch/local.py",
+                str(count),
+                "--",
+                sys.executable,
+                "-W",
+                "error",
+                "-m",
+                "tests.invariants.several",
+                str(file),
+            ],
             env=os.environ | ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(devices)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         self.lines: list[str] = []
         self._reading = threading.Thread(target=self._read)
         self._reading.start()
@@ -149,15 +171,25 @@ def two(folder, one):
     settings = [f"--config.{setting}" for setting in (*TINY, f"run.eval_every={STEPS}")]
     endless = fit(workdir, "run.steps=1000000", "run.checkpoint_every=0")
     commands = [
-        ("train", "--config", "configs/tiny.py", "--workdir", workdir, *settings, "--trackers",
-         "none", "--json", folder / "train.json"),
+        (
+            "train",
+            "--config",
+            "configs/tiny.py",
+            "--workdir",
+            workdir,
+            *settings,
+            "--trackers",
+            "none",
+            "--json",
+            folder / "train.json",
+        ),
         fit(continued(one, "one_then_two")),
         ("evaluate", "--workdir", workdir, "--json", folder / "evaluate.json", "--max_batches", 8),
         ("generate", "--workdir", workdir, "--prompt", "", "--json", folder / "generate.json"),
         ("doctor", "--json", folder / "doctor.json"),
         endless,
         endless,
-    ]  # fmt: skip
+    ]
     with group(folder / "two.commands", 2, 4, commands) as running:
         running.await_line("[0] train: 0")
         shutil.copytree(workdir, folder / "two_done")  # before it is trained on

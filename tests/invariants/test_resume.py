@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale.checkpoint import Checkpoints
 from jaxscale.config import load
-from jaxscale.run import device_batches, open_engine, open_text
+from jaxscale.run.setup import device_batches, open_engine, open_text
+from jaxscale.training.checkpoint import Checkpoints
 
 STEPS = 5
 
@@ -18,11 +18,18 @@ def make(*overrides):
     return open_engine(
         load(
             "configs/tiny.py",
-            ["model.compute_dtype=float64", "model.param_dtype=float64", "model.num_kv_heads=4",
-             "optimizer.moment_dtype=float64", "optimizer.second_moment_dtype=float64",
-             "optimizer.accumulation_dtype=float64", "data.seq_len=32", *overrides],
+            [
+                "model.compute_dtype=float64",
+                "model.param_dtype=float64",
+                "model.num_kv_heads=4",
+                "optimizer.moment_dtype=float64",
+                "optimizer.second_moment_dtype=float64",
+                "optimizer.accumulation_dtype=float64",
+                "data.seq_len=32",
+                *overrides,
+            ],
         )
-    )  # fmt: skip
+    )
 
 
 def advance(engine, text, state, begin, end=STEPS, seen=lambda step, state: None):

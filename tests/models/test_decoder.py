@@ -11,7 +11,7 @@ import pytest
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig, load
 from jaxscale.models.decoder import Decoder, exact_normal, plain_kernels
-from jaxscale.sharding import is_axes
+from jaxscale.sharding.resolve import is_axes
 
 CONFIGS = sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))
 SMALL = ModelConfig(num_kv_heads=2, compute_dtype="float64", param_dtype="float64")
@@ -45,8 +45,10 @@ def test_every_dimension_has_a_name(config):
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     jax.tree.map(
         lambda axes, leaf: None if len(axes) == leaf.ndim else pytest.fail(f"{axes} {leaf.shape}"),
-        model.axes, shapes, is_leaf=is_axes,
-    )  # fmt: skip
+        model.axes,
+        shapes,
+        is_leaf=is_axes,
+    )
 
 
 @pytest.mark.parametrize("config", [SMALL, GPT], ids=["llama", "gpt"])
@@ -78,9 +80,17 @@ def test_rows_beyond_the_vocabulary_never_matter():
 def test_operations_are_those_that_the_compiler_counts(family):
     """Within 3 %: the formula leaves out norms, activations, the softmax and rotary positions."""
     config = ModelConfig(
-        num_layers=1, d_model=512, num_heads=8, num_kv_heads=4, head_dim=64, d_ff=2048,
-        vocab_size=4096, family=family, tied_embeddings=family == "gpt", compute_dtype="float32",
-    )  # fmt: skip
+        num_layers=1,
+        d_model=512,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        d_ff=2048,
+        vocab_size=4096,
+        family=family,
+        tied_embeddings=family == "gpt",
+        compute_dtype="float32",
+    )
     model = Decoder(config, plain_kernels(config))
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     ints = jax.ShapeDtypeStruct((1, 128), np.int32)

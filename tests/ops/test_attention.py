@@ -10,9 +10,9 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.ops import blockwise, kernels
+from jaxscale.ops import attention_kernels, blockwise
 from jaxscale.ops.attention import attention, check, choose, decode_attention
-from jaxscale.ops.kernels import maskless
+from jaxscale.ops.attention_kernels import maskless
 
 reference = functools.partial(attention, implementation="reference")
 
@@ -120,7 +120,7 @@ def test_narrow_types_are_close_to_float64_and_kept(implementation, dtype):
 def test_splash_is_the_reference(window, kv_heads):
     with jax.enable_x64(False):
         args = arguments(256, 2, kv_heads, head_dim=16, dtype=jnp.float32, batch=1)
-        kernel = functools.partial(kernels.splash, sliding_window=window, interpret=True)
+        kernel = functools.partial(attention_kernels.splash, sliding_window=window, interpret=True)
         expected = with_gradients(functools.partial(reference, sliding_window=window))(*args)
         assert_close(with_gradients(kernel)(*args), expected, 1e-5)
 
@@ -211,15 +211,22 @@ def test_heads_may_be_sharded_where_other_axes_are_manual(nested):
     if nested:
         heads = P(None, None, "tensor")
         run = jax.shard_map(
-            run, in_specs=(heads, heads, heads, P()), out_specs=heads, axis_names={"tensor"},
+            run,
+            in_specs=(heads, heads, heads, P()),
+            out_specs=heads,
+            axis_names={"tensor"},
             check_vma=False,
-        )  # fmt: skip
+        )
     step = jax.jit(
         jax.shard_map(
-            lambda q, k, v, s: with_gradients(run)(q, k, v, s), mesh=mesh, in_specs=P("fsdp"),
-            out_specs=P("fsdp"), axis_names={"fsdp"}, check_vma=False,
+            lambda q, k, v, s: with_gradients(run)(q, k, v, s),
+            mesh=mesh,
+            in_specs=P("fsdp"),
+            out_specs=P("fsdp"),
+            axis_names={"fsdp"},
+            check_vma=False,
         )
-    )  # fmt: skip
+    )
     sharded = [jax.device_put(x, NamedSharding(mesh, P("fsdp", None, "tensor"))) for x in args[:3]]
     half = [with_gradients(reference)(*(x[rows : rows + 2] for x in args)) for rows in (0, 2)]
     expected = [np.concatenate(parts) for parts in zip(*half)]

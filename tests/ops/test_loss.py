@@ -179,10 +179,14 @@ def test_the_vocabulary_may_be_sharded_over_an_axis_that_the_compiler_handles():
     rows = P("fsdp")
     step = jax.jit(
         jax.shard_map(
-            local, mesh=mesh, in_specs=(rows, P(), rows, rows), out_specs=(P(), rows),
-            axis_names={"fsdp"}, check_vma=False,
+            local,
+            mesh=mesh,
+            in_specs=(rows, P(), rows, rows),
+            out_specs=(P(), rows),
+            axis_names={"fsdp"},
+            check_vma=False,
         )
-    )  # fmt: skip
+    )
     sharded_head = jax.device_put(head, NamedSharding(mesh, P(None, "tensor")))
     (loss, nll, grad_head), grad_x = step(x, sharded_head, targets, weights)
     expected, grads = value_and_grads(plain)(x, head, targets, weights)

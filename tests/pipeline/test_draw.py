@@ -4,8 +4,8 @@ import matplotlib.image
 import pytest
 
 from jaxscale.pipeline import draw
-from jaxscale.pipeline.orders import make_order
-from jaxscale.pipeline.records import NOP, B, F, R, W, X
+from jaxscale.pipeline.operations import NOP, B, F, R, W, X
+from jaxscale.pipeline.schedules import make_order
 from jaxscale.pipeline.simulate import Costs, simulate
 from jaxscale.pipeline.table import compile_order
 

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from jaxscale.pipeline import draw
-from jaxscale.pipeline.orders import SCHEDULES, make_order
+from jaxscale.pipeline.schedules import SCHEDULES, make_order
 from jaxscale.pipeline.simulate import Costs, simulate
 from jaxscale.pipeline.table import compile_order
 

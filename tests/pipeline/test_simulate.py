@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxscale.pipeline.orders import make_order
+from jaxscale.pipeline.schedules import make_order
 from jaxscale.pipeline.simulate import Costs, simulate
 from jaxscale.pipeline.table import compile_order
 

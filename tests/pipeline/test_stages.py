@@ -5,9 +5,9 @@ import pytest
 
 from jaxscale.layout import SCHEDULES as NAMES
 from jaxscale.layout import Layout
-from jaxscale.pipeline.csv_order import write_csv
-from jaxscale.pipeline.orders import SCHEDULES, make_order
-from jaxscale.pipeline.records import F
+from jaxscale.pipeline.operations import F
+from jaxscale.pipeline.schedule_csv import write_csv
+from jaxscale.pipeline.schedules import SCHEDULES, make_order
 from jaxscale.pipeline.simulate import Costs, simulate
 from jaxscale.pipeline.stages import RUNNABLE, best_dealing, deal, open_stages
 from jaxscale.pipeline.table import compile_order
@@ -15,9 +15,13 @@ from jaxscale.pipeline.table import compile_order
 
 def stages_of(schedule, pipeline, microbatches, num_layers, virtual_stages=0, head=0.0, **layout):
     layout = Layout(
-        schedule=schedule, pipeline=pipeline, microbatches=microbatches, data=1,
-        virtual_stages=virtual_stages, **layout,
-    )  # fmt: skip
+        schedule=schedule,
+        pipeline=pipeline,
+        microbatches=microbatches,
+        data=1,
+        virtual_stages=virtual_stages,
+        **layout,
+    )
     return open_stages(layout, num_layers, head)
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxscale.pipeline.csv_order import read_csv, write_csv
-from jaxscale.pipeline.orders import make_order
-from jaxscale.pipeline.records import Op, Order, loop, zigzag
+from jaxscale.pipeline.operations import Op, Order, loop, zigzag
+from jaxscale.pipeline.schedule_csv import read_csv, write_csv
+from jaxscale.pipeline.schedules import make_order
 from jaxscale.pipeline.table import compile_order
 
 CASES = [

@@ -5,32 +5,53 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxscale.planner import energy, published
-from jaxscale.planner.choice import Choice
-from jaxscale.planner.cost import cost
-from jaxscale.planner.machine import cluster
-from jaxscale.planner.shape import Shape
-from jaxscale.planner.software import MEGATRON_2021, MEGATRON_DEEPSPEED, TORCH_FSDP
+from jaxscale.planner.cost import energy
+from jaxscale.planner.cost.cluster import cluster
+from jaxscale.planner.cost.step import cost
+from jaxscale.planner.memory import other_trainers
+from jaxscale.planner.model.parallelism import Choice
+from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.validation.trainers import MEGATRON_2021, MEGATRON_DEEPSPEED, TORCH_FSDP
 
 FRONTIER = replace(MEGATRON_DEEPSPEED, attention="flash2", attention_seen=True)
 
 
 def gpt(layers, d_model, heads, seq_len=2048):
     return Shape(
-        layers, d_model, heads, heads, d_model // heads, 4 * d_model, gated=False, vocab=50688,
-        tied=True, seq_len=seq_len, biases=True, learned_positions=True,
-    )  # fmt: skip
+        layers,
+        d_model,
+        heads,
+        heads,
+        d_model // heads,
+        4 * d_model,
+        gated=False,
+        vocab=50688,
+        tied=True,
+        seq_len=seq_len,
+        biases=True,
+        learned_positions=True,
+    )
 
 
 def test_tensor_parallelism_collapses_beyond_the_node():
     """1.4B on 32 dies of MI250X (arXiv 2312.12705): slower with every doubling, and the more so
     once a group leaves its node of eight."""
     found = [
-        cost(gpt(24, 2112, 24), cluster("mi250x", 32),
-             Choice(tensor=t, fsdp=32 // t, zero_stage=1, microbatch=4, microbatches=2 * t,
-                    remat="full", traits=FRONTIER)).step_seconds
+        cost(
+            gpt(24, 2112, 24),
+            cluster("mi250x", 32),
+            Choice(
+                tensor=t,
+                fsdp=32 // t,
+                zero_stage=1,
+                microbatch=4,
+                microbatches=2 * t,
+                remat="full",
+                traits=FRONTIER,
+            ),
+        ).step_seconds
         for t in (1, 2, 4, 8, 16, 32)
-    ]  # fmt: skip
+    ]
     steps = np.array(found[1:]) / np.array(found[:-1])
     assert (steps > 1).all()
     assert found[2] / found[0] < 1.4
@@ -40,9 +61,10 @@ def test_tensor_parallelism_collapses_beyond_the_node():
 def throughput(p, microbatches):
     """Tokens a second and device of 175B."""
     found = cost(
-        gpt(96, 12288, 96), cluster("mi250x", 8 * p),
+        gpt(96, 12288, 96),
+        cluster("mi250x", 8 * p),
         Choice(tensor=8, pipeline=p, microbatches=microbatches, remat="full", traits=FRONTIER),
-    )  # fmt: skip
+    )
     return microbatches * 2048 / found.step_seconds / (8 * p)
 
 
@@ -59,14 +81,28 @@ def test_throughput_is_flat_at_a_fixed_ratio_of_stages_to_microbatches():
 @pytest.mark.parametrize(
     ("shape", "choice", "teraflops"),
     [
-        (gpt(48, 6144, 48),
-         Choice(pipeline=8, data=2, zero_stage=0, microbatches=320, remat="full",
-                traits=FRONTIER), 73.5),
-        (gpt(96, 12288, 96),
-         Choice(tensor=4, pipeline=16, fsdp=2, zero_stage=1, microbatches=640, remat="full",
-                traits=FRONTIER), 69.2),
+        (
+            gpt(48, 6144, 48),
+            Choice(
+                pipeline=8, data=2, zero_stage=0, microbatches=320, remat="full", traits=FRONTIER
+            ),
+            73.5,
+        ),
+        (
+            gpt(96, 12288, 96),
+            Choice(
+                tensor=4,
+                pipeline=16,
+                fsdp=2,
+                zero_stage=1,
+                microbatches=640,
+                remat="full",
+                traits=FRONTIER,
+            ),
+            69.2,
+        ),
     ],
-)  # fmt: skip
+)
 def test_frontiers_throughput(shape, choice, teraflops):
     """Operations of the hardware, with recomputation, by the authors' formula; to a tenth."""
     devices = int(choice.num_devices)
@@ -80,27 +116,47 @@ def test_frontiers_throughput(shape, choice, teraflops):
 def test_mt5_xxl_is_faster_with_the_second_stage_than_with_the_third(nodes):
     """arXiv 2310.05350; sign only."""
     xxl = Shape(
-        24, 4096, 64, 64, 64, 10240, gated=True, vocab=250112, tied=False, seq_len=512,
-        causal=False, encoder_layers=24, encoder_seq_len=1024,
-    )  # fmt: skip
-    traits = replace(MEGATRON_2021, overlap_gradients=True, overlap_parameters=True,
-                     reduce_each=True)  # fmt: skip
+        24,
+        4096,
+        64,
+        64,
+        64,
+        10240,
+        gated=True,
+        vocab=250112,
+        tied=False,
+        seq_len=512,
+        causal=False,
+        encoder_layers=24,
+        encoder_seq_len=1024,
+    )
+    traits = replace(
+        MEGATRON_2021, overlap_gradients=True, overlap_parameters=True, reduce_each=True
+    )
     second, third = (
-        cost(xxl, cluster("a100-80", 8 * nodes),
-             Choice(fsdp=8 * nodes, zero_stage=stage, microbatch=4, microbatches=8 // nodes,
-                    remat="full", traits=traits)).step_seconds
+        cost(
+            xxl,
+            cluster("a100-80", 8 * nodes),
+            Choice(
+                fsdp=8 * nodes,
+                zero_stage=stage,
+                microbatch=4,
+                microbatches=8 // nodes,
+                remat="full",
+                traits=traits,
+            ),
+        ).step_seconds
         for stage in (2, 3)
-    )  # fmt: skip
+    )
     assert second < third
 
 
-LLAMA_7B = Shape(
-    32, 4096, 32, 32, 128, 11008, gated=True, vocab=32000, tied=False, seq_len=4096
-)  # fmt: skip
+LLAMA_7B = Shape(32, 4096, 32, 32, 128, 11008, gated=True, vocab=32000, tied=False, seq_len=4096)
 FAIR = Choice(
-    microbatch=1, zero_stage=3,
+    microbatch=1,
+    zero_stage=3,
     traits=replace(TORCH_FSDP, fused=True, keep_gathered=True, gradient_bytes=2),
-)  # fmt: skip
+)
 
 
 def weak_scaling(**overrides):
@@ -130,19 +186,34 @@ def test_layered_accumulation_with_modular_pipelines_halves_the_shortest_time():
     there are sequences times tensor ranks: plain pipelines and replicas against breadth first with
     sharded state."""
     shape, batch = gpt(160, 25600, 160, seq_len=2560), 2400
-    traits = replace(MEGATRON_2021, overlap_gradients=True, overlap_parameters=True,
-                     overlap_pipeline=True, reduce_each=True, fused=True, attention="fused",
-                     attention_seen=True, eager=False, dropout=False, loss="fused")  # fmt: skip
-    ranks, counts = np.array([
-        (p, m) for p in (1, 2, 4, 5, 8, 10, 16, 20, 32, 40, 80, 160)
-        for m in (1, 2, 4, 5, 8, 10, 16, 20, 32, 40, 80) if batch % m == 0
-    ]).T  # fmt: skip
+    traits = replace(
+        MEGATRON_2021,
+        overlap_gradients=True,
+        overlap_parameters=True,
+        overlap_pipeline=True,
+        reduce_each=True,
+        fused=True,
+        attention="fused",
+        attention_seen=True,
+        eager=False,
+        dropout=False,
+        loss="fused",
+    )
+    ranks, counts = np.array(
+        [
+            (p, m)
+            for p in (1, 2, 4, 5, 8, 10, 16, 20, 32, 40, 80, 160)
+            for m in (1, 2, 4, 5, 8, 10, 16, 20, 32, 40, 80)
+            if batch % m == 0
+        ]
+    ).T
 
     def shortest(**layout):
-        choice = Choice(pipeline=ranks, microbatches=counts, tensor=8, remat="full",
-                        traits=traits, **layout)  # fmt: skip
+        choice = Choice(
+            pipeline=ranks, microbatches=counts, tensor=8, remat="full", traits=traits, **layout
+        )
         seconds = cost(shape, cluster("a100-80", 8), choice).step_seconds
-        fits = published.memory(shape, choice).needed < 80e9
+        fits = other_trainers.memory(shape, choice).needed < 80e9
         return seconds[fits & (choice.num_devices <= 8 * batch)].min()
 
     plain = shortest(data=batch // counts, zero_stage=0)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale.layout import resolve_sizes
-from jaxscale.planner.memory import memory
+from jaxscale.planner.memory.step import memory
 from jaxscale.planner.room import MARGIN, check_room
 
 

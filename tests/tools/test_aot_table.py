@@ -6,16 +6,26 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxscale import config, topology
+from jaxscale import config
+from jaxscale.compiled import topology
 from jaxscale.layout import Layout
 
 ROOT = pathlib.Path(__file__).parents[2]
 tool = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "aot_table.py")))
 FITS = {
-    "fits": True, "peak_bytes": 2e9, "limit_bytes": 16e9, "argument_bytes": 5e8, "temp_bytes": 1e9,
-    "layout": {"fsdp": 64}, "optimal_seconds": 1.25, "compile_seconds": 30.2,
-    "collective_bytes": 4e6, "beside_bytes": 3e6, "link_seconds": 0.5, "wait_seconds": 0.3,
-}  # fmt: skip
+    "fits": True,
+    "peak_bytes": 2e9,
+    "limit_bytes": 16e9,
+    "argument_bytes": 5e8,
+    "temp_bytes": 1e9,
+    "layout": {"fsdp": 64},
+    "optimal_seconds": 1.25,
+    "compile_seconds": 30.2,
+    "collective_bytes": 4e6,
+    "beside_bytes": 3e6,
+    "link_seconds": 0.5,
+    "wait_seconds": 0.3,
+}
 
 
 def test_there_are_enough_cases_and_each_is_its_own():
@@ -36,9 +46,20 @@ def test_a_case_names_a_config_a_machine_and_settings_of_the_layout(case):
 def test_a_row_says_whether_it_fits_and_by_how_much_not():
     case = tool.Case("llama2_7b", "v5p:4x4x4", 4, "remat=full")
     assert tool.row(case, FITS) == [
-        "llama2_7b", "v5p:4x4x4", "64", "4", "fsdp=64 remat=full", "0.50 GB", "1.00 GB", "16.0 GB",
-        "fits", "1.25 s", "75 %", "40 %", "30 s",
-    ]  # fmt: skip
+        "llama2_7b",
+        "v5p:4x4x4",
+        "64",
+        "4",
+        "fsdp=64 remat=full",
+        "0.50 GB",
+        "1.00 GB",
+        "16.0 GB",
+        "fits",
+        "1.25 s",
+        "75 %",
+        "40 %",
+        "30 s",
+    ]
     too_much = FITS | {"fits": False, "peak_bytes": 20e9, "optimal_seconds": None}
     assert "4.0 GB too much" in tool.row(case, too_much)
     old = {"collectives": [{"bytes": 3e6, "async": True, "beside_flops": 1e9}]}

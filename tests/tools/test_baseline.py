@@ -9,15 +9,19 @@ import pytest
 from flax import nnx
 
 from jaxscale import config
-from jaxscale.mesh import make_mesh
-from jaxscale.step import make_engine
-from jaxscale.synthetic import synthetic_batch
+from jaxscale.data.synthetic import synthetic_batch
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.step import make_engine
 
 SETTINGS = (
-    "layout.data=1", "model.compute_dtype=float64", "model.param_dtype=float64",
-    "optimizer.accumulation_dtype=float64", "optimizer.moment_dtype=float64",
-    "optimizer.second_moment_dtype=float64", "optimizer.weight_decay=0",  # ours spares vectors
-)  # fmt: skip
+    "layout.data=1",
+    "model.compute_dtype=float64",
+    "model.param_dtype=float64",
+    "optimizer.accumulation_dtype=float64",
+    "optimizer.moment_dtype=float64",
+    "optimizer.second_moment_dtype=float64",
+    "optimizer.weight_decay=0",  # ours spares vectors
+)
 
 
 @pytest.fixture
@@ -39,17 +43,19 @@ def as_plain(params, variant, num_layers):
         out = pick(attention["out"])
         flat["out"] = out.reshape(*out.shape[:-3], -1, width)
         flat |= {name: pick(mlp[name]) for name in ("gate", "up", "down")}
-        norms = {name: {"scale": pick(layers[name]["scale"])}
-                 for name in ("attention_norm", "mlp_norm")}  # fmt: skip
+        norms = {
+            name: {"scale": pick(layers[name]["scale"])} for name in ("attention_norm", "mlp_norm")
+        }
         return norms | {name: {"kernel": matrix} for name, matrix in flat.items()}
 
     return {
         "embed": {"embedding": params["embed"]["tokens"]},
-        "layers": layer(lambda x: x) if variant == "scan" else
-                  {i: layer(lambda x, i=i: x[i]) for i in range(num_layers)},
+        "layers": layer(lambda x: x)
+        if variant == "scan"
+        else {i: layer(lambda x, i=i: x[i]) for i in range(num_layers)},
         "norm": {"scale": params["head"]["norm"]["scale"]},
         "head": {"kernel": params["head"]["output"]},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("variant", ["loop", "scan"])

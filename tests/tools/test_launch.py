@@ -9,7 +9,7 @@ import time
 import pytest
 import yaml
 
-from jaxscale import cluster
+from jaxscale.distributed import launcher
 
 FOLDER = pathlib.Path("tools/launch").resolve()
 
@@ -44,8 +44,12 @@ while true; do sleep 0.1; done
 @pytest.fixture
 def job(tmp_path):
     """Starts the script where SLURM's commands are played by others."""
-    programs = {"srun": SRUN, "scancel": SCANCEL, "python": PYTHON,
-                "scontrol": '#!/bin/bash\necho "scontrol $*" >> called\n'}  # fmt: skip
+    programs = {
+        "srun": SRUN,
+        "scancel": SCANCEL,
+        "python": PYTHON,
+        "scontrol": '#!/bin/bash\necho "scontrol $*" >> called\n',
+    }
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -53,8 +57,9 @@ def job(tmp_path):
 
     def start(*arguments):
         environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
-        process = subprocess.Popen([FOLDER / "slurm.sh", *arguments], env=environ, cwd=tmp_path,
-                                   start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            [FOLDER / "slurm.sh", *arguments], env=environ, cwd=tmp_path, start_new_session=True
+        )
         started.append(process)
         return process
 
@@ -72,8 +77,8 @@ def test_the_tasks_of_the_slurm_script_find_each_other(job, tmp_path):
         lines = (tmp_path / f"task_{process_id}").read_text().splitlines()
         environ = dict(line.split("=", 1) for line in lines)
         assert environ.pop("ARGUMENTS") == "-u -m jaxscale.train fail"
-        options = dict.fromkeys(cluster.FLAGS)
-        places.append(cluster.find(type("Options", (), options)(), environ))
+        options = dict.fromkeys(launcher.FLAGS)
+        places.append(launcher.find(type("Options", (), options)(), environ))
     assert [place.process_id for place in places] == [0, 1, 2]
     assert {place.num_processes for place in places} == {3}
     assert {place.coordinator.partition(":")[0] for place in places} == {"gpu7"}
@@ -108,9 +113,9 @@ def test_the_pods_of_the_manifest_find_each_other(monkeypatch):
     name = job["metadata"]["name"]
     for index in (0, 3):
         domain = f"{name}-{index}.{pod['subdomain']}.default.svc.cluster.local"
-        monkeypatch.setattr(cluster.socket, "getfqdn", lambda domain=domain: domain)
-        options = dict.fromkeys(cluster.FLAGS)
-        found = cluster.find(
+        monkeypatch.setattr(launcher.socket, "getfqdn", lambda domain=domain: domain)
+        options = dict.fromkeys(launcher.FLAGS)
+        found = launcher.find(
             type("Options", (), options)(), environ | {"JOB_COMPLETION_INDEX": str(index)}
         )
         assert found

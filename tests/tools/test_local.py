@@ -21,8 +21,10 @@ spec.loader.exec_module(local)
 def start(count, program):
     return subprocess.Popen(
         [sys.executable, SCRIPT, str(count), "--", sys.executable, "-c", program],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def test_each_process_gets_its_place_and_its_lines_a_number():

@@ -23,9 +23,18 @@ def test_there_are_enough_in_every_part_and_each_has_its_own_name():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 76
     parts = collections.Counter(mutant.folder for mutant in MUTANTS)
     assert parts.keys() >= {
-        "training", "ops", "sharding", "pipeline", "checkpoint", "metrics", "data", "planner",
-        "compiled", "run", "distributed",
-    }  # fmt: skip
+        "training",
+        "ops",
+        "sharding",
+        "pipeline",
+        "checkpoint",
+        "metrics",
+        "data",
+        "planner",
+        "compiled",
+        "run",
+        "distributed",
+    }
     assert min(parts.values()) >= 3
 
 
@@ -110,20 +119,26 @@ new = "2 + x"
 tests = "tests/test_sums.py -k nowhere"
 """
 EXPECTED = {
-    "adds": "caught", "a syntax error": "caught", "adds, and nobody looks": "survived",
-    "of a line that was changed": "not run", "of a test that fails anyway": "not run",
+    "adds": "caught",
+    "a syntax error": "caught",
+    "adds, and nobody looks": "survived",
+    "of a line that was changed": "not run",
+    "of a test that fails anyway": "not run",
     "of a test that is not there": "not run",
-}  # fmt: skip
+}
 
 
 @pytest.fixture
 def checkout(tmp_path):
     """A package of one function, with the tool and mutants of its own."""
     files = {
-        "jaxscale/__init__.py": "", "jaxscale/sums.py": PACKAGE, "tests/test_sums.py": TESTS,
-        "tools/mutants.toml": LIST, "tools/mutants.py": (ROOT / "tools/mutants.py").read_text(),
+        "jaxscale/__init__.py": "",
+        "jaxscale/sums.py": PACKAGE,
+        "tests/test_sums.py": TESTS,
+        "tools/mutants.toml": LIST,
+        "tools/mutants.py": (ROOT / "tools/mutants.py").read_text(),
         "pytest.ini": "[pytest]\naddopts = -q\n",
-    }  # fmt: skip
+    }
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -161,8 +176,9 @@ def test_a_suite_that_hangs_has_noticed(checkout, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setitem(tool.run.__globals__, "LEAST_SECONDS", 1)
     monkeypatch.setitem(tool.run.__globals__, "SLOWER", 1)
-    mutant = tool.Mutant("ops", "hangs", "jaxscale/sums.py", "2 * x", "3 * x",
-                         "tests/test_sums.py::test_that_ends")  # fmt: skip
+    mutant = tool.Mutant(
+        "ops", "hangs", "jaxscale/sums.py", "2 * x", "3 * x", "tests/test_sums.py::test_that_ends"
+    )
     sound = tool._Sound(checkout)
     result = tool.run(mutant, checkout, sound)
     assert (result.verdict, result.said[:12]) == ("caught", "ended after ")

@@ -32,11 +32,8 @@ def test_it_runs(execute, path):
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in cells)
     pictures = [
-        output
-        for cell in cells
-        for output in cell.outputs
-        if "image/png" in output.get("data", {})
-    ]  # fmt: skip
+        output for cell in cells for output in cell.outputs if "image/png" in output.get("data", {})
+    ]
     assert len(pictures) >= 2
 
 
@@ -48,10 +45,12 @@ def test_what_is_committed_is_small_has_pictures_and_no_path(path):
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
     assert not any(output["output_type"] == "error" for output in outputs)
-    shown = json.dumps([
-        {kind: body for kind, body in output.get("data", output).items() if kind != "image/png"}
-        for output in outputs
-    ])  # fmt: skip
+    shown = json.dumps(
+        [
+            {kind: body for kind, body in output.get("data", output).items() if kind != "image/png"}
+            for output in outputs
+        ]
+    )
     assert not re.search(r'(^|[\s"\'(=])/(home|root|tmp|work|Users)/', shown)
 
 

@@ -91,9 +91,13 @@ def arguments(shape: Shape) -> Arguments:
 def unpacked_cudnn(q, k, v, segments, *, sliding_window: int) -> jax.Array:
     """What cuDNN does with no documents to keep apart: the bound for its speed."""
     return jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, implementation="cudnn",
+        q,
+        k,
+        v,
+        is_causal=True,
+        implementation="cudnn",
         local_window_size=(sliding_window - 1, 0) if sliding_window else None,
-    )  # fmt: skip
+    )
 
 
 def forward_and_backward(kernel: Kernel, q, k, v, segments):
@@ -165,9 +169,12 @@ def compare(implementation: str, shape: Shape, *, budget: float = 0.5) -> dict[s
 def implementations(shape: Shape, *, all_of_them: bool) -> list[str]:
     """The platform's best, and what it is to be compared with."""
     best = choose(
-        "auto", jax.default_backend(), dtype=shape.dtype, head_dim=shape.head_dim,
+        "auto",
+        jax.default_backend(),
+        dtype=shape.dtype,
+        head_dim=shape.head_dim,
         seq_len=shape.time,
-    )  # fmt: skip
+    )
     names = [best]
     if best == "cudnn" and shape.documents == 1:
         names.append("cudnn, unpacked")

@@ -16,7 +16,7 @@ from measure import Case, serve
 
 from jaxscale.batch import Batch
 from jaxscale.config import Config, ModelConfig
-from jaxscale.synthetic import synthetic_batch
+from jaxscale.data.synthetic import synthetic_batch
 
 
 class State(NamedTuple):
@@ -101,9 +101,15 @@ def build(config: Config, variant: str) -> Case:
     """
     model, optimizer = config.model, config.optimizer
     plain = dataclasses.replace(
-        model, family="llama", rope_scaling=1.0, tied_embeddings=False, qk_norm=False,
-        sliding_window=0, logit_soft_cap=0.0, z_loss=0.0,
-    )  # fmt: skip
+        model,
+        family="llama",
+        rope_scaling=1.0,
+        tied_embeddings=False,
+        qk_norm=False,
+        sliding_window=0,
+        logit_soft_cap=0.0,
+        z_loss=0.0,
+    )
     if plain != model or optimizer.name != "adamw":
         raise ValueError("the plain baseline has only the default model options, and adamw")
     rate = optax.cosine_decay_schedule(optimizer.learning_rate, config.run.steps, 0.1)

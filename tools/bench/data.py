@@ -21,14 +21,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
 from jaxscale.config import Config, DataConfig, load  # noqa: E402
-from jaxscale.data.corpus import Corpus, open_corpus  # noqa: E402
 from jaxscale.data.dataset import Examples, open_dataset  # noqa: E402
+from jaxscale.data.loader import batches  # noqa: E402
 from jaxscale.data.mixture import mix  # noqa: E402
 from jaxscale.data.objectives import OBJECTIVES  # noqa: E402
-from jaxscale.data.stream import batches  # noqa: E402
-from jaxscale.data.tokenizer import Tokenizer  # noqa: E402
-from jaxscale.data.tokenizer import load as load_tokenizer  # noqa: E402
-from jaxscale.run import device_batches, open_engine  # noqa: E402
+from jaxscale.data.tokens.corpus import Corpus, open_corpus  # noqa: E402
+from jaxscale.data.tokens.tokenizer import Tokenizer  # noqa: E402
+from jaxscale.data.tokens.tokenizer import load as load_tokenizer  # noqa: E402
+from jaxscale.run.setup import device_batches, open_engine  # noqa: E402
 
 SEQ_LEN, ROWS = 2048, 4
 ENOUGH = 10.0
@@ -70,9 +70,13 @@ def short_documents(tokenizer: Tokenizer, length: int = 20) -> Corpus:
     ids[::length] = tokenizer.boundary
     count = len(ids) // length
     return Corpus(
-        (ids,), np.arange(count + 1) * length, rng.integers(0, 2**63, count).astype(np.uint64),
-        tokenizer.token_bytes, len(ids), "random",
-    )  # fmt: skip
+        (ids,),
+        np.arange(count + 1) * length,
+        rng.integers(0, 2**63, count).astype(np.uint64),
+        tokenizer.token_bytes,
+        len(ids),
+        "random",
+    )
 
 
 def cases(data: DataConfig, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, Examples]:
@@ -97,8 +101,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--workdir", help="where tokens are kept; default: a folder that is deleted"
     )
-    parser.add_argument("--step_tokens_per_second", type=float, metavar="X",
-                        help="what the step consumes, instead of measuring it")  # fmt: skip
+    parser.add_argument(
+        "--step_tokens_per_second",
+        type=float,
+        metavar="X",
+        help="what the step consumes, instead of measuring it",
+    )
     parser.add_argument("--json", metavar="FILE", help="append a line for each case")
     options = parser.parse_args(argv)
     config = load(options.config)
@@ -116,12 +124,19 @@ def main(argv: Sequence[str]) -> int:
         for name, dataset in cases(data, tokenizer, corpus).items():
             made = production(dataset)
             slowest = min(slowest, made / taken)
-            print(f"{name:34} {made / (ROWS * SEQ_LEN):9,.0f} batches of {ROWS} x {SEQ_LEN} "
-                  f"a second and core, {made / taken:9,.0f} times the step",
-                  flush=True)  # fmt: skip
+            print(
+                f"{name:34} {made / (ROWS * SEQ_LEN):9,.0f} batches of {ROWS} x {SEQ_LEN} "
+                f"a second and core, {made / taken:9,.0f} times the step",
+                flush=True,
+            )
             if options.json:
-                record = {"benchmark": "data", "case": name, "tokens_per_second": made,
-                          "step_tokens_per_second": taken, "ratio": made / taken}  # fmt: skip
+                record = {
+                    "benchmark": "data",
+                    "case": name,
+                    "tokens_per_second": made,
+                    "step_tokens_per_second": taken,
+                    "ratio": made / taken,
+                }
                 with open(options.json, "a") as lines:
                     lines.write(json.dumps(record) + "\n")
     return int(slowest < ENOUGH)

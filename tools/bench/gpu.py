@@ -22,8 +22,15 @@ BUDGET_SECONDS = 460
 """No part is started, or goes on, after this."""
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "nvidia-cudnn-cu13",
-            "nvidia-cublas")  # fmt: skip
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "flax",
+    "optax",
+    "nvidia-cudnn-cu13",
+    "nvidia-cublas",
+)
 
 SWEEP = (
     # sequences of a micro-batch, micro-batches, remat; what is likely best first
@@ -38,8 +45,15 @@ SWEEP = (
     (4, 16, "none"),
     (8, 1, "full"),
 )
-TINY = ("num_layers=2", "d_model=64", "num_heads=4", "num_kv_heads=2", "head_dim=16", "d_ff=128",
-        "vocab_size=512")  # fmt: skip
+TINY = (
+    "num_layers=2",
+    "d_model=64",
+    "num_heads=4",
+    "num_kv_heads=2",
+    "head_dim=16",
+    "d_ff=128",
+    "vocab_size=512",
+)
 
 
 class Part(NamedTuple):
@@ -60,12 +74,25 @@ def parts(rehearse: bool) -> Iterator[Part]:
     for sequences, microbatches, remat in SWEEP[1:3] if rehearse else SWEEP:
         yield Part(
             f"llama32_1b, {microbatches} x {sequences} sequences, remat {remat}",
-            ["tools/bench/train.py", "--config", "configs/llama32_1b.py",
-             "--layouts", f"microbatches={microbatches},remat={remat}", "--dtypes", "bfloat16",
-             "--against", "none", "--repeats", "1", "--steps", "8", *(tiny if rehearse else ()),
-             f"--config.data.global_batch_size={sequences * microbatches}"],
+            [
+                "tools/bench/train.py",
+                "--config",
+                "configs/llama32_1b.py",
+                "--layouts",
+                f"microbatches={microbatches},remat={remat}",
+                "--dtypes",
+                "bfloat16",
+                "--against",
+                "none",
+                "--repeats",
+                "1",
+                "--steps",
+                "8",
+                *(tiny if rehearse else ()),
+                f"--config.data.global_batch_size={sequences * microbatches}",
+            ],
             75,
-        )  # fmt: skip
+        )
 
 
 def run(part: Part, seconds: float) -> tuple[list[dict[str, Any]], bool]:
@@ -98,8 +125,11 @@ def run(part: Part, seconds: float) -> tuple[list[dict[str, Any]], bool]:
 
 def machine() -> dict[str, Any]:
     """The chip and the versions of what drives it."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit",
-             "--format=csv,noheader"]  # fmt: skip
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,memory.total,power.limit",
+        "--format=csv,noheader",
+    ]
     try:
         chip = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from jaxscale import config as configs
-from jaxscale.run import open_engine
-from jaxscale.synthetic import synthetic_batch
+from jaxscale.data.synthetic import synthetic_batch
+from jaxscale.run.setup import open_engine
 
 CONFIG = "configs/tiny.py"
 SETTINGS = ("data.seq_len=256", "model.head_dim=64", "model.qk_norm=True")
@@ -39,10 +39,15 @@ def check(dtype: str) -> list[dict[str, Any]]:
     """A record for each layout."""
     types = [f"model.compute_dtype={dtype}"]
     if dtype == "float64":
-        types += [f"{name}={dtype}" for name in (
-            "model.param_dtype", "optimizer.moment_dtype", "optimizer.second_moment_dtype",
-            "optimizer.accumulation_dtype",
-        )]  # fmt: skip
+        types += [
+            f"{name}={dtype}"
+            for name in (
+                "model.param_dtype",
+                "optimizer.moment_dtype",
+                "optimizer.second_moment_dtype",
+                "optimizer.accumulation_dtype",
+            )
+        ]
     records, first = [], None
     for layout in LAYOUTS:
         begin = time.monotonic()
@@ -52,14 +57,27 @@ def check(dtype: str) -> list[dict[str, Any]]:
         first = first or numbers
         difference = max(abs(a - b) / abs(b) for a, b in zip(numbers, first))
         agrees = difference <= BOUNDS[dtype]
-        records.append({
-            "benchmark": "layouts", "config": CONFIG, "settings": settings, "numbers": numbers,
-            "attention": attention, "difference": difference, "bound": BOUNDS[dtype],
-            "seconds": time.monotonic() - begin,
-            **({} if agrees else {"error": f"{difference:.1e} is more than {BOUNDS[dtype]:.0e}"}),
-        })  # fmt: skip
-        print(f"{dtype:8} {layout or 'one device':26} {attention:9} loss {numbers[2]:.6f}, "
-              f"differs by {difference:.1e}{'' if agrees else ', TOO MUCH'}")  # fmt: skip
+        records.append(
+            {
+                "benchmark": "layouts",
+                "config": CONFIG,
+                "settings": settings,
+                "numbers": numbers,
+                "attention": attention,
+                "difference": difference,
+                "bound": BOUNDS[dtype],
+                "seconds": time.monotonic() - begin,
+                **(
+                    {}
+                    if agrees
+                    else {"error": f"{difference:.1e} is more than {BOUNDS[dtype]:.0e}"}
+                ),
+            }
+        )
+        print(
+            f"{dtype:8} {layout or 'one device':26} {attention:9} loss {numbers[2]:.6f}, "
+            f"differs by {difference:.1e}{'' if agrees else ', TOO MUCH'}"
+        )
     return records
 
 

@@ -70,20 +70,34 @@ def make(options: argparse.Namespace, accumulation: str, zero_stage: int) -> Cas
     import jax  # noqa: PLC0415
 
     from jaxscale.config import from_dict  # noqa: PLC0415
-    from jaxscale.mesh import make_mesh  # noqa: PLC0415
-    from jaxscale.step import make_engine  # noqa: PLC0415
-    from jaxscale.synthetic import synthetic_batch  # noqa: PLC0415
+    from jaxscale.data.synthetic import synthetic_batch  # noqa: PLC0415
+    from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415
+    from jaxscale.training.step import make_engine  # noqa: PLC0415
 
     width, rows = options.d_model, options.fsdp * options.data * options.microbatches
-    config = from_dict({
-        "model": {"num_layers": options.num_layers, "d_model": width, "num_heads": width // 64,
-                  "num_kv_heads": width // 64, "head_dim": 64, "d_ff": 3 * width,
-                  "vocab_size": 1024, "compute_dtype": "float32"},
-        "data": {"global_batch_size": rows, "seq_len": options.seq_len},
-        "layout": {"data": options.data, "fsdp": options.fsdp, "zero_stage": zero_stage,
-                   "microbatches": options.microbatches, "accumulation": accumulation,
-                   "remat": "full"},
-    })  # fmt: skip
+    config = from_dict(
+        {
+            "model": {
+                "num_layers": options.num_layers,
+                "d_model": width,
+                "num_heads": width // 64,
+                "num_kv_heads": width // 64,
+                "head_dim": 64,
+                "d_ff": 3 * width,
+                "vocab_size": 1024,
+                "compute_dtype": "float32",
+            },
+            "data": {"global_batch_size": rows, "seq_len": options.seq_len},
+            "layout": {
+                "data": options.data,
+                "fsdp": options.fsdp,
+                "zero_stage": zero_stage,
+                "microbatches": options.microbatches,
+                "accumulation": accumulation,
+                "remat": "full",
+            },
+        }
+    )
     engine = make_engine(config, make_mesh(config.layout))
     batch = engine.shard(synthetic_batch(config))
     state = engine.init(jax.random.key(0))
@@ -110,8 +124,10 @@ def report(cases: Sequence[Case], options: argparse.Namespace) -> None:
     """The table: medians, and ratios of neighbouring steps."""
     base = {case.zero_stage: case for case in cases if case.accumulation == "sequential"}
     lines, about = [], provenance()
-    print(f"\n{about['command']}\nmedian of {options.rounds} steps; "
-          "speed-up: sequential over layered, median of the rounds' ratios\n")  # fmt: skip
+    print(
+        f"\n{about['command']}\nmedian of {options.rounds} steps; "
+        "speed-up: sequential over layered, median of the rounds' ratios\n"
+    )
     heads = ("zero", "accumulation", "s a step", "speed-up", "cpu s", "speed-up", "temp MB")
     rows: list[tuple[str, ...]] = [heads]
     for case in cases:
@@ -123,14 +139,21 @@ def report(cases: Sequence[Case], options: argparse.Namespace) -> None:
         seconds, cpu = statistics.median(case.seconds), statistics.median(case.cpu_seconds)
         figures = (seconds, speedup, cpu, cpu_speedup, case.temp_bytes / 1e6)
         rows.append((f"{case.zero_stage}", case.accumulation, *(f"{x:.3g}" for x in figures)))
-        lines.append({
-            "benchmark": "layouts", **about,
-            "zero_stage": case.zero_stage, "accumulation": case.accumulation,
-            "step_seconds": seconds, "all_seconds": case.seconds, "temp_bytes": case.temp_bytes,
-            "cpu_seconds": cpu, "speedup_over_sequential": speedup,
-            "cpu_speedup_over_sequential": cpu_speedup,
-        })  # fmt: skip
-    from jaxscale.describe import table  # noqa: PLC0415 - imports JAX
+        lines.append(
+            {
+                "benchmark": "layouts",
+                **about,
+                "zero_stage": case.zero_stage,
+                "accumulation": case.accumulation,
+                "step_seconds": seconds,
+                "all_seconds": case.seconds,
+                "temp_bytes": case.temp_bytes,
+                "cpu_seconds": cpu,
+                "speedup_over_sequential": speedup,
+                "cpu_speedup_over_sequential": cpu_speedup,
+            }
+        )
+    from jaxscale.run.layout_report import table  # noqa: PLC0415 - imports JAX
 
     print(table(rows))
     if options.json:

@@ -40,9 +40,13 @@ def chunked(chunk_tokens: int | None) -> Callable:
 
     def loss(x_ND: jax.Array, head_DV: jax.Array, targets_N: jax.Array) -> jax.Array:
         return cross_entropy(
-            x_ND[None], head_DV, targets_N[None], jnp.ones((1, targets_N.size)),
-            vocab_size=head_DV.shape[1], chunk_tokens=chunk_tokens,
-        )[0]  # fmt: skip
+            x_ND[None],
+            head_DV,
+            targets_N[None],
+            jnp.ones((1, targets_N.size)),
+            vocab_size=head_DV.shape[1],
+            chunk_tokens=chunk_tokens,
+        )[0]
 
     return loss
 
@@ -95,9 +99,11 @@ def main(argv: Sequence[str]) -> int:
         difference = record.pop("error", 0.0)
         failed |= difference > ERROR_BOUND
         record = {"benchmark": "loss", "chunk_tokens": name, "difference": difference, **record}
-        print(f"{name:6} {1e3 * record['seconds']:9.2f} ms {record['temp_bytes'] / 2**20:9.1f} MiB "
-              f"{record['flops_per_second'] / 1e12:6.1f} TFLOP/s, differs by {difference:.1e}",
-              flush=True)  # fmt: skip
+        print(
+            f"{name:6} {1e3 * record['seconds']:9.2f} ms {record['temp_bytes'] / 2**20:9.1f} MiB "
+            f"{record['flops_per_second'] / 1e12:6.1f} TFLOP/s, differs by {difference:.1e}",
+            flush=True,
+        )
         if options.json:
             with open(options.json, "a") as lines:
                 lines.write(json.dumps({**record, **sizes}) + "\n")

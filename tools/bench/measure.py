@@ -61,11 +61,17 @@ def serve(build: Callable[[Config, str], Case]) -> None:
         raise ValueError(f"{num_params} parameters; the config says {config.model.num_params}")
     memory, device = compiled.memory_analysis(), jax.devices()[0]
     _say(
-        phases=phases, cpu_seconds=time.process_time(), loss=loss, note=case.note,
-        platform=device.platform, device_kind=device.device_kind, num_devices=jax.device_count(),
-        argument_bytes=memory.argument_size_in_bytes, temp_bytes=memory.temp_size_in_bytes,
+        phases=phases,
+        cpu_seconds=time.process_time(),
+        loss=loss,
+        note=case.note,
+        platform=device.platform,
+        device_kind=device.device_kind,
+        num_devices=jax.device_count(),
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
         versions={name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
-    )  # fmt: skip
+    )
     while sys.stdin.readline() == "step\n":
         begin, cpu_begin = time.perf_counter(), time.process_time()
         state, loss = _step(compiled, state, case.batch)

@@ -2,11 +2,12 @@
 
 from measure import Case, serve
 
-# The trainer is not used, but a run imports it, and the time to the first step counts that.
-from jaxscale import trainer  # noqa: F401
 from jaxscale.config import Config
-from jaxscale.run import open_engine
-from jaxscale.synthetic import synthetic_batch
+from jaxscale.data.synthetic import synthetic_batch
+
+# The trainer is not used, but a run imports it, and the time to the first step counts that.
+from jaxscale.run import trainer  # noqa: F401
+from jaxscale.run.setup import open_engine
 
 
 def build(config: Config, variant: str) -> Case:

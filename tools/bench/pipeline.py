@@ -94,21 +94,40 @@ def make_config(
     from jaxscale.config import from_dict  # noqa: PLC0415
 
     width = options.d_model
-    return from_dict({
-        "model": {"num_layers": options.num_layers, "d_model": width, "num_heads": width // 64,
-                  "num_kv_heads": width // 64, "head_dim": 64, "d_ff": 4 * width,
-                  "vocab_size": 256, "compute_dtype": "float32"},
-        "data": {"global_batch_size": options.sequences * microbatches,
-                 "seq_len": options.seq_len},
-        "layout": {"data": 1, "pipeline": RANKS, "microbatches": microbatches,
-                   "schedule": schedule, "remat": remat},
-    })  # fmt: skip
+    return from_dict(
+        {
+            "model": {
+                "num_layers": options.num_layers,
+                "d_model": width,
+                "num_heads": width // 64,
+                "num_kv_heads": width // 64,
+                "head_dim": 64,
+                "d_ff": 4 * width,
+                "vocab_size": 256,
+                "compute_dtype": "float32",
+            },
+            "data": {
+                "global_batch_size": options.sequences * microbatches,
+                "seq_len": options.seq_len,
+            },
+            "layout": {
+                "data": 1,
+                "pipeline": RANKS,
+                "microbatches": microbatches,
+                "schedule": schedule,
+                "remat": remat,
+            },
+        }
+    )
 
 
 def ours(
-    options: argparse.Namespace, schedule: str, microbatches: int, kinds: Sequence[int] = (),
+    options: argparse.Namespace,
+    schedule: str,
+    microbatches: int,
+    kinds: Sequence[int] = (),
     remat: str = "none",
-) -> Case:  # fmt: skip
+) -> Case:
     """A schedule by the executor.
 
     Args:
@@ -118,10 +137,10 @@ def ours(
     import jax  # noqa: PLC0415
     import numpy as np  # noqa: PLC0415
 
-    from jaxscale.gradients import make_gradients  # noqa: PLC0415
-    from jaxscale.mesh import make_mesh  # noqa: PLC0415
-    from jaxscale.step import make_engine  # noqa: PLC0415
-    from jaxscale.synthetic import synthetic_batch  # noqa: PLC0415
+    from jaxscale.data.synthetic import synthetic_batch  # noqa: PLC0415
+    from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415
+    from jaxscale.training.gradients import make_gradients  # noqa: PLC0415
+    from jaxscale.training.step import make_engine  # noqa: PLC0415
 
     config = make_config(options, schedule, microbatches, remat)
     engine = make_engine(config, make_mesh(config.layout))
@@ -152,7 +171,7 @@ def ours(
 def units(options: argparse.Namespace) -> dict[str, Case]:
     """Tables of some kinds of operations, each as often as there are micro-batches. What F and B
     keep has to be read, or the compiler would leave it out."""
-    from jaxscale.pipeline.records import B, F, R, W, X  # noqa: PLC0415
+    from jaxscale.pipeline.operations import B, F, R, W, X  # noqa: PLC0415
 
     return {
         "w": ours(options, "1f1b", UNIT_TIMES, (W,)),
@@ -191,10 +210,10 @@ def usual(options: argparse.Namespace, microbatches: int, remat: bool = False) -
     import jax.numpy as jnp  # noqa: PLC0415
     from jax.sharding import NamedSharding, PartitionSpec  # noqa: PLC0415
 
-    from jaxscale.mesh import make_mesh  # noqa: PLC0415
+    from jaxscale.data.synthetic import synthetic_batch  # noqa: PLC0415
     from jaxscale.models.decoder import Decoder, Kernels  # noqa: PLC0415
     from jaxscale.ops.attention import attention  # noqa: PLC0415
-    from jaxscale.synthetic import synthetic_batch  # noqa: PLC0415
+    from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415
 
     config = make_config(options, "gpipe", microbatches)
     mesh = make_mesh(config.layout)
@@ -224,7 +243,7 @@ def usual(options: argparse.Namespace, microbatches: int, remat: bool = False) -
         head = model.head_params(params)
         return jax.lax.map(
             lambda args: model.loss(head, *args)[0], (outs[RANKS - 1 :], batches)
-        ).sum()  # fmt: skip
+        ).sum()
 
     params = model.init(jax.random.key(0))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -247,8 +266,10 @@ def report(cases: Sequence[Case], unit: dict[str, Case], options: argparse.Names
     for name, seconds_each in unit_seconds(unit).items():
         print(f"{name}: {1e3 * seconds_each:.1f} ms", end="  ")
     usually = {case.microbatches: case for case in cases if case.name == USUAL}
-    print(f"\n\n{'schedule':34}{'micro':>6}{'ms':>9}{'of predicted':>14}{'times faster':>14}"
-          f"{'temp MB':>9}{'of usual':>10}")  # fmt: skip
+    print(
+        f"\n\n{'schedule':34}{'micro':>6}{'ms':>9}{'of predicted':>14}{'times faster':>14}"
+        f"{'temp MB':>9}{'of usual':>10}"
+    )
     lines, about = [], provenance()
     for case in cases:
         base, predicted, of_predicted = usually[case.microbatches], None, ""
@@ -256,15 +277,23 @@ def report(cases: Sequence[Case], unit: dict[str, Case], options: argparse.Names
         if case.table is not None:
             predicted = predict(case, unit)
             of_predicted = f"{statistics.median(case.seconds) / predicted:.3f}"
-        print(f"{case.name:34}{case.microbatches:6}{1e3 * statistics.median(case.seconds):9.0f}"
-              f"{of_predicted:>14}{faster:14.2f}{case.temp_bytes / 1e6:9.1f}"
-              f"{case.temp_bytes / base.temp_bytes:10.2f}")  # fmt: skip
-        lines.append({
-            "benchmark": "pipeline", **about, "schedule": case.name,
-            "microbatches": case.microbatches,
-            "seconds": case.seconds, "predicted_seconds": predicted, "times_faster": faster,
-            "temp_bytes": case.temp_bytes,
-        })  # fmt: skip
+        print(
+            f"{case.name:34}{case.microbatches:6}{1e3 * statistics.median(case.seconds):9.0f}"
+            f"{of_predicted:>14}{faster:14.2f}{case.temp_bytes / 1e6:9.1f}"
+            f"{case.temp_bytes / base.temp_bytes:10.2f}"
+        )
+        lines.append(
+            {
+                "benchmark": "pipeline",
+                **about,
+                "schedule": case.name,
+                "microbatches": case.microbatches,
+                "seconds": case.seconds,
+                "predicted_seconds": predicted,
+                "times_faster": faster,
+                "temp_bytes": case.temp_bytes,
+            }
+        )
     if options.json:
         with open(options.json, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)

@@ -16,9 +16,15 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
 SCHEDULES = {
-    "gpipe": 1, "1f1b": 1, "1f1b:fused": 1, "interleaved": 2, "breadth_first": 2, "zb_h1": 1,
-    "zb_h2": 1, "zb_v": 2,
-}  # fmt: skip
+    "gpipe": 1,
+    "1f1b": 1,
+    "1f1b:fused": 1,
+    "interleaved": 2,
+    "breadth_first": 2,
+    "zb_h1": 1,
+    "zb_h2": 1,
+    "zb_v": 2,
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,8 +39,10 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(options.pipeline)
     os.environ["JAX_PLATFORMS"] = "cpu"
-    print(f"{'schedule':16}{'remat':8}{'micro':>6}  {'slots (b / w / cotangent / inbox)':36}"
-          f"{'table MB':>9}{'and work':>9}{'compiled MB':>13}{'predicted':>10}")  # fmt: skip
+    print(
+        f"{'schedule':16}{'remat':8}{'micro':>6}  {'slots (b / w / cotangent / inbox)':36}"
+        f"{'table MB':>9}{'and work':>9}{'compiled MB':>13}{'predicted':>10}"
+    )
     for remat in ("none", "full"):
         work = None
         for schedule in SCHEDULES:
@@ -52,25 +60,45 @@ def line(
     import jax  # noqa: PLC0415
 
     from jaxscale.config import from_dict  # noqa: PLC0415
-    from jaxscale.gradients import pipeline_buffers  # noqa: PLC0415
-    from jaxscale.mesh import make_mesh  # noqa: PLC0415
-    from jaxscale.step import make_engine  # noqa: PLC0415
+    from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415
+    from jaxscale.training.gradients import pipeline_buffers  # noqa: PLC0415
+    from jaxscale.training.step import make_engine  # noqa: PLC0415
 
     width = options.d_model
-    config = from_dict({
-        "model": {"num_layers": 4 * options.pipeline, "d_model": width, "num_heads": width // 32,
-                  "num_kv_heads": width // 32, "head_dim": 32, "d_ff": 3 * width,
-                  "vocab_size": 256, "compute_dtype": "float32"},
-        "data": {"global_batch_size": microbatches, "seq_len": options.seq_len},
-        "layout": {"data": 1, "pipeline": options.pipeline, "microbatches": microbatches,
-                   "schedule": schedule, "virtual_stages": SCHEDULES[schedule], "remat": remat},
-    })  # fmt: skip
+    config = from_dict(
+        {
+            "model": {
+                "num_layers": 4 * options.pipeline,
+                "d_model": width,
+                "num_heads": width // 32,
+                "num_kv_heads": width // 32,
+                "head_dim": 32,
+                "d_ff": 3 * width,
+                "vocab_size": 256,
+                "compute_dtype": "float32",
+            },
+            "data": {"global_batch_size": microbatches, "seq_len": options.seq_len},
+            "layout": {
+                "data": 1,
+                "pipeline": options.pipeline,
+                "microbatches": microbatches,
+                "schedule": schedule,
+                "virtual_stages": SCHEDULES[schedule],
+                "remat": remat,
+            },
+        }
+    )
     engine = make_engine(config, make_mesh(config.layout))
     assert engine.stages is not None
     kept = pipeline_buffers(
-        engine.model, engine.layout, engine.zero, engine.mesh, engine.stages,
-        engine.abstract_state.params, engine.abstract_batch,
-    )  # fmt: skip
+        engine.model,
+        engine.layout,
+        engine.zero,
+        engine.mesh,
+        engine.stages,
+        engine.abstract_state.params,
+        engine.abstract_batch,
+    )
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     program = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
@@ -83,8 +111,11 @@ def line(
         work, ratio = int(temp - kept), ""
     else:
         ratio = f"{(kept + work) / temp:.3f}"
-    print(f"{schedule:16}{remat:8}{microbatches:6}  {used:36}{kept / 1e6:9.2f}{work / 1e6:9.2f}"
-          f"{temp / 1e6:13.2f}{ratio:>10}", flush=True)  # fmt: skip
+    print(
+        f"{schedule:16}{remat:8}{microbatches:6}  {used:36}{kept / 1e6:9.2f}{work / 1e6:9.2f}"
+        f"{temp / 1e6:13.2f}{ratio:>10}",
+        flush=True,
+    )
     return work
 
 

@@ -22,11 +22,11 @@ import tokenizers
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
-from jaxscale.data.documents import cut, read_documents  # noqa: E402
-from jaxscale.data.prepare import prepare  # noqa: E402
-from jaxscale.data.shards import plan  # noqa: E402
-from jaxscale.data.sources import find_files  # noqa: E402
-from jaxscale.data.tokenizer import Tokenizer, from_file, load  # noqa: E402
+from jaxscale.data.text.documents import cut, read_documents  # noqa: E402
+from jaxscale.data.text.text_files import find_files  # noqa: E402
+from jaxscale.data.tokens.prepare import prepare  # noqa: E402
+from jaxscale.data.tokens.shards import plan  # noqa: E402
+from jaxscale.data.tokens.tokenizer import Tokenizer, from_file, load  # noqa: E402
 
 
 def library(path: str) -> Tokenizer:
@@ -79,14 +79,22 @@ def main(argv: Sequence[str]) -> int:
                 rates.append(index.num_bytes / 1e6 / (time.process_time() - begin))
             assert index
             record = {
-                "benchmark": "prepare", "reading": reading, "vocab_size": options.vocab_size,
-                "text_bytes": index.num_bytes, "num_documents": index.num_documents,
-                "num_tokens": index.num_tokens, "fingerprint": index.fingerprint,
-                "mb_per_core_second": statistics.median(rates), "all": rates,
-            }  # fmt: skip
-            print(f"{reading:16} {record['mb_per_core_second']:6.1f} MB/s a core (median of "
-                  f"{[round(rate, 1) for rate in rates]}), {index.num_bytes / 1e6:.1f} MB in "
-                  f"{index.num_documents:,} documents", flush=True)  # fmt: skip
+                "benchmark": "prepare",
+                "reading": reading,
+                "vocab_size": options.vocab_size,
+                "text_bytes": index.num_bytes,
+                "num_documents": index.num_documents,
+                "num_tokens": index.num_tokens,
+                "fingerprint": index.fingerprint,
+                "mb_per_core_second": statistics.median(rates),
+                "all": rates,
+            }
+            print(
+                f"{reading:16} {record['mb_per_core_second']:6.1f} MB/s a core (median of "
+                f"{[round(rate, 1) for rate in rates]}), {index.num_bytes / 1e6:.1f} MB in "
+                f"{index.num_documents:,} documents",
+                flush=True,
+            )
             if options.json:
                 with open(options.json, "a") as lines:
                     lines.write(json.dumps(record) + "\n")

@@ -21,12 +21,13 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
+from jaxscale import command_line  # noqa: E402
 from jaxscale import config as configs  # noqa: E402
-from jaxscale import findings, flags, measure, measuring  # noqa: E402
-from jaxscale.candidates import candidates, layout_of, refusal  # noqa: E402
+from jaxscale.autotune import results, run, search  # noqa: E402
+from jaxscale.autotune.search_space import candidates, layout_of, refusal  # noqa: E402
 from jaxscale.config import Config  # noqa: E402
 from jaxscale.layout import Layout  # noqa: E402
-from jaxscale.planner.explain import layout_text  # noqa: E402
+from jaxscale.planner.report.text_report import layout_text  # noqa: E402
 
 FINAL_ROUNDS = 3
 
@@ -43,31 +44,31 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--png", metavar="FILE", type=pathlib.Path)
     parser.add_argument("--json", metavar="FILE", help="append a line")
-    options, overrides = flags.parse(parser, argv)
+    options, overrides = command_line.parse(parser, argv)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(options.devices)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["PYTHONPATH"] = str(ROOT)
 
     config = configs.load(options.config, overrides)
-    devices = measure.find_devices()
+    devices = search.find_devices()
     drawn = iter(draw(config, devices.devices, options.seed))
     by_chance: list[tuple[float, Layout]] = []
     with tempfile.TemporaryDirectory() as folder:
         storage = pathlib.Path(folder) / "layouts.db"
-        first = [*measuring.own(config, devices), *measuring.planned(config, devices, {})]
-        trials: list[measure.Trial] = []
+        first = [*run.own(config, devices), *run.planned(config, devices, {})]
+        trials: list[search.Trial] = []
         for count in range(1, options.trials + 1):
             before = trials
-            trials = measure.search(
+            trials = search.search(
                 config, devices, trials=count, storage=storage, first=first, seed=options.seed
             )
-            print(findings.progress(trials[-1], before, options.trials), flush=True)
+            print(results.progress(trials[-1], before, options.trials), flush=True)
             if len(by_chance) < options.random * count // options.trials:
                 by_chance.append(one_by_chance(config, drawn))
-        shares = measure.importances(measure.open_study(config, devices, storage))
-    print(findings.summary(trials, shares, devices))
+        shares = search.importances(search.open_study(config, devices, storage))
+    print(results.summary(trials, shares, devices))
     if options.png:
-        findings.png(options.png, trials, shares)
+        results.png(options.png, trials, shares)
     report(config, trials, by_chance, shares, options, argv)
     return 0
 
@@ -85,7 +86,7 @@ def one_by_chance(config: Config, drawn: Any) -> tuple[float, Layout]:
     """Seconds of the next layout that can be measured."""
     while True:
         layout = next(drawn)
-        outcome, answer = measure.try_layout(config, layout)
+        outcome, answer = search.try_layout(config, layout)
         if outcome == "measured":
             seconds = statistics.median(answer["step_seconds"])
             print(f"   by chance {seconds:8.4g} s  {layout_text(layout)}", flush=True)
@@ -94,36 +95,48 @@ def one_by_chance(config: Config, drawn: Any) -> tuple[float, Layout]:
 
 
 def report(
-    config: Config, trials: Sequence[measure.Trial], by_chance: list[tuple[float, Layout]],
-    shares: dict[str, float], options: argparse.Namespace, argv: Sequence[str],
-) -> None:  # fmt: skip
+    config: Config,
+    trials: Sequence[search.Trial],
+    by_chance: list[tuple[float, Layout]],
+    shares: dict[str, float],
+    options: argparse.Namespace,
+    argv: Sequence[str],
+) -> None:
     """Measures the best and the median again, prints, and writes a line."""
-    best = findings.ranked(trials)[0]
+    best = results.ranked(trials)[0]
     by_chance.sort(key=lambda pair: pair[0])
     median, typical = by_chance[(len(by_chance) - 1) // 2]  # the faster one of two
     again: dict[str, list[float]] = {"best": [], "median": []}
     for _ in range(FINAL_ROUNDS):
         for name, layout in (("best", best.layout), ("median", typical)):
-            _, answer = measure.try_layout(config, layout)
+            _, answer = search.try_layout(config, layout)
             again[name].append(statistics.median(answer["step_seconds"]))
     ratio = statistics.median(again["median"]) / statistics.median(again["best"])
     command = re.sub(r" --(png|json)[ =]\S+", "", " ".join(["python tools/bench/search.py", *argv]))
-    print(f"\n{command}\nbest found {best.step_seconds:.4g} s: {layout_text(best.layout)}\n"
-          f"random layouts: fastest {by_chance[0][0]:.4g} s, median {median:.4g} s, "
-          f"slowest {by_chance[-1][0]:.4g} s\nbest and median once more, in turn: "
-          f"{ratio:.2f} x as fast {again}")  # fmt: skip
+    print(
+        f"\n{command}\nbest found {best.step_seconds:.4g} s: {layout_text(best.layout)}\n"
+        f"random layouts: fastest {by_chance[0][0]:.4g} s, median {median:.4g} s, "
+        f"slowest {by_chance[-1][0]:.4g} s\nbest and median once more, in turn: "
+        f"{ratio:.2f} x as fast {again}"
+    )
     if options.json:
         line = {
             "benchmark": "search",
             "date": datetime.datetime.now(datetime.UTC).isoformat("T", "seconds"),
-            "command": command, "trials": len(trials),
+            "command": command,
+            "trials": len(trials),
             "failed": sum(not trial.measured for trial in trials),
-            "best_seconds": best.step_seconds, "best": layout_text(best.layout),
-            "own_seconds": trials[0].step_seconds, "own": layout_text(trials[0].layout),
+            "best_seconds": best.step_seconds,
+            "best": layout_text(best.layout),
+            "own_seconds": trials[0].step_seconds,
+            "own": layout_text(trials[0].layout),
             "random_seconds": [seconds for seconds, _ in by_chance],
-            "random_median": layout_text(typical), "again_seconds": again,
-            "speedup_over_random_median": ratio, "importance": shares, "load": os.getloadavg()[0],
-        }  # fmt: skip
+            "random_median": layout_text(typical),
+            "again_seconds": again,
+            "speedup_over_random_median": ratio,
+            "importance": shares,
+            "load": os.getloadavg()[0],
+        }
         with open(options.json, "a") as file:
             file.write(json.dumps(line) + "\n")
 

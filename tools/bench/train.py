@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
 from provenance import provenance  # noqa: E402
 
+from jaxscale import command_line  # noqa: E402
 from jaxscale import config as configs  # noqa: E402
-from jaxscale import flags  # noqa: E402
 from jaxscale.config import Config  # noqa: E402
 from jaxscale.hardware import peak_flops  # noqa: E402
 from jaxscale.layout import MESH_AXES  # noqa: E402
@@ -71,11 +71,19 @@ class Subject:
         self.steps: list[dict[str, float]] = []
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tools/bench" / script), f"--variant={variant}",
-             f"--started={time.monotonic()}", *arguments],
-            env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [
+                sys.executable,
+                str(ROOT / "tools/bench" / script),
+                f"--variant={variant}",
+                f"--started={time.monotonic()}",
+                *arguments,
+            ],
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=self._errors,
-        )  # fmt: skip
+        )
         self.first = self._read()
 
     def step(self) -> None:
@@ -227,16 +235,31 @@ def main(argv: Sequence[str]) -> int:
         epilog="Any leaf of the configs can be set: --config.data.seq_len=256",
     )
     parser.add_argument("--config", nargs="+", metavar="FILE", default=["configs/bench_8x256.py"])
-    parser.add_argument("--layouts", nargs="+", metavar="KEY=N,...", default=["data=1", "fsdp=8"],
-                        help="settings of config.layout, each a case")  # fmt: skip
-    parser.add_argument("--dtypes", nargs="+", metavar="NAME", default=["float32", "bfloat16"],
-                        help="compute types, each a case")  # fmt: skip
-    parser.add_argument("--against", nargs="+", metavar="NAME", default=["loop", "scan"],
-                        help="plain versions to compare with: loop, scan, or none")  # fmt: skip
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        metavar="KEY=N,...",
+        default=["data=1", "fsdp=8"],
+        help="settings of config.layout, each a case",
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        metavar="NAME",
+        default=["float32", "bfloat16"],
+        help="compute types, each a case",
+    )
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        metavar="NAME",
+        default=["loop", "scan"],
+        help="plain versions to compare with: loop, scan, or none",
+    )
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a process")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each subject")
     parser.add_argument("--json", metavar="FILE", help="append a line of JSON for each subject")
-    options, overrides = flags.parse(parser, argv)
+    options, overrides = command_line.parse(parser, argv)
     names = [OURS, *(f"plain {name}" for name in options.against if name != "none")]
     failed = False
     for file, layout, dtype in itertools.product(options.config, options.layouts, options.dtypes):

@@ -58,13 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def start(command: Sequence[str], process_id: int, count: int, port: int) -> subprocess.Popen:
     """One process of `count`, in a session of its own: Ctrl-C reaches it through us."""
-    place = (f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}",
-             f"--process_id={process_id}")  # fmt: skip
+    place = (
+        f"--coordinator=127.0.0.1:{port}",
+        f"--num_processes={count}",
+        f"--process_id={process_id}",
+    )
     environ = os.environ | {"PYTHONUNBUFFERED": "1"} | gpus(process_id, count)
     return subprocess.Popen(
-        [*command, *place], env=environ, start_new_session=True, text=True, errors="replace",
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [*command, *place],
+        env=environ,
+        start_new_session=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def gpus(process_id: int, count: int) -> dict[str, str]:
@@ -75,8 +84,10 @@ def gpus(process_id: int, count: int) -> dict[str, str]:
         visible = ",".join(map(str, range(len(files))))
     names = visible.split(",") if visible else []
     if len(names) % count:
-        raise SystemExit(f"{len(names)} GPUs do not divide over {count} processes; set "
-                         "CUDA_VISIBLE_DEVICES to those to use, or to '' for none")  # fmt: skip
+        raise SystemExit(
+            f"{len(names)} GPUs do not divide over {count} processes; set "
+            "CUDA_VISIBLE_DEVICES to those to use, or to '' for none"
+        )
     share = len(names) // count
     mine = names[process_id * share : (process_id + 1) * share]
     return {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if names else {}

@@ -35,9 +35,11 @@ def environment() -> dict[str, str]:
     """What a notebook's kernel is started with."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
-        "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths),
+        "JAX_NUM_CPU_DEVICES": "8",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONWARNINGS": "ignore::DeprecationWarning",
-    }  # fmt: skip
+    }
 
 
 def run(path: pathlib.Path, timeout: float = 600) -> nbformat.NotebookNode:
@@ -53,9 +55,13 @@ def run(path: pathlib.Path, timeout: float = 600) -> nbformat.NotebookNode:
     # By files instead of ports: nobody else can listen.
     by_files = Config({"KernelManager": {"transport": "ipc"}})
     client = NotebookClient(
-        notebook, config=by_files, timeout=timeout, kernel_name="python3",
-        resources={"metadata": {"path": str(ROOT)}}, record_timing=False,
-    )  # fmt: skip
+        notebook,
+        config=by_files,
+        timeout=timeout,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(ROOT)}},
+        record_timing=False,
+    )
     client.execute()
     return notebook
 

@@ -1,0 +1,164 @@
+"""What a search by measuring found, as text and as a picture."""
+
+import collections
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxscale.autotune.search import OUTCOMES, Devices, Trial
+from jaxscale.autotune.search_space import choices_of
+from jaxscale.layout import Layout
+from jaxscale.planner.report.text_report import layout_text
+from jaxscale.run.layout_report import human_bytes, table
+
+SHOWN = 5
+"""Layouts in the table."""
+
+POINT, BEST, FAILED, BARS = "#56b4e9", "#0072b2", "#d55e00", "#0072b2"
+"""Of Okabe and Ito's palette, which colour-blind readers can tell apart."""
+
+
+def flags(layout: Layout) -> str:
+    """The flags of `python -m jaxscale.train` that set a layout."""
+    chosen = {"data": layout.data, **choices_of(layout), "context_method": layout.context_method}
+    default = Layout()
+    return " ".join(
+        f"--config.layout.{name}={value}"
+        for name, value in chosen.items()
+        if value is not None and (name == "data" or value != getattr(default, name))
+    )
+
+
+def progress(trial: Trial, before: Sequence[Trial], trials: int) -> str:
+    """A line about a trial that has just ended."""
+    head = f"{len(before) + 1:4d}/{trials}  "
+    if not trial.measured:
+        return f"{head}{trial.outcome:>13}  {layout_text(trial.layout)}: {trial.message}"
+    best = min([one.step_seconds for one in before if one.step_seconds], default=float("inf"))
+    new = "  best so far" if trial.step_seconds < best else ""  # pyright: ignore
+    return f"{head}{trial.step_seconds:11.4g} s  {layout_text(trial.layout)}{new}"
+
+
+def summary(trials: Sequence[Trial], importance: Mapping[str, float], devices: Devices) -> str:
+    """The counts, the best layouts beside the first that was tried, and what decides."""
+    counts = collections.Counter(trial.outcome for trial in trials)
+    came = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
+    parts = [f"{len(trials)} trials on {devices.devices} x {devices.kind}: {came}"]
+    best = ranked(trials)
+    if not best:
+        return "\n\n".join([*parts, "no layout could be measured; the messages above say why"])
+    first = next(trial for trial in trials if trial.measured)
+    shown = best[:SHOWN] + ([first] if first not in best[:SHOWN] else [])
+    rows = [("rank", "s a step", "memory", "trial", "layout")]
+    rows += [
+        (
+            str(best.index(one) + 1),
+            f"{one.step_seconds:.4g}",
+            human_bytes(one.memory_bytes or 0),
+            str(one.number),
+            layout_text(one.layout),
+        )
+        for one in shown
+    ]
+    parts.append("fastest, and the first that was measured\n" + table(rows))
+    if importance:
+        rows = [(name, f"{share:.0%}") for name, share in importance.items()]
+        parts.append("share of each choice in how step times vary (fANOVA)\n" + table(rows))
+    parts.append(f"to train with the fastest:\n  {flags(best[0].layout)}")
+    return "\n\n".join(parts)
+
+
+def ranked(trials: Sequence[Trial]) -> list[Trial]:
+    """The measured ones, fastest first."""
+    return sorted(
+        (trial for trial in trials if trial.measured), key=lambda one: one.step_seconds or 0
+    )
+
+
+def numbers(trials: Sequence[Trial], importance: Mapping[str, float]) -> dict[str, Any]:
+    """The same for a program."""
+    return {
+        "trials": [
+            {**vars(trial), "layout": vars(trial.layout), "text": layout_text(trial.layout)}
+            for trial in trials
+        ],
+        "importance": dict(importance),
+    }
+
+
+def png(path: pathlib.Path, trials: Sequence[Trial], importance: Mapping[str, float]) -> None:
+    """The history of a search, and the importance of each choice, as a PNG file."""
+    # Slow to import, and only a picture needs it.
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained", dpi=150)
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    _history(left, trials)
+    _bars(right, importance)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png")
+
+
+def _history(axes: Any, trials: Sequence[Trial]) -> None:
+    at, seconds, best, failed = [], [], [], []
+    for count, trial in enumerate(trials, 1):
+        if trial.measured:
+            at.append(count)
+            seconds.append(trial.step_seconds)
+            best.append(min(seconds))
+        else:
+            failed.append(count)
+    axes.set(xlabel="trial", ylabel="seconds a step", title="Search by measuring")
+    axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    if seconds:
+        axes.set_yscale("log")
+        axes.scatter(at, seconds, s=28, color=POINT, label="measured", zorder=3)
+        axes.step(
+            [*at, len(trials)],
+            [*best, best[-1]],
+            where="post",
+            color=BEST,
+            linewidth=2,
+            label=f"best so far: {best[-1]:.3g} s",
+        )
+        _plain_ticks(axes)
+    if failed:
+        axes.scatter(
+            failed,
+            [1] * len(failed),
+            s=34,
+            marker="x",
+            color=FAILED,
+            zorder=3,
+            transform=axes.get_xaxis_transform(),
+            clip_on=False,
+            label="failed",
+        )
+    axes.legend(frameon=False, loc="best")
+
+
+def _plain_ticks(axes: Any) -> None:
+    from matplotlib import ticker  # noqa: PLC0415
+
+    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        which(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
+
+
+def _bars(axes: Any, importance: Mapping[str, float]) -> None:
+    axes.set(title="What decides step time", xlabel="share of variance (fANOVA)")
+    if not importance:
+        axes.text(0.5, 0.5, "too few trials to say", ha="center", transform=axes.transAxes)
+        axes.set_axis_off()
+        return
+    names = [name.replace("_", " ") for name in importance][::-1]
+    shares = list(importance.values())[::-1]
+    axes.barh(names, shares, color=BARS, height=0.7)
+    axes.tick_params(axis="y", length=0)
+    for row, share in enumerate(shares):
+        axes.text(share, row, f" {share:.0%}", va="center", fontsize=9)
+    axes.set_xlim(0, max(shares) * 1.18)
+    axes.set_xticks([])

@@ -1,0 +1,346 @@
+"""Search by measuring: short real trials of layouts on the devices at hand, chosen by Optuna.
+
+As the Frontier study searched (arXiv 2312.12705): a trial that crashes, runs out of memory or takes
+too long is an answer too, ranked below every measured one. Each trial is a process of its own; this
+one never touches a device.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import pathlib
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from jaxscale import config as configs
+from jaxscale.autotune.search_space import (
+    FIELDS,
+    Choices,
+    candidates,
+    choices_of,
+    layout_of,
+    refusal,
+)
+from jaxscale.config import Config
+from jaxscale.layout import Layout
+
+PROGRAM = (sys.executable, "-m", "jaxscale.autotune.trial")
+STARTUP = 10
+"""Trials before the sampler has a model: first those that were asked for, then random ones."""
+
+OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory|MemoryError|bad_alloc", re.IGNORECASE)
+OUTCOMES = ("measured", "out of memory", "crashed", "timed out", "refused")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout and what came of it; the figures are None unless it was measured."""
+
+    number: int
+    layout: Layout
+    outcome: str  # of OUTCOMES
+    message: str = ""  # of a failure
+    step_seconds: float | None = None  # median
+    loss: float | None = None  # of the first step: the same for all
+    memory_bytes: int | None = None  # that the compiled step needs on a device
+    compile_seconds: float | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether it ran to its end."""
+        return self.outcome == "measured"
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What the trials run on, as JAX names it."""
+
+    devices: int
+    kind: str
+    platform: str
+
+
+def find_devices(program: Sequence[str] = PROGRAM) -> Devices:
+    """Asks a process that starts as the trials do.
+
+    Raises:
+      ValueError: it finds none; with its words.
+    """
+    outcome, answer = _run(program, None, limit_seconds=300)
+    if outcome != "measured":
+        raise ValueError(f"no devices to measure on: {answer['message']}")
+    return Devices(**answer)
+
+
+def search(
+    config: Config,
+    devices: Devices,
+    *,
+    trials: int,
+    storage: pathlib.Path,
+    first: Sequence[Layout] = (),
+    pins: Mapping[str, Any] | None = None,
+    steps: int = 5,
+    limit_seconds: float = 600,
+    seed: int = 0,
+    report: Callable[[Trial, list[Trial]], None] = lambda trial, before: None,
+    program: Sequence[str] = PROGRAM,
+) -> list[Trial]:
+    """Measures until there are so many trials in the file, and returns all, in their order.
+
+    Args:
+      trials: those of earlier calls with the same file included.
+      storage: an SQLite file; written after every trial, so that a search which was stopped
+        anywhere goes on with the same call.
+      first: layouts to begin with, such as a planner's best; read when the file is new.
+      pins: choices that are given, by their names in `candidates.FIELDS`.
+      steps: timed in each trial, after the warm-up.
+      limit_seconds: for a whole trial, from its start.
+      report: called after each trial with it and all before it.
+      program: what a trial runs.
+
+    Raises:
+      ValueError: the file holds trials of another config, or on other devices.
+    """
+    study = open_study(config, devices, storage, first, pins, seed)
+    done = finished(study)
+    while len(done) < trials:
+        asked = study.ask(_distributions(study))
+        layout = layout_of(asked.params, config.layout, devices.devices)
+        with _interruptible(study, asked):
+            outcome, answer = try_layout(
+                config, layout, steps=steps, limit_seconds=limit_seconds, program=program
+            )
+        for name, value in {**answer, "outcome": outcome}.items():
+            asked.set_user_attr(name, value)
+        asked.set_user_attr("layout", dataclasses.asdict(layout))
+        if outcome == "measured":
+            study.tell(asked, statistics.median(answer["step_seconds"]))
+        else:
+            # What is pruned without a value ranks below all that completed.
+            study.tell(asked, state=TrialState.PRUNED)
+        before, done = done, finished(study)
+        report(done[-1], before)
+    return done
+
+
+def try_layout(
+    config: Config,
+    layout: Layout,
+    *,
+    steps: int = 5,
+    limit_seconds: float = 600,
+    program: Sequence[str] = PROGRAM,
+) -> tuple[str, dict[str, Any]]:
+    """The outcome of one trial, and the figures of a `Trial` that it has: "step_seconds" of every
+    step, or a "message"."""
+    if why := refusal(config, layout):
+        return "refused", {"message": why}
+    changed = dataclasses.replace(config, layout=layout)
+    request = {"config": configs.to_dict(changed), "steps": steps}
+    return _run(program, request, limit_seconds)
+
+
+def open_study(
+    config: Config,
+    devices: Devices,
+    storage: pathlib.Path,
+    first: Sequence[Layout] = (),
+    pins: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> optuna.Study:
+    """The study in a file, ready to ask; trials that were under way when it was left run again.
+
+    Raises:
+      ValueError: it is a study of something else.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage.parent.mkdir(parents=True, exist_ok=True)
+    for name in pins or {}:
+        configs.check_choice("--pin", name, FIELDS)
+    pool = candidates(config, devices.devices, pins)
+    if not pool:
+        raise ValueError(
+            f"no layout on {devices.devices} devices fits data.global_batch_size = "
+            f"{config.data.global_batch_size}, this model and {pins or 'no pins'}; change one"
+        )
+    study = optuna.create_study(
+        study_name="layouts",
+        storage=f"sqlite:///{storage}",
+        load_if_exists=True,
+    )
+    subject = {"config": _digest(config), "pins": pins or {}, **dataclasses.asdict(devices)}
+    if "subject" not in study.user_attrs:
+        _fill(study, [choices_of(layout) for layout in first], pool)
+        study.set_user_attr("subject", subject)
+    for name, value in subject.items():
+        if (had := study.user_attrs["subject"][name]) != value:
+            what = (
+                "another config" if name == "config" else f"{name} = {had}, and there are {value}"
+            )
+            raise ValueError(f"{storage} holds trials of {what}; name another file in --storage")
+    for left in study.get_trials(states=(TrialState.RUNNING,)):
+        study.tell(left.number, state=TrialState.FAIL)
+        if len(left.params) == len(_distributions(study)):
+            study.enqueue_trial(left.params)
+    seen = len(study.get_trials(deepcopy=False))
+    study.sampler = _Proposals(config, devices.devices, pool, seed + seen)
+    return study
+
+
+def finished(study: optuna.Study) -> list[Trial]:
+    """Every trial that came to an end, in order."""
+    ended = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+    return [_trial(one) for one in ended]
+
+
+def importances(study: optuna.Study, seed: int = 0) -> dict[str, float]:
+    """The share of each choice in how the logarithm of a step's seconds varies over all layouts,
+    largest first; {} when there are too few measured trials to say.
+
+    By fANOVA (Hutter et al., ICML 2014): variances of a random forest that is fitted to the trials.
+    """
+    measured = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    if len(measured) < STARTUP:
+        return {}
+    found = optuna.importance.get_param_importances(
+        study,
+        evaluator=optuna.importance.FanovaImportanceEvaluator(seed=seed),
+        target=lambda trial: math.log(trial.values[0]),
+    )
+    return {name: float(share) for name, share in sorted(found.items(), key=lambda x: -x[1])}
+
+
+class _Proposals(optuna.samplers.TPESampler):
+    """Tree-structured Parzen estimators (Optuna's default), held to layouts that may run and have
+    not run yet: what it draws is moved to the nearest of them, by the number of choices."""
+
+    def __init__(self, config: Config, num_devices: int, pool: list[Choices], seed: int):
+        super().__init__(
+            n_startup_trials=STARTUP, multivariate=True, constant_liar=False, seed=seed
+        )
+        self._random = np.random.default_rng(seed)
+        self._pool = pool
+        self._refused = functools.cache(
+            lambda index: bool(refusal(config, layout_of(pool[index], config.layout, num_devices)))
+        )
+
+    def infer_relative_search_space(self, study, trial):
+        """Every choice, from the first trial on."""
+        return _distributions(study)
+
+    def sample_relative(self, study, trial, search_space):
+        """The choices of a layout; random ones until there are trials to learn from."""
+        drawn = super().sample_relative(study, trial, search_space)
+        taken = [one.params for one in study.get_trials(deepcopy=False)]
+        taken = [params for params in taken if len(params) == len(search_space)]
+        far = np.array([sum(drawn[n] != one[n] for n in drawn) for one in self._pool], float)
+        for index in np.argsort(far + self._random.uniform(size=len(far))):
+            chosen = {name: self._pool[index][name] for name in search_space}
+            if chosen not in taken and not self._refused(int(index)):
+                return chosen
+        raise ValueError(
+            f"every layout there is has been tried: {len(taken)}; set --trials {len(taken)}"
+        )
+
+
+def _fill(study: optuna.Study, first: Sequence[Choices], pool: Sequence[Choices]) -> None:
+    """Writes down what there is to choose from, and enqueues what comes first."""
+    space = {name: list(dict.fromkeys(one[name] for one in [*pool, *first])) for name in FIELDS}
+    study.set_user_attr("space", space)
+    for choices in first:
+        study.enqueue_trial(dict(choices), skip_if_exists=True)
+
+
+def _distributions(study: optuna.Study) -> dict[str, Any]:
+    return {
+        name: optuna.distributions.CategoricalDistribution(values)
+        for name, values in study.user_attrs["space"].items()
+    }
+
+
+def _digest(config: Config) -> str:
+    """Of all but the layout's choices and what the trials do not read."""
+    sections = configs.to_dict(config)
+    for name in ("data", *FIELDS):
+        del sections["layout"][name]
+    kept = {name: sections[name] for name in ("model", "optimizer", "layout")}
+    kept["data"] = {name: sections["data"][name] for name in ("global_batch_size", "seq_len")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _trial(one: FrozenTrial) -> Trial:
+    known = {field.name for field in dataclasses.fields(Trial)}
+    kept = {name: value for name, value in one.user_attrs.items() if name in known}
+    kept |= {"layout": Layout(**one.user_attrs["layout"]), "step_seconds": one.value}
+    return Trial(number=one.number, **kept)
+
+
+@contextlib.contextmanager
+def _interruptible(study: optuna.Study, asked: optuna.Trial) -> Iterator[None]:
+    """A trial that the user stops is no answer: it runs again next time."""
+    try:
+        yield
+    except BaseException:
+        study.tell(asked, state=TrialState.FAIL)
+        study.enqueue_trial(asked.params)
+        raise
+
+
+def _run(program: Sequence[str], request: Any, limit_seconds: float) -> tuple[str, dict[str, Any]]:
+    """One process: its outcome, and what it said, or a message about why it said nothing."""
+    with (
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as err,
+        subprocess.Popen(
+            program, stdin=subprocess.PIPE, stdout=out, stderr=err, text=True
+        ) as process,
+    ):
+        assert process.stdin
+        try:
+            # Left open: the process ends when this one does.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.flush()
+            status = process.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            return "timed out", {"message": f"not done after {limit_seconds:g} s"}
+        finally:
+            process.kill()
+        out.seek(0)
+        err.seek(0)
+        said, words = out.read().splitlines(), err.read()
+    if status:
+        return _failure(status, words)
+    if not said:
+        return "crashed", {"message": "it ended without an answer"}
+    answer = json.loads(said[-1])
+    if "refused" in answer:
+        return "refused", {"message": answer["refused"]}
+    return "measured", answer
+
+
+def _failure(status: int, words: str) -> tuple[str, dict[str, str]]:
+    """What to call a process that ended badly, and its most telling line."""
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    if memory := next((line for line in lines if OUT_OF_MEMORY.search(line)), ""):
+        return "out of memory", {"message": memory[:500]}
+    telling = next((line for line in lines if "Check failed" in line), (lines or [""])[-1])
+    if status == -signal.SIGKILL:
+        telling = "killed, as the system does when its memory runs out"
+    how = signal.Signals(-status).name if status < 0 else f"status {status}"
+    return "crashed", {"message": f"{how}: {telling[:500]}"}

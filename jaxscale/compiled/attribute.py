@@ -1,0 +1,153 @@
+"""What the largest arrays of a compiled step are, and which settings make them smaller."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from jaxscale.compiled import hlo
+from jaxscale.compiled.live_buffers import Buffer
+from jaxscale.sharding.resolve import leaf_name
+from jaxscale.training.gradients import pipeline_buffers
+from jaxscale.training.step import Engine
+
+MODULES = ("attention", "mlp", "head", "embed", "optimizer")
+"""Scopes of the model and the step."""
+
+KEPT = "kept for the backward pass"
+SHRINKS = {
+    "parameters": "zero_stage = 3, fsdp, tensor, pipeline",
+    "optimizer state": "zero_stage, fsdp, offload = 'optimizer'",
+    "batch": "data.global_batch_size",
+    "gathered weights": "tensor, pipeline",
+    "gradients": "zero_stage, fsdp, tensor, pipeline",
+    KEPT: "remat = 'full', microbatches, offload = 'activations', context",
+    "work": "microbatches, context, tensor",
+}
+"""What a buffer is -> the settings of the layout that shrink it."""
+
+SHRINKS_IN_PIPELINES = {
+    **SHRINKS,
+    "gathered weights": "tensor, pipeline, virtual_stages",
+    KEPT: "remat = 'full', microbatches, schedule = '1f1b', context",
+}
+"""Of a layout with a pipeline."""
+
+PIPELINE_BUFFERS = {"weights": "gathered weights", "gradients": "gradients"}
+"""Names of `pipeline_buffers` -> keys of SHRINKS; all others are KEPT."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """Buffers that are alike: what they are, how many are alive at the peak, where they belong."""
+
+    num_bytes: float  # of all of them
+    count: int
+    shape: str
+    what: str  # a key of SHRINKS
+    module: str  # of MODULES, or "" where neither the program nor its size says
+    smaller_with: str  # settings of the layout
+
+
+def find_uses(buffers: Sequence[Buffer], engine: Engine) -> list[Use]:
+    """Buffers that are alike together, largest first."""
+    shrinks = _settings(engine)
+    weights, kept = dict(_weights(engine)), dict(_pipeline(engine))
+    groups: dict[tuple[str, str, str], list[Buffer]] = {}
+    for buffer in buffers:
+        (dtype, dims), *_ = hlo.arrays(buffer.shape)
+        size = math.prod(dims)
+        what = _what(buffer, engine, size in weights, kept.get((dtype, size), ""))
+        module = find_module(buffer.op_name)
+        if not module and what in ("parameters", "gathered weights", "gradients"):
+            module = weights.get(size, "")
+        groups.setdefault((buffer.shape, what, module), []).append(buffer)
+    uses = [
+        Use(sum(one.num_bytes for one in group), len(group), *key, shrinks[key[1]])
+        for key, group in groups.items()
+    ]
+    return sorted(uses, key=lambda use: -use.num_bytes)
+
+
+def _settings(engine: Engine) -> dict[str, str]:
+    """SHRINKS without what the layout does already."""
+    layout = engine.layout
+    done = {
+        "zero_stage": layout.zero_stage == 3,
+        "zero_stage = 3": layout.zero_stage == 3,
+        "remat = 'full'": layout.remat == "full",
+        "offload = 'optimizer'": layout.offloads("optimizer"),
+        "offload = 'activations'": layout.offloads("activations"),
+        "schedule = '1f1b'": layout.schedule == "1f1b",
+    }
+    shrinks = SHRINKS_IN_PIPELINES if engine.stages else SHRINKS
+    return {
+        what: ", ".join(one for one in settings.split(", ") if not done.get(one))
+        for what, settings in shrinks.items()
+    }
+
+
+def find_module(op_name: str) -> str:
+    """The part of the model or the step that a name of a traced operation lies in, or ""."""
+    words = re.findall(r"\w+", op_name)
+    return next((word for word in reversed(words) if word in MODULES), "")
+
+
+def _what(buffer: Buffer, engine: Engine, is_weight: bool, in_pipeline: str) -> str:
+    """A key of SHRINKS.
+
+    Args:
+      is_weight: whether it is as large as a parameter, a layer of one, or a shard of either.
+      in_pipeline: what of its size and type a rank keeps between ticks.
+    """
+    if buffer.argument:
+        kinds = {"state.params": "parameters", "state.opt_state": "optimizer state"}
+        return next((kinds[k] for k in kinds if buffer.op_name.startswith(k)), "batch")
+    if "all_gather" in buffer.op_name:
+        return "gathered weights"
+    if find_module(buffer.op_name) == "optimizer":
+        return "optimizer state"
+    if in_pipeline:
+        return in_pipeline
+    (dtype, dims), *_ = hlo.arrays(buffer.shape)
+    if dtype == "f32" and is_weight:
+        return "gradients"
+    layers = engine.model.config.num_layers
+    if len(dims) > 2 and dims[0] in (layers, layers - 1) and not engine.stages:
+        return KEPT
+    return "work"
+
+
+def _weights(engine: Engine) -> Iterator[tuple[int, str]]:
+    """Elements of a parameter, of a layer or a chunk of one, or of a shard of any -> its module."""
+    tensor = engine.layout.tensor
+    chunk = engine.stages.capacity if engine.stages else 1
+    for path, leaf in jax.tree_util.tree_leaves_with_path(engine.abstract_state.params):
+        module = find_module(leaf_name(path).replace("_norm", ""))
+        for size in (leaf.size, math.prod(leaf.sharding.shard_shape(leaf.shape))):
+            for part in (size, size // tensor):
+                yield part, module
+                yield part // leaf.shape[0], module
+                yield part // leaf.shape[0] * chunk, module
+
+
+def _pipeline(engine: Engine) -> Iterator[tuple[tuple[str, int], str]]:
+    """Type and elements of what a rank of a pipeline keeps between ticks -> a key of SHRINKS."""
+    if engine.stages is None:
+        return
+    kept = pipeline_buffers(
+        engine.model,
+        engine.layout,
+        engine.zero,
+        engine.mesh,
+        engine.stages,
+        engine.abstract_state.params,
+        engine.abstract_batch,
+    )
+    short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
+    for name, tree in kept.items():
+        for leaf in jax.tree.leaves(tree):
+            for size in (leaf.size, leaf.size // engine.layout.tensor):
+                yield (short.get(str(leaf.dtype), ""), size), PIPELINE_BUFFERS.get(name, KEPT)

@@ -1,0 +1,298 @@
+"""The collectives of a compiled program: how often each runs, over which mesh axes, beside what.
+
+The compilers write them in many ways: one instruction, or a start and a done; several arrays in
+one; a call that a TPU's sparse cores run; one gather cut into pieces that are fused with the
+computations that hide it. Loops are multiplied out by their trip counts.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxscale.compiled import hlo
+from jaxscale.compiled.flops import computation_costs, flops, instruction_costs
+from jaxscale.compiled.hlo import Instruction, Program
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
+PRIMITIVES = {
+    "all_gather": "all-gather",
+    "psum_scatter": "reduce-scatter",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+"""What a program asks for, by the last word of an `op_name`."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program, with all its runs in a call."""
+
+    kind: str  # of KINDS
+    asked: str  # the kind that the program asked for; a compiler may make another of it
+    axes: tuple[str, ...]  # mesh axes that its groups span; () is a group of one device
+    count: float  # runs
+    arrays: int  # that travel together
+    num_bytes: float  # of one run: the whole arrays on one side, gathered or not yet scattered
+    asynchronous: bool
+    beside_flops: float  # of one run: of products between its start and its end, at least
+    op_name: str
+    computation: str  # that starts it
+    first: int = 0  # place of its start there
+    last: int = 0  # place of its end
+    link_seconds: float | None = None  # of one run; see `hlo_overlap`
+    wait_seconds: float | None = None  # of one run: that the device waits for its end
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a collective is under way: instructions `first` to `last` of a computation."""
+
+    computation: str
+    first: int
+    last: int
+
+
+def collectives(
+    program: Program, mesh: Mapping[str, int], between: tuple[str, ...] = ()
+) -> list[Collective]:
+    """Every collective that a call runs.
+
+    Args:
+      mesh: axis -> size, in the order in which the program's devices are laid out.
+      between: the axes that go over the network between slices of TPUs, by way of their hosts.
+    """
+    runs = program.executions()
+    costs = computation_costs(program, flops, unknown_trips=1)
+    callers = _callers(program)
+    pieces: dict[tuple[str, str], list[tuple[str, Instruction]]] = {}
+    for name, instructions in program.computations.items():
+        for instruction in instructions:
+            if instruction.opcode.removesuffix("-start") in KINDS and runs.get(name):
+                # On TPUs one that runs beside computations may be cut into pieces.
+                chain = instruction.attribute(r'chain_id="(\d+)"')
+                channel = instruction.attribute(r"channel_id=(\d+)") if chain else name
+                key = (chain or instruction.name, channel)
+                pieces.setdefault(key, []).append((name, instruction))
+    found = []
+    for members in pieces.values():
+        instruction = members[0][1]
+        kind = instruction.opcode.removesuffix("-start")
+        place = _place(program, members, callers, runs)
+        found.append(
+            Collective(
+                kind=kind,
+                asked=PRIMITIVES.get(instruction.op_name.rsplit("/", 1)[-1], kind),
+                axes=_axes(instruction, mesh),
+                count=runs[place.computation],
+                arrays=_arrays(instruction),
+                num_bytes=_payload(instruction, kind),
+                asynchronous=place.last > place.first,
+                beside_flops=_flops_at(program, place, costs),
+                op_name=instruction.op_name,
+                computation=place.computation,
+                first=place.first,
+                last=place.last,
+            )
+        )
+    return found + list(_between_slices(program, between, runs, costs))
+
+
+def _between_slices(
+    program: Program,
+    between: tuple[str, ...],
+    runs: Mapping[str, float],
+    costs: Mapping[str, float],
+) -> Iterator[Collective]:
+    """Collectives that hosts carry out: a send to them, and later what comes back."""
+    for name, instructions in program.computations.items():
+        for place, instruction in enumerate(instructions):
+            transfer = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"')
+            if instruction.opcode == "send" and transfer and runs.get(name):
+                kind = transfer.lower().replace("_", "-")
+                where = _Place(name, place, _end(instructions, place))
+                yield Collective(
+                    kind=kind,
+                    asked=kind,
+                    axes=between,
+                    count=runs[name],
+                    arrays=1,
+                    num_bytes=hlo.array_bytes(*hlo.arrays(instruction.shape)[0]),
+                    asynchronous=True,
+                    beside_flops=_flops_at(program, where, costs),
+                    op_name=instruction.op_name,
+                    computation=name,
+                    first=where.first,
+                    last=where.last,
+                )
+
+
+def _callers(program: Program) -> dict[str, tuple[str, int]]:
+    """Computation -> the computation that calls it and the place of the call there."""
+    return {
+        callee: (name, i)
+        for name, instructions in program.computations.items()
+        for i, instruction in enumerate(instructions)
+        for callee, _ in program.calls(instruction)
+    }
+
+
+def _place(
+    program: Program,
+    members: list[tuple[str, Instruction]],
+    callers: Mapping[str, tuple[str, int]],
+    runs: Mapping[str, float],
+) -> _Place:
+    """From the start to the end of a collective, in the computation that has both."""
+    spots = [_spot(program, name, instruction, callers) for name, instruction in members]
+    # The start and the end run least often: pieces between them may be in a loop.
+    home = min((name for name, _ in spots), key=lambda name: runs[name])
+    at = sorted(i for name, i in spots if name == home)
+    first, last = at[0], at[-1]
+    if program.computations[home][first].opcode.endswith("-start"):
+        last = _end(program.computations[home], first)
+    return _Place(home, first, last)
+
+
+def _spot(
+    program: Program, name: str, instruction: Instruction, callers: Mapping[str, tuple[str, int]]
+) -> tuple[str, int]:
+    """The instruction that is, or whose call is, a collective, outside fusions and async calls."""
+    place = program.computations[name].index(instruction)
+    while name in callers:
+        caller, i = callers[name]
+        opcode = program.computations[caller][i].opcode
+        if opcode in ("while", "conditional", "call"):
+            break
+        name, place = caller, i
+    return name, place
+
+
+def _end(instructions: tuple[Instruction, ...], start: int) -> int:
+    """The place of the `-done` of a `-start`, perhaps by way of updates."""
+    following = {instructions[start].name}
+    for i, instruction in enumerate(instructions[start + 1 :], start + 1):
+        if following & set(instruction.operands):
+            if instruction.opcode.endswith("-done"):
+                return i
+            if instruction.opcode.endswith("-update"):
+                following.add(instruction.name)
+    return len(instructions) - 1
+
+
+def _flops_at(program: Program, place: _Place, costs: Mapping[str, float]) -> float:
+    if place.first == place.last:
+        return 0.0
+    each = instruction_costs(program, place.computation, flops, costs, unknown_trips=1)
+    return sum(each[place.first : place.last + 1])
+
+
+def _parts(instruction: Instruction) -> list[float]:
+    """Bytes of the shape's arrays; for a start that lists operands and results, of the results."""
+    sizes = [hlo.array_bytes(*array) for array in hlo.arrays(instruction.shape)]
+    lists_both = instruction.shape.startswith("((") or (
+        instruction.opcode in ("all-gather-start", "collective-permute-start")
+    )
+    return sizes[len(sizes) // 2 :] if lists_both else sizes
+
+
+def _arrays(instruction: Instruction) -> int:
+    if instruction.opcode == "collective-permute-start":
+        return 1
+    return len(_parts(instruction))
+
+
+def _payload(instruction: Instruction, kind: str) -> float:
+    if instruction.opcode == "collective-permute-start":
+        return hlo.array_bytes(*hlo.arrays(instruction.shape)[0])
+    num_bytes = sum(_parts(instruction))
+    if kind == "reduce-scatter":
+        num_bytes *= len(_groups(instruction)[0])
+    return num_bytes
+
+
+def _groups(instruction: Instruction) -> list[list[int]]:
+    """Devices of each group, by their place in the mesh."""
+    rest = instruction.rest
+    if pairs := re.search(r"source_target_pairs=\{(.*?\})\}", rest):
+        return [[int(x) for x in pair] for pair in re.findall(r"(\d+),(\d+)", pairs[1])]
+    if named := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", rest):
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        spanned = re.findall(r"'(\w+)'", named[2])
+        places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        names = list(sizes)
+        kept = [i for i, axis in enumerate(names) if axis not in spanned]
+        gone = [i for i, axis in enumerate(names) if axis in spanned]
+        width = math.prod(places.shape[i] for i in gone)
+        return places.transpose(*kept, *gone).reshape(-1, width).tolist()
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        shape, source, order = (
+            [int(x) for x in (group or "").split(",") if x] for group in iota.groups()
+        )
+        places = np.arange(math.prod(source)).reshape(source)
+        return places.transpose(order or range(len(source))).reshape(shape).tolist()
+    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", rest):
+        groups = re.findall(r"\{([\d,]*)\}", listed[1])
+        return [[int(x) for x in group.split(",")] for group in groups if group]
+    return [[0]]
+
+
+def _axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    sizes = tuple(mesh.values())
+    spanned = set()
+    for group in _groups(instruction):
+        if max(group) >= math.prod(sizes):
+            raise ValueError(
+                f"{instruction.name} runs on device {max(group)} and the mesh "
+                f"{dict(mesh)} has {math.prod(sizes)}"
+            )
+        places = np.array(np.unravel_index(group, sizes))
+        spanned |= {i for i, row in enumerate(places) if len(set(row.tolist())) > 1}
+    return tuple(axis for i, axis in enumerate(mesh) if i in spanned)
+
+
+def summed(found: Iterable[Collective]) -> list[Collective]:
+    """Those of one kind, axes and way of running as one: runs added up; bytes, seconds and
+    `beside_flops` of all runs.
+
+    Those that run beside products and those that do not are never in one row, so that the bytes
+    of a row are hidden as a whole or not at all.
+    """
+
+    def key(one: Collective) -> tuple:
+        return one.axes, one.kind, one.asked, one.asynchronous, one.beside_flops > 0
+
+    def total(members: list[Collective], field: str) -> Any:
+        each = [getattr(one, field) for one in members]
+        return None if None in each else sum(one.count * x for one, x in zip(members, each))
+
+    rows = []
+    for (axes, kind, asked, asynchronous, _), group in itertools.groupby(
+        sorted(found, key=key), key
+    ):
+        members = list(group)
+        rows.append(
+            Collective(
+                kind=kind,
+                asked=asked,
+                axes=axes,
+                count=sum(one.count for one in members),
+                arrays=sum(round(one.count * one.arrays) for one in members),
+                num_bytes=total(members, "num_bytes"),
+                asynchronous=asynchronous,
+                beside_flops=total(members, "beside_flops"),
+                op_name="",
+                computation="",
+                link_seconds=total(members, "link_seconds"),
+                wait_seconds=total(members, "wait_seconds"),
+            )
+        )
+    return rows

@@ -1,0 +1,227 @@
+"""Compiles the step that would train, for a machine that is not there, and says what it needs."""
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxscale.compiled import hlo
+from jaxscale.compiled.attribute import Use, find_uses
+from jaxscale.compiled.collectives import Collective, collectives, summed
+from jaxscale.compiled.flops import computation_costs, cycles, flops
+from jaxscale.compiled.live_buffers import live_at_peak
+from jaxscale.compiled.overlap import with_waits
+from jaxscale.compiled.topology import Topology, has_cudnn, open_topology
+from jaxscale.config import Config
+from jaxscale.hardware import find_chip
+from jaxscale.layout import Layout, resolve_sizes
+from jaxscale.pipeline import summary
+from jaxscale.planner.cost.cluster import cluster
+from jaxscale.planner.cost.collectives import collective_seconds
+from jaxscale.sharding.mesh import axes_between_slices, make_mesh
+from jaxscale.training.step import Engine, make_engine
+
+OUT_OF_MEMORY = re.compile(
+    r"total memory required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds|"
+    r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm"
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a compiled step needs on each device. Bytes are of device memory, FLOPs and seconds of
+    one step."""
+
+    topology: str
+    devices: int
+    layout: Layout
+    attention: str
+    fits: bool
+    limit_bytes: int
+    peak_bytes: int  # arguments, temporaries and code; what was asked for where it does not fit
+    argument_bytes: int
+    temp_bytes: int
+    output_bytes: int
+    alias_bytes: int  # outputs that take the place of arguments
+    host_bytes: int
+    flops: float | None  # of an average rank; None where a loop's trips are only known as it runs
+    optimal_seconds: float | None  # by the compiler's own figures; GPUs' gives none
+    compile_seconds: float
+    collectives: tuple[Collective, ...]  # of a step, by axes and kind
+    uses: tuple[Use, ...]  # at the peak, largest first; empty where it does not fit
+    refusal: str  # the compiler's words where it ran out of memory
+    program: str  # text
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how much it does not fit."""
+        return max(0, self.peak_bytes - self.limit_bytes)
+
+    @property
+    def collective_bytes(self) -> float:
+        """Of every run of every collective."""
+        return sum(one.num_bytes for one in self.collectives)
+
+    @property
+    def beside_bytes(self) -> float:
+        """Of those runs that have matmuls between their start and their end, however small."""
+        return sum(one.num_bytes for one in self.collectives if one.beside_flops > 0)
+
+    @property
+    def link_seconds(self) -> float | None:
+        """Of every run of every collective, alone on its links; None for a chip without figures."""
+        return _total(one.link_seconds for one in self.collectives)
+
+    @property
+    def wait_seconds(self) -> float | None:
+        """That the device waits for them: what matmuls hide of `link_seconds` is the rest."""
+        return _total(one.wait_seconds for one in self.collectives)
+
+
+def _total(seconds: Iterable[float | None]) -> float | None:
+    each = list(seconds)
+    return None if None in each else sum(x for x in each if x is not None)
+
+
+def compile_for(config: Config, topology: str | Topology, *, unroll_layers: bool = False) -> Report:
+    """Compiles a config's train step for an absent machine.
+
+    Running out of memory is a result: `fits` is False.
+
+    Args:
+      config: one axis of its layout may be -1.
+      topology: a machine, or the name of one (`topology.open_topology`).
+      unroll_layers: writes the loops over layers out. Slow to compile; XLA's own cost analysis,
+        which counts the body of a loop once, then counts everything and gives
+        `optimal_seconds`.
+
+    Raises:
+      ValueError: the layout does not fit the model or the machine.
+      ModuleNotFoundError: a compiler is not installed; says what to install.
+    """
+    machine = open_topology(topology) if isinstance(topology, str) else topology
+    layout = resolve_sizes(config.layout, len(machine.devices))
+    config = dataclasses.replace(config, layout=layout)
+    engine = make_engine(config, make_mesh(layout, machine.devices), unroll_layers=unroll_layers)
+    start = time.perf_counter()
+    try:
+        # cuDNN is asked for its version as soon as the step is traced.
+        compiled = engine.step.lower(engine.abstract_state, engine.abstract_batch).compile()
+    except RuntimeError as error:
+        if engine.attention == "cudnn" and not has_cudnn():
+            raise ModuleNotFoundError(
+                "fused attention for GPUs needs cuDNN's library to compile (540 MB): uv sync "
+                "--inexact --extra aot-cudnn; or set model.attention = 'blockwise'"
+            ) from error
+        if not OUT_OF_MEMORY.search(str(error)):
+            raise
+        return _refused(machine, engine, str(error), time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return _report(machine, engine, compiled, seconds, unroll_layers)
+
+
+def _report(
+    machine: Topology, engine: Engine, compiled: Any, seconds: float, unrolled: bool
+) -> Report:
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    program = hlo.parse(text, engine.stages.trips if engine.stages else {})
+    peak = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.generated_code_size_in_bytes
+    )
+    total_flops = computation_costs(program, flops)[program.entry]
+    return Report(
+        **_common(machine, engine),
+        fits=peak <= machine.limit_bytes,
+        peak_bytes=peak,
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        host_bytes=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
+        flops=None if math.isnan(total_flops) else total_flops,
+        optimal_seconds=_seconds(machine, engine, compiled, program, unrolled),
+        compile_seconds=seconds,
+        collectives=tuple(summed(_collectives(machine, engine, program))),
+        uses=tuple(find_uses(live_at_peak(program), engine)),
+        refusal="",
+        program=text,
+    )
+
+
+def _collectives(machine: Topology, engine: Engine, program: hlo.Program) -> list[Collective]:
+    """Each with its seconds, where the chip's links are known."""
+    sizes = engine.layout.sizes
+    found = collectives(program, sizes, axes_between_slices(engine.layout, machine.devices))
+    chip = find_chip(machine.devices[0].device_kind)
+    if chip is None or engine.config.model.compute_dtype != "bfloat16":
+        return found
+    links = cluster(chip.name, len(machine.devices), **machine.node)
+
+    def link_seconds(one: Collective) -> float:
+        return collective_seconds(links, sizes, one.kind, one.axes, one.num_bytes)
+
+    rate = chip.bf16_flops_per_second * chip.matmul_fraction
+    return with_waits(program, found, link_seconds, rate)
+
+
+def _common(machine: Topology, engine: Engine) -> dict[str, Any]:
+    return {
+        "topology": machine.name,
+        "devices": len(machine.devices),
+        "layout": engine.layout,
+        "attention": engine.attention,
+        "limit_bytes": machine.limit_bytes,
+    }
+
+
+def _refused(machine: Topology, engine: Engine, refusal: str, seconds: float) -> Report:
+    found = OUT_OF_MEMORY.search(refusal)
+    assert found
+    number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
+    temporaries = int(float(number) * 1024 ** "_KMGT".index(unit or "_"))
+    arguments = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves((engine.abstract_state, engine.abstract_batch))
+        if leaf.sharding.memory_kind != "pinned_host"
+    )
+    return Report(
+        **_common(machine, engine),
+        fits=False,
+        peak_bytes=temporaries + arguments,
+        argument_bytes=arguments,
+        temp_bytes=temporaries,
+        output_bytes=0,
+        alias_bytes=0,
+        host_bytes=0,
+        flops=None,
+        optimal_seconds=None,
+        compile_seconds=seconds,
+        collectives=(),
+        uses=(),
+        refusal=refusal,
+        program="",
+    )
+
+
+def _seconds(
+    machine: Topology, engine: Engine, compiled: Any, program: hlo.Program, unrolled: bool
+) -> float | None:
+    """The compiler's estimate of what the chip computes in a step, collectives left out; with a
+    pipeline, and how long it waits for other ranks."""
+    if machine.clock_hertz is None:
+        return None
+    if unrolled and not engine.stages:
+        return (compiled.cost_analysis() or {}).get("optimal_seconds")
+    expected = computation_costs(program, cycles)[program.entry] / machine.clock_hertz
+    if engine.stages:
+        expected /= 1 - summary.idle(engine.stages)
+    return None if math.isnan(expected) else expected

@@ -1,0 +1,186 @@
+"""Reads a compiled program's text: its computations, and how often each runs in a call."""
+
+import collections
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+BYTES = {
+    "pred": 1,
+    "s4": 0.5,
+    "u4": 0.5,
+    "s8": 1,
+    "u8": 1,
+    "f8e4m3fn": 1,
+    "f8e5m2": 1,
+    "s16": 2,
+    "u16": 2,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+    "c64": 8,
+    "c128": 16,
+}
+"""Of an element."""
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_CALLS = re.compile(
+    r"\b(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+)
+_CALLED = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A line of a program."""
+
+    name: str
+    shape: str
+    opcode: str
+    rest: str  # operands and attributes
+
+    def attribute(self, pattern: str) -> str:
+        """The first group of a regular expression in the attributes, or ""."""
+        found = re.search(pattern, self.rest)
+        return found[1] if found else ""
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the instructions whose results it takes."""
+        return tuple(re.findall(r"%([\w.\-]+)", self.rest.split(")", 1)[0]))
+
+    @property
+    def op_name(self) -> str:
+        """Where in the traced program it comes from."""
+        return self.attribute(r'op_name="([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program, as its computations."""
+
+    computations: Mapping[str, tuple[Instruction, ...]]
+    entry: str
+    donated: frozenset[int] = frozenset()  # arguments whose place a result takes
+    scopes: Mapping[str, float] = field(default_factory=dict)  # see `parse`
+
+    def executions(self) -> dict[str, float]:
+        """How often each computation runs in one call; nan where a loop's trips are not known."""
+        runs: dict[str, float] = collections.defaultdict(float)
+        runs[self.entry] = 1
+        for name in self.callers_first():
+            for instruction in self.computations[name]:
+                for callee, times in self.calls(instruction):
+                    runs[callee] += runs[name] * times
+        return dict(runs)
+
+    def calls(self, instruction: Instruction) -> list[tuple[str, float]]:
+        """The computations that a run of an instruction runs, and how often each."""
+        if instruction.opcode.endswith(("-update", "-done")):
+            return []  # the start has run it
+        callees = _CALLS.findall(instruction.rest)
+        for listed in _CALLED.findall(instruction.rest):
+            callees += [name.strip().lstrip("%") for name in listed.split(",")]
+        times = self.trips(instruction) if instruction.opcode == "while" else 1
+        return [(callee, times) for callee in callees if callee in self.computations]
+
+    def trips(self, loop: Instruction) -> float:
+        """How often a `while` runs its body; nan where that is only known when it runs."""
+        known = loop.attribute(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+        if known:
+            return int(known)
+        counted = self._counted_trips(loop)
+        return self._expected_trips(loop) if math.isnan(counted) else counted
+
+    def _expected_trips(self, loop: Instruction) -> float:
+        """By the innermost scope that the loop stands in."""
+        words = reversed(loop.op_name.split("/"))
+        return next((self.scopes[word] for word in words if word in self.scopes), math.nan)
+
+    def _counted_trips(self, loop: Instruction) -> float:
+        """From a condition `counter < constant`, for loops that `lax.scan` makes."""
+        condition = self.computations.get(loop.attribute(r"condition=%?([\w.\-]+)"), ())
+        constants = [
+            int(value)
+            for instruction in self._reachable(condition)
+            if instruction.opcode == "constant" and re.match(r"[su]32\[\]", instruction.shape)
+            if (value := re.match(r"(\d+)\)", instruction.rest)) and (value := value[1])
+        ]
+        return constants[0] if len(constants) == 1 else math.nan
+
+    def _reachable(self, instructions: Iterable[Instruction]) -> Iterable[Instruction]:
+        for instruction in instructions:
+            yield instruction
+            for callee in _CALLS.findall(instruction.rest):
+                yield from self.computations.get(callee, ())
+
+    def callers_first(self) -> list[str]:
+        """The names of the computations that the entry reaches, each after those that call it."""
+        order: list[str] = []
+        seen: set[str] = set()
+
+        def visit(name: str) -> None:
+            seen.add(name)
+            for instruction in self.computations[name]:
+                for callee, _ in self.calls(instruction):
+                    if callee not in seen:
+                        visit(callee)
+            order.append(name)
+
+        visit(self.entry)
+        return order[::-1]
+
+
+def parse(text: str, scopes: Mapping[str, float] | None = None) -> Program:
+    """A program from `compiled.as_text()`.
+
+    Args:
+      scopes: how often loops run that only their data tell to, on average, by the `jax.named_scope`
+        around them.
+    """
+    computations: dict[str, list[Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        header = _COMPUTATION.match(line)
+        if header:
+            current = computations.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif current is not None and (found := _INSTRUCTION.match(line)):
+            current.append(Instruction(*found.groups()))
+    if not entry:
+        raise ValueError("not the text of a compiled program: it has no ENTRY computation")
+    aliases = re.search(r"input_output_alias=\{(.*?\)) *\}", text)
+    donated = re.findall(r"\((\d+), ", aliases[1]) if aliases else ()
+    return Program(
+        {name: tuple(body) for name, body in computations.items()},
+        entry,
+        frozenset(int(number) for number in donated),
+        scopes or {},
+    )
+
+
+def shape_bytes(shape: str) -> float:
+    """Bytes of every array in a shape, such as "(f32[2,3]{1,0}, bf16[])"."""
+    return sum(array_bytes(dtype, dims) for dtype, dims in arrays(shape))
+
+
+def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Type and dimensions of every array in a shape."""
+    return [
+        (dtype, tuple(int(size) for size in dims.split(",") if size))
+        for dtype, dims in _SHAPE.findall(shape)
+        if dtype in BYTES
+    ]
+
+
+def array_bytes(dtype: str, dims: Iterable[int]) -> float:
+    """Bytes of an array, without padding."""
+    return BYTES[dtype] * math.prod(dims)

@@ -1,0 +1,204 @@
+"""Which arrays of a compiled program are alive when it needs the most memory.
+
+The compilers say how much they need and not for what. Here the schedule in the program's text is
+replayed: an array lives from the instruction that makes it to the last one that reads it, and one
+that is updated, or last read where another of its size is made, gives its place to that one.
+Padding and fragments are not seen.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxscale.compiled import hlo
+from jaxscale.compiled.hlo import Instruction, Program
+
+SAME = ("bitcast", "while", "opt-barrier", "domain")
+"""Instructions whose result is their operand, in place."""
+
+Places = Any
+"""Where a result is: a place in a list of buffers, or for a tuple a list of these."""
+
+_LEAF = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?|[()]")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An array in device memory."""
+
+    num_bytes: float
+    shape: str  # such as "bf16[4,4096,11008]"
+    op_name: str  # where in the traced program it is made
+    argument: bool  # of the program: it is there from the start
+
+
+@dataclass
+class _Life:
+    """A buffer, and the instructions from which and to which it lives."""
+
+    buffer: Buffer
+    start: int
+    end: int
+    outside: bool = False  # of this computation: whoever calls it counts it
+    lent: bool = False  # an argument that is not donated
+
+
+def live_at_peak(program: Program) -> list[Buffer]:
+    """The buffers that are alive when the most bytes are, largest first."""
+    peaks: dict[str, list[Buffer]] = {}
+    for name in reversed(program.callers_first()):
+        peaks[name] = _peak(program, name, peaks)
+    return sorted(peaks[program.entry], key=lambda buffer: -buffer.num_bytes)
+
+
+def _peak(program: Program, name: str, peaks: dict[str, list[Buffer]]) -> list[Buffer]:
+    instructions = program.computations[name]
+    lives = _lives(program, instructions, entry=name == program.entry)
+    starts = {life.start for life in lives}
+    best: list[Buffer] = []
+    for i, instruction in enumerate(instructions):
+        calls = instruction.opcode in ("while", "conditional", "call")
+        if calls or i in starts:
+            inside = max(
+                (peaks[callee] for callee, _ in program.calls(instruction) if calls),
+                key=_total,
+                default=[],
+            )
+            alive = [life.buffer for life in lives if life.start <= i <= life.end]
+            best = max(best, alive + inside, key=_total)
+    return best
+
+
+def _total(buffers: Sequence[Buffer]) -> float:
+    return sum(buffer.num_bytes for buffer in buffers)
+
+
+@dataclass
+class _Replay:
+    """What is known of a computation up to an instruction."""
+
+    lives: list[_Life] = field(default_factory=list)
+    holds: dict[str, Places] = field(default_factory=dict)  # result -> places in `lives`
+    begins: dict[str, int] = field(default_factory=dict)  # where it, or its start, stands
+    made: list[tuple[int, int, list[int]]] = field(default_factory=list)  # at, place, from
+
+    def add(self, buffer: Buffer, start: int, *, outside: bool = False, lent: bool = False) -> int:
+        """A new buffer; returns its place."""
+        self.lives.append(_Life(buffer, start, start, outside, lent))
+        return len(self.lives) - 1
+
+
+def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool) -> list[_Life]:
+    """The buffers of a computation that have bytes and are its own."""
+    replay = _Replay()
+    for i, instruction in enumerate(instructions):
+        operands = [replay.holds.get(operand, []) for operand in instruction.operands]
+        read = _flat(operands)
+        for place in read:
+            replay.lives[place].end = i
+        replay.begins[instruction.name] = i
+        if instruction.opcode.endswith(("-update", "-done")):
+            replay.begins[instruction.name] = replay.begins[instruction.operands[0]]
+        if instruction.opcode == "parameter":
+            lent = entry and int(instruction.rest.split(")")[0]) not in program.donated
+            new = functools.partial(replay.add, start=0, outside=not entry, lent=lent)
+            held = _leaves(instruction, new)
+        elif instruction.opcode == "get-tuple-element":
+            held = operands[0][int(instruction.attribute(r"index=(\d+)"))]
+        elif instruction.opcode == "tuple":
+            held = operands
+        elif instruction.opcode in SAME:
+            held = operands[0]
+        elif instruction.opcode.endswith(("-start", "-update")):
+            held = read  # what a start makes, its `-done` hands over
+        else:
+            new = functools.partial(_place, program, replay, i, instruction, read)
+            held = _leaves(instruction, new)
+        replay.holds[instruction.name] = held
+    for place in _flat(replay.holds[instructions[-1].name]):
+        replay.lives[place].end = len(instructions)
+    for life in replay.lives:
+        if life.lent:
+            life.end = len(instructions)
+    _share(replay)
+    return [life for life in replay.lives if not life.outside and life.buffer.num_bytes]
+
+
+def _place(
+    program: Program,
+    replay: _Replay,
+    i: int,
+    instruction: Instruction,
+    read: list[int],
+    leaf: Buffer,
+) -> int:
+    """Where a leaf of a result is: in what the instruction updates, or in a new buffer, which is
+    there from the start of what runs beside others."""
+    place = _updated(program, instruction, leaf, [(p, replay.lives[p]) for p in read])
+    if place is None:
+        place = replay.add(leaf, replay.begins[instruction.name])
+        replay.made.append((i, place, read))
+    return place
+
+
+def _flat(places: Places) -> list[int]:
+    """All places, tuples opened."""
+    if isinstance(places, int):
+        return [places]
+    return [place for inner in places for place in _flat(inner)]
+
+
+def _leaves(instruction: Instruction, place: Callable[[Buffer], int]) -> Places:
+    """The places of a result's arrays, in tuples as the result is; 0 bytes for what is not in a
+    device's main memory."""
+    tuples: list[list[Places]] = [[]]
+    for found in _LEAF.finditer(instruction.shape):
+        if found[0] == "(":
+            tuples.append([])
+        elif found[0] == ")":
+            inner = tuples.pop()
+            tuples[-1].append(inner)
+        else:
+            tuples[-1].append(place(_leaf(instruction, *found.groups())))
+    return tuples[0][0]
+
+
+def _leaf(instruction: Instruction, dtype: str, dims: str, arrangement: str | None) -> Buffer:
+    # Space 5 is the host's; a TPU, whose arrays have tiles T, keeps others on the chip.
+    space = re.search(r"S\((\d+)\)", arrangement or "")
+    elsewhere = space and (space[1] == "5" or "T(" in (arrangement or ""))
+    sizes = [int(size) for size in dims.split(",") if size]
+    num_bytes = 0 if elsewhere or dtype not in hlo.BYTES else hlo.array_bytes(dtype, sizes)
+    argument = instruction.opcode == "parameter"
+    return Buffer(num_bytes, f"{dtype}[{dims}]", instruction.op_name, argument)
+
+
+def _updated(
+    program: Program, instruction: Instruction, leaf: Buffer, read: Sequence[tuple[int, _Life]]
+) -> int | None:
+    """The buffer that an instruction changes in part to make a leaf of its result."""
+    updates = instruction.opcode in ("dynamic-update-slice", "scatter") or any(
+        inner.opcode in ("dynamic-update-slice", "scatter") and inner.shape.startswith(leaf.shape)
+        for callee, _ in program.calls(instruction)
+        for inner in program.computations[callee]
+    )
+    if not updates:
+        return None
+    return next((place for place, life in read if life.buffer.shape == leaf.shape), None)
+
+
+def _share(replay: _Replay) -> None:
+    """Ends what is last read where an array of its size is made before that, which takes its
+    place."""
+    given = set()
+    for i, place, read in replay.made:
+        new = replay.lives[place]
+        for other in read:
+            old = replay.lives[other]
+            same = old.buffer.num_bytes == new.buffer.num_bytes and not old.lent
+            if same and old.end == i and new.start == i and other not in given:
+                given.add(other)
+                old.end, new.outside = i - 1, old.outside
+                break

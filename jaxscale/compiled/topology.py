@@ -1,0 +1,186 @@
+"""Machines that are not there, by name: `v5p:8x8x8` is a slice of TPUs, `h200:8x8` nodes x GPUs.
+
+The compilers of both come as packages (the extra `aot`) and need none of the hardware.
+"""
+
+import csv
+import difflib
+import functools
+import importlib.util
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+PACKAGES = {"tpu": ("libtpu",), "gpu": ("jax_cuda13_plugin", "jax_plugins.xla_cuda13")}
+GPU_MEMORY_FRACTION = 0.9
+"""Of a GPU's memory that a program may fill: the rest is the driver's, NCCL's and cuDNN's. JAX
+itself takes 0.75 of it unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+
+_ENVIRONMENT = {
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once
+    "TPU_SKIP_MDS_QUERY": "1",
+    # What libtpu would ask of the cloud; any answer will do, the topology says what counts.
+    "TPU_ACCELERATOR_TYPE": "v5p-128",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+_GPU_TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared_memory_per_core}
+  shared_memory_per_block_optin: {shared_memory_per_block_optin}
+  core_count: {core_count} fpus_per_core: {fpus_per_core} clock_rate_ghz: {clock_rate_ghz}
+  memory_bandwidth: {memory_bandwidth} l2_cache_size: {l2_cache_size}
+  device_memory_size: {device_memory_size}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{device_kind}"
+"""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """An absent machine: the devices that a mesh can be made of, to compile and never to run."""
+
+    name: str
+    platform: str  # "tpu" or "gpu"
+    devices: tuple[Any, ...]
+    limit_bytes: int  # of device memory, for a program
+    clock_hertz: float | None  # in which the compiler counts its cycles, where it does
+    node: Mapping[str, int]  # what it says of its nodes, as fields of `hardware.Chip`
+
+
+def leave_hardware_alone() -> None:
+    """Keeps JAX on the CPU of this machine, and libtpu from asking for the machine it is on.
+
+    Call it before JAX looks for devices.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def open_topology(name: str) -> Topology:
+    """The machine of a name such as "v5p:4x4x4", "v5e:16x16:2" (two slices) or "h200:8x8".
+
+    Raises:
+      ValueError: no such machine; lists those that are known.
+      ModuleNotFoundError: its compiler is not installed; says what to install.
+    """
+    kind, _, shape = name.partition(":")
+    tpus, gpus = _table("tpu"), _table("gpu")
+    if kind not in tpus and kind not in gpus:
+        near = difflib.get_close_matches(kind, (*tpus, *gpus), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"topology {name!r} is of no known kind; {known()}{hint}")
+    platform = "tpu" if kind in tpus else "gpu"
+    check_installed(platform)
+    leave_hardware_alone()
+    return _tpu(name, tpus[kind], shape) if platform == "tpu" else _gpu(name, gpus[kind], shape)
+
+
+def known() -> str:
+    """A line that names every kind with an example."""
+    tpus = ", ".join(f"{kind}:{row['example']}" for kind, row in _table("tpu").items())
+    gpus = ", ".join(f"{kind}:8x8" for kind in _table("gpu"))
+    return f"TPUs (chips along each dimension): {tpus}; GPUs (nodes x GPUs): {gpus}"
+
+
+def kinds() -> tuple[str, ...]:
+    """What a name can begin with."""
+    return (*_table("tpu"), *_table("gpu"))
+
+
+def installed(platform: str) -> bool:
+    """Whether the compiler for "tpu" or "gpu" is."""
+    return all(_found(module) for module in PACKAGES[platform])
+
+
+def check_installed(platform: str) -> None:
+    """Raises ModuleNotFoundError, saying what to install, where a compiler is missing."""
+    if not installed(platform):
+        raise ModuleNotFoundError(
+            f"the compiler for {platform.upper()}s is not installed ("
+            f"{', '.join(module for module in PACKAGES[platform] if not _found(module))}): "
+            "uv sync --inexact --extra aot"
+        )
+
+
+def has_cudnn() -> bool:
+    """Whether cuDNN's library is, without which fused attention does not compile for GPUs."""
+    return _found("nvidia.cudnn")
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _tpu(name: str, row: dict[str, str], shape: str) -> Topology:
+    matched = re.fullmatch(r"(\d+(?:x\d+)+)(?::(\d+))?", shape)
+    if not matched:
+        raise ValueError(
+            f"topology {name!r}: write the chips along each dimension of the torus, as in "
+            f"{row['name']}:{row['example']}, and :2 behind them for two such slices"
+        )
+    sizes = [int(size) for size in matched[1].split("x")]
+    if len(sizes) != len(row["example"].split("x")):
+        raise ValueError(
+            f"topology {name!r} has {len(sizes)} dimensions and a torus of {row['name']} has "
+            f"{len(row['example'].split('x'))}, as in {row['name']}:{row['example']}"
+        )
+    # A host has at most 2 x 2 chips; less in a smaller slice.
+    host = [min(size, 2) for size in sizes[:2]] + [1]
+    options: dict[str, Any] = {"chips_per_host_bounds": tuple(host)}
+    if row["chip_config"]:
+        options["chip_config_name"] = row["chip_config"]
+    if matched[2]:
+        options["num_slices"] = int(matched[2])
+    try:
+        topology = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{row['libtpu_name']}:{matched[1]}", **options
+        )
+    except (jax.errors.JaxRuntimeError, RuntimeError) as error:
+        raise ValueError(f"topology {name!r}: libtpu refuses it: {error}") from error
+    limit = int(float(row["memory_gib"]) * 2**30)
+    clock = float(row["clock_ghz"]) * 1e9
+    return Topology(name, "tpu", tuple(topology.devices), limit, clock, {})
+
+
+def _gpu(name: str, row: dict[str, str], shape: str) -> Topology:
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
+        raise ValueError(
+            f"topology {name!r}: write nodes x GPUs in a node, as in {row['name']}:8x8"
+        )
+    major, minor = row["compute_capability"].split(".")
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="",
+        topology=f"1x{shape}",
+        target_config=_GPU_TARGET.format(**row, major=major, minor=minor),
+    )
+    limit = int(int(row["device_memory_size"]) * GPU_MEMORY_FRACTION)
+    node = {"node_devices": int(shape.split("x")[1])}
+    return Topology(name, "gpu", tuple(topology.devices), limit, None, node)
+
+
+@functools.cache
+def _table(platform: str) -> dict[str, dict[str, str]]:
+    path = pathlib.Path(__file__).with_name("targets") / f"{platform}.csv"
+    with path.open(newline="") as file:
+        return {row["name"]: row for row in csv.DictReader(file)}

@@ -1,0 +1,93 @@
+"""Batches on the mesh: checked on the host, dealt to the ranks that share a sequence, placed."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxscale.batch import Batch, ShardedBatch
+from jaxscale.config import Config
+from jaxscale.ops.context_attention import balanced_order
+from jaxscale.sharding.rules import check_divides, check_sequence
+
+
+def shard_batch(
+    batch: Batch, config: Config, sharding: NamedSharding, global_batch_size: int | None
+) -> ShardedBatch:
+    """`Engine.shard`, for a config's layout and the sharding of its batches."""
+    _check_fields(batch)
+    rows, seq_len = batch.tokens.shape
+    held = range(rows)
+    if global_batch_size is not None:
+        held, rows = local_rows(sharding, global_batch_size), global_batch_size
+        if len(held) != len(batch.tokens):
+            raise ValueError(
+                f"the batch has {len(batch.tokens)} rows, and this process's devices hold "
+                f"{len(held)} of global_batch_size = {rows}; load those of engine.local_rows"
+            )
+    _check_shape(config, rows, seq_len)
+    every_row, order = np.arange(rows), balanced_order(seq_len, config.layout.context)
+    place = {row: i for i, row in enumerate(held)}
+
+    def on_devices(field: np.ndarray) -> jax.Array:
+        def part(index):
+            return field[[place[row] for row in every_row[index[0]]]][:, order[index[1]]]
+
+        return jax.make_array_from_callback((rows, seq_len), sharding, part)
+
+    return ShardedBatch(*map(on_devices, batch))
+
+
+@functools.cache
+def local_rows(sharding: NamedSharding, global_batch_size: int) -> tuple[int, ...]:
+    """The rows of a batch that this process's devices hold, in order."""
+    shape = (global_batch_size, sharding.mesh.shape["context"])
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    every_row = np.arange(global_batch_size)
+    return tuple(sorted({int(row) for index in indices if index for row in every_row[index[0]]}))
+
+
+def dealt(batch: ShardedBatch) -> Batch:
+    """What a step computes with. For use where it is traced: nothing is checked as steps run.
+
+    Raises:
+      ValueError: what was not returned by `Engine.shard`.
+    """
+    if not isinstance(batch, ShardedBatch):
+        raise ValueError(
+            f"the batch is a {type(batch).__name__}; a step takes only what engine.shard returns, "
+            "which deals tokens to the ranks that share a sequence: pass engine.shard(batch)"
+        )
+    return Batch(*batch)
+
+
+def _check_fields(batch: Any) -> None:
+    if isinstance(batch, ShardedBatch):
+        raise ValueError("the batch is a ShardedBatch already: pass it to engine.step as it is")
+    if not isinstance(batch, Batch):
+        raise ValueError(f"the batch is a {type(batch).__name__}; pass a jaxscale.Batch")
+    for name, field in batch._asdict().items():
+        wanted = "float32" if name == "weights" else "int32"
+        if not isinstance(field, np.ndarray):
+            kind = f"{type(field).__module__}.{type(field).__name__}"
+            raise ValueError(f"batch.{name} is a {kind}; pass a NumPy array of {wanted}")
+        if field.dtype != wanted:
+            raise ValueError(f"batch.{name} is {field.dtype}; pass {wanted}")
+        if field.ndim != 2 or field.shape != batch.tokens.shape:
+            raise ValueError(
+                f"batch.{name} has shape {field.shape}, and batch.tokens {batch.tokens.shape}; "
+                "every field is [batch, seq]"
+            )
+
+
+def _check_shape(config: Config, rows: int, seq_len: int) -> None:
+    """Refuses a batch of another shape than the config's that does not divide over its layout."""
+    data = config.data
+    if (rows, seq_len) != (data.global_batch_size, data.seq_len):
+        data = dataclasses.replace(data, global_batch_size=rows, seq_len=seq_len)
+        config = dataclasses.replace(config, data=data)
+        check_divides(config)
+        check_sequence(config)

@@ -1,0 +1,302 @@
+"""What is in a source: how many documents, how long they are, and what examples look like."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxscale.config import Config, DataConfig
+from jaxscale.data.dataset import Examples
+from jaxscale.data.mixture import open_examples
+from jaxscale.data.text.documents import sample_documents
+from jaxscale.data.text.text_files import File, find_files
+from jaxscale.data.tokens.corpus import Corpus, open_corpus, open_folder
+from jaxscale.data.tokens.index import find_prepared, read_index
+from jaxscale.data.tokens.tokenizer import Tokenizer, load, of_folder
+from jaxscale.data_source import Source
+
+SAMPLE_BYTES = 64_000_000
+"""Stored bytes of a source that is not prepared, above which a sample of it is surveyed."""
+
+QUANTILES = (0, 10, 50, 90, 99, 100)
+_BAR, _SHOWN = 40, 300  # characters
+
+
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """Counts of a source, or of a sample of it."""
+
+    name: str
+    kind: str  # "shards" or "files"
+    num_files: int
+    stored_bytes: int
+    complete: bool  # whether everything was counted
+    num_left_out: int | None  # bad documents; None where none were counted
+    corpus: Corpus
+    tokenizer: Tokenizer
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, [num_documents], the boundary not counted."""
+        return np.diff(self.corpus.offsets) - 1
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        corpus, tokenizer = self.corpus, self.tokenizer
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "num_files": self.num_files,
+            "stored_bytes": self.stored_bytes,
+            "complete": self.complete,
+            "num_left_out": self.num_left_out,
+            "num_documents": corpus.num_documents,
+            "num_tokens": corpus.num_tokens,
+            "num_bytes": corpus.num_bytes,
+            "bytes_per_token": corpus.num_bytes / corpus.num_tokens,
+            "fingerprint": corpus.fingerprint,
+            "tokenizer": {
+                "name": tokenizer.name,
+                "fingerprint": tokenizer.fingerprint,
+                "vocab_size": tokenizer.vocab_size,
+                "boundary": tokenizer.boundary,
+                "mask": tokenizer.mask,
+                "sentinels": list(tokenizer.sentinels),
+                "special": dict(tokenizer.special),
+            },
+            "length_quantiles": dict(zip(map(str, QUANTILES), _quantiles(self.lengths))),
+            "length_histogram": [
+                {"from": low, "to": high, "documents": documents, "tokens": tokens}
+                for low, high, documents, tokens in histogram(self.lengths)
+            ],
+        }
+
+
+def survey(source: Source, tokenizer: str | Tokenizer | None = None) -> Survey:
+    """Counts one entry of `data.source`.
+
+    Args:
+      tokenizer: its name; None is the folder's own, or "bytes" for what is not prepared.
+
+    Raises:
+      ValueError: as `open_corpus` and `tokenizer.load`.
+    """
+    folder, name = find_prepared(source), ", ".join(source.path)
+    if folder is not None:
+        index = read_index(folder)
+        if tokenizer is None:
+            tokenizer = of_folder(folder, index)
+        elif isinstance(tokenizer, str):
+            tokenizer = load(tokenizer, [source])
+        corpus = open_folder(folder, tokenizer)
+        stored = sum(shard.file_bytes for shard in index.shards)
+        return Survey(
+            name, "shards", len(index.shards), stored, True, index.num_left_out, corpus, tokenizer
+        )
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = load(tokenizer or "bytes", [source])
+    files = find_files([source])
+    stored = sum(file.num_bytes for file in files)
+    complete = stored <= SAMPLE_BYTES
+    corpus = open_corpus([source], tokenizer) if complete else _sampled(files, tokenizer)
+    return Survey(name, "files", len(files), stored, complete, None, corpus, tokenizer)
+
+
+def survey_config(config: Config) -> tuple[list[Survey], Examples | None]:
+    """The entries of a configuration, and its training examples as a run will see them.
+
+    The examples are None where an entry is too large to be tokenised for a look at it.
+    """
+    tokenizer = load(
+        config.data.tokenizer,
+        config.data.source,
+        heldout=config.data.heldout,
+        seed=config.data.seed,
+    )
+    surveys = [survey(source, tokenizer) for source in config.data.source]
+    if not all(one.complete for one in surveys):
+        return surveys, None
+    corpus = open_corpus(config.data.source, tokenizer)
+    return surveys, open_examples(
+        config.data, tokenizer, corpus, split="train", vocab_size=config.model.vocab_size
+    )
+
+
+def examples_of(one: Survey) -> Examples:
+    """Packed examples of one entry, all of its documents for training."""
+    data = DataConfig(heldout=0, seq_len=min(256, max(one.corpus.num_tokens, 2)))
+    return open_examples(
+        data, one.tokenizer, one.corpus, split="train", vocab_size=one.tokenizer.vocab_size
+    )
+
+
+def describe(one: Survey) -> str:
+    """The counts and the histogram, for a person."""
+    corpus, tokenizer = one.corpus, one.tokenizer
+    of = "" if one.complete else ", of which a sample is counted here"
+    quantiles = zip(QUANTILES, _quantiles(one.lengths))
+    special = ", ".join(f"{name} {i}" for name, i in list(tokenizer.special.items())[:8])
+    more = len(tokenizer.special) - 8
+    rows = [
+        ("stored", f"{one.num_files:,} {one.kind}, {one.stored_bytes / 1e6:,.1f} MB{of}"),
+        (
+            "documents",
+            f"{corpus.num_documents:,}"
+            + (f" ({one.num_left_out:,} bad ones left out)" if one.num_left_out else ""),
+        ),
+        ("text", f"{corpus.num_bytes / 1e6:,.1f} MB"),
+        (
+            "tokens",
+            f"{corpus.num_tokens:,} ({corpus.num_bytes / corpus.num_tokens:.2f} bytes a token)",
+        ),
+        (
+            "tokenizer",
+            f"{tokenizer.name}: {tokenizer.vocab_size:,} ids, a document begins with "
+            f"{_shown(tokenizer, [tokenizer.boundary])} = {tokenizer.boundary}",
+        ),
+        ("special", special + (f" and {more} more" if more > 0 else "")),
+        ("mask", "none" if tokenizer.mask is None else str(tokenizer.mask)),
+        ("sentinels", f"{len(tokenizer.sentinels)}" if tokenizer.sentinels else "none"),
+        ("fingerprint", corpus.fingerprint),
+        ("length", ", ".join(f"{q} %: {length:,}" for q, length in quantiles)),
+    ]
+    lines = [one.name, *(f"  {name:<12} {text}" for name, text in rows), ""]
+    lines.append(f"  {'tokens in a document':<21} {'documents':>12} {'tokens':>16}")
+    bins = histogram(one.lengths)
+    most = max(documents for _, _, documents, _ in bins)
+    for low, high, documents, tokens in bins:
+        bar = "#" * -(-_BAR * documents // most)
+        lines.append(f"  {low:>9,} to {high:>8,} {documents:>12,} {tokens:>16,} {bar}")
+    return "\n".join(lines)
+
+
+def describe_examples(examples: Examples, tokenizer: Tokenizer, count: int) -> list[list[dict]]:
+    """The first examples, a record for each segment."""
+    described = []
+    for i in range(count):
+        row = examples[i]
+        parts = []
+        for segment in range(1, int(row.segments.max(initial=0)) + 1):
+            places = np.flatnonzero(row.segments == segment)
+            parts.append(
+                {
+                    "segment": segment,
+                    "first_position": int(row.positions[places[0]]),
+                    "tokens": len(places),
+                    "predicted": int(np.count_nonzero(row.weights[places])),
+                    "text": _shown(tokenizer, row.tokens[places].tolist()),
+                }
+            )
+        described.append(parts)
+    return described
+
+
+def print_examples(described: Sequence[Sequence[dict]]) -> str:
+    """The records of `describe_examples` for a person."""
+    lines = []
+    for i, parts in enumerate(described):
+        lines.append(f"example {i}")
+        for part in parts:
+            text = json.dumps(part["text"], ensure_ascii=False)[1:-1]
+            if len(text) > _SHOWN:
+                text = f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
+            lines.append(
+                f"  segment {part['segment']}: {part['tokens']} tokens, {part['predicted']} "
+                f"predicted: {text}"
+            )
+    return "\n".join(lines)
+
+
+def mixture_of(examples: Examples, num_examples: int) -> list[dict[str, Any]]:
+    """How far a run of so many examples goes through each entry."""
+    return [
+        {
+            "name": source.name,
+            "examples": source.seen,
+            "share": source.seen / num_examples,
+            "examples_in_an_epoch": source.epoch,
+            "epochs": source.seen / source.epoch,
+        }
+        for source in examples.progress(num_examples)
+    ]
+
+
+def print_mixture(mixture: Sequence[dict[str, Any]], steps: int) -> str:
+    """The records of `mixture_of` for a person."""
+    lines = [f"what a run of {steps:,} steps reads"]
+    lines += [
+        f"  {one['name']}: {one['examples']:,} examples, {100 * one['share']:.1f} % of all, "
+        f"{one['epochs']:.2f} epochs"
+        for one in mixture
+    ]
+    return "\n".join(lines)
+
+
+def histogram(lengths: np.ndarray) -> list[tuple[int, int, int, int]]:
+    """(shortest, longest, documents, tokens) of documents between powers of two."""
+    powers = np.frexp(lengths)[1]  # 0 for 0, 1 for 1, 2 for 2 and 3, ...
+    bins = []
+    for power in range(int(powers.min()), int(powers.max()) + 1):
+        own = lengths[powers == power]
+        low, high = (0, 0) if power == 0 else (2 ** (power - 1), 2**power - 1)
+        bins.append((low, high, len(own), int(own.sum())))
+    return bins
+
+
+def png(path: str, surveys: Sequence[Survey]) -> None:
+    """Draws the histograms of lengths: the share of the documents, and of the tokens."""
+    # Slow to import, and only a picture needs it.
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(8, 1 + 2.6 * len(surveys)), layout="constrained", dpi=150)
+    for panel, one in zip(figure.subplots(len(surveys), squeeze=False)[:, 0], surveys):
+        bins = np.array(histogram(one.lengths), np.float64)
+        places = np.arange(len(bins))
+        for shift, column, label in ((-0.2, 2, "documents"), (0.2, 3, "tokens")):
+            shares = 100 * bins[:, column] / max(bins[:, column].sum(), 1)
+            panel.bar(places + shift, shares, 0.4, label=label)
+        panel.set_xticks(places, [f"{low:,.0f}" for low in bins[:, 0]], rotation=45, fontsize=8)
+        panel.set(title=one.name, ylabel="%", xlabel="tokens in a document, at least")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(frameon=False)
+    figure.savefig(path, format="png")
+
+
+def _sampled(files: Sequence[File], tokenizer: Tokenizer) -> Corpus:
+    """A corpus of documents from all over the files."""
+    documents = list(sample_documents(files, SAMPLE_BYTES))
+    encoded = tokenizer.encode([document.text for document in documents])
+    num_bytes = sum(document.num_bytes for document in documents)
+    tokens = np.concatenate([x for ids in encoded for x in ([tokenizer.boundary], ids)])
+    written = tokenizer.token_bytes[tokens].sum()
+    return Corpus(
+        shards=(tokens.astype(np.uint32),),
+        offsets=np.cumsum([0, *(len(ids) + 1 for ids in encoded)]),
+        hashes=np.array([document.hash for document in documents], np.uint64),
+        token_bytes=tokenizer.token_bytes * (num_bytes / max(written, 1)),
+        num_bytes=num_bytes,
+        fingerprint="of a sample",
+    )
+
+
+def _quantiles(lengths: np.ndarray) -> list[int]:
+    return np.percentile(lengths, QUANTILES, method="nearest").astype(int).tolist()
+
+
+def _shown(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Text with the names of special tokens where they stand."""
+    names = {i: name for name, i in tokenizer.special.items()} | {
+        tokenizer.boundary: next(
+            (name for name, i in tokenizer.special.items() if i == tokenizer.boundary), "<end>"
+        )
+    }
+    parts = []
+    for special, group in itertools.groupby(ids, lambda i: i in names or i >= tokenizer.vocab_size):
+        if special:
+            parts += [names.get(i, f"<{i}>") for i in group]
+        else:
+            parts.append(tokenizer.decode(list(group)))
+    return "".join(parts)

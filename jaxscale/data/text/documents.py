@@ -1,0 +1,147 @@
+"""Documents of the files of a source, in parts that can be read apart from one another."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.data.text.formats import boundary, can_cut, read_records, where
+from jaxscale.data.text.text_files import File, draw, hash_identity
+
+_SAMPLE_PLACES = 64  # that a sample comes from, where there are so many
+
+
+class Piece(NamedTuple):
+    """The documents that begin between two stored bytes of a file."""
+
+    file: File
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """As stored; of what is compressed, less than the text."""
+        return self.stop - self.start
+
+
+class Document(NamedTuple):
+    """A text, or a part of one that is longer than its source allows."""
+
+    text: str
+    num_bytes: int  # of UTF-8
+    hash: int  # of the identity, the same for all parts
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A document that cannot be used, and may be left out where `skip_share` allows it."""
+
+    file: File
+    position: int
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{where(self.file, self.position)} {self.problem}"
+
+
+def cut(files: Sequence[File], piece_bytes: int) -> Iterator[Piece]:
+    """Every file in pieces of at most so many stored bytes, where it can be cut at all."""
+    for file in files:
+        step = piece_bytes if can_cut(file) else file.num_bytes
+        for start in range(0, file.num_bytes, step):
+            yield Piece(file, start, min(start + step, file.num_bytes))
+
+
+def read_documents(piece: Piece) -> Iterator[Document | Bad]:
+    """The documents of a piece, those that are too long in parts.
+
+    A document's identity is that of its file, with its place where the file holds several.
+
+    Raises:
+      ValueError: from reading; the file is damaged, or a whole file holds no document.
+    """
+    file, limit = piece.file, piece.file.source.max_document_bytes
+    whole = boundary(file) == "file"
+    position, found = None, False
+    try:
+        for position, text in read_records(*piece):
+            found = True
+            if isinstance(text, ValueError):
+                yield Bad(file, position, str(text))
+                continue
+            try:
+                num_bytes = len(text.encode())
+            except UnicodeEncodeError:
+                yield Bad(file, position, "holds half of a surrogate pair, which is not text")
+                continue
+            identity = file.identity if whole else f"{file.identity}#{position}"
+            if not limit or num_bytes <= limit:
+                yield Document(text, num_bytes, hash_identity(identity))
+            elif file.source.long_documents == "split":
+                yield from _split(text, limit, hash_identity(identity))
+            else:
+                yield Bad(
+                    file,
+                    position,
+                    f"has {num_bytes} bytes, more than max_document_bytes = {limit} of its entry "
+                    "of data.source; raise that, or set long_documents to 'split'",
+                )
+    except ValueError as error:
+        after = "" if position is None or whole else f" (after {where(file, position)})"
+        raise ValueError(f"{error}{after}") from error
+    if not found and piece.start == 0 and piece.stop == file.num_bytes:
+        raise ValueError(f"{file.path} holds no document; leave it out of data.source")
+
+
+def sample_documents(
+    files: Sequence[File], num_bytes: int, *, heldout: float = 0.0, seed: int = 0
+) -> Iterator[Document]:
+    """Documents that together have about so many bytes, or all; the same whenever it is called.
+
+    They come from places all over the files, and are not the ones that `heldout` holds out.
+
+    Raises:
+      ValueError: as `read_documents`.
+    """
+    total = sum(file.num_bytes for file in files)
+    pieces = list(cut(files, max(total // 1024, 1 << 14)))
+    hashes = [
+        hash_identity(p.file.identity + (f"#{p.start}" if can_cut(p.file) else "")) for p in pieces
+    ]
+    taken, most = 0, num_bytes
+    if total > num_bytes:
+        most = -(-num_bytes // min(len(pieces), _SAMPLE_PLACES))
+    for i in np.argsort(draw(np.array(hashes, np.uint64), seed), kind="stable"):
+        documents = list(_first(pieces[i], most / (1 - heldout)))
+        drawn = draw(np.array([document.hash for document in documents], np.uint64), seed)
+        for document, number in zip(documents, drawn):
+            if number >= heldout and taken < num_bytes:
+                yield document
+                taken += document.num_bytes
+        if taken >= num_bytes:
+            return
+
+
+def _first(piece: Piece, num_bytes: float) -> Iterator[Document]:
+    """Documents from the beginning of a piece, until they have so many bytes."""
+    taken = 0
+    for document in read_documents(piece):
+        if isinstance(document, Bad):  # whoever reads all of the files will say so
+            continue
+        yield document
+        taken += document.num_bytes
+        if taken >= num_bytes:
+            return
+
+
+def _split(text: str, limit: int, hash: int) -> Iterator[Document]:
+    """Parts of at most `limit` bytes, cut between characters."""
+    data, start = text.encode(), 0
+    while start < len(data):
+        stop = start + limit
+        while stop < len(data) and data[stop] & 0xC0 == 0x80:  # inside a character
+            stop -= 1
+        part = data[start:stop]
+        yield Document(part.decode(), len(part), hash)
+        start = stop

@@ -1,0 +1,210 @@
+"""Records of a part of a file, whatever its format: where each is, and its text or its problem.
+
+A part is a range of the stored bytes, of which a record belongs to the part that it begins in, so
+parts can be cut without looking into the file. A position is a byte of the (decompressed) file for
+text, lines and FASTA, and the number of a record for the others.
+"""
+
+import difflib
+import io
+import json
+import pathlib
+import tokenize
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
+
+from jaxscale.data.text.file_io import compression, opened
+from jaxscale.data.text.tables import TABLES
+from jaxscale.data.text.text_files import File
+
+Records = Iterator[tuple[int, str | ValueError]]
+"""Positions, each with the text there, or with what is wrong with it and could be passed over."""
+
+
+def can_cut(file: File) -> bool:
+    """Whether parts of a file can be read without what is before them."""
+    return boundary(file) != "file" and file.format != "arrow" and not compression(file.path)
+
+
+def boundary(file: File) -> str:
+    """What a document of this file is: "file", "line", "paragraph" or "record".
+
+    Raises:
+      ValueError: the entry of `data.source` asks for one that this format does not have.
+    """
+    wanted = file.source.boundary
+    if file.format == "text":
+        if wanted == "record":
+            raise ValueError(
+                f"{file.path} is text, which has no records; set its boundary in data.source to "
+                "'file', 'line' or 'paragraph', or its format"
+            )
+        return wanted or "file"
+    if wanted not in (None, "record"):
+        raise ValueError(
+            f"{file.path} is {file.format}, of which a record is a document; its boundary in "
+            f"data.source cannot be {wanted!r}"
+        )
+    return "record"
+
+
+def read_records(file: File, start: int, stop: int) -> Records:
+    """Every record that begins between the stored bytes `start` and `stop`.
+
+    Raises:
+      ValueError: from reading; the file is damaged, or has no such field at all.
+    """
+    kind = boundary(file)
+    if file.format in TABLES:
+        if compression(file.path):
+            raise ValueError(f"{file.path}: {file.format} has a compression of its own; unpack it")
+        for position, record in TABLES[file.format](file.path, file.source.field, start, stop):
+            yield position, _text_of(record, file.source.field)
+        return
+    with opened(file.path) as stream:
+        if compression(file.path):
+            stop = 1 << 62  # of the stored bytes; all of what they unpack to is wanted
+        if file.format == "jsonl":
+            yield from _json_lines(_lines(stream, start, stop), file.source.field)
+        elif file.format == "fasta":
+            yield from _sequences(file.path, stream, start, stop)
+        elif kind == "line":
+            for position, line in _lines(stream, start, stop):
+                if line.strip():
+                    yield position, _decoded(line.rstrip(b"\n").removesuffix(b"\r"))
+        elif kind == "paragraph":
+            yield from _paragraphs(stream, start, stop)
+        else:
+            yield 0, _whole(file.path, stream.read())
+
+
+def where(file: File, position: int) -> str:
+    """A position as a person finds it: file and line, or record."""
+    if file.format in TABLES:
+        return f"{file.path}, record {position} (from 0)"
+    if boundary(file) == "file":
+        return file.path
+    line = 1
+    with opened(file.path) as stream:
+        while position > 0 and (block := stream.read(min(position, 1 << 20))):
+            line += block.count(b"\n")
+            position -= len(block)
+    return f"{file.path}, line {line}"
+
+
+def _lines(stream: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """Lines, with their ends, that begin in the range."""
+    position = start
+    if start:  # the line that holds the byte before is of an earlier part
+        stream.seek(start - 1)
+        position += len(stream.readline()) - 1
+    while position < stop and (line := stream.readline()):
+        yield position, line
+        position += len(line)
+
+
+def _paragraphs(stream: BinaryIO, start: int, stop: int) -> Records:
+    """Runs of lines that are not blank; of the part that the blank line before them begins in."""
+    ours, begin, lines = start == 0, 0, []
+    for position, line in _lines(stream, start, 1 << 62):
+        if line.strip():
+            if ours:
+                begin = begin if lines else position
+                lines.append(line)
+            continue
+        if lines:
+            yield begin, _decoded(b"".join(lines).rstrip(b"\r\n"))
+            lines = []
+        if position >= stop:
+            return
+        ours = True
+    if lines:
+        yield begin, _decoded(b"".join(lines).rstrip(b"\r\n"))
+
+
+def _sequences(path: str, stream: BinaryIO, start: int, stop: int) -> Records:
+    """FASTA: lines of one sequence under a header line that begins with ">"."""
+    begin, lines = None, []
+    for position, line in _lines(stream, start, 1 << 62):
+        if line.startswith((b">", b";")) or not line.strip():
+            if line.startswith(b">"):
+                if begin is not None:
+                    yield begin, _sequence(lines)
+                begin, lines = position, []
+                if position >= stop:
+                    return
+        elif begin is not None:
+            lines.append(line)
+        elif not start:
+            raise ValueError(f"{path} is not FASTA: its first line does not begin with '>'")
+    if begin is not None:
+        yield begin, _sequence(lines)
+
+
+def _sequence(lines: list[bytes]) -> str | ValueError:
+    text = b"".join(b"".join(lines).split())
+    wrong = text.translate(None, b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz*-.")
+    if wrong:
+        return ValueError(f"is not a sequence of letters: it has the byte 0x{wrong[0]:02x}")
+    return text.decode() or ValueError("has no sequence under its header")
+
+
+def _json_lines(lines: Iterator[tuple[int, bytes]], field: str) -> Records:
+    for position, line in lines:
+        if not line.strip():
+            continue
+        text = _decoded(line.rstrip(b"\r\n"))
+        if isinstance(text, str):
+            try:
+                text = _text_of(json.loads(text), field)
+            except json.JSONDecodeError as error:
+                problem = error.msg.removesuffix(" at")
+                text = ValueError(f"is not JSON: {problem} at character {error.colno}")
+            except (ValueError, RecursionError) as error:  # too large a number, too many brackets
+                text = ValueError(f"is not JSON that can be read: {error}")
+        yield position, text
+
+
+def _text_of(record: Any, field: str) -> str | ValueError:
+    if isinstance(record, ValueError):
+        return record
+    if not isinstance(record, Mapping):
+        return ValueError(f"is {_name(record)}, not an object with fields")
+    value = record
+    for name in [field] if field in record else field.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            names = list(value) if isinstance(value, Mapping) else []
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}" if near else f"it has {', '.join(names) or 'none'}"
+            return ValueError(f"has no field {field!r}; {hint}; set 'field' in data.source")
+        value = value[name]
+    if isinstance(value, bytes):
+        value = _decoded(value)
+    if isinstance(value, str | ValueError):
+        return value or ValueError(f"has nothing in its field {field!r}")
+    return ValueError(f"has {_name(value)} in its field {field!r}, and no text")
+
+
+def _name(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+def _decoded(data: bytes, encoding: str = "utf-8") -> str | ValueError:
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        return ValueError(
+            f"is not {error.encoding} text: byte {error.start} is 0x{data[error.start]:02x} "
+            f"({error.reason}); convert it, or leave it out of data.source"
+        )
+
+
+def _whole(path: str, data: bytes) -> str | ValueError:
+    """A file as one text: UTF-8, or for Python source the encoding that it declares."""
+    encoding = "utf-8"
+    if pathlib.PurePosixPath(path).suffix == ".py":
+        try:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        except SyntaxError as error:
+            return ValueError(f"is not Python source: {error}")
+    return _decoded(data, encoding)

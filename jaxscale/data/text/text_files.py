@@ -1,0 +1,276 @@
+"""Which files there are: files, folders, globs and addresses, in an order that never depends on
+the disk.
+
+A file's identity is its path below the root of its source entry, so a corpus that moves to another
+folder or machine keeps its split and its order.
+"""
+
+import fnmatch
+import hashlib
+import json
+import logging
+import pathlib
+import stat
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxscale.data.text.file_io import compression, filesystem, is_remote, read_file, reading
+from jaxscale.data_source import Source, to_sources
+
+STDLIB = "{stdlib}"
+_STDLIB_SKIPS = ("site-packages", "dist-packages", "test", "tests", "idle_test")
+"""Folders below the standard library that are not its own source, or are its tests."""
+
+_SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".arrayrecord": "arrayrecord",
+    ".array_record": "arrayrecord",
+    ".fa": "fasta",
+    ".fasta": "fasta",
+    ".fna": "fasta",
+    ".faa": "fasta",
+}
+_VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "updated", "created")
+"""What stores call that which changes with a file; the first one present is taken."""
+
+_log = logging.getLogger("jaxscale")
+
+
+@dataclass(frozen=True)
+class File:
+    """One file, as it was when the source was listed."""
+
+    path: str
+    identity: str  # the path below the root of its source entry, with forward slashes
+    num_bytes: int  # as stored
+    version: str  # changes when the file does
+    format: str
+    source: Source  # how it is read
+    entry: int = 0  # of `data.source`
+
+
+def find_files(source: Sequence[str | Source]) -> list[File]:
+    """Lists the files of `data.source`, entry by entry, each entry sorted.
+
+    An entry's path is a file, a folder (every file below it) or a glob with `*`, `?`, `[...]` and
+    `**`; `{stdlib}` at its start is the source of Python's standard library, without its tests and
+    without installed packages. Hidden files, hidden folders and `__pycache__` are left out, as in
+    a shell. Of a folder that holds files of records, such as a local data set of Hugging Face,
+    only those are taken. A file that is named twice counts once.
+
+    Raises:
+      ValueError: an entry that matches nothing, or a file that is empty or cannot be read. Only an
+        empty `__init__.py`, which marks a Python package, is passed over, and counted in the log.
+    """
+    found: dict[tuple[str, str], File] = {}
+    num_repeated, markers = 0, 0
+    for entry, one in enumerate(to_sources(source)):
+        for path in one.path:
+            files = _list_remote(path, one, entry) if is_remote(path) else _list(path, one, entry)
+            if not files:
+                raise ValueError(
+                    f"data.source: {path!r} matches no file; give files, folders or globs such as "
+                    "'text/**/*.txt'"
+                )
+            for file in files:
+                if (file.path, one.field) in found:
+                    num_repeated += 1
+                elif file.num_bytes:
+                    found[file.path, one.field] = file
+                elif pathlib.PurePosixPath(file.path).name == "__init__.py":
+                    markers += 1
+                else:
+                    raise ValueError(
+                        f"{file.path} is empty; remove it, or leave it out of data.source"
+                    )
+    if not found:
+        raise ValueError(f"data.source = {tuple(source)} holds only empty files")
+    if num_repeated:
+        _log.info("data: files named more than once, which count once: %d", num_repeated)
+    if markers:
+        _log.info("data: empty __init__.py, which are passed over: %d", markers)
+    return list(found.values())
+
+
+def hash_identity(identity: str) -> int:
+    """64 bits that stand for a document's identity wherever its name is too long to keep."""
+    name = identity.encode("utf-8", "surrogateescape")  # a file's name need not be text
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+
+
+def draw(hashes: np.ndarray, seed: int) -> np.ndarray:
+    """Numbers in [0, 1) that documents draw once and for all, whatever other documents exist.
+
+    Documents below `data.heldout` are held out; the others are read in ascending order.
+
+    Args:
+      hashes: of identities, [num_documents], uint64.
+    """
+    return (_mix(hashes ^ _mix(np.array([seed], np.uint64))) >> np.uint64(11)) / 2**53
+
+
+def _mix(numbers: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64 (Steele et al., OOPSLA 2014): every bit stirs every bit."""
+    numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
+
+
+def _list(path: str, source: Source, entry: int) -> list[File]:
+    """The files of this machine that an entry's path names."""
+    root, paths = _expand(path)
+    files = []
+    for found in paths:
+        try:
+            status = found.stat()
+        except OSError as error:
+            raise ValueError(f"{found} cannot be read: {error.strerror}") from error
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for without end
+            raise ValueError(f"{found} is not a regular file; leave it out of data.source")
+        files.append(
+            File(
+                str(found),
+                found.relative_to(root).as_posix(),
+                status.st_size,
+                str(status.st_mtime_ns),
+                _format(str(found), source),
+                source,
+                entry,
+            )
+        )
+    return _sorted(files, whole_folder=pathlib.Path(path).is_dir())
+
+
+def _list_remote(path: str, source: Source, entry: int) -> list[File]:
+    fs, name = filesystem(path)
+    with reading(path):
+        parts = name.split("/")
+        fixed = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
+        whole_folder = fixed == len(parts) and fs.isdir(name)
+        if fixed < len(parts):
+            found = fs.glob(name, detail=True)
+        elif whole_folder:
+            found = fs.find(name, detail=True)
+        else:
+            found = {name: fs.info(name)} if fs.isfile(name) else {}
+    root = "/".join(parts if whole_folder else parts[: min(fixed, len(parts) - 1)])
+    files = []
+    for place, about in found.items():
+        identity = place.removeprefix(root).lstrip("/")
+        if about["type"] != "file" or any(part.startswith(".") for part in identity.split("/")):
+            continue
+        version = next((str(about[key]) for key in _VERSIONS if key in about), "")
+        address = fs.unstrip_protocol(place)
+        files.append(
+            File(address, identity, about["size"], version, _format(address, source), source, entry)
+        )
+    return _sorted(files, whole_folder=whole_folder)
+
+
+def _sorted(files: list[File], *, whole_folder: bool) -> list[File]:
+    """The files by identity; of a folder with records only those that hold them."""
+    files = sorted(files, key=lambda file: file.identity.split("/"))
+    records = [file for file in files if file.format not in ("text", "json")]
+    if whole_folder and records and len(records) < len(files):
+        _log.info(
+            "data: files beside those with records, which are passed over: %d",
+            len(files) - len(records),
+        )
+        files = records
+    for file in files:
+        if file.format == "json":
+            raise ValueError(
+                f"{file.path} may hold a record a line, or be a text; give its entry of "
+                "data.source 'format': 'jsonl' or 'text'"
+            )
+    return files
+
+
+def _format(path: str, source: Source) -> str:
+    if source.format:
+        return source.format
+    name = pathlib.PurePosixPath(path.lower())
+    suffix = name.with_suffix("").suffix if compression(path) else name.suffix
+    return "json" if suffix == ".json" else _SUFFIXES.get(suffix, "text")
+
+
+def _expand(entry: str) -> tuple[pathlib.Path, Iterator[pathlib.Path]]:
+    """The root of an entry, below which identities are counted, and its files."""
+    if entry.startswith(STDLIB):
+        root = pathlib.Path(sysconfig.get_path("stdlib"))
+        pattern = pathlib.PurePath(entry.removeprefix(STDLIB).lstrip("/") or "**/*.py").parts
+        return root, _walk(root, pattern, _STDLIB_SKIPS)
+    path = pathlib.Path(entry).expanduser().absolute()
+    if path.is_file():
+        return path.parent, iter([path])
+    if path.is_dir():
+        saved = _saved_dataset(path)
+        return path, _walk(path, ("**", "*")) if saved is None else iter(saved)
+    parts = path.parts
+    fixed = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts) - 1)
+    root = pathlib.Path(*parts[:fixed])
+    return root, _walk(root, parts[fixed:])
+
+
+def _saved_dataset(folder: pathlib.Path) -> list[pathlib.Path] | None:
+    """The files of a data set that Hugging Face's `save_to_disk` wrote here, if it did."""
+    splits, state = folder / "dataset_dict.json", folder / "state.json"
+    try:
+        if splits.is_file():
+            names = json.loads(read_file(str(splits)))["splits"]
+            raise ValueError(
+                f"{folder} holds the splits {', '.join(names)} of a data set; name one of them: "
+                f"{folder / names[0]}"
+            )
+        if state.is_file() and (folder / "dataset_info.json").is_file():
+            about = json.loads(read_file(str(state)))
+            if about.get("_indices_data_files"):
+                raise ValueError(
+                    f"{folder} holds rows in an order of its own; save it again after "
+                    "flatten_indices()"
+                )
+            return [folder / file["filename"] for file in about["_data_files"]]
+    except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder} is not a whole data set: {error!r} in its JSON") from error
+    return None
+
+
+def _walk(
+    folder: pathlib.Path, pattern: Sequence[str], skips: Sequence[str] = ()
+) -> Iterator[pathlib.Path]:
+    """Files below `folder` that match, component by component; `**` is any number of folders."""
+    if not folder.is_dir():
+        return
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {error.strerror}") from error
+    head, *rest = pattern
+    if head == "**":
+        yield from _walk(folder, rest or ["*"], skips)
+    for path in entries:
+        if path.name == "__pycache__" or path.name in skips:
+            continue
+        if path.name.startswith(".") and not head.startswith("."):
+            continue
+        if head == "**":
+            if path.is_dir() and not _loops(path):
+                yield from _walk(path, pattern, skips)
+        elif not fnmatch.fnmatchcase(path.name, head):
+            continue
+        elif rest:
+            yield from _walk(path, rest, skips)
+        elif not path.is_dir():
+            yield path
+
+
+def _loops(path: pathlib.Path) -> bool:
+    """Whether a link leads back to a folder that contains it."""
+    return path.is_symlink() and path.parent.resolve().is_relative_to(path.resolve())

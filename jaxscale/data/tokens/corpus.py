@@ -1,0 +1,296 @@
+"""Documents as tokens in shards, made once and kept, and read in part."""
+
+import functools
+import hashlib
+import io
+import json
+import logging
+import pathlib
+import shutil
+import tempfile
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxscale.data.text.file_io import filesystem, is_remote, read_file, reading
+from jaxscale.data.text.text_files import File, find_files
+from jaxscale.data.tokens.index import Index, find_prepared, join, read_index
+from jaxscale.data.tokens.npy_files import ArrayFile
+from jaxscale.data.tokens.prepare import prepare
+from jaxscale.data.tokens.shards import key_of, plan
+from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.data_source import Source, to_sources
+
+ARRAYS = ("offsets", "hashes")
+"""Of a folder, besides the shards, as .npy files."""
+
+_log = logging.getLogger("jaxscale")
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Every document of a source as [boundary, tokens...], one after another.
+
+    The tokens lie in shards, and are numbered through all of them. `token_bytes` [vocab_size] is
+    the UTF-8 length of each id, scaled where the tokenizer's own table is not exact, so that the
+    sum over all tokens is `num_bytes`, the size of the text. `fingerprint` depends on the content,
+    not on where the files are. Pickled, arrays on disk travel as their paths.
+    """
+
+    shards: tuple[np.ndarray | ArrayFile, ...]  # unsigned
+    offsets: np.ndarray  # [num_documents + 1], int64, the token where each document begins
+    hashes: np.ndarray  # [num_documents], uint64, of identities, for `draw`
+    token_bytes: np.ndarray
+    num_bytes: int
+    fingerprint: str
+    entries: tuple[int, ...] = (0,)  # the first document of each entry of the source
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, or parts of those that were too long for one."""
+        return len(self.hashes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents, the boundary before each included."""
+        return int(self.offsets[-1])
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All tokens in memory; for corpora that are small enough."""
+        return self.read(0, self.num_tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Ids of the tokens from `start` to `stop`, [stop - start], unsigned.
+
+        Raises:
+          IndexError: there are no such tokens.
+          ValueError: an id is beyond the vocabulary, or a shard cannot be read.
+        """
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
+        first, last = np.searchsorted(self._starts, [start, max(start, stop - 1)], "right") - 1
+        parts = [
+            self.shards[i][max(start - self._starts[i], 0) : stop - self._starts[i]]
+            for i in range(first, last + 1)
+        ]
+        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if ids.max(initial=0) >= len(self.token_bytes):
+            shard = self.shards[first]
+            where = shard.path if isinstance(shard, ArrayFile) else "the corpus"
+            raise ValueError(
+                f"{where} is damaged: tokens {start} to {stop} hold the id {ids.max()}, and the "
+                f"vocabulary has {len(self.token_bytes)}; prepare the text again"
+            )
+        return ids
+
+    @functools.cached_property
+    def _starts(self) -> np.ndarray:
+        """The token where each shard begins."""
+        return np.cumsum([0, *(len(shard) for shard in self.shards[:-1])])
+
+    def __getstate__(self) -> dict:
+        def pack(value: object) -> object:
+            return _Mapped(str(value.filename)) if isinstance(value, np.memmap) else value
+
+        return {name: pack(value) for name, value in self.__dict__.items()}
+
+    def __setstate__(self, state: dict) -> None:
+        def unpack(value: object) -> object:
+            return np.load(value.path, mmap_mode="r") if isinstance(value, _Mapped) else value
+
+        self.__dict__.update({name: unpack(value) for name, value in state.items()})
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """An array that is mapped again where a corpus arrives."""
+
+    path: str
+
+
+def open_corpus(
+    source: Sequence[str | Source], tokenizer: Tokenizer, directory: pathlib.Path | None = None
+) -> Corpus:
+    """The documents of `data.source`: prepared folders as they are, everything else tokenised.
+
+    What an earlier call left in `directory` is used when the files' names, sizes and times and the
+    tokenizer are the same. Without a directory everything is in memory.
+
+    Raises:
+      ValueError: as `find_files`, `prepare` and `open_folder`.
+    """
+    sources = to_sources(source)
+    folders = [find_prepared(entry) for entry in sources]
+    raw = [i for i, folder in enumerate(folders) if folder is None]
+    own: dict[int, list[File]] = {i: [] for i in raw}
+    for file in find_files([sources[i] for i in raw]) if raw else ():
+        own[raw[file.entry]].append(file)
+    if directory:
+        _say_what_changed([files for files in own.values() if files], tokenizer, directory)
+    parts: list[Corpus | None] = []
+    for i, folder in enumerate(folders):
+        if folder is not None:
+            parts.append(open_folder(folder, tokenizer, directory))
+        else:  # an entry may name only files that are counted with an earlier one
+            parts.append(_tokenized(own[i], tokenizer, directory) if own[i] else None)
+    corpus = _joined(parts, tokenizer)
+    _log.info(
+        "data: %d documents, %.1f MB, %.2f M tokens (%.2f bytes a token)",
+        corpus.num_documents,
+        corpus.num_bytes / 1e6,
+        corpus.num_tokens / 1e6,
+        corpus.num_bytes / corpus.num_tokens,
+    )
+    return corpus
+
+
+def open_folder(
+    folder: str, tokenizer: Tokenizer, directory: pathlib.Path | None = None, *, map: bool = True
+) -> Corpus:
+    """The corpus in a folder of prepared shards, here or at an address.
+
+    Args:
+      directory: where the small arrays of a folder at an address are kept, to be mapped.
+      map: maps what is here; otherwise reads it.
+
+    Raises:
+      ValueError: a shard is missing or cut short, or another tokenizer made them.
+    """
+    if not is_remote(folder):
+        folder = str(pathlib.Path(folder).expanduser())
+    index = read_index(folder)
+    if index.tokenizer_fingerprint != tokenizer.fingerprint:
+        file = join(folder, index.tokenizer_file) if index.tokenizer_file else index.tokenizer
+        raise ValueError(
+            f"data.tokenizer = {tokenizer.name!r} is not the tokenizer of {folder}, which was "
+            f"prepared with {index.tokenizer!r}; set data.tokenizer = {file!r}"
+        )
+    if index.max_id >= tokenizer.vocab_size:
+        raise ValueError(
+            f"{folder} holds the id {index.max_id}, and data.tokenizer = {tokenizer.name!r} has "
+            f"{tokenizer.vocab_size}; prepare the text again"
+        )
+    _check_sizes(folder, index)
+    shards = tuple(
+        ArrayFile(
+            join(folder, shard.file),
+            index.dtype,
+            shard.num_tokens,
+            shard.file_bytes - shard.num_tokens * np.dtype(index.dtype).itemsize,
+        )
+        for shard in index.shards
+    )
+    offsets, hashes = (_array(folder, name, index, directory, map) for name in ARRAYS)
+    if len(offsets) != index.num_documents + 1 or offsets[-1] != index.num_tokens:
+        raise ValueError(f"{join(folder, 'offsets.npy')} is damaged; prepare the text again")
+    return Corpus(
+        shards=shards if map else tuple(shard[:].copy() for shard in shards),
+        offsets=offsets,
+        hashes=hashes,
+        token_bytes=tokenizer.token_bytes * (index.num_bytes / index.written_bytes),
+        num_bytes=index.num_bytes,
+        fingerprint=index.fingerprint,
+    )
+
+
+def _tokenized(
+    files: Sequence[File], tokenizer: Tokenizer, directory: pathlib.Path | None
+) -> Corpus:
+    """The corpus of some files, made or found."""
+    if directory is None:
+        with tempfile.TemporaryDirectory() as place:
+            prepare(plan(files, tokenizer, pathlib.Path(place)), tokenizer)
+            return open_folder(place, tokenizer, map=False)
+    folder = directory / f"tokens-{key_of(plan(files, tokenizer, directory))}"
+    if not folder.is_dir():
+        unfinished = directory / f"unfinished-{folder.name}-{uuid.uuid4().hex[:8]}"
+        prepare(plan(files, tokenizer, unfinished), tokenizer)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            shutil.rmtree(unfinished)  # another process was first, with the same content
+    return open_folder(str(folder), tokenizer)
+
+
+def _say_what_changed(
+    entries: Sequence[Sequence[File]], tokenizer: Tokenizer, directory: pathlib.Path
+) -> None:
+    there = {path.name.removeprefix("tokens-") for path in directory.glob("tokens-*")}
+    wanted = {key_of(plan(files, tokenizer, directory)) for files in entries}
+    if there - wanted and wanted - there:
+        _log.info("data: the files or the tokenizer changed; tokenising again")
+
+
+def _joined(parts: Sequence[Corpus | None], tokenizer: Tokenizer) -> Corpus:
+    """One corpus of those of the entries of a source, one after another."""
+    corpora = [part for part in parts if part is not None]
+    if len(parts) == 1:
+        return corpora[0]
+    starts = np.cumsum([0, *(corpus.num_tokens for corpus in corpora)])
+    counts = [part.num_documents if part else 0 for part in parts]
+    num_bytes = sum(corpus.num_bytes for corpus in corpora)
+    own = tokenizer.token_bytes.sum()
+    written = sum(corpus.num_bytes * own / corpus.token_bytes.sum() for corpus in corpora)
+    return Corpus(
+        shards=tuple(shard for corpus in corpora for shard in corpus.shards),
+        offsets=np.concatenate(
+            [[0], *(c.offsets[1:] + start for c, start in zip(corpora, starts))], dtype=np.int64
+        ),
+        hashes=np.concatenate([corpus.hashes for corpus in corpora]),
+        token_bytes=tokenizer.token_bytes * (num_bytes / written),
+        num_bytes=num_bytes,
+        fingerprint=_digest([corpus.fingerprint for corpus in corpora]),
+        entries=tuple(np.cumsum([0, *counts[:-1]]).tolist()),
+    )
+
+
+def _check_sizes(folder: str, index: Index) -> None:
+    """Raises when a shard is not there, or not whole."""
+    sizes = {}
+    with reading(folder):
+        if is_remote(folder):
+            fs, name = filesystem(folder)
+            sizes = {about["name"].rsplit("/", 1)[-1]: about["size"] for about in fs.ls(name)}
+        else:
+            sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
+    for shard in index.shards:
+        path = join(folder, shard.file)
+        if shard.file not in sizes:
+            raise ValueError(
+                f"{path} is missing, one of the {len(index.shards)} shards of that folder; put it "
+                "back, or prepare the text again"
+            )
+        if sizes[shard.file] != shard.file_bytes:
+            raise ValueError(
+                f"{path} has {sizes[shard.file]} bytes, and {shard.file_bytes} were written; put "
+                "the whole file back, or prepare the text again"
+            )
+
+
+def _array(
+    folder: str, name: str, index: Index, directory: pathlib.Path | None, map: bool
+) -> np.ndarray:
+    """One of the arrays beside the shards; of those at an address a copy is kept."""
+    path = join(folder, f"{name}.npy")
+    if is_remote(path):
+        data = read_file(path)
+        if directory is None:
+            return np.load(io.BytesIO(data))
+        copy = directory / f"{name}-{index.fingerprint}.npy"
+        if not copy.is_file():
+            directory.mkdir(parents=True, exist_ok=True)
+            unfinished = copy.with_name(f"unfinished-{copy.name}-{uuid.uuid4().hex[:8]}")
+            unfinished.write_bytes(data)
+            unfinished.replace(copy)
+        path = str(copy)
+    with reading(path):
+        return np.load(path, mmap_mode="r" if map else None)
+
+
+def _digest(values: object) -> str:
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()

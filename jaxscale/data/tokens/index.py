@@ -1,0 +1,152 @@
+"""The index of a folder of prepared shards: what it holds, and by which tokenizer."""
+
+import dataclasses
+import json
+import pathlib
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from jaxscale.data.text.file_io import filesystem, is_remote, read_file, reading
+from jaxscale.data_source import Source
+
+FORMAT = "jaxscale shards 1"
+"""Changes when the same documents and tokenizer would give other shards."""
+
+INDEX = "index.json"
+UNFINISHED = ".unfinished"
+"""The folder below it where shards are made."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A .npy file of consecutive tokens of whole documents."""
+
+    file: str
+    num_tokens: int
+    num_documents: int
+    file_bytes: int
+    digest: str  # of the file
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a prepared folder holds; besides the shards, the arrays of `Corpus`."""
+
+    tokenizer: str  # as the command or the configuration named it
+    tokenizer_file: str  # beside the index; empty for "bytes"
+    tokenizer_fingerprint: str
+    vocab_size: int
+    boundary: int
+    special: dict[str, int]
+    dtype: str
+    num_documents: int
+    num_tokens: int
+    num_bytes: int  # of UTF-8 text
+    written_bytes: float  # what the tokenizer's own table says that the tokens stand for
+    max_id: int
+    num_left_out: int  # documents that were bad, as far as skip_share allowed
+    shards: tuple[Shard, ...]
+    key: str  # of the files and settings that it was made from
+    fingerprint: str  # of the content
+
+    def to_json(self) -> str:
+        """The text of index.json."""
+        return json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=1) + "\n"
+
+
+def join(folder: str, name: str) -> str:
+    """The path of a file in a folder, here or at an address."""
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def find_prepared(source: Source) -> str | None:
+    """The prepared folder that an entry of `data.source` names, if it does.
+
+    Raises:
+      ValueError: it should be one (`format` is "shards") and is not, it is not finished, or it
+        shares its entry with other paths.
+    """
+    for path in source.path:
+        there = _is_prepared(path)
+        folder, _, name = path.rpartition("/")
+        if name.startswith("tokens-") and name.endswith(".npy") and _is_prepared(folder or "."):
+            raise ValueError(
+                f"data.source: {path} is one of the shards of a prepared folder; name the folder, "
+                f"{folder or '.'}"
+            )
+        if source.format == "shards" and not there:
+            raise ValueError(
+                f"data.source: {path} holds no prepared shards (no {INDEX} of theirs); make them "
+                f"with python -m jaxscale.prepare --output {path}"
+            )
+        if there and len(source.path) > 1:
+            raise ValueError(
+                f"data.source: {path} is one of {len(source.path)} paths of its entry; a folder of "
+                "prepared shards is an entry of its own"
+            )
+        if there:
+            return path
+    return None
+
+
+def read_index(folder: str) -> Index:
+    """Reads the index of a prepared folder.
+
+    Raises:
+      ValueError: it cannot be read, or is of another version.
+    """
+    path = join(folder, INDEX)
+    values = _load(path)
+    if values is None:
+        raise ValueError(f"{path} is not an index of prepared shards")
+    if values.pop("format") != FORMAT:
+        raise ValueError(f"{path} is of another version than {FORMAT!r}; prepare the text again")
+    try:
+        shards = tuple(_checked(Shard(**shard)) for shard in values.pop("shards"))
+        return _checked(Index(shards=shards, **values))
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}; prepare the text again") from error
+
+
+def _checked[Record: Shard | Index](record: Record) -> Record:
+    """The record, if its values have the types that they are declared with.
+
+    Raises:
+      ValueError: names the first that has not.
+    """
+    for field in dataclasses.fields(record):
+        value, kind = getattr(record, field.name), typing.get_origin(field.type) or field.type
+        if kind is float:
+            kind = int | float
+        if not isinstance(value, typing.cast(type, kind)) or isinstance(value, bool):
+            raise ValueError(f"{field.name} is {value!r}")
+    if isinstance(record, Index) and record.dtype not in ("uint16", "uint32"):
+        raise ValueError(f"dtype is {record.dtype!r}")
+    return record
+
+
+def _is_prepared(path: str) -> bool:
+    place = join(path, INDEX)
+    if is_remote(path):
+        fs, name = filesystem(place)
+        with reading(place):
+            there = fs.exists(name)
+    else:
+        there = pathlib.Path(place).expanduser().is_file()
+        if not there and (pathlib.Path(path).expanduser() / UNFINISHED).is_dir():
+            raise ValueError(
+                f"{path} holds shards that are not finished; run the command that prepares them "
+                "again, and it goes on where it stopped"
+            )
+    return there and _load(place) is not None
+
+
+def _load(path: str) -> dict[str, Any] | None:
+    """The values of an index; None for a file of that name that is something else."""
+    try:
+        values = json.loads(read_file(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a whole index of shards: {error}") from error
+    ours = isinstance(values, dict) and str(values.get("format")).startswith("jaxscale shards")
+    return values if ours else None

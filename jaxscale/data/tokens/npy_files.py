@@ -1,0 +1,79 @@
+"""Arrays in .npy files: written without knowing their length, and read in part."""
+
+import functools
+import hashlib
+import pathlib
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from jaxscale.data.text.file_io import is_remote, read_range, reading
+
+
+@dataclass(frozen=True)
+class ArrayFile:
+    """The array in a .npy file, of which only what is wanted is read: mapped, or fetched."""
+
+    path: str
+    dtype: str
+    length: int
+    header_bytes: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, wanted: slice) -> np.ndarray:
+        if not is_remote(self.path):
+            return _map(self.path)[wanted]
+        start, stop, _ = wanted.indices(self.length)
+        width = np.dtype(self.dtype).itemsize
+        first = self.header_bytes + start * width
+        data = read_range(self.path, first, max(first, self.header_bytes + stop * width))
+        return np.frombuffer(data, self.dtype)
+
+
+@functools.lru_cache(maxsize=256)  # each holds a file descriptor
+def _map(path: str) -> np.ndarray:
+    with reading(path):
+        return np.load(path, mmap_mode="r")
+
+
+class ArrayWriter:
+    """Writes a .npy file, the length of which is known only at the end."""
+
+    def __init__(self, path: pathlib.Path, dtype: type[np.generic]) -> None:
+        self.path, self.length, self.digest = path, 0, ""
+        self._dtype, self._hash = np.dtype(dtype), hashlib.blake2b(digest_size=8)
+
+    def __enter__(self) -> "ArrayWriter":
+        self._file = open(self.path, "wb")
+        self._write_header()
+        return self
+
+    def append(self, values: Any) -> None:
+        """Adds numbers at the end."""
+        data = np.ascontiguousarray(values, self._dtype)
+        self._file.write(data.data)
+        self._hash.update(data.data)
+        self.length += len(data)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.seek(0)
+        self._write_header()  # NumPy leaves room for any length in it
+        self._file.close()
+        self.digest = self._hash.hexdigest()
+
+    def _write_header(self) -> None:
+        header = {
+            "descr": np.lib.format.dtype_to_descr(self._dtype),
+            "fortran_order": False,
+            "shape": (self.length,),
+        }
+        np.lib.format.write_array_header_1_0(self._file, header)

@@ -1,0 +1,177 @@
+"""Makes folders of prepared shards, in this process or in many, and goes on after a kill."""
+
+import concurrent.futures
+import contextlib
+import fcntl
+import logging
+import multiprocessing
+import os
+import pathlib
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
+from typing import Any
+
+from jaxscale.data.tokens.index import INDEX, UNFINISHED, Index, join, read_index
+from jaxscale.data.tokens.shards import Work, find_made, finish, key_of, make_shard, write_file
+from jaxscale.data.tokens.tokenizer import Tokenizer, from_file, load
+
+_PROGRESS_SECONDS = 5.0
+
+_log = logging.getLogger("jaxscale")
+
+
+def prepare(works: Sequence[Work], tokenizer: Tokenizer, *, workers: int = 0) -> Index:
+    """Makes the shards of a folder that are not there yet, and their index.
+
+    Args:
+      works: as `plan` gives them.
+      workers: processes; 0 makes them in this one.
+
+    Raises:
+      ValueError: as `make_shard` and `finish`; or the folder holds other shards, another process
+        is at work there, or one of ours was killed.
+    """
+    folder = works[0].folder
+    if (folder / INDEX).is_file():
+        index = read_index(str(folder))
+        if index.key != key_of(works):
+            raise ValueError(
+                f"{folder} holds shards of other text, or by another tokenizer or other settings; "
+                "remove it, or write to another folder"
+            )
+        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # of a kill in the last moment
+        return index
+    unfinished = folder / UNFINISHED
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with _locked(unfinished / "lock", folder):
+        for path in unfinished.glob("*.part"):
+            path.unlink()
+        if tokenizer.file:
+            write_file(folder / tokenizer.file_name, tokenizer.file)
+        todo = [work for work in works if find_made(work) is None]
+        if len(todo) < len(works):
+            _log.info("data: %d of %d shards are there already", len(works) - len(todo), len(works))
+        progress = Progress(sum(work.num_bytes for work in todo))
+        if workers and len(todo) > 1:
+            _in_processes(todo, tokenizer, min(workers, len(todo)), progress)
+        else:
+            for work in todo:
+                make_shard(work, tokenizer, progress.add)
+        index = finish(works, tokenizer)
+    shutil.rmtree(unfinished)
+    return index
+
+
+class Progress:
+    """How far the reading is, as a line every few seconds."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.stored, self.text = total, 0, 0
+        self._begin = self._reported = time.perf_counter()
+
+    def add(self, stored: int, text: int) -> None:
+        """Counts what was read, and says so when it is time."""
+        self.set(self.stored + stored, self.text + text)
+
+    def set(self, stored: int, text: int) -> None:
+        """As `add`, for sums."""
+        self.stored, self.text = stored, text
+        now = time.perf_counter()
+        if now - self._reported >= _PROGRESS_SECONDS:
+            self._reported = now
+            _log.info("data: %s", self.line(now - self._begin))
+
+    def line(self, seconds: float) -> str:
+        """Share, amount, rate, and time left."""
+        done = self.stored / max(self.total, 1)
+        left = f", {_duration(seconds * (1 - done) / done)} left" if done else ""
+        return (
+            f"tokenised {self.text / 1e6:,.0f} MB of text ({100 * done:.0f} % of the files), "
+            f"{self.text / 1e6 / seconds:.1f} MB/s{left}"
+        )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path, folder: pathlib.Path) -> Iterator[None]:
+    """Keeps a second process out; the lock goes with the process that holds it."""
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(
+                f"another process is preparing {folder}; wait for it, or end it"
+            ) from error
+        yield
+
+
+def _in_processes(
+    works: Sequence[Work], tokenizer: Tokenizer, workers: int, progress: Progress
+) -> None:
+    context = multiprocessing.get_context("spawn")  # nothing of this process's threads goes along
+    read = context.Array("q", 2)
+    stop = context.Event()
+    path = join(str(works[0].folder), tokenizer.file_name) if tokenizer.file else ""
+    executor = concurrent.futures.ProcessPoolExecutor(
+        workers, context, _begin_worker, (path, tokenizer.name, read, stop)
+    )
+    try:
+        futures = {executor.submit(_make_in_worker, work) for work in works}
+        while futures:
+            done, futures = concurrent.futures.wait(futures, timeout=0.5)
+            for future in done:
+                future.result()
+            progress.set(*read)
+    except BrokenProcessPool as error:
+        raise ValueError(
+            "a worker process was killed, perhaps for want of memory; the shards that are finished "
+            "are kept: run the same command again, with fewer --workers"
+        ) from error
+    finally:
+        stop.set()
+        executor.shutdown(cancel_futures=True)
+
+
+class _StoppedError(Exception):
+    """The command has ended, and this shard is no longer wanted."""
+
+
+_worker: dict[str, Any] = {}
+"""What a worker process was begun with."""
+
+
+def _begin_worker(path: str, name: str, read: Any, stop: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command hears it, and stops us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process for each core is enough
+    tokenizer = from_file(path, name) if path else load(name)
+    _worker.update(tokenizer=tokenizer, read=read, stop=stop)
+
+
+def _end_with_parent() -> None:
+    """Ends a worker whose parent was killed and could not stop it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _make_in_worker(work: Work) -> None:
+    def report(stored: int, text: int) -> None:
+        if _worker["stop"].is_set():
+            raise _StoppedError
+        with _worker["read"].get_lock():
+            _worker["read"][0] += stored
+            _worker["read"][1] += text
+
+    make_shard(work, _worker["tokenizer"], report)

@@ -1,0 +1,303 @@
+"""Shards of tokens: which there are for some files, how one is made, and their index.
+
+A shard is a slice of the files that depends on their sizes alone. Its record is written last, so
+that whoever finds the record finds the shard whole.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxscale.data.text.documents import Bad, Document, Piece, cut, read_documents
+from jaxscale.data.text.file_io import compression
+from jaxscale.data.text.text_files import File
+from jaxscale.data.tokens.index import FORMAT, INDEX, UNFINISHED, Index, Shard
+from jaxscale.data.tokens.npy_files import ArrayWriter
+from jaxscale.data.tokens.tokenizer import Tokenizer
+
+_BATCH_BYTES, _BATCH_DOCUMENTS = 2_000_000, 10_000  # that are tokenised at a time
+_NUM_SHARDS = 256  # about, where that makes them neither small nor large
+_LEAST_BYTES, _MOST_BYTES = 4_000_000, 1_000_000_000
+_REPORT_BYTES = 1_000_000
+_EXAMPLES = 3  # of bad documents, that a shard reports
+
+_log = logging.getLogger("jaxscale")
+
+Report = Callable[[int, int], None]
+"""Is told how many stored bytes, and bytes of text, were read since it was told before."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A shard that is to be in a folder."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+    folder: pathlib.Path
+    key: str  # of everything that its content depends on
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its pieces, as stored."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Made:
+    """The record of a shard that was made."""
+
+    key: str
+    shard: Shard
+    num_bytes: int
+    written_bytes: float
+    max_id: int
+    counts: dict[str, list[int]]  # for each entry of the source, its documents and the bad ones
+    examples: list[str]  # of what was wrong with those
+
+
+def plan(
+    files: Sequence[File], tokenizer: Tokenizer, folder: pathlib.Path, shard_bytes: int = 0
+) -> list[Work]:
+    """The shards of some files, cut without looking into them.
+
+    Args:
+      shard_bytes: of the files, as stored, in each; 0 chooses.
+    """
+    total = sum(file.num_bytes for file in files)
+    most = shard_bytes or min(max(total // _NUM_SHARDS, _LEAST_BYTES), _MOST_BYTES)
+    slices: list[list[Piece]] = [[]]
+    num_bytes = 0
+    for piece in cut(files, most):
+        if slices[-1] and num_bytes + piece.num_bytes > most:
+            slices.append([])
+            num_bytes = 0
+        slices[-1].append(piece)
+        num_bytes += piece.num_bytes
+    return [
+        Work(i, tuple(pieces), folder, _digest([FORMAT, tokenizer.fingerprint, *map(_key, pieces)]))
+        for i, pieces in enumerate(slices)
+    ]
+
+
+def key_of(works: Sequence[Work]) -> str:
+    """What a look at the files, before they are read, says of everything that they give."""
+    return _digest([work.key for work in works])
+
+
+def make_shard(work: Work, tokenizer: Tokenizer, report: Report) -> None:
+    """Tokenises a shard and writes it, and then its record.
+
+    Raises:
+      ValueError: as `read_documents`; or a document is bad, and its entry allows none.
+    """
+    unfinished = work.folder / UNFINISHED
+    lengths: list[int] = []
+    hashes: list[int] = []
+    counts: dict[str, list[int]] = {}
+    examples: list[str] = []
+    occurrences = np.zeros(tokenizer.vocab_size, np.int64)
+    num_bytes = 0
+    part = unfinished / f"{work.number:05d}-{os.getpid()}.part"
+    with ArrayWriter(part, np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32) as tokens:
+        for batch in _batches(_good(work.pieces, counts, examples, report)):
+            encoded = tokenizer.encode([document.text for document in batch])
+            flat = np.concatenate([x for ids in encoded for x in ([tokenizer.boundary], ids)])
+            occurrences += np.bincount(flat, minlength=len(occurrences))
+            tokens.append(flat)
+            lengths += [len(ids) + 1 for ids in encoded]
+            hashes += [document.hash for document in batch]
+            num_bytes += sum(document.num_bytes for document in batch)
+    name = f"tokens-{work.number:05d}.npy"
+    file_bytes = part.stat().st_size
+    part.rename(work.folder / name)
+    made = Made(
+        key=work.key,
+        shard=Shard(name, tokens.length, len(lengths), file_bytes, tokens.digest),
+        num_bytes=num_bytes,
+        written_bytes=float(occurrences @ tokenizer.token_bytes),
+        max_id=int(np.flatnonzero(occurrences).max(initial=0)),
+        counts=counts,
+        examples=examples,
+    )
+    with open(part, "wb") as file:
+        np.savez(
+            file,
+            record=np.array(json.dumps(dataclasses.asdict(made))),
+            lengths=np.array(lengths, np.int64),
+            hashes=np.array(hashes, np.uint64),
+        )
+    part.rename(_record(work))
+
+
+def find_made(work: Work) -> Made | None:
+    """The record of a shard, if it is whole and what is wanted."""
+    try:
+        with np.load(_record(work)) as arrays:
+            values = json.loads(str(arrays["record"]))
+        made = Made(**values | {"shard": Shard(**values["shard"])})
+        size = (work.folder / made.shard.file).stat().st_size
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+        return None
+    return made if made.key == work.key and size == made.shard.file_bytes else None
+
+
+def finish(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
+    """Joins the records of shards that are all made into the arrays of a corpus and the index.
+
+    Raises:
+      ValueError: more documents are bad than their entry allows, or no token stands for text.
+    """
+    folder = works[0].folder
+    made = [one for one in map(find_made, works) if one is not None]
+    num_left_out = _check_counts(works, made)
+    written_bytes = sum(one.written_bytes for one in made)
+    if not written_bytes:
+        raise ValueError(
+            f"data.tokenizer = {tokenizer.name!r} makes only special tokens of the text"
+        )
+    start = 0
+    unfinished = folder / UNFINISHED
+    with (
+        ArrayWriter(unfinished / "offsets.part", np.int64) as offsets,
+        ArrayWriter(unfinished / "hashes.part", np.uint64) as hashes,
+    ):
+        offsets.append([0])
+        for work in works:
+            with np.load(_record(work)) as arrays:
+                ends = start + np.cumsum(arrays["lengths"])
+                offsets.append(ends)
+                hashes.append(arrays["hashes"])
+                start = int(ends[-1]) if len(ends) else start
+    for array in (offsets, hashes):
+        array.path.rename(folder / f"{array.path.stem}.npy")
+    for path in folder.glob("tokens-*.npy"):  # of another cut
+        if path.name not in {one.shard.file for one in made}:
+            path.unlink()
+    digests = [offsets.digest, hashes.digest, *(one.shard.digest for one in made)]
+    index = Index(
+        tokenizer=tokenizer.name,
+        tokenizer_file=tokenizer.file_name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        boundary=tokenizer.boundary,
+        special=dict(tokenizer.special),
+        dtype=np.load(folder / made[0].shard.file, mmap_mode="r").dtype.name,
+        num_documents=sum(one.shard.num_documents for one in made),
+        num_tokens=start,
+        num_bytes=sum(one.num_bytes for one in made),
+        written_bytes=written_bytes,
+        max_id=max(one.max_id for one in made),
+        num_left_out=num_left_out,
+        shards=tuple(one.shard for one in made),
+        key=key_of(works),
+        fingerprint=_digest(
+            [FORMAT, tokenizer.fingerprint, offsets.digest, hashes.digest, digests]
+        ),
+    )
+    write_file(folder / INDEX, index.to_json().encode())
+    return index
+
+
+def write_file(path: pathlib.Path, data: bytes) -> None:
+    """Writes a file that appears whole or not at all."""
+    part = path.parent / UNFINISHED / f"{path.name}-{os.getpid()}.part"
+    part.write_bytes(data)
+    part.rename(path)
+
+
+def _good(
+    pieces: Iterable[Piece], counts: dict[str, list[int]], examples: list[str], report: Report
+) -> Iterator[Document]:
+    """The documents that can be used; counts all of them, and reports what was read."""
+    for piece in pieces:
+        count = counts.setdefault(str(piece.file.entry), [0, 0])
+        told = text = 0  # of this piece: stored bytes, and bytes of text since then
+        for document in read_documents(piece):
+            count[0] += 1
+            if isinstance(document, Bad):
+                count[1] += 1
+                if not piece.file.source.skip_share:
+                    raise ValueError(
+                        f"{document} (set 'skip_share' in its entry of data.source to leave out a "
+                        "share of such documents)"
+                    )
+                if len(examples) < _EXAMPLES:
+                    examples.append(str(document))
+                continue
+            yield document
+            text += document.num_bytes
+            if text >= _REPORT_BYTES:
+                # How far a compressed file is read is known only at its end.
+                rest = 0 if compression(piece.file.path) else piece.num_bytes - told
+                report(min(text, rest), text)
+                told, text = told + min(text, rest), 0
+        report(piece.num_bytes - told, text)
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch, num_bytes = [], 0
+    for document in documents:
+        batch.append(document)
+        num_bytes += document.num_bytes
+        if num_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _check_counts(works: Sequence[Work], made: Sequence[Made]) -> int:
+    """Raises when an entry has too many bad documents; how many there are in all."""
+    entries = {str(p.file.entry): p.file.source for work in works for p in work.pieces}
+    examples = [example for one in made for example in one.examples]
+    all_bad = 0
+    for entry, source in entries.items():
+        counts = np.sum([one.counts[entry] for one in made if entry in one.counts], axis=0)
+        documents, bad = counts.tolist()
+        all_bad += bad
+        if bad > source.skip_share * documents:
+            raise ValueError(
+                f"{bad} of {documents} documents of {source.path[0]} are bad, a share of "
+                f"{bad / documents:.2g} and more than skip_share = {source.skip_share:g} of its "
+                f"entry of data.source; the first: {'; '.join(examples[:_EXAMPLES])}"
+            )
+    if all_bad:
+        _log.info(
+            "data: %d bad documents are left out, such as: %s",
+            all_bad,
+            "; ".join(examples[:_EXAMPLES]),
+        )
+    return all_bad
+
+
+def _record(work: Work) -> pathlib.Path:
+    return work.folder / UNFINISHED / f"{work.number:05d}.npz"
+
+
+def _key(piece: Piece) -> list[object]:
+    file, source = piece.file, piece.file.source
+    return [
+        file.path,
+        file.identity,
+        file.num_bytes,
+        file.version,
+        file.format,
+        piece.start,
+        piece.stop,
+        source.field,
+        source.boundary,
+        source.max_document_bytes,
+        source.long_documents,
+    ]
+
+
+def _digest(values: object) -> str:
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()

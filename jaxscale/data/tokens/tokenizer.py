@@ -1,0 +1,352 @@
+"""Text to ids and back: bytes, any Hugging Face tokenizer.json, SentencePiece, or byte pairs learnt
+on the spot.
+
+A document becomes [boundary, tokens...], and the token after its last one is the boundary again:
+a model starts a text from the boundary and ends it by predicting the boundary.
+"""
+
+import hashlib
+import logging
+import os
+import pathlib
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxscale.data.text.documents import sample_documents
+from jaxscale.data.text.file_io import is_remote, read_file
+from jaxscale.data.text.text_files import find_files
+from jaxscale.data.tokens.bpe_cache import Words, can_cut
+from jaxscale.data.tokens.index import Index, find_prepared, join, read_index
+from jaxscale.data_source import Source, to_sources
+
+END = "<|endoftext|>"
+BOUNDARIES = (
+    END,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "[SEP]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
+"""Names that tokenizers give to the end of a document; the first one present is taken."""
+
+MASKS = ("[MASK]", "<mask>", "<|mask|>")
+SENTINEL = "<extra_id_{}>"
+"""What stands for the i-th span that was taken out of a text (T5, arXiv 1910.10683)."""
+
+TRAINING_BYTES = 8_000_000
+"""Text that a byte-pair tokenizer is trained on; more changes little and takes longer."""
+
+_log = logging.getLogger("jaxscale")
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """What the rest of the program knows about a tokenizer.
+
+    `token_bytes` [vocab_size] is how many UTF-8 bytes of text each id stands for; 0 for the
+    boundary and other special tokens. It is exact for bytes and for byte-level byte pairs. For
+    other tokenizers (which may normalise text, or mark word starts) it is the length of the
+    token's written form; a corpus scales it so that its total is exact.
+    """
+
+    vocab_size: int
+    boundary: int
+    token_bytes: np.ndarray
+    fingerprint: str
+    encode: Callable[[Sequence[str]], list[np.ndarray]]  # no boundary added; int32 arrays
+    decode: Callable[[Sequence[int] | np.ndarray], str]  # special tokens are left out
+    name: str = "bytes"  # as `data.tokenizer` has it
+    file: bytes = b""  # what it is loaded from; nothing for bytes
+    special: Mapping[str, int] = field(default_factory=dict)  # tokens that no text holds, by name
+
+    @property
+    def file_name(self) -> str:
+        """What the file is called beside shards; nothing for bytes."""
+        if not self.file:
+            return ""
+        return "tokenizer.json" if self.file.lstrip()[:1] == b"{" else "tokenizer.model"
+
+    @property
+    def mask(self) -> int | None:
+        """The id that hides a token, if there is one."""
+        return next((self.special[name] for name in MASKS if name in self.special), None)
+
+    @property
+    def sentinels(self) -> tuple[int, ...]:
+        """The ids that stand for spans that were taken out, the first span's first."""
+        found = []
+        while (name := SENTINEL.format(len(found))) in self.special:
+            found.append(self.special[name])
+        return tuple(found)
+
+
+def load(
+    name: str,
+    source: Sequence[str | Source] = (),
+    directory: pathlib.Path | None = None,
+    *,
+    heldout: float = 0.0,
+    seed: int = 0,
+    training_bytes: int = TRAINING_BYTES,
+) -> Tokenizer:
+    """Makes the tokenizer that `data.tokenizer` names.
+
+    Args:
+      name: "bytes", a path to a tokenizer.json or a SentencePiece model, or "bpe:N" for N byte
+        pairs.
+      source: `data.source`, which "bpe:N" is trained on; a prepared folder in it has its own.
+      directory: where "bpe:N" keeps its tokenizer.json, and finds it again.
+      heldout: `data.heldout`; documents held out are not trained on.
+      seed: `data.seed`, for that split.
+      training_bytes: text that "bpe:N" is trained on, about.
+
+    Raises:
+      ValueError: an unknown name, a file that is no tokenizer, or one without a boundary token.
+    """
+    if name == "bytes":
+        return _bytes()
+    if name.startswith("bpe:"):
+        size = name.removeprefix("bpe:")
+        if not size.isdecimal() or int(size) < 257:
+            raise ValueError(
+                f"data.tokenizer = {name!r}; after bpe: comes a number of tokens, at least 257 "
+                "(every byte and the end of a document)"
+            )
+        path = directory / "tokenizer.json" if directory else None
+        if path and path.is_file():
+            return _of_size(from_file(str(path), name), str(path), int(size))
+        made = _prepared(name, source) or _from_json(
+            _train(int(size), source, heldout, seed, training_bytes), "the trained tokenizer", name
+        )
+        if path:
+            _keep(made, path)
+        return made
+    if not is_remote(name) and not pathlib.Path(name).is_file():
+        raise ValueError(
+            f"data.tokenizer = {name!r} is neither a file nor a name; it can be 'bytes', "
+            "'bpe:4096' or another size, or the path of a tokenizer.json or a SentencePiece model"
+        )
+    return from_file(name, name)
+
+
+def from_file(path: str, name: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json or a SentencePiece model.
+
+    Raises:
+      ValueError: the file is neither, or has no boundary token.
+    """
+    data = read_file(path)
+    if path.endswith(".model"):
+        return _from_sentencepiece(data, path, name)
+    return _from_json(data, path, name)
+
+
+def _bytes() -> Tokenizer:
+    boundary = 256
+
+    def encode(texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def decode(ids: Sequence[int] | np.ndarray) -> str:
+        return bytes(int(i) for i in ids if i != boundary).decode(errors="replace")
+
+    token_bytes = np.append(np.ones(256), 0)
+    return Tokenizer(257, boundary, token_bytes, "bytes", encode, decode, special={END: boundary})
+
+
+def of_folder(folder: str, index: Index) -> Tokenizer:
+    """The tokenizer that a prepared folder was made with, which lies in it."""
+    if not index.tokenizer_file:
+        return _bytes()
+    return from_file(join(folder, index.tokenizer_file), index.tokenizer)
+
+
+def _prepared(name: str, source: Sequence[str | Source]) -> Tokenizer | None:
+    """The tokenizer of the first prepared folder of a source, which must have this name."""
+    for entry in to_sources(source) if source else ():
+        if folder := find_prepared(entry):
+            index = read_index(folder)
+            file = join(folder, index.tokenizer_file) if index.tokenizer_file else index.tokenizer
+            if index.tokenizer != name:
+                raise ValueError(
+                    f"data.tokenizer = {name!r}, but {folder} was prepared with "
+                    f"{index.tokenizer!r}; set data.tokenizer = {file!r}"
+                )
+            return of_folder(folder, index)
+    return None
+
+
+def _of_size(tokenizer: Tokenizer, where: str, size: int) -> Tokenizer:
+    if tokenizer.vocab_size != size:
+        raise ValueError(
+            f"data.tokenizer = 'bpe:{size}', but {where} has {tokenizer.vocab_size} tokens; "
+            "use that size or another folder"
+        )
+    return tokenizer
+
+
+def _keep(tokenizer: Tokenizer, path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"unfinished-tokenizer-{uuid.uuid4().hex[:8]}.json")
+    unfinished.write_bytes(tokenizer.file)
+    unfinished.replace(path)
+
+
+def _train(
+    size: int, source: Sequence[str | Source], heldout: float, seed: int, num_bytes: int
+) -> bytes:
+    """Byte-level byte-pair encoding of a sample of training documents; deterministic."""
+    start = time.perf_counter()
+    files = find_files(source)
+    sample = list(sample_documents(files, num_bytes, heldout=heldout, seed=seed))
+    num_bytes = sum(document.num_bytes for document in sample)
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator((document.text for document in sample), trainer)
+    if trained.get_vocab_size() < size:
+        raise ValueError(
+            f"data.tokenizer = 'bpe:{size}', but the training documents of data.source "
+            f"({num_bytes:,} bytes) yield only {trained.get_vocab_size()} tokens; set "
+            f"data.tokenizer = 'bpe:{trained.get_vocab_size()}' or give more text"
+        )
+    _log.info(
+        "tokenizer: %d byte pairs learnt from %d documents (%.1f MB) in %.1f s",
+        size,
+        len(sample),
+        num_bytes / 1e6,
+        time.perf_counter() - start,
+    )
+    return trained.to_str(pretty=True).encode()
+
+
+def _from_json(data: bytes, where: str, name: str) -> Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{where} is not a Hugging Face tokenizer.json: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # "</s>" inside a document is text, not its end
+    vocabulary = tokenizer.get_vocab()
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: i for i, token in sorted(added.items()) if token.special}
+    boundary = _find_boundary(vocabulary, special, where)
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(ids: Sequence[int] | np.ndarray) -> str:
+        return tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    vocab_size = max(vocabulary.values()) + 1
+    text = tokenizer.to_str()
+    token_bytes = _token_bytes(tokenizer, vocab_size, byte_level='"ByteLevel"' in text)
+    return Tokenizer(
+        vocab_size,
+        boundary,
+        token_bytes,
+        _fingerprint(text.encode()),
+        Words(encode) if can_cut(text) else lambda texts: _arrays(encode(texts)),
+        decode,
+        name,
+        data,
+        special,
+    )
+
+
+def _from_sentencepiece(data: bytes, where: str, name: str) -> Tokenizer:
+    try:
+        import sentencepiece  # noqa: PLC0415  an extra
+    except ImportError as error:
+        raise ValueError(
+            f"{where} needs the package sentencepiece; install jaxscale[sentencepiece]"
+        ) from error
+    model: Any = sentencepiece.SentencePieceProcessor()
+    try:
+        model.LoadFromSerializedProto(data)
+    except RuntimeError as error:
+        raise ValueError(f"{where} is not a SentencePiece model: {error}") from error
+    size = model.get_piece_size()
+    pieces = [model.id_to_piece(i) for i in range(size)]
+    special = {piece: i for i, piece in enumerate(pieces) if model.is_control(i)}
+    boundary = _find_boundary(special, special, where)
+    threads = 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else -1
+
+    def encode(texts: Sequence[str]) -> list[np.ndarray]:
+        return _arrays(model.encode(list(texts), out_type=int, num_threads=threads))
+
+    def decode(ids: Sequence[int] | np.ndarray) -> str:
+        return model.decode([int(i) for i in ids if not model.is_control(int(i))])
+
+    lengths = [
+        0 if model.is_control(i) else 1 if model.is_byte(i) else _written_bytes(piece)
+        for i, piece in enumerate(pieces)
+    ]
+    return Tokenizer(
+        size,
+        boundary,
+        np.array(lengths, np.float64),
+        _fingerprint(data),
+        encode,
+        decode,
+        name,
+        data,
+        special,
+    )
+
+
+def _find_boundary(known: Mapping[str, int], special: Mapping[str, int], where: str) -> int:
+    for name in BOUNDARIES:
+        if name in known:
+            return known[name]
+    raise ValueError(
+        f"{where} has no token for the end of a document; it has the special tokens "
+        f"{list(special)}, and one of {', '.join(BOUNDARIES)} is needed"
+    )
+
+
+def _arrays(lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    return [np.array(ids, np.int32) for ids in lists]
+
+
+def _fingerprint(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _token_bytes(tokenizer: tokenizers.Tokenizer, size: int, *, byte_level: bool) -> np.ndarray:
+    """UTF-8 bytes that each id stands for, from its written form."""
+    lengths = np.zeros(size)
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())  # one character for each of 256 bytes
+    added = tokenizer.get_added_tokens_decoder()
+    for token, i in tokenizer.get_vocab().items():
+        if i in added:
+            lengths[i] = 0 if added[i].special else len(token.encode())
+        elif byte_level and alphabet.issuperset(token):
+            lengths[i] = len(token)
+        elif len(token) == 6 and token.startswith("<0x"):  # SentencePiece's byte fallback
+            lengths[i] = 1
+        else:
+            lengths[i] = _written_bytes(token)
+    return lengths
+
+
+def _written_bytes(token: str) -> int:
+    # SentencePiece writes a space as ▁; WordPiece marks what continues a word.
+    return len(token.removeprefix("##").replace("▁", " ").encode())

@@ -1,0 +1,125 @@
+"""What must be the same in all processes of a run, and who differs.
+
+Nothing here imports JAX: most of it can be compared before that.
+"""
+
+import collections
+import contextlib
+import glob
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "jax-cuda12-plugin",
+    "libtpu",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "numpy",
+)
+
+OWN_VARIABLES = {
+    "JAX_COORDINATOR_ADDRESS",
+    "JAX_PROCESS_ID",
+    "JAX_LOCAL_DEVICE_IDS",
+    "JAX_PARTITION_INDEX",
+    "JAX_SLICE_INDEX",
+    "JAX_COORDINATOR_BIND_ADDRESS",
+    "JAX_COMPILATION_CACHE_DIR",
+}
+"""Variables for JAX that may differ from process to process."""
+
+ADVICE = {
+    "settings": "start all with the same flags and the same config",
+    "code": "install the same jaxscale everywhere",
+    "versions": "install the same packages everywhere",
+    "environment": "set the same variables everywhere",
+    "devices": "give each process as many devices of one kind (JAX_NUM_CPU_DEVICES on a CPU, "
+    "CUDA_VISIBLE_DEVICES on GPUs)",
+}
+"""What must not differ -> what to do about it."""
+
+
+def describe_process(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What must be the same in all processes, as far as it is known before JAX is imported."""
+    package = pathlib.Path(__file__).parents[1]
+    code = {
+        str(file.relative_to(package.parent)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+        for file in sorted(package.rglob("*.py"))
+    }
+    installed = {d.name: d.version for d in _distributions()}
+    shown = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("JAX_") and name not in OWN_VARIABLES
+    }
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        # Each process may write its dump to a place of its own.
+        words = [w for w in os.environ.get(name, "").split() if not w.startswith("--xla_dump")]
+        shown |= {name: " ".join(words)} if words else {}
+    drivers = {"an NVIDIA GPU": "/dev/nvidia[0-9]*", "a TPU": "/dev/accel*"}
+    return {
+        "settings": dict(_flat(settings)),
+        "code": code,
+        "versions": {"python": ".".join(platform.python_version_tuple()[:2]), **installed},
+        "environment": shown | {name: bool(glob.glob(path)) for name, path in drivers.items()},
+    }
+
+
+def _distributions() -> Iterator[importlib.metadata.Distribution]:
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield importlib.metadata.distribution(name)
+
+
+def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, tree if isinstance(tree, int | float | str | None) else str(tree)
+
+
+def first_difference(
+    reports: Sequence[Mapping[str, Mapping[str, Any]]], names: Sequence[str]
+) -> str:
+    """One sentence on who differs from most, in what, and what to do; "" when all are alike.
+
+    Args:
+      reports: of each process, kind of thing (a key of ADVICE) -> key -> value.
+      names: what to call each process.
+    """
+    found = (_difference(kind, [report[kind] for report in reports], names) for kind in reports[0])
+    return next(filter(None, found), "")
+
+
+def _difference(kind: str, reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    texts = [json.dumps(report, sort_keys=True) for report in reports]
+    common = collections.Counter(texts).most_common(1)[0][0]  # the first of them, when even
+    odd = [i for i, text in enumerate(texts) if text != common]
+    if not odd:
+        return ""
+    usual, other = reports[texts.index(common)], reports[odd[0]]
+    keys = [key for key in {**usual, **other} if usual.get(key) != other.get(key)]
+    here = ", ".join(f"{key} = {_value(other.get(key))}" for key in keys[:3])
+    there = ", ".join(_value(usual.get(key)) for key in keys[:3])
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    rest = f" (and {len(odd) - 1} more processes)" if len(odd) > 1 else ""
+    return (
+        f"the processes differ in {kind}: {names[odd[0]]}{rest} has {here}{more}, and "
+        f"{names[texts.index(common)]} has {there}; {ADVICE[kind]}"
+    )
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None else str(value)

@@ -1,0 +1,286 @@
+"""The arithmetic of causal attention in blocks: some queries, some keys, anywhere in a sequence.
+
+The scores of one block of queries with one block of keys exist at a time (FlashAttention-2,
+arXiv 2307.08691). Blocks that no query may see, because of order, window or document, are never
+computed.
+
+Shapes: B batch, T time, N query heads, K key heads, G query heads per key head (N = K * G),
+H head_dim, I blocks of queries, J blocks of keys, t queries of a block, s keys of a block.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+BLOCK_SCORES = 2**19
+"""Scores of one block, over batch and heads, are at most about this many: they stay in cache."""
+
+
+class Queries(NamedTuple):
+    """Blocks of queries."""
+
+    q: Array  # [I, B, K, G, t, H]
+    segments: Array  # [I, B, t]
+
+
+class Keys(NamedTuple):
+    """Blocks of keys, with their values."""
+
+    k: Array  # [J, B, K, s, H]
+    v: Array  # [J, B, K, s, H]
+    segments: Array  # [J, B, s]
+
+
+class Softmax(NamedTuple):
+    """Attention of queries to the keys met so far, in float32 or wider."""
+
+    out: Array  # [I, B, K, G, t, H], not yet divided by `total`
+    high: Array  # [I, B, K, G, t], the highest score
+    total: Array  # [I, B, K, G, t], sum(exp(score - high))
+
+
+class Output(NamedTuple):
+    """What the backward pass needs of queries that have seen all their keys."""
+
+    log_z: Array  # [I, B, K, G, t], log(sum(exp(score)))
+    grad: Array  # [I, B, K, G, t, H], of the output
+    inner: Array  # [I, B, K, G, t], sum(output * grad) over H
+
+
+def block_size(q_BTNH: Array) -> int:
+    """Queries, and keys, of a block: a power of two by `BLOCK_SCORES`, or all there are."""
+    batch, time, num_heads, _ = q_BTNH.shape
+    sizes = (size for size in (512, 256, 128) if batch * num_heads * size**2 <= BLOCK_SCORES)
+    return min(next(sizes, 64), time)
+
+
+def start(q: Array) -> Softmax:
+    """A softmax over no keys yet; `q` as in `Queries`, or one block of it."""
+    wide, rows = _wide(q), q.shape[:-1]
+    return Softmax(jnp.zeros(q.shape, wide), jnp.full(rows, _masked(wide)), jnp.zeros(rows, wide))
+
+
+def attend(
+    softmax: Softmax, queries: Queries, keys: Keys, *, offset: Array | int, window: int
+) -> Softmax:
+    """Adds to a softmax what its queries see among these keys.
+
+    Args:
+      offset: places from the first key to the first query in the sequence.
+      window: how many keys a query sees, itself included; 0 is all.
+    """
+    reach = reaches(queries, keys, offset=offset, window=window)
+
+    def query_block(arguments):
+        softmax, queries, reach = arguments
+        return attend_block(softmax, queries, reach, keys, window=window)
+
+    return jax.lax.map(query_block, (softmax, queries, reach))
+
+
+class Reach(NamedTuple):
+    """Which keys blocks of queries see; each [I]."""
+
+    distance: Array  # places from the first of all keys to a block's first query
+    begin: Array  # blocks of keys outside of begin .. end - 1 show nothing
+    end: Array
+
+
+def reaches(queries: Queries, keys: Keys, *, offset: Array | int, window: int) -> Reach:
+    """The reach of every block of queries; the arguments of `attend`."""
+    visible_IJ = visible(queries.segments, keys.segments, offset=offset, window=window)
+    distance_I = offset + queries.segments.shape[-1] * jnp.arange(len(queries.segments))
+    return Reach(distance_I, *_ranges(visible_IJ))
+
+
+def attend_block(
+    softmax: Softmax, queries: Queries, reach: Reach, keys: Keys, *, window: int
+) -> Softmax:
+    """`attend` for one block of queries, without the leading [I] of all but the keys."""
+    q_BKGtH, segments_Bt = queries
+    wide, block = _wide(q_BKGtH), keys.segments.shape[-1]
+    product = functools.partial(jnp.einsum, preferred_element_type=wide)
+    scale = jnp.asarray(q_BKGtH.shape[-1] ** -0.5, wide)
+
+    def key_block(j, softmax):
+        out_BKGtH, high_BKGt, total_BKGt = softmax
+        k_BKsH, v_BKsH, segments_Bs = (x[j] for x in keys)
+        mask_Bts = _mask(segments_Bt, segments_Bs, reach.distance - j * block, window)
+        scores_BKGts = scale * product("BKGtH,BKsH->BKGts", q_BKGtH, k_BKsH)
+        # A query to which these keys, and all before them, show nothing gathers rubbish; the first
+        # score that it does see multiplies that by zero.
+        scores_BKGts = jnp.where(mask_Bts[:, None, None], scores_BKGts, _masked(wide))
+        new_high_BKGt = jnp.maximum(high_BKGt, jnp.max(scores_BKGts, axis=-1))
+        shrink_BKGt = jnp.exp(high_BKGt - new_high_BKGt)
+        p_BKGts = jnp.exp(scores_BKGts - new_high_BKGt[..., None])
+        total_BKGt = total_BKGt * shrink_BKGt + jnp.sum(p_BKGts, axis=-1)
+        more_BKGtH = product("BKGts,BKsH->BKGtH", p_BKGts.astype(v_BKsH.dtype), v_BKsH)
+        return Softmax(out_BKGtH * shrink_BKGt[..., None] + more_BKGtH, new_high_BKGt, total_BKGt)
+
+    return jax.lax.fori_loop(reach.begin, reach.end, key_block, softmax)
+
+
+def finish(softmax: Softmax, dtype: DTypeLike) -> tuple[Array, Array]:
+    """The output in `dtype`, and log(sum(exp(score))), once every query has seen a key."""
+    out = (softmax.out / softmax.total[..., None]).astype(dtype)
+    return out, softmax.high + jnp.log(softmax.total)
+
+
+def gradients(
+    grad_q_IBKGtH: Array,
+    queries: Queries,
+    output: Output,
+    keys: Keys,
+    *,
+    offset: Array | int,
+    window: int,
+    dtype: DTypeLike,
+) -> tuple[Array, Array, Array]:
+    """What `attend` is differentiated to, for keys of which the queries saw more than these.
+
+    Args:
+      grad_q_IBKGtH: the queries' gradients from other keys, in float32 or wider.
+      offset, window: as in `attend`.
+      dtype: of the keys' and values' gradients.
+
+    Returns:
+      The queries' gradients with what these keys add to them; those of the keys and of the values
+      from these queries alone, [J, B, K, s, H].
+    """
+    wide, block = grad_q_IBKGtH.dtype, keys.segments.shape[-1]
+    product = functools.partial(jnp.einsum, preferred_element_type=wide)
+    scale = jnp.asarray(queries.q.shape[-1] ** -0.5, wide)
+
+    def key_block(grad_q_IBKGtH, arguments):
+        j, begin, end, (k_BKsH, v_BKsH, segments_Bs) = arguments
+
+        # Scores are transposed here, [s, t]: two of the three products that consume them then read
+        # them row by row, which is much the faster way on a CPU.
+        def query_block(i, carry):
+            grad_q_IBKGtH, grad_k_BKsH, grad_v_BKsH = carry
+            q_BKGtH, segments_Bt, log_z_BKGt, grad_BKGtH, inner_BKGt = (
+                x[i] for x in (*queries, *output)
+            )
+            mask_Bts = _mask(segments_Bt, segments_Bs, offset + (i - j) * block, window)
+            mask_B1s1t = jnp.swapaxes(mask_Bts, 1, 2)[:, None, :, None]
+            scores_BKsGt = scale * product("BKsH,BKGtH->BKsGt", k_BKsH, q_BKGtH)
+            p_BKsGt = jnp.exp(scores_BKsGt - log_z_BKGt[:, :, None])
+            p_BKsGt = jnp.where(mask_B1s1t, p_BKsGt, 0)
+            grad_p_BKsGt = product("BKsH,BKGtH->BKsGt", v_BKsH, grad_BKGtH)
+            grad_scores_BKsGt = scale * p_BKsGt * (grad_p_BKsGt - inner_BKGt[:, :, None])
+            grad_scores_BKsGt = grad_scores_BKsGt.astype(q_BKGtH.dtype)
+            p_BKsGt = p_BKsGt.astype(v_BKsH.dtype)
+            grad_q_BKGtH = product("BKsGt,BKsH->BKGtH", grad_scores_BKsGt, k_BKsH)
+            grad_k_BKsH += product("BKsGt,BKGtH->BKsH", grad_scores_BKsGt, q_BKGtH)
+            grad_v_BKsH += product("BKsGt,BKGtH->BKsH", p_BKsGt, grad_BKGtH)
+            return grad_q_IBKGtH.at[i].add(grad_q_BKGtH), grad_k_BKsH, grad_v_BKsH
+
+        zero_BKsH = jnp.zeros(k_BKsH.shape, wide)
+        grad_q_IBKGtH, grad_k_BKsH, grad_v_BKsH = jax.lax.fori_loop(
+            begin, end, query_block, (grad_q_IBKGtH, zero_BKsH, zero_BKsH)
+        )
+        return grad_q_IBKGtH, (grad_k_BKsH.astype(dtype), grad_v_BKsH.astype(dtype))
+
+    visible_IJ = visible(queries.segments, keys.segments, offset=offset, window=window)
+    xs = jnp.arange(len(keys.segments)), *_ranges(visible_IJ.T), keys
+    grad_q_IBKGtH, (grad_k_JBKsH, grad_v_JBKsH) = jax.lax.scan(key_block, grad_q_IBKGtH, xs)
+    return grad_q_IBKGtH, grad_k_JBKsH, grad_v_JBKsH
+
+
+def output(
+    out_BTNH: Array, grad_BTNH: Array, log_z_IBKGt: Array, num_kv_heads: int, block: int
+) -> Output:
+    """What `gradients` takes of an output and of its gradient."""
+    wide = log_z_IBKGt.dtype
+    inner_BTN1 = jnp.sum(out_BTNH.astype(wide) * grad_BTNH.astype(wide), axis=-1, keepdims=True)
+    return Output(
+        log_z_IBKGt,
+        _query_blocks(grad_BTNH, num_kv_heads, block),
+        _query_blocks(inner_BTN1, num_kv_heads, block)[..., 0],
+    )
+
+
+def _wide(x: Array) -> jnp.dtype:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _masked(wide: jnp.dtype) -> Array:
+    """Finite, and so low that its exponential vanishes beside that of any score."""
+    return jnp.asarray(jnp.finfo(wide).min / 2, wide)
+
+
+def _mask(segments_Bt: Array, segments_Bs: Array, distance: Array, window: int) -> Array:
+    """Who sees whom in a block of queries and one of keys, [B, t, s].
+
+    Args:
+      distance: places from the block's first key to its first query in the sequence.
+    """
+    place_t, place_s = jnp.arange(segments_Bt.shape[1]), jnp.arange(segments_Bs.shape[1])
+    distance_ts = distance + place_t[:, None] - place_s
+    mask_ts = distance_ts >= 0
+    if window:
+        mask_ts &= distance_ts < window
+    return mask_ts & (segments_Bt[:, :, None] == segments_Bs[:, None, :])
+
+
+def visible(segments_IBt: Array, segments_JBs: Array, *, offset: Array | int, window: int) -> Array:
+    """Whether a query of block i may see a key of block j, [I, J]; never false where one does."""
+    block = segments_JBs.shape[-1]
+    i, j = jnp.arange(len(segments_IBt))[:, None], jnp.arange(len(segments_JBs))
+    distance_IJ = offset + (i - j) * block
+    visible_IJ = distance_IJ > -block
+    if window:
+        visible_IJ &= distance_IJ - block + 1 < window
+    # Segments that do not overlap as ranges have no member in common.
+    low_IB, high_IB = jnp.min(segments_IBt, axis=-1), jnp.max(segments_IBt, axis=-1)
+    low_JB, high_JB = jnp.min(segments_JBs, axis=-1), jnp.max(segments_JBs, axis=-1)
+    overlap_IJB = (low_IB[:, None] <= high_JB) & (low_JB <= high_IB[:, None])
+    return visible_IJ & jnp.any(overlap_IJB, axis=-1)
+
+
+def _ranges(visible: Array) -> tuple[Array, Array]:
+    """For each row, begin and end of the columns outside of which none is visible."""
+    end = visible.shape[1] - jnp.argmax(visible[:, ::-1], axis=1)
+    return jnp.argmax(visible, axis=1), jnp.where(jnp.any(visible, axis=1), end, 0)
+
+
+def in_blocks(
+    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array, block: int
+) -> tuple[Queries, Keys]:
+    """Queries and keys of the same tokens; the last blocks are filled up with a segment of none."""
+    segments = _time_blocks(segments_BT + 1, block) - 1
+    k_JBKsH, v_JBKsH = (jnp.moveaxis(_time_blocks(x, block), 3, 2) for x in (k_BTKH, v_BTKH))
+    queries = Queries(_query_blocks(q_BTNH, k_BTKH.shape[2], block), segments)
+    return queries, Keys(k_JBKsH, v_JBKsH, segments)
+
+
+def from_query_blocks(q_IBKGtH: Array, time: int) -> Array:
+    """[I, B, K, G, t, H] -> [B, T, N, H]."""
+    q_BItKGH = jnp.transpose(q_IBKGtH, (1, 0, 4, 2, 3, 5))
+    batch, _, _, num_kv_heads, group, head_dim = q_BItKGH.shape
+    return q_BItKGH.reshape(batch, -1, num_kv_heads * group, head_dim)[:, :time]
+
+
+def from_key_blocks(k_JBKsH: Array, time: int) -> Array:
+    """[J, B, K, s, H] -> [B, T, K, H]."""
+    k_BJsKH = jnp.transpose(k_JBKsH, (1, 0, 3, 2, 4))
+    return k_BJsKH.reshape(k_BJsKH.shape[0], -1, *k_BJsKH.shape[3:])[:, :time]
+
+
+def _query_blocks(q_BTNH: Array, num_kv_heads: int, block: int) -> Array:
+    """[B, T, N, H] -> [I, B, K, G, t, H]."""
+    batch, time, num_heads, head_dim = q_BTNH.shape
+    q_BTKGH = q_BTNH.reshape(batch, time, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    return jnp.moveaxis(_time_blocks(q_BTKGH, block), 2, 4)
+
+
+def _time_blocks(x_BT: Array, block: int) -> Array:
+    """[B, T, ...] -> [I, B, t, ...]; the last block is filled up with zeros."""
+    missing = -x_BT.shape[1] % block
+    x_BT = jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2))
+    x_BIt = x_BT.reshape(x_BT.shape[0], -1, block, *x_BT.shape[2:])
+    return jnp.moveaxis(x_BIt, 1, 0)

@@ -1,0 +1,275 @@
+"""Causal attention over a sequence that is spread over a mesh axis: context parallelism.
+
+A sequence of 2n chunks is dealt to n ranks as in `balanced_order`: rank i holds chunks i and
+2n-1-i, which together see 2n+1 pairs of chunks whatever i is (Llama 3, arXiv 2407.21783, section
+3.3.2). What is done with a pair is the arithmetic of `blocks.py`; the two methods differ in how
+its keys arrive:
+
+- "ring": keys travel from rank to rank while the ones at hand are attended to (arXiv 2310.01889);
+  in the backward pass their gradients travel with them. A rank holds two ranks' keys at a time.
+- "gather": each rank gathers all the keys first, and gradients are summed back to their ranks.
+
+On a CPU all devices must reach a message of a ring together: a loop whose trips differ between
+ranks of another axis has to use "gather".
+
+Shapes: as in `blocks.py`, T here a rank's share of the sequence; h its two chunks.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.ops import attention_blocks
+from jaxscale.ops.attention_blocks import Keys, Queries
+
+Tree = Any
+
+
+def balanced_order(seq_len: int, ranks: int) -> np.ndarray:
+    """The places of a sequence in the order in which ranks hold them: `x[..., order]` deals them.
+
+    >>> balanced_order(8, 2)
+    array([0, 1, 6, 7, 2, 3, 4, 5])
+    """
+    if ranks == 1:
+        return np.arange(seq_len)
+    chunks = np.arange(seq_len).reshape(2 * ranks, -1)
+    return np.stack([chunks[:ranks], chunks[: ranks - 1 : -1]], axis=1).reshape(-1)
+
+
+def context_attention(
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    segments_BT: Array,
+    *,
+    axis: str,
+    method: str,
+    sliding_window: int = 0,
+    block: int | None = None,
+) -> Array:
+    """`attention.attention` where each rank of `axis` passes its share, in `balanced_order`.
+
+    For use where `axis` is manual and has at least two ranks. Order and window go by the place in
+    the whole sequence. For the backward pass a rank keeps its arguments, its output and one number
+    per query and head; the last two carry the checkpoint name "attention".
+
+    Args:
+      axis: the mesh axis.
+      method: "ring" or "gather".
+      block: queries, and keys, of a block; None is by `blocks.block_size`.
+    """
+    chunk = q_BTNH.shape[1] // 2
+    block = min(block or attention_blocks.block_size(q_BTNH), chunk)
+    static = _Static(axis, method, sliding_window, chunk, block)
+    return _attention(static, q_BTNH, k_BTKH, v_BTKH, segments_BT)
+
+
+class _Static(NamedTuple):
+    axis: str
+    method: str
+    window: int
+    chunk: int  # places of a chunk
+    block: int
+
+    def offset(self, rank: Array, h: Array | int, key_chunk: Array) -> Array:
+        """Places from the first key of a chunk of the sequence to a rank's first query of `h`."""
+        return self.chunk * (self.number(rank, h) - key_chunk)
+
+    def number(self, rank: Array, h: Array | int) -> Array:
+        """Which chunk of the sequence the h-th of a rank is."""
+        return jnp.where(h == 0, rank, 2 * jax.lax.axis_size(self.axis) - 1 - rank)
+
+
+def _walk(
+    static: _Static, keys: Keys, visit: Callable, carry: Tree, sums: Tree
+) -> tuple[Tree, Tree]:
+    """Visits every pair of a chunk of this rank's queries and a chunk of keys that it sees.
+
+    Args:
+      keys: of this rank, each field with a leading [h].
+      visit: `(carry, sums, keys, h, c, offset) -> (carry, sums)` for the h-th chunk of queries and
+        the c-th chunk of `keys`, which lies `offset` places before it.
+      carry: what stays on this rank.
+      sums: zeros, [h, ...], where visits to a chunk of keys are summed, over all ranks.
+
+    Returns:
+      The carry, and the sums of the keys of this rank.
+    """
+    return {"ring": _ring, "gather": _gather}[static.method](static, keys, visit, carry, sums)
+
+
+def _ring(
+    static: _Static, keys: Keys, visit: Callable, carry: Tree, zeros: Tree
+) -> tuple[Tree, Tree]:
+    """The keys of rank i - r are here at step r.
+
+    Of those of another rank, the second queries see the first keys. And the first queries see the
+    first keys if these come from a lower rank, the second ones the second keys if from a higher:
+    one more pair either way, so that no rank waits for another.
+    """
+    ranks, rank = jax.lax.axis_size(static.axis), jax.lax.axis_index(static.axis)
+    onward = [(i, (i + 1) % ranks) for i in range(ranks)]
+
+    def send(tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, static.axis, onward), tree)
+
+    def step(carry: Tree, keys: Keys, r: Array | int, *own: tuple[int, int]) -> tuple[Tree, Tree]:
+        owner = (rank - r) % ranks
+        same = jnp.where(owner > rank, 1, 0)
+        table = [
+            (h, c, static.offset(rank, h, static.number(owner, c)))
+            for h, c in (*own, (1, 0), (same, same))
+        ]
+        return _visit_all(visit, carry, zeros, keys, table)
+
+    def between(carries: tuple[Tree, Keys, Tree], r: Array) -> tuple[tuple[Tree, Keys, Tree], None]:
+        carry, keys, sums = carries
+        following, arriving = send(keys), send(sums)  # under way while this step computes
+        carry, more = step(carry, keys, r)
+        return (carry, following, _add(arriving, more)), None
+
+    following = send(keys)
+    carry, sums = step(carry, keys, 0, (1, 1))
+    (carry, keys, sums), _ = jax.lax.scan(
+        between, (carry, following, sums), jnp.arange(1, ranks - 1)
+    )
+    arriving = send(sums)
+    carry, more = step(carry, keys, ranks - 1)
+    return carry, send(_add(arriving, more))
+
+
+def _gather(
+    static: _Static, keys: Keys, visit: Callable, carry: Tree, zeros: Tree
+) -> tuple[Tree, Tree]:
+    """All pairs of the first chunk of queries, then those of the second: 2n+1 on every rank."""
+    ranks, rank = jax.lax.axis_size(static.axis), jax.lax.axis_index(static.axis)
+
+    def gathered(x: Array) -> Array:
+        x = jax.lax.all_gather(x, static.axis)
+        return jnp.concatenate([x[:, 0], x[::-1, 1]])
+
+    def summed(x: Array) -> Array:
+        x = jnp.stack([x[:ranks], x[: ranks - 1 : -1]], axis=1)
+        return jax.lax.psum_scatter(x, static.axis)
+
+    table = []
+    for pair in range(2 * ranks + 1):
+        h = jnp.where(pair <= rank, 0, 1)
+        c = pair - h * (rank + 1)
+        table.append((h, c, static.offset(rank, h, c)))
+    zeros = jax.tree.map(lambda x: jnp.zeros((2 * ranks, *x.shape[1:]), x.dtype), zeros)
+    carry, sums = _visit_all(visit, carry, zeros, jax.tree.map(gathered, keys), table)
+    return carry, jax.tree.map(summed, sums)
+
+
+def _visit_all(
+    visit: Callable, carry: Tree, sums: Tree, keys: Keys, table: list[tuple[Array | int, ...]]
+) -> tuple[Tree, Tree]:
+    columns = tuple(
+        jnp.stack([jnp.asarray(x, jnp.int32) for x in column]) for column in zip(*table)
+    )
+    return jax.lax.scan(
+        lambda carries, pair: (visit(*carries, keys, *pair), None), (carry, sums), columns
+    )[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: _Static, q_BTNH, k_BTKH, v_BTKH, segments_BT) -> Array:
+    return _forward(static, q_BTNH, k_BTKH, v_BTKH, segments_BT)[0]
+
+
+def _forward(static: _Static, q_BTNH, k_BTKH, v_BTKH, segments_BT) -> tuple[Array, Array]:
+    """The output, and log(sum(exp(score))) as [h, I, B, K, G, t]."""
+    queries, keys = _in_blocks(static, q_BTNH, k_BTKH, v_BTKH, segments_BT)
+
+    def visit(softmax, sums, keys, h, c, offset):
+        seen = _at(softmax, h), _at(queries, h), _at(keys, c)
+        return _put(
+            softmax, h, attention_blocks.attend(*seen, offset=offset, window=static.window)
+        ), sums
+
+    softmax, _ = _walk(static, keys, visit, attention_blocks.start(queries.q), ())
+    out_hIBKGtH, log_z_hIBKGt = attention_blocks.finish(softmax, q_BTNH.dtype)
+    return _joined(static, attention_blocks.from_query_blocks, out_hIBKGtH), log_z_hIBKGt
+
+
+def _forward_rule(static: _Static, q_BTNH, k_BTKH, v_BTKH, segments_BT):
+    results = _forward(static, q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    out_BTNH, log_z_hIBKGt = checkpoint_name(results, "attention")
+    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, log_z_hIBKGt)
+
+
+def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, log_z_hIBKGt = residuals
+    queries, keys = _in_blocks(static, q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    output = jax.vmap(
+        lambda *halves: attention_blocks.output(
+            *halves, num_kv_heads=k_BTKH.shape[2], block=static.block
+        )
+    )(_halves(out_BTNH), _halves(grad_BTNH), log_z_hIBKGt)
+
+    def visit(grad_q, sums, keys, h, c, offset):
+        more_q, *more = attention_blocks.gradients(
+            _at(grad_q, h),
+            _at(queries, h),
+            _at(output, h),
+            _at(keys, c),
+            offset=offset,
+            window=static.window,
+            dtype=wide,
+        )
+        return _put(grad_q, h, more_q), _put(sums, c, _add(_at(sums, c), tuple(more)))
+
+    wide = log_z_hIBKGt.dtype
+    zeros_q, *zeros = (jnp.zeros(x.shape, wide) for x in (queries.q, keys.k, keys.v))
+    grad_q, grads = _walk(static, keys, visit, zeros_q, tuple(zeros))
+    grad_k_BTKH, grad_v_BTKH = (
+        _joined(static, attention_blocks.from_key_blocks, grad) for grad in grads
+    )
+    return (
+        _joined(static, attention_blocks.from_query_blocks, grad_q).astype(q_BTNH.dtype),
+        grad_k_BTKH.astype(k_BTKH.dtype),
+        grad_v_BTKH.astype(v_BTKH.dtype),
+        None,
+    )
+
+
+_attention.defvjp(_forward_rule, _backward_rule)
+
+
+def _in_blocks(static: _Static, *arguments: Array) -> tuple[Queries, Keys]:
+    """`blocks.in_blocks` of each of a rank's two chunks, with a leading [h]."""
+    return jax.vmap(lambda *halves: attention_blocks.in_blocks(*halves, block=static.block))(
+        *map(_halves, arguments)
+    )
+
+
+def _halves(x_BT: Array) -> Array:
+    """[B, T, ...] -> [h, B, T / 2, ...]."""
+    return jnp.stack(jnp.split(x_BT, 2, axis=1))
+
+
+def _joined(static: _Static, from_blocks: Callable, x_h: Array) -> Array:
+    """[h, blocks, ...] -> [B, T, ...]."""
+    return jnp.concatenate([from_blocks(x, static.chunk) for x in x_h], axis=1)
+
+
+def _at(tree: Tree, index: Array) -> Tree:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def _put(tree: Tree, index: Array, part: Tree) -> Tree:
+    return jax.tree.map(
+        lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), tree, part
+    )
+
+
+def _add(one: Tree, other: Tree) -> Tree:
+    return jax.tree.map(jnp.add, one, other)

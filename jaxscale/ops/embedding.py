@@ -1,0 +1,113 @@
+"""Rows of a table by index, where tokens, and perhaps the table, are spread over mesh axes.
+
+The gradient of a row is a sum over all of its uses: thousands in a batch, for a common token. It is
+accumulated in float32 or wider whatever the types of the rows and of the table, since a bfloat16
+sum stops growing at some 256 times the size of what is added to it.
+
+Letters: B batch, T time, D features, V rows (inside the local functions: this rank's share).
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+
+def lookup(table_VD: jax.Array, indices_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`table_VD[indices_BT]` in `dtype`, of a table that this device holds whole.
+
+    The gradient has the type of the table: one that is wider than `dtype` receives the float32 sums
+    as they are.
+    """
+    num_rows, table_dtype = table_VD.shape[0], table_VD.dtype
+
+    @jax.custom_vjp
+    def rows(table_VD: jax.Array, indices_BT: jax.Array) -> jax.Array:
+        return table_VD[indices_BT].astype(dtype)
+
+    def backward(indices_BT: jax.Array, dx_BTD: jax.Array) -> tuple[jax.Array, None]:
+        return _sum_uses(num_rows, indices_BT, dx_BTD).astype(table_dtype), None
+
+    rows.defvjp(lambda table_VD, indices: (rows(table_VD, indices), indices), backward)
+    return rows(table_VD, indices_BT)
+
+
+def spread_lookup(
+    table_VD: jax.Array,
+    indices_BT: jax.Array,
+    dtype: DTypeLike,
+    *,
+    rows: str | None,
+    time: tuple[str, ...],
+    axes: tuple[str, ...],
+) -> jax.Array:
+    """`lookup`, its T spread over `time`.
+
+    Where the rows of the table are spread, each rank looks up the tokens whose row it has, adds
+    zeros for the rest, and the sum over ranks leaves each its part of T (vocabulary-parallel
+    embedding, Megatron-LM, arXiv 1909.08053, with the sequence sharded as in arXiv 2205.05198).
+    Written by hand, in a region where every mesh axis is manual, because XLA's partitioner cannot
+    handle a gather of automatically sharded operands in a region where only some axes are.
+
+    Args:
+      rows: the mesh axis that the table's first dimension is spread over; None is none, and one
+        that is named is the last of `time`.
+      time: the mesh axes that the result's T is spread over, the slowest first; they divide it.
+      axes: every mesh axis that is still automatic here.
+    """
+    num_rows, table_dtype = table_VD.shape[0], table_VD.dtype
+    together = tuple(axis for axis in time if axis != rows)  # over which indices are spread
+    table, indices = PartitionSpec(rows, None), PartitionSpec(None, together)
+    result = PartitionSpec(None, time, None)
+
+    def manual(function: Callable, in_specs: tuple, out_specs: PartitionSpec) -> Callable:
+        return jax.shard_map(
+            function,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(axes),
+            check_vma=False,
+        )
+
+    def own(indices_BT: jax.Array, share: int, axis: str) -> tuple[jax.Array, jax.Array]:
+        rows_BT = indices_BT - jax.lax.axis_index(axis) * share
+        mine_BT = (rows_BT >= 0) & (rows_BT < share)
+        return jnp.where(mine_BT, rows_BT, 0), mine_BT[..., None]
+
+    def local_lookup(table_VD: jax.Array, indices_BT: jax.Array) -> jax.Array:
+        if rows is None:
+            return table_VD[indices_BT].astype(dtype)
+        rows_BT, mine_BT1 = own(indices_BT, table_VD.shape[0], rows)
+        part_BTD = jnp.where(mine_BT1, table_VD[rows_BT].astype(dtype), 0)
+        return jax.lax.psum_scatter(part_BTD, rows, scatter_dimension=1, tiled=True)
+
+    def local_gradient(indices_BT: jax.Array, dx_BTD: jax.Array) -> jax.Array:
+        share = num_rows
+        if rows is not None:
+            share //= jax.lax.axis_size(rows)
+            dx_BTD = jax.lax.all_gather(dx_BTD, rows, axis=1, tiled=True)
+            indices_BT, mine_BT1 = own(indices_BT, share, rows)
+            dx_BTD = jnp.where(mine_BT1, dx_BTD, 0)
+        sums_VD = _sum_uses(share, indices_BT, dx_BTD)
+        sums_VD = jax.lax.psum(sums_VD, together) if together else sums_VD
+        return sums_VD.astype(table_dtype)
+
+    @jax.custom_vjp
+    def lookup(table_VD: jax.Array, indices_BT: jax.Array) -> jax.Array:
+        return manual(local_lookup, (table, indices), result)(table_VD, indices_BT)
+
+    def backward(indices_BT: jax.Array, dx_BTD: jax.Array) -> tuple[jax.Array, None]:
+        return manual(local_gradient, (indices, result), table)(indices_BT, dx_BTD), None
+
+    lookup.defvjp(lambda table_VD, indices: (lookup(table_VD, indices), indices), backward)
+    return lookup(table_VD, indices_BT)
+
+
+def _sum_uses(num_rows: int, indices_BT: jax.Array, dx_BTD: jax.Array) -> jax.Array:
+    """For each row of a table the sum of its uses' gradients, in float32 or wider."""
+    wide = jnp.promote_types(dx_BTD.dtype, jnp.float32)
+    # Where the result is only added to a sum, XLA scatters into that sum and makes no zeros.
+    sums_VD = jnp.zeros((num_rows, dx_BTD.shape[-1]), wide)
+    return sums_VD.at[indices_BT].add(dx_BTD.astype(wide))

@@ -1,0 +1,272 @@
+"""A block's backward pass as two operations: B, the gradient of its input, and W, of its weights.
+
+Nothing of this is in model code. The passes are traced once. Of the backward pass, what the
+gradient of the input needs is B, the rest is W, and the values that B makes and W reads are saved
+in between (zero bubble pipeline parallelism, arXiv 2401.10241, has the two operations).
+
+Residuals are kept from F on in two parts: those that B is the last to read, and those that W reads
+too. Weights, which are at hand again, are never kept, nor is what does not depend on the input.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    DebugInfo,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    jaxpr_as_fun,
+    jaxprs_in_params,
+)
+from jax.interpreters import partial_eval
+
+from jaxscale.ops.split_vjp import split_vjp
+
+Tree = Any
+Shapes = list[jax.ShapeDtypeStruct]
+
+CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
+"""Equations that only group others."""
+
+PRODUCTS = ("dot_general", "conv_general_dilated", "scatter-add")
+"""Equations worth an operation of their own, beside those with others inside, such as loops."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The operations of a `function(weights, x, context) -> y`, y being like x.
+
+    - `forward(weights, x, context) -> (y, kept_b, kept_w)`
+    - `input_gradient(weights, context, kept_b, kept_w, dy) -> (dx, saved)`, which is B
+    - `weight_gradient(context, kept_w, saved) -> dweights`, which is W
+
+    `kept_b`, `kept_w` and `saved` are lists of arrays, of the shapes given here.
+    """
+
+    forward: Callable[..., tuple[jax.Array, list, list]]
+    input_gradient: Callable[..., tuple[jax.Array, list]]
+    weight_gradient: Callable[..., Tree]
+    kept_b: Shapes
+    kept_w: Shapes
+    saved: Shapes
+
+
+def split(function: Callable[..., jax.Array], weights: Tree, x: Any, context: Tree) -> Split:
+    """Traces a function for arguments of these shapes and types."""
+    forward, kept, backward = _passes(function, weights, x, context)
+    treedef = jax.tree.structure(weights)
+    program = Program.of(backward, weights, context, kept, x)
+    weights_in, context_in, kept_in, (dy,) = program.inputs
+    *dweights, dx = program.outputs
+    b_wanted, w_eqns = _divide(program, dweights, dx)
+    w_reads = _given(w_eqns, dweights)
+    b_eqns = program.needed(b_wanted)
+    made = [dy, *(v for eqn in b_eqns for v in eqn.outvars)]
+    saved = [v for v in made if v in w_reads]
+    b_reads = _given(b_eqns, b_wanted)
+    to_w = [i for i, v in enumerate(kept_in) if v in w_reads]
+    to_b = [i for i, v in enumerate(kept_in) if v in b_reads and i not in to_w]
+
+    def split_forward(weights: Tree, x: jax.Array, context: Tree) -> tuple[jax.Array, list, list]:
+        y, kept = forward(weights, x, context)
+        return y, [kept[i] for i in to_b], [kept[i] for i in to_w]
+
+    def input_gradient(
+        weights: Tree, context: Tree, kept_b: list, kept_w: list, dy_: jax.Array
+    ) -> tuple[jax.Array, list]:
+        given = [weights_in, context_in, [kept_in[i] for i in (*to_b, *to_w)], [dy]]
+        values = [weights, context, [*kept_b, *kept_w], dy_]
+        dx_, *saved_ = program.run(b_eqns, given, values, [dx, *saved])
+        return dx_, saved_
+
+    def weight_gradient(context: Tree, kept_w: list, saved_: list) -> Tree:
+        given = [context_in, [kept_in[i] for i in to_w], saved]
+        leaves = program.run(w_eqns, given, [context, kept_w, saved_], dweights)
+        return jax.tree.unflatten(treedef, leaves)
+
+    return Split(
+        split_forward,
+        input_gradient,
+        weight_gradient,
+        _shapes(kept_in[i] for i in to_b),
+        _shapes(kept_in[i] for i in to_w),
+        _shapes(saved),
+    )
+
+
+def keep_nothing(function: Callable[..., jax.Array]) -> Split:
+    """The forward pass alone."""
+
+    def forward(weights: Tree, x: jax.Array, context: Tree) -> tuple[jax.Array, list, list]:
+        return function(weights, x, context), [], []
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("there is no backward pass of a forward pass that keeps nothing")
+
+    return Split(forward, refuse, refuse, [], [], [])
+
+
+def _passes(function: Callable, weights: Tree, x: Any, context: Tree):
+    """`forward(weights, x, context) -> (y, kept)`, the shapes of what is kept, and
+    `backward(weights, context, kept, dy) -> (dweights, dx)`. Only what depends on x is kept."""
+    vjp_forward, vjp_backward = split_vjp(function)
+    program = Program.of(vjp_forward, weights, x, context)
+    weights_in, x_in, context_in = program.inputs
+    y, *leaves = program.outputs
+    from_x = program.dependent(x_in)
+    kept = [v for v in dict.fromkeys(_variables(leaves)) if v in from_x]
+    again = [leaf for leaf in leaves if isinstance(leaf, Literal) or leaf not in from_x]
+
+    def forward(weights: Tree, x: jax.Array, context: Tree) -> tuple[jax.Array, list]:
+        eqns = program.needed([y, *kept])
+        y_, *kept_ = program.run(eqns, program.inputs, [weights, x, context], [y, *kept])
+        return y_, kept_
+
+    def backward(weights: Tree, context: Tree, kept_: list, dy: jax.Array) -> tuple:
+        eqns, given = program.needed(again), [weights_in, context_in]
+        remade = iter(program.run(eqns, given, [weights, context], again))
+        known = dict(zip(kept, kept_))
+        at_hand = [
+            next(remade) if isinstance(leaf, Literal) or leaf not in from_x else known[leaf]
+            for leaf in leaves
+        ]
+        return vjp_backward(weights, context, at_hand, dy)
+
+    return forward, _shapes(kept), backward
+
+
+def _divide(program: "Program", dweights: list, dx: Any) -> tuple[list, list[JaxprEqn]]:
+    """What B has to make, and the equations of W."""
+    weights_in, context_in, kept_in, dy = program.inputs
+    # What comes from kept values without a product is cheaper to make again than to save.
+    plain = set(context_in) | set(kept_in)
+    for eqn in program.eqns:
+        if not _is_product(eqn) and all(v in plain for v in _variables(eqn.invars)):
+            plain |= set(eqn.outvars)
+
+    def rest(b_wanted: list, wanted: list) -> list[JaxprEqn]:
+        made = {v for eqn in program.needed(b_wanted) for v in eqn.outvars}
+        return program.needed(wanted, at_hand=(made | set(dy)) - plain)
+
+    # The gradients of scales and biases are sums of what B has; saving that would take more room.
+    b_wanted = [dx]
+    b_wanted += [v for v in dweights if not any(map(_is_product, rest([dx], [v])))]
+    while True:
+        w_eqns = rest(b_wanted, dweights)
+        reading = [e for e in w_eqns if not set(weights_in).isdisjoint(_variables(e.invars))]
+        if not reading:
+            return b_wanted, w_eqns
+        b_wanted += [v for eqn in reading for v in eqn.outvars]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced function, its calls inlined: equations, and the variables of its arguments."""
+
+    eqns: list[JaxprEqn]
+    inputs: list[list]  # of each argument, the variables of its leaves
+    outputs: list
+    constants: dict
+
+    @classmethod
+    def of(cls, function: Callable, *args: Tree) -> "Program":
+        """Traces `function(*args)`."""
+        traced = jax.make_jaxpr(function)(*args)
+        flat = jax.make_jaxpr(lambda *leaves: _inline(traced, leaves))(*jax.tree.leaves(args))
+        variables = iter(flat.jaxpr.invars)
+        inputs = [[next(variables) for _ in jax.tree.leaves(arg)] for arg in args]
+        constants = dict(zip(flat.jaxpr.constvars, flat.consts))
+        return cls(list(flat.jaxpr.eqns), inputs, list(flat.jaxpr.outvars), constants)
+
+    def needed(self, wanted: Iterable, at_hand: Iterable = ()) -> list[JaxprEqn]:
+        """The equations, or the parts of those with others inside, that some variables need."""
+        at_hand = set(at_hand)
+        missing, found = set(_variables(wanted)) - at_hand, []
+        for eqn in reversed(self.eqns):
+            used = [v in missing for v in eqn.outvars]
+            if not any(used):
+                continue
+            if not all(used):
+                eqn = _part(eqn, used)
+            missing -= set(eqn.outvars)
+            missing |= set(_variables(eqn.invars)) - at_hand
+            found.append(eqn)
+        return found[::-1]
+
+    def dependent(self, variables: Iterable) -> set:
+        """All variables that depend on some."""
+        found = set(variables)
+        for eqn in self.eqns:
+            if not found.isdisjoint(_variables(eqn.invars)):
+                found |= set(eqn.outvars)
+        return found
+
+    def run(
+        self, eqns: list[JaxprEqn], given: Sequence[list], values: Sequence[Tree], wanted: list
+    ) -> list:
+        """The values of the wanted variables, from those of the given ones."""
+        known = dict(self.constants)
+        for variables, value in zip(given, values, strict=True):
+            known |= dict(zip(variables, jax.tree.leaves(value), strict=True))
+        return _evaluate(eqns, known, wanted)
+
+
+def _inline(traced: Any, args: Sequence) -> list:
+    """Evaluates a traced function; when that is traced in turn, calls are gone."""
+    known = dict(zip((*traced.jaxpr.constvars, *traced.jaxpr.invars), (*traced.consts, *args)))
+    for eqn in traced.jaxpr.eqns:
+        if eqn.primitive.name in CALLS:
+            (inner,) = jaxprs_in_params(eqn.params)
+            if not hasattr(inner, "consts"):
+                inner = ClosedJaxpr(inner, ())
+            with jax.named_scope(str(eqn.source_info.name_stack)):
+                outs = _inline(inner, [_read(known, v) for v in eqn.invars])
+        else:
+            outs = _evaluate([eqn], known, eqn.outvars)
+        known |= dict(zip(eqn.outvars, outs))
+    return [_read(known, v) for v in traced.jaxpr.outvars]
+
+
+def _evaluate(eqns: list[JaxprEqn], known: Mapping, wanted: Sequence) -> list:
+    jaxpr = _jaxpr(eqns, wanted)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*(known[v] for v in jaxpr.invars))
+
+
+def _part(eqn: JaxprEqn, used: Sequence[bool]) -> JaxprEqn:
+    """An equation without what only its unused results need, where it has equations inside."""
+    wanted = [v for v, is_used in zip(eqn.outvars, used) if is_used]
+    (part,) = partial_eval.dce_jaxpr(_jaxpr([eqn], wanted), [True] * len(wanted))[0].eqns
+    return part
+
+
+def _jaxpr(eqns: list[JaxprEqn], wanted: Sequence) -> Jaxpr:
+    info = DebugInfo("pipeline", "split", None, None)
+    return Jaxpr((), _given(eqns, wanted), wanted, eqns, debug_info=info)
+
+
+def _read(known: Mapping, atom: Any) -> Any:
+    return atom.val if isinstance(atom, Literal) else known[atom]
+
+
+def _is_product(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in PRODUCTS or any(True for _ in jaxprs_in_params(eqn.params))
+
+
+def _variables(atoms: Iterable) -> Iterable:
+    return (atom for atom in atoms if not isinstance(atom, Literal))
+
+
+def _given(eqns: Iterable[JaxprEqn], wanted: Iterable) -> list:
+    """The variables that equations read and do not make."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    read = itertools.chain(*(eqn.invars for eqn in eqns), wanted)
+    return [v for v in dict.fromkeys(_variables(read)) if v not in made]
+
+
+def _shapes(variables: Iterable) -> Shapes:
+    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]

@@ -1,0 +1,169 @@
+"""The table as the executor scans it: a row for each tick, and a slot for whatever is kept.
+
+What one operation makes and a later one reads is kept in a slot of a buffer in between. Slots are
+dealt by interval colouring on every rank, the lowest free one first; how many a buffer has is the
+most that any rank needs at once. NumPy only.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxscale.pipeline.operations import NOP, B, F, R, W, X
+from jaxscale.pipeline.table import Table
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What each rank does in each tick.
+
+    Every column is int32 [ticks, ranks, lanes]; there are 2 lanes only where a schedule overlaps
+    a forward with a backward in one tick. -1 stands for nothing.
+
+    - `kind` (NOP where idle), `microbatch`, `stage`, `segment`, `direction`; `chunk`, which of the
+      rank's own stages it is, in that direction. Where some passes are recomputed, an F that keeps
+      its residuals is an R without an `input`: it makes them just as R does, from what arrives.
+    - Slots that the operation reads or writes, by buffer. `inbox`: the activation that F reads,
+      the gradient that B or X reads; those of the last stage read what their own F made. The
+      first stage reads tokens. `input`: written by F for its R. `residual_b`: written by
+      F, or by R, for B or X. `residual_w`: likewise, for W too. `cotangent`: written by B for W.
+    - `from_left`, `from_right`, `from_self`: the inbox slot in which to put, when the tick ends,
+      what the neighbour (the ranks are a ring) or the rank itself made in this lane; where
+      nothing is due it is the slot after the last, so that a receiver need not ask.
+    - `gather`: 1 where a rank with room for the weights of one chunk has to fetch them. `reduce`:
+      1 where the gradients of a chunk's weights are complete, until it has its next turn.
+    """
+
+    columns: dict[str, np.ndarray]
+    slots: dict[str, int]  # of each buffer
+
+
+def make_program(table: Table) -> Program:
+    """Deals slots and spreads the operations over [ticks, ranks, lanes]."""
+    ops = table.ops
+    cell = table.tick, ops.rank, ops.paired
+    shape = table.ticks, table.order.ranks, 1 + int(ops.paired.max())
+    columns = {"kind": np.full(shape, NOP, np.int32)}
+    columns["kind"][cell] = ops.kind
+    for name, values in {
+        "microbatch": ops.microbatch,
+        "stage": ops.stage,
+        "segment": ops.segment,
+        "direction": ops.direction,
+        "chunk": ops.stage // table.order.ranks,
+        "gather": _gathers(table),
+        "reduce": _reduces(table),
+    }.items():
+        columns[name] = np.full(shape, -1, np.int32)
+        columns[name][cell] = values
+
+    slots = {}
+    users_of = _users(table)
+    for name, users in users_of.items():
+        writer, reader = users[0], users[-1]
+        arrives = name == "inbox"  # when the tick of its writer has ended
+        dealt = _colour(ops.rank[reader], table.tick[writer] + arrives, table.tick[reader])
+        slots[name] = int(dealt.max(initial=-1)) + 1
+        columns[name] = np.full(shape, -1, np.int32)
+        for user in users[1:] if arrives else users:
+            columns[name][tuple(index[user] for index in cell)] = dealt
+    if (ops.kind == R).any():
+        keeping = (columns["kind"] == F) & (columns["residual_b"] >= 0)
+        columns["kind"][keeping] = R
+    sender, reader = users_of["inbox"]
+    columns |= _receives(table, sender, reader, columns["inbox"], slots["inbox"])
+    return Program(columns, slots)
+
+
+def count_slots(table: Table) -> dict[str, np.ndarray]:
+    """How many slots of each buffer each rank uses at once, int [ranks], without dealing them. A
+    buffer has as many as the most of them."""
+    counts = {}
+    for name, users in _users(table).items():
+        writer, reader = users[0], users[-1]
+        alive = np.zeros((table.order.ranks, table.ticks + 1), np.int64)
+        rank, begins = table.ops.rank[reader], table.tick[writer] + (name == "inbox")
+        np.add.at(alive, (rank, begins), 1)
+        np.add.at(alive, (rank, table.tick[reader] + 1), -1)
+        counts[name] = alive.cumsum(axis=1).max(axis=1)
+    return counts
+
+
+def _users(table: Table) -> dict[str, tuple[np.ndarray, ...]]:
+    """For each buffer the operations that use a value in it, int [values] each: who writes it,
+    and who reads it; the last reader at the end."""
+    kind, stage, needs = table.ops.kind, table.ops.stage, table.needs
+    received = np.flatnonzero((kind == B) | (kind == X) | ((kind == F) & (stage > 0)))
+    again = np.flatnonzero(kind == R)
+    backward = np.flatnonzero((kind == B) | (kind == X))
+    weight = np.flatnonzero(kind == W)
+    # Who makes the residuals of a backward, and who is the last to need them.
+    maker = np.where(needs[:, 1] >= 0, needs[:, 1], needs[:, 0])[backward]
+    last = np.arange(len(kind))
+    last[needs[weight, 0]] = weight
+    # The gradient pass begins with what the last stage's own F made.
+    sender = np.where((kind == F) | (stage == table.order.stages - 1), needs[:, 0], needs[:, 2])
+    return {
+        "inbox": (sender[received], received),
+        "input": (needs[again, 0], again),
+        "residual_b": (maker, backward),
+        "residual_w": (maker, backward, last[backward]),
+        "cotangent": (needs[weight, 0], weight),
+    }
+
+
+def _receives(
+    table: Table, sender: np.ndarray, reader: np.ndarray, inbox: np.ndarray, nowhere: int
+) -> dict[str, np.ndarray]:
+    """The columns that say where each rank puts what comes in at the end of a tick."""
+    rank, paired, tick = table.ops.rank, table.ops.paired, table.tick
+    hop = (rank[reader] - rank[sender]) % table.order.ranks
+    channel = np.where(hop == 0, "from_self", np.where(hop == 1, "from_left", "from_right"))
+    columns = {}
+    for name in ("from_left", "from_right", "from_self"):
+        s, r = sender[channel == name], reader[channel == name]
+        columns[name] = np.full_like(inbox, nowhere)
+        columns[name][tick[s], rank[r], paired[s]] = inbox[tick[r], rank[r], paired[r]]
+    return columns
+
+
+def _gathers(table: Table) -> np.ndarray:
+    """int [N], 1 where an operation needs the weights of another chunk than the one before it."""
+    return _changes(table, np.flatnonzero(table.ops.kind != W), ahead=False)
+
+
+def _reduces(table: Table) -> np.ndarray:
+    """int [N], 1 where the next operation that makes weight gradients is of another chunk."""
+    makers = np.flatnonzero((table.ops.kind == W) | (table.ops.kind == X))
+    return _changes(table, makers, ahead=True)
+
+
+def _changes(table: Table, among: np.ndarray, ahead: bool) -> np.ndarray:
+    """int [N], 1 for those `among` all whose neighbour, next or previous, is of another chunk."""
+    ops = table.ops
+    chunk = np.stack([ops.rank, ops.direction, ops.stage])[:, among]
+    differs = (chunk[:, 1:] != chunk[:, :-1]).any(axis=0)
+    changes = np.zeros(len(ops.kind), np.int64)
+    if not len(among):
+        return changes
+    changes[among] = np.append(differs, True) if ahead else np.append(True, differs)
+    return changes
+
+
+def _colour(rank: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """int [values], slots such that no two values share one on a rank in any tick from low to
+    high, and no rank uses more than it must."""
+    slots = np.zeros(len(rank), np.int64)
+    for r in np.unique(rank):
+        free: list[int] = []
+        taken: list[tuple[int, int]] = []  # last tick, slot
+        mine = np.flatnonzero(rank == r)
+        for n in mine[np.argsort(low[mine], kind="stable")].tolist():
+            while taken and taken[0][0] < low[n]:
+                heapq.heappush(free, heapq.heappop(taken)[1])
+            # Every slot so far is either free or taken.
+            slot = heapq.heappop(free) if free else len(taken)
+            heapq.heappush(taken, (int(high[n]), slot))
+            slots[n] = slot
+    return slots

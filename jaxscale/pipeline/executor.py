@@ -1,0 +1,502 @@
+"""The executor: one scan over the ticks of a table, for any schedule.
+
+For use in a `shard_map` in which pipeline, data and fsdp are manual. In a tick each rank does the
+one operation that its column of the table names, then passes on what it made. Which operation that
+is, only its data says: each kind stands in a loop of no trip or one (`when`). A conditional would
+copy the buffers that it carries, every tick; loops update them in place.
+
+Buffers, by the table's names, in slots: `inbox`, what arrived and is not read yet; `input`, from
+which R starts; and for each layer of a chunk the arrays of `split`: `residual_b` from F to B,
+`residual_w` from F to W, `cotangent` from B to W.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from jaxscale.batch import Batch
+from jaxscale.models.decoder import STREAM, Decoder
+from jaxscale.pipeline.backward_split import Split, keep_nothing, split
+from jaxscale.pipeline.buffer_slots import Program
+from jaxscale.pipeline.operations import B, F, R, W, X
+from jaxscale.pipeline.stages import (
+    EMBEDDING,
+    GATHER,
+    HEAD,
+    LAYERS,
+    OPERATIONS,
+    REDUCE,
+    Stages,
+)
+from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, constrain, is_axes
+from jaxscale.sharding.zero import Zero
+
+Tree = Any
+Sums = tuple[jax.Array, jax.Array]
+Row = Mapping[str, jax.Array]  # a rank's cell of every column, int32 scalars
+Columns = Mapping[str, jax.Array | np.ndarray]
+Counts = jax.Array | np.ndarray
+Index = int | jax.Array
+
+
+class _State(NamedTuple):
+    """What a rank carries from tick to tick."""
+
+    made: jax.Array  # in this tick, for the rank before or after
+    buffers: dict[str, Tree]  # [slots, ...]
+    weights: Tree  # of a chunk, whole; None where they need not be gathered
+    pending: Tree  # gradients of a chunk, not reduced yet; None where they need not be
+    grads: dict[str, Tree]  # accumulators
+    sums: Sums
+
+
+def execute(
+    model: Decoder,
+    block: Callable,
+    zero: Zero,
+    stages: Stages,
+    params: Tree,
+    batches: Batch,
+    columns: Columns,
+    counts: Counts,
+    *,
+    row_major: bool = False,
+) -> tuple[Sums, Tree]:
+    """Runs a step's table: the loss sums of this rank, and its gradients, summed over micro-batches
+    and not yet over ranks.
+
+    Args:
+      block: the model's, under a policy of remat.
+      params: of this rank, its layers stacked as `stages` says.
+      batches: fields [micro-batches, batch, time].
+      columns: of `stages.program`, [ticks, 1, 1] each.
+      counts: [1, chunks], layers of this rank's chunks.
+      row_major: whether to ask for buffers in the order of their dimensions; a TPU's compiler
+        would choose an order for each loop, and copy the buffers from one to the other.
+    """
+    rank = _Rank.of(model, zero, stages, stages.program, block, params, batches, counts, row_major)
+    state = rank.run(rank.begin(rank.accumulators(params)), columns)
+    grads = state.grads
+    outer_grads = model.outer_grads(grads["embed"], grads["head"])
+    return state.sums, {**outer_grads, "layers": grads["layers"]}
+
+
+def evaluate(
+    model: Decoder,
+    zero: Zero,
+    stages: Stages,
+    params: Tree,
+    batches: Batch,
+    columns: Columns,
+    counts: Counts,
+) -> Sums:
+    """The loss sums of this rank by the forward passes alone; `execute` has the arguments, but
+    `columns` are of `stages.forward_program`."""
+    program = stages.forward_program
+    rank = _Rank.of(model, zero, stages, program, None, params, batches, counts, False)
+    return rank.run(rank.begin({}), columns).sums
+
+
+def buffers(
+    model: Decoder,
+    block: Callable,
+    zero: Zero,
+    stages: Stages,
+    params: Tree,
+    batches: Batch,
+    counts: Counts,
+) -> dict[str, Tree]:
+    """What a rank keeps between ticks, empty, for those who ask how large that is."""
+    rank = _Rank.of(model, zero, stages, stages.program, block, params, batches, counts, False)
+    state = rank.begin(rank.accumulators(params))
+    return {**state.buffers, "weights": state.weights, "gradients": (state.pending, state.grads)}
+
+
+def _outer(model: Decoder, zero: Zero, params: Tree) -> tuple[Tree, Tree]:
+    """The embedding and what the head needs, whole, in the compute type."""
+    names = ("embed", "head")
+    outer = zero.gather({name: params[name] for name in names}, {n: zero.axes[n] for n in names})
+    return outer["embed"], model.head_params(outer)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """The operations of one rank, each from a state and a row to the next state."""
+
+    model: Decoder
+    zero: Zero
+    program: Program
+    stages: Stages
+    parts: Split  # of a layer
+    layers: Tree  # parameters, [chunks * capacity, ...]
+    embed: Tree  # whole, as the head
+    head: Tree
+    x: jax.ShapeDtypeStruct  # what goes from layer to layer
+    batches: Batch
+    counts: jax.Array
+    row_major: bool
+
+    @classmethod
+    def of(
+        cls,
+        model: Decoder,
+        zero: Zero,
+        stages: Stages,
+        program: Program,
+        block: Callable | None,
+        params: Tree,
+        batches: Batch,
+        counts: Counts,
+        row_major: bool,
+    ) -> "_Rank":
+        """Traces a layer, and gathers what is outside the layers.
+
+        Args:
+          block: None for forward passes alone.
+        """
+        embed, head = _outer(model, zero, params)
+        first = at(batches, 0)
+        x = jax.eval_shape(model.embed, embed, first)
+        layer = jax.eval_shape(lambda: zero.gather(at(params["layers"], 0), zero.layer_axes))
+        parts = split(block, layer, x, first) if block else keep_nothing(model.block)
+        return cls(
+            model,
+            zero,
+            program,
+            stages,
+            parts,
+            params["layers"],
+            embed,
+            head,
+            x,
+            batches,
+            jnp.asarray(counts[0]),
+            row_major,
+        )
+
+    def accumulators(self, params: Tree) -> dict[str, Tree]:
+        """Of gradients."""
+        model, zero, axes = self.model, self.zero, self.zero.axes
+        return {
+            "layers": zero.zeros(params["layers"], axes["layers"]),
+            "embed": zero.zeros(params["embed"], axes["embed"]),
+            "head": zero.zeros(model.head_params(params), model.head_params(axes)),
+        }
+
+    def run(self, state: _State, columns: Columns) -> _State:
+        """All ticks."""
+        rows = {name: jnp.asarray(column).reshape(-1) for name, column in columns.items()}
+        return jax.lax.scan(lambda state, row: (self.tick(state, row), None), state, rows)[0]
+
+    def begin(self, grads: dict[str, Tree]) -> _State:
+        """Empty buffers; `grads` are the accumulators, and {} where there are no gradients."""
+        zero, slots, capacity = self.zero, self.program.slots, self.stages.capacity
+        x = self.x
+
+        def stream(slots: int) -> jax.Array:
+            rules = {**ACTIVATIONS, "slots": ()}
+            zeros = jnp.zeros((slots, *x.shape), x.dtype)
+            return constrain(zeros, ("slots", *STREAM), zero.sizes, rules)
+
+        def of_layers(name: str, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+            return [jnp.zeros((slots[name], capacity, *s.shape), s.dtype) for s in shapes]
+
+        chunk, axes = jax.eval_shape(lambda: self._gathered(0)), zero.axes["layers"]
+        return _State(
+            made=jnp.zeros(x.shape, x.dtype),
+            buffers={
+                "inbox": stream(slots["inbox"] + 1),  # the last one is never read
+                "input": stream(slots["input"]),
+                "residual_b": of_layers("residual_b", self.parts.kept_b),
+                "residual_w": of_layers("residual_w", self.parts.kept_w),
+                "cotangent": of_layers("cotangent", self.parts.saved),
+            },
+            weights=self._placed_zeros(chunk) if zero.gathers else None,
+            pending=zero.accumulators(chunk, axes) if zero.reduces and grads else None,
+            grads=grads,
+            sums=(jnp.zeros((), zero.loss_dtype), jnp.zeros((), zero.loss_dtype)),
+        )
+
+    def tick(self, state: _State, row: Row) -> _State:
+        """One tick."""
+        kinds = np.unique(self.program.columns["kind"])
+        operations = {
+            F: self.forward,
+            R: self.recompute,
+            B: self.input_gradient,
+            W: self.weight_gradient,
+            X: self.backward,
+        }
+        if state.weights is not None:
+            gathers = row["gather"] == 1
+            state = when(gathers, lambda state: self.gather(state, row), state, GATHER)
+        for kind, operation in operations.items():
+            if kind in kinds:
+                mine = row["kind"] == kind
+                state = when(mine, lambda s, run=operation: run(s, row), state, OPERATIONS[kind])
+        if state.pending is not None:
+            reduces = row["reduce"] == 1
+            state = when(reduces, lambda state: self.reduce(state, row), state, REDUCE)
+        return self.pass_on(state, row)
+
+    def forward(self, state: _State, row: Row) -> _State:
+        x = self._arrived(state, row)
+        if R in self.program.columns["kind"]:
+            return self._up(state, row, x, keeps=False)
+        state = self._up(state, row, x, keeps=True)
+        return state if state.grads else self.lose(state, row)
+
+    def lose(self, state: _State, row: Row) -> _State:
+        """Where there is no backward pass to do it, the loss is the last stage's F's."""
+        batch, last = at(self.batches, row["microbatch"]), self.stages.table.order.stages - 1
+
+        def losses(sums: Sums) -> Sums:
+            return add(sums, self.model.loss(self.head, state.made, batch))
+
+        return state._replace(sums=when(row["stage"] == last, losses, state.sums, HEAD))
+
+    def recompute(self, state: _State, row: Row) -> _State:
+        """From the input that its F left, or in the place of an F that keeps what it makes."""
+        made, x = state.made, at(state.buffers["input"], row["input"])
+        columns, first = self.program.columns, row["input"] < 0
+        keeping = ((columns["kind"] == R) & (columns["input"] < 0)).any()
+        if keeping:
+            x = jax.lax.cond(first, lambda: self._arrived(state, row), lambda: x)
+        state = self._up(state, row, x, keeps=True)
+        return state._replace(made=jnp.where(first, state.made, made) if keeping else made)
+
+    def input_gradient(self, state: _State, row: Row) -> _State:
+        return self._down(state, row, fused=False)
+
+    def backward(self, state: _State, row: Row) -> _State:
+        return self._down(state, row, fused=True)
+
+    def weight_gradient(self, state: _State, row: Row) -> _State:
+        batch = at(self.batches, row["microbatch"])
+
+        def one(index, state):
+            kept, saved = (
+                self._read(state, row, name, index) for name in ("residual_w", "cotangent")
+            )
+            return self._add(state, row, index, self.parts.weight_gradient(batch, kept, saved))
+
+        state = self._each(row, one, state)
+        # It makes nothing to pass on. Unless that waits for it all the same, the ranks may meet in
+        # the middle of a tick, those with a W before it and the others after their operation.
+        sums = state.grads["layers"] if state.pending is None else state.pending
+        smallest = min(jax.tree.leaves(sums), key=lambda x: x.size)
+        made, _ = jax.lax.optimization_barrier((state.made, smallest))
+        return state._replace(made=made)
+
+    def gather(self, state: _State, row: Row) -> _State:
+        return state._replace(weights=self._gathered(row["chunk"]))
+
+    def reduce(self, state: _State, row: Row) -> _State:
+        shards = self.zero.reduce(state.pending, self.zero.axes["layers"])
+        # A TPU's compiler would move a reduction whose result is only added up out of both loops,
+        # where a rank has one chunk, and carry two more sets of whole gradients through them.
+        shards = jax.lax.optimization_barrier(shards)
+        begin = row["chunk"] * self.stages.capacity
+        grads = {**state.grads, "layers": add_at(state.grads["layers"], begin, shards)}
+        return state._replace(grads=grads, pending=jax.tree.map(jnp.zeros_like, state.pending))
+
+    def pass_on(self, state: _State, row: Row) -> _State:
+        """What was made goes to both neighbours; each puts it where the table says."""
+        columns, inbox = self.program.columns, state.buffers["inbox"]
+        ranks, nowhere = columns["kind"].shape[1], self.program.slots["inbox"]
+        for name, hop in (("from_left", 1), ("from_right", -1), ("from_self", 0)):
+            receivers = np.flatnonzero((columns[name] != nowhere).any(axis=(0, 2)))
+            if not len(receivers):
+                continue
+            pairs = [((r - hop) % ranks, r) for r in receivers.tolist()]
+            came = jax.lax.ppermute(state.made, "pipeline", pairs) if hop else state.made
+            inbox = put(inbox, came, row[name])
+        return state._replace(buffers={**state.buffers, "inbox": inbox})
+
+    def _arrived(self, state: _State, row: Row) -> jax.Array:
+        """What a pass begins with."""
+        arrived = at(state.buffers["inbox"], row["inbox"])
+        return jax.lax.cond(
+            row["stage"] == 0,
+            lambda: self.model.embed(self.embed, at(self.batches, row["microbatch"])),
+            lambda: arrived,
+        )
+
+    def _up(self, state: _State, row: Row, x: jax.Array, keeps: bool) -> _State:
+        """A chunk, forward from x.
+
+        Args:
+          keeps: the residuals; otherwise x, for R to begin with.
+        """
+        batch, first = at(self.batches, row["microbatch"]), x
+
+        def one(index, carry):
+            state, x = carry
+            x, kept_b, kept_w = self.parts.forward(self._weights(state, row, index), x, batch)
+            if not keeps:
+                # By every layer: on a CPU (jaxlib 0.12) a loop over layers that leaves the buffers
+                # as they are takes more than three times as long.
+                inputs = put(state.buffers["input"], first, row["input"])
+                state = state._replace(buffers={**state.buffers, "input": inputs})
+            else:
+                state = self._write(state, row, "residual_b", index, kept_b)
+                state = self._write(state, row, "residual_w", index, kept_w)
+            return state, x
+
+        state, x = self._each(row, one, (state, x))
+        return state._replace(made=x)
+
+    def _down(self, state: _State, row: Row, fused: bool) -> _State:
+        """A chunk, backward from the gradient that arrived; the last stage makes it of what its own
+        forward pass left there."""
+        batch, last = at(self.batches, row["microbatch"]), self.stages.table.order.stages - 1
+        count = self.counts[row["chunk"]]
+
+        def turn(carry):
+            y, sums, grads = carry
+            losses, pullback = jax.vjp(
+                lambda head, y: self.model.loss(head, y, batch), self.zero.widen(self.head), y
+            )
+            dhead, dy = pullback((jnp.ones_like(losses[0]), jnp.zeros_like(losses[1])))
+            dhead = self.zero.reduce(dhead, self.model.head_params(self.zero.axes))
+            return dy, add(sums, losses), add(grads, dhead)
+
+        arrived = at(state.buffers["inbox"], row["inbox"])
+        dy, sums, head = when(
+            row["stage"] == last, turn, (arrived, state.sums, state.grads["head"]), HEAD
+        )
+
+        def one(i, carry):
+            state, dy = carry
+            index = count - 1 - i
+            weights = self._weights(state, row, index)
+            kept_b = self._read(state, row, "residual_b", index)
+            kept_w = self._read(state, row, "residual_w", index)
+            dx, saved = self.parts.input_gradient(weights, batch, kept_b, kept_w, dy)
+            if not fused:
+                return self._write(state, row, "cotangent", index, saved), dx
+            dweights = self.parts.weight_gradient(batch, kept_w, saved)
+            return self._add(state, row, index, dweights), dx
+
+        def of_embedding(grads):
+            embed = self.zero.widen(self.embed)
+            _, pullback = jax.vjp(lambda embed: self.model.embed(embed, batch), embed)
+            return add(grads, self.zero.reduce(pullback(dx)[0], self.zero.axes["embed"]))
+
+        state = state._replace(sums=sums, grads={**state.grads, "head": head})
+        state, dx = self._each(row, one, (state, dy))
+        embed = when(row["stage"] == 0, of_embedding, state.grads["embed"], EMBEDDING)
+        return state._replace(made=dx, grads={**state.grads, "embed": embed})
+
+    @jax.named_scope(LAYERS)
+    def _each(self, row: Row, one: Callable, carry: Tree) -> Tree:
+        """For each layer of the row's chunk."""
+        return jax.lax.fori_loop(0, self.counts[row["chunk"]], one, carry)
+
+    def _weights(self, state: _State, row: Row, index: jax.Array) -> Tree:
+        """One layer of the chunk, whole."""
+        if state.weights is not None:
+            return at(state.weights, index)
+        shards = at(self.layers, row["chunk"] * self.stages.capacity + index)
+        return self.zero.gather(shards, self.zero.layer_axes)
+
+    def _gathered(self, chunk: Index) -> Tree:
+        size = self.stages.capacity
+        shards = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, chunk * size, size), self.layers
+        )
+        return self.zero.gather(shards, self.zero.axes["layers"])
+
+    def _placed_zeros(self, shapes: Tree) -> Tree:
+        return jax.tree.map(
+            lambda axes, x: constrain(jnp.zeros(x.shape, x.dtype), axes, self.zero.sizes, WEIGHTS),
+            self.zero.axes["layers"],
+            shapes,
+            is_leaf=is_axes,
+        )
+
+    def _add(self, state: _State, row: Row, index: jax.Array, dweights: Tree) -> _State:
+        """Adds a layer's gradients to what they are summed in."""
+        if state.pending is not None:
+            dweights = jax.tree.map(lambda x: x[None], dweights)
+            return state._replace(pending=add_at(state.pending, index, dweights))
+        grads = jax.tree.map(lambda x: x[None], self.zero.reduce(dweights, self.zero.layer_axes))
+        begin = row["chunk"] * self.stages.capacity + index
+        grads = {**state.grads, "layers": add_at(state.grads["layers"], begin, grads)}
+        return state._replace(grads=grads)
+
+    def _read(self, state: _State, row: Row, name: str, index: jax.Array) -> list[jax.Array]:
+        return [self._in_order(at(buffer, row[name], index)) for buffer in state.buffers[name]]
+
+    def _write(
+        self, state: _State, row: Row, name: str, index: jax.Array, values: list[jax.Array]
+    ) -> _State:
+        buffers = [
+            put(buffer, self._in_order(value), row[name], index)
+            for buffer, value in zip(state.buffers[name], values, strict=True)
+        ]
+        return state._replace(buffers={**state.buffers, name: buffers})
+
+    def _in_order(self, x: jax.Array) -> jax.Array:
+        return (
+            with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+            if self.row_major
+            else x
+        )
+
+
+def when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, scope: str) -> Tree:
+    """`function(state)` where the condition holds, in place; `state` is of no other type then.
+
+    Args:
+      scope: a name for it in the compiled program.
+    """
+    trips = condition.astype(jnp.int32)
+    with jax.named_scope(scope):
+        return jax.lax.while_loop(
+            lambda carry: carry[0] < trips,
+            lambda carry: (carry[0] + 1, function(carry[1])),
+            (jnp.zeros((), jnp.int32), state),
+        )[1]
+
+
+def at(tree: Tree, *index: Index) -> Tree:
+    """What is at these indices of the leading dimensions of every array."""
+
+    def one(x: jax.Array) -> jax.Array:
+        rest = x.shape[len(index) :]
+        sizes = (*(1,) * len(index), *rest)
+        return jax.lax.dynamic_slice(x, _start(x, index), sizes).reshape(rest)
+
+    return jax.tree.map(one, tree)
+
+
+def put(buffer: jax.Array, value: jax.Array, *index: Index) -> jax.Array:
+    """Replaces what is there, in place."""
+    value = value.reshape((*(1,) * len(index), *value.shape))
+    return jax.lax.dynamic_update_slice(buffer, value, _start(buffer, index))
+
+
+def _start(x: jax.Array, index: Sequence[Index]) -> list[jax.Array]:
+    return [jnp.asarray(i, jnp.int32) for i in (*index, *(0,) * (x.ndim - len(index)))]
+
+
+def add(total: Tree, grads: Tree) -> Tree:
+    """A running sum in the type of `total`."""
+    return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), total, grads)
+
+
+def add_at(total: Tree, begin: Index, grads: Tree) -> Tree:
+    """Adds to the rows from `begin` on, in place."""
+
+    def one(total: jax.Array, grad: jax.Array) -> jax.Array:
+        before = jax.lax.dynamic_slice_in_dim(total, begin, grad.shape[0])
+        after = before + grad.astype(total.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(total, after, begin, axis=0)
+
+    return jax.tree.map(one, total, grads)

@@ -1,0 +1,80 @@
+"""The layout for the devices at hand, of a config that leaves it to the planner."""
+
+import dataclasses
+import os
+from typing import Any
+
+from jaxscale.config import Config
+from jaxscale.hardware import Chip, find_chip
+from jaxscale.layout import AUTO, Layout
+from jaxscale.planner.cost.cluster import Cluster, Tier, cluster
+from jaxscale.planner.report.why_not import nothing_fits
+from jaxscale.planner.search.plan import Plan, judge
+from jaxscale.planner.search.search import search
+from jaxscale.planner.search.space import CPU, Query
+
+
+def choose(config: Config, device_kind: str, platform: str, num_devices: int) -> Plan:
+    """The best layout; what a config sets to other values than the defaults stays.
+
+    Raises:
+      ValueError: nothing is known of the devices, or nothing fits on them.
+    """
+    query = Query(config, devices_here(device_kind, platform, num_devices), pins_of(config.layout))
+    found = search(query, 1)
+    if not found.layouts:
+        raise ValueError(f"layout = 'auto': {nothing_fits(query, found)}")
+    return judge(query, found.layouts[0])
+
+
+def pins_of(layout: Layout) -> dict[str, Any]:
+    """The settings of a layout that are not the defaults."""
+    return {
+        field.name: getattr(layout, field.name)
+        for field in dataclasses.fields(Layout)
+        if getattr(layout, field.name) not in (field.default, -1, AUTO)
+    }
+
+
+def devices_here(device_kind: str, platform: str, num_devices: int) -> Cluster:
+    """The cluster of the devices that JAX sees.
+
+    Raises:
+      ValueError: `hardware.csv` has no such device.
+    """
+    if platform == "cpu":
+        return _processors(num_devices)
+    chip = find_chip(device_kind)
+    if chip is None:
+        raise ValueError(
+            f"layout = 'auto' needs to know what a device can do, and hardware.csv has no "
+            f"{device_kind!r}; set the layout, as `python -m jaxscale.plan --hardware FILE` finds "
+            "it from a file that describes the device"
+        )
+    return cluster(chip.name, num_devices)
+
+
+def _processors(num_devices: int) -> Cluster:
+    """Virtual devices on the processors of this machine. The figures are of a core of a server, by
+    rule of thumb: only what they are to each other matters, as all layouts run on the same."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_devices
+    chip = Chip(
+        name=CPU,
+        vendor="",
+        year=0,
+        device_kinds=("cpu",),
+        generation="cpu",
+        bf16_flops_per_second=50e9,
+        memory_bytes=memory,
+        memory_bytes_per_second=5e9,
+        confidence="memory",
+        notes="",
+        host_bytes_per_second=5e9,
+        node_devices=num_devices,
+        node_bytes_per_second=2e9,
+        node_latency_seconds=50e-6,
+        network_bytes_per_second=1e9,
+        network_latency_seconds=100e-6,
+    )
+    tiers = Tier("node", num_devices, 2e9, 50e-6), Tier("network", float("inf"), 1e9, 100e-6)
+    return Cluster(chip, num_devices, tiers)

@@ -1,0 +1,191 @@
+"""Clusters: devices of one kind, and the links between them from the nearest to the farthest."""
+
+import difflib
+import math
+import pathlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxscale.hardware import Chip, chips, read_chips
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Devices that reach each other over links of one kind."""
+
+    name: str
+    devices: float  # in one such domain; inf for the outermost
+    bytes_per_second: float  # that one device sends, as collectives of large messages reach
+    latency_seconds: float  # of one step of a collective
+    mesh: bool = False  # links between pairs: a group of n devices has n - 1 of them
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a plan is for. Consecutive devices share the nearest tier."""
+
+    chip: Chip
+    num_devices: int
+    tiers: tuple[Tier, ...]  # from the nearest; the last holds all devices
+    torus: tuple[int, ...] = ()  # devices along each axis of one pod's slice, fastest first
+    usd_per_hour: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return self.chip.name
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of one device."""
+        return self.chip.memory_bytes
+
+    def peak_flops(self, matmul: str = "bfloat16") -> float:
+        """Of one device, for operands "bfloat16", "fp8" or "fp4".
+
+        Raises:
+          ValueError: the device has no such products.
+        """
+        peaks = {
+            "bfloat16": self.chip.bf16_flops_per_second,
+            "fp8": self.chip.fp8_flops_per_second,
+            "fp4": self.chip.fp4_flops_per_second,
+        }
+        if not peaks.get(matmul):
+            known = ", ".join(name for name, peak in peaks.items() if peak)
+            raise ValueError(f"{self.name} has no products of {matmul!r} operands; it has {known}")
+        return peaks[matmul]
+
+    @property
+    def node_devices(self) -> int:
+        """Devices of the largest domain that is not the network: a node, a rack, a pod's slice."""
+        if self.torus:
+            return math.prod(self.torus)
+        return int(min(self.tiers[-2].devices if len(self.tiers) > 1 else 1, self.num_devices))
+
+
+BUS_OVER_NOMINAL = 0.78
+"""Of a link's rate, that collectives reach where nobody measured: 235 of 300 GB/s on A100, 365 of
+450 on H100, 682 of 900 on B200 (rings in nccl-tests, as collected in ml-engineering)."""
+
+NETWORK_OVER_NOMINAL = 0.9
+"""The same between nodes: 4 nodes of A100 reach 94 of 100 GB/s on messages above 16 MiB
+(ml-engineering); Calculon's fit to Selene has 0.9."""
+
+
+def cluster(name: str, num_devices: int, **overrides: Any) -> Cluster:
+    """A cluster of `num_devices` devices of a kind.
+
+    Args:
+      name: as in `hardware.csv`, in any case; or a file of the same columns, CSV or JSON (one
+        object), that describes one device. "H100" finds the first of its forms, "v5p" "TPUv5p".
+      overrides: fields of `hardware.Chip`, such as `network_bytes_per_second=25e9`; `torus=(8, 8)`
+        for the slice of a pod.
+
+    Raises:
+      ValueError: an unknown device (the nearest is named) or field, or a slice that does not fit.
+    """
+    if num_devices < 1:
+        raise ValueError(f"{num_devices} devices; a cluster has at least 1")
+    torus = overrides.pop("torus", None)
+    price = overrides.pop("usd_per_hour", None)
+    chip = find(name)
+    unknown = set(overrides) - set(Chip.__dataclass_fields__)
+    if unknown:
+        raise ValueError(
+            f"{sorted(unknown)[0]!r} is nothing that a cluster can change; it can be torus, or one "
+            f"of {', '.join(Chip.__dataclass_fields__)}"
+        )
+    chip = replace(chip, **overrides)
+    slice_shape = _torus(chip, num_devices, torus)
+    return Cluster(
+        chip=chip,
+        num_devices=num_devices,
+        tiers=_tiers(chip, slice_shape),
+        torus=slice_shape,
+        usd_per_hour=chip.usd_per_hour if price is None else price,
+    )
+
+
+def find(name: str) -> Chip:
+    """The device of a name or of a user's file."""
+    path = pathlib.Path(name)
+    if path.suffix in (".csv", ".json"):
+        found = read_chips(path)
+        if len(found) != 1:
+            raise ValueError(f"{path} describes {len(found)} devices; it must be one")
+        return found[0]
+    known = {chip.name.lower(): chip for chip in reversed(chips())}
+    short = {}
+    for chip in reversed(chips()):
+        plain = chip.name.lower().removeprefix("tpu")
+        short |= {plain: chip, plain.split("-")[0]: chip}
+    short |= known
+    if name.lower() in short:
+        return short[name.lower()]
+    near = difflib.get_close_matches(name.lower(), short, n=1, cutoff=0.4)
+    hint = f"did you mean {short[near[0]].name!r}? " if near else ""
+    names = ", ".join(chip.name for chip in chips())
+    raise ValueError(f"no device {name!r}; {hint}There are {names}, or a file: device.csv")
+
+
+def _torus(chip: Chip, num_devices: int, torus: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The slice of one pod: as near to a cube as powers of two allow."""
+    if not chip.torus_axes:
+        if torus:
+            raise ValueError(f"{chip.name} devices are not on a torus; leave out torus = {torus}")
+        return ()
+    largest = math.prod(chip.pod_shape)
+    if torus:
+        if num_devices % math.prod(torus):
+            raise ValueError(
+                f"{num_devices} devices are no whole number of slices {torus} of "
+                f"{math.prod(torus)} devices"
+            )
+        return tuple(torus)
+    devices = num_devices
+    while devices > largest:
+        if devices % 2:
+            raise ValueError(
+                f"{num_devices} {chip.name} devices do not divide into pods of {largest}; "
+                "give the slice, as torus=(16, 16)"
+            )
+        devices //= 2
+    sides = [1] * chip.torus_axes
+    for factor in sorted(_primes(devices), reverse=True):
+        sides[sides.index(min(sides))] *= factor
+    return tuple(sorted(sides))
+
+
+def _primes(number: int) -> list[int]:
+    found, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1
+    return found
+
+
+def _tiers(chip: Chip, torus: tuple[int, ...]) -> tuple[Tier, ...]:
+    tiers = []
+    if chip.package_devices > 1:
+        tiers.append(
+            Tier(
+                "package",
+                chip.package_devices,
+                chip.package_bytes_per_second,
+                chip.node_latency_seconds,
+            )
+        )
+    if torus:
+        rate = chip.torus_bytes_per_second
+        tiers.append(Tier("torus", math.prod(torus), rate, chip.node_latency_seconds))
+    elif chip.node_devices > 1:
+        bus = chip.node_bus_bytes_per_second or BUS_OVER_NOMINAL * chip.node_bytes_per_second
+        tiers.append(
+            Tier("node", chip.node_devices, bus, chip.node_latency_seconds, chip.node_mesh)
+        )
+    rate = NETWORK_OVER_NOMINAL * chip.network_bytes_per_second
+    tiers.append(Tier("network", math.inf, rate, chip.network_latency_seconds))
+    return tuple(tiers)

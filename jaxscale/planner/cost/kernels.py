@@ -1,0 +1,227 @@
+"""Seconds of computation on one device, in closed form over arrays of layouts."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxscale.planner.cost.cluster import Cluster
+
+Floats = Any  # a float, or float [N]
+
+TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
+"""Rows and columns of a GPU kernel's output tile, and the share of the best kernel's rate that it
+reaches while all cores are busy: the ratio of operations to operand traffic from the cache falls
+with the tile (NVIDIA, Matrix Multiplication Background User's Guide, tables for A100)."""
+
+DEPTH_PER_INTENSITY = 0.73
+"""Steps along the reduced dimension that starting a tile and writing it cost, over the device's
+operations per byte of memory. XLA's table of measured products has 459, 689 and 802 TFLOP/s on
+H100 for 4 x [2048, k] x [k, 4096] at k = 256, 1024 and 4096, which is 205 steps at 295 operations
+a byte; 8-bit products of [8192, k] x [k, 8192] on H800 (TileLang's benchmark: 1129, 1467 and 1541
+at k = 1024, 4096 and 16384) 454 steps at 591."""
+
+MATRIX_UNIT = 128
+"""Sides of a TPU's systolic array, to which dimensions are padded (256 from v6e on, which no
+usual width notices)."""
+
+LAUNCH_SECONDS = 4e-6
+"""Between the starts of two dependent kernels on a GPU, already queued (NVIDIA's figure for
+back-to-back launches is 2.2 to 5 us)."""
+
+SUSTAINED = {"sm80": 0.95, "sm90": 0.9, "fp8 on sm90": 0.8, "sm100": 0.84, "sm103": 0.84}
+"""Of the rate of the best product alone, that a GPU reaches in a long run of them, where its power
+limit lowers the clock: A100 258 of 271 TFLOP/s on random numbers (He, Strangely, Matrix
+Multiplications on GPUs Run Faster When Given "Predictable" Data), H100 720 against 794, and of
+8-bit operands 1280 against 1600 (SemiAnalysis and ml-engineering; cuBLASLt). Blackwell with any
+operands: products of 8192 sides on one B200 reached 1,420 TFLOP/s in 16 bits and 5,370 in 4
+(torchao's benchmark, its pull request 2427) where 1,745 are the best. Blackwell Ultra, whose best
+follows from its power limit, is taken to be bound alike."""
+
+
+COMPILED = 0.92
+"""Of the rate of the best product alone, that a TPU reaches inside a compiled step, where operands
+come in the layouts of their neighbours: MaxText's 66.9 per cent of v5e's peak with every layer run
+again is 87 per cent in products, of 95 at best."""
+
+
+def matmul_seconds(
+    cluster: Cluster,
+    m: Floats,
+    n: Floats,
+    k: Floats,
+    batch: Floats = 1,
+    matmul: str = "bfloat16",
+) -> Floats:
+    """`batch` products of [m, k] and [k, n]: tiles in waves over the cores, or the memory."""
+    flops = 2.0 * m * n * k * batch
+    peak = cluster.peak_flops(matmul) * cluster.chip.matmul_fraction
+    peak = peak * (_sustained(cluster, matmul) if cluster.chip.cores else COMPILED)
+    if cluster.chip.cores:
+        seconds = _tiled_seconds(cluster, m, n, k, batch, peak, matmul)
+    else:
+        padded = 2.0 * batch * _pad(m, 8) * _pad(n, MATRIX_UNIT) * _pad(k, MATRIX_UNIT)
+        seconds = padded / peak
+    width = {"bfloat16": 2.0, "fp8": 1.0, "fp4": 0.56}[matmul]
+    read = width * batch * (m * k + k * n) + 2.0 * batch * m * n
+    seconds = np.maximum(seconds, memory_seconds(cluster, read))
+    return np.where(flops > 0, seconds + (LAUNCH_SECONDS if cluster.chip.cores else 0.0), 0.0)
+
+
+def _sustained(cluster: Cluster, matmul: str) -> float:
+    generation = MEASURED[cluster.chip.generation]
+    return SUSTAINED.get(f"{matmul} on {generation}", SUSTAINED[generation])
+
+
+def _tiled_seconds(cluster, m, n, k, batch, peak, matmul) -> Floats:
+    intensity = cluster.peak_flops(matmul) / cluster.chip.memory_bytes_per_second
+    deep, fastest = k + DEPTH_PER_INTENSITY * intensity, np.inf
+    for rows, columns, rate in TILES:
+        tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
+        waves = np.ceil(tiles / cluster.chip.cores)
+        per_core = peak / cluster.chip.cores * rate
+        fastest = np.minimum(fastest, waves * 2.0 * rows * columns * deep / per_core)
+    return fastest
+
+
+def _pad(size: Floats, multiple: int) -> Floats:
+    return np.ceil(size / multiple) * multiple
+
+
+FLASH = {
+    ("flash1", "sm80"): (0.40, 0.30),
+    ("flash1", "sm90"): (0.20, 0.15),
+    ("flash2", "sm80"): (0.58, 0.50),
+    ("flash2", "sm90"): (0.36, 0.32),
+    ("flash2", "sm100"): (0.25, 0.20),
+    ("flash2", "sm103"): (0.25, 0.20),
+    ("fused", "sm80"): (0.58, 0.50),
+    ("fused", "sm90"): (0.58, 0.48),
+    ("fused", "sm100"): (0.50, 0.37),
+    ("fused", "sm103"): (0.62, 0.46),
+    ("fused", "tpu"): (0.45, 0.40),
+    ("fused", "tpu6"): (0.27, 0.24),
+}
+"""Share of the peak that fused attention reaches on operations it really does, forward and
+backward, head dimension 128 and sequences of 4k. FlashAttention 1 and 2 on A100 and 2 on
+H100: arXiv 2307.08691, figures 4 to 7; its first version there, and the Triton one, at half of the
+second's. "fused", each vendor's best: FlashAttention-3 and cuDNN 9 on H100 (arXiv 2407.08608,
+figures 5 and 6), cuDNN on Blackwell (1,100 to 1,200 and 800 to 900 TFLOP/s on causal sequences of
+4k), a quarter more on Blackwell Ultra (estimated: it exponentiates twice as fast), and splash
+attention on TPUs. From v6e on a TPU's matrix units have grown 4.7 times and its vector units, which
+exponentiate, about 2.8 times."""
+
+FLASH_BACKWARD = 2.5
+"""Products of the backward pass over the forward's: five for two."""
+
+
+MEASURED = {
+    "sm70": "sm80",
+    "sm80": "sm80",
+    "sm89": "sm90",
+    "sm90": "sm90",
+    "sm100": "sm100",
+    "sm103": "sm103",
+    "gfx90a": "sm80",
+    "gfx942": "sm90",
+    "gfx950": "sm100",
+    "tpu3": "tpu",
+    "tpu4": "tpu",
+    "tpu5e": "tpu",
+    "tpu5p": "tpu",
+    "tpu6": "tpu6",
+    "tpu7": "tpu6",
+    "trn2": "tpu",
+    "cpu": "tpu",
+}
+"""Whose measured shares of the peak a generation's attention is given. Of those that are not
+themselves, nobody published enough; theirs is that of the relative that computes alike."""
+
+
+FLASH_LENGTH, HALF_RATE = 4096, 500
+"""The length that the shares of `FLASH` are of, and that at which attention with a causal mask
+would reach half of its rate on endless sequences: whole blocks are computed along the diagonal, and
+few are at work at the end. On A100 112, 136, 150, 160 and 164 TFLOP/s forward from 1k to 16k, and
+60, 76 and 88 backward from 1k to 4k (Triton's tutorial on fused attention, heads of 64)."""
+
+
+def flash_seconds(
+    cluster: Cluster,
+    flops: Floats,
+    head_dim: int,
+    kernel: str,
+    backward: bool = False,
+    length: Floats = FLASH_LENGTH,
+) -> Floats:
+    """Fused attention of `flops` forward operations, on causal sequences of `length`.
+
+    A head is padded to 32 of its elements.
+    """
+    generation = MEASURED[cluster.chip.generation]
+    known = FLASH.get((kernel, generation))
+    if known is None:
+        raise ValueError(
+            f"no share of the peak is known for attention by {kernel!r} on {cluster.name}; "
+            f"planner.compute.FLASH knows {', '.join(sorted({name for name, _ in FLASH}))}, each "
+            "on some generations"
+        )
+    shorter = (1 + HALF_RATE / length) / (1 + HALF_RATE / FLASH_LENGTH)
+    rate = known[backward] * cluster.peak_flops() / shorter
+    small = SMALL_HEAD[generation] * max(0.0, (128 - head_dim) / 64)
+    padded = _pad(head_dim, 32) / head_dim * (1 + small)
+    return flops * padded * (FLASH_BACKWARD if backward else 1.0) / rate
+
+
+SCAN_RATE = {"core": 0.45e12, "tpu": 0.12}
+"""Operations a second of a state-space scan: of one GPU multiprocessor in Triton's products of
+warps, between decays and masks (Mamba-2's SSD kernels, arXiv 2405.21060: about 50 TFLOP/s on the
+108 of an A100; such products have not grown since). On TPUs, where nobody measured, a share of
+the peak."""
+
+
+def scan_seconds(cluster: Cluster, flops: Floats) -> Floats:
+    """State-space scans of `flops` operations."""
+    if cluster.chip.cores:
+        return flops / (SCAN_RATE["core"] * cluster.chip.cores)
+    return flops / (SCAN_RATE["tpu"] * cluster.peak_flops())
+
+
+SMALL_HEAD = {"sm80": 0.25, "sm90": 0.4, "sm100": 0.8, "sm103": 0.4, "tpu": 0.5, "tpu6": 0.8}
+"""By how much attention slows down from heads of 128 to heads of 64: as many exponentials for half
+of the products. A100 a fifth (arXiv 2307.08691), H100 a third (2407.08608, figure 5); the units
+that exponentiate did not grow with Blackwell's products."""
+
+MISALIGNED = 9.0
+"""Slowdown of attention's batched products when a head is no multiple of 8 elements, so that its
+rows are no multiple of 16 bytes and the tensor cores get them element by element: 2 to 9 times
+(Anthony et al., The Case for Co-Designing Model Architectures with Hardware, arXiv 2401.14489)."""
+
+
+PLAIN_KERNEL = 0.85
+"""Of a long copy's bandwidth, that norms, softmax, dropout and activations of eager trainers reach
+(Megatron's and Apex's kernels on A100: 1.3 to 1.5 of 1.75 TB/s)."""
+
+
+def memory_seconds(cluster: Cluster, num_bytes: Floats, plain: bool = False) -> Floats:
+    """Reading and writing the device's memory, by a long copy or by `plain` elementwise kernels."""
+    chip = cluster.chip
+    rate = chip.memory_bytes_per_second * chip.memory_fraction
+    return num_bytes / (rate * (PLAIN_KERNEL if plain else 1.0))
+
+
+CAST_BYTES = {"bfloat16": 0.0, "fp8": 4.0, "fp4": 7.0}
+"""Of an operand's element: read in 16 bits, written along rows and along columns in 8; in 4 bits
+read three times, for the largest, for the rows, and rotated for the columns (NVFP4's recipe,
+arXiv 2509.25149)."""
+
+CAST_KERNEL = {"sm100": 0.58, "sm103": 0.58}
+"""Of a long copy's bandwidth, that those kernels reach: 4.1 of 7.0 TB/s on B200, both ways with
+their scales (Transformer Engine's benchmark of MXFP8, its pull request 3137). Elsewhere they are
+plain kernels."""
+
+
+def cast_seconds(cluster: Cluster, elements: Floats, matmul: str) -> Floats:
+    """Casts of operands in 16 bits to those of `matmul`."""
+    chip = cluster.chip
+    rate = CAST_KERNEL.get(MEASURED[chip.generation], PLAIN_KERNEL)
+    rate = rate * chip.memory_bytes_per_second * chip.memory_fraction
+    return CAST_BYTES[matmul] * elements / rate

@@ -1,0 +1,149 @@
+"""What state costs a step: gathers, reductions, the update, and what waits in host memory."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxscale.planner.cost.cluster import Cluster
+from jaxscale.planner.cost.communication import StateTraffic, local_params
+from jaxscale.planner.cost.kernels import memory_seconds
+from jaxscale.planner.cost.layer import Layer
+from jaxscale.planner.cost.passes import Pass, crowding
+from jaxscale.planner.cost.pipeline import Stages
+from jaxscale.planner.model.parallelism import Choice
+from jaxscale.planner.model.shape import Shape
+
+Floats = Any  # a float, or float [N]
+
+OPTIMIZER_BYTES = 32
+"""Of a parameter, that Adam reads and writes: gradient 4, master and two moments 24, and the
+parameter in 16 bits with its cast."""
+
+ACCUMULATE_BYTES = 10
+"""Of a parameter, that adding a micro-batch's 16-bit gradient to the 32-bit sum reads and
+writes."""
+
+
+WAITS_FOR_SCATTER = ("tpu3", "tpu4", "tpu5e")
+"""Generations on which no computation runs beside a reduce-scatter: XLA fuses all-gathers alone
+with their neighbours there (the flags of MaxText's scripts for v5e, and of `hardware.py`). Later
+ones have sparse cores drive both."""
+
+
+def state_seconds(
+    cluster: Cluster,
+    choice: Choice,
+    passes: dict[str, Pass],
+    layer: Layer,
+    stages: Stages,
+    state: StateTraffic,
+) -> tuple[Floats, Floats, dict[str, Floats]]:
+    """Exposed seconds over fsdp and over data, and what is hidden of them."""
+    traits = choice.traits
+    zero, m = np.asarray(choice.zero_stage), np.asarray(choice.microbatches, float)
+    p, v = np.asarray(choice.pipeline), np.asarray(choice.virtual_stages, float)
+    # A pipeline keeps the weights of its only chunk, and gathers others when it turns to them.
+    turns = np.where(v > 1, m / np.maximum(1, np.minimum(m, p)), 1.0)
+    if choice.schedule == "breadth_first":
+        turns = np.ones_like(turns)
+    walks = np.where(p > 1, turns, 1.0 if choice.accumulation == "layered" else m)
+    forward = stages.busiest * passes["forward"].seconds * m / walks
+    back = sum(passes[name].seconds for name in ("input", "weights", "recompute"))
+    backward = stages.busiest * back * m / walks
+    head = (layer.head_forward.seconds + layer.head_backward.seconds) * m / walks
+    slow = crowding(cluster)
+
+    def beside(sent: Floats, work: Floats, wanted: bool, first: Floats) -> tuple[Floats, Floats]:
+        """Exposed, crowding included, and hidden."""
+        if not wanted:
+            return sent, 0.0 * sent
+        late = np.maximum(np.minimum(sent, first), sent - work)
+        return late + slow * np.minimum(sent - late, work), sent - late
+
+    third = zero == 3
+    count = np.maximum(1.0, stages.busiest)
+    once = state.gather / count  # a layer's: the first of a pass has nothing to hide behind
+    on = beside(
+        state.gather + state.gather_outer,
+        forward + head,
+        traits.overlap_parameters,
+        once + state.gather_outer,
+    )
+    scatters = (zero >= 2) if traits.reduce_each else np.zeros_like(third)
+    gathers = third * (0.0 if traits.keep_gathered else 1.0)
+    back_sent = gathers * state.gather + scatters * state.scatter
+    off = beside(back_sent, backward, traits.overlap_gradients, state.scatter / count)
+    if cluster.chip.generation in WAITS_FOR_SCATTER:
+        off = beside(gathers * state.gather, backward, traits.overlap_parameters, 0.0 * once)
+        off = off[0] + scatters * state.scatter, off[1]
+    fsdp = walks * (third * on[0] + off[0])
+    hidden = walks * (third * on[1] + off[1])
+    # Once a step, beside the last walk's backward pass.
+    last = backward / np.where(p > 1, np.maximum(m / walks, 1), 1.0)
+    left = ~np.asarray(scatters, bool)
+    at_end = np.where(zero == 0, state.whole, left * state.scatter + state.replicas)
+    ended = beside(at_end, last, traits.overlap_gradients, at_end / count)
+    updated = ((zero == 1) | (zero == 2)) * state.update
+    one_pass = forward * walks / m
+    fresh = beside(updated, one_pass, traits.overlap_parameters, updated / count)
+    return fsdp, ended[0] + fresh[0] + state.ends, {"fsdp": hidden, "data": ended[1] + fresh[1]}
+
+
+def optimizer_seconds(shape: Shape, cluster: Cluster, choice: Choice) -> Floats:
+    layers, outer = local_params(shape, choice)
+    if choice.traits.frozen:
+        return np.zeros(())
+    ranks = np.where(np.asarray(choice.zero_stage) > 0, choice.fsdp, 1)
+    return memory_seconds(cluster, OPTIMIZER_BYTES * (layers + outer) / ranks)
+
+
+def accumulate_seconds(shape: Shape, cluster: Cluster, choice: Choice) -> Floats:
+    """Sums over micro-batches."""
+    layers, outer = local_params(shape, choice)
+    m = np.asarray(choice.microbatches, float)
+    m = np.where((m > 1) & (not choice.traits.frozen), m, 0.0)
+    return m * memory_seconds(cluster, ACCUMULATE_BYTES * (layers + outer))
+
+
+def offload_seconds(
+    shape: Shape, cluster: Cluster, choice: Choice, passes: dict[str, Pass], stages: Stages
+) -> Floats:
+    """What goes to host memory and back, beyond what computation hides."""
+    if choice.offload == "none" and not choice.remat.startswith("offload:"):
+        return np.zeros(())
+    host = cluster.chip.host_bytes_per_second
+    layers, outer = local_params(shape, choice)
+    seconds = np.zeros(())
+    if "optimizer" in choice.offload:
+        ranks = np.where(np.asarray(choice.zero_stage) > 0, choice.fsdp, 1)
+        seconds = seconds + 12.0 * (layers + outer) / ranks / host
+    if "activations" in choice.offload or choice.remat.startswith("offload:"):
+        tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
+        moved = tokens * kept_bytes(shape, choice.remat) / choice.tensor
+        m, each = np.asarray(choice.microbatches, float), moved / host
+        for name in ("forward", "input"):
+            seconds = seconds + m * stages.busiest * np.maximum(0, each - passes[name].seconds)
+    return seconds
+
+
+def kept_bytes(shape: Shape, remat: str) -> float:
+    """Bytes of a token that a layer keeps under a policy, over the ranks of tensor together."""
+    heads, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    wide = shape.d_ff
+    if shape.expert_layers:
+        wide = shape.expert_ff * (shape.top_k + shape.shared_experts) + shape.d_model
+    sizes = {
+        "query": heads,
+        "key": keys,
+        "value": keys,
+        "attention": heads,
+        "attention_out": shape.d_model,
+        "mlp_up": wide,
+        "mlp_gate": wide * shape.gated,
+    }
+    if ":" in remat and not remat.startswith("modules:"):
+        return 2.0 * (
+            shape.d_model + sum(sizes[name.strip()] for name in remat.partition(":")[2].split(","))
+        )
+    kept = 0.0 if remat == "full" else sum(sizes.values()) + 2 * shape.d_model
+    return 2.0 * (shape.d_model + kept)

@@ -1,0 +1,68 @@
+"""Predicted beside compiled memory, over the table that `tools/aot_table.py` keeps."""
+
+import dataclasses
+import json
+import pathlib
+import statistics
+from typing import NamedTuple
+
+from jaxscale import config as configs
+from jaxscale.config import Config
+from jaxscale.layout import Layout
+from jaxscale.planner.memory.step import memory
+
+TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "v7x")
+"""Kinds of topologies whose compiler is the TPU's."""
+
+
+class Pair(NamedTuple):
+    """Of one case, the peak of a device by formula and by the compiler."""
+
+    name: str
+    back_end: str
+    predicted_bytes: int
+    compiled_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Relative, above 0 where the formula says more."""
+        return self.predicted_bytes / self.compiled_bytes - 1
+
+
+def compare_table(path: str | pathlib.Path) -> list[Pair]:
+    """Every case of the table that was compiled; refused ones have no memory."""
+    pairs = []
+    for name, case in json.loads(pathlib.Path(path).read_text()).items():
+        if "refusal" not in case:
+            back_end = "tpu" if case["topology"].partition(":")[0] in TPUS else "gpu"
+            predicted = memory(case_config(case), back_end, own_host=True).peak
+            pairs.append(Pair(name, back_end, int(predicted), case["peak_bytes"]))
+    return pairs
+
+
+def case_config(case: dict) -> Config:
+    """What a case compiled."""
+    config = configs.load(case["config"])
+    data = dataclasses.replace(config.data, global_batch_size=case["global_batch_size"])
+    # The table keeps all fields of its day: one that is gone since was at its default.
+    known = {field.name for field in dataclasses.fields(Layout)} & set(case["layout"])
+    layout = Layout(**{name: case["layout"][name] for name in known})
+    return dataclasses.replace(config, data=data, layout=layout)
+
+
+def summary(pairs: list[Pair]) -> str:
+    """A line for each case, and the median and worst error."""
+    lines = [
+        f"{pair.name:72} {pair.predicted_bytes / 1e9:8.2f} GB {pair.compiled_bytes / 1e9:8.2f} GB "
+        f"{100 * pair.error:+6.1f} %"
+        for pair in pairs
+    ]
+    errors = [abs(pair.error) for pair in pairs]
+    return "\n".join(
+        [
+            f"{'case':72} {'predicted':>11} {'compiled':>11} {'error':>8}",
+            *lines,
+            f"median {100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} % "
+            f"of {len(pairs)} cases",
+        ]
+    )

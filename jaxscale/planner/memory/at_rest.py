@@ -1,0 +1,95 @@
+"""What stays on a device between steps, to the byte: parameters, optimizer state, batch."""
+
+import dataclasses
+import math
+
+from jaxscale.config import Config
+from jaxscale.planner.model.param_shapes import Array, Ints, itemsize, parameters
+
+FACTORED_SIZE = 128  # of `optim`
+BATCH_BYTES = 5 * 4  # of a token: the fields of `Batch`
+COUNT_BYTES = 4  # of an int32 scalar
+COUNTS = {"adamw": 2, "lion": 2, "adafactor": 2, "muon": 3}
+"""Scalars of a rule's state: of itself (Muon leaves vectors to AdamW), and of the learning rate."""
+MUON_COEFFICIENTS = 3 * 4  # float32, in its state
+
+
+def parameter_bytes(config: Config, rows: Ints) -> Ints:
+    """The parameters, whole over fsdp until ZeRO stage 3.
+
+    Args:
+      rows: layers that a device has room for.
+    """
+    layout, stage = config.layout, config.layout.zero_stage
+    elements = sum(
+        _repeats(array, rows) * array.shard_size(layout, over_fsdp=stage == 3, at_rest=True)
+        for array in _stacks(config)
+    )
+    return itemsize(config.model.param_dtype) * elements
+
+
+def moment_bytes(config: Config, rows: Ints) -> Ints:
+    """The optimizer's moments, whole over fsdp in ZeRO stage 0; `rows` as above."""
+    layout, optimizer = config.layout, config.optimizer
+    stage, widths = layout.zero_stage, (optimizer.moment_dtype, optimizer.second_moment_dtype)
+    return sum(
+        itemsize(width)
+        * _repeats(moment, rows)
+        * moment.shard_size(layout, over_fsdp=stage >= 1, at_rest=True)
+        for array in _stacks(config)
+        for width, moments in zip(widths, _moments(optimizer.name, array), strict=True)
+        for moment in moments
+    )
+
+
+def count_bytes(config: Config) -> int:
+    """What else an optimizer keeps."""
+    name = config.optimizer.name
+    return COUNT_BYTES * COUNTS[name] + (MUON_COEFFICIENTS if name == "muon" else 0)
+
+
+def batch_bytes(config: Config) -> Ints:
+    """A device's part of the batch, and the count of steps."""
+    layout = config.layout
+    tokens = config.data.tokens_per_step // (layout.batch_shards * layout.context)
+    return BATCH_BYTES * tokens + COUNT_BYTES
+
+
+def _stacks(config: Config) -> list[Array]:
+    """Every parameter; those of the layers as they lie in a stack of one."""
+    return [
+        dataclasses.replace(array, axes=("layers", *array.axes), shape=(1, *array.shape))
+        if array.part == "layers"
+        else array
+        for array in parameters(config.model)
+    ]
+
+
+def _repeats(array: Array, rows: Ints) -> Ints:
+    return rows if array.axes[0] == "layers" else 1
+
+
+def _moments(name: str, array: Array) -> tuple[list[Array], list[Array]]:
+    """The first moments and the second moments that a rule of `optim` keeps of a parameter."""
+    if name == "lion" or (name == "muon" and array.part == "layers" and sides(array)):
+        return [array], []
+    if name != "adafactor":
+        return [array], [array]
+    placeholder = dataclasses.replace(array, axes=("one",), shape=(1,))
+    if not sides(array) or min(map(math.prod, sides(array))) < FACTORED_SIZE:
+        return [], [array, placeholder, placeholder]
+    # A mean over the other side leaves rows, and columns.
+    rows = {"layers", "embed"}
+    return [], [_only(array, rows), _only(array, set(array.axes) - {"embed"}), placeholder]
+
+
+def sides(array: Array) -> list[list[int]]:
+    """The sizes of a matrix's rows and columns, "embed" being one side; [] of a vector."""
+    sizes = dict(zip(array.axes, array.shape))
+    rest = [size for axis, size in sizes.items() if axis not in ("layers", "embed")]
+    return [[sizes["embed"]], rest] if "embed" in sizes and rest else []
+
+
+def _only(array: Array, axes: set[str]) -> Array:
+    left = {axis: size for axis, size in zip(array.axes, array.shape) if axis in axes}
+    return dataclasses.replace(array, axes=tuple(left), shape=tuple(left.values()))

@@ -1,0 +1,85 @@
+"""How a step goes through the layers, in numbers: `zero.Zero` and `walk` without JAX."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxscale.config import Config
+from jaxscale.planner.memory.saved_activations import kept_bytes
+from jaxscale.planner.memory.zero_traffic import walks
+from jaxscale.planner.model.param_shapes import Ints, itemsize, parameters, where
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How a step goes through the layers, as `zero.Zero`, `walk` and `pipeline.execute` have it."""
+
+    tokens: Ints  # of a micro-batch on a device; the ranks of tensor share what they hold of them
+    group: Ints  # micro-batches that walk together
+    single: Any  # whether a step visits each layer's gradients once
+    gathers: Any
+    scatters: Any
+    reduces: Any
+    beside: Any  # whether there are layers outside of the loop over them
+    compute: int  # bytes of an element
+    accumulated: int  # bytes of an element
+    weights: Ints  # elements of a layer, whole over fsdp
+    sums: Ints  # elements of the accumulators
+
+    @classmethod
+    def of(cls, config: Config, rows: Ints) -> "Walk":
+        """Of a config whose layout is resolved.
+
+        Args:
+          rows: layers that a device has room for.
+        """
+        layout, count = config.layout, walks(config.layout)
+        whole = layout.pipeline == 1
+        several, stage, single = layout.fsdp > 1, layout.zero_stage, (count == 1) & whole
+        shards = layout.batch_shards * layout.microbatches * layout.context
+        gathers = several & (stage == 3)
+        scatters = several & ((stage >= 2) | ((stage == 1) & single))
+        sums = rows * elements(config, "layers", scatters)
+        # A step of one visit has nothing to add to the gradients of embedding and head.
+        sums = sums + where(single, 0, elements(config, "embed head", scatters))
+        return cls(
+            tokens=config.data.tokens_per_step // shards,
+            group=layout.microbatches // count,
+            single=single,
+            gathers=gathers,
+            scatters=scatters,
+            reduces=scatters | (single & (layout.batch_shards > 1)),
+            beside=(gathers | layout.offloads("activations")) & whole,
+            compute=itemsize(config.model.compute_dtype),
+            accumulated=itemsize(config.optimizer.accumulation_dtype),
+            weights=elements(config, "layers"),
+            sums=sums,
+        )
+
+
+def elements(config: Config, parts: str, over_fsdp: Any = False) -> Ints:
+    """Of the parameters of these parts, one layer's for "layers"."""
+    return sum(
+        array.shard_size(config.layout, over_fsdp=over_fsdp)
+        for array in parameters(config.model)
+        if array.part in parts.split()
+    )
+
+
+def mlp_weights(config: Config) -> Ints:
+    """Elements of a layer's MLP, whole over fsdp."""
+    return sum(
+        array.shard_size(config.layout, over_fsdp=False)
+        for array in parameters(config.model)
+        if "mlp" in array.axes
+    )
+
+
+def stream_bytes(config: Config, walk: Walk) -> Ints:
+    """The residual stream of a micro-batch."""
+    return walk.compute * walk.tokens * config.model.d_model // config.layout.tensor
+
+
+def layer_kept_bytes(config: Config, walk: Walk) -> Ints:
+    """What a layer keeps of a micro-batch."""
+    each = kept_bytes(config.model, config.layout.remat)
+    return walk.tokens * each // config.layout.tensor

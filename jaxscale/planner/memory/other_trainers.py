@@ -1,0 +1,303 @@
+"""Bytes per device of trainers other than ours, by their published formulas.
+
+State: ZeRO (arXiv 1910.02054). Activations of a layer with dropout and a plain MLP: Korthikanti et
+al. (2205.05198), tables 2 and 3, which give their figures to the digit. For our own engine see
+`memory.py`, which is exact.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from jaxscale.layout import MESH_AXES
+from jaxscale.planner.cost.communication import local_params
+from jaxscale.planner.model.parallelism import Choice
+from jaxscale.planner.model.shape import Shape
+
+Floats = Any  # a float, or float [N]
+
+COMMUNICATOR_BYTES = 0.35e9
+"""The buffers of each group that NCCL joins (0.2 to 0.5 GB are seen)."""
+
+FRAGMENTATION = 0.05
+"""Of what a caching allocator holds, that it cannot use at the peak (3 to 8 per cent are seen)."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """Bytes on the busiest device."""
+
+    weights: Floats
+    gradients: Floats
+    optimizer: Floats
+    activations: Floats  # of all layers and micro-batches in flight
+    working: Floats  # of the layer at work, or of the head
+    gathered: Floats  # whole weights of the layers at work
+    buckets: Floats  # that collectives are collected in
+    context: Floats  # of the driver and of NCCL
+    fragments: Floats  # that the allocator cannot use
+    cached: Floats  # held by the allocator and not needed at the peak
+
+    @property
+    def needed(self) -> Floats:
+        """Without it the run fails."""
+        return sum(value for name, value in vars(self).items() if name != "cached")
+
+    @property
+    def reserved(self) -> Floats:
+        """What tools show to be taken from the device."""
+        return self.needed + self.cached
+
+    def read(self, reading: str) -> Floats:
+        """Of the "device", what its "allocator" holds of it, or has "allocated" of that."""
+        if reading == "device":
+            return self.reserved
+        if reading == "allocator":
+            return self.reserved - self.context
+        return self.needed - self.context - self.fragments
+
+
+def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Floats:
+    """Activations that one layer keeps of a micro-batch.
+
+    >>> gpt = Shape(48, 6144, 64, 64, 96, 24576, False, 51200, True, 2048, biases=True)
+    >>> from jaxscale.planner.validation.trainers import MEGATRON_2021
+    >>> choice = Choice(tensor=8, microbatch=4, traits=MEGATRON_2021)
+    >>> round(48 * layer_bytes(gpt, choice) / 2**30, 2)
+    59.25
+    """
+    traits, remat = choice.traits, remat or choice.remat
+    t = np.asarray(choice.tensor, float)
+    tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
+    streams = t if traits.sequence_parallel else np.ones(())
+    d = shape.d_model
+    # An encoder's layers are counted with the decoder's that they feed.
+    source = shape.encoder_seq_len / shape.seq_len
+    both = 1 + shape.encoder_layers / shape.layers * source
+    if remat == "full" or remat.startswith("offload:"):
+        return float_or_array(tokens * both * 2 * d / streams)
+    if remat.startswith("save:"):
+        names = remat.partition(":")[2].split(",")
+        return float_or_array(tokens * both * _named_bytes(shape, choice, names, streams))
+    scores = 0.0
+    if traits.attention == "written" and remat == "none":
+        scores = 5.0 * shape.heads * shape.seq_len / t
+    if shape.biases:  # LayerNorm, dropout, GELU
+        wide = 8 * d + 4 * shape.d_ff  # 24 d where the MLP is four times as wide
+        stream = (10 if traits.dropout else 8) * d  # with the two masks
+        return float_or_array(tokens * (stream / streams + wide / t + scores))
+    moe = shape.expert_layers / shape.layers
+    dense = (shape.with_mlp - shape.expert_layers) / shape.layers
+    # Inputs of products in 8 bits, where these are; the activation's own input stays in 16.
+    narrow = 2.0 if traits.matmul == "bfloat16" else 1.0
+    wide = (4 if shape.gated else 2) + narrow + 2 * (shape.gated and not traits.fused)
+    shared = shape.shared_width
+    # Of routed tokens the ranks of tensor share the experts' inside, or fold the experts.
+    mixed = moe * shape.top_k * choice.imbalance
+    mlp = wide * (shape.d_ff * dense + shared * moe + shape.expert_ff * mixed)
+    routed = mixed * (2 + narrow) * shape.routed_width / (t if traits.folded_experts else 1.0)
+    each = (
+        (4 + 2 * narrow) * d / streams + (_mixing_bytes(shape) + mlp) / t + routed + scores
+    ) * both
+    if shape.encoder_layers:  # cross attention: keys and values are the encoder's
+        queries = shape.heads * (4 * shape.head_dim + 4)
+        keys = 4 * shape.head_dim * shape.kv_heads * source
+        each = each + (2 + narrow) * d / streams + (queries + keys) / t
+    return float_or_array(tokens * each)
+
+
+def _named_bytes(shape: Shape, choice: Choice, names: Sequence[str], streams: Floats) -> Floats:
+    """What a policy that names tensors keeps of a token: they, and a layer's input."""
+    t, moe = np.asarray(choice.tensor, float), shape.expert_layers / shape.layers
+    keys = values = shape.kv_heads * shape.head_dim
+    queries = mixed = shape.heads * shape.head_dim
+    if rank := shape.latent:
+        queries = keys = shape.heads * (rank.nope_dim + rank.rope_dim)
+        mixed = values = shape.heads * rank.value_dim
+    dense = (shape.with_mlp - shape.expert_layers) / shape.layers
+    routed = shape.top_k * choice.imbalance * shape.expert_ff
+    width = shape.d_ff * dense + (shape.shared_width + routed) * moe
+    split = {
+        "query": queries,
+        "key": keys,
+        "value": values,
+        "attention": mixed + 2 * shape.heads,
+        "mlp_up": width,
+        "mlp_gate": width * shape.gated,
+    }
+    whole = shape.d_model * (1 + ("attention_out" in names))
+    return 2.0 * (whole / streams + sum(size for name, size in split.items() if name in names) / t)
+
+
+def _mixing_bytes(shape: Shape) -> float:
+    """What attention keeps of a token in a mean layer (queries, keys, values, the result and its
+    sums), or a state-space mixer in its place (what its products, convolution and scan give)."""
+    elements = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    if shape.latent:
+        rank = shape.latent
+        elements = 2 * shape.heads * (rank.nope_dim + rank.rope_dim + rank.value_dim)
+        elements += rank.query_rank + rank.kv_rank + rank.rope_dim
+    kept = shape.attending * (2 * elements + 4 * shape.heads)
+    if shape.mixer:
+        inner = shape.mixer.heads * shape.mixer.head_dim
+        states = 2 * shape.mixer.groups * shape.mixer.state
+        kept += shape.mixer.layers * 2 * (5 * inner + 2 * states)
+    return kept / shape.layers
+
+
+def float_or_array(value: Floats) -> Floats:
+    return float(value) if np.ndim(value) == 0 else value
+
+
+def in_flight(choice: Choice, stage: Floats = 0) -> Floats:
+    """Micro-batches whose activations a rank of the pipeline keeps, in its layers' worth of them.
+
+    One forward, one backward: p - stage. Interleaved, stage 0: p * (1 + (p - 1) / (p v)).
+    """
+    p, v = np.asarray(choice.pipeline, float), np.asarray(choice.virtual_stages, float)
+    m = np.asarray(choice.microbatches, float)
+    if choice.schedule == "gpipe":
+        return m
+    deep = np.where(v > 1, ((p - stage - 1) * 2 + (v - 1) * p + 1) / v, p - stage)
+    return np.minimum(m, deep)
+
+
+def size(shape: Shape, choice: Choice, name: str) -> float:
+    """A part of memory by the name that published tables give it, of the first rank.
+
+    "state" is parameters and optimizer with a 32-bit sum of gradients, "activations" those with
+    nothing made again and no sequence parallelism, "selective" with both remedies, and "share"
+    the choice's activations over those of tensor parallelism alone.
+    """
+    plain = replace(choice, traits=replace(choice.traits, sequence_parallel=False))
+    shared = replace(choice, traits=replace(choice.traits, sequence_parallel=True))
+    if name == "state":  # of the layers' matrices alone, as their table counts
+        matrices = 4 * shape.d_model * shape.heads * shape.head_dim
+        matrices += (3 if shape.gated else 2) * shape.d_model * shape.d_ff
+        return 18.0 * shape.layers * matrices / float(choice.tensor * choice.pipeline)
+    if name == "share":
+        return float(layer_bytes(shape, choice) / layer_bytes(shape, plain, "none"))
+    which, remat = {
+        "activations": (plain, "none"),
+        "selective": (shared, "save_all_but_attention"),
+    }[name]
+    mine = shape.layers / np.asarray(choice.pipeline, float)
+    return float(layer_bytes(shape, which, remat) * mine * in_flight(which))
+
+
+def memory(shape: Shape, choice: Choice, stage: int | None = None) -> Published:
+    """What a run of `choice.traits` needs.
+
+    Args:
+      stage: a rank of the pipeline; None is the busier of its two ends.
+    """
+    if stage is not None:
+        return _stage(shape, choice, stage)
+    first = _stage(shape, choice, 0)
+    if np.all(np.asarray(choice.pipeline) == 1):
+        return first
+    last = _stage(shape, choice, np.asarray(choice.pipeline) - 1)
+    larger = np.asarray(first.needed) >= np.asarray(last.needed)
+    return Published(
+        **{
+            one.name: np.where(larger, getattr(first, one.name), getattr(last, one.name))
+            for one in fields(Published)
+        }
+    )
+
+
+def _stage(shape: Shape, choice: Choice, stage: Any) -> Published:
+    traits, zero = choice.traits, np.asarray(choice.zero_stage)
+    p, z = np.asarray(choice.pipeline, float), np.asarray(choice.fsdp, float)
+    layers, outer = local_params(shape, choice)
+    is_end = (np.asarray(stage) == 0) | (np.asarray(stage) == p - 1)
+    mine = np.ceil((shape.layers + 2 * traits.balanced_ends * (p > 1)) / p)
+    mine = mine - traits.balanced_ends * is_end * (p > 1)
+    held = layers * mine * p / shape.layers + outer * is_end
+    third, trained = zero == 3, 0.0 if traits.frozen else 1.0
+    # Sums in 32 bits come beside the 16-bit gradients that they are made of.
+    sums = np.where(third, 0.0, 4.0 * (traits.gradient_bytes == 4))
+    gradients = np.where(third, 4.0, 2.0 + sums) * held / np.where(zero >= 2, z, 1)
+    optimizer = np.where(third, 8.0, 12.0) * held / np.where(zero >= 1, z, 1)
+    share = np.asarray(choice.remat_share)
+    each = share * layer_bytes(shape, choice) + (1 - share) * layer_bytes(shape, choice, "none")
+    last = np.asarray(stage) == p - 1
+    (layer, logits), (one, head) = (
+        _working(shape, choice),
+        _gathered(shape, choice, layers, outer),
+    )
+    at_head = last & (logits + third * head > layer + third * one)
+    # In host memory but for the layer at work and the next.
+    resident = np.minimum(2.0, mine) if "activations" in choice.offload else mine
+    parts = {
+        "weights": np.where(third, 4.0 * held / z, 2.0 * held),
+        "gradients": trained * gradients,
+        "optimizer": trained * optimizer,
+        "activations": each * resident * in_flight(choice, stage) + _boundary(shape, choice, stage),
+        "working": np.where(at_head, logits, layer) + _widened(shape, choice, is_end),
+        "gathered": np.where(third, np.where(at_head, head, one), 0.0),
+        "buckets": np.asarray(traits.bucket_bytes),
+        "context": np.asarray(_context(choice)),
+    }
+    # Gradients in 32 bits for the update alone, of the shard that a device updates.
+    update = np.where(third | (sums > 0), 0.0, 4.0 * held / np.where(zero >= 1, z, 1)) * trained
+    fragments = FRAGMENTATION * sum(parts.values())
+    eager = float(traits.eager)  # a compiled step is laid out before it runs
+    return Published(**parts, fragments=eager * fragments, cached=eager * update)
+
+
+def _gathered(shape: Shape, choice: Choice, layers: Floats, outer: Floats) -> tuple:
+    """Whole weights while a layer is at work, and while the head is: two layers beside embedding
+    and head, which stay through a step; or a module and some parameters more; of a compiled step
+    the matrix at work and the next."""
+    traits, t = choice.traits, np.asarray(choice.tensor)
+    if traits.eager and not traits.gather_params:
+        whole = 2 * 2.0 * layers * np.asarray(choice.pipeline) / shape.layers + 2.0 * outer
+        return whole, whole
+    experts = shape.expert_ff * shape.experts / np.asarray(choice.expert)
+    widest = np.maximum(max(shape.d_ff, shape.heads * shape.head_dim), experts)
+    largest = 2.0 * shape.d_model * widest / t
+    if traits.eager:
+        return (largest + 2.0 * traits.gather_params,) * 2
+    return 2 * largest, 2.0 * outer / (1 if shape.tied else 2)
+
+
+def _boundary(shape: Shape, choice: Choice, stage: Any) -> Floats:
+    """What a stage hands on, kept for each micro-batch in flight."""
+    tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
+    sent = 2.0 * tokens * shape.d_model / choice.tensor
+    return np.where(np.asarray(choice.pipeline) > 1, sent * in_flight(choice, stage), 0.0)
+
+
+def _context(choice: Choice) -> Floats:
+    if not choice.traits.eager:
+        return np.zeros(())  # taken before the compiler is told how much there is
+    groups = 1 + sum(np.asarray(getattr(choice, axis)) > 1 for axis in MESH_AXES)
+    return choice.traits.context_bytes + COMMUNICATOR_BYTES * groups
+
+
+LOGIT_BYTES = {"compiled": 2.0, "fused": 4.0, "plain": 10.0}
+"""Of a logit while the loss is computed, in 16 bits. A compiler writes its gradient in its place, a
+fused kernel beside it, and a plain loss also keeps the logits and their softmax in 32 bits."""
+
+
+def _working(shape: Shape, choice: Choice) -> tuple:
+    """The layer that is made again, with its gradients; and the logits of the head. When the scores
+    of attention have a gradient, those of the MLP are gone."""
+    layer = layer_bytes(shape, choice, "none")
+    if choice.remat == "full" and choice.traits.eager:
+        layer = layer + layer_bytes(shape, choice, "save_all_but_attention")
+    tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
+    return layer, tokens * shape.vocab / choice.tensor * LOGIT_BYTES[choice.traits.loss]
+
+
+def _widened(shape: Shape, choice: Choice, is_end: Any) -> Floats:
+    """A gradient on its way into a sum of 32 bits: of the largest matrix at once. No smaller block
+    that the allocator holds can take it."""
+    if choice.traits.gradient_bytes != 4 or not choice.traits.eager:
+        return np.zeros(())
+    inner = shape.d_model * max(shape.d_ff, shape.heads * shape.head_dim)
+    largest = np.where(is_end, max(shape.embedding_params, inner), inner)
+    return np.where(np.asarray(choice.zero_stage) == 3, 0.0, 4.0 * largest / choice.tensor)

@@ -1,0 +1,105 @@
+"""What a step sends over `data` and `fsdp`, from the model's shapes and the layout alone.
+
+Counts follow ZeRO (arXiv 1910.02054) and layered gradient accumulation (arXiv 2106.02679); the
+suite holds compiled programs to them, array by array. What the compiler sends over `tensor` and
+`context`, and sums of scalars, are not in here.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxscale.config import Config
+from jaxscale.layout import Layout
+from jaxscale.planner.model.param_shapes import Array, itemsize, parameters
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One use of collectives in a step."""
+
+    what: str
+    kind: str  # as in `hlo.KINDS`
+    axes: tuple[str, ...]
+    arrays: int  # sent in a step, each repetition counted
+    num_bytes: int  # the whole arrays on one side, gathered or not yet scattered, added up
+
+
+def walks(layout: Layout) -> int:
+    """How often a step goes through the layers and back."""
+    return 1 if layout.accumulation == "layered" else layout.microbatches
+
+
+def step_traffic(config: Config) -> list[Traffic]:
+    """Every collective over `data` and `fsdp`; those over axes of size 1 do not exist.
+
+    Args:
+      config: its layout resolved.
+    """
+    model, layout = config.model, config.layout
+    stage, layers = layout.zero_stage, model.num_layers
+    compute, accumulated, stored = (
+        itemsize(name)
+        for name in (model.compute_dtype, config.optimizer.accumulation_dtype, model.param_dtype)
+    )
+    arrays = parameters(model)
+    # A tied head borrows the embedding, and has a gradient of it of its own.
+    tied = [array for array in arrays if model.tied_embeddings and array.name == "tokens"]
+    once = [(array, 1) for array in arrays if array.part != "layers"] + [(a, 1) for a in tied]
+    layer = [array for array in arrays if array.part == "layers"]
+    stacks = [(array, layers if array.part == "layers" else 1) for array in arrays]
+
+    count = walks(layout)
+    single = count == 1
+    scatters = stage >= 2 or (stage == 1 and single)
+    found = []
+
+    def add(what, kind, axes, sent: Iterable[tuple[Array, int]], times, width, *, shards=False):
+        axes = tuple(axis for axis in axes if getattr(layout, axis) > 1)
+        sent = list(sent)
+        if not axes or not sent:
+            return
+        sizes = [repeats * array.shard_size(layout, over_fsdp=shards) for array, repeats in sent]
+        found.append(Traffic(what, kind, axes, len(sent) * times, sum(sizes) * times * width))
+
+    def over_embed(sent, wanted=True):
+        return [item for item in sent if ("embed" in item[0].axes) == wanted]
+
+    visits = [(array, 1) for array in layer for _ in range(layers)] + once
+    if stage == 3:
+        passes = [(array, 1) for array in layer for _ in range(2 * layers - 1)]
+        add("weights of layers", "all-gather", ["fsdp"], over_embed(passes), count, compute)
+        add(
+            "weights of embedding and head",
+            "all-gather",
+            ["fsdp"],
+            over_embed(once),
+            count,
+            compute,
+        )
+    if scatters:
+        add(
+            "gradients of each visit",
+            "reduce-scatter",
+            ["fsdp"],
+            over_embed(visits),
+            count,
+            accumulated,
+        )
+    elif stage == 1:
+        add("gradients of the step", "reduce-scatter", ["fsdp"], over_embed(stacks), 1, accumulated)
+    left, what = (visits, "each visit") if single else (stacks, "the step")
+    if stage >= 1:
+        add(
+            f"gradient shards of {what}",
+            "all-reduce",
+            ["data"],
+            over_embed(left),
+            1,
+            accumulated,
+            shards=True,
+        )
+        left = over_embed(left, wanted=False)
+    add(f"whole gradients of {what}", "all-reduce", ["data", "fsdp"], left, 1, accumulated)
+    if stage in (1, 2):
+        add("updated parameters", "all-gather", ["fsdp"], over_embed(stacks), 1, stored)
+    return found

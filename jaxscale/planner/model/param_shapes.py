@@ -1,0 +1,136 @@
+"""The parameters of a model as shapes and logical axes, without making the model.
+
+Same names, shapes and axes as `models.decoder` gives; the suite compares them. In all of the
+memory formulas the numbers of a layout may be int arrays [N], for N layouts at once.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxscale.config import ModelConfig
+from jaxscale.layout import Layout
+from jaxscale.sharding.rules import spreads_outer
+
+Ints = Any
+"""An int, or int [N] for N layouts."""
+
+
+def where(condition: Any, yes: Ints, no: Ints = 0) -> Ints:
+    """`yes` where the condition holds, for one layout or many."""
+    if isinstance(condition, bool | np.bool_):
+        return yes if condition else no
+    return np.where(condition, yes, no)
+
+
+def most(*sizes: Ints) -> Ints:
+    """The largest."""
+    return functools.reduce(
+        lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b),
+        sizes,
+    )
+
+
+@dataclass(frozen=True)
+class Array:
+    """One parameter; that of a layer is one layer's."""
+
+    part: str  # "embed", "layers" or "head"
+    name: str  # as in a checkpoint: "attention/q"
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def shard_size(self, layout: Layout, *, over_fsdp: Any, at_rest: bool = False) -> Ints:
+        """Elements on one device, spread over tensor and, where asked, over fsdp.
+
+        Args:
+          at_rest: between steps what is outside the layers is spread over the pipeline too, where
+            it can be.
+        """
+        divisor = where(over_fsdp, layout.fsdp, 1) if "embed" in self.axes else 1
+        if at_rest and self.part != "layers" and "embed" in self.axes:
+            width = self.shape[self.axes.index("embed")]
+            spread = spreads_outer(layout.pipeline, layout.fsdp, width)
+            divisor = divisor * where(spread, layout.pipeline, 1)
+        if {"heads", "kv_heads", "mlp", "vocab"} & set(self.axes):
+            divisor = divisor * layout.tensor
+        return self.size // divisor
+
+
+def parameters(model: ModelConfig) -> list[Array]:
+    """Every parameter of the embedding, of one layer, and of the head."""
+    sizes = {
+        "embed": model.d_model,
+        "heads": model.num_heads,
+        "kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "mlp": model.d_ff,
+        "vocab": model.padded_vocab_size,
+        "positions": model.max_seq_len,
+    }
+    named = (
+        {("embed", name): axes for name, axes in _embedding(model).items()}
+        | {("layers", name): axes for name, axes in _layer(model).items()}
+        | {("head", name): axes for name, axes in _head(model).items()}
+    )
+    return [
+        Array(part, name, axes, tuple(sizes[axis] for axis in axes))
+        for (part, name), axes in named.items()
+    ]
+
+
+Axes = Mapping[str, tuple[str, ...]]
+
+
+def _embedding(model: ModelConfig) -> Axes:
+    learned = {"positions": ("positions", "embed")} if model.family == "gpt" else {}
+    return {"tokens": ("vocab", "embed"), **learned}
+
+
+def _head(model: ModelConfig) -> Axes:
+    output = {} if model.tied_embeddings else {"output": ("embed", "vocab")}
+    return {**_norm(model, "norm"), **output}
+
+
+def _layer(model: ModelConfig) -> Axes:
+    matrices = {
+        "attention/q": ("embed", "heads", "head_dim"),
+        "attention/k": ("embed", "kv_heads", "head_dim"),
+        "attention/v": ("embed", "kv_heads", "head_dim"),
+        "attention/out": ("heads", "head_dim", "embed"),
+        "mlp/up": ("embed", "mlp"),
+        "mlp/down": ("mlp", "embed"),
+    }
+    if model.qk_norm:
+        matrices |= {"attention/q_scale": ("head_dim",), "attention/k_scale": ("head_dim",)}
+    if model.family == "llama":
+        matrices["mlp/gate"] = ("embed", "mlp")
+    else:
+        matrices |= {
+            "attention/q_bias": ("heads", "head_dim"),
+            "attention/k_bias": ("kv_heads", "head_dim"),
+            "attention/v_bias": ("kv_heads", "head_dim"),
+            "attention/out_bias": ("embed",),
+            "mlp/up_bias": ("mlp",),
+            "mlp/down_bias": ("embed",),
+        }
+    return {**_norm(model, "attention_norm"), **_norm(model, "mlp_norm"), **matrices}
+
+
+def _norm(model: ModelConfig, name: str) -> Axes:
+    bias = {f"{name}/bias": ("embed",)} if model.family == "gpt" else {}
+    return {f"{name}/scale": ("embed",), **bias}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

@@ -1,0 +1,311 @@
+"""What a model is to the planner: sizes, and the parameters and operations that follow from them.
+
+Families are described by their sizes alone, so that models which this package cannot train yet
+(experts, latent attention, an encoder beside the decoder) can be planned and compared.
+
+Letters: D d_model, H heads, K kv_heads, E head_dim, F d_ff.
+"""
+
+from dataclasses import dataclass
+
+from jaxscale.config import Config
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Ranks and head parts of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+
+    query_rank: int
+    kv_rank: int
+    nope_dim: int  # of a head's query and key, without positions
+    rope_dim: int  # with
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A state-space mixer in place of attention in some layers (Mamba-2, arXiv 2405.21060)."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    state: int
+    groups: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a transformer. `layers` counts decoder layers; of a model without cross attention
+    these are all there are."""
+
+    layers: int
+    d_model: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    d_ff: int
+    gated: bool
+    vocab: int
+    tied: bool
+    seq_len: int
+    causal: bool = True
+    window: int = 0  # keys that a query of a windowed layer sees; 0 is all
+    windowed_share: float = 1.0  # of the layers, when there is a window
+    biases: bool = False  # LayerNorm and a bias on every matrix
+    learned_positions: bool = False
+    experts: int = 0  # of a layer; 0 is a dense model
+    top_k: int = 0
+    expert_ff: int = 0
+    shared_experts: int = 0
+    shared_ff: int = 0  # of a shared expert, where it differs from the routed ones
+    expert_width: int = 0  # that tokens are projected to for the routed experts; 0 is d_model
+    expert_gated: bool = True
+    dense_layers: int = 0  # layers before the first with experts
+    latent: Latent | None = None
+    mixer: Mixer | None = None
+    attention_layers: int = -1  # layers that attend; -1 is all
+    mlp_layers: int = -1  # layers with an MLP or experts; -1 is all
+    extra_predictions: int = 0  # of later tokens, each with a layer and a pass of the head
+    encoder_layers: int = 0
+    encoder_seq_len: int = 0
+
+    @classmethod
+    def of(cls, config: Config) -> "Shape":
+        """The shape of a configuration's model at its sequence length."""
+        model, gpt = config.model, config.model.family == "gpt"
+        return cls(
+            layers=model.num_layers,
+            d_model=model.d_model,
+            heads=model.num_heads,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            d_ff=model.d_ff,
+            gated=not gpt,
+            vocab=model.padded_vocab_size,
+            tied=model.tied_embeddings,
+            seq_len=config.data.seq_len,
+            window=model.sliding_window,
+            biases=gpt,
+            learned_positions=gpt,
+        )
+
+    # Layers of each kind.
+
+    @property
+    def attending(self) -> int:
+        """Decoder layers that attend."""
+        return self.layers if self.attention_layers < 0 else self.attention_layers
+
+    @property
+    def with_mlp(self) -> int:
+        """Decoder layers that have an MLP, dense or of experts."""
+        return self.layers if self.mlp_layers < 0 else self.mlp_layers
+
+    @property
+    def expert_layers(self) -> int:
+        """Decoder layers with experts."""
+        return max(0, self.with_mlp - self.dense_layers) if self.experts else 0
+
+    # Parameters.
+
+    @property
+    def attention_params(self) -> int:
+        """Matrices of one attention, and its biases."""
+        if self.latent:
+            rank, heads = self.latent, self.heads
+            return (
+                self.d_model * rank.query_rank
+                + rank.query_rank * heads * (rank.nope_dim + rank.rope_dim)
+                + self.d_model * (rank.kv_rank + rank.rope_dim)
+                + rank.kv_rank * heads * (rank.nope_dim + rank.value_dim)
+                + heads * rank.value_dim * self.d_model
+            )
+        wide = self.head_dim * (self.heads + 2 * self.kv_heads)
+        biases = wide + self.d_model if self.biases else 0
+        return self.d_model * wide + self.heads * self.head_dim * self.d_model + biases
+
+    @property
+    def mlp_params(self) -> int:
+        """A dense MLP."""
+        biases = self.d_ff + self.d_model if self.biases else 0
+        return (3 if self.gated else 2) * self.d_model * self.d_ff + biases
+
+    @property
+    def expert_params(self) -> int:
+        """One routed expert."""
+        return (3 if self.expert_gated else 2) * self.routed_width * self.expert_ff
+
+    @property
+    def routed_width(self) -> int:
+        """Of a token on its way to the routed experts."""
+        return self.expert_width or self.d_model
+
+    @property
+    def shared_params(self) -> int:
+        """The shared experts of a layer, and the projections around the routed ones."""
+        matrices = 3 if self.expert_gated else 2
+        return self.d_model * (matrices * self.shared_width + 2 * self.expert_width)
+
+    @property
+    def shared_width(self) -> int:
+        """Of the shared experts of a layer, together."""
+        return self.shared_experts * (self.shared_ff or self.expert_ff)
+
+    @property
+    def routed_params(self) -> int:
+        """All routed experts of the model: what the expert axis shards."""
+        return self.expert_layers * self.experts * self.expert_params
+
+    @property
+    def mixer_params(self) -> int:
+        """One state-space mixer: projections in and out, and a convolution of width 4."""
+        if not self.mixer:
+            return 0
+        inner = self.mixer.heads * self.mixer.head_dim
+        states = 2 * self.mixer.groups * self.mixer.state
+        return (
+            self.d_model * (2 * inner + states + self.mixer.heads)
+            + inner * self.d_model
+            + (4 * (inner + states))
+        )
+
+    @property
+    def norm_params(self) -> int:
+        """The two norms of a layer."""
+        return (4 if self.biases else 2) * self.d_model
+
+    @property
+    def embedding_params(self) -> int:
+        """The table of the vocabulary, and of positions where they are learned."""
+        return (self.vocab + self.seq_len * self.learned_positions) * self.d_model
+
+    @property
+    def head_params(self) -> int:
+        """The final norm, and the output matrix where it is not the embedding."""
+        return self.norm_params // 2 + (0 if self.tied else self.vocab * self.d_model)
+
+    @property
+    def layer_params(self) -> float:
+        """A decoder layer, the mean of all: routed experts, cross attention and encoder included.
+
+        An encoder's layers are counted with the decoder's that they feed.
+        """
+        return self.block_params / self.layers
+
+    @property
+    def block_params(self) -> int:
+        """Everything between embedding and head."""
+        cross = self.attention_params + self.norm_params // 2 if self.encoder_layers else 0
+        moe = self.expert_layers
+        router = self.d_model * self.experts
+        encoder = self.encoder_layers * (self.attention_params + self.mlp_params + self.norm_params)
+        return (
+            self.attending * self.attention_params
+            + self.layers * (self.norm_params + cross)
+            + (self.with_mlp - moe) * self.mlp_params
+            + moe * (router + self.shared_params)
+            + self.routed_params
+            + (self.mixer.layers * self.mixer_params if self.mixer else 0)
+            + encoder
+        )
+
+    @property
+    def num_params(self) -> int:
+        """All parameters."""
+        final = self.norm_params // 2 if self.encoder_layers else 0
+        return self.block_params + self.embedding_params + self.head_params + final
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that one token meets."""
+        idle = self.expert_layers * (self.experts - self.top_k) * self.expert_params
+        return self.num_params - idle
+
+    # Operations of one token's forward pass; a multiply-add is two.
+
+    @property
+    def mean_keys(self) -> float:
+        """Keys that a query sees on average over layers; half of a causal sequence."""
+        full = self.seq_len / 2 if self.causal else float(self.seq_len)
+        if not self.window or self.window >= self.seq_len:
+            return full
+        seen = self.window * (1 - self.window / (2 * self.seq_len)) if self.causal else self.window
+        return self.windowed_share * seen + (1 - self.windowed_share) * full
+
+    def core_flops(self, keys: float | None = None) -> float:
+        """The two products of attention in one layer, over `keys` (default `mean_keys`)."""
+        keys = self.mean_keys if keys is None else keys
+        if self.latent:
+            parts = self.latent.nope_dim + self.latent.rope_dim + self.latent.value_dim
+            return 2.0 * self.heads * parts * keys
+        return 4.0 * self.heads * self.head_dim * keys
+
+    @property
+    def projection_flops(self) -> float:
+        """Matrices of one attention."""
+        biases = self.head_dim * (self.heads + 2 * self.kv_heads) + self.d_model
+        return 2.0 * (self.attention_params - (biases if self.biases and not self.latent else 0))
+
+    @property
+    def mlp_flops(self) -> float:
+        """A dense MLP."""
+        return 2.0 * (3 if self.gated else 2) * self.d_model * self.d_ff
+
+    @property
+    def expert_flops(self) -> float:
+        """What a token does in a layer of experts, dropping none: router, routed and shared."""
+        return 2.0 * (
+            self.top_k * self.expert_params + self.shared_params + self.d_model * self.experts
+        )
+
+    @property
+    def mixer_flops(self) -> float:
+        """A state-space mixer: its projections, and the scan in chunks of 128 (SSD)."""
+        if not self.mixer:
+            return 0.0
+        inner = self.mixer.heads * self.mixer.head_dim
+        return 2.0 * self.mixer_params + inner * (128 + 4.0 * self.mixer.state)
+
+    @property
+    def head_flops(self) -> float:
+        """Logits of one predicted token."""
+        return 2.0 * self.d_model * self.vocab
+
+    @property
+    def block_flops(self) -> float:
+        """All layers, an encoder's included, for one token of the decoder's sequence."""
+        decoder = self.matmul_flops + self.attending * self.core_flops()
+        if self.mixer:
+            decoder += self.mixer.layers * (self.mixer_flops - 2.0 * self.mixer_params)
+        if not self.encoder_layers:
+            return decoder
+        ratio = self.encoder_seq_len / self.seq_len
+        encoder = (
+            ratio
+            * self.encoder_layers
+            * (self.projection_flops + self.core_flops(self.encoder_seq_len) + self.mlp_flops)
+        )
+        both = self.projection_flops * (1 + ratio) / 2  # q and out here, k and v of the encoder
+        return decoder + encoder + self.layers * (both + self.core_flops(self.encoder_seq_len))
+
+    @property
+    def matmul_flops(self) -> float:
+        """Products of the decoder's layers with weights, for one token."""
+        return (
+            self.attending * self.projection_flops
+            + (self.with_mlp - self.expert_layers) * self.mlp_flops
+            + self.expert_layers * self.expert_flops
+            + (self.mixer.layers * 2.0 * self.mixer_params if self.mixer else 0.0)
+        )
+
+    @property
+    def layer_forward_flops(self) -> float:
+        """One decoder layer, the mean of all, for one token."""
+        return self.block_flops / self.layers
+
+    @property
+    def flops_per_token(self) -> float:
+        """Training: forward and backward, nothing repeated. The numerator of MFU."""
+        each = 1 + self.extra_predictions
+        extra = self.extra_predictions * self.layer_forward_flops
+        return 3 * (self.block_flops + extra + each * self.head_flops)

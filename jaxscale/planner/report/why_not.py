@@ -1,0 +1,195 @@
+"""Why a layout is not the answer, and the smallest change that would make it one."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxscale.layout import MESH_AXES, OFFLOADS, Layout
+from jaxscale.pipeline.stages import RUNNABLE, open_stages
+from jaxscale.planner.report.text_report import PARTS, compare, gigabytes, layout_text
+from jaxscale.planner.search.plan import Answer, Plan, judge
+from jaxscale.planner.search.search import Found, search
+from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query, check_pins
+from jaxscale.sharding.rules import divisors
+
+
+def why_not(answer: Answer, pins: dict[str, Any]) -> str:
+    """Why layouts with these settings are not the best."""
+    query = dataclasses.replace(answer.query, pins={**answer.query.pins, **pins})
+    asked = pin_text(pins)
+    best = answer.plans[0]
+    try:
+        check_pins(query)
+    except ValueError as error:
+        return f"why not {asked}: {error}"
+    found = search(query, 1)
+    if found.layouts:
+        one = judge(query, found.layouts[0])
+        if one.layout == best.layout:
+            return f"why not {asked}: the best plan has it"
+        return (
+            f"why not {asked}: it can be, and the fastest such layout is "
+            f"{100 * (one.step_seconds / best.step_seconds - 1):.1f} % slower than the best\n"
+            + compare(best, one)
+        )
+    if found.smallest is None:
+        return f"why not {asked}: {_refused(query, found)}" + _nearby(query, pins)
+    why = problem(query, found.smallest)
+    text = (
+        f"why not {asked}: of all such layouts {layout_text(found.smallest)} needs least, and {why}"
+    )
+    change = smallest_change(query, found.smallest)
+    if change:
+        text += (
+            f"\nthe smallest change: {change[0]}, then a step takes {change[1].step_seconds:.3f} s"
+        )
+    return text
+
+
+def _refused(query: Query, found: Found) -> str:
+    """What the engine says of the settings."""
+    if found.words:
+        return next(iter(found.words.values()))
+    count = query.pins.get("pipeline", 1)
+    layout = query.subject.layout(**{"data": 1, "microbatches": count, **query.pins})
+    return problem(query, layout) or "; ".join(found.rejected)
+
+
+def _nearby(query: Query, pins: dict[str, Any]) -> str:
+    """The nearest values of the pins, one at a time, with which something can be."""
+    for name, value in pins.items():
+        if not isinstance(value, int):
+            continue
+        for factor in (0.5, 2, 0.25, 4):
+            other = {**query.pins, name: int(value * factor)}
+            if other[name] >= 1 and value * factor == other[name]:
+                found = search(dataclasses.replace(query, pins=other), 1)
+                if found.layouts:
+                    return (
+                        f"\nthe smallest change: {name}={other[name]}, then a step takes "
+                        f"{found.seconds[0]:.3f} s"
+                    )
+    return ""
+
+
+def nothing_fits(query: Query, found: Found) -> str:
+    """Why there is no plan, and what would help."""
+    pins = pin_text(query.pins)
+    asked = f"{query.cluster.num_devices} {query.cluster.name}" + (f" with {pins}" if pins else "")
+    if found.smallest is None:
+        said = next(iter(found.words.values()), "") or next(iter(found.rejected), "")
+        return f"no layout on {asked}: {said}"
+    why = problem(query, found.smallest)
+    change = smallest_change(dataclasses.replace(query, pins={}), found.smallest)
+    hint = f"; it would with {change[0]}" if change else "; more devices would do"
+    return f"no layout on {asked} fits. The smallest, {layout_text(found.smallest)}: {why}{hint}"
+
+
+def pin_text(pins: Mapping[str, Any]) -> str:
+    """As they are written after --pin."""
+    return " ".join(f"{name}={value}" for name, value in pins.items())
+
+
+def problem(query: Query, layout: Layout) -> str:
+    """Why a layout cannot train the query's model there; "" where it can."""
+    said = query.subject.refusal(layout)[1] or _pipeline_problem(query, layout)
+    if said:
+        return said
+    plan = judge(query, layout)
+    if plan.host_bytes > HOST_MEMORY_BYTES:
+        return (
+            f"it moves {gigabytes(plan.host_bytes)} of each device to host memory, where "
+            f"{gigabytes(HOST_MEMORY_BYTES)} are taken to be; set layout.offload = 'none'"
+        )
+    if plan.fits:
+        return ""
+    name, size = max(plan.memory.at_peak.items(), key=lambda item: item[1])
+    return (
+        f"it does not fit: {gigabytes(plan.memory_bytes)} on each device, "
+        f"{gigabytes(plan.memory_bytes - plan.limit_bytes)} more than {gigabytes(plan.limit_bytes)}"
+        f"; the most is {PARTS[name]}, {gigabytes(size)}"
+    )
+
+
+def _pipeline_problem(query: Query, layout: Layout) -> str:
+    if layout.pipeline == 1:
+        return ""
+    try:
+        open_stages(layout, query.shape.layers, query.subject.head_cost)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def smallest_change(query: Query, layout: Layout) -> tuple[str, Plan] | None:
+    """The one change, or failing that the two, that make a layout feasible: of those the fastest.
+
+    Returns:
+      The settings that change, and the plan; None where no two changes suffice.
+    """
+    found = _best(query, layout, neighbours(query, layout))
+    if found:
+        return found
+    savers = [one for one in neighbours(query, layout) if _saves(layout, one)]
+    return _best(query, layout, itertools.chain(*(neighbours(query, one) for one in savers)))
+
+
+def _best(query: Query, layout: Layout, others: Iterator[Layout] | Sequence[Layout]):
+    plans = [judge(query, one) for one in others if not problem(query, one)]
+    if not plans:
+        return None
+    best = min(plans, key=lambda plan: plan.step_seconds)
+    return difference(layout, best.layout), best
+
+
+def _saves(before: Layout, after: Layout) -> bool:
+    """Whether a change is one of those that shrink what a device holds most."""
+    return (
+        (after.remat == "full") > (before.remat == "full")
+        or after.microbatches == 2 * before.microbatches
+        or (after.zero_stage == 3) > (before.zero_stage == 3)
+        or after.tensor == 2 * before.tensor
+    )
+
+
+def difference(before: Layout, after: Layout) -> str:
+    """The settings that differ, as they would be written."""
+    changed = {
+        field.name: getattr(after, field.name)
+        for field in dataclasses.fields(Layout)
+        if getattr(before, field.name) != getattr(after, field.name)
+    }
+    return ", ".join(f"layout.{name} = {value!r}" for name, value in changed.items())
+
+
+def neighbours(query: Query, layout: Layout) -> list[Layout]:
+    """Layouts of as many devices that differ in one setting, or in two axes that trade ranks."""
+    shard = query.subject.sequences // (layout.batch_shards * layout.expert)
+    changes: list[dict] = [{"microbatches": count} for count in divisors(max(1, shard))]
+    changes += [{"remat": remat} for remat in ("full", "save_matmuls", "save_all_but_attention")]
+    changes += [{"offload": offload} for offload in OFFLOADS]
+    changes += [{"zero_stage": stage} for stage in range(4)]
+    changes += [{"accumulation": "sequential"}, {"context_method": "gather"}]
+    if layout.pipeline > 1:
+        changes += [
+            {"schedule": name, "virtual_stages": chunks}
+            for name, chunks in itertools.product(RUNNABLE, (1, 2, 4))
+        ]
+        changes += [{"remat": f"keep:{passes}"} for passes in (1, 2, 4, 8)]
+    for giver, taker in itertools.permutations(MESH_AXES, 2):
+        given = getattr(layout, giver)
+        changes += [
+            {giver: given // factor, taker: getattr(layout, taker) * factor}
+            for factor in divisors(given)
+            if factor > 1
+        ]
+    found = []
+    for change in changes:
+        try:
+            other = dataclasses.replace(layout, **change)
+        except ValueError:
+            continue
+        if other != layout and other not in found:
+            found.append(other)
+    return found

@@ -1,0 +1,68 @@
+"""A plan as a configuration file that trains."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from jaxscale import config as configs
+from jaxscale.config import Config
+from jaxscale.layout import Layout
+from jaxscale.planner.search.plan import Plan
+
+TEMPLATE = '''"""{headline}
+
+Command: python -m jaxscale.train --config {path} --workdir runs/{stem}
+Hardware: {devices} {hardware}.
+Expected: by formula a step of {seconds:.3f} s, {mfu:.1f} % MFU, {memory:.1f} GB on each device.
+"""
+
+import ml_collections
+
+
+def get_config():
+    """As planned from {source}."""
+{sections}
+    return ml_collections.ConfigDict(
+        {{"model": model, "data": data, "optimizer": optimizer, "layout": layout, "run": run}}
+    )
+'''
+
+
+def write_config(path: pathlib.Path, plan: Plan, source: str) -> None:
+    """Writes the config of a plan: what differs from the defaults, and the layout.
+
+    Args:
+      source: the file that the model came from.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(config_text(path, plan, source))
+
+
+def config_text(path: pathlib.Path, plan: Plan, source: str) -> str:
+    """The text of the file."""
+    given, defaults = configs.to_dict(plan.config), configs.to_dict(Config())
+    # Every axis is said, so that other devices are refused and not silently used in another way.
+    defaults["layout"] = dict.fromkeys(dataclasses.asdict(Layout()))
+    sections = "\n".join(
+        _section(name, {k: v for k, v in leaves.items() if v != defaults[name][k]})
+        for name, leaves in given.items()
+    )
+    return TEMPLATE.format(
+        headline=f"{pathlib.Path(source).stem.split(':')[0]} on {plan.layout.num_devices} "
+        f"{plan.cluster.name}.",
+        path=path,
+        stem=path.stem,
+        devices=plan.layout.num_devices,
+        hardware=plan.cluster.name,
+        seconds=plan.step_seconds,
+        mfu=100 * plan.mfu,
+        memory=plan.memory_bytes / 1e9,
+        source=source,
+        sections=sections,
+    )
+
+
+def _section(name: str, leaves: dict[str, Any]) -> str:
+    lines = [f"    {name} = ml_collections.ConfigDict()"]
+    lines += [f"    {name}.{key} = {value!r}" for key, value in leaves.items()]
+    return "\n".join(lines) + "\n"

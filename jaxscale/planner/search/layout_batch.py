@@ -1,0 +1,117 @@
+"""Many layouts at once: the numbers are arrays, the texts are common to all."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxscale.config import Config
+from jaxscale.layout import Layout
+from jaxscale.planner.memory.step import Memory, memory
+from jaxscale.planner.model.param_shapes import Ints
+from jaxscale.planner.tables.pipeline_slots import Held
+
+NUMBERS = (
+    "pipeline",
+    "data",
+    "fsdp",
+    "expert",
+    "context",
+    "tensor",
+    "zero_stage",
+    "microbatches",
+    "virtual_stages",
+    "sequence_chunks",
+)
+
+
+@dataclass(frozen=True)
+class PlannedLayout(Layout):
+    """A layout that is planned and not run: the ranks of expert may be several."""
+
+    def __post_init__(self) -> None:
+        if self.expert < 1:
+            raise ValueError(f"layout.expert = {self.expert}; an axis has a size of at least 1")
+        Layout(**{**vars(self), "expert": 1})  # refuses what can be refused beside them
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The fields of `Layout`; each number an int, or int [N]. Nothing is checked."""
+
+    pipeline: Ints = 1
+    data: Ints = 1
+    fsdp: Ints = 1
+    expert: Ints = 1
+    context: Ints = 1
+    tensor: Ints = 1
+    zero_stage: Ints = 3
+    microbatches: Ints = 1
+    virtual_stages: Ints = 0
+    sequence_chunks: Ints = 1
+    accumulation: str = "sequential"
+    schedule: str = "1f1b"
+    context_method: str = "ring"
+    remat: str = "none"
+    offload: str = "none"
+
+    offloads = Layout.offloads
+    batch_shards = Layout.batch_shards
+
+    def __len__(self) -> int:
+        return max(np.size(getattr(self, name)) for name in NUMBERS)
+
+    def take(self, index: Any) -> "Layouts":
+        """Those of an index, or of a mask."""
+        count = len(self)
+        taken: dict[str, Any] = {
+            name: np.broadcast_to(getattr(self, name), (count,))[index]
+            for name in NUMBERS
+            if np.ndim(getattr(self, name))
+        }
+        return dataclasses.replace(self, **taken)
+
+    def one(self, n: int, make: Callable[..., Layout] = Layout) -> Layout:
+        """One of them, checked by what makes it."""
+        fields: dict[str, Any] = dataclasses.asdict(self)
+        for name in NUMBERS:
+            fields[name] = int(np.broadcast_to(fields[name], (len(self),))[n])
+        return make(**fields)
+
+
+def stack(layouts: list[Layout]) -> Layouts:
+    """Layouts whose texts are the same."""
+    texts: dict[str, Any] = {
+        field.name: getattr(layouts[0], field.name)
+        for field in dataclasses.fields(Layout)
+        if field.name not in NUMBERS
+    }
+    numbers: dict[str, Any] = {
+        name: np.array([getattr(one, name) for one in layouts]) for name in NUMBERS
+    }
+    return Layouts(**texts, **numbers)
+
+
+@dataclass(frozen=True)
+class _Configs:
+    """A config with many layouts, as far as the formulas of memory look."""
+
+    model: Any
+    data: Any
+    optimizer: Any
+    layout: Any
+
+
+def memory_of(
+    config: Config, layouts: Layouts | Layout, held: Held | None, back_end: str, *, own_host: bool
+) -> Memory:
+    """`memory.memory` of a config with a layout, or with many: fields are int, or int [N].
+
+    Args:
+      held: of ranks of pipelines; None where there are none.
+    """
+    many: Any = _Configs(config.model, config.data, config.optimizer, layouts)
+    held = held or Held(rows=config.model.num_layers)
+    return memory(many, back_end, own_host=own_host, held=held)

@@ -1,0 +1,167 @@
+"""One layout judged in full: seconds by term, bytes by what they hold, and what follows."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from jaxscale.config import Config
+from jaxscale.layout import Layout, parse_schedule
+from jaxscale.pipeline.operations import F, R
+from jaxscale.planner.cost.cluster import Cluster
+from jaxscale.planner.cost.energy import Bill, bill, watts
+from jaxscale.planner.cost.step import Seconds, cost
+from jaxscale.planner.cost.uneven_pipeline import Parts
+from jaxscale.planner.memory.step import Memory
+from jaxscale.planner.model.parallelism import Choice
+from jaxscale.planner.search.search import Found
+from jaxscale.planner.search.sized_model import Described
+from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query
+from jaxscale.planner.search.trainable_model import Trained
+from jaxscale.planner.tables.pipeline_slots import deal, hold, hold_each
+from jaxscale.planner.tables.table_makespan import Pipeline, open_table
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout, and what the formulas say of it."""
+
+    subject: Trained | Described  # with the batch that was asked for
+    layout: Layout
+    cluster: Cluster
+    layers: tuple[int, ...]  # of each virtual stage
+    seconds: Seconds  # floats
+    memory: Memory  # of a device; every rank of a pipeline has the same buffers
+    limit_bytes: float
+    back_end: str  # whose compiler it is
+
+    @property
+    def config(self) -> Config:
+        """That of a run.
+
+        Raises:
+          ValueError: this version cannot train the model.
+        """
+        return self.subject.with_layout(self.layout)
+
+    @property
+    def choice(self) -> Choice:
+        """The layout as the formulas see it."""
+        return Choice.of(self.layout, self.subject.sequences)
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Seconds that add up to the step, those of nothing left out."""
+        return {name: value for name, value in self.seconds.terms.items() if value}
+
+    @property
+    def hidden(self) -> dict[str, float]:
+        """Seconds of collectives beside computation, not in the step."""
+        return {name: value for name, value in self.seconds.hidden.items() if value}
+
+    @property
+    def step_seconds(self) -> float:
+        return float(self.seconds.step_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.subject.sequences * self.subject.shape.seq_len / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: nothing repeated, attention over the keys that a query sees."""
+        return self._utilisation(self.subject.flops_per_token)
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilisation: what remat repeats counts too."""
+        return self._utilisation(
+            self.subject.hardware_flops_per_token(self.layout.remat, self.recomputed)
+        )
+
+    @property
+    def recomputed(self) -> float:
+        """Of a pipeline's passes, the share that operations of their own make again."""
+        if self.layout.pipeline == 1:
+            return 0.0
+        kind = open_table(Pipeline.of(self.layout)).ops.kind
+        return float((kind == R).sum() / (kind == F).sum())
+
+    @property
+    def memory_bytes(self) -> int:
+        """The peak of a device."""
+        return int(self.memory.peak)
+
+    @property
+    def stage_bytes(self) -> list[int]:
+        """What each rank of a pipeline makes use of at its peak. It has room for `memory_bytes`:
+        in one program all have the buffers of the busiest."""
+        if self.layout.pipeline == 1:
+            return [self.memory_bytes]
+        each = hold_each(Pipeline.of(self.layout), self.layers)
+        return [int(self.subject.memory(self.layout, held, self.back_end).peak) for held in each]
+
+    @property
+    def host_bytes(self) -> int:
+        """In host memory, for a device."""
+        optimizer = self.memory.host_optimizer if self.layout.offloads("optimizer") else 0
+        return int(optimizer + self.memory.host_stash)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.limit_bytes and self.host_bytes <= HOST_MEMORY_BYTES
+
+    def bill(self, tokens: float) -> Bill:
+        """Days, energy and money of a run of so many tokens, failures included."""
+        shape = self.subject.shape
+        per_step = self.subject.sequences * shape.seq_len
+        return bill(shape, self.cluster, self.seconds, per_step, tokens)
+
+    @property
+    def watts(self) -> float:
+        """That a device draws on average."""
+        return float(watts(self.seconds, self.cluster))
+
+    def _utilisation(self, flops_per_token: float) -> float:
+        peak = self.cluster.peak_flops("bfloat16") * self.layout.num_devices
+        return flops_per_token * self.tokens_per_second / peak
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search found, judged: `plans` are best first."""
+
+    query: Query
+    plans: tuple[Plan, ...]
+    found: Found
+
+
+def judge(query: Query, layout: Layout) -> Plan:
+    """What the formulas say of a resolved layout that the engine accepts.
+
+    Raises:
+      ValueError: a pipeline that cannot be.
+    """
+    subject = query.subject
+    choice = Choice.of(layout, subject.sequences)
+    layers, held = (), None
+    if layout.pipeline == 1:
+        seconds = cost(query.shape, query.cluster, choice)
+        terms = {name: float(value) for name, value in seconds.terms.items()}
+    else:
+        pipeline, given = Pipeline.of(layout), parse_schedule(layout.schedule)[2]
+        layers = given or deal(pipeline, subject.shape.layers, subject.head_cost)
+        parts = Parts.of(query.shape, query.cluster, choice)
+        seconds, terms = parts.seconds, parts.terms(pipeline, layers)
+        held = hold(pipeline, layers)
+    hidden = {name: float(value) for name, value in seconds.hidden.items()}
+    needs = subject.memory(layout, held, query.back_end)
+    plain = {field.name: int(getattr(needs, field.name)) for field in dataclasses.fields(needs)}
+    return Plan(
+        subject,
+        layout,
+        query.cluster,
+        layers,
+        Seconds(**terms, hidden=hidden),
+        Memory(**plain),
+        query.limit_bytes,
+        query.back_end,
+    )

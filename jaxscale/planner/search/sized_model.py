@@ -1,0 +1,210 @@
+"""A model that is described by its sizes alone, as the planner asks it: this version plans it and
+does not train it.
+
+What divides is asked of the shape, by the rules that the engine has for a config. Memory is
+`formulas.memory`.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+from jaxscale.layout import Layout, kept_passes
+from jaxscale.planner.memory import analytic
+from jaxscale.planner.memory.step import Memory
+from jaxscale.planner.model.parallelism import Choice
+from jaxscale.planner.model.remat_flops import repeated_flops
+from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.search.layout_batch import Layouts, PlannedLayout
+from jaxscale.planner.tables.pipeline_slots import Held
+from jaxscale.sharding.rules import nearest_divisors
+
+REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attention,attention_out")
+"""The policies whose bytes are known for a layer of any kind (`published.layer_bytes`)."""
+
+OFFLOADS = ("none", "optimizer")
+"""What such a layer's activations would move to host memory and back, no formula knows."""
+
+ALONE = {
+    "pipeline": "with an encoder, stages would be of two kinds, and no schedule has such",
+    "context": "with an encoder, no formula knows what cross attention sends over context",
+}
+"""Axes that an encoder beside the decoder does not go together with, and why."""
+
+RUN_TOKENS = 1e12
+"""Of a run, whose length a shape does not say."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """A shape and the batch of a step; `trained.Trained` is the other kind, of the same face."""
+
+    shape: Shape
+    sequences: int  # of a step
+    name: str = "the model"
+
+    layout = PlannedLayout  # what makes a layout, checked
+    run_tokens = RUN_TOKENS
+    offloads = OFFLOADS
+    unsplit = "the batch does not split"  # a reason
+
+    @property
+    def beyond(self) -> str:
+        """What it has that this version cannot train; "" for a dense decoder."""
+        shape = self.shape
+        parts = {
+            "experts": shape.experts,
+            "latent attention": shape.latent,
+            "state-space mixers": shape.mixer,
+            "an encoder": shape.encoder_layers,
+        }
+        return " and ".join(name for name, has in parts.items() if has)
+
+    @property
+    def note(self) -> str:
+        """What a reader of the plan has to know."""
+        if self.beyond:
+            trains = f"this version plans a model with {self.beyond} and does not train it"
+        else:
+            trains = (
+                "this version does not train a model that is given by its name or shape; a config "
+                "of these sizes (--config FILE) is planned exactly, and trains"
+            )
+        return f"Memory is by published formulas, not checked against the compiler; {trains}."
+
+    @property
+    def num_params(self) -> int:
+        return self.shape.num_params
+
+    @property
+    def remats(self) -> tuple[str, ...]:
+        """Policies to try. Of layers with biases, what is kept is not known tensor by tensor."""
+        return tuple(one for one in REMATS if not (self.shape.biases and one.startswith("save:")))
+
+    @property
+    def head_cost(self) -> float:
+        """FLOPs of the head over those of a layer."""
+        return self.shape.head_flops / self.shape.layer_forward_flops
+
+    @property
+    def flops_per_token(self) -> float:
+        """Nothing repeated."""
+        return self.shape.flops_per_token
+
+    def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
+        """With what remat repeats; `recomputed` is the share of a pipeline's passes that operations
+        of their own make again."""
+        whole = recomputed * self.shape.block_flops
+        return self.shape.flops_per_token + (whole or repeated_flops(self.shape, remat))
+
+    def with_layout(self, _: Layout) -> NoReturn:
+        """There is no config of such a run.
+
+        Raises:
+          ValueError: always; says what can be trained.
+        """
+        dense = f"{self.name} is given by its sizes; give a config of them, as --config FILE"
+        beyond = f"{self.name} has {self.beyond}; --json FILE keeps the plan for a trainer that can"
+        raise ValueError(
+            "this version trains dense decoders that a config describes, and "
+            + (beyond if self.beyond else dense)
+        )
+
+    def check_policies(self, layout: Layout) -> None:
+        """Refuses a policy of remat or offloading that the formulas do not know.
+
+        Raises:
+          ValueError: says which they know.
+        """
+        said = self._policies(layout)
+        if said:
+            raise ValueError(said)
+
+    def refusal(self, layout: Layout) -> tuple[str, str]:
+        """Why it cannot be divided so, in a few words and in many; "" where it can."""
+        said = {
+            "no formula knows the policy": self._policies(layout),
+            **{reason: self._encoder(layout, axis) for axis, reason in ALONE.items()},
+            self.unsplit: self._batch(layout),
+            "the sequence does not split": self._lengths(layout),
+            "a dimension of the model does not divide": next(self._dimensions(layout), ""),
+        }
+        return next(((reason, words) for reason, words in said.items() if words), ("", ""))
+
+    def _policies(self, layout: Layout) -> str:
+        for name, known in (("remat", self.remats), ("offload", self.offloads)):
+            if name == "remat" and kept_passes(layout.remat):
+                continue  # which is "full" for some passes
+            if getattr(layout, name) not in known:
+                return (
+                    f"layout.{name} = {getattr(layout, name)!r}: no formula knows what it does to "
+                    f"a model that is described by its sizes; it can be {', '.join(known)}"
+                )
+        return ""
+
+    def _encoder(self, layout: Layout, axis: str) -> str:
+        size = getattr(layout, axis)
+        if size == 1 or not self.shape.encoder_layers:
+            return ""
+        return f"layout.{axis} = {size}: {ALONE[axis]}; set layout.{axis} = 1"
+
+    def _batch(self, layout: Layout) -> str:
+        shards = layout.batch_shards * layout.expert
+        parts = shards * layout.microbatches
+        if self.sequences % parts == 0:
+            return ""
+        tokens = self.shape.seq_len
+        below, above = self.sequences // parts * parts, -(-self.sequences // parts) * parts
+        nearest = " or ".join(f"{n * tokens} ({n} sequences)" for n in (below, above) if n)
+        return (
+            f"a step of {self.sequences} sequences does not split into layout.data {layout.data} x "
+            f"layout.fsdp {layout.fsdp} x layout.expert {layout.expert} x layout.microbatches "
+            f"{layout.microbatches} = {parts} parts; set --batch_tokens to {nearest}, or change "
+            "the layout"
+        )
+
+    def _lengths(self, layout: Layout) -> str:
+        chunks = 2 * layout.context if layout.context > 1 else 1
+        unit = math.lcm(chunks, layout.context * layout.tensor)
+        for name in ("seq_len", "encoder_seq_len"):
+            length = getattr(self.shape, name)
+            if length % unit:
+                return (
+                    f"{name} = {length} does not split over layout.context = {layout.context} x "
+                    f"layout.tensor = {layout.tensor}, which takes multiples of {unit}; set it to "
+                    f"{length // unit * unit or unit}, or change the layout"
+                )
+        return ""
+
+    def _dimensions(self, layout: Layout) -> Iterator[str]:
+        shape, sizes = self.shape, layout.sizes
+        over = {
+            "tensor": ("heads", "kv_heads", "d_ff", "expert_ff", "shared_ff", "vocab"),
+            "expert": ("experts",),
+            "fsdp": ("d_model",) if layout.zero_stage >= 1 else (),
+        }
+        if shape.latent:  # keys and values of all heads come from one vector
+            over["tensor"] = tuple(name for name in over["tensor"] if name != "kv_heads")
+        found = [
+            (axis, name, getattr(shape, name)) for axis, names in over.items() for name in names
+        ]
+        if shape.mixer:
+            found.append(("tensor", "mixer.heads", shape.mixer.heads))
+        for axis, name, size in found:
+            if axis == "expert" and not size and sizes[axis] > 1:
+                yield f"layout.expert = {sizes[axis]}, and the model has no experts; set it to 1"
+            elif size % sizes[axis]:
+                yield (
+                    f"{name} = {size} does not divide over layout.{axis} = {sizes[axis]}; the "
+                    f"nearest that does is layout.{axis} = {nearest_divisors(size, sizes[axis])}"
+                )
+
+    def memory(self, layouts: Layouts | Layout, held: Held | None, back_end: str) -> Memory:
+        """Of a device; fields are numbers, or float [N].
+
+        Args:
+          held: of ranks of pipelines; None where there are none.
+        """
+        choice = Choice.of(layouts, self.sequences)
+        return analytic.memory(self.shape, choice, held or Held(self.shape.layers), back_end)

@@ -1,0 +1,139 @@
+"""A config as the planner asks it: the engine's own checks, and its memory to the byte."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from jaxscale.config import Config
+from jaxscale.layout import OFFLOADS, Layout
+from jaxscale.planner.memory.step import Memory
+from jaxscale.planner.model.param_shapes import parameters
+from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.search.layout_batch import Layouts, memory_of
+from jaxscale.planner.tables.pipeline_slots import Held, head_cost
+from jaxscale.sharding.rules import (
+    REPLICATED_WEIGHTS,
+    WEIGHTS,
+    check_divides,
+    check_sequence,
+    mesh_axes,
+)
+
+REMATS = (
+    "none",
+    "full",
+    "save_matmuls",
+    "save_all_but_attention",
+    "save:query,key,value,attention",
+    "save:query,key,value",
+    "save:query,key,value,attention,attention_out",
+    "offload:query,key,value,attention_out",
+)
+"""The policies that are tried, of the many that a list of names can say."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that the engine trains; `described.Described` is the other kind, of the same face."""
+
+    config: Config  # its layout is not looked at
+
+    note = ""
+    unsplit = "data.global_batch_size does not split"  # a reason
+    layout = Layout  # what makes a layout, checked
+
+    @property
+    def shape(self) -> Shape:
+        return Shape.of(self.config)
+
+    @property
+    def num_params(self) -> int:
+        return self.config.model.num_params
+
+    @property
+    def sequences(self) -> int:
+        """Of a step."""
+        return self.config.data.global_batch_size
+
+    @property
+    def run_tokens(self) -> float:
+        """Of the whole run."""
+        return self.config.run.steps * self.config.data.tokens_per_step
+
+    @property
+    def head_cost(self) -> float:
+        """FLOPs of the head over those of a layer, as a step deals its layers by."""
+        return head_cost(self.config)
+
+    @property
+    def remats(self) -> tuple[str, ...]:
+        """Policies to try."""
+        return REMATS
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """What to try to keep in host memory."""
+        return OFFLOADS
+
+    @property
+    def flops_per_token(self) -> float:
+        """`ModelConfig.flops_per_token`: nothing repeated, attention over the keys that a query
+        sees."""
+        return self.config.model.flops_per_token(self.config.data.seq_len)
+
+    def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
+        """With what remat repeats; `recomputed` is the share of a pipeline's passes that operations
+        of their own make again."""
+        return self.config.model.hardware_flops_per_token(
+            self.config.data.seq_len, remat=remat, recomputed=recomputed
+        )
+
+    def with_layout(self, layout: Layout) -> Config:
+        """The config of a run.
+
+        Raises:
+          ValueError: the model cannot have the layout's remat policy.
+        """
+        return dataclasses.replace(self.config, layout=layout)
+
+    def check_policies(self, layout: Layout) -> None:
+        """Refuses a remat policy that the model cannot have.
+
+        Raises:
+          ValueError: the engine's words.
+        """
+        self.with_layout(Layout(pipeline=layout.pipeline, remat=layout.remat))
+
+    def refusal(self, layout: Layout) -> tuple[str, str]:
+        """Why the engine refuses what a layout divides, in a few words and in its own; "" where it
+        does not."""
+        config = self.with_layout(layout)
+        for check, reason in (
+            (check_divides, self.unsplit),
+            (check_sequence, "data.seq_len does not split"),
+            (check_parameters, "a dimension of the model does not divide"),
+        ):
+            try:
+                check(config)
+            except ValueError as error:
+                return reason, str(error)
+        return "", ""
+
+    def memory(self, layouts: Layouts | Layout, held: Held | None, back_end: str) -> Memory:
+        """Of a device; fields are int, or int [N].
+
+        Args:
+          held: of ranks of pipelines; None where there are none.
+        """
+        return memory_of(self.config, layouts, held, back_end, own_host=True)
+
+
+def check_parameters(config: Config) -> None:
+    """Refuses axes over which a parameter does not divide, as the engine does when it places them.
+
+    Raises:
+      ValueError: names the dimension and the nearest size of the axis.
+    """
+    layout = config.layout
+    rules = WEIGHTS if layout.zero_stage >= 1 else REPLICATED_WEIGHTS
+    for array in parameters(config.model):
+        mesh_axes(array.axes, rules, layout.sizes, array.shape, name=f"{array.part}/{array.name}")

@@ -1,0 +1,98 @@
+"""What a rank of a pipeline holds, by the real table: its layers, and slots of its buffers.
+
+As with the makespans of `ticks`, from a few micro-batches per rank on every further round of them
+adds the same, so that no table needs to be large.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxscale.config import Config
+from jaxscale.pipeline.buffer_slots import count_slots
+from jaxscale.pipeline.stages import best_dealing, chunk_stages, dealings, open_stages
+from jaxscale.planner.model.param_shapes import Ints
+from jaxscale.planner.tables.table_makespan import Costs, Pipeline, makespan, open_table
+
+SLOTS = ("residual_b", "residual_w", "cotangent", "input", "inbox")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Numbers of one layout, or arrays [N]; the defaults are those without a pipeline."""
+
+    rows: Ints  # layers that a rank has room for, over all of its chunks
+    capacity: Ints = 0  # of one chunk
+    residual_b: Ints = 0  # slots
+    residual_w: Ints = 0
+    cotangent: Ints = 0
+    input: Ints = 0
+    inbox: Ints = 0
+
+
+def hold(pipeline: Pipeline, layers: tuple[int, ...]) -> Held:
+    """What the busiest rank holds.
+
+    Args:
+      layers: of each virtual stage.
+    """
+    capacity = max(layers)
+    return Held(pipeline.virtual_stages * capacity, capacity, **slots_of(pipeline))
+
+
+def hold_each(pipeline: Pipeline, layers: tuple[int, ...]) -> list[Held]:
+    """What each rank makes use of, as `hold` has it of the busiest, whose buffers all have."""
+    table = open_table(pipeline)
+    slots = count_slots(table)
+    return [
+        Held(int(mine.sum()), int(mine.max()), **{name: int(slots[name][n]) for name in SLOTS})
+        for n, mine in enumerate(np.array(layers)[chunk_stages(table.order)])
+    ]
+
+
+def hold_config(config: Config) -> Held:
+    """What a rank of a config's resolved layout holds.
+
+    Raises:
+      ValueError: the layout's pipeline cannot be.
+    """
+    model, layout = config.model, config.layout
+    if layout.pipeline == 1:
+        return Held(rows=model.num_layers)
+    stages = open_stages(layout, model.num_layers, head_cost(config))
+    order = stages.table.order
+    slots = {name: stages.program.slots[name] for name in SLOTS}
+    return Held(rows=order.virtual_stages * stages.capacity, capacity=stages.capacity, **slots)
+
+
+def head_cost(config: Config) -> float:
+    """FLOPs of the head over those of a layer, as a step deals its layers by."""
+    model = config.model
+    return 2 * model.d_model * model.vocab_size / model.layer_forward_flops(config.data.seq_len)
+
+
+@functools.lru_cache(maxsize=4096)
+def slots_of(pipeline: Pipeline) -> dict[str, int]:
+    """The slots of each buffer."""
+    first, step = pipeline.settled(), pipeline.round
+    if first is None or pipeline.microbatches <= first + step:
+        counts = count_slots(open_table(pipeline))
+        return {name: int(of_ranks.max()) for name, of_ranks in counts.items()}
+    base, after = (slots_of(pipeline._replace(microbatches=m)) for m in (first, first + step))
+    rounds = (pipeline.microbatches - first) // step
+    return {name: base[name] + rounds * (after[name] - base[name]) for name in base}
+
+
+def deal(pipeline: Pipeline, num_layers: int, head_cost: float) -> tuple[int, ...]:
+    """The layers of each virtual stage where a layout leaves it to `pipeline.stages.deal`.
+
+    Args:
+      head_cost: FLOPs of the head over those of a layer.
+    """
+    dealt = dealings(num_layers, pipeline.stages)
+    each = np.array(dealt, float)
+    head = np.zeros_like(each)
+    head[:, -1] = 3 * head_cost
+    costs = Costs(f=each, b=each + head, w=each, r=each)
+    return dealt[best_dealing(dealt, makespan(pipeline, costs).tolist())]

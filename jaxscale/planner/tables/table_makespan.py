@@ -1,0 +1,207 @@
+"""How long a pipeline's real table takes, for many costs at once and any number of micro-batches.
+
+The tables are those of `pipeline.table`, and what comes out is what `pipeline.simulate` says of
+them; the suite compares the two. A table is kept as what is at work in its ticks, and how often.
+From a few micro-batches per rank on, every further round of micro-batches adds the same ticks, so
+no table needs to be larger than that.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.layout import Layout, kept_passes, parse_schedule
+from jaxscale.pipeline.operations import B, F, R, W, X
+from jaxscale.pipeline.schedules import make_order
+from jaxscale.pipeline.table import Table, compile_order
+
+ROUNDS = {
+    "gpipe": 2,
+    "1f1b": 2,
+    "interleaved": 2,
+    "breadth_first": 2,
+    "zb_h1": 2,
+    "zb_h2": 3,
+    "zb_v": 2,
+}
+"""Micro-batches over ranks from which on tables repeat themselves: counted, for 2 to 8 ranks."""
+
+
+class Pipeline(NamedTuple):
+    """What makes a pipeline's order, as `pipeline.orders.make_order` takes it."""
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    virtual_stages: int = 1
+    fused: bool = False  # one operation for the whole backward pass
+    keep: int | None = None  # passes that a rank keeps at a time; None where there is no R
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Pipeline":
+        """That of a resolved layout."""
+        name, fused, _ = parse_schedule(layout.schedule)
+        chunks = max(1, layout.virtual_stages)
+        keep = kept_passes(layout.remat)
+        return cls(name, layout.pipeline, layout.microbatches, chunks, fused, keep)
+
+    @property
+    def stages(self) -> int:
+        """Virtual stages of all ranks together."""
+        return self.ranks * self.virtual_stages
+
+    @property
+    def round(self) -> int:
+        """Micro-batches that come together: more of them come in multiples of these."""
+        return self.ranks if self.schedule == "interleaved" else 1
+
+    def settled(self, rounds: int = 1) -> int | None:
+        """Micro-batches, no fewer than `rounds` times those of `ROUNDS`, from which on every
+        further round adds the same to the table; None where none is known."""
+        if self.keep or self.schedule not in ROUNDS:
+            return None  # ranks that keep some passes have each a rhythm of its own
+        first = rounds * self.ranks * ROUNDS[self.schedule]
+        return first + (self.microbatches - first) % self.round
+
+
+class Costs(NamedTuple):
+    """Seconds of a rank's whole share of the model for one micro-batch, as in `pipeline.simulate`:
+    a chunk costs 1/v of them.
+
+    Each a number, or float [..., 1] (all virtual stages alike), or float [..., virtual stages].
+    A fused backward costs b + w.
+    """
+
+    f: Any = 1.0
+    b: Any = 1.0
+    w: Any = 1.0
+    r: Any = 0.0
+
+
+def makespan(pipeline: Pipeline, costs: Costs, *, lockstep: bool = True) -> np.ndarray:
+    """Seconds from the first operation to the end of the last.
+
+    >>> float(makespan(Pipeline("1f1b", 4, 8), Costs(f=[[1.0], [2.0]], b=1.0, w=1.0))[0])
+    30.0
+
+    Args:
+      costs: as with `pipeline.simulate`, those of operations that the pipeline does not have count
+        nothing.
+      lockstep: every tick lasts as long as its slowest operation, as in our executor; otherwise
+        each rank goes on as soon as it can.
+
+    Returns:
+      Float [...], the leading dimensions of the costs.
+
+    Raises:
+      ValueError: numbers that the schedule cannot serve, overlapped pairs, or costs of another
+        number of stages.
+    """
+    durations, shape = _durations(costs, pipeline.stages)
+    play = _play_in_lockstep if lockstep else _play_as_soon_as_possible
+    # As soon as possible, what is slowest shows itself only after a while.
+    first = pipeline.settled(1 if lockstep else 3)
+    if first is None or pipeline.microbatches <= first + (1 if lockstep else 2) * pipeline.round:
+        found = play(pipeline, durations)
+    else:
+        found = _extended(play, pipeline, first, durations, check=not lockstep)
+    return found.reshape(shape) / pipeline.virtual_stages
+
+
+def _extended(play, pipeline: Pipeline, first: int, durations, check: bool) -> np.ndarray:
+    """From the tables of two numbers of micro-batches; those of a third, where it is to be
+    checked that it grows evenly."""
+
+    def played(rounds: int) -> np.ndarray:
+        count = first + rounds * pipeline.round
+        return play(pipeline._replace(microbatches=count), durations)
+
+    base, after = played(0), played(1)
+    if check and not np.allclose(played(2) - after, after - base, rtol=1e-9, atol=0):
+        return play(pipeline, durations)
+    return base + (pipeline.microbatches - first) // pipeline.round * (after - base)
+
+
+def _durations(costs: Costs, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:
+    """float [kinds, N, stages or 1], and the shape that N stands for."""
+    given = {name: np.atleast_1d(np.asarray(cost, float)) for name, cost in costs._asdict().items()}
+    for name, cost in given.items():
+        if cost.shape[-1] not in (1, stages):
+            raise ValueError(
+                f"costs.{name} is of shape {cost.shape}; its last dimension can be 1, or the "
+                f"{stages} virtual stages"
+            )
+    shape = np.broadcast_shapes(*(cost.shape for cost in given.values()))
+    durations = np.zeros((X + 1, *shape))
+    for kind, name in ((F, "f"), (B, "b"), (W, "w"), (R, "r")):
+        durations[kind] = given[name]
+    durations[X] = durations[B] + durations[W]
+    return durations.reshape(X + 1, -1, shape[-1]), shape[:-1]
+
+
+@functools.lru_cache(maxsize=64)
+def open_table(pipeline: Pipeline) -> Table:
+    """The table of a pipeline."""
+    name, ranks, microbatches, chunks, fused, keep = pipeline
+    order = make_order(name, ranks, microbatches, chunks, fused=fused, keep=keep)
+    if any(op.paired for row in order.rows for op in row):
+        raise ValueError(f"{name} overlaps operations in pairs, whose costs do not add up")
+    return compile_order(order, complete=name in ROUNDS)
+
+
+def _play_in_lockstep(pipeline: Pipeline, durations: np.ndarray) -> np.ndarray:
+    """float [N]: the sum, over ticks, of the most that one of their operations takes."""
+    alike, index = _alike(durations, pipeline.stages)
+    at_work, counts = _patterns(pipeline, alike)
+    costs = durations[:, :, index].transpose(0, 2, 1).reshape(-1, durations.shape[1])
+    total = np.zeros(durations.shape[1])
+    for members, count in zip(at_work, counts):
+        total += count * costs[members].max(axis=0)
+    return total
+
+
+def _alike(durations: np.ndarray, stages: int) -> tuple[tuple[int, ...], np.ndarray]:
+    """The class of each stage, where those of a class cost the same, and a stage of each class."""
+    if durations.shape[-1] == 1:
+        return (0,) * stages, np.zeros(1, int)
+    columns = np.ascontiguousarray(durations.reshape(-1, stages).T)
+    classes: dict[bytes, int] = {}
+    alike = [classes.setdefault(column.tobytes(), len(classes)) for column in columns]
+    return tuple(alike), np.array([alike.index(n) for n in range(len(classes))])
+
+
+@functools.lru_cache(maxsize=4096)
+def _patterns(pipeline: Pipeline, alike: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
+    """What can be at work in a tick, as rows of [kinds * classes], and in how many ticks it is."""
+    tick, kind, stage = _cells(pipeline)
+    classes = max(alike) + 1
+    there = np.zeros((tick.max() + 1, (X + 1) * classes), bool)
+    there[tick, kind * classes + np.array(alike)[stage]] = True
+    packed = np.packbits(there, axis=1)
+    _, index, counts = np.unique(packed, axis=0, return_index=True, return_counts=True)
+    return [np.flatnonzero(there[n]) for n in index], counts
+
+
+@functools.lru_cache(maxsize=512)
+def _cells(pipeline: Pipeline) -> tuple[np.ndarray, ...]:
+    """Tick, kind and stage of every operation."""
+    table = open_table(pipeline)
+    return tuple(x.astype(np.int32) for x in (table.tick, table.ops.kind, table.ops.stage))
+
+
+def _play_as_soon_as_possible(pipeline: Pipeline, durations: np.ndarray) -> np.ndarray:
+    """float [N]. Operations of one tick do not wait for each other, so they are played at once."""
+    table = open_table(pipeline)
+    ops, count = table.ops, len(table.ops.kind)
+    before = np.arange(count) - 1
+    before[np.diff(ops.rank, prepend=-1) != 0] = -1
+    # One entry more than there are operations: a need of -1 reads the last, which is over at 0.
+    needs = np.concatenate([table.needs, before[:, None]], axis=1)
+    stage = ops.stage if durations.shape[-1] > 1 else np.zeros_like(ops.stage)
+    lasts = durations[ops.kind, :, stage]  # [operations, N]
+    ends = np.zeros((count + 1, durations.shape[1]))
+    order = np.argsort(table.tick, kind="stable")
+    for at_once in np.split(order, np.flatnonzero(np.diff(table.tick[order])) + 1):
+        ends[at_once] = ends[needs[at_once]].max(axis=1) + lasts[at_once]
+    return ends.max(axis=0)

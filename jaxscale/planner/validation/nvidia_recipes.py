@@ -1,0 +1,81 @@
+"""What NVIDIA's recipes for Megatron-Bridge choose beside a layout, by model, device and operands.
+
+From `scripts/performance/configs/*/*_workload_base_configs.py` of its repository (October 2025 to
+July 2026), of operands `utils/precision.py` beside it, and the notes on release 0.5.1 (26.06). What
+a recipe does not name is as in `trainers.py`. Modules that are made again are named as there: "moe"
+is a layer of experts with its exchange, "mla_up_proj" what unfolds latent queries, keys and values.
+What is made again of norms and activations is left out: it takes a hundredth of a step.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Of runs whose texts begin as these, any case; "" is any."""
+
+    model: str
+    device: str = ""
+    operands: str = ""
+    since: float = 0.0  # release
+    traits: tuple[tuple[str, Any], ...] = ()
+    again: tuple[str, ...] = ()
+    fsdp: bool = False  # weights are sharded, too, where neither tensor nor pipeline splits them
+
+
+PLAIN_EXCHANGE = (("merged_dispatch", False), ("fused_experts", False))
+"""NCCL's all-to-alls: a token goes once to each of its experts, and is sorted afterwards."""
+
+PLAIN_EXPERTS = (*PLAIN_EXCHANGE, ("plain_experts", True))
+"""And their biases and clamped activation are written out (Megatron's `TEGroupedMLP`: only SwiGLU
+without biases is fused)."""
+
+MODULES = (("graph", "modules"),)
+"""Attention, mixers and routers are recorded (`cuda_graph_scope`), experts are not."""
+
+BESIDE = (("overlap_experts", True),)
+"""Exchanges of one micro-batch run beside the other pass of another's ("a2a overlap")."""
+
+STEP = (*BESIDE, ("graph", "step"))
+"""And the whole step is recorded (`cuda_graph_impl` "full_iteration")."""
+
+RECIPES = (  # the last that fits counts
+    Recipe("llama3-70b", fsdp=True),
+    Recipe("deepseek-v3", again=("mla_up_proj",)),
+    Recipe("deepseek-v3", "gb", traits=MODULES, again=("mla_up_proj",)),
+    Recipe("deepseek-v3", "b300", traits=MODULES, again=("mla_up_proj",)),
+    Recipe("deepseek-v3", "b200", "mxfp8", 26.04, (*BESIDE, *MODULES), ("mla_up_proj",)),
+    Recipe("deepseek-v3", "gb200", "mxfp8", 26.06, STEP, ("mla_up_proj",)),
+    Recipe("deepseek-v3", "b300", "mxfp8", 26.06, STEP, ("mla_up_proj",)),
+    Recipe("deepseek-v3", "gb300", "mxfp8", 26.06, STEP),
+    Recipe("kimi-k2", again=("mla_up_proj",)),
+    Recipe("kimi-k2", "gb300", "mxfp8", 26.06, STEP),
+    Recipe("gpt-oss-120b", traits=PLAIN_EXPERTS),
+    Recipe("gpt-oss-120b", "gb300", traits=(*PLAIN_EXPERTS, *MODULES)),
+    Recipe("gpt-oss-120b", "b300", traits=(("plain_experts", True), *MODULES)),
+    Recipe("gpt-oss-120b", "", "mxfp8", 26.06, STEP),
+    Recipe("gpt-oss-120b", "b300", "mxfp8", 26.06, (*BESIDE, *MODULES)),
+    Recipe("qwen3-30b", "b", traits=MODULES),
+    Recipe("qwen3-235b", "b", traits=PLAIN_EXCHANGE),
+    Recipe("qwen3-235b", "h100", traits=(*PLAIN_EXCHANGE, *BESIDE)),
+    Recipe("qwen3", "gb", traits=MODULES),
+    Recipe("qwen3", "", "mxfp8", 26.06, STEP),
+    Recipe("nemotron-3", traits=MODULES),
+    Recipe("nemotron-3-nano", "h100", traits=MODULES, again=("moe",)),
+    Recipe("nemotron-3-super", operands="nvfp4", traits=(*MODULES, ("wide_layers", 14))),
+)
+
+
+def recipe_of(model: str, device: str, operands: str, framework: str) -> Recipe:
+    """The recipe of a published run; an empty one where none is named."""
+    texts = model.replace("_", "-").lower(), device.lower(), operands.lower()
+    release = re.search(r"megatron-bridge.*?(\d\d\.\d\d)", framework.lower())
+    found = Recipe(model)
+    for known in RECIPES:
+        wanted = known.model, known.device, known.operands
+        fits = all(text.startswith(start) for text, start in zip(texts, wanted))
+        if fits and release and float(release[1]) >= known.since:
+            found = known
+    return found

@@ -1,0 +1,354 @@
+"""What the columns of a published run say: its model, trainer, layout and machine.
+
+A row that does not say enough is not guessed at: `UnhandledError` says what it lacks. Where a
+choice is left open that its users made by what fits (how much is made again, how large a
+micro-batch), it is made here the same way.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from jaxscale.planner.cost.cluster import Cluster, cluster
+from jaxscale.planner.memory import other_trainers
+from jaxscale.planner.model.named_models import named
+from jaxscale.planner.model.parallelism import Choice, Traits
+from jaxscale.planner.model.shape import Latent, Shape
+from jaxscale.planner.validation.nvidia_recipes import Recipe, recipe_of
+from jaxscale.planner.validation.trainers import MEGATRON_2021, policy_of, traits_of
+
+
+class UnhandledError(ValueError):
+    """What a row lacks."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A row of a CSV file."""
+
+    texts: Mapping[str, str]
+
+    def __call__(self, name: str) -> str:
+        return (self.texts.get(name) or "").strip()
+
+    def float(self, name: str, default: float = 0.0) -> float:
+        """Of a column that is empty the default.
+
+        Raises:
+          UnhandledError: it has something else than a number.
+        """
+        try:
+            return float(self(name) or default)
+        except ValueError:
+            raise UnhandledError(f"{name} is {self(name)!r}, not a number") from None
+
+    def int(self, name: str, default: int = 0) -> int:
+        """Likewise, to the nearest."""
+        return round(self.float(name, default))
+
+
+def to_shape(get: Columns) -> Shape:
+    """The model."""
+    if not get("layers") or not get("hidden"):
+        known = named(get("model"), get.int("seq")) if get("seq") else None
+        if known is None:
+            raise UnhandledError(f"the dimensions of {get('model') or 'its model'} are not given")
+        return known
+    if not get("seq"):
+        raise UnhandledError("no sequence length is given")
+    attention, experts = get("attn"), get.int("n_experts")
+    ranks = re.match(r"mla q(\d+) kv(\d+) nope(\d+) rope(\d+) v(\d+)", attention)
+    window, share = 0, 1.0
+    if found := re.match(r"swa-?(\d+)", attention):
+        window = int(found[1])
+        ratio = re.search(r"(\d+):(\d+)", attention)
+        share = int(ratio[1]) / (int(ratio[1]) + int(ratio[2])) if ratio else 0.5
+    if not (ranks or found or attention in ("", "mha", "gqa", "mqa")):
+        raise UnhandledError(f"attn is {attention!r}, which is not known")
+    gated = bool(get.int("gated"))
+    heads = get.int("heads", 1)
+    return Shape(
+        layers=get.int("layers"),
+        d_model=get.int("hidden"),
+        heads=heads,
+        kv_heads=get.int("kv_heads") or heads,
+        head_dim=get.int("head_dim") or get.int("hidden") // heads,
+        d_ff=get.int("ff"),
+        gated=gated,
+        vocab=get.int("vocab"),
+        tied=bool(get.int("tied")),
+        seq_len=get.int("seq"),
+        window=window,
+        windowed_share=share,
+        biases=not gated and attention == "mha",
+        learned_positions=not gated,
+        experts=experts,
+        top_k=get.int("topk"),
+        expert_ff=get.int("moe_ff"),
+        shared_experts=get.int("n_shared"),
+        dense_layers=get.int("dense_layers"),
+        latent=Latent(*map(int, ranks.groups())) if ranks else None,
+        extra_predictions=int("includes MTP" in get("notes")),
+    )
+
+
+PRECISIONS = {
+    "nvfp4": "fp4",
+    "fp8": "fp8",
+    "mxfp8": "fp8",
+    "fp8-cs": "fp8",
+    "int8": "fp8",
+    "": "bfloat16",
+    "bf16": "bfloat16",
+    "fp16": "bfloat16",
+}
+"""Operands of the layers' products by the precision that is printed."""
+
+
+def to_traits(get: Columns) -> Traits:
+    """The trainer."""
+    notes = get("notes").lower()
+    traits = traits_of(get("framework"))
+    if traits is None and "tensor-parallel" in notes:
+        traits = MEGATRON_2021
+    if traits is None:
+        raise UnhandledError(
+            f"{get('framework') or 'its trainer'} is not in planner/validation/trainers.py"
+        )
+    changes = {}
+    if get("SP") not in ("", "0", "1"):
+        raise UnhandledError(f"SP is {get('SP')!r}, not 0 or 1")
+    if get("SP"):
+        changes["sequence_parallel"] = get("SP") == "1"
+    elif "SP" in get("recompute"):
+        changes["sequence_parallel"] = True
+    if "flash" in get("recompute") or "transformerengine" in notes:
+        changes["attention"] = "fused"
+    if "mp_mode" in notes:  # Composer's FSDP: what is reduced in 16 bits
+        changes["gradient_bytes"] = 2 if "mp_mode pure" in notes else 4
+    if get("precision") == "bf16" and traits.attention == "written" and get.int("PP", 1) > 1:
+        changes["gradient_bytes"] = 4  # Megatron's bfloat16 optimizer sums in 32 bits
+    # Megatron-DeepSpeed's partition by type: its users take two layers less than divide evenly.
+    layers, ranks = get.int("layers"), get.int("PP", 1)
+    if "megatron-deepspeed" in get("framework").lower() and layers % ranks:
+        changes["balanced_ends"] = (layers + 2) % ranks == 0
+    # BigScience's runs there waited for every kernel, against hangs (its chronicle).
+    changes["blocking"] = "jean zay" in notes
+    changes |= recipe(get).traits
+    if found := re.search(r"capacity factor ([\d.]+) \(dropping\)", notes):
+        # Experts have that many places each, which MaxText fills as GShard (arXiv 2006.16668) does.
+        changes |= {"imbalance": float(found[1]), "masked_dispatch": True}
+    changes["frozen"] = "lora" in f"{get('model')} {notes}".lower()
+    if get("precision").lower() not in PRECISIONS:
+        raise UnhandledError(f"precision is {get('precision')!r}, which is not known")
+    changes["matmul"] = PRECISIONS[get("precision").lower()]
+    return replace(traits, **changes)
+
+
+def recipe(get: Columns) -> Recipe:
+    """NVIDIA's, where the run is one of theirs."""
+    return recipe_of(get("model"), get("hardware"), get("precision"), get("framework"))
+
+
+def to_choice(get: Columns, shape: Shape, traits: Traits) -> Choice:
+    """The layout, with the micro-batch that it says or the largest usual one."""
+    tensor, pipeline, context, expert = (get.int(name, 1) for name in ("TP", "PP", "CP", "EP"))
+    if shape.experts and not get("EP") and "EP blank where not captured" in get("notes"):
+        raise UnhandledError("over how many ranks experts are spread was not captured")
+    devices = _devices(get, tensor * pipeline * context)
+    sharding = get("sharding").lower()
+    own = 1 if traits.folded_experts else expert
+    if found := re.search(r"tp(\d+)", sharding):
+        tensor = int(found[1])
+    ranks = devices // (tensor * pipeline * context * own)
+    if ranks < 1:
+        raise UnhandledError(f"TP x PP x CP needs more than the {devices} devices")
+    if recipe(get).fsdp and tensor * pipeline == 1:
+        sharding = "fsdp"
+    zero, shards, replicas = _sharding(sharding, ranks)
+    split = shards * replicas * own
+    micro, batch = get.int("microbatch"), get.int("global_batch")
+    if not batch:
+        if get("step_time_s"):
+            raise UnhandledError("a step is timed and no global batch is given")
+        # Only a rate was measured; it does not depend much on the number of micro-batches.
+        micro = micro or max(1, USUAL_TOKENS // shape.seq_len)
+        batch = split * micro * (8 * pipeline if pipeline > 1 else 1)
+    if not traits.accumulates and pipeline == 1:
+        micro = max(1, batch // split)
+    elif not micro:
+        micro = max(1, min(batch // split, USUAL_TOKENS // shape.seq_len))
+    virtual = _chunks(get, shape, pipeline)
+    interleaved = virtual > 1
+    return Choice(
+        pipeline=pipeline,
+        data=replicas,
+        fsdp=shards,
+        expert=expert,
+        context=context,
+        tensor=tensor,
+        zero_stage=zero,
+        microbatch=micro,
+        microbatches=max(1, round(batch / (split * micro))),
+        virtual_stages=virtual,
+        schedule="interleaved" if interleaved else "1f1b",
+        fused=True,
+        remat=_remat(get),
+        traits=traits,
+    )
+
+
+USUAL_TOKENS = 8192
+"""Of a micro-batch on one device where nothing is said of the batch."""
+
+USUAL_DEVICES = 1024
+"""Where a rate per device-hour was measured and the number of devices is not given."""
+
+
+SCHEDULE = r"(|none|dualpipe|1f1b|1f1b[-/]interleaved( where pp>1|\(vp [^)]*\))?)"
+"""What the column can say."""
+
+
+def _chunks(get: Columns, shape: Shape, pipeline: int) -> int:
+    """Of each rank; a layer each where an interleaved schedule is named and no number."""
+    known = re.fullmatch(SCHEDULE, get("schedule").lower())
+    if not known:
+        raise UnhandledError(f"schedule is {get('schedule')!r}, which is not known")
+    if pipeline == 1 or "interleaved" not in get("schedule"):
+        return 1
+    noted = re.search(r"VP=(\d+)", get("notes"))
+    if get("VP") or noted:
+        return get.int("VP") or int(noted[1])  # pyright: ignore[reportOptionalSubscript]
+    return shape.layers // pipeline if shape.layers % pipeline == 0 else 1
+
+
+def _devices(get: Columns, least: int) -> int:
+    devices = get.int("n_devices") or least
+    return USUAL_DEVICES if devices == 1 and "hours" in get("notes") else devices
+
+
+SHARDING = re.compile(
+    r"(?<!\w)(zero[0-3](/[0-3])?(\(distributed optimizer\))?|(ici_|dcn_)?fsdp\d*|(dp|tp|ep)\d*"
+    r"|dcn|none|per pod:|across \d+ pods|x)(?![\w(])"
+)
+"""The words of the column."""
+
+
+def _sharding(text: str, ranks: int) -> tuple[int, int, int]:
+    """ZeRO stage, ranks of fsdp, replicas.
+
+    Raises:
+      UnhandledError: a word that is none of `SHARDING`.
+    """
+    if unread := re.sub(r"[\s/+;,]+", " ", SHARDING.sub(" ", text)).split():
+        raise UnhandledError(f"sharding is {text!r}, of which {unread[0]!r} is not known")
+    if text.startswith("zero"):
+        return int(text[4]), ranks, 1
+    shards = 1
+    for found in re.finditer(r"fsdp(\d+)", text):
+        shards *= int(found[1])
+    if "fsdp" in text or not text:
+        shards = shards if 1 < shards <= ranks else ranks
+        return 3, shards, ranks // shards
+    return 0, ranks, 1
+
+
+def _remat(get: Columns) -> str:
+    """A policy of ours for what others call recomputation.
+
+    Raises:
+      UnhandledError: its trainer is not known to have a policy of that name.
+    """
+    text, again = get("recompute"), recipe(get).again
+    if text.startswith("per-recipe") or _offloads_inputs(get):
+        return f"modules:{','.join(again)}" if again else "none"
+    policy = policy_of(text, get("framework"))
+    if policy is None:
+        raise UnhandledError(f"recompute is {text!r}, which {_trainer(get)} is not known to have")
+    return policy
+
+
+def _offloads_inputs(get: Columns) -> bool:
+    """MaxText's "custom", whose published runs let layers' inputs and some names wait on hosts."""
+    return get("recompute") == "custom" and get("framework").lower().startswith("maxtext")
+
+
+def _trainer(get: Columns) -> str:
+    return get("framework") or "its trainer"
+
+
+FAST_HOST = 200e9
+"""Bytes a second of a host link beside which activations can wait in host memory for free: those
+of Grace superchips, 450 GB/s, bring a layer's back while one computes."""
+
+
+def fitting(get: Columns, shape: Shape, machine: Cluster, choice: Choice) -> Choice:
+    """Where a row does not say what is made again: no more than memory asks for."""
+    said = get("recompute")
+    if _offloads_inputs(get):
+        return _offloaded(choice)
+    if said and "per-recipe" not in said and "unknown" not in said:
+        return choice
+    policies = [choice.remat, "save:query,key,value,attention_out", "full"]
+    if choice.traits.attention == "written":
+        policies[1] = "save_all_but_attention"
+    room = ROOM * capacity(machine)
+    needs = [
+        float(other_trainers.memory(shape, replace(choice, remat=remat)).needed)
+        for remat in policies
+    ]
+    if needs[0] < room:
+        return choice
+    if machine.chip.host_bytes_per_second > FAST_HOST:
+        return replace(choice, offload="activations")
+    if choice.traits.lockstep:
+        fits = [remat for remat, size in zip(policies, needs) if size < room]
+        return replace(choice, remat=fits[0]) if fits else _offloaded(choice)
+    # Trainers in which a number of layers can be made again.
+    share = (needs[0] - room) / max(1.0, needs[0] - needs[2])
+    return replace(choice, remat="full", remat_share=min(1.0, share))
+
+
+def _offloaded(choice: Choice) -> Choice:
+    return replace(choice, remat="offload:query,key,value", offload="activations")
+
+
+ROOM = 0.97
+"""Of a device's memory, that users fill."""
+
+BINARY = 2**30 / 1e9
+"""Memory is sold in units of 2**30 bytes and printed as GB: `nvidia-smi` shows 81,920 MiB on an
+A100 of 80 GB."""
+
+
+def capacity(machine: Cluster) -> float:
+    """Bytes of memory that a device really has."""
+    return machine.memory_bytes * BINARY
+
+
+CHIPS = {"trainium2-core": "Trainium2", "tpuv3-chip": "TPUv3"}
+"""Where a row's name for a device is not that of `hardware.csv`, nor its beginning."""
+
+
+def to_cluster(get: Columns, choice: Choice) -> Cluster:
+    """The machine, with its own network."""
+    name = CHIPS.get(get("hardware").lower(), get("hardware"))
+    if name == "V100" and get.int("devices_per_node") == 16:
+        name = "V100-SXM3"  # of DGX-2
+    overrides = {}
+    if get("inter_node_GBs_per_dev"):
+        overrides["network_bytes_per_second"] = get.float("inter_node_GBs_per_dev") * 1e9
+    devices = int(choice.num_devices)
+    try:
+        machine = cluster(name, devices, **overrides)
+        if machine.torus:
+            # Slices are what is said to be on the network between them.
+            slices = int(choice.data) if "dcn" in get("sharding") else 1
+            inside = cluster(machine.name, devices // slices, **overrides)
+            return replace(machine, torus=inside.torus, tiers=inside.tiers)
+        if get.int("devices_per_node"):
+            nodes = {"node_devices": get.int("devices_per_node")}
+            return cluster(machine.name, devices, **overrides, **nodes)
+    except ValueError as error:
+        raise UnhandledError(str(error)) from error
+    return machine

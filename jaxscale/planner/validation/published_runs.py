@@ -1,0 +1,184 @@
+"""Published training runs, one a row, as the planner's records.
+
+The columns are those of a CSV file with a source, a machine, a model, a layout and what was
+measured: seconds of a step, tokens a second, bytes, or energy.
+"""
+
+import csv
+import pathlib
+import re
+from dataclasses import dataclass, field
+
+from jaxscale.planner.cost.cluster import Cluster
+from jaxscale.planner.model.parallelism import Choice
+from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.validation.parse_run import (
+    Columns,
+    UnhandledError,
+    fitting,
+    to_choice,
+    to_cluster,
+    to_shape,
+    to_traits,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run: what was planned, and what was measured of it (0 where nothing was)."""
+
+    id: str
+    source: str
+    hardware: str
+    model: str
+    shape: Shape
+    cluster: Cluster
+    choice: Choice
+    step_seconds: float
+    memory_bytes: float
+    out_of_memory: bool
+    reading: str = "device"  # that the bytes are of; or of its "allocator", or what it "allocated"
+    sizes: dict[str, float] = field(default_factory=dict)  # parts of memory, by name, in bytes
+    framework: str = ""
+    precision: str = ""
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """Runs that share one calibration."""
+        return self.source, self.hardware
+
+
+@dataclass(frozen=True)
+class Bill:
+    """The energy of a whole run."""
+
+    id: str
+    source: str
+    hardware: str
+    device_hours: float
+    overhead: float  # of the building, over what the devices draw
+    joules: float
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a file holds; `unhandled` are the sources and reasons of the others."""
+
+    runs: list[Row]
+    bills: list[Bill]
+    unhandled: list[tuple[str, str]]
+
+
+def read(path: str | pathlib.Path) -> Rows:
+    """Reads a file of measured runs.
+
+    Raises:
+      ValueError: the file is not of this format; names a missing column.
+    """
+    with pathlib.Path(path).open(newline="") as file:
+        reader = csv.DictReader(file)
+        missing = sorted({"source", "hardware", "layers", "hidden"} - set(reader.fieldnames or ()))
+        if missing:
+            raise ValueError(f"{path} has no column {missing[0]!r}; it is no file of measured runs")
+        found = Rows([], [], [])
+        for texts in reader:
+            columns = Columns(texts)
+            try:
+                if "MWh" in columns("notes"):
+                    found.bills.append(to_bill(columns))
+                else:
+                    found.runs.append(to_row(columns))
+            except UnhandledError as reason:
+                found.unhandled.append((columns("source"), str(reason)))
+    return found
+
+
+def to_row(get: Columns) -> Row:
+    """One run.
+
+    Raises:
+      UnhandledError: it lacks something, or names something that is not known.
+    """
+    shape = to_shape(get)
+    choice = to_choice(get, shape, to_traits(get))
+    machine = to_cluster(get, choice)
+    choice = fitting(get, shape, machine, choice)
+    text, sizes = get("mem_GB"), _sizes(get("notes"))
+    reading, unit = _reading(get)
+    failed = text.upper() == "OOM" or "out of memory" in get("notes").lower()
+    return Row(
+        id=get("id"),
+        source=get("source"),
+        hardware=get("hardware"),
+        model=get("model"),
+        shape=shape,
+        cluster=machine,
+        choice=choice,
+        step_seconds=_step_seconds(get, shape, choice),
+        # Where parts are listed, the whole is their sum, not a reading of a device.
+        memory_bytes=0.0 if failed or sizes else get.float("mem_GB") * unit,
+        out_of_memory=failed,
+        reading=reading,
+        sizes=sizes,
+        framework=get("framework"),
+        precision=get("precision").lower(),
+    )
+
+
+def _reading(get: Columns) -> tuple[str, float]:
+    """What a figure of memory is of, and its unit: nanotron prints what PyTorch's allocator holds,
+    in units of 2**30 bytes; others read `nvidia-smi`, if they do not say what they allocated."""
+    if get("framework").lower().startswith("nanotron"):
+        return "allocator", 2.0**30
+    return ("allocated" if "GB allocated" in get("notes") else "device"), 1e9
+
+
+def _step_seconds(get: Columns, shape: Shape, choice: Choice) -> float:
+    """The step as it was measured, or as follows from measured tokens or operations."""
+    if get.float("step_time_s"):
+        return get.float("step_time_s")
+    tokens = float(choice.global_batch) * shape.seq_len
+    rate = get.float("tok_s_dev")
+    if not rate and not get("calc_step_s"):
+        rate = get.float("calc_tok_s_dev")
+    if rate:
+        return tokens / (rate * float(choice.num_devices))
+    return get.float("calc_step_s")
+
+
+def _sizes(notes: str) -> dict[str, float]:
+    """Parts of a device's memory that the notes list, in bytes; or a share of the baseline."""
+    patterns = {
+        "state": r"params\+optimizer ([\d.]+)",
+        "activations": r"no recompute ([\d.]+)",
+        "selective": r"SP\+selective ([\d.]+)",
+    }
+    found = {}
+    if "GiB" in notes:
+        for name, pattern in patterns.items():
+            if match := re.search(pattern, notes):
+                found[name] = float(match[1]) * 2**30
+    if match := re.search(r"activation memory = ([\d.]+)% of the tensor-parallel-only", notes):
+        found["share"] = float(match[1]) / 100
+    return found
+
+
+def to_bill(get: Columns) -> Bill:
+    """The energy of a run, from device-hours or hours of all devices."""
+    notes = get("notes").replace(",", "")
+    energy = re.search(r"([\d.]+) MWh", notes)
+    device_hours = re.search(r"([\d.]+) GPU-hours", notes)
+    hours = re.search(r"([\d.]+) h for", notes)
+    if not energy or not (device_hours or hours):
+        raise UnhandledError("energy is given, and no device-hours")
+    overhead = re.search(r"PUE ([\d.]+)", notes)
+    return Bill(
+        id=get("id"),
+        source=get("source"),
+        hardware=get("hardware"),
+        device_hours=float(device_hours[1])
+        if device_hours
+        else float(hours[1]) * get.int("n_devices", 1),  # pyright: ignore[reportOptionalSubscript]
+        overhead=float(overhead[1]) if overhead else 1.1,
+        joules=float(energy[1]) * 3.6e9,
+    )

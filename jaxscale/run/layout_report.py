@@ -1,0 +1,301 @@
+"""What a layout means for a model, as text: where every parameter lives and what it costs."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxscale.layout import REMATS, kept_passes, parse_schedule
+from jaxscale.pipeline import summary
+from jaxscale.pipeline.simulate import simulate
+from jaxscale.pipeline.stages import Stages, open_stages
+from jaxscale.planner.memory.step import Memory, memory
+from jaxscale.planner.search.trainable_model import check_parameters
+from jaxscale.sharding.resolve import (
+    REPLICATED_WEIGHTS,
+    WEIGHTS,
+    Axes,
+    Rules,
+    is_axes,
+    leaf_name,
+    resolve,
+)
+from jaxscale.training.gradients import pipeline_buffers
+from jaxscale.training.step import Engine
+
+LARGE_BYTES = 1 << 20
+"""A replicated parameter from this size on is worth a warning."""
+
+
+def describe_layout(engine: Engine) -> str:
+    """The layout, what it and its alternatives need on each device, and a line for every parameter.
+
+    Bytes are those of formulas (`planner.memory`), without compiling.
+    """
+    parts = [_summary(engine), *_pipeline(engine), _stages(engine), *_remats(engine)]
+    parts += _offloads(engine)
+    return "\n\n".join([*parts, _parameters(engine), *_warnings(engine)])
+
+
+def _summary(engine: Engine) -> str:
+    layout, config = engine.layout, engine.model.config
+    axes = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1)
+    rows = [
+        ("devices", f"{layout.num_devices}: {axes or 'every axis 1'}"),
+        ("zero stage", f"{layout.zero_stage} over fsdp {layout.fsdp}"),
+        ("micro-batches", f"{layout.microbatches}, {layout.accumulation}"),
+        ("remat", layout.remat),
+        ("attention", engine.attention),
+        (
+            "types",
+            f"parameters {config.param_dtype}, compute {config.compute_dtype}, "
+            f"gradients {engine.zero.accumulation_dtype}",
+        ),
+        ("parameters", f"{config.num_params:,}"),
+        ("memory", _peak(engine)),
+    ]
+    return "layout\n" + table(rows)
+
+
+def _pipeline(engine: Engine) -> list[str]:
+    """What a rank does, and keeps between the ticks of a step."""
+    if engine.stages is None:
+        return []
+    zero = engine.zero
+    kept = pipeline_buffers(
+        engine.model,
+        engine.layout,
+        zero,
+        engine.mesh,
+        engine.stages,
+        engine.abstract_state.params,
+        engine.abstract_batch,
+    )
+    kept = {name: _size(tree) for name, tree in kept.items()}
+    outer = {name: engine.abstract_state.params[name] for name in ("embed", "head")}
+    axes = {name: zero.axes[name] for name in outer}
+    whole = {**WEIGHTS, "embed": (), "outer_embed": ()}
+    kept["embedding and head, whole"] = tree_bytes(
+        outer, axes, whole, zero.sizes, zero.compute_dtype.itemsize
+    )
+    rows = [*summary.rows(engine.stages)]
+    rows += [(f"keeps: {name}", human_bytes(size)) for name, size in kept.items() if size]
+    return ["pipeline\n" + table(rows)]
+
+
+def _stages(engine: Engine) -> str:
+    """Bytes at rest on a device for each stage; only `fsdp` and `tensor` divide them."""
+    rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "optimizer", "together")]
+    state, axes = engine.abstract_state, engine.state_axes
+    width = engine.zero.accumulation_dtype.itemsize
+    for stage in range(4):
+        zero = dataclasses.replace(engine.zero, stage=stage)
+        params = tree_bytes(state.params, axes.params, zero.param_rules, zero.sizes)
+        rules = zero.update_rules if zero.scatters else REPLICATED_WEIGHTS
+        grads = tree_bytes(state.params, axes.params, rules, zero.sizes, width)
+        moments = tree_bytes(state.opt_state, axes.opt_state, zero.update_rules, zero.sizes)
+        chosen = " *" if stage == engine.zero.stage else ""
+        sizes = (params, grads, moments, params + grads + moments)
+        rows.append((f"zero {stage}{chosen}", *(human_bytes(size) for size in sizes)))
+    return "bytes at rest on each device\n" + table(rows)
+
+
+def _peak(engine: Engine) -> str:
+    needs = _predict(engine)
+    return (
+        f"{human_bytes(needs.peak)} on each device: {human_bytes(needs.arguments)} between steps, "
+        f"{human_bytes(needs.temporaries)} in a step"
+    )
+
+
+def _remats(engine: Engine) -> list[str]:
+    """What each policy keeps, and what it costs."""
+    config, layout = engine.config, engine.layout
+    if engine.stages:
+        return _passes(engine, engine.stages)
+    policies = [*REMATS, *([] if layout.remat in REMATS else [layout.remat])]
+    predicted = {remat: _predict(engine, remat=remat) for remat in policies}
+    policies.sort(key=lambda remat: -predicted[remat].stash)
+    rows = [("", "layers keep", "whole step", "FLOPs")]
+    for remat in policies:
+        chosen, needs = " *" if remat == layout.remat else "", predicted[remat]
+        more = config.model.hardware_flops_per_token(config.data.seq_len, remat=remat)
+        more /= config.model.flops_per_token(config.data.seq_len)
+        rows.append(
+            (
+                f"{remat}{chosen}",
+                human_bytes(needs.stash),
+                human_bytes(needs.peak),
+                f"+{more - 1:.0%}",
+            )
+        )
+    return ["layout.remat on each device\n" + table(rows)]
+
+
+def _passes(engine: Engine, chosen: Stages) -> list[str]:
+    """What keeping some passes of a pipeline costs and brings, from none to all."""
+    layout = engine.layout
+    if parse_schedule(layout.schedule)[0].endswith(".csv"):
+        return []  # it says itself what is recomputed
+
+    def open_with(remat: str) -> Stages:
+        changed = dataclasses.replace(layout, remat=remat)
+        return open_stages(changed, engine.model.config.num_layers, chosen.head_cost)
+
+    def seconds(stages: Stages) -> float:
+        return simulate(stages.table, stages.costs).lockstep_makespan
+
+    everything = open_with("none")
+    shortest = seconds(everything)
+    most = everything.program.slots["residual_b"]
+    # With all but one kept, that one would need as much room as keeping it, too.
+    some = sorted({most * quarters // 4 for quarters in (1, 2, 3)} - {0, most - 1, most})
+    policies = ["none", *(f"keep:{n}" for n in reversed(some)), "full"]
+    policies += [layout.remat] * (layout.remat not in policies)
+    rows = [("", "slots hold", "whole step", "time")]
+    for remat in policies:
+        needs, slower = _predict(engine, remat=remat), ""
+        if kept_passes(remat) is not None:
+            slower = f"+{seconds(open_with(remat)) / shortest - 1:.0%}"
+        rows.append(
+            (
+                remat + " *" * (remat == layout.remat),
+                human_bytes(needs.stash),
+                human_bytes(needs.peak),
+                slower,
+            )
+        )
+    return ["layout.remat on each device\n" + table(rows)]
+
+
+def _offloads(engine: Engine) -> list[str]:
+    """What each of them moves; the back end must have host memory of its own."""
+    if engine.layout.pipeline > 1:
+        return []
+    rows = []
+    for what in ("optimizer", "activations"):
+        needs = _predict(engine, offload=what)
+        chosen = " *" if engine.layout.offloads(what) else ""
+        moved = needs.host_optimizer if what == "optimizer" else needs.host_stash
+        rows.append((f"{what}{chosen}", human_bytes(moved)))
+    return ["layout.offload moves to host memory\n" + table(rows)]
+
+
+def _predict(engine: Engine, **changes: Any) -> Memory:
+    """As the back end's compiler orders a step."""
+    platform = engine.mesh.devices.flat[0].platform
+    layout = dataclasses.replace(engine.layout, **changes)
+    config = dataclasses.replace(engine.config, layout=layout)
+    back_end = "gpu" if platform == "cuda" else platform
+    return memory(config, back_end, own_host=platform != "cpu")
+
+
+def _parameters(engine: Engine) -> str:
+    rows = [("parameter", "logical axes", "mesh axes", "shape", "bytes per device")]
+    for name, axes, leaf in _leaves(engine):
+        spec = leaf.sharding.spec
+        mesh_axes = ", ".join("+".join(e) if isinstance(e, tuple) else e or "-" for e in spec)
+        rows.append(
+            (
+                name,
+                ", ".join(axes),
+                mesh_axes,
+                " x ".join(map(str, leaf.shape)),
+                human_bytes(_bytes(leaf, axes, engine.zero.param_rules, engine.zero.sizes)),
+            )
+        )
+    return table(rows)
+
+
+def _warnings(engine: Engine) -> list[str]:
+    """A line for each large parameter that the layout could shard and does not, one for state that
+    replicas hold alike, and one for a pipeline that idles much."""
+    sizes = engine.zero.sizes
+    shards = [
+        axis for axis, on in (("tensor", sizes["tensor"] > 1), ("fsdp", engine.zero.gathers)) if on
+    ]
+    found = [
+        f"warning: {name} ({human_bytes(leaf.size * leaf.dtype.itemsize)}) is whole on every rank "
+        f"of {' and '.join(shards)}: none of its axes is spread over them"
+        for name, _, leaf in _leaves(engine)
+        if shards and leaf.size * leaf.dtype.itemsize >= LARGE_BYTES
+        if not any(leaf.sharding.spec)
+    ]
+    found += _replicated(engine)
+    if engine.stages and (advice := summary.advice(engine.layout, engine.stages)):
+        found.append(advice)
+    return ["\n".join(found)] if found else []
+
+
+def _replicated(engine: Engine) -> list[str]:
+    """What the ranks of data and fsdp hold alike and could share out."""
+    layout, config = engine.layout, engine.config
+    alone = layout.data * layout.fsdp
+    sharded = dataclasses.replace(layout, data=1, fsdp=alone, zero_stage=3)
+    try:
+        check_parameters(dataclasses.replace(config, layout=sharded))
+    except ValueError:
+        return []  # dimensions that do not divide over so many
+    now, then = _predict(engine), _predict(engine, data=1, fsdp=alone, zero_stage=3)
+    here, there = (needs.parameters + needs.optimizer for needs in (now, then))
+    if here - there < LARGE_BYTES:
+        return []
+    axes = " x ".join(
+        f"{name} {getattr(layout, name)}" for name in ("data", "fsdp") if getattr(layout, name) > 1
+    )
+    return [
+        f"note: of parameters and optimizer state each device holds {human_bytes(here)}, of which "
+        f"{human_bytes(here - there)} are on other ranks of {axes} too; layout.fsdp = {alone}, "
+        f"layout.data = 1 and layout.zero_stage = 3 would leave {human_bytes(there)}"
+    ]
+
+
+def _size(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _leaves(engine: Engine) -> list[tuple[str, Axes, Any]]:
+    axes = jax.tree.leaves(engine.state_axes.params, is_leaf=is_axes)
+    leaves = jax.tree_util.tree_leaves_with_path(engine.abstract_state.params)
+    return [(leaf_name(path), a, leaf) for a, (path, leaf) in zip(axes, leaves)]
+
+
+def tree_bytes(
+    abstract: Any, axes: Any, rules: Rules, sizes: Mapping[str, int], width: int | None = None
+) -> int:
+    """Bytes on one device of a tree of arrays; `width` replaces the bytes of an element."""
+    each = jax.tree.map(
+        lambda axes, leaf: _bytes(leaf, axes, rules, sizes, width), axes, abstract, is_leaf=is_axes
+    )
+    return sum(jax.tree.leaves(each))
+
+
+def _bytes(
+    leaf: Any, axes: Axes, rules: Rules, sizes: Mapping[str, int], width: int | None = None
+) -> int:
+    shards = math.prod(
+        sizes[name]
+        for entry in resolve(axes, rules, sizes)
+        for name in (entry if isinstance(entry, tuple) else (entry,))
+        if name
+    )
+    return leaf.size * (width or leaf.dtype.itemsize) // shards
+
+
+def human_bytes(size: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    if size < 1024:
+        return f"{size:.0f} B"
+    power = min(int(math.log2(size) // 10), 4)
+    return f"{size / 1024**power:.4g} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned; the first one to the left, those of figures to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+        for row in rows
+    )

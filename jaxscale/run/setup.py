@@ -1,0 +1,255 @@
+"""What every command does with a run's folder: its config, engine, text, parameters, evaluation."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import pathlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale import config as configs
+from jaxscale.batch import ShardedBatch
+from jaxscale.config import Config
+from jaxscale.data.dataset import Examples
+from jaxscale.data.loader import batches
+from jaxscale.data.mixture import open_examples
+from jaxscale.data.tokens.corpus import open_corpus
+from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.data.tokens.tokenizer import load as load_tokenizer
+from jaxscale.distributed import processes
+from jaxscale.hardware import find_chip
+from jaxscale.layout import resolve_sizes
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.checkpoint import Checkpoints
+from jaxscale.training.step import Engine, make_engine
+
+log = logging.getLogger("jaxscale")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A run's tokenizer and its two splits; `heldout` is None when nothing is held out."""
+
+    tokenizer: Tokenizer
+    train: Examples
+    heldout: Examples | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out loss; `tokens` counted, standing for `num_bytes` bytes of text."""
+
+    loss: float  # nats per token
+    tokens: int
+    num_bytes: float
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The loss of the same text in bits over its bytes: comparable between tokenizers."""
+        return self.loss * self.tokens / math.log(2) / self.num_bytes
+
+
+def open_engine(config: Config, workdir: pathlib.Path | None = None) -> tuple[Config, Engine]:
+    """The config with its layout resolved on the devices at hand, and the engine on them.
+
+    Args:
+      workdir: of a run that may have begun; one with layout = "auto" keeps the layout it took.
+    """
+    config = planned(config, workdir)
+    layout = resolve_sizes(config.layout, jax.device_count())
+    config = dataclasses.replace(config, layout=layout)
+    return config, make_engine(config, make_mesh(layout))
+
+
+def check_memory(engine: Engine) -> None:
+    """Refuses, before anything is compiled, a step that cannot have room on these devices, as far
+    as their memory is known.
+
+    Raises:
+      ValueError: with the number of micro-batches that fits.
+    """
+    # As in `planned`.
+    from jaxscale.planner.room import check_room  # noqa: PLC0415
+    from jaxscale.planner.search.space import MEMORY_FRACTION  # noqa: PLC0415
+
+    device = engine.mesh.devices.flat[0]
+    back_end = "gpu" if device.platform == "cuda" else device.platform
+    chip = find_chip(device.device_kind)
+    if chip and back_end in MEMORY_FRACTION:
+        limit = chip.memory_bytes * MEMORY_FRACTION[back_end]
+        check_room(engine.config, back_end, limit, chip.name)
+
+
+def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
+    """The config with the layout that the planner takes, where it is left to the planner."""
+    if not config.layout.auto:
+        return config
+    # Twenty modules that most runs have no use for.
+    from jaxscale.planner.auto_layout import choose  # noqa: PLC0415
+    from jaxscale.planner.report.text_report import gigabytes, layout_text  # noqa: PLC0415
+
+    begun = workdir / "config.json" if workdir else None
+    if begun and begun.is_file():
+        layout = configs.from_dict(json.loads(begun.read_text())).layout
+        log.info(f"layout = 'auto': {layout_text(layout)}, as the run began")
+        return dataclasses.replace(config, layout=layout)
+    device = jax.devices()[0]
+    plan = choose(config, device.device_kind, device.platform, jax.device_count())
+    log.info(
+        f"layout = 'auto' takes {layout_text(plan.layout)}: by formula a step of "
+        f"{plan.step_seconds:.4g} s and {gigabytes(plan.memory_bytes)} of "
+        f"{gigabytes(plan.limit_bytes)} on each device"
+    )
+    return plan.config
+
+
+def for_sampling(config: Config) -> Config:
+    """The config for a command that only samples: it has no batches, no schedule and its own
+    attention, so what the run says of them need not fit the devices at hand.
+
+    The ranks of a pipeline share every layer, as ranks of fsdp, where d_model divides.
+    """
+    layout = resolve_sizes(config.layout, jax.device_count())
+    if layout.pipeline > 1:
+        axis = "data" if config.model.d_model % (layout.fsdp * layout.pipeline) else "fsdp"
+        size = getattr(layout, axis) * layout.pipeline
+        log.info(
+            f"samples are drawn without a pipeline: using layout.{axis} = {size} in place of "
+            f"layout.pipeline = {layout.pipeline}"
+        )
+        without = {"pipeline": 1, "remat": "none", "zero_stage": 3, axis: size}
+        layout = dataclasses.replace(layout, **without)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, attention="auto"),
+        data=dataclasses.replace(
+            config.data,
+            global_batch_size=layout.batch_shards,
+            seq_len=2 * layout.context * layout.tensor,
+        ),
+        layout=dataclasses.replace(layout, microbatches=1),
+    )
+
+
+def open_tokenizer(config: Config, workdir: pathlib.Path) -> Tokenizer:
+    """The tokenizer of a run that has begun, without its text.
+
+    Raises:
+      FileNotFoundError: the folder has lost the tokenizer that was trained for it.
+      ValueError: the tokenizer cannot be used with this model; names the setting.
+    """
+    name, path = config.data.tokenizer, workdir / "tokenizer.json"
+    if name.startswith("bpe:") and not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing: the byte pairs of data.tokenizer = {name!r} that the run was "
+            "trained with; put it back"
+        )
+    return _fitting(load_tokenizer(name, directory=workdir), config)
+
+
+def open_text(config: Config, workdir: pathlib.Path) -> Text:
+    """Reads, and the first time tokenises, what `config.data` names.
+
+    Raises:
+      ValueError: the data cannot be used with this model; names the setting.
+    """
+    data = config.data
+    tokenizer = _fitting(
+        load_tokenizer(data.tokenizer, data.source, workdir, heldout=data.heldout, seed=data.seed),
+        config,
+    )
+    corpus = open_corpus(data.source, tokenizer, workdir / "tokens")
+    size = config.model.vocab_size
+    train = open_examples(data, tokenizer, corpus, split="train", vocab_size=size)
+    heldout = None
+    if data.heldout or config.run.eval_every:
+        heldout = open_examples(data, tokenizer, corpus, split="heldout", vocab_size=size)
+    return Text(tokenizer, train, heldout)
+
+
+def _fitting(tokenizer: Tokenizer, config: Config) -> Tokenizer:
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the "
+            f"{tokenizer.vocab_size} tokens of data.tokenizer = {config.data.tokenizer!r}; set "
+            f"model.vocab_size = {tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def restore_params(engine: Engine, workdir: pathlib.Path) -> tuple[int, Any, dict[str, Any]]:
+    """The newest checkpoint's step, its parameters on this engine's mesh in canonical form, and
+    its metadata.
+
+    Raises:
+      FileNotFoundError: the run has no checkpoint yet.
+      ValueError: the checkpoint holds other parameters, or cannot be used.
+    """
+    checkpoints = Checkpoints(workdir / "checkpoints")
+    try:
+        step = processes.from_first("newest checkpoint", checkpoints.latest())
+        if step is None:
+            raise FileNotFoundError(
+                f"--workdir {workdir} holds no checkpoint yet; the command that trains it writes "
+                "one every run.checkpoint_every steps, and at the end"
+            )
+        wanted = {"params": engine.placement.canonical.params}
+        params = checkpoints.restore(step, wanted, part=True)["params"]
+        return step, params, checkpoints.metadata(step)
+    finally:
+        checkpoints.close()
+
+
+def device_batches(
+    engine: Engine,
+    dataset: Examples,
+    global_batch_size: int,
+    *,
+    start_step: int = 0,
+    workers: int = 0,
+) -> Generator[ShardedBatch]:
+    """Batches for `Engine.step`; each process loads the rows that its devices hold."""
+    for batch in batches(
+        dataset,
+        global_batch_size=global_batch_size,
+        start_step=start_step,
+        rows=engine.local_rows(global_batch_size),
+        workers=workers,
+    ):
+        yield engine.shard(batch, global_batch_size=global_batch_size)
+
+
+def evaluate_loss(
+    engine: Engine,
+    params: Any,
+    heldout: Examples,
+    global_batch_size: int,
+    max_batches: int | None = None,
+) -> Evaluation:
+    """The loss on held-out text: the first `max_batches` batches of it, or all.
+
+    Every call sees the same examples in the same order, whatever the layout.
+
+    Args:
+      params: of the engine's state, or in canonical form, as `fit` and checkpoints give them.
+    """
+    params = engine.placement.part("params").from_canonical(params)
+    sums, token_bytes = np.zeros(3), jnp.asarray(heldout.token_bytes, jnp.float32)
+    with contextlib.closing(device_batches(engine, heldout, global_batch_size)) as stream:
+        for batch in itertools.islice(stream, max_batches):
+            sums += np.array(engine.evaluate(params, batch, token_bytes), np.float64)
+    nll, tokens, num_bytes = sums.tolist()
+    return Evaluation(nll / tokens, int(tokens), num_bytes)

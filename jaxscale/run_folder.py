@@ -1,0 +1,114 @@
+"""A run's folder, as far as commands read it before JAX is imported: the run's config.
+
+A mistyped key must be answered in a fraction of a second, so nothing here imports JAX.
+"""
+
+import argparse
+import ast
+import dataclasses
+import json
+import logging
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from jaxscale import config as configs
+from jaxscale.config import Config
+from jaxscale.layout import MESH_AXES
+
+log = logging.getLogger("jaxscale")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every command that works from a run's folder."""
+    parser.add_argument(
+        "--workdir", required=True, metavar="DIR", type=pathlib.Path, help="the run's folder"
+    )
+    parser.add_argument(
+        "--config",
+        metavar=".SECTION.KEY=VALUE",
+        type=_refuse_file,
+        help="change a leaf of the run's config, such as --config.layout.fsdp=2; a mesh axis that "
+        "is not named is then 1, and data takes the devices that are left",
+    )
+
+
+def load_config(workdir: pathlib.Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in a run's folder, with "section.key=value" overrides.
+
+    The folder holds the size of every mesh axis. Naming one in an override sets the others free:
+    to 1, and `data` to what is left. Nothing is trained from here, so what training kept for its
+    backward pass, and moved to host memory, is left out: it need not fit the layout at hand.
+
+    Raises:
+      FileNotFoundError: the folder holds no run.
+      ValueError: an unknown key, a value of the wrong type, or a file that is no config.
+    """
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"--workdir {workdir} holds no run (no config.json); train one first: "
+            f"python -m jaxscale.train --config FILE --workdir {workdir}"
+        )
+    try:
+        sections = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
+        raise ValueError(f"{path} is not the config of a run: sections of keys and values")
+    sections["layout"] = sections.get("layout", {}) | {"remat": "none", "offload": "none"}
+    if named := _named_axes(overrides):
+        sizes = {axis: 1 for axis in MESH_AXES if axis not in named}
+        if "data" in sizes and "-1" not in named.values():
+            sizes["data"] = -1
+        sections["layout"] |= sizes
+    for override in overrides:
+        _set(sections, override)
+    return configs.from_dict(sections)
+
+
+def fit_devices(config: Config, num_devices: int, overrides: Sequence[str] = ()) -> Config:
+    """A run's config for devices that it was not trained on: each of them a replica.
+
+    It says so in a line. A layout that fits, or that `overrides` chose, is left as it is.
+    """
+    layout = config.layout
+    if _named_axes(overrides) or layout.num_devices == num_devices:
+        return config
+    trained = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size != 1)
+    log.info(
+        f"trained on {layout.num_devices} devices ({trained or 'every axis 1'}), and here "
+        f"{'is 1' if num_devices == 1 else f'are {num_devices}'}: using layout.data = "
+        f"{num_devices}; --config.layout.KEY=VALUE chooses otherwise"
+    )
+    sizes: dict[str, Any] = dict.fromkeys(MESH_AXES, 1) | {"data": num_devices}
+    return dataclasses.replace(config, layout=dataclasses.replace(layout, **sizes))
+
+
+def _refuse_file(text: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(
+        f"the run has its own config; change leaves of it, --config.section.key=value (got {text})"
+    )
+
+
+def _named_axes(overrides: Sequence[str]) -> dict[str, str]:
+    """The mesh axes that overrides set, with the text of their sizes."""
+    settings = {path: text for path, _, text in (o.partition("=") for o in overrides)}
+    return {axis: settings[f"layout.{axis}"] for axis in MESH_AXES if f"layout.{axis}" in settings}
+
+
+def _set(sections: dict[str, dict[str, Any]], override: str) -> None:
+    """Puts an override where it belongs, in the type of the value that is there."""
+    path, _, text = override.partition("=")
+    section, _, key = path.partition(".")
+    values = sections.setdefault(section, {})
+    before = values.get(key)
+    if isinstance(before, str):
+        values[key] = text
+    elif isinstance(before, list) and not text.startswith(("(", "[")):
+        values[key] = text.split(",")
+    else:
+        try:
+            values[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            values[key] = text

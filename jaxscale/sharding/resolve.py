@@ -1,0 +1,125 @@
+"""Logical axis names to mesh axes: the one function that joins mathematics and layout."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
+from jaxscale.sharding.rules import (  # noqa: F401  Rules are used together with what is here.
+    ACTIVATIONS,
+    DEALT_OVER,
+    REPLICATED_WEIGHTS,
+    WEIGHTS,
+    Axes,
+    Rules,
+    deals_layers,
+    mesh_axes,
+    spreads_outer,
+)
+
+
+def resolve(
+    axes: Axes,
+    rules: Rules,
+    sizes: Mapping[str, int],
+    shape: tuple[int, ...] | None = None,
+    *,
+    name: str = "an array",
+) -> PartitionSpec:
+    """The mesh axes of each dimension; mesh axes of size 1 are left out.
+
+    Args:
+      axes: a logical name for each dimension.
+      rules: logical name -> mesh axes.
+      sizes: mesh axis -> size.
+      shape: checked for divisibility when given.
+      name: what the errors call the array.
+
+    Raises:
+      ValueError: an unknown name, two names on one mesh axis, or a dimension that does not divide.
+    """
+    over = mesh_axes(axes, rules, sizes, shape, name=name)
+    return PartitionSpec(*(one if len(one) > 1 else one[0] if one else None for one in over))
+
+
+def is_axes(node: object) -> bool:
+    """Whether a tree node is a tuple of logical names: the leaf of an axes tree."""
+    return type(node) is tuple and all(isinstance(item, str) for item in node)
+
+
+def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
+    """A tree of axes in which what is outside the layers is spread over the pipeline too, where
+    its "embed" dimension divides."""
+    if not spreads_outer(sizes["pipeline"], sizes["fsdp"], d_model):
+        return axes_tree
+
+    def one(axes: Axes) -> Axes:
+        if "layers" in axes:
+            return axes
+        return tuple("outer_embed" if name == "embed" else name for name in axes)
+
+    return jax.tree.map(one, axes_tree, is_leaf=is_axes)
+
+
+def layer_rules(sizes: Mapping[str, int], rows: int) -> list[Rules]:
+    """Rules that leave the matrices of a stack whole over fsdp, with its layers dealt to the ranks
+    of the mesh axes over which they would else be repeated: one more of these axes by each.
+
+    Args:
+      rows: layers in the stack, over all ranks of the pipeline.
+    """
+    found, axes = [], ()
+    for axis in DEALT_OVER:
+        ranks = math.prod(sizes[one] for one in axes)
+        if deals_layers(rows // sizes["pipeline"], sizes["pipeline"], ranks, sizes[axis]):
+            axes = (*axes, axis)
+            found.append({**WEIGHTS, "embed": (), "layers": ("pipeline", *axes)})
+    return found
+
+
+def resolve_tree(axes_tree: Any, rules: Rules, mesh: jax.sharding.Mesh, abstract: Any) -> Any:
+    """`NamedSharding`s for a tree of arrays (shapes in `abstract`) from its tree of axes."""
+
+    def one(path, axes, leaf):
+        spec = resolve(axes, rules, mesh.shape, leaf.shape, name=leaf_name(path))
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(one, axes_tree, abstract, is_leaf=is_axes)
+
+
+def leaf_name(path: tuple) -> str:
+    """A tree path as people write it: layers/attention/q."""
+    return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+
+
+def manual_part(spec: PartitionSpec) -> PartitionSpec:
+    """What a spec says of the axes we handle by hand."""
+    return _only(spec, MANUAL_AXES)
+
+
+def automatic_part(spec: PartitionSpec) -> PartitionSpec:
+    """What a spec says of the axes that the compiler handles."""
+    return _only(spec, AUTOMATIC_AXES)
+
+
+def _only(spec: PartitionSpec, mesh_axes: tuple[str, ...]) -> PartitionSpec:
+    def one(entry):
+        names = entry if isinstance(entry, tuple) else (entry,)
+        kept = tuple(name for name in names if name in mesh_axes)
+        return kept if len(kept) > 1 else kept[0] if kept else None
+
+    return PartitionSpec(*(one(entry) for entry in spec))
+
+
+def constrain(
+    x: jax.Array, axes: Axes, sizes: Mapping[str, int], rules: Rules = ACTIVATIONS
+) -> jax.Array:
+    """Asks the compiler to spread an array over the axes that it handles.
+
+    For use where the axes we handle by hand are already manual.
+    """
+    spec = automatic_part(resolve(axes, rules, sizes))
+    return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x

@@ -1,0 +1,170 @@
+"""What a layout may divide: the mesh axes of each logical dimension, and the checks on a
+configuration that need no devices. Nothing here imports JAX: the planner asks the same questions.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.config import Config
+
+Axes = tuple[str, ...]
+Rules = Mapping[str, tuple[str, ...]]
+
+# What a dimension is -> the mesh axes it is spread over. Weights and activations differ: a weight's
+# embed dimension is what ZeRO shards, an activation's is whole on every device.
+WEIGHTS: Rules = {
+    "layers": ("pipeline",),
+    "embed": ("fsdp",),
+    # Of what is not in a layer, which every rank of the pipeline would else have whole.
+    "outer_embed": ("pipeline", "fsdp"),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "positions": (),
+}
+ACTIVATIONS: Rules = {
+    "batch": ("data", "fsdp"),
+    "seq": ("context",),
+    # Between the products of attention and MLP, which need all of a rank's tokens, the ranks of
+    # tensor share out the tokens (sequence parallelism, arXiv 2205.05198, section 4.2).
+    "residual_seq": ("context", "tensor"),
+    "embed": (),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+}
+SETTINGS = {
+    "embed": "model.d_model",
+    "heads": "model.num_heads",
+    "kv_heads": "model.num_kv_heads",
+    "mlp": "model.d_ff",
+    "layers": "model.num_layers",
+}
+"""What sets the size of a dimension, where a setting does."""
+
+REPLICATED_WEIGHTS: Rules = {**WEIGHTS, "embed": (), "outer_embed": ("pipeline",)}
+"""For the ZeRO stages that leave a tree whole on every rank of the fsdp axis."""
+
+
+def mesh_axes(
+    axes: Axes,
+    rules: Rules,
+    sizes: Mapping[str, int],
+    shape: tuple[int, ...] | None = None,
+    *,
+    name: str = "an array",
+) -> list[tuple[str, ...]]:
+    """The mesh axes of each dimension; mesh axes of size 1 are left out.
+
+    Args:
+      axes: a logical name for each dimension.
+      rules: logical name -> mesh axes.
+      sizes: mesh axis -> size.
+      shape: checked for divisibility when given.
+      name: what the errors call the array.
+
+    Raises:
+      ValueError: an unknown name, two names on one mesh axis, or a dimension that does not divide.
+    """
+    found, owner = [], {}
+    for dim, logical in enumerate(axes):
+        if logical not in rules:
+            raise ValueError(
+                f"{name}: logical axis {logical!r} has no rule; known: {', '.join(sorted(rules))}"
+            )
+        over = tuple(axis for axis in rules[logical] if sizes[axis] > 1)
+        for axis in over:
+            if axis in owner:
+                raise ValueError(
+                    f"{name}: {owner[axis]!r} and {logical!r} both map to mesh axis {axis!r}"
+                )
+            owner[axis] = logical
+            if shape and shape[dim] % sizes[axis]:
+                setting = SETTINGS.get(logical, f"dimension {logical!r}")
+                raise ValueError(
+                    f"{name}: {setting} = {shape[dim]} does not divide over layout.{axis} = "
+                    f"{sizes[axis]}; the nearest that does is layout.{axis} = "
+                    f"{nearest_divisors(shape[dim], sizes[axis])}"
+                )
+        found.append(over)
+    return found
+
+
+def spreads_outer(pipeline: Any, fsdp: Any, d_model: int) -> Any:
+    """Whether what is outside the layers is spread over the pipeline: of ints, or of arrays."""
+    return (pipeline > 1) & (d_model % (pipeline * fsdp) == 0)
+
+
+DEALT_OVER = ("fsdp", "data", "context")
+"""Mesh axes whose ranks would all make the same of a layer's whole matrices (Muon's update)."""
+
+
+def deals_layers(rows: Any, pipeline: Any, ranks: Any, size: Any) -> Any:
+    """Whether one more of these axes shares out a stack's layers: of ints, or of arrays.
+
+    A first one may leave ranks without a layer. A further one, and one beside a pipeline, must cut
+    evenly, or the compiler would have to replicate the stack on the way.
+
+    Args:
+      rows: layers of a rank of the pipeline.
+      ranks: that share them already.
+      size: of the axis.
+    """
+    even = rows % (ranks * size) == 0
+    return (size > 1) & (even | ((pipeline == 1) & (ranks == 1)))
+
+
+def nearest_divisors(size: int, parts: int) -> str:
+    """The numbers nearest to `parts`, below and above, into which `size` divides: "2 or 4"."""
+    found = divisors(size)
+    below = [n for n in found if n < parts][-1:]
+    return " or ".join(map(str, below + [n for n in found if n > parts][:1]))
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})
+
+
+def check_divides(config: Config) -> None:
+    """Refuses a batch that does not split evenly over replicas and micro-batches.
+
+    Raises:
+      ValueError: with the settings to change.
+    """
+    layout, batch = config.layout, config.data.global_batch_size
+    parts = layout.batch_shards * layout.microbatches
+    if batch % parts:
+        below, above = batch // parts * parts, -(-batch // parts) * parts
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"data.global_batch_size = {batch} does not split into layout.data {layout.data} x "
+            f"layout.fsdp {layout.fsdp} x layout.microbatches {layout.microbatches} = {parts} "
+            f"parts; set data.global_batch_size to {nearest}, or change the layout"
+        )
+
+
+def check_sequence(config: Config) -> None:
+    """Refuses a sequence that the ranks of context and tensor cannot share equally.
+
+    Raises:
+      ValueError: with the nearest lengths that they can.
+    """
+    layout, seq_len = config.layout, config.data.seq_len
+    chunks = 2 * layout.context if layout.context > 1 else 1
+    unit = math.lcm(chunks, layout.context * layout.tensor)
+    if seq_len % unit:
+        below, above = seq_len // unit * unit, -(-seq_len // unit) * unit
+        nearest = f"{below} or {above}" if below else f"{above}"
+        two = " (two chunks a rank)" if layout.context > 1 else ""
+        raise ValueError(
+            f"data.seq_len = {seq_len} does not split over layout.context = {layout.context}{two} "
+            f"x layout.tensor = {layout.tensor}, which takes multiples of {unit}; set "
+            f"data.seq_len = {nearest}, or change the layout"
+        )

@@ -1,0 +1,224 @@
+"""The ZeRO stages (arXiv 1910.02054): what each rank of the fsdp axis holds, and the collectives
+that follow. For use in a `shard_map` in which pipeline, data and fsdp are manual.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
+from jaxscale.sharding.resolve import (
+    REPLICATED_WEIGHTS,
+    WEIGHTS,
+    Axes,
+    Rules,
+    automatic_part,
+    constrain,
+    is_axes,
+    resolve,
+)
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Zero:
+    """A stage on a mesh.
+
+    A parameter is sharded along its "embed" dimension. One that has none stays whole on every
+    rank, and its gradient is summed over the axis; those are small vectors. With a pipeline, what
+    is outside the layers is spread over its ranks too, whatever the stage: "outer_embed".
+
+    A step that visits each layer once (one micro-batch, or layered accumulation) reduces a layer's
+    gradients at that visit, over every replica, so that they travel while the next layer computes;
+    stage 1 then accumulates in shards, as stage 2 does.
+    """
+
+    stage: int
+    single_visit: bool  # whether a step visits each layer's gradients once
+    sizes: Mapping[str, int]  # of the mesh axes
+    axes: Tree  # the parameters' tree of logical axes
+    compute_dtype: jnp.dtype
+    accumulation_dtype: jnp.dtype
+
+    @property
+    def param_rules(self) -> Rules:
+        """Of parameters at rest."""
+        return WEIGHTS if self.stage >= 3 else REPLICATED_WEIGHTS
+
+    @property
+    def update_rules(self) -> Rules:
+        """Of what an optimizer sees: gradients as a step leaves them, moments, and the parameters
+        while they are updated."""
+        return WEIGHTS if self.stage >= 1 else REPLICATED_WEIGHTS
+
+    @property
+    def layer_axes(self) -> Tree:
+        """The axes of one layer, a slice of the stack."""
+        return jax.tree.map(lambda axes: axes[1:], self.axes["layers"], is_leaf=is_axes)
+
+    @property
+    def loss_dtype(self) -> jnp.dtype:
+        """Of sums over tokens."""
+        return jnp.promote_types(self.compute_dtype, jnp.float32)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights must be gathered before they are used."""
+        return self.stage == 3 and self.sizes["fsdp"] > 1
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a visit's gradients are reduced at once."""
+        over_data = self.single_visit and self.sizes["data"] > 1
+        return over_data or ((self.scatters or self.single_visit) and self.sizes["fsdp"] > 1)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a visit's gradients leave it as shards."""
+        return self.stage >= 2 or (self.stage == 1 and self.single_visit)
+
+    def gather(self, shards: Tree, axes: Tree) -> Tree:
+        """Weights as the model uses them: in the compute type, whole over fsdp."""
+
+        def one(axes, shard):
+            weight = shard.astype(self.compute_dtype)
+            dim = _sharded_dim(axes)
+            over = (*("pipeline",) * ("outer_embed" in axes), *("fsdp",) * self.gathers)
+            if dim is None or not over:
+                return weight
+            return jax.lax.all_gather(weight, over, axis=dim, tiled=True)
+
+        return self._collectively(one, axes, shards)
+
+    def widen(self, weights: Tree) -> Tree:
+        """The same weights as arguments to differentiate by whose gradients are sums over tokens:
+        these arrive in the type of the arguments, so without a rounding to the compute type."""
+        return jax.tree.map(lambda weight: weight.astype(self.loss_dtype), weights)
+
+    def reduce(self, grads: Tree, axes: Tree) -> Tree:
+        """Gradients of one visit: shards, where the stage allows, and sums over all replicas where
+        there is but one visit."""
+
+        def one(axes, grad):
+            grad = grad.astype(self.accumulation_dtype)
+            if self.scatters:
+                grad = self._reduce_scatter(grad, axes)
+            return self._sum_replicas(grad, axes) if self.single_visit else grad
+
+        return self._collectively(one, axes, grads)
+
+    def finish(self, grads: Tree) -> Tree:
+        """The sums over replicas that are left at the end of a step."""
+        if self.single_visit:
+            return grads
+
+        def one(axes, grad):
+            if self.stage == 1 and "outer_embed" in axes and self.sizes["fsdp"] > 1:
+                # At once, as it was gathered. Part by part, a TPU would lay the parts of a few
+                # ranks along 128 lanes, and need as much memory as if there were 128.
+                grad = jax.lax.psum_scatter(
+                    grad,
+                    ("pipeline", "fsdp"),
+                    scatter_dimension=axes.index("outer_embed"),
+                    tiled=True,
+                )
+                return self._sum_replicas(grad, axes)
+            if self.stage == 1:
+                grad = self._reduce_scatter(grad, axes)
+            if "layers" not in axes:
+                grad = self._reduce_over_pipeline(grad, axes)
+            return self._sum_replicas(grad, axes)
+
+        return self._collectively(one, self.axes, grads)
+
+    def zeros(self, params: Tree, axes: Tree) -> Tree:
+        """Accumulators of gradients: shards where visits leave shards, else whole."""
+
+        def one(axes, param):
+            shape = list(param.shape)
+            dim = _sharded_dim(axes)
+            if dim is not None:
+                shape[dim] //= self.sizes["fsdp"] if self.scatters and self.stage < 3 else 1
+                shape[dim] *= self.sizes["pipeline"] if "outer_embed" in axes else 1
+            return self._accumulator(shape, axes)
+
+        return jax.tree.map(one, axes, params, is_leaf=is_axes)
+
+    def running_sum(self, weights: Tree, axes: Tree, microbatches: jax.Array) -> Tree | None:
+        """Where to sum the gradients of whole weights over micro-batches that walk together,
+        [G, ...]; None for a single one, whose gradients need no summing before they are reduced.
+        """
+        return None if microbatches.shape[0] == 1 else self.accumulators(weights, axes)
+
+    def accumulators(self, weights: Tree, axes: Tree) -> Tree:
+        """Zeros for the gradients of whole weights."""
+        return jax.tree.map(
+            lambda axes, x: self._accumulator(x.shape, axes), axes, weights, is_leaf=is_axes
+        )
+
+    def total(self, values: Tree) -> Tree:
+        """Scalars, summed over every replica, and over the pipeline."""
+        return jax.tree.map(lambda value: self._sum(value, MANUAL_AXES), values)
+
+    def _accumulator(self, shape: Sequence[int], axes: Axes) -> jax.Array:
+        # Without the constraint the compiler would keep it whole on every rank of tensor.
+        return constrain(jnp.zeros(shape, self.accumulation_dtype), axes, self.sizes, WEIGHTS)
+
+    def _sum_replicas(self, grad: jax.Array, axes: Axes) -> jax.Array:
+        """What a reduce-scatter, where there was one, leaves to be summed."""
+        scattered = self.stage >= 1 and _sharded_dim(axes) is not None
+        return self._sum(grad, ("data",) if scattered else ("data", "fsdp"))
+
+    def _sum(self, x: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
+        mesh_axes = tuple(axis for axis in mesh_axes if self.sizes[axis] > 1)
+        return jax.lax.psum(x, mesh_axes) if mesh_axes else x
+
+    def _reduce_scatter(self, grad: jax.Array, axes: Axes) -> jax.Array:
+        dim, ranks = _sharded_dim(axes), self.sizes["fsdp"]
+        if ranks == 1 or dim is None:
+            return grad
+        if "outer_embed" not in axes:
+            return jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=dim, tiled=True)
+        # Its part of each part that a rank of the pipeline will have.
+        before, after = grad.shape[:dim], grad.shape[dim + 1 :]
+        parts = grad.reshape(*before, self.sizes["pipeline"], -1, *after)
+        parts = jax.lax.psum_scatter(parts, "fsdp", scatter_dimension=dim + 1, tiled=True)
+        return parts.reshape(*before, -1, *after)
+
+    def _reduce_over_pipeline(self, grad: jax.Array, axes: Axes) -> jax.Array:
+        if "outer_embed" not in axes:
+            return self._sum(grad, ("pipeline",))
+        dim = axes.index("outer_embed")
+        return jax.lax.psum_scatter(grad, "pipeline", scatter_dimension=dim, tiled=True)
+
+    def _collectively(self, one: Callable, axes: Tree, tree: Tree) -> Tree:
+        """Maps `one(axes, array)` over a tree with every mesh axis manual.
+
+        XLA's partitioner would first make an operand whole over the axes that are still automatic
+        before a gather or a scatter over ours.
+        """
+
+        def local(tree):
+            return jax.tree.map(one, axes, tree, is_leaf=is_axes)
+
+        if all(self.sizes[axis] == 1 for axis in AUTOMATIC_AXES):
+            return local(tree)
+        specs = jax.tree.map(
+            lambda axes: automatic_part(resolve(axes, WEIGHTS, self.sizes)), axes, is_leaf=is_axes
+        )
+        return jax.shard_map(
+            local,
+            in_specs=(specs,),
+            out_specs=specs,
+            axis_names=set(AUTOMATIC_AXES),
+            check_vma=False,
+        )(tree)
+
+
+def _sharded_dim(axes: Axes) -> int | None:
+    """The dimension that is spread over fsdp, where the stage spreads it."""
+    return next((dim for dim, name in enumerate(axes) if name in ("embed", "outer_embed")), None)

@@ -1,0 +1,195 @@
+"""Loss and gradients of a step, summed over micro-batches and replicas."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxscale.batch import Batch
+from jaxscale.layout import MANUAL_AXES, Layout, kept_passes
+from jaxscale.models.decoder import Decoder
+from jaxscale.pipeline.executor import Columns, Counts, buffers, evaluate, execute
+from jaxscale.pipeline.stages import Stages
+from jaxscale.sharding.resolve import Rules, is_axes, manual_part, resolve
+from jaxscale.sharding.zero import Zero
+from jaxscale.training.layer_loop import each, make_walk
+from jaxscale.training.remat import rematerialised
+
+Tree = Any
+
+BATCH_SPEC = PartitionSpec(("data", "fsdp"))
+TABLE_SPECS = PartitionSpec(None, "pipeline"), PartitionSpec("pipeline")  # columns, layer counts
+
+
+def make_gradients(
+    model: Decoder,
+    layout: Layout,
+    zero: Zero,
+    mesh: Mesh,
+    stages: Stages | None = None,
+    *,
+    unroll_layers: bool = False,
+) -> Callable[[Tree, Batch], tuple[tuple[jax.Array, jax.Array], Tree]]:
+    """`(params, batch) -> ((loss_sum, nll_sum), gradient sums)` for a resolved layout.
+
+    Sums over every weighted token of the global batch, not yet divided by their number. Gradients
+    leave in the accumulation type, sharded over fsdp from ZeRO stage 1 on.
+    """
+    if stages is not None:
+        return _pipelined(model, layout, zero, mesh, stages)
+    walk = make_walk(model, layout, zero, unroll_layers=unroll_layers)
+    group = 1 if layout.accumulation == "sequential" else layout.microbatches
+
+    def local(params: Tree, batch: Batch) -> tuple[tuple[jax.Array, jax.Array], Tree]:
+        groups = split_batch(batch, layout.microbatches // group, group)
+        sums = (jnp.zeros((), zero.loss_dtype),) * 2
+        carry = (sums, zero.zeros(params, zero.axes))
+        carry, _ = each(lambda carry, batch: (walk(params, batch, *carry), None), carry, groups)
+        return zero.total(carry[0]), zero.finish(carry[1])
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_SPEC),
+        out_specs=(PartitionSpec(), _manual_specs(zero, zero.update_rules)),
+        axis_names=set(MANUAL_AXES),
+        check_vma=False,
+    )
+
+
+def _pipelined(
+    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: Stages
+) -> Callable[[Tree, Batch], tuple[tuple[jax.Array, jax.Array], Tree]]:
+    """`make_gradients` by the table of a pipeline."""
+    block = _pipelined_block(model, layout)
+    row_major = mesh.devices.flat[0].platform == "tpu"
+
+    def local(params: Tree, batch: Batch, columns: Columns, counts: Counts):
+        sums, grads = execute(
+            model,
+            block,
+            zero,
+            stages,
+            params,
+            split_batch(batch, layout.microbatches),
+            columns,
+            counts,
+            row_major=row_major,
+        )
+        return zero.total(sums), zero.finish(grads)
+
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_SPEC, *TABLE_SPECS),
+        out_specs=(PartitionSpec(), _manual_specs(zero, zero.update_rules)),
+        axis_names=set(MANUAL_AXES),
+        check_vma=False,
+    )
+    return lambda params, batch: run(params, batch, stages.program.columns, stages.counts)
+
+
+def _pipelined_block(model: Decoder, layout: Layout) -> Callable:
+    # The table may have operations that make the residuals of a chunk again.
+    by_table = kept_passes(layout.remat) is not None
+    return model.block if by_table else rematerialised(model, layout.remat)
+
+
+def pipeline_buffers(
+    model: Decoder,
+    layout: Layout,
+    zero: Zero,
+    mesh: Mesh,
+    stages: Stages,
+    params: Tree,
+    batch: Batch,
+) -> dict[str, Tree]:
+    """What a rank of a pipeline keeps between ticks, as shapes, by the names of `execute`; axes
+    that the compiler handles divide some of it further.
+
+    Args:
+      params, batch: shapes.
+    """
+    block = _pipelined_block(model, layout)
+
+    def local(params: Tree, batch: Batch, counts: Counts) -> dict[str, Tree]:
+        groups = split_batch(batch, layout.microbatches)
+        kept = buffers(model, block, zero, stages, params, groups, counts)
+        return jax.tree.map(lambda x: x[None], kept)
+
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_SPEC, TABLE_SPECS[1]),
+        out_specs=PartitionSpec(MANUAL_AXES),
+        axis_names=set(MANUAL_AXES),
+        check_vma=False,
+    )
+    kept = jax.eval_shape(run, params, batch, stages.counts)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), kept)
+
+
+def make_loss(
+    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: Stages | None = None
+) -> Callable[[Tree, Batch], jax.Array]:
+    """`(params, batch) -> nll_sum`: the forward pass alone, for evaluation."""
+    if stages is not None:
+        return _pipelined_loss(model, layout, zero, mesh, stages)
+
+    def local(params: Tree, batch: Batch) -> jax.Array:
+        def one(nll_sum, batch):
+            def layer(x, shards):
+                return model.block(zero.gather(shards, zero.layer_axes), x, batch), None
+
+            x = model.embed(zero.gather(params["embed"], zero.axes["embed"]), batch)
+            x, _ = jax.lax.scan(layer, x, params["layers"])
+            head = zero.gather(model.head_params(params), model.head_params(zero.axes))
+            return nll_sum + model.loss(head, x, batch)[1], None
+
+        groups = split_batch(batch, layout.microbatches)
+        return zero.total(each(one, jnp.zeros((), zero.loss_dtype), groups)[0])
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_SPEC),
+        out_specs=PartitionSpec(),
+        axis_names=set(MANUAL_AXES),
+        check_vma=False,
+    )
+
+
+def _pipelined_loss(
+    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: Stages
+) -> Callable[[Tree, Batch], jax.Array]:
+    """`make_loss` by the forward part of a pipeline's table."""
+
+    def local(params: Tree, batch: Batch, columns: Columns, counts: Counts) -> jax.Array:
+        groups = split_batch(batch, layout.microbatches)
+        return zero.total(evaluate(model, zero, stages, params, groups, columns, counts)[1])
+
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_SPEC, *TABLE_SPECS),
+        out_specs=PartitionSpec(),
+        axis_names=set(MANUAL_AXES),
+        check_vma=False,
+    )
+    return lambda params, batch: run(params, batch, stages.forward_program.columns, stages.counts)
+
+
+def _manual_specs(zero: Zero, rules: Rules) -> Tree:
+    return jax.tree.map(
+        lambda axes: manual_part(resolve(axes, rules, zero.sizes)), zero.axes, is_leaf=is_axes
+    )
+
+
+def split_batch(batch: Batch, *groups: int) -> Batch:
+    """Splits the rows of a batch into leading dimensions: [b, T] to [*groups, b / ..., T]."""
+    return Batch(
+        *(x.reshape(*groups, x.shape[0] // math.prod(groups), *x.shape[1:]) for x in batch)
+    )

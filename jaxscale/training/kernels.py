@@ -1,0 +1,138 @@
+"""What a layout puts in the place of a model's kernels, and what it asks of the model for that.
+
+The functions made here run where the axes that we handle by hand are manual already.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from jaxscale.config import Config
+from jaxscale.layout import AUTOMATIC_AXES, Layout, by_names, kept_passes
+from jaxscale.models.decoder import Kernels, plain_lookup
+from jaxscale.ops.attention import attention, choose
+from jaxscale.ops.attention_kernels import LANES, maskless
+from jaxscale.ops.context_attention import context_attention
+from jaxscale.ops.embedding import spread_lookup
+from jaxscale.ops.loss import cross_entropy
+from jaxscale.ops.rope import rotary_on_tpu
+from jaxscale.ops.tensor_parallel import Spread, spread_columns, spread_rows
+from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, automatic_part, constrain, resolve
+
+
+def make_kernels(config: Config, platform: str, *, unroll: bool = False) -> Kernels:
+    """The model's kernels for a resolved layout.
+
+    Args:
+      unroll: writes loops out, for XLA's cost analysis.
+    """
+    layout, replaced = config.layout, {}
+    if layout.tensor > 1:
+        spread = Spread("tensor", _mesh_axes(layout, ACTIVATIONS["seq"]), AUTOMATIC_AXES)
+        replaced = {
+            "columns": functools.partial(spread_columns, spread=spread),
+            "rows": functools.partial(spread_rows, spread=spread),
+        }
+    if attention_name(config, platform) == "splash" and config.model.head_dim == LANES:
+        replaced["rotary"] = _rotary(layout)
+    return Kernels(
+        attend=_attend(config, platform),
+        **replaced,
+        lookup=functools.partial(_lookup, layout),
+        cross_entropy=functools.partial(cross_entropy, shards=layout.context, unroll=unroll),
+        shard=lambda x, axes: constrain(x, axes, layout.sizes),
+    )
+
+
+def attention_name(config: Config, platform: str) -> str:
+    """The implementation of attention that a run uses.
+
+    Raises:
+      ValueError: the one that is set cannot honour the settings.
+    """
+    model, layout = config.model, config.layout
+    if layout.context == 1:
+        return choose(
+            model.attention,
+            platform,
+            dtype=model.compute_dtype,
+            head_dim=model.head_dim,
+            seq_len=config.data.seq_len,
+        )
+    if model.attention not in ("auto", "blockwise"):
+        raise ValueError(
+            f"model.attention = {model.attention!r} attends within one device, and layout.context "
+            f"= {layout.context} spreads a sequence over several; set model.attention = 'auto', or "
+            "layout.context = 1"
+        )
+    return f"blockwise, by {layout.context_method}"
+
+
+def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
+    """Attention with every axis manual, each rank for its heads and its part of a sequence:
+    kernels know nothing of meshes, and the compiler cannot partition them."""
+    layout, implementation = config.layout, attention_name(config, platform)
+    if layout.context == 1:
+        local = functools.partial(attention, implementation=implementation)
+    else:
+        local = functools.partial(context_attention, axis="context", method=layout.context_method)
+
+    def attend(q, k, v, segments):
+        return local(q, k, v, segments, sliding_window=config.model.sliding_window)
+
+    # Where a table recomputes a pipeline's passes, the layer itself is under no policy.
+    under_policy = by_names(layout.remat) and kept_passes(layout.remat) is None
+    if implementation == "cudnn" and not under_policy:
+        attend = maskless(attend)
+
+    queries = _spec(layout, "batch", "seq", "heads", "head_dim")
+    keys = _spec(layout, "batch", "seq", "kv_heads", "head_dim")
+    return jax.shard_map(
+        attend,
+        in_specs=(queries, keys, keys, _spec(layout, "batch", "seq")),
+        out_specs=queries,
+        axis_names=set(AUTOMATIC_AXES),
+        check_vma=False,
+    )
+
+
+def _rotary(layout: Layout) -> Callable[..., jax.Array]:
+    """Rotary positions with every axis manual: each rank turns its own heads."""
+    heads = _spec(layout, "batch", "seq", "heads", "head_dim")
+
+    def rotary(x: jax.Array, positions: jax.Array, **settings: float) -> jax.Array:
+        return jax.shard_map(
+            functools.partial(rotary_on_tpu, **settings),
+            in_specs=(heads, _spec(layout, "batch", "seq")),
+            out_specs=heads,
+            axis_names=set(AUTOMATIC_AXES),
+            check_vma=False,
+        )(x, positions)
+
+    return rotary
+
+
+def _spec(layout: Layout, *axes: str) -> PartitionSpec:
+    """Of an array whose rows are not spread. Axes of size 1 stand with the rows: the backward pass
+    would sum over those that the spec leaves out."""
+    rest = automatic_part(resolve(axes[1:], ACTIVATIONS, layout.sizes))
+    return PartitionSpec(tuple(axis for axis in AUTOMATIC_AXES if layout.sizes[axis] == 1), *rest)
+
+
+def _lookup(
+    layout: Layout, table: jax.Array, indices: jax.Array, rows: str, dtype: DTypeLike
+) -> jax.Array:
+    time = _mesh_axes(layout, ACTIVATIONS["residual_seq"])
+    if not time:
+        return plain_lookup(table, indices, rows, dtype)
+    over = _mesh_axes(layout, WEIGHTS[rows])
+    return spread_lookup(
+        table, indices, dtype, rows=over[0] if over else None, time=time, axes=AUTOMATIC_AXES
+    )
+
+
+def _mesh_axes(layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if layout.sizes[axis] > 1)

@@ -1,0 +1,316 @@
+"""What a run reports: metrics.jsonl, summary.json, loss.png, trackers and the progress line."""
+
+import importlib
+import itertools
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import tensorboardX
+
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+
+
+class Metrics:
+    """Writes a run's records; only process 0 of a run writes anything.
+
+    metrics.jsonl has one JSON object a line, flushed as it is written. A number that is not
+    finite is written as null and named in words: `{"step": 7, "loss": null, "nonfinite":
+    {"loss": "nan"}}`.
+
+    Args:
+      directory: the run's folder, made if missing.
+      start_step: where the run begins or continues; what an earlier try wrote about later steps
+        is dropped, so that each step is there once.
+      trackers: any of "tensorboard", "wandb" and "mlflow".
+      config: nested dictionaries, shown by the trackers.
+
+    Raises:
+      ValueError: an unknown tracker, or mlflow without MLFLOW_TRACKING_URI.
+      ModuleNotFoundError: a tracker is not installed; the message names the extra.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        start_step: int = 0,
+        trackers: Iterable[str] = ("tensorboard",),
+        *,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.directory = pathlib.Path(directory)
+        self._writes = jax.process_index() == 0
+        if not self._writes:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._trackers = [
+            _open_tracker(name, self.directory, start_step, config or {}) for name in trackers
+        ]
+        path = self.directory / "metrics.jsonl"
+        _write(path, "".join(map(_line, read(path, last_step=start_step))))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Adds one line; `record` has a "step", and numbers or strings."""
+        if not self._writes:
+            return
+        self._file.write(_line(record))
+        self._file.flush()
+        numbers = {
+            name: float(value)
+            for name, value in record.items()
+            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        for tracker in self._trackers:
+            tracker.write(numbers, record["step"])
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Writes summary.json and loss.png, and closes."""
+        if self._writes:
+            _write(self.directory / "summary.json", json.dumps(_finite(summary), indent=2) + "\n")
+            plot(self.directory / "loss.png", read(self.directory / "metrics.jsonl"))
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files; what was written stays, so a run that failed can go on."""
+        if self._writes:
+            self._file.close()
+            for tracker in self._trackers:
+                tracker.close()
+            self._writes = False
+
+
+def read(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, none if there is no such file.
+
+    Args:
+      path: the file; a last line that was cut short by a crash is left out.
+      last_step: leaves out what is about later steps.
+    """
+    records = []
+    file = pathlib.Path(path)
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if last_step is None or record["step"] <= last_step:
+            records.append(record)
+    return records
+
+
+def utilisation(
+    flops_per_second: float, num_devices: int, peak_flops_per_second: float | None
+) -> float | None:
+    """MFU or HFU, a share of 1: FLOPs per token x tokens per second / (devices x peak).
+
+    Args:
+      flops_per_second: of all devices; from the FLOPs that the model needs it is MFU (PaLM,
+        arXiv 2204.02311), from those that the hardware does, recomputation included, HFU.
+      num_devices: how many did it.
+      peak_flops_per_second: of one device, dense, in the type that it computes in; None when
+        the chip is not known, and then so is the result.
+    """
+    if peak_flops_per_second is None:
+        return None
+    return flops_per_second / (num_devices * peak_flops_per_second)
+
+
+def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float) -> str:
+    """One line for a person about one step, or about one evaluation.
+
+    Args:
+      record: as in metrics.jsonl.
+      steps: of the whole run.
+      seconds_left: until its end.
+    """
+    place = f"step {record['step']:>{len(str(steps))}}/{steps}"
+    if "eval_loss" in record:
+        return f"{place} | eval loss {record['eval_loss']:.4f}"
+    mfu = record["mfu"]
+    parts = (
+        place,
+        f"loss {record['loss']:.4f}",
+        f"grad norm {record['grad_norm']:.3f}",
+        f"lr {record['learning_rate']:.2e}",
+        f"{quantity(record['tokens_per_second'])} tokens/s",
+        f"MFU {'n/a' if mfu is None else f'{mfu:.1%}'}",
+        f"input wait {duration(record['data_seconds'])}",
+        f"{duration(seconds_left)} left",
+    )
+    return " | ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a person: "12 ms", "3.4 s", "5 min 20 s", "3 h 05 min", "2 d 4 h"."""
+    if not math.isfinite(seconds):
+        return "n/a"
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def quantity(number: float) -> str:
+    """Three digits and a suffix: "950", "12.3k", "4.56M"."""
+    for suffix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= 0.9995 * size:
+            return f"{_three_digits(number / size)}{suffix}"
+    return _three_digits(number)
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.{2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0}f}"
+
+
+def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
+    """Draws a run: train loss, plain and smoothed, evaluation loss, and the learning rate below.
+
+    Args:
+      path: the picture, overwritten.
+      records: as `read` returns them; draws nothing when none has a loss.
+    """
+    # Seconds to import, and needed once, at the end.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    train = [record for record in records if record.get("loss") is not None]
+    evaluations = [record for record in records if record.get("eval_loss") is not None]
+    if not train and not evaluations:
+        return
+    figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    steps = [record["step"] for record in train]
+    losses = [record["loss"] for record in train]
+    top.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="train")
+    top.plot(steps, smoothed(losses), color="#08519c", linewidth=1.8, label="train, smoothed")
+    top.plot(
+        [record["step"] for record in evaluations],
+        [record["eval_loss"] for record in evaluations],
+        color="#d95f0e",
+        marker="o",
+        markersize=4,
+        linewidth=1.2,
+        label="evaluation",
+    )
+    top.set_ylabel("loss (nats per token)")
+    top.legend(frameon=False)
+    rates = [record for record in train if record.get("learning_rate") is not None]
+    bottom.plot(
+        [record["step"] for record in rates],
+        [record["learning_rate"] for record in rates],
+        color="#636363",
+        linewidth=1.2,
+    )
+    bottom.set_ylim(bottom=0)
+    bottom.set_ylabel("learning rate")
+    bottom.set_xlabel("step")
+    for panel in (top, bottom):
+        panel.grid(color="#e5e5e5", linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.margins(x=0.01)
+    figure.align_ylabels()
+    figure.savefig(path)
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Means over a centred window, a fiftieth of the run wide and cut off at its ends."""
+    sums = [0.0, *itertools.accumulate(values)]
+    half = len(values) // 100
+    ends = [(max(i - half, 0), min(i + half + 1, len(values))) for i in range(len(values))]
+    return [(sums[end] - sums[begin]) / (end - begin) for begin, end in ends]
+
+
+class _Tracker(NamedTuple):
+    """Where numbers go beside the file."""
+
+    write: Callable[[dict[str, float], int], object]
+    close: Callable[[], object]
+
+
+def _open_tracker(
+    name: str, directory: pathlib.Path, start_step: int, config: Mapping[str, Any]
+) -> _Tracker:
+    if name == "tensorboard":
+        return _open_tensorboard(directory, start_step)
+    if name not in TRACKERS:
+        raise ValueError(f"tracker {name!r} is not known; there are {', '.join(TRACKERS)}")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"tracker {name!r} is not installed: pip install 'jaxscale[{name}]'"
+        ) from error
+    identifier = directory / f"{name}_run"
+    known = identifier.read_text().strip() if identifier.exists() else None
+    if name == "wandb":
+        run = module.init(
+            dir=directory,
+            name=directory.resolve().name,
+            id=known,
+            resume="allow",
+            config=dict(config),
+        )
+        identifier.write_text(run.id)
+        return _Tracker(lambda numbers, step: run.log(numbers, step=step), run.finish)
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        raise ValueError(
+            "tracker 'mlflow' needs a server: set MLFLOW_TRACKING_URI, such as http://HOST:5000"
+        )
+    run = module.start_run(run_id=known, run_name=None if known else directory.resolve().name)
+    identifier.write_text(run.info.run_id)
+    if not known:
+        module.log_dict(dict(config), "config.json")
+    return _Tracker(lambda numbers, step: module.log_metrics(numbers, step=step), module.end_run)
+
+
+def _open_tensorboard(directory: pathlib.Path, start_step: int) -> _Tracker:
+    writer = tensorboardX.SummaryWriter(
+        str(directory / "tensorboard"), purge_step=start_step + 1, flush_secs=10
+    )
+
+    def write(numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            if math.isfinite(value):  # it would warn about each that is not, on stderr
+                writer.add_scalar(name, value, step)
+
+    return _Tracker(write, writer.close)
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """One line of JSON, null for what is not finite."""
+    wrong = {
+        name: str(value)
+        for name, value in record.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    }
+    clean = _finite(record) | ({"nonfinite": wrong} if wrong else {})
+    return json.dumps(clean, allow_nan=False) + "\n"
+
+
+def _finite(tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """Replaces a file as a whole: a crash leaves the old one or the new one."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)

@@ -1,0 +1,67 @@
+"""What a layer keeps for its backward pass, and what of it waits in host memory."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.layout import remat_names
+from jaxscale.models.decoder import Decoder
+from jaxscale.ops.attention_kernels import is_cudnn_forward
+
+Tree = Any
+
+
+def rematerialised(model: Decoder, remat: str) -> Callable[[Tree, jax.Array, Any], jax.Array]:
+    """`model.block` under a policy of `Layout.remat`."""
+    if remat == "none":
+        return model.block
+    if remat == "save_all_but_attention":
+        # Only the attention kernel runs again, from the queries, keys and values that are kept
+        # (selective recomputation, arXiv 2205.05198, section 5).
+        attend = _checkpoint(model.kernels.attend, jax.checkpoint_policies.nothing_saveable)
+        return dataclasses.replace(
+            model, kernels=dataclasses.replace(model.kernels, attend=attend)
+        ).block
+    names = remat_names(remat)
+    if remat.startswith("offload:"):
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(names),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    else:
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+    if "attention" in names:
+        policy = _with_cudnn(policy)
+    return _checkpoint(model.block, policy)
+
+
+def _with_cudnn(policy: Callable) -> Callable:
+    """Treats what cuDNN's kernel returns, which has no names, as what is named "attention"."""
+    naming = jax.make_jaxpr(lambda x: checkpoint_name(x, "attention"))(0.0).eqns[0]
+
+    def treat(primitive, *args, **params):
+        if is_cudnn_forward(primitive):
+            return policy(naming.primitive, *args, **naming.params)
+        return policy(primitive, *args, **params)
+
+    return treat
+
+
+def _checkpoint(function: Callable, policy: Callable) -> Callable:
+    # A walk keeps the two passes apart itself, which costs less than the barriers that would.
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)
+
+
+def to_host(tree: Tree) -> Tree:
+    """Moves arrays to host memory, inside a jitted function."""
+    return jax.device_put(tree, jax.memory.Space.Host)
+
+
+def from_host(tree: Tree) -> Tree:
+    """Moves them back."""
+    return jax.device_put(tree, jax.memory.Space.Device)

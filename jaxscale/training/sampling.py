@@ -1,0 +1,250 @@
+"""Text from a model: a batch of prompts, a cache of keys and values, any layout.
+
+Letters: B batch, S slots (places in a sequence and in the cache), T time, V vocabulary.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxscale.config import check_seed
+from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.models.decoder import CACHE_AXES, Cache, Decoder
+from jaxscale.sharding.resolve import ACTIVATIONS, Axes, resolve
+from jaxscale.training.step import Engine
+
+CHUNK = 256
+"""Tokens of each prompt that are read at a time; bounds the memory of their attention."""
+
+Place = Callable[[Any, Axes], Any]
+Scalar = float | jax.Array
+
+
+def sample(
+    engine: Engine,
+    params: Any,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    num_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> list[str]:
+    """How the model goes on after each prompt, up to the end of the document.
+
+    Everything is compiled once for each shape: of the batch, and of the lengths rounded up. What
+    is drawn for a prompt depends on the seed and its place in the batch, not on the others.
+
+    Args:
+      params: of the engine's state, or in canonical form, as `fit` and checkpoints give them.
+      prompts: each begins a document; "" is a document not yet begun.
+      num_tokens: at most this many are added to each prompt.
+      temperature: divides the logits; 0 takes the likeliest token.
+      top_k: draws among the k likeliest tokens alone; 0 is all.
+      top_p: draws among the likeliest tokens that together reach this share of the probability
+        which temperature and top_k leave (nucleus sampling, arXiv 1904.09751); 1 is all.
+
+    Returns:
+      The text after each prompt, without it.
+
+    Raises:
+      ValueError: a setting out of its range, or a sequence beyond the model's learned positions.
+    """
+    config, boundary = engine.model.config, tokenizer.boundary
+    vocab_size = min(config.vocab_size, tokenizer.vocab_size)
+    _check_settings(num_tokens, temperature, top_k, top_p, seed, vocab_size)
+    if not prompts:
+        raise ValueError("there is no prompt; give --prompt TEXT or --prompt_file FILE")
+    ids = [np.append(np.int32(boundary), tokens) for tokens in tokenizer.encode(prompts)]
+    longest = max(map(len, ids))
+    # The last token drawn is never read.
+    if config.family == "gpt" and longest + num_tokens - 1 > config.max_seq_len:
+        raise ValueError(
+            f"a prompt of {longest} tokens and --num_tokens {num_tokens} need "
+            f"{longest + num_tokens - 1} learned positions, and the model has "
+            f"model.max_seq_len = {config.max_seq_len}; shorten the prompt or lower --num_tokens"
+        )
+    params = engine.placement.part("params").to_canonical(params)
+    width = _round_up(longest - 1)
+    slots = max(width, _round_up(longest + num_tokens))
+    rows = np.full((len(ids), slots), boundary, np.int32)
+    for row, tokens in zip(rows, ids):
+        row[: len(tokens)] = tokens
+    rows = _extend(
+        params,
+        rows,
+        np.array([len(tokens) for tokens in ids], np.int32),
+        jax.random.key(seed),
+        num_tokens,
+        float(temperature),
+        top_k or vocab_size,
+        float(top_p),
+        model=engine.model,
+        mesh=engine.mesh,
+        width=width,
+        vocab_size=vocab_size,
+        boundary=boundary,
+    )
+    return [
+        _continuation(tokenizer, row[: len(tokens) + num_tokens], len(tokens))
+        for row, tokens in zip(np.asarray(rows), ids)
+    ]
+
+
+def printable(text: str) -> str:
+    """The text with control characters written out, which a terminal would obey."""
+    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def filtered_logits(
+    logits_BV: jax.Array, temperature: Scalar, top_k: Scalar, top_p: Scalar
+) -> jax.Array:
+    """The logits of the distribution that tokens are drawn from, [B, V]; -inf is never drawn.
+
+    Tokens exactly as likely as the last one that is kept are kept too.
+
+    Args:
+      temperature: above 0.
+      top_k: at least 1.
+      top_p: above 0, at most 1.
+    """
+    scaled_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / temperature
+    sorted_BV = jnp.sort(scaled_BV, axis=-1, descending=True)
+    in_k_V = jnp.arange(scaled_BV.shape[-1]) < top_k
+    p_BV = jax.nn.softmax(sorted_BV, axis=-1, where=in_k_V)
+    # A token is in as long as those before it do not reach the share; rounding must not end the
+    # list early when everything is wanted.
+    before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
+    kept_BV = in_k_V & ((before_BV < top_p) | (top_p >= 1))
+    least_B1 = jnp.min(sorted_BV, axis=-1, keepdims=True, where=kept_BV, initial=0)
+    return jnp.where(scaled_BV >= least_B1, scaled_BV, -jnp.inf)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "mesh", "width", "vocab_size", "boundary"))
+def _extend(
+    params: Any,
+    tokens_BS: jax.Array,
+    lengths_B: jax.Array,
+    key: jax.Array,
+    num_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    *,
+    model: Decoder,
+    mesh: Mesh,
+    width: int,
+    vocab_size: int,
+    boundary: int,
+) -> jax.Array:
+    """The rows with what was drawn after `lengths_B` tokens; from its end on, the boundary.
+
+    Only `width` tokens of each row, of which every length but the last token is a part, are read
+    at once.
+    """
+    batch, slots = tokens_BS.shape
+    place = _placement(mesh, batch)
+    params = jax.tree.map(lambda x: x.astype(model.config.compute_dtype), params)
+    cache = place(model.empty_cache(batch, slots), CACHE_AXES)
+    cache = _read(model, params, tokens_BS[:, :width], cache, place)
+    rows_B = jnp.arange(batch)
+    keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
+
+    def going_on(carry):
+        step, _, done_B, _ = carry
+        return (step < num_tokens) & ~jnp.all(done_B)
+
+    def one(carry):
+        step, tokens_BS, done_B, cache = carry
+        places_B = lengths_B - 1 + step
+        last_B1 = tokens_BS[rows_B, places_B][:, None]
+        x_B1D, cache = model.decode(params, last_B1, places_B[:, None], cache)
+        logits_B1V = model.logits(model.head_params(params), x_B1D)
+        logits_BV = place(logits_B1V[:, 0, :vocab_size], ("batch", "vocab"))
+        next_B = _draw(logits_BV, keys_B, step, temperature, top_k, top_p)
+        tokens_BS = tokens_BS.at[rows_B, places_B + 1].set(next_B)
+        return step + 1, tokens_BS, done_B | (next_B == boundary), place(cache, CACHE_AXES)
+
+    start = (jnp.zeros((), jnp.int32), tokens_BS, jnp.zeros(batch, bool), cache)
+    tokens_BS = jax.lax.while_loop(going_on, one, start)[1]
+    return jax.lax.with_sharding_constraint(tokens_BS, NamedSharding(mesh, PartitionSpec()))
+
+
+def _read(model: Decoder, params: Any, tokens_BT: jax.Array, cache: Cache, place: Place) -> Cache:
+    """The cache with the prompts in it, and with what fills up the shorter ones.
+
+    What a padding token leaves in its slot is replaced before any query comes that far.
+    """
+    width = tokens_BT.shape[1]
+    chunk = min(width, CHUNK)
+
+    def one(cache, start):
+        part_BT = jax.lax.dynamic_slice_in_dim(tokens_BT, start, chunk, axis=1)
+        positions_BT = jnp.broadcast_to(start + jnp.arange(chunk), part_BT.shape)
+        return place(model.decode(params, part_BT, positions_BT, cache)[1], CACHE_AXES), None
+
+    return jax.lax.scan(one, cache, jnp.arange(0, width, chunk))[0]
+
+
+def _draw(logits_BV, keys_B, step, temperature, top_k, top_p) -> jax.Array:
+    """The next token of each row; noise belongs to a row, a step and a token."""
+    greedy = temperature == 0
+    kept_BV = filtered_logits(logits_BV, jnp.where(greedy, 1, temperature), top_k, top_p)
+    keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, step)
+    drawn_B = jax.vmap(jax.random.categorical)(keys_B, kept_BV)
+    return jnp.where(greedy, jnp.argmax(logits_BV, axis=-1), drawn_B).astype(jnp.int32)
+
+
+def _placement(mesh: Mesh, batch: int) -> Place:
+    """Spreads trees of arrays by logical axes: heads over tensor, and rows where they divide."""
+    replicas = math.prod(mesh.shape[axis] for axis in ACTIVATIONS["batch"])
+    rules = {**ACTIVATIONS, "layers": (), "vocab": ()}
+    if batch % replicas:
+        rules["batch"] = ()
+
+    def place(tree: Any, axes: Axes) -> Any:
+        sharding = NamedSharding(mesh, resolve(axes, rules, mesh.shape))
+        return jax.lax.with_sharding_constraint(tree, sharding)
+
+    return place
+
+
+def _round_up(length: int) -> int:
+    """To a power of two up to a chunk, then to whole chunks, so that few shapes are compiled."""
+    if length > CHUNK:
+        return -(-length // CHUNK) * CHUNK
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def _continuation(tokenizer: Tokenizer, row: np.ndarray, length: int) -> str:
+    ends = np.flatnonzero(row[length:] == tokenizer.boundary)
+    end = length + int(ends[0]) if len(ends) else len(row)
+    # Decoded together: a token alone may lose a space, or half of a character, at its edge.
+    return tokenizer.decode(row[:end])[len(tokenizer.decode(row[:length])) :]
+
+
+def _check_settings(
+    num_tokens: int, temperature: float, top_k: int, top_p: float, seed: int, vocab_size: int
+) -> None:
+    if num_tokens < 1:
+        raise ValueError(f"--num_tokens = {num_tokens} is too small; at least 1")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(
+            f"--temperature = {temperature} must be a number from 0 (the likeliest token) up"
+        )
+    if not 0 <= top_k <= vocab_size:
+        raise ValueError(
+            f"--top_k = {top_k} must be at least 0 (all tokens) and at most the "
+            f"{vocab_size} tokens of the vocabulary"
+        )
+    if not 0 < top_p <= 1:
+        raise ValueError(f"--top_p = {top_p} must be above 0 and at most 1 (all tokens)")
+    check_seed("--seed", seed)

@@ -1,0 +1,341 @@
+"""One train step from a model, a layout and an optimizer."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxscale.batch import Batch, ShardedBatch
+from jaxscale.config import Config
+from jaxscale.data.device_batch import dealt, local_rows, shard_batch
+from jaxscale.layout import Layout
+from jaxscale.models.decoder import Decoder
+from jaxscale.pipeline.layer_placement import Placement
+from jaxscale.pipeline.stages import Stages, open_stages
+from jaxscale.planner.tables.pipeline_slots import head_cost
+from jaxscale.sharding.resolve import (
+    ACTIVATIONS,
+    Axes,
+    Rules,
+    layer_rules,
+    resolve,
+    resolve_tree,
+    spread_outer,
+)
+from jaxscale.sharding.rules import check_divides, check_sequence
+from jaxscale.sharding.zero import Zero
+from jaxscale.training.gradients import make_gradients, make_loss
+from jaxscale.training.kernels import attention_name, make_kernels
+from jaxscale.training.optimizer import make, state_axes
+from jaxscale.training.remat import from_host
+from jaxscale.training.xla_options import step_options
+
+Tree = Any
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes; also the trees of its shardings and axes."""
+
+    step: Any  # int32 scalar, updates done
+    params: Tree
+    opt_state: Tree
+
+
+class StepMetrics(NamedTuple):
+    """Scalars of one step, computed on the device."""
+
+    loss: jax.Array  # nats per token, z-loss left out
+    grad_norm: jax.Array  # before clipping
+    tokens: jax.Array  # int32, that the model read: every position but padding
+    loss_tokens: jax.Array  # that counted in the loss
+
+
+class EvaluationSums(NamedTuple):
+    """Sums over a held-out batch, computed on the device."""
+
+    nll: jax.Array  # nats
+    tokens: jax.Array
+    num_bytes: jax.Array  # of the text that the tokens stand for
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The jitted functions of a run and where their arguments live."""
+
+    config: Config
+    model: Decoder
+    layout: Layout
+    mesh: Mesh
+    init: Callable[[jax.Array], TrainState]  # from a key
+    step: Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]  # donates the state
+    evaluate: Callable[[Tree, ShardedBatch, jax.Array], EvaluationSums]
+    abstract_state: TrainState  # shapes, types and shardings
+    abstract_batch: ShardedBatch  # likewise
+    placement: Placement  # of the state, which is saved in another form
+    state_axes: TrainState  # logical axes of every array in it
+    zero: Zero
+    stages: Stages | None  # of a pipeline
+    batch_sharding: NamedSharding
+    attention: str  # the implementation in use
+
+    def shard(self, batch: Batch, *, global_batch_size: int | None = None) -> ShardedBatch:
+        """A batch of NumPy arrays as `step` and `evaluate` take it: spread over the mesh, the
+        tokens of each sequence dealt to the ranks of context in their balanced order.
+
+        Args:
+          batch: [rows, time] each, in the order of the text: all rows of a step.
+          global_batch_size: when they are only the rows that this process's devices hold, in the
+            order of `local_rows`: how many there are in all.
+
+        Raises:
+          ValueError: what is no batch on the host, or does not divide over the layout.
+        """
+        return shard_batch(batch, self.config, self.batch_sharding, global_batch_size)
+
+    def local_rows(self, global_batch_size: int) -> tuple[int, ...]:
+        """The rows of a step's batch that this process's devices hold, in order."""
+        return local_rows(self.batch_sharding, global_batch_size)
+
+
+def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> Engine:
+    """Builds what a run needs, compiling nothing yet.
+
+    Args:
+      config: its layout must be resolved: no -1.
+      mesh: of that layout; its devices may be absent ones, for compiling alone.
+      unroll_layers: writes the loops over layers out, for XLA's cost analysis.
+
+    Raises:
+      ValueError: a dimension that does not divide over its mesh axes, or a kernel that cannot
+        honour the model's settings.
+    """
+    layout = config.layout
+    check_divides(config)
+    check_sequence(config)
+    check_types(config)
+    check_host_memory(config, mesh)
+    platform = mesh.devices.flat[0].platform
+    model = Decoder(config.model, make_kernels(config, platform, unroll=unroll_layers))
+    stages = _open_stages(config) if layout.pipeline > 1 else None
+    single_visit = layout.accumulation == "layered" or layout.microbatches == 1
+    zero = Zero(
+        layout.zero_stage,
+        single_visit and stages is None,
+        layout.sizes,
+        spread_outer(model.axes, layout.sizes, config.model.d_model),
+        jnp.dtype(config.model.compute_dtype),
+        jnp.dtype(config.optimizer.accumulation_dtype),
+    )
+    rows = stages.rows if stages else np.arange(config.model.num_layers)
+    by_layer = functools.partial(
+        _by_layer, mesh, [zero.update_rules, *layer_rules(layout.sizes, len(rows))]
+    )
+    optimizer = make(
+        config.optimizer, steps=config.schedule_steps, axes=model.axes, by_layer=by_layer
+    )
+    gradients = make_gradients(model, layout, zero, mesh, stages, unroll_layers=unroll_layers)
+    nll = make_loss(model, layout, zero, mesh, stages)
+
+    def init(key: jax.Array) -> TrainState:
+        params = model.init(key, stages.rows if stages else None)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    axes = TrainState((), model.axes, state_axes(optimizer, abstract.params, model.axes))
+    axes = spread_outer(axes, layout.sizes, config.model.d_model)
+    shardings = TrainState(
+        NamedSharding(mesh, PartitionSpec()),
+        resolve_tree(axes.params, zero.param_rules, mesh, abstract.params),
+        resolve_tree(axes.opt_state, zero.update_rules, mesh, abstract.opt_state),
+    )
+    if layout.offloads("optimizer"):
+        shardings = shardings._replace(opt_state=_on_host(shardings.opt_state, abstract.opt_state))
+    # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
+    update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, abstract.params)
+
+    step = _make_step(config, gradients, optimizer, shardings, update_shardings)
+
+    def evaluate(params: Tree, sharded: ShardedBatch, token_bytes: jax.Array) -> EvaluationSums:
+        batch = dealt(sharded)
+        num_bytes = jnp.sum(token_bytes[batch.targets] * batch.weights)
+        return EvaluationSums(nll(params, batch), jnp.sum(batch.weights), num_bytes)
+
+    abstract_state = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract,
+        shardings,
+    )
+    replicated = NamedSharding(mesh, PartitionSpec())
+    batch_spec = resolve(("batch", "seq"), ACTIVATIONS, layout.sizes)
+    batch_sharding = NamedSharding(mesh, batch_spec)
+    return Engine(
+        config=config,
+        model=model,
+        layout=layout,
+        mesh=mesh,
+        init=jax.jit(
+            init,
+            out_shardings=shardings,
+            # LLVM takes seconds over the generators of random bits, and gains nothing by it.
+            compiler_options={"xla_backend_optimization_level": 1} if platform == "cpu" else None,
+        ),
+        step=jax.jit(
+            step,
+            donate_argnums=0,
+            in_shardings=(shardings, batch_sharding),
+            out_shardings=(shardings, replicated),
+            compiler_options=step_options(mesh, deterministic=config.run.deterministic),
+        ),
+        evaluate=jax.jit(
+            evaluate,
+            in_shardings=(shardings.params, batch_sharding, replicated),
+            out_shardings=replicated,
+        ),
+        abstract_state=abstract_state,
+        abstract_batch=_abstract_batch(config, batch_sharding),
+        placement=Placement(rows, axes, abstract_state),
+        state_axes=axes,
+        zero=zero,
+        stages=stages,
+        batch_sharding=batch_sharding,
+        attention=attention_name(config, platform),
+    )
+
+
+def _by_layer(
+    mesh: Mesh,
+    rules: Sequence[Rules],
+    function: Callable[[jax.Array], jax.Array],
+    stack: jax.Array,
+    names: Axes,
+) -> jax.Array:
+    """Brings whole matrices of some layers to each rank, computes there, and sends the results
+    back: an all-to-all each way over fsdp, in the place of gathers between any two matmuls.
+
+    Args:
+      rules: of the stack as it lies, then as it goes on from there (see `layer_rules`).
+    """
+    ways = [NamedSharding(mesh, resolve(names, one, mesh.shape)) for one in rules]
+    for way in ways:
+        stack = jax.lax.with_sharding_constraint(stack, way)
+    stack = function(stack)
+    for way in reversed(ways):
+        stack = jax.lax.with_sharding_constraint(stack, way)
+    return stack
+
+
+def _make_step(
+    config: Config,
+    gradients: Callable,
+    optimizer: optax.GradientTransformation,
+    shardings: TrainState,
+    update_shardings: Tree,
+) -> Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]:
+    """Gradients, clipped, and the optimizer's update.
+
+    Args:
+      shardings: of the state between steps.
+      update_shardings: of the parameters while the optimizer is at work.
+    """
+    offloads = config.layout.offloads("optimizer")
+
+    def step(state: TrainState, batch: ShardedBatch) -> tuple[TrainState, StepMetrics]:
+        batch = dealt(batch)
+        count = jnp.sum(batch.weights)
+        (_, nll_sum), grads = gradients(state.params, batch)
+        with jax.named_scope("optimizer"):
+            grads, grad_norm = mean_and_norm(grads, count, config.optimizer.clip_norm)
+            params = jax.lax.with_sharding_constraint(state.params, update_shardings)
+            opt_state = from_host(state.opt_state) if offloads else state.opt_state
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            params = jax.lax.with_sharding_constraint(params, shardings.params)
+        tokens = jnp.sum(batch.segments != 0, dtype=jnp.int32)
+        metrics = StepMetrics(nll_sum / count, grad_norm, tokens, count)
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return step
+
+
+def _abstract_batch(config: Config, sharding: NamedSharding) -> ShardedBatch:
+    shape = config.data.global_batch_size, config.data.seq_len
+    ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    floats = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    return ShardedBatch(ints, ints, ints, ints, floats)
+
+
+def _open_stages(config: Config) -> Stages:
+    return open_stages(config.layout, config.model.num_layers, head_cost(config))
+
+
+def check_types(config: Config) -> None:
+    """Refuses float64 where JAX would silently compute in float32.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    wide = {
+        f"{section}.{name}"
+        for section in ("model", "optimizer")
+        for name, value in vars(getattr(config, section)).items()
+        if value == "float64"
+    }
+    if wide and not jax.config.jax_enable_x64:
+        raise ValueError(
+            f"{', '.join(sorted(wide))} = 'float64' needs JAX_ENABLE_X64=1 in the environment"
+        )
+
+
+def check_host_memory(config: Config, mesh: Mesh) -> None:
+    """Refuses offloading where the back end has no host memory of its own.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    device = mesh.devices.flat[0]
+    offloads = config.layout.offload != "none" or config.layout.remat.startswith("offload:")
+    if not offloads or not isinstance(device, jax.Device):
+        return
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if "pinned_host" not in kinds:
+        raise ValueError(
+            f"layout.offload = {config.layout.offload!r}, layout.remat = {config.layout.remat!r}: "
+            f"the {device.platform} back end has no pinned host memory, only "
+            f"{', '.join(sorted(kinds))}; set layout.offload = 'none', and layout.remat = 'full' "
+            "or another policy without 'offload:'"
+        )
+
+
+def _on_host(shardings: Tree, abstract: Tree) -> Tree:
+    """The same shards in host memory; scalars stay, the compiler wants them on the device."""
+    return jax.tree.map(
+        lambda sharding, leaf: sharding.with_memory_kind("pinned_host") if leaf.ndim else sharding,
+        shardings,
+        abstract,
+    )
+
+
+def mean_and_norm(sums: Tree, count: jax.Array, limit: float) -> tuple[Tree, jax.Array]:
+    """Gradients per token, clipped, and their norm before that; in float32 or wider, whatever type
+    they were accumulated in.
+
+    Args:
+      count: tokens.
+      limit: on the norm; 0 is none.
+    """
+
+    def widen(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    squares = [jnp.sum(jnp.square(widen(x))) for x in jax.tree.leaves(sums)]
+    root = jnp.sqrt(sum(squares))
+    count = count.astype(root.dtype)
+    norm = root / count
+    scale = (jnp.minimum(1.0, limit / norm) if limit else 1.0) / count
+    return jax.tree.map(lambda x: widen(x) * scale, sums), norm

@@ -1,0 +1,76 @@
+"""The layouts that a search may try are those that the engine accepts, each once."""
+
+import dataclasses
+import random
+
+import pytest
+
+from jaxscale import config as configs
+from jaxscale.autotune.search_space import candidates, choices_of, layout_of, refusal
+from jaxscale.layout import Layout
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.step import make_engine
+
+SETTINGS = ("data.global_batch_size=16", "model.num_layers=8")
+CONFIG = configs.load("configs/tiny.py", SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    return candidates(CONFIG, 8)
+
+
+def test_choices_and_layouts_are_one_to_one(pool):
+    layouts = [layout_of(choices, CONFIG.layout, 8) for choices in pool]
+    assert [choices_of(layout) for layout in layouts] == pool
+    assert len({str(layout) for layout in layouts}) == len(pool) > 3000
+    assert {layout.num_devices for layout in layouts} == {8}
+
+
+def test_every_mesh_that_divides_is_there_and_no_other(pool):
+    """Two key heads: tensor 4 and 8 have nothing to share."""
+    meshes = {tuple(c[a] for a in ("pipeline", "fsdp", "context", "tensor")) for c in pool}
+    assert {mesh[3] for mesh in meshes} == {1, 2}
+    sizes = (1, 2, 4, 8)
+    expected = {
+        (p, f, c, t)
+        for p in sizes
+        for f in sizes
+        for c in sizes
+        for t in (1, 2)
+        if 8 % (p * f * c * t) == 0
+    }
+    assert meshes == expected
+
+
+def test_the_engine_accepts_what_is_not_refused(pool):
+    chosen = random.Random(0).sample(pool, 12)
+    accepted = 0
+    for choices in chosen:
+        layout = layout_of(choices, CONFIG.layout, 8)
+        config = dataclasses.replace(CONFIG, layout=layout)
+        if why := refusal(CONFIG, layout):
+            with pytest.raises(ValueError) as error:  # noqa: PT011 - the same words, whichever
+                make_engine(config, make_mesh(layout))
+            assert str(error.value) == why
+        else:
+            assert make_engine(config, make_mesh(layout)).layout == layout
+            accepted += 1
+    assert accepted > 6
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        (Layout(data=1, tensor=4, fsdp=2), "model.num_kv_heads = 2"),
+        (Layout(data=8, microbatches=4), "data.global_batch_size = 16 does not split"),
+        (Layout(data=4, pipeline=2, schedule="zb_v", microbatches=2), "zb_v needs microbatches"),
+        (
+            Layout(data=2, pipeline=4, schedule="interleaved", virtual_stages=4, microbatches=4),
+            "model.num_layers = 8 is less than the 16 stages",
+        ),
+        (Layout(data=2, pipeline=4, microbatches=4, remat="keep:4"), "no rank has more than that"),
+    ],
+)
+def test_refusals_say_why(layout, why):
+    assert why in refusal(CONFIG, layout)

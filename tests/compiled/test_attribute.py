@@ -1,0 +1,51 @@
+"""What a report says of the largest buffers."""
+
+import jax
+import pytest
+
+from jaxscale.compiled import hlo
+from jaxscale.compiled.attribute import KEPT, find_uses
+from jaxscale.compiled.live_buffers import live_at_peak
+from jaxscale.config import from_dict
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.step import make_engine
+
+MODEL = {
+    "num_layers": 8,
+    "d_model": 32,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "d_ff": 96,
+    "vocab_size": 64,
+    "compute_dtype": "float32",
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        # Settings that are set already are not proposed again.
+        ({"fsdp": 2, "remat": "none"}, "remat = 'full', microbatches, offload = 'activations'"),
+        ({"fsdp": 2, "remat": "full"}, "microbatches, offload = 'activations', context"),
+        ({"pipeline": 2, "schedule": "gpipe", "microbatches": 8}, "schedule = '1f1b', context"),
+    ],
+    ids=str,
+)
+def test_what_waits_for_the_backward_pass_is_found(layout, settings):
+    config = from_dict(
+        {
+            "model": MODEL,
+            "data": {"global_batch_size": 16, "seq_len": 256},
+            "layout": {"data": 1, **layout},
+        }
+    )
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
+    lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
+    program = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    scopes = engine.stages.trips if engine.stages else {}
+    uses = find_uses(live_at_peak(hlo.parse(program.as_text(), scopes)), engine)
+    assert uses == sorted(uses, key=lambda use: -use.num_bytes)
+    kept = [use for use in uses[:3] if use.what == KEPT]
+    assert kept
+    assert settings in kept[0].smaller_with

@@ -1,0 +1,92 @@
+"""Names of absent machines."""
+
+import importlib.util
+
+import pytest
+
+from jaxscale import hardware
+from jaxscale.compiled import topology
+
+NEEDS_TPU = pytest.mark.skipif(
+    not topology.installed("tpu"), reason="no compiler for TPUs: uv sync --inexact --extra aot"
+)
+NEEDS_GPU = pytest.mark.skipif(
+    not topology.installed("gpu"), reason="no compiler for GPUs: uv sync --inexact --extra aot"
+)
+
+
+@NEEDS_TPU
+@pytest.mark.parametrize(
+    ("name", "devices", "kind"),
+    [
+        ("v2:2x2", 8, "TPU v2"),
+        ("v3:2x2", 8, "TPU v3"),
+        ("v4:2x2x2", 8, "TPU v4"),
+        ("v5e:1x1", 1, "TPU v5 lite"),
+        ("v5e:16x16", 256, "TPU v5 lite"),
+        ("v5e:4x4:2", 32, "TPU v5 lite"),
+        ("v5p:8x8x8", 512, "TPU v5"),
+        ("v6e:4x4", 16, "TPU v6 lite"),
+        ("v7x:2x2x1", 8, "TPU7x"),
+    ],
+)
+def test_a_tpu(name, devices, kind):
+    machine = topology.open_topology(name)
+    assert len(machine.devices) == devices
+    assert {device.device_kind for device in machine.devices} == {kind}
+    chip = hardware.find_chip(kind)
+    # What libtpu leaves of the memory.
+    if chip:
+        assert 0.9 * chip.memory_bytes < machine.limit_bytes < 1.1 * chip.memory_bytes
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("kind", ["a100-40", "a100-80", "h100", "h200", "b200"])
+def test_a_gpu(kind):
+    machine = topology.open_topology(f"{kind}:2x4")
+    assert len(machine.devices) == 8
+    chip = hardware.find_chip(machine.devices[0].device_kind)
+    assert chip
+    assert 0.85 * chip.memory_bytes < machine.limit_bytes < chip.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5x:2x2", "did you mean v"),
+        ("h300:8x8", "a100-40:8x8, a100-80:8x8, h100:8x8"),
+        ("", "TPUs .chips along each dimension"),
+    ],
+)
+def test_an_unknown_kind_lists_those_that_are_known(name, message):
+    with pytest.raises(ValueError, match=message):
+        topology.open_topology(name)
+
+
+@NEEDS_TPU
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5p:4x4", "2 dimensions and a torus of v5p has 3"),
+        ("v5p", "as in v5p:8x8x8"),
+        ("v5e:16", "as in v5e:16x16"),
+        ("v5p:3x2x1", "libtpu refuses it"),
+    ],
+)
+def test_a_shape_that_no_slice_has(name, message):
+    with pytest.raises(ValueError, match=message):
+        topology.open_topology(name)
+
+
+@NEEDS_GPU
+def test_a_shape_that_no_cluster_has():
+    with pytest.raises(ValueError, match="as in h200:8x8"):
+        topology.open_topology("h200:8")
+
+
+def test_without_the_compiler_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"libtpu.*uv sync --inexact --extra aot"):
+        topology.open_topology("v5p:2x2x1")
+    with pytest.raises(ModuleNotFoundError, match=r"GPUs.*uv sync --inexact --extra aot"):
+        topology.open_topology("h200:1x8")

@@ -1,0 +1,159 @@
+"""Tokenised once, kept, and made again when anything that decides it changes."""
+
+import dataclasses
+import logging
+import os
+import pickle
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import models, normalizers, pre_tokenizers
+
+from jaxscale.data.text.text_files import hash_identity
+from jaxscale.data.tokens.corpus import Corpus, open_corpus
+from jaxscale.data.tokens.tokenizer import load
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(5):
+        (folder / f"{i}.txt").write_text(f"document {i} is é" * (i + 1))
+    return folder
+
+
+def source(folder):
+    return (str(folder),)
+
+
+def test_documents_follow_each_other_behind_boundaries(texts):
+    tokenizer = load("bytes")
+    corpus = open_corpus(source(texts), tokenizer)
+    assert corpus.num_documents == 5
+    for i in range(5):
+        name = f"{i}.txt"
+        assert corpus.hashes[i] == hash_identity(name)
+        ids = corpus.tokens[corpus.offsets[i] : corpus.offsets[i + 1]]
+        assert ids[0] == tokenizer.boundary
+        assert tokenizer.decode(ids[1:]) == (texts / name).read_text()
+    assert corpus.num_bytes == sum(path.stat().st_size for path in texts.iterdir())
+    assert corpus.token_bytes[corpus.tokens].sum() == corpus.num_bytes
+
+
+def test_what_is_kept_is_what_was_made(texts, tmp_path, caplog):
+    tokenizer = load("bytes")
+    made = open_corpus(source(texts), tokenizer)
+    first = open_corpus(source(texts), tokenizer, tmp_path / "run")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "jaxscale"):
+        again = open_corpus(source(texts), tokenizer, tmp_path / "run")
+    assert "tokenis" not in caplog.text
+    for corpus in (first, again):
+        assert isinstance(corpus.offsets, np.memmap)
+        np.testing.assert_array_equal(corpus.tokens, made.tokens)
+        np.testing.assert_array_equal(corpus.offsets, made.offsets)
+        np.testing.assert_array_equal(corpus.token_bytes, made.token_bytes)
+        assert corpus.fingerprint == made.fingerprint
+        np.testing.assert_array_equal(corpus.hashes, made.hashes)
+    assert not list((tmp_path / "run").glob("unfinished-*"))
+
+
+@pytest.mark.parametrize("change", ["content", "time", "new file", "tokenizer"])
+def test_a_change_is_noticed_and_said(texts, tmp_path, caplog, change):
+    tokenizer = load("bytes")
+    before = open_corpus(source(texts), tokenizer, tmp_path / "run")
+    if change == "content":
+        (texts / "1.txt").write_text("another text")
+    elif change == "time":
+        os.utime(texts / "1.txt", (1, 1))
+    elif change == "new file":
+        (texts / "9.txt").write_text("nine")
+    else:
+        tokenizer = load("bpe:258", source(texts))
+    with caplog.at_level(logging.INFO, "jaxscale"):
+        after = open_corpus(source(texts), tokenizer, tmp_path / "run")
+    assert "the files or the tokenizer changed; tokenising again" in caplog.text
+    # A new date alone is looked into, and found to be the same data.
+    assert (after.fingerprint == before.fingerprint) == (change == "time")
+
+
+def test_the_fingerprint_is_of_the_content_not_the_place(texts, tmp_path):
+    tokenizer = load("bytes")
+    before = open_corpus(source(texts), tokenizer).fingerprint
+    moved = texts.rename(tmp_path / "moved")
+    assert open_corpus(source(moved), tokenizer).fingerprint == before
+    (moved / "0.txt").rename(moved / "a.txt")
+    assert open_corpus(source(moved), tokenizer).fingerprint != before
+
+
+def test_a_writer_that_died_does_no_harm(texts, tmp_path):
+    tokenizer = load("bytes")
+    expected = open_corpus(source(texts), tokenizer).tokens
+    open_corpus(source(texts), tokenizer, tmp_path / "run")
+    (folder,) = (tmp_path / "run").iterdir()
+    half = folder.rename(folder.with_name(f"unfinished-{folder.name}-1"))
+    (half / "tokens.npy").write_bytes(b"half")
+    after = open_corpus(source(texts), tokenizer, tmp_path / "run")
+    np.testing.assert_array_equal(after.tokens, expected)
+
+
+def test_a_writer_that_was_second_takes_what_is_there(texts, tmp_path):
+    tokenizer = load("bytes")
+
+    def encode_while_another_finishes(documents):
+        open_corpus(source(texts), tokenizer, tmp_path / "run")
+        return tokenizer.encode(documents)
+
+    slow = dataclasses.replace(tokenizer, encode=encode_while_another_finishes)
+    corpus = open_corpus(source(texts), slow, tmp_path / "run")
+    np.testing.assert_array_equal(corpus.tokens, open_corpus(source(texts), tokenizer).tokens)
+    assert len(list((tmp_path / "run").iterdir())) == 1
+
+
+def test_bytes_add_up_for_a_tokenizer_that_changes_text(texts, tmp_path):
+    tokenizer = tokenizers.Tokenizer(
+        models.WordLevel({"[UNK]": 0, "document": 1, "is": 2, "</s>": 3}, unk_token="[UNK]")
+    )
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "t.json"))
+    corpus = open_corpus(source(texts), load(str(tmp_path / "t.json")))
+    assert corpus.token_bytes[corpus.tokens].sum() == pytest.approx(corpus.num_bytes, rel=1e-12)
+    assert corpus.token_bytes[3] == 0
+
+
+def test_a_vocabulary_beyond_16_bits_keeps_its_ids(texts, tmp_path):
+    vocabulary = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000, "document": 70_001}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "t.json"))
+    corpus = open_corpus(source(texts), load(str(tmp_path / "t.json")))
+    assert corpus.tokens[:2].tolist() == [70_000, 70_001]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.data())
+def test_tokens_are_read_across_shards(sizes, data):
+    tokens = np.arange(sum(sizes), dtype=np.uint16)
+    shards = tuple(np.split(tokens, np.cumsum(sizes)[:-1]))
+    corpus = Corpus(shards, np.array([0, len(tokens)]), np.zeros(1, np.uint64), tokens, 1, "")
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(tokens))] * 2)))
+    np.testing.assert_array_equal(corpus.read(start, stop), tokens[start:stop])
+    with pytest.raises(IndexError, match=f"of {len(tokens)}"):
+        corpus.read(start, len(tokens) + 1)
+
+
+def test_a_corpus_on_disk_travels_as_paths(texts, tmp_path):
+    for i in range(200):
+        (texts / f"more{i}.txt").write_text("some text " * 100)
+    corpus = open_corpus(source(texts), load("bytes"), tmp_path / "run")
+    pickled = pickle.dumps(corpus)
+    assert len(pickled) < 4_000  # half of it is the bytes of each token
+    again = pickle.loads(pickled)
+    assert again.fingerprint == corpus.fingerprint
+    np.testing.assert_array_equal(again.read(5, 50), corpus.read(5, 50))
+    np.testing.assert_array_equal(again.offsets, corpus.offsets)

@@ -1,0 +1,295 @@
+"""Text comes back from its ids, ids know their bytes, and training a vocabulary is repeatable."""
+
+import functools
+import io
+import itertools
+import pathlib
+import sys
+
+import fsspec
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from jaxscale.data.text.documents import sample_documents
+from jaxscale.data.text.text_files import draw, find_files, hash_identity
+from jaxscale.data.tokens.corpus import open_corpus
+from jaxscale.data.tokens.prepare import prepare
+from jaxscale.data.tokens.shards import plan
+from jaxscale.data.tokens.tokenizer import Tokenizer, load
+
+TEXTS = st.lists(st.text(), max_size=4)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A folder of ten small documents with a vocabulary to learn."""
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(10):
+        (folder / f"{i}.txt").write_text(f"the cat number {i} sat on the mat with the hat\n" * 20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def byte_pairs(texts) -> Tokenizer:
+    return load("bpe:290", (str(texts),))
+
+
+def word_level(path: pathlib.Path, *special: str, truncate: int = 0) -> str:
+    """Writes a tokenizer.json that is not byte-level and normalises its text."""
+    words = ["[UNK]", "the", "cat", "▁sat", *special]
+    tokenizer = tokenizers.Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(list(special))
+    if truncate:
+        tokenizer.enable_truncation(truncate)
+        tokenizer.enable_padding(length=truncate)
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def check_round_trip(tokenizer: Tokenizer, texts: list[str]) -> None:
+    encoded = tokenizer.encode(texts)
+    for text, ids in zip(texts, encoded, strict=True):
+        assert ids.dtype == np.int32
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([tokenizer.boundary, *ids, tokenizer.boundary]) == text
+        assert tokenizer.token_bytes[ids].sum() == len(text.encode())
+        assert tokenizer.boundary not in ids
+        assert all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+@settings(deadline=None)
+@given(TEXTS)
+def test_bytes_come_back(texts):
+    check_round_trip(load("bytes"), texts)
+
+
+@settings(deadline=None)
+@given(texts=TEXTS)
+def test_byte_pairs_come_back(byte_pairs, texts):
+    check_round_trip(byte_pairs, texts)
+
+
+def test_the_name_of_a_special_token_in_a_text_is_text(byte_pairs):
+    check_round_trip(byte_pairs, ["a<|endoftext|>b", "<|endoftext|>"])
+
+
+def test_bytes_have_257_ids():
+    tokenizer = load("bytes")
+    assert (tokenizer.vocab_size, tokenizer.boundary) == (257, 256)
+    assert tokenizer.decode([0xE2, 0x82]) == "�"  # half a character is shown as such
+
+
+def test_byte_pairs_learn(byte_pairs):
+    assert byte_pairs.vocab_size == len(byte_pairs.token_bytes) == 290
+    (ids,) = byte_pairs.encode(["the cat sat on the mat"])
+    assert len(ids) < 12
+
+
+def test_training_is_repeatable(texts, byte_pairs):
+    assert load("bpe:290", (str(texts),)).fingerprint == byte_pairs.fingerprint
+
+
+def drawn(identity: str) -> float:
+    return draw(np.array([hash_identity(identity)], np.uint64), 0).item()
+
+
+def test_documents_held_out_are_not_learnt_from(texts, tmp_path):
+    share = 0.4
+    for path in texts.iterdir():
+        (tmp_path / path.name).write_text(path.read_text())
+    before = load("bpe:280", (str(tmp_path),), heldout=share)
+    held_out = [path for path in tmp_path.iterdir() if drawn(path.name) < share]
+    assert 0 < len(held_out) < 10
+    for path in held_out:
+        path.write_text("zyzzyva " * 200)
+    assert load("bpe:280", (str(tmp_path),), heldout=share).fingerprint == before.fingerprint
+    assert load("bpe:280", (str(tmp_path),)).fingerprint != before.fingerprint
+
+
+def test_a_trained_tokenizer_is_kept_and_found(texts, byte_pairs, tmp_path):
+    folder = tmp_path / "run"
+    assert load("bpe:290", (str(texts),), folder).fingerprint == byte_pairs.fingerprint
+    assert [path.name for path in folder.iterdir()] == ["tokenizer.json"]
+    assert load("bpe:290", ("gone",), folder).fingerprint == byte_pairs.fingerprint
+    assert load(str(folder / "tokenizer.json")).fingerprint == byte_pairs.fingerprint
+    with pytest.raises(ValueError, match=r"'bpe:300', but .*tokenizer.json has 290 tokens"):
+        load("bpe:300", (str(texts),), folder)
+
+
+def test_too_little_text_says_how_many_tokens_it_yields(tmp_path):
+    (tmp_path / "a.txt").write_text("aa bb aa bb")
+    with pytest.raises(ValueError, match=r"only (\d+) tokens; set data.tokenizer = 'bpe:") as error:
+        load("bpe:4096", (str(tmp_path),))
+    enough = str(error.value).split("'")[-2]
+    assert load(enough, (str(tmp_path),)).vocab_size == int(enough.removeprefix("bpe:"))
+
+
+def test_a_file_of_hugging_face(tmp_path):
+    tokenizer = load(word_level(tmp_path / "t.json", "<pad>", "</s>", truncate=2))
+    assert (tokenizer.vocab_size, tokenizer.boundary) == (6, 5)
+    assert tokenizer.token_bytes.tolist() == [5, 3, 3, 4, 0, 0]
+    # All of the text: what the file says of truncation and padding is for inference.
+    assert [ids.tolist() for ids in tokenizer.encode(["The cat the the", "cat"])] == [
+        [1, 2, 1, 1],
+        [2],
+    ]
+
+
+def test_byte_fallback_counts_one_byte(tmp_path):
+    vocabulary = {"</s>": 0, "<unk>": 1, "▁": 2, "<0xE2>": 3, "<0x82>": 4, "<0xAC>": 5}
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.add_special_tokens(["</s>", "<unk>"])
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.save(str(tmp_path / "t.json"))
+    check_round_trip(load(str(tmp_path / "t.json")), [" €", "€ €"])
+
+
+def test_a_tokenizer_without_a_boundary_is_refused(tmp_path):
+    path = word_level(tmp_path / "t.json", "<pad>")
+    with pytest.raises(ValueError, match=r"t.json has no token .*\['<pad>'\].*<\|endoftext\|>"):
+        load(path)
+
+
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
+    (tmp_path / "t.json").write_text('{"model": 1}')
+    with pytest.raises(ValueError, match=r"t.json is not a Hugging Face tokenizer.json"):
+        load(str(tmp_path / "t.json"))
+
+
+@pytest.mark.parametrize("name", ["byte", "gone.json", "gpt2", "bpe"])
+def test_an_unknown_name_says_what_there_is(name):
+    with pytest.raises(ValueError, match=f"data.tokenizer = '{name}'.*'bytes', 'bpe:4096'"):
+        load(name)
+
+
+@pytest.mark.parametrize("size", ["", "big", "256", "-1", "1.5"])
+def test_a_size_that_cannot_be_says_why(size):
+    with pytest.raises(ValueError, match=f"data.tokenizer = 'bpe:{size}'.*at least 257"):
+        load(f"bpe:{size}", ("text",))
+
+
+@functools.cache
+def sentencepiece_model(kind: str, *, byte_fallback: bool, eos: bool = True) -> bytes:
+    data = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore
+        sentence_iterator=iter(["the cat sat on the mat", "hello world, é and more"] * 50),
+        model_writer=data,
+        vocab_size=320 if byte_fallback else 60,
+        model_type=kind,
+        byte_fallback=byte_fallback,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        pad_id=3,
+        eos_id=2 if eos else -1,
+        user_defined_symbols=["<sep>"],
+        control_symbols=["<mask>"],
+    )
+    return data.getvalue()
+
+
+def write_model(path: pathlib.Path, kind: str = "bpe", **options) -> str:
+    path.write_bytes(sentencepiece_model(kind, **{"byte_fallback": True} | options))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_sentencepiece_model(tmp_path, kind):
+    tokenizer = load(write_model(tmp_path / "t.model", kind))
+    assert tokenizer.file_name == "tokenizer.model"
+    special = {"<s>": 1, "</s>": 2, "<pad>": 3}
+    assert tokenizer.special.items() > special.items()
+    assert (tokenizer.boundary, tokenizer.mask) == (2, tokenizer.special["<mask>"])
+    texts = ["the cat sat on the mat", "", "hello 中 world", "a</s>b"]
+    encoded = tokenizer.encode(texts)
+    for text, ids in zip(texts, encoded, strict=True):
+        assert ids.dtype == np.int32
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([2, *ids, 2]) == text
+        assert not set(ids.tolist()) & set(special.values())
+        # It puts a space before the first word.
+        assert tokenizer.token_bytes[ids].sum() == len(text.encode()) + bool(text)
+    assert tokenizer.vocab_size == len(tokenizer.token_bytes)
+    again = load(write_model(tmp_path / "u.model", kind))
+    assert again.fingerprint == tokenizer.fingerprint
+
+
+def test_a_sentencepiece_model_makes_a_corpus(tmp_path, texts):
+    tokenizer = load(write_model(tmp_path / "t.model"))
+    corpus = open_corpus([str(texts)], tokenizer, tmp_path / "run")
+    assert corpus.token_bytes[corpus.tokens].sum() == pytest.approx(corpus.num_bytes, rel=1e-12)
+    (folder,) = (tmp_path / "run").iterdir()
+    assert load(str(folder / "tokenizer.model")).fingerprint == tokenizer.fingerprint
+
+
+def test_a_sentencepiece_model_that_cannot_be_used_is_named(tmp_path, monkeypatch):
+    path = write_model(tmp_path / "t.model", eos=False)
+    with pytest.raises(ValueError, match=r"t.model has no token for the end.*'<s>'"):
+        load(path)
+    (tmp_path / "u.model").write_bytes(b"junk")
+    with pytest.raises(ValueError, match=r"u.model is not a SentencePiece model"):
+        load(str(tmp_path / "u.model"))
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(ValueError, match=r"t.model needs the package sentencepiece; install"):
+        load(path)
+
+
+def test_special_tokens_are_explicit(tmp_path):
+    names = ["</s>", "<extra_id_1>", "<extra_id_0>", "[MASK]", "<extra_id_3>"]
+    tokenizer = load(word_level(tmp_path / "t.json", *names))
+    assert tokenizer.special == {name: i for i, name in enumerate(names, 4)}
+    assert (tokenizer.boundary, tokenizer.mask) == (4, 7)
+    assert tokenizer.sentinels == (6, 5)  # in their order, up to the first that is not there
+    plain = load("bytes")
+    assert (plain.special, plain.mask, plain.sentinels) == ({"<|endoftext|>": 256}, None, ())
+
+
+def test_byte_pairs_of_a_prepared_folder_are_its_own(texts, byte_pairs, tmp_path):
+    files = find_files([str(texts)])
+    prepare(plan(files, byte_pairs, tmp_path / "out"), byte_pairs)
+    source = (str(tmp_path / "out"),)
+    own = load("bpe:290", source, tmp_path / "run")
+    assert own.fingerprint == byte_pairs.fingerprint
+    assert open_corpus(source, own).num_documents == 10
+    # A run that has begun needs the folder no more.
+    assert load("bpe:290", ("gone",), tmp_path / "run").fingerprint == byte_pairs.fingerprint
+    with pytest.raises(ValueError, match=r"'bpe:300', but .*out was prepared with 'bpe:290'; set"):
+        load("bpe:300", source)
+
+
+def test_a_tokenizer_is_read_from_an_object_store(byte_pairs):
+    store = fsspec.filesystem("memory")
+    store.pipe("/tokenizers/t.json", byte_pairs.file)
+    try:
+        assert load("memory://tokenizers/t.json").fingerprint == byte_pairs.fingerprint
+    finally:
+        store.rm("/tokenizers", recursive=True)
+    with pytest.raises(ValueError, match=r"t.json cannot be read"):
+        load("memory://tokenizers/t.json")
+
+
+def test_training_text_comes_from_all_over(tmp_path):
+    """Of one long file, pieces from many places are learnt from, and not its beginning alone."""
+    lines = [f"zone{i // 1000:03d} {i}\n" for i in range(40_000)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    files = find_files([{"path": str(tmp_path / "a.txt"), "boundary": "line"}])
+    sample = [d.text for d in sample_documents(files, 60_000, heldout=0.5)]
+    assert 55_000 < sum(map(len, sample)) < 65_000
+    assert len({text.split()[0] for text in sample}) > 10
+    assert [d.text for d in sample_documents(files, 60_000, heldout=0.5)] == sample
+    places = dict(zip(lines, itertools.accumulate(map(len, lines), initial=0)))
+    assert all(drawn(f"a.txt#{places[text + chr(10)]}") >= 0.5 for text in sample)
+    assert len(list(sample_documents(files, 10**9))) == 40_000

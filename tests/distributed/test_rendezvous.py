@@ -1,0 +1,279 @@
+"""Processes that come together, agree, stop and die: as threads, over real sockets."""
+
+import collections
+import concurrent.futures
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from jaxscale.distributed import rendezvous
+from jaxscale.distributed.control_channel import Peers
+
+deaths: dict[Peers, list] = collections.defaultdict(list)
+"""What each of them heard of others."""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def join(port, process_id, count, *, report=None, decide=lambda reports: {}, timeout=20.0):
+    """The line to the others, which only writes down a death, and the answer."""
+    peers, answer = rendezvous.join(
+        f"127.0.0.1:{port}", ("127.0.0.1", port), count, process_id, report, decide, timeout
+    )
+    peers._on_death = lambda *death: deaths[peers].append(death)
+    return peers, answer
+
+
+def together(*works) -> list[Any]:
+    """Runs each work in a thread; their results, or what they raised."""
+    with concurrent.futures.ThreadPoolExecutor(len(works)) as pool:
+        futures = [pool.submit(work) for work in works]
+        return [future.exception() or future.result() for future in futures]
+
+
+@contextlib.contextmanager
+def group(count):
+    port = free_port()
+    found = together(*(lambda i=i: join(port, i, count)[0] for i in reversed(range(count))))
+    found.sort(key=lambda peers: peers.process_id)
+    try:
+        yield found
+    finally:
+        leave(found)
+
+
+def die(peers):
+    """Its connections end, as the kernel ends those of the dead, and it says no more."""
+    peers._closed = True
+    for line in peers._lines.values():
+        line.connection.shutdown(socket.SHUT_RDWR)
+
+
+def leave(members):
+    for peers in members:
+        peers.close()
+    for peers in members:
+        peers._thread.join(10)
+        assert not peers._thread.is_alive()
+
+
+def until(condition, timeout=10.0):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_all_get_what_process_0_makes_of_all_reports():
+    port, asked = free_port(), []
+
+    def decide(reports):
+        asked.append(reports)
+        return {"sum": sum(reports)}
+
+    works = [lambda i=i: join(port, i, 5, report=i, decide=decide) for i in (3, 1, 4, 0, 2)]
+    found = together(*works)
+    assert [answer for _, answer in found] == [{"sum": 10}] * 5
+    assert asked == [[0, 1, 2, 3, 4]]
+    host = socket.gethostname()
+    assert all(peers.names[3] == f"process 3 on {host}" for peers, _ in found)
+    # Large reports come in pieces, and several can be under way.
+    members = [peers for peers, _ in found]
+    texts = together(
+        *(
+            lambda p=p: [
+                p.gather("a", [p.process_id] * 50_000, len),
+                p.gather("b", p.process_id, list),
+                p.gather("a", p.process_id, list),
+            ]
+            for p in members
+        )
+    )
+    assert texts == [[5, list(range(5)), list(range(5))]] * 5
+    leave(members)
+
+
+def test_what_process_0_tells_arrives_in_order():
+    with group(3) as members:
+        for number in range(3):
+            members[0].tell("topic", number)
+        for peers in members[1:]:
+            assert [peers.await_answer("topic", 5) for _ in range(3)] == [0, 1, 2]
+            with pytest.raises(TimeoutError, match="nothing from process 0"):
+                peers.await_answer("other", 0.01)
+        with pytest.raises(TimeoutError, match=r"nothing from process 1 on .*, process 2"):
+            members[0].gather("never", None, list, timeout=0.01)
+
+
+def test_a_refusal_reaches_all():
+    port = free_port()
+
+    def decide(reports):
+        return {"refusal": "process 1 is odd"}
+
+    errors = together(*(lambda i=i: join(port, i, 3, decide=decide) for i in range(3)))
+    assert all(isinstance(error, ValueError) for error in errors)
+    hint = f"not begun, as process 0 on {socket.gethostname()} says"  # once on a host is enough
+    assert [str(error) for error in errors] == ["process 1 is odd", hint, hint]
+
+
+def test_those_who_do_not_come_are_named():
+    port = free_port()
+    errors = together(*(lambda i=i: join(port, i, 5, timeout=0.7) for i in (0, 2)))
+    said = (
+        f"processes 1, 3 and 4 of 5 did not come to 127.0.0.1:{port} in 1 s (process 0 on "
+        f"{socket.gethostname()} and process 2 on {socket.gethostname()} did)"
+    )
+    assert str(errors[0]).startswith(said)
+    assert "not begun, as process 0 on" in str(errors[1])
+
+
+def test_without_process_0_its_address_is_in_doubt():
+    port = free_port()
+    with pytest.raises(ValueError, match=rf"found no process 0 at 127.0.0.1:{port} .*refused"):
+        join(port, 1, 2, timeout=-4)
+    with pytest.raises(ValueError, match=r"found no process 0 at no-such-host\.invalid:7"):
+        rendezvous.join("no-such-host.invalid:7", ("no-such-host.invalid", 7), 2, 1, None, dict, -4)
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ((1, 3), "--process_id = 1 is given twice, on .* and on "),
+        ((2, 4), "process 2 on .* has --num_processes = 4 and process 0 on .* has 3"),
+    ],
+    ids=["twice", "count"],
+)
+def test_processes_that_contradict_each_other_are_refused(second, said, one_host, monkeypatch):
+    if not one_host:  # a thread is a process here, and each on a host of its own
+        monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
+    port = free_port()
+    errors = together(
+        lambda: join(port, 0, 3), lambda: join(port, 1, 3), lambda: join(port, *second)
+    )
+    assert all(isinstance(error, ValueError) for error in errors)
+    assert re.search(said, str(errors[0]))
+
+
+def test_a_second_process_0_finds_the_port_taken():
+    port = free_port()
+    with socket.create_server(("", port)), pytest.raises(ValueError, match="another process with"):
+        join(port, 0, 2)
+
+
+def test_strangers_and_those_who_come_again_do_no_harm():
+    port = free_port()
+
+    def stranger():
+        until(lambda: knock(b"GET / HTTP/1.1\r\n\r\n"))
+        knock(b'{"process_id": 1}\n')
+        knock(b"[1]\n")
+        # A process that came, and was started anew.
+        hello = {"process_id": 1, "num_processes": 3, "host": "h", "report": None}
+        knock(json.dumps(hello).encode() + b"\n")
+        time.sleep(0.2)
+        return together(lambda: join(port, 1, 3), lambda: join(port, 2, 3))
+
+    def knock(data):
+        try:
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(data)
+                return True
+        except OSError:
+            return False
+
+    first, others = together(lambda: join(port, 0, 3), stranger)
+    for peers, _ in (first, *others):
+        assert peers.names == [f"process {i} on {socket.gethostname()}" for i in range(3)]
+    leave([first[0], *(peers for peers, _ in others)])
+
+
+def steps(peers: Peers, barrier: threading.Barrier, signals: dict[int, int], last: int):
+    """A training whose steps all processes take together; the step it stopped after, and why."""
+    for step in range(1, last + 1):
+        barrier.wait(30)
+        time.sleep(0.002)
+        if stop := peers.stops(step, signals.get(step, 0)):
+            return step, stop
+    return None
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [{1: {3: 15}}, {0: {3: 2}}, {i: {3: 15} for i in range(4)}],
+    ids=["one", "first", "all"],
+)
+def test_a_signal_to_one_stops_all_after_the_same_step(signals):
+    with group(4) as members:
+        for _ in range(2):  # a session may train again
+            barrier = threading.Barrier(4)
+            found = together(
+                *(
+                    lambda p=p, b=barrier: steps(p, b, signals.get(p.process_id, {}), 300)
+                    for p in members
+                )
+            )
+            assert len(set(found)) == 1, found
+            step, (who, number) = found[0]
+            assert step >= 3
+            assert who in signals
+            assert number == signals[who][3]
+
+
+def test_without_a_signal_nothing_is_sent():
+    with group(2) as members:
+        sent = []
+        for peers in members:
+            for line in peers._lines.values():
+                line.send = sent.append
+        assert [peers.stops(1) for peers in members] == [None, None]
+        assert not sent
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_process_that_dies_is_named_by_all_others(victim):
+    with group(3) as members:
+        die(members[victim])
+        others = [peers for peers in members if peers.process_id != victim]
+        until(lambda: all(deaths[peers] for peers in others))
+        for peers in others:
+            ((who, text),) = deaths[peers]
+            assert who == victim
+            assert text.startswith(f"{peers.names[victim]} failed, so this one ends: it ended")
+
+
+def test_an_error_ends_the_others_with_its_words():
+    with group(3) as members:
+        assert members[1].fail("no disk", patience=0) == (1, "no disk")
+        until(lambda: deaths[members[0]] and deaths[members[2]])
+        for peers in (members[0], members[2]):
+            assert deaths[peers] == [(1, f"{peers.names[1]} failed, so this one ends: no disk")]
+        assert not deaths[members[1]]
+
+
+def test_an_error_that_follows_from_a_death_knows_it():
+    with group(3) as members:
+        die(members[2])
+        found = together(*(lambda p=p: p.fail("collective", patience=5) for p in members[:2]))
+        assert [who for who, _ in found] == [2, 2]
+        assert not deaths[members[0]] + deaths[members[1]], "who has an error speaks for itself"
+
+
+def test_those_who_leave_in_peace_are_not_missed():
+    with group(3) as members:
+        members[1].close()
+        members[2].close()
+        members[0].tell("still there", 1)
+        members[0].close()
+        time.sleep(1.2)
+        assert not any(deaths[peers] for peers in members)

@@ -1,0 +1,139 @@
+"""Attention over a spread sequence: against the reference, its balance, its messages."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.ops import attention_blocks
+from jaxscale.ops.context_attention import balanced_order, context_attention
+from tests.ops.test_attention import arguments, assert_close, reference, with_gradients
+
+METHODS = ("ring", "gather")
+
+
+def spread(ranks, method, *, window=0, block=None, seq_len):
+    """`context_attention` as a function of whole sequences in their own order."""
+    mesh = jax.make_mesh(
+        (ranks,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
+    )
+    local = functools.partial(
+        context_attention, axis="context", method=method, sliding_window=window, block=block
+    )
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=P(None, "context"),
+        out_specs=P(None, "context"),
+        check_vma=False,
+    )
+    order = balanced_order(seq_len, ranks)
+
+    def attend(*args):
+        return run(*(x[:, order] for x in args))[:, np.argsort(order)]
+
+    return attend
+
+
+@pytest.mark.parametrize(("seq_len", "ranks"), [(8, 1), (7, 1), (8, 2), (24, 4), (48, 8)])
+def test_the_balanced_order_deals_each_rank_an_early_and_a_late_chunk(seq_len, ranks):
+    order = balanced_order(seq_len, ranks)
+    np.testing.assert_array_equal(np.sort(order), np.arange(seq_len))
+    np.testing.assert_array_equal(np.argsort(order)[order], np.arange(seq_len))
+    shares = order.reshape(ranks, -1)
+    # Query p sees p + 1 keys: those of a rank see as many as those of any other.
+    assert len(set((shares + 1).sum(axis=1))) == 1
+    np.testing.assert_array_equal(shares, np.sort(shares, axis=1))
+
+
+CASES = {
+    "grouped, packed": {"ranks": 2, "packing": "packed"},
+    "one document": {"ranks": 4, "packing": "one"},
+    "padding": {"ranks": 2, "packing": "padded", "block": 5},
+    "documents in no order": {"ranks": 4, "packing": "mixed", "block": 3},
+    "window less than a chunk": {"ranks": 4, "packing": "one", "window": 3},
+    "window of some chunks, packed": {"ranks": 2, "packing": "packed", "window": 19, "block": 4},
+    "eight ranks": {"ranks": 8, "packing": "packed", "window": 10},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_spread_sequence_is_the_reference(case, method):
+    args = arguments(48, 4, 2, packing=case["packing"])
+    window = case.get("window", 0)
+    run = spread(case["ranks"], method, window=window, block=case.get("block"), seq_len=48)
+    expected = with_gradients(functools.partial(reference, sliding_window=window))(*args)
+    assert_close(with_gradients(run)(*args), expected, 1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16_is_close_to_float64_and_kept(method):
+    args = arguments(48, 4, 1, dtype=jnp.bfloat16)
+    got = with_gradients(spread(4, method, seq_len=48))(*args)
+    expected = with_gradients(reference)(*(arg.astype(jnp.float64) for arg in args[:3]), args[3])
+    assert [value.dtype for value in got] == [jnp.bfloat16] * 4
+    assert_close(got, expected, 12 * float(jnp.finfo(jnp.bfloat16).eps))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_rank_computes_the_same_number_of_blocks(method, monkeypatch):
+    """Counted where it happens: each rank reports each block that it computes."""
+    ranks, chunk, block = 4, 6, 2
+    counts = collections.Counter()
+
+    def counting(mask):
+        def count(*args):
+            jax.debug.callback(
+                lambda rank: counts.update([int(rank)]), jax.lax.axis_index("context")
+            )
+            return mask(*args)
+
+        return count
+
+    monkeypatch.setattr(attention_blocks, "_mask", counting(attention_blocks._mask))
+    args = arguments(2 * ranks * chunk, 2, 1, packing="one", batch=1)
+    run = spread(ranks, method, block=block, seq_len=2 * ranks * chunk)
+    jax.block_until_ready(with_gradients(run)(*args))
+    jax.effects_barrier()
+    in_chunk = chunk // block
+    below, on_diagonal = 2 * ranks - 1, 2
+    once = below * in_chunk**2 + on_diagonal * in_chunk * (in_chunk + 1) // 2
+    assert counts == dict.fromkeys(range(ranks), 2 * once)  # forward, and backward
+
+
+def equations(jaxpr, times=1):
+    """Each equation of a program with how often it runs; loops that count as they go run once."""
+    for equation in jaxpr.eqns:
+        yield equation, times
+        length = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for value in jax.tree.leaves(tuple(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner, times * length)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_ring_sends_keys_to_neighbours_and_never_gathers(ranks):
+    args = arguments(48, 4, 2)
+    run = spread(ranks, "ring", seq_len=48)
+
+    def sent(function):
+        counts = collections.Counter()
+        for equation, times in equations(jax.make_jaxpr(function)(*args).jaxpr):
+            name = equation.primitive.name
+            assert name not in ("all_gather", "all_to_all", "psum", "psum_scatter", "cond"), name
+            if name == "ppermute":
+                assert equation.params["perm"] == tuple((i, (i + 1) % ranks) for i in range(ranks))
+                counts["times"] += times
+        return counts["times"]
+
+    forward = 3 * (ranks - 1)  # keys, values and segments
+    assert sent(run) == forward
+    # Once more in the backward pass, where two gradients go all the way round.
+    assert sent(with_gradients(run)) == 2 * forward + 2 * ranks

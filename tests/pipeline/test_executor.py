@@ -1,0 +1,190 @@
+"""The compiled executor: its memory is what the table says, and nothing in it is copied."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxscale.compiled import hlo
+from jaxscale.config import from_dict
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.gradients import pipeline_buffers
+from jaxscale.training.step import make_engine
+
+RANKS, SEQ_LEN = 4, 64
+
+
+@functools.cache
+def compiled(schedule: str, microbatches: int, **layout):
+    """(engine, its compiled step) of a small model whose activations outweigh its parameters."""
+    shards = layout.get("fsdp", 1)
+    config = from_dict(
+        {
+            "model": {
+                "num_layers": 8,
+                "d_model": 32,
+                "num_heads": 2,
+                "num_kv_heads": 2,
+                "head_dim": 16,
+                "d_ff": 96,
+                "vocab_size": 64,
+                "compute_dtype": "float32",
+            },
+            "data": {"global_batch_size": 2 * microbatches * shards, "seq_len": SEQ_LEN},
+            "layout": {
+                "data": 1,
+                "pipeline": RANKS,
+                "microbatches": microbatches,
+                "schedule": schedule,
+                **layout,
+            },
+        }
+    )
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[: RANKS * shards]))
+    lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
+    options = {"xla_backend_optimization_level": 0}
+    return engine, lowered.compile(compiler_options=options)
+
+
+def temporaries(*args, **layout) -> int:
+    return compiled(*args, **layout)[1].memory_analysis().temp_size_in_bytes
+
+
+def kept(*args, **layout) -> list[jax.ShapeDtypeStruct]:
+    """The arrays that a rank keeps between ticks."""
+    engine, _ = compiled(*args, **layout)
+    params = engine.abstract_state.params
+    return jax.tree.leaves(
+        pipeline_buffers(
+            engine.model,
+            engine.layout,
+            engine.zero,
+            engine.mesh,
+            engine.stages,
+            params,
+            engine.abstract_batch,
+        )
+    )
+
+
+def predicted(*args, **layout) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in kept(*args, **layout))
+
+
+def test_1f1b_needs_no_more_for_more_microbatches():
+    few, many = temporaries("1f1b", 4 * RANKS), temporaries("1f1b", 8 * RANKS)
+    assert many == pytest.approx(few, rel=0.02)
+    assert temporaries("gpipe", 8 * RANKS) > 1.8 * temporaries("gpipe", 4 * RANKS)
+
+
+def test_memory_is_that_of_the_slots():
+    """Beside what a rank keeps, only the work of one operation, which is that of any schedule."""
+    work = temporaries("1f1b", 4 * RANKS) - predicted("1f1b", 4 * RANKS)
+    for schedule, microbatches in (
+        ("gpipe", 4 * RANKS),
+        ("gpipe", 8 * RANKS),
+        ("1f1b", 8 * RANKS),
+        ("zb_h2", 4 * RANKS),
+    ):
+        expected = predicted(schedule, microbatches) + work
+        assert temporaries(schedule, microbatches) == pytest.approx(expected, rel=0.02), schedule
+
+
+def test_memory_of_passes_that_are_kept_is_that_of_their_slots():
+    layouts = [{"remat": remat} for remat in ("full", "keep:1", "keep:2")]
+    work = [
+        temporaries("1f1b", 4 * RANKS, **one) - predicted("1f1b", 4 * RANKS, **one)
+        for one in layouts
+    ]
+    assert predicted("1f1b", 4 * RANKS, **layouts[2]) > 1.3 * predicted(
+        "1f1b", 4 * RANKS, **layouts[0]
+    )
+    needs = temporaries("1f1b", 4 * RANKS, **layouts[0])
+    # The bodies are alike but for what a pass begins with.
+    assert np.abs(np.subtract(work, work[0])).max() < 0.02 * needs
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [("1f1b", "none"), ("zb_h2", "none"), ("1f1b", "keep:2")]
+)
+def test_no_tick_copies_a_buffer(schedule, remat):
+    """Every update is in place: an array of the shape of a buffer or of an accumulator is copied
+    before the first tick, if at all."""
+    _, program = compiled(schedule, 4 * RANKS, remat=remat)
+    buffers = kept(schedule, 4 * RANKS, remat=remat)
+    shapes = {leaf.shape for leaf in buffers if leaf.size > 1000}
+    assert len(shapes) > 5
+    assert copies(program.as_text(), shapes) == []
+
+
+def copies(text: str, shapes: set[tuple[int, ...]]) -> list[str]:
+    """Copies of such arrays inside of loops."""
+    program = hlo.parse(text)
+    inside = {
+        callee
+        for instructions in program.computations.values()
+        for instruction in instructions
+        if instruction.opcode == "while"
+        for callee, _ in program.calls(instruction)
+    }
+    for name in program.callers_first():
+        if name in inside:
+            inside |= {c for i in program.computations[name] for c, _ in program.calls(i)}
+    return [
+        f"{name}: {instruction.name} {instruction.shape}"
+        for name in inside
+        for instruction in program.computations[name]
+        if instruction.opcode in ("copy", "copy-start")
+        if any(dims in shapes for _, dims in hlo.arrays(instruction.shape))
+    ]
+
+
+def test_the_test_of_copies_finds_them():
+    """Buffers that change places cannot be updated in place."""
+    shape = (4, 2, 32, 32)
+
+    def run(state):
+        return jax.lax.scan(lambda s, i: ((s[1].at[i].add(1), s[0]), None), state, np.arange(4))[0]
+
+    buffer = jax.ShapeDtypeStruct(shape, np.float32)
+    assert copies(jax.jit(run).lower((buffer, buffer)).compile().as_text(), {shape})
+
+
+def test_zero_3_gathers_a_chunk_once_a_window_and_scatters_once():
+    """The sites of collectives over fsdp, each in a loop of no trip or one that the table's
+    columns open: gathers of the chunk's stack, reductions of its gradients."""
+    engine, program = compiled("breadth_first", 8, fsdp=2, zero_stage=3, virtual_stages=2)
+    assert engine.stages is not None
+    columns, (ranks, chunks) = engine.stages.program.columns, engine.stages.counts.shape
+    assert np.all((columns["gather"] == 1).sum(axis=(0, 2)) <= 2 * chunks)
+    assert np.all((columns["reduce"] == 1).sum(axis=(0, 2)) == chunks)
+    matrices = sum(
+        "embed" in axes
+        for axes in jax.tree.leaves(
+            engine.zero.axes["layers"], is_leaf=lambda node: type(node) is tuple
+        )
+    )
+    text = program.as_text()
+    of_layers = [
+        line
+        for line in text.splitlines()
+        if re.search(r"= \S+ (all-gather|reduce-scatter)\(", line)
+        and "{'fsdp'}" in line
+        and "while/body" in line
+    ]
+    assert ranks == RANKS
+    gathers = [line for line in of_layers if "all-gather(" in line]
+    scatters = [line for line in of_layers if "reduce-scatter(" in line]
+    outer = 3  # gradients of the embedding, of the head and of its norm, each visit
+    assert len(gathers) == matrices
+    assert len(scatters) == matrices + outer
+
+
+def test_what_is_outside_the_layers_is_spread_over_the_pipeline():
+    engine, _ = compiled("1f1b", 4 * RANKS)
+    for part in ("embed", "head"):
+        for leaf in jax.tree.leaves(engine.abstract_state.params[part]):
+            assert leaf.sharding.shard_shape(leaf.shape) != leaf.shape
+            assert np.prod(leaf.sharding.shard_shape(leaf.shape)) == leaf.size // RANKS

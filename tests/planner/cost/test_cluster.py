@@ -1,0 +1,111 @@
+"""Clusters from the table and from a user's file, and what is refused."""
+
+import json
+import math
+
+import pytest
+
+from jaxscale import hardware
+from jaxscale.planner.cost import kernels
+from jaxscale.planner.cost.cluster import cluster, find
+
+
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [
+        ("h100", "H100-SXM"),
+        ("H100-SXM", "H100-SXM"),
+        ("v5p", "TPUv5p"),
+        ("gb200", "GB200-NVL72"),
+        ("mi250x", "MI250X-GCD"),
+        ("A100-40", "A100-40"),
+    ],
+)
+def test_names_are_found_in_any_case_and_without_their_form(name, full):
+    assert find(name).name == full
+
+
+def test_an_unknown_device_names_the_nearest_and_all():
+    with pytest.raises(ValueError, match=r"did you mean 'H100-SXM'.*TPUv5p"):
+        cluster("h101", 8)
+
+
+def test_what_a_cluster_cannot_change_is_refused():
+    with pytest.raises(ValueError, match="'networks' is nothing that a cluster can change"):
+        cluster("h100", 8, networks=3)
+    with pytest.raises(ValueError, match="at least 1"):
+        cluster("h100", 0)
+    with pytest.raises(ValueError, match="not on a torus"):
+        cluster("h100", 8, torus=(2, 4))
+    with pytest.raises(ValueError, match="no whole number of slices"):
+        cluster("v5e", 100, torus=(16, 16))
+
+
+@pytest.mark.parametrize("chip", hardware.chips(), ids=lambda chip: chip.name)
+def test_every_device_of_the_table_makes_a_cluster(chip):
+    one = cluster(chip.name, 64)
+    rates = [tier.bytes_per_second for tier in one.tiers]
+    # Farther links are slower; a torus' rate is of one of its axes.
+    assert rates == sorted(rates, reverse=True)
+    assert all(tier.latency_seconds > 0 for tier in one.tiers)
+    assert one.tiers[-1].devices == math.inf
+    assert one.peak_flops() == chip.bf16_flops_per_second
+    assert 0.4 < chip.matmul_fraction < 1
+    assert 0.7 < chip.memory_fraction < 1
+
+
+def test_products_that_a_device_lacks_are_refused():
+    with pytest.raises(ValueError, match="no products of 'fp8' operands; it has bfloat16"):
+        cluster("a100", 8).peak_flops("fp8")
+
+
+def test_a_slice_is_as_near_to_a_cube_as_can_be():
+    assert cluster("v5p", 64).torus == (4, 4, 4)
+    assert cluster("v5p", 512).torus == (8, 8, 8)
+    assert cluster("v6e", 256).torus == (16, 16)
+    assert cluster("v5e", 1024).torus == (16, 16)  # four pods
+    assert cluster("v5e", 1024).node_devices == 256
+
+
+def test_a_users_device_comes_from_a_file(tmp_path):
+    columns = {
+        "name": "mine",
+        "generation": "sm90",
+        "bf16_tflops": 500,
+        "memory_gb": 64,
+        "memory_gb_per_second": 2000,
+        "node_devices": 4,
+        "node_gb_per_second": 100,
+        "node_latency_us": 10,
+        "network_gb_per_second": 10,
+        "network_latency_us": 20,
+    }
+    as_json, as_csv = tmp_path / "device.json", tmp_path / "device.csv"
+    as_json.write_text(json.dumps(columns))
+    as_csv.write_text(",".join(columns) + "\n" + ",".join(map(str, columns.values())) + "\n")
+    assert find(str(as_json)) == find(str(as_csv))
+    mine = cluster(str(as_json), 16)
+    assert mine.node_devices == 4
+    assert mine.tiers[0].bytes_per_second == pytest.approx(78e9)  # of 100 nominal
+    as_json.write_text(json.dumps({**columns, "tflops": 1}))
+    with pytest.raises(ValueError, match="column 'tflops' is not known"):
+        cluster(str(as_json), 16)
+    as_json.write_text(json.dumps({**columns, "bf16_tflops": None}))
+    with pytest.raises(ValueError, match="no 'bf16_tflops'"):
+        cluster(str(as_json), 16)
+
+
+def test_a_generation_is_stated_and_known(tmp_path):
+    path = tmp_path / "device.json"
+    columns = {"name": "mine", "bf16_tflops": 500, "memory_gb": 64, "memory_gb_per_second": 2000}
+    path.write_text(json.dumps(columns))
+    with pytest.raises(ValueError, match="no 'generation'"):
+        find(str(path))
+    path.write_text(json.dumps({**columns, "generation": "sm120"}))
+    with pytest.raises(ValueError, match=r"generation 'sm120' is not known.*one of sm70, sm80"):
+        find(str(path))
+
+
+def test_every_generation_has_rates():
+    assert set(kernels.MEASURED) == set(hardware.GENERATIONS)
+    assert set(kernels.MEASURED.values()) == {name for _, name in kernels.FLASH}

@@ -1,0 +1,156 @@
+"""What a layer keeps, and what it repeats, by remat policy."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale.batch import Batch
+from jaxscale.compiled import flops, hlo
+from jaxscale.config import ModelConfig
+from jaxscale.layout import BLOCK_TENSORS
+from jaxscale.models.decoder import Decoder, Kernels
+from jaxscale.ops.attention import attention
+from jaxscale.ops.split_vjp import split_vjp
+from jaxscale.pipeline.backward_split import split
+from jaxscale.planner.memory.saved_activations import kept_bytes, kept_values, split_bytes
+from jaxscale.training.remat import rematerialised
+
+ROWS, TIME = 2, 64
+LLAMA = ModelConfig(num_layers=2, d_model=24, num_heads=4, num_kv_heads=2, head_dim=10, d_ff=28)
+GPT = dataclasses.replace(LLAMA, family="gpt", tied_embeddings=True)
+MODELS = {
+    "llama": LLAMA,
+    "qk_norm": dataclasses.replace(LLAMA, qk_norm=True, compute_dtype="float32"),
+    "gpt": GPT,
+    "gpt qk_norm": dataclasses.replace(GPT, qk_norm=True),
+}
+POLICIES = (
+    "none",
+    "full",
+    "save_matmuls",
+    "save_all_but_attention",
+    "save:query,attention",
+    *(f"save:{name}" for name in BLOCK_TENSORS),
+)
+
+
+def decoder_of(model: ModelConfig) -> Decoder:
+    attend = functools.partial(attention, implementation="blockwise", sliding_window=0)
+    return Decoder(model, Kernels(attend))
+
+
+@functools.cache
+def passes(model: ModelConfig, remat: str):
+    """The two passes of a layer, and what the forward pass takes."""
+    decoder = decoder_of(model)
+    dtype = jnp.dtype(model.compute_dtype)
+    layers = jax.eval_shape(decoder.init, jax.random.key(0))["layers"]
+    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype), layers)
+    x = jax.ShapeDtypeStruct((ROWS, TIME, model.d_model), dtype)
+    ints = jax.ShapeDtypeStruct((ROWS, TIME), np.int32)
+    floats = jax.ShapeDtypeStruct((ROWS, TIME), np.float32)
+    block = rematerialised(decoder, remat)
+    return split_vjp(block), (weights, x, Batch(ints, ints, ints, ints, floats))
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_keeps_these_values(name, remat):
+    model = MODELS[name]
+    (forward, _), arguments = passes(model, remat)
+    _, kept = jax.eval_shape(forward, *arguments)
+    # The frequencies of rotary positions are a constant of every layer.
+    found = collections.Counter(
+        (leaf.size // (ROWS * TIME), leaf.dtype.itemsize)
+        for leaf in kept
+        if leaf.size > model.head_dim
+    )
+    expected = collections.Counter(
+        (one.elements, one.element_bytes) for one in kept_values(model, remat)
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        ("llama", "full"),
+        ("llama", "save_matmuls"),
+        ("llama", "save_all_but_attention"),
+        ("llama", "save:query,attention"),
+        ("llama", "save:mlp_up,mlp_gate"),
+        ("llama", "save:attention_out,mlp_up"),
+        ("gpt", "save_matmuls"),
+        ("gpt", "save:query,key,value,attention_out"),
+        ("gpt qk_norm", "full"),
+        ("qk_norm", "none"),
+    ],
+)
+def test_a_pipeline_keeps_these_bytes(name, remat):
+    check_split(name, remat)
+
+
+def check_split(name, remat):
+    model = MODELS[name]
+    decoder = decoder_of(model)
+    block = decoder.block if remat == "full" else rematerialised(decoder, remat)
+    parts = split(block, *passes(model, remat)[1])
+    shapes = {"residual_b": parts.kept_b, "residual_w": parts.kept_w, "cotangent": parts.saved}
+    found = {
+        name: sum(
+            leaf.size // (ROWS * TIME) * leaf.dtype.itemsize
+            for leaf in leaves
+            if leaf.size >= ROWS * TIME
+        )
+        for name, leaves in shapes.items()
+    }
+    assert split_bytes(model, remat) == found
+
+
+def test_bytes_of_a_token():
+    model = MODELS["llama"]  # 24 wide; 40 queries, 20 keys, 20 values; 28 hidden; in bfloat16
+    assert kept_bytes(model, "full") == 2 * 24
+    assert kept_bytes(model, "save:query,attention") == 2 * (24 + 40 + 40) + 4 * 4
+    everything = 2 * (4 * 24 + 2 * 40 + 2 * 20 + 2 * 28) + 4 * 4
+    assert kept_bytes(model, "none") == everything
+    assert kept_bytes(model, "save_all_but_attention") == everything - 4 * 4
+    assert kept_bytes(model, "save_matmuls") == everything - 2 * 2 * 24
+
+
+@functools.cache
+def compiled_products(model: ModelConfig, remat: str) -> float:
+    """FLOPs of the products of both passes, a token; attention is one block, so its loops, which
+    run as often as the data say, run once."""
+    (forward, backward), (weights, x, batch) = passes(model, remat)
+
+    def both(weights, x, batch):
+        y, kept = forward(weights, x, batch)
+        # As in a step, where other layers lie between the two.
+        y, kept = jax.lax.optimization_barrier((y, kept))
+        return y, backward(weights, batch, kept, y)
+
+    compiled = (
+        jax.jit(both)
+        .lower(weights, x, batch)
+        .compile(compiler_options={"xla_backend_optimization_level": 0})
+    )
+    program = hlo.parse(compiled.as_text() or "")
+    costs = flops.computation_costs(program, flops.flops, unknown_trips=1)
+    return costs[program.entry] / (ROWS * TIME)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+@pytest.mark.parametrize(
+    "remat", ["full", "save_matmuls", "save_all_but_attention", "save:query,attention,mlp_up"]
+)
+def test_a_policy_repeats_the_products_that_it_does_not_keep(name, remat):
+    model = dataclasses.replace(MODELS[name], compute_dtype="float32")
+    repeated = compiled_products(model, remat) - compiled_products(model, "none")
+    expected = model.hardware_flops_per_token(TIME, remat=remat, causal=False)
+    expected -= model.flops_per_token(TIME, causal=False)
+    assert repeated == pytest.approx(expected / model.num_layers, rel=1e-6)

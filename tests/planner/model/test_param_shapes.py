@@ -1,0 +1,42 @@
+"""The planner's shapes are the model's."""
+
+import jax
+import pytest
+
+from jaxscale.config import ModelConfig
+from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.planner.model.param_shapes import parameters
+from jaxscale.sharding.resolve import is_axes, leaf_name
+
+MODELS = {
+    "llama": ModelConfig(num_kv_heads=2),
+    "qk_norm": ModelConfig(qk_norm=True, vocab_size=300),
+    "tied": ModelConfig(tied_embeddings=True),
+    "gpt": ModelConfig(family="gpt", tied_embeddings=True, max_seq_len=24),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_shapes_and_axes_are_the_models(name):
+    config = MODELS[name]
+    model = Decoder(config, plain_kernels(config))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    axes = jax.tree.leaves(model.axes, is_leaf=is_axes)
+    expected = {}
+    for (path, leaf), names in zip(jax.tree_util.tree_leaves_with_path(shapes), axes):
+        skip = 1 if names[0] == "layers" else 0
+        expected[leaf_name(path)] = names[skip:], leaf.shape[skip:]
+    found = {
+        f"{array.part}/{array.name}": (array.axes, array.shape) for array in parameters(config)
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_their_sizes_add_up(name):
+    config = MODELS[name]
+    total = sum(
+        array.size * (config.num_layers if array.part == "layers" else 1)
+        for array in parameters(config)
+    )
+    assert total == config.num_params

@@ -1,0 +1,59 @@
+"""A config that a plan is written to trains, and layers dealt by seconds can be run."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxscale import config as configs
+from jaxscale.layout import parse_schedule
+from jaxscale.planner.cost.cluster import cluster
+from jaxscale.planner.report.write_config import write_config
+from jaxscale.planner.search.balance_layers import deal_by_seconds, improved
+from jaxscale.planner.search.plan import judge
+from jaxscale.planner.search.search import search
+from jaxscale.planner.search.space import Query
+from tests.invariants.layouts import LLAMA, compile_step, make_config, open_engine, run
+
+
+def losses(config) -> np.ndarray:
+    """Of two steps."""
+    engine = open_engine(config)
+    return run(engine, first=3, step=compile_step(engine)).losses
+
+
+def test_a_written_config_trains(tmp_path):
+    one = make_config(LLAMA, {}, "float32")
+    pins = {
+        "pipeline": 2,
+        "context": 1,
+        "microbatches": 4,
+        "schedule": "1f1b",
+        "remat": "full",
+        "offload": "none",
+    }
+    query = Query(one, cluster("h100-sxm", 4), pins)
+    plan = judge(query, search(query, 1).layouts[0])
+    write_config(tmp_path / "mine.py", plan, "configs/tiny.py")
+    loaded = configs.load(str(tmp_path / "mine.py"))
+    assert loaded == plan.config
+    np.testing.assert_allclose(losses(loaded), losses(one), rtol=1e-5)
+
+
+def test_layers_are_dealt_where_that_saves_time():
+    config = configs.load("configs/llama3_8b.py")
+    query = Query(config, cluster("h100-sxm", 64), {"pipeline": 8, "tensor": 1, "fsdp": 8})
+    (layout,) = search(query, 1).layouts
+    plan = judge(query, layout)
+    better = improved(query, plan)
+    assert sum(better.layers) == config.model.num_layers
+    assert min(better.layers) >= 1
+    assert better.step_seconds <= plan.step_seconds
+    if better.layers != plan.layers:
+        assert parse_schedule(better.layout.schedule)[2] == better.layers
+    # From a bad dealing it finds its way.
+    uneven = dataclasses.replace(layout, schedule="zb_h1:8,4,4,4,4,4,2,2", virtual_stages=0)
+    bad = judge(query, uneven)
+    found = deal_by_seconds(query, bad)
+    dealt = f"zb_h1:{','.join(map(str, found))}"
+    good = judge(query, dataclasses.replace(uneven, schedule=dealt))
+    assert good.step_seconds < 0.9 * bad.step_seconds

@@ -1,0 +1,86 @@
+"""Formulas of many layouts at once say what they say of each."""
+
+import dataclasses
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from jaxscale.config import from_dict
+from jaxscale.layout import Layout
+from jaxscale.planner.memory.step import Held, memory
+from jaxscale.planner.search.layout_batch import memory_of, stack
+from jaxscale.planner.tables.pipeline_slots import hold_config
+
+CONFIG = from_dict(
+    {
+        "model": {
+            "num_layers": 8,
+            "d_model": 256,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "head_dim": 32,
+            "d_ff": 512,
+            "vocab_size": 4096,
+            "compute_dtype": "bfloat16",
+        },
+        "data": {"global_batch_size": 64, "seq_len": 256},
+    }
+)
+TEXTS = [
+    {"remat": "full"},
+    {"remat": "none", "accumulation": "layered"},
+    {"remat": "save:query,mlp_up", "offload": "optimizer"},
+    {"remat": "offload:query", "offload": "optimizer,activations"},
+    {"remat": "save_all_but_attention", "accumulation": "layered", "offload": "activations"},
+]
+PIPELINES = [
+    {"schedule": "1f1b", "remat": "full"},
+    {"schedule": "interleaved:fused", "virtual_stages": 2},
+    {"schedule": "zb_v", "virtual_stages": 2, "remat": "save_matmuls", "offload": "optimizer"},
+]
+
+
+def sample(texts: dict, pipelines: tuple[int, ...], count: int) -> list[Layout]:
+    draw = random.Random(str(texts))
+    every = itertools.product(pipelines, (1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4), range(4), (4, 8))
+    names = ("pipeline", "data", "fsdp", "context", "tensor", "zero_stage", "microbatches")
+    return [
+        Layout(**dict(zip(names, numbers)), context_method="gather", **texts)
+        for numbers in draw.sample(list(every), count)
+    ]
+
+
+def check(layouts: list[Layout], optimizer: str) -> None:
+    config = dataclasses.replace(
+        CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, name=optimizer)
+    )
+    configs = [dataclasses.replace(config, layout=one) for one in layouts]
+    held = [hold_config(one) for one in configs]
+    fields = [field.name for field in dataclasses.fields(Held)]
+    together = Held(**{name: np.array([getattr(one, name) for one in held]) for name in fields})
+    many = memory_of(config, stack(layouts), together, "cpu", own_host=True)
+    for n, one in enumerate(configs):
+        alone = memory(one, own_host=True)
+        for name, value in vars(alone).items():
+            assert np.broadcast_to(getattr(many, name), (len(configs),))[n] == value, name
+        assert many.peak[n] == alone.peak
+
+
+@pytest.mark.parametrize("texts", TEXTS, ids=str)
+def test_many_layouts_are_each_of_them(texts):
+    check(sample(texts, (1,), 60), "muon" if "layered" in texts.values() else "adafactor")
+
+
+@pytest.mark.parametrize("texts", PIPELINES, ids=str)
+def test_many_pipelines_are_each_of_them(texts):
+    check(sample(texts, (2, 4) if texts["schedule"] != "zb_v" else (2,), 30), "adamw")
+
+
+def test_taking_and_stacking():
+    layouts = sample(TEXTS[0], (1,), 5)
+    many = stack(layouts)
+    assert [many.one(n) for n in range(5)] == layouts
+    assert len(many.take(np.array([True, False, True, False, False]))) == 2
+    assert many.take(np.array([3, 1])).one(1) == layouts[1]

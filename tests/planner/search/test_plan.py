@@ -1,0 +1,250 @@
+"""Plans: their terms and bytes add up, they are explained, written, and drawn."""
+
+import dataclasses
+import functools
+import html.parser
+import pathlib
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from jaxscale import config as configs
+from jaxscale.config import from_dict
+from jaxscale.layout import Layout
+from jaxscale.pipeline.operations import R
+from jaxscale.pipeline.simulate import Costs, simulate
+from jaxscale.pipeline.stages import open_stages
+from jaxscale.planner import auto_layout
+from jaxscale.planner.cost.cluster import cluster
+from jaxscale.planner.cost.uneven_pipeline import Parts
+from jaxscale.planner.plan_layouts import plan_layouts, with_batch
+from jaxscale.planner.report import html_report, text_report, why_not
+from jaxscale.planner.report.write_config import write_config
+from jaxscale.planner.search.plan import Answer, judge
+from jaxscale.planner.search.search import search
+from jaxscale.planner.search.space import Query
+
+CONFIG = from_dict(
+    {
+        "model": {
+            "num_layers": 6,
+            "d_model": 1024,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "head_dim": 128,
+            "d_ff": 4096,
+            "vocab_size": 32000,
+        },
+        "data": {"global_batch_size": 16, "seq_len": 2048},
+    }
+)
+QUERY = Query(CONFIG, cluster("A100-40", 8))
+PIPELINE = Layout(pipeline=4, data=1, fsdp=2, microbatches=8, schedule="zb_h1", zero_stage=1)
+
+
+@functools.cache
+def answer(**pins) -> Answer:
+    return plan_layouts(
+        CONFIG, "a100-40", 8, pins={"remat": "full", "offload": "none", **pins}, top=3
+    )
+
+
+@pytest.mark.parametrize("layout", [Layout(data=2, fsdp=4), PIPELINE])
+def test_terms_and_bytes_add_up(layout):
+    one = judge(QUERY, layout)
+    assert sum(one.terms.values()) == pytest.approx(one.step_seconds, rel=1e-12)
+    assert min(one.terms.values()) >= 0
+    assert sum(one.memory.at_peak.values()) == one.memory_bytes
+    tokens = CONFIG.data.tokens_per_step / one.step_seconds
+    assert one.tokens_per_second == pytest.approx(tokens)
+    peak = 8 * 312e12
+    flops = CONFIG.model.flops_per_token(CONFIG.data.seq_len)
+    assert one.mfu == pytest.approx(flops * tokens / peak)
+    assert set(one.terms) <= set(text_report.TERMS)
+    assert set(one.memory.at_peak) <= set(text_report.PARTS)
+
+
+def test_layers_that_are_dealt_unevenly_take_the_time_that_they_take():
+    """The closed forms deal evenly; the last rank has the head, so fewer layers help it."""
+    large_head = dataclasses.replace(
+        CONFIG, model=dataclasses.replace(CONFIG.model, vocab_size=256000, num_layers=16)
+    )
+    query = dataclasses.replace(QUERY, model=large_head)
+    dealt = judge(query, dataclasses.replace(PIPELINE, fsdp=2))
+    assert dealt.layers[-1] < dealt.layers[1]
+    even = judge(query, dataclasses.replace(PIPELINE, schedule="zb_h1:4,4,4,4"))
+    assert dealt.step_seconds < even.step_seconds
+
+
+def test_the_waterfall_and_the_stack_say_all_terms():
+    one = answer(pipeline=1).plans[0]
+    waterfall, stack = text_report.waterfall(one), text_report.stack(one)
+    for name in one.terms:
+        assert text_report.TERMS[name] in waterfall
+    for name in one.memory.at_peak:
+        assert text_report.PARTS[name] in stack
+    assert f"{one.step_seconds:.4f} s" in waterfall.splitlines()[len(one.terms)]
+    assert "peak" in stack
+
+
+def test_comparing_names_the_faster_and_the_largest_difference_first():
+    first, last = answer(pipeline=1).plans[0], judge(QUERY, PIPELINE)
+    text = text_report.compare(first, last)
+    assert "A is faster, by" in text
+    largest = max(
+        text_report.TERMS, key=lambda n: abs(last.terms.get(n, 0) - first.terms.get(n, 0))
+    )
+    assert text.splitlines()[4].strip().startswith(text_report.TERMS[largest])
+
+
+def test_why_not_says_what_is_wrong_and_what_would_do():
+    tight = dataclasses.replace(QUERY, memory_bytes=2e9)
+    layout = Layout(data=8, zero_stage=0)
+    said = why_not.problem(tight, layout)
+    assert re.search(
+        r"it does not fit: [\d.]+ GB on each device, [\d.]+ GB more than 2.00 GB", said
+    )
+    change = why_not.smallest_change(tight, layout)
+    assert change is not None
+    assert change[1].fits
+    assert "layout." in change[0]
+
+
+def test_why_not_of_settings():
+    found = plan_layouts(CONFIG, "a100-40", 8, pins={"pipeline": 1}, top=1)
+    assert "the best plan has it" in why_not.why_not(found, {"remat": found.plans[0].layout.remat})
+    assert "% slower than the best" in why_not.why_not(found, {"remat": "full", "tensor": 4})
+    assert "does not divide over layout.tensor = 8" in why_not.why_not(found, {"tensor": 8})
+    assert "no mesh of 8 devices has pipeline 1 x tensor 3" in why_not.why_not(found, {"tensor": 3})
+
+
+def test_nothing_fits_is_explained():
+    with pytest.raises(ValueError, match=r"no layout on 8 A100-40.* fits\. The smallest, .* more"):
+        plan_layouts(
+            CONFIG, "a100-40", 8, pins={"pipeline": 1, "remat": "full"}, max_memory_bytes=1e8
+        )
+
+
+def test_what_is_asked_wrongly_is_refused():
+    for pins, said in (
+        ({"tensr": 2}, "did you mean tensor"),
+        ({"remat": "ful"}, "did you mean 'full'"),
+        ({"tensor": 3}, "no mesh of 8 devices has tensor 3"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            plan_layouts(CONFIG, "a100-40", 8, pins=pins)
+    with pytest.raises(ValueError, match=r"no whole number of sequences .* nearest is 4096, 2 seq"):
+        with_batch(CONFIG, 5000)
+    assert with_batch(CONFIG, 4096).data.global_batch_size == 2
+
+
+def test_a_written_config_is_the_plan(tmp_path):
+    one = judge(QUERY, PIPELINE)
+    write_config(tmp_path / "mine.py", one, "configs/some.py")
+    loaded = configs.load(str(tmp_path / "mine.py"))
+    assert loaded == dataclasses.replace(CONFIG, layout=PIPELINE)
+
+
+def test_layouts_of_this_machine():
+    found = auto_layout.choose(CONFIG, "cpu", "cpu", 8)
+    assert found.layout.num_devices == 8
+    assert found.layout.offload == "none"
+    pinned = dataclasses.replace(CONFIG, layout=Layout(schedule="auto", tensor=2, remat="full"))
+    taken = auto_layout.choose(pinned, "cpu", "cpu", 8).layout
+    assert (taken.tensor, taken.remat, taken.auto) == (2, "full", False)
+    with pytest.raises(ValueError, match=r"hardware\.csv has no 'Abacus'"):
+        auto_layout.devices_here("Abacus", "gpu", 8)
+    assert auto_layout.devices_here("NVIDIA H200", "gpu", 8).name == "H200-SXM"
+
+
+class Page(html.parser.HTMLParser):
+    """What a page is made of."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str | None] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+
+
+def pipelined() -> Answer:
+    plans = (judge(QUERY, PIPELINE), judge(QUERY, Layout(data=2, fsdp=4)))
+    return Answer(QUERY, plans, search(dataclasses.replace(QUERY, pins={"tensor": 4}), 1))
+
+
+def test_the_page_needs_nothing_else():
+    page = Page(html_report.page(pipelined()))
+    assert not page.links
+    assert "script" not in page.tags
+    assert page.tags.count("svg") == 5  # two plans of two pictures, and a timeline
+    assert page.tags.count("table") == 2
+
+
+def test_a_browser_shows_the_page(tmp_path):
+    """Drawn by a headless browser: text where it should be, and bars of every colour."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if not browser:
+        pytest.skip("no chromium here: apt-get install chromium")
+    path, picture = tmp_path / "plan.html", tmp_path / "plan.png"
+    path.write_text(html_report.page(pipelined()))
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--user-data-dir={tmp_path}",
+        "--window-size=1200,1600",
+    ]
+    subprocess.run(
+        [browser, *flags, f"--screenshot={picture}", path.as_uri()],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    check_picture(picture)
+
+
+def check_picture(picture: pathlib.Path) -> None:
+    from matplotlib.image import imread  # noqa: PLC0415  Slow, and for this test alone.
+
+    pixels = (imread(picture)[..., :3] * 255).round().astype(int)
+    assert pixels.shape[:2] == (1600, 1200)
+    for color in html_report.PALETTE[:4]:
+        wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+        assert (np.abs(pixels - wanted).max(axis=-1) < 3).sum() > 100, color
+    dark = (pixels < 100).all(axis=-1)
+    assert dark[:200].sum() > 1000  # the heading
+
+
+def test_what_each_rank_of_a_pipeline_uses():
+    """The first has most in flight, and the last more room than it uses."""
+    plan = judge(QUERY, Layout(pipeline=2, data=4, microbatches=4))
+    assert plan.layers == (3, 3)
+    # Not all buffers are fullest on the same rank.
+    assert 0.99 * plan.memory_bytes < plan.stage_bytes[0] <= plan.memory_bytes
+    assert plan.stage_bytes[1] < 0.95 * plan.memory_bytes
+    flat = judge(QUERY, Layout(data=8))
+    assert flat.stage_bytes == [flat.memory_bytes]
+
+
+@pytest.mark.parametrize("remat", ["none", "save_matmuls", "save_all_but_attention", "full"])
+def test_a_pipeline_is_timed_by_the_table_that_the_engine_runs(remat):
+    """Where a layer is made again in part, that is part of its backward pass: no R waits its turn,
+    so a short one costs no whole tick."""
+    layout = dataclasses.replace(PIPELINE, schedule="1f1b", remat=remat)
+    plan = judge(QUERY, layout)
+    table = open_stages(layout, CONFIG.model.num_layers, QUERY.subject.head_cost).table
+    parts = Parts.of(QUERY.shape, QUERY.cluster, plan.choice)
+    costs = parts.costs([0], plan.layers)
+    run = simulate(table, Costs(*(tuple(np.ravel(cost).tolist()) for cost in costs)))
+    assert (table.ops.kind == R).any() == (remat == "full")
+    late = 1 + float(parts.late[0])
+    whole = (float(parts.others[0]) + run.lockstep_makespan) * late
+    assert plan.step_seconds == pytest.approx(whole, rel=1e-9)

@@ -1,0 +1,124 @@
+"""What `--describe` prints are the numbers of the formulas."""
+
+import dataclasses
+import re
+
+import jax
+import pytest
+
+from jaxscale.config import from_dict
+from jaxscale.planner.memory.step import memory
+from jaxscale.run.layout_report import describe_layout, human_bytes
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.step import make_engine
+
+CHOSEN = "save:query,mlp_up"
+
+
+@pytest.fixture(scope="module")
+def config():
+    layout = {
+        "data": 1,
+        "fsdp": 2,
+        "zero_stage": 2,
+        "microbatches": 2,
+        "remat": CHOSEN,
+        "offload": "optimizer",
+    }
+    return from_dict({"layout": layout, "model": {"qk_norm": True}})
+
+
+@pytest.fixture(scope="module")
+def rows(config):
+    """The lines, each by its first words."""
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
+    lines = [line.strip().split("  ") for line in describe_layout(engine).splitlines()]
+    return {line[0]: [cell.strip() for cell in line[1:] if cell] for line in lines}
+
+
+def with_layout(config, **changes):
+    return dataclasses.replace(config, layout=dataclasses.replace(config.layout, **changes))
+
+
+def test_the_peak(rows, config):
+    needs = memory(config)
+    assert rows["memory"] == [
+        f"{human_bytes(needs.peak)} on each device: {human_bytes(needs.arguments)} between steps, "
+        f"{human_bytes(needs.temporaries)} in a step"
+    ]
+
+
+@pytest.mark.parametrize(
+    "remat", ["none", "full", "save_matmuls", "save_all_but_attention", CHOSEN]
+)
+def test_every_policy_with_its_bytes_and_the_chosen_one_marked(rows, config, remat):
+    needs = memory(with_layout(config, remat=remat))
+    stash, peak, flops = rows[f"{remat} *" if remat == CHOSEN else remat]
+    assert (stash, peak) == (human_bytes(needs.stash), human_bytes(needs.peak))
+    assert (flops == "+0%") == (remat in ("none", "save_matmuls"))
+
+
+def test_what_offload_moves(rows, config):
+    moved = memory(with_layout(config, offload="optimizer,activations"))
+    assert rows["optimizer *"] == [human_bytes(moved.host_optimizer)]
+    assert rows["activations"] == [human_bytes(moved.host_stash)]
+
+
+def test_every_stage_at_rest(rows, config):
+    for stage in range(4):
+        needs = memory(with_layout(config, zero_stage=stage))
+        parameters, gradients, *_ = rows[f"zero {stage} *" if stage == 2 else f"zero {stage}"]
+        assert parameters == human_bytes(needs.parameters)
+        assert gradients == human_bytes(needs.gradients)
+
+
+def test_what_passes_a_pipeline_could_keep():
+    layout = {"data": 1, "pipeline": 4, "microbatches": 8, "remat": "keep:2"}
+    config = from_dict({"layout": layout, "model": {"num_layers": 8}})
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:4]))
+    lines = [re.split(r"\s{2,}", line.strip()) for line in describe_layout(engine).splitlines()]
+    rows = {line[0]: line[1:] for line in lines}
+    held, times = [], []
+    for remat in ("none", "keep:2 *", "keep:1", "full"):
+        needs = memory(with_layout(config, remat=remat.removesuffix(" *")))
+        assert rows[remat][:2] == [human_bytes(needs.stash), human_bytes(needs.peak)]
+        held.append(needs.stash)
+        times.append(int((rows[remat][2:] or ["0"])[0].strip("+%")))
+    assert held == sorted(held, reverse=True)
+    # 1F1B needs four ticks a micro-batch in place of three with nothing kept, but for its ramps.
+    assert times == sorted(times)
+    assert times[-1] == 24
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [
+        ({"data": 4}, "data 4"),
+        ({"fsdp": 4, "zero_stage": 1}, "fsdp 4"),
+        ({"data": 2, "fsdp": 2}, "data 2 x fsdp 2"),
+        ({"fsdp": 4}, ""),
+    ],
+    ids=str,
+)
+def test_state_that_replicas_hold_alike_is_named_with_its_bytes(layout, axes):
+    config = from_dict(
+        {
+            "layout": {"data": 1} | layout,
+            "model": {"vocab_size": 4096},
+            "data": {"global_batch_size": 8},
+        }
+    )
+    text = describe(make_engine(config, make_mesh(config.layout, jax.devices()[:4])))
+    notes = [line for line in text.splitlines() if line.startswith("note: of parameters")]
+    if not axes:
+        assert notes == []
+        return
+    here, there = (
+        needs.parameters + needs.optimizer
+        for needs in (memory(config), memory(with_layout(config, data=1, fsdp=4, zero_stage=3)))
+    )
+    assert notes == [
+        f"note: of parameters and optimizer state each device holds {human_bytes(here)}, of which "
+        f"{human_bytes(here - there)} are on other ranks of {axes} too; layout.fsdp = 4, "
+        f"layout.data = 1 and layout.zero_stage = 3 would leave {human_bytes(there)}"
+    ]

@@ -1,0 +1,52 @@
+"""What commands do with a config before they have an engine."""
+
+import dataclasses
+import json
+import logging
+
+import jax
+import pytest
+
+from jaxscale import config as configs
+from jaxscale.hardware import find_chip
+from jaxscale.run import setup, trainer
+
+
+def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):
+    config = configs.load("configs/tiny.py", ["layout=auto", "layout.tensor=2"])
+    logging.getLogger("jaxscale").propagate = True
+    with caplog.at_level(logging.INFO, logger="jaxscale"):
+        taken = setup.planned(config, tmp_path)
+    assert not taken.layout.auto
+    assert (taken.layout.tensor, taken.layout.num_devices) == (2, jax.device_count())
+    assert "layout = 'auto' takes" in caplog.text
+    # A run that has begun goes on with the layout that it took, whatever would be taken today.
+    other = dataclasses.replace(config, layout=configs.Layout(data=1, fsdp=8))
+    (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(other)))
+    assert setup.planned(config, tmp_path) == other
+
+
+def test_a_layout_that_is_said_stays():
+    config = configs.load("configs/tiny.py")
+    assert setup.planned(config) is config
+
+
+def test_a_step_without_room_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
+    class Compiled(Exception):  # noqa: N818
+        pass
+
+    def compile_step(engine):
+        raise Compiled
+
+    chip = find_chip("NVIDIA H100 80GB HBM3")
+    assert chip
+    small = dataclasses.replace(chip, memory_bytes=1e6)
+    monkeypatch.setattr(trainer, "compile_step", compile_step)
+    config = configs.load("configs/tiny.py")
+    with pytest.raises(Compiled):  # nothing is known of the memory of these devices
+        trainer.open_trainer(config, tmp_path)
+    monkeypatch.setattr(setup, "find_chip", lambda kind: small)
+    with pytest.raises(ValueError, match=r"a program may have 0\.00 GB of H100"):
+        trainer.open_trainer(config, tmp_path)
+    with pytest.raises(Compiled):
+        trainer.open_trainer(config, tmp_path, skip_memory_check=True)

@@ -1,0 +1,169 @@
+"""What a run records of its speed, and what becomes of its learning rate when it is resumed."""
+
+import dataclasses
+import json
+import re
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxscale import train
+from jaxscale.config import from_dict, load, to_dict
+from jaxscale.run import trainer
+from jaxscale.run.setup import open_text
+from jaxscale.training.optimizer import schedule_of
+from jaxscale.training.step import StepMetrics
+
+SMALL = (
+    "model.num_layers=1",
+    "model.d_model=16",
+    "model.d_ff=16",
+    "model.num_heads=1",
+    "model.num_kv_heads=1",
+    "data.seq_len=32",
+    "data.heldout=0",
+)
+
+
+def short_run(workdir, *overrides):
+    """The records of a run of the smallest model, and its last state."""
+    ready = trainer.open_trainer(load("configs/tiny.py", [*SMALL, *overrides]), workdir)
+    assert ready
+    state, _ = trainer.fit(ready, trackers=())
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return records, jax.tree.map(np.asarray, state)
+
+
+def test_a_run_that_is_resumed_for_longer_keeps_its_schedule_and_counts_its_tokens(tmp_path):
+    """To the bit the run that knew both numbers from the start; and its tokens are those that a
+    look at the examples counts."""
+    first, straight = tmp_path / "first", tmp_path / "straight"
+    short_run(first, "data.objective=prefix", "run.steps=2")
+    resumed, state = short_run(first, "data.objective=prefix", "run.steps=4")
+    expected, last = short_run(
+        straight, "data.objective=prefix", "run.steps=4", "optimizer.schedule_steps=2"
+    )
+    same = ("step", "loss", "grad_norm", "learning_rate", "examples")
+    assert [[line[key] for key in same] for line in resumed] == [
+        [line[key] for key in same] for line in expected
+    ]
+    jax.tree.map(np.testing.assert_array_equal, state, last)
+    assert resumed[-1]["learning_rate"] == pytest.approx(1e-4), "the final rate"
+    config = from_dict(json.loads((first / "config.json").read_text()))
+    assert (config.run.steps, config.optimizer.schedule_steps) == (4, 2)
+    examples = open_text(config, first).train
+    for line in resumed:
+        batch = [examples[8 * (line["step"] - 1) + row] for row in range(8)]
+        assert line["tokens"] == sum(int(np.sum(one.segments > 0)) for one in batch)
+        assert line["loss_tokens"] == sum(one.weights.sum() for one in batch)
+        assert line["loss_tokens"] < line["tokens"]
+
+
+def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path, monkeypatch):
+    """Of 1,000 tokens in two seconds, 400 with loss, on two H200; half the passes recomputed."""
+    config = load("configs/llama32_1b.py", ["layout.pipeline=2", "layout.remat=keep:2"])
+    devices = np.array([SimpleNamespace(device_kind="NVIDIA H200")] * 2)
+    ready = SimpleNamespace(
+        config=config,
+        begin=0,
+        workdir=tmp_path,
+        engine=SimpleNamespace(
+            mesh=SimpleNamespace(devices=devices), stages=SimpleNamespace(recomputed=0.5)
+        ),
+        text=SimpleNamespace(
+            train=SimpleNamespace(example_digest=lambda rows: "", progress=lambda last: [])
+        ),
+    )
+    clock = iter([10.0, 12.0])
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.time, "monotonic", lambda: next(clock))
+        recorder = trainer.Recorder(ready, (), started=0.0)
+        recorder._record(2, StepMetrics(*map(np.float32, (2.0, 1.0, 1000, 400))), 0.0)
+    recorder.close()
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (record["tokens"], record["loss_tokens"]) == (1000, 400)
+    assert (record["tokens_per_second"], record["loss_tokens_per_second"]) == (500, 200)
+    model, seq_len = config.model, config.data.seq_len
+    share = 500 / (2 * 989.4e12)
+    layers = model.num_layers * model.layer_forward_flops(seq_len)
+    head = 2 * model.d_model * model.vocab_size
+    assert record["mfu"] == pytest.approx(3 * (layers + head) * share, rel=1e-12)
+    assert record["hfu"] == pytest.approx((3 * (layers + head) + 0.5 * layers) * share, rel=1e-12)
+
+
+def saved(**optimizer):
+    """The config of a checkpoint of a run of 100 steps."""
+    return to_dict(from_dict({"optimizer": optimizer, "run": {"steps": 100}}))
+
+
+def resumed(before, **optimizer):
+    config = from_dict({"optimizer": optimizer, "run": {"steps": 200}})
+    return trainer.with_schedule(config, before)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_training_on_leaves_the_past_and_stays_at_the_final_rate(schedule):
+    before = saved(schedule=schedule, warmup_steps=10)
+    config = resumed(before, schedule=schedule, warmup_steps=10)
+    assert config.optimizer.schedule_steps == 100
+    assert trainer.rate_change(before, config, 100) == ""
+    past = schedule_of(from_dict(before).optimizer, 100)
+    now = schedule_of(config.optimizer, config.schedule_steps)
+    assert [now(step) for step in range(100)] == [past(step) for step in range(100)]
+    assert {float(now(step)) for step in range(100, 200)} == {1e-3 * 0.1}
+
+
+def test_a_checkpoint_from_before_the_setting_has_the_schedule_of_its_steps():
+    before = saved()
+    del before["optimizer"]["schedule_steps"]
+    config = resumed(before)
+    assert config.optimizer.schedule_steps == 100
+    assert trainer.rate_change(before, config, 60) == ""
+
+
+def test_the_setting_survives_a_second_resume():
+    once = resumed(saved())
+    assert resumed(to_dict(once)).optimizer.schedule_steps == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            {"schedule_steps": 200},
+            "0.0001 at step 100, 0.00055 at step 101, where it would have been 0.0001",
+        ),
+        (
+            {"learning_rate": 2e-3},
+            "0.0001 at step 100, 0.0002 at step 101, where it would have been 0.0001",
+        ),
+        ({"schedule": "constant"}, "0.0001 at step 100, 0.001 at step 101, where"),
+    ],
+)
+def test_a_changed_schedule_says_what_the_next_step_gets(change, line):
+    before = saved()
+    assert f"learning rate: {line}" in trainer.rate_change(before, resumed(before, **change), 100)
+
+
+def test_the_hint_trains_longer_without_a_jump():
+    """What it says for a constant rate keeps the rate, and ends in a decay."""
+    constant = from_dict({"optimizer": {"schedule": "constant"}, "run": {"steps": 100}})
+    hint = train._how_to_train_longer(constant)
+    settings = dict(re.findall(r"--config\.(\S+)=(\w+)", hint))
+    assert settings == {
+        "run.steps": "200",
+        "optimizer.schedule": "wsd",
+        "optimizer.schedule_steps": "200",
+    }
+    before = saved(schedule="constant")
+    config = resumed(before, schedule="wsd", schedule_steps=200)
+    assert "0.001 at step 101, where it would have been 0.001" in (
+        trainer.rate_change(before, config, 100)
+    )
+    assert schedule_of(config.optimizer, 200)(200) == 1e-4
+    cosine = dataclasses.replace(constant, optimizer=from_dict(saved()).optimizer)
+    hint = train._how_to_train_longer(cosine)
+    assert "--config.run.steps=200; the learning rate goes on from 0.0001" in hint
+    assert "schedule_steps" not in hint

@@ -1,0 +1,45 @@
+"""Which axes go over the network between slices."""
+
+import pytest
+
+from jaxscale.compiled.compile_ahead import compile_for
+from jaxscale.compiled.topology import open_topology
+from jaxscale.config import from_dict
+from jaxscale.layout import Layout
+from jaxscale.sharding.mesh import axes_between_slices, over_slices
+from tests.compiled.test_topology import NEEDS_TPU
+
+
+def test_the_first_axes_go_over_slices():
+    assert over_slices((1, 4, 16, 1, 1, 2), 8) == [1, 4, 2, 1, 1, 1]
+    assert over_slices((2, 4, 1, 1, 1, 2), 2) == [2, 1, 1, 1, 1, 1]
+    with pytest.raises(ValueError, match=r"3 slices .* fsdp 4.*layout.data = 3"):
+        over_slices((1, 1, 4, 1, 1, 1), 3)
+
+
+@NEEDS_TPU
+def test_two_slices_sum_gradients_over_the_network():
+    """What every rank sends to its like in the other slice: its shards of the gradients."""
+    machine = open_topology("v5e:2x2:2")
+    layout = Layout(data=2, fsdp=4)
+    assert axes_between_slices(layout, machine.devices) == ("data",)
+    config = from_dict(
+        {
+            "model": {
+                "num_layers": 2,
+                "d_model": 512,
+                "num_heads": 4,
+                "num_kv_heads": 4,
+                "head_dim": 128,
+                "d_ff": 1024,
+                "vocab_size": 257,
+                "attention": "blockwise",
+            },
+            "data": {"global_batch_size": 8, "seq_len": 128},
+            "layout": {"data": 2, "fsdp": 4},
+        }
+    )
+    report = compile_for(config, machine)
+    (sums,) = (one for one in report.collectives if one.axes == ("data",))
+    assert sums.kind == "all-reduce"
+    assert sums.num_bytes == pytest.approx(4 * config.model.num_params / 4, rel=0.02)

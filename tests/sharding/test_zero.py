@@ -1,0 +1,97 @@
+"""The collectives of every ZeRO stage, against what a stage means."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxscale.layout import MANUAL_AXES, MESH_AXES
+from jaxscale.sharding.resolve import is_axes, manual_part, resolve
+from jaxscale.sharding.zero import Zero
+
+SIZES = dict(zip(MESH_AXES, (1, 2, 4, 1, 1, 1)))
+AXES = {"in": ("embed", "mlp"), "out": ("mlp", "embed"), "bias": ("mlp",), "scale": ("embed",)}
+SHAPES = {"embed": 8, "mlp": 3}
+EVERY_RANK = PartitionSpec(("data", "fsdp"))
+
+
+def run(zero, function, *specs):
+    """`function` with the mesh manual, compiled."""
+    *arguments, result = specs
+    mesh = jax.make_mesh(tuple(SIZES.values()), MESH_AXES, axis_types=(AxisType.Auto,) * 6)
+    return jax.jit(
+        jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=tuple(arguments),
+            out_specs=result,
+            axis_names=set(MANUAL_AXES),
+            check_vma=False,
+        )
+    )
+
+
+def specs(zero, rules):
+    return jax.tree.map(
+        lambda axes: manual_part(resolve(axes, rules, SIZES)), AXES, is_leaf=is_axes
+    )
+
+
+def make(stage, single):
+    return Zero(stage, single, SIZES, AXES, jnp.dtype("bfloat16"), jnp.dtype("float32"))
+
+
+def integers(seed, leading=()):
+    """Whole numbers that bfloat16 has, and whose sums it has not."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.integers(129, 256, (*leading, *(SHAPES[axis] for axis in axes))).astype("f4")
+        for name, axes in AXES.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "single"), list(itertools.product(range(4), (True, False))), ids=str
+)
+def test_gradients_are_summed_once_over_every_rank_and_exactly(stage, single):
+    """Two visits of eight ranks, each with gradients of its own in the compute type, leave their
+    sum in the accumulation type, on the shards that the optimizer sees."""
+    zero, each = make(stage, single), integers(0, (8, 2))
+    visits = 1 if single else 2
+
+    def local(params, each):
+        total = zero.zeros(params, AXES)
+        for visit in range(visits):
+            grads = jax.tree.map(lambda x, n=visit: x[0, n].astype("bfloat16"), each)
+            total = jax.tree.map(jnp.add, total, zero.reduce(grads, AXES))
+        return zero.finish(total)
+
+    step = run(
+        zero, local, specs(zero, zero.param_rules), EVERY_RANK, specs(zero, zero.update_rules)
+    )
+    got = step(integers(1), each)
+    for name, grads in each.items():
+        assert got[name].dtype == jnp.float32
+        np.testing.assert_array_equal(got[name], grads[:, :visits].sum((0, 1)))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_weights_are_whole_and_in_the_compute_type_wherever_they_are_used(stage):
+    zero, params = make(stage, True), integers(0)
+
+    def local(params):
+        return jax.tree.map(lambda x: x[None], zero.gather(params, AXES))
+
+    used = run(zero, local, specs(zero, zero.param_rules), EVERY_RANK)(params)
+    for name, weight in params.items():
+        assert used[name].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(used[name], np.broadcast_to(weight, (8, *weight.shape)))
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float32", "float64"])
+def test_losses_are_summed_in_float32_or_wider(compute):
+    zero = Zero(0, True, SIZES, AXES, jnp.dtype(compute), jnp.dtype("bfloat16"))
+    assert zero.loss_dtype == {"float64": "float64"}.get(compute, "float32")

@@ -1,0 +1,210 @@
+"""The command line: overrides are collected, everything unknown is refused in one line."""
+
+import argparse
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale import command_line, schedule, train
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--workdir")
+    parser.add_argument("--profile_steps", type=int, default=0)
+    parser.add_argument("--input", nargs="+")
+    parser.add_argument("--describe", action="store_true")
+    parser.add_argument("--json", metavar="FILE")
+    return parser
+
+
+def parse(text: str) -> tuple[argparse.Namespace, list[str]]:
+    return command_line.parse(make_parser(), text.split())
+
+
+def test_overrides_are_collected_in_order_with_either_spelling():
+    namespace, overrides = parse(
+        "--config.run.steps=3 --config c.py:32 --config.layout.data -1 --workdir=w "
+        "--config.data.source a,b --config.run.steps 4 --config.data.tokenizer="
+    )
+    assert overrides == [
+        "run.steps=3",
+        "layout.data=-1",
+        "data.source=a,b",
+        "run.steps=4",
+        "data.tokenizer=",
+    ]
+    assert (namespace.config, namespace.workdir) == ("c.py:32", "w")
+
+
+def test_other_flags_reach_the_parser():
+    namespace, overrides = parse("--config c.py --describe --input a b --profile_steps 3")
+    assert (namespace.describe, namespace.input, namespace.profile_steps) == (True, ["a", "b"], 3)
+    assert (namespace.workdir, namespace.json, overrides) == (None, None, [])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--config c --workdri w", "unknown flag --workdri; did you mean --workdir?"),
+        ("--config c --workdri=w", "unknown flag --workdri; did you mean --workdir?"),
+        ("--config c --work w", "unknown flag --work; did you mean --workdir?"),
+        ("--config c -workdir w", "unknown flag -workdir; did you mean --workdir?"),
+        ("--config c --zzz", "unknown flag --zzz"),
+        (
+            "--config c --confg.run.steps=3",
+            "unknown flag --confg.run.steps; did you mean --config.run.steps?",
+        ),
+        ("--config c --run.steps=3", "unknown flag --run.steps; did you mean --config.run.steps?"),
+        (
+            "--config c --config.run.steps",
+            "--config.run.steps needs a value: --config.run.steps=VALUE",
+        ),
+        (
+            "--config c --config.run.steps --describe",
+            "--config.run.steps needs a value: --config.run.steps=VALUE",
+        ),
+        ("--config c run.steps=3", "unexpected 'run.steps=3'; every value follows its flag"),
+        ("--workdir w", "the following arguments are required: --config"),
+        ("--config c --profile_steps many", "argument --profile_steps: invalid int value: 'many'"),
+        ("--config c --workdir", "argument --workdir: expected one argument"),
+        ("--config", "argument --config: expected one argument"),
+    ],
+)
+def test_a_bad_line_is_refused_in_one_line(line, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(line)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_command_without_a_configuration_takes_no_overrides(capsys):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workdir")
+    with pytest.raises(SystemExit):
+        command_line.parse(parser, ["--config.run.steps=3"])
+    assert capsys.readouterr().err.startswith("error: unknown flag --config.run.steps")
+
+
+def test_help_is_status_0(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("--help")
+    assert stop.value.code == 0
+    assert "--workdir" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [ValueError("a = 3; at most 2"), FileNotFoundError("no x.py")])
+def test_what_a_user_can_mend_is_one_line(error, capsys):
+    with pytest.raises(SystemExit) as stop, command_line.refusals():
+        raise error
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(TypeError, match="a bug"), command_line.refusals():
+        raise TypeError("a bug")
+
+
+def test_a_real_command_answers_a_typo_within_a_second():
+    before = os.times()
+    run = subprocess.run(
+        [sys.executable, "-m", "jaxscale.doctor", "--jsno", "x"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    after = os.times()
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == "error: unknown flag --jsno; did you mean --json?\n"
+    # Processor time: a busy machine does not fail the test.
+    used = after.children_user + after.children_system
+    assert used - before.children_user - before.children_system < 1
+
+
+HUGE = "99999999999999999999"
+NUMBERS = {
+    "planning": {
+        "devices": ("0", "-5", HUGE, "1e3"),
+        "top": ("0", "-3", HUGE),
+        "seq_len": ("0", "-1", HUGE),
+        "prove": ("0", "-1", HUGE),
+        "trials": ("0", "-1", HUGE),
+        "trial_seconds": ("0", "-1", "nan", "inf", HUGE),
+    },
+    "schedule": {
+        "stages": ("0", "-1", HUGE),
+        "microbatches": ("0", "-1", HUGE),
+        "keep": ("-1", HUGE),
+        "virtual_stages": ("0", "-1", HUGE),
+        "sequence_chunks": ("0", "-1", HUGE),
+    },
+    "prepare": {
+        "max_document_bytes": ("0", "-1", HUGE),
+        "skip_share": ("-0.1", "1", "nan", HUGE),
+        "workers": ("-1", HUGE),
+        "shard_bytes": ("-1", HUGE),
+        "training_bytes": ("0", "-1", HUGE),
+        "heldout": ("-0.1", "1", "nan", HUGE),
+        "seed": ("-1", HUGE),
+        "examples": ("-1", HUGE),
+    },
+    "generate": {
+        "num_tokens": ("0", "-1", HUGE),
+        "temperature": ("-1", "nan", "inf", HUGE),
+        "top_k": ("-1", HUGE),
+        "top_p": ("0", "-1", "1.5", "nan", HUGE),
+        "seed": ("-1", HUGE),
+    },
+    "evaluate": {"max_batches": ("0", "-1", HUGE)},
+    "train": {"profile": ("0", "0:3", "-1:3", "3:2"), "num_processes": ("0", "-1", HUGE)},
+    "doctor": {"num_processes": ("0", "-1", HUGE), "process_id": ("-1", HUGE)},
+}
+"""Every flag of every command that takes a number, and numbers that it cannot have."""
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_out_of_range_is_one_line_at_once(name, capsys):
+    command = importlib.import_module(f"jaxscale.{name}")
+    for flag, values in NUMBERS[name].items():
+        for value in values:
+            with pytest.raises(SystemExit) as ended:
+                command.main([f"--{flag}={value}"])
+            said = capsys.readouterr().err
+            assert ended.value.code == 2
+            assert said.startswith(f"error: argument --{flag}: ")
+            assert said.count("\n") == 1
+            assert value in said
+
+
+def test_no_numeric_flag_is_left_out():
+    """A new flag of a command goes through `flags.whole` or `flags.real`, and into NUMBERS."""
+    for path in pathlib.Path("jaxscale").glob("*.py"):
+        assert not re.search(r"type=(int|float)\b", path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--stages", "2000", "--microbatches", "2000"], "= 4000000 forward passes; at most"),
+        (["--costs", "f=nan"], "--costs 'f=nan': 'nan' is not a number; write f=1"),
+        (["--costs", "f=-1"], "--costs 'f=-1': -1 is not from 0 to"),
+        (["--costs", "b=inf"], "--costs 'b=inf': inf is not from 0 to"),
+    ],
+)
+def test_a_schedule_that_nobody_could_look_at_is_refused(words, said, capsys):
+    with pytest.raises(SystemExit):
+        schedule.main(["1f1b", *words])
+    assert said in capsys.readouterr().err
+
+
+def test_a_trace_beyond_the_run_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--config", "configs/tiny.py", "--config.run.steps=5", "--profile", "4:6"])
+    assert "--profile: step 6 is beyond run.steps = 5" in capsys.readouterr().err

@@ -1,0 +1,77 @@
+"""Pictures of layouts show the shards that the devices have, and name what they show."""
+
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale import config as configs
+from jaxscale import plots
+from jaxscale.layout import Layout
+from jaxscale.planner.plan_layouts import plan_layouts
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.step import make_engine
+
+
+def engine_of(*overrides):
+    config = configs.load("configs/tiny.py", overrides)
+    return make_engine(config, make_mesh(config.layout))
+
+
+def area(sharding, shape, layered):
+    """Of what is coloured, for each device: the share of the array that it holds."""
+    places = sharding.devices_indices_map(shape).values()
+    for place in places:
+        spans = tuple(part.indices(size)[:2] for part, size in zip(place, shape))
+        boxes = plots._boxes(spans, shape, layered)
+        assert all(
+            x >= 0 and y >= 0 and x + w <= 1.0001 and y + h <= 1.0001 for x, y, w, h in boxes
+        )
+        yield sum(w * h for _, _, w, h in boxes)
+
+
+@pytest.mark.parametrize("spec", [(), ("data", "tensor"), (None, "fsdp", "tensor"), ("fsdp",)])
+def test_the_coloured_part_is_the_shard(spec):
+    mesh = make_mesh(Layout(data=2, fsdp=2, tensor=2))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    shape = (4, 8, 6)
+    share = np.prod(sharding.shard_shape(shape)) / np.prod(shape)
+    for layered in (True, False) if len(spec) < 3 else (True,):
+        assert list(area(sharding, shape, layered)) == pytest.approx([share] * 8)
+
+
+def test_a_row_of_tiles_for_each_layout():
+    engines = {
+        "a": engine_of("layout.data=1", "layout.fsdp=8"),
+        "b": engine_of("layout.data=8", "layout.zero_stage=0"),
+    }
+    figure = plots.placement(engines)
+    words = [panel.get_xlabel() for panel in figure.axes]
+    assert [panel.get_title() for panel in figure.axes[:4]] == list(plots.HELD)
+    assert sum("1/8" in word for word in words) == 5  # all four of a, the batch of b
+    assert sum("all of it" in word for word in words) == 3
+    (empty,) = {len(panel.patches) for panel in figure.axes[4:5]}
+    assert empty == 8 * (2 + 2)  # a square and its edge, a box for each of two layers
+
+
+def test_losses_and_plans_say_what_they_show(tmp_path):
+    figure = plots.losses({"one": [3.0, 2.0], "two": [3.0, 2.000001]})
+    assert next(text.get_text() for text in figure.axes[1].texts) == "5.0e-07"
+    answer = plan_layouts(
+        "configs/llama2_7b.py", "H100-SXM", 8, top=1, pins={"pipeline": 1, "tensor": 1}
+    )
+    (best,) = answer.plans
+    for draw, unit in ((plots.step_seconds, "seconds"), (plots.memory, "GB")):
+        figure = draw({"best": best})
+        assert unit in figure.axes[0].get_xlabel()
+        plots.save(figure, str(tmp_path / "a.png"))
+    bars: list = list(plots.step_seconds({"b": best}).axes[0].patches)
+    widths = sum(bar.get_width() for bar in bars)
+    assert widths == pytest.approx(best.step_seconds, rel=0.01)
+
+
+def test_every_term_of_a_plan_has_a_colour():
+    best = plan_layouts("configs/tiny.py", "H100-SXM", 8, top=1).plans[0]
+    named = {name for _, names in plots.SECONDS.values() for name in names}
+    assert set(best.seconds.terms) == named
+    held = {name for _, names in plots.BYTES.values() for name in names}
+    assert set(best.memory.at_peak) <= held

@@ -1,0 +1,250 @@
+"""A run's folder: its config on any machine, and the commands that work from it."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale import config, run_folder
+from jaxscale.config import Config, DataConfig, ModelConfig
+from jaxscale.layout import Layout, resolve_sizes
+from jaxscale.run import setup
+
+
+def save(path: pathlib.Path, **layout) -> pathlib.Path:
+    """A folder as training leaves it: the layout is resolved."""
+    saved = Config(layout=Layout(**{"data": 1, **layout}))
+    (path / "config.json").write_text(json.dumps(config.to_dict(saved)))
+    return path
+
+
+def load(path: pathlib.Path, *overrides: str, num_devices: int) -> Layout:
+    """The layout that a command uses there."""
+    loaded = run_folder.load_config(path, overrides)
+    loaded = run_folder.fit_devices(loaded, num_devices, overrides)
+    return resolve_sizes(loaded.layout, num_devices)
+
+
+def test_what_was_saved_comes_back(tmp_path):
+    assert run_folder.load_config(save(tmp_path, fsdp=4)) == Config(layout=Layout(data=1, fsdp=4))
+
+
+def test_overrides_are_read_as_the_types_of_what_they_replace(tmp_path):
+    loaded = run_folder.load_config(
+        save(tmp_path),
+        [
+            "data.source=a,b",
+            "data.tokenizer=3",
+            "optimizer.learning_rate=1",
+            "model.qk_norm=True",
+            "data.seq_len=64",
+            "model.compute_dtype=float32",
+        ],
+    )
+    assert [source.path for source in loaded.data.source] == [("a",), ("b",)]
+    assert loaded.data.tokenizer == "3"
+    assert loaded.optimizer.learning_rate == 1.0
+    assert loaded.model.qk_norm is True
+    assert (loaded.data.seq_len, loaded.model.compute_dtype) == (64, "float32")
+    again = run_folder.load_config(tmp_path, ["data.source=('c',)"])
+    assert again.data.source[0].path == ("c",)
+
+
+SAVED = {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 1, "microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "overrides", "expected"),
+    [
+        (8, [], {"data": 2, "fsdp": 2, "tensor": 2}),
+        (1, [], {}),
+        (4, [], {"data": 4}),
+        (4, ["layout.fsdp=2"], {"data": 2, "fsdp": 2}),
+        (4, ["layout.fsdp=-1"], {"fsdp": 4}),
+        (8, ["layout.tensor=4"], {"data": 2, "tensor": 4}),
+        (8, ["layout.data=1", "layout.tensor=-1"], {"tensor": 8}),
+    ],
+)
+def test_a_run_fits_other_devices(num_devices, overrides, expected, tmp_path, caplog):
+    with caplog.at_level("INFO", "jaxscale"):
+        layout = load(save(tmp_path, **SAVED), *overrides, num_devices=num_devices)
+    assert layout == Layout(**{"data": 1, "zero_stage": 1, "microbatches": 2, **expected})
+    changed = num_devices != 8 and not overrides
+    assert [r.message for r in caplog.records] == changed * [
+        "trained on 8 devices (data 2 x fsdp 2 x tensor 2), and here "
+        f"{'is 1' if num_devices == 1 else 'are 4'}: using layout.data = {num_devices}; "
+        "--config.layout.KEY=VALUE chooses otherwise"
+    ]
+
+
+def test_a_layout_that_was_asked_for_is_not_replaced(tmp_path):
+    with pytest.raises(ValueError, match="needs 2 devices and there are 4"):
+        load(save(tmp_path), "layout.data=2", num_devices=4)
+
+
+@pytest.mark.parametrize(
+    ("content", "overrides", "message"),
+    [
+        ("{", [], "config.json is not JSON"),
+        ("[]", [], "is not the config of a run"),
+        ('{"model": 3}', [], "is not the config of a run"),
+        ("{}", ["layout.fspd=2"], "did you mean config.layout.fsdp?"),
+        ("{}", ["layot.fsdp=2"], "did you mean config.layout?"),
+        ("{}", ["fsdp=2"], "did you mean config.layout.fsdp?"),
+        ("{}", ["layout.fsdp"], "config.layout.fsdp = '' is of type str; expected a whole number"),
+        ("{}", ["data.seq_len=many"], "config.data.seq_len = 'many' is of type str"),
+    ],
+)
+def test_what_is_no_config_is_refused(content, overrides, message, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run_folder.load_config(tmp_path, overrides)
+
+
+def command(name: str, *words: str, num_devices: int = 1) -> subprocess.CompletedProcess:
+    environment = {
+        **os.environ,
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "JAX_ENABLE_X64": "0",
+    }
+    return subprocess.run(
+        [sys.executable, "-m", f"jaxscale.{name}", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> pathlib.Path:
+    """A run of three steps on one device."""
+    path = tmp_path_factory.mktemp("runs") / "tiny"
+    done = command(
+        "train",
+        "--config",
+        "configs/tiny.py",
+        "--workdir",
+        str(path),
+        "--trackers",
+        "none",
+        "--config.run.steps=3",
+        "--config.model.num_layers=1",
+        "--config.data.tokenizer=bpe:270",
+        "--config.model.vocab_size=280",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "A sample at step 3:" in done.stdout
+    return path
+
+
+def test_evaluate_a_run_on_other_devices(trained, tmp_path):
+    file = tmp_path / "result.json"
+    done = command("evaluate", "--workdir", str(trained), "--json", str(file), num_devices=2)
+    assert done.returncode == 0, done.stderr
+    assert "trained on 1 devices" in done.stdout
+    assert "note:" not in done.stdout
+    result = json.loads(file.read_text())
+    assert list(result) == [
+        "step",
+        "eval_loss",
+        "eval_perplexity",
+        "eval_bits_per_byte",
+        "eval_tokens",
+        "eval_bytes",
+    ]
+    # All of the held-out text, so at least what training looked at, and a loss close to its own.
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "eval_loss" in line][-1]
+    assert result["step"] == last["step"] == 3
+    assert result["eval_tokens"] > last["eval_tokens"]
+    assert result["eval_loss"] == pytest.approx(last["eval_loss"], rel=0.1)
+    assert f"{result['eval_bits_per_byte']:.4f}" in done.stdout
+    assert f"{result['eval_tokens']:,}" in done.stdout
+
+
+def test_generate_from_a_run(trained, tmp_path):
+    """No text is read: its source may be gone."""
+    file, prompts = tmp_path / "result.json", tmp_path / "prompts.txt"
+    prompts.write_text("import asyncio\n\n")
+    done = command(
+        "generate",
+        "--workdir",
+        str(trained),
+        "--prompt",
+        "def f(",
+        "--prompt_file",
+        str(prompts),
+        "--num_tokens",
+        "12",
+        "--json",
+        str(file),
+        "--config.data.source=/nowhere/*.txt",
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert result["step"] == 3
+    assert [sample["prompt"] for sample in result["samples"]] == ["def f(", "import asyncio", ""]
+    assert result["samples"][0]["continuation"]
+    for number in (1, 2, 3):
+        assert f"--- {number} of 3\n" in done.stdout
+    assert "def f(" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("generate", ["--prompt", "a", "--tempreature", "1"], "did you mean --temperature?"),
+        ("evaluate", ["--config.layot.fsdp=2"], "did you mean config.layout?"),
+        ("evaluate", ["--config", "configs/tiny.py"], "the run has its own config; change leaves"),
+        ("generate", [], "give --prompt TEXT"),
+        ("evaluate", ["--max_batches=0"], "argument --max_batches: 0 is not from 1 to"),
+        ("evaluate", ["--config.data.heldout=0"], "this run kept no text apart"),
+        ("generate", ["--prompt", "a", "--workdir", "nowhere"], "--workdir nowhere holds no run"),
+    ],
+)
+def test_mistakes_are_answered_within_a_second(name, words, message, tmp_path):
+    before = os.times()
+    done = command(name, "--workdir", str(save(tmp_path)), *words)
+    after = os.times()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    # Processor time: a busy machine does not fail the test.
+    used = after.children_user + after.children_system
+    assert used - before.children_user - before.children_system < 1
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    saved = run_folder.load_config(save(tmp_path), ["layout.data=8"])
+    _, engine = setup.open_engine(saved)
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint yet"):
+        setup.restore_params(engine, tmp_path)
+
+
+def test_a_lost_tokenizer_is_not_trained_again(tmp_path):
+    saved = run_folder.load_config(save(tmp_path), ["data.tokenizer=bpe:257"])
+    with pytest.raises(FileNotFoundError, match=r"tokenizer.json is missing: the byte pairs of"):
+        setup.open_tokenizer(saved, tmp_path)
+
+
+def test_a_tokenizer_beyond_the_model_is_refused(tmp_path):
+    saved = run_folder.load_config(save(tmp_path), ["model.vocab_size=256"])
+    with pytest.raises(ValueError, match=r"model.vocab_size = 256 is smaller than the 257 tokens"):
+        setup.open_tokenizer(saved, tmp_path)
+
+
+def test_sampling_needs_neither_the_kernel_nor_the_batch_of_training(tmp_path):
+    saved = Config(
+        model=ModelConfig(attention="cudnn"),
+        data=DataConfig(global_batch_size=3),
+        layout=Layout(data=-1, fsdp=2, microbatches=3),
+    )
+    with pytest.raises(ValueError, match=r"data.global_batch_size = 3 does not split"):
+        setup.open_engine(saved)
+    _, engine = setup.open_engine(setup.for_sampling(saved))
+    assert (engine.layout.data, engine.layout.fsdp) == (4, 2)

@@ -1,0 +1,429 @@
+"""Checkpoints come back bit for bit on any layout, or say why not; killed saves cost nothing."""
+
+import gc
+import json
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxscale.training.checkpoint import Checkpoints, describe_difference
+
+METADATA = {"config": {"model": {"d_model": 16, "axes": ("a", "b")}}, "data": {"examples": 96}}
+LAYOUTS = [(8, 1), (1, 8), (4, 2), (2, 2), (1, 1)]
+SPECS = {
+    "embed": ("fsdp", "tensor"),
+    "bias": ("tensor",),
+    "scale": ("fsdp",),
+    "layers": (None, "tensor", "fsdp"),
+}
+
+
+def make_state(seed: int = 0) -> dict[str, Any]:
+    """Every kind of leaf, in dicts, tuples and NamedTuples; odd bits included."""
+    rng = np.random.default_rng(seed)
+    params = {
+        "embed": rng.normal(size=(16, 24)),
+        "layers": jnp.asarray(rng.normal(size=(3, 8, 16)), jnp.bfloat16),
+        "bias": rng.normal(size=16).astype(np.float32).view(np.uint32).view(np.float32),
+        "scale": np.asarray([np.nan, -0.0, np.inf, 5e-324] * 4),
+    }
+    params = jax.tree.map(jnp.asarray, params)
+    rule = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.1))
+    return {
+        "step": jnp.asarray(seed, jnp.int32),
+        "params": params,
+        "opt_state": rule.init(params),
+        "key": jax.random.key_data(jax.random.key(seed)),
+        "flags": (jnp.asarray([True, False]), jnp.asarray(2**40 + seed)),
+    }
+
+
+def shardings(state: Any, layout: tuple[int, int]) -> Any:
+    """fsdp x tensor on as many devices; parameters and their moments are split."""
+    devices = jax.devices()[: layout[0] * layout[1]]
+    mesh = jax.make_mesh(layout, ("fsdp", "tensor"), (AxisType.Auto,) * 2, devices=devices)
+
+    def sharding(path: Any, leaf: Any) -> NamedSharding:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return NamedSharding(mesh, PartitionSpec(*SPECS.get(name, ())))
+
+    return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def abstract(state: Any, layout: tuple[int, int] = (1, 1)) -> Any:
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        shardings(state, layout),
+    )
+
+
+def assert_same_bits(got: Any, expected: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert left.dtype == right.dtype
+        assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Checkpoints]]:
+    """Opens checkpoints that are closed at the end of the test."""
+    everything = []
+
+    def open_checkpoints(*args: Any, **settings: Any) -> Checkpoints:
+        everything.append(Checkpoints(*args, **settings))
+        return everything[-1]
+
+    yield open_checkpoints
+    for checkpoints in everything:
+        checkpoints.close()
+
+
+@pytest.fixture
+def saved(tmp_path: pathlib.Path, opened: Callable) -> Checkpoints:
+    """Steps 3 and 6, complete."""
+    checkpoints = opened(tmp_path)
+    for step in (3, 6):
+        checkpoints.save(step, make_state(step), METADATA)
+    checkpoints.wait()
+    return checkpoints
+
+
+@pytest.mark.parametrize("begin", LAYOUTS, ids=str)
+def test_any_layout_reads_any_layout(
+    begin: tuple[int, int], tmp_path: pathlib.Path, opened: Callable
+) -> None:
+    state = make_state()
+    checkpoints = opened(tmp_path)
+    checkpoints.save(1, jax.device_put(state, shardings(state, begin)), METADATA)
+    checkpoints.wait()
+    for end in LAYOUTS:
+        wanted = abstract(state, end)
+        restored = checkpoints.restore(1, wanted)
+        assert_same_bits(restored, state)
+        for leaf, want in zip(jax.tree.leaves(restored), jax.tree.leaves(wanted), strict=True):
+            assert leaf.sharding == want.sharding
+
+
+def test_state_may_be_donated_at_once(tmp_path: pathlib.Path, opened: Callable) -> None:
+    values = np.random.default_rng(0).normal(size=(64, 1024, 8))
+    layout = shardings({"embed": values}, (4, 2))
+    state = {"embed": jnp.asarray(values)}
+    checkpoints = opened(tmp_path)
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda a: a * 0 + 7, tree), donate_argnums=0)
+    for step in (1, 2, 3):
+        state = jax.device_put({"embed": values + step}, layout)
+        checkpoints.save(step, state, {})
+        for _ in range(5):
+            state = overwrite(state)
+        jax.block_until_ready(state)
+    checkpoints.wait()
+    for step in (1, 2, 3):
+        restored = checkpoints.restore(step, abstract({"embed": values}))
+        np.testing.assert_array_equal(restored["embed"], values + step)
+
+
+def test_saved_is_reported_only_when_it_is(tmp_path: pathlib.Path) -> None:
+    seen = []
+    checkpoints = Checkpoints(
+        tmp_path, report=lambda line: seen.append((line.split(" in ")[0], checkpoints.steps()))
+    )
+    assert checkpoints.latest() is None
+    for step in (1, 2):
+        checkpoints.save(step, make_state(), {})
+    checkpoints.close()
+    assert seen == [("checkpoint 1 saved", [1]), ("checkpoint 2 saved", [1, 2])]
+
+
+def test_nothing_but_the_report_is_printed(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, make_state(), {})
+    checkpoints.close()
+    checkpoints.restore(1, abstract(make_state()))
+    out, err = capfd.readouterr()
+    assert out.startswith("checkpoint 1 saved in 0.")
+    assert out.count("\n") == 1
+    assert err == ""
+
+
+def test_metadata_comes_back(saved: Checkpoints) -> None:
+    assert saved.metadata(6) == {
+        "config": {"model": {"d_model": 16, "axes": ["a", "b"]}},
+        "data": {"examples": 96},
+    }
+
+
+def test_metadata_comes_back_as_json_has_it(tmp_path: pathlib.Path, opened: Callable) -> None:
+    checkpoints = opened(tmp_path)
+    checkpoints.save(1, {"a": jnp.ones(2)}, {"data": {2: (0.1, None), 10: 2**60}})
+    checkpoints.wait()
+    assert checkpoints.metadata(1) == {"data": {"2": [0.1, None], "10": 2**60}}
+
+
+def test_part_of_a_checkpoint(saved: Checkpoints) -> None:
+    wanted = {"params": abstract(make_state(), (2, 2))["params"]}
+    restored = saved.restore(3, wanted, part=True)
+    assert_same_bits(restored, {"params": make_state(3)["params"]})
+
+
+def test_without_a_sharding_it_goes_to_the_default_device(saved: Checkpoints) -> None:
+    restored = saved.restore(6, jax.eval_shape(lambda: make_state(6)))
+    assert_same_bits(restored, make_state(6))
+    assert {leaf.device for leaf in jax.tree.leaves(restored)} == {jax.devices()[0]}
+
+
+def test_last_and_every_are_kept(tmp_path: pathlib.Path, opened: Callable) -> None:
+    checkpoints = opened(tmp_path, keep_last=2, keep_every=5)
+    for step in range(1, 13):
+        checkpoints.save(step, {"a": jnp.ones(2)}, {})
+    checkpoints.wait()
+    assert checkpoints.steps() == [5, 10, 11, 12]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "11", "12", "5"]
+    for step in checkpoints.steps():
+        checkpoints.restore(step, {"a": jax.ShapeDtypeStruct((2,), jnp.float64)})
+
+
+def test_failed_deletion_does_not_stop_a_run(
+    tmp_path: pathlib.Path, opened: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = []
+    checkpoints = opened(tmp_path, keep_last=1, report=lines.append)
+
+    def refuse(path: pathlib.Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"a": jnp.ones(2)}, {})
+        checkpoints.wait()
+    assert "checkpoint 1 is old but could not be deleted: no" in lines
+    assert checkpoints.steps() == [3]
+    checkpoints.save(4, {"a": jnp.ones(2)}, {})
+    checkpoints.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["4"]
+
+
+def test_leftovers_are_ignored_then_removed(tmp_path: pathlib.Path, opened: Callable) -> None:
+    for name in ("9.orbax-checkpoint-tmp", "8.deleted", "notes"):
+        (tmp_path / name / "arrays").mkdir(parents=True)
+    checkpoints = opened(tmp_path)
+    assert checkpoints.latest() is None
+    checkpoints.save(9, {"a": jnp.ones(2)}, {})
+    checkpoints.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["9", "notes"]
+
+
+def test_save_that_cannot_begin(tmp_path: pathlib.Path, opened: Callable) -> None:
+    checkpoints = opened(tmp_path / "run")
+    (tmp_path / "run").write_text("a file where a folder should be")
+    with pytest.raises(RuntimeError, match=r"saving checkpoint 1 in .*run failed \(.*is None"):
+        checkpoints.save(1, {"a": jnp.ones(2)}, {})
+    (tmp_path / "run").unlink()
+    checkpoints.save(2, {"a": jnp.ones(2)}, {})
+    checkpoints.wait()
+    assert checkpoints.steps() == [2]
+
+
+def test_disk_full(tmp_path: pathlib.Path, opened: Callable) -> None:
+    """The failure is reported at once and raised at the next call; then saving goes on."""
+    lines = []
+    checkpoints = opened(tmp_path, report=lines.append)
+    state = {"a": jnp.asarray(np.random.default_rng(0).normal(size=100_000))}
+    checkpoints.save(1, state, {})
+    checkpoints.wait()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        checkpoints.save(2, state, {})
+        with pytest.raises(RuntimeError, match=r"saving checkpoint 2 .*; the newest one .*is 1"):
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert lines[1].startswith("saving checkpoint 2 ")
+    assert checkpoints.steps() == [1]
+    checkpoints.save(3, state, {})
+    checkpoints.wait()
+    assert checkpoints.steps() == [1, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+
+
+def test_a_step_is_saved_once(saved: Checkpoints) -> None:
+    with pytest.raises(ValueError, match="checkpoint 6 is already in"):
+        saved.save(6, make_state(), {})
+
+
+@pytest.mark.parametrize("value", [np.float32(1), float("nan"), {1}])
+def test_metadata_must_be_json(saved: Checkpoints, value: object) -> None:
+    with pytest.raises(ValueError, match="metadata of checkpoint 7 is not JSON"):
+        saved.save(7, make_state(), {"data": value})
+    assert saved.latest() == 6
+
+
+def test_typed_keys_are_refused(saved: Checkpoints) -> None:
+    with pytest.raises(ValueError, match=r"rng/0 is a typed random key.*key_data"):
+        saved.save(7, {"rng": [jax.random.key(0)]}, {})
+
+
+@pytest.mark.parametrize("settings", [{"keep_last": 0}, {"keep_every": -1}])
+def test_retention_is_checked(settings: dict[str, int], tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match=r"run\.keep_last = .* run\.keep_every = "):
+        Checkpoints(tmp_path, **settings)
+
+
+def test_differences_are_listed(saved: Checkpoints) -> None:
+    wanted = abstract(make_state())
+    params = wanted["params"]
+    params["layers"] = jax.ShapeDtypeStruct((3, 8, 32), jnp.float32)
+    params["bias_2"] = params.pop("bias")
+    config = {"model": {"d_model": 32, "axes": ["a", "b"], "d_ff": 64}}
+    with pytest.raises(ValueError, match="does not fit") as error:
+        saved.restore(6, wanted, config=config)
+    assert str(error.value).splitlines() == [
+        f"checkpoint 6 in {saved.directory} does not fit this run; 3 arrays differ:",
+        "  params/bias: only in the checkpoint",
+        "  params/bias_2: not in the checkpoint",
+        "  params/layers: shape [3, 8, 16] saved, [3, 8, 32] wanted; "
+        "dtype bfloat16 saved, float32 wanted",
+        "settings that changed since it was saved:",
+        "  config.model.d_ff = 64 now, no such key when saved",
+        "  config.model.d_model = 16 when saved, 32 now",
+    ]
+
+
+def test_many_differences_are_counted(saved: Checkpoints) -> None:
+    wanted = {f"p{i:02}": jax.ShapeDtypeStruct((), jnp.float32) for i in range(30)}
+    with pytest.raises(ValueError, match="30 arrays differ") as error:
+        saved.restore(6, wanted, part=True)
+    assert len(str(error.value).splitlines()) == 22
+    assert str(error.value).endswith("and 10 more")
+
+
+def test_describe_difference() -> None:
+    before = {"run": {"steps": 10, "seed": 0}, "old": 1, "data": {"source": ("a",)}}
+    now = {"run": {"steps": 20, "seed": 0}, "data": {"source": ["a"]}}
+    assert describe_difference(before, now) == [
+        "old = 1 when saved, no such key now",
+        "run.steps = 10 when saved, 20 now",
+    ]
+
+
+def flip(path: pathlib.Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def largest(directory: pathlib.Path) -> pathlib.Path:
+    return max(directory.rglob("d/*"), key=lambda path: path.stat().st_size)
+
+
+DAMAGES = {
+    "no description": lambda step: shutil.rmtree(step / "description"),
+    "no arrays": lambda step: shutil.rmtree(step / "arrays"),
+    "cut description": lambda step: os.truncate(step / "description" / "metadata", 50),
+    "changed description": lambda step: flip(step / "description" / "metadata"),
+    "no index": lambda step: (step / "arrays" / "manifest.ocdbt").unlink(),
+    "changed index": lambda step: flip(step / "arrays" / "manifest.ocdbt"),
+    "changed values": lambda step: flip(largest(step / "arrays" / "ocdbt.process_0")),
+    "no values": lambda step: largest(step / "arrays" / "ocdbt.process_0").unlink(),
+}
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """Collects here what a test leaves: another test would be blamed for its complaints."""
+    yield
+    for _ in range(3):
+        gc.collect()
+
+
+# Reads that were under way when one failed complain when they are collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_with_the_one_before(damage: str, saved: Checkpoints) -> None:
+    DAMAGES[damage](saved.directory / "6")
+    assert saved.latest() == 6
+    message = r"checkpoint 6 in .* cannot be used \(.*the one before it is 3: remove .*6 to go on"
+    with pytest.raises(ValueError, match=message):
+        saved.restore(6, abstract(make_state()))
+    assert_same_bits(saved.restore(3, abstract(make_state())), make_state(3))
+
+
+def test_damage_of_the_only_one(saved: Checkpoints) -> None:
+    shutil.rmtree(saved.directory / "3" / "description")
+    with pytest.raises(ValueError, match=r"checkpoint 3 .*; there is none before it"):
+        saved.metadata(3)
+
+
+def test_a_number_that_changed_in_the_metadata_is_noticed(saved: Checkpoints) -> None:
+    """By the digest alone: it is still JSON, and the arrays are as they were."""
+    path = saved.directory / "6" / "description" / "metadata"
+    description = json.loads(path.read_text())
+    description["metadata"]["data"]["examples"] += 1
+    path.write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=r"checkpoint 6 .*its description changed since"):
+        saved.metadata(6)
+
+
+def test_unknown_step(saved: Checkpoints) -> None:
+    with pytest.raises(ValueError, match=r"no checkpoint 5 in .*; there are \[3, 6\]"):
+        saved.metadata(5)
+
+
+ENDLESS = """
+import sys
+import jax.numpy as jnp
+from jaxscale.checkpoint import Checkpoints
+checkpoints = Checkpoints(sys.argv[1], keep_last=2, report=lambda line: print(line, flush=True))
+step = checkpoints.latest() or 0
+while True:
+    step += 1
+    checkpoints.save(step, {"a": jnp.arange(50_000.0) * step, "step": step}, {"step": step})
+"""
+
+
+def test_kill_9_costs_at_most_the_save_under_way(tmp_path: pathlib.Path) -> None:
+    """Killed at random instants of endless saving and deleting, again and again in one folder."""
+    moments = random.Random(0)
+    for _ in range(3):
+        command = [sys.executable, "-c", ENDLESS, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout
+            lines = [process.stdout.readline()]
+            time.sleep(moments.uniform(0.05, 0.4))
+            process.send_signal(signal.SIGKILL)
+            lines += process.stdout.readlines()
+        reported = max(int(line.split()[1]) for line in lines)
+        checkpoints = Checkpoints(tmp_path)
+        steps = checkpoints.steps()
+        assert steps[-1] == checkpoints.latest() >= reported
+        assert len(steps) >= min(2, reported)
+        for step in steps:
+            wanted = {
+                "a": jax.ShapeDtypeStruct((50_000,), jnp.float64),
+                "step": jax.ShapeDtypeStruct((), jnp.int64),
+            }
+            restored = checkpoints.restore(step, wanted)
+            np.testing.assert_array_equal(restored["a"], np.arange(50_000.0) * step)
+            assert restored["step"] == checkpoints.metadata(step)["step"] == step
+        checkpoints.close()

@@ -1,0 +1,94 @@
+"""What a layout asks of a model and its sequences; refusals name what would do."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import pytest
+
+from jaxscale.planner.memory.step import memory
+from jaxscale.training.kernels import attention_name
+from tests.invariants.layouts import LLAMA, make_config, open_engine
+
+# LLAMA has 8 key heads and a width of 64; sequences are of 24 tokens where nothing else is said.
+REFUSED = [
+    (
+        {"tensor": 3},
+        {},
+        "model.num_kv_heads = 8 does not divide over layout.tensor = 3; the nearest"
+        " that does is layout.tensor = 2 or 4",
+    ),
+    (
+        {"tensor": 8},
+        {"num_kv_heads": 2, "num_heads": 2},
+        "model.num_kv_heads = 2 does not divide "
+        "over layout.tensor = 8; the nearest that does is layout.tensor = 2",
+    ),
+    (
+        {"tensor": 8},
+        {"d_ff": 100},
+        "model.d_ff = 100 does not divide over layout.tensor = 8; the "
+        "nearest that does is layout.tensor = 5 or 10",
+    ),
+    ({"fsdp": 3}, {}, "model.d_model = 64 does not divide over layout.fsdp = 3"),
+    (
+        {"context": 8},
+        {},
+        "data.seq_len = 24 does not split over layout.context = 8 (two chunks a "
+        "rank) x layout.tensor = 1, which takes multiples of 16; set data.seq_len = 16 or 32",
+    ),
+    ({"context": 2, "tensor": 4}, {"seq_len": 30}, "takes multiples of 8; set data.seq_len = 24"),
+    (
+        {"tensor": 4},
+        {"seq_len": 30},
+        "data.seq_len = 30 does not split over layout.context = 1 x "
+        "layout.tensor = 4, which takes multiples of 4; set data.seq_len = 28 or 32",
+    ),
+    (
+        {"context": 2},
+        {"attention": "reference"},
+        "model.attention = 'reference' attends within one "
+        "device, and layout.context = 2 spreads a sequence over several; set model.attention",
+    ),
+]
+
+
+def refused_config(layout, changed):
+    model = {**LLAMA, **changed}
+    data = {"global_batch_size": 48, "seq_len": model.pop("seq_len", 24)}
+    config = make_config(model, layout)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
+
+
+@pytest.mark.parametrize(("layout", "changed", "said"), REFUSED)
+def test_what_does_not_divide_is_refused(layout, changed, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        open_engine(refused_config(layout, changed))
+
+
+def test_attention_says_how_keys_arrive():
+    assert attention_name(make_config(LLAMA, {}), "cpu") == "blockwise"
+    layout = {"context": 2, "context_method": "gather"}
+    assert attention_name(make_config(LLAMA, layout), "tpu") == "blockwise, by gather"
+
+
+@pytest.mark.parametrize(("width", "spread"), [(34, False), (36, True)])
+def test_what_is_outside_the_layers_is_spread_over_a_pipeline_where_it_divides(width, spread):
+    """By both axes: 34 divides by the pipeline's two ranks, by the two of fsdp, and not by four."""
+    config = make_config(LLAMA | {"d_model": width}, {"pipeline": 2, "fsdp": 2, "microbatches": 2})
+    params = open_engine(config).abstract_state.params
+    matrices = [
+        leaf
+        for part in ("embed", "head")
+        for leaf in jax.tree.leaves(params[part])
+        if leaf.ndim == 2
+    ]
+    assert len(matrices) == 2
+    for leaf in matrices:
+        assert leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape)) == (4 if spread else 2)
+    held = memory(config).parameters
+    assert held == sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(params)
+    )

@@ -1,0 +1,290 @@
+"""Records survive crashes and odd numbers, trackers get the same, lines read well."""
+
+import json
+import math
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from tensorboardX.proto import event_pb2
+
+from jaxscale.training import metrics
+from jaxscale.training.metrics import Metrics
+
+RECORD = {
+    "step": 12,
+    "loss": 3.21456,
+    "grad_norm": 0.8412,
+    "learning_rate": 6e-4,
+    "tokens": 4096,
+    "step_seconds": 0.33,
+    "data_seconds": 0.0021,
+    "tokens_per_second": 12345.6,
+    "mfu": 0.4123,
+    "hfu": 0.5,
+}
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    text = (directory / "metrics.jsonl").read_text()
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+
+def write_steps(writer: Metrics, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        writer.write({**RECORD, "step": step, "loss": 5 - step / 10})
+        if step % 4 == 0:
+            writer.write({"step": step, "eval_loss": 5.1 - step / 10})
+
+
+def test_lines_are_there_at_once(tmp_path: Path) -> None:
+    writer = Metrics(tmp_path / "run")
+    writer.write(RECORD)
+    assert lines(tmp_path / "run") == [RECORD]
+    writer.close()
+
+
+def test_numbers_that_are_not_finite_stay_valid_json(tmp_path: Path) -> None:
+    writer = Metrics(tmp_path)
+    writer.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "mfu": None})
+    writer.finish({"loss": -math.inf, "steps": 1})
+    assert lines(tmp_path) == [
+        {
+            "step": 1,
+            "loss": None,
+            "grad_norm": None,
+            "mfu": None,
+            "nonfinite": {"loss": "nan", "grad_norm": "inf"},
+        }
+    ]
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": None, "steps": 1}
+    assert not (tmp_path / "loss.png").exists()  # there is nothing to draw
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 11, "lo'])
+def test_each_step_is_there_once_after_a_crash(tmp_path: Path, torn: str) -> None:
+    first = Metrics(tmp_path)
+    write_steps(first, 1, 10)
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    second = Metrics(tmp_path, 8)
+    assert [r["step"] for r in lines(tmp_path) if "loss" in r] == list(range(1, 9))
+    write_steps(second, 9, 12)
+    second.finish({})
+    assert [r["step"] for r in lines(tmp_path) if "loss" in r] == list(range(1, 13))
+    assert [r["step"] for r in lines(tmp_path) if "eval_loss" in r] == [4, 8, 12]
+
+
+def test_torn_line_in_a_run_that_goes_on_from_there(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    writer = Metrics(tmp_path, 2)
+    writer.write({"step": 3, "loss": 1.0})
+    writer.close()
+    assert [record["step"] for record in lines(tmp_path)] == [1, 3]
+
+
+def test_finish_draws_and_writes_tensorboard(tmp_path: Path) -> None:
+    writer = Metrics(tmp_path)
+    write_steps(writer, 1, 20)
+    writer.finish({"loss": 3.0})
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": 3.0}
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"grad_norm" in events.read_bytes()
+
+
+def tensorboard_events(path: Path) -> Iterator[Any]:
+    """Of an event file: each is its length in 8 bytes, a checksum in 4, itself, another in 4."""
+    data = path.read_bytes()
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        yield event_pb2.Event.FromString(data[12 : 12 + size])
+        data = data[16 + size :]
+
+
+def test_tensorboard_shows_each_step_once_after_a_crash(tmp_path: Path) -> None:
+    """It hides what came before a restart, from the restart's step on; no more and no less."""
+    for begin, last in ((0, 5), (3, 6)):
+        writer = Metrics(tmp_path, begin)
+        for step in range(begin + 1, last + 1):
+            writer.write({"step": step, "loss": float(begin)})
+        writer.close()
+        # It is named by the second that it was made in.
+        (written,) = (tmp_path / "tensorboard").iterdir()
+        written.rename(tmp_path / f"from_{begin}")
+    shown: dict[int, float] = {}
+    for begin in (0, 3):
+        for event in tensorboard_events(tmp_path / f"from_{begin}"):
+            if event.WhichOneof("what") == "session_log":
+                assert event.session_log.status == event_pb2.SessionLog.START
+                shown = {step: loss for step, loss in shown.items() if step < event.step}
+            for value in event.summary.value:
+                assert event.step not in shown
+                shown[event.step] = value.simple_value
+    assert shown == {1: 0, 2: 0, 3: 0, 4: 3, 5: 3, 6: 3}
+
+
+def test_only_process_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    writer = Metrics(tmp_path / "run")
+    writer.write(RECORD)
+    writer.finish({"loss": 1.0})
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_trackers(tmp_path: Path) -> None:
+    writer = Metrics(tmp_path, trackers=())
+    write_steps(writer, 1, 2)
+    writer.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_unknown_tracker(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tracker 'comet' is not known.*wandb"):
+        Metrics(tmp_path, trackers=("comet",))
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_missing_tracker_names_the_extra(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"jaxscale\[{name}\]"):
+        Metrics(tmp_path, trackers=(name,))
+
+
+def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def init(**settings: Any) -> Any:
+        calls.append(("init", settings["id"], settings["config"]))
+        return types.SimpleNamespace(
+            id="abc",
+            log=lambda numbers, step: calls.append((step, numbers)),
+            finish=lambda: calls.append("finish"),
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    for begin in (0, 1):
+        writer = Metrics(tmp_path, begin, ("wandb",), config={"run": {"steps": 2}})
+        writer.write({"step": begin + 1, "loss": 2.0, "mfu": None})
+        writer.close()
+    assert calls == [
+        ("init", None, {"run": {"steps": 2}}),
+        (1, {"loss": 2.0}),
+        "finish",
+        ("init", "abc", {"run": {"steps": 2}}),
+        (2, {"loss": 2.0}),
+        "finish",
+    ]
+
+
+def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def start_run(run_id: str | None, run_name: str | None) -> Any:
+        calls.append(("start", run_id, run_name))
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="abc"))
+
+    module = types.SimpleNamespace(
+        start_run=start_run,
+        log_dict=lambda config, name: calls.append((name, config)),
+        log_metrics=lambda numbers, step: calls.append((step, numbers)),
+        end_run=lambda: calls.append("end"),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(ValueError, match="set MLFLOW_TRACKING_URI"):
+        Metrics(tmp_path, trackers=("mlflow",))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
+    for begin in (0, 1):
+        writer = Metrics(tmp_path, begin, ("mlflow",), config={"run": {"steps": 2}})
+        writer.write({"step": begin + 1, "loss": 2.0})
+        writer.close()
+    assert calls == [
+        ("start", None, tmp_path.name),
+        ("config.json", {"run": {"steps": 2}}),
+        (1, {"loss": 2.0}),
+        "end",
+        ("start", "abc", None),
+        (2, {"loss": 2.0}),
+        "end",
+    ]
+
+
+def test_progress_line() -> None:
+    assert metrics.progress_line(RECORD, steps=1000, seconds_left=3899) == (
+        "step   12/1000 | loss 3.2146 | grad norm 0.841 | lr 6.00e-04 | 12.3k tokens/s | "
+        "MFU 41.2% | input wait 2 ms | 1 h 05 min left"
+    )
+
+
+def test_progress_line_never_guesses() -> None:
+    odd = {**RECORD, "mfu": None, "loss": math.nan}
+    line = metrics.progress_line(odd, steps=12, seconds_left=math.inf)
+    assert "loss nan" in line
+    assert "MFU n/a" in line
+    assert line.endswith("n/a left")
+
+
+def test_progress_line_of_an_evaluation() -> None:
+    record = {"step": 100, "eval_loss": 2.5}
+    assert metrics.progress_line(record, steps=100, seconds_left=0) == (
+        "step 100/100 | eval loss 2.5000"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 ms"),
+        (0.0123, "12 ms"),
+        (0.9996, "1.0 s"),
+        (3.44, "3.4 s"),
+        (59.99, "1 min 00 s"),
+        (320, "5 min 20 s"),
+        (3599.7, "1 h 00 min"),
+        (11100, "3 h 05 min"),
+        (86399, "1 d 0 h"),
+        (187200, "2 d 4 h"),
+        (math.nan, "n/a"),
+    ],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert metrics.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0.00"),
+        (9.999, "10.0"),
+        (99.97, "100"),
+        (950, "950"),
+        (999.9, "1.00k"),
+        (12345, "12.3k"),
+        (4.56e6, "4.56M"),
+        (2e13, "20.0T"),
+    ],
+)
+def test_quantity(number: float, text: str) -> None:
+    assert metrics.quantity(number) == text
+
+
+def test_utilisation() -> None:
+    # 7e9 parameters x 6 FLOPs x 100k tokens/s on 16 chips of 459 TFLOP/s.
+    assert metrics.utilisation(6 * 7e9 * 1e5, 16, 459e12) == pytest.approx(0.5719, abs=1e-4)
+    assert metrics.utilisation(1e15, 8, None) is None
+
+
+def test_smoothed_follows_a_line_and_calms_noise() -> None:
+    line = [float(i) for i in range(1000)]
+    assert metrics.smoothed(line)[100:900] == line[100:900]
+    noise = metrics.smoothed([1.0, -1.0] * 500)
+    assert max(map(abs, noise)) <= 1 / 10
+    assert metrics.smoothed([2.0, 4.0]) == [2.0, 4.0]

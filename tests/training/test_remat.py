@@ -1,0 +1,71 @@
+"""What policies keep of attention, with the kernels whose results have names and with cuDNN's."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+from jaxscale.batch import Batch
+from jaxscale.config import ModelConfig
+from jaxscale.layout import by_names
+from jaxscale.models.decoder import Decoder, Kernels
+from jaxscale.ops.attention import attention
+from jaxscale.ops.attention_kernels import maskless
+from jaxscale.ops.split_vjp import split_vjp
+from jaxscale.planner.memory.saved_activations import kept_values
+from jaxscale.training.remat import rematerialised
+
+MODEL = ModelConfig(
+    num_layers=1, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=64
+)
+FORWARD, BACKWARD = "@__cudnn$fmhaScaleBiasSoftmax(", "@__cudnn$fmhaScaleBiasSoftmaxBackward("
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """A layer whose attention is cuDNN's, on a machine that does not have the library."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91500)
+    attend = functools.partial(attention, implementation="cudnn", sliding_window=0)
+
+    def decoder(remat: str) -> Decoder:
+        return Decoder(MODEL, Kernels(attend if by_names(remat) else maskless(attend)))
+
+    return decoder
+
+
+@pytest.mark.parametrize(
+    ("remat", "runs"),
+    [
+        ("none", 1),
+        ("full", 2),
+        ("save_all_but_attention", 2),
+        ("save_matmuls", 1),
+        ("save:query,key,value", 2),
+        ("save:query,key,value,attention", 1),
+        ("save:attention", 1),
+        ("offload:attention", 1),
+    ],
+)
+def test_cudnns_kernel_runs_again_where_its_result_is_not_kept(cudnn, remat, runs):
+    decoder = cudnn(remat)
+    block = rematerialised(decoder, remat)
+    layers = jax.eval_shape(decoder.init, jax.random.key(0))["layers"]
+    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], jnp.bfloat16), layers)
+    x = jax.ShapeDtypeStruct((2, 64, MODEL.d_model), jnp.bfloat16)
+    ints = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    batch = Batch(ints, ints, ints, ints, jax.ShapeDtypeStruct((2, 64), jnp.float32))
+
+    def loss(weights, x, batch):
+        return block(weights, x, batch).astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(weights, x, batch)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(FORWARD) == runs
+    assert text.count(BACKWARD) == 1
+    if not remat.startswith("offload:"):
+        _, kept = jax.eval_shape(split_vjp(block)[0], weights, x, batch)
+        found = collections.Counter(leaf.size // (2 * 64) for leaf in kept if leaf.size > 64)
+        assert found == collections.Counter(one.elements for one in kept_values(MODEL, remat))

@@ -1,0 +1,136 @@
+"""A step is what a textbook says: the gradient of the mean loss, clipped, for the optimizer.
+
+The tests of layouts compare the engine with itself on one device; here it is compared with a few
+lines of plain JAX and optax.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxscale.batch import Batch
+from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.training.step import Engine, TrainState
+from tests.invariants.layouts import batches, compile_step, make_config, open_engine
+
+MODEL = {
+    "num_layers": 2,
+    "d_model": 16,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "d_ff": 24,
+    "vocab_size": 257,
+    "z_loss": 1e-2,
+}
+LAYOUT = {"data": 2, "microbatches": 2, "zero_stage": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """Of one batch: the mean nll in nats per token, and the gradient of the mean loss."""
+
+    nll: float
+    gradient: dict
+    norm: float
+
+
+def first_state(engine: Engine) -> TrainState:
+    """Before any step, with parameters that are not small; made without compiling anything."""
+    rng = np.random.default_rng(0)
+
+    def draw(leaf):
+        return jax.device_put(0.3 * rng.normal(size=leaf.shape), leaf.sharding)
+
+    abstract = engine.abstract_state
+    zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract)
+    return zeros._replace(params=jax.tree.map(draw, abstract.params))
+
+
+def plain_steps(model: Decoder, params, some: list[Batch]) -> list[Plain]:
+    """Cross entropy and z-loss from whole logits, and their mean over the tokens that count."""
+    config = model.config
+
+    def mean_loss(params, batch):
+        weights = batch.weights.astype(jnp.float64) / batch.weights.sum()
+        x = model.embed(params["embed"], batch)
+        for layer in range(config.num_layers):
+            x = model.block(jax.tree.map(lambda a, i=layer: a[i], params["layers"]), x, batch)
+        logits = model.logits(model.head_params(params), x)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        nll = log_z - jnp.take_along_axis(logits, batch.targets[..., None], -1)[..., 0]
+        return jnp.sum(weights * (nll + config.z_loss * log_z**2)), jnp.sum(weights * nll)
+
+    compiled = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
+    found = [compiled(params, batch) for batch in some]
+    return [Plain(float(nll), grad, float(optax.tree.norm(grad))) for (_, nll), grad in found]
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """(what the engine did, what it should have done) for a batch whose gradient is to be clipped
+    and for one whose is not: all targets of the first are one token."""
+    random = batches()[0]
+    same = random._replace(targets=np.zeros_like(random.targets))
+    config = make_config(MODEL, LAYOUT)
+    model = Decoder(config.model, plain_kernels(config.model))
+    params = jax.tree.map(np.asarray, first_state(open_engine(config)).params)
+    expected = plain_steps(model, params, [same, random])
+    between = float(np.sqrt(expected[0].norm * expected[1].norm))
+    optimizer = dataclasses.replace(config.optimizer, clip_norm=between)
+    engine = open_engine(dataclasses.replace(config, optimizer=optimizer))
+    step, found = compile_step(engine), []
+    for batch in (same, random):
+        there = jax.device_put(batch, engine.batch_sharding)
+        found.append(step(first_state(engine), there))
+    assert expected[1].norm < 0.9 * between < between < 0.9 * expected[0].norm
+    return params, engine.config.optimizer, list(zip(found, expected))
+
+
+def test_the_loss_is_the_mean_over_the_tokens_that_count(steps):
+    for (_, metrics), expected in steps[2]:
+        assert float(metrics.loss) == pytest.approx(expected.nll, rel=1e-12)
+        assert float(metrics.tokens) == batches()[0].weights.sum() < batches()[0].weights.size
+
+
+def test_the_norm_is_that_of_the_mean_before_clipping(steps):
+    for (_, metrics), expected in steps[2]:
+        assert float(metrics.grad_norm) == pytest.approx(expected.norm, rel=1e-12)
+
+
+def test_the_optimizer_gets_the_mean_clipped_where_it_is_too_large(steps):
+    """Adam's first moment is (1 - b1) of its first gradient, and its update follows from both."""
+    params, settings, cases = steps
+    clip = optax.clip_by_global_norm(settings.clip_norm)
+    for (state, _), expected in cases:
+        gradient, _ = clip.update(expected.gradient, clip.init(params))
+        moment = optax.tree.get(state.opt_state, "mu")
+        jax.tree.map(
+            lambda got, wanted: np.testing.assert_allclose(
+                got, (1 - settings.b1) * wanted, rtol=1e-9, atol=1e-16
+            ),
+            moment,
+            gradient,
+        )
+        assert int(state.step) == 1
+
+
+def test_sums_over_microbatches_are_wider_than_bfloat16():
+    """The nll of eight micro-batches is the sum of those of one at a time, the others weighing
+    nothing: to float32's rounding, not to the 8 bits in which the layers compute."""
+    engine = open_engine(make_config(MODEL, {"fsdp": 2, "microbatches": 8}, "bfloat16"))
+    params, batch = first_state(engine).params, batches()[0]
+
+    def nll(weights):
+        there = jax.device_put(batch._replace(weights=weights), engine.batch_sharding)
+        return engine.evaluate(params, there, np.ones(257, np.float32)).nll
+
+    together = nll(batch.weights)
+    row = np.arange(len(batch.weights))[:, None]
+    parts = [float(nll(batch.weights * (row % 8 == i))) for i in range(8)]
+    assert together.dtype == jnp.float32
+    assert float(together) == pytest.approx(sum(parts), rel=1e-6)

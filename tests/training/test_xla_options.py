@@ -1,0 +1,59 @@
+"""Options of the step: those of the device, without what this XLA does not know."""
+
+import logging
+
+import jax
+import pytest
+
+from jaxscale import hardware
+from jaxscale.compiled import topology
+from jaxscale.config import from_dict
+from jaxscale.layout import Layout
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.step import make_engine
+from jaxscale.training.xla_options import step_options
+
+
+def test_a_cpu_needs_none():
+    assert step_options(make_mesh(Layout(data=8), jax.devices())) == {}
+
+
+def test_an_option_that_this_xla_does_not_know_is_left_out_and_logged(monkeypatch, caplog):
+    known = hardware.XlaFlag("xla_cpu_enable_fast_math", False, "an option that there is")
+    unknown = hardware.XlaFlag("xla_cpu_no_such_option", True, "to see it refused")
+    monkeypatch.setitem(hardware.XLA_FLAGS, "cpu", (unknown, known))
+    monkeypatch.setattr(logging.getLogger("jaxscale"), "propagate", True)
+    mesh = make_mesh(Layout(data=8), jax.devices())
+    assert step_options(mesh) == {"xla_cpu_enable_fast_math": False}
+    assert "xla_cpu_no_such_option" in caplog.text
+
+
+def deterministic_engine():
+    config = from_dict({"layout": {"data": 8}, "run": {"deterministic": True}})
+    return make_engine(config, make_mesh(config.layout, jax.devices()))
+
+
+def test_determinism_is_set_or_refused_and_never_left_out(monkeypatch):
+    mesh = make_mesh(Layout(data=8), jax.devices())
+    assert step_options(mesh, deterministic=True) == {}  # CPUs are
+    deterministic_engine()
+    known = hardware.XlaFlag("xla_cpu_enable_fast_math", False, "an option that there is")
+    monkeypatch.setitem(hardware.DETERMINISTIC, "cpu", (known,))
+    assert step_options(mesh) == {}
+    assert step_options(mesh, deterministic=True) == {"xla_cpu_enable_fast_math": False}
+    unknown = hardware.XlaFlag("xla_cpu_no_such_option", True, "to see it refused")
+    monkeypatch.setitem(hardware.DETERMINISTIC, "cpu", (known, unknown))
+    with pytest.raises(ValueError, match="does not know xla_cpu_no_such_option, without which"):
+        deterministic_engine()
+    monkeypatch.delitem(hardware.DETERMINISTIC, "cpu")
+    with pytest.raises(ValueError, match=r"of the cpu back end it is not known .* set it to False"):
+        deterministic_engine()
+
+
+def test_absent_gpus_cannot_be_compiled_for_deterministically():
+    if not topology.installed("gpu"):
+        pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
+    mesh = make_mesh(Layout(data=1, fsdp=4), topology.open_topology("h200:1x4").devices)
+    assert "xla_gpu_deterministic_ops" not in step_options(mesh)
+    with pytest.raises(ValueError, match=r"compile with run\.deterministic = False"):
+        step_options(mesh, deterministic=True)
