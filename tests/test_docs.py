@@ -1,5 +1,5 @@
-"""The pages of docs/: each opens with what it is for and a command to try, which is run here; and what
-any page names is there."""
+"""The pages of docs/: each opens with what it is for and a command to try, which is run here; and
+what any page names is there."""
 
 import functools
 import os
@@ -35,12 +35,19 @@ def test_a_page_opens_with_a_command_that_runs(page, tmp_path):
         words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
         assert words.pop(0) == "python"
         words = [re.sub(r"^runs/", f"{tmp_path}/", word) for word in words]
+        here = pathlib.Path(sys.executable).parent  # so that its own `python` is this one
         done = subprocess.run(
             [sys.executable, *words, *SHORTER.get(page.name, [])],
             capture_output=True,
             text=True,
             timeout=600,
-            env={**os.environ, "JAX_NUM_CPU_DEVICES": "1", "JAX_ENABLE_X64": "0", **variables},
+            env={
+                **os.environ,
+                "PATH": f"{here}{os.pathsep}{os.environ['PATH']}",
+                "JAX_NUM_CPU_DEVICES": "1",
+                "JAX_ENABLE_X64": "0",
+                **variables,
+            },
         )
         assert done.returncode == 0, done.stdout + done.stderr
 

@@ -44,7 +44,7 @@ def test_the_formatter_is_not_switched_off():
 
 
 def test_no_module_outside_the_sharding_folder_shards_arrays_by_hand():
-    """A kernel's own `shard_map` says how its local function sees its arguments; nothing else does."""
+    """Only a kernel's own `shard_map` says how its local function sees its arguments."""
     allowed = {"sharding", "ops"}
     for path in MODULES:
         folder = path.relative_to(PACKAGE).parts[0]
