@@ -1,0 +1,107 @@
+"""The pages of docs/: each opens with what it is for and a command to try, which is run here; and
+what any page names is there."""
+
+import functools
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+PAGES = sorted(pathlib.Path("docs").glob("*.md"))
+TEXTS = {
+    path.name: path.read_text(encoding="utf-8") for path in [*PAGES, pathlib.Path("README.md")]
+}
+SHORTER = {  # page -> what makes its command shorter, or smaller than what it shows
+    "multi_process.md": ["--config.run.steps=2", "--config.run.eval_batches=1"],
+    "autotune.md": ["--trials", "1"],
+}
+INDEX = {name for name in TEXTS if name != "README.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_a_page_opens_with_a_command_that_runs(page, tmp_path):
+    title, _, purpose, *rest = TEXTS[page.name].splitlines()
+    assert title.startswith("# ")
+    assert purpose
+    block = re.search(r"```bash\n(.*?)```", "\n".join(rest[:20]), re.DOTALL)
+    assert block, "no command near the top of the page"
+    for line in block.group(1).splitlines():
+        words = shlex.split(line)
+        variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+        words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+        assert words.pop(0) == "python"
+        words = [re.sub(r"^runs/", f"{tmp_path}/", word) for word in words]
+        here = pathlib.Path(sys.executable).parent  # so that its own `python` is this one
+        done = subprocess.run(
+            [sys.executable, *words, *SHORTER.get(page.name, [])],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env={
+                **os.environ,
+                "PATH": f"{here}{os.pathsep}{os.environ['PATH']}",
+                "JAX_NUM_CPU_DEVICES": "1",
+                "JAX_ENABLE_X64": "0",
+                **variables,
+            },
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@functools.cache
+def help_of(program: tuple[str, ...]) -> str:
+    done = subprocess.run(
+        [sys.executable, *program, "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def commands() -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """Page, program and flags of every command of ours on any page."""
+    found = set()
+    for name, text in TEXTS.items():
+        code = re.findall(r"```(?:bash)?\n(.*?)```", text, re.DOTALL)
+        code += re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        for line in "\n".join(" ".join(part.split("\\\n")) for part in code).splitlines():
+            match = re.search(r"python (-m jaxscale\.\w+|tools/[\w/]+\.py)(.*)", line)
+            if not match or match.group(1) == "tools/launch/local.py":
+                continue
+            flags = re.findall(r"(?<=\s)--[a-z_]+\b(?!\.)", match.group(2))
+            found.add((name, tuple(match.group(1).split()), tuple(flags)))
+    return sorted(found)
+
+
+def test_every_flag_on_a_page_exists():
+    checked = 0
+    for page, program, flags in commands():
+        for flag in flags:
+            assert flag in help_of(program), f"{page}: {' '.join(program)} has no {flag}"
+            checked += 1
+    assert checked > 10
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_link_and_file_exists(name):
+    folder = pathlib.Path("." if name == "README.md" else "docs")
+    for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", TEXTS[name]):
+        assert target.startswith("http") or (folder / target).exists(), target
+    for path in re.findall(r"`((?:jaxscale|tools|configs|tests)/[\w/]+\.\w+)`", TEXTS[name]):
+        assert pathlib.Path(path).exists(), path
+
+
+def test_every_page_is_linked_from_the_readme():
+    assert set(re.findall(r"\(docs/(\w+\.md)", TEXTS["README.md"])) == INDEX
+
+
+def test_the_questions_of_the_architecture_page_have_one_file_each():
+    rows = re.findall(
+        r"^\| (Where [^|]+\?) \| `([^`]+)` \|$", TEXTS["architecture.md"], re.MULTILINE
+    )
+    assert len({question for question, _ in rows}) == len(rows) == 20
+    for _, path in rows:
+        assert pathlib.Path("jaxscale", path).is_file(), path

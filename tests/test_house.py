@@ -1,0 +1,52 @@
+"""The structure of the package: what a newcomer may rely on to find things."""
+
+import ast
+import collections
+import importlib
+import pathlib
+import pkgutil
+
+import jaxscale
+
+PACKAGE = pathlib.Path(jaxscale.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_folders_are_small():
+    assert len(list(PACKAGE.glob("*.py"))) <= 22
+    for folder in {path.parent for path in MODULES}:
+        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= 16 or folder == PACKAGE, folder
+
+
+def test_a_public_name_means_one_thing():
+    homes = collections.defaultdict(list)
+    for path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(str(path.relative_to(PACKAGE)))
+    shared = {name: paths for name, paths in homes.items() if len(paths) > 1 and name != "main"}
+    assert not shared
+
+
+def test_no_public_name_is_a_module():
+    modules = {module.name for module in pkgutil.iter_modules([str(PACKAGE)])}
+    assert not modules & set(dir(jaxscale))
+    before = {name: getattr(jaxscale, name) for name in dir(jaxscale)}
+    for module in modules:
+        importlib.import_module(f"jaxscale.{module}")
+    assert before == {name: getattr(jaxscale, name) for name in dir(jaxscale)}
+
+
+def test_the_formatter_is_not_switched_off():
+    skips = sum(path.read_text().count("# fmt: " + "skip") for path in MODULES)
+    assert skips < 20
+
+
+def test_no_module_outside_the_sharding_folder_shards_arrays_by_hand():
+    """Only a kernel's own `shard_map` says how its local function sees its arguments."""
+    allowed = {"sharding", "ops"}
+    for path in MODULES:
+        folder = path.relative_to(PACKAGE).parts[0]
+        if folder not in allowed:
+            assert "PartitionSpec(" not in path.read_text(), path
