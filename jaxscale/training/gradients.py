@@ -15,7 +15,7 @@ from jaxscale.pipeline.executor import Columns, Counts, buffers, evaluate, execu
 from jaxscale.pipeline.stages import Stages
 from jaxscale.sharding.resolve import Rules, is_axes, manual_part, resolve
 from jaxscale.sharding.zero import Zero
-from jaxscale.training.layer_loop import each, make_walk
+from jaxscale.training.layer_loop import each, make_group_pass
 from jaxscale.training.remat import rematerialised
 
 Tree = Any
@@ -40,14 +40,16 @@ def make_gradients(
     """
     if stages is not None:
         return _pipelined(model, layout, zero, mesh, stages)
-    walk = make_walk(model, layout, zero, unroll_layers=unroll_layers)
+    group_pass = make_group_pass(model, layout, zero, unroll_layers=unroll_layers)
     group = 1 if layout.accumulation == "sequential" else layout.microbatches
 
     def local(params: Tree, batch: Batch) -> tuple[tuple[jax.Array, jax.Array], Tree]:
         groups = split_batch(batch, layout.microbatches // group, group)
         sums = (jnp.zeros((), zero.loss_dtype),) * 2
         carry = (sums, zero.zeros(params, zero.axes))
-        carry, _ = each(lambda carry, batch: (walk(params, batch, *carry), None), carry, groups)
+        carry, _ = each(
+            lambda carry, batch: (group_pass(params, batch, *carry), None), carry, groups
+        )
         return zero.total(carry[0]), zero.finish(carry[1])
 
     return jax.shard_map(
