@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jaxscale.config import Config
 from jaxscale.layout import AUTOMATIC_AXES, Layout, by_names, kept_passes
@@ -19,7 +18,8 @@ from jaxscale.ops.embedding import spread_lookup
 from jaxscale.ops.loss import cross_entropy
 from jaxscale.ops.rope import rotary_on_tpu
 from jaxscale.ops.tensor_parallel import Spread, spread_columns, spread_rows
-from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, automatic_part, constrain, resolve
+from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, constrain
+from jaxscale.sharding.specs import kernel_spec
 
 
 def make_kernels(config: Config, platform: str, *, unroll: bool = False) -> Kernels:
@@ -87,11 +87,11 @@ def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
     if implementation == "cudnn" and not under_policy:
         attend = maskless(attend)
 
-    queries = _spec(layout, "batch", "seq", "heads", "head_dim")
-    keys = _spec(layout, "batch", "seq", "kv_heads", "head_dim")
+    queries = kernel_spec(("batch", "seq", "heads", "head_dim"), layout.sizes)
+    keys = kernel_spec(("batch", "seq", "kv_heads", "head_dim"), layout.sizes)
     return jax.shard_map(
         attend,
-        in_specs=(queries, keys, keys, _spec(layout, "batch", "seq")),
+        in_specs=(queries, keys, keys, kernel_spec(("batch", "seq"), layout.sizes)),
         out_specs=queries,
         axis_names=set(AUTOMATIC_AXES),
         check_vma=False,
@@ -100,25 +100,18 @@ def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
 
 def _rotary(layout: Layout) -> Callable[..., jax.Array]:
     """Rotary positions with every axis manual: each rank turns its own heads."""
-    heads = _spec(layout, "batch", "seq", "heads", "head_dim")
+    heads = kernel_spec(("batch", "seq", "heads", "head_dim"), layout.sizes)
 
     def rotary(x: jax.Array, positions: jax.Array, **settings: float) -> jax.Array:
         return jax.shard_map(
             functools.partial(rotary_on_tpu, **settings),
-            in_specs=(heads, _spec(layout, "batch", "seq")),
+            in_specs=(heads, kernel_spec(("batch", "seq"), layout.sizes)),
             out_specs=heads,
             axis_names=set(AUTOMATIC_AXES),
             check_vma=False,
         )(x, positions)
 
     return rotary
-
-
-def _spec(layout: Layout, *axes: str) -> PartitionSpec:
-    """Of an array whose rows are not spread. Axes of size 1 stand with the rows: the backward pass
-    would sum over those that the spec leaves out."""
-    rest = automatic_part(resolve(axes[1:], ACTIVATIONS, layout.sizes))
-    return PartitionSpec(tuple(axis for axis in AUTOMATIC_AXES if layout.sizes[axis] == 1), *rest)
 
 
 def _lookup(layout: Layout, table: jax.Array, indices: jax.Array, rows: str) -> jax.Array:

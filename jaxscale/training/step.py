@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.batch import Batch
 from jaxscale.config import Config
@@ -17,8 +17,9 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.pipeline.layer_placement import Placement
 from jaxscale.pipeline.stages import Stages, open_stages
 from jaxscale.planner.tables.pipeline_slots import head_cost
-from jaxscale.sharding.resolve import ACTIVATIONS, resolve, resolve_tree, spread_outer
+from jaxscale.sharding.resolve import resolve_tree, spread_outer
 from jaxscale.sharding.rules import check_divides, check_sequence
+from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.gradients import make_gradients, make_loss
 from jaxscale.training.kernels import attention_name, make_kernels
@@ -115,7 +116,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
     axes = TrainState((), model.axes, state_axes(optimizer, abstract.params, model.axes))
     axes = spread_outer(axes, layout.sizes, config.model.d_model)
     shardings = TrainState(
-        NamedSharding(mesh, PartitionSpec()),
+        replicated(mesh),
         resolve_tree(axes.params, zero.param_rules, mesh, abstract.params),
         resolve_tree(axes.opt_state, zero.update_rules, mesh, abstract.opt_state),
     )
@@ -136,9 +137,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         shardings,
     )
     rows = stages.rows if stages else np.arange(config.model.num_layers)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    batch_spec = resolve(("batch", "seq"), ACTIVATIONS, layout.sizes)
-    batch_sharding = NamedSharding(mesh, batch_spec)
+    batches = batch_sharding(mesh)
     return Engine(
         config=config,
         model=model,
@@ -153,22 +152,22 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         step=jax.jit(
             step,
             donate_argnums=0,
-            in_shardings=(shardings, batch_sharding),
-            out_shardings=(shardings, replicated),
+            in_shardings=(shardings, batches),
+            out_shardings=(shardings, replicated(mesh)),
             compiler_options=step_options(mesh),
         ),
         evaluate=jax.jit(
             evaluate,
-            in_shardings=(shardings.params, batch_sharding, replicated),
-            out_shardings=replicated,
+            in_shardings=(shardings.params, batches, replicated(mesh)),
+            out_shardings=replicated(mesh),
         ),
         abstract_state=abstract_state,
-        abstract_batch=_abstract_batch(config, batch_sharding),
+        abstract_batch=_abstract_batch(config, batches),
         placement=Placement(rows, axes, abstract_state),
         state_axes=axes,
         zero=zero,
         stages=stages,
-        batch_sharding=batch_sharding,
+        batch_sharding=batches,
         attention=attention_name(config, platform),
     )
 
