@@ -12,11 +12,12 @@ from jaxscale.config import Config
 from jaxscale.layout import AUTOMATIC_AXES, Layout, by_names, kept_passes
 from jaxscale.models.decoder import Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose
-from jaxscale.ops.attention_kernels import LANES, maskless
+from jaxscale.ops.attention_kernels import maskless
 from jaxscale.ops.context_attention import context_attention
 from jaxscale.ops.embedding import spread_lookup
 from jaxscale.ops.loss import cross_entropy
 from jaxscale.ops.rope import rotary_on_tpu
+from jaxscale.ops.sizes import LANES
 from jaxscale.ops.tensor_parallel import Spread, spread_columns, spread_rows
 from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, constrain
 from jaxscale.sharding.specs import kernel_spec

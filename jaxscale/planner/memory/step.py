@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import Config
+from jaxscale.ops.sizes import CHUNK_BYTES, CHUNK_TOKENS
 from jaxscale.planner.memory.at_rest import (
     batch_bytes,
     count_bytes,
@@ -42,8 +43,6 @@ from jaxscale.planner.memory.transients import (
 )
 from jaxscale.planner.model.param_shapes import Ints, most, parameters, where
 from jaxscale.planner.tables.pipeline_slots import Held, hold_config
-
-CHUNK_BYTES, CHUNK_TOKENS = 128 * 2**20, 1024  # of `ops.loss`
 
 
 @dataclass(frozen=True)
