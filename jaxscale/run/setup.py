@@ -247,8 +247,7 @@ def evaluate(
     sums, token_bytes = np.zeros(3), jnp.asarray(heldout.token_bytes, jnp.float32)
     with contextlib.closing(device_batches(engine, heldout, global_batch_size)) as stream:
         for batch in itertools.islice(stream, max_batches):
-            sums += np.array(
-                jax.device_get(engine.evaluate(params, batch, token_bytes)), np.float64
-            )
+            out = jax.device_get(engine.evaluate(params, batch, token_bytes))
+            sums += np.array(out, np.float64)
     nll, tokens, num_bytes = sums.tolist()
     return Evaluation(nll / tokens, int(tokens), num_bytes)

@@ -201,30 +201,40 @@ def _metadata(config: Config, train: Examples, step: int) -> dict[str, Any]:
 
 
 def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
+    """The training loop. A transfer between host and devices that nobody asked for, such as a NumPy
+    array among a step's arguments, is an error. Those that are meant: batches to the devices,
+    metrics to the host (`Recorder`, by `jax.device_get`), evaluations and checkpoints."""
     config, engine, text = trainer.config, trainer.engine, trainer.text
     run, data, state = config.run, config.data, trainer.state
     stream = device_batches(
         engine, text.train, data.global_batch_size, start_step=trainer.begin, workers=data.workers
     )
-    with contextlib.closing(stream), _signals() as received, _tracing(profile, recorder) as trace:
+    with (
+        contextlib.closing(stream),
+        _signals() as received,
+        _tracing(profile, recorder) as trace,
+        jax.transfer_guard("disallow"),
+    ):
         for step in range(trainer.begin + 1, run.steps + 1):
             trace(step)
-            with recorder.waiting():
+            with recorder.waiting(), jax.transfer_guard_host_to_device("allow"):
                 batch = next(stream)
             state, out = trainer.step(state, batch)
             recorder.push(step, out)
             last, stop = step == run.steps, processes.stops(step, received())
             if text.heldout and (last or _due(step, run.eval_every)):
                 recorder.flush()
-                evaluation = evaluate(
-                    engine, state.params, text.heldout, data.global_batch_size, run.eval_batches
-                )
+                with jax.transfer_guard("allow"):  # its batches, and the sums
+                    evaluation = evaluate(
+                        engine, state.params, text.heldout, data.global_batch_size, run.eval_batches
+                    )
                 recorder.evaluated(step, evaluation)
             if last or stop or _due(step, run.checkpoint_every):
                 # Only now is it known whether the step was sound; an unsound one is not saved.
                 recorder.flush()
-                saved = engine.placement.to_canonical(state)
-                trainer.checkpoints.save(step, saved, _metadata(config, text.train, step))
+                with jax.transfer_guard("allow"):  # the state
+                    saved = engine.placement.to_canonical(state)
+                    trainer.checkpoints.save(step, saved, _metadata(config, text.train, step))
             if stop and not last:
                 who, number = stop
                 trainer.checkpoints.wait()
