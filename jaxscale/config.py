@@ -245,6 +245,9 @@ class DataConfig:
 
 OBJECTIVES = ("causal", "prefix", "span_corruption", "masked")
 
+FACTORED_SIZE = 128
+"""Adafactor keeps whole second moments of matrices with a smaller side (arXiv 1804.04235)."""
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:

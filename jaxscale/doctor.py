@@ -100,22 +100,19 @@ def devices() -> list[dict[str, Any]]:
     return list(kinds.values())
 
 
-def xla_flags(platform_name: str, device_kind: str = "") -> list[dict[str, Any]]:
-    """The table's flags for a device; each is tried on this compiler, which may refuse it."""
+def xla_flags() -> dict[str, Any]:
+    """The table's flags for this machine's devices, each with this compiler's refusal, if any."""
     import jax  # noqa: PLC0415
 
-    program = jax.jit(lambda x: x + 1).lower(1.0)
-    tried = []
-    for flag in hardware.xla_flags(platform_name, device_kind):
-        try:
-            program.compile(compiler_options={flag.name: flag.value})
-            refusal = None
-        except jax.errors.JaxRuntimeError as error:
-            refusal = str(error)
-        tried.append(
-            {"name": flag.name, "value": flag.value, "reason": flag.reason, "refusal": refusal}
-        )
-    return tried
+    from jaxscale.training import xla_options  # noqa: PLC0415
+
+    device = jax.devices()[0]
+    flags = xla_options.flags_of(device)
+    refused = xla_options.refusals(flags, jax.sharding.SingleDeviceSharding(device))
+    return {
+        "xla_flags_version": xla_options.VERSION,
+        "xla_flags": [vars(flag) | {"refusal": refused.get(flag.name)} for flag in flags],
+    }
 
 
 def self_test() -> dict[str, Any]:
@@ -129,7 +126,9 @@ def self_test() -> dict[str, Any]:
       `passed`, `seconds`, and `error`: what went wrong, or None.
     """
     import jax  # noqa: PLC0415
-    from jax.sharding import Mesh, PartitionSpec  # noqa: PLC0415
+    from jax.sharding import Mesh  # noqa: PLC0415
+
+    from jaxscale.sharding.specs import FSDP_ROWS, REPLICATED  # noqa: PLC0415
 
     start = time.perf_counter()
     count = len(jax.devices())
@@ -146,11 +145,15 @@ def self_test() -> dict[str, Any]:
         loss, grad = jax.value_and_grad(local_loss)(w)
         return jax.lax.psum(loss, "fsdp"), w - grad
 
-    sharded, whole = PartitionSpec("fsdp"), PartitionSpec()
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     try:
         run = jax.jit(
-            jax.shard_map(step, mesh=mesh, in_specs=(sharded, sharded), out_specs=(whole, sharded))
+            jax.shard_map(
+                step,
+                mesh=mesh,
+                in_specs=(FSDP_ROWS, FSDP_ROWS),
+                out_specs=(REPLICATED, FSDP_ROWS),
+            )
         )
         loss, updated = run(w, x)
         y = x @ w
@@ -176,11 +179,11 @@ def examine() -> dict[str, Any]:
     try:
         report["devices"] = devices()
         platform_name = report["devices"][0]["platform"]
-        report["xla_flags"] = xla_flags(platform_name, report["devices"][0]["kind"])
+        report |= xla_flags()
         report["self_test"] = self_test()
     except (ImportError, RuntimeError) as error:
         platform_name = None
-        report["devices"], report["xla_flags"] = [], []
+        report |= {"devices": [], "xla_flags": [], "xla_flags_version": "unknown"}
         report["self_test"] = {"passed": False, "seconds": 0.0, "error": f"no JAX: {error}"}
     report["problems"] = problems(report["versions"], report["self_test"])
     own = {key: report[key] for key in ("host", "devices", "problems")}
@@ -225,7 +228,7 @@ def show(report: dict[str, Any]) -> str:
     lines += [f"  {extra:8} {command}" for extra, command in report["missing_extras"].items()]
     if not report["missing_extras"]:
         lines.append("  none")
-    lines.append(f"XLA flags for this platform (table of {hardware.XLA_FLAGS_VERSION})")
+    lines.append(f"XLA flags for this platform (table of {report['xla_flags_version']})")
     for flag in report["xla_flags"]:
         refused = f"; left out: {flag['refusal']}" if flag["refusal"] else ""
         lines.append(f"  {flag['name']}={str(flag['value']).lower()}: {flag['reason']}{refused}")

@@ -8,7 +8,8 @@ import tomllib
 import jax
 import pytest
 
-from jaxscale import doctor, hardware
+from jaxscale import doctor
+from jaxscale.training import xla_options
 
 PROJECT = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
 
@@ -92,9 +93,9 @@ def test_a_package_that_is_not_installed_is_a_problem(monkeypatch, capsys):
 
 
 def test_a_flag_that_the_compiler_refuses_is_left_out(monkeypatch, capsys):
-    made_up = hardware.XlaFlag("xla_cpu_no_such_flag", True, "to see it refused")
-    monkeypatch.setitem(hardware.XLA_FLAGS, "cpu", (made_up,))
-    (tried,) = doctor.xla_flags("cpu")
+    made_up = xla_options.XlaFlag("xla_cpu_no_such_flag", True, "to see it refused")
+    monkeypatch.setitem(xla_options.XLA_FLAGS, "cpu", (made_up,))
+    (tried,) = doctor.xla_flags()["xla_flags"]
     assert "No such compile option" in tried["refusal"]
     assert doctor.main([]) == 0
     assert "xla_cpu_no_such_flag=true: to see it refused; left out" in capsys.readouterr().out

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-BLOCK_SCORES = 2**19
-"""Scores of one block, over batch and heads, are at most about this many: they stay in cache."""
+from jaxscale.ops.sizes import BLOCK_SCORES
 
 
 class Queries(NamedTuple):

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-LANES = 128
-"""Width of a TPU's vector register: what sequence lengths must be a multiple of."""
+from jaxscale.ops.sizes import LANES
 
 
 def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int) -> Array:

@@ -12,11 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-CHUNK_BYTES = 128 * 2**20
-CHUNK_TOKENS = 1024
-"""Tokens of a chunk: as many as have float32 logits of `CHUNK_BYTES`, or `CHUNK_TOKENS` if that is
-more. Each chunk reads the head and updates its gradient, which fewer tokens would not pay for on
-an accelerator: at C tokens that is about C / 2 operations per byte, and a GPU or TPU does 200."""
+from jaxscale.ops.sizes import CHUNK_BYTES, CHUNK_TOKENS
 
 
 class _Static(NamedTuple):

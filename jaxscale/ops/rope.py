@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxscale.ops.attention_kernels import LANES
+from jaxscale.ops.sizes import LANES
 
 # Llama 3's frequency scaling: wavelengths that turned fewer than LOW times in the context that
 # the model was first trained on are stretched, those that turned more than HIGH times are kept.

@@ -63,15 +63,21 @@ class Evaluation:
 
 
 def open_engine(config: Config, workdir: pathlib.Path | None = None) -> tuple[Config, Engine]:
-    """The config with its layout resolved on the devices at hand, and the engine on them.
+    """The config with its layout resolved, and the engine; `resolve_layout` has the arguments."""
+    config = resolve_layout(config, workdir)
+    return config, make_engine(config, make_mesh(config.layout))
+
+
+def resolve_layout(config: Config, workdir: pathlib.Path | None = None) -> Config:
+    """The config with a layout for the devices at hand: chosen by the planner where it is "auto",
+    and without sizes of -1.
 
     Args:
       workdir: of a run that may have begun; one with layout = "auto" keeps the layout it took.
     """
     config = planned(config, workdir)
     layout = resolve_sizes(config.layout, jax.device_count())
-    config = dataclasses.replace(config, layout=layout)
-    return config, make_engine(config, make_mesh(layout))
+    return dataclasses.replace(config, layout=layout)
 
 
 def check_memory(engine: Engine) -> None:
@@ -250,6 +256,7 @@ def evaluate_loss(
     sums, token_bytes = np.zeros(3), jnp.asarray(heldout.token_bytes, jnp.float32)
     with contextlib.closing(device_batches(engine, heldout, global_batch_size)) as stream:
         for batch in itertools.islice(stream, max_batches):
-            sums += np.array(engine.evaluate(params, batch, token_bytes), np.float64)
+            out = jax.device_get(engine.evaluate(params, batch, token_bytes))
+            sums += np.array(out, np.float64)
     nll, tokens, num_bytes = sums.tolist()
     return Evaluation(nll / tokens, int(tokens), num_bytes)

@@ -1,11 +1,14 @@
-"""Training: from a config and a folder to a trained model, and back in where it stopped."""
+"""Training: from a config and a folder to a trained model, resumed where it stopped.
+
+`open_trainer` is the set-up: config, mesh, engine, data, compiled step, state. `fit` runs the
+training loop on it.
+"""
 
 import concurrent.futures
 import contextlib
 import dataclasses
 import json
 import logging
-import math
 import pathlib
 import signal
 import time
@@ -14,33 +17,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxscale import config as configs
 from jaxscale.batch import ShardedBatch
 from jaxscale.config import Config
-from jaxscale.data.dataset import Examples, repeats
+from jaxscale.data.dataset import Examples
 from jaxscale.distributed import processes
-from jaxscale.hardware import peak_flops
 from jaxscale.run.layout_report import describe_layout, human_bytes
+from jaxscale.run.recorder import Recorder
 from jaxscale.run.setup import (
-    Evaluation,
     Text,
     check_memory,
     device_batches,
     evaluate_loss,
-    open_engine,
     open_text,
+    resolve_layout,
 )
+from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints, describe_difference
-from jaxscale.training.metrics import Metrics, duration, progress_line, utilisation
+from jaxscale.training.metrics import duration
 from jaxscale.training.optimizer import schedule_of
-from jaxscale.training.step import Engine, StepMetrics, TrainState
+from jaxscale.training.step import Engine, StepMetrics, TrainState, make_engine
 
 log = logging.getLogger("jaxscale")
 
-LOG_SECONDS = 5.0
-"""A progress line at most this often."""
+
+Step = Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]
 
 RATE_SETTINGS = ("schedule", "learning_rate", "final_learning_rate", "warmup_steps")
 """Settings of the optimizer that the learning rate depends on, beside the steps it spans."""
@@ -66,7 +68,7 @@ class Trainer:
     begin: int  # steps done
     text: Text
     state: TrainState  # given up to `fit`
-    step: Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]  # compiled
+    step: Step  # compiled
 
 
 def open_trainer(
@@ -90,7 +92,8 @@ def open_trainer(
     )
     begin = processes.from_first("newest checkpoint", checkpoints.latest() or 0)
     config = with_schedule(config, checkpoints.metadata(begin)["config"] if begin else {})
-    config, engine = open_engine(config, workdir)
+    config = resolve_layout(config, workdir)
+    engine = make_engine(config, make_mesh(config.layout))
     log.info(describe_layout(engine))
     if not skip_memory_check:
         check_memory(engine)
@@ -101,20 +104,12 @@ def open_trainer(
             "raise run.steps to go on"
         )
         return None
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        # Reading and tokenising while the compiler works; but what is wrong at once (a source that
-        # is not there, a tokenizer's name) should not have to wait for it.
-        reading = pool.submit(processes.first, "text", lambda: open_text(config, workdir))
-        if reading in concurrent.futures.wait([reading], timeout=1).done:
-            reading.result()
-        step = compile_step(engine)
-        text = reading.result()
-    for source in text.train.progress(run.steps * config.data.global_batch_size):
-        log.info(
-            f"data: {source.name} has {source.epoch:,} examples, and run.steps = {run.steps} goes "
-            f"through them {source.seen / source.epoch:.2f} times"
-        )
-    state = _begin(engine, config, checkpoints, begin, text.train)
+    text, step = _read_and_compile(config, engine, workdir)
+    _log_epochs(config, text.train)
+    if begin:
+        state = _resume(engine, config, checkpoints, begin, text.train)
+    else:
+        state = engine.init(jax.random.key(run.seed))
     return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
 
 
@@ -144,14 +139,34 @@ def fit(
         resolved = json.dumps(configs.to_dict(trainer.config), indent=2)
         trainer.workdir.mkdir(parents=True, exist_ok=True)
         (trainer.workdir / "config.json").write_text(resolved + "\n")
-    recorder = Recorder(trainer, trackers, time.monotonic() if started is None else started)
+    recorder = Recorder(
+        trainer.workdir,
+        trainer.config,
+        trainer.engine,
+        trainer.text.train,
+        begin=trainer.begin,
+        trackers=trackers,
+        started=time.monotonic() if started is None else started,
+    )
     with contextlib.closing(recorder), contextlib.closing(trainer.checkpoints):
         state = _loop(trainer, recorder, profile)
         return trainer.engine.placement.to_canonical(state, donate=True), recorder.finish()
 
 
-def compile_step(engine: Engine) -> Callable:
-    """Compiles the train step, saying so, and what memory it takes."""
+def _read_and_compile(config: Config, engine: Engine, workdir: pathlib.Path) -> tuple[Text, Step]:
+    """Reads and tokenises the text while the compiler works."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        reading = pool.submit(processes.first, "text", lambda: open_text(config, workdir))
+        # What is wrong at once (a missing source, a tokenizer's name) does not wait for the
+        # compiler.
+        if reading in concurrent.futures.wait([reading], timeout=1).done:
+            reading.result()
+        step = compile_step(engine)
+        return reading.result(), step
+
+
+def compile_step(engine: Engine) -> Step:
+    """Compiles the train step; logs the time and the memory that it takes."""
     log.info("compiling the train step ...")
     begin = time.monotonic()
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
@@ -165,12 +180,19 @@ def compile_step(engine: Engine) -> Callable:
     return compiled
 
 
-def _begin(
+def _log_epochs(config: Config, train: Examples) -> None:
+    steps = config.run.steps
+    for source in train.progress(steps * config.data.global_batch_size):
+        log.info(
+            f"data: {source.name} has {source.epoch:,} examples, and run.steps = {steps} goes "
+            f"through them {source.seen / source.epoch:.2f} times"
+        )
+
+
+def _resume(
     engine: Engine, config: Config, checkpoints: Checkpoints, begin: int, train: Examples
 ) -> TrainState:
-    """Fresh state, or that of checkpoint `begin`."""
-    if not begin:
-        return engine.init(jax.random.key(config.run.seed))
+    """The state of checkpoint `begin`, on the present layout."""
     metadata, resolved = checkpoints.metadata(begin), configs.to_dict(config)
     # A layout may change under a run, its examples may not.
     state = checkpoints.restore(begin, engine.placement.canonical, config=resolved)
@@ -241,34 +263,41 @@ def _metadata(config: Config, train: Examples, step: int) -> dict[str, Any]:
     return {"config": configs.to_dict(config), "data": data}
 
 
-def _loop(trainer: Trainer, recorder: "Recorder", profile: range) -> TrainState:
+def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
+    """The training loop. A transfer between host and devices that nobody asked for, such as a NumPy
+    array among a step's arguments, is an error. Those that are meant: batches to the devices,
+    metrics to the host (`Recorder`, by `jax.device_get`), evaluations and checkpoints."""
     config, engine, text = trainer.config, trainer.engine, trainer.text
     run, data, state = config.run, config.data, trainer.state
     stream = device_batches(
         engine, text.train, data.global_batch_size, start_step=trainer.begin, workers=data.workers
     )
-    with contextlib.closing(stream), _signals() as received, _tracing(profile, recorder) as trace:
+    with (
+        contextlib.closing(stream),
+        _signals() as received,
+        _tracing(profile, recorder) as trace,
+        jax.transfer_guard("disallow"),
+    ):
         for step in range(trainer.begin + 1, run.steps + 1):
             trace(step)
-            with recorder.waiting():
+            with recorder.waiting(), jax.transfer_guard_host_to_device("allow"):
                 batch = next(stream)
             state, out = trainer.step(state, batch)
             recorder.push(step, out)
             last, stop = step == run.steps, processes.stops(step, received())
             if text.heldout and (last or _due(step, run.eval_every)):
                 recorder.flush()
-                evaluation = evaluate_loss(
-                    engine, state.params, text.heldout, data.global_batch_size, run.eval_batches
-                )
+                with jax.transfer_guard("allow"):  # its batches, and the sums
+                    evaluation = evaluate_loss(
+                        engine, state.params, text.heldout, data.global_batch_size, run.eval_batches
+                    )
                 recorder.evaluated(step, evaluation)
             if last or stop or _due(step, run.checkpoint_every):
                 # Only now is it known whether the step was sound; an unsound one is not saved.
                 recorder.flush()
-                trainer.checkpoints.save(
-                    step,
-                    engine.placement.to_canonical(state, on_host=True),
-                    _metadata(config, text.train, step),
-                )
+                with jax.transfer_guard("allow"):  # the state
+                    saved = engine.placement.to_canonical(state, on_host=True)
+                    trainer.checkpoints.save(step, saved, _metadata(config, text.train, step))
             if stop and not last:
                 who, number = stop
                 trainer.checkpoints.wait()
@@ -303,7 +332,7 @@ def _signals() -> Iterator[Callable[[], int]]:
 
 
 @contextlib.contextmanager
-def _tracing(profile: range, recorder: "Recorder") -> Generator[Callable[[int], None]]:
+def _tracing(profile: range, recorder: Recorder) -> Generator[Callable[[int], None]]:
     """Traces the steps in `profile`: called with each step before it starts."""
     running = False
 
@@ -324,135 +353,3 @@ def _tracing(profile: range, recorder: "Recorder") -> Generator[Callable[[int], 
     yield at
     if running:
         stop()
-
-
-class Recorder:
-    """Times steps, checks that they are sound, and writes what there is to say of them.
-
-    A step is read only when the next one is under way, so that devices never wait for the host.
-    """
-
-    def __init__(self, trainer: Trainer, trackers: tuple[str, ...], started: float):
-        config, engine = trainer.config, trainer.engine
-        model, data, optimizer = config.model, config.data, config.optimizer
-        self.workdir, self.begin, self.started = trainer.workdir, trainer.begin, started
-        self.steps = config.run.steps
-        self.metrics = Metrics(
-            trainer.workdir,
-            start_step=trainer.begin,
-            trackers=trackers,
-            config=configs.to_dict(config),
-        )
-        self._rate = schedule_of(optimizer, config.schedule_steps)
-        self._model_flops = model.flops_per_token(data.seq_len)
-        self._hardware_flops = model.hardware_flops_per_token(
-            data.seq_len,
-            remat=config.layout.remat,
-            recomputed=engine.stages.recomputed if engine.stages else 0.0,
-        )
-        devices = engine.mesh.devices
-        self._num_devices = devices.size
-        self._peak = peak_flops(devices.flat[0].device_kind, model.compute_dtype)
-        self._train, self._batch_size = trainer.text.train, data.global_batch_size
-        self._pending: tuple[int, StepMetrics, float] | None = None
-        self._data_seconds = 0.0
-        self._mark = time.monotonic()  # when the step before was done
-        self._shown = -math.inf
-        self._recent: list[float] = []
-        self._last: dict[str, Any] = {}
-        self._evaluation: dict[str, Any] = {}
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around the wait for input."""
-        begin = time.monotonic()
-        yield
-        self._data_seconds = time.monotonic() - begin
-
-    def push(self, step: int, out: StepMetrics) -> None:
-        """A step is under way; writes the one before it."""
-        pending, self._pending = self._pending, (step, out, self._data_seconds)
-        if pending:
-            self._record(*pending)
-        if step == self.begin + 1:
-            self.flush()
-
-    def flush(self) -> None:
-        """Waits for the step under way and writes it; what follows is not part of any step."""
-        pending, self._pending = self._pending, None
-        if pending:
-            self._record(*pending)
-
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Writes an evaluation after `step`."""
-        self._evaluation = {
-            "step": step,
-            "eval_loss": evaluation.loss,
-            "eval_perplexity": evaluation.perplexity,
-            "eval_bits_per_byte": evaluation.bits_per_byte,
-            "eval_tokens": evaluation.tokens,
-        }
-        self.metrics.write(self._evaluation)
-        line = progress_line(self._evaluation, steps=self.steps, seconds_left=0)
-        log.info(f"{line} | {evaluation.bits_per_byte:.3f} bits per byte")
-        self._mark = time.monotonic()
-
-    def finish(self) -> dict[str, Any]:
-        """Writes summary.json and loss.png, and returns the summary."""
-        self.flush()
-        seconds = time.monotonic() - self.started
-        summary = {**self._last, **self._evaluation, "seconds": seconds}
-        self.metrics.finish(summary)
-        return summary
-
-    def close(self) -> None:
-        """Closes the files, also of a run that failed."""
-        self.metrics.close()
-
-    def _record(self, step: int, out: StepMetrics, data_seconds: float) -> None:
-        loss, grad_norm, tokens, loss_tokens = (float(value) for value in out)
-        now = time.monotonic()
-        seconds, self._mark = now - self._mark, now
-        tokens_per_second = tokens / seconds
-        first = step * self._batch_size
-        record = {
-            "step": step,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": float(self._rate(step - 1)),
-            "tokens": int(tokens),
-            "loss_tokens": int(loss_tokens),
-            "step_seconds": seconds,
-            "data_seconds": data_seconds,
-            "tokens_per_second": tokens_per_second,
-            "loss_tokens_per_second": loss_tokens / seconds,
-            "mfu": self._utilisation(self._model_flops * tokens_per_second),
-            "hfu": self._utilisation(self._hardware_flops * tokens_per_second),
-            "examples": self._train.example_digest(range(first - self._batch_size, first)),
-        }
-        self._last = record
-        self.metrics.write(record)
-        for source in repeats(self._train, first - self._batch_size, first):
-            log.info(f"step {step}: {source.name} begins again, epoch {source.begun}")
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise FloatingPointError(
-                f"step {step}: loss = {loss}, gradient norm = {grad_norm}; stopped, and nothing "
-                "after the last checkpoint is saved. Lower optimizer.learning_rate, set "
-                "optimizer.clip_norm, or lengthen optimizer.warmup_steps"
-            )
-        self._show(record, now)
-
-    def _show(self, record: dict[str, Any], now: float) -> None:
-        step = record["step"]
-        if step == self.begin + 1:
-            log.info(f"first step done {duration(now - self.started)} after the start")
-        else:
-            self._recent = [*self._recent[-49:], record["step_seconds"]]
-        if now - self._shown >= LOG_SECONDS or step == self.steps:
-            self._shown = now
-            typical = float(np.median(self._recent or [record["step_seconds"]]))
-            left = typical * (self.steps - step)
-            log.info(progress_line(record, steps=self.steps, seconds_left=left))
-
-    def _utilisation(self, flops_per_second: float) -> float | None:
-        return utilisation(flops_per_second, self._num_devices, self._peak)

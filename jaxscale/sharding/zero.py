@@ -149,8 +149,8 @@ class Zero:
         return jax.tree.map(one, axes, params, is_leaf=is_axes)
 
     def running_sum(self, weights: Tree, axes: Tree, microbatches: jax.Array) -> Tree | None:
-        """Where to sum the gradients of whole weights over micro-batches that walk together,
-        [G, ...]; None for a single one, whose gradients need no summing before they are reduced.
+        """Accumulators for the gradients of whole weights over an accumulation group, [G, ...];
+        None for a single micro-batch, whose gradients need no summing before they are reduced.
         """
         return None if microbatches.shape[0] == 1 else self.accumulators(weights, axes)
 

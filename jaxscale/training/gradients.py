@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxscale.batch import Batch
 from jaxscale.layout import MANUAL_AXES, Layout, kept_passes
@@ -14,14 +14,18 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.pipeline.executor import Columns, Counts, buffers, evaluate, execute
 from jaxscale.pipeline.stages import Stages
 from jaxscale.sharding.resolve import Rules, is_axes, manual_part, resolve
+from jaxscale.sharding.specs import (
+    BATCH_ROWS,
+    LAYER_COUNTS,
+    PER_MANUAL_RANK,
+    REPLICATED,
+    TABLE_COLUMNS,
+)
 from jaxscale.sharding.zero import Zero
-from jaxscale.training.layer_loop import each, make_walk
+from jaxscale.training.layer_loop import each, make_group_pass
 from jaxscale.training.remat import rematerialised
 
 Tree = Any
-
-BATCH_SPEC = PartitionSpec(("data", "fsdp"))
-TABLE_SPECS = PartitionSpec(None, "pipeline"), PartitionSpec("pipeline")  # columns, layer counts
 
 
 def make_gradients(
@@ -40,21 +44,23 @@ def make_gradients(
     """
     if stages is not None:
         return _pipelined(model, layout, zero, mesh, stages)
-    walk = make_walk(model, layout, zero, unroll_layers=unroll_layers)
+    group_pass = make_group_pass(model, layout, zero, unroll_layers=unroll_layers)
     group = 1 if layout.accumulation == "sequential" else layout.microbatches
 
     def local(params: Tree, batch: Batch) -> tuple[tuple[jax.Array, jax.Array], Tree]:
         groups = split_batch(batch, layout.microbatches // group, group)
         sums = (jnp.zeros((), zero.loss_dtype),) * 2
         carry = (sums, zero.zeros(params, zero.axes))
-        carry, _ = each(lambda carry, batch: (walk(params, batch, *carry), None), carry, groups)
+        carry, _ = each(
+            lambda carry, batch: (group_pass(params, batch, *carry), None), carry, groups
+        )
         return zero.total(carry[0]), zero.finish(carry[1])
 
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_SPEC),
-        out_specs=(PartitionSpec(), _manual_specs(zero, zero.update_rules)),
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS),
+        out_specs=(REPLICATED, _manual_specs(zero, zero.update_rules)),
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
@@ -84,8 +90,8 @@ def _pipelined(
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_SPEC, *TABLE_SPECS),
-        out_specs=(PartitionSpec(), _manual_specs(zero, zero.update_rules)),
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS, TABLE_COLUMNS, LAYER_COUNTS),
+        out_specs=(REPLICATED, _manual_specs(zero, zero.update_rules)),
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
@@ -123,8 +129,8 @@ def pipeline_buffers(
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_SPEC, TABLE_SPECS[1]),
-        out_specs=PartitionSpec(MANUAL_AXES),
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS, LAYER_COUNTS),
+        out_specs=PER_MANUAL_RANK,
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
@@ -155,8 +161,8 @@ def make_loss(
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_SPEC),
-        out_specs=PartitionSpec(),
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS),
+        out_specs=REPLICATED,
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
@@ -174,8 +180,8 @@ def _pipelined_loss(
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_SPEC, *TABLE_SPECS),
-        out_specs=PartitionSpec(),
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS, TABLE_COLUMNS, LAYER_COUNTS),
+        out_specs=REPLICATED,
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )

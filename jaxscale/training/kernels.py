@@ -7,20 +7,21 @@ import functools
 from collections.abc import Callable
 
 import jax
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxscale.config import Config
 from jaxscale.layout import AUTOMATIC_AXES, Layout, by_names, kept_passes
 from jaxscale.models.decoder import Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose
-from jaxscale.ops.attention_kernels import LANES, maskless
+from jaxscale.ops.attention_kernels import maskless
 from jaxscale.ops.context_attention import context_attention
 from jaxscale.ops.embedding import spread_lookup
 from jaxscale.ops.loss import cross_entropy
 from jaxscale.ops.rope import rotary_on_tpu
+from jaxscale.ops.sizes import LANES
 from jaxscale.ops.tensor_parallel import Spread, spread_columns, spread_rows
-from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, automatic_part, constrain, resolve
+from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, constrain
+from jaxscale.sharding.specs import kernel_spec
 
 
 def make_kernels(config: Config, platform: str, *, unroll: bool = False) -> Kernels:
@@ -88,11 +89,11 @@ def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
     if implementation == "cudnn" and not under_policy:
         attend = maskless(attend)
 
-    queries = _spec(layout, "batch", "seq", "heads", "head_dim")
-    keys = _spec(layout, "batch", "seq", "kv_heads", "head_dim")
+    queries = kernel_spec(("batch", "seq", "heads", "head_dim"), layout.sizes)
+    keys = kernel_spec(("batch", "seq", "kv_heads", "head_dim"), layout.sizes)
     return jax.shard_map(
         attend,
-        in_specs=(queries, keys, keys, _spec(layout, "batch", "seq")),
+        in_specs=(queries, keys, keys, kernel_spec(("batch", "seq"), layout.sizes)),
         out_specs=queries,
         axis_names=set(AUTOMATIC_AXES),
         check_vma=False,
@@ -101,25 +102,18 @@ def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
 
 def _rotary(layout: Layout) -> Callable[..., jax.Array]:
     """Rotary positions with every axis manual: each rank turns its own heads."""
-    heads = _spec(layout, "batch", "seq", "heads", "head_dim")
+    heads = kernel_spec(("batch", "seq", "heads", "head_dim"), layout.sizes)
 
     def rotary(x: jax.Array, positions: jax.Array, **settings: float) -> jax.Array:
         return jax.shard_map(
             functools.partial(rotary_on_tpu, **settings),
-            in_specs=(heads, _spec(layout, "batch", "seq")),
+            in_specs=(heads, kernel_spec(("batch", "seq"), layout.sizes)),
             out_specs=heads,
             axis_names=set(AUTOMATIC_AXES),
             check_vma=False,
         )(x, positions)
 
     return rotary
-
-
-def _spec(layout: Layout, *axes: str) -> PartitionSpec:
-    """Of an array whose rows are not spread. Axes of size 1 stand with the rows: the backward pass
-    would sum over those that the spec leaves out."""
-    rest = automatic_part(resolve(axes[1:], ACTIVATIONS, layout.sizes))
-    return PartitionSpec(tuple(axis for axis in AUTOMATIC_AXES if layout.sizes[axis] == 1), *rest)
 
 
 def _lookup(

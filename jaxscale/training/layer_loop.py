@@ -1,17 +1,28 @@
-"""One walk through the layers and back: the loss and gradients of micro-batches that go together.
+"""The layer loop: loss and gradients of the micro-batches of one accumulation group.
 
-For each layer, for each of the G micro-batches: the weights of a layer are gathered once a pass and
-its gradients reduced once, whatever G is (layered gradient accumulation, arXiv 2106.02679). With
-G = 1 it is the ordinary pass that sequential accumulation repeats.
+Layered gradient accumulation (arXiv 2106.02679): for each layer, for each of the G micro-batches of
+the group. A pass over the layers gathers the weights of a layer once, and its gradients are reduced
+once, whatever G is. With G = 1 this is the ordinary pass that sequential accumulation repeats for
+every micro-batch.
 
-No layer waits for its own collectives. While one computes, the weights of the next arrive and the
-gradients of the one before leave: 2L - 1 gathers, since the last layer turns with the weights that
-it has, and L reductions of layer weights a walk.
+Collectives run during the compute of a neighbouring layer. The weights W of the next layer are
+prefetched, and the gradients dW of the previous layer are reduced, while this one computes: F is
+its forward pass and B its backward pass, over all G micro-batches. With L = 3:
+
+    gather    W0 | W1 | W2 |    |      | W1 | W0  |     |
+    compute      | F0 | F1 | F2 | head | B2 | B1  | B0  |
+    reduce       |    |    |    |      |    | dW2 | dW1 | dW0
+
+The last layer's backward pass reuses the weights of its forward pass: 2L - 1 gathers of layer
+weights and L reductions of layer gradients per group. Residuals that are offloaded to host memory
+are prefetched with the weights. A layout without collectives and offload prefetches nothing.
 
 Letters: G micro-batches, L layers.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -26,147 +37,230 @@ from jaxscale.training.remat import from_host, rematerialised, to_host
 
 Tree = Any
 Index = int | jax.Array
+Sums = tuple[jax.Array, jax.Array]  # of the loss, and of the loss without z-loss
+Residuals = list[jax.Array]
+Forward = Callable[[Tree, jax.Array, Batch], tuple[jax.Array, Residuals]]
+Backward = Callable[[Tree, Batch, Residuals, jax.Array], tuple[Tree, jax.Array]]
+GroupPass = Callable[[Tree, Batch, Sums, Tree], tuple[Sums, Tree]]
 
 
-class _Ready(NamedTuple):
-    """What the layer to come finds ready; what is None it fetches itself."""
+@dataclass(frozen=True)
+class _Loop:
+    """What is fixed before a pass: the model, the collectives, and one layer's two passes."""
+
+    model: Decoder
+    zero: Zero
+    forward: Forward  # of one layer and one micro-batch, under the remat policy
+    backward: Backward
+    offload: bool  # whether residuals wait in host memory for the backward pass
+    unroll: bool
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.config.num_layers
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether a layer needs anything that takes time to arrive."""
+        return self.zero.gathers or self.offload
+
+
+class _Prefetched(NamedTuple):
+    """What arrived for a layer during the compute before it; None: read when the layer begins."""
 
     weights: Tree = None
-    kept: Tree = None  # what its forward pass kept for it
+    residuals: Residuals | None = None  # [G, ...]
 
 
-class _Back(NamedTuple):
-    """What goes from layer to layer on the way back."""
+class _Inputs(NamedTuple):
+    """What the backward pass of every layer reads from."""
+
+    layers: Tree  # parameters as they are sharded, [L, ...]
+    batch: Batch  # [G, ...]
+    residuals: Residuals | None  # of the forward pass, [L, G, ...]; without prefetched ones
+
+
+class _Carry(NamedTuple):
+    """What the backward pass hands from a layer to the one below."""
 
     dx: jax.Array  # [G, ...]
-    ready: _Ready
-    pending: Tree  # gradients of the layer before, not reduced yet; None where there are none
+    prefetched: _Prefetched
+    unreduced: Tree  # gradients of the layer above, reduced during this one; None: there are none
     grads: Tree  # accumulators, [L, ...]
 
 
-def make_walk(
+def make_group_pass(
     model: Decoder, layout: Layout, zero: Zero, *, unroll_layers: bool = False
-) -> Callable:
-    """`(params, batch, sums, grads) -> (sums, grads)` for a batch whose fields are [G, ...].
+) -> GroupPass:
+    """`(params, batch, sums, grads) -> (sums, grads)`: adds the losses and gradients of a group.
 
-    `unroll_layers` writes the loops over layers out, for what reads a program and counts the body
-    of a loop once.
+    The fields of `batch` are [G, ...]. For use in a `shard_map` in which pipeline, data and fsdp
+    are manual.
+
+    Args:
+      unroll_layers: unrolls the loops over layers, for XLA's cost analysis, which counts the body
+        of a loop once.
     """
-    last, offloads = model.config.num_layers - 1, layout.offloads("activations")
-    prefetches = zero.gathers or offloads
     forward, backward = split_vjp(rematerialised(model, layout.remat))
-
-    def walk(params: Tree, batch: Batch, sums: Tree, grads: Tree) -> tuple[Tree, Tree]:
-        def fetch(index: Index) -> Tree:
-            return zero.gather(at(layers, index), zero.layer_axes)
-
-        def reduce_into(grads: Tree, index: Index, total: Tree) -> Tree:
-            return add_at(grads, index, zero.reduce(total, zero.layer_axes))
-
-        def up(weights: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
-            """One layer, forward: the stream and what it kept, [G, ...] each."""
-            return each(lambda _, xs: (None, forward(weights, *xs)), None, (x, batch))[1]
-
-        def up_all(x: jax.Array) -> tuple[jax.Array, _Ready, Tree]:
-            """Also what the last layer turns with, and what the others kept."""
-            if not prefetches:
-                x, stash = over(
-                    lambda x, index: up(fetch(index), x), x, range(last + 1), unroll_layers
-                )
-                return x, _Ready(), stash
-
-            def one(carry, index):
-                x, weights = carry
-                following = fetch(index + 1)
-                x, kept = up(weights, x)
-                return (x, following), to_host(kept) if offloads else kept
-
-            (x, weights), stash = over(one, (x, fetch(0)), range(last), unroll_layers)
-            x, kept = up(weights, x)
-            # Here alone the forward and the backward pass of a layer are in one region, where the
-            # compiler would keep what the backward pass is to make again.
-            return x, _Ready(weights, jax.lax.optimization_barrier(kept)), stash
-
-        def down(state: _Back, index: Index, make_ready: Callable[[Index], _Ready]) -> _Back:
-            """One layer, backward."""
-            _, ready, pending, grads = state
-            # Nothing of a layer begins before its dx is there: the compiler would else make again
-            # what a layer beside the loop did not keep while the head still computes.
-            kept, dx, here = jax.lax.optimization_barrier(
-                (ready.kept, state.dx, jnp.asarray(index, jnp.int32))
-            )
-            weights = fetch(here) if ready.weights is None else ready.weights
-            kept = at(stash, here) if kept is None else kept
-            ready = make_ready(index - 1)
-            if pending is not None:
-                grads = reduce_into(grads, index + 1, pending)
-
-            def one(total, xs):
-                batch, kept, dx = xs
-                dweights, dx = backward(weights, batch, kept, dx)
-                return add(total, dweights), dx
-
-            total = zero.running_sum(weights, zero.layer_axes, dx)
-            total, dx = each(one, total, (batch, kept, dx))
-            if zero.reduces:
-                return _Back(dx, ready, total, grads)
-            return _Back(dx, ready, None, reduce_into(grads, index, total))
-
-        def ahead(index: Index) -> _Ready:
-            if not prefetches:
-                return _Ready()
-            return _Ready(fetch(index), from_host(at(stash, index)) if offloads else None)
-
-        def nothing(index: Index) -> _Ready:
-            return _Ready()
-
-        def down_all(state: _Back) -> tuple[jax.Array, Tree]:
-            def one(state, index):
-                return down(state, index, ahead), None
-
-            # The top layer has no gradients to reduce but its own, and the bottom one nothing to
-            # fetch: beside the loop, they do without. Without collectives there is only the loop.
-            middle = list(range(last, -1, -1))
-            if prefetches or zero.reduces:
-                state = down(state, middle.pop(0), ahead if middle else nothing)
-            bottom = middle.pop() if prefetches and middle else None
-            state, _ = over(one, state, middle, unroll_layers)
-            if bottom is not None:
-                state = down(state, bottom, nothing)
-            if state.pending is None:
-                return state.dx, state.grads
-            return state.dx, reduce_into(state.grads, 0, state.pending)
-
-        if zero.gathers:
-            params, batch = _bound(params, batch)
-        layers = params["layers"]
-        embed = zero.gather(params["embed"], zero.axes["embed"])
-        _, x = each(lambda _, batch: (None, model.embed(embed, batch)), None, batch)
-        x, ready, stash = up_all(x)
-        sums, dhead, dx = _head_pass(model, zero, params, batch, x, sums)
-        if zero.gathers:
-            layers, dx = _bound(layers, dx)
-        dx, layer_grads = down_all(_Back(dx, ready, None, grads["layers"]))
-        outer = model.outer_grads(_embed_backward(model, zero, embed, batch, dx), dhead)
-        outer = {name: add(grads[name], grad) for name, grad in outer.items()}
-        return sums, {**outer, "layers": layer_grads}
-
-    return walk
+    offload = layout.offloads("activations")
+    return functools.partial(
+        _group_pass, _Loop(model, zero, forward, backward, offload, unroll_layers)
+    )
 
 
-def _bound(weights: Tree, to: Tree) -> tuple[Tree, Tree]:
-    """Weights that are there only once `to` is.
+def _group_pass(
+    loop: _Loop, params: Tree, batch: Batch, sums: Sums, grads: Tree
+) -> tuple[Sums, Tree]:
+    model, zero = loop.model, loop.zero
+    if zero.gathers:
+        params, batch = _only_after(params, batch)
+    embed = zero.gather(params["embed"], zero.axes["embed"])
+    _, x = each(lambda _, batch: (None, model.embed(embed, batch)), None, batch)
+    x, last_layer, residuals = _forward_pass(loop, params["layers"], batch, x)
+    sums, dhead, dx = _head_pass(model, zero, params, batch, x, sums)
+    layers = params["layers"]
+    if zero.gathers:
+        layers, dx = _only_after(layers, dx)
+    carry = _Carry(dx, last_layer, None, grads["layers"])
+    dx, layer_grads = _backward_pass(loop, _Inputs(layers, batch, residuals), carry)
+    outer = model.outer_grads(_embed_backward(model, zero, embed, batch, dx), dhead)
+    outer = {name: add(grads[name], grad) for name, grad in outer.items()}
+    return sums, {**outer, "layers": layer_grads}
+
+
+def _forward_pass(
+    loop: _Loop, layers: Tree, batch: Batch, x: jax.Array
+) -> tuple[jax.Array, _Prefetched, Residuals | None]:
+    """Every layer, forward.
+
+    Returns:
+      x [G, ...]; the weights and residuals of the last layer, where its backward pass reuses them;
+      and the residuals of the other layers, [L - 1, G, ...], or of all.
+    """
+    if loop.prefetches:
+        return _forward_pass_with_prefetch(loop, layers, batch, x)
+
+    def layer(x, index):
+        return _layer_forward(loop, _gather(loop, layers, index), batch, x)
+
+    x, residuals = over(layer, x, range(loop.num_layers), loop.unroll)
+    return x, _Prefetched(), residuals
+
+
+def _forward_pass_with_prefetch(
+    loop: _Loop, layers: Tree, batch: Batch, x: jax.Array
+) -> tuple[jax.Array, _Prefetched, Residuals | None]:
+    def layer(carry, index):
+        x, weights = carry
+        next_weights = _gather(loop, layers, index + 1)
+        x, residuals = _layer_forward(loop, weights, batch, x)
+        return (x, next_weights), to_host(residuals) if loop.offload else residuals
+
+    carry = x, _gather(loop, layers, 0)
+    (x, weights), residuals = over(layer, carry, range(loop.num_layers - 1), loop.unroll)
+    x, last_residuals = _layer_forward(loop, weights, batch, x)
+    # This layer's forward and backward pass are in one region: without the barrier the compiler
+    # would share what the backward pass recomputes with the forward pass, and keep it.
+    return x, _Prefetched(weights, jax.lax.optimization_barrier(last_residuals)), residuals
+
+
+def _backward_pass(loop: _Loop, inputs: _Inputs, carry: _Carry) -> tuple[jax.Array, Tree]:
+    """Every layer, backward: the gradients of x, [G, ...], and of the layers, [L, ...]."""
+
+    def layer(carry, index):
+        return _layer_backward(loop, inputs, carry, index, prefetch=loop.prefetches), None
+
+    # The last layer has no gradients above it to reduce, and the first one nothing to prefetch:
+    # they are outside the loop. Without collectives there is only the loop.
+    middle, first = list(range(loop.num_layers - 1, -1, -1)), None
+    if loop.prefetches or loop.zero.reduces:
+        last = middle.pop(0)
+        prefetch = loop.prefetches and last > 0
+        carry = _layer_backward(loop, inputs, carry, last, prefetch=prefetch)
+    if loop.prefetches and middle:
+        first = middle.pop()
+    carry, _ = over(layer, carry, middle, loop.unroll)
+    if first is not None:
+        carry = _layer_backward(loop, inputs, carry, first, prefetch=False)
+    if carry.unreduced is None:
+        return carry.dx, carry.grads
+    return carry.dx, _reduce_into(loop, carry.grads, 0, carry.unreduced)
+
+
+def _layer_forward(
+    loop: _Loop, weights: Tree, batch: Batch, x: jax.Array
+) -> tuple[jax.Array, Residuals]:
+    """One layer, forward, for each micro-batch: x and the residuals, [G, ...]."""
+    return each(lambda _, xs: (None, loop.forward(weights, *xs)), None, (x, batch))[1]
+
+
+def _layer_backward(
+    loop: _Loop, inputs: _Inputs, carry: _Carry, index: Index, *, prefetch: bool
+) -> _Carry:
+    """One layer, backward, for each micro-batch, during the collectives of its neighbours.
+
+    Args:
+      prefetch: whether to fetch what the layer below needs.
+    """
+    _, (weights, residuals), unreduced, grads = carry
+    # A layer begins when its dx is there: the compiler would otherwise start to recompute a layer
+    # outside the loop during the head.
+    residuals, dx, now = jax.lax.optimization_barrier(
+        (residuals, carry.dx, jnp.asarray(index, jnp.int32))
+    )
+    weights = _gather(loop, inputs.layers, now) if weights is None else weights
+    residuals = at(inputs.residuals, now) if residuals is None else residuals
+    prefetched = _prefetch(loop, inputs, index - 1) if prefetch else _Prefetched()
+    if unreduced is not None:
+        grads = _reduce_into(loop, grads, index + 1, unreduced)
+    dweights, dx = _sum_gradients(loop, weights, inputs.batch, residuals, dx)
+    if loop.zero.reduces:
+        return _Carry(dx, prefetched, dweights, grads)
+    return _Carry(dx, prefetched, None, _reduce_into(loop, grads, index, dweights))
+
+
+def _sum_gradients(
+    loop: _Loop, weights: Tree, batch: Batch, residuals: Residuals, dx: jax.Array
+) -> tuple[Tree, jax.Array]:
+    """The gradients of one layer's weights, summed over micro-batches, and of x, [G, ...]."""
+
+    def microbatch(total, xs):
+        batch, residuals, dx = xs
+        dweights, dx = loop.backward(weights, batch, residuals, dx)
+        return add(total, dweights), dx
+
+    total = loop.zero.running_sum(weights, loop.zero.layer_axes, dx)
+    return each(microbatch, total, (batch, residuals, dx))
+
+
+def _gather(loop: _Loop, layers: Tree, index: Index) -> Tree:
+    """The weights of one layer, whole over fsdp."""
+    return loop.zero.gather(at(layers, index), loop.zero.layer_axes)
+
+
+def _prefetch(loop: _Loop, inputs: _Inputs, index: Index) -> _Prefetched:
+    weights = _gather(loop, inputs.layers, index)
+    return _Prefetched(weights, from_host(at(inputs.residuals, index)) if loop.offload else None)
+
+
+def _reduce_into(loop: _Loop, grads: Tree, index: Index, dweights: Tree) -> Tree:
+    """Reduces the gradients of one layer and adds them to its accumulators."""
+    return add_at(grads, index, loop.zero.reduce(dweights, loop.zero.layer_axes))
+
+
+def _only_after(weights: Tree, x: Tree) -> tuple[Tree, Tree]:
+    """Weights that are not available before x is.
 
     The compiler sees that gathering the same shards again gives the same weights: it would gather
     once, before the loop over micro-batches or in the forward pass, and keep them whole.
     """
-    return jax.lax.optimization_barrier((weights, to))
+    return jax.lax.optimization_barrier((weights, x))
 
 
 def _head_pass(
     model: Decoder, zero: Zero, params: Tree, batch: Batch, x: jax.Array, sums: Tree
 ) -> tuple[Tree, Tree, jax.Array]:
-    """Where a walk turns: the losses added to `sums`, and the gradients of the head and of x."""
+    """The head, forward and backward: adds the losses to `sums`; the gradients of head and x."""
     axes = model.head_params(zero.axes)
     head = zero.gather(model.head_params(params), axes)
 

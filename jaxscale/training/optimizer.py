@@ -18,7 +18,8 @@ import numpy as np
 import optax
 import optax.contrib
 
-from jaxscale.config import OptimizerConfig
+from jaxscale.config import FACTORED_SIZE, OptimizerConfig
+from jaxscale.sharding.resolve import is_axes
 
 STACKS = ("layers", "expert")
 """Logical axes along which a parameter holds many matrices."""
@@ -28,9 +29,6 @@ DECAY_SHARE = 0.2
 
 SECOND_MOMENTS = ("nu", "rows", "columns", "whole")
 """Fields of states, here and in optax, that average squares of gradients."""
-
-FACTORED_SIZE = 128
-"""Adafactor keeps whole second moments of matrices with a smaller side (arXiv 1804.04235)."""
 
 MUON_MOMENTUM = 0.95
 MUON_COEFFICIENTS = np.float32(3.4445), np.float32(-4.775), np.float32(2.0315)
@@ -154,11 +152,6 @@ def state_axes(optimizer: optax.GradientTransformation, abstract_params: Any, ax
 
     state = jax.eval_shape(optimizer.init, abstract_params)
     return jax.tree_util.tree_map_with_path(axes_of, state)
-
-
-def is_axes(tree: Any) -> bool:
-    """Whether this is a tuple of logical axes: a leaf, unlike optax's tuples of states."""
-    return type(tree) is tuple and all(isinstance(name, str) for name in tree)
 
 
 def _at_rest(

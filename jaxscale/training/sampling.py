@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.config import check_seed
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.models.decoder import CACHE_AXES, Cache, Decoder
 from jaxscale.sharding.resolve import ACTIVATIONS, Axes, resolve
+from jaxscale.sharding.specs import replicated
 from jaxscale.training.step import Engine
 
 CHUNK = 256
@@ -175,7 +176,7 @@ def _extend(
 
     start = (jnp.zeros((), jnp.int32), tokens_BS, jnp.zeros(batch, bool), cache)
     tokens_BS = jax.lax.while_loop(going_on, one, start)[1]
-    return jax.lax.with_sharding_constraint(tokens_BS, NamedSharding(mesh, PartitionSpec()))
+    return jax.lax.with_sharding_constraint(tokens_BS, replicated(mesh))
 
 
 def _read(model: Decoder, params: Any, tokens_BT: jax.Array, cache: Cache, place: Place) -> Cache:

@@ -1,70 +1,227 @@
-"""The options that a train step is compiled with."""
+"""The XLA options that a train step is compiled with, by device."""
 
 import logging
-import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, Sharding
 
-from jaxscale.hardware import DETERMINISTIC, xla_flags
+from jaxscale.sharding.specs import replicated
 
 log = logging.getLogger("jaxscale")
 
 
-def step_options(mesh: Mesh, *, deterministic: bool = False) -> dict[str, bool | int]:
-    """The flags of `hardware.py` for a mesh's devices, without those that this XLA does not know.
+@dataclass(frozen=True)
+class XlaFlag:
+    """A compiler option and why it is set."""
 
-    XLA renames and drops flags between versions, and refuses a program for one that it does not
-    know. An empty program finds out which; what is left out is logged.
+    name: str
+    value: bool | int
+    reason: str
+
+
+VERSION = "2026-11"
+
+_GPU = (
+    XlaFlag(
+        "xla_gpu_enable_latency_hiding_scheduler",
+        True,
+        "starts a collective early, so that it runs beside computation (NVIDIA's advice)",
+    ),
+    XlaFlag(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        4,
+        "the backward pass has gathers and reduce-scatters in flight at once; with the limit of 1 "
+        "the gather ends before the layer begins",
+    ),
+    XlaFlag(
+        "xla_gpu_enable_analytical_sol_latency_estimator",
+        False,
+        "it takes a loop, as that over micro-batches, to last no time, and hides nothing behind it",
+    ),
+)
+_TPU_V5E = (
+    XlaFlag("xla_enable_async_all_gather", True, "gathers weights beside computation"),
+    XlaFlag(
+        "xla_tpu_enable_async_collective_fusion",
+        True,
+        "fuses a running collective with the computation that hides it; of all TPUs only v5e can",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+        True,
+        "includes all-gathers in that fusion",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_async_collective_fusion_multiple_steps",
+        True,
+        "spreads one collective over several computations",
+    ),
+    XlaFlag(
+        "xla_max_concurrent_async_all_gathers",
+        16,
+        "a layer has up to nine weights to gather; with the limit of 1 only one is hidden",
+    ),
+    XlaFlag(
+        "xla_tpu_overlap_compute_collective_tc",
+        True,
+        "lets the tensor core compute while it drives a collective",
+    ),
+)
+_TPU_SPARSE_CORES = (
+    XlaFlag(
+        "xla_tpu_prefer_async_allgather_to_allreduce",
+        True,
+        "on 64 chips and more of a 3-D torus a gather would become an all-reduce of padded "
+        "buffers, for which the chip waits",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+        True,
+        "the sparse cores drive gathers while the tensor cores compute; async collective fusion "
+        "is refused on these chips",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather",
+        True,
+        "includes gathers over two dimensions of the torus",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather",
+        True,
+        "includes gathers over three dimensions of the torus",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+        True,
+        "the sparse cores drive reduce-scatters as well",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter",
+        True,
+        "includes reduce-scatters over several dimensions of the torus",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+        True,
+        "and all-reduces: a reduce-scatter becomes one where the other dimension in tiles of 128 "
+        "does not divide by the sides of the torus, as 11,008 on 4 x 4 x 4",
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_offload_queuing_in_lhs",
+        True,
+        "all the collectives of a layer are queued before it computes, not one after the other",
+    ),
+)
+XLA_FLAGS = {
+    "cpu": (),
+    "gpu": _GPU,
+    "tpu": (),
+    "TPU v5 lite": _TPU_V5E,
+    "TPU v5e": _TPU_V5E,
+    "TPU v5": _TPU_SPARSE_CORES,
+    "TPU v5p": _TPU_SPARSE_CORES,
+    "TPU v6 lite": _TPU_SPARSE_CORES,
+    "TPU v6e": _TPU_SPARSE_CORES,
+}
+"""By what JAX reports as `device.device_kind`, else as `device.platform`. Each was seen to change
+the scheduled program of a layered step as its reason says (libtpu 0.0.51, XLA of jax 0.12)."""
+
+
+DETERMINISTIC = {
+    "cpu": (),
+    "tpu": (),
+    "gpu": (
+        XlaFlag(
+            "xla_gpu_deterministic_ops",
+            True,
+            "the same bits on each run (XLA's words): scatters add in order and not by atomics, "
+            "cuDNN's attention takes its deterministic backward pass (openxla/xla#14125), and no "
+            "kernel is chosen by timing, so that a program compiled again has the same kernels",
+        ),
+    ),
+}
+"""By `device.platform`: what a step needs to compute the same bits every time. CPUs and TPUs run a
+compiled program in one order."""
+
+
+def flags_of(device: Any) -> tuple[XlaFlag, ...]:
+    """The table's options for a device, which may be an absent one."""
+    platform = "gpu" if device.platform == "cuda" else device.platform
+    return XLA_FLAGS.get(device.device_kind, XLA_FLAGS.get(platform, ()))
+
+
+def refusals(flags: Sequence[XlaFlag], sharding: Sharding) -> dict[str, str]:
+    """The error of this version of XLA for each option that it does not take, by name.
+
+    XLA renames and drops options between versions, and refuses a program for one that it does not
+    know: an empty program is compiled, with all of them, and where that fails with each alone.
 
     Args:
-      deterministic: with what makes a step compute the same bits every time it runs.
+      sharding: names the devices to compile for.
+    """
+    if not flags:
+        return {}
+    empty = jax.jit(lambda: jnp.zeros(()), out_shardings=sharding).lower()
+
+    def refusal(tried: Sequence[XlaFlag]) -> str:
+        try:
+            empty.compile(compiler_options={flag.name: flag.value for flag in tried})
+        except jax.errors.JaxRuntimeError as error:
+            return str(error)
+        return ""
+
+    if not refusal(flags):
+        return {}
+    return {flag.name: error for flag in flags if (error := refusal([flag]))}
+
+
+def step_options(mesh: Mesh, *, deterministic: bool = False) -> dict[str, bool | int]:
+    """The table's options for a mesh's devices, without those that this version of XLA does not
+    know, which are logged.
+
+    Args:
+      deterministic: with the options that make a step compute the same bits every time it runs.
 
     Raises:
-      ValueError: that is asked for and cannot be had.
+      RuntimeError: XLA refuses one for another reason.
+      ValueError: `deterministic` is asked for and cannot be had.
     """
     device = mesh.devices.flat[0]
-    options = {flag.name: flag.value for flag in xla_flags(device.platform, device.device_kind)}
-    needed = {}
-    if deterministic:
-        if device.platform in ("gpu", "cuda") and device not in jax.devices():
+    needed = _deterministic(device) if deterministic else ()
+    flags = (*flags_of(device), *needed)
+    refused = refusals(flags, replicated(mesh))
+    for name, error in refused.items():
+        if "No such compile option" not in error:
+            raise RuntimeError(f"XLA refuses the option {name} of xla_options.XLA_FLAGS: {error}")
+        if name in {flag.name for flag in needed}:
             raise ValueError(
-                "run.deterministic = True: the compiler for absent GPUs finds no matmul kernels in "
-                "that mode; compile with run.deterministic = False, which needs about the same"
+                f"run.deterministic = True: this version of XLA does not know {name}, without "
+                "which a step may differ from run to run; set it to False, or install another "
+                "version of jaxlib"
             )
-        flags = DETERMINISTIC.get("gpu" if device.platform == "cuda" else device.platform)
-        if flags is None:
-            raise ValueError(
-                f"run.deterministic = True: of the {device.platform} back end it is not known what "
-                f"makes it deterministic, only of {', '.join(DETERMINISTIC)}; set it to False"
-            )
-        needed = {flag.name: flag.value for flag in flags}
-    options |= needed
-    if not options:
-        return {}
-    empty = jax.jit(
-        lambda: jnp.zeros(()), out_shardings=NamedSharding(mesh, PartitionSpec())
-    ).lower()
-    while options:
-        try:
-            empty.compile(compiler_options=options)
-        except jax.errors.JaxRuntimeError as error:
-            unknown = re.search(r"No such compile option: '(\w+)'", str(error))
-            if unknown is None or unknown[1] not in options:
-                raise
-            if unknown[1] in needed:
-                raise ValueError(
-                    f"run.deterministic = True: this version of XLA does not know {unknown[1]}, "
-                    "without which a step may differ from run to run; set it to False, or install "
-                    "another version of jaxlib"
-                ) from error
-            log.warning(
-                "this version of XLA does not know %s: the step is compiled without it; without "
-                "it a step may be slower, and its results are the same",
-                unknown[1],
-            )
-            del options[unknown[1]]
-        else:
-            break
-    return options
+        log.warning(
+            "this version of XLA does not know %s: the step is compiled without it; without it a "
+            "step may be slower, and its results are the same",
+            name,
+        )
+    return {flag.name: flag.value for flag in flags if flag.name not in refused}
+
+
+def _deterministic(device: Any) -> tuple[XlaFlag, ...]:
+    """The options of `DETERMINISTIC` for a device, or a refusal."""
+    platform = "gpu" if device.platform == "cuda" else device.platform
+    if platform == "gpu" and device not in jax.devices():
+        raise ValueError(
+            "run.deterministic = True: the compiler for absent GPUs finds no matmul kernels in "
+            "that mode; compile with run.deterministic = False, which needs about the same"
+        )
+    if platform not in DETERMINISTIC:
+        raise ValueError(
+            f"run.deterministic = True: of the {device.platform} back end it is not known what "
+            f"makes it deterministic, only of {', '.join(DETERMINISTIC)}; set it to False"
+        )
+    return DETERMINISTIC[platform]

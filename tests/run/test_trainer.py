@@ -1,4 +1,5 @@
-"""What a run records of its speed, and what becomes of its learning rate when it is resumed."""
+"""What a run records of its speed, what becomes of its learning rate when it is resumed, and that
+its loop refuses transfers between host and devices that nobody asked for."""
 
 import dataclasses
 import json
@@ -9,10 +10,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxscale import config as configs
 from jaxscale import train
 from jaxscale.config import from_dict, load, to_dict
-from jaxscale.run import trainer
+from jaxscale.run import recorder, trainer
 from jaxscale.run.setup import open_text
+from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.optimizer import schedule_of
 from jaxscale.training.step import StepMetrics
 
@@ -65,23 +68,18 @@ def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path
     """Of 1,000 tokens in two seconds, 400 with loss, on two H200; half the passes recomputed."""
     config = load("configs/llama32_1b.py", ["layout.pipeline=2", "layout.remat=keep:2"])
     devices = np.array([SimpleNamespace(device_kind="NVIDIA H200")] * 2)
-    ready = SimpleNamespace(
-        config=config,
-        begin=0,
-        workdir=tmp_path,
-        engine=SimpleNamespace(
-            mesh=SimpleNamespace(devices=devices), stages=SimpleNamespace(recomputed=0.5)
-        ),
-        text=SimpleNamespace(
-            train=SimpleNamespace(example_digest=lambda rows: "", progress=lambda last: [])
-        ),
+    engine = SimpleNamespace(
+        mesh=SimpleNamespace(devices=devices), stages=SimpleNamespace(recomputed=0.5)
     )
+    train = SimpleNamespace(example_digest=lambda rows: "", progress=lambda last: [])
     clock = iter([10.0, 12.0])
     with monkeypatch.context() as patched:
-        patched.setattr(trainer.time, "monotonic", lambda: next(clock))
-        recorder = trainer.Recorder(ready, (), started=0.0)
-        recorder._record(2, StepMetrics(*map(np.float32, (2.0, 1.0, 1000, 400))), 0.0)
-    recorder.close()
+        patched.setattr(recorder.time, "monotonic", lambda: next(clock))
+        written = recorder.Recorder(
+            tmp_path, config, engine, train, begin=0, trackers=(), started=0.0
+        )
+        written._record(2, StepMetrics(*map(np.float32, (2.0, 1.0, 1000, 400))), 0.0)
+    written.close()
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (record["tokens"], record["loss_tokens"]) == (1000, 400)
     assert (record["tokens_per_second"], record["loss_tokens_per_second"]) == (500, 200)
@@ -167,3 +165,42 @@ def test_the_hint_trains_longer_without_a_jump():
     hint = train._how_to_train_longer(cosine)
     assert "--config.run.steps=200; the learning rate goes on from 0.0001" in hint
     assert "schedule_steps" not in hint
+
+
+SETTINGS = ["layout.fsdp=2", "model.num_layers=1", "data.seq_len=32", "run.steps=1"]
+
+
+@jax.jit
+def count(state, batch):
+    """A step that compiles at once: what crosses is around a step."""
+    tokens = batch.weights.sum()
+    return state._replace(step=state.step + 1), StepMetrics(tokens, tokens, tokens, tokens)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "compile_step", lambda engine: count)
+        config = configs.load("configs/tiny.py", SETTINGS)
+        ready = trainer.open_trainer(config, tmp_path_factory.mktemp("run"))
+    assert ready
+    return ready
+
+
+@pytest.mark.parametrize(
+    ("transfer", "refused"),
+    [
+        # What every device holds whole a CPU reads in place, unnoticed: so the array is sharded.
+        (lambda batch: np.asarray(batch.tokens), "device-to-host"),
+        (lambda batch: batch.weights * np.ones(32), "host-to-device"),
+    ],
+)
+def test_a_transfer_in_the_loop_is_refused(opened, tmp_path, transfer, refused):
+    def step(state, batch):
+        transfer(batch)
+        return count(state, batch)
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints", report=lambda line: None)
+    ready = dataclasses.replace(opened, workdir=tmp_path, checkpoints=checkpoints, step=step)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"Disallowed {refused} transfer"):
+        trainer.fit(ready, trackers=())

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.config import OPTIMIZERS, SCHEDULES, OptimizerConfig
+from jaxscale.sharding.resolve import is_axes
 from jaxscale.training import optimizer as optim
 
 SIZES = {
@@ -48,7 +49,7 @@ STEPS = 6
 
 
 def map_axes(function: Any, *trees: Any) -> Any:
-    return jax.tree.map(function, *trees, is_leaf=optim.is_axes)
+    return jax.tree.map(function, *trees, is_leaf=is_axes)
 
 
 def random_params(dtype: Any = np.float64, sizes: dict[str, int] = SIZES, seed: int = 0) -> Any:
@@ -335,10 +336,10 @@ def test_state_axes_fit_the_state(name: str, sizes: dict[str, int]) -> None:
     )
     state = jax.eval_shape(optimizer.init, params)
     axes = optim.state_axes(optimizer, params, AXES)
-    assert jax.tree.structure(axes, is_leaf=optim.is_axes) == jax.tree.structure(state)
+    assert jax.tree.structure(axes, is_leaf=is_axes) == jax.tree.structure(state)
     sharded = 0
     for names, leaf in zip(
-        jax.tree.leaves(axes, is_leaf=optim.is_axes), jax.tree.leaves(state), strict=True
+        jax.tree.leaves(axes, is_leaf=is_axes), jax.tree.leaves(state), strict=True
     ):
         if names:
             assert tuple(sizes[name] for name in names) == leaf.shape

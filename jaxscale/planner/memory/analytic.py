@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from jaxscale.layout import by_names
+from jaxscale.ops.sizes import CHUNK_BYTES, CHUNK_TOKENS
 from jaxscale.planner.cost.communication import local_params
 from jaxscale.planner.memory.at_rest import BATCH_BYTES
 from jaxscale.planner.memory.other_trainers import layer_bytes
-from jaxscale.planner.memory.step import CHUNK_BYTES, CHUNK_TOKENS, Memory
+from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.memory.transients import TRANSIENTS
 from jaxscale.planner.model.parallelism import Choice
 from jaxscale.planner.model.shape import Shape

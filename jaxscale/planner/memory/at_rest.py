@@ -3,10 +3,9 @@
 import dataclasses
 import math
 
-from jaxscale.config import Config
+from jaxscale.config import FACTORED_SIZE, Config
 from jaxscale.planner.model.param_shapes import Array, Ints, itemsize, parameters
 
-FACTORED_SIZE = 128  # of `optim`
 BATCH_BYTES = 5 * 4  # of a token: the fields of `Batch`
 COUNT_BYTES = 4  # of an int32 scalar
 COUNTS = {"adamw": 2, "lion": 2, "adafactor": 2, "muon": 3}

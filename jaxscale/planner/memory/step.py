@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import Config
+from jaxscale.ops.sizes import CHUNK_BYTES, CHUNK_TOKENS
 from jaxscale.planner.memory.at_rest import (
     batch_bytes,
     count_bytes,
@@ -43,8 +44,6 @@ from jaxscale.planner.memory.transients import (
 from jaxscale.planner.model.param_shapes import Ints, most, parameters, where
 from jaxscale.planner.tables.pipeline_slots import Held, hold_config
 from jaxscale.sharding.rules import DEALT_OVER, deals_layers
-
-CHUNK_BYTES, CHUNK_TOKENS = 128 * 2**20, 1024  # of `ops.loss`
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from typing import Any
 
 from jaxscale.config import Config
 from jaxscale.layout import by_names, kept_passes, remat_names
+from jaxscale.ops.sizes import BLOCK_SCORES, LANES
 from jaxscale.planner.memory.layer_loop import Walk, elements, mlp_weights
 from jaxscale.planner.model.param_shapes import Ints, most, where
-
-BLOCK_SCORES = 2**19  # of `ops.blocks`
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class Transients:
     tile: int = 1  # rows of a shard that collectives take together
 
 
-LANES = 128  # of a TPU
 _TPU: dict[str, Any] = {
     "remade": 0,
     "ring": 6,

@@ -7,13 +7,11 @@ import jax
 import pytest
 
 from jaxscale.config import from_dict
-from jaxscale.ops import attention_blocks, loss
-from jaxscale.planner.memory import at_rest, layer_loop, transients
+from jaxscale.planner.memory import at_rest, layer_loop
 from jaxscale.planner.memory import step as formulas
 from jaxscale.planner.memory.step import memory
 from jaxscale.planner.report import text_report
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.optimizer import FACTORED_SIZE
 from jaxscale.training.step import make_engine
 
 MODEL = {
@@ -56,12 +54,6 @@ def test_the_state_is_the_engines_to_the_byte(optimizer, stage):
     predicted = memory(one)
     assert predicted.parameters == device_bytes(engine.abstract_state.params)
     assert predicted.optimizer == device_bytes(engine.abstract_state.opt_state)
-
-
-def test_what_it_copies_from_modules_with_jax():
-    assert (formulas.CHUNK_BYTES, formulas.CHUNK_TOKENS) == (loss.CHUNK_BYTES, loss.CHUNK_TOKENS)
-    assert transients.BLOCK_SCORES == attention_blocks.BLOCK_SCORES
-    assert at_rest.FACTORED_SIZE == FACTORED_SIZE
 
 
 def test_every_stage_needs_less_than_the_one_before():

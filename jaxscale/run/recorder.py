@@ -1,0 +1,174 @@
+"""What a run records: step times, metrics, progress lines, its summary."""
+
+import contextlib
+import logging
+import math
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxscale import config as configs
+from jaxscale.config import Config
+from jaxscale.data.dataset import Examples, repeats
+from jaxscale.hardware import peak_flops
+from jaxscale.run.setup import Evaluation
+from jaxscale.training.metrics import Metrics, duration, progress_line, utilisation
+from jaxscale.training.optimizer import schedule_of
+from jaxscale.training.step import Engine, StepMetrics
+
+log = logging.getLogger("jaxscale")
+
+LOG_SECONDS = 5.0
+"""A progress line at most this often."""
+
+
+class Recorder:
+    """Times steps, checks that loss and gradient norm are finite, and writes the metrics.
+
+    The metrics of a step are read while the next one runs, so that devices never wait for the host.
+
+    Args:
+      workdir: the run's folder.
+      train: the examples that the steps read.
+      begin: steps done before.
+      trackers: where metrics go besides files.
+      started: `time.monotonic()` when the process began.
+    """
+
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        config: Config,
+        engine: Engine,
+        train: Examples,
+        *,
+        begin: int,
+        trackers: tuple[str, ...],
+        started: float,
+    ) -> None:
+        model, data, optimizer = config.model, config.data, config.optimizer
+        self.workdir, self.begin, self.started = workdir, begin, started
+        self.steps = config.run.steps
+        self.metrics = Metrics(
+            workdir,
+            start_step=begin,
+            trackers=trackers,
+            config=configs.to_dict(config),
+        )
+        self._rate = schedule_of(optimizer, config.schedule_steps)
+        self._model_flops = model.flops_per_token(data.seq_len)
+        self._hardware_flops = model.hardware_flops_per_token(
+            data.seq_len,
+            remat=config.layout.remat,
+            recomputed=engine.stages.recomputed if engine.stages else 0.0,
+        )
+        devices = engine.mesh.devices
+        self._num_devices = devices.size
+        self._peak = peak_flops(devices.flat[0].device_kind, model.compute_dtype)
+        self._train, self._batch_size = train, data.global_batch_size
+        self._pending: tuple[int, StepMetrics, float] | None = None
+        self._data_seconds = 0.0
+        self._mark = time.monotonic()  # when the step before was done
+        self._shown = -math.inf
+        self._recent: list[float] = []
+        self._last: dict[str, Any] = {}
+        self._evaluation: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around the wait for input."""
+        begin = time.monotonic()
+        yield
+        self._data_seconds = time.monotonic() - begin
+
+    def push(self, step: int, out: StepMetrics) -> None:
+        """A step was dispatched; writes the one before it."""
+        pending, self._pending = self._pending, (step, out, self._data_seconds)
+        if pending:
+            self._record(*pending)
+        if step == self.begin + 1:
+            self.flush()
+
+    def flush(self) -> None:
+        """Waits for the last step and writes it; what follows is not part of any step."""
+        pending, self._pending = self._pending, None
+        if pending:
+            self._record(*pending)
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Writes an evaluation after `step`."""
+        self._evaluation = {
+            "step": step,
+            "eval_loss": evaluation.loss,
+            "eval_perplexity": evaluation.perplexity,
+            "eval_bits_per_byte": evaluation.bits_per_byte,
+            "eval_tokens": evaluation.tokens,
+        }
+        self.metrics.write(self._evaluation)
+        line = progress_line(self._evaluation, steps=self.steps, seconds_left=0)
+        log.info(f"{line} | {evaluation.bits_per_byte:.3f} bits per byte")
+        self._mark = time.monotonic()
+
+    def finish(self) -> dict[str, Any]:
+        """Writes summary.json and loss.png, and returns the summary."""
+        self.flush()
+        seconds = time.monotonic() - self.started
+        summary = {**self._last, **self._evaluation, "seconds": seconds}
+        self.metrics.finish(summary)
+        return summary
+
+    def close(self) -> None:
+        """Closes the files, also of a run that failed."""
+        self.metrics.close()
+
+    def _record(self, step: int, out: StepMetrics, data_seconds: float) -> None:
+        loss, grad_norm, tokens, loss_tokens = map(float, jax.device_get(out))
+        now = time.monotonic()
+        seconds, self._mark = now - self._mark, now
+        tokens_per_second = tokens / seconds
+        first = step * self._batch_size
+        record = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": float(self._rate(step - 1)),
+            "tokens": int(tokens),
+            "loss_tokens": int(loss_tokens),
+            "step_seconds": seconds,
+            "data_seconds": data_seconds,
+            "tokens_per_second": tokens_per_second,
+            "loss_tokens_per_second": loss_tokens / seconds,
+            "mfu": self._utilisation(self._model_flops * tokens_per_second),
+            "hfu": self._utilisation(self._hardware_flops * tokens_per_second),
+            "examples": self._train.example_digest(range(first - self._batch_size, first)),
+        }
+        self._last = record
+        self.metrics.write(record)
+        for source in repeats(self._train, first - self._batch_size, first):
+            log.info(f"step {step}: {source.name} begins again, epoch {source.begun}")
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise FloatingPointError(
+                f"step {step}: loss = {loss}, gradient norm = {grad_norm}; stopped, and nothing "
+                "after the last checkpoint is saved. Lower optimizer.learning_rate, set "
+                "optimizer.clip_norm, or lengthen optimizer.warmup_steps"
+            )
+        self._show(record, now)
+
+    def _show(self, record: dict[str, Any], now: float) -> None:
+        step = record["step"]
+        if step == self.begin + 1:
+            log.info(f"first step done {duration(now - self.started)} after the start")
+        else:
+            self._recent = [*self._recent[-49:], record["step_seconds"]]
+        if now - self._shown >= LOG_SECONDS or step == self.steps:
+            self._shown = now
+            typical = float(np.median(self._recent or [record["step_seconds"]]))
+            left = typical * (self.steps - step)
+            log.info(progress_line(record, steps=self.steps, seconds_left=left))
+
+    def _utilisation(self, flops_per_second: float) -> float | None:
+        return utilisation(flops_per_second, self._num_devices, self._peak)

@@ -1,0 +1,32 @@
+"""Specs of arrays are built in the sharding folder alone."""
+
+import ast
+import pathlib
+
+import jaxscale
+
+PACKAGE = pathlib.Path(jaxscale.__file__).parent
+ELSEWHERE = {
+    # A rank's share within the kernel's own `shard_map`.
+    "ops/embedding.py",
+    "ops/tensor_parallel.py",
+    # Moves the pipeline's axis within the spec that an array has.
+    "pipeline/layer_placement.py",
+}
+
+
+def names_specs(path: pathlib.Path) -> bool:
+    """Whether a file imports, or takes from a module, `PartitionSpec` or its alias."""
+    wanted = {"PartitionSpec", "P"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and wanted & {alias.name for alias in node.names}:
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in wanted:
+            return True
+    return False
+
+
+def test_other_folders_take_specs_from_the_sharding_folder():
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    found = {name for name, path in files.items() if names_specs(path)}
+    assert {name for name in found if not name.startswith("sharding/")} == ELSEWHERE

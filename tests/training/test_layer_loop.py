@@ -1,0 +1,60 @@
+"""The layer loop's collectives, as its timing diagram has them."""
+
+import re
+
+import jax
+import pytest
+
+from jaxscale.config import from_dict
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.step import make_engine
+
+MODEL = {
+    "d_model": 16,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "d_ff": 32,
+    "vocab_size": 32,
+}
+
+
+def lowered_step(num_layers: int = 3, **layout) -> str:
+    """The step with its loops over layers unrolled."""
+    config = from_dict(
+        {
+            "model": {**MODEL, "num_layers": num_layers},
+            "data": {"global_batch_size": 8, "seq_len": 16},
+            "layout": {"data": 1, "fsdp": 2, "zero_stage": 3, "microbatches": 4, **layout},
+        }
+    )
+    mesh = make_mesh(config.layout, jax.devices()[:2])
+    engine = make_engine(config, mesh, unroll_layers=True)
+    return engine.step.lower(engine.abstract_state, engine.abstract_batch).as_text()
+
+
+def timeline(program: str) -> str:
+    """Gathers (g) and reductions (r) of the MLP's last weight, which alone has its shape, and the
+    matmuls that read it (.), in the order of the program; a run of matmuls is one."""
+    whole, shard = "tensor<32x16x{}>", "tensor<32x8x{}>"
+    found = []
+    for line in program.splitlines():
+        if "stablehlo.all_gather" in line and line.endswith(whole.format("bf16")):
+            found.append("g")
+        # A reduction holds a function: its types are on the line that closes that.
+        elif line.endswith(f"}}) : ({whole.format('f32')}) -> {shard.format('f32')}"):
+            found.append("r")
+        elif "stablehlo.dot_general" in line and f" {whole.format('bf16')})" in line:
+            found.append(".")
+    return re.sub(r"\.+", ".", "".join(found))
+
+
+@pytest.mark.parametrize("accumulation", ["layered", "sequential"])
+def test_each_layer_is_prefetched_and_reduced_during_its_neighbours_compute(accumulation):
+    # With L = 3: gather 0; gather 1, F0; gather 2, F1; F2, head; gather 1, B2; gather 0, reduce 2,
+    # B1; reduce 1, B0; reduce 0. The group of a sequential step is one micro-batch.
+    assert timeline(lowered_step(accumulation=accumulation)) == "gg.g.g.gr.r.r"
+
+
+def test_a_single_layer_is_gathered_once():
+    assert timeline(lowered_step(num_layers=1)) == "g.r"
