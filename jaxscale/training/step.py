@@ -143,9 +143,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         layout=layout,
         mesh=mesh,
         init=_jit_init(init, state, platform),
-        step=_jit_step(
-            step, state, mesh, step_options(mesh, deterministic=config.run.deterministic)
-        ),
+        step=_jit_step(step, state, mesh, options),
         evaluate=_jit_evaluate(evaluate, state, mesh),
         abstract_state=state,
         abstract_batch=batch,
@@ -278,8 +276,8 @@ def _make_step(
     """
     offloads = config.layout.offloads("optimizer")
 
-    def step(state: TrainState, batch: ShardedBatch) -> tuple[TrainState, StepMetrics]:
-        batch = dealt(batch)
+    def step(state: TrainState, sharded: ShardedBatch) -> tuple[TrainState, StepMetrics]:
+        batch = dealt(sharded)
         count = jnp.sum(batch.weights)
         (_, nll_sum), grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
