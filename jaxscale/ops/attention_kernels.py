@@ -48,9 +48,21 @@ def is_cudnn_forward(primitive, *_, **__) -> bool:
 
 
 def splash(
-    q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int, *, interpret: bool = False
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    segments_BT,
+    sliding_window: int,
+    *,
+    scaled: bool = False,
+    interpret: bool = False,
 ) -> Array:
     """Pallas splash attention; blocks that order or window hide are never computed.
+
+    The kernel takes scores as they are, and head_dim**-0.5 must be in the queries or keys before.
+    Where that is no power of two, as for heads of 128, queries in bfloat16 are rounded once more by
+    it: an error of 0.0017 of a score of size 1, beside 0.0023 of the queries' and keys' own.
+    `scaled` says that it is in them already, from before they were rounded.
 
     Like every Pallas kernel it wants all mesh axes manual: call it inside a `shard_map` over all of
     them, of size 1 or not.
@@ -77,7 +89,9 @@ def splash(
     )
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
     segments = splash_attention.SegmentIds(segments_BT, segments_BT)
-    out_BNTH = jax.vmap(kernel)(q_BNTH * head_dim**-0.5, k_BKSH, v_BKSH, segments)
+    if not scaled:
+        q_BNTH = (q_BNTH.astype(jnp.float32) * head_dim**-0.5).astype(q_BNTH.dtype)
+    out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)
     return jnp.swapaxes(cast(Array, out_BNTH), 1, 2)
 
 

@@ -20,7 +20,9 @@ LOW_TURNS = 1.0
 HIGH_TURNS = 4.0
 
 
-def rotary(x_BTNH: Array, positions_BT: Array, *, theta: float, scaling: float = 1.0) -> Array:
+def rotary(
+    x_BTNH: Array, positions_BT: Array, *, theta: float, scaling: float = 1.0, factor: float = 1.0
+) -> Array:
     """Turns pairs of features by an angle proportional to the position (arXiv 2104.09864).
 
     Feature i of the first half is paired with feature i of the second half, as in the Llama
@@ -29,6 +31,7 @@ def rotary(x_BTNH: Array, positions_BT: Array, *, theta: float, scaling: float =
     Args:
       theta: base of the geometric series of wavelengths.
       scaling: factor of Llama 3's frequency scaling (8 for Llama 3.1, 32 for 3.2); 1 is none.
+      factor: of the result, before it is rounded to the input's type.
     """
     frequencies_h = _frequencies(x_BTNH.shape[-1], theta, scaling)
 
@@ -37,7 +40,7 @@ def rotary(x_BTNH: Array, positions_BT: Array, *, theta: float, scaling: float =
     def turn(x_BTNH: Array, positions_BT: Array) -> Array:
         dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
         angles_BT1h = positions_BT.astype(dtype)[..., None, None] * frequencies_h.astype(dtype)
-        cos_BT1h, sin_BT1h = jnp.cos(angles_BT1h), jnp.sin(angles_BT1h)
+        cos_BT1h, sin_BT1h = factor * jnp.cos(angles_BT1h), factor * jnp.sin(angles_BT1h)
         cos_BT1H = jnp.concatenate((cos_BT1h, cos_BT1h), axis=-1)
         sin_BT1H = jnp.concatenate((-sin_BT1h, sin_BT1h), axis=-1)
         # Whole heads, turned with their partners: a TPU would write halves to memory.
@@ -59,6 +62,7 @@ def rotary_on_tpu(
     *,
     theta: float,
     scaling: float = 1.0,
+    factor: float = 1.0,
     interpret: bool = False,
 ) -> Array:
     """`rotary` as a Pallas kernel, for heads of `LANES` features and T a multiple of it.
@@ -71,7 +75,7 @@ def rotary_on_tpu(
 
     def tables(positions_BT: Array) -> tuple[Array, Array]:
         angles_BTh = positions_BT.astype(jnp.float32)[..., None] * frequencies_h
-        cos_BTh, sin_BTh = jnp.cos(angles_BTh), jnp.sin(angles_BTh)
+        cos_BTh, sin_BTh = factor * jnp.cos(angles_BTh), factor * jnp.sin(angles_BTh)
         cos_BTH = jnp.concatenate((cos_BTh, cos_BTh), axis=-1)
         return cos_BTH, jnp.concatenate((-sin_BTh, sin_BTh), axis=-1)
 

@@ -11,7 +11,9 @@ from jaxscale.layout import REMATS, kept_passes, parse_schedule
 from jaxscale.pipeline import summary
 from jaxscale.pipeline.simulate import simulate
 from jaxscale.pipeline.stages import Stages, open_stages
+from jaxscale.planner.memory.at_rest import sides
 from jaxscale.planner.memory.step import Memory, memory
+from jaxscale.planner.model.param_shapes import parameters
 from jaxscale.planner.search.trainable_model import check_parameters
 from jaxscale.sharding.resolve import (
     REPLICATED_WEIGHTS,
@@ -19,6 +21,7 @@ from jaxscale.sharding.resolve import (
     Axes,
     Rules,
     is_axes,
+    layer_rules,
     leaf_name,
     resolve,
 )
@@ -54,9 +57,35 @@ def _summary(engine: Engine) -> str:
             f"gradients {engine.zero.accumulation_dtype}",
         ),
         ("parameters", f"{config.num_params:,}"),
+        *_optimizer(engine),
         ("memory", _peak(engine)),
     ]
     return "layout\n" + table(rows)
+
+
+def _optimizer(engine: Engine) -> list[tuple[str, str]]:
+    """What Muon's update computes on each device."""
+    if engine.config.optimizer.name != "muon":
+        return []
+    sizes, model = engine.layout.sizes, engine.config.model
+    stack = next(leaf for name, _, leaf in _leaves(engine) if name.startswith("layers/"))
+    rows = stack.shape[0]
+    rules = layer_rules(sizes, rows)
+    over = [axis for axis in (rules[-1]["layers"] if rules else ()) if sizes[axis] > 1]
+    each = math.ceil(rows / math.prod(sizes[axis] for axis in over or ["pipeline"]))
+    flops = sum(
+        5 * (4 * min(pair) ** 2 * max(pair) + 2 * min(pair) ** 3)
+        for array in parameters(model)
+        if array.part == "layers" and (pair := [math.prod(side) for side in sides(array)])
+    )
+    where = f", dealt over {' x '.join(over)}" if over else ""
+    return [
+        (
+            "optimizer",
+            f"muon: {each} of {rows} layers on each device{where}, "
+            f"{each * flops / 1e12:.3g} TFLOP a step before tensor divides them",
+        )
+    ]
 
 
 def _pipeline(engine: Engine) -> list[str]:

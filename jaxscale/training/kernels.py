@@ -13,11 +13,11 @@ from jaxscale.config import Config
 from jaxscale.layout import AUTOMATIC_AXES, Layout, by_names, kept_passes
 from jaxscale.models.decoder import Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose
-from jaxscale.ops.attention_kernels import maskless
+from jaxscale.ops.attention_kernels import maskless, splash
 from jaxscale.ops.context_attention import context_attention
 from jaxscale.ops.embedding import spread_lookup
 from jaxscale.ops.loss import cross_entropy
-from jaxscale.ops.rope import rotary_on_tpu
+from jaxscale.ops.rope import rotary, rotary_on_tpu
 from jaxscale.ops.sizes import LANES
 from jaxscale.ops.tensor_parallel import Spread, spread_columns, spread_rows
 from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, constrain
@@ -37,8 +37,10 @@ def make_kernels(config: Config, platform: str, *, unroll: bool = False) -> Kern
             "columns": functools.partial(spread_columns, spread=spread),
             "rows": functools.partial(spread_rows, spread=spread),
         }
-    if attention_name(config, platform) == "splash" and config.model.head_dim == LANES:
-        replaced["rotary"] = _rotary(layout)
+    if _scales_before(config, platform):
+        # The root of the scores' factor goes into queries and keys alike.
+        turn = _rotary(layout) if config.model.head_dim == LANES else rotary
+        replaced["rotary"] = functools.partial(turn, factor=config.model.head_dim**-0.25)
     return Kernels(
         attend=_attend(config, platform),
         **replaced,
@@ -72,11 +74,19 @@ def attention_name(config: Config, platform: str) -> str:
     return f"blockwise, by {layout.context_method}"
 
 
+def _scales_before(config: Config, platform: str) -> bool:
+    """Whether queries and keys come to the attention kernel with the scores' factor in them: where
+    they are turned in float32 before, so that it costs no rounding of its own."""
+    return attention_name(config, platform) == "splash" and config.model.family == "llama"
+
+
 def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
     """Attention with every axis manual, each rank for its heads and its part of a sequence:
     kernels know nothing of meshes, and the compiler cannot partition them."""
     layout, implementation = config.layout, attention_name(config, platform)
-    if layout.context == 1:
+    if _scales_before(config, platform):
+        local = functools.partial(splash, scaled=True)
+    elif layout.context == 1:
         local = functools.partial(attention, implementation=implementation)
     else:
         local = functools.partial(context_attention, axis="context", method=layout.context_method)
@@ -104,7 +114,7 @@ def _rotary(layout: Layout) -> Callable[..., jax.Array]:
     """Rotary positions with every axis manual: each rank turns its own heads."""
     heads = kernel_spec(("batch", "seq", "heads", "head_dim"), layout.sizes)
 
-    def rotary(x: jax.Array, positions: jax.Array, **settings: float) -> jax.Array:
+    def turn(x: jax.Array, positions: jax.Array, **settings: float) -> jax.Array:
         return jax.shard_map(
             functools.partial(rotary_on_tpu, **settings),
             in_specs=(heads, kernel_spec(("batch", "seq"), layout.sizes)),
@@ -113,7 +123,7 @@ def _rotary(layout: Layout) -> Callable[..., jax.Array]:
             check_vma=False,
         )(x, positions)
 
-    return rotary
+    return turn
 
 
 def _lookup(

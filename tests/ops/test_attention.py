@@ -10,9 +10,12 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.config import from_dict
 from jaxscale.ops import attention_kernels, blockwise
 from jaxscale.ops.attention import attention, check, choose, decode_attention
 from jaxscale.ops.attention_kernels import maskless
+from jaxscale.ops.rope import rotary
+from jaxscale.training.kernels import make_kernels
 
 reference = functools.partial(attention, implementation="reference")
 
@@ -123,6 +126,37 @@ def test_splash_is_the_reference(window, kv_heads):
         kernel = functools.partial(attention_kernels.splash, sliding_window=window, interpret=True)
         expected = with_gradients(functools.partial(reference, sliding_window=window))(*args)
         assert_close(with_gradients(kernel)(*args), expected, 1e-5)
+
+
+def test_on_a_tpu_scores_have_no_rounding_but_that_of_queries_and_keys():
+    """Heads of 128: their scale is no power of two. Errors of scores of size 1, beside those of
+    queries and keys that are rounded and then scaled exactly."""
+    config = from_dict(
+        {"model": {"head_dim": 128, "compute_dtype": "bfloat16"}, "data": {"seq_len": 128}}
+    )
+    turn = make_kernels(config, "tpu").rotary.keywords  # of the kernel, which a CPU does not have
+    rng = np.random.default_rng(0)
+    positions = jnp.asarray(rng.integers(0, 5000, (1, 256)), jnp.int32)
+    q, k = (jnp.asarray(rng.normal(size=(1, 256, 1, 128)), jnp.bfloat16) for _ in "qk")
+
+    def scores(turn, scale=1.0):
+        return scale * np.einsum("btnh,bsnh->bts", *(np.float64(turn(x)) for x in (q, k)))
+
+    turned = functools.partial(rotary, positions_BT=positions, theta=1e4)
+    exact = scores(lambda x: turned(x.astype(jnp.float64)), 128**-0.5)
+    rounded, ours = (
+        np.std(one - exact)
+        for one in (scores(turned, 128**-0.5), scores(functools.partial(turned, **turn)))
+    )
+    assert rounded > 1e-3
+    assert ours < 1.05 * rounded  # once more rounded: 1.22
+
+
+def test_splash_takes_what_is_scaled_before():
+    with jax.enable_x64(False):
+        q, *rest = arguments(128, 2, 1, head_dim=16, dtype=jnp.float32, batch=1)
+        run = functools.partial(attention_kernels.splash, sliding_window=0, interpret=True)
+        np.testing.assert_array_equal(run(q, *rest), run(q / 4, *rest, scaled=True))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])

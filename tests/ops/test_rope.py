@@ -103,7 +103,7 @@ def test_the_kernel_turns_and_turns_back_as_rotary_does(heads):
 
     def value_and_gradient(function):
         def loss(x):
-            turned = function(x, positions, theta=1e4, scaling=8.0)
+            turned = function(x, positions, theta=1e4, scaling=8.0, factor=0.3)
             return jnp.sum(jnp.sin(turned)), turned
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))

@@ -12,6 +12,21 @@ from jaxscale.run.layout_report import describe_layout, human_bytes
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.step import make_engine
 
+MUON = from_dict(
+    {
+        "model": {
+            "num_layers": 6,
+            "d_model": 128,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 48,
+            "d_ff": 320,
+        },
+        "layout": {"data": 1},
+        "optimizer": {"name": "muon"},
+        "data": {"global_batch_size": 8},
+    }
+)
 CHOSEN = "save:query,mlp_up"
 
 
@@ -122,3 +137,18 @@ def test_state_that_replicas_hold_alike_is_named_with_its_bytes(layout, axes):
         f"{human_bytes(here - there)} are on other ranks of {axes} too; layout.fsdp = 4, "
         f"layout.data = 1 and layout.zero_stage = 3 would leave {human_bytes(there)}"
     ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({}, "muon: 6 of 6 layers on each device, 0.00366"),
+        ({"fsdp": 2}, "muon: 3 of 6 layers on each device, dealt over fsdp, 0.00183"),
+        ({"data": 4}, "muon: 2 of 6 layers on each device, dealt over data, 0.00122"),
+    ],
+)
+def test_what_muon_computes_on_each_device(layout, said):
+    """3.66 GFLOP for the six layers, as the compiled update has."""
+    config = dataclasses.replace(MUON, layout=dataclasses.replace(MUON.layout, **layout))
+    devices = jax.devices()[: config.layout.num_devices]
+    assert said in describe(make_engine(config, make_mesh(config.layout, devices)))

@@ -52,6 +52,15 @@ def test_state_takes_sixteen_bytes_a_parameter_over_its_axes(axes, stage):
     assert state == pytest.approx(wanted, rel=1e-6)
 
 
+def test_gradients_that_are_not_scattered_are_there_twice_while_they_are_summed():
+    """Of the last layer, embedding and head: as they go into the sum and as they come out."""
+    dense = dataclasses.replace(NAMED["llama3-8b"], seq_len=8192)
+    outer = dense.embedding_params + dense.head_params
+    last = dense.block_params / dense.layers + outer
+    assert needs(dense, 64, fsdp=64, zero_stage=0).reduction == pytest.approx(2 * 4 * last)
+    assert needs(dense, 64, fsdp=64, zero_stage=2).reduction == 0
+
+
 def test_ranks_of_expert_do_not_shrink_activations():
     """They have tokens of their own, and get as many from the others as they send."""
     apart = {"remat": "none", "microbatches": 2}
