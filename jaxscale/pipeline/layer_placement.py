@@ -16,27 +16,27 @@ Tree = Any
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
+class LayerPlacement:
     """How a run stacks its layers, in every array of a state that has a "layers" dimension.
 
     What is canonical is [layers, ...] whatever the layout: so states are made, and saved.
     """
 
-    rows: np.ndarray  # the layer in each row of a stack; -1 for none
+    layer_of_row: np.ndarray  # the layer in each row of a stack; -1 for none
     axes: Tree  # logical axes of every array
     abstract: Tree  # shapes, types and shardings in the run
 
     @property
     def trivial(self) -> bool:
         """Whether the run's form is the canonical one."""
-        return np.array_equal(self.rows, np.arange(len(self.rows)))
+        return np.array_equal(self.layer_of_row, np.arange(len(self.layer_of_row)))
 
     @property
     def canonical(self) -> Tree:
         """Shapes, types and shardings of the canonical form."""
         return self.abstract if self.trivial else self._map(self._canonical, self.abstract)
 
-    def part(self, name: str) -> "Placement":
+    def part(self, name: str) -> "LayerPlacement":
         """That of a part of the state alone, such as "params"."""
         parts = {key: getattr(getattr(self, key), name) for key in ("axes", "abstract")}
         return dataclasses.replace(self, **parts)
@@ -46,20 +46,20 @@ class Placement:
         may be whole on every rank of the pipeline."""
         if self.trivial:
             return state
-        layers = np.flatnonzero(self.rows >= 0)
-        order = layers[np.argsort(self.rows[layers])]
+        layers = np.flatnonzero(self.layer_of_row >= 0)
+        order = layers[np.argsort(self.layer_of_row[layers])]
         return self._map(functools.partial(_reorder, order), state, self.canonical)
 
     def from_canonical(self, state: Tree) -> Tree:
         """The form of the run."""
         if self.trivial:
             return state
-        return self._map(functools.partial(_reorder, self.rows), state, self.abstract)
+        return self._map(functools.partial(_reorder, self.layer_of_row), state, self.abstract)
 
     def _canonical(self, axes: Axes, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if "layers" not in axes:
             return leaf
-        dim, size, sharding = axes.index("layers"), int(self.rows.max()) + 1, leaf.sharding
+        dim, size, sharding = axes.index("layers"), int(self.layer_of_row.max()) + 1, leaf.sharding
         assert isinstance(sharding, NamedSharding)
         shape = (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
         ranks = sharding.mesh.shape["pipeline"]

@@ -54,7 +54,7 @@ def make_walk(
     """
     last, offloads = model.config.num_layers - 1, layout.offloads("activations")
     prefetches = zero.gathers or offloads
-    forward, backward = split_vjp(rematerialised(model, layout.remat))
+    forward, backward = split_vjp(rematerialised(model, layout.remat_policy))
 
     def walk(params: Tree, batch: Batch, sums: Tree, grads: Tree) -> tuple[Tree, Tree]:
         def fetch(index: Index) -> Tree:

@@ -14,8 +14,8 @@ from jaxscale.batch import Batch
 from jaxscale.config import Config
 from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder
-from jaxscale.pipeline.layer_placement import Placement
-from jaxscale.pipeline.stages import Stages, open_stages
+from jaxscale.pipeline.layer_placement import LayerPlacement
+from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.planner.tables.pipeline_slots import head_cost
 from jaxscale.sharding.resolve import ACTIVATIONS, resolve, resolve_tree, spread_outer
 from jaxscale.sharding.rules import check_divides, check_sequence
@@ -66,10 +66,10 @@ class Engine:
     evaluate: Callable[[Tree, Batch, jax.Array], EvaluationSums]
     abstract_state: TrainState  # shapes, types and shardings
     abstract_batch: Batch  # likewise
-    placement: Placement  # of the state, which is saved in another form
+    placement: LayerPlacement  # of the state, which is saved in another form
     state_axes: TrainState  # logical axes of every array in it
     zero: Zero
-    stages: Stages | None  # of a pipeline
+    stages: PipelineStages | None  # of a pipeline
     batch_sharding: NamedSharding  # its sequences are dealt in `ops.context.balanced_order`
     attention: str  # the implementation in use
 
@@ -108,7 +108,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
     nll = make_loss(model, layout, zero, mesh, stages)
 
     def init(key: jax.Array) -> TrainState:
-        params = model.init(key, stages.rows if stages else None)
+        params = model.init(key, stages.layer_of_row if stages else None)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     abstract = jax.eval_shape(init, jax.random.key(0))
@@ -135,7 +135,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         abstract,
         shardings,
     )
-    rows = stages.rows if stages else np.arange(config.model.num_layers)
+    rows = stages.layer_of_row if stages else np.arange(config.model.num_layers)
     replicated = NamedSharding(mesh, PartitionSpec())
     batch_spec = resolve(("batch", "seq"), ACTIVATIONS, layout.sizes)
     batch_sharding = NamedSharding(mesh, batch_spec)
@@ -164,7 +164,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         ),
         abstract_state=abstract_state,
         abstract_batch=_abstract_batch(config, batch_sharding),
-        placement=Placement(rows, axes, abstract_state),
+        placement=LayerPlacement(rows, axes, abstract_state),
         state_axes=axes,
         zero=zero,
         stages=stages,
@@ -213,7 +213,7 @@ def _abstract_batch(config: Config, sharding: NamedSharding) -> Batch:
     return Batch(ints, ints, ints, ints, floats)
 
 
-def _open_stages(config: Config) -> Stages:
+def _open_stages(config: Config) -> PipelineStages:
     return open_stages(config.layout, config.model.num_layers, head_cost(config))
 
 
@@ -242,7 +242,7 @@ def check_host_memory(config: Config, mesh: Mesh) -> None:
       ValueError: with what to set.
     """
     device = mesh.devices.flat[0]
-    offloads = config.layout.offload != "none" or config.layout.remat.startswith("offload:")
+    offloads = config.layout.offload != "none" or config.layout.remat_policy.offloads
     if not offloads or not isinstance(device, jax.Device):
         return
     kinds = {memory.kind for memory in device.addressable_memories()}

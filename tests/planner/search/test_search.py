@@ -9,6 +9,8 @@ import pytest
 
 from jaxscale.config import Config, from_dict, load
 from jaxscale.layout import ACCUMULATIONS, OFFLOADS, Layout
+from jaxscale.pipeline_schedules.schedule import Schedule
+from jaxscale.pipeline_schedules.shipped import find_schedule
 from jaxscale.planner.cost.cluster import cluster
 from jaxscale.planner.memory.step import memory
 from jaxscale.planner.model.named_models import NAMED
@@ -45,13 +47,20 @@ def query(memory_gb: float = 4.0, config: Config = CONFIG, **pins) -> Query:
     return Query(config, EIGHT, pins, memory_gb * 1e9)
 
 
+def small_schedule(name: str) -> Schedule:
+    schedule = find_schedule(name)
+    searched = schedule.searched_virtual_stages[:2]
+    return dataclasses.replace(schedule, searched_virtual_stages=searched)
+
+
 @pytest.fixture(autouse=True)
 def small_space(monkeypatch):
     """Fewer texts than the search goes through, so that each layout can be judged by itself."""
     monkeypatch.setattr("jaxscale.planner.search.trainable_model.REMATS", TRIED)
     monkeypatch.setattr("jaxscale.planner.search.trainable_model.OFFLOADS", OFFLOADS[:2])
-    monkeypatch.setattr("jaxscale.planner.search.space.RUNNABLE", PIPELINES)
-    monkeypatch.setattr("jaxscale.planner.search.space.CHUNKS", (2, 3))
+    shipped = tuple(map(small_schedule, PIPELINES))
+    monkeypatch.setattr("jaxscale.planner.search.space.SHIPPED", shipped)
+    monkeypatch.setattr("jaxscale.planner.search.space.find_schedule", small_schedule)
 
 
 def by_hand(asked: Query) -> list[tuple[float, Layout]]:
