@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 import ml_collections
 
 from jaxscale.data_source import Source, to_plain, to_sources
-from jaxscale.layout import AUTO, BLOCK_TENSORS, Layout, remat_names
+from jaxscale.layout import AUTO, BLOCK_TENSORS, Layout, parse_remat
+from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 
 DTYPES = ("float64", "float32", "bfloat16")
 VOCABULARY_MULTIPLE = 128
@@ -170,9 +171,9 @@ class ModelConfig:
           remat: the layout's policy; what it does not keep is repeated, but for a layer's last
             product, whose result no backward pass needs.
           recomputed: in a pipeline that recomputes by operations of their own, the share of passes
-            that it does so (`Stages.recomputed`); these repeat whole layers.
+            that it does so (`PipelineStages.recomputed`); these repeat whole layers.
         """
-        products, kept = self.layer_products(seq_len, causal), remat_names(remat)
+        products, kept = self.layer_products(seq_len, causal), parse_remat(remat).names
         repeated = sum(products[name] for name in BLOCK_TENSORS if name not in kept)
         if recomputed:
             repeated = recomputed * sum(products.values())
@@ -440,7 +441,20 @@ def from_dict(sections: dict[str, dict]) -> Config:
                 for key, value in values.items()
             }
         )
-    return Config(**built)
+    config = Config(**built)
+    _import_foreign(config)
+    return config
+
+
+def _import_foreign(config: Config) -> None:
+    """Imports the code from outside the package that a config names, so that what cannot be found
+    is refused here. A run's config.json comes this way, too: whoever reads one that others wrote
+    should be asked here whether its code may run."""
+    if is_foreign(name := config.layout.schedule_spec.name):
+        try:
+            find_schedule(name)
+        except ValueError as error:
+            raise ValueError(f"layout.{error}") from None
 
 
 def to_dict(config: Config) -> dict[str, dict]:

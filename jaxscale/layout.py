@@ -2,9 +2,12 @@
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 from dataclasses import dataclass
+
+from jaxscale.pipeline_schedules.shipped import check_known, is_foreign
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """From the slowest links to the fastest."""
@@ -16,21 +19,6 @@ AUTOMATIC_AXES = ("expert", "context", "tensor")
 """Axes whose collectives the compiler writes, from the constraints that it is given."""
 
 ACCUMULATIONS = ("sequential", "layered")
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "breadth_first",
-    "seq1f1b",
-    "seq1f1b_interleaved",
-    "chimera",
-    "bitpipe",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-    "dualpipe",
-    "dualpipe_v",
-)
 AUTO = "auto"
 """As a schedule: the planner chooses it, and all that is left at its default, when a run begins."""
 
@@ -55,7 +43,8 @@ class Layout:
     share each sequence, and `context_method` says how its keys reach its queries: "ring" or
     "gather" (`ops/context.py`). In a pipeline `remat` can be "keep:4": each rank keeps everything
     of up to four passes through a chunk at a time, and recomputes the others as with "full"
-    (`pipeline.orders.keep_passes`).
+    (`pipeline.orders.keep_passes`). `schedule` and `remat` stay as they were written; what they say
+    is `schedule_spec` and `remat_policy`.
     """
 
     pipeline: int = 1
@@ -93,10 +82,10 @@ class Layout:
         if self.microbatches < 1:
             raise ValueError(f"layout.microbatches = {self.microbatches}; at least 1")
         _check_known("accumulation", self.accumulation, ACCUMULATIONS)
-        parse_schedule(self.schedule)
+        parse_schedule(self.schedule)  # refuses what it cannot read, as parse_remat does
         _check_known("context_method", self.context_method, CONTEXT_METHODS)
         _check_known("offload", self.offload, OFFLOADS)
-        remat_names(self.remat)
+        parse_remat(self.remat)
         if self.virtual_stages < 0:
             raise ValueError(
                 f"layout.virtual_stages = {self.virtual_stages}; at least 1, or 0 for as few as "
@@ -104,7 +93,7 @@ class Layout:
             )
         if self.pipeline > 1:
             self._check_pipeline()
-        elif self.pipeline == 1 and kept_passes(self.remat):
+        elif self.pipeline == 1 and self.remat_policy.kept_passes:
             raise ValueError(
                 f"layout.remat = {self.remat!r} says what a rank of a pipeline keeps, and "
                 "layout.pipeline = 1; set layout.remat = 'full', or save:TENSOR,... for some of "
@@ -133,13 +122,23 @@ class Layout:
                 f"layout.context_method = 'ring' with layout.pipeline = {self.pipeline} is not "
                 "available in this version; set layout.context_method = 'gather'"
             )
-        if self.offloads("activations") or self.remat.startswith("offload:"):
+        if self.offloads("activations") or self.remat_policy.offloads:
             raise ValueError(
                 f"layout.offload = {self.offload!r}, layout.remat = {self.remat!r} with "
                 f"layout.pipeline = {self.pipeline}: a pipeline keeps activations on the device; "
                 "set layout.offload = 'none' or 'optimizer', and layout.remat = 'full' or another "
                 "policy without 'offload:'"
             )
+
+    @property
+    def schedule_spec(self) -> "ScheduleSpec":
+        """What `schedule` says."""
+        return parse_schedule(self.schedule)
+
+    @property
+    def remat_policy(self) -> "RematPolicy":
+        """What `remat` says."""
+        return parse_remat(self.remat)
 
     @property
     def auto(self) -> bool:
@@ -166,47 +165,58 @@ class Layout:
         return self.data * self.fsdp
 
 
-def remat_names(remat: str) -> tuple[str, ...]:
-    """The tensors of `BLOCK_TENSORS` that a remat policy keeps of a layer.
+@dataclass(frozen=True)
+class RematPolicy:
+    """What a layer keeps for its backward pass, as `Layout.remat` says it."""
+
+    kind: str  # of REMATS, REMATS_WITH_NAMES, or KEEP
+    names: tuple[str, ...]  # of BLOCK_TENSORS, those that are saved
+    # Passes that a pipeline's rank keeps at a time, where the others are recomputed by operations
+    # of their own: 0 with "full", 4 with "keep:4"; None where there are no such operations. It is
+    # the `keep` of `pipeline.orders.make_order`.
+    kept_passes: int | None = None
+
+    @property
+    def by_names(self) -> bool:
+        """Whether a layer keeps what is named, and recomputes all that is not."""
+        return self.kind not in ("none", "save_all_but_attention")
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what is named is kept in host memory."""
+        return self.kind == "offload"
+
+
+@functools.cache
+def parse_remat(remat: str) -> RematPolicy:
+    """Reads "full", "save:query,key" or "keep:4".
 
     Raises:
-      ValueError: no such policy, or no such tensor; names the nearest.
+      ValueError: no such policy, or no such tensor (names the nearest); or "keep:" without a number
+        of at least 1.
     """
-    policy, colon, listed = remat.partition(":")
-    if kept_passes(remat) is not None:
-        return ()
+    kind, colon, listed = remat.partition(":")
+    if kind == KEEP:
+        return RematPolicy(KEEP, (), _kept_passes(remat, listed))
     if not colon:
         named = (f"{name}:TENSOR,..." for name in REMATS_WITH_NAMES)
-        known = (*REMATS, *named, f"{KEEP}:NUMBER")
-        _check_known("remat", remat, known)
+        _check_known("remat", remat, (*REMATS, *named, f"{KEEP}:NUMBER"))
+        if remat == "full":
+            return RematPolicy(remat, (), 0)
         if remat == "save_all_but_attention":
-            return tuple(name for name in BLOCK_TENSORS if name != "attention")
-        return BLOCK_TENSORS
-    _check_known("remat", policy, (*REMATS_WITH_NAMES, KEEP))
+            kept = tuple(name for name in BLOCK_TENSORS if name != "attention")
+            return RematPolicy(remat, kept)
+        return RematPolicy(remat, BLOCK_TENSORS)
+    _check_known("remat", kind, (*REMATS_WITH_NAMES, KEEP))
     names = tuple(name.strip() for name in listed.split(","))
     for name in names:
         _check_known(f"remat = {remat!r}", name, BLOCK_TENSORS, equals=": ")
     if len(set(names)) < len(names):
         raise ValueError(f"layout.remat = {remat!r} names a tensor twice")
-    return names
+    return RematPolicy(kind, names)
 
 
-def by_names(remat: str) -> bool:
-    """Whether a layer keeps what is named, and makes again all that is not."""
-    return remat not in ("none", "save_all_but_attention")
-
-
-def kept_passes(remat: str) -> int | None:
-    """How many passes a pipeline's rank keeps at a time, of those that are recomputed otherwise by
-    operations of their own: 0 with "full", 4 with "keep:4". None where there are no such
-    operations. It is the `keep` of `pipeline.orders.make_order`.
-
-    Raises:
-      ValueError: "keep:" without a number of at least 1.
-    """
-    policy, _, number = remat.partition(":")
-    if policy != KEEP:
-        return 0 if remat == "full" else None
+def _kept_passes(remat: str, number: str) -> int:
     if not re.fullmatch(r"[1-9]\d*", number, re.ASCII):
         raise ValueError(
             f"layout.remat = {remat!r}; write keep:NUMBER, such as keep:4, for the passes that "
@@ -215,16 +225,37 @@ def kept_passes(remat: str) -> int | None:
     return int(number)
 
 
-def parse_schedule(schedule: str) -> tuple[str, bool, tuple[int, ...]]:
-    """What "1f1b:fused:3,2,2" says: the schedule's name or file, whether its backward pass is one
-    operation, and the layers of each virtual stage, () where they are to be dealt.
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """Which pipeline schedule, and how it is used, as `Layout.schedule` says it.
+
+    >>> str(parse_schedule("1f1b:fused:3,2,2"))
+    '1f1b:fused:3,2,2'
+    """
+
+    name: str  # as `pipeline.orders.make_order` takes it
+    fused: bool = False  # the backward pass is one operation
+    layers: tuple[int, ...] = ()  # of each virtual stage; () leaves them to the engine
+
+    def __str__(self) -> str:
+        layers = [",".join(map(str, self.layers))] if self.layers else []
+        return ":".join([self.name, *["fused"] * self.fused, *layers])
+
+
+@functools.cache
+def parse_schedule(schedule: str) -> ScheduleSpec:
+    """Reads "1f1b", "1f1b:fused:3,2,2", "FILE.csv" or "module:RECORD".
+
+    A foreign module is not imported here (`config.from_dict` does that).
 
     Raises:
       ValueError: no such schedule, or no such choice.
     """
     name, *choices = schedule.split(":")
-    if schedule != AUTO and not name.endswith(".csv"):
-        _check_known("schedule", name, SCHEDULES)
+    if choices and choices[0] != "fused" and is_foreign(f"{name}:{choices[0]}"):
+        name = f"{name}:{choices.pop(0)}"
+    elif schedule != AUTO and not name.endswith(".csv"):
+        check_known(name, "layout.schedule")
     fused, layers = False, ()
     for choice in choices:
         if choice == "fused":
@@ -237,7 +268,7 @@ def parse_schedule(schedule: str) -> tuple[str, bool, tuple[int, ...]]:
                 "can be :fused, for a backward pass in one operation, and the layers of each "
                 "stage, at least one, such as :3,2,2,1"
             )
-    return name, fused, layers
+    return ScheduleSpec(name, fused, layers)
 
 
 def _check_known(name: str, got: str, allowed: tuple[str, ...], equals: str = " = ") -> None:

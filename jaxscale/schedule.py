@@ -16,10 +16,11 @@ import numpy as np
 
 from jaxscale import command_line
 from jaxscale.pipeline import draw
+from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.schedule_csv import write_csv
-from jaxscale.pipeline.schedules import SCHEDULES, make_order
-from jaxscale.pipeline.simulate import Costs, Run, simulate
+from jaxscale.pipeline.simulator import Costs, Run, simulate
 from jaxscale.pipeline.table import Table, compile_order
+from jaxscale.pipeline_schedules.shipped import NAMES
 
 MOST_OPERATIONS = 2**20
 """Forward passes of a schedule, over all ranks."""
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
             pathlib.Path(args.csv).write_text(write_csv(order))
         if args.png:
             idle = f"{100 * run.idle_fraction:.1f} % idle"
-            draw.png(args.png, table, run, f"{_headline(table)}: {run.makespan:g}, {idle}")
+            draw.write_png(args.png, table, run, f"{_headline(table)}: {run.makespan:g}, {idle}")
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     print(describe(table, run, columns))
 
@@ -108,12 +109,12 @@ def parse_costs(text: str) -> Costs:
 
 def describe(table: Table, run: Run, columns: int = 0) -> str:
     """The timeline and the numbers of a run, for a terminal of so many columns (0: any)."""
-    timelines = [draw.text(table, run.start, run.duration, columns)]
+    timelines = [draw.timeline_text(table, run.start, run.duration, columns)]
     if not np.allclose(run.start, run.lockstep_start):
         timelines = [
             f"As soon as possible:\n{timelines[0]}",
             "In lockstep, every tick as long as its slowest operation:\n"
-            + draw.text(table, run.lockstep_start, run.duration, columns),
+            + draw.timeline_text(table, run.lockstep_start, run.duration, columns),
         ]
     stash = " ".join(f"{units:g}" for units in run.peak_stash)
     kinds = [f"{draw.SIGNS[k]} {draw.WORDS[k]}" for k in draw.WORDS if (table.ops.kind == k).any()]
@@ -146,11 +147,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jaxscale.schedule",
         description="Draws a pipeline schedule and says how long it takes, how much of that is "
         "idle, what each rank must keep, and what it sends.",
-        epilog=f"Schedules: {', '.join(SCHEDULES)}, or a CSV file with a row of operations for "
-        "each rank (2F0 is stage 2, forward, micro-batch 0; kinds F, R, B, W and X).",
+        epilog=f"Schedules: {', '.join(NAMES)}, module:RECORD for one of your own, or a CSV file "
+        "with a row of operations for each rank (2F0 is stage 2, forward, micro-batch 0; kinds F, "
+        "R, B, W and X).",
     )
     add = parser.add_argument
-    add("name", metavar="NAME", help="a schedule, or a .csv file")
+    add("name", metavar="NAME", help="a schedule, module:RECORD, or a .csv file")
     count = command_line.whole(1, MOST_OPERATIONS)
     add("--stages", type=count, metavar="P", help="ranks on the pipeline axis")
     add("--microbatches", type=count, metavar="M", help="micro-batches per step")

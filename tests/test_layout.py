@@ -8,7 +8,15 @@ import re
 import pytest
 
 from jaxscale import config
-from jaxscale.layout import MANUAL_AXES, MESH_AXES, Layout, resolve_sizes
+from jaxscale.layout import (
+    BLOCK_TENSORS,
+    MANUAL_AXES,
+    MESH_AXES,
+    Layout,
+    RematPolicy,
+    ScheduleSpec,
+    resolve_sizes,
+)
 from jaxscale.pipeline.stages import open_stages
 
 
@@ -81,3 +89,33 @@ def test_a_pipeline_that_would_keep_all_passes_is_refused():
     layout = Layout(pipeline=4, data=1, microbatches=8, remat="keep:4")
     with pytest.raises(ValueError, match=r"layout.remat = 'keep:4': .* more than that in flight"):
         open_stages(layout, 8)
+
+
+@pytest.mark.parametrize(
+    ("remat", "policy"),
+    [
+        ("none", RematPolicy("none", BLOCK_TENSORS)),
+        ("full", RematPolicy("full", (), 0)),
+        ("keep:4", RematPolicy("keep", (), 4)),
+        ("save:query, key", RematPolicy("save", ("query", "key"))),
+        ("offload:mlp_up", RematPolicy("offload", ("mlp_up",))),
+    ],
+)
+def test_what_a_remat_policy_says(remat, policy):
+    layout = Layout(pipeline=1 if policy.offloads else 2, remat=remat)
+    assert (layout.remat, layout.remat_policy) == (remat, policy)
+    assert policy.by_names == (remat != "none")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "spec"),
+    [
+        ("1f1b", ScheduleSpec("1f1b")),
+        ("1f1b:fused:3,2", ScheduleSpec("1f1b", True, (3, 2))),
+        ("runs/a.csv:3,2", ScheduleSpec("runs/a.csv", False, (3, 2))),
+        ("mine.schedules:BEST:fused", ScheduleSpec("mine.schedules:BEST", True)),
+    ],
+)
+def test_what_a_schedule_says(schedule, spec):
+    layout = Layout(pipeline=2, schedule=schedule)
+    assert (layout.schedule, layout.schedule_spec, str(spec)) == (schedule, spec, schedule)

@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.layout import ACCUMULATIONS, MESH_AXES, REMATS, Layout, kept_passes, parse_schedule
+from jaxscale.layout import ACCUMULATIONS, MESH_AXES, REMATS, Layout, parse_schedule
 from jaxscale.pipeline.stages import open_stages
+from jaxscale.pipeline_schedules.shipped import RUNNABLE, find_schedule, is_foreign
 from jaxscale.planner.search import space
 from jaxscale.planner.search.trainable_model import Trained
 
@@ -30,18 +31,8 @@ FIELDS = (
 )
 """What is chosen; `data` takes the devices that are left."""
 
-PIPELINES = (
-    ("gpipe", 1),
-    ("1f1b", 1),
-    ("zb_h1", 1),
-    ("zb_h2", 1),
-    ("zb_v", 2),
-    ("interleaved", 2),
-    ("interleaved", 4),
-    ("breadth_first", 2),
-    ("breadth_first", 4),
-)
-"""Schedules and chunks of a rank."""
+VIRTUAL_STAGES = (1, 2, 4)
+"""Of those that a search may try with a schedule, the ones that are measured."""
 
 MOST_MICROBATCHES = 64
 
@@ -56,7 +47,7 @@ def choices_of(layout: Layout) -> Choices:
     if layout.pipeline == 1:
         chosen |= {"schedule": None, "virtual_stages": None}
     else:
-        chosen["virtual_stages"] = layout.virtual_stages or _fewest_chunks(layout.schedule)
+        chosen["virtual_stages"] = layout.virtual_stages or _virtual_stages(layout)
     return chosen
 
 
@@ -86,12 +77,14 @@ def candidates(
     Args:
       pins: choices that are given.
     """
+    pins = pins or {}
+    schedules = _schedules(pins.get("schedule", config.layout.schedule))
     return [
         choices
         for mesh in _meshes(num_devices)
         if not _mesh_refusal(config, mesh)
-        for choices in _walks(config, mesh)
-        if all(choices[name] in (value, None) for name, value in (pins or {}).items())
+        for choices in _walks(config, mesh, schedules)
+        if all(choices[name] in (value, None) for name, value in pins.items())
     ]
 
 
@@ -104,6 +97,20 @@ def refusal(config: Config, layout: Layout) -> str:
     return Trained(config).refusal(layout)[1]
 
 
+def _schedules(wanted: str) -> list[tuple[str, int]]:
+    """The schedules that are tried, each with its virtual stages, the fewest first: those of the
+    package, and the wanted one where it is foreign."""
+    name = parse_schedule(wanted).name
+    names = [*RUNNABLE, *([name] if is_foreign(name) else [])]
+    searched = {name: find_schedule(name).searched_virtual_stages for name in names}
+    return [
+        (name, chunks)
+        for name in sorted(names, key=searched.__getitem__)
+        for chunks in searched[name]
+        if chunks in VIRTUAL_STAGES
+    ]
+
+
 def _meshes(num_devices: int) -> Iterator[Layout]:
     """Every way to write the devices as pipeline x data x fsdp x context x tensor."""
     for sizes in space.meshes(num_devices):
@@ -114,7 +121,7 @@ def _mesh_refusal(config: Config, mesh: Layout) -> str:
     return refusal(config, dataclasses.replace(mesh, pipeline=1, data=1))
 
 
-def _walks(config: Config, mesh: Layout) -> Iterator[Choices]:
+def _walks(config: Config, mesh: Layout, schedules: Sequence[tuple[str, int]]) -> Iterator[Choices]:
     """The ways to walk over a mesh."""
     each, rest = divmod(config.data.global_batch_size, mesh.batch_shards)
     microbatches = (
@@ -122,9 +129,9 @@ def _walks(config: Config, mesh: Layout) -> Iterator[Choices]:
     )
     stages = (1, 2, 3) if mesh.fsdp > 1 else (None,)
     piped = mesh.pipeline > 1
-    schedules = PIPELINES if piped else ((None, None),)
+    pipelines = schedules if piped else ((None, None),)
     for count, stage, (schedule, chunks), remat in itertools.product(
-        microbatches, stages, schedules, REMATS
+        microbatches, stages, pipelines, REMATS
     ):
         for accumulation in (None,) if piped or count == 1 else ACCUMULATIONS:
             yield {
@@ -144,7 +151,7 @@ def _walks(config: Config, mesh: Layout) -> Iterator[Choices]:
 def _check_pipeline(config: Config, layout: Layout) -> None:
     if layout.pipeline > 1:
         # Of policies of remat, those that are not the table's make no difference to it.
-        remat = "none" if kept_passes(layout.remat) is None else layout.remat
+        remat = "none" if layout.remat_policy.kept_passes is None else layout.remat
         _open(
             layout.pipeline,
             layout.schedule,
@@ -169,6 +176,6 @@ def _open(
     open_stages(layout, num_layers)
 
 
-def _fewest_chunks(schedule: str) -> int:
-    name = parse_schedule(schedule)[0]
-    return min((chunks for known, chunks in PIPELINES if known == name), default=1)
+def _virtual_stages(layout: Layout) -> int:
+    name = layout.schedule_spec.name
+    return 1 if name.endswith(".csv") else find_schedule(name).virtual_stages

@@ -60,7 +60,7 @@ def split(function: Callable[..., jax.Array], weights: Tree, x: Any, context: Tr
     """Traces a function for arguments of these shapes and types."""
     forward, kept, backward = _passes(function, weights, x, context)
     treedef = jax.tree.structure(weights)
-    program = Program.of(backward, weights, context, kept, x)
+    program = TracedFunction.of(backward, weights, context, kept, x)
     weights_in, context_in, kept_in, (dy,) = program.inputs
     *dweights, dx = program.outputs
     b_wanted, w_eqns = _divide(program, dweights, dx)
@@ -115,7 +115,7 @@ def _passes(function: Callable, weights: Tree, x: Any, context: Tree):
     """`forward(weights, x, context) -> (y, kept)`, the shapes of what is kept, and
     `backward(weights, context, kept, dy) -> (dweights, dx)`. Only what depends on x is kept."""
     vjp_forward, vjp_backward = split_vjp(function)
-    program = Program.of(vjp_forward, weights, x, context)
+    program = TracedFunction.of(vjp_forward, weights, x, context)
     weights_in, x_in, context_in = program.inputs
     y, *leaves = program.outputs
     from_x = program.dependent(x_in)
@@ -140,7 +140,7 @@ def _passes(function: Callable, weights: Tree, x: Any, context: Tree):
     return forward, _shapes(kept), backward
 
 
-def _divide(program: "Program", dweights: list, dx: Any) -> tuple[list, list[JaxprEqn]]:
+def _divide(program: "TracedFunction", dweights: list, dx: Any) -> tuple[list, list[JaxprEqn]]:
     """What B has to make, and the equations of W."""
     weights_in, context_in, kept_in, dy = program.inputs
     # What comes from kept values without a product is cheaper to make again than to save.
@@ -165,7 +165,7 @@ def _divide(program: "Program", dweights: list, dx: Any) -> tuple[list, list[Jax
 
 
 @dataclass(frozen=True)
-class Program:
+class TracedFunction:
     """A traced function, its calls inlined: equations, and the variables of its arguments."""
 
     eqns: list[JaxprEqn]
@@ -174,7 +174,7 @@ class Program:
     constants: dict
 
     @classmethod
-    def of(cls, function: Callable, *args: Tree) -> "Program":
+    def of(cls, function: Callable, *args: Tree) -> "TracedFunction":
         """Traces `function(*args)`."""
         traced = jax.make_jaxpr(function)(*args)
         flat = jax.make_jaxpr(lambda *leaves: _inline(traced, leaves))(*jax.tree.leaves(args))

@@ -1,8 +1,8 @@
 """The table as the executor scans it: a row for each tick, and a slot for whatever is kept.
 
 What one operation makes and a later one reads is kept in a slot of a buffer in between. Slots are
-dealt by interval colouring on every rank, the lowest free one first; how many a buffer has is the
-most that any rank needs at once. NumPy only.
+assigned by interval colouring on every rank, the lowest free one first; how many a buffer has is
+the most that any rank needs at once. NumPy only.
 """
 
 import heapq
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.pipeline.operations import NOP, B, F, R, W, X
 from jaxscale.pipeline.table import Table
+from jaxscale.pipeline_schedules.operations import NOP, B, F, R, W, X
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class TickProgram:
     """What each rank does in each tick.
 
     Every column is int32 [ticks, ranks, lanes]; there are 2 lanes only where a schedule overlaps
@@ -39,8 +39,8 @@ class Program:
     slots: dict[str, int]  # of each buffer
 
 
-def make_program(table: Table) -> Program:
-    """Deals slots and spreads the operations over [ticks, ranks, lanes]."""
+def make_program(table: Table) -> TickProgram:
+    """Assigns slots and spreads the operations over [ticks, ranks, lanes]."""
     ops = table.ops
     cell = table.tick, ops.rank, ops.paired
     shape = table.ticks, table.order.ranks, 1 + int(ops.paired.max())
@@ -63,17 +63,17 @@ def make_program(table: Table) -> Program:
     for name, users in users_of.items():
         writer, reader = users[0], users[-1]
         arrives = name == "inbox"  # when the tick of its writer has ended
-        dealt = _colour(ops.rank[reader], table.tick[writer] + arrives, table.tick[reader])
-        slots[name] = int(dealt.max(initial=-1)) + 1
+        assigned = _colour(ops.rank[reader], table.tick[writer] + arrives, table.tick[reader])
+        slots[name] = int(assigned.max(initial=-1)) + 1
         columns[name] = np.full(shape, -1, np.int32)
         for user in users[1:] if arrives else users:
-            columns[name][tuple(index[user] for index in cell)] = dealt
+            columns[name][tuple(index[user] for index in cell)] = assigned
     if (ops.kind == R).any():
         keeping = (columns["kind"] == F) & (columns["residual_b"] >= 0)
         columns["kind"][keeping] = R
     sender, reader = users_of["inbox"]
     columns |= _receives(table, sender, reader, columns["inbox"], slots["inbox"])
-    return Program(columns, slots)
+    return TickProgram(columns, slots)
 
 
 def count_slots(table: Table) -> dict[str, np.ndarray]:

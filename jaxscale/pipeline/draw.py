@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxscale.pipeline.operations import B, F, R, W, X
-from jaxscale.pipeline.simulate import Run
+from jaxscale.pipeline.simulator import Run
 from jaxscale.pipeline.table import Table
+from jaxscale.pipeline_schedules.operations import B, F, R, W, X
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ MOST_INCHES = 60  # of a picture
 SMALLEST_POINTS = 4.5  # of a number that can be read
 
 
-def text(table: Table, start: np.ndarray, duration: np.ndarray, columns: int = 0) -> str:
+def timeline_text(table: Table, start: np.ndarray, duration: np.ndarray, columns: int = 0) -> str:
     """The timeline as text, one cell an operation.
 
     `F3` forward of micro-batch 3, `b3` input gradient, `w3` weight gradient, `X3==` both, `r3`
@@ -66,7 +66,7 @@ def _scale(duration: np.ndarray) -> float:
     return 1 / duration[duration >= duration.max() / 4].min()
 
 
-def png(path: str, table: Table, run: Run, title: str) -> None:
+def write_png(path: str, table: Table, run: Run, title: str) -> None:
     """Draws the run, as soon as possible, to a PNG file.
 
     Colours tell the kinds; later chunks of a rank are lighter; what enters at the last rank is

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.layout import Layout as DimensionOrder
+from jax.experimental.layout import with_layout_constraint
 
 from jaxscale.batch import Batch
 from jaxscale.models.decoder import STREAM, Decoder
+from jaxscale.ops.stacked import Index, add, add_at, add_rows, at, put
 from jaxscale.pipeline.backward_split import Split, keep_nothing, split
-from jaxscale.pipeline.buffer_slots import Program
-from jaxscale.pipeline.operations import B, F, R, W, X
+from jaxscale.pipeline.buffer_slots import TickProgram
 from jaxscale.pipeline.stages import (
     EMBEDDING,
     GATHER,
@@ -31,8 +32,9 @@ from jaxscale.pipeline.stages import (
     LAYERS,
     OPERATIONS,
     REDUCE,
-    Stages,
+    PipelineStages,
 )
+from jaxscale.pipeline_schedules.operations import B, F, R, W, X
 from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, constrain, is_axes
 from jaxscale.sharding.zero import Zero
 
@@ -41,7 +43,6 @@ Sums = tuple[jax.Array, jax.Array]
 Row = Mapping[str, jax.Array]  # a rank's cell of every column, int32 scalars
 Columns = Mapping[str, jax.Array | np.ndarray]
 Counts = jax.Array | np.ndarray
-Index = int | jax.Array
 
 
 class _State(NamedTuple):
@@ -59,7 +60,7 @@ def execute(
     model: Decoder,
     block: Callable,
     zero: Zero,
-    stages: Stages,
+    stages: PipelineStages,
     params: Tree,
     batches: Batch,
     columns: Columns,
@@ -86,10 +87,10 @@ def execute(
     return state.sums, {**outer_grads, "layers": grads["layers"]}
 
 
-def evaluate(
+def execute_forward(
     model: Decoder,
     zero: Zero,
-    stages: Stages,
+    stages: PipelineStages,
     params: Tree,
     batches: Batch,
     columns: Columns,
@@ -106,7 +107,7 @@ def buffers(
     model: Decoder,
     block: Callable,
     zero: Zero,
-    stages: Stages,
+    stages: PipelineStages,
     params: Tree,
     batches: Batch,
     counts: Counts,
@@ -130,8 +131,8 @@ class _Rank:
 
     model: Decoder
     zero: Zero
-    program: Program
-    stages: Stages
+    program: TickProgram
+    stages: PipelineStages
     parts: Split  # of a layer
     layers: Tree  # parameters, [chunks * capacity, ...]
     embed: Tree  # whole, as the head
@@ -146,8 +147,8 @@ class _Rank:
         cls,
         model: Decoder,
         zero: Zero,
-        stages: Stages,
-        program: Program,
+        stages: PipelineStages,
+        program: TickProgram,
         block: Callable | None,
         params: Tree,
         batches: Batch,
@@ -302,7 +303,7 @@ class _Rank:
         # where a rank has one chunk, and carry two more sets of whole gradients through them.
         shards = jax.lax.optimization_barrier(shards)
         begin = row["chunk"] * self.stages.capacity
-        grads = {**state.grads, "layers": add_at(state.grads["layers"], begin, shards)}
+        grads = {**state.grads, "layers": add_rows(state.grads["layers"], begin, shards)}
         return state._replace(grads=grads, pending=jax.tree.map(jnp.zeros_like, state.pending))
 
     def pass_on(self, state: _State, row: Row) -> _State:
@@ -423,9 +424,8 @@ class _Rank:
     def _add(self, state: _State, row: Row, index: jax.Array, dweights: Tree) -> _State:
         """Adds a layer's gradients to what they are summed in."""
         if state.pending is not None:
-            dweights = jax.tree.map(lambda x: x[None], dweights)
             return state._replace(pending=add_at(state.pending, index, dweights))
-        grads = jax.tree.map(lambda x: x[None], self.zero.reduce(dweights, self.zero.layer_axes))
+        grads = self.zero.reduce(dweights, self.zero.layer_axes)
         begin = row["chunk"] * self.stages.capacity + index
         grads = {**state.grads, "layers": add_at(state.grads["layers"], begin, grads)}
         return state._replace(grads=grads)
@@ -444,7 +444,7 @@ class _Rank:
 
     def _in_order(self, x: jax.Array) -> jax.Array:
         return (
-            with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+            with_layout_constraint(x, DimensionOrder(major_to_minor=tuple(range(x.ndim))))
             if self.row_major
             else x
         )
@@ -463,40 +463,3 @@ def when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, sc
             lambda carry: (carry[0] + 1, function(carry[1])),
             (jnp.zeros((), jnp.int32), state),
         )[1]
-
-
-def at(tree: Tree, *index: Index) -> Tree:
-    """What is at these indices of the leading dimensions of every array."""
-
-    def one(x: jax.Array) -> jax.Array:
-        rest = x.shape[len(index) :]
-        sizes = (*(1,) * len(index), *rest)
-        return jax.lax.dynamic_slice(x, _start(x, index), sizes).reshape(rest)
-
-    return jax.tree.map(one, tree)
-
-
-def put(buffer: jax.Array, value: jax.Array, *index: Index) -> jax.Array:
-    """Replaces what is there, in place."""
-    value = value.reshape((*(1,) * len(index), *value.shape))
-    return jax.lax.dynamic_update_slice(buffer, value, _start(buffer, index))
-
-
-def _start(x: jax.Array, index: Sequence[Index]) -> list[jax.Array]:
-    return [jnp.asarray(i, jnp.int32) for i in (*index, *(0,) * (x.ndim - len(index)))]
-
-
-def add(total: Tree, grads: Tree) -> Tree:
-    """A running sum in the type of `total`."""
-    return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), total, grads)
-
-
-def add_at(total: Tree, begin: Index, grads: Tree) -> Tree:
-    """Adds to the rows from `begin` on, in place."""
-
-    def one(total: jax.Array, grad: jax.Array) -> jax.Array:
-        before = jax.lax.dynamic_slice_in_dim(total, begin, grad.shape[0])
-        after = before + grad.astype(total.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(total, after, begin, axis=0)
-
-    return jax.tree.map(one, total, grads)

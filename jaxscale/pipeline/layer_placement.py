@@ -16,7 +16,7 @@ Tree = Any
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
+class LayerPlacement:
     """How a run stacks its layers, in every array of a state that has a "layers" dimension.
 
     What is canonical is [layers, ...] whatever the layout: so states are made, saved, and handed
@@ -24,21 +24,21 @@ class Placement:
     run's is spread over `pipeline` along its layers: both functions take either.
     """
 
-    rows: np.ndarray  # the layer in each row of a stack; -1 for none
+    layer_of_row: np.ndarray  # the layer in each row of a stack; -1 for none
     axes: Tree  # logical axes of every array
     abstract: Tree  # shapes, types and shardings in the run
 
     @property
     def trivial(self) -> bool:
         """Whether the run's form is the canonical one."""
-        return np.array_equal(self.rows, np.arange(len(self.rows)))
+        return np.array_equal(self.layer_of_row, np.arange(len(self.layer_of_row)))
 
     @property
     def canonical(self) -> Tree:
         """Shapes, types and shardings of the canonical form."""
         return self.abstract if self.trivial else self._map(self._canonical, self.abstract)
 
-    def part(self, name: str) -> "Placement":
+    def part(self, name: str) -> "LayerPlacement":
         """That of a part of the state alone, such as "params"."""
         parts = {key: getattr(getattr(self, key), name) for key in ("axes", "abstract")}
         return dataclasses.replace(self, **parts)
@@ -54,11 +54,11 @@ class Placement:
         """
         if self.trivial or not self._in_the_runs_form(state):
             return state
-        layers = np.flatnonzero(self.rows >= 0)
+        layers = np.flatnonzero(self.layer_of_row >= 0)
         wanted = self.canonical
         if on_host:
             wanted = self._map(_in_host_memory, wanted)
-        order = layers[np.argsort(self.rows[layers])]
+        order = layers[np.argsort(self.layer_of_row[layers])]
         return self._map(functools.partial(_reorder, order, donate), state, wanted)
 
     def from_canonical(self, state: Tree, *, donate: bool = False) -> Tree:
@@ -73,7 +73,9 @@ class Placement:
         if self.trivial or self._in_the_runs_form(state):
             return state
         jax.tree_util.tree_map_with_path(_check_shape, state, self.canonical)
-        return self._map(functools.partial(_reorder, self.rows, donate), state, self.abstract)
+        return self._map(
+            functools.partial(_reorder, self.layer_of_row, donate), state, self.abstract
+        )
 
     def _in_the_runs_form(self, state: Tree) -> bool:
         """Whether its layers are spread over the ranks."""
@@ -89,7 +91,7 @@ class Placement:
     def _canonical(self, axes: Axes, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if "layers" not in axes:
             return leaf
-        dim, size = axes.index("layers"), int(self.rows.max()) + 1
+        dim, size = axes.index("layers"), int(self.layer_of_row.max()) + 1
         shape = (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
         sharding = _across(leaf.sharding, dim, shape)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)

@@ -5,7 +5,7 @@ import io
 import pathlib
 import re
 
-from jaxscale.pipeline.operations import LETTERS, F, Op, Order, X, loop, zigzag
+from jaxscale.pipeline_schedules.operations import LETTERS, F, Op, Order, X, loop, zigzag
 
 
 def write_csv(order: Order) -> str:
@@ -70,9 +70,9 @@ def read_csv(path: str) -> Order:
             microbatches=1 + max(op.microbatch for op in ops),
             virtual_stages=stages // len(rows),
             sequence_chunks=1 + max(op.segment for op in ops),
-            placement=placement,
+            stage_to_rank=stage_to_rank,
         )
-        for placement in (loop, zigzag)
+        for stage_to_rank in (loop, zigzag)
     ]
     return min(orders, key=_misplaced)
 

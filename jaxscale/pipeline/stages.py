@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.layout import Layout, kept_passes, parse_schedule
-from jaxscale.pipeline.buffer_slots import Program, make_program
-from jaxscale.pipeline.operations import B, F, Order, R, W, X
-from jaxscale.pipeline.schedules import make_order
-from jaxscale.pipeline.simulate import Costs, simulate
+from jaxscale.layout import Layout
+from jaxscale.pipeline.buffer_slots import TickProgram, make_program
+from jaxscale.pipeline.orders import make_order
+from jaxscale.pipeline.simulator import Costs, simulate
 from jaxscale.pipeline.table import Ops, Table, compile_order, replay
+from jaxscale.pipeline_schedules.operations import B, F, Order, R, W, X
+from jaxscale.pipeline_schedules.shipped import RUNNABLE
 
 OPERATIONS = {F: "pipeline_F", R: "pipeline_R", B: "pipeline_B", W: "pipeline_W", X: "pipeline_X"}
 GATHER, REDUCE = "pipeline_gather", "pipeline_reduce"
@@ -21,7 +22,7 @@ HEAD, EMBEDDING, LAYERS = "pipeline_head", "pipeline_embedding", "pipeline_layer
 
 
 @dataclass(frozen=True, eq=False)
-class Stages:
+class PipelineStages:
     """What every rank of the pipeline does and holds.
 
     A rank's layers are stacked chunk by chunk, each chunk filled up to `capacity` layers: the
@@ -29,12 +30,12 @@ class Stages:
     """
 
     table: Table
-    program: Program
+    program: TickProgram
     layers: tuple[int, ...]  # of each virtual stage
     head_cost: float = 0.0  # FLOPs of the head over those of a layer
 
     @functools.cached_property
-    def forward_program(self) -> Program:
+    def forward_program(self) -> TickProgram:
         """The forward operations alone, for evaluation."""
         ops, needs = self.table.ops, self.table.needs
         kept = np.flatnonzero(ops.kind == F)
@@ -87,18 +88,14 @@ class Stages:
         return np.array(self.layers, np.int32)[chunk_stages(order)]
 
     @property
-    def rows(self) -> np.ndarray:
+    def layer_of_row(self) -> np.ndarray:
         """int [ranks * chunks * capacity], the layer in each row of the stack; -1 for none."""
         first = np.cumsum([0, *self.layers[:-1]])[chunk_stages(self.table.order)][..., None]
         place = np.arange(self.capacity)
         return np.where(place < self.counts[..., None], first + place, -1).reshape(-1)
 
 
-RUNNABLE = ("gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zb_h2", "zb_v")
-"""The schedules that the executor runs, and any order from a file that asks no more of it."""
-
-
-def open_stages(layout: Layout, num_layers: int, head_cost: float = 0.0) -> Stages:
+def open_stages(layout: Layout, num_layers: int, head_cost: float = 0.0) -> PipelineStages:
     """The pipeline of a resolved layout.
 
     Args:
@@ -108,22 +105,21 @@ def open_stages(layout: Layout, num_layers: int, head_cost: float = 0.0) -> Stag
       ValueError: the schedule cannot serve the layout, or the layers do not suffice; names what
         to change.
     """
-    name, fused, layers = parse_schedule(layout.schedule)
-    keep = kept_passes(layout.remat)
+    spec, keep = layout.schedule_spec, layout.remat_policy.kept_passes
     try:
         order = make_order(
-            name,
+            spec.name,
             layout.pipeline,
             layout.microbatches,
             layout.virtual_stages or None,
             layout.sequence_chunks,
-            fused=fused,
+            fused=spec.fused,
             keep=keep,
         )
     except ValueError as error:
         remat = "" if keep is None else f", layout.remat = {layout.remat!r}"
         said = _as_settings(str(error))
-        raise ValueError(f"layout.schedule = {name!r}{remat}: {said}") from None
+        raise ValueError(f"layout.schedule = {spec.name!r}{remat}: {said}") from None
     check_runnable(order)
     table = compile_order(order)
     if num_layers < order.stages:
@@ -133,10 +129,10 @@ def open_stages(layout: Layout, num_layers: int, head_cost: float = 0.0) -> Stag
             f"one layer: set model.num_layers = {order.stages}, or layout.pipeline = "
             f"{max(1, num_layers // order.virtual_stages)}"
         )
-    if layers:
-        _check_layers(layers, order, num_layers)
-    layers = layers or deal(table, num_layers, head_cost)
-    return Stages(table, make_program(table), layers, head_cost)
+    if spec.layers:
+        _check_layers(spec.layers, order, num_layers)
+    layers = spec.layers or partition_layers(table, num_layers, head_cost)
+    return PipelineStages(table, make_program(table), layers, head_cost)
 
 
 def check_runnable(order: Order) -> None:
@@ -159,8 +155,8 @@ def check_runnable(order: Order) -> None:
             )
 
 
-def deal(table: Table, num_layers: int, head_cost: float) -> tuple[int, ...]:
-    """Layers of each virtual stage, such that a step is shortest and, of those, most even.
+def partition_layers(table: Table, num_layers: int, head_cost: float) -> tuple[int, ...]:
+    """Layers of each virtual stage: the shortest step and, of those, the most even partition.
 
     The head's work, forward and backward, is in the last stage's B; with it, that stage may be
     better off with fewer layers than the others. The simulator decides.
@@ -168,28 +164,28 @@ def deal(table: Table, num_layers: int, head_cost: float) -> tuple[int, ...]:
     Args:
       head_cost: FLOPs of the head over those of a layer.
     """
-    dealt = dealings(num_layers, table.order.stages)
-    makespans = [simulate(table, _costs(table, n, head_cost)).lockstep_makespan for n in dealt]
-    return dealt[best_dealing(dealt, makespans)]
+    found = candidate_partitions(num_layers, table.order.stages)
+    makespans = [simulate(table, _costs(table, n, head_cost)).lockstep_makespan for n in found]
+    return found[best_partition(found, makespans)]
 
 
-def dealings(num_layers: int, stages: int) -> list[tuple[int, ...]]:
-    """Ways to deal layers to stages: any number to the last, the others as evenly as can be."""
+def candidate_partitions(num_layers: int, stages: int) -> list[tuple[int, ...]]:
+    """Ways to divide layers over stages: any number in the last, the others as even as can be."""
 
-    def dealt(last: int) -> tuple[int, ...]:
+    def partition(last: int) -> tuple[int, ...]:
         each, more = divmod(num_layers - last, stages - 1)
         # The first stage has the embedding, so it is the last to get one more.
         extra = [int(n < more) for n in (*range(stages - 2), stages - 2)]
         return (each + extra[-1], *(each + n for n in extra[:-1]), last)
 
-    return [dealt(last) for last in range(1, -(-num_layers // stages) + 1)]
+    return [partition(last) for last in range(1, -(-num_layers // stages) + 1)]
 
 
-def best_dealing(dealt: Sequence[tuple[int, ...]], makespans: Sequence[float]) -> int:
-    """Which of them is shortest and, of those as short to nine digits, most even."""
+def best_partition(partitions: Sequence[tuple[int, ...]], makespans: Sequence[float]) -> int:
+    """Which of them has the shortest makespan and, of those as short to nine digits, most even."""
     shortest = min(makespans)
     short = [n for n, one in enumerate(makespans) if one <= shortest * (1 + 1e-9)]
-    return min(short, key=lambda n: max(dealt[n]) - min(dealt[n]))
+    return min(short, key=lambda n: max(partitions[n]) - min(partitions[n]))
 
 
 def _costs(table: Table, layers: tuple[int, ...], head_cost: float) -> Costs:

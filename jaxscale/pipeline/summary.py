@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jaxscale.layout import Layout
-from jaxscale.pipeline.simulate import simulate
-from jaxscale.pipeline.stages import Stages, open_stages
+from jaxscale.pipeline.simulator import simulate
+from jaxscale.pipeline.stages import PipelineStages, open_stages
 
 MUCH_IDLE = 1 / 3
 """Of a step, from which on a layout should not go unremarked."""
 
 
-def rows(stages: Stages) -> list[tuple[str, str]]:
+def table_rows(stages: PipelineStages) -> list[tuple[str, str]]:
     """What and how much, for a table."""
     order, slots = stages.table.order, stages.program.slots
     chunks = f" of {order.virtual_stages} chunks" if order.virtual_stages > 1 else ""
@@ -24,12 +24,12 @@ def rows(stages: Stages) -> list[tuple[str, str]]:
     ]
 
 
-def idle(stages: Stages) -> float:
+def idle(stages: PipelineStages) -> float:
     """The share of the ranks' time in which they wait, with the layers and the head as dealt."""
     return simulate(stages.table, stages.costs).lockstep_idle_fraction
 
 
-def advice(layout: Layout, stages: Stages) -> str:
+def advice(layout: Layout, stages: PipelineStages) -> str:
     """A line about a pipeline that idles more than a third of the time, else ""."""
     now = idle(stages)
     if now <= MUCH_IDLE:

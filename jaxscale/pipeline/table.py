@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.pipeline.operations import B, F, Op, Order, R, W, X
 from jaxscale.pipeline.validate import check_order, raise_deadlock
+from jaxscale.pipeline_schedules.operations import B, F, Op, Order, R, W, X
 
 
 class Ops(NamedTuple):
@@ -48,7 +48,7 @@ def compile_order(order: Order, *, complete: bool = False) -> Table:
     A rank does one step a tick, and what it makes can be used from the next tick on.
 
     Args:
-      complete: whether the order is known to have every operation once, as those of `SCHEDULES`
+      complete: whether the order is known to have every operation once, as shipped schedules
         have; to ask takes as long as all the rest.
 
     Raises:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from jaxscale.pipeline import draw
-from jaxscale.pipeline.simulate import Run
+from jaxscale.pipeline.simulator import Run
 from jaxscale.pipeline.table import Table
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 INCHES, MARGIN_INCHES = 12.0, 1.0
 
 
-def timelines(runs: Mapping[str, tuple[Table, Run]]) -> "Figure":
+def draw_timelines(runs: Mapping[str, tuple[Table, Run]]) -> "Figure":
     """A panel for each, as soon as possible, with the same unit of time.
 
     Args:

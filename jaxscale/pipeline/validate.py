@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from jaxscale.pipeline.operations import B, F, Op, Order, W, X
+from jaxscale.pipeline_schedules.operations import B, F, Op, Order, W, X
 
 AROUND = 6  # cells drawn on each side of the marked ones
 

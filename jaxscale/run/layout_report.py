@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from jaxscale.layout import REMATS, kept_passes, parse_schedule
+from jaxscale.layout import REMATS, parse_remat
 from jaxscale.pipeline import summary
-from jaxscale.pipeline.simulate import simulate
-from jaxscale.pipeline.stages import Stages, open_stages
+from jaxscale.pipeline.simulator import simulate
+from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.planner.memory.at_rest import sides
 from jaxscale.planner.memory.step import Memory, memory
 from jaxscale.planner.model.param_shapes import parameters
@@ -109,7 +109,7 @@ def _pipeline(engine: Engine) -> list[str]:
     kept["embedding and head, whole"] = tree_bytes(
         outer, axes, whole, zero.sizes, zero.compute_dtype.itemsize
     )
-    rows = [*summary.rows(engine.stages)]
+    rows = [*summary.table_rows(engine.stages)]
     rows += [(f"keeps: {name}", human_bytes(size)) for name, size in kept.items() if size]
     return ["pipeline\n" + table(rows)]
 
@@ -163,17 +163,17 @@ def _remats(engine: Engine) -> list[str]:
     return ["layout.remat on each device\n" + table(rows)]
 
 
-def _passes(engine: Engine, chosen: Stages) -> list[str]:
+def _passes(engine: Engine, chosen: PipelineStages) -> list[str]:
     """What keeping some passes of a pipeline costs and brings, from none to all."""
     layout = engine.layout
-    if parse_schedule(layout.schedule)[0].endswith(".csv"):
+    if layout.schedule_spec.name.endswith(".csv"):
         return []  # it says itself what is recomputed
 
-    def open_with(remat: str) -> Stages:
+    def open_with(remat: str) -> PipelineStages:
         changed = dataclasses.replace(layout, remat=remat)
         return open_stages(changed, engine.model.config.num_layers, chosen.head_cost)
 
-    def seconds(stages: Stages) -> float:
+    def seconds(stages: PipelineStages) -> float:
         return simulate(stages.table, stages.costs).lockstep_makespan
 
     everything = open_with("none")
@@ -186,7 +186,7 @@ def _passes(engine: Engine, chosen: Stages) -> list[str]:
     rows = [("", "slots hold", "whole step", "time")]
     for remat in policies:
         needs, slower = _predict(engine, remat=remat), ""
-        if kept_passes(remat) is not None:
+        if parse_remat(remat).kept_passes is not None:
             slower = f"+{seconds(open_with(remat)) / shortest - 1:.0%}"
         rows.append(
             (

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxscale.batch import Batch
-from jaxscale.layout import MANUAL_AXES, Layout, kept_passes
+from jaxscale.layout import MANUAL_AXES, Layout
 from jaxscale.models.decoder import Decoder
-from jaxscale.pipeline.executor import Columns, Counts, buffers, evaluate, execute
-from jaxscale.pipeline.stages import Stages
+from jaxscale.pipeline.executor import Columns, Counts, buffers, execute, execute_forward
+from jaxscale.pipeline.stages import PipelineStages
 from jaxscale.sharding.resolve import Rules, is_axes, manual_part, resolve
 from jaxscale.sharding.specs import (
     BATCH_ROWS,
@@ -33,7 +33,7 @@ def make_gradients(
     layout: Layout,
     zero: Zero,
     mesh: Mesh,
-    stages: Stages | None = None,
+    stages: PipelineStages | None = None,
     *,
     unroll_layers: bool = False,
 ) -> Callable[[Tree, Batch], tuple[tuple[jax.Array, jax.Array], Tree]]:
@@ -67,7 +67,7 @@ def make_gradients(
 
 
 def _pipelined(
-    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: Stages
+    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages
 ) -> Callable[[Tree, Batch], tuple[tuple[jax.Array, jax.Array], Tree]]:
     """`make_gradients` by the table of a pipeline."""
     block = _pipelined_block(model, layout)
@@ -100,8 +100,8 @@ def _pipelined(
 
 def _pipelined_block(model: Decoder, layout: Layout) -> Callable:
     # The table may have operations that make the residuals of a chunk again.
-    by_table = kept_passes(layout.remat) is not None
-    return model.block if by_table else rematerialised(model, layout.remat)
+    by_table = layout.remat_policy.kept_passes is not None
+    return model.block if by_table else rematerialised(model, layout.remat_policy)
 
 
 def pipeline_buffers(
@@ -109,7 +109,7 @@ def pipeline_buffers(
     layout: Layout,
     zero: Zero,
     mesh: Mesh,
-    stages: Stages,
+    stages: PipelineStages,
     params: Tree,
     batch: Batch,
 ) -> dict[str, Tree]:
@@ -139,7 +139,7 @@ def pipeline_buffers(
 
 
 def make_loss(
-    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: Stages | None = None
+    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages | None = None
 ) -> Callable[[Tree, Batch], jax.Array]:
     """`(params, batch) -> nll_sum`: the forward pass alone, for evaluation."""
     if stages is not None:
@@ -169,13 +169,13 @@ def make_loss(
 
 
 def _pipelined_loss(
-    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: Stages
+    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages
 ) -> Callable[[Tree, Batch], jax.Array]:
     """`make_loss` by the forward part of a pipeline's table."""
 
     def local(params: Tree, batch: Batch, columns: Columns, counts: Counts) -> jax.Array:
         groups = split_batch(batch, layout.microbatches)
-        return zero.total(evaluate(model, zero, stages, params, groups, columns, counts)[1])
+        return zero.total(execute_forward(model, zero, stages, params, groups, columns, counts)[1])
 
     run = jax.shard_map(
         local,

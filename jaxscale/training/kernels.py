@@ -10,7 +10,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxscale.config import Config
-from jaxscale.layout import AUTOMATIC_AXES, Layout, by_names, kept_passes
+from jaxscale.layout import AUTOMATIC_AXES, Layout
 from jaxscale.models.decoder import Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose
 from jaxscale.ops.attention_kernels import maskless, splash
@@ -95,7 +95,7 @@ def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
         return local(q, k, v, segments, sliding_window=config.model.sliding_window)
 
     # Where a table recomputes a pipeline's passes, the layer itself is under no policy.
-    under_policy = by_names(layout.remat) and kept_passes(layout.remat) is None
+    under_policy = layout.remat_policy.by_names and layout.remat_policy.kept_passes is None
     if implementation == "cudnn" and not under_policy:
         attend = maskless(attend)
 

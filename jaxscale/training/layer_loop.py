@@ -32,6 +32,7 @@ from jaxscale.batch import Batch
 from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder
 from jaxscale.ops.split_vjp import split_vjp
+from jaxscale.ops.stacked import add, add_at, at
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.remat import from_host, rematerialised, to_host
 
@@ -101,7 +102,7 @@ def make_group_pass(
       unroll_layers: unrolls the loops over layers, for XLA's cost analysis, which counts the body
         of a loop once.
     """
-    forward, backward = split_vjp(rematerialised(model, layout.remat))
+    forward, backward = split_vjp(rematerialised(model, layout.remat_policy))
     offload = layout.offloads("activations")
     return functools.partial(
         _group_pass, _Loop(model, zero, forward, backward, offload, unroll_layers)
@@ -302,20 +303,3 @@ def over(function: Callable, carry: Tree, layers: Sequence[int], unroll: bool) -
     if not layers:
         return carry, None
     return each(function, carry, jnp.array(layers), unroll)
-
-
-def at(stack: Tree, index: Index) -> Tree:
-    """One layer of a stack."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stack)
-
-
-def add(total: Tree, grads: Tree) -> Tree:
-    """A running sum in the type of `total`; None is an empty one."""
-    if total is None:
-        return grads
-    return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), total, grads)
-
-
-def add_at(total: Tree, index: Index, grads: Tree) -> Tree:
-    """Adds one layer's gradients to the stack, in place."""
-    return jax.tree.map(lambda total, grad: total.at[index].add(grad), total, grads)

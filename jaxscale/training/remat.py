@@ -7,35 +7,36 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.layout import remat_names
+from jaxscale.layout import RematPolicy
 from jaxscale.models.decoder import Decoder
 from jaxscale.ops.attention_kernels import is_cudnn_forward
 
 Tree = Any
 
 
-def rematerialised(model: Decoder, remat: str) -> Callable[[Tree, jax.Array, Any], jax.Array]:
+def rematerialised(
+    model: Decoder, remat: RematPolicy
+) -> Callable[[Tree, jax.Array, Any], jax.Array]:
     """`model.block` under a policy of `Layout.remat`."""
-    if remat == "none":
+    if remat.kind == "none":
         return model.block
-    if remat == "save_all_but_attention":
+    if remat.kind == "save_all_but_attention":
         # Only the attention kernel runs again, from the queries, keys and values that are kept
         # (selective recomputation, arXiv 2205.05198, section 5).
         attend = _checkpoint(model.kernels.attend, jax.checkpoint_policies.nothing_saveable)
         return dataclasses.replace(
             model, kernels=dataclasses.replace(model.kernels, attend=attend)
         ).block
-    names = remat_names(remat)
-    if remat.startswith("offload:"):
+    if remat.offloads:
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
-            names_which_can_be_offloaded=list(names),
+            names_which_can_be_offloaded=list(remat.names),
             offload_src="device",
             offload_dst="pinned_host",
         )
     else:
-        policy = jax.checkpoint_policies.save_only_these_names(*names)
-    if "attention" in names:
+        policy = jax.checkpoint_policies.save_only_these_names(*remat.names)
+    if "attention" in remat.names:
         policy = _with_cudnn(policy)
     return _checkpoint(model.block, policy)
 

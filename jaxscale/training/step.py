@@ -16,8 +16,8 @@ from jaxscale.config import Config
 from jaxscale.data.device_batch import dealt, local_rows, shard_batch
 from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder
-from jaxscale.pipeline.layer_placement import Placement
-from jaxscale.pipeline.stages import Stages, open_stages
+from jaxscale.pipeline.layer_placement import LayerPlacement
+from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.planner.tables.pipeline_slots import head_cost
 from jaxscale.sharding.resolve import Axes, Rules, layer_rules, resolve, resolve_tree, spread_outer
 from jaxscale.sharding.rules import check_divides, check_sequence
@@ -70,10 +70,10 @@ class Engine:
     evaluate: Callable[[Tree, ShardedBatch, jax.Array], EvaluationSums]
     abstract_state: TrainState  # shapes, types and shardings
     abstract_batch: ShardedBatch  # likewise
-    placement: Placement  # of the state, which is saved in another form
+    placement: LayerPlacement  # of the state, which is saved in another form
     state_axes: TrainState  # logical axes of every array in it
     zero: Zero
-    stages: Stages | None  # of a pipeline
+    stages: PipelineStages | None  # of a pipeline
     batch_sharding: NamedSharding
     attention: str  # the implementation in use
 
@@ -115,7 +115,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
     check_host_memory(config, mesh)
     model = Decoder(config.model, make_kernels(config, platform, unroll=unroll_layers))
     stages = _open_stages(config) if layout.pipeline > 1 else None
-    rows = stages.rows if stages else np.arange(config.model.num_layers)
+    rows = stages.layer_of_row if stages else np.arange(config.model.num_layers)
     zero = _make_zero(config, model, stages)
     by_layer = functools.partial(
         _by_layer, mesh, [zero.update_rules, *layer_rules(layout.sizes, len(rows))]
@@ -147,7 +147,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         evaluate=_jit_evaluate(evaluate, state, mesh),
         abstract_state=state,
         abstract_batch=batch,
-        placement=Placement(rows, axes, state),
+        placement=LayerPlacement(rows, axes, state),
         state_axes=axes,
         zero=zero,
         stages=stages,
@@ -156,7 +156,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
     )
 
 
-def _make_zero(config: Config, model: Decoder, stages: Stages | None) -> Zero:
+def _make_zero(config: Config, model: Decoder, stages: PipelineStages | None) -> Zero:
     layout = config.layout
     single_visit = layout.accumulation == "layered" or layout.microbatches == 1
     return Zero(
@@ -192,10 +192,10 @@ def _shardings(abstract: Tree) -> Tree:
 
 
 def _make_init(
-    model: Decoder, optimizer: optax.GradientTransformation, stages: Stages | None
+    model: Decoder, optimizer: optax.GradientTransformation, stages: PipelineStages | None
 ) -> Callable[[jax.Array], TrainState]:
     def init(key: jax.Array) -> TrainState:
-        params = model.init(key, stages.rows if stages else None)
+        params = model.init(key, stages.layer_of_row if stages else None)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     return init
@@ -301,7 +301,7 @@ def _abstract_batch(config: Config, sharding: NamedSharding) -> ShardedBatch:
     return ShardedBatch(ints, ints, ints, ints, floats)
 
 
-def _open_stages(config: Config) -> Stages:
+def _open_stages(config: Config) -> PipelineStages:
     return open_stages(config.layout, config.model.num_layers, head_cost(config))
 
 
@@ -330,7 +330,7 @@ def check_host_memory(config: Config, mesh: Mesh) -> None:
       ValueError: with what to set.
     """
     device = mesh.devices.flat[0]
-    offloads = config.layout.offload != "none" or config.layout.remat.startswith("offload:")
+    offloads = config.layout.offload != "none" or config.layout.remat_policy.offloads
     if not offloads or not isinstance(device, jax.Device):
         return
     kinds = {memory.kind for memory in device.addressable_memories()}

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.schedule_csv import write_csv
-from jaxscale.pipeline.schedules import make_order
 from jaxscale.sharding.resolve import is_axes
 from jaxscale.training.checkpoint import Checkpoints
 from tests.invariants.layouts import (
@@ -114,7 +114,7 @@ def check_pipeline(layout: dict[str, Any], family: str = "llama", optimizer: str
 
 def on_ranks(engine, state):
     """A canonical state of NumPy arrays as the engine has it."""
-    rows = engine.placement.rows
+    rows = engine.placement.layer_of_row
 
     def one(axes, x, leaf):
         if "layers" in axes:
@@ -126,7 +126,7 @@ def on_ranks(engine, state):
 
 def in_order(engine, params):
     """The layers of NumPy arrays in the order of the model; the rows beside them are zeros."""
-    rows = engine.placement.rows
+    rows = engine.placement.layer_of_row
     place = np.argsort(np.where(rows < 0, len(rows), rows), kind="stable")
     layers = np.sum(rows >= 0)
     for leaf in jax.tree.leaves(params["layers"]):

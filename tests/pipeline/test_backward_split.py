@@ -9,6 +9,7 @@ import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
+from jaxscale.layout import parse_remat
 from jaxscale.models.decoder import Decoder, Kernels
 from jaxscale.ops.attention import attention
 from jaxscale.pipeline.backward_split import split
@@ -87,7 +88,7 @@ def assert_split_is_whole(function, weights, x, context, tolerance=1e-13):
 )
 def test_a_layer(family, implementation, remat):
     model = make_model(family, implementation)
-    assert_split_is_whole(rematerialised(model, remat), *arguments(model))
+    assert_split_is_whole(rematerialised(model, parse_remat(remat)), *arguments(model))
 
 
 def test_weights_that_w_would_need():

@@ -5,10 +5,11 @@ import itertools
 import pytest
 
 from jaxscale.pipeline.buffer_slots import make_program
-from jaxscale.pipeline.operations import NOP, B, F, R, W, X
-from jaxscale.pipeline.schedules import SCHEDULES, make_order
-from jaxscale.pipeline.simulate import peak_stash
+from jaxscale.pipeline.orders import make_order
+from jaxscale.pipeline.simulator import peak_stash
 from jaxscale.pipeline.table import compile_order
+from jaxscale.pipeline_schedules.operations import NOP, B, F, R, W, X
+from jaxscale.pipeline_schedules.shipped import find_schedule
 
 CASES = [
     ("gpipe", 3, 5, 1, 1),
@@ -105,7 +106,7 @@ def operate(row, unit, buffers, stages, recompute):
 @pytest.mark.parametrize("options", [{}, {"keep": 0}, {"keep": 1}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_every_operation_reads_what_was_made_for_it(case, options):
-    if options.get("fused") and SCHEDULES[case[0]].given_backward:
+    if options.get("fused") and find_schedule(case[0]).splits_backward:
         options = {"keep": 0}
     order, program = program_of(*case, **options)
     done = execute(order, program)

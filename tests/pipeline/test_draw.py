@@ -1,13 +1,13 @@
-"""Drawings. The timelines of the papers as text are in test_schedules."""
+"""Drawings. The timelines of the papers as text are in pipeline_schedules/test_shipped."""
 
 import matplotlib.image
 import pytest
 
 from jaxscale.pipeline import draw
-from jaxscale.pipeline.operations import NOP, B, F, R, W, X
-from jaxscale.pipeline.schedules import make_order
-from jaxscale.pipeline.simulate import Costs, simulate
+from jaxscale.pipeline.orders import make_order
+from jaxscale.pipeline.simulator import Costs, simulate
 from jaxscale.pipeline.table import compile_order
+from jaxscale.pipeline_schedules.operations import NOP, B, F, R, W, X
 
 
 def run(name, *numbers, costs=Costs(), **options):  # noqa: B008
@@ -17,25 +17,25 @@ def run(name, *numbers, costs=Costs(), **options):  # noqa: B008
 
 def test_cells_are_as_wide_as_the_longest_label():
     table, got = run("1f1b", 1, 11, fused=True)
-    text = draw.text(table, got.start, got.duration)
+    text = draw.timeline_text(table, got.start, got.duration)
     assert text.startswith("rank 0 |F0 X0 ===F1 X1 ===")
     assert text.endswith("F10X10===|")
 
 
 def test_uneven_costs_are_drawn_to_scale():
     table, got = run("1f1b", 1, 1, costs=Costs(f=1, b=2.5, w=1.5))
-    assert draw.text(table, got.start, got.duration) == "rank 0 |F0b0===w0=|"
+    assert draw.timeline_text(table, got.start, got.duration) == "rank 0 |F0b0===w0=|"
 
 
 def test_operations_that_cost_nothing_take_no_room():
     table, got = run("1f1b", 1, 2, costs=Costs(f=1, b=1, w=0))
-    assert draw.text(table, got.start, got.duration) == "rank 0 |F0b0F1b1|"
+    assert draw.timeline_text(table, got.start, got.duration) == "rank 0 |F0b0F1b1|"
 
 
 def test_long_timelines_fold_without_losing_a_cell():
     table, got = run("interleaved", 4, 8, 2)
-    whole = draw.text(table, got.start, got.duration)
-    folded = draw.text(table, got.start, got.duration, columns=60)
+    whole = draw.timeline_text(table, got.start, got.duration)
+    folded = draw.timeline_text(table, got.start, got.duration, columns=60)
     blocks = [block.splitlines() for block in folded.split("\n\n")]
     assert len(blocks) > 1
     assert max(map(len, folded.splitlines())) <= 60
@@ -55,7 +55,7 @@ def count_pixels(path):
 
 def test_areas_in_the_picture_are_times(tmp_path):
     table, got = run("1f1b", 4, 16, costs=Costs(r=1), keep=0)
-    draw.png(str(tmp_path / "a.png"), table, got, "1f1b")
+    draw.write_png(str(tmp_path / "a.png"), table, got, "1f1b")
     count = count_pixels(tmp_path / "a.png")
     # Numbers and white edges cover a little of what is not idle.
     for kind in (R, B, W):
@@ -66,7 +66,7 @@ def test_areas_in_the_picture_are_times(tmp_path):
 
 def test_directions_and_chunks_have_their_own_shades(tmp_path):
     table, got = run("bitpipe", 4, 8, fused=True)
-    draw.png(str(tmp_path / "b.png"), table, got, "bitpipe")
+    draw.write_png(str(tmp_path / "b.png"), table, got, "bitpipe")
     count = count_pixels(tmp_path / "b.png")
     # Only the first chunk of the first direction has the plain colours: a quarter of the time.
     assert count[X] / count[NOP] == pytest.approx(8 * 2 / 4 / (got.makespan - 8 * 3), rel=0.3)

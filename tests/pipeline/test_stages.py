@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 
-from jaxscale.layout import SCHEDULES as NAMES
 from jaxscale.layout import Layout
-from jaxscale.pipeline.operations import F
+from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.schedule_csv import write_csv
-from jaxscale.pipeline.schedules import SCHEDULES, make_order
-from jaxscale.pipeline.simulate import Costs, simulate
-from jaxscale.pipeline.stages import RUNNABLE, best_dealing, deal, open_stages
+from jaxscale.pipeline.simulator import Costs, simulate
+from jaxscale.pipeline.stages import best_partition, open_stages, partition_layers
 from jaxscale.pipeline.table import compile_order
+from jaxscale.pipeline_schedules.operations import F
 
 
 def stages_of(schedule, pipeline, microbatches, num_layers, virtual_stages=0, head=0.0, **layout):
@@ -23,11 +22,6 @@ def stages_of(schedule, pipeline, microbatches, num_layers, virtual_stages=0, he
         **layout,
     )
     return open_stages(layout, num_layers, head)
-
-
-def test_the_names_are_those_of_the_orders():
-    assert set(NAMES) == set(SCHEDULES)
-    assert set(RUNNABLE) < set(SCHEDULES)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +38,7 @@ def test_the_names_are_those_of_the_orders():
 def test_rows_of_the_stack(schedule, virtual_stages, rows):
     """Rank 0's chunks, then rank 1's, each filled up to the largest."""
     stages = stages_of(schedule, 2, 4, 8, virtual_stages)
-    assert stages.rows.tolist() == rows
+    assert stages.layer_of_row.tolist() == rows
     assert stages.counts.sum() == 8
     assert len(rows) == stages.counts.size * stages.capacity
 
@@ -65,7 +59,7 @@ def test_the_last_stage_gets_as_few_layers_as_make_the_step_shortest(head):
         return simulate(table, Costs(f=each, b=b, w=each)).lockstep_makespan
 
     every = [(a, b, 12 - a - b) for a in range(1, 11) for b in range(1, 12 - a)]
-    chosen = deal(table, 12, head)
+    chosen = partition_layers(table, 12, head)
     assert sum(chosen) == 12
     assert seconds(chosen) == min(map(seconds, every))
 
@@ -73,8 +67,8 @@ def test_the_last_stage_gets_as_few_layers_as_make_the_step_shortest(head):
 def test_of_dealings_that_are_as_short_the_most_even_is_chosen():
     """To nine digits: sums of seconds in another order differ in the last ones."""
     dealt = [(1, 5, 3), (3, 2, 4), (4, 4, 1), (3, 3, 3)]
-    assert best_dealing(dealt, [7.0, 7.0 + 1e-12, 7.0, 8.0]) == 1
-    assert best_dealing(dealt, [7.0, 7.1, 6.9, 8.0]) == 2
+    assert best_partition(dealt, [7.0, 7.0 + 1e-12, 7.0, 8.0]) == 1
+    assert best_partition(dealt, [7.0, 7.1, 6.9, 8.0]) == 2
 
 
 def test_the_forward_program_evaluates_every_microbatch_at_every_stage():

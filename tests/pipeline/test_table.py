@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from jaxscale.pipeline.operations import Op, Order, loop, zigzag
+from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.schedule_csv import read_csv, write_csv
-from jaxscale.pipeline.schedules import make_order
 from jaxscale.pipeline.table import compile_order
+from jaxscale.pipeline_schedules.operations import Op, Order, loop, zigzag
 
 CASES = [
     ("1f1b", 4, 8, 1, 1),
@@ -35,7 +35,7 @@ def test_text_round_trip(tmp_path, case):
     assert read.rows == order.rows
     assert (read.microbatches, read.virtual_stages, read.sequence_chunks) == case[2:]
     # With one chunk a rank every placement is the same.
-    assert read.placement is order.placement or case[3] == 1
+    assert read.stage_to_rank is order.stage_to_rank or case[3] == 1
     assert (compile_order(read).tick == compile_order(order).tick).all()
 
 
@@ -172,5 +172,5 @@ def test_spaces_blank_cells_and_a_byte_order_mark_are_read(tmp_path):
 def test_the_placement_is_found_from_the_stages(tmp_path):
     looped = "0F0,2F0,2X0,0X0\n1F0,3F0,3X0,1X0\n"
     folded = "0F0,3F0,3X0,0X0\n1F0,2F0,2X0,1X0\n"
-    assert compile_text(tmp_path, looped).order.placement is loop
-    assert compile_text(tmp_path, folded).order.placement is zigzag
+    assert compile_text(tmp_path, looped).order.stage_to_rank is loop
+    assert compile_text(tmp_path, folded).order.stage_to_rank is zigzag

@@ -123,7 +123,7 @@ def test_state_that_replicas_hold_alike_is_named_with_its_bytes(layout, axes):
             "data": {"global_batch_size": 8},
         }
     )
-    text = describe(make_engine(config, make_mesh(config.layout, jax.devices()[:4])))
+    text = describe_layout(make_engine(config, make_mesh(config.layout, jax.devices()[:4])))
     notes = [line for line in text.splitlines() if line.startswith("note: of parameters")]
     if not axes:
         assert notes == []
@@ -151,4 +151,4 @@ def test_what_muon_computes_on_each_device(layout, said):
     """3.66 GFLOP for the six layers, as the compiled update has."""
     config = dataclasses.replace(MUON, layout=dataclasses.replace(MUON.layout, **layout))
     devices = jax.devices()[: config.layout.num_devices]
-    assert said in describe(make_engine(config, make_mesh(config.layout, devices)))
+    assert said in describe_layout(make_engine(config, make_mesh(config.layout, devices)))

@@ -10,7 +10,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
-from jaxscale.layout import by_names
+from jaxscale.layout import parse_remat
 from jaxscale.models.decoder import Decoder, Kernels
 from jaxscale.ops.attention import attention
 from jaxscale.ops.attention_kernels import maskless
@@ -31,7 +31,7 @@ def cudnn(monkeypatch):
     attend = functools.partial(attention, implementation="cudnn", sliding_window=0)
 
     def decoder(remat: str) -> Decoder:
-        return Decoder(MODEL, Kernels(attend if by_names(remat) else maskless(attend)))
+        return Decoder(MODEL, Kernels(attend if parse_remat(remat).by_names else maskless(attend)))
 
     return decoder
 
@@ -51,7 +51,7 @@ def cudnn(monkeypatch):
 )
 def test_cudnns_kernel_runs_again_where_its_result_is_not_kept(cudnn, remat, runs):
     decoder = cudnn(remat)
-    block = rematerialised(decoder, remat)
+    block = rematerialised(decoder, parse_remat(remat))
     layers = jax.eval_shape(decoder.init, jax.random.key(0))["layers"]
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], jnp.bfloat16), layers)
     x = jax.ShapeDtypeStruct((2, 64, MODEL.d_model), jnp.bfloat16)
@@ -68,4 +68,6 @@ def test_cudnns_kernel_runs_again_where_its_result_is_not_kept(cudnn, remat, run
     if not remat.startswith("offload:"):
         _, kept = jax.eval_shape(split_vjp(block)[0], weights, x, batch)
         found = collections.Counter(leaf.size // (2 * 64) for leaf in kept if leaf.size > 64)
-        assert found == collections.Counter(one.elements for one in kept_values(MODEL, remat))
+        assert found == collections.Counter(
+            one.elements for one in kept_values(MODEL, parse_remat(remat))
+        )

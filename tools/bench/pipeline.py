@@ -171,7 +171,7 @@ def ours(
 def units(options: argparse.Namespace) -> dict[str, Case]:
     """Tables of some kinds of operations, each as often as there are micro-batches. What F and B
     keep has to be read, or the compiler would leave it out."""
-    from jaxscale.pipeline.operations import B, F, R, W, X  # noqa: PLC0415
+    from jaxscale.pipeline_schedules.operations import B, F, R, W, X  # noqa: PLC0415
 
     return {
         "w": ours(options, "1f1b", UNIT_TIMES, (W,)),
@@ -190,7 +190,7 @@ def unit_seconds(unit: dict[str, Case]) -> dict[str, float]:
 
 def predict(case: Case, unit: dict[str, Case]) -> float:
     """Seconds of a case from those of operations: a tick lasts as long as its slowest."""
-    from jaxscale.pipeline.simulate import Costs, simulate  # noqa: PLC0415
+    from jaxscale.pipeline.simulator import Costs, simulate  # noqa: PLC0415
 
     f, b, w, x, r = unit_seconds(unit).values()
     costs = Costs(f, x, 0.0) if "fused" in case.name else Costs(f, b, w, r)

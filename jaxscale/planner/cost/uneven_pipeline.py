@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.pipeline.operations import R
+from jaxscale.pipeline_schedules.operations import R
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.step import Seconds, cost, rank_costs
 from jaxscale.planner.model.parallelism import Choice

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.layout import by_names
+from jaxscale.layout import parse_remat
 from jaxscale.ops.sizes import CHUNK_BYTES, CHUNK_TOKENS
 from jaxscale.planner.cost.communication import local_params
 from jaxscale.planner.memory.at_rest import BATCH_BYTES
@@ -90,7 +90,11 @@ def memory(shape: Shape, choice: Choice, held: Held, back_end: str) -> Memory:
     moments = 2 * WIDE * rest / np.where(zero >= 1, z, 1)
     kept, whole = layer_bytes(shape, choice), layer_bytes(shape, choice, "none")
     # Activations of a layer and as many gradients; where products read the stream, it is whole.
-    spread = (transients.whole + by_names(choice.remat)) * (np.asarray(choice.tensor) - 1) * stream
+    spread = (
+        (transients.whole + parse_remat(choice.remat).by_names)
+        * (np.asarray(choice.tensor) - 1)
+        * stream
+    )
     working = 2 * whole + spread
     chunk = held.capacity * layer
     reduces = step.scatters | (step.single & (choice.batch_shards * choice.context > 1))

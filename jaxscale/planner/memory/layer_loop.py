@@ -81,5 +81,5 @@ def stream_bytes(config: Config, walk: Walk) -> Ints:
 
 def layer_kept_bytes(config: Config, walk: Walk) -> Ints:
     """What a layer keeps of a micro-batch."""
-    each = kept_bytes(config.model, config.layout.remat)
+    each = kept_bytes(config.model, config.layout.remat_policy)
     return walk.tokens * each // config.layout.tensor

@@ -6,7 +6,7 @@ The suite holds it to `remat.rematerialised`, value by value.
 from dataclasses import dataclass
 
 from jaxscale.config import ModelConfig
-from jaxscale.layout import by_names, kept_passes, remat_names
+from jaxscale.layout import RematPolicy
 from jaxscale.planner.model.param_shapes import itemsize
 
 
@@ -24,9 +24,9 @@ class Kept:
         return self.elements * self.element_bytes
 
 
-def kept_values(model: ModelConfig, remat: str) -> list[Kept]:
+def kept_values(model: ModelConfig, remat: RematPolicy) -> list[Kept]:
     """The values that a policy of `Layout.remat` keeps, a few constants of a layer left out."""
-    width, names = itemsize(model.compute_dtype), remat_names(remat)
+    width, names = itemsize(model.compute_dtype), remat.names
     stream, queries = model.d_model, model.num_heads * model.head_dim
     keys = model.num_kv_heads * model.head_dim
     sizes = {
@@ -39,7 +39,7 @@ def kept_values(model: ModelConfig, remat: str) -> list[Kept]:
         "mlp_gate": model.d_ff if model.family == "llama" else 0,
     }
     kept = {"input": stream} | {name: sizes[name] for name in names}
-    if not by_names(remat):
+    if not remat.by_names:
         # What every product and norm reads. In the place of the attention's product the stream
         # that it is added to is kept, and the kernel's result whether or not it runs again.
         kept |= {"attention norm": stream, "mlp norm": stream, "attention": queries}
@@ -52,19 +52,19 @@ def kept_values(model: ModelConfig, remat: str) -> list[Kept]:
     return found
 
 
-def kept_bytes(model: ModelConfig, remat: str) -> int:
+def kept_bytes(model: ModelConfig, remat: RematPolicy) -> int:
     """Of a layer and a token, over the ranks of tensor together."""
     return sum(one.num_bytes for one in kept_values(model, remat))
 
 
-def split_bytes(model: ModelConfig, remat: str) -> dict[str, int]:
+def split_bytes(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:
     """What a pipeline keeps of a layer and a token, over the ranks of tensor together, by the
     table's buffers: "residual_b" from F to B, "residual_w" from F to W, "cotangent" from B to W.
 
     W needs no weights, so what it reads beside kept values is what B has made: see
     `pipeline.split`, to which the suite holds this.
     """
-    names, gpt = set(remat_names(remat)), model.family == "gpt"
+    names, gpt = set(remat.names), model.family == "gpt"
     stream, queries = model.d_model, model.num_heads * model.head_dim
     keys, hidden = model.num_kv_heads * model.head_dim, model.d_ff
     sizes = {"query": queries, "key": keys, "value": keys}
@@ -72,11 +72,11 @@ def split_bytes(model: ModelConfig, remat: str) -> dict[str, int]:
     cotangent = 2 * stream + queries + 2 * keys + hidden * (1 if gpt else 2)
     # The activation is made again from both its factors.
     cotangent += 2 * hidden * gpt
-    if kept_passes(remat) is not None or not by_names(remat):
+    if remat.kept_passes is not None or not remat.by_names:
         residual_b = 2 * stream + queries + 2 * keys + hidden * gpt
         residual_b += (queries + keys) * model.qk_norm
         residual_w = 2 * stream + queries + 2 * hidden * (not gpt)
-        sums = remat != "save_all_but_attention"
+        sums = remat.kind != "save_all_but_attention"
     else:
         residual_b, residual_w = sum(sizes[name] for name in names & sizes.keys()), 0
         normed = sizes.keys() <= names  # else B makes the norm that W reads

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import Config
+from jaxscale.layout import parse_remat
 from jaxscale.ops.sizes import CHUNK_BYTES, CHUNK_TOKENS
 from jaxscale.planner.memory.at_rest import (
     batch_bytes,
@@ -226,7 +227,7 @@ def _layer_weights(config: Config, walk: Walk, transients: Transients, held: Hel
 
 def _slots(config: Config, walk: Walk, held: Held) -> Ints:
     """What the chunks of a rank keep between operations."""
-    each = split_bytes(config.model, config.layout.remat)
+    each = split_bytes(config.model, config.layout.remat_policy)
     kept = sum(getattr(held, name) * size for name, size in each.items())
     return held.capacity * walk.tokens * kept // config.layout.tensor
 
@@ -265,9 +266,9 @@ def _stash(config: Config, walk: Walk) -> tuple[Ints, Ints]:
     stash = layers * walk.group * layer_kept_bytes(config, walk)
     if layout.offloads("activations"):
         return stash, stash
-    if not layout.remat.startswith("offload:"):
+    if not layout.remat_policy.offloads:
         return stash, 0
-    stays = walk.tokens * kept_bytes(config.model, "full") // layout.tensor
+    stays = walk.tokens * kept_bytes(config.model, parse_remat("full")) // layout.tensor
     return stash, stash - layers * walk.group * stays
 
 

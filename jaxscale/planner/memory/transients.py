@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.layout import by_names, kept_passes, remat_names
 from jaxscale.ops.sizes import BLOCK_SCORES, LANES
 from jaxscale.planner.memory.layer_loop import Walk, elements, mlp_weights
 from jaxscale.planner.model.param_shapes import Ints, most, where
@@ -74,7 +73,7 @@ TRANSIENTS = {
 
 def hidden_bytes(config: Config, walk: Walk, transients: Transients) -> Ints:
     """Of the working set, what is as wide as the MLP."""
-    model, names = config.model, remat_names(config.layout.remat)
+    model, names = config.model, config.layout.remat_policy.names
     products = ("mlp_up", "mlp_gate") if model.family == "llama" else ("mlp_up",)
     again = sum(name not in names for name in products)
     arrays = transients.hidden + min(again, transients.products)
@@ -85,8 +84,8 @@ def working_set_bytes(config: Config, walk: Walk, transients: Transients) -> Int
     """Activations of a micro-batch and their gradients."""
     model, layout = config.model, config.layout
     # What a pipeline makes again it may make in operations of their own.
-    by_table = kept_passes(layout.remat) is not None
-    named = by_names(layout.remat) & ((layout.pipeline == 1) | (not by_table))
+    by_table = layout.remat_policy.kept_passes is not None
+    named = layout.remat_policy.by_names & ((layout.pipeline == 1) | (not by_table))
     width, wider = walk.compute, max(4 - walk.compute, 0)
     sizes = {
         "stream": model.d_model,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.layout import MESH_AXES, kept_passes, parse_schedule
+from jaxscale.layout import MESH_AXES
 
 Ints = Any  # an int, or int [N]; those of one Choice broadcast
 
@@ -86,7 +86,7 @@ class Choice:
     @classmethod
     def of(cls, layout: Any, global_batch_size: int, **changes: Any) -> "Choice":
         """That of a resolved `Layout`, or of `Layouts`; `changes` are fields of this class."""
-        name, fused, _ = parse_schedule(layout.schedule)
+        schedule, remat = layout.schedule_spec, layout.remat_policy
         shards = layout.batch_shards * layout.expert
         return cls(
             **{
@@ -96,10 +96,10 @@ class Choice:
                 "microbatches": layout.microbatches,
                 "virtual_stages": np.maximum(1, layout.virtual_stages),
                 "sequence_chunks": layout.sequence_chunks,
-                "schedule": name,
-                "fused": fused,
+                "schedule": schedule.name,
+                "fused": schedule.fused,
                 # Which passes of a pipeline are recomputed, and which are kept, its table says.
-                "remat": layout.remat if kept_passes(layout.remat) is None else "full",
+                "remat": layout.remat if remat.kept_passes is None else "full",
                 "offload": layout.offload,
                 "accumulation": layout.accumulation,
                 "context_method": layout.context_method,

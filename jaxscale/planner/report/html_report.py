@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from jaxscale.pipeline.draw import COLORS, WORDS
-from jaxscale.pipeline.simulate import Costs, simulate
+from jaxscale.pipeline.simulator import Costs, simulate
 from jaxscale.planner.cost.uneven_pipeline import Parts
 from jaxscale.planner.report.text_report import (
     PARTS,

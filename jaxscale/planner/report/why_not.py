@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxscale.layout import MESH_AXES, OFFLOADS, Layout
-from jaxscale.pipeline.stages import RUNNABLE, open_stages
+from jaxscale.pipeline.stages import open_stages
+from jaxscale.pipeline_schedules.shipped import RUNNABLE
 from jaxscale.planner.report.text_report import PARTS, compare, gigabytes, layout_text
 from jaxscale.planner.search.plan import Answer, Plan, judge
 from jaxscale.planner.search.search import Found, search

@@ -1,7 +1,7 @@
 """Layers dealt to the stages of a pipeline by the seconds of the formulas.
 
-Left to itself the engine deals by FLOPs (`pipeline.stages.deal`): all stages alike but the last,
-which has the head. Here any layer may move, as long as the real table gets shorter.
+Left to itself the engine deals by FLOPs (`pipeline.stages.partition_layers`): all stages alike but
+the last, which has the head. Here any layer may move, as long as the real table gets shorter.
 """
 
 import dataclasses
@@ -9,7 +9,6 @@ import itertools
 
 import numpy as np
 
-from jaxscale.layout import parse_schedule
 from jaxscale.planner.cost.uneven_pipeline import Parts
 from jaxscale.planner.search.plan import Plan, judge
 from jaxscale.planner.search.space import Query
@@ -25,14 +24,13 @@ ALL_PAIRS = 24
 def improved(query: Query, plan: Plan) -> Plan:
     """The plan, or the same with its layers dealt in a way that is faster and fits."""
     layout = plan.layout
-    given = parse_schedule(layout.schedule)[2]
-    if layout.pipeline == 1 or given or "schedule" in query.pins:
+    if layout.pipeline == 1 or layout.schedule_spec.layers or "schedule" in query.pins:
         return plan
     layers = deal_by_seconds(query, plan)
     if layers == plan.layers:
         return plan
-    name = f"{layout.schedule}:{','.join(map(str, layers))}"
-    other = judge(query, dataclasses.replace(layout, schedule=name))
+    spec = dataclasses.replace(layout.schedule_spec, layers=layers)
+    other = judge(query, dataclasses.replace(layout, schedule=str(spec)))
     better = other.step_seconds < (1 - WORTH) * plan.step_seconds
     return other if other.fits and better else plan
 

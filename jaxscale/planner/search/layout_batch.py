@@ -57,6 +57,8 @@ class Layouts:
     remat: str = "none"
     offload: str = "none"
 
+    schedule_spec = Layout.schedule_spec
+    remat_policy = Layout.remat_policy
     offloads = Layout.offloads
     batch_shards = Layout.batch_shards
 

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.layout import kept_passes, parse_schedule
 from jaxscale.planner.cost.step import cost
 from jaxscale.planner.cost.uneven_pipeline import Parts
 from jaxscale.planner.model.parallelism import Choice
@@ -27,15 +26,16 @@ class Dealt(NamedTuple):
 
 def deal_all(subject: Trained | Described, layouts: Layouts) -> Dealt:
     """The layers of every pipeline: of each of its numbers of ranks, chunks and micro-batches."""
-    name, fused, given = parse_schedule(layouts.schedule)
-    keep = kept_passes(layouts.remat)
+    spec, keep = layouts.schedule_spec, layouts.remat_policy.kept_passes
     columns = [
         np.broadcast_to(getattr(layouts, field), (len(layouts),))
         for field in ("pipeline", "microbatches", "virtual_stages")
     ]
     numbers, place = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    pipelines = [Pipeline(name, p, m, v, fused, keep) for p, m, v in numbers.tolist()]
-    layers = [given or deal(one, subject.shape.layers, subject.head_cost) for one in pipelines]
+    pipelines = [Pipeline(spec.name, p, m, v, spec.fused, keep) for p, m, v in numbers.tolist()]
+    layers = [
+        spec.layers or deal(one, subject.shape.layers, subject.head_cost) for one in pipelines
+    ]
     return Dealt(pipelines, layers, place.reshape(-1))
 
 

@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from jaxscale.config import Config
-from jaxscale.layout import Layout, parse_schedule
-from jaxscale.pipeline.operations import F, R
+from jaxscale.layout import Layout
+from jaxscale.pipeline_schedules.operations import F, R
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.energy import Bill, bill, watts
 from jaxscale.planner.cost.step import Seconds, cost
@@ -147,7 +147,7 @@ def judge(query: Query, layout: Layout) -> Plan:
         seconds = cost(query.shape, query.cluster, choice)
         terms = {name: float(value) for name, value in seconds.terms.items()}
     else:
-        pipeline, given = Pipeline.of(layout), parse_schedule(layout.schedule)[2]
+        pipeline, given = Pipeline.of(layout), layout.schedule_spec.layers
         layers = given or deal(pipeline, subject.shape.layers, subject.head_cost)
         parts = Parts.of(query.shape, query.cluster, choice)
         seconds, terms = parts.seconds, parts.terms(pipeline, layers)

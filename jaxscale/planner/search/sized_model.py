@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from jaxscale.layout import Layout, kept_passes
+from jaxscale.layout import Layout
 from jaxscale.planner.memory import analytic
 from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.model.parallelism import Choice
@@ -134,7 +134,7 @@ class Described:
 
     def _policies(self, layout: Layout) -> str:
         for name, known in (("remat", self.remats), ("offload", self.offloads)):
-            if name == "remat" and kept_passes(layout.remat):
+            if name == "remat" and layout.remat_policy.kept_passes:
                 continue  # which is "full" for some passes
             if getattr(layout, name) not in known:
                 return (

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import Config
-from jaxscale.layout import ACCUMULATIONS, MESH_AXES, Layout, kept_passes, parse_schedule
-from jaxscale.pipeline.schedules import SCHEDULES
-from jaxscale.pipeline.stages import RUNNABLE
+from jaxscale.layout import ACCUMULATIONS, MESH_AXES, Layout, parse_remat, parse_schedule
+from jaxscale.pipeline_schedules.shipped import RUNNABLE, SHIPPED, find_schedule, is_foreign
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.model.shape import Shape
@@ -30,9 +29,6 @@ from jaxscale.planner.search.trainable_model import Trained
 from jaxscale.planner.tables.pipeline_slots import slots_of
 from jaxscale.planner.tables.table_makespan import Pipeline
 from jaxscale.sharding.rules import divisors, nearest_divisors
-
-CHUNKS = (2, 3, 4, 5, 8)
-"""Virtual stages that are tried where a schedule is free in them."""
 
 CPU = "CPU"
 """The name of devices that are this machine's own processors."""
@@ -181,19 +177,13 @@ def texts_of(query: Query) -> Iterator[dict[str, Any]]:
 
 def _schedules(pins: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Schedules and the virtual stages that each can have."""
-    names = [*RUNNABLE, *(f"{name}:fused" for name in RUNNABLE if not _given(name))]
-    for schedule in _pinned(pins, "schedule", names):
-        for chunks in _pinned(pins, "virtual_stages", (1, *CHUNKS)):
-            name = parse_schedule(schedule)[0]
-            # Whether any number of ranks can have so many chunks.
-            if all(need.holds(4, 16, chunks, 1) for need in SCHEDULES[name].needs) and not (
-                chunks == 1 and name in ("interleaved", "breadth_first")
-            ):
-                yield schedule, chunks
-
-
-def _given(name: str) -> bool:
-    return SCHEDULES[name].given_backward
+    runs = [schedule for schedule in SHIPPED if schedule.runs]
+    fused = (f"{schedule.name}:fused" for schedule in runs if not schedule.splits_backward)
+    for text in _pinned(pins, "schedule", [*(schedule.name for schedule in runs), *fused]):
+        schedule = find_schedule(parse_schedule(text).name)
+        for chunks in _pinned(pins, "virtual_stages", schedule.searched_virtual_stages):
+            if chunks >= min(schedule.searched_virtual_stages) and schedule.allows(chunks):
+                yield text, chunks
 
 
 def fitting(
@@ -227,20 +217,19 @@ def fitting(
 
 def _runnable(query: Query, layouts: Layouts, rejected: collections.Counter) -> Layouts | None:
     """Those whose schedule can serve them."""
-    (name, fused, _), v = parse_schedule(layouts.schedule), int(layouts.virtual_stages)
+    spec, v = layouts.schedule_spec, int(layouts.virtual_stages)
+    schedule = find_schedule(spec.name)
     keys = list(zip(np.asarray(layouts.pipeline).tolist(), layouts.microbatches.tolist()))
-    needs = {
-        (p, m): all(need.holds(p, m, v, 1) for need in SCHEDULES[name].needs) for p, m in set(keys)
-    }
-    serves = np.array([needs[key] for key in keys])
+    served = {(p, m): schedule.serves(p, m, v, 1) for p, m in set(keys)}
+    serves = np.array([served[key] for key in keys])
     enough = np.asarray(layouts.pipeline) * v <= query.shape.layers
     rejected["the schedule needs other numbers of ranks and micro-batches"] += int((~serves).sum())
     rejected["fewer layers than stages"] += int((serves & ~enough).sum())
     good = serves & enough
-    if keep := kept_passes(layouts.remat):
+    if keep := layouts.remat_policy.kept_passes:
         more = np.array(
             [
-                ok and slots_of(Pipeline(name, p, m, v, fused))["residual_w"] > keep
+                ok and slots_of(Pipeline(spec.name, p, m, v, spec.fused))["residual_w"] > keep
                 for ok, (p, m) in zip(good, keys)
             ]
         )
@@ -262,15 +251,16 @@ def check_pins(query: Query) -> None:
             hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
             raise ValueError(f"--pin {name}: a layout has no such field{hint}")
     schedule = query.pins.get("schedule", Layout.schedule)
-    if parse_schedule(schedule)[0] not in RUNNABLE:
+    name = parse_schedule(schedule).name
+    if not (find_schedule(name).runs if is_foreign(name) else name in RUNNABLE):
         raise ValueError(
             f"--pin schedule={schedule}: the planner ranks what this version runs by name: "
-            f"{', '.join(RUNNABLE)}"
+            f"{', '.join(RUNNABLE)}, and schedules of your own as module:RECORD"
         )
     if query.pins.get("virtual_stages") == 0:
         raise ValueError("--pin virtual_stages=0: at least 1; leave it out to have it chosen")
     # Only a pipeline can keep some passes.
-    some = kept_passes(query.pins.get("remat", "none")) and {"pipeline": 2}
+    some = parse_remat(query.pins.get("remat", "none")).kept_passes and {"pipeline": 2}
     query.subject.check_policies(query.subject.layout(**{**(some or {}), **query.pins}))
     experts = query.shape.experts
     if next(iter(meshes(query.cluster.num_devices, query.pins, experts)), None) is None:

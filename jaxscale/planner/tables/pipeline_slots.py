@@ -11,7 +11,12 @@ import numpy as np
 
 from jaxscale.config import Config
 from jaxscale.pipeline.buffer_slots import count_slots
-from jaxscale.pipeline.stages import best_dealing, chunk_stages, dealings, open_stages
+from jaxscale.pipeline.stages import (
+    best_partition,
+    candidate_partitions,
+    chunk_stages,
+    open_stages,
+)
 from jaxscale.planner.model.param_shapes import Ints
 from jaxscale.planner.tables.table_makespan import Costs, Pipeline, makespan, open_table
 
@@ -75,8 +80,8 @@ def head_cost(config: Config) -> float:
 @functools.lru_cache(maxsize=4096)
 def slots_of(pipeline: Pipeline) -> dict[str, int]:
     """The slots of each buffer."""
-    first, step = pipeline.settled(), pipeline.round
-    if first is None or pipeline.microbatches <= first + step:
+    first = pipeline.settled()
+    if first is None or pipeline.microbatches <= first + (step := pipeline.round):
         counts = count_slots(open_table(pipeline))
         return {name: int(of_ranks.max()) for name, of_ranks in counts.items()}
     base, after = (slots_of(pipeline._replace(microbatches=m)) for m in (first, first + step))
@@ -85,14 +90,15 @@ def slots_of(pipeline: Pipeline) -> dict[str, int]:
 
 
 def deal(pipeline: Pipeline, num_layers: int, head_cost: float) -> tuple[int, ...]:
-    """The layers of each virtual stage where a layout leaves it to `pipeline.stages.deal`.
+    """The layers of each virtual stage where a layout leaves it to the engine
+    (`pipeline.stages.partition_layers`).
 
     Args:
       head_cost: FLOPs of the head over those of a layer.
     """
-    dealt = dealings(num_layers, pipeline.stages)
+    dealt = candidate_partitions(num_layers, pipeline.stages)
     each = np.array(dealt, float)
     head = np.zeros_like(each)
     head[:, -1] = 3 * head_cost
     costs = Costs(f=each, b=each + head, w=each, r=each)
-    return dealt[best_dealing(dealt, makespan(pipeline, costs).tolist())]
+    return dealt[best_partition(dealt, makespan(pipeline, costs).tolist())]

@@ -1,6 +1,6 @@
 """How long a pipeline's real table takes, for many costs at once and any number of micro-batches.
 
-The tables are those of `pipeline.table`, and what comes out is what `pipeline.simulate` says of
+The tables are those of `pipeline.table`, and what comes out is what `pipeline.simulator` says of
 them; the suite compares the two. A table is kept as what is at work in its ticks, and how often.
 From a few micro-batches per rank on, every further round of micro-batches adds the same ticks, so
 no table needs to be larger than that.
@@ -11,21 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.layout import Layout, kept_passes, parse_schedule
-from jaxscale.pipeline.operations import B, F, R, W, X
-from jaxscale.pipeline.schedules import make_order
+from jaxscale.layout import Layout
+from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.table import Table, compile_order
-
-ROUNDS = {
-    "gpipe": 2,
-    "1f1b": 2,
-    "interleaved": 2,
-    "breadth_first": 2,
-    "zb_h1": 2,
-    "zb_h2": 3,
-    "zb_v": 2,
-}
-"""Micro-batches over ranks from which on tables repeat themselves: counted, for 2 to 8 ranks."""
+from jaxscale.pipeline_schedules.operations import B, F, R, W, X
+from jaxscale.pipeline_schedules.shipped import NAMES, find_schedule
 
 
 class Pipeline(NamedTuple):
@@ -41,10 +31,9 @@ class Pipeline(NamedTuple):
     @classmethod
     def of(cls, layout: Layout) -> "Pipeline":
         """That of a resolved layout."""
-        name, fused, _ = parse_schedule(layout.schedule)
+        spec, keep = layout.schedule_spec, layout.remat_policy.kept_passes
         chunks = max(1, layout.virtual_stages)
-        keep = kept_passes(layout.remat)
-        return cls(name, layout.pipeline, layout.microbatches, chunks, fused, keep)
+        return cls(spec.name, layout.pipeline, layout.microbatches, chunks, spec.fused, keep)
 
     @property
     def stages(self) -> int:
@@ -54,19 +43,22 @@ class Pipeline(NamedTuple):
     @property
     def round(self) -> int:
         """Micro-batches that come together: more of them come in multiples of these."""
-        return self.ranks if self.schedule == "interleaved" else 1
+        return find_schedule(self.schedule).round(self.ranks)
 
     def settled(self, rounds: int = 1) -> int | None:
-        """Micro-batches, no fewer than `rounds` times those of `ROUNDS`, from which on every
-        further round adds the same to the table; None where none is known."""
-        if self.keep or self.schedule not in ROUNDS:
+        """Micro-batches, no fewer than `rounds` times the schedule's `steady_rounds`, from which on
+        every further round adds the same to the table; None where none is known."""
+        if self.keep or self.schedule.endswith(".csv"):
             return None  # ranks that keep some passes have each a rhythm of its own
-        first = rounds * self.ranks * ROUNDS[self.schedule]
+        steady = find_schedule(self.schedule).steady_rounds
+        if steady is None:
+            return None
+        first = rounds * self.ranks * steady
         return first + (self.microbatches - first) % self.round
 
 
 class Costs(NamedTuple):
-    """Seconds of a rank's whole share of the model for one micro-batch, as in `pipeline.simulate`:
+    """Seconds of a rank's whole share of the model for one micro-batch, as in `pipeline.simulator`:
     a chunk costs 1/v of them.
 
     Each a number, or float [..., 1] (all virtual stages alike), or float [..., virtual stages].
@@ -86,7 +78,7 @@ def makespan(pipeline: Pipeline, costs: Costs, *, lockstep: bool = True) -> np.n
     30.0
 
     Args:
-      costs: as with `pipeline.simulate`, those of operations that the pipeline does not have count
+      costs: as with `pipeline.simulator`, those of operations that the pipeline does not have count
         nothing.
       lockstep: every tick lasts as long as its slowest operation, as in our executor; otherwise
         each rank goes on as soon as it can.
@@ -147,7 +139,7 @@ def open_table(pipeline: Pipeline) -> Table:
     order = make_order(name, ranks, microbatches, chunks, fused=fused, keep=keep)
     if any(op.paired for row in order.rows for op in row):
         raise ValueError(f"{name} overlaps operations in pairs, whose costs do not add up")
-    return compile_order(order, complete=name in ROUNDS)
+    return compile_order(order, complete=name in NAMES)
 
 
 def _play_in_lockstep(pipeline: Pipeline, durations: np.ndarray) -> np.ndarray:

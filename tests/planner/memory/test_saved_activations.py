@@ -12,7 +12,7 @@ import pytest
 from jaxscale.batch import Batch
 from jaxscale.compiled import flops, hlo
 from jaxscale.config import ModelConfig
-from jaxscale.layout import BLOCK_TENSORS
+from jaxscale.layout import BLOCK_TENSORS, parse_remat
 from jaxscale.models.decoder import Decoder, Kernels
 from jaxscale.ops.attention import attention
 from jaxscale.ops.split_vjp import split_vjp
@@ -54,7 +54,7 @@ def passes(model: ModelConfig, remat: str):
     x = jax.ShapeDtypeStruct((ROWS, TIME, model.d_model), dtype)
     ints = jax.ShapeDtypeStruct((ROWS, TIME), np.int32)
     floats = jax.ShapeDtypeStruct((ROWS, TIME), np.float32)
-    block = rematerialised(decoder, remat)
+    block = rematerialised(decoder, parse_remat(remat))
     return split_vjp(block), (weights, x, Batch(ints, ints, ints, ints, floats))
 
 
@@ -71,7 +71,7 @@ def test_a_layer_keeps_these_values(name, remat):
         if leaf.size > model.head_dim
     )
     expected = collections.Counter(
-        (one.elements, one.element_bytes) for one in kept_values(model, remat)
+        (one.elements, one.element_bytes) for one in kept_values(model, parse_remat(remat))
     )
     assert found == expected
 
@@ -98,7 +98,7 @@ def test_a_pipeline_keeps_these_bytes(name, remat):
 def check_split(name, remat):
     model = MODELS[name]
     decoder = decoder_of(model)
-    block = decoder.block if remat == "full" else rematerialised(decoder, remat)
+    block = decoder.block if remat == "full" else rematerialised(decoder, parse_remat(remat))
     parts = split(block, *passes(model, remat)[1])
     shapes = {"residual_b": parts.kept_b, "residual_w": parts.kept_w, "cotangent": parts.saved}
     found = {
@@ -109,17 +109,17 @@ def check_split(name, remat):
         )
         for name, leaves in shapes.items()
     }
-    assert split_bytes(model, remat) == found
+    assert split_bytes(model, parse_remat(remat)) == found
 
 
 def test_bytes_of_a_token():
     model = MODELS["llama"]  # 24 wide; 40 queries, 20 keys, 20 values; 28 hidden; in bfloat16
-    assert kept_bytes(model, "full") == 2 * 24
-    assert kept_bytes(model, "save:query,attention") == 2 * (24 + 40 + 40) + 4 * 4
+    assert kept_bytes(model, parse_remat("full")) == 2 * 24
+    assert kept_bytes(model, parse_remat("save:query,attention")) == 2 * (24 + 40 + 40) + 4 * 4
     everything = 2 * (4 * 24 + 2 * 40 + 2 * 20 + 2 * 28) + 4 * 4
-    assert kept_bytes(model, "none") == everything
-    assert kept_bytes(model, "save_all_but_attention") == everything - 4 * 4
-    assert kept_bytes(model, "save_matmuls") == everything - 2 * 2 * 24
+    assert kept_bytes(model, parse_remat("none")) == everything
+    assert kept_bytes(model, parse_remat("save_all_but_attention")) == everything - 4 * 4
+    assert kept_bytes(model, parse_remat("save_matmuls")) == everything - 2 * 2 * 24
 
 
 @functools.cache

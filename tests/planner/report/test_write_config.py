@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 
 from jaxscale import config as configs
-from jaxscale.layout import parse_schedule
 from jaxscale.planner.cost.cluster import cluster
 from jaxscale.planner.report.write_config import write_config
 from jaxscale.planner.search.balance_layers import deal_by_seconds, improved
@@ -49,7 +48,7 @@ def test_layers_are_dealt_where_that_saves_time():
     assert min(better.layers) >= 1
     assert better.step_seconds <= plan.step_seconds
     if better.layers != plan.layers:
-        assert parse_schedule(better.layout.schedule)[2] == better.layers
+        assert better.layout.schedule_spec.layers == better.layers
     # From a bad dealing it finds its way.
     uneven = dataclasses.replace(layout, schedule="zb_h1:8,4,4,4,4,4,2,2", virtual_stages=0)
     bad = judge(query, uneven)

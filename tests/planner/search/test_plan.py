@@ -14,9 +14,9 @@ import pytest
 from jaxscale import config as configs
 from jaxscale.config import from_dict
 from jaxscale.layout import Layout
-from jaxscale.pipeline.operations import R
-from jaxscale.pipeline.simulate import Costs, simulate
+from jaxscale.pipeline.simulator import Costs, simulate
 from jaxscale.pipeline.stages import open_stages
+from jaxscale.pipeline_schedules.operations import R
 from jaxscale.planner import auto_layout
 from jaxscale.planner.cost.cluster import cluster
 from jaxscale.planner.cost.uneven_pipeline import Parts

@@ -1,6 +1,7 @@
 """The search finds what going through every layout one by one finds."""
 
 import dataclasses
+import functools
 import itertools
 import time
 
@@ -9,6 +10,8 @@ import pytest
 
 from jaxscale.config import Config, from_dict, load
 from jaxscale.layout import ACCUMULATIONS, OFFLOADS, Layout
+from jaxscale.pipeline_schedules.schedule import Schedule
+from jaxscale.pipeline_schedules.shipped import find_schedule
 from jaxscale.planner.cost.cluster import cluster
 from jaxscale.planner.memory.step import memory
 from jaxscale.planner.model.named_models import NAMED
@@ -45,13 +48,21 @@ def query(memory_gb: float = 4.0, config: Config = CONFIG, **pins) -> Query:
     return Query(config, EIGHT, pins, memory_gb * 1e9)
 
 
+def small_schedule(name: str, most: int = 2) -> Schedule:
+    """A schedule of which a search tries no more than so many numbers of virtual stages."""
+    schedule = find_schedule(name)
+    searched = schedule.searched_virtual_stages[:most]
+    return dataclasses.replace(schedule, searched_virtual_stages=searched)
+
+
 @pytest.fixture(autouse=True)
 def small_space(monkeypatch):
     """Fewer texts than the search goes through, so that each layout can be judged by itself."""
     monkeypatch.setattr("jaxscale.planner.search.trainable_model.REMATS", TRIED)
     monkeypatch.setattr("jaxscale.planner.search.trainable_model.OFFLOADS", OFFLOADS[:2])
-    monkeypatch.setattr("jaxscale.planner.search.space.RUNNABLE", PIPELINES)
-    monkeypatch.setattr("jaxscale.planner.search.space.CHUNKS", (2, 3))
+    shipped = tuple(map(small_schedule, PIPELINES))
+    monkeypatch.setattr("jaxscale.planner.search.space.SHIPPED", shipped)
+    monkeypatch.setattr("jaxscale.planner.search.space.find_schedule", small_schedule)
 
 
 def by_hand(asked: Query) -> list[tuple[float, Layout]]:
@@ -113,7 +124,8 @@ def every_text(pipeline: int) -> list[dict]:
 
 @pytest.mark.parametrize(("pipeline", "memory_gb"), [(1, 3.0), (2, 30.0)])
 def test_the_optimum_is_that_of_going_through_all(pipeline, memory_gb, monkeypatch):
-    monkeypatch.setattr("jaxscale.planner.search.space.CHUNKS", (2,))
+    one_each = functools.partial(small_schedule, most=1)
+    monkeypatch.setattr("jaxscale.planner.search.space.find_schedule", one_each)
     pins = {"pipeline": pipeline, "microbatches": 4}
     if pipeline > 1:
         pins |= {"offload": "none"}
@@ -147,7 +159,8 @@ MOE = Described(
 @pytest.mark.parametrize(("pipeline", "memory_gb"), [(1, 4.0), (2, 30.0)])
 def test_the_optimum_with_experts_is_that_of_going_through_all(pipeline, memory_gb, monkeypatch):
     monkeypatch.setattr("jaxscale.planner.search.sized_model.REMATS", TRIED[:2])
-    monkeypatch.setattr("jaxscale.planner.search.space.CHUNKS", (2,))
+    one_each = functools.partial(small_schedule, most=1)
+    monkeypatch.setattr("jaxscale.planner.search.space.find_schedule", one_each)
     pins = {"pipeline": pipeline, "microbatches": 2}
     if pipeline > 1:
         pins |= {"offload": "none"}
@@ -291,7 +304,10 @@ def test_pins_hold():
 @pytest.mark.parametrize(
     ("pin", "said"),
     [
-        ({"schedule": "dualpipe"}, "--pin schedule=dualpipe: the planner ranks .* by name: 1f1b, "),
+        (
+            {"schedule": "dualpipe"},
+            "--pin schedule=dualpipe: the planner ranks .* by name: gpipe, 1f1b, ",
+        ),
         ({"schedule": "order.csv"}, "--pin schedule=order.csv: the planner ranks"),
         ({"schedule": "auto"}, "--pin schedule=auto: the planner ranks"),
         ({"schedule": "1f1b:3,x"}, "'3,x' is no choice"),

@@ -6,10 +6,10 @@ import time
 import numpy as np
 import pytest
 
-from jaxscale.pipeline.schedules import make_order
-from jaxscale.pipeline.simulate import Costs, simulate
-from jaxscale.pipeline.stages import RUNNABLE
+from jaxscale.pipeline.orders import make_order
+from jaxscale.pipeline.simulator import Costs, simulate
 from jaxscale.pipeline.table import compile_order
+from jaxscale.pipeline_schedules.shipped import SHIPPED, find_schedule
 from jaxscale.planner.tables import table_makespan
 from jaxscale.planner.tables.table_makespan import Pipeline, makespan
 
@@ -49,7 +49,9 @@ def simulated(pipeline: Pipeline, costs: table_makespan.Costs) -> np.ndarray:
 
 
 def test_the_cases_are_what_the_executor_runs():
-    assert {name for name, _ in SHAPES} == set(RUNNABLE) == set(table_makespan.ROUNDS)
+    named = {name for name, _ in SHAPES}
+    assert named == {schedule.name for schedule in SHIPPED if schedule.runs}
+    assert named == {schedule.name for schedule in SHIPPED if schedule.steady_rounds}
 
 
 @pytest.mark.parametrize(("name", "chunks", "fused", "recompute"), CASES)
@@ -77,7 +79,7 @@ def test_makespans_with_passes_that_are_kept(name, chunks):
 def test_tables_repeat_themselves_from_where_it_is_said(name, chunks, fused, recompute):
     """In lockstep ticks, whatever the costs: the same patterns, one round after the other."""
     step = 6 if name == "interleaved" else 1
-    first = 6 * table_makespan.ROUNDS[name]
+    first = 6 * find_schedule(name).steady_rounds
     every_stage = tuple(range(6 * chunks))
 
     def patterns(microbatches: int) -> dict[bytes, int]:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxscale.pipeline.schedules import make_order
-from jaxscale.pipeline.simulate import Costs, simulate
+from jaxscale.pipeline.orders import make_order
+from jaxscale.pipeline.simulator import Costs, simulate
 from jaxscale.pipeline.table import compile_order
 
 

@@ -6,11 +6,15 @@ import re
 
 import pytest
 
-from jaxscale.pipeline import operations, schedules, simulate
-from jaxscale.pipeline.operations import F, R, W, X
+from jaxscale import layout
+from jaxscale.pipeline import orders, simulator
+from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.schedule_csv import write_csv
-from jaxscale.pipeline.schedules import NUMBERS, SCHEDULES, make_order
 from jaxscale.pipeline.table import compile_order
+from jaxscale.pipeline_schedules import operations, shipped
+from jaxscale.pipeline_schedules.operations import F, R, W, X
+from jaxscale.pipeline_schedules.schedule import NUMBERS
+from jaxscale.pipeline_schedules.shipped import NAMES
 
 REFUSED = [
     ("1f1b", (4, 8, 2, 1), "virtual_stages = 1", "virtual_stages = 1"),
@@ -48,7 +52,7 @@ def test_numbers_that_a_schedule_cannot_serve(name, numbers, need, nearest):
     assert nearest in message.partition("Nearest that works: ")[2]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_nearest_numbers_do_work(name):
     """Whatever is asked for is either served or answered with numbers that are."""
     for numbers in itertools.product((1, 2, 3, 4, 7), (1, 2, 5, 8, 9), (1, 2, 3), (1, 3, 4)):
@@ -81,7 +85,7 @@ def test_other_refusals(arguments, options, message):
 
 
 def test_chunks_default_to_what_the_schedule_is_made_for():
-    defaults = {name: make_order(name, 4, 8).virtual_stages for name in SCHEDULES}
+    defaults = {name: make_order(name, 4, 8).virtual_stages for name in NAMES}
     assert {name for name, v in defaults.items() if v == 2} == {"bitpipe", "zb_v", "dualpipe_v"}
     assert set(defaults.values()) == {1, 2}
 
@@ -185,7 +189,7 @@ def texts(order):
 
 
 @pytest.mark.parametrize(
-    "module", [operations, schedules, simulate], ids=lambda module: module.__name__
+    "module", [layout, operations, orders, shipped, simulator], ids=lambda module: module.__name__
 )
 def test_examples_in_docstrings(module):
     failed, tried = doctest.testmod(module)

@@ -9,18 +9,20 @@ import random
 import pytest
 
 from jaxscale.pipeline import draw
-from jaxscale.pipeline.schedules import SCHEDULES, make_order
-from jaxscale.pipeline.simulate import Costs, simulate
+from jaxscale.pipeline.orders import make_order
+from jaxscale.pipeline.simulator import Costs, simulate
 from jaxscale.pipeline.table import compile_order
+from jaxscale.pipeline_schedules.operations import zigzag
+from jaxscale.pipeline_schedules.shipped import NAMES, SHIPPED, find_schedule
 
-FUSED = [name for name, schedule in SCHEDULES.items() if not schedule.given_backward]
+FUSED = [schedule.name for schedule in SHIPPED if not schedule.splits_backward]
 
 
 @functools.cache
 def grid(name):
     """All the numbers that a schedule can serve."""
     sizes = itertools.product(range(1, 17), range(1, 65), range(1, 9), range(1, 9))
-    return [n for n in sizes if all(need.holds(*n) for need in SCHEDULES[name].needs)]
+    return [n for n in sizes if find_schedule(name).serves(*n)]
 
 
 def sample(name):
@@ -82,7 +84,7 @@ def peak_stash(name, p, m, v, k):
 
 
 def num_messages(name, p, m, v, k):
-    turns = v - 1 if SCHEDULES[name].placement.__name__ == "zigzag" else 0
+    turns = v - 1 if find_schedule(name).stage_to_rank is zigzag else 0
     return 2 * (p * v - 1 - turns) * m * k if p > 1 else 0
 
 
@@ -133,7 +135,7 @@ def check_memory_and_messages(name, numbers, got):
     assert got.messages == num_messages(name, *numbers)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_closed_forms(name):
     for numbers in sample(name):
         if name in FUSED:
@@ -146,7 +148,7 @@ def test_closed_forms(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", range(1, 17))
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_closed_forms_on_the_whole_grid(name, ranks):
     for numbers in grid(name):
         if numbers[0] == ranks:
@@ -216,4 +218,4 @@ def timelines():
 def test_timeline(name, numbers, fused, rows):
     table = compile_order(make_order(name, 4, *map(int, numbers), fused=fused))
     got = simulate(table)
-    assert draw.text(table, got.start, got.duration) == rows
+    assert draw.timeline_text(table, got.start, got.duration) == rows

@@ -43,7 +43,7 @@ def zigzag(stage: int, ranks: int) -> int:
     return min(position, 2 * ranks - 1 - position)
 
 
-Placement = Callable[[int, int], int]  # (stage, ranks) -> rank
+StageToRank = Callable[[int, int], int]  # (virtual stage, ranks) -> rank
 Rows = list[list[Op]]  # one for each rank
 
 
@@ -56,7 +56,7 @@ class Order:
     microbatches: int
     virtual_stages: int  # per rank
     sequence_chunks: int  # segments of a micro-batch
-    placement: Placement
+    stage_to_rank: StageToRank
 
     @property
     def ranks(self) -> int:
@@ -69,5 +69,5 @@ class Order:
 
     def rank_of(self, stage: int, direction: int) -> int:
         """Where a stage lives; direction 1 mirrors the ranks."""
-        rank = self.placement(stage, self.ranks)
+        rank = self.stage_to_rank(stage, self.ranks)
         return self.ranks - 1 - rank if direction else rank

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.pipeline.operations import B, F, R, W, X
 from jaxscale.pipeline.table import Table, replay
+from jaxscale.pipeline_schedules.operations import B, F, R, W, X
 
 
 class Costs(NamedTuple):
@@ -50,7 +50,7 @@ class Run:
 def simulate(table: Table, costs: Costs = EQUAL) -> Run:
     """Plays a table.
 
-    >>> from jaxscale.pipeline.schedules import make_order
+    >>> from jaxscale.pipeline.orders import make_order
     >>> from jaxscale.pipeline.table import compile_order
     >>> simulate(compile_order(make_order("1f1b", stages=4, microbatches=8))).makespan
     30.0

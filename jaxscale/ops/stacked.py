@@ -1,0 +1,61 @@
+"""Arrays stacked along leading dimensions: read, replace or add to the entry at one index, in place
+inside a loop.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+Index = int | jax.Array
+
+
+def at(stack: Tree, *index: Index) -> Tree:
+    """The entry at an index of the leading dimensions of every array."""
+
+    def one(x: jax.Array) -> jax.Array:
+        rest = x.shape[len(index) :]
+        sizes = (*(1,) * len(index), *rest)
+        return jax.lax.dynamic_slice(x, _start(x, index), sizes).reshape(rest)
+
+    return jax.tree.map(one, stack)
+
+
+def put(stack: Tree, entry: Tree, *index: Index) -> Tree:
+    """The stack with another entry at an index."""
+
+    def one(x: jax.Array, value: jax.Array) -> jax.Array:
+        value = value.reshape((*(1,) * len(index), *value.shape))
+        return jax.lax.dynamic_update_slice(x, value, _start(x, index))
+
+    return jax.tree.map(one, stack, entry)
+
+
+def add(total: Tree, grads: Tree) -> Tree:
+    """A running sum in the type of `total`; None is an empty one."""
+    if total is None:
+        return grads
+    return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), total, grads)
+
+
+def add_at(total: Tree, index: Index, grads: Tree) -> Tree:
+    """Adds to the entry at an index of the first dimension, in the type of `total`."""
+    rows = jax.tree.map(lambda grad: grad[None], grads)
+    return add_rows(total, index, rows)
+
+
+def add_rows(total: Tree, begin: Index, rows: Tree) -> Tree:
+    """Adds to the entries from `begin` on, as many as `rows` has."""
+
+    def one(total: jax.Array, grad: jax.Array) -> jax.Array:
+        before = jax.lax.dynamic_slice_in_dim(total, begin, grad.shape[0])
+        after = before + grad.astype(total.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(total, after, begin, axis=0)
+
+    return jax.tree.map(one, total, rows)
+
+
+def _start(x: jax.Array, index: Sequence[Index]) -> list[jax.Array]:
+    return [jnp.asarray(i, jnp.int32) for i in (*index, *(0,) * (x.ndim - len(index)))]

@@ -1,0 +1,81 @@
+"""DualPipe: forward and backward passes of two directions, or of two chunks, overlap in pairs."""
+
+from jaxscale.pipeline_schedules.operations import Rows, zigzag
+from jaxscale.pipeline_schedules.schedule import (
+    EVEN_STAGES,
+    ONE_CHUNK,
+    TWO_CHUNKS,
+    WHOLE_SEQUENCES,
+    Need,
+    Schedule,
+)
+from jaxscale.pipeline_schedules.scripts import play
+
+
+def _dualpipe(p: int, m: int, v: int, k: int) -> Rows:
+    """Half of the micro-batches enter at each end.
+
+    Lanes are directions, lane 0 the one whose entrance is nearer.
+    """
+    rows = []
+    for r in range(p):
+        far = int(r >= p // 2)
+        depth = p - 1 - r if far else r
+        lanes = [(depth, far, far * m // 2), (p - 1 - depth, 1 - far, (1 - far) * m // 2)]
+        rows.append(play(_dualpipe_script(depth, p // 2, m // 2), lanes))
+    return rows
+
+
+def _dualpipe_v(p: int, m: int, v: int, k: int) -> Rows:
+    """DualPipe cut in half: both directions become the two arms of a V. Lanes are chunks."""
+    return [
+        play(_dualpipe_script(r, p, m), lanes=[(r, 0, 0), (2 * p - 1 - r, 0, 0)]) for r in range(p)
+    ]
+
+
+def _dualpipe_script(depth: int, ranks: int, microbatches: int) -> str:
+    """What the rank `depth` steps behind the entrance does, of `ranks` up to the turn."""
+    ahead = ranks - 1 - depth
+    turns = ["X1", "X0"] * (depth + 1)
+    # The second half leaves its weight gradients for the ramp.
+    turns[depth + 1 :] = [turn.replace("X", "B") for turn in turns[depth + 1 :]]
+    script = (
+        "F0 " * (2 * ahead)
+        + "F0 F1 " * (depth + 1)
+        + "B1 W F1 " * ahead
+        + "F0+X1 F1+X0 " * (microbatches - 2 * ranks + depth + 1)
+        + "X1 F1+X0 " * ahead
+        + " ".join(turns)
+        + " W B0" * ahead
+    )
+    # At the turn the first pair would wait for itself to come back.
+    return script if ahead else script.replace("F0+X1", "F0 X1", 1)
+
+
+ENOUGH_MICROBATCHES = Need("microbatches >= 2 * stages", lambda p, m, v, k: m >= 2 * p)
+
+DUALPIPE = Schedule(
+    name="dualpipe",
+    paper="DeepSeek-V3, arXiv 2412.19437",
+    make_rows=_dualpipe,
+    needs=(
+        ONE_CHUNK,
+        WHOLE_SEQUENCES,
+        EVEN_STAGES,
+        Need("an even number of microbatches", lambda p, m, v, k: m % 2 == 0),
+        ENOUGH_MICROBATCHES,
+    ),
+    splits_backward=True,
+    runs=False,
+)
+
+DUALPIPE_V = Schedule(
+    name="dualpipe_v",
+    paper="DualPipe cut in half, github.com/deepseek-ai/DualPipe",
+    make_rows=_dualpipe_v,
+    needs=(TWO_CHUNKS, WHOLE_SEQUENCES, ENOUGH_MICROBATCHES),
+    stage_to_rank=zigzag,
+    splits_backward=True,
+    runs=False,
+    virtual_stages=2,
+)

@@ -1,0 +1,125 @@
+"""The record that a pipeline schedule is: all that the engine, the drawings, the planner and the
+search know of it.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxscale.pipeline_schedules.operations import Rows, StageToRank, loop
+
+NUMBERS: Sequence[str] = ("stages", "microbatches", "virtual_stages", "sequence_chunks")
+
+
+class Need(NamedTuple):
+    """What must hold of (ranks, micro-batches, virtual stages, sequence chunks); `text` follows
+    "SCHEDULE needs" in an error."""
+
+    text: str
+    holds: Callable[[int, int, int, int], bool]
+
+
+ONE_CHUNK = Need("virtual_stages = 1", lambda p, m, v, k: v == 1)
+TWO_CHUNKS = Need("virtual_stages = 2, a V of two chunks per rank", lambda p, m, v, k: v == 2)
+WHOLE_SEQUENCES = Need("sequence_chunks = 1", lambda p, m, v, k: k == 1)
+EVEN_STAGES = Need("an even number of stages", lambda p, m, v, k: p % 2 == 0)
+ROUNDS_OF_STAGES = Need("microbatches to be a multiple of stages", lambda p, m, v, k: m % p == 0)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A pipeline schedule.
+
+    `make_rows(p, m, v, k)` is a pure function of p ranks, m micro-batches, v virtual stages
+    (chunks) per rank and k sequence chunks (segments) per micro-batch. It returns the operations of
+    each rank in their order, and says nothing of time. Stage c * p + r is chunk c of rank r, unless
+    `stage_to_rank` says otherwise.
+    """
+
+    name: str
+    paper: str
+    make_rows: Callable[[int, int, int, int], Rows]
+    needs: tuple[Need, ...]  # the first that fails is the error
+    stage_to_rank: StageToRank = loop  # or `zigzag`, a V
+
+    # True where the rows have B and W apart. Otherwise their backward pass is X, which becomes B
+    # and W unless a layout asks for ":fused".
+    splits_backward: bool = False
+
+    # Whether the executor can run it; otherwise it is only drawn and simulated.
+    runs: bool = True
+
+    # Per rank, where a layout leaves layout.virtual_stages = 0, and those that a search tries.
+    virtual_stages: int = 1
+    searched_virtual_stages: tuple[int, ...] = (1,)
+
+    # Micro-batches per rank from which on every further round of them adds the same ticks to the
+    # table, counted for 2 to 8 ranks; the planner then simulates no larger table. None where that
+    # is not known, or where more is asked of micro-batches than ROUNDS_OF_STAGES.
+    steady_rounds: int | None = None
+
+    def serves(self, *numbers: int) -> bool:
+        """Whether it has an order for ranks, micro-batches, virtual stages, sequence chunks."""
+        return all(need.holds(*numbers) for need in self.needs)
+
+    def allows(self, virtual_stages: int) -> bool:
+        """Whether some numbers of ranks and micro-batches go with so many chunks per rank."""
+        numbers = itertools.product(range(2, 9), range(1, 33))
+        return any(self.serves(p, m, virtual_stages, 1) for p, m in numbers)
+
+    def check(self, name: str, *numbers: int) -> None:
+        """Refuses numbers that it does not serve.
+
+        Args:
+          name: of the schedule, as the error is to call it.
+          numbers: as with `serves`.
+
+        Raises:
+          ValueError: the first need that fails, with the nearest numbers that work.
+        """
+        for need in self.needs:
+            if not need.holds(*numbers):
+                got = ", ".join(f"{key} = {number}" for key, number in zip(NUMBERS, numbers))
+                nearest = _nearest(self, numbers)
+                raise ValueError(f"{name} needs {need.text}; got {got}. {nearest}")
+
+    def round(self, ranks: int) -> int:
+        """Micro-batches come in multiples of this."""
+        return ranks if ROUNDS_OF_STAGES in self.needs else 1
+
+
+def _nearest(schedule: Schedule, numbers: tuple[int, ...]) -> str:
+    """Each way to make the numbers work that changes as few of them as can be."""
+    p, m, v, k = numbers
+    working = [
+        choice
+        for choice in itertools.product(
+            range(max(1, p - 4), p + 5),
+            range(1, m + 2 * p + 10),
+            sorted({1, 2, v, schedule.virtual_stages}),
+            sorted({1, 2, *range(max(1, k - 2), k + 3)}),
+        )
+        if schedule.serves(*choice)
+    ]
+    if not working:
+        return "No numbers near these work"
+
+    def changes(choice: tuple[int, ...]) -> dict[str, int]:
+        return {key: c for key, c, n in zip(NUMBERS, choice, numbers) if c != n}
+
+    def distance(choice: tuple[int, ...]) -> int:
+        return sum(abs(c - n) for c, n in zip(choice, numbers))
+
+    fewest = min(len(changes(choice)) for choice in working)
+    least: dict[tuple[str, ...], int] = {}
+    for choice in working:
+        keys = tuple(changes(choice))
+        if len(keys) == fewest:
+            least[keys] = min(distance(choice), least.get(keys, distance(choice)))
+    ways = [
+        " and ".join(f"{key} = {number}" for key, number in changes(choice).items())
+        for choice in working
+        if distance(choice) == least.get(tuple(changes(choice)))
+    ]
+    return f"Nearest that works: {', or '.join(ways)}"

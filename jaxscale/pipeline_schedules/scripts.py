@@ -1,0 +1,37 @@
+"""What the orders of several schedules are written with."""
+
+from collections import Counter, deque
+
+from jaxscale.pipeline_schedules.operations import LETTERS, B, F, Op, W
+
+
+def alternate(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
+    """`warmup` forwards, then one forward and one backward in turn, then what is left."""
+    steady = [op for pair in zip(forwards[warmup:], backwards) for op in pair]
+    return forwards[:warmup] + steady + backwards[len(forwards[warmup:]) :]
+
+
+def play(script: str, lanes: list[tuple[int, int, int]]) -> list[Op]:
+    """Operations from words: kind and lane ("F0"), two that overlap ("F0+X1"), or "W", the oldest
+    weight gradient that is pending; those left at the end follow.
+
+    Args:
+      script: words; each takes the next micro-batch of its lane.
+      lanes: stage, direction and first micro-batch of each.
+    """
+    row: list[Op] = []
+    done: Counter[tuple[bool, int]] = Counter()
+    pending: deque[Op] = deque()
+    for word in script.split():
+        for paired, part in enumerate(word.split("+")):
+            if part == "W":
+                row.append(pending.popleft())
+                continue
+            kind, lane = LETTERS.index(part[0]), int(part[1])
+            stage, direction, first = lanes[lane]
+            op = Op(kind, first + done[kind == F, lane], stage, 0, direction, paired)
+            done[kind == F, lane] += 1
+            row.append(op)
+            if kind == B:
+                pending.append(op._replace(kind=W))
+    return row + list(pending)

@@ -1,0 +1,94 @@
+"""The schedules that come with the package, and how a name finds one of them or a foreign one.
+
+A schedule is added with a file beside this one and a line in `SHIPPED`; the schedule of another
+package needs neither: its name is "module:RECORD".
+"""
+
+import difflib
+import functools
+import importlib
+
+from jaxscale.pipeline_schedules.bidirectional import BITPIPE, CHIMERA
+from jaxscale.pipeline_schedules.breadth_first import BREADTH_FIRST
+from jaxscale.pipeline_schedules.dualpipe import DUALPIPE, DUALPIPE_V
+from jaxscale.pipeline_schedules.gpipe import GPIPE
+from jaxscale.pipeline_schedules.interleaved import INTERLEAVED
+from jaxscale.pipeline_schedules.one_f_one_b import ONE_F_ONE_B
+from jaxscale.pipeline_schedules.schedule import Schedule
+from jaxscale.pipeline_schedules.seq1f1b import SEQ1F1B, SEQ1F1B_INTERLEAVED
+from jaxscale.pipeline_schedules.zero_bubble import ZB_H1, ZB_H2, ZB_V
+
+SHIPPED = (
+    GPIPE,
+    ONE_F_ONE_B,
+    INTERLEAVED,
+    BREADTH_FIRST,
+    SEQ1F1B,
+    SEQ1F1B_INTERLEAVED,
+    CHIMERA,
+    BITPIPE,
+    ZB_H1,
+    ZB_H2,
+    ZB_V,
+    DUALPIPE,
+    DUALPIPE_V,
+)
+
+NAMES = tuple(schedule.name for schedule in SHIPPED)
+
+RUNNABLE = tuple(schedule.name for schedule in SHIPPED if schedule.runs)
+"""The names of those that the executor runs."""
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a name is "module:RECORD", that of a schedule from outside the package."""
+    module, colon, record = name.partition(":")
+    parts = (*module.split("."), record)
+    return bool(colon) and module not in NAMES and all(part.isidentifier() for part in parts)
+
+
+def find_schedule(name: str) -> Schedule:
+    """A shipped schedule, or a foreign one, whose module is imported.
+
+    >>> find_schedule("zb_v").needs[0].text
+    'virtual_stages = 2, a V of two chunks per rank'
+
+    Raises:
+      ValueError: there is none; names the nearest.
+    """
+    if is_foreign(name):
+        return _import(name)
+    check_known(name, "schedule")
+    return SHIPPED[NAMES.index(name)]
+
+
+def check_known(name: str, setting: str) -> None:
+    """Raises ValueError where no shipped schedule has the name; `setting` is what to change."""
+    if name in NAMES:
+        return
+    raise ValueError(
+        f"{setting} = {name!r} is not known; it can be {', '.join(NAMES)}, a .csv file, or "
+        f"module:RECORD for a schedule of your own{_hint(name)}"
+    )
+
+
+@functools.cache
+def _import(name: str) -> Schedule:
+    module, _, record = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), record)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"schedule = {name!r} cannot be imported: {error}{_hint(module)}"
+        ) from None
+    if not isinstance(found, Schedule):
+        raise ValueError(
+            f"schedule = {name!r} is of type {type(found).__name__}; it must be a "
+            "jaxscale.pipeline_schedules.schedule.Schedule"
+        )
+    return found
+
+
+def _hint(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), NAMES, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
