@@ -20,7 +20,7 @@ _HOMES = {
     "open_engine": "run.setup",
     "open_text": "run.setup",
     "open_trainer": "run.trainer",
-    "plan": "planner.plan_layouts",
+    "plan_layouts": "planner.plan_layouts",
     "resolve": "sharding.resolve",
     "sample": "training.sampling",
 }

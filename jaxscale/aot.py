@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def describe(report: Any) -> str:
     """A `proof.Report` for a person."""
-    from jaxscale.run.layout_report import human_bytes, table  # noqa: PLC0415
+    from jaxscale.formatting import human_bytes, table  # noqa: PLC0415
 
     axes = " x ".join(f"{axis} {size}" for axis, size in report.layout.sizes.items() if size > 1)
     verdict = "fits" if report.fits else f"does not fit, by {human_bytes(report.missing_bytes)}"

@@ -6,7 +6,6 @@ Nothing here imports JAX: a mistyped key must be answered in a fraction of a sec
 import ast
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import math
 import pathlib
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 
 import ml_collections
 
+from jaxscale.choices import check_choice, did_you_mean, nearest
 from jaxscale.data_source import Source, to_plain, to_sources
 from jaxscale.layout import AUTO, BLOCK_TENSORS, Layout, remat_names
 
@@ -25,15 +25,6 @@ DTYPES = ("float64", "float32", "bfloat16")
 VOCABULARY_MULTIPLE = 128
 """Embedding rows are rounded up to this, so that the vocabulary divides over any usual tensor
 axis and the parameters do not depend on the layout."""
-
-
-def check_choice(name: str, got: object, allowed: Sequence[str]) -> None:
-    """Raises ValueError when `got` is not one of `allowed`, naming the nearest."""
-    if got in allowed:
-        return
-    near = difflib.get_close_matches(str(got), allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{name} = {got!r} is not known; it can be {', '.join(allowed)}{hint}")
 
 
 def check_at_least(section: str, record: object, **least: float) -> None:
@@ -420,8 +411,7 @@ def _read(path: str) -> ml_collections.ConfigDict:
     if not pathlib.Path(name).is_file():
         places = (pathlib.Path(name).parent, pathlib.Path("configs"))
         found = sorted({str(file) for place in places for file in place.glob("*.py")})
-        near = difflib.get_close_matches(name, found, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, found, cutoff=0.5)
         raise FileNotFoundError(f"--config {name}: there is no such file{hint}")
     with _blame(name):
         get_config = runpy.run_path(name).get("get_config")
@@ -468,13 +458,13 @@ def _field(record: type, section: str, key: str) -> typing.Any:
     types = {leaf.name: leaf.type for leaf in dataclasses.fields(record)}
     if key in types:
         return types[key]
-    here = difflib.get_close_matches(key, types, n=1)
+    here = nearest(key, types)
     near = [f"{section}.{here[0]}"] if here else _leaves()
     raise ValueError(f"unknown key {_nearest(f'{section}.{key}', near)}")
 
 
 def _nearest(got: str, known: typing.Iterable[str]) -> str:
-    near = difflib.get_close_matches(got, list(known), n=1, cutoff=0.3)
+    near = nearest(got, known, cutoff=0.3)
     return f"config.{got}" + (f"; did you mean config.{near[0]}?" if near else "")
 
 

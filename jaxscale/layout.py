@@ -1,10 +1,11 @@
 """How a run is spread over devices: one frozen record, and the checks that need no devices."""
 
 import dataclasses
-import difflib
 import math
 import re
 from dataclasses import dataclass
+
+from jaxscale.choices import check_choice
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """From the slowest links to the fastest."""
@@ -92,10 +93,10 @@ class Layout:
             raise ValueError(f"layout.zero_stage = {self.zero_stage}; it can be 0, 1, 2 or 3")
         if self.microbatches < 1:
             raise ValueError(f"layout.microbatches = {self.microbatches}; at least 1")
-        _check_known("accumulation", self.accumulation, ACCUMULATIONS)
+        check_choice("layout.accumulation", self.accumulation, ACCUMULATIONS)
         parse_schedule(self.schedule)
-        _check_known("context_method", self.context_method, CONTEXT_METHODS)
-        _check_known("offload", self.offload, OFFLOADS)
+        check_choice("layout.context_method", self.context_method, CONTEXT_METHODS)
+        check_choice("layout.offload", self.offload, OFFLOADS)
         remat_names(self.remat)
         if self.virtual_stages < 0:
             raise ValueError(
@@ -178,14 +179,14 @@ def remat_names(remat: str) -> tuple[str, ...]:
     if not colon:
         named = (f"{name}:TENSOR,..." for name in REMATS_WITH_NAMES)
         known = (*REMATS, *named, f"{KEEP}:NUMBER")
-        _check_known("remat", remat, known)
+        check_choice("layout.remat", remat, known)
         if remat == "save_all_but_attention":
             return tuple(name for name in BLOCK_TENSORS if name != "attention")
         return BLOCK_TENSORS
-    _check_known("remat", policy, (*REMATS_WITH_NAMES, KEEP))
+    check_choice("layout.remat", policy, (*REMATS_WITH_NAMES, KEEP))
     names = tuple(name.strip() for name in listed.split(","))
     for name in names:
-        _check_known(f"remat = {remat!r}", name, BLOCK_TENSORS, equals=": ")
+        check_choice(f"layout.remat = {remat!r}", name, BLOCK_TENSORS, equals=": ")
     if len(set(names)) < len(names):
         raise ValueError(f"layout.remat = {remat!r} names a tensor twice")
     return names
@@ -224,7 +225,7 @@ def parse_schedule(schedule: str) -> tuple[str, bool, tuple[int, ...]]:
     """
     name, *choices = schedule.split(":")
     if schedule != AUTO and not name.endswith(".csv"):
-        _check_known("schedule", name, SCHEDULES)
+        check_choice("layout.schedule", name, SCHEDULES)
     fused, layers = False, ()
     for choice in choices:
         if choice == "fused":
@@ -238,16 +239,6 @@ def parse_schedule(schedule: str) -> tuple[str, bool, tuple[int, ...]]:
                 "stage, at least one, such as :3,2,2,1"
             )
     return name, fused, layers
-
-
-def _check_known(name: str, got: str, allowed: tuple[str, ...], equals: str = " = ") -> None:
-    if got in allowed:
-        return
-    near = difflib.get_close_matches(got, allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"layout.{name}{equals}{got!r} is not known; it can be {', '.join(allowed)}{hint}"
-    )
 
 
 def resolve_sizes(layout: Layout, num_devices: int) -> Layout:

@@ -1,12 +1,360 @@
-"""python -m jaxscale.plan --config configs/X.py --hardware NAME --devices N
+"""Ranks the layouts of a model on a cluster and explains them.
 
-The command; what it does is in `jaxscale.planning`. Import that, not this: `jaxscale.plan` is also
-the name of a function, and importing a module of that name would hide it.
+python -m jaxscale.plan --config configs/X.py --hardware NAME --devices N
+
+It needs no device, and imports JAX only to compile (`--prove`) or to measure. In a program the same
+is `jaxscale.plan_layouts`.
 """
 
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+import re
 import sys
+from collections.abc import Sequence
+from typing import Any
 
-from jaxscale.planning import main
+from jaxscale import command_line
+from jaxscale import config as configs
+from jaxscale.config import Config
+from jaxscale.formatting import gigabytes, table
+from jaxscale.layout import Layout
+from jaxscale.planner.plan_layouts import plan_layouts
+from jaxscale.planner.report import html_report, text_report, why_not
+from jaxscale.planner.report.write_config import write_plan
+from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
+from jaxscale.planner.search.search import search_layouts
+from jaxscale.planner.search.space import Query, check_pins
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the status of the process."""
+    options, overrides = command_line.parse(_parser(), sys.argv[1:] if argv is None else argv)
+    with command_line.refusals():
+        if options.validate:
+            return _validate(options)
+        if options.measure:
+            return _measure(options, overrides)
+        for name in ("hardware", "devices"):
+            if not getattr(options, name):
+                raise ValueError(f"--{name} is missing; see --help for an example")
+        pins = parse_pins(options.pin)
+        answer = plan_layouts(
+            _model(options, overrides),
+            options.hardware,
+            options.devices,
+            pins=pins,
+            max_memory_bytes=parse_bytes(options.max_memory),
+            batch_tokens=parse_tokens(options.batch_tokens),
+            seq_len=options.seq_len,
+            top=options.top,
+        )
+        print(text_report.ranking_text(answer))
+        print(f"\nThe best, term by term\n{text_report.waterfall_text(answer.plans[0])}")
+        print(f"\nIts memory on each device\n{text_report.memory_text(answer.plans[0])}")
+        if options.why_not:
+            print("\n" + why_not.explain_why_not(answer, parse_pins(split_pins(options.why_not))))
+        if options.compare:
+            print(
+                "\n" + text_report.comparison(*(_named(answer, name) for name in options.compare))
+            )
+        if options.write:
+            write_plan(options.write, answer.plans[0], options.config)
+            print(f"\nwrote {options.write}: python -m jaxscale.train --config {options.write}")
+        if options.report:
+            options.report.write_text(html_report.plan_page(answer))
+            print(f"\nwrote {options.report}")
+    numbers = as_json(answer)
+    if options.prove:
+        numbers["proved"] = _prove(answer, options.prove, options.topology)
+    if options.json:
+        options.json.write_text(json.dumps(numbers, indent=2) + "\n")
+    return 0
+
+
+def _model(options: argparse.Namespace, overrides: Sequence[str]) -> Config | str:
+    """The config, or the name or file of a model's sizes."""
+    if not options.config and not options.model:
+        raise ValueError(
+            "--config is missing, or --model for one that only has sizes; see --help for an example"
+        )
+    if not options.model:
+        return configs.load(options.config, overrides)
+    if options.config or overrides or ".py" in options.model:
+        raise ValueError(
+            f"--model {options.model} is a name or a file of sizes, and goes without a config: "
+            "give --config FILE, or --model with --seq_len and --batch_tokens"
+        )
+    for name in ("write", "prove"):
+        if getattr(options, name):
+            raise ValueError(
+                f"--{name} needs a model that this version trains, a dense decoder that a config "
+                f"describes; leave it out with --model {options.model} (--json FILE keeps the "
+                "plan), or give --config FILE"
+            )
+    return options.model
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxscale.plan",
+        description="Ranks the layouts of a model on a cluster by the time of a step, "
+        "with memory, energy and money, and explains them. Needs no device.",
+        epilog="Examples: python -m jaxscale.plan --config configs/llama2_70b.py --hardware "
+        "h100-sxm --devices 512 --pin tensor=8, or with --model mixtral-8x7b --seq_len 4096 "
+        "--batch_tokens 4M in the place of the config",
+    )
+    add, path = parser.add_argument, pathlib.Path
+    add("--config", metavar="FILE", help="a file in configs/; its layout is not looked at")
+    add(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="instead of a config: a known model, or a JSON file of its sizes",
+    )
+    add("--seq_len", type=int, default=0, metavar="N", help="of a --model, if not its own")
+    add("--hardware", metavar="NAME", help="a device, or a CSV or JSON file that describes one")
+    add("--devices", type=int, metavar="N", help="how many")
+    add("--batch_tokens", default="", metavar="4M", help="of a step; K is 1024, M is 1024 K")
+    add(
+        "--pin",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="fields of the layout that are given: tensor=8 remat=full",
+    )
+    add("--max_memory", default="", metavar="70GB", help="of a device, for a program")
+    add("--top", type=int, default=10, metavar="N", help="plans to show")
+    add(
+        "--why_not",
+        default="",
+        metavar="tensor=4,pipeline=8",
+        help="what keeps such a layout from being best, and the smallest change",
+    )
+    add(
+        "--compare",
+        nargs=2,
+        default=[],
+        metavar=("A", "B"),
+        help="two plans, by their rank or as tensor=4,pipeline=8, term by term",
+    )
+    add("--write", type=path, metavar="FILE", help="a config of the best plan, which trains")
+    add("--report", type=path, metavar="FILE", help="a page with tables and pictures")
+    add("--prove", type=int, default=0, metavar="N", help="compile the best N plans")
+    add("--topology", default="", metavar="NAME", help="the machine to compile for: h100:64x8")
+    add("--validate", default="", metavar="CSV", help="score the formulas on measured runs")
+    add(
+        "--measure",
+        action="store_true",
+        help="try layouts on the devices at hand, each in a process of its own",
+    )
+    add("--trials", type=int, default=40, metavar="N", help="to measure, those before included")
+    add("--storage", type=path, metavar="FILE.db", help="of the trials; a search goes on from it")
+    add("--trial_seconds", type=float, default=600, metavar="S", help="that a trial may take")
+    add("--json", type=path, metavar="FILE", help="write the numbers there")
+    return parser
+
+
+def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
+    """["tensor=8", "remat=full"] -> {"tensor": 8, "remat": "full"}.
+
+    Raises:
+      ValueError: one is not of that form.
+    """
+    pins: dict[str, Any] = {}
+    types = {field.name: field.type for field in dataclasses.fields(Layout)}
+    for text in texts:
+        name, equals, value = text.removeprefix("layout.").partition("=")
+        whole = re.fullmatch(r"-?\d+", value)
+        if not equals or not value or (types.get(name) is int and not whole):
+            raise ValueError(f"{text!r} is not KEY=VALUE, such as tensor=8 or remat=full")
+        pins[name] = int(value) if types.get(name) is int else value
+    return pins
+
+
+def split_pins(text: str) -> list[str]:
+    """Cuts at the commas that come before a key, for a value may have commas of its own."""
+    return re.split(r",(?=\w+=)", text)
+
+
+def parse_bytes(text: str) -> float:
+    """ "70GB" -> 70e9, "64GiB" -> 64 * 2**30, "" -> 0.
+
+    Raises:
+      ValueError: not a size.
+    """
+    if not text:
+        return 0.0
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text)
+    if not matched:
+        raise ValueError(f"--max_memory {text!r} is not a size such as 70GB or 64GiB")
+    return float(matched[1]) * {"GB": 1e9, "GiB": 2.0**30}[matched[2]]
+
+
+def parse_tokens(text: str) -> int:
+    """ "4M" -> 4 * 2**20, "" -> 0.
+
+    Raises:
+      ValueError: not a number of tokens.
+    """
+    if not text:
+        return 0
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)([KM]?)", text)
+    if not matched:
+        raise ValueError(f"--batch_tokens {text!r} is not a number such as 4M, 512K or 4194304")
+    return round(float(matched[1]) * {"": 1, "K": 2**10, "M": 2**20}[matched[2]])
+
+
+def _named(answer: RankedPlans, name: str) -> Plan:
+    """A plan by its rank in the table, or the best of those with some settings."""
+    if name.isdecimal():
+        if not 1 <= int(name) <= len(answer.plans):
+            raise ValueError(f"--compare {name}: there are plans 1 to {len(answer.plans)}")
+        return answer.plans[int(name) - 1]
+    pins = {**answer.query.pins, **parse_pins(split_pins(name))}
+    query = dataclasses.replace(answer.query, pins=pins)
+    check_pins(query)
+    found = search_layouts(query, 1)
+    if not found.layouts:
+        raise ValueError(f"--compare {name}: no such layout fits; --why_not {name} says why")
+    return predict_plan(query, found.layouts[0])
+
+
+def as_json(answer: RankedPlans) -> dict[str, Any]:
+    """Numbers of an answer for a program."""
+    subject = answer.query.subject
+    return {
+        "params": subject.num_params,
+        "active_params": subject.shape.active_params,
+        "note": subject.note,
+        "hardware": answer.query.cluster.name,
+        "devices": answer.query.cluster.num_devices,
+        "plans": [_plan_json(one, subject.run_tokens) for one in answer.plans],
+        "considered": answer.found.considered,
+        "rejected": dict(answer.found.rejected),
+    }
+
+
+def _plan_json(one: Plan, tokens: float) -> dict[str, Any]:
+    run_cost = one.run_cost(tokens)
+    return {
+        "layout": dataclasses.asdict(one.layout),
+        "layers": list(one.layers),
+        "step_seconds": one.step_seconds,
+        "tokens_per_second": one.tokens_per_second,
+        "mfu": one.mfu,
+        "hfu": one.hfu,
+        "memory_bytes": one.memory_bytes,
+        "stage_memory_bytes": one.stage_bytes,
+        "terms": one.terms,
+        "hidden": one.hidden,
+        "memory": one.memory.at_peak,
+        "host_bytes": one.host_bytes,
+        "watts": one.watts,
+        "run_seconds": float(run_cost.seconds),
+        "joules": float(run_cost.joules),
+        "usd": None if math.isnan(run_cost.usd) else float(run_cost.usd),
+        "goodput": run_cost.goodput.fraction,
+    }
+
+
+def _prove(answer: RankedPlans, count: int, name: str) -> list[dict[str, Any]]:
+    """Compiles the best plans for the absent hardware; a plan that does not fit is said so."""
+    from jaxscale.compiled import compile_ahead, topology  # noqa: PLC0415  JAX, for those who ask for it.
+
+    with command_line.refusals():
+        name = name or topology_name(answer.query)
+    topology.leave_hardware_alone()
+    rows = [("", "predicted", "compiled", "error", "verdict")]
+    proved = []
+    for number, one in enumerate(answer.plans[:count], 1):
+        print(f"compiling plan {number} for {name} ...", flush=True)
+        try:
+            compiled = compile_ahead.compile_for(one.config, name)
+        except ModuleNotFoundError as error:
+            command_line.refuse(str(error))
+        except ValueError as error:
+            # Such as offloading: the compiler for absent GPUs knows of no host memory.
+            rows.append((str(number), gigabytes(one.memory_bytes), "-", "-", str(error)))
+            proved.append(
+                {
+                    "plan": number,
+                    "predicted_bytes": one.memory_bytes,
+                    "compiled_bytes": None,
+                    "refusal": str(error),
+                }
+            )
+            continue
+        error = one.memory_bytes / compiled.peak_bytes - 1
+        verdict = "fits" if compiled.fits else f"needs {gigabytes(compiled.missing_bytes)} more"
+        rows.append(
+            (
+                str(number),
+                gigabytes(one.memory_bytes),
+                gigabytes(compiled.peak_bytes),
+                f"{100 * error:+.1f} %",
+                verdict,
+            )
+        )
+        proved.append(
+            {
+                "plan": number,
+                "predicted_bytes": one.memory_bytes,
+                "compiled_bytes": compiled.peak_bytes,
+                "fits": compiled.fits,
+            }
+        )
+    print(f"\nProved by compiling for {name}\n{table(rows)}")
+    return proved
+
+
+def topology_name(query: Query) -> str:
+    """The name by which `topology` knows a cluster.
+
+    Raises:
+      ValueError: it knows none; says how to give one.
+    """
+    from jaxscale.compiled.topology import topology_kinds  # noqa: PLC0415
+
+    cluster, known = query.cluster, topology_kinds()
+    plain = cluster.name.lower().removeprefix("tpu").removesuffix("-sxm")
+    if plain not in known:
+        raise ValueError(
+            f"no compiler is known for {cluster.name}; give the nearest machine that there is one "
+            f"for, as --topology h100:64x8 (kinds: {', '.join(known)})"
+        )
+    if cluster.torus:
+        return f"{plain}:{'x'.join(map(str, cluster.torus))}"
+    per_node = min(cluster.num_devices, 8)
+    return f"{plain}:{cluster.num_devices // per_node}x{per_node}"
+
+
+def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if not options.config:
+        raise ValueError("--config is missing; see --help for an example")
+    config = configs.load(options.config, overrides)
+    try:
+        from jaxscale.autotune import run  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        command_line.refuse(
+            f"--measure needs a package more: uv sync --inexact --extra measure ({error})"
+        )
+    command_line.log_to_stdout()
+    return run.measure(options, config, parse_pins(options.pin))
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from jaxscale.planner.validation.score import validate  # noqa: PLC0415
+
+    scores = validate(options.validate)
+    print(scores.text())
+    if options.json:
+        options.json.write_text(json.dumps(scores.as_json(), indent=2) + "\n")
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

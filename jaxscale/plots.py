@@ -14,8 +14,8 @@ from matplotlib.patches import Patch, Rectangle
 
 from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import KINDS, Collective, collectives
+from jaxscale.formatting import human_bytes
 from jaxscale.planner.search.plan import Plan
-from jaxscale.run.layout_report import human_bytes
 from jaxscale.sharding.resolve import REPLICATED_WEIGHTS, resolve
 from jaxscale.training.step import Engine
 
@@ -37,7 +37,7 @@ EMPTY, EDGE = "#f1f1f3", "#9a9aa2"
 Spans = tuple[tuple[int, int], ...]
 
 
-def placement(
+def placement_figure(
     engines: Mapping[str, Engine], parameter: Sequence[str] = ("layers", "mlp", "up")
 ) -> Figure:
     """A row for each layout: which part of a parameter, its gradient, its moments and the batch is
@@ -150,7 +150,7 @@ def _boxes(
     ]
 
 
-def sent(engines: Mapping[str, Engine], steps: Mapping[str, Any]) -> Figure:
+def traffic_figure(engines: Mapping[str, Engine], steps: Mapping[str, Any]) -> Figure:
     """Bytes of the collectives that a device takes part in during a step, by kind: a bar a layout.
 
     Counted in the compiled program, its loops multiplied out.
@@ -187,11 +187,11 @@ def sent(engines: Mapping[str, Engine], steps: Mapping[str, Any]) -> Figure:
 
 
 def _collectives(engine: Engine, compiled: Any) -> list[Collective]:
-    program = hlo.parse(compiled.as_text(), engine.stages.trips if engine.stages else {})
+    program = hlo.parse_hlo(compiled.as_text(), engine.stages.trips if engine.stages else {})
     return collectives(program, engine.layout.sizes)
 
 
-def losses(curves: Mapping[str, Sequence[float]]) -> Figure:
+def loss_figure(curves: Mapping[str, Sequence[float]]) -> Figure:
     """Losses of several layouts: the curves, and how far each is from the first at most.
 
     Args:
@@ -260,7 +260,7 @@ BYTES = {
 }
 
 
-def step_seconds(plans: Mapping[str, Plan]) -> Figure:
+def step_time_figure(plans: Mapping[str, Plan]) -> Figure:
     """Where the seconds of each plan's step go: a bar a plan."""
     bars = {title: one.terms for title, one in plans.items()}
     figure = _stacked(bars, SECONDS, 1.0, "{:.2f} s")
@@ -268,7 +268,7 @@ def step_seconds(plans: Mapping[str, Plan]) -> Figure:
     return figure
 
 
-def memory(plans: Mapping[str, Plan]) -> Figure:
+def memory_figure(plans: Mapping[str, Plan]) -> Figure:
     """What is in a device's memory when most is in use: a bar a plan, and the limit."""
     bars = {title: one.memory.at_peak for title, one in plans.items()}
     figure = _stacked(bars, BYTES, 1e-9, "{:.0f} GB")
@@ -322,6 +322,6 @@ def _stacked(
     return figure
 
 
-def save(figure: Figure, path: str, **settings: Any) -> None:
+def save_figure(figure: Figure, path: str, **settings: Any) -> None:
     """As PNG."""
     figure.savefig(path, format="png", **settings)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.autotune.search import OUTCOMES, Devices, Trial
-from jaxscale.autotune.search_space import choices_of
+from jaxscale.autotune.search_space import candidate_of
+from jaxscale.formatting import human_bytes, table
 from jaxscale.layout import Layout
 from jaxscale.planner.report.text_report import layout_text
-from jaxscale.run.layout_report import human_bytes, table
 
 SHOWN = 5
 """Layouts in the table."""
@@ -18,9 +18,9 @@ POINT, BEST, FAILED, BARS = "#56b4e9", "#0072b2", "#d55e00", "#0072b2"
 """Of Okabe and Ito's palette, which colour-blind readers can tell apart."""
 
 
-def flags(layout: Layout) -> str:
+def layout_flags(layout: Layout) -> str:
     """The flags of `python -m jaxscale.train` that set a layout."""
-    chosen = {"data": layout.data, **choices_of(layout), "context_method": layout.context_method}
+    chosen = {"data": layout.data, **candidate_of(layout), "context_method": layout.context_method}
     default = Layout()
     return " ".join(
         f"--config.layout.{name}={value}"
@@ -29,7 +29,7 @@ def flags(layout: Layout) -> str:
     )
 
 
-def progress(trial: Trial, before: Sequence[Trial], trials: int) -> str:
+def trial_line(trial: Trial, before: Sequence[Trial], trials: int) -> str:
     """A line about a trial that has just ended."""
     head = f"{len(before) + 1:4d}/{trials}  "
     if not trial.measured:
@@ -39,7 +39,9 @@ def progress(trial: Trial, before: Sequence[Trial], trials: int) -> str:
     return f"{head}{trial.step_seconds:11.4g} s  {layout_text(trial.layout)}{new}"
 
 
-def summary(trials: Sequence[Trial], importance: Mapping[str, float], devices: Devices) -> str:
+def search_summary(
+    trials: Sequence[Trial], importance: Mapping[str, float], devices: Devices
+) -> str:
     """The counts, the best layouts beside the first that was tried, and what decides."""
     counts = collections.Counter(trial.outcome for trial in trials)
     came = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
@@ -64,7 +66,7 @@ def summary(trials: Sequence[Trial], importance: Mapping[str, float], devices: D
     if importance:
         rows = [(name, f"{share:.0%}") for name, share in importance.items()]
         parts.append("share of each choice in how step times vary (fANOVA)\n" + table(rows))
-    parts.append(f"to train with the fastest:\n  {flags(best[0].layout)}")
+    parts.append(f"to train with the fastest:\n  {layout_flags(best[0].layout)}")
     return "\n\n".join(parts)
 
 
@@ -75,7 +77,7 @@ def ranked(trials: Sequence[Trial]) -> list[Trial]:
     )
 
 
-def numbers(trials: Sequence[Trial], importance: Mapping[str, float]) -> dict[str, Any]:
+def search_json(trials: Sequence[Trial], importance: Mapping[str, float]) -> dict[str, Any]:
     """The same for a program."""
     return {
         "trials": [
@@ -86,7 +88,7 @@ def numbers(trials: Sequence[Trial], importance: Mapping[str, float]) -> dict[st
     }
 
 
-def png(path: pathlib.Path, trials: Sequence[Trial], importance: Mapping[str, float]) -> None:
+def save_png(path: pathlib.Path, trials: Sequence[Trial], importance: Mapping[str, float]) -> None:
     """The history of a search, and the importance of each choice, as a PNG file."""
     # Slow to import, and only a picture needs it.
     from matplotlib.figure import Figure  # noqa: PLC0415

@@ -11,8 +11,7 @@ from jaxscale.autotune import results, search
 from jaxscale.config import Config
 from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.planner.auto_layout import devices_here
-from jaxscale.planner.search.search import Query
-from jaxscale.planner.search.search import search as search_layouts
+from jaxscale.planner.search.search import Query, search_layouts
 
 log = logging.getLogger("jaxscale")
 
@@ -20,7 +19,7 @@ PLANNED = 6
 """Of the planner's best, with which a search begins."""
 
 
-def run(options: argparse.Namespace, config: Config, pins: Mapping[str, Any]) -> int:
+def measure(options: argparse.Namespace, config: Config, pins: Mapping[str, Any]) -> int:
     """The command, from `--trials`, `--storage`, `--trial_seconds` and `--json`.
 
     Raises:
@@ -30,13 +29,13 @@ def run(options: argparse.Namespace, config: Config, pins: Mapping[str, Any]) ->
     storage = options.storage or pathlib.Path("runs") / stem / "layouts.db"
     devices = search.find_devices()
     log.info(f"{devices.devices} x {devices.kind}; trials are kept in {storage}")
-    first = [*own(config, devices), *planned(config, devices, pins)]
+    first = [*config_layout(config, devices), *planner_layouts(config, devices, pins)]
 
     def report(trial: search.Trial, before: list[search.Trial]) -> None:
-        log.info(results.progress(trial, before, options.trials))
+        log.info(results.trial_line(trial, before, options.trials))
 
     try:
-        trials = search.search(
+        trials = search.search_by_measuring(
             config,
             devices,
             trials=options.trials,
@@ -50,16 +49,16 @@ def run(options: argparse.Namespace, config: Config, pins: Mapping[str, Any]) ->
         log.info("stopped; the same command goes on from here")
         return 130
     shares = search.importances(search.open_study(config, devices, storage, pins=pins))
-    log.info("\n" + results.summary(trials, shares, devices))
+    log.info("\n" + results.search_summary(trials, shares, devices))
     picture = storage.with_suffix(".png")
-    results.png(picture, trials, shares)
+    results.save_png(picture, trials, shares)
     log.info(f"\nwrote {picture}; the same command with a larger --trials goes on")
     if options.json:
-        options.json.write_text(json.dumps(results.numbers(trials, shares), indent=2) + "\n")
+        options.json.write_text(json.dumps(results.search_json(trials, shares), indent=2) + "\n")
     return 0
 
 
-def own(config: Config, devices: search.Devices) -> list[Layout]:
+def config_layout(config: Config, devices: search.Devices) -> list[Layout]:
     """The layout of the config, where it says one for so many devices."""
     try:
         return [] if config.layout.auto else [resolve_sizes(config.layout, devices.devices)]
@@ -68,7 +67,9 @@ def own(config: Config, devices: search.Devices) -> list[Layout]:
         return []
 
 
-def planned(config: Config, devices: search.Devices, pins: Mapping[str, Any]) -> list[Layout]:
+def planner_layouts(
+    config: Config, devices: search.Devices, pins: Mapping[str, Any]
+) -> list[Layout]:
     """The planner's best on these devices; none where nothing is known of them."""
     pins = {**pins, "offload": config.layout.offload}
     try:

@@ -29,12 +29,13 @@ from optuna.trial import FrozenTrial, TrialState
 from jaxscale import config as configs
 from jaxscale.autotune.search_space import (
     FIELDS,
-    Choices,
+    Candidate,
+    candidate_of,
     candidates,
-    choices_of,
     layout_of,
     refusal,
 )
+from jaxscale.choices import check_choice
 from jaxscale.config import Config
 from jaxscale.layout import Layout
 
@@ -86,7 +87,7 @@ def find_devices(program: Sequence[str] = PROGRAM) -> Devices:
     return Devices(**answer)
 
 
-def search(
+def search_by_measuring(
     config: Config,
     devices: Devices,
     *,
@@ -171,7 +172,7 @@ def open_study(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage.parent.mkdir(parents=True, exist_ok=True)
     for name in pins or {}:
-        configs.check_choice("--pin", name, FIELDS)
+        check_choice("--pin", name, FIELDS)
     pool = candidates(config, devices.devices, pins)
     if not pool:
         raise ValueError(
@@ -185,7 +186,7 @@ def open_study(
     )
     subject = {"config": _digest(config), "pins": pins or {}, **dataclasses.asdict(devices)}
     if "subject" not in study.user_attrs:
-        _fill(study, [choices_of(layout) for layout in first], pool)
+        _fill(study, [candidate_of(layout) for layout in first], pool)
         study.set_user_attr("subject", subject)
     for name, value in subject.items():
         if (had := study.user_attrs["subject"][name]) != value:
@@ -229,7 +230,7 @@ class _Proposals(optuna.samplers.TPESampler):
     """Tree-structured Parzen estimators (Optuna's default), held to layouts that may run and have
     not run yet: what it draws is moved to the nearest of them, by the number of choices."""
 
-    def __init__(self, config: Config, num_devices: int, pool: list[Choices], seed: int):
+    def __init__(self, config: Config, num_devices: int, pool: list[Candidate], seed: int):
         super().__init__(
             n_startup_trials=STARTUP, multivariate=True, constant_liar=False, seed=seed
         )
@@ -258,7 +259,7 @@ class _Proposals(optuna.samplers.TPESampler):
         )
 
 
-def _fill(study: optuna.Study, first: Sequence[Choices], pool: Sequence[Choices]) -> None:
+def _fill(study: optuna.Study, first: Sequence[Candidate], pool: Sequence[Candidate]) -> None:
     """Writes down what there is to choose from, and enqueues what comes first."""
     space = {name: list(dict.fromkeys(one[name] for one in [*pool, *first])) for name in FIELDS}
     study.set_user_attr("space", space)

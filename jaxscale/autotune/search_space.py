@@ -11,9 +11,9 @@ from jaxscale.config import Config
 from jaxscale.layout import ACCUMULATIONS, MESH_AXES, REMATS, Layout, kept_passes, parse_schedule
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.planner.search import space
-from jaxscale.planner.search.trainable_model import Trained
+from jaxscale.planner.search.trainable_model import TrainableModel
 
-Choices = Mapping[str, Any]
+Candidate = Mapping[str, Any]
 """Name of a layout's field -> its value, None where the layout does not read it."""
 
 FIELDS = (
@@ -46,7 +46,7 @@ PIPELINES = (
 MOST_MICROBATCHES = 64
 
 
-def choices_of(layout: Layout) -> Choices:
+def candidate_of(layout: Layout) -> Candidate:
     """What a layout chooses; two layouts with the same choices run the same program."""
     chosen = {name: getattr(layout, name) for name in FIELDS}
     if layout.fsdp == 1:
@@ -60,7 +60,7 @@ def choices_of(layout: Layout) -> Choices:
     return chosen
 
 
-def layout_of(choices: Choices, base: Layout, num_devices: int) -> Layout:
+def layout_of(choices: Candidate, base: Layout, num_devices: int) -> Layout:
     """The layout of choices; fields that are not among them, and those that are None, are base's.
 
     Raises:
@@ -79,7 +79,7 @@ def layout_of(choices: Choices, base: Layout, num_devices: int) -> Layout:
 
 def candidates(
     config: Config, num_devices: int, pins: Mapping[str, Any] | None = None
-) -> list[Choices]:
+) -> list[Candidate]:
     """Every choice on so many devices that the model's and the batch's sizes allow, in a fixed
     order. Pipelines may still be refused for their layers: `refusal` tells.
 
@@ -101,12 +101,12 @@ def refusal(config: Config, layout: Layout) -> str:
         _check_pipeline(config, layout)
     except ValueError as error:
         return str(error)
-    return Trained(config).refusal(layout)[1]
+    return TrainableModel(config).refusal(layout)[1]
 
 
 def _meshes(num_devices: int) -> Iterator[Layout]:
     """Every way to write the devices as pipeline x data x fsdp x context x tensor."""
-    for sizes in space.meshes(num_devices):
+    for sizes in space.mesh_shapes(num_devices):
         yield Layout(**dict(zip(MESH_AXES, sizes)), context_method="gather")  # pyright: ignore
 
 
@@ -114,7 +114,7 @@ def _mesh_refusal(config: Config, mesh: Layout) -> str:
     return refusal(config, dataclasses.replace(mesh, pipeline=1, data=1))
 
 
-def _walks(config: Config, mesh: Layout) -> Iterator[Choices]:
+def _walks(config: Config, mesh: Layout) -> Iterator[Candidate]:
     """The ways to walk over a mesh."""
     each, rest = divmod(config.data.global_batch_size, mesh.batch_shards)
     microbatches = (

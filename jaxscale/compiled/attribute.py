@@ -16,14 +16,14 @@ from jaxscale.training.step import Engine
 MODULES = ("attention", "mlp", "head", "embed", "optimizer")
 """Scopes of the model and the step."""
 
-KEPT = "kept for the backward pass"
+SAVED = "kept for the backward pass"
 SHRINKS = {
     "parameters": "zero_stage = 3, fsdp, tensor, pipeline",
     "optimizer state": "zero_stage, fsdp, offload = 'optimizer'",
     "batch": "data.global_batch_size",
     "gathered weights": "tensor, pipeline",
     "gradients": "zero_stage, fsdp, tensor, pipeline",
-    KEPT: "remat = 'full', microbatches, offload = 'activations', context",
+    SAVED: "remat = 'full', microbatches, offload = 'activations', context",
     "work": "microbatches, context, tensor",
 }
 """What a buffer is -> the settings of the layout that shrink it."""
@@ -31,7 +31,7 @@ SHRINKS = {
 SHRINKS_IN_PIPELINES = {
     **SHRINKS,
     "gathered weights": "tensor, pipeline, virtual_stages",
-    KEPT: "remat = 'full', microbatches, schedule = '1f1b', context",
+    SAVED: "remat = 'full', microbatches, schedule = '1f1b', context",
 }
 """Of a layout with a pipeline."""
 
@@ -40,7 +40,7 @@ PIPELINE_BUFFERS = {"weights": "gathered weights", "gradients": "gradients"}
 
 
 @dataclass(frozen=True)
-class Use:
+class BufferUse:
     """Buffers that are alike: what they are, how many are alive at the peak, where they belong."""
 
     num_bytes: float  # of all of them
@@ -51,7 +51,7 @@ class Use:
     smaller_with: str  # settings of the layout
 
 
-def find_uses(buffers: Sequence[Buffer], engine: Engine) -> list[Use]:
+def attribute_buffers(buffers: Sequence[Buffer], engine: Engine) -> list[BufferUse]:
     """Buffers that are alike together, largest first."""
     shrinks = _settings(engine)
     weights, kept = dict(_weights(engine)), dict(_pipeline(engine))
@@ -65,7 +65,7 @@ def find_uses(buffers: Sequence[Buffer], engine: Engine) -> list[Use]:
             module = weights.get(size, "")
         groups.setdefault((buffer.shape, what, module), []).append(buffer)
     uses = [
-        Use(sum(one.num_bytes for one in group), len(group), *key, shrinks[key[1]])
+        BufferUse(sum(one.num_bytes for one in group), len(group), *key, shrinks[key[1]])
         for key, group in groups.items()
     ]
     return sorted(uses, key=lambda use: -use.num_bytes)
@@ -116,7 +116,7 @@ def _what(buffer: Buffer, engine: Engine, is_weight: bool, in_pipeline: str) -> 
         return "gradients"
     layers = engine.model.config.num_layers
     if len(dims) > 2 and dims[0] in (layers, layers - 1) and not engine.stages:
-        return KEPT
+        return SAVED
     return "work"
 
 
@@ -150,4 +150,4 @@ def _pipeline(engine: Engine) -> Iterator[tuple[tuple[str, int], str]]:
     for name, tree in kept.items():
         for leaf in jax.tree.leaves(tree):
             for size in (leaf.size, leaf.size // engine.layout.tensor):
-                yield (short.get(str(leaf.dtype), ""), size), PIPELINE_BUFFERS.get(name, KEPT)
+                yield (short.get(str(leaf.dtype), ""), size), PIPELINE_BUFFERS.get(name, SAVED)

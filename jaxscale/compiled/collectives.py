@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxscale.compiled import hlo
-from jaxscale.compiled.flops import computation_costs, flops, instruction_costs
+from jaxscale.compiled.flops import computation_costs, instruction_costs, instruction_flops
 from jaxscale.compiled.hlo import Instruction, Program
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -66,7 +66,7 @@ def collectives(
       between: the axes that go over the network between slices of TPUs, by way of their hosts.
     """
     runs = program.executions()
-    costs = computation_costs(program, flops, unknown_trips=1)
+    costs = computation_costs(program, instruction_flops, unknown_trips=1)
     callers = _callers(program)
     pieces: dict[tuple[str, str], list[tuple[str, Instruction]]] = {}
     for name, instructions in program.computations.items():
@@ -182,7 +182,7 @@ def _end(instructions: tuple[Instruction, ...], start: int) -> int:
 def _flops_at(program: Program, place: _Place, costs: Mapping[str, float]) -> float:
     if place.first == place.last:
         return 0.0
-    each = instruction_costs(program, place.computation, flops, costs, unknown_trips=1)
+    each = instruction_costs(program, place.computation, instruction_flops, costs, unknown_trips=1)
     return sum(each[place.first : place.last + 1])
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from jaxscale.compiled import hlo
-from jaxscale.compiled.attribute import Use, find_uses
+from jaxscale.compiled.attribute import BufferUse, attribute_buffers
 from jaxscale.compiled.collectives import Collective, collectives, summed
-from jaxscale.compiled.flops import computation_costs, cycles, flops
+from jaxscale.compiled.flops import computation_costs, instruction_cycles, instruction_flops
 from jaxscale.compiled.live_buffers import live_at_peak
 from jaxscale.compiled.topology import Topology, has_cudnn, open_topology
 from jaxscale.config import Config
@@ -28,7 +28,7 @@ OUT_OF_MEMORY = re.compile(
 
 
 @dataclass(frozen=True)
-class Report:
+class CompileReport:
     """What a compiled step needs on each device. Bytes are of device memory, FLOPs and seconds of
     one step."""
 
@@ -48,7 +48,7 @@ class Report:
     optimal_seconds: float | None  # by the compiler's own figures; GPUs' gives none
     compile_seconds: float
     collectives: tuple[Collective, ...]  # of a step, by axes and kind
-    uses: tuple[Use, ...]  # at the peak, largest first; empty where it does not fit
+    uses: tuple[BufferUse, ...]  # at the peak, largest first; empty where it does not fit
     refusal: str  # the compiler's words where it ran out of memory
     program: str  # text
 
@@ -58,7 +58,9 @@ class Report:
         return max(0, self.peak_bytes - self.limit_bytes)
 
 
-def compile_for(config: Config, topology: str | Topology, *, unroll_layers: bool = False) -> Report:
+def compile_for(
+    config: Config, topology: str | Topology, *, unroll_layers: bool = False
+) -> CompileReport:
     """Compiles a config's train step for an absent machine.
 
     Running out of memory is a result: `fits` is False.
@@ -97,9 +99,9 @@ def compile_for(config: Config, topology: str | Topology, *, unroll_layers: bool
 
 def _report(
     machine: Topology, engine: Engine, compiled: Any, seconds: float, unrolled: bool
-) -> Report:
+) -> CompileReport:
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    program = hlo.parse(text, engine.stages.trips if engine.stages else {})
+    program = hlo.parse_hlo(text, engine.stages.trips if engine.stages else {})
     peak = (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
@@ -108,8 +110,8 @@ def _report(
         + memory.generated_code_size_in_bytes
     )
     between = axes_between_slices(engine.layout, machine.devices)
-    total_flops = computation_costs(program, flops)[program.entry]
-    return Report(
+    total_flops = computation_costs(program, instruction_flops)[program.entry]
+    return CompileReport(
         **_common(machine, engine),
         fits=peak <= machine.limit_bytes,
         peak_bytes=peak,
@@ -122,7 +124,7 @@ def _report(
         optimal_seconds=_seconds(machine, engine, compiled, program, unrolled),
         compile_seconds=seconds,
         collectives=tuple(summed(collectives(program, engine.layout.sizes, between))),
-        uses=tuple(find_uses(live_at_peak(program), engine)),
+        uses=tuple(attribute_buffers(live_at_peak(program), engine)),
         refusal="",
         program=text,
     )
@@ -138,7 +140,7 @@ def _common(machine: Topology, engine: Engine) -> dict[str, Any]:
     }
 
 
-def _refused(machine: Topology, engine: Engine, refusal: str, seconds: float) -> Report:
+def _refused(machine: Topology, engine: Engine, refusal: str, seconds: float) -> CompileReport:
     found = OUT_OF_MEMORY.search(refusal)
     assert found
     number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
@@ -148,7 +150,7 @@ def _refused(machine: Topology, engine: Engine, refusal: str, seconds: float) ->
         for leaf in jax.tree.leaves((engine.abstract_state, engine.abstract_batch))
         if leaf.sharding.memory_kind != "pinned_host"
     )
-    return Report(
+    return CompileReport(
         **_common(machine, engine),
         fits=False,
         peak_bytes=temporaries + arguments,
@@ -176,7 +178,7 @@ def _seconds(
         return None
     if unrolled and not engine.stages:
         return (compiled.cost_analysis() or {}).get("optimal_seconds")
-    expected = computation_costs(program, cycles)[program.entry] / machine.clock_hertz
+    expected = computation_costs(program, instruction_cycles)[program.entry] / machine.clock_hertz
     if engine.stages:
         expected /= 1 - summary.idle(engine.stages)
     return None if math.isnan(expected) else expected

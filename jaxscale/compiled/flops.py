@@ -63,7 +63,7 @@ def instruction_costs(
     return [one(instruction) for instruction in instructions]
 
 
-def flops(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
+def instruction_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
     """Multiplications and additions of a matrix product, a convolution or a kernel; others are not
     counted."""
     match instruction.opcode:
@@ -76,7 +76,7 @@ def flops(instruction: Instruction, named: Mapping[str, Instruction]) -> float |
     return None
 
 
-def cycles(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
+def instruction_cycles(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
     """What a TPU's compiler expects an instruction to take, by its own figures; those of kernels
     and of collectives it does not print."""
     del named

@@ -139,7 +139,7 @@ class Program:
         return order[::-1]
 
 
-def parse(text: str, scopes: Mapping[str, float] | None = None) -> Program:
+def parse_hlo(text: str, scopes: Mapping[str, float] | None = None) -> Program:
     """A program from `compiled.as_text()`.
 
     Args:

@@ -4,7 +4,6 @@ The compilers of both come as packages (the extra `aot`) and need none of the ha
 """
 
 import csv
-import difflib
 import functools
 import importlib.util
 import os
@@ -15,6 +14,8 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+
+from jaxscale.choices import did_you_mean
 
 PACKAGES = {"tpu": ("libtpu",), "gpu": ("jax_cuda13_plugin", "jax_plugins.xla_cuda13")}
 GPU_MEMORY_FRACTION = 0.9
@@ -81,35 +82,34 @@ def open_topology(name: str) -> Topology:
     kind, _, shape = name.partition(":")
     tpus, gpus = _table("tpu"), _table("gpu")
     if kind not in tpus and kind not in gpus:
-        near = difflib.get_close_matches(kind, (*tpus, *gpus), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"topology {name!r} is of no known kind; {known()}{hint}")
+        hint = did_you_mean(kind, (*tpus, *gpus))
+        raise ValueError(f"topology {name!r} is of no known kind; {describe_topologies()}{hint}")
     platform = "tpu" if kind in tpus else "gpu"
     check_installed(platform)
     leave_hardware_alone()
     return _tpu(name, tpus[kind], shape) if platform == "tpu" else _gpu(name, gpus[kind], shape)
 
 
-def known() -> str:
+def describe_topologies() -> str:
     """A line that names every kind with an example."""
     tpus = ", ".join(f"{kind}:{row['example']}" for kind, row in _table("tpu").items())
     gpus = ", ".join(f"{kind}:8x8" for kind in _table("gpu"))
     return f"TPUs (chips along each dimension): {tpus}; GPUs (nodes x GPUs): {gpus}"
 
 
-def kinds() -> tuple[str, ...]:
+def topology_kinds() -> tuple[str, ...]:
     """What a name can begin with."""
     return (*_table("tpu"), *_table("gpu"))
 
 
-def installed(platform: str) -> bool:
+def compiler_installed(platform: str) -> bool:
     """Whether the compiler for "tpu" or "gpu" is."""
     return all(_found(module) for module in PACKAGES[platform])
 
 
 def check_installed(platform: str) -> None:
     """Raises ModuleNotFoundError, saying what to install, where a compiler is missing."""
-    if not installed(platform):
+    if not compiler_installed(platform):
         raise ModuleNotFoundError(
             f"the compiler for {platform.upper()}s is not installed ("
             f"{', '.join(module for module in PACKAGES[platform] if not _found(module))}): "

@@ -3,7 +3,6 @@ fused or split and with as much made again as is asked for.
 """
 
 import bisect
-import difflib
 import itertools
 import math
 import pathlib
@@ -11,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jaxscale.choices import did_you_mean
 from jaxscale.pipeline.operations import B, F, Op, Order, Placement, R, Rows, W, X, loop, zigzag
 from jaxscale.pipeline.schedule_csv import read_csv
 from jaxscale.pipeline.schedules_1f1b import (
@@ -153,8 +153,7 @@ def make_order(
     if pathlib.PurePath(name).suffix == ".csv":
         return _order_from_file(name, numbers, fused, keep)
     if name not in SCHEDULES:
-        near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name.lower(), SCHEDULES)
         raise ValueError(
             f"schedule = {name!r} is not known; it can be {', '.join(SCHEDULES)}, or a .csv file"
             f"{hint}"

@@ -7,24 +7,24 @@ from typing import Any
 from jaxscale.config import Config
 from jaxscale.hardware import Chip, find_chip
 from jaxscale.layout import AUTO, Layout
-from jaxscale.planner.cost.cluster import Cluster, Tier, cluster
+from jaxscale.planner.cost.cluster import Cluster, Tier, make_cluster
 from jaxscale.planner.report.why_not import nothing_fits
-from jaxscale.planner.search.plan import Plan, judge
-from jaxscale.planner.search.search import search
+from jaxscale.planner.search.plan import Plan, predict_plan
+from jaxscale.planner.search.search import search_layouts
 from jaxscale.planner.search.space import CPU, Query
 
 
-def choose(config: Config, device_kind: str, platform: str, num_devices: int) -> Plan:
+def choose_layout(config: Config, device_kind: str, platform: str, num_devices: int) -> Plan:
     """The best layout; what a config sets to other values than the defaults stays.
 
     Raises:
       ValueError: nothing is known of the devices, or nothing fits on them.
     """
     query = Query(config, devices_here(device_kind, platform, num_devices), pins_of(config.layout))
-    found = search(query, 1)
+    found = search_layouts(query, 1)
     if not found.layouts:
         raise ValueError(f"layout = 'auto': {nothing_fits(query, found)}")
-    return judge(query, found.layouts[0])
+    return predict_plan(query, found.layouts[0])
 
 
 def pins_of(layout: Layout) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def devices_here(device_kind: str, platform: str, num_devices: int) -> Cluster:
             f"{device_kind!r}; set the layout, as `python -m jaxscale.plan --hardware FILE` finds "
             "it from a file that describes the device"
         )
-    return cluster(chip.name, num_devices)
+    return make_cluster(chip.name, num_devices)
 
 
 def _processors(num_devices: int) -> Cluster:

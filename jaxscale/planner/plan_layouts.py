@@ -6,19 +6,19 @@ from typing import Any
 
 from jaxscale import config as configs
 from jaxscale.config import Config
-from jaxscale.planner.cost.cluster import cluster
+from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.model.named_models import check_shape, find_shape
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.report.why_not import nothing_fits
-from jaxscale.planner.search.balance_layers import improved
-from jaxscale.planner.search.plan import Answer, judge
-from jaxscale.planner.search.search import search
-from jaxscale.planner.search.sized_model import Described
+from jaxscale.planner.search.balance_layers import rebalance_layers
+from jaxscale.planner.search.plan import RankedPlans, predict_plan
+from jaxscale.planner.search.search import search_layouts
+from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import Query, check_pins
 
 
-def plan(
-    model: Config | Shape | str,
+def plan_layouts(
+    model: Config | ModelShape | str,
     hardware: str,
     devices: int,
     *,
@@ -28,7 +28,7 @@ def plan(
     seq_len: int = 0,
     top: int = 10,
     **overrides: Any,
-) -> Answer:
+) -> RankedPlans:
     """The best layouts of a model on a cluster, as `jaxscale.plan`.
 
     >>> answer = plan("configs/llama2_7b.py", "H100-SXM", 64, pins={"tensor": 1, "pipeline": 1})
@@ -54,18 +54,20 @@ def plan(
         what would.
     """
     pins = dict(pins or {})
-    asked = asked_model(model, batch_tokens, seq_len)
-    query = Query(asked, cluster(hardware, devices, **overrides), pins, max_memory_bytes)
+    asked = resolve_model(model, batch_tokens, seq_len)
+    query = Query(asked, make_cluster(hardware, devices, **overrides), pins, max_memory_bytes)
     check_pins(query)
-    found = search(query, top)
-    judged = (improved(query, judge(query, one)) for one in found.layouts)
+    found = search_layouts(query, top)
+    judged = (rebalance_layers(query, predict_plan(query, one)) for one in found.layouts)
     plans = sorted(judged, key=lambda one: one.step_seconds)
     if not plans:
         raise ValueError(nothing_fits(query, found))
-    return Answer(query, tuple(plans), found)
+    return RankedPlans(query, tuple(plans), found)
 
 
-def asked_model(model: Config | Shape | str, batch_tokens: int, seq_len: int) -> Config | Described:
+def resolve_model(
+    model: Config | ModelShape | str, batch_tokens: int, seq_len: int
+) -> Config | SizedModel:
     """The model and its batch, of any of the ways to say them.
 
     Raises:
@@ -89,7 +91,7 @@ def asked_model(model: Config | Shape | str, batch_tokens: int, seq_len: int) ->
             "--batch_tokens is missing: sizes of a model do not say how many tokens a step has, "
             "such as --batch_tokens 4M"
         )
-    return Described(shape, whole_sequences(batch_tokens, shape.seq_len, "seq_len"), name)
+    return SizedModel(shape, whole_sequences(batch_tokens, shape.seq_len, "seq_len"), name)
 
 
 def with_batch(config: Config, batch_tokens: int) -> Config:

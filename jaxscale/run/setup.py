@@ -79,7 +79,7 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
     if not config.layout.auto:
         return config
     # Twenty modules that most runs have no use for.
-    from jaxscale.planner.auto_layout import choose  # noqa: PLC0415
+    from jaxscale.planner.auto_layout import choose_layout  # noqa: PLC0415
     from jaxscale.planner.report.text_report import gigabytes, layout_text  # noqa: PLC0415
 
     begun = workdir / "config.json" if workdir else None
@@ -88,7 +88,7 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
         log.info(f"layout = 'auto': {layout_text(layout)}, as the run began")
         return dataclasses.replace(config, layout=layout)
     device = jax.devices()[0]
-    plan = choose(config, device.device_kind, device.platform, jax.device_count())
+    plan = choose_layout(config, device.device_kind, device.platform, jax.device_count())
     log.info(
         f"layout = 'auto' takes {layout_text(plan.layout)}: by formula a step of "
         f"{plan.step_seconds:.4g} s and {gigabytes(plan.memory_bytes)} of "

@@ -20,8 +20,9 @@ from jaxscale.batch import Batch
 from jaxscale.config import Config
 from jaxscale.data.dataset import Examples, repeats
 from jaxscale.distributed import processes
+from jaxscale.formatting import duration, human_bytes
 from jaxscale.hardware import peak_flops
-from jaxscale.run.layout_report import describe, human_bytes
+from jaxscale.run.layout_report import describe
 from jaxscale.run.setup import (
     Evaluation,
     Text,
@@ -31,7 +32,7 @@ from jaxscale.run.setup import (
     open_text,
 )
 from jaxscale.training.checkpoint import Checkpoints, describe_difference
-from jaxscale.training.metrics import Metrics, duration, progress_line, utilisation
+from jaxscale.training.metrics import Metrics, progress_line, utilisation
 from jaxscale.training.optimizer import schedule
 from jaxscale.training.step import Engine, StepMetrics, TrainState
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxscale.config import Config, from_dict
-from jaxscale.planner.memory.step import memory
+from jaxscale.planner.memory.step import step_memory
 from tests.invariants.layouts import open_engine
 
 LLAMA = {
@@ -164,7 +164,7 @@ def check(config: Config) -> None:
     engine = open_engine(config)
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
-    analysis, predicted = compiled.memory_analysis(), memory(config)
+    analysis, predicted = compiled.memory_analysis(), step_memory(config)
     assert predicted.arguments == analysis.argument_size_in_bytes
     assert predicted.temporaries == pytest.approx(analysis.temp_size_in_bytes, rel=0.1)
 

@@ -1,11 +1,11 @@
 """Clusters: devices of one kind, and the links between them from the nearest to the farthest."""
 
-import difflib
 import math
 import pathlib
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxscale.choices import nearest
 from jaxscale.hardware import Chip, chips, read_chips
 
 
@@ -73,7 +73,7 @@ NETWORK_OVER_NOMINAL = 0.9
 (ml-engineering); Calculon's fit to Selene has 0.9."""
 
 
-def cluster(name: str, num_devices: int, **overrides: Any) -> Cluster:
+def make_cluster(name: str, num_devices: int, **overrides: Any) -> Cluster:
     """A cluster of `num_devices` devices of a kind.
 
     Args:
@@ -89,7 +89,7 @@ def cluster(name: str, num_devices: int, **overrides: Any) -> Cluster:
         raise ValueError(f"{num_devices} devices; a cluster has at least 1")
     torus = overrides.pop("torus", None)
     price = overrides.pop("usd_per_hour", None)
-    chip = find(name)
+    chip = find_device(name)
     unknown = set(overrides) - set(Chip.__dataclass_fields__)
     if unknown:
         raise ValueError(
@@ -107,7 +107,7 @@ def cluster(name: str, num_devices: int, **overrides: Any) -> Cluster:
     )
 
 
-def find(name: str) -> Chip:
+def find_device(name: str) -> Chip:
     """The device of a name or of a user's file."""
     path = pathlib.Path(name)
     if path.suffix in (".csv", ".json"):
@@ -123,10 +123,13 @@ def find(name: str) -> Chip:
     short |= known
     if name.lower() in short:
         return short[name.lower()]
-    near = difflib.get_close_matches(name.lower(), short, n=1, cutoff=0.4)
-    hint = f"did you mean {short[near[0]].name!r}? " if near else ""
+    near = [short[one].name for one in nearest(name.lower(), short, cutoff=0.4)]
+    hint = f"; did you mean {near[0]!r}?" if near else ""
     names = ", ".join(chip.name for chip in chips())
-    raise ValueError(f"no device {name!r}; {hint}There are {names}, or a file: device.csv")
+    raise ValueError(
+        f"device {name!r} is not known; it can be {names}, or a file that describes a device, "
+        f"such as device.csv{hint}"
+    )
 
 
 def _torus(chip: Chip, num_devices: int, torus: tuple[int, ...] | None) -> tuple[int, ...]:

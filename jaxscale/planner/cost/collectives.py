@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxscale.layout import MESH_AXES
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.model.parallelism import Choice
+from jaxscale.planner.model.parallelism import Parallelism
 
 Floats = Any  # a float, or float [N]
 
@@ -50,7 +50,7 @@ class Level:
 Levels = tuple[Level, ...]  # from the nearest
 
 
-def axis_levels(cluster: Cluster, choice: Choice) -> dict[str, Levels]:
+def axis_levels(cluster: Cluster, choice: Parallelism) -> dict[str, Levels]:
     """The levels of each mesh axis' groups; consecutive devices are of the same tensor group."""
     sizes = {axis: np.asarray(getattr(choice, axis), float) for axis in MESH_AXES}
     if choice.traits.folded_experts:
@@ -126,7 +126,7 @@ def gather_seconds(levels: Levels, num_bytes: Floats, times: Floats = 1) -> Floa
     `times` of them follow each other.
     """
     seconds = _bandwidth_seconds(levels, num_bytes) + _latency(levels, "ring_seconds")
-    return times * np.where(size(levels) > 1, seconds + START_SECONDS, 0.0)
+    return times * np.where(group_size(levels) > 1, seconds + START_SECONDS, 0.0)
 
 
 def reduce_seconds(levels: Levels, num_bytes: Floats, times: Floats = 1) -> Floats:
@@ -134,7 +134,7 @@ def reduce_seconds(levels: Levels, num_bytes: Floats, times: Floats = 1) -> Floa
     bandwidth = 2 * _bandwidth_seconds(levels, num_bytes)
     ring = bandwidth + 2 * _latency(levels, "ring_seconds")
     tree = bandwidth / TREE_BANDWIDTH + 2 * _latency(levels, "tree_seconds")
-    return times * np.where(size(levels) > 1, np.minimum(ring, tree) + START_SECONDS, 0.0)
+    return times * np.where(group_size(levels) > 1, np.minimum(ring, tree) + START_SECONDS, 0.0)
 
 
 def exchange_seconds(levels: Levels, num_bytes: Floats, merged: int = 0) -> Floats:
@@ -146,7 +146,7 @@ def exchange_seconds(levels: Levels, num_bytes: Floats, merged: int = 0) -> Floa
       merged: every piece is there so many times, for members chosen at random, and crosses to a
         domain of the next level only once (node-limited dispatch, DeepSeek-V3, section 3.2.2).
     """
-    whole, inner, slowest = size(levels), np.ones(()), np.zeros(())
+    whole, inner, slowest = group_size(levels), np.ones(()), np.zeros(())
     for level in levels:
         reached = inner * level.members
         outside = (reached - inner) / whole  # of what a member holds, that leaves over this level
@@ -169,10 +169,10 @@ def send_seconds(levels: Levels, num_bytes: Floats, times: Floats = 1) -> Floats
         farther = level.members > 1
         rate = np.where(farther, level.bytes_per_second, rate)
         latency = np.where(farther, level.ring_seconds / np.maximum(level.members - 1, 1), latency)
-    return times * np.where(size(levels) > 1, num_bytes / rate + latency, 0.0)
+    return times * np.where(group_size(levels) > 1, num_bytes / rate + latency, 0.0)
 
 
-def size(levels: Levels) -> Floats:
+def group_size(levels: Levels) -> Floats:
     """Members of a group."""
     total = np.ones(())
     for level in levels:

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxscale.planner.cost import collectives
 from jaxscale.planner.cost.collectives import Levels
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
@@ -28,7 +28,9 @@ class LayerTraffic:
     message: Floats  # of the pipeline, one way
 
 
-def layer_traffic(shape: Shape, choice: Choice, levels: dict[str, Levels]) -> LayerTraffic:
+def layer_traffic(
+    shape: ModelShape, choice: Parallelism, levels: dict[str, Levels]
+) -> LayerTraffic:
     """What a micro-batch sends while it passes a layer."""
     tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
     stream = 2.0 * tokens * shape.d_model
@@ -40,7 +42,7 @@ def layer_traffic(shape: Shape, choice: Choice, levels: dict[str, Levels]) -> La
     )
 
 
-def _tensor(shape: Shape, choice: Choice, levels: Levels, stream: Floats) -> tuple:
+def _tensor(shape: ModelShape, choice: Parallelism, levels: Levels, stream: Floats) -> tuple:
     """Two sums of the residual stream a pass; with sequence parallelism each is a reduce-scatter,
     and a gather before the next product."""
     blocks = shape.attending / shape.layers + shape.with_mlp / shape.layers
@@ -61,7 +63,7 @@ def _tensor(shape: Shape, choice: Choice, levels: Levels, stream: Floats) -> tup
     return blocks * one, blocks * one
 
 
-def _context(shape: Shape, choice: Choice, levels: Levels, tokens: Floats) -> tuple:
+def _context(shape: ModelShape, choice: Parallelism, levels: Levels, tokens: Floats) -> tuple:
     """Keys and values go round; their gradients come with them on the way back."""
     c, t = np.asarray(choice.context), np.asarray(choice.tensor)
     if shape.latent:
@@ -78,7 +80,7 @@ def _context(shape: Shape, choice: Choice, levels: Levels, tokens: Floats) -> tu
     return share * forward, 2 * share * forward
 
 
-def _expert(shape: Shape, choice: Choice, levels: Levels, stream: Floats) -> tuple:
+def _expert(shape: ModelShape, choice: Parallelism, levels: Levels, stream: Floats) -> tuple:
     """Tokens go to their experts and back, in each pass."""
     if not shape.expert_layers:
         return 0.0, 0.0
@@ -91,7 +93,7 @@ def _expert(shape: Shape, choice: Choice, levels: Levels, stream: Floats) -> tup
     return one, one
 
 
-def _message(choice: Choice, levels: dict[str, Levels], stream: Floats) -> Floats:
+def _message(choice: Parallelism, levels: dict[str, Levels], stream: Floats) -> Floats:
     """From one rank of the pipeline to the next."""
     scattered = choice.tensor if choice.traits.scattered_messages else 1
     return collectives.send_seconds(levels["pipeline"], stream / scattered)
@@ -110,7 +112,7 @@ class StateTraffic:
     ends: Floats  # gradients of a tied table, between the first and the last rank of a pipeline
 
 
-def local_params(shape: Shape, choice: Choice) -> tuple[Floats, Floats]:
+def local_params(shape: ModelShape, choice: Parallelism) -> tuple[Floats, Floats]:
     """Parameters that one device holds before ZeRO divides them: of layers, and of the outside.
 
     The ends of a pipeline hold embedding and head; the busiest device has one of them.
@@ -127,13 +129,15 @@ def local_params(shape: Shape, choice: Choice) -> tuple[Floats, Floats]:
     return layers, ends / t
 
 
-def state_traffic(shape: Shape, choice: Choice, levels: dict[str, Levels]) -> StateTraffic:
+def state_traffic(
+    shape: ModelShape, choice: Parallelism, levels: dict[str, Levels]
+) -> StateTraffic:
     """Gathers and reductions of a step, each done once."""
     layers, outer = local_params(shape, choice)
     held, fsdp, data = layers + outer, levels["fsdp"], levels["data"]
     count = np.maximum(1.0, shape.layers / np.asarray(choice.pipeline))
     width = 0.0 if choice.traits.frozen else choice.traits.gradient_bytes
-    ranks = collectives.size(fsdp)
+    ranks = collectives.group_size(fsdp)
     both = collectives.reduce_seconds(fsdp, width * held) + collectives.reduce_seconds(
         data, width * held
     )

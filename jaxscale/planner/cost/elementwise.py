@@ -7,13 +7,15 @@ import numpy as np
 
 from jaxscale.planner.cost import kernels
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
 
-def elementwise_seconds(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats) -> tuple:
+def elementwise_seconds(
+    shape: ModelShape, cluster: Cluster, choice: Parallelism, tokens: Floats
+) -> tuple:
     """Norms, residual, positions, activation, casts: forward and backward of a mean layer."""
     traits, t, d = choice.traits, np.asarray(choice.tensor), shape.d_model
     streams = t if traits.sequence_parallel else 1.0
@@ -42,7 +44,7 @@ def elementwise_seconds(shape: Shape, cluster: Cluster, choice: Choice, tokens: 
     )
 
 
-def _expert_bytes(shape: Shape, choice: Choice) -> tuple:
+def _expert_bytes(shape: ModelShape, choice: Parallelism) -> tuple:
     """Elements of a token's copies for its experts, and the bytes that routing and what is not
     fused in experts move, forward and backward."""
     traits = choice.traits
@@ -82,7 +84,7 @@ SCAN_CHUNK = 128
 """Tokens between the states that a state-space scan writes (Mamba-2's SSD kernels)."""
 
 
-def _mixer_bytes(shape: Shape) -> tuple[float, float]:
+def _mixer_bytes(shape: ModelShape) -> tuple[float, float]:
     """Convolution, scan with its 32-bit states, and gated norm of state-space mixers; the way back
     reads what the way there wrote, and writes gradients: two and a half times as much."""
     if not shape.mixer:
@@ -96,7 +98,9 @@ def _mixer_bytes(shape: Shape) -> tuple[float, float]:
     return forward, 2.5 * forward
 
 
-def _cast_elements(shape: Shape, choice: Choice, wide: Floats, opened: Floats, copies: Floats):
+def _cast_elements(
+    shape: ModelShape, choice: Parallelism, wide: Floats, opened: Floats, copies: Floats
+):
     """Elements of a token that are cast to fewer bits: inputs of products on the way there, and
     gradients of their outputs on the way back. `wide` enter an MLP's last product, `opened` leave
     its first."""

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.cost.step import Seconds
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.cost.step import StepSeconds
+from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
@@ -31,7 +31,7 @@ MEAN_DEVICE_HOURS_BETWEEN_STOPS = 50_700.0
 """Of one device: 419 unexpected stops in 54 days on 16,384 H100 (Llama 3, arXiv 2407.21783)."""
 
 
-def watts(seconds: Seconds, cluster: Cluster) -> Floats:
+def mean_watts(seconds: StepSeconds, cluster: Cluster) -> Floats:
     """What one device draws on average over a step.
 
     Products and other kernels draw nearly the limit; waiting for collectives, messages or other
@@ -92,7 +92,7 @@ def goodput(
 
 
 @dataclass(frozen=True)
-class Bill:
+class RunCost:
     """Of a whole training run; floats or float [N]."""
 
     seconds: Floats
@@ -101,9 +101,13 @@ class Bill:
     goodput: Goodput
 
 
-def bill(
-    shape: Shape, cluster: Cluster, seconds: Seconds, tokens_per_step: Floats, tokens: float
-) -> Bill:
+def run_cost(
+    shape: ModelShape,
+    cluster: Cluster,
+    seconds: StepSeconds,
+    tokens_per_step: Floats,
+    tokens: float,
+) -> RunCost:
     """What `tokens` tokens take, with failures, at the device's list price."""
     good = goodput(cluster.num_devices)
     total = tokens / tokens_per_step * seconds.step_seconds / max(good.fraction, 1e-9)
@@ -112,9 +116,9 @@ def bill(
     # A server's other parts draw what they draw, whatever its devices do.
     around = max(0.0, system - cluster.chip.tdp_watts) if cluster.chip.tdp_watts else 0.0
     price = cluster.usd_per_hour or np.nan
-    return Bill(
+    return RunCost(
         seconds=total,
-        joules=run_joules(device_hours, watts(seconds, cluster) + around),
+        joules=run_joules(device_hours, mean_watts(seconds, cluster) + around),
         usd=device_hours * price,
         goodput=good,
     )

@@ -12,9 +12,9 @@ import numpy as np
 from jaxscale.planner.cost import kernels
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.elementwise import elementwise_seconds
-from jaxscale.planner.cost.matmuls import product_seconds
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.cost.matmuls import matmul_pass_seconds
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
@@ -32,7 +32,7 @@ casts and transposes of their operands where these are quantised."""
 
 
 @dataclass(frozen=True)
-class Work:
+class ComputeSeconds:
     """Seconds of one pass over one layer, or over the head."""
 
     matmul: Floats = 0.0
@@ -44,42 +44,44 @@ class Work:
     def seconds(self) -> Floats:
         return self.matmul + self.attention + self.elementwise + self.waiting
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Work)))
+    def __add__(self, other: "ComputeSeconds") -> "ComputeSeconds":
+        return ComputeSeconds(
+            *(getattr(self, one.name) + getattr(other, one.name) for one in fields(ComputeSeconds))
+        )
 
-    def __mul__(self, factor: Floats) -> "Work":
-        return Work(*(getattr(self, one.name) * factor for one in fields(Work)))
+    def __mul__(self, factor: Floats) -> "ComputeSeconds":
+        return ComputeSeconds(*(getattr(self, one.name) * factor for one in fields(ComputeSeconds)))
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCompute:
     """A mean layer, and the head, of one micro-batch."""
 
-    forward: Work
-    backward_input: Work  # B: what the layers before wait for
-    backward_weights: Work  # W
-    recompute: Work  # R: what the remat policy repeats
-    head_forward: Work
-    head_backward: Work
+    forward: ComputeSeconds
+    backward_input: ComputeSeconds  # B: what the layers before wait for
+    backward_weights: ComputeSeconds  # W
+    recompute: ComputeSeconds  # R: what the remat policy repeats
+    head_forward: ComputeSeconds
+    head_backward: ComputeSeconds
 
     @property
-    def backward(self) -> Work:
+    def backward(self) -> ComputeSeconds:
         return self.backward_input + self.backward_weights
 
 
-def layer_work(shape: Shape, cluster: Cluster, choice: Choice) -> Layer:
+def layer_compute(shape: ModelShape, cluster: Cluster, choice: Parallelism) -> LayerCompute:
     """The computation of a mean layer; an encoder's layers are spread over the decoder's."""
     tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
-    forward, inputs, weights = product_seconds(shape, cluster, choice, tokens)
+    forward, inputs, weights = matmul_pass_seconds(shape, cluster, choice, tokens)
     attention = _attention(shape, cluster, choice, tokens)
     elementwise = elementwise_seconds(shape, cluster, choice, tokens)
     launches = _waiting(shape, choice)
     if choice.traits.frozen:
         weights = np.zeros(())
     passes = [
-        Work(forward, attention[0], elementwise[0]),
-        Work(inputs, attention[1], elementwise[1] * 0.7),
-        Work(weights, 0.0, elementwise[1] * 0.3),
+        ComputeSeconds(forward, attention[0], elementwise[0]),
+        ComputeSeconds(inputs, attention[1], elementwise[1] * 0.7),
+        ComputeSeconds(weights, 0.0, elementwise[1] * 0.3),
     ]
     first, second, third = passes
     ahead = 0.0 if choice.traits.blocking else 1.0  # of the device, that a host can run
@@ -91,7 +93,7 @@ def layer_work(shape: Shape, cluster: Cluster, choice: Choice) -> Layer:
     head, head_back = (
         _head(shape, cluster, choice, tokens, backward=back) * each for back in (False, True)
     )
-    return Layer(
+    return LayerCompute(
         forward=first,
         backward_input=second,
         backward_weights=third,
@@ -101,7 +103,7 @@ def layer_work(shape: Shape, cluster: Cluster, choice: Choice) -> Layer:
     )
 
 
-def _attention(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats) -> tuple:
+def _attention(shape: ModelShape, cluster: Cluster, choice: Parallelism, tokens: Floats) -> tuple:
     """The core of attention, forward and backward, of a mean layer."""
     traits, t = choice.traits, np.asarray(choice.tensor)
     share = shape.attending / shape.layers
@@ -124,7 +126,7 @@ def _attention(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats) -
     return _written_attention(shape, cluster, choice, tokens, share)
 
 
-def _scan_flops(shape: Shape) -> float:
+def _scan_flops(shape: ModelShape) -> float:
     """Of a token in a mean layer."""
     if not shape.mixer:
         return 0.0
@@ -150,7 +152,7 @@ def _written_attention(shape, cluster, choice, tokens, share) -> tuple:
     return share * forward, share * backward
 
 
-def _waiting(shape: Shape, choice: Choice) -> tuple[Floats, Floats]:
+def _waiting(shape: ModelShape, choice: Parallelism) -> tuple[Floats, Floats]:
     """Seconds that a host needs to launch the kernels of a layer's two passes."""
     graph = choice.traits.graph
     if not choice.traits.eager or graph == "step":
@@ -165,36 +167,40 @@ def _waiting(shape: Shape, choice: Choice) -> tuple[Floats, Floats]:
     return counts[0] * choice.traits.launch_seconds, counts[1] * choice.traits.launch_seconds
 
 
-def _modules(shape: Shape, cluster: Cluster, choice: Choice, forward: Work) -> Work:
+def _modules(
+    shape: ModelShape, cluster: Cluster, choice: Parallelism, forward: ComputeSeconds
+) -> ComputeSeconds:
     """What Megatron repeats of a forward pass where it is told modules by name."""
-    again, names = Work(), choice.remat.partition(":")[2].split(",")
+    again, names = ComputeSeconds(), choice.remat.partition(":")[2].split(",")
     if "mla_up_proj" in names and shape.latent:
         rank = shape.latent
         opened = rank.query_rank * (rank.nope_dim + rank.rope_dim)
         opened += rank.kv_rank * (rank.nope_dim + rank.value_dim)
         share = 2.0 * shape.heads * opened * shape.attending / shape.matmul_flops
-        again = again + Work(matmul=forward.matmul * share)
+        again = again + ComputeSeconds(matmul=forward.matmul * share)
     if "moe" in names and shape.experts:
         rest = replace(shape, experts=0, mlp_layers=shape.dense_layers)
         tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
-        again = again + Work(
-            matmul=forward.matmul - product_seconds(rest, cluster, choice, tokens)[0],
+        again = again + ComputeSeconds(
+            matmul=forward.matmul - matmul_pass_seconds(rest, cluster, choice, tokens)[0],
             elementwise=forward.elementwise - elementwise_seconds(rest, cluster, choice, tokens)[0],
         )
     return again
 
 
-def _recompute(shape: Shape, cluster: Cluster, choice: Choice, forward: Work) -> Work:
+def _recompute(
+    shape: ModelShape, cluster: Cluster, choice: Parallelism, forward: ComputeSeconds
+) -> ComputeSeconds:
     """What a remat policy repeats of a forward pass."""
     remat = choice.remat
     if remat == "none":
-        return Work()
+        return ComputeSeconds()
     if remat.startswith("modules:"):
         return _modules(shape, cluster, choice, forward)
     if remat == "save_all_but_attention":
-        return Work(attention=forward.attention)
+        return ComputeSeconds(attention=forward.attention)
     if remat == "save_matmuls":
-        return Work(elementwise=forward.elementwise)
+        return ComputeSeconds(elementwise=forward.elementwise)
     names = remat.partition(":")[2].split(",") if ":" in remat else []
     products = {
         "query": shape.heads,
@@ -213,7 +219,7 @@ def _recompute(shape: Shape, cluster: Cluster, choice: Choice, forward: Work) ->
     down = mlp if not choice.traits.lockstep else 0.0
     share = (repeated + down) / (sum(sizes.values()) + mlp)
     core = 0.0 if "attention" in names else 1.0
-    return Work(
+    return ComputeSeconds(
         matmul=forward.matmul * share,
         attention=forward.attention * core,
         elementwise=forward.elementwise,
@@ -227,11 +233,11 @@ bits twice; a plain one casts to 32 bits, subtracts, exponentiates and divides i
 """
 
 
-def _head(shape, cluster, choice, tokens, backward: bool) -> Work:
+def _head(shape, cluster, choice, tokens, backward: bool) -> ComputeSeconds:
     local = shape.vocab / np.asarray(choice.tensor)
     product = kernels.matmul_seconds(cluster, tokens, local, shape.d_model)
     width = LOSS_BYTES[choice.traits.loss][backward]
-    return Work(
+    return ComputeSeconds(
         matmul=product * ((1 if choice.traits.frozen else 2) if backward else 1),
         elementwise=kernels.memory_seconds(cluster, tokens * local * width),
     )

@@ -10,14 +10,14 @@ import numpy as np
 
 from jaxscale.planner.cost import kernels
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
 
-def product_seconds(
-    shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats
+def matmul_pass_seconds(
+    shape: ModelShape, cluster: Cluster, choice: Parallelism, tokens: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Forward, and of the backward pass those for inputs and those for weights, a mean layer."""
     total, matmul = [np.zeros(())] * 3, choice.traits.matmul
@@ -34,7 +34,9 @@ def product_seconds(
     return total[0] / shape.layers, total[1] / shape.layers, total[2] / shape.layers
 
 
-def _products(shape: Shape, choice: Choice, tokens: Floats) -> Iterator[tuple[list, Floats]]:
+def _products(
+    shape: ModelShape, choice: Parallelism, tokens: Floats
+) -> Iterator[tuple[list, Floats]]:
     """Lists of (rows, columns, depth, batch), each with the number of layers that do it."""
     t, d = np.asarray(choice.tensor), shape.d_model
     wide = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
@@ -74,7 +76,9 @@ STREAMS = 4
 (Transformer Engine's GroupedLinear)."""
 
 
-def _expert_products(shape: Shape, choice: Choice, tokens: Floats) -> Iterator[tuple[list, Floats]]:
+def _expert_products(
+    shape: ModelShape, choice: Parallelism, tokens: Floats
+) -> Iterator[tuple[list, Floats]]:
     """Products of a device's experts, each with the tokens that come to it, and what is beside."""
     x, d, gate = np.asarray(choice.expert), shape.d_model, 2 if shape.expert_gated else 1
     t, folded = np.asarray(choice.tensor), choice.traits.folded_experts

@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.communication import LayerTraffic
-from jaxscale.planner.cost.layer import Layer, Work
-from jaxscale.planner.model.parallelism import Choice
+from jaxscale.planner.cost.layer import ComputeSeconds, LayerCompute
+from jaxscale.planner.model.parallelism import Parallelism
 
 Floats = Any  # a float, or float [N]
 
@@ -23,10 +23,10 @@ def crowding(cluster: Cluster) -> float:
 
 
 @dataclass(frozen=True)
-class Pass:
+class LayerPass:
     """A mean layer's pass with its communication, for one micro-batch."""
 
-    work: Work
+    work: ComputeSeconds
     tensor: Floats = 0.0
     context: Floats = 0.0
     expert: Floats = 0.0
@@ -37,8 +37,8 @@ class Pass:
 
 
 def make_passes(
-    cluster: Cluster, choice: Choice, layer: Layer, sent: LayerTraffic
-) -> tuple[dict[str, Pass], dict]:
+    cluster: Cluster, choice: Parallelism, layer: LayerCompute, sent: LayerTraffic
+) -> tuple[dict[str, LayerPass], dict]:
     """Forward, input and weight gradients and what is made again, of a mean layer; and what is
     hidden in them of a micro-batch, by axis."""
     traits, slow = choice.traits, crowding(cluster)
@@ -77,10 +77,12 @@ def make_passes(
     experts = 1.0 if choice.remat.startswith("modules:") and "moe" in choice.remat else full
     remade = {"tensor": full, "context": full, "expert": experts}
     passes = {
-        "forward": Pass(layer.forward, *(exposed[name][0] for name in exposed)),
-        "input": Pass(layer.backward_input, *(exposed[name][1] for name in exposed)),
-        "weights": Pass(layer.backward_weights),
-        "recompute": Pass(again, *(share * exposed[name][0] for name, share in remade.items())),
+        "forward": LayerPass(layer.forward, *(exposed[name][0] for name in exposed)),
+        "input": LayerPass(layer.backward_input, *(exposed[name][1] for name in exposed)),
+        "weights": LayerPass(layer.backward_weights),
+        "recompute": LayerPass(
+            again, *(share * exposed[name][0] for name, share in remade.items())
+        ),
     }
     hidden = {
         name: sum(s - e for s, e in zip(getattr(sent, name), exposed[name])) for name in exposed

@@ -6,17 +6,17 @@ from typing import Any
 import numpy as np
 
 from jaxscale.planner.cost.communication import LayerTraffic
-from jaxscale.planner.cost.layer import Layer
-from jaxscale.planner.cost.passes import Pass
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.cost.layer import LayerCompute
+from jaxscale.planner.cost.passes import LayerPass
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
 
 Floats = Any  # a float, or float [N]
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageLayers:
     """How many layers the ranks of a pipeline have."""
 
     busiest: Floats  # of a rank in the middle
@@ -24,7 +24,7 @@ class Stages:
     total: int
 
     @classmethod
-    def of(cls, shape: Shape, choice: Choice) -> "Stages":
+    def of(cls, shape: ModelShape, choice: Parallelism) -> "StageLayers":
         p, v = np.asarray(choice.pipeline), np.asarray(choice.virtual_stages)
         ends = 2 * choice.traits.balanced_ends
         most = np.ceil((shape.layers + ends * (p > 1)) / (p * v)) * v
@@ -37,7 +37,7 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Pipe:
+class PipelineOverhead:
     """What a pipeline adds to the busiest rank's own work, in seconds of a step."""
 
     bubble: Floats
@@ -49,14 +49,14 @@ CLOSED_FORMS = ("gpipe", "1f1b", "interleaved", "breadth_first")
 """Schedules whose time follows from their depth where no rank waits for another's tick."""
 
 
-def pipeline_seconds(
-    choice: Choice,
-    passes: dict[str, Pass],
-    layer: Layer,
+def pipeline_overhead(
+    choice: Parallelism,
+    passes: dict[str, LayerPass],
+    layer: LayerCompute,
     sent: LayerTraffic,
-    stages: Stages,
+    stages: StageLayers,
     waits: bool,
-) -> Pipe:
+) -> PipelineOverhead:
     """What a pipeline adds to the busiest rank's own work."""
     p, v = np.asarray(choice.pipeline), np.asarray(choice.virtual_stages, float)
     m = np.asarray(choice.microbatches, float)
@@ -66,24 +66,26 @@ def pipeline_seconds(
     head_here = np.where((p == 1) | (last >= middle), 1.0, 0.0)
     busiest = np.where(p > 1, np.maximum(middle, last), last)
     if np.all(p == 1) or not waits:
-        return Pipe(0.0, 0.0, head_here)
+        return PipelineOverhead(0.0, 0.0, head_here)
     each = 0.0 if choice.traits.overlap_pipeline else 2 * sent.message * v
     if choice.traits.lockstep or choice.schedule not in CLOSED_FORMS:
-        total = _played(choice, stage_costs(stages, choice, passes, layer, sent.message))
+        total = _played(
+            choice, stage_operation_seconds(stages, choice, passes, layer, sent.message)
+        )
         total = np.where(p > 1, total, m * busiest)
-        return Pipe(np.maximum(0.0, total - m * busiest), np.zeros(()), head_here)
+        return PipelineOverhead(np.maximum(0.0, total - m * busiest), np.zeros(()), head_here)
     # As soon as possible: the busiest rank works all the time, once the others have filled it.
     other = np.where(head_here == 1, middle, one * stages.total / p)
     turns = (p - 1) / v
     if choice.schedule == "breadth_first":  # ranks wait for a chunk's micro-batches to come round
         turns = turns + np.maximum(0.0, p - m) * (v - 1) / v
     fill = turns * (other + 2 * sent.message * v)
-    return Pipe(np.where(p > 1, fill, 0.0), np.where(p > 1, m * each, 0.0), head_here)
+    return PipelineOverhead(np.where(p > 1, fill, 0.0), np.where(p > 1, m * each, 0.0), head_here)
 
 
-def stage_costs(
-    stages: Stages, choice: Choice, passes, layer: Layer, message: Floats
-) -> table_makespan.Costs:
+def stage_operation_seconds(
+    stages: StageLayers, choice: Parallelism, passes, layer: LayerCompute, message: Floats
+) -> table_makespan.OperationSeconds:
     """Layers are dealt evenly to virtual stages; the last has the head, too.
 
     Every operation of the executor ends with an exchange of messages. What is made again is an
@@ -107,7 +109,7 @@ def stage_costs(
     up, down = layer.head_forward.seconds, layer.head_backward.seconds
     # Our last stage makes the loss and its gradients all at once, when it turns.
     f, b, w = (0.0, up + down, 0.0) if choice.traits.lockstep else (up, down / 2, down / 2)
-    return table_makespan.Costs(
+    return table_makespan.OperationSeconds(
         f=by_stage("forward", f),
         b=by_stage("input", b),
         w=by_stage("weights", w),
@@ -115,7 +117,7 @@ def stage_costs(
     )
 
 
-def _played(choice: Choice, costs: table_makespan.Costs) -> np.ndarray:
+def _played(choice: Parallelism, costs: table_makespan.OperationSeconds) -> np.ndarray:
     """The makespan of each layout's own table."""
     columns = [choice.pipeline, choice.microbatches, choice.virtual_stages]
     shape = np.broadcast_shapes(*(np.shape(c) for c in columns), costs.f.shape[:-1])
@@ -130,8 +132,8 @@ def _played(choice: Choice, costs: table_makespan.Costs) -> np.ndarray:
         # The head is the last entry, however many stages another layout of the arrays has.
         mine = [np.concatenate([c[rows, : p * v - 1], c[rows, -1:]], axis=-1) for c in flat]
         keep = 0 if choice.remat == "full" else None
-        pipeline = table_makespan.Pipeline(choice.schedule, p, m, v, choice.fused, keep)
+        pipeline = table_makespan.TableSpec(choice.schedule, p, m, v, choice.fused, keep)
         total[rows] = table_makespan.makespan(
-            pipeline, table_makespan.Costs(*mine), lockstep=choice.traits.lockstep
+            pipeline, table_makespan.OperationSeconds(*mine), lockstep=choice.traits.lockstep
         )
     return total.reshape(shape)

@@ -7,11 +7,11 @@ import numpy as np
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.communication import StateTraffic, local_params
 from jaxscale.planner.cost.kernels import memory_seconds
-from jaxscale.planner.cost.layer import Layer
-from jaxscale.planner.cost.passes import Pass, crowding
-from jaxscale.planner.cost.pipeline import Stages
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.cost.layer import LayerCompute
+from jaxscale.planner.cost.passes import LayerPass, crowding
+from jaxscale.planner.cost.pipeline import StageLayers
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
@@ -32,10 +32,10 @@ ones have sparse cores drive both."""
 
 def state_seconds(
     cluster: Cluster,
-    choice: Choice,
-    passes: dict[str, Pass],
-    layer: Layer,
-    stages: Stages,
+    choice: Parallelism,
+    passes: dict[str, LayerPass],
+    layer: LayerCompute,
+    stages: StageLayers,
     state: StateTraffic,
 ) -> tuple[Floats, Floats, dict[str, Floats]]:
     """Exposed seconds over fsdp and over data, and what is hidden of them."""
@@ -89,7 +89,7 @@ def state_seconds(
     return fsdp, ended[0] + fresh[0] + state.ends, {"fsdp": hidden, "data": ended[1] + fresh[1]}
 
 
-def optimizer_seconds(shape: Shape, cluster: Cluster, choice: Choice) -> Floats:
+def optimizer_seconds(shape: ModelShape, cluster: Cluster, choice: Parallelism) -> Floats:
     layers, outer = local_params(shape, choice)
     if choice.traits.frozen:
         return np.zeros(())
@@ -97,7 +97,7 @@ def optimizer_seconds(shape: Shape, cluster: Cluster, choice: Choice) -> Floats:
     return memory_seconds(cluster, OPTIMIZER_BYTES * (layers + outer) / ranks)
 
 
-def accumulate_seconds(shape: Shape, cluster: Cluster, choice: Choice) -> Floats:
+def accumulate_seconds(shape: ModelShape, cluster: Cluster, choice: Parallelism) -> Floats:
     """Sums over micro-batches."""
     layers, outer = local_params(shape, choice)
     m = np.asarray(choice.microbatches, float)
@@ -106,7 +106,11 @@ def accumulate_seconds(shape: Shape, cluster: Cluster, choice: Choice) -> Floats
 
 
 def offload_seconds(
-    shape: Shape, cluster: Cluster, choice: Choice, passes: dict[str, Pass], stages: Stages
+    shape: ModelShape,
+    cluster: Cluster,
+    choice: Parallelism,
+    passes: dict[str, LayerPass],
+    stages: StageLayers,
 ) -> Floats:
     """What goes to host memory and back, beyond what computation hides."""
     if choice.offload == "none" and not choice.remat.startswith("offload:"):
@@ -119,14 +123,14 @@ def offload_seconds(
         seconds = seconds + 12.0 * (layers + outer) / ranks / host
     if "activations" in choice.offload or choice.remat.startswith("offload:"):
         tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
-        moved = tokens * kept_bytes(shape, choice.remat) / choice.tensor
+        moved = tokens * shape_saved_bytes(shape, choice.remat) / choice.tensor
         m, each = np.asarray(choice.microbatches, float), moved / host
         for name in ("forward", "input"):
             seconds = seconds + m * stages.busiest * np.maximum(0, each - passes[name].seconds)
     return seconds
 
 
-def kept_bytes(shape: Shape, remat: str) -> float:
+def shape_saved_bytes(shape: ModelShape, remat: str) -> float:
     """Bytes of a token that a layer keeps under a policy, over the ranks of tensor together."""
     heads, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     wide = shape.d_ff

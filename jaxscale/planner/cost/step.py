@@ -12,17 +12,17 @@ import numpy as np
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.collectives import axis_levels
 from jaxscale.planner.cost.communication import layer_traffic, state_traffic
-from jaxscale.planner.cost.layer import layer_work
+from jaxscale.planner.cost.layer import layer_compute
 from jaxscale.planner.cost.passes import make_passes
-from jaxscale.planner.cost.pipeline import Stages, pipeline_seconds, stage_costs
+from jaxscale.planner.cost.pipeline import StageLayers, pipeline_overhead, stage_operation_seconds
 from jaxscale.planner.cost.state import (
     accumulate_seconds,
     offload_seconds,
     optimizer_seconds,
     state_seconds,
 )
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
 
 Floats = Any  # a float, or float [N]
@@ -37,7 +37,7 @@ loader. Eager trainers wait for the host several times a step (loss scale, norm,
 
 
 @dataclass(frozen=True)
-class Seconds:
+class StepSeconds:
     """Seconds of a step by term, floats or float [N]; `hidden` ones are beside these."""
 
     matmul: Floats
@@ -69,7 +69,9 @@ class Seconds:
         return float(total) if np.ndim(total) == 0 else total
 
 
-def cost(shape: Shape, cluster: Cluster, choice: Choice, *, waits: bool = True) -> Seconds:
+def step_cost(
+    shape: ModelShape, cluster: Cluster, choice: Parallelism, *, waits: bool = True
+) -> StepSeconds:
     """What a step takes.
 
     Args:
@@ -81,10 +83,10 @@ def cost(shape: Shape, cluster: Cluster, choice: Choice, *, waits: bool = True) 
       Terms whose sum is the step.
     """
     levels = axis_levels(cluster, choice)
-    layer, sent = layer_work(shape, cluster, choice), layer_traffic(shape, choice, levels)
+    layer, sent = layer_compute(shape, cluster, choice), layer_traffic(shape, choice, levels)
     passes, beside = make_passes(cluster, choice, layer, sent)
-    stages = Stages.of(shape, choice)
-    pipe = pipeline_seconds(choice, passes, layer, sent, stages, waits)
+    stages = StageLayers.of(shape, choice)
+    pipe = pipeline_overhead(choice, passes, layer, sent, stages, waits)
     state = state_traffic(shape, choice, levels)
     fsdp, data, more = state_seconds(cluster, choice, passes, layer, stages, state)
     m, layers = np.asarray(choice.microbatches, float), stages.busiest
@@ -118,17 +120,19 @@ def cost(shape: Shape, cluster: Cluster, choice: Choice, *, waits: bool = True) 
     }
     count = np.asarray(choice.num_devices, float)
     late = JITTER * np.sqrt(2 * np.log(np.maximum(count, 1)))
-    return Seconds(**terms, stragglers=late * sum(terms.values()), hidden=hidden)
+    return StepSeconds(**terms, stragglers=late * sum(terms.values()), hidden=hidden)
 
 
-def rank_costs(shape: Shape, cluster: Cluster, choice: Choice) -> table_makespan.Costs:
+def operation_seconds(
+    shape: ModelShape, cluster: Cluster, choice: Parallelism
+) -> table_makespan.OperationSeconds:
     """What the operations of a pipeline cost, as `ticks.makespan` wants them.
 
     Returns:
       Float [..., virtual stages] each, in seconds of a rank's whole share of the model.
     """
     levels = axis_levels(cluster, choice)
-    layer, sent = layer_work(shape, cluster, choice), layer_traffic(shape, choice, levels)
+    layer, sent = layer_compute(shape, cluster, choice), layer_traffic(shape, choice, levels)
     passes, _ = make_passes(cluster, choice, layer, sent)
     message = sent.message if choice.traits.lockstep else 0.0
-    return stage_costs(Stages.of(shape, choice), choice, passes, layer, message)
+    return stage_operation_seconds(StageLayers.of(shape, choice), choice, passes, layer, message)

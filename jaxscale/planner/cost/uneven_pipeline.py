@@ -12,15 +12,15 @@ import numpy as np
 
 from jaxscale.pipeline.operations import R
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.cost.step import Seconds, cost, rank_costs
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.cost.step import StepSeconds, operation_seconds, step_cost
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
-from jaxscale.planner.tables.table_makespan import Pipeline
+from jaxscale.planner.tables.table_makespan import TableSpec
 
 Layers = tuple[int, ...]  # of each virtual stage
 
-OWN = (
+BUSIEST_RANK_TERMS = (
     "matmul",
     "attention",
     "elementwise",
@@ -34,31 +34,31 @@ OWN = (
 
 
 @dataclass(frozen=True)
-class Parts:
+class UnevenPipelineCost:
     """Of N pipelines: what a step takes beside its table, and what the table is made of."""
 
-    seconds: Seconds  # with ranks that never wait
+    seconds: StepSeconds  # with ranks that never wait
     late: np.ndarray  # stragglers, relative to all else
     others: np.ndarray  # terms that are not the table's
-    layer: table_makespan.Costs  # [N, 1]: of a rank's even share of the layers
-    head: table_makespan.Costs  # [N, 1]: what the last stage has beside
-    shape: Shape
-    choice: Choice
+    layer: table_makespan.OperationSeconds  # [N, 1]: of a rank's even share of the layers
+    head: table_makespan.OperationSeconds  # [N, 1]: what the last stage has beside
+    shape: ModelShape
+    choice: Parallelism
 
     @classmethod
-    def of(cls, shape: Shape, cluster: Cluster, choice: Choice) -> "Parts":
+    def of(cls, shape: ModelShape, cluster: Cluster, choice: Parallelism) -> "UnevenPipelineCost":
         """Of pipelines whose texts are the same."""
-        seconds = cost(shape, cluster, choice, waits=False)
+        seconds = step_cost(shape, cluster, choice, waits=False)
         terms, total = seconds.terms, np.atleast_1d(seconds.step_seconds)
         stragglers = np.atleast_1d(terms["stragglers"])
-        own = np.atleast_1d(sum(terms[name] for name in OWN))
-        even = [np.atleast_2d(one) for one in rank_costs(shape, cluster, choice)]
+        own = np.atleast_1d(sum(terms[name] for name in BUSIEST_RANK_TERMS))
+        even = [np.atleast_2d(one) for one in operation_seconds(shape, cluster, choice)]
         return cls(
             seconds,
             stragglers / (total - stragglers),
             total - stragglers - own,
-            table_makespan.Costs(*(one[:, :1] for one in even)),
-            table_makespan.Costs(*(one[:, -1:] - one[:, :1] for one in even)),
+            table_makespan.OperationSeconds(*(one[:, :1] for one in even)),
+            table_makespan.OperationSeconds(*(one[:, -1:] - one[:, :1] for one in even)),
             shape,
             choice,
         )
@@ -73,7 +73,7 @@ class Parts:
         work = np.atleast_1d(self.choice.microbatches) * (layer + head / (chunks * ranks))
         return (self.others + work) * (1 + self.late)
 
-    def costs(self, rows: Any, layers: Any) -> table_makespan.Costs:
+    def costs(self, rows: Any, layers: Any) -> table_makespan.OperationSeconds:
         """Costs of stages of some rows.
 
         Args:
@@ -82,16 +82,16 @@ class Parts:
         layers = np.asarray(layers)
         share = layers * layers.shape[-1] / self.shape.layers
         last = np.arange(layers.shape[-1]) == layers.shape[-1] - 1
-        return table_makespan.Costs(
+        return table_makespan.OperationSeconds(
             *(one[rows] * share + head[rows] * last for one, head in zip(self.layer, self.head))
         )
 
-    def makespan(self, rows: Any, pipeline: Pipeline, layers: Any) -> np.ndarray:
+    def makespan(self, rows: Any, pipeline: TableSpec, layers: Any) -> np.ndarray:
         """float [rows], seconds of the table; or [...] of the dealings of one row."""
         return table_makespan.makespan(pipeline, self.costs(rows, layers))
 
     def step_seconds(
-        self, pipelines: Sequence[Pipeline], layers: Sequence[Layers], place: np.ndarray
+        self, pipelines: Sequence[TableSpec], layers: Sequence[Layers], place: np.ndarray
     ) -> np.ndarray:
         """float [N], seconds of a step.
 
@@ -106,40 +106,40 @@ class Parts:
                 tables[rows] = self.makespan(rows, pipeline, dealt)
         return (self.others + tables) * (1 + self.late)
 
-    def terms(self, pipeline: Pipeline, layers: Layers) -> dict[str, float]:
+    def terms(self, pipeline: TableSpec, layers: Layers) -> dict[str, float]:
         """Of the only row: what the busiest rank does itself is scaled to what it has, and its
         waiting is the rest."""
         table = float(self.makespan([0], pipeline, layers)[0])
-        costs, share = self.costs([0], layers), most_recomputed(pipeline)
+        costs, share = self.costs([0], layers), recomputed_share(pipeline)
         costs = costs._replace(r=share * np.asarray(costs.r))
-        work = pipeline.microbatches * busiest(pipeline, costs)
+        work = pipeline.microbatches * busiest_rank_seconds(pipeline, costs)
         terms = {name: float(np.ravel(value)[0]) for name, value in self.seconds.terms.items()}
         terms["recompute"] *= share
-        scale = work / sum(terms[name] for name in OWN)
-        terms |= {name: scale * terms[name] for name in OWN}
+        scale = work / sum(terms[name] for name in BUSIEST_RANK_TERMS)
+        terms |= {name: scale * terms[name] for name in BUSIEST_RANK_TERMS}
         terms["bubble"] = max(0.0, table - work)
         terms["stragglers"] = float(self.late[0]) * (sum(terms.values()) - terms["stragglers"])
         return terms
 
 
-def most_recomputed(pipeline: Pipeline) -> float:
+def recomputed_share(pipeline: TableSpec) -> float:
     """The share of its passes that the rank recomputes which recomputes most."""
     if not pipeline.keep:
         return 1.0
-    ops = table_makespan.open_table(pipeline).ops
+    ops = table_makespan.pipeline_table(pipeline).ops
     again = np.bincount(ops.rank[ops.kind == R])
     return float(again.max() / (pipeline.virtual_stages * pipeline.microbatches))
 
 
-def busiest(pipeline: Pipeline, costs: table_makespan.Costs) -> float:
+def busiest_rank_seconds(pipeline: TableSpec, costs: table_makespan.OperationSeconds) -> float:
     """Seconds of one micro-batch on the rank that has most to do.
 
     Args:
       costs: float [1, stages] each.
     """
     # Where stages live does not depend on what is done with them.
-    order = table_makespan.open_table(
-        Pipeline(pipeline.schedule, pipeline.ranks, 2 * pipeline.ranks, pipeline.virtual_stages)
+    order = table_makespan.pipeline_table(
+        TableSpec(pipeline.schedule, pipeline.ranks, 2 * pipeline.ranks, pipeline.virtual_stages)
     ).order
     each = np.ravel(sum(np.asarray(one) for one in costs)) / pipeline.virtual_stages
     home = [order.rank_of(stage, 0) for stage in range(order.stages)]

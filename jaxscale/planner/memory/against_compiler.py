@@ -9,13 +9,13 @@ from typing import NamedTuple
 from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.layout import Layout
-from jaxscale.planner.memory.step import memory
+from jaxscale.planner.memory.step import step_memory
 
 TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "v7x")
 """Kinds of topologies whose compiler is the TPU's."""
 
 
-class Pair(NamedTuple):
+class MemoryComparison(NamedTuple):
     """Of one case, the peak of a device by formula and by the compiler."""
 
     name: str
@@ -29,14 +29,14 @@ class Pair(NamedTuple):
         return self.predicted_bytes / self.compiled_bytes - 1
 
 
-def compare_table(path: str | pathlib.Path) -> list[Pair]:
+def compare_table(path: str | pathlib.Path) -> list[MemoryComparison]:
     """Every case of the table that was compiled; refused ones have no memory."""
     pairs = []
     for name, case in json.loads(pathlib.Path(path).read_text()).items():
         if "refusal" not in case:
             back_end = "tpu" if case["topology"].partition(":")[0] in TPUS else "gpu"
-            predicted = memory(case_config(case), back_end, own_host=True).peak
-            pairs.append(Pair(name, back_end, int(predicted), case["peak_bytes"]))
+            predicted = step_memory(case_config(case), back_end, own_host=True).peak
+            pairs.append(MemoryComparison(name, back_end, int(predicted), case["peak_bytes"]))
     return pairs
 
 
@@ -50,7 +50,7 @@ def case_config(case: dict) -> Config:
     return dataclasses.replace(config, data=data, layout=layout)
 
 
-def summary(pairs: list[Pair]) -> str:
+def comparison_text(pairs: list[MemoryComparison]) -> str:
     """A line for each case, and the median and worst error."""
     lines = [
         f"{pair.name:72} {pair.predicted_bytes / 1e9:8.2f} GB {pair.compiled_bytes / 1e9:8.2f} GB "

@@ -18,9 +18,9 @@ from jaxscale.planner.memory.at_rest import BATCH_BYTES
 from jaxscale.planner.memory.other_trainers import layer_bytes
 from jaxscale.planner.memory.step import CHUNK_BYTES, CHUNK_TOKENS, Memory
 from jaxscale.planner.memory.transients import TRANSIENTS
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
-from jaxscale.planner.tables.pipeline_slots import Held
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.tables.pipeline_slots import RankBuffers
 from jaxscale.sharding.rules import spreads_outer
 
 Floats = Any  # a float, or float [N]
@@ -46,7 +46,7 @@ class _Step:
     stream: Floats  # bytes of a micro-batch's residual stream
 
     @classmethod
-    def of(cls, shape: Shape, choice: Choice, rows: Floats) -> "_Step":
+    def of(cls, shape: ModelShape, choice: Parallelism, rows: Floats) -> "_Step":
         p, t, z = (np.asarray(one, float) for one in (choice.pipeline, choice.tensor, choice.fsdp))
         m, zero = np.asarray(choice.microbatches, float), np.asarray(choice.zero_stage)
         group = m if choice.accumulation == "layered" else np.ones_like(m)
@@ -68,7 +68,9 @@ class _Step:
         )
 
 
-def memory(shape: Shape, choice: Choice, held: Held, back_end: str) -> Memory:
+def analytic_memory(
+    shape: ModelShape, choice: Parallelism, held: RankBuffers, back_end: str
+) -> Memory:
     """What a step needs.
 
     Args:
@@ -132,7 +134,7 @@ def memory(shape: Shape, choice: Choice, held: Held, back_end: str) -> Memory:
     )
 
 
-def _slots(held: Held, each: Floats) -> Floats:
+def _slots(held: RankBuffers, each: Floats) -> Floats:
     """What the chunks of a rank keep between operations. B hands on to W no more than a layer
     keeps."""
     slots = np.maximum(held.residual_b, held.residual_w) + held.cotangent
@@ -148,7 +150,7 @@ def _outer_gradients(step: _Step, z: Floats, late: bool) -> Floats:
     return np.where(step.single, WIDE * (shards + step.head), several)
 
 
-def _head(shape: Shape, choice: Choice, step: _Step, logits: int) -> Floats:
+def _head(shape: ModelShape, choice: Parallelism, step: _Step, logits: int) -> Floats:
     """Logits of a chunk, the matrix with its gradient, and the stream as it comes and is normed."""
     size = max(CHUNK_BYTES // (4 * shape.vocab), CHUNK_TOKENS)
     chunks = np.ceil(step.tokens * choice.context / size)
@@ -158,7 +160,7 @@ def _head(shape: Shape, choice: Choice, step: _Step, logits: int) -> Floats:
     return each / chunks + matrices + streams * step.stream
 
 
-def _sums(shape: Shape, choice: Choice, step: _Step, rows: Floats) -> Floats:
+def _sums(shape: ModelShape, choice: Parallelism, step: _Step, rows: Floats) -> Floats:
     """Gradients that are left to sum at the end, as they come out; ranks of expert have those of
     no routed expert in common."""
     z, zero = np.asarray(choice.fsdp), np.asarray(choice.zero_stage)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from jaxscale.config import Config
-from jaxscale.planner.model.param_shapes import Array, Ints, itemsize, parameters
+from jaxscale.planner.model.param_shapes import Ints, ParamShape, itemsize, parameters
 
 FACTORED_SIZE = 128  # of `optim`
 BATCH_BYTES = 5 * 4  # of a token: the fields of `Batch`
@@ -52,7 +52,7 @@ def batch_bytes(config: Config) -> Ints:
     return BATCH_BYTES * tokens + COUNT_BYTES
 
 
-def _stacks(config: Config) -> list[Array]:
+def _stacks(config: Config) -> list[ParamShape]:
     """Every parameter; those of the layers as they lie in a stack of one."""
     return [
         dataclasses.replace(array, axes=("layers", *array.axes), shape=(1, *array.shape))
@@ -62,11 +62,11 @@ def _stacks(config: Config) -> list[Array]:
     ]
 
 
-def _repeats(array: Array, rows: Ints) -> Ints:
+def _repeats(array: ParamShape, rows: Ints) -> Ints:
     return rows if array.axes[0] == "layers" else 1
 
 
-def _moments(name: str, array: Array) -> list[Array]:
+def _moments(name: str, array: ParamShape) -> list[ParamShape]:
     """What a rule of `optim` keeps of a parameter."""
     if name == "lion" or (name == "muon" and array.part == "layers" and sides(array)):
         return [array]
@@ -80,13 +80,13 @@ def _moments(name: str, array: Array) -> list[Array]:
     return [_only(array, rows), _only(array, set(array.axes) - {"embed"}), placeholder]
 
 
-def sides(array: Array) -> list[list[int]]:
+def sides(array: ParamShape) -> list[list[int]]:
     """The sizes of a matrix's rows and columns, "embed" being one side; [] of a vector."""
     sizes = dict(zip(array.axes, array.shape))
     rest = [size for axis, size in sizes.items() if axis not in ("layers", "embed")]
     return [[sizes["embed"]], rest] if "embed" in sizes and rest else []
 
 
-def _only(array: Array, axes: set[str]) -> Array:
+def _only(array: ParamShape, axes: set[str]) -> ParamShape:
     left = {axis: size for axis, size in zip(array.axes, array.shape) if axis in axes}
     return dataclasses.replace(array, axes=tuple(left), shape=tuple(left.values()))

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.planner.memory.saved_activations import kept_bytes
-from jaxscale.planner.memory.zero_traffic import walks
-from jaxscale.planner.model.param_shapes import Ints, itemsize, parameters, where
+from jaxscale.planner.memory.saved_activations import saved_bytes
+from jaxscale.planner.memory.zero_traffic import num_layer_passes
+from jaxscale.planner.model.param_shapes import Ints, itemsize, parameters, select
 
 
 @dataclass(frozen=True)
-class Walk:
+class LayerLoop:
     """How a step goes through the layers, as `zero.Zero`, `walk` and `pipeline.execute` have it."""
 
     tokens: Ints  # of a micro-batch on a device; the ranks of tensor share what they hold of them
@@ -26,13 +26,13 @@ class Walk:
     sums: Ints  # elements of the accumulators
 
     @classmethod
-    def of(cls, config: Config, rows: Ints) -> "Walk":
+    def of(cls, config: Config, rows: Ints) -> "LayerLoop":
         """Of a config whose layout is resolved.
 
         Args:
           rows: layers that a device has room for.
         """
-        layout, count = config.layout, walks(config.layout)
+        layout, count = config.layout, num_layer_passes(config.layout)
         whole = layout.pipeline == 1
         several, stage, single = layout.fsdp > 1, layout.zero_stage, (count == 1) & whole
         shards = layout.batch_shards * layout.microbatches * layout.context
@@ -40,7 +40,7 @@ class Walk:
         scatters = several & ((stage >= 2) | ((stage == 1) & single))
         sums = rows * elements(config, "layers", scatters)
         # A step of one visit has nothing to add to the gradients of embedding and head.
-        sums = sums + where(single, 0, elements(config, "embed head", scatters))
+        sums = sums + select(single, 0, elements(config, "embed head", scatters))
         return cls(
             tokens=config.data.tokens_per_step // shards,
             group=layout.microbatches // count,
@@ -74,12 +74,12 @@ def mlp_weights(config: Config) -> Ints:
     )
 
 
-def stream_bytes(config: Config, walk: Walk) -> Ints:
+def stream_bytes(config: Config, walk: LayerLoop) -> Ints:
     """The residual stream of a micro-batch."""
     return walk.compute * walk.tokens * config.model.d_model // config.layout.tensor
 
 
-def layer_kept_bytes(config: Config, walk: Walk) -> Ints:
+def layer_saved_bytes(config: Config, walk: LayerLoop) -> Ints:
     """What a layer keeps of a micro-batch."""
-    each = kept_bytes(config.model, config.layout.remat)
+    each = saved_bytes(config.model, config.layout.remat)
     return walk.tokens * each // config.layout.tensor

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxscale.layout import MESH_AXES
 from jaxscale.planner.cost.communication import local_params
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
@@ -25,7 +25,7 @@ FRAGMENTATION = 0.05
 
 
 @dataclass(frozen=True)
-class Published:
+class TrainerMemory:
     """Bytes on the busiest device."""
 
     weights: Floats
@@ -58,7 +58,7 @@ class Published:
         return self.needed - self.context - self.fragments
 
 
-def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Floats:
+def layer_bytes(shape: ModelShape, choice: Parallelism, remat: str | None = None) -> Floats:
     """Activations that one layer keeps of a micro-batch.
 
     >>> gpt = Shape(48, 6144, 64, 64, 96, 24576, False, 51200, True, 2048, biases=True)
@@ -106,7 +106,7 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
     return float_or_array(tokens * each)
 
 
-def _mixing_bytes(shape: Shape) -> float:
+def _mixing_bytes(shape: ModelShape) -> float:
     """What attention keeps of a token in a mean layer (queries, keys, values, the result and its
     sums), or a state-space mixer in its place (what its products, convolution and scan give)."""
     elements = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
@@ -126,7 +126,7 @@ def float_or_array(value: Floats) -> Floats:
     return float(value) if np.ndim(value) == 0 else value
 
 
-def in_flight(choice: Choice, stage: Floats = 0) -> Floats:
+def passes_in_flight(choice: Parallelism, stage: Floats = 0) -> Floats:
     """Micro-batches whose activations a rank of the pipeline keeps, in its layers' worth of them.
 
     One forward, one backward: p - stage. Interleaved, stage 0: p * (1 + (p - 1) / (p v)).
@@ -139,7 +139,7 @@ def in_flight(choice: Choice, stage: Floats = 0) -> Floats:
     return np.minimum(m, deep)
 
 
-def size(shape: Shape, choice: Choice, name: str) -> float:
+def published_size(shape: ModelShape, choice: Parallelism, name: str) -> float:
     """A part of memory by the name that published tables give it, of the first rank.
 
     "state" is parameters and optimizer with a 32-bit sum of gradients, "activations" those with
@@ -159,10 +159,12 @@ def size(shape: Shape, choice: Choice, name: str) -> float:
         "selective": (shared, "save_all_but_attention"),
     }[name]
     mine = shape.layers / np.asarray(choice.pipeline, float)
-    return float(layer_bytes(shape, which, remat) * mine * in_flight(which))
+    return float(layer_bytes(shape, which, remat) * mine * passes_in_flight(which))
 
 
-def memory(shape: Shape, choice: Choice, stage: int | None = None) -> Published:
+def trainer_memory(
+    shape: ModelShape, choice: Parallelism, stage: int | None = None
+) -> TrainerMemory:
     """What a run of `choice.traits` needs.
 
     Args:
@@ -175,15 +177,15 @@ def memory(shape: Shape, choice: Choice, stage: int | None = None) -> Published:
         return first
     last = _stage(shape, choice, np.asarray(choice.pipeline) - 1)
     larger = np.asarray(first.needed) >= np.asarray(last.needed)
-    return Published(
+    return TrainerMemory(
         **{
             one.name: np.where(larger, getattr(first, one.name), getattr(last, one.name))
-            for one in fields(Published)
+            for one in fields(TrainerMemory)
         }
     )
 
 
-def _stage(shape: Shape, choice: Choice, stage: Any) -> Published:
+def _stage(shape: ModelShape, choice: Parallelism, stage: Any) -> TrainerMemory:
     traits, zero = choice.traits, np.asarray(choice.zero_stage)
     p, z = np.asarray(choice.pipeline, float), np.asarray(choice.fsdp, float)
     layers, outer = local_params(shape, choice)
@@ -210,7 +212,8 @@ def _stage(shape: Shape, choice: Choice, stage: Any) -> Published:
         "weights": np.where(third, 4.0 * held / z, 2.0 * held),
         "gradients": trained * gradients,
         "optimizer": trained * optimizer,
-        "activations": each * resident * in_flight(choice, stage) + _boundary(shape, choice, stage),
+        "activations": each * resident * passes_in_flight(choice, stage)
+        + _boundary(shape, choice, stage),
         "working": np.where(at_head, logits, layer) + _widened(shape, choice, is_end),
         "gathered": np.where(third, np.where(at_head, head, one), 0.0),
         "buckets": np.asarray(traits.bucket_bytes),
@@ -220,10 +223,10 @@ def _stage(shape: Shape, choice: Choice, stage: Any) -> Published:
     update = np.where(third | (sums > 0), 0.0, 4.0 * held / np.where(zero >= 1, z, 1)) * trained
     fragments = FRAGMENTATION * sum(parts.values())
     eager = float(traits.eager)  # a compiled step is laid out before it runs
-    return Published(**parts, fragments=eager * fragments, cached=eager * update)
+    return TrainerMemory(**parts, fragments=eager * fragments, cached=eager * update)
 
 
-def _gathered(shape: Shape, choice: Choice, layers: Floats, outer: Floats) -> tuple:
+def _gathered(shape: ModelShape, choice: Parallelism, layers: Floats, outer: Floats) -> tuple:
     """Whole weights while a layer is at work, and while the head is: two layers beside embedding
     and head, which stay through a step; or a module and some parameters more; of a compiled step
     the matrix at work and the next."""
@@ -239,14 +242,14 @@ def _gathered(shape: Shape, choice: Choice, layers: Floats, outer: Floats) -> tu
     return 2 * largest, 2.0 * outer / (1 if shape.tied else 2)
 
 
-def _boundary(shape: Shape, choice: Choice, stage: Any) -> Floats:
+def _boundary(shape: ModelShape, choice: Parallelism, stage: Any) -> Floats:
     """What a stage hands on, kept for each micro-batch in flight."""
     tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
     sent = 2.0 * tokens * shape.d_model / choice.tensor
-    return np.where(np.asarray(choice.pipeline) > 1, sent * in_flight(choice, stage), 0.0)
+    return np.where(np.asarray(choice.pipeline) > 1, sent * passes_in_flight(choice, stage), 0.0)
 
 
-def _context(choice: Choice) -> Floats:
+def _context(choice: Parallelism) -> Floats:
     if not choice.traits.eager:
         return np.zeros(())  # taken before the compiler is told how much there is
     groups = 1 + sum(np.asarray(getattr(choice, axis)) > 1 for axis in MESH_AXES)
@@ -258,7 +261,7 @@ LOGIT_BYTES = {"compiled": 2.0, "fused": 4.0, "plain": 10.0}
 fused kernel beside it, and a plain loss also keeps the logits and their softmax in 32 bits."""
 
 
-def _working(shape: Shape, choice: Choice) -> tuple:
+def _working(shape: ModelShape, choice: Parallelism) -> tuple:
     """The layer that is made again, with its gradients; and the logits of the head. When the scores
     of attention have a gradient, those of the MLP are gone."""
     layer = layer_bytes(shape, choice, "none")
@@ -268,7 +271,7 @@ def _working(shape: Shape, choice: Choice) -> tuple:
     return layer, tokens * shape.vocab / choice.tensor * LOGIT_BYTES[choice.traits.loss]
 
 
-def _widened(shape: Shape, choice: Choice, is_end: Any) -> Floats:
+def _widened(shape: ModelShape, choice: Parallelism, is_end: Any) -> Floats:
     """A gradient on its way into a sum of 32 bits: of the largest matrix at once. No smaller block
     that the allocator holds can take it."""
     if choice.traits.gradient_bytes != 4 or not choice.traits.eager:

@@ -11,7 +11,7 @@ from jaxscale.planner.model.param_shapes import itemsize
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedValue:
     """One value; over the ranks of tensor together."""
 
     name: str
@@ -24,7 +24,7 @@ class Kept:
         return self.elements * self.element_bytes
 
 
-def kept_values(model: ModelConfig, remat: str) -> list[Kept]:
+def saved_values(model: ModelConfig, remat: str) -> list[SavedValue]:
     """The values that a policy of `Layout.remat` keeps, a few constants of a layer left out."""
     width, names = itemsize(model.compute_dtype), remat_names(remat)
     stream, queries = model.d_model, model.num_heads * model.head_dim
@@ -45,19 +45,19 @@ def kept_values(model: ModelConfig, remat: str) -> list[Kept]:
         kept |= {"attention norm": stream, "mlp norm": stream, "attention": queries}
         if model.qk_norm:
             kept |= {"query before its norm": queries, "key before its norm": keys}
-    found = [Kept(name, size, width) for name, size in kept.items() if size]
+    found = [SavedValue(name, size, width) for name, size in kept.items() if size]
     if "attention" in names:
         # log(sum(exp(score))), of every head.
-        found.append(Kept("attention sums", model.num_heads, max(width, 4)))
+        found.append(SavedValue("attention sums", model.num_heads, max(width, 4)))
     return found
 
 
-def kept_bytes(model: ModelConfig, remat: str) -> int:
+def saved_bytes(model: ModelConfig, remat: str) -> int:
     """Of a layer and a token, over the ranks of tensor together."""
-    return sum(one.num_bytes for one in kept_values(model, remat))
+    return sum(one.num_bytes for one in saved_values(model, remat))
 
 
-def split_bytes(model: ModelConfig, remat: str) -> dict[str, int]:
+def stash_bytes(model: ModelConfig, remat: str) -> dict[str, int]:
     """What a pipeline keeps of a layer and a token, over the ranks of tensor together, by the
     table's buffers: "residual_b" from F to B, "residual_w" from F to W, "cotangent" from B to W.
 

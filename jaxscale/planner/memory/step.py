@@ -24,13 +24,13 @@ from jaxscale.planner.memory.at_rest import (
     sides,
 )
 from jaxscale.planner.memory.layer_loop import (
-    Walk,
+    LayerLoop,
     elements,
-    layer_kept_bytes,
+    layer_saved_bytes,
     mlp_weights,
     stream_bytes,
 )
-from jaxscale.planner.memory.saved_activations import kept_bytes, split_bytes
+from jaxscale.planner.memory.saved_activations import saved_bytes, stash_bytes
 from jaxscale.planner.memory.transients import (
     TRANSIENTS,
     Transients,
@@ -40,8 +40,8 @@ from jaxscale.planner.memory.transients import (
     walk_end_bytes,
     working_set_bytes,
 )
-from jaxscale.planner.model.param_shapes import Ints, most, parameters, where
-from jaxscale.planner.tables.pipeline_slots import Held, hold_config
+from jaxscale.planner.model.param_shapes import Ints, maximum, parameters, select
+from jaxscale.planner.tables.pipeline_slots import RankBuffers, config_buffers
 
 CHUNK_BYTES, CHUNK_TOKENS = 128 * 2**20, 1024  # of `ops.loss`
 
@@ -99,7 +99,7 @@ class Memory:
     @property
     def end(self) -> Ints:
         """Beside the gradients, when all micro-batches are done."""
-        return most(self.reduction, self.update)
+        return maximum(self.reduction, self.update)
 
     @property
     def at_peak(self) -> dict[str, int]:
@@ -111,7 +111,7 @@ class Memory:
 
     @property
     def temporaries(self) -> Ints:
-        return most(*self.phases.values())
+        return maximum(*self.phases.values())
 
     @property
     def peak(self) -> Ints:
@@ -141,8 +141,12 @@ PHASES = {
 """The parts that are alive in each phase of a step, beside the arguments."""
 
 
-def memory(
-    config: Config, back_end: str = "cpu", *, own_host: bool = False, held: Held | None = None
+def step_memory(
+    config: Config,
+    back_end: str = "cpu",
+    *,
+    own_host: bool = False,
+    held: RankBuffers | None = None,
 ) -> Memory:
     """What a step of this configuration needs.
 
@@ -155,8 +159,8 @@ def memory(
     Raises:
       ValueError: a back end on which nothing was measured, or a pipeline that cannot be.
     """
-    held = held or hold_config(config)
-    model, layout, walk = config.model, config.layout, Walk.of(config, held.rows)
+    held = held or config_buffers(config)
+    model, layout, walk = config.model, config.layout, LayerLoop.of(config, held.rows)
     transients = _transients(back_end, model.family)
     moments = moment_bytes(config, held.rows)
     host_optimizer = moments if layout.offloads("optimizer") else 0
@@ -169,7 +173,7 @@ def memory(
         optimizer=moments + count_bytes(config) - own_host * host_optimizer,
         batch=batch_bytes(config),
         gradients=walk.accumulated * (walk.sums + _tied_sums(config, walk)),
-        stash=where(pipelined, _slots(config, walk, held), stash - own_host * host_stash),
+        stash=select(pipelined, _slots(config, walk, held), stash - own_host * host_stash),
         layer_weights=_layer_weights(config, walk, transients, held),
         zeros=walk.beside
         * transients.zeros
@@ -180,7 +184,7 @@ def memory(
         outer_gradients=_outer_gradients(config, walk, transients),
         group=_group(config, walk),
         working_set=working_set_bytes(config, walk, transients),
-        layer_gradients=where(
+        layer_gradients=select(
             pipelined,
             (walk.compute if transients.carries else walk.accumulated) * walk.weights,
             _layer_gradients(config, walk, transients),
@@ -192,10 +196,10 @@ def memory(
         moments_copy=moments if config.optimizer.name == "lion" else 0,
         host_optimizer=host_optimizer,
         host_stash=host_stash,
-        messages=where(pipelined, (held.inbox + held.input + 2) * stream_bytes(config, walk)),
-        outer_weights=where(pipelined, _held_weights(config, walk, held)),
-        pending=where(pipelined & walk.scatters, _pending(config, walk, held)),
-        parameters_copy=where(
+        messages=select(pipelined, (held.inbox + held.input + 2) * stream_bytes(config, walk)),
+        outer_weights=select(pipelined, _held_weights(config, walk, held)),
+        pending=select(pipelined & walk.scatters, _pending(config, walk, held)),
+        parameters_copy=select(
             transients.copies & (layout.fsdp > 1) & np.isin(layout.zero_stage, (1, 2)), at_rest
         ),
         converted=transients.ahead
@@ -216,37 +220,39 @@ def _transients(back_end: str, family: str) -> Transients:
     return TRANSIENTS[back_end, family]
 
 
-def _layer_weights(config: Config, walk: Walk, transients: Transients, held: Held) -> Ints:
+def _layer_weights(
+    config: Config, walk: LayerLoop, transients: Transients, held: RankBuffers
+) -> Ints:
     """In use, and on their way."""
-    gathered = walk.weights * where(config.layout.pipeline > 1, held.capacity, 2)
+    gathered = walk.weights * select(config.layout.pipeline > 1, held.capacity, 2)
     # A gather of shards that end within a tile makes pairs of rows, of which one is empty.
-    gathered = gathered + where(ragged(config, transients), mlp_weights(config))
-    return walk.compute * where(walk.gathers, gathered, 0 if transients.ahead else walk.weights)
+    gathered = gathered + select(ragged(config, transients), mlp_weights(config))
+    return walk.compute * select(walk.gathers, gathered, 0 if transients.ahead else walk.weights)
 
 
-def _slots(config: Config, walk: Walk, held: Held) -> Ints:
+def _slots(config: Config, walk: LayerLoop, held: RankBuffers) -> Ints:
     """What the chunks of a rank keep between operations."""
-    each = split_bytes(config.model, config.layout.remat)
+    each = stash_bytes(config.model, config.layout.remat)
     kept = sum(getattr(held, name) * size for name, size in each.items())
     return held.capacity * walk.tokens * kept // config.layout.tensor
 
 
-def _held_weights(config: Config, walk: Walk, held: Held) -> Ints:
+def _held_weights(config: Config, walk: LayerLoop, held: RankBuffers) -> Ints:
     """The next chunk's are gathered beside those of the last."""
     outer = elements(config, "embed") + _head_elements(config)
-    return walk.compute * (outer + where(walk.gathers, held.capacity * walk.weights))
+    return walk.compute * (outer + select(walk.gathers, held.capacity * walk.weights))
 
 
-def _pending(config: Config, walk: Walk, held: Held) -> Ints:
+def _pending(config: Config, walk: LayerLoop, held: RankBuffers) -> Ints:
     """A chunk's gradients, whole, and the shards that become of them."""
     chunk = held.capacity * (walk.weights + elements(config, "layers", True))
     return walk.accumulated * chunk
 
 
-def _tied_sums(config: Config, walk: Walk) -> Ints:
+def _tied_sums(config: Config, walk: LayerLoop) -> Ints:
     """A pipeline sums the gradients of a tied head apart from those of the embedding."""
     tied = _head_elements(config, walk.scatters) - elements(config, "head", walk.scatters)
-    return where(config.layout.pipeline > 1, tied)
+    return select(config.layout.pipeline > 1, tied)
 
 
 def _head_elements(config: Config, over_fsdp: Any = False) -> Ints:
@@ -258,86 +264,86 @@ def _head_elements(config: Config, over_fsdp: Any = False) -> Ints:
     )
 
 
-def _stash(config: Config, walk: Walk) -> tuple[Ints, Ints]:
+def _stash(config: Config, walk: LayerLoop) -> tuple[Ints, Ints]:
     """What the layers keep, and how much of it waits in host memory. With layers beside the loop,
     what the last one kept is used up when the others begin to go back."""
     layout, layers = config.layout, config.model.num_layers - walk.beside
-    stash = layers * walk.group * layer_kept_bytes(config, walk)
+    stash = layers * walk.group * layer_saved_bytes(config, walk)
     if layout.offloads("activations"):
         return stash, stash
     if not layout.remat.startswith("offload:"):
         return stash, 0
-    stays = walk.tokens * kept_bytes(config.model, "full") // layout.tensor
+    stays = walk.tokens * saved_bytes(config.model, "full") // layout.tensor
     return stash, stash - layers * walk.group * stays
 
 
-def _outer_gradients(config: Config, walk: Walk, transients: Transients) -> Ints:
+def _outer_gradients(config: Config, walk: LayerLoop, transients: Transients) -> Ints:
     """The head's, and what the embedding's are summed into; with several walks both are among the
     accumulators. Where they are `late` they are there whole, before they are reduced."""
     head = walk.accumulated * _head_elements(config, walk.scatters)
     whole = walk.accumulated * _head_elements(config)
     embed = elements(config, "embed")
     if not transients.late:
-        return where(walk.single, head + walk.compute * embed)
-    several = where(config.layout.pipeline == 1, whole + walk.accumulated * embed)
-    return where(walk.single, head + whole, several)
+        return select(walk.single, head + walk.compute * embed)
+    several = select(config.layout.pipeline == 1, whole + walk.accumulated * embed)
+    return select(walk.single, head + whole, several)
 
 
-def _group(config: Config, walk: Walk) -> Ints:
+def _group(config: Config, walk: LayerLoop) -> Ints:
     # What one layer kept, and gradients of the stream: in, out, and (beside the loop) the next's.
-    activations = layer_kept_bytes(config, walk) + (2 + walk.beside) * stream_bytes(config, walk)
+    activations = layer_saved_bytes(config, walk) + (2 + walk.beside) * stream_bytes(config, walk)
     # Running sums of the layer, and beside the loop of the last one; attention's weights, which
     # the CPU turns round in every micro-batch.
     sums = walk.accumulated * walk.weights * (1 + walk.beside)
     turned = walk.compute * (walk.weights - mlp_weights(config))
-    return where(walk.group == 1, 0, walk.group * activations + sums + turned)
+    return select(walk.group == 1, 0, walk.group * activations + sums + turned)
 
 
-def _layer_gradients(config: Config, walk: Walk, transients: Transients) -> Ints:
+def _layer_gradients(config: Config, walk: LayerLoop, transients: Transients) -> Ints:
     # Where they are to be reduced they wait until all are there.
-    waiting = where(walk.reduces & (not transients.carries), walk.accumulated * walk.weights)
+    waiting = select(walk.reduces & (not transients.carries), walk.accumulated * walk.weights)
     # By then the MLP's weights are done with; gathered ones stay for the loop to hand over.
-    done = where(walk.gathers, 0, walk.compute * mlp_weights(config))
+    done = select(walk.gathers, 0, walk.compute * mlp_weights(config))
     alone = waiting - done + 4 * stream_bytes(config, walk)
     rest = working_set_bytes(config, walk, transients) - hidden_bytes(config, walk, transients)
-    return where(walk.group == 1, alone, walk.accumulated * mlp_weights(config) + rest)
+    return select(walk.group == 1, alone, walk.accumulated * mlp_weights(config) + rest)
 
 
-def _forward_loop(config: Config, walk: Walk) -> Ints:
+def _forward_loop(config: Config, walk: LayerLoop) -> Ints:
     # What a layer keeps, before it is in the stash, and the room for the last layer's; the stream,
     # in and out, and the zeros of its gradients.
-    activations = (1 + walk.beside) * layer_kept_bytes(config, walk) + 5 * stream_bytes(
+    activations = (1 + walk.beside) * layer_saved_bytes(config, walk) + 5 * stream_bytes(
         config, walk
     )
     hidden = 3 * walk.compute * walk.tokens * config.model.d_ff // config.layout.tensor
-    return where(walk.group == 1, 0, walk.group * activations + hidden)
+    return select(walk.group == 1, 0, walk.group * activations + hidden)
 
 
-def _head(config: Config, walk: Walk, transients: Transients) -> Ints:
+def _head(config: Config, walk: LayerLoop, transients: Transients) -> Ints:
     model, layout = config.model, config.layout
     vocab, matrix = model.padded_vocab_size, _head_elements(config)
     tokens = walk.tokens * layout.context
-    chunks = -(-tokens // most(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS))
+    chunks = -(-tokens // maximum(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS))
     logits = transients.logits * max(walk.compute, 4) * walk.tokens * vocab // chunks
     matrices = max(walk.compute, 4) * matrix + walk.gathers * walk.compute * matrix
     # As it comes, normed, turned round, its gradient; gathered over the ranks of tensor.
     stream = 5 * walk.compute * walk.tokens * model.d_model
     together = walk.group > 1
-    matrices = matrices + where(together, walk.accumulated * matrix)
-    stream = stream + where(together, 2 * walk.group * stream_bytes(config, walk))
+    matrices = matrices + select(together, walk.accumulated * matrix)
+    stream = stream + select(together, 2 * walk.group * stream_bytes(config, walk))
     return logits // layout.tensor + matrices + stream
 
 
-def _reduction(config: Config, walk: Walk, rows: Ints) -> Ints:
+def _reduction(config: Config, walk: LayerLoop, rows: Ints) -> Ints:
     layout, stage = config.layout, config.layout.zero_stage
     # The last layer's, and those of embedding and head, as they go in and as they come out.
     last = walk.weights + elements(config, "embed head")
-    once = where(walk.reduces & np.logical_not(walk.scatters), 2 * walk.accumulated * last)
+    once = select(walk.reduces & np.logical_not(walk.scatters), 2 * walk.accumulated * last)
     # The stacks that visits did not reduce.
     left = (layout.data > 1) | ((layout.fsdp > 1) & (stage <= 1))
     layers = rows * elements(config, "layers", stage >= 1)
     stacks = walk.accumulated * (layers + elements(config, "embed head", stage >= 1))
-    return where(walk.single, once, where(left, stacks))
+    return select(walk.single, once, select(left, stacks))
 
 
 def _update(config: Config) -> Ints:

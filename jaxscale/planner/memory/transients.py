@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxscale.config import Config
 from jaxscale.layout import by_names, kept_passes, remat_names
-from jaxscale.planner.memory.layer_loop import Walk, elements, mlp_weights
-from jaxscale.planner.model.param_shapes import Ints, most, where
+from jaxscale.planner.memory.layer_loop import LayerLoop, elements, mlp_weights
+from jaxscale.planner.model.param_shapes import Ints, maximum, select
 
 BLOCK_SCORES = 2**19  # of `ops.blocks`
 
@@ -74,7 +74,7 @@ TRANSIENTS = {
 }
 
 
-def hidden_bytes(config: Config, walk: Walk, transients: Transients) -> Ints:
+def hidden_bytes(config: Config, walk: LayerLoop, transients: Transients) -> Ints:
     """Of the working set, what is as wide as the MLP."""
     model, names = config.model, remat_names(config.layout.remat)
     products = ("mlp_up", "mlp_gate") if model.family == "llama" else ("mlp_up",)
@@ -83,7 +83,7 @@ def hidden_bytes(config: Config, walk: Walk, transients: Transients) -> Ints:
     return walk.compute * walk.tokens * arrays * model.d_ff // config.layout.tensor
 
 
-def working_set_bytes(config: Config, walk: Walk, transients: Transients) -> Ints:
+def working_set_bytes(config: Config, walk: LayerLoop, transients: Transients) -> Ints:
     """Activations of a micro-batch and their gradients."""
     model, layout = config.model, config.layout
     # What a pipeline makes again it may make in operations of their own.
@@ -119,11 +119,11 @@ def _scores(config: Config) -> Ints:
     layout = config.layout
     sequences = config.data.global_batch_size // (layout.batch_shards * layout.microbatches)
     heads = sequences * config.model.num_heads // layout.tensor
-    time = config.data.seq_len // where(layout.context > 1, 2 * layout.context, 1)
+    time = config.data.seq_len // select(layout.context > 1, 2 * layout.context, 1)
     block: Ints = 64
     for size in (128, 256, 512):
-        block = where(heads * size**2 <= BLOCK_SCORES, size, block)
-    return 4 * heads * most(-block, -time) ** 2  # of the smaller one
+        block = select(heads * size**2 <= BLOCK_SCORES, size, block)
+    return 4 * heads * maximum(-block, -time) ** 2  # of the smaller one
 
 
 def ragged(config: Config, transients: Transients) -> Any:
@@ -132,28 +132,28 @@ def ragged(config: Config, transients: Transients) -> Any:
     return config.model.d_model % (transients.tile * config.layout.fsdp) != 0
 
 
-def carried_bytes(config: Config, walk: Walk, transients: Transients) -> Ints:
+def carried_bytes(config: Config, walk: LayerLoop, transients: Transients) -> Ints:
     """Gradients of the layer before, while a layer goes backward: as the loop carries them, and as
     they are reduced."""
     carries = _carries(config, walk, transients)
-    return where(carries, (walk.compute + walk.accumulated) * walk.weights)
+    return select(carries, (walk.compute + walk.accumulated) * walk.weights)
 
 
-def walk_end_bytes(config: Config, walk: Walk, transients: Transients) -> Ints:
+def walk_end_bytes(config: Config, walk: LayerLoop, transients: Transients) -> Ints:
     """Gradients when the first layer is done: with nothing left to compute, reductions wait for
     each other."""
     outer, embed = elements(config, "embed head"), elements(config, "embed")
-    layers = where(walk.gathers, 2, 1)
+    layers = select(walk.gathers, 2, 1)
     # Those of attention are never ragged, for heads lie apart.
-    results = where(ragged(config, transients), outer + layers * mlp_weights(config))
+    results = select(ragged(config, transients), outer + layers * mlp_weights(config))
     # Those of the embedding also as they come. And what the loop carried leaves places in which a
     # whole matrix does not fit: 8 GB of gpt_175b's.
-    narrow = embed + where(walk.gathers, 2 * walk.weights)
+    narrow = embed + select(walk.gathers, 2 * walk.weights)
     wide = layers * walk.weights + outer + results
-    return where(
+    return select(
         _carries(config, walk, transients), walk.accumulated * wide + walk.compute * narrow
     )
 
 
-def _carries(config: Config, walk: Walk, transients: Transients) -> Any:
+def _carries(config: Config, walk: LayerLoop, transients: Transients) -> Any:
     return transients.carries & walk.reduces & (walk.group == 1) & (config.layout.pipeline == 1)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from jaxscale.config import Config
 from jaxscale.layout import Layout
-from jaxscale.planner.model.param_shapes import Array, itemsize, parameters
+from jaxscale.planner.model.param_shapes import ParamShape, itemsize, parameters
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ZeroTraffic:
     """One use of collectives in a step."""
 
     what: str
@@ -24,12 +24,12 @@ class Traffic:
     num_bytes: int  # the whole arrays on one side, gathered or not yet scattered, added up
 
 
-def walks(layout: Layout) -> int:
+def num_layer_passes(layout: Layout) -> int:
     """How often a step goes through the layers and back."""
     return 1 if layout.accumulation == "layered" else layout.microbatches
 
 
-def step_traffic(config: Config) -> list[Traffic]:
+def step_traffic(config: Config) -> list[ZeroTraffic]:
     """Every collective over `data` and `fsdp`; those over axes of size 1 do not exist.
 
     Args:
@@ -48,18 +48,20 @@ def step_traffic(config: Config) -> list[Traffic]:
     layer = [array for array in arrays if array.part == "layers"]
     stacks = [(array, layers if array.part == "layers" else 1) for array in arrays]
 
-    count = walks(layout)
+    count = num_layer_passes(layout)
     single = count == 1
     scatters = stage >= 2 or (stage == 1 and single)
     found = []
 
-    def add(what, kind, axes, sent: Iterable[tuple[Array, int]], times, width, *, shards=False):
+    def add(
+        what, kind, axes, sent: Iterable[tuple[ParamShape, int]], times, width, *, shards=False
+    ):
         axes = tuple(axis for axis in axes if getattr(layout, axis) > 1)
         sent = list(sent)
         if not axes or not sent:
             return
         sizes = [repeats * array.shard_size(layout, over_fsdp=shards) for array, repeats in sent]
-        found.append(Traffic(what, kind, axes, len(sent) * times, sum(sizes) * times * width))
+        found.append(ZeroTraffic(what, kind, axes, len(sent) * times, sum(sizes) * times * width))
 
     def over_embed(sent, wanted=True):
         return [item for item in sent if ("embed" in item[0].axes) == wanted]

@@ -12,7 +12,7 @@ Ints = Any  # an int, or int [N]; those of one Choice broadcast
 
 
 @dataclass(frozen=True)
-class Traits:
+class TrainerTraits:
     """By what trainers differ that walk the same layout. The defaults are this package's engine.
 
     With `folded_experts` the expert axis is made of the ranks of tensor, context and data, and
@@ -56,11 +56,11 @@ class Traits:
     graph: str = ""  # launches that are recorded once: of the "step", or of "modules" but experts
 
 
-OURS = Traits()
+JAXSCALE = TrainerTraits()
 
 
 @dataclass(frozen=True)
-class Choice:
+class Parallelism:
     """One layout, or N: every number may be an int array [N]; texts are common to all."""
 
     pipeline: Ints = 1
@@ -81,10 +81,10 @@ class Choice:
     offload: str = "none"
     accumulation: str = "sequential"
     context_method: str = "ring"
-    traits: Traits = field(default=OURS)
+    traits: TrainerTraits = field(default=JAXSCALE)
 
     @classmethod
-    def of(cls, layout: Any, global_batch_size: int, **changes: Any) -> "Choice":
+    def of(cls, layout: Any, global_batch_size: int, **changes: Any) -> "Parallelism":
         """That of a resolved `Layout`, or of `Layouts`; `changes` are fields of this class."""
         name, fused, _ = parse_schedule(layout.schedule)
         shards = layout.batch_shards * layout.expert

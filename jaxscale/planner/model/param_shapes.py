@@ -20,14 +20,14 @@ Ints = Any
 """An int, or int [N] for N layouts."""
 
 
-def where(condition: Any, yes: Ints, no: Ints = 0) -> Ints:
+def select(condition: Any, yes: Ints, no: Ints = 0) -> Ints:
     """`yes` where the condition holds, for one layout or many."""
     if isinstance(condition, bool | np.bool_):
         return yes if condition else no
     return np.where(condition, yes, no)
 
 
-def most(*sizes: Ints) -> Ints:
+def maximum(*sizes: Ints) -> Ints:
     """The largest."""
     return functools.reduce(
         lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b),
@@ -36,7 +36,7 @@ def most(*sizes: Ints) -> Ints:
 
 
 @dataclass(frozen=True)
-class Array:
+class ParamShape:
     """One parameter; that of a layer is one layer's."""
 
     part: str  # "embed", "layers" or "head"
@@ -56,17 +56,17 @@ class Array:
           at_rest: between steps what is outside the layers is spread over the pipeline too, where
             it can be.
         """
-        divisor = where(over_fsdp, layout.fsdp, 1) if "embed" in self.axes else 1
+        divisor = select(over_fsdp, layout.fsdp, 1) if "embed" in self.axes else 1
         if at_rest and self.part != "layers" and "embed" in self.axes:
             width = self.shape[self.axes.index("embed")]
             spread = spreads_outer(layout.pipeline, layout.fsdp, width)
-            divisor = divisor * where(spread, layout.pipeline, 1)
+            divisor = divisor * select(spread, layout.pipeline, 1)
         if {"heads", "kv_heads", "mlp", "vocab"} & set(self.axes):
             divisor = divisor * layout.tensor
         return self.size // divisor
 
 
-def parameters(model: ModelConfig) -> list[Array]:
+def parameters(model: ModelConfig) -> list[ParamShape]:
     """Every parameter of the embedding, of one layer, and of the head."""
     sizes = {
         "embed": model.d_model,
@@ -83,7 +83,7 @@ def parameters(model: ModelConfig) -> list[Array]:
         | {("head", name): axes for name, axes in _head(model).items()}
     )
     return [
-        Array(part, name, axes, tuple(sizes[axis] for axis in axes))
+        ParamShape(part, name, axes, tuple(sizes[axis] for axis in axes))
         for (part, name), axes in named.items()
     ]
 

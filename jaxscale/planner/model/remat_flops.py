@@ -1,9 +1,9 @@
 """What remat policies make again, in operations of a token, of a shape of any kind."""
 
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.shape import ModelShape
 
 
-def repeated_flops(shape: Shape, remat: str) -> float:
+def recomputed_flops(shape: ModelShape, remat: str) -> float:
     """What a policy does not keep, but for a layer's last product, whose result no backward pass
     needs: as `ModelConfig.hardware_flops_per_token` counts it.
 
@@ -22,7 +22,7 @@ def repeated_flops(shape: Shape, remat: str) -> float:
     raise ValueError(f"what remat = {remat!r} repeats of a shape's layers is not known")
 
 
-def core_flops(shape: Shape) -> float:
+def core_flops(shape: ModelShape) -> float:
     """The two products of attention, of all layers."""
     own = shape.attending * shape.core_flops()
     if not shape.encoder_layers:
@@ -30,7 +30,7 @@ def core_flops(shape: Shape) -> float:
     return own + (shape.layers + _source(shape)) * shape.core_flops(shape.encoder_seq_len)
 
 
-def mlp_flops(shape: Shape) -> tuple[float, float]:
+def mlp_flops(shape: ModelShape) -> tuple[float, float]:
     """All products of MLPs and experts, and the last ones of each alone."""
     dense = shape.with_mlp - shape.expert_layers + _source(shape)
     width = shape.top_k * shape.expert_ff * shape.routed_width + shape.shared_width * shape.d_model
@@ -38,6 +38,6 @@ def mlp_flops(shape: Shape) -> tuple[float, float]:
     return dense * shape.mlp_flops + shape.expert_layers * shape.expert_flops, 2.0 * last
 
 
-def _source(shape: Shape) -> float:
+def _source(shape: ModelShape) -> float:
     """Layers of the encoder, times its tokens for one of the decoder."""
     return shape.encoder_layers * shape.encoder_seq_len / shape.seq_len

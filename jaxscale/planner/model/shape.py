@@ -12,7 +12,7 @@ from jaxscale.config import Config
 
 
 @dataclass(frozen=True)
-class Latent:
+class LatentAttention:
     """Ranks and head parts of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
 
     query_rank: int
@@ -23,7 +23,7 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class Mixer:
+class StateSpaceMixer:
     """A state-space mixer in place of attention in some layers (Mamba-2, arXiv 2405.21060)."""
 
     layers: int
@@ -34,7 +34,7 @@ class Mixer:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """Sizes of a transformer. `layers` counts decoder layers; of a model without cross attention
     these are all there are."""
 
@@ -61,8 +61,8 @@ class Shape:
     expert_width: int = 0  # that tokens are projected to for the routed experts; 0 is d_model
     expert_gated: bool = True
     dense_layers: int = 0  # layers before the first with experts
-    latent: Latent | None = None
-    mixer: Mixer | None = None
+    latent: LatentAttention | None = None
+    mixer: StateSpaceMixer | None = None
     attention_layers: int = -1  # layers that attend; -1 is all
     mlp_layers: int = -1  # layers with an MLP or experts; -1 is all
     extra_predictions: int = 0  # of later tokens, each with a layer and a pass of the head
@@ -70,7 +70,7 @@ class Shape:
     encoder_seq_len: int = 0
 
     @classmethod
-    def of(cls, config: Config) -> "Shape":
+    def of(cls, config: Config) -> "ModelShape":
         """The shape of a configuration's model at its sequence length."""
         model, gpt = config.model, config.model.family == "gpt"
         return cls(

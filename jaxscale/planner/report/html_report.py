@@ -5,19 +5,19 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from jaxscale.formatting import gigabytes
 from jaxscale.pipeline.draw import COLORS, WORDS
 from jaxscale.pipeline.simulate import Costs, simulate
-from jaxscale.planner.cost.uneven_pipeline import Parts
+from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
 from jaxscale.planner.report.text_report import (
     PARTS,
     TERMS,
     batch_text,
-    gigabytes,
     layout_text,
     params_text,
 )
-from jaxscale.planner.search.plan import Answer, Plan
-from jaxscale.planner.tables.table_makespan import Pipeline, open_table
+from jaxscale.planner.search.plan import Plan, RankedPlans
+from jaxscale.planner.tables.table_makespan import TableSpec, pipeline_table
 
 SHOWN = 5
 """Plans that are drawn."""
@@ -56,7 +56,7 @@ svg text { font-size: 12px; fill: #333; } .note { color: #666; }
 """
 
 
-def page(answer: Answer) -> str:
+def plan_page(answer: RankedPlans) -> str:
     """The whole page."""
     query = answer.query
     title = f"{query.cluster.num_devices} {query.cluster.name}"
@@ -156,11 +156,13 @@ def _stack(plan: Plan) -> str:
 def _timeline(plan: Plan) -> str:
     """The first rounds of the schedule in lockstep ticks, with the costs of the formulas."""
     layout = plan.layout
-    pipeline = Pipeline.of(layout)
+    pipeline = TableSpec.of(layout)
     ranks, chunks = pipeline.ranks, pipeline.virtual_stages
     count = min(layout.microbatches, SHOWN_MICROBATCHES * ranks)
-    costs = Parts.of(plan.subject.shape, plan.cluster, plan.choice).costs([0], plan.layers)
-    table = open_table(pipeline._replace(microbatches=count))
+    costs = UnevenPipelineCost.of(plan.subject.shape, plan.cluster, plan.choice).costs(
+        [0], plan.layers
+    )
+    table = pipeline_table(pipeline._replace(microbatches=count))
     run = simulate(table, Costs(*(tuple(np.ravel(cost).tolist()) for cost in costs)))
     scale, height = (WIDTH - 60) / run.lockstep_makespan, min(ROW, 480 // ranks)
     marks = [

@@ -1,13 +1,12 @@
 """Plans in words and bars: why a step takes what it takes, what fills a device, and why not."""
 
 import math
-import re
-from collections.abc import Sequence
 
+from jaxscale.formatting import gigabytes, table
 from jaxscale.layout import Layout
-from jaxscale.planner.search.plan import Answer, Plan
-from jaxscale.planner.search.sized_model import Described
-from jaxscale.planner.search.trainable_model import Trained
+from jaxscale.planner.search.plan import Plan, RankedPlans
+from jaxscale.planner.search.sized_model import SizedModel
+from jaxscale.planner.search.trainable_model import TrainableModel
 
 MOST_STAGES = 16
 """Ranks of a pipeline whose memory is listed."""
@@ -79,12 +78,7 @@ def layout_text(layout: Layout) -> str:
     return ", ".join(parts)
 
 
-def gigabytes(size: float) -> str:
-    """80e9 -> "80.00 GB"."""
-    return f"{size / 1e9:,.2f} GB"
-
-
-def waterfall(plan: Plan) -> str:
+def waterfall_text(plan: Plan) -> str:
     """The seconds of a step, one term after the other."""
     rows, total, begin = [], plan.step_seconds, 0.0
     for name, value in plan.terms.items():
@@ -103,10 +97,10 @@ def waterfall(plan: Plan) -> str:
         (f"hidden beside computation: {name}", f"{value:.4f} s", "", "")
         for name, value in plan.hidden.items()
     ]
-    return columns(rows)
+    return table(rows)
 
 
-def stack(plan: Plan) -> str:
+def memory_text(plan: Plan) -> str:
     """The bytes of a device at its peak."""
     parts = sorted(plan.memory.at_peak.items(), key=lambda item: -item[1])
     most = max(size for _, size in parts)
@@ -116,7 +110,7 @@ def stack(plan: Plan) -> str:
         rows.append(("in host memory: optimizer state", gigabytes(plan.memory.host_optimizer), ""))
     if plan.memory.host_stash:
         rows.append(("in host memory: activations", gigabytes(plan.memory.host_stash), ""))
-    return "\n".join([columns(rows), *_stages(plan)])
+    return "\n".join([table(rows), *_stages(plan)])
 
 
 def _stages(plan: Plan) -> list[str]:
@@ -130,7 +124,7 @@ def _stages(plan: Plan) -> list[str]:
     return [f"  of which {which} of the pipeline uses, in GB: {shown}"]
 
 
-def compare(a: Plan, b: Plan) -> str:
+def comparison(a: Plan, b: Plan) -> str:
     """Where two plans differ, the largest difference in seconds first."""
     names = sorted(
         a.terms | b.terms,
@@ -159,49 +153,35 @@ def compare(a: Plan, b: Plan) -> str:
     faster = "A" if change > 0 else "B"
     share = abs(change) / max(a.step_seconds, b.step_seconds)
     head = f"A: {layout_text(a.layout)}\nB: {layout_text(b.layout)}\n"
-    return f"{head}{faster} is faster, by {100 * share:.1f} %\n{columns(rows)}"
+    return f"{head}{faster} is faster, by {100 * share:.1f} %\n{table(rows)}"
 
 
 def _pair(first: float, second: float) -> tuple[str, str, str]:
     return f"{first:.4f} s", f"{second:.4f} s", f"{second - first:+.4f} s"
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned; columns of figures to the right."""
-    count = range(len(rows[0]))
-    widths = [max(len(row[i]) for row in rows) for i in count]
-    figures = [all(re.match(r"[-+]?\d|-?$", row[i]) for row in rows[1:]) for i in count]
-
-    def cell(text: str, i: int) -> str:
-        return text.rjust(widths[i]) if figures[i] else text.ljust(widths[i])
-
-    return "\n".join(
-        "  " + "  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows
-    )
-
-
-def params_text(subject: Trained | Described) -> str:
+def params_text(subject: TrainableModel | SizedModel) -> str:
     """ "46.7 billion parameters, of which a token meets 12.9 billion"."""
     active = subject.shape.active_params / 1e9
     met = f", of which a token meets {active:.1f} billion," if subject.shape.experts else ""
     return f"{subject.num_params / 1e9:.1f} billion parameters{met}"
 
 
-def batch_text(subject: Trained | Described) -> str:
+def batch_text(subject: TrainableModel | SizedModel) -> str:
     """ "512 sequences of 8192 tokens"."""
     shape = subject.shape
     source = f" and {shape.encoder_seq_len} of the encoder" if shape.encoder_layers else ""
     return f"{subject.sequences} sequences of {shape.seq_len} tokens{source}"
 
 
-def ranking(answer: Answer) -> str:
+def ranking_text(answer: RankedPlans) -> str:
     """The plans as a table, and what became of the other layouts."""
     query, subject = answer.query, answer.query.subject
     tokens = subject.run_tokens
     rows = [("", "layout", "step", "tokens/s", "MFU", "HFU", "memory", "days", "MWh", "USD")]
     for number, one in enumerate(answer.plans, 1):
-        bill = one.bill(tokens)
-        usd = "-" if math.isnan(bill.usd) else f"{bill.usd:,.0f}"
+        run_cost = one.run_cost(tokens)
+        usd = "-" if math.isnan(run_cost.usd) else f"{run_cost.usd:,.0f}"
         rows.append(
             (
                 str(number),
@@ -211,16 +191,16 @@ def ranking(answer: Answer) -> str:
                 f"{100 * one.mfu:.1f} %",
                 f"{100 * one.hfu:.1f} %",
                 gigabytes(one.memory_bytes),
-                f"{bill.seconds / 86400:.1f}",
-                f"{bill.joules / 3.6e9:,.0f}",
+                f"{run_cost.seconds / 86400:.1f}",
+                f"{run_cost.joules / 3.6e9:,.0f}",
                 usd,
             )
         )
-    good = answer.plans[0].bill(tokens).goodput
+    good = answer.plans[0].run_cost(tokens).goodput
     lines = [
         f"{params_text(subject)} on {query.cluster.num_devices} {query.cluster.name}, "
         f"{batch_text(subject)} a step",
-        columns(rows),
+        table(rows),
         f"MFU counts {subject.flops_per_token / 1e9:.1f} GFLOP a token, "
         "3 x forward, causal attention counted once, nothing repeated; HFU adds what remat "
         f"repeats. Peak {query.cluster.peak_flops() / 1e12:.0f} TFLOP/s.",

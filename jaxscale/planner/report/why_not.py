@@ -5,16 +5,17 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxscale.formatting import gigabytes
 from jaxscale.layout import MESH_AXES, OFFLOADS, Layout
 from jaxscale.pipeline.stages import RUNNABLE, open_stages
-from jaxscale.planner.report.text_report import PARTS, compare, gigabytes, layout_text
-from jaxscale.planner.search.plan import Answer, Plan, judge
-from jaxscale.planner.search.search import Found, search
+from jaxscale.planner.report.text_report import PARTS, comparison, layout_text
+from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
+from jaxscale.planner.search.search import SearchResult, search_layouts
 from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query, check_pins
 from jaxscale.sharding.rules import divisors
 
 
-def why_not(answer: Answer, pins: dict[str, Any]) -> str:
+def explain_why_not(answer: RankedPlans, pins: dict[str, Any]) -> str:
     """Why layouts with these settings are not the best."""
     query = dataclasses.replace(answer.query, pins={**answer.query.pins, **pins})
     asked = pin_text(pins)
@@ -23,19 +24,19 @@ def why_not(answer: Answer, pins: dict[str, Any]) -> str:
         check_pins(query)
     except ValueError as error:
         return f"why not {asked}: {error}"
-    found = search(query, 1)
+    found = search_layouts(query, 1)
     if found.layouts:
-        one = judge(query, found.layouts[0])
+        one = predict_plan(query, found.layouts[0])
         if one.layout == best.layout:
             return f"why not {asked}: the best plan has it"
         return (
             f"why not {asked}: it can be, and the fastest such layout is "
             f"{100 * (one.step_seconds / best.step_seconds - 1):.1f} % slower than the best\n"
-            + compare(best, one)
+            + comparison(best, one)
         )
     if found.smallest is None:
         return f"why not {asked}: {_refused(query, found)}" + _nearby(query, pins)
-    why = problem(query, found.smallest)
+    why = why_infeasible(query, found.smallest)
     text = (
         f"why not {asked}: of all such layouts {layout_text(found.smallest)} needs least, and {why}"
     )
@@ -47,13 +48,13 @@ def why_not(answer: Answer, pins: dict[str, Any]) -> str:
     return text
 
 
-def _refused(query: Query, found: Found) -> str:
+def _refused(query: Query, found: SearchResult) -> str:
     """What the engine says of the settings."""
     if found.words:
         return next(iter(found.words.values()))
     count = query.pins.get("pipeline", 1)
     layout = query.subject.layout(**{"data": 1, "microbatches": count, **query.pins})
-    return problem(query, layout) or "; ".join(found.rejected)
+    return why_infeasible(query, layout) or "; ".join(found.rejected)
 
 
 def _nearby(query: Query, pins: dict[str, Any]) -> str:
@@ -64,7 +65,7 @@ def _nearby(query: Query, pins: dict[str, Any]) -> str:
         for factor in (0.5, 2, 0.25, 4):
             other = {**query.pins, name: int(value * factor)}
             if other[name] >= 1 and value * factor == other[name]:
-                found = search(dataclasses.replace(query, pins=other), 1)
+                found = search_layouts(dataclasses.replace(query, pins=other), 1)
                 if found.layouts:
                     return (
                         f"\nthe smallest change: {name}={other[name]}, then a step takes "
@@ -73,14 +74,14 @@ def _nearby(query: Query, pins: dict[str, Any]) -> str:
     return ""
 
 
-def nothing_fits(query: Query, found: Found) -> str:
+def nothing_fits(query: Query, found: SearchResult) -> str:
     """Why there is no plan, and what would help."""
     pins = pin_text(query.pins)
     asked = f"{query.cluster.num_devices} {query.cluster.name}" + (f" with {pins}" if pins else "")
     if found.smallest is None:
         said = next(iter(found.words.values()), "") or next(iter(found.rejected), "")
         return f"no layout on {asked}: {said}"
-    why = problem(query, found.smallest)
+    why = why_infeasible(query, found.smallest)
     change = smallest_change(dataclasses.replace(query, pins={}), found.smallest)
     hint = f"; it would with {change[0]}" if change else "; more devices would do"
     return f"no layout on {asked} fits. The smallest, {layout_text(found.smallest)}: {why}{hint}"
@@ -91,12 +92,12 @@ def pin_text(pins: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in pins.items())
 
 
-def problem(query: Query, layout: Layout) -> str:
+def why_infeasible(query: Query, layout: Layout) -> str:
     """Why a layout cannot train the query's model there; "" where it can."""
     said = query.subject.refusal(layout)[1] or _pipeline_problem(query, layout)
     if said:
         return said
-    plan = judge(query, layout)
+    plan = predict_plan(query, layout)
     if plan.host_bytes > HOST_MEMORY_BYTES:
         return (
             f"it moves {gigabytes(plan.host_bytes)} of each device to host memory, where "
@@ -136,7 +137,7 @@ def smallest_change(query: Query, layout: Layout) -> tuple[str, Plan] | None:
 
 
 def _best(query: Query, layout: Layout, others: Iterator[Layout] | Sequence[Layout]):
-    plans = [judge(query, one) for one in others if not problem(query, one)]
+    plans = [predict_plan(query, one) for one in others if not why_infeasible(query, one)]
     if not plans:
         return None
     best = min(plans, key=lambda plan: plan.step_seconds)

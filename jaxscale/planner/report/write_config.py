@@ -28,7 +28,7 @@ def get_config():
 '''
 
 
-def write_config(path: pathlib.Path, plan: Plan, source: str) -> None:
+def write_plan(path: pathlib.Path, plan: Plan, source: str) -> None:
     """Writes the config of a plan: what differs from the defaults, and the layout.
 
     Args:

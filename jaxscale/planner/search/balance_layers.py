@@ -10,10 +10,10 @@ import itertools
 import numpy as np
 
 from jaxscale.layout import parse_schedule
-from jaxscale.planner.cost.uneven_pipeline import Parts
-from jaxscale.planner.search.plan import Plan, judge
+from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
+from jaxscale.planner.search.plan import Plan, predict_plan
 from jaxscale.planner.search.space import Query
-from jaxscale.planner.tables.table_makespan import Pipeline
+from jaxscale.planner.tables.table_makespan import TableSpec
 
 WORTH = 1e-3
 """Of a step, that another dealing must save to be proposed."""
@@ -22,24 +22,27 @@ ALL_PAIRS = 24
 """Stages up to which a layer may move between any two; beyond, one of them is the first or last."""
 
 
-def improved(query: Query, plan: Plan) -> Plan:
+def rebalance_layers(query: Query, plan: Plan) -> Plan:
     """The plan, or the same with its layers dealt in a way that is faster and fits."""
     layout = plan.layout
     given = parse_schedule(layout.schedule)[2]
     if layout.pipeline == 1 or given or "schedule" in query.pins:
         return plan
-    layers = deal_by_seconds(query, plan)
+    layers = balance_by_seconds(query, plan)
     if layers == plan.layers:
         return plan
     name = f"{layout.schedule}:{','.join(map(str, layers))}"
-    other = judge(query, dataclasses.replace(layout, schedule=name))
+    other = predict_plan(query, dataclasses.replace(layout, schedule=name))
     better = other.step_seconds < (1 - WORTH) * plan.step_seconds
     return other if other.fits and better else plan
 
 
-def deal_by_seconds(query: Query, plan: Plan) -> tuple[int, ...]:
+def balance_by_seconds(query: Query, plan: Plan) -> tuple[int, ...]:
     """Moves one layer at a time, each time the one that shortens the step most, until none does."""
-    parts, pipeline = Parts.of(query.shape, query.cluster, plan.choice), Pipeline.of(plan.layout)
+    parts, pipeline = (
+        UnevenPipelineCost.of(query.shape, query.cluster, plan.choice),
+        TableSpec.of(plan.layout),
+    )
     layers = np.array(plan.layers)
 
     def makespans(dealt: np.ndarray) -> np.ndarray:

@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxscale.config import Config
 from jaxscale.layout import Layout
-from jaxscale.planner.memory.step import Memory, memory
+from jaxscale.planner.memory.step import Memory, step_memory
 from jaxscale.planner.model.param_shapes import Ints
-from jaxscale.planner.tables.pipeline_slots import Held
+from jaxscale.planner.tables.pipeline_slots import RankBuffers
 
-NUMBERS = (
+INTEGER_FIELDS = (
     "pipeline",
     "data",
     "fsdp",
@@ -38,7 +38,7 @@ class PlannedLayout(Layout):
 
 
 @dataclass(frozen=True)
-class Layouts:
+class LayoutBatch:
     """The fields of `Layout`; each number an int, or int [N]. Nothing is checked."""
 
     pipeline: Ints = 1
@@ -61,14 +61,14 @@ class Layouts:
     batch_shards = Layout.batch_shards
 
     def __len__(self) -> int:
-        return max(np.size(getattr(self, name)) for name in NUMBERS)
+        return max(np.size(getattr(self, name)) for name in INTEGER_FIELDS)
 
-    def take(self, index: Any) -> "Layouts":
+    def take(self, index: Any) -> "LayoutBatch":
         """Those of an index, or of a mask."""
         count = len(self)
         taken: dict[str, Any] = {
             name: np.broadcast_to(getattr(self, name), (count,))[index]
-            for name in NUMBERS
+            for name in INTEGER_FIELDS
             if np.ndim(getattr(self, name))
         }
         return dataclasses.replace(self, **taken)
@@ -76,22 +76,22 @@ class Layouts:
     def one(self, n: int, make: Callable[..., Layout] = Layout) -> Layout:
         """One of them, checked by what makes it."""
         fields: dict[str, Any] = dataclasses.asdict(self)
-        for name in NUMBERS:
+        for name in INTEGER_FIELDS:
             fields[name] = int(np.broadcast_to(fields[name], (len(self),))[n])
         return make(**fields)
 
 
-def stack(layouts: list[Layout]) -> Layouts:
+def stack_layouts(layouts: list[Layout]) -> LayoutBatch:
     """Layouts whose texts are the same."""
     texts: dict[str, Any] = {
         field.name: getattr(layouts[0], field.name)
         for field in dataclasses.fields(Layout)
-        if field.name not in NUMBERS
+        if field.name not in INTEGER_FIELDS
     }
     numbers: dict[str, Any] = {
-        name: np.array([getattr(one, name) for one in layouts]) for name in NUMBERS
+        name: np.array([getattr(one, name) for one in layouts]) for name in INTEGER_FIELDS
     }
-    return Layouts(**texts, **numbers)
+    return LayoutBatch(**texts, **numbers)
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,13 @@ class _Configs:
     layout: Any
 
 
-def memory_of(
-    config: Config, layouts: Layouts | Layout, held: Held | None, back_end: str, *, own_host: bool
+def batch_memory(
+    config: Config,
+    layouts: LayoutBatch | Layout,
+    held: RankBuffers | None,
+    back_end: str,
+    *,
+    own_host: bool,
 ) -> Memory:
     """`memory.memory` of a config with a layout, or with many: fields are int, or int [N].
 
@@ -113,5 +118,5 @@ def memory_of(
       held: of ranks of pipelines; None where there are none.
     """
     many: Any = _Configs(config.model, config.data, config.optimizer, layouts)
-    held = held or Held(rows=config.model.num_layers)
-    return memory(many, back_end, own_host=own_host, held=held)
+    held = held or RankBuffers(rows=config.model.num_layers)
+    return step_memory(many, back_end, own_host=own_host, held=held)

@@ -13,18 +13,25 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxscale.layout import Layout
-from jaxscale.planner.search.layout_batch import Layouts, stack
-from jaxscale.planner.search.pipeline_batch import deal_all, held_of, parts_of, step_seconds
+from jaxscale.planner.search.layout_batch import LayoutBatch, stack_layouts
+from jaxscale.planner.search.pipeline_batch import (
+    batch_buffers,
+    batch_step_seconds,
+    make_pipelines,
+    uneven_cost,
+)
 from jaxscale.planner.search.space import Query
-from jaxscale.planner.tables.pipeline_slots import Held
+from jaxscale.planner.tables.pipeline_slots import RankBuffers
 
-MOST_PLAYED = 48
+MAX_SIMULATED = 48
 """Tables that are played, of those that could be best."""
 
 Timed = tuple[float, Layout]  # seconds of a step
 
 
-def keep_more(query: Query, recomputed: list[Layouts], best: list[Timed], top: int) -> list[Timed]:
+def search_partial_remat(
+    query: Query, recomputed: list[LayoutBatch], best: list[Timed], top: int
+) -> list[Timed]:
     """The best with, among them, layouts that keep passes and are faster than the slowest.
 
     Args:
@@ -40,7 +47,7 @@ def keep_more(query: Query, recomputed: list[Layouts], best: list[Timed], top: i
         (guess for layouts in recomputed for guess in _guesses(query, layouts, limit())),
         key=lambda guess: guess[0],
     )
-    for seconds, keep, layout in guesses[:MOST_PLAYED]:
+    for seconds, keep, layout in guesses[:MAX_SIMULATED]:
         if seconds > limit():
             break
         played = _play(query, layout, keep)
@@ -49,24 +56,27 @@ def keep_more(query: Query, recomputed: list[Layouts], best: list[Timed], top: i
 
 
 def _guesses(
-    query: Query, layouts: Layouts, limit_seconds: float
+    query: Query, layouts: LayoutBatch, limit_seconds: float
 ) -> Iterator[tuple[float, int, Layout]]:
     """Seconds, passes to keep, and the layout that recomputes all of them; of those that could be
     faster than a limit, that fit so, and that do not fit when nothing is recomputed."""
     kept = dataclasses.replace(layouts, remat="none")
-    fast = parts_of(query, kept).bound() < limit_seconds
+    fast = uneven_cost(query, kept).bound() < limit_seconds
     if not fast.any():
         return
     layouts, kept = layouts.take(fast), kept.take(fast)
     # Of the tables without R most are known by now: they leave fewer to be made.
-    dealt_kept = deal_all(query.subject, kept)
-    quick = step_seconds(query, kept, dealt_kept)
-    hopeful = (quick < limit_seconds) & ~_fits(query, kept, held_of(dealt_kept))
+    dealt_kept = make_pipelines(query.subject, kept)
+    quick = batch_step_seconds(query, kept, dealt_kept)
+    hopeful = (quick < limit_seconds) & ~_fits(query, kept, batch_buffers(dealt_kept))
     if not hopeful.any():
         return
     layouts, quick = layouts.take(hopeful), quick[hopeful]
-    dealt = deal_all(query.subject, layouts)
-    least, most = held_of(dealt), held_of(dealt_kept._replace(place=dealt_kept.place[hopeful]))
+    dealt = make_pipelines(query.subject, layouts)
+    least, most = (
+        batch_buffers(dealt),
+        batch_buffers(dealt_kept._replace(place=dealt_kept.place[hopeful])),
+    )
 
     def fits(keep: np.ndarray) -> np.ndarray:
         held = dataclasses.replace(
@@ -85,14 +95,14 @@ def _guesses(
         middle = (low + high + 1) // 2
         roomy = fits(middle)
         low, high = np.where(roomy, middle, low), np.where(roomy, high, middle - 1)
-    slow = step_seconds(query, layouts, dealt)
+    slow = batch_step_seconds(query, layouts, dealt)
     seconds = quick + (1 - low / in_flight) * (slow - quick)
     wanted = (low > 0) & fits(low) & (seconds < limit_seconds)
     for n in np.flatnonzero(wanted):
         yield float(seconds[n]), int(low[n]), layouts.one(int(n), query.subject.layout)
 
 
-def _fits(query: Query, layouts: Layouts, held: Held) -> np.ndarray:
+def _fits(query: Query, layouts: LayoutBatch, held: RankBuffers) -> np.ndarray:
     needs = query.subject.memory(layouts, held, query.back_end)
     fits = query.fits_device(needs) & query.fits_host(needs, layouts)
     return np.broadcast_to(fits, (len(layouts),))
@@ -102,8 +112,8 @@ def _play(query: Query, layout: Layout, keep: int) -> list[Timed]:
     """With as many passes kept as the real table leaves room for; [] where that is none."""
     for passes in range(keep, 0, -1):
         one = dataclasses.replace(layout, remat=f"keep:{passes}")
-        layouts = stack([one])
-        dealt = deal_all(query.subject, layouts)
-        if _fits(query, layouts, held_of(dealt)).all():
-            return [(float(step_seconds(query, layouts, dealt)[0]), one)]
+        layouts = stack_layouts([one])
+        dealt = make_pipelines(query.subject, layouts)
+        if _fits(query, layouts, batch_buffers(dealt)).all():
+            return [(float(batch_step_seconds(query, layouts, dealt)[0]), one)]
     return []

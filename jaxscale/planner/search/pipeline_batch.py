@@ -6,26 +6,30 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.layout import kept_passes, parse_schedule
-from jaxscale.planner.cost.step import cost
-from jaxscale.planner.cost.uneven_pipeline import Parts
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.search.layout_batch import Layouts
-from jaxscale.planner.search.sized_model import Described
+from jaxscale.planner.cost.step import step_cost
+from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.search.layout_batch import LayoutBatch
+from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import Query
-from jaxscale.planner.search.trainable_model import Trained
-from jaxscale.planner.tables.pipeline_slots import Held, deal, hold
-from jaxscale.planner.tables.table_makespan import Pipeline
+from jaxscale.planner.search.trainable_model import TrainableModel
+from jaxscale.planner.tables.pipeline_slots import (
+    RankBuffers,
+    busiest_rank_buffers,
+    default_stage_layers,
+)
+from jaxscale.planner.tables.table_makespan import TableSpec
 
 
-class Dealt(NamedTuple):
+class PipelineBatch(NamedTuple):
     """Layers of many pipelines."""
 
-    pipelines: list[Pipeline]  # K that differ
+    pipelines: list[TableSpec]  # K that differ
     layers: list[tuple[int, ...]]  # of each of them, the layers of each virtual stage
     place: np.ndarray  # int [N], which of them each layout has
 
 
-def deal_all(subject: Trained | Described, layouts: Layouts) -> Dealt:
+def make_pipelines(subject: TrainableModel | SizedModel, layouts: LayoutBatch) -> PipelineBatch:
     """The layers of every pipeline: of each of its numbers of ranks, chunks and micro-batches."""
     name, fused, given = parse_schedule(layouts.schedule)
     keep = kept_passes(layouts.remat)
@@ -34,31 +38,38 @@ def deal_all(subject: Trained | Described, layouts: Layouts) -> Dealt:
         for field in ("pipeline", "microbatches", "virtual_stages")
     ]
     numbers, place = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    pipelines = [Pipeline(name, p, m, v, fused, keep) for p, m, v in numbers.tolist()]
-    layers = [given or deal(one, subject.shape.layers, subject.head_cost) for one in pipelines]
-    return Dealt(pipelines, layers, place.reshape(-1))
+    pipelines = [TableSpec(name, p, m, v, fused, keep) for p, m, v in numbers.tolist()]
+    layers = [
+        given or default_stage_layers(one, subject.shape.layers, subject.head_cost)
+        for one in pipelines
+    ]
+    return PipelineBatch(pipelines, layers, place.reshape(-1))
 
 
-def held_of(dealt: Dealt) -> Held:
+def batch_buffers(dealt: PipelineBatch) -> RankBuffers:
     """What a rank holds in each of the pipelines."""
-    each = [hold(*one) for one in zip(dealt.pipelines, dealt.layers)]
-    return Held(
+    each = [busiest_rank_buffers(*one) for one in zip(dealt.pipelines, dealt.layers)]
+    return RankBuffers(
         **{
             field.name: np.array([getattr(one, field.name) for one in each])[dealt.place]
-            for field in dataclasses.fields(Held)
+            for field in dataclasses.fields(RankBuffers)
         }
     )
 
 
-def step_seconds(query: Query, layouts: Layouts, dealt: Dealt | None) -> np.ndarray:
+def batch_step_seconds(
+    query: Query, layouts: LayoutBatch, dealt: PipelineBatch | None
+) -> np.ndarray:
     """float [N]."""
     if dealt:
-        return parts_of(query, layouts).step_seconds(*dealt)
-    choice = Choice.of(layouts, query.subject.sequences)
-    return np.broadcast_to(cost(query.shape, query.cluster, choice).step_seconds, (len(layouts),))
+        return uneven_cost(query, layouts).step_seconds(*dealt)
+    choice = Parallelism.of(layouts, query.subject.sequences)
+    return np.broadcast_to(
+        step_cost(query.shape, query.cluster, choice).step_seconds, (len(layouts),)
+    )
 
 
-def parts_of(query: Query, layouts: Layouts) -> Parts:
+def uneven_cost(query: Query, layouts: LayoutBatch) -> UnevenPipelineCost:
     """Of pipelines, what their seconds are made of."""
-    choice = Choice.of(layouts, query.subject.sequences)
-    return Parts.of(query.shape, query.cluster, choice)
+    choice = Parallelism.of(layouts, query.subject.sequences)
+    return UnevenPipelineCost.of(query.shape, query.cluster, choice)

@@ -7,28 +7,32 @@ from jaxscale.config import Config
 from jaxscale.layout import Layout, parse_schedule
 from jaxscale.pipeline.operations import F, R
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.cost.energy import Bill, bill, watts
-from jaxscale.planner.cost.step import Seconds, cost
-from jaxscale.planner.cost.uneven_pipeline import Parts
+from jaxscale.planner.cost.energy import RunCost, mean_watts, run_cost
+from jaxscale.planner.cost.step import StepSeconds, step_cost
+from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
 from jaxscale.planner.memory.step import Memory
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.search.search import Found
-from jaxscale.planner.search.sized_model import Described
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.search.search import SearchResult
+from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query
-from jaxscale.planner.search.trainable_model import Trained
-from jaxscale.planner.tables.pipeline_slots import deal, hold, hold_each
-from jaxscale.planner.tables.table_makespan import Pipeline, open_table
+from jaxscale.planner.search.trainable_model import TrainableModel
+from jaxscale.planner.tables.pipeline_slots import (
+    buffers_by_rank,
+    busiest_rank_buffers,
+    default_stage_layers,
+)
+from jaxscale.planner.tables.table_makespan import TableSpec, pipeline_table
 
 
 @dataclass(frozen=True)
 class Plan:
     """A layout, and what the formulas say of it."""
 
-    subject: Trained | Described  # with the batch that was asked for
+    subject: TrainableModel | SizedModel  # with the batch that was asked for
     layout: Layout
     cluster: Cluster
     layers: tuple[int, ...]  # of each virtual stage
-    seconds: Seconds  # floats
+    seconds: StepSeconds  # floats
     memory: Memory  # of a device; every rank of a pipeline has the same buffers
     limit_bytes: float
     back_end: str  # whose compiler it is
@@ -43,9 +47,9 @@ class Plan:
         return self.subject.with_layout(self.layout)
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> Parallelism:
         """The layout as the formulas see it."""
-        return Choice.of(self.layout, self.subject.sequences)
+        return Parallelism.of(self.layout, self.subject.sequences)
 
     @property
     def terms(self) -> dict[str, float]:
@@ -82,7 +86,7 @@ class Plan:
         """Of a pipeline's passes, the share that operations of their own make again."""
         if self.layout.pipeline == 1:
             return 0.0
-        kind = open_table(Pipeline.of(self.layout)).ops.kind
+        kind = pipeline_table(TableSpec.of(self.layout)).ops.kind
         return float((kind == R).sum() / (kind == F).sum())
 
     @property
@@ -96,7 +100,7 @@ class Plan:
         in one program all have the buffers of the busiest."""
         if self.layout.pipeline == 1:
             return [self.memory_bytes]
-        each = hold_each(Pipeline.of(self.layout), self.layers)
+        each = buffers_by_rank(TableSpec.of(self.layout), self.layers)
         return [int(self.subject.memory(self.layout, held, self.back_end).peak) for held in each]
 
     @property
@@ -109,16 +113,16 @@ class Plan:
     def fits(self) -> bool:
         return self.memory_bytes <= self.limit_bytes and self.host_bytes <= HOST_MEMORY_BYTES
 
-    def bill(self, tokens: float) -> Bill:
+    def run_cost(self, tokens: float) -> RunCost:
         """Days, energy and money of a run of so many tokens, failures included."""
         shape = self.subject.shape
         per_step = self.subject.sequences * shape.seq_len
-        return bill(shape, self.cluster, self.seconds, per_step, tokens)
+        return run_cost(shape, self.cluster, self.seconds, per_step, tokens)
 
     @property
     def watts(self) -> float:
         """That a device draws on average."""
-        return float(watts(self.seconds, self.cluster))
+        return float(mean_watts(self.seconds, self.cluster))
 
     def _utilisation(self, flops_per_token: float) -> float:
         peak = self.cluster.peak_flops("bfloat16") * self.layout.num_devices
@@ -126,32 +130,32 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankedPlans:
     """What a search found, judged: `plans` are best first."""
 
     query: Query
     plans: tuple[Plan, ...]
-    found: Found
+    found: SearchResult
 
 
-def judge(query: Query, layout: Layout) -> Plan:
+def predict_plan(query: Query, layout: Layout) -> Plan:
     """What the formulas say of a resolved layout that the engine accepts.
 
     Raises:
       ValueError: a pipeline that cannot be.
     """
     subject = query.subject
-    choice = Choice.of(layout, subject.sequences)
+    choice = Parallelism.of(layout, subject.sequences)
     layers, held = (), None
     if layout.pipeline == 1:
-        seconds = cost(query.shape, query.cluster, choice)
+        seconds = step_cost(query.shape, query.cluster, choice)
         terms = {name: float(value) for name, value in seconds.terms.items()}
     else:
-        pipeline, given = Pipeline.of(layout), parse_schedule(layout.schedule)[2]
-        layers = given or deal(pipeline, subject.shape.layers, subject.head_cost)
-        parts = Parts.of(query.shape, query.cluster, choice)
+        pipeline, given = TableSpec.of(layout), parse_schedule(layout.schedule)[2]
+        layers = given or default_stage_layers(pipeline, subject.shape.layers, subject.head_cost)
+        parts = UnevenPipelineCost.of(query.shape, query.cluster, choice)
         seconds, terms = parts.seconds, parts.terms(pipeline, layers)
-        held = hold(pipeline, layers)
+        held = busiest_rank_buffers(pipeline, layers)
     hidden = {name: float(value) for name, value in seconds.hidden.items()}
     needs = subject.memory(layout, held, query.back_end)
     plain = {field.name: int(getattr(needs, field.name)) for field in dataclasses.fields(needs)}
@@ -160,7 +164,7 @@ def judge(query: Query, layout: Layout) -> Plan:
         layout,
         query.cluster,
         layers,
-        Seconds(**terms, hidden=hidden),
+        StepSeconds(**terms, hidden=hidden),
         Memory(**plain),
         query.limit_bytes,
         query.back_end,

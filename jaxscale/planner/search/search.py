@@ -7,10 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxscale.layout import Layout
-from jaxscale.planner.search.layout_batch import Layouts
-from jaxscale.planner.search.partial_remat import Timed, keep_more
-from jaxscale.planner.search.pipeline_batch import Dealt, deal_all, held_of, parts_of, step_seconds
-from jaxscale.planner.search.space import Query, fitting, numbers_of, texts_of
+from jaxscale.planner.search.layout_batch import LayoutBatch
+from jaxscale.planner.search.partial_remat import Timed, search_partial_remat
+from jaxscale.planner.search.pipeline_batch import (
+    PipelineBatch,
+    batch_buffers,
+    batch_step_seconds,
+    make_pipelines,
+    uneven_cost,
+)
+from jaxscale.planner.search.space import Query, combine, enumerate_options, enumerate_sizes
 
 TOO_LARGE = "does not fit in memory"
 TOO_LARGE_FOR_HOST = "moves more to host memory than there is"
@@ -18,7 +24,7 @@ TOO_SLOW = "slower than those shown, even if its pipeline never waited"
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The layouts that fit, best first, and what became of the others."""
 
     layouts: list[Layout]
@@ -29,7 +35,7 @@ class Found:
     words: dict[str, str]  # what the engine said of one, by reason
 
 
-def search(query: Query, top: int = 10) -> Found:
+def search_layouts(query: Query, top: int = 10) -> SearchResult:
     """Ranks all layouts of a query.
 
     Args:
@@ -37,13 +43,13 @@ def search(query: Query, top: int = 10) -> Found:
     """
     rejected: collections.Counter[str] = collections.Counter()
     words: dict[str, str] = {}
-    numbers = numbers_of(query, rejected, words)
+    numbers = enumerate_sizes(query, rejected, words)
     best: list[Timed] = []
     large: list[tuple[float, Layout]] = []
-    recomputed: list[Layouts] = []
+    recomputed: list[LayoutBatch] = []
     considered = 0
-    for texts in texts_of(query):
-        layouts = fitting(query, numbers, texts, rejected)
+    for texts in enumerate_options(query):
+        layouts = combine(query, numbers, texts, rejected)
         if layouts is None:
             continue
         considered += len(layouts)
@@ -52,12 +58,14 @@ def search(query: Query, top: int = 10) -> Found:
             if layouts.remat == "full" and "remat" not in query.pins:
                 recomputed.append(layouts)
             # No table is needed for those that would be too slow even if no rank ever waited.
-            slow = parts_of(query, layouts).bound() > (best[-1][0] if len(best) == top else np.inf)
+            slow = uneven_cost(query, layouts).bound() > (
+                best[-1][0] if len(best) == top else np.inf
+            )
             rejected[TOO_SLOW] += int(slow.sum())
             if slow.all():
                 continue
             layouts = layouts.take(~slow)
-            dealt = deal_all(query.subject, layouts)
+            dealt = make_pipelines(query.subject, layouts)
         fits, smallest = _room(query, layouts, dealt, rejected)
         large += smallest
         if not fits.any():
@@ -66,9 +74,9 @@ def search(query: Query, top: int = 10) -> Found:
         if dealt:
             dealt = dealt._replace(place=dealt.place[fits])
         best = _distinct([*best, *_fastest(query, layouts, dealt, top)])[:top]
-    best = _distinct(keep_more(query, recomputed, best, top))[:top]
+    best = _distinct(search_partial_remat(query, recomputed, best, top))[:top]
     late = (TOO_LARGE, TOO_LARGE_FOR_HOST, TOO_SLOW)  # of those that are considered
-    return Found(
+    return SearchResult(
         layouts=[layout for _, layout in best],
         seconds=[seconds for seconds, _ in best],
         considered=considered + rejected.total() - sum(rejected[reason] for reason in late),
@@ -79,11 +87,11 @@ def search(query: Query, top: int = 10) -> Found:
 
 
 def _room(
-    query: Query, layouts: Layouts, dealt: Dealt | None, rejected: collections.Counter
+    query: Query, layouts: LayoutBatch, dealt: PipelineBatch | None, rejected: collections.Counter
 ) -> tuple[np.ndarray, list[tuple[float, Layout]]]:
     """Which layouts there is memory for, bool [N]; and of those that are too large for a device the
     smallest, with its bytes, if there is one."""
-    needs = query.subject.memory(layouts, held_of(dealt) if dealt else None, query.back_end)
+    needs = query.subject.memory(layouts, batch_buffers(dealt) if dealt else None, query.back_end)
     roomy, fits, peaks = (
         np.broadcast_to(one, (len(layouts),))
         for one in (query.fits_host(needs, layouts), query.fits_device(needs), needs.peak)
@@ -95,8 +103,10 @@ def _room(
     return fits & roomy, smallest
 
 
-def _fastest(query: Query, layouts: Layouts, dealt: Dealt | None, top: int) -> list[Timed]:
-    seconds = step_seconds(query, layouts, dealt)
+def _fastest(
+    query: Query, layouts: LayoutBatch, dealt: PipelineBatch | None, top: int
+) -> list[Timed]:
+    seconds = batch_step_seconds(query, layouts, dealt)
     order = np.argsort(seconds, kind="stable")[:top]
     return [(float(seconds[n]), layouts.one(n, query.subject.layout)) for n in order]
 

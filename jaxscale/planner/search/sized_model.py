@@ -13,11 +13,11 @@ from typing import NoReturn
 from jaxscale.layout import Layout, kept_passes
 from jaxscale.planner.memory import analytic
 from jaxscale.planner.memory.step import Memory
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.remat_flops import repeated_flops
-from jaxscale.planner.model.shape import Shape
-from jaxscale.planner.search.layout_batch import Layouts, PlannedLayout
-from jaxscale.planner.tables.pipeline_slots import Held
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.remat_flops import recomputed_flops
+from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.search.layout_batch import LayoutBatch, PlannedLayout
+from jaxscale.planner.tables.pipeline_slots import RankBuffers
 from jaxscale.sharding.rules import nearest_divisors
 
 REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attention,attention_out")
@@ -26,7 +26,7 @@ REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attent
 OFFLOADS = ("none", "optimizer")
 """What such a layer's activations would move to host memory and back, no formula knows."""
 
-ALONE = {
+ENCODER_EXCLUDES = {
     "pipeline": "with an encoder, stages would be of two kinds, and no schedule has such",
     "context": "with an encoder, no formula knows what cross attention sends over context",
 }
@@ -37,10 +37,10 @@ RUN_TOKENS = 1e12
 
 
 @dataclass(frozen=True)
-class Described:
+class SizedModel:
     """A shape and the batch of a step; `trained.Trained` is the other kind, of the same face."""
 
-    shape: Shape
+    shape: ModelShape
     sequences: int  # of a step
     name: str = "the model"
 
@@ -96,7 +96,7 @@ class Described:
         """With what remat repeats; `recomputed` is the share of a pipeline's passes that operations
         of their own make again."""
         whole = recomputed * self.shape.block_flops
-        return self.shape.flops_per_token + (whole or repeated_flops(self.shape, remat))
+        return self.shape.flops_per_token + (whole or recomputed_flops(self.shape, remat))
 
     def with_layout(self, _: Layout) -> NoReturn:
         """There is no config of such a run.
@@ -125,7 +125,7 @@ class Described:
         """Why it cannot be divided so, in a few words and in many; "" where it can."""
         said = {
             "no formula knows the policy": self._policies(layout),
-            **{reason: self._encoder(layout, axis) for axis, reason in ALONE.items()},
+            **{reason: self._encoder(layout, axis) for axis, reason in ENCODER_EXCLUDES.items()},
             self.unsplit: self._batch(layout),
             "the sequence does not split": self._lengths(layout),
             "a dimension of the model does not divide": next(self._dimensions(layout), ""),
@@ -147,7 +147,7 @@ class Described:
         size = getattr(layout, axis)
         if size == 1 or not self.shape.encoder_layers:
             return ""
-        return f"layout.{axis} = {size}: {ALONE[axis]}; set layout.{axis} = 1"
+        return f"layout.{axis} = {size}: {ENCODER_EXCLUDES[axis]}; set layout.{axis} = 1"
 
     def _batch(self, layout: Layout) -> str:
         shards = layout.batch_shards * layout.expert
@@ -200,11 +200,15 @@ class Described:
                     f"nearest that does is layout.{axis} = {nearest_divisors(size, sizes[axis])}"
                 )
 
-    def memory(self, layouts: Layouts | Layout, held: Held | None, back_end: str) -> Memory:
+    def memory(
+        self, layouts: LayoutBatch | Layout, held: RankBuffers | None, back_end: str
+    ) -> Memory:
         """Of a device; fields are numbers, or float [N].
 
         Args:
           held: of ranks of pipelines; None where there are none.
         """
-        choice = Choice.of(layouts, self.sequences)
-        return analytic.memory(self.shape, choice, held or Held(self.shape.layers), back_end)
+        choice = Parallelism.of(layouts, self.sequences)
+        return analytic.analytic_memory(
+            self.shape, choice, held or RankBuffers(self.shape.layers), back_end
+        )

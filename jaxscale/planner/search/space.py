@@ -7,7 +7,6 @@ that go with them are arrays. What is refused is asked of the engine's own check
 
 import collections
 import dataclasses
-import difflib
 import functools
 import itertools
 import math
@@ -17,18 +16,19 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.choices import did_you_mean
 from jaxscale.config import Config
 from jaxscale.layout import ACCUMULATIONS, MESH_AXES, Layout, kept_passes, parse_schedule
 from jaxscale.pipeline.schedules import SCHEDULES
 from jaxscale.pipeline.stages import RUNNABLE
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.memory.step import Memory
-from jaxscale.planner.model.shape import Shape
-from jaxscale.planner.search.layout_batch import Layouts
-from jaxscale.planner.search.sized_model import Described
-from jaxscale.planner.search.trainable_model import Trained
-from jaxscale.planner.tables.pipeline_slots import slots_of
-from jaxscale.planner.tables.table_makespan import Pipeline
+from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.search.layout_batch import LayoutBatch
+from jaxscale.planner.search.sized_model import SizedModel
+from jaxscale.planner.search.trainable_model import TrainableModel
+from jaxscale.planner.tables.pipeline_slots import most_slots
+from jaxscale.planner.tables.table_makespan import TableSpec
 from jaxscale.sharding.rules import divisors, nearest_divisors
 
 CHUNKS = (2, 3, 4, 5, 8)
@@ -51,15 +51,15 @@ of it needed for what reads the data."""
 class Query:
     """What is asked: a model and its batch, a cluster, and what is not to be changed."""
 
-    model: Config | Described  # a config's layout is not looked at
+    model: Config | SizedModel  # a config's layout is not looked at
     cluster: Cluster
     pins: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of a Layout
     memory_bytes: float = 0.0  # of a device; 0 for what the cluster's devices have
 
     @functools.cached_property
-    def subject(self) -> Trained | Described:
+    def subject(self) -> TrainableModel | SizedModel:
         """Whom to ask what the model needs and what it refuses."""
-        return Trained(self.model) if isinstance(self.model, Config) else self.model
+        return TrainableModel(self.model) if isinstance(self.model, Config) else self.model
 
     @property
     def back_end(self) -> str:
@@ -77,23 +77,23 @@ class Query:
         """Whether a layout, or each of many, has room on a device."""
         return needs.peak <= self.limit_bytes
 
-    def fits_host(self, needs: Memory, layout: Layout | Layouts) -> Any:
+    def fits_host(self, needs: Memory, layout: Layout | LayoutBatch) -> Any:
         """Whether what moves to host memory has room there."""
         optimizer = needs.host_optimizer if layout.offloads("optimizer") else 0
         return needs.host_stash + optimizer <= HOST_MEMORY_BYTES
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         """The model's."""
         return self.subject.shape
 
 
-def numbers_of(
+def enumerate_sizes(
     query: Query, rejected: collections.Counter, words: dict[str, str]
-) -> Layouts | None:
+) -> LayoutBatch | None:
     """Sizes of axes, ZeRO stages and micro-batches that the model and its batch allow."""
     rows, subject = [], query.subject
-    for sizes in meshes(query.cluster.num_devices, query.pins, subject.shape.experts):
+    for sizes in mesh_shapes(query.cluster.num_devices, query.pins, subject.shape.experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
         for stage in _stages(query.pins, mesh["fsdp"]):
             # With nothing that could be refused beside the sizes.
@@ -112,10 +112,10 @@ def numbers_of(
     if not rows:
         return None
     columns = np.array(rows).T
-    return Layouts(**dict(zip((*MESH_AXES, "zero_stage", "microbatches"), columns)))
+    return LayoutBatch(**dict(zip((*MESH_AXES, "zero_stage", "microbatches"), columns)))
 
 
-def meshes(
+def mesh_shapes(
     num_devices: int, pins: Mapping[str, Any] | None = None, experts: int = 0
 ) -> Iterator[tuple[int, ...]]:
     """Sizes of the mesh axes, in their order; that of expert divides the experts of a layer."""
@@ -147,7 +147,7 @@ def _stages(pins: Mapping[str, Any], fsdp: int) -> Sequence[int]:
     return _pinned(pins, "zero_stage", range(4) if fsdp > 1 else [3])
 
 
-def texts_of(query: Query) -> Iterator[dict[str, Any]]:
+def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
     """What is common to arrays of layouts: first without a pipeline, then with one."""
     pins, remats, offloads = query.pins, query.subject.remats, query.subject.offloads
     if query.back_end == "cpu":
@@ -196,9 +196,12 @@ def _given(name: str) -> bool:
     return SCHEDULES[name].given_backward
 
 
-def fitting(
-    query: Query, numbers: Layouts | None, texts: Mapping[str, Any], rejected: collections.Counter
-) -> Layouts | None:
+def combine(
+    query: Query,
+    numbers: LayoutBatch | None,
+    texts: Mapping[str, Any],
+    rejected: collections.Counter,
+) -> LayoutBatch | None:
     """The numbers that go with texts; None where there are none."""
     if numbers is None:
         return None
@@ -225,7 +228,9 @@ def fitting(
     return _runnable(query, layouts, rejected) if pipelined else layouts
 
 
-def _runnable(query: Query, layouts: Layouts, rejected: collections.Counter) -> Layouts | None:
+def _runnable(
+    query: Query, layouts: LayoutBatch, rejected: collections.Counter
+) -> LayoutBatch | None:
     """Those whose schedule can serve them."""
     (name, fused, _), v = parse_schedule(layouts.schedule), int(layouts.virtual_stages)
     keys = list(zip(np.asarray(layouts.pipeline).tolist(), layouts.microbatches.tolist()))
@@ -240,7 +245,7 @@ def _runnable(query: Query, layouts: Layouts, rejected: collections.Counter) -> 
     if keep := kept_passes(layouts.remat):
         more = np.array(
             [
-                ok and slots_of(Pipeline(name, p, m, v, fused))["residual_w"] > keep
+                ok and most_slots(TableSpec(name, p, m, v, fused))["residual_w"] > keep
                 for ok, (p, m) in zip(good, keys)
             ]
         )
@@ -258,9 +263,10 @@ def check_pins(query: Query) -> None:
     known = [field.name for field in dataclasses.fields(Layout)]
     for name in query.pins:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
-            raise ValueError(f"--pin {name}: a layout has no such field{hint}")
+            raise ValueError(
+                f"--pin {name}: a layout has no such field; there are {', '.join(known)}"
+                f"{did_you_mean(name, known)}"
+            )
     schedule = query.pins.get("schedule", Layout.schedule)
     if parse_schedule(schedule)[0] not in RUNNABLE:
         raise ValueError(
@@ -273,7 +279,7 @@ def check_pins(query: Query) -> None:
     some = kept_passes(query.pins.get("remat", "none")) and {"pipeline": 2}
     query.subject.check_policies(query.subject.layout(**{**(some or {}), **query.pins}))
     experts = query.shape.experts
-    if next(iter(meshes(query.cluster.num_devices, query.pins, experts)), None) is None:
+    if next(iter(mesh_shapes(query.cluster.num_devices, query.pins, experts)), None) is None:
         sizes = " x ".join(
             f"{name} {size}" for name, size in query.pins.items() if isinstance(size, int)
         )

@@ -7,9 +7,9 @@ from jaxscale.config import Config
 from jaxscale.layout import OFFLOADS, Layout
 from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.model.param_shapes import parameters
-from jaxscale.planner.model.shape import Shape
-from jaxscale.planner.search.layout_batch import Layouts, memory_of
-from jaxscale.planner.tables.pipeline_slots import Held, head_cost
+from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.search.layout_batch import LayoutBatch, batch_memory
+from jaxscale.planner.tables.pipeline_slots import RankBuffers, head_cost
 from jaxscale.sharding.rules import (
     REPLICATED_WEIGHTS,
     WEIGHTS,
@@ -32,7 +32,7 @@ REMATS = (
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainableModel:
     """A model that the engine trains; `described.Described` is the other kind, of the same face."""
 
     config: Config  # its layout is not looked at
@@ -42,8 +42,8 @@ class Trained:
     layout = Layout  # what makes a layout, checked
 
     @property
-    def shape(self) -> Shape:
-        return Shape.of(self.config)
+    def shape(self) -> ModelShape:
+        return ModelShape.of(self.config)
 
     @property
     def num_params(self) -> int:
@@ -118,13 +118,15 @@ class Trained:
                 return reason, str(error)
         return "", ""
 
-    def memory(self, layouts: Layouts | Layout, held: Held | None, back_end: str) -> Memory:
+    def memory(
+        self, layouts: LayoutBatch | Layout, held: RankBuffers | None, back_end: str
+    ) -> Memory:
         """Of a device; fields are int, or int [N].
 
         Args:
           held: of ranks of pipelines; None where there are none.
         """
-        return memory_of(self.config, layouts, held, back_end, own_host=True)
+        return batch_memory(self.config, layouts, held, back_end, own_host=True)
 
 
 def check_parameters(config: Config) -> None:

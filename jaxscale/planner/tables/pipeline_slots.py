@@ -13,13 +13,18 @@ from jaxscale.config import Config
 from jaxscale.pipeline.buffer_slots import count_slots
 from jaxscale.pipeline.stages import best_dealing, chunk_stages, dealings, open_stages
 from jaxscale.planner.model.param_shapes import Ints
-from jaxscale.planner.tables.table_makespan import Costs, Pipeline, makespan, open_table
+from jaxscale.planner.tables.table_makespan import (
+    OperationSeconds,
+    TableSpec,
+    makespan,
+    pipeline_table,
+)
 
 SLOTS = ("residual_b", "residual_w", "cotangent", "input", "inbox")
 
 
 @dataclass(frozen=True)
-class Held:
+class RankBuffers:
     """Numbers of one layout, or arrays [N]; the defaults are those without a pipeline."""
 
     rows: Ints  # layers that a rank has room for, over all of its chunks
@@ -31,27 +36,29 @@ class Held:
     inbox: Ints = 0
 
 
-def hold(pipeline: Pipeline, layers: tuple[int, ...]) -> Held:
+def busiest_rank_buffers(pipeline: TableSpec, layers: tuple[int, ...]) -> RankBuffers:
     """What the busiest rank holds.
 
     Args:
       layers: of each virtual stage.
     """
     capacity = max(layers)
-    return Held(pipeline.virtual_stages * capacity, capacity, **slots_of(pipeline))
+    return RankBuffers(pipeline.virtual_stages * capacity, capacity, **most_slots(pipeline))
 
 
-def hold_each(pipeline: Pipeline, layers: tuple[int, ...]) -> list[Held]:
+def buffers_by_rank(pipeline: TableSpec, layers: tuple[int, ...]) -> list[RankBuffers]:
     """What each rank makes use of, as `hold` has it of the busiest, whose buffers all have."""
-    table = open_table(pipeline)
+    table = pipeline_table(pipeline)
     slots = count_slots(table)
     return [
-        Held(int(mine.sum()), int(mine.max()), **{name: int(slots[name][n]) for name in SLOTS})
+        RankBuffers(
+            int(mine.sum()), int(mine.max()), **{name: int(slots[name][n]) for name in SLOTS}
+        )
         for n, mine in enumerate(np.array(layers)[chunk_stages(table.order)])
     ]
 
 
-def hold_config(config: Config) -> Held:
+def config_buffers(config: Config) -> RankBuffers:
     """What a rank of a config's resolved layout holds.
 
     Raises:
@@ -59,11 +66,13 @@ def hold_config(config: Config) -> Held:
     """
     model, layout = config.model, config.layout
     if layout.pipeline == 1:
-        return Held(rows=model.num_layers)
+        return RankBuffers(rows=model.num_layers)
     stages = open_stages(layout, model.num_layers, head_cost(config))
     order = stages.table.order
     slots = {name: stages.program.slots[name] for name in SLOTS}
-    return Held(rows=order.virtual_stages * stages.capacity, capacity=stages.capacity, **slots)
+    return RankBuffers(
+        rows=order.virtual_stages * stages.capacity, capacity=stages.capacity, **slots
+    )
 
 
 def head_cost(config: Config) -> float:
@@ -73,18 +82,18 @@ def head_cost(config: Config) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def slots_of(pipeline: Pipeline) -> dict[str, int]:
+def most_slots(pipeline: TableSpec) -> dict[str, int]:
     """The slots of each buffer."""
     first, step = pipeline.settled(), pipeline.round
     if first is None or pipeline.microbatches <= first + step:
-        counts = count_slots(open_table(pipeline))
+        counts = count_slots(pipeline_table(pipeline))
         return {name: int(of_ranks.max()) for name, of_ranks in counts.items()}
-    base, after = (slots_of(pipeline._replace(microbatches=m)) for m in (first, first + step))
+    base, after = (most_slots(pipeline._replace(microbatches=m)) for m in (first, first + step))
     rounds = (pipeline.microbatches - first) // step
     return {name: base[name] + rounds * (after[name] - base[name]) for name in base}
 
 
-def deal(pipeline: Pipeline, num_layers: int, head_cost: float) -> tuple[int, ...]:
+def default_stage_layers(pipeline: TableSpec, num_layers: int, head_cost: float) -> tuple[int, ...]:
     """The layers of each virtual stage where a layout leaves it to `pipeline.stages.deal`.
 
     Args:
@@ -94,5 +103,5 @@ def deal(pipeline: Pipeline, num_layers: int, head_cost: float) -> tuple[int, ..
     each = np.array(dealt, float)
     head = np.zeros_like(each)
     head[:, -1] = 3 * head_cost
-    costs = Costs(f=each, b=each + head, w=each, r=each)
+    costs = OperationSeconds(f=each, b=each + head, w=each, r=each)
     return dealt[best_dealing(dealt, makespan(pipeline, costs).tolist())]

@@ -28,7 +28,7 @@ ROUNDS = {
 """Micro-batches over ranks from which on tables repeat themselves: counted, for 2 to 8 ranks."""
 
 
-class Pipeline(NamedTuple):
+class TableSpec(NamedTuple):
     """What makes a pipeline's order, as `pipeline.orders.make_order` takes it."""
 
     schedule: str
@@ -39,7 +39,7 @@ class Pipeline(NamedTuple):
     keep: int | None = None  # passes that a rank keeps at a time; None where there is no R
 
     @classmethod
-    def of(cls, layout: Layout) -> "Pipeline":
+    def of(cls, layout: Layout) -> "TableSpec":
         """That of a resolved layout."""
         name, fused, _ = parse_schedule(layout.schedule)
         chunks = max(1, layout.virtual_stages)
@@ -65,7 +65,7 @@ class Pipeline(NamedTuple):
         return first + (self.microbatches - first) % self.round
 
 
-class Costs(NamedTuple):
+class OperationSeconds(NamedTuple):
     """Seconds of a rank's whole share of the model for one micro-batch, as in `pipeline.simulate`:
     a chunk costs 1/v of them.
 
@@ -79,7 +79,7 @@ class Costs(NamedTuple):
     r: Any = 0.0
 
 
-def makespan(pipeline: Pipeline, costs: Costs, *, lockstep: bool = True) -> np.ndarray:
+def makespan(pipeline: TableSpec, costs: OperationSeconds, *, lockstep: bool = True) -> np.ndarray:
     """Seconds from the first operation to the end of the last.
 
     >>> float(makespan(Pipeline("1f1b", 4, 8), Costs(f=[[1.0], [2.0]], b=1.0, w=1.0))[0])
@@ -109,7 +109,7 @@ def makespan(pipeline: Pipeline, costs: Costs, *, lockstep: bool = True) -> np.n
     return found.reshape(shape) / pipeline.virtual_stages
 
 
-def _extended(play, pipeline: Pipeline, first: int, durations, check: bool) -> np.ndarray:
+def _extended(play, pipeline: TableSpec, first: int, durations, check: bool) -> np.ndarray:
     """From the tables of two numbers of micro-batches; those of a third, where it is to be
     checked that it grows evenly."""
 
@@ -123,7 +123,7 @@ def _extended(play, pipeline: Pipeline, first: int, durations, check: bool) -> n
     return base + (pipeline.microbatches - first) // pipeline.round * (after - base)
 
 
-def _durations(costs: Costs, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:
+def _durations(costs: OperationSeconds, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:
     """float [kinds, N, stages or 1], and the shape that N stands for."""
     given = {name: np.atleast_1d(np.asarray(cost, float)) for name, cost in costs._asdict().items()}
     for name, cost in given.items():
@@ -141,7 +141,7 @@ def _durations(costs: Costs, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=64)
-def open_table(pipeline: Pipeline) -> Table:
+def pipeline_table(pipeline: TableSpec) -> Table:
     """The table of a pipeline."""
     name, ranks, microbatches, chunks, fused, keep = pipeline
     order = make_order(name, ranks, microbatches, chunks, fused=fused, keep=keep)
@@ -150,7 +150,7 @@ def open_table(pipeline: Pipeline) -> Table:
     return compile_order(order, complete=name in ROUNDS)
 
 
-def _play_in_lockstep(pipeline: Pipeline, durations: np.ndarray) -> np.ndarray:
+def _play_in_lockstep(pipeline: TableSpec, durations: np.ndarray) -> np.ndarray:
     """float [N]: the sum, over ticks, of the most that one of their operations takes."""
     alike, index = _alike(durations, pipeline.stages)
     at_work, counts = _patterns(pipeline, alike)
@@ -172,7 +172,7 @@ def _alike(durations: np.ndarray, stages: int) -> tuple[tuple[int, ...], np.ndar
 
 
 @functools.lru_cache(maxsize=4096)
-def _patterns(pipeline: Pipeline, alike: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
+def _patterns(pipeline: TableSpec, alike: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
     """What can be at work in a tick, as rows of [kinds * classes], and in how many ticks it is."""
     tick, kind, stage = _cells(pipeline)
     classes = max(alike) + 1
@@ -184,15 +184,15 @@ def _patterns(pipeline: Pipeline, alike: tuple[int, ...]) -> tuple[list[np.ndarr
 
 
 @functools.lru_cache(maxsize=512)
-def _cells(pipeline: Pipeline) -> tuple[np.ndarray, ...]:
+def _cells(pipeline: TableSpec) -> tuple[np.ndarray, ...]:
     """Tick, kind and stage of every operation."""
-    table = open_table(pipeline)
+    table = pipeline_table(pipeline)
     return tuple(x.astype(np.int32) for x in (table.tick, table.ops.kind, table.ops.stage))
 
 
-def _play_as_soon_as_possible(pipeline: Pipeline, durations: np.ndarray) -> np.ndarray:
+def _play_as_soon_as_possible(pipeline: TableSpec, durations: np.ndarray) -> np.ndarray:
     """float [N]. Operations of one tick do not wait for each other, so they are played at once."""
-    table = open_table(pipeline)
+    table = pipeline_table(pipeline)
     ops, count = table.ops, len(table.ops.kind)
     before = np.arange(count) - 1
     before[np.diff(ops.rank, prepend=-1) != 0] = -1

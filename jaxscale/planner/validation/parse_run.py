@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jaxscale.planner.cost.cluster import Cluster, cluster
+from jaxscale.planner.cost.cluster import Cluster, make_cluster
 from jaxscale.planner.memory import other_trainers
-from jaxscale.planner.model.named_models import named
-from jaxscale.planner.model.parallelism import Choice, Traits
-from jaxscale.planner.model.shape import Latent, Shape
+from jaxscale.planner.model.named_models import published_shape
+from jaxscale.planner.model.parallelism import Parallelism, TrainerTraits
+from jaxscale.planner.model.shape import LatentAttention, ModelShape
 from jaxscale.planner.validation.nvidia_recipes import Recipe, recipe_of
 from jaxscale.planner.validation.trainers import MEGATRON_2021, traits_of
 
@@ -47,10 +47,10 @@ class Columns:
         return round(self.float(name, default))
 
 
-def to_shape(get: Columns) -> Shape:
+def to_shape(get: Columns) -> ModelShape:
     """The model."""
     if not get("layers") or not get("hidden"):
-        known = named(get("model"), get.int("seq")) if get("seq") else None
+        known = published_shape(get("model"), get.int("seq")) if get("seq") else None
         if known is None:
             raise UnhandledError(f"the dimensions of {get('model') or 'its model'} are not given")
         return known
@@ -65,7 +65,7 @@ def to_shape(get: Columns) -> Shape:
         share = int(ratio[1]) / (int(ratio[1]) + int(ratio[2])) if ratio else 0.5
     gated = bool(get.int("gated"))
     heads = get.int("heads", 1)
-    return Shape(
+    return ModelShape(
         layers=get.int("layers"),
         d_model=get.int("hidden"),
         heads=heads,
@@ -85,7 +85,7 @@ def to_shape(get: Columns) -> Shape:
         expert_ff=get.int("moe_ff"),
         shared_experts=get.int("n_shared"),
         dense_layers=get.int("dense_layers"),
-        latent=Latent(*map(int, ranks.groups())) if ranks else None,
+        latent=LatentAttention(*map(int, ranks.groups())) if ranks else None,
         extra_predictions=int("includes MTP" in get("notes")),
     )
 
@@ -94,7 +94,7 @@ PRECISIONS = {"nvfp4": "fp4", "fp8": "fp8", "mxfp8": "fp8", "fp8-cs": "fp8", "in
 """Operands of the layers' products by the precision that is printed; all else are 16 bits."""
 
 
-def to_traits(get: Columns) -> Traits:
+def to_traits(get: Columns) -> TrainerTraits:
     """The trainer."""
     notes = get("notes").lower()
     traits = traits_of(get("framework"))
@@ -135,7 +135,7 @@ def recipe(get: Columns) -> Recipe:
     return recipe_of(get("model"), get("hardware"), get("precision"), get("framework"))
 
 
-def to_choice(get: Columns, shape: Shape, traits: Traits) -> Choice:
+def to_choice(get: Columns, shape: ModelShape, traits: TrainerTraits) -> Parallelism:
     """The layout, with the micro-batch that it says or the largest usual one."""
     tensor, pipeline, context, expert = (get.int(name, 1) for name in ("TP", "PP", "CP", "EP"))
     if shape.experts and not get("EP") and "EP blank where not captured" in get("notes"):
@@ -165,7 +165,7 @@ def to_choice(get: Columns, shape: Shape, traits: Traits) -> Choice:
         micro = max(1, min(batch // split, USUAL_TOKENS // shape.seq_len))
     virtual = _chunks(get, shape, pipeline)
     interleaved = virtual > 1
-    return Choice(
+    return Parallelism(
         pipeline=pipeline,
         data=replicas,
         fsdp=shards,
@@ -190,7 +190,7 @@ USUAL_DEVICES = 1024
 """Where a rate per device-hour was measured and the number of devices is not given."""
 
 
-def _chunks(get: Columns, shape: Shape, pipeline: int) -> int:
+def _chunks(get: Columns, shape: ModelShape, pipeline: int) -> int:
     """Of each rank; a layer each where an interleaved schedule is named and no number."""
     if pipeline == 1 or "interleaved" not in get("schedule"):
         return 1
@@ -218,7 +218,7 @@ def _sharding(text: str, ranks: int) -> tuple[int, int, int]:
     return 0, ranks, 1
 
 
-def _remat(get: Columns, traits: Traits) -> str:
+def _remat(get: Columns, traits: TrainerTraits) -> str:
     """A policy of ours for what others call recomputation."""
     text, again = get("recompute"), recipe(get).again
     if "per-recipe" in text and again:
@@ -235,7 +235,7 @@ FAST_HOST = 200e9
 of Grace superchips, 450 GB/s, bring a layer's back while one computes."""
 
 
-def fitting(get: Columns, shape: Shape, machine: Cluster, choice: Choice) -> Choice:
+def fitting(get: Columns, shape: ModelShape, machine: Cluster, choice: Parallelism) -> Parallelism:
     """Where a row does not say what is made again: no more than memory asks for."""
     said = get("recompute")
     if said == "custom":  # MaxText: inputs of layers, and some names, wait in host memory
@@ -247,7 +247,7 @@ def fitting(get: Columns, shape: Shape, machine: Cluster, choice: Choice) -> Cho
         policies[1] = "save_all_but_attention"
     room = ROOM * capacity(machine)
     needs = [
-        float(other_trainers.memory(shape, replace(choice, remat=remat)).needed)
+        float(other_trainers.trainer_memory(shape, replace(choice, remat=remat)).needed)
         for remat in policies
     ]
     if needs[0] < room:
@@ -262,7 +262,7 @@ def fitting(get: Columns, shape: Shape, machine: Cluster, choice: Choice) -> Cho
     return replace(choice, remat="full", remat_share=min(1.0, share))
 
 
-def _offloaded(choice: Choice) -> Choice:
+def _offloaded(choice: Parallelism) -> Parallelism:
     return replace(choice, remat="offload:query,key,value", offload="activations")
 
 
@@ -283,7 +283,7 @@ CHIPS = {"trainium2-core": "Trainium2", "tpuv3-chip": "TPUv3"}
 """Where a row's name for a device is not that of `hardware.csv`, nor its beginning."""
 
 
-def to_cluster(get: Columns, choice: Choice) -> Cluster:
+def to_cluster(get: Columns, choice: Parallelism) -> Cluster:
     """The machine, with its own network."""
     name = CHIPS.get(get("hardware").lower(), get("hardware"))
     if name == "V100" and get.int("devices_per_node") == 16:
@@ -293,15 +293,15 @@ def to_cluster(get: Columns, choice: Choice) -> Cluster:
         overrides["network_bytes_per_second"] = get.float("inter_node_GBs_per_dev") * 1e9
     devices = int(choice.num_devices)
     try:
-        machine = cluster(name, devices, **overrides)
+        machine = make_cluster(name, devices, **overrides)
         if machine.torus:
             # Slices are what is said to be on the network between them.
             slices = int(choice.data) if "dcn" in get("sharding") else 1
-            inside = cluster(machine.name, devices // slices, **overrides)
+            inside = make_cluster(machine.name, devices // slices, **overrides)
             return replace(machine, torus=inside.torus, tiers=inside.tiers)
         if get.int("devices_per_node"):
             nodes = {"node_devices": get.int("devices_per_node")}
-            return cluster(machine.name, devices, **overrides, **nodes)
+            return make_cluster(machine.name, devices, **overrides, **nodes)
     except ValueError as error:
         raise UnhandledError(str(error)) from error
     return machine

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass, field
 
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.validation.parse_run import (
     Columns,
     UnhandledError,
@@ -31,9 +31,9 @@ class Row:
     source: str
     hardware: str
     model: str
-    shape: Shape
+    shape: ModelShape
     cluster: Cluster
-    choice: Choice
+    choice: Parallelism
     step_seconds: float
     memory_bytes: float
     out_of_memory: bool
@@ -69,7 +69,7 @@ class Rows:
     unhandled: list[tuple[str, str]]
 
 
-def read(path: str | pathlib.Path) -> Rows:
+def read_runs(path: str | pathlib.Path) -> Rows:
     """Reads a file of measured runs.
 
     Raises:
@@ -133,7 +133,7 @@ def _reading(get: Columns) -> tuple[str, float]:
     return ("allocated" if "GB allocated" in get("notes") else "device"), 1e9
 
 
-def _step_seconds(get: Columns, shape: Shape, choice: Choice) -> float:
+def _step_seconds(get: Columns, shape: ModelShape, choice: Parallelism) -> float:
     """The step as it was measured, or as follows from measured tokens or operations."""
     if get.float("step_time_s"):
         return get.float("step_time_s")

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.planner.cost.cluster import find
+from jaxscale.planner.cost.cluster import find_device
 from jaxscale.planner.cost.energy import run_joules
-from jaxscale.planner.cost.step import cost
+from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.memory import other_trainers
 from jaxscale.planner.validation.parse_run import capacity
-from jaxscale.planner.validation.published_runs import Bill, Row, read
+from jaxscale.planner.validation.published_runs import Bill, Row, read_runs
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def validate(path: str | pathlib.Path, seed: int = 0) -> Report:
       path: a CSV file, see `rows`.
       seed: of the halves on which factors are fitted.
     """
-    found = read(path)
+    found = read_runs(path)
     results = _calibrate([_predict(row) for row in found.runs], seed)
     rows = Counter(row.source for row in [*found.runs, *found.bills])
     rows.update(source for source, _ in found.unhandled)
@@ -130,11 +130,16 @@ def validate(path: str | pathlib.Path, seed: int = 0) -> Report:
 
 
 def _predict(row: Row) -> _Result:
-    seconds = cost(row.shape, row.cluster, row.choice).step_seconds if row.step_seconds else np.nan
-    memory = other_trainers.memory(row.shape, row.choice)
+    seconds = (
+        step_cost(row.shape, row.cluster, row.choice).step_seconds if row.step_seconds else np.nan
+    )
+    memory = other_trainers.trainer_memory(row.shape, row.choice)
     ratio = seconds / row.step_seconds if row.step_seconds else np.nan
     needed, taken = float(memory.needed), float(memory.read(row.reading))
-    sizes = [other_trainers.size(row.shape, row.choice, name) / n for name, n in row.sizes.items()]
+    sizes = [
+        other_trainers.published_size(row.shape, row.choice, name) / n
+        for name, n in row.sizes.items()
+    ]
     if row.memory_bytes:
         sizes.append(min(taken, capacity(row.cluster)) / row.memory_bytes)
     return _Result(row, float(ratio), np.nan, needed, tuple(sizes), float(seconds))
@@ -194,7 +199,7 @@ def _score(results: list[_Result], bills: list[Bill], rows: int) -> Score:
 
 
 def _joules(bill: Bill) -> float:
-    chip = find(bill.hardware)
+    chip = find_device(bill.hardware)
     # As the tables of LLaMA and GLaM count: a device's limit, or its server's share where none
     # is published, and the building.
     limit = chip.system_watts if chip.torus_axes else chip.tdp_watts

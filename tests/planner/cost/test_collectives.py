@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from jaxscale.planner.cost import collectives
-from jaxscale.planner.cost.cluster import cluster
-from jaxscale.planner.model.parallelism import Choice
+from jaxscale.planner.cost.cluster import make_cluster
+from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.validation.trainers import MEGATRON_CORE
 
 
 def levels(name, devices, axis, **sizes):
-    choice = Choice(zero_stage=1, **sizes)
-    return collectives.axis_levels(cluster(name, devices), choice)[axis]
+    choice = Parallelism(zero_stage=1, **sizes)
+    return collectives.axis_levels(make_cluster(name, devices), choice)[axis]
 
 
 def test_a_gather_within_a_node_is_a_ring():
@@ -34,7 +34,7 @@ def test_all_reduces_of_eight_a100_take_what_was_measured(size, microseconds, re
 def test_every_member_in_a_node_brings_its_own_nic():
     """A ring over 16 nodes with q members in each moves q times what one NIC does."""
     size = 8e9
-    rate = cluster("h100", 128).tiers[-1].bytes_per_second
+    rate = make_cluster("h100", 128).tiers[-1].bytes_per_second
     for tensor, members in ((1, 8), (2, 4), (8, 1)):
         group = levels("h100", 128, "fsdp", fsdp=128 // tensor, tensor=tensor)
         latency = sum(level.ring_seconds for level in group) + collectives.START_SECONDS
@@ -46,8 +46,8 @@ def test_every_member_in_a_node_brings_its_own_nic():
 def test_all_reduces_of_four_nodes_reach_the_measured_bus_bandwidth():
     """94 GB/s of 4 NICs of 25 GB/s, above 16 MiB (ml-engineering): 2 (n - 1) / n of the message in
     that time, as nccl-tests count."""
-    choice = Choice(zero_stage=1, fsdp=32)
-    machine = cluster("a100-80", 32, network_bytes_per_second=12.5e9)
+    choice = Parallelism(zero_stage=1, fsdp=32)
+    machine = make_cluster("a100-80", 32, network_bytes_per_second=12.5e9)
     seconds = collectives.reduce_seconds(collectives.axis_levels(machine, choice)["fsdp"], 4e9)
     assert 2 * 31 / 32 * 4 / seconds == pytest.approx(94, rel=0.06)
 
@@ -94,21 +94,21 @@ def test_an_exchange_that_merges_copies_sends_less_between_nodes():
     assert merged < plain
     # At most one copy for each of the seven other nodes.
     sent = 1e9 * 7 * (1 - (7 / 8) ** 8) / 8
-    assert merged >= sent / cluster("h100", 64).tiers[-1].bytes_per_second
+    assert merged >= sent / make_cluster("h100", 64).tiers[-1].bytes_per_second
 
 
 def test_folded_experts_are_the_ranks_of_tensor_and_data():
-    folded = Choice(fsdp=8, tensor=8, expert=64, traits=MEGATRON_CORE)
+    folded = Parallelism(fsdp=8, tensor=8, expert=64, traits=MEGATRON_CORE)
     assert folded.num_devices == 64
     assert folded.batch_shards == 8
-    group = collectives.axis_levels(cluster("h100", 64), folded)["expert"]
-    assert float(collectives.size(group)) == 64
+    group = collectives.axis_levels(make_cluster("h100", 64), folded)["expert"]
+    assert float(collectives.group_size(group)) == 64
 
 
 def test_arrays_give_what_single_layouts_give():
     tensor = np.array([1, 2, 4, 8, 16])
     many = collectives.axis_levels(
-        cluster("h100", 64), Choice(tensor=tensor, fsdp=64 // tensor, zero_stage=3)
+        make_cluster("h100", 64), Parallelism(tensor=tensor, fsdp=64 // tensor, zero_stage=3)
     )
     for n, t in enumerate(tensor):
         one = levels("h100", 64, "fsdp", tensor=int(t), fsdp=64 // int(t))

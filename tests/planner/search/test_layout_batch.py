@@ -9,9 +9,9 @@ import pytest
 
 from jaxscale.config import from_dict
 from jaxscale.layout import Layout
-from jaxscale.planner.memory.step import Held, memory
-from jaxscale.planner.search.layout_batch import memory_of, stack
-from jaxscale.planner.tables.pipeline_slots import hold_config
+from jaxscale.planner.memory.step import Held, step_memory
+from jaxscale.planner.search.layout_batch import batch_memory, stack_layouts
+from jaxscale.planner.tables.pipeline_slots import config_buffers
 
 CONFIG = from_dict(
     {
@@ -57,12 +57,12 @@ def check(layouts: list[Layout], optimizer: str) -> None:
         CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, name=optimizer)
     )
     configs = [dataclasses.replace(config, layout=one) for one in layouts]
-    held = [hold_config(one) for one in configs]
+    held = [config_buffers(one) for one in configs]
     fields = [field.name for field in dataclasses.fields(Held)]
     together = Held(**{name: np.array([getattr(one, name) for one in held]) for name in fields})
-    many = memory_of(config, stack(layouts), together, "cpu", own_host=True)
+    many = batch_memory(config, stack_layouts(layouts), together, "cpu", own_host=True)
     for n, one in enumerate(configs):
-        alone = memory(one, own_host=True)
+        alone = step_memory(one, own_host=True)
         for name, value in vars(alone).items():
             assert np.broadcast_to(getattr(many, name), (len(configs),))[n] == value, name
         assert many.peak[n] == alone.peak
@@ -80,7 +80,7 @@ def test_many_pipelines_are_each_of_them(texts):
 
 def test_taking_and_stacking():
     layouts = sample(TEXTS[0], (1,), 5)
-    many = stack(layouts)
+    many = stack_layouts(layouts)
     assert [many.one(n) for n in range(5)] == layouts
     assert len(many.take(np.array([True, False, True, False, False]))) == 2
     assert many.take(np.array([3, 1])).one(1) == layouts[1]
