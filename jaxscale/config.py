@@ -327,6 +327,12 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
+        # A layout may have it all the same: the planner ranks models that are not trained here.
+        if self.layout.expert != 1:
+            raise ValueError(
+                f"layout.expert = {self.layout.expert} is not available in this version; "
+                "set layout.expert = 1"
+            )
         if self.optimizer.warmup_steps > self.run.steps:
             raise ValueError(
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps} is more than "

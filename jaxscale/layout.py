@@ -111,12 +111,11 @@ class Layout:
                 "layout.pipeline = 1; set layout.remat = 'full', or save:TENSOR,... for some of "
                 "what a layer keeps"
             )
-        for name in ("expert", "sequence_chunks"):
-            if getattr(self, name) != 1:
-                raise ValueError(
-                    f"layout.{name} = {getattr(self, name)} is not available in this version; "
-                    f"set layout.{name} = 1"
-                )
+        if self.sequence_chunks != 1:
+            raise ValueError(
+                f"layout.sequence_chunks = {self.sequence_chunks} is not available in this "
+                "version; set layout.sequence_chunks = 1"
+            )
 
     def _check_pipeline(self) -> None:
         """What a pipeline does not go together with."""

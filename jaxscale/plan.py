@@ -225,14 +225,14 @@ def _named(answer: RankedPlans, name: str) -> Plan:
 
 def as_json(answer: RankedPlans) -> dict[str, Any]:
     """Numbers of an answer for a program."""
-    subject = answer.query.subject
+    model = answer.query.planned_model
     return {
-        "params": subject.num_params,
-        "active_params": subject.shape.active_params,
-        "note": subject.note,
+        "params": model.num_params,
+        "active_params": model.shape.active_params,
+        "note": model.note,
         "hardware": answer.query.cluster.name,
         "devices": answer.query.cluster.num_devices,
-        "plans": [_plan_json(one, subject.run_tokens) for one in answer.plans],
+        "plans": [_plan_json(one, model.run_tokens) for one in answer.plans],
         "considered": answer.found.considered,
         "rejected": dict(answer.found.rejected),
     }

@@ -79,7 +79,7 @@ def test_throughput_is_flat_at_a_fixed_ratio_of_stages_to_microbatches():
 
 
 @pytest.mark.parametrize(
-    ("shape", "choice", "teraflops"),
+    ("shape", "parallelism", "teraflops"),
     [
         (
             gpt(48, 6144, 48),
@@ -103,11 +103,11 @@ def test_throughput_is_flat_at_a_fixed_ratio_of_stages_to_microbatches():
         ),
     ],
 )
-def test_frontiers_throughput(shape, choice, teraflops):
+def test_frontiers_throughput(shape, parallelism, teraflops):
     """Operations of the hardware, with recomputation, by the authors' formula; to a tenth."""
-    devices = int(choice.num_devices)
-    seconds = step_cost(shape, make_cluster("mi250x", devices), choice).step_seconds
-    d, layers, batch = shape.d_model, shape.layers, float(choice.global_batch)
+    devices = int(parallelism.num_devices)
+    seconds = step_cost(shape, make_cluster("mi250x", devices), parallelism).step_seconds
+    d, layers, batch = shape.d_model, shape.layers, float(parallelism.global_batch)
     flops = 96 * batch * 2048 * layers * d**2 * (1 + 2048 / (6 * d) + 50688 / (16 * layers * d))
     assert flops / seconds / devices / 1e12 == pytest.approx(teraflops, rel=0.1)
 
@@ -211,12 +211,12 @@ def test_layered_accumulation_with_modular_pipelines_halves_the_shortest_time():
     ).T
 
     def shortest(**layout):
-        choice = Parallelism(
+        parallelism = Parallelism(
             pipeline=ranks, microbatches=counts, tensor=8, remat="full", traits=traits, **layout
         )
-        seconds = step_cost(shape, make_cluster("a100-80", 8), choice).step_seconds
-        fits = other_trainers.trainer_memory(shape, choice).needed < 80e9
-        return seconds[fits & (choice.num_devices <= 8 * batch)].min()
+        seconds = step_cost(shape, make_cluster("a100-80", 8), parallelism).step_seconds
+        fits = other_trainers.trainer_memory(shape, parallelism).needed < 80e9
+        return seconds[fits & (parallelism.num_devices <= 8 * batch)].min()
 
     plain = shortest(data=batch // counts, zero_stage=0)
     modular = shortest(

@@ -50,10 +50,10 @@ class Level:
 Levels = tuple[Level, ...]  # from the nearest
 
 
-def axis_levels(cluster: Cluster, choice: Parallelism) -> dict[str, Levels]:
+def axis_levels(cluster: Cluster, parallelism: Parallelism) -> dict[str, Levels]:
     """The levels of each mesh axis' groups; consecutive devices are of the same tensor group."""
-    sizes = {axis: np.asarray(getattr(choice, axis), float) for axis in MESH_AXES}
-    if choice.traits.folded_experts:
+    sizes = {axis: np.asarray(getattr(parallelism, axis), float) for axis in MESH_AXES}
+    if parallelism.traits.folded_experts:
         # The ranks of expert are those of tensor, context and data together, nearest first.
         folded = sizes.pop("expert")
         levels = _levels(cluster, sizes)

@@ -29,24 +29,24 @@ class LayerTraffic:
 
 
 def layer_traffic(
-    shape: ModelShape, choice: Parallelism, levels: dict[str, Levels]
+    shape: ModelShape, parallelism: Parallelism, levels: dict[str, Levels]
 ) -> LayerTraffic:
     """What a micro-batch sends while it passes a layer."""
-    tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
+    tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
     stream = 2.0 * tokens * shape.d_model
     return LayerTraffic(
-        tensor=_tensor(shape, choice, levels["tensor"], stream),
-        context=_context(shape, choice, levels["context"], tokens),
-        expert=_expert(shape, choice, levels["expert"], stream),
-        message=_message(choice, levels, stream),
+        tensor=_tensor(shape, parallelism, levels["tensor"], stream),
+        context=_context(shape, parallelism, levels["context"], tokens),
+        expert=_expert(shape, parallelism, levels["expert"], stream),
+        message=_message(parallelism, levels, stream),
     )
 
 
-def _tensor(shape: ModelShape, choice: Parallelism, levels: Levels, stream: Floats) -> tuple:
+def _tensor(shape: ModelShape, parallelism: Parallelism, levels: Levels, stream: Floats) -> tuple:
     """Two sums of the residual stream a pass; with sequence parallelism each is a reduce-scatter,
     and a gather before the next product."""
     blocks = shape.attending / shape.layers + shape.with_mlp / shape.layers
-    if choice.traits.folded_experts:  # whole experts need no sum
+    if parallelism.traits.folded_experts:  # whole experts need no sum
         blocks = blocks - shape.expert_layers / shape.layers * (shape.shared_experts == 0)
     if shape.mixer:
         blocks = blocks + shape.mixer.layers / shape.layers
@@ -56,16 +56,16 @@ def _tensor(shape: ModelShape, choice: Parallelism, levels: Levels, stream: Floa
             + 1
             + 2 * shape.encoder_layers / shape.layers * (shape.encoder_seq_len / shape.seq_len)
         )
-    if choice.traits.sequence_parallel:
+    if parallelism.traits.sequence_parallel:
         one = 2 * collectives.gather_seconds(levels, stream)
     else:
         one = collectives.reduce_seconds(levels, stream)
     return blocks * one, blocks * one
 
 
-def _context(shape: ModelShape, choice: Parallelism, levels: Levels, tokens: Floats) -> tuple:
+def _context(shape: ModelShape, parallelism: Parallelism, levels: Levels, tokens: Floats) -> tuple:
     """Keys and values go round; their gradients come with them on the way back."""
-    c, t = np.asarray(choice.context), np.asarray(choice.tensor)
+    c, t = np.asarray(parallelism.context), np.asarray(parallelism.tensor)
     if shape.latent:
         width = shape.heads / t * (2 * shape.latent.nope_dim)
     else:
@@ -73,29 +73,29 @@ def _context(shape: ModelShape, choice: Parallelism, levels: Levels, tokens: Flo
     share = shape.attending / shape.layers
     # Of keys outside a window nothing is needed, but whole pieces travel.
     held = 2.0 * tokens * width
-    if choice.context_method == "ring":
+    if parallelism.context_method == "ring":
         forward = (c - 1) * collectives.send_seconds(levels, held)
     else:
         forward = collectives.gather_seconds(levels, held * c)
     return share * forward, 2 * share * forward
 
 
-def _expert(shape: ModelShape, choice: Parallelism, levels: Levels, stream: Floats) -> tuple:
+def _expert(shape: ModelShape, parallelism: Parallelism, levels: Levels, stream: Floats) -> tuple:
     """Tokens go to their experts and back, in each pass."""
     if not shape.expert_layers:
         return 0.0, 0.0
-    held = stream * shape.top_k * choice.imbalance * shape.routed_width / shape.d_model
-    if choice.traits.folded_experts:
-        held = held / choice.tensor
-    merged = shape.top_k if choice.traits.merged_dispatch else 0
+    held = stream * shape.top_k * parallelism.imbalance * shape.routed_width / shape.d_model
+    if parallelism.traits.folded_experts:
+        held = held / parallelism.tensor
+    merged = shape.top_k if parallelism.traits.merged_dispatch else 0
     one = 2 * collectives.exchange_seconds(levels, held, merged=merged)
     one = one * shape.expert_layers / shape.layers
     return one, one
 
 
-def _message(choice: Parallelism, levels: dict[str, Levels], stream: Floats) -> Floats:
+def _message(parallelism: Parallelism, levels: dict[str, Levels], stream: Floats) -> Floats:
     """From one rank of the pipeline to the next."""
-    scattered = choice.tensor if choice.traits.scattered_messages else 1
+    scattered = parallelism.tensor if parallelism.traits.scattered_messages else 1
     return collectives.send_seconds(levels["pipeline"], stream / scattered)
 
 
@@ -112,13 +112,15 @@ class StateTraffic:
     ends: Floats  # gradients of a tied table, between the first and the last rank of a pipeline
 
 
-def local_params(shape: ModelShape, choice: Parallelism) -> tuple[Floats, Floats]:
+def local_params(shape: ModelShape, parallelism: Parallelism) -> tuple[Floats, Floats]:
     """Parameters that one device holds before ZeRO divides them: of layers, and of the outside.
 
     The ends of a pipeline hold embedding and head; the busiest device has one of them.
     """
-    t, p, x = (np.asarray(v) for v in (choice.tensor, choice.pipeline, choice.expert))
-    wide = shape.experts and not choice.traits.folded_experts
+    t, p, x = (
+        np.asarray(v) for v in (parallelism.tensor, parallelism.pipeline, parallelism.expert)
+    )
+    wide = shape.experts and not parallelism.traits.folded_experts
     routed = shape.routed_params / x / (t if wide else 1)
     layers = ((shape.block_params - shape.routed_params) / t + routed) / p
     ends = np.where(
@@ -130,23 +132,25 @@ def local_params(shape: ModelShape, choice: Parallelism) -> tuple[Floats, Floats
 
 
 def state_traffic(
-    shape: ModelShape, choice: Parallelism, levels: dict[str, Levels]
+    shape: ModelShape, parallelism: Parallelism, levels: dict[str, Levels]
 ) -> StateTraffic:
     """Gathers and reductions of a step, each done once."""
-    layers, outer = local_params(shape, choice)
+    layers, outer = local_params(shape, parallelism)
     held, fsdp, data = layers + outer, levels["fsdp"], levels["data"]
-    count = np.maximum(1.0, shape.layers / np.asarray(choice.pipeline))
-    width = 0.0 if choice.traits.frozen else choice.traits.gradient_bytes
+    count = np.maximum(1.0, shape.layers / np.asarray(parallelism.pipeline))
+    width = 0.0 if parallelism.traits.frozen else parallelism.traits.gradient_bytes
     ranks = collectives.group_size(fsdp)
     both = collectives.reduce_seconds(fsdp, width * held) + collectives.reduce_seconds(
         data, width * held
     )
     # Where the ranks of expert have tokens of their own they share all but the routed experts.
-    own = not choice.traits.folded_experts
-    t, p, x = (np.asarray(v) for v in (choice.tensor, choice.pipeline, choice.expert))
+    own = not parallelism.traits.folded_experts
+    t, p, x = (
+        np.asarray(v) for v in (parallelism.tensor, parallelism.pipeline, parallelism.expert)
+    )
     common = width * own * (held - shape.routed_params / (x * t * p))
     # The ends of a pipeline add up their gradients of a table that both have.
-    tied = width * shape.embedding_params / choice.tensor if shape.tied else 0.0
+    tied = width * shape.embedding_params / parallelism.tensor if shape.tied else 0.0
     ends = collectives.send_seconds(levels["pipeline"], tied)
     return StateTraffic(
         gather=count * collectives.gather_seconds(fsdp, 2.0 * layers / count),

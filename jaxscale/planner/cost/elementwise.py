@@ -14,10 +14,10 @@ Floats = Any  # a float, or float [N]
 
 
 def elementwise_seconds(
-    shape: ModelShape, cluster: Cluster, choice: Parallelism, tokens: Floats
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, tokens: Floats
 ) -> tuple:
     """Norms, residual, positions, activation, casts: forward and backward of a mean layer."""
-    traits, t, d = choice.traits, np.asarray(choice.tensor), shape.d_model
+    traits, t, d = parallelism.traits, np.asarray(parallelism.tensor), shape.d_model
     streams = t if traits.sequence_parallel else 1.0
     heads = shape.head_dim * (shape.heads + shape.kv_heads)
     stream, back = STREAM_BYTES[
@@ -27,16 +27,16 @@ def elementwise_seconds(
     moe = shape.expert_layers / shape.layers
     dense = (shape.with_mlp - shape.expert_layers) / shape.layers
     wide = shape.d_ff * dense + moe * (
-        shape.expert_ff * shape.top_k * choice.imbalance + shape.shared_width
+        shape.expert_ff * shape.top_k * parallelism.imbalance + shape.shared_width
     )
     gated = shape.expert_gated if shape.experts else shape.gated
     activation = (6 * wide, 10 * wide) if gated else (4 * wide, 8 * wide)
     rotated = 0 if shape.learned_positions else 4 * heads
-    copies, (routed, routed_back) = _expert_bytes(shape, choice)
+    copies, (routed, routed_back) = _expert_bytes(shape, parallelism)
     mixed, mixed_back = _mixer_bytes(shape)
     forward = stream / streams + (activation[0] + rotated + mixed) / t + routed
     backward = back / streams + (activation[1] + rotated + mixed_back) / t + routed_back
-    casts = _cast_elements(shape, choice, wide / t, (2 if gated else 1) * wide / t, copies)
+    casts = _cast_elements(shape, parallelism, wide / t, (2 if gated else 1) * wide / t, copies)
     return tuple(
         kernels.memory_seconds(cluster, tokens * width, plain=traits.eager)
         + kernels.cast_seconds(cluster, tokens * elements, traits.matmul)
@@ -44,12 +44,12 @@ def elementwise_seconds(
     )
 
 
-def _expert_bytes(shape: ModelShape, choice: Parallelism) -> tuple:
+def _expert_bytes(shape: ModelShape, parallelism: Parallelism) -> tuple:
     """Elements of a token's copies for its experts, and the bytes that routing and what is not
     fused in experts move, forward and backward."""
-    traits = choice.traits
-    share = choice.tensor if traits.folded_experts else 1
-    each = shape.expert_layers / shape.layers * shape.top_k * choice.imbalance / share
+    traits = parallelism.traits
+    share = parallelism.tensor if traits.folded_experts else 1
+    each = shape.expert_layers / shape.layers * shape.top_k * parallelism.imbalance / share
     copies = each * shape.routed_width
     router = shape.expert_layers / shape.layers * ROUTER_BYTES * shape.experts
     routed = ROUTED_BYTES[traits.fused_experts] * copies + router
@@ -99,12 +99,12 @@ def _mixer_bytes(shape: ModelShape) -> tuple[float, float]:
 
 
 def _cast_elements(
-    shape: ModelShape, choice: Parallelism, wide: Floats, opened: Floats, copies: Floats
+    shape: ModelShape, parallelism: Parallelism, wide: Floats, opened: Floats, copies: Floats
 ):
     """Elements of a token that are cast to fewer bits: inputs of products on the way there, and
     gradients of their outputs on the way back. `wide` enter an MLP's last product, `opened` leave
     its first."""
-    d, t = shape.d_model, choice.tensor
+    d, t = shape.d_model, parallelism.tensor
     heads = shape.heads * shape.head_dim
     keys = 2 * shape.kv_heads * shape.head_dim
     return (2 * d + heads) / t + wide + copies, (2 * d + heads + keys) / t + opened + copies

@@ -69,14 +69,14 @@ class LayerCompute:
         return self.backward_input + self.backward_weights
 
 
-def layer_compute(shape: ModelShape, cluster: Cluster, choice: Parallelism) -> LayerCompute:
+def layer_compute(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> LayerCompute:
     """The computation of a mean layer; an encoder's layers are spread over the decoder's."""
-    tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
-    forward, inputs, weights = matmul_pass_seconds(shape, cluster, choice, tokens)
-    attention = _attention(shape, cluster, choice, tokens)
-    elementwise = elementwise_seconds(shape, cluster, choice, tokens)
-    launches = _waiting(shape, choice)
-    if choice.traits.frozen:
+    tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
+    forward, inputs, weights = matmul_pass_seconds(shape, cluster, parallelism, tokens)
+    attention = _attention(shape, cluster, parallelism, tokens)
+    elementwise = elementwise_seconds(shape, cluster, parallelism, tokens)
+    launches = _waiting(shape, parallelism)
+    if parallelism.traits.frozen:
         weights = np.zeros(())
     passes = [
         ComputeSeconds(forward, attention[0], elementwise[0]),
@@ -84,28 +84,30 @@ def layer_compute(shape: ModelShape, cluster: Cluster, choice: Parallelism) -> L
         ComputeSeconds(weights, 0.0, elementwise[1] * 0.3),
     ]
     first, second, third = passes
-    ahead = 0.0 if choice.traits.blocking else 1.0  # of the device, that a host can run
+    ahead = 0.0 if parallelism.traits.blocking else 1.0  # of the device, that a host can run
     first = replace(first, waiting=np.maximum(0, launches[0] - ahead * first.seconds))
     back = second.seconds + third.seconds
     second = replace(second, waiting=np.maximum(0, launches[1] - ahead * back))
     # Predictions of later tokens are made where the head is.
     each, extra = 1 + shape.extra_predictions, shape.extra_predictions
     head, head_back = (
-        _head(shape, cluster, choice, tokens, backward=back) * each for back in (False, True)
+        _head(shape, cluster, parallelism, tokens, backward=back) * each for back in (False, True)
     )
     return LayerCompute(
         forward=first,
         backward_input=second,
         backward_weights=third,
-        recompute=_recompute(shape, cluster, choice, first),
+        recompute=_recompute(shape, cluster, parallelism, first),
         head_forward=head + first * extra,
         head_backward=head_back + (second + third) * extra,
     )
 
 
-def _attention(shape: ModelShape, cluster: Cluster, choice: Parallelism, tokens: Floats) -> tuple:
+def _attention(
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, tokens: Floats
+) -> tuple:
     """The core of attention, forward and backward, of a mean layer."""
-    traits, t = choice.traits, np.asarray(choice.tensor)
+    traits, t = parallelism.traits, np.asarray(parallelism.tensor)
     share = shape.attending / shape.layers
     scans = kernels.scan_seconds(cluster, tokens * _scan_flops(shape) / t)
     if traits.attention != "written":
@@ -117,13 +119,13 @@ def _attention(shape: ModelShape, cluster: Cluster, choice: Parallelism, tokens:
             core = shape.core_flops(shape.encoder_seq_len)
             flops = flops + tokens * both / shape.layers * core / t
         # A window is as long as the sequence whose mean query sees as many keys.
-        length = (2 * keys if shape.causal else keys) / np.asarray(choice.context)
+        length = (2 * keys if shape.causal else keys) / np.asarray(parallelism.context)
         seconds = [
             kernels.flash_seconds(cluster, flops, shape.head_dim, traits.attention, back, length)
             for back in (False, True)
         ]
         return seconds[0] + scans, seconds[1] + kernels.FLASH_BACKWARD * scans
-    return _written_attention(shape, cluster, choice, tokens, share)
+    return _written_attention(shape, cluster, parallelism, tokens, share)
 
 
 def _scan_flops(shape: ModelShape) -> float:
@@ -138,11 +140,11 @@ SCORE_BYTES = (9, 11)
 reads, writes and keeps a mask; and back (16 bits an element, a fused masked softmax)."""
 
 
-def _written_attention(shape, cluster, choice, tokens, share) -> tuple:
+def _written_attention(shape, cluster, parallelism, tokens, share) -> tuple:
     """Attention that writes its scores: batched products, softmax and dropout."""
-    heads, s, e = shape.heads / np.asarray(choice.tensor), shape.seq_len, shape.head_dim
-    batch = tokens * choice.context / s * heads
-    rows = s / np.asarray(choice.context)
+    heads, s, e = shape.heads / np.asarray(parallelism.tensor), shape.seq_len, shape.head_dim
+    batch = tokens * parallelism.context / s * heads
+    rows = s / np.asarray(parallelism.context)
     scores = kernels.matmul_seconds(cluster, rows, s, e, batch)
     values = kernels.matmul_seconds(cluster, rows, e, s, batch)
     products = (scores + values) * (kernels.MISALIGNED if e % 8 else 1.0)
@@ -152,26 +154,28 @@ def _written_attention(shape, cluster, choice, tokens, share) -> tuple:
     return share * forward, share * backward
 
 
-def _waiting(shape: ModelShape, choice: Parallelism) -> tuple[Floats, Floats]:
+def _waiting(shape: ModelShape, parallelism: Parallelism) -> tuple[Floats, Floats]:
     """Seconds that a host needs to launch the kernels of a layer's two passes."""
-    graph = choice.traits.graph
-    if not choice.traits.eager or graph == "step":
+    graph = parallelism.traits.graph
+    if not parallelism.traits.eager or graph == "step":
         return 0.0, 0.0
     moe = shape.expert_layers / shape.layers
-    local = np.maximum(1, shape.experts / np.asarray(choice.expert))
-    each = KERNELS["expert" if choice.traits.matmul == "bfloat16" else "quantised"]
+    local = np.maximum(1, shape.experts / np.asarray(parallelism.expert))
+    each = KERNELS["expert" if parallelism.traits.matmul == "bfloat16" else "quantised"]
     recorded = graph == "modules"
     dense, experts = (0, 0) if recorded else KERNELS["dense"], KERNELS["experts"]
     experts = KERNELS["between"] if recorded else experts
     counts = [(1 - moe) * dense[n] + moe * (experts[n] + local * each[n]) for n in (0, 1)]
-    return counts[0] * choice.traits.launch_seconds, counts[1] * choice.traits.launch_seconds
+    return counts[0] * parallelism.traits.launch_seconds, counts[
+        1
+    ] * parallelism.traits.launch_seconds
 
 
 def _modules(
-    shape: ModelShape, cluster: Cluster, choice: Parallelism, forward: ComputeSeconds
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, forward: ComputeSeconds
 ) -> ComputeSeconds:
     """What Megatron repeats of a forward pass where it is told modules by name."""
-    again, names = ComputeSeconds(), choice.remat.partition(":")[2].split(",")
+    again, names = ComputeSeconds(), parallelism.remat.partition(":")[2].split(",")
     if "mla_up_proj" in names and shape.latent:
         rank = shape.latent
         opened = rank.query_rank * (rank.nope_dim + rank.rope_dim)
@@ -180,23 +184,24 @@ def _modules(
         again = again + ComputeSeconds(matmul=forward.matmul * share)
     if "moe" in names and shape.experts:
         rest = replace(shape, experts=0, mlp_layers=shape.dense_layers)
-        tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
+        tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
         again = again + ComputeSeconds(
-            matmul=forward.matmul - matmul_pass_seconds(rest, cluster, choice, tokens)[0],
-            elementwise=forward.elementwise - elementwise_seconds(rest, cluster, choice, tokens)[0],
+            matmul=forward.matmul - matmul_pass_seconds(rest, cluster, parallelism, tokens)[0],
+            elementwise=forward.elementwise
+            - elementwise_seconds(rest, cluster, parallelism, tokens)[0],
         )
     return again
 
 
 def _recompute(
-    shape: ModelShape, cluster: Cluster, choice: Parallelism, forward: ComputeSeconds
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, forward: ComputeSeconds
 ) -> ComputeSeconds:
     """What a remat policy repeats of a forward pass."""
-    remat = choice.remat
+    remat = parallelism.remat
     if remat == "none":
         return ComputeSeconds()
     if remat.startswith("modules:"):
-        return _modules(shape, cluster, choice, forward)
+        return _modules(shape, cluster, parallelism, forward)
     if remat == "save_all_but_attention":
         return ComputeSeconds(attention=forward.attention)
     if remat == "save_matmuls":
@@ -216,7 +221,7 @@ def _recompute(
     repeated = sum(size for name, size in sizes.items() if name not in names)
     # A layer's last product is never repeated: no backward pass needs its result. Where all of a
     # layer runs again (other trainers), it is.
-    down = mlp if not choice.traits.lockstep else 0.0
+    down = mlp if not parallelism.traits.lockstep else 0.0
     share = (repeated + down) / (sum(sizes.values()) + mlp)
     core = 0.0 if "attention" in names else 1.0
     return ComputeSeconds(
@@ -233,11 +238,11 @@ bits twice; a plain one casts to 32 bits, subtracts, exponentiates and divides i
 """
 
 
-def _head(shape, cluster, choice, tokens, backward: bool) -> ComputeSeconds:
-    local = shape.vocab / np.asarray(choice.tensor)
+def _head(shape, cluster, parallelism, tokens, backward: bool) -> ComputeSeconds:
+    local = shape.vocab / np.asarray(parallelism.tensor)
     product = kernels.matmul_seconds(cluster, tokens, local, shape.d_model)
-    width = LOSS_BYTES[choice.traits.loss][backward]
+    width = LOSS_BYTES[parallelism.traits.loss][backward]
     return ComputeSeconds(
-        matmul=product * ((1 if choice.traits.frozen else 2) if backward else 1),
+        matmul=product * ((1 if parallelism.traits.frozen else 2) if backward else 1),
         elementwise=kernels.memory_seconds(cluster, tokens * local * width),
     )

@@ -17,13 +17,13 @@ Floats = Any  # a float, or float [N]
 
 
 def matmul_pass_seconds(
-    shape: ModelShape, cluster: Cluster, choice: Parallelism, tokens: Floats
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, tokens: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Forward, and of the backward pass those for inputs and those for weights, a mean layer."""
-    total, matmul = [np.zeros(())] * 3, choice.traits.matmul
-    wide = choice.traits.wide_layers / shape.layers
+    total, matmul = [np.zeros(())] * 3, parallelism.traits.matmul
+    wide = parallelism.traits.wide_layers / shape.layers
     operands = {matmul: 1.0 - wide, "bfloat16": wide} if wide else {matmul: 1.0}
-    for products, count in _products(shape, choice, tokens):
+    for products, count in _products(shape, parallelism, tokens):
         for m, n, k, batch in products:
             sides = ((m, n, k), (m, k, n), (k, n, m))
             for i, (rows, columns, depth) in enumerate(sides):
@@ -35,10 +35,10 @@ def matmul_pass_seconds(
 
 
 def _products(
-    shape: ModelShape, choice: Parallelism, tokens: Floats
+    shape: ModelShape, parallelism: Parallelism, tokens: Floats
 ) -> Iterator[tuple[list, Floats]]:
     """Lists of (rows, columns, depth, batch), each with the number of layers that do it."""
-    t, d = np.asarray(choice.tensor), shape.d_model
+    t, d = np.asarray(parallelism.tensor), shape.d_model
     wide = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
     # Keys and values cannot be split into more parts than there are heads of them.
     local = shape.head_dim * (shape.heads / t + 2 * np.maximum(1, shape.kv_heads / t))
@@ -57,7 +57,7 @@ def _products(
     yield attention, shape.attending
     yield mlp, shape.with_mlp - shape.expert_layers
     if shape.expert_layers:
-        yield from _expert_products(shape, choice, tokens)
+        yield from _expert_products(shape, parallelism, tokens)
     if shape.mixer:
         inner = shape.mixer.heads * shape.mixer.head_dim
         entry = 2 * inner + 2 * shape.mixer.groups * shape.mixer.state + shape.mixer.heads
@@ -77,21 +77,21 @@ STREAMS = 4
 
 
 def _expert_products(
-    shape: ModelShape, choice: Parallelism, tokens: Floats
+    shape: ModelShape, parallelism: Parallelism, tokens: Floats
 ) -> Iterator[tuple[list, Floats]]:
     """Products of a device's experts, each with the tokens that come to it, and what is beside."""
-    x, d, gate = np.asarray(choice.expert), shape.d_model, 2 if shape.expert_gated else 1
-    t, folded = np.asarray(choice.tensor), choice.traits.folded_experts
+    x, d, gate = np.asarray(parallelism.expert), shape.d_model, 2 if shape.expert_gated else 1
+    t, folded = np.asarray(parallelism.tensor), parallelism.traits.folded_experts
     # Folded experts are whole, and the ranks of tensor bring a share of the tokens each.
     width = shape.expert_ff / (1 if folded else t)
     local = np.maximum(1, shape.experts / x)
-    rows = tokens / (t if folded else 1) * shape.top_k * choice.imbalance / local
-    at_once = local if choice.traits.grouped_experts else np.minimum(STREAMS, local)
+    rows = tokens / (t if folded else 1) * shape.top_k * parallelism.imbalance / local
+    at_once = local if parallelism.traits.grouped_experts else np.minimum(STREAMS, local)
     wide = shape.routed_width
     routed = [(rows, gate * width, wide, at_once), (rows, wide, width, at_once)]
     yield routed, shape.expert_layers * local / at_once
-    if choice.traits.masked_dispatch:  # there and back, by sequence
-        places = shape.seq_len * shape.top_k * choice.imbalance
+    if parallelism.traits.masked_dispatch:  # there and back, by sequence
+        places = shape.seq_len * shape.top_k * parallelism.imbalance
         mask = (places, wide, shape.seq_len, tokens / shape.seq_len)
         yield [mask, mask], shape.expert_layers
     if shape.shared_experts:

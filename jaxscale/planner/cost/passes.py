@@ -37,19 +37,19 @@ class LayerPass:
 
 
 def make_passes(
-    cluster: Cluster, choice: Parallelism, layer: LayerCompute, sent: LayerTraffic
+    cluster: Cluster, parallelism: Parallelism, layer: LayerCompute, sent: LayerTraffic
 ) -> tuple[dict[str, LayerPass], dict]:
     """Forward, input and weight gradients and what is made again, of a mean layer; and what is
     hidden in them of a micro-batch, by axis."""
-    traits, slow = choice.traits, crowding(cluster)
+    traits, slow = parallelism.traits, crowding(cluster)
     # On TPUs the compiler cuts a product and its collective into pieces by itself.
     piecewise = traits.overlap_tensor or bool(cluster.torus)
 
     def beside(seconds: Floats, work: Floats, wanted: bool) -> Floats:
         return np.maximum(0.0, seconds - work) if wanted else seconds
 
-    ring = choice.context_method == "ring"
-    t = np.asarray(choice.tensor, float)
+    ring = parallelism.context_method == "ring"
+    t = np.asarray(parallelism.tensor, float)
 
     def in_pieces(seconds: Floats, work: Floats) -> Floats:
         """A product and its collective in t pieces: the first of them has nothing beside it."""
@@ -72,9 +72,11 @@ def make_passes(
             for s, w in zip(sent.expert, (layer.forward, layer.backward))
         ],
     }
-    full = choice.remat_share if choice.remat == "full" else 0.0
-    again = layer.recompute * choice.remat_share
-    experts = 1.0 if choice.remat.startswith("modules:") and "moe" in choice.remat else full
+    full = parallelism.remat_share if parallelism.remat == "full" else 0.0
+    again = layer.recompute * parallelism.remat_share
+    experts = (
+        1.0 if parallelism.remat.startswith("modules:") and "moe" in parallelism.remat else full
+    )
     remade = {"tensor": full, "context": full, "expert": experts}
     passes = {
         "forward": LayerPass(layer.forward, *(exposed[name][0] for name in exposed)),

@@ -24,11 +24,11 @@ class StageLayers:
     total: int
 
     @classmethod
-    def of(cls, shape: ModelShape, choice: Parallelism) -> "StageLayers":
-        p, v = np.asarray(choice.pipeline), np.asarray(choice.virtual_stages)
-        ends = 2 * choice.traits.balanced_ends
+    def of(cls, shape: ModelShape, parallelism: Parallelism) -> "StageLayers":
+        p, v = np.asarray(parallelism.pipeline), np.asarray(parallelism.virtual_stages)
+        ends = 2 * parallelism.traits.balanced_ends
         most = np.ceil((shape.layers + ends * (p > 1)) / (p * v)) * v
-        if choice.traits.balanced_ends:
+        if parallelism.traits.balanced_ends:
             last = np.where(p > 1, most - 1, shape.layers)
         else:
             last = np.where(p > 1, np.maximum(0, shape.layers - (p - 1) * most), shape.layers)
@@ -50,7 +50,7 @@ CLOSED_FORMS = ("gpipe", "1f1b", "interleaved", "breadth_first")
 
 
 def pipeline_overhead(
-    choice: Parallelism,
+    parallelism: Parallelism,
     passes: dict[str, LayerPass],
     layer: LayerCompute,
     sent: LayerTraffic,
@@ -58,8 +58,8 @@ def pipeline_overhead(
     waits: bool,
 ) -> PipelineOverhead:
     """What a pipeline adds to the busiest rank's own work."""
-    p, v = np.asarray(choice.pipeline), np.asarray(choice.virtual_stages, float)
-    m = np.asarray(choice.microbatches, float)
+    p, v = np.asarray(parallelism.pipeline), np.asarray(parallelism.virtual_stages, float)
+    m = np.asarray(parallelism.microbatches, float)
     one = sum(each.seconds for each in passes.values())
     head = layer.head_forward.seconds + layer.head_backward.seconds
     middle, last = stages.busiest * one, stages.last * one + head
@@ -67,39 +67,41 @@ def pipeline_overhead(
     busiest = np.where(p > 1, np.maximum(middle, last), last)
     if np.all(p == 1) or not waits:
         return PipelineOverhead(0.0, 0.0, head_here)
-    each = 0.0 if choice.traits.overlap_pipeline else 2 * sent.message * v
-    if choice.traits.lockstep or choice.schedule not in CLOSED_FORMS:
+    each = 0.0 if parallelism.traits.overlap_pipeline else 2 * sent.message * v
+    if parallelism.traits.lockstep or parallelism.schedule not in CLOSED_FORMS:
         total = _played(
-            choice, stage_operation_seconds(stages, choice, passes, layer, sent.message)
+            parallelism, stage_operation_seconds(stages, parallelism, passes, layer, sent.message)
         )
         total = np.where(p > 1, total, m * busiest)
         return PipelineOverhead(np.maximum(0.0, total - m * busiest), np.zeros(()), head_here)
     # As soon as possible: the busiest rank works all the time, once the others have filled it.
     other = np.where(head_here == 1, middle, one * stages.total / p)
     turns = (p - 1) / v
-    if choice.schedule == "breadth_first":  # ranks wait for a chunk's micro-batches to come round
+    if (
+        parallelism.schedule == "breadth_first"
+    ):  # ranks wait for a chunk's micro-batches to come round
         turns = turns + np.maximum(0.0, p - m) * (v - 1) / v
     fill = turns * (other + 2 * sent.message * v)
     return PipelineOverhead(np.where(p > 1, fill, 0.0), np.where(p > 1, m * each, 0.0), head_here)
 
 
 def stage_operation_seconds(
-    stages: StageLayers, choice: Parallelism, passes, layer: LayerCompute, message: Floats
+    stages: StageLayers, parallelism: Parallelism, passes, layer: LayerCompute, message: Floats
 ) -> table_makespan.OperationSeconds:
     """Layers are dealt evenly to virtual stages; the last has the head, too.
 
     Every operation of the executor ends with an exchange of messages. What is made again is an
     operation of its own where that is everything, and part of the input gradient's otherwise.
     """
-    count = int(np.max(np.asarray(choice.pipeline) * choice.virtual_stages))
-    share = stages.total / np.asarray(choice.pipeline)  # of a rank
+    count = int(np.max(np.asarray(parallelism.pipeline) * parallelism.virtual_stages))
+    share = stages.total / np.asarray(parallelism.pipeline)  # of a rank
     seconds = {name: one.seconds for name, one in passes.items()}
-    if choice.remat != "full":
+    if parallelism.remat != "full":
         seconds["input"] = seconds["input"] + seconds["recompute"]
         seconds["recompute"] = 0.0
 
     def by_stage(name: str, head: Floats) -> np.ndarray:
-        v = np.asarray(choice.virtual_stages)
+        v = np.asarray(parallelism.virtual_stages)
         each = np.asarray(share * seconds[name], float)
         each = np.where(each > 0, each + message * v, 0.0)
         costs = np.repeat(each[..., None], count, axis=-1)
@@ -108,7 +110,7 @@ def stage_operation_seconds(
 
     up, down = layer.head_forward.seconds, layer.head_backward.seconds
     # Our last stage makes the loss and its gradients all at once, when it turns.
-    f, b, w = (0.0, up + down, 0.0) if choice.traits.lockstep else (up, down / 2, down / 2)
+    f, b, w = (0.0, up + down, 0.0) if parallelism.traits.lockstep else (up, down / 2, down / 2)
     return table_makespan.OperationSeconds(
         f=by_stage("forward", f),
         b=by_stage("input", b),
@@ -117,9 +119,9 @@ def stage_operation_seconds(
     )
 
 
-def _played(choice: Parallelism, costs: table_makespan.OperationSeconds) -> np.ndarray:
+def _played(parallelism: Parallelism, costs: table_makespan.OperationSeconds) -> np.ndarray:
     """The makespan of each layout's own table."""
-    columns = [choice.pipeline, choice.microbatches, choice.virtual_stages]
+    columns = [parallelism.pipeline, parallelism.microbatches, parallelism.virtual_stages]
     shape = np.broadcast_shapes(*(np.shape(c) for c in columns), costs.f.shape[:-1])
     keys = np.stack([np.broadcast_to(c, shape).ravel() for c in columns], axis=-1).astype(int)
     total = np.zeros(keys.shape[0])
@@ -131,9 +133,9 @@ def _played(choice: Parallelism, costs: table_makespan.OperationSeconds) -> np.n
         rows = np.flatnonzero((keys == key).all(axis=1))
         # The head is the last entry, however many stages another layout of the arrays has.
         mine = [np.concatenate([c[rows, : p * v - 1], c[rows, -1:]], axis=-1) for c in flat]
-        keep = 0 if choice.remat == "full" else None
-        pipeline = table_makespan.TableSpec(choice.schedule, p, m, v, choice.fused, keep)
+        keep = 0 if parallelism.remat == "full" else None
+        pipeline = table_makespan.TableSpec(parallelism.schedule, p, m, v, parallelism.fused, keep)
         total[rows] = table_makespan.makespan(
-            pipeline, table_makespan.OperationSeconds(*mine), lockstep=choice.traits.lockstep
+            pipeline, table_makespan.OperationSeconds(*mine), lockstep=parallelism.traits.lockstep
         )
     return total.reshape(shape)

@@ -32,21 +32,21 @@ ones have sparse cores drive both."""
 
 def state_seconds(
     cluster: Cluster,
-    choice: Parallelism,
+    parallelism: Parallelism,
     passes: dict[str, LayerPass],
     layer: LayerCompute,
     stages: StageLayers,
     state: StateTraffic,
 ) -> tuple[Floats, Floats, dict[str, Floats]]:
     """Exposed seconds over fsdp and over data, and what is hidden of them."""
-    traits = choice.traits
-    zero, m = np.asarray(choice.zero_stage), np.asarray(choice.microbatches, float)
-    p, v = np.asarray(choice.pipeline), np.asarray(choice.virtual_stages, float)
+    traits = parallelism.traits
+    zero, m = np.asarray(parallelism.zero_stage), np.asarray(parallelism.microbatches, float)
+    p, v = np.asarray(parallelism.pipeline), np.asarray(parallelism.virtual_stages, float)
     # A pipeline keeps the weights of its only chunk, and gathers others when it turns to them.
     turns = np.where(v > 1, m / np.maximum(1, np.minimum(m, p)), 1.0)
-    if choice.schedule == "breadth_first":
+    if parallelism.schedule == "breadth_first":
         turns = np.ones_like(turns)
-    walks = np.where(p > 1, turns, 1.0 if choice.accumulation == "layered" else m)
+    walks = np.where(p > 1, turns, 1.0 if parallelism.accumulation == "layered" else m)
     forward = stages.busiest * passes["forward"].seconds * m / walks
     back = sum(passes[name].seconds for name in ("input", "weights", "recompute"))
     backward = stages.busiest * back * m / walks
@@ -89,42 +89,42 @@ def state_seconds(
     return fsdp, ended[0] + fresh[0] + state.ends, {"fsdp": hidden, "data": ended[1] + fresh[1]}
 
 
-def optimizer_seconds(shape: ModelShape, cluster: Cluster, choice: Parallelism) -> Floats:
-    layers, outer = local_params(shape, choice)
-    if choice.traits.frozen:
+def optimizer_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
+    layers, outer = local_params(shape, parallelism)
+    if parallelism.traits.frozen:
         return np.zeros(())
-    ranks = np.where(np.asarray(choice.zero_stage) > 0, choice.fsdp, 1)
+    ranks = np.where(np.asarray(parallelism.zero_stage) > 0, parallelism.fsdp, 1)
     return memory_seconds(cluster, OPTIMIZER_BYTES * (layers + outer) / ranks)
 
 
-def accumulate_seconds(shape: ModelShape, cluster: Cluster, choice: Parallelism) -> Floats:
+def accumulate_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
     """Sums over micro-batches."""
-    layers, outer = local_params(shape, choice)
-    m = np.asarray(choice.microbatches, float)
-    m = np.where((m > 1) & (not choice.traits.frozen), m, 0.0)
+    layers, outer = local_params(shape, parallelism)
+    m = np.asarray(parallelism.microbatches, float)
+    m = np.where((m > 1) & (not parallelism.traits.frozen), m, 0.0)
     return m * memory_seconds(cluster, ACCUMULATE_BYTES * (layers + outer))
 
 
 def offload_seconds(
     shape: ModelShape,
     cluster: Cluster,
-    choice: Parallelism,
+    parallelism: Parallelism,
     passes: dict[str, LayerPass],
     stages: StageLayers,
 ) -> Floats:
     """What goes to host memory and back, beyond what computation hides."""
-    if choice.offload == "none" and not choice.remat.startswith("offload:"):
+    if parallelism.offload == "none" and not parallelism.remat.startswith("offload:"):
         return np.zeros(())
     host = cluster.chip.host_bytes_per_second
-    layers, outer = local_params(shape, choice)
+    layers, outer = local_params(shape, parallelism)
     seconds = np.zeros(())
-    if "optimizer" in choice.offload:
-        ranks = np.where(np.asarray(choice.zero_stage) > 0, choice.fsdp, 1)
+    if "optimizer" in parallelism.offload:
+        ranks = np.where(np.asarray(parallelism.zero_stage) > 0, parallelism.fsdp, 1)
         seconds = seconds + 12.0 * (layers + outer) / ranks / host
-    if "activations" in choice.offload or choice.remat.startswith("offload:"):
-        tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
-        moved = tokens * shape_saved_bytes(shape, choice.remat) / choice.tensor
-        m, each = np.asarray(choice.microbatches, float), moved / host
+    if "activations" in parallelism.offload or parallelism.remat.startswith("offload:"):
+        tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
+        moved = tokens * shape_saved_bytes(shape, parallelism.remat) / parallelism.tensor
+        m, each = np.asarray(parallelism.microbatches, float), moved / host
         for name in ("forward", "input"):
             seconds = seconds + m * stages.busiest * np.maximum(0, each - passes[name].seconds)
     return seconds

@@ -70,33 +70,36 @@ class StepSeconds:
 
 
 def step_cost(
-    shape: ModelShape, cluster: Cluster, choice: Parallelism, *, waits: bool = True
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, *, waits: bool = True
 ) -> StepSeconds:
     """What a step takes.
 
     Args:
-      choice: one layout or arrays of them; not checked for what a model or cluster can do.
+      parallelism: one layout or arrays of them; not checked for what a model or cluster can do.
       waits: False leaves out what ranks of a pipeline wait for each other: the step takes no less,
         and no table is needed to say so.
 
     Returns:
       Terms whose sum is the step.
     """
-    levels = axis_levels(cluster, choice)
-    layer, sent = layer_compute(shape, cluster, choice), layer_traffic(shape, choice, levels)
-    passes, beside = make_passes(cluster, choice, layer, sent)
-    stages = StageLayers.of(shape, choice)
-    pipe = pipeline_overhead(choice, passes, layer, sent, stages, waits)
-    state = state_traffic(shape, choice, levels)
-    fsdp, data, more = state_seconds(cluster, choice, passes, layer, stages, state)
-    m, layers = np.asarray(choice.microbatches, float), stages.busiest
+    levels = axis_levels(cluster, parallelism)
+    layer, sent = (
+        layer_compute(shape, cluster, parallelism),
+        layer_traffic(shape, parallelism, levels),
+    )
+    passes, beside = make_passes(cluster, parallelism, layer, sent)
+    stages = StageLayers.of(shape, parallelism)
+    pipe = pipeline_overhead(parallelism, passes, layer, sent, stages, waits)
+    state = state_traffic(shape, parallelism, levels)
+    fsdp, data, more = state_seconds(cluster, parallelism, passes, layer, stages, state)
+    m, layers = np.asarray(parallelism.microbatches, float), stages.busiest
     hidden = {name: m * layers * seconds for name, seconds in beside.items()} | more
     work = passes["forward"].work + passes["input"].work + passes["weights"].work
     head = (layer.head_forward + layer.head_backward) * pipe.head_here
     again = passes["recompute"]
-    optimizer = optimizer_seconds(shape, cluster, choice)
-    host = offload_seconds(shape, cluster, choice, passes, stages)
-    accumulate = accumulate_seconds(shape, cluster, choice)
+    optimizer = optimizer_seconds(shape, cluster, parallelism)
+    host = offload_seconds(shape, cluster, parallelism, passes, stages)
+    accumulate = accumulate_seconds(shape, cluster, parallelism)
 
     def communication(name: str) -> Floats:
         return m * layers * sum(getattr(one, name) for one in passes.values())
@@ -116,23 +119,30 @@ def step_cost(
         "bubble": pipe.bubble,
         "optimizer": optimizer,
         "offload": host,
-        "end": np.asarray(END_SECONDS[choice.traits.eager and choice.traits.graph != "step"]),
+        "end": np.asarray(
+            END_SECONDS[parallelism.traits.eager and parallelism.traits.graph != "step"]
+        ),
     }
-    count = np.asarray(choice.num_devices, float)
+    count = np.asarray(parallelism.num_devices, float)
     late = JITTER * np.sqrt(2 * np.log(np.maximum(count, 1)))
     return StepSeconds(**terms, stragglers=late * sum(terms.values()), hidden=hidden)
 
 
 def operation_seconds(
-    shape: ModelShape, cluster: Cluster, choice: Parallelism
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism
 ) -> table_makespan.OperationSeconds:
     """What the operations of a pipeline cost, as `ticks.makespan` wants them.
 
     Returns:
       Float [..., virtual stages] each, in seconds of a rank's whole share of the model.
     """
-    levels = axis_levels(cluster, choice)
-    layer, sent = layer_compute(shape, cluster, choice), layer_traffic(shape, choice, levels)
-    passes, _ = make_passes(cluster, choice, layer, sent)
-    message = sent.message if choice.traits.lockstep else 0.0
-    return stage_operation_seconds(StageLayers.of(shape, choice), choice, passes, layer, message)
+    levels = axis_levels(cluster, parallelism)
+    layer, sent = (
+        layer_compute(shape, cluster, parallelism),
+        layer_traffic(shape, parallelism, levels),
+    )
+    passes, _ = make_passes(cluster, parallelism, layer, sent)
+    message = sent.message if parallelism.traits.lockstep else 0.0
+    return stage_operation_seconds(
+        StageLayers.of(shape, parallelism), parallelism, passes, layer, message
+    )

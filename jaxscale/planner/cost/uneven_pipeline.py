@@ -43,16 +43,18 @@ class UnevenPipelineCost:
     layer: table_makespan.OperationSeconds  # [N, 1]: of a rank's even share of the layers
     head: table_makespan.OperationSeconds  # [N, 1]: what the last stage has beside
     shape: ModelShape
-    choice: Parallelism
+    parallelism: Parallelism
 
     @classmethod
-    def of(cls, shape: ModelShape, cluster: Cluster, choice: Parallelism) -> "UnevenPipelineCost":
+    def of(
+        cls, shape: ModelShape, cluster: Cluster, parallelism: Parallelism
+    ) -> "UnevenPipelineCost":
         """Of pipelines whose texts are the same."""
-        seconds = step_cost(shape, cluster, choice, waits=False)
+        seconds = step_cost(shape, cluster, parallelism, waits=False)
         terms, total = seconds.terms, np.atleast_1d(seconds.step_seconds)
         stragglers = np.atleast_1d(terms["stragglers"])
         own = np.atleast_1d(sum(terms[name] for name in BUSIEST_RANK_TERMS))
-        even = [np.atleast_2d(one) for one in operation_seconds(shape, cluster, choice)]
+        even = [np.atleast_2d(one) for one in operation_seconds(shape, cluster, parallelism)]
         return cls(
             seconds,
             stragglers / (total - stragglers),
@@ -60,17 +62,17 @@ class UnevenPipelineCost:
             table_makespan.OperationSeconds(*(one[:, :1] for one in even)),
             table_makespan.OperationSeconds(*(one[:, -1:] - one[:, :1] for one in even)),
             shape,
-            choice,
+            parallelism,
         )
 
     def bound(self) -> np.ndarray:
         """float [N], seconds that no dealing and no schedule can be faster than: all ranks work
         all the time."""
-        ranks = np.atleast_1d(np.asarray(self.choice.pipeline, float))
-        chunks = np.atleast_1d(np.asarray(self.choice.virtual_stages, float))
+        ranks = np.atleast_1d(np.asarray(self.parallelism.pipeline, float))
+        chunks = np.atleast_1d(np.asarray(self.parallelism.virtual_stages, float))
         layer = sum(one[:, 0] for one in self.layer)
         head = sum(one[:, 0] for one in self.head)
-        work = np.atleast_1d(self.choice.microbatches) * (layer + head / (chunks * ranks))
+        work = np.atleast_1d(self.parallelism.microbatches) * (layer + head / (chunks * ranks))
         return (self.others + work) * (1 + self.late)
 
     def costs(self, rows: Any, layers: Any) -> table_makespan.OperationSeconds:
@@ -86,9 +88,9 @@ class UnevenPipelineCost:
             *(one[rows] * share + head[rows] * last for one, head in zip(self.layer, self.head))
         )
 
-    def makespan(self, rows: Any, pipeline: TableSpec, layers: Any) -> np.ndarray:
+    def makespan(self, rows: Any, spec: TableSpec, layers: Any) -> np.ndarray:
         """float [rows], seconds of the table; or [...] of the dealings of one row."""
-        return table_makespan.makespan(pipeline, self.costs(rows, layers))
+        return table_makespan.makespan(spec, self.costs(rows, layers))
 
     def step_seconds(
         self, pipelines: Sequence[TableSpec], layers: Sequence[Layers], place: np.ndarray
@@ -100,19 +102,19 @@ class UnevenPipelineCost:
           place: int [N], the pipeline of each row.
         """
         tables = np.zeros(len(place))
-        for n, (pipeline, dealt) in enumerate(zip(pipelines, layers)):
+        for n, (spec, dealt) in enumerate(zip(pipelines, layers)):
             rows = np.flatnonzero(place == n)
             if len(rows):
-                tables[rows] = self.makespan(rows, pipeline, dealt)
+                tables[rows] = self.makespan(rows, spec, dealt)
         return (self.others + tables) * (1 + self.late)
 
-    def terms(self, pipeline: TableSpec, layers: Layers) -> dict[str, float]:
+    def terms(self, spec: TableSpec, layers: Layers) -> dict[str, float]:
         """Of the only row: what the busiest rank does itself is scaled to what it has, and its
         waiting is the rest."""
-        table = float(self.makespan([0], pipeline, layers)[0])
-        costs, share = self.costs([0], layers), recomputed_share(pipeline)
+        table = float(self.makespan([0], spec, layers)[0])
+        costs, share = self.costs([0], layers), recomputed_share(spec)
         costs = costs._replace(r=share * np.asarray(costs.r))
-        work = pipeline.microbatches * busiest_rank_seconds(pipeline, costs)
+        work = spec.microbatches * busiest_rank_seconds(spec, costs)
         terms = {name: float(np.ravel(value)[0]) for name, value in self.seconds.terms.items()}
         terms["recompute"] *= share
         scale = work / sum(terms[name] for name in BUSIEST_RANK_TERMS)
@@ -122,16 +124,16 @@ class UnevenPipelineCost:
         return terms
 
 
-def recomputed_share(pipeline: TableSpec) -> float:
+def recomputed_share(spec: TableSpec) -> float:
     """The share of its passes that the rank recomputes which recomputes most."""
-    if not pipeline.keep:
+    if not spec.keep:
         return 1.0
-    ops = table_makespan.pipeline_table(pipeline).ops
+    ops = table_makespan.pipeline_table(spec).ops
     again = np.bincount(ops.rank[ops.kind == R])
-    return float(again.max() / (pipeline.virtual_stages * pipeline.microbatches))
+    return float(again.max() / (spec.virtual_stages * spec.microbatches))
 
 
-def busiest_rank_seconds(pipeline: TableSpec, costs: table_makespan.OperationSeconds) -> float:
+def busiest_rank_seconds(spec: TableSpec, costs: table_makespan.OperationSeconds) -> float:
     """Seconds of one micro-batch on the rank that has most to do.
 
     Args:
@@ -139,8 +141,8 @@ def busiest_rank_seconds(pipeline: TableSpec, costs: table_makespan.OperationSec
     """
     # Where stages live does not depend on what is done with them.
     order = table_makespan.pipeline_table(
-        TableSpec(pipeline.schedule, pipeline.ranks, 2 * pipeline.ranks, pipeline.virtual_stages)
+        TableSpec(spec.schedule, spec.ranks, 2 * spec.ranks, spec.virtual_stages)
     ).order
-    each = np.ravel(sum(np.asarray(one) for one in costs)) / pipeline.virtual_stages
+    each = np.ravel(sum(np.asarray(one) for one in costs)) / spec.virtual_stages
     home = [order.rank_of(stage, 0) for stage in range(order.stages)]
     return float(np.bincount(home, weights=each).max())

@@ -1,4 +1,4 @@
-"""How a step goes through the layers, in numbers: `zero.Zero` and `walk` without JAX."""
+"""How a step goes through the layers, in numbers: `zero.Zero` and `loop` without JAX."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from jaxscale.planner.model.param_shapes import Ints, itemsize, parameters, sele
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """How a step goes through the layers, as `zero.Zero`, `walk` and `pipeline.execute` have it."""
+    """How a step goes through the layers, as `zero.Zero`, `loop` and `pipeline.execute` have it."""
 
     tokens: Ints  # of a micro-batch on a device; the ranks of tensor share what they hold of them
     group: Ints  # micro-batches that walk together
@@ -74,12 +74,12 @@ def mlp_weights(config: Config) -> Ints:
     )
 
 
-def stream_bytes(config: Config, walk: LayerLoop) -> Ints:
+def stream_bytes(config: Config, loop: LayerLoop) -> Ints:
     """The residual stream of a micro-batch."""
-    return walk.compute * walk.tokens * config.model.d_model // config.layout.tensor
+    return loop.compute * loop.tokens * config.model.d_model // config.layout.tensor
 
 
-def layer_saved_bytes(config: Config, walk: LayerLoop) -> Ints:
+def layer_saved_bytes(config: Config, loop: LayerLoop) -> Ints:
     """What a layer keeps of a micro-batch."""
     each = saved_bytes(config.model, config.layout.remat)
-    return walk.tokens * each // config.layout.tensor
+    return loop.tokens * each // config.layout.tensor

@@ -58,7 +58,7 @@ class TrainerMemory:
         return self.needed - self.context - self.fragments
 
 
-def layer_bytes(shape: ModelShape, choice: Parallelism, remat: str | None = None) -> Floats:
+def layer_bytes(shape: ModelShape, parallelism: Parallelism, remat: str | None = None) -> Floats:
     """Activations that one layer keeps of a micro-batch.
 
     >>> gpt = Shape(48, 6144, 64, 64, 96, 24576, False, 51200, True, 2048, biases=True)
@@ -67,9 +67,9 @@ def layer_bytes(shape: ModelShape, choice: Parallelism, remat: str | None = None
     >>> round(48 * layer_bytes(gpt, choice) / 2**30, 2)
     59.25
     """
-    traits, remat = choice.traits, remat or choice.remat
-    t = np.asarray(choice.tensor, float)
-    tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
+    traits, remat = parallelism.traits, remat or parallelism.remat
+    t = np.asarray(parallelism.tensor, float)
+    tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
     streams = t if traits.sequence_parallel else np.ones(())
     d = shape.d_model
     # An encoder's layers are counted with the decoder's that they feed.
@@ -91,7 +91,7 @@ def layer_bytes(shape: ModelShape, choice: Parallelism, remat: str | None = None
     wide = (4 if shape.gated else 2) + narrow + 2 * (shape.gated and not traits.fused)
     shared = shape.shared_width
     # Of routed tokens the ranks of tensor share the experts' inside, or fold the experts.
-    mixed = moe * shape.top_k * choice.imbalance
+    mixed = moe * shape.top_k * parallelism.imbalance
     mlp = wide * (shape.d_ff * dense + shared * moe + shape.expert_ff * mixed)
     routed = mixed * (2 + narrow) * shape.routed_width / (t if traits.folded_experts else 1.0)
     if remat.startswith("save:"):
@@ -126,44 +126,44 @@ def float_or_array(value: Floats) -> Floats:
     return float(value) if np.ndim(value) == 0 else value
 
 
-def passes_in_flight(choice: Parallelism, stage: Floats = 0) -> Floats:
+def passes_in_flight(parallelism: Parallelism, stage: Floats = 0) -> Floats:
     """Micro-batches whose activations a rank of the pipeline keeps, in its layers' worth of them.
 
     One forward, one backward: p - stage. Interleaved, stage 0: p * (1 + (p - 1) / (p v)).
     """
-    p, v = np.asarray(choice.pipeline, float), np.asarray(choice.virtual_stages, float)
-    m = np.asarray(choice.microbatches, float)
-    if choice.schedule == "gpipe":
+    p, v = np.asarray(parallelism.pipeline, float), np.asarray(parallelism.virtual_stages, float)
+    m = np.asarray(parallelism.microbatches, float)
+    if parallelism.schedule == "gpipe":
         return m
     deep = np.where(v > 1, ((p - stage - 1) * 2 + (v - 1) * p + 1) / v, p - stage)
     return np.minimum(m, deep)
 
 
-def published_size(shape: ModelShape, choice: Parallelism, name: str) -> float:
+def published_size(shape: ModelShape, parallelism: Parallelism, name: str) -> float:
     """A part of memory by the name that published tables give it, of the first rank.
 
     "state" is parameters and optimizer with a 32-bit sum of gradients, "activations" those with
     nothing made again and no sequence parallelism, "selective" with both remedies, and "share"
     the choice's activations over those of tensor parallelism alone.
     """
-    plain = replace(choice, traits=replace(choice.traits, sequence_parallel=False))
-    shared = replace(choice, traits=replace(choice.traits, sequence_parallel=True))
+    plain = replace(parallelism, traits=replace(parallelism.traits, sequence_parallel=False))
+    shared = replace(parallelism, traits=replace(parallelism.traits, sequence_parallel=True))
     if name == "state":  # of the layers' matrices alone, as their table counts
         matrices = 4 * shape.d_model * shape.heads * shape.head_dim
         matrices += (3 if shape.gated else 2) * shape.d_model * shape.d_ff
-        return 18.0 * shape.layers * matrices / float(choice.tensor * choice.pipeline)
+        return 18.0 * shape.layers * matrices / float(parallelism.tensor * parallelism.pipeline)
     if name == "share":
-        return float(layer_bytes(shape, choice) / layer_bytes(shape, plain, "none"))
+        return float(layer_bytes(shape, parallelism) / layer_bytes(shape, plain, "none"))
     which, remat = {
         "activations": (plain, "none"),
         "selective": (shared, "save_all_but_attention"),
     }[name]
-    mine = shape.layers / np.asarray(choice.pipeline, float)
+    mine = shape.layers / np.asarray(parallelism.pipeline, float)
     return float(layer_bytes(shape, which, remat) * mine * passes_in_flight(which))
 
 
 def trainer_memory(
-    shape: ModelShape, choice: Parallelism, stage: int | None = None
+    shape: ModelShape, parallelism: Parallelism, stage: int | None = None
 ) -> TrainerMemory:
     """What a run of `choice.traits` needs.
 
@@ -171,11 +171,11 @@ def trainer_memory(
       stage: a rank of the pipeline; None is the busier of its two ends.
     """
     if stage is not None:
-        return _stage(shape, choice, stage)
-    first = _stage(shape, choice, 0)
-    if np.all(np.asarray(choice.pipeline) == 1):
+        return _stage(shape, parallelism, stage)
+    first = _stage(shape, parallelism, 0)
+    if np.all(np.asarray(parallelism.pipeline) == 1):
         return first
-    last = _stage(shape, choice, np.asarray(choice.pipeline) - 1)
+    last = _stage(shape, parallelism, np.asarray(parallelism.pipeline) - 1)
     larger = np.asarray(first.needed) >= np.asarray(last.needed)
     return TrainerMemory(
         **{
@@ -185,10 +185,10 @@ def trainer_memory(
     )
 
 
-def _stage(shape: ModelShape, choice: Parallelism, stage: Any) -> TrainerMemory:
-    traits, zero = choice.traits, np.asarray(choice.zero_stage)
-    p, z = np.asarray(choice.pipeline, float), np.asarray(choice.fsdp, float)
-    layers, outer = local_params(shape, choice)
+def _stage(shape: ModelShape, parallelism: Parallelism, stage: Any) -> TrainerMemory:
+    traits, zero = parallelism.traits, np.asarray(parallelism.zero_stage)
+    p, z = np.asarray(parallelism.pipeline, float), np.asarray(parallelism.fsdp, float)
+    layers, outer = local_params(shape, parallelism)
     is_end = (np.asarray(stage) == 0) | (np.asarray(stage) == p - 1)
     mine = np.ceil((shape.layers + 2 * traits.balanced_ends * (p > 1)) / p)
     mine = mine - traits.balanced_ends * is_end * (p > 1)
@@ -198,26 +198,28 @@ def _stage(shape: ModelShape, choice: Parallelism, stage: Any) -> TrainerMemory:
     sums = np.where(third, 0.0, 4.0 * (traits.gradient_bytes == 4))
     gradients = np.where(third, 4.0, 2.0 + sums) * held / np.where(zero >= 2, z, 1)
     optimizer = np.where(third, 8.0, 12.0) * held / np.where(zero >= 1, z, 1)
-    share = np.asarray(choice.remat_share)
-    each = share * layer_bytes(shape, choice) + (1 - share) * layer_bytes(shape, choice, "none")
+    share = np.asarray(parallelism.remat_share)
+    each = share * layer_bytes(shape, parallelism) + (1 - share) * layer_bytes(
+        shape, parallelism, "none"
+    )
     last = np.asarray(stage) == p - 1
     (layer, logits), (one, head) = (
-        _working(shape, choice),
-        _gathered(shape, choice, layers, outer),
+        _working(shape, parallelism),
+        _gathered(shape, parallelism, layers, outer),
     )
     at_head = last & (logits + third * head > layer + third * one)
     # In host memory but for the layer at work and the next.
-    resident = np.minimum(2.0, mine) if "activations" in choice.offload else mine
+    resident = np.minimum(2.0, mine) if "activations" in parallelism.offload else mine
     parts = {
         "weights": np.where(third, 4.0 * held / z, 2.0 * held),
         "gradients": trained * gradients,
         "optimizer": trained * optimizer,
-        "activations": each * resident * passes_in_flight(choice, stage)
-        + _boundary(shape, choice, stage),
-        "working": np.where(at_head, logits, layer) + _widened(shape, choice, is_end),
+        "activations": each * resident * passes_in_flight(parallelism, stage)
+        + _boundary(shape, parallelism, stage),
+        "working": np.where(at_head, logits, layer) + _widened(shape, parallelism, is_end),
         "gathered": np.where(third, np.where(at_head, head, one), 0.0),
         "buckets": np.asarray(traits.bucket_bytes),
-        "context": np.asarray(_context(choice)),
+        "context": np.asarray(_context(parallelism)),
     }
     # Gradients in 32 bits for the update alone, of the shard that a device updates.
     update = np.where(third | (sums > 0), 0.0, 4.0 * held / np.where(zero >= 1, z, 1)) * trained
@@ -226,15 +228,15 @@ def _stage(shape: ModelShape, choice: Parallelism, stage: Any) -> TrainerMemory:
     return TrainerMemory(**parts, fragments=eager * fragments, cached=eager * update)
 
 
-def _gathered(shape: ModelShape, choice: Parallelism, layers: Floats, outer: Floats) -> tuple:
+def _gathered(shape: ModelShape, parallelism: Parallelism, layers: Floats, outer: Floats) -> tuple:
     """Whole weights while a layer is at work, and while the head is: two layers beside embedding
     and head, which stay through a step; or a module and some parameters more; of a compiled step
     the matrix at work and the next."""
-    traits, t = choice.traits, np.asarray(choice.tensor)
+    traits, t = parallelism.traits, np.asarray(parallelism.tensor)
     if traits.eager and not traits.gather_params:
-        whole = 2 * 2.0 * layers * np.asarray(choice.pipeline) / shape.layers + 2.0 * outer
+        whole = 2 * 2.0 * layers * np.asarray(parallelism.pipeline) / shape.layers + 2.0 * outer
         return whole, whole
-    experts = shape.expert_ff * shape.experts / np.asarray(choice.expert)
+    experts = shape.expert_ff * shape.experts / np.asarray(parallelism.expert)
     widest = np.maximum(max(shape.d_ff, shape.heads * shape.head_dim), experts)
     largest = 2.0 * shape.d_model * widest / t
     if traits.eager:
@@ -242,18 +244,20 @@ def _gathered(shape: ModelShape, choice: Parallelism, layers: Floats, outer: Flo
     return 2 * largest, 2.0 * outer / (1 if shape.tied else 2)
 
 
-def _boundary(shape: ModelShape, choice: Parallelism, stage: Any) -> Floats:
+def _boundary(shape: ModelShape, parallelism: Parallelism, stage: Any) -> Floats:
     """What a stage hands on, kept for each micro-batch in flight."""
-    tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
-    sent = 2.0 * tokens * shape.d_model / choice.tensor
-    return np.where(np.asarray(choice.pipeline) > 1, sent * passes_in_flight(choice, stage), 0.0)
+    tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
+    sent = 2.0 * tokens * shape.d_model / parallelism.tensor
+    return np.where(
+        np.asarray(parallelism.pipeline) > 1, sent * passes_in_flight(parallelism, stage), 0.0
+    )
 
 
-def _context(choice: Parallelism) -> Floats:
-    if not choice.traits.eager:
+def _context(parallelism: Parallelism) -> Floats:
+    if not parallelism.traits.eager:
         return np.zeros(())  # taken before the compiler is told how much there is
-    groups = 1 + sum(np.asarray(getattr(choice, axis)) > 1 for axis in MESH_AXES)
-    return choice.traits.context_bytes + COMMUNICATOR_BYTES * groups
+    groups = 1 + sum(np.asarray(getattr(parallelism, axis)) > 1 for axis in MESH_AXES)
+    return parallelism.traits.context_bytes + COMMUNICATOR_BYTES * groups
 
 
 LOGIT_BYTES = {"compiled": 2.0, "fused": 4.0, "plain": 10.0}
@@ -261,21 +265,23 @@ LOGIT_BYTES = {"compiled": 2.0, "fused": 4.0, "plain": 10.0}
 fused kernel beside it, and a plain loss also keeps the logits and their softmax in 32 bits."""
 
 
-def _working(shape: ModelShape, choice: Parallelism) -> tuple:
+def _working(shape: ModelShape, parallelism: Parallelism) -> tuple:
     """The layer that is made again, with its gradients; and the logits of the head. When the scores
     of attention have a gradient, those of the MLP are gone."""
-    layer = layer_bytes(shape, choice, "none")
-    if choice.remat == "full" and choice.traits.eager:
-        layer = layer + layer_bytes(shape, choice, "save_all_but_attention")
-    tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
-    return layer, tokens * shape.vocab / choice.tensor * LOGIT_BYTES[choice.traits.loss]
+    layer = layer_bytes(shape, parallelism, "none")
+    if parallelism.remat == "full" and parallelism.traits.eager:
+        layer = layer + layer_bytes(shape, parallelism, "save_all_but_attention")
+    tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
+    return layer, tokens * shape.vocab / parallelism.tensor * LOGIT_BYTES[parallelism.traits.loss]
 
 
-def _widened(shape: ModelShape, choice: Parallelism, is_end: Any) -> Floats:
+def _widened(shape: ModelShape, parallelism: Parallelism, is_end: Any) -> Floats:
     """A gradient on its way into a sum of 32 bits: of the largest matrix at once. No smaller block
     that the allocator holds can take it."""
-    if choice.traits.gradient_bytes != 4 or not choice.traits.eager:
+    if parallelism.traits.gradient_bytes != 4 or not parallelism.traits.eager:
         return np.zeros(())
     inner = shape.d_model * max(shape.d_ff, shape.heads * shape.head_dim)
     largest = np.where(is_end, max(shape.embedding_params, inner), inner)
-    return np.where(np.asarray(choice.zero_stage) == 3, 0.0, 4.0 * largest / choice.tensor)
+    return np.where(
+        np.asarray(parallelism.zero_stage) == 3, 0.0, 4.0 * largest / parallelism.tensor
+    )

@@ -146,7 +146,7 @@ def step_memory(
     back_end: str = "cpu",
     *,
     own_host: bool = False,
-    held: RankBuffers | None = None,
+    buffers: RankBuffers | None = None,
 ) -> Memory:
     """What a step of this configuration needs.
 
@@ -154,60 +154,62 @@ def step_memory(
       config: its layout resolved.
       back_end: whose `TRANSIENTS` to use.
       own_host: whether what a layout offloads leaves the device. On a CPU it does not.
-      held: what a rank of a pipeline holds; by default it is found in the real table.
+      buffers: what a rank of a pipeline holds; by default it is found in the real table.
 
     Raises:
       ValueError: a back end on which nothing was measured, or a pipeline that cannot be.
     """
-    held = held or config_buffers(config)
-    model, layout, walk = config.model, config.layout, LayerLoop.of(config, held.rows)
+    buffers = buffers or config_buffers(config)
+    model, layout, loop = config.model, config.layout, LayerLoop.of(config, buffers.rows)
     transients = _transients(back_end, model.family)
-    moments = moment_bytes(config, held.rows)
+    moments = moment_bytes(config, buffers.rows)
     host_optimizer = moments if layout.offloads("optimizer") else 0
-    stash, host_stash = _stash(config, walk)
+    stash, host_stash = _stash(config, loop)
     pipelined = layout.pipeline > 1
     attention = (model.num_heads + model.num_kv_heads) * model.head_dim
-    at_rest = parameter_bytes(config, held.rows)
+    at_rest = parameter_bytes(config, buffers.rows)
     return Memory(
         parameters=at_rest,
         optimizer=moments + count_bytes(config) - own_host * host_optimizer,
         batch=batch_bytes(config),
-        gradients=walk.accumulated * (walk.sums + _tied_sums(config, walk)),
-        stash=select(pipelined, _slots(config, walk, held), stash - own_host * host_stash),
-        layer_weights=_layer_weights(config, walk, transients, held),
-        zeros=walk.beside
+        gradients=loop.accumulated * (loop.sums + _tied_sums(config, loop)),
+        stash=select(pipelined, _slots(config, loop, buffers), stash - own_host * host_stash),
+        layer_weights=_layer_weights(config, loop, transients, buffers),
+        zeros=loop.beside
         * transients.zeros
-        * max(walk.compute, 4)
-        * walk.tokens
+        * max(loop.compute, 4)
+        * loop.tokens
         * attention
         // layout.tensor,
-        outer_gradients=_outer_gradients(config, walk, transients),
-        group=_group(config, walk),
-        working_set=working_set_bytes(config, walk, transients),
+        outer_gradients=_outer_gradients(config, loop, transients),
+        group=_group(config, loop),
+        working_set=working_set_bytes(config, loop, transients),
         layer_gradients=select(
             pipelined,
-            (walk.compute if transients.carries else walk.accumulated) * walk.weights,
-            _layer_gradients(config, walk, transients),
+            (loop.compute if transients.carries else loop.accumulated) * loop.weights,
+            _layer_gradients(config, loop, transients),
         ),
-        forward_loop=_forward_loop(config, walk),
-        head=_head(config, walk, transients),
-        reduction=_reduction(config, walk, held.rows),
+        forward_loop=_forward_loop(config, loop),
+        head=_head(config, loop, transients),
+        reduction=_reduction(config, loop, buffers.rows),
         update=_update(config),
         moments_copy=moments if config.optimizer.name == "lion" else 0,
         host_optimizer=host_optimizer,
         host_stash=host_stash,
-        messages=select(pipelined, (held.inbox + held.input + 2) * stream_bytes(config, walk)),
-        outer_weights=select(pipelined, _held_weights(config, walk, held)),
-        pending=select(pipelined & walk.scatters, _pending(config, walk, held)),
+        messages=select(
+            pipelined, (buffers.inbox + buffers.input + 2) * stream_bytes(config, loop)
+        ),
+        outer_weights=select(pipelined, _held_weights(config, loop, buffers)),
+        pending=select(pipelined & loop.scatters, _pending(config, loop, buffers)),
         parameters_copy=select(
             transients.copies & (layout.fsdp > 1) & np.isin(layout.zero_stage, (1, 2)), at_rest
         ),
         converted=transients.ahead
-        * walk.compute
-        * held.rows
-        * elements(config, "layers", walk.gathers),
-        carried=carried_bytes(config, walk, transients),
-        walk_end=walk_end_bytes(config, walk, transients),
+        * loop.compute
+        * buffers.rows
+        * elements(config, "layers", loop.gathers),
+        carried=carried_bytes(config, loop, transients),
+        walk_end=walk_end_bytes(config, loop, transients),
     )
 
 
@@ -221,37 +223,37 @@ def _transients(back_end: str, family: str) -> Transients:
 
 
 def _layer_weights(
-    config: Config, walk: LayerLoop, transients: Transients, held: RankBuffers
+    config: Config, loop: LayerLoop, transients: Transients, buffers: RankBuffers
 ) -> Ints:
     """In use, and on their way."""
-    gathered = walk.weights * select(config.layout.pipeline > 1, held.capacity, 2)
+    gathered = loop.weights * select(config.layout.pipeline > 1, buffers.capacity, 2)
     # A gather of shards that end within a tile makes pairs of rows, of which one is empty.
     gathered = gathered + select(ragged(config, transients), mlp_weights(config))
-    return walk.compute * select(walk.gathers, gathered, 0 if transients.ahead else walk.weights)
+    return loop.compute * select(loop.gathers, gathered, 0 if transients.ahead else loop.weights)
 
 
-def _slots(config: Config, walk: LayerLoop, held: RankBuffers) -> Ints:
+def _slots(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
     """What the chunks of a rank keep between operations."""
     each = stash_bytes(config.model, config.layout.remat)
-    kept = sum(getattr(held, name) * size for name, size in each.items())
-    return held.capacity * walk.tokens * kept // config.layout.tensor
+    kept = sum(getattr(buffers, name) * size for name, size in each.items())
+    return buffers.capacity * loop.tokens * kept // config.layout.tensor
 
 
-def _held_weights(config: Config, walk: LayerLoop, held: RankBuffers) -> Ints:
+def _held_weights(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
     """The next chunk's are gathered beside those of the last."""
     outer = elements(config, "embed") + _head_elements(config)
-    return walk.compute * (outer + select(walk.gathers, held.capacity * walk.weights))
+    return loop.compute * (outer + select(loop.gathers, buffers.capacity * loop.weights))
 
 
-def _pending(config: Config, walk: LayerLoop, held: RankBuffers) -> Ints:
+def _pending(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
     """A chunk's gradients, whole, and the shards that become of them."""
-    chunk = held.capacity * (walk.weights + elements(config, "layers", True))
-    return walk.accumulated * chunk
+    chunk = buffers.capacity * (loop.weights + elements(config, "layers", True))
+    return loop.accumulated * chunk
 
 
-def _tied_sums(config: Config, walk: LayerLoop) -> Ints:
+def _tied_sums(config: Config, loop: LayerLoop) -> Ints:
     """A pipeline sums the gradients of a tied head apart from those of the embedding."""
-    tied = _head_elements(config, walk.scatters) - elements(config, "head", walk.scatters)
+    tied = _head_elements(config, loop.scatters) - elements(config, "head", loop.scatters)
     return select(config.layout.pipeline > 1, tied)
 
 
@@ -264,86 +266,86 @@ def _head_elements(config: Config, over_fsdp: Any = False) -> Ints:
     )
 
 
-def _stash(config: Config, walk: LayerLoop) -> tuple[Ints, Ints]:
+def _stash(config: Config, loop: LayerLoop) -> tuple[Ints, Ints]:
     """What the layers keep, and how much of it waits in host memory. With layers beside the loop,
     what the last one kept is used up when the others begin to go back."""
-    layout, layers = config.layout, config.model.num_layers - walk.beside
-    stash = layers * walk.group * layer_saved_bytes(config, walk)
+    layout, layers = config.layout, config.model.num_layers - loop.beside
+    stash = layers * loop.group * layer_saved_bytes(config, loop)
     if layout.offloads("activations"):
         return stash, stash
     if not layout.remat.startswith("offload:"):
         return stash, 0
-    stays = walk.tokens * saved_bytes(config.model, "full") // layout.tensor
-    return stash, stash - layers * walk.group * stays
+    stays = loop.tokens * saved_bytes(config.model, "full") // layout.tensor
+    return stash, stash - layers * loop.group * stays
 
 
-def _outer_gradients(config: Config, walk: LayerLoop, transients: Transients) -> Ints:
+def _outer_gradients(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """The head's, and what the embedding's are summed into; with several walks both are among the
     accumulators. Where they are `late` they are there whole, before they are reduced."""
-    head = walk.accumulated * _head_elements(config, walk.scatters)
-    whole = walk.accumulated * _head_elements(config)
+    head = loop.accumulated * _head_elements(config, loop.scatters)
+    whole = loop.accumulated * _head_elements(config)
     embed = elements(config, "embed")
     if not transients.late:
-        return select(walk.single, head + walk.compute * embed)
-    several = select(config.layout.pipeline == 1, whole + walk.accumulated * embed)
-    return select(walk.single, head + whole, several)
+        return select(loop.single, head + loop.compute * embed)
+    several = select(config.layout.pipeline == 1, whole + loop.accumulated * embed)
+    return select(loop.single, head + whole, several)
 
 
-def _group(config: Config, walk: LayerLoop) -> Ints:
+def _group(config: Config, loop: LayerLoop) -> Ints:
     # What one layer kept, and gradients of the stream: in, out, and (beside the loop) the next's.
-    activations = layer_saved_bytes(config, walk) + (2 + walk.beside) * stream_bytes(config, walk)
+    activations = layer_saved_bytes(config, loop) + (2 + loop.beside) * stream_bytes(config, loop)
     # Running sums of the layer, and beside the loop of the last one; attention's weights, which
     # the CPU turns round in every micro-batch.
-    sums = walk.accumulated * walk.weights * (1 + walk.beside)
-    turned = walk.compute * (walk.weights - mlp_weights(config))
-    return select(walk.group == 1, 0, walk.group * activations + sums + turned)
+    sums = loop.accumulated * loop.weights * (1 + loop.beside)
+    turned = loop.compute * (loop.weights - mlp_weights(config))
+    return select(loop.group == 1, 0, loop.group * activations + sums + turned)
 
 
-def _layer_gradients(config: Config, walk: LayerLoop, transients: Transients) -> Ints:
+def _layer_gradients(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     # Where they are to be reduced they wait until all are there.
-    waiting = select(walk.reduces & (not transients.carries), walk.accumulated * walk.weights)
+    waiting = select(loop.reduces & (not transients.carries), loop.accumulated * loop.weights)
     # By then the MLP's weights are done with; gathered ones stay for the loop to hand over.
-    done = select(walk.gathers, 0, walk.compute * mlp_weights(config))
-    alone = waiting - done + 4 * stream_bytes(config, walk)
-    rest = working_set_bytes(config, walk, transients) - hidden_bytes(config, walk, transients)
-    return select(walk.group == 1, alone, walk.accumulated * mlp_weights(config) + rest)
+    done = select(loop.gathers, 0, loop.compute * mlp_weights(config))
+    alone = waiting - done + 4 * stream_bytes(config, loop)
+    rest = working_set_bytes(config, loop, transients) - hidden_bytes(config, loop, transients)
+    return select(loop.group == 1, alone, loop.accumulated * mlp_weights(config) + rest)
 
 
-def _forward_loop(config: Config, walk: LayerLoop) -> Ints:
+def _forward_loop(config: Config, loop: LayerLoop) -> Ints:
     # What a layer keeps, before it is in the stash, and the room for the last layer's; the stream,
     # in and out, and the zeros of its gradients.
-    activations = (1 + walk.beside) * layer_saved_bytes(config, walk) + 5 * stream_bytes(
-        config, walk
+    activations = (1 + loop.beside) * layer_saved_bytes(config, loop) + 5 * stream_bytes(
+        config, loop
     )
-    hidden = 3 * walk.compute * walk.tokens * config.model.d_ff // config.layout.tensor
-    return select(walk.group == 1, 0, walk.group * activations + hidden)
+    hidden = 3 * loop.compute * loop.tokens * config.model.d_ff // config.layout.tensor
+    return select(loop.group == 1, 0, loop.group * activations + hidden)
 
 
-def _head(config: Config, walk: LayerLoop, transients: Transients) -> Ints:
+def _head(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     model, layout = config.model, config.layout
     vocab, matrix = model.padded_vocab_size, _head_elements(config)
-    tokens = walk.tokens * layout.context
+    tokens = loop.tokens * layout.context
     chunks = -(-tokens // maximum(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS))
-    logits = transients.logits * max(walk.compute, 4) * walk.tokens * vocab // chunks
-    matrices = max(walk.compute, 4) * matrix + walk.gathers * walk.compute * matrix
+    logits = transients.logits * max(loop.compute, 4) * loop.tokens * vocab // chunks
+    matrices = max(loop.compute, 4) * matrix + loop.gathers * loop.compute * matrix
     # As it comes, normed, turned round, its gradient; gathered over the ranks of tensor.
-    stream = 5 * walk.compute * walk.tokens * model.d_model
-    together = walk.group > 1
-    matrices = matrices + select(together, walk.accumulated * matrix)
-    stream = stream + select(together, 2 * walk.group * stream_bytes(config, walk))
+    stream = 5 * loop.compute * loop.tokens * model.d_model
+    together = loop.group > 1
+    matrices = matrices + select(together, loop.accumulated * matrix)
+    stream = stream + select(together, 2 * loop.group * stream_bytes(config, loop))
     return logits // layout.tensor + matrices + stream
 
 
-def _reduction(config: Config, walk: LayerLoop, rows: Ints) -> Ints:
+def _reduction(config: Config, loop: LayerLoop, rows: Ints) -> Ints:
     layout, stage = config.layout, config.layout.zero_stage
     # The last layer's, and those of embedding and head, as they go in and as they come out.
-    last = walk.weights + elements(config, "embed head")
-    once = select(walk.reduces & np.logical_not(walk.scatters), 2 * walk.accumulated * last)
+    last = loop.weights + elements(config, "embed head")
+    once = select(loop.reduces & np.logical_not(loop.scatters), 2 * loop.accumulated * last)
     # The stacks that visits did not reduce.
     left = (layout.data > 1) | ((layout.fsdp > 1) & (stage <= 1))
     layers = rows * elements(config, "layers", stage >= 1)
-    stacks = walk.accumulated * (layers + elements(config, "embed head", stage >= 1))
-    return select(walk.single, once, select(left, stacks))
+    stacks = loop.accumulated * (layers + elements(config, "embed head", stage >= 1))
+    return select(loop.single, once, select(left, stacks))
 
 
 def _update(config: Config) -> Ints:

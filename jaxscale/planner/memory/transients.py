@@ -74,22 +74,22 @@ TRANSIENTS = {
 }
 
 
-def hidden_bytes(config: Config, walk: LayerLoop, transients: Transients) -> Ints:
+def hidden_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """Of the working set, what is as wide as the MLP."""
     model, names = config.model, remat_names(config.layout.remat)
     products = ("mlp_up", "mlp_gate") if model.family == "llama" else ("mlp_up",)
     again = sum(name not in names for name in products)
     arrays = transients.hidden + min(again, transients.products)
-    return walk.compute * walk.tokens * arrays * model.d_ff // config.layout.tensor
+    return loop.compute * loop.tokens * arrays * model.d_ff // config.layout.tensor
 
 
-def working_set_bytes(config: Config, walk: LayerLoop, transients: Transients) -> Ints:
+def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """Activations of a micro-batch and their gradients."""
     model, layout = config.model, config.layout
     # What a pipeline makes again it may make in operations of their own.
     by_table = kept_passes(layout.remat) is not None
     named = by_names(layout.remat) & ((layout.pipeline == 1) | (not by_table))
-    width, wider = walk.compute, max(4 - walk.compute, 0)
+    width, wider = loop.compute, max(4 - loop.compute, 0)
     sizes = {
         "stream": model.d_model,
         "queries": model.num_heads * model.head_dim,
@@ -108,8 +108,8 @@ def working_set_bytes(config: Config, walk: LayerLoop, transients: Transients) -
     # What the MLP reads, its gradient, and what attention reads; a GPU has them turned round, too.
     each = each + (transients.whole + named) * width * model.d_model * (layout.tensor - 1)
     return (
-        walk.tokens * each // layout.tensor
-        + hidden_bytes(config, walk, transients)
+        loop.tokens * each // layout.tensor
+        + hidden_bytes(config, loop, transients)
         + _scores(config)
     )
 
@@ -132,28 +132,28 @@ def ragged(config: Config, transients: Transients) -> Any:
     return config.model.d_model % (transients.tile * config.layout.fsdp) != 0
 
 
-def carried_bytes(config: Config, walk: LayerLoop, transients: Transients) -> Ints:
+def carried_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients of the layer before, while a layer goes backward: as the loop carries them, and as
     they are reduced."""
-    carries = _carries(config, walk, transients)
-    return select(carries, (walk.compute + walk.accumulated) * walk.weights)
+    carries = _carries(config, loop, transients)
+    return select(carries, (loop.compute + loop.accumulated) * loop.weights)
 
 
-def walk_end_bytes(config: Config, walk: LayerLoop, transients: Transients) -> Ints:
+def walk_end_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients when the first layer is done: with nothing left to compute, reductions wait for
     each other."""
     outer, embed = elements(config, "embed head"), elements(config, "embed")
-    layers = select(walk.gathers, 2, 1)
+    layers = select(loop.gathers, 2, 1)
     # Those of attention are never ragged, for heads lie apart.
     results = select(ragged(config, transients), outer + layers * mlp_weights(config))
     # Those of the embedding also as they come. And what the loop carried leaves places in which a
     # whole matrix does not fit: 8 GB of gpt_175b's.
-    narrow = embed + select(walk.gathers, 2 * walk.weights)
-    wide = layers * walk.weights + outer + results
+    narrow = embed + select(loop.gathers, 2 * loop.weights)
+    wide = layers * loop.weights + outer + results
     return select(
-        _carries(config, walk, transients), walk.accumulated * wide + walk.compute * narrow
+        _carries(config, loop, transients), loop.accumulated * wide + loop.compute * narrow
     )
 
 
-def _carries(config: Config, walk: LayerLoop, transients: Transients) -> Any:
-    return transients.carries & walk.reduces & (walk.group == 1) & (config.layout.pipeline == 1)
+def _carries(config: Config, loop: LayerLoop, transients: Transients) -> Any:
+    return transients.carries & loop.reduces & (loop.group == 1) & (config.layout.pipeline == 1)

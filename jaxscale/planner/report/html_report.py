@@ -62,8 +62,8 @@ def plan_page(answer: RankedPlans) -> str:
     title = f"{query.cluster.num_devices} {query.cluster.name}"
     sections = [
         f"<h1>Layouts on {html.escape(title)}</h1>",
-        f"<p>{params_text(query.subject)}, {batch_text(query.subject)} a step. "
-        f"{answer.found.considered:,} layouts were considered. {query.subject.note}</p>",
+        f"<p>{params_text(query.planned_model)}, {batch_text(query.planned_model)} a step. "
+        f"{answer.found.considered:,} layouts were considered. {query.planned_model.note}</p>",
         _table(answer.plans),
         _rejected(answer.found.rejected),
     ]
@@ -156,13 +156,13 @@ def _stack(plan: Plan) -> str:
 def _timeline(plan: Plan) -> str:
     """The first rounds of the schedule in lockstep ticks, with the costs of the formulas."""
     layout = plan.layout
-    pipeline = TableSpec.of(layout)
-    ranks, chunks = pipeline.ranks, pipeline.virtual_stages
+    spec = TableSpec.of(layout)
+    ranks, chunks = spec.ranks, spec.virtual_stages
     count = min(layout.microbatches, SHOWN_MICROBATCHES * ranks)
-    costs = UnevenPipelineCost.of(plan.subject.shape, plan.cluster, plan.choice).costs(
+    costs = UnevenPipelineCost.of(plan.planned_model.shape, plan.cluster, plan.parallelism).costs(
         [0], plan.layers
     )
-    table = pipeline_table(pipeline._replace(microbatches=count))
+    table = pipeline_table(spec._replace(microbatches=count))
     run = simulate(table, Costs(*(tuple(np.ravel(cost).tolist()) for cost in costs)))
     scale, height = (WIDTH - 60) / run.lockstep_makespan, min(ROW, 480 // ranks)
     marks = [

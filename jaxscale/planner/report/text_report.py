@@ -160,24 +160,24 @@ def _pair(first: float, second: float) -> tuple[str, str, str]:
     return f"{first:.4f} s", f"{second:.4f} s", f"{second - first:+.4f} s"
 
 
-def params_text(subject: TrainableModel | SizedModel) -> str:
+def params_text(model: TrainableModel | SizedModel) -> str:
     """ "46.7 billion parameters, of which a token meets 12.9 billion"."""
-    active = subject.shape.active_params / 1e9
-    met = f", of which a token meets {active:.1f} billion," if subject.shape.experts else ""
-    return f"{subject.num_params / 1e9:.1f} billion parameters{met}"
+    active = model.shape.active_params / 1e9
+    met = f", of which a token meets {active:.1f} billion," if model.shape.experts else ""
+    return f"{model.num_params / 1e9:.1f} billion parameters{met}"
 
 
-def batch_text(subject: TrainableModel | SizedModel) -> str:
+def batch_text(model: TrainableModel | SizedModel) -> str:
     """ "512 sequences of 8192 tokens"."""
-    shape = subject.shape
+    shape = model.shape
     source = f" and {shape.encoder_seq_len} of the encoder" if shape.encoder_layers else ""
-    return f"{subject.sequences} sequences of {shape.seq_len} tokens{source}"
+    return f"{model.sequences} sequences of {shape.seq_len} tokens{source}"
 
 
 def ranking_text(answer: RankedPlans) -> str:
     """The plans as a table, and what became of the other layouts."""
-    query, subject = answer.query, answer.query.subject
-    tokens = subject.run_tokens
+    query, model = answer.query, answer.query.planned_model
+    tokens = model.run_tokens
     rows = [("", "layout", "step", "tokens/s", "MFU", "HFU", "memory", "days", "MWh", "USD")]
     for number, one in enumerate(answer.plans, 1):
         run_cost = one.run_cost(tokens)
@@ -198,17 +198,17 @@ def ranking_text(answer: RankedPlans) -> str:
         )
     good = answer.plans[0].run_cost(tokens).goodput
     lines = [
-        f"{params_text(subject)} on {query.cluster.num_devices} {query.cluster.name}, "
-        f"{batch_text(subject)} a step",
+        f"{params_text(model)} on {query.cluster.num_devices} {query.cluster.name}, "
+        f"{batch_text(model)} a step",
         table(rows),
-        f"MFU counts {subject.flops_per_token / 1e9:.1f} GFLOP a token, "
+        f"MFU counts {model.flops_per_token / 1e9:.1f} GFLOP a token, "
         "3 x forward, causal attention counted once, nothing repeated; HFU adds what remat "
         f"repeats. Peak {query.cluster.peak_flops() / 1e12:.0f} TFLOP/s.",
         "Every rank of a pipeline has the same buffers. Days, energy and money are of "
         f"{tokens / 1e9:,.4g} billion tokens at {100 * good.fraction:.1f} % goodput (a failure "
         f"every {good.between_failures_seconds / 3600:.0f} h, a checkpoint every "
         f"{good.checkpoint_every_seconds / 60:.0f} min), the building included.",
-        *([subject.note] if subject.note else []),
+        *([model.note] if model.note else []),
         f"{answer.found.considered:,} layouts considered",
     ]
     lines += [f"  {count:12,}  {reason}" for reason, count in answer.found.rejected.items()]

@@ -53,7 +53,7 @@ def _refused(query: Query, found: SearchResult) -> str:
     if found.words:
         return next(iter(found.words.values()))
     count = query.pins.get("pipeline", 1)
-    layout = query.subject.layout(**{"data": 1, "microbatches": count, **query.pins})
+    layout = Layout(**{"data": 1, "microbatches": count, **query.pins})
     return why_infeasible(query, layout) or "; ".join(found.rejected)
 
 
@@ -94,7 +94,7 @@ def pin_text(pins: Mapping[str, Any]) -> str:
 
 def why_infeasible(query: Query, layout: Layout) -> str:
     """Why a layout cannot train the query's model there; "" where it can."""
-    said = query.subject.refusal(layout)[1] or _pipeline_problem(query, layout)
+    said = query.planned_model.refusal(layout)[1] or _pipeline_problem(query, layout)
     if said:
         return said
     plan = predict_plan(query, layout)
@@ -117,7 +117,7 @@ def _pipeline_problem(query: Query, layout: Layout) -> str:
     if layout.pipeline == 1:
         return ""
     try:
-        open_stages(layout, query.shape.layers, query.subject.head_cost)
+        open_stages(layout, query.shape.layers, query.planned_model.head_cost)
     except ValueError as error:
         return str(error)
     return ""
@@ -166,7 +166,7 @@ def difference(before: Layout, after: Layout) -> str:
 
 def neighbours(query: Query, layout: Layout) -> list[Layout]:
     """Layouts of as many devices that differ in one setting, or in two axes that trade ranks."""
-    shard = query.subject.sequences // (layout.batch_shards * layout.expert)
+    shard = query.planned_model.sequences // (layout.batch_shards * layout.expert)
     changes: list[dict] = [{"microbatches": count} for count in divisors(max(1, shard))]
     changes += [{"remat": remat} for remat in ("full", "save_matmuls", "save_all_but_attention")]
     changes += [{"offload": offload} for offload in OFFLOADS]

@@ -39,14 +39,14 @@ def rebalance_layers(query: Query, plan: Plan) -> Plan:
 
 def balance_by_seconds(query: Query, plan: Plan) -> tuple[int, ...]:
     """Moves one layer at a time, each time the one that shortens the step most, until none does."""
-    parts, pipeline = (
-        UnevenPipelineCost.of(query.shape, query.cluster, plan.choice),
+    parts, spec = (
+        UnevenPipelineCost.of(query.shape, query.cluster, plan.parallelism),
         TableSpec.of(plan.layout),
     )
     layers = np.array(plan.layers)
 
     def makespans(dealt: np.ndarray) -> np.ndarray:
-        return parts.makespan([0], pipeline, dealt)
+        return parts.makespan([0], spec, dealt)
 
     now = makespans(layers[None])[0]
     while True:

@@ -1,7 +1,6 @@
 """Many layouts at once: the numbers are arrays, the texts are common to all."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +24,6 @@ INTEGER_FIELDS = (
     "virtual_stages",
     "sequence_chunks",
 )
-
-
-@dataclass(frozen=True)
-class PlannedLayout(Layout):
-    """A layout that is planned and not run: the ranks of expert may be several."""
-
-    def __post_init__(self) -> None:
-        if self.expert < 1:
-            raise ValueError(f"layout.expert = {self.expert}; an axis has a size of at least 1")
-        Layout(**{**vars(self), "expert": 1})  # refuses what can be refused beside them
 
 
 @dataclass(frozen=True)
@@ -73,12 +62,16 @@ class LayoutBatch:
         }
         return dataclasses.replace(self, **taken)
 
-    def one(self, n: int, make: Callable[..., Layout] = Layout) -> Layout:
-        """One of them, checked by what makes it."""
+    def layout(self, n: int) -> Layout:
+        """The n-th of them.
+
+        Raises:
+          ValueError: `Layout` refuses its fields.
+        """
         fields: dict[str, Any] = dataclasses.asdict(self)
         for name in INTEGER_FIELDS:
             fields[name] = int(np.broadcast_to(fields[name], (len(self),))[n])
-        return make(**fields)
+        return Layout(**fields)
 
 
 def stack_layouts(layouts: list[Layout]) -> LayoutBatch:
@@ -107,7 +100,7 @@ class _Configs:
 def batch_memory(
     config: Config,
     layouts: LayoutBatch | Layout,
-    held: RankBuffers | None,
+    buffers: RankBuffers | None,
     back_end: str,
     *,
     own_host: bool,
@@ -115,8 +108,8 @@ def batch_memory(
     """`memory.memory` of a config with a layout, or with many: fields are int, or int [N].
 
     Args:
-      held: of ranks of pipelines; None where there are none.
+      buffers: of ranks of pipelines; None where there are none.
     """
     many: Any = _Configs(config.model, config.data, config.optimizer, layouts)
-    held = held or RankBuffers(rows=config.model.num_layers)
-    return step_memory(many, back_end, own_host=own_host, held=held)
+    buffers = buffers or RankBuffers(rows=config.model.num_layers)
+    return step_memory(many, back_end, own_host=own_host, buffers=buffers)

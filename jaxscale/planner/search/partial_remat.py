@@ -66,27 +66,27 @@ def _guesses(
         return
     layouts, kept = layouts.take(fast), kept.take(fast)
     # Of the tables without R most are known by now: they leave fewer to be made.
-    dealt_kept = make_pipelines(query.subject, kept)
+    dealt_kept = make_pipelines(query.planned_model, kept)
     quick = batch_step_seconds(query, kept, dealt_kept)
     hopeful = (quick < limit_seconds) & ~_fits(query, kept, batch_buffers(dealt_kept))
     if not hopeful.any():
         return
     layouts, quick = layouts.take(hopeful), quick[hopeful]
-    dealt = make_pipelines(query.subject, layouts)
+    dealt = make_pipelines(query.planned_model, layouts)
     least, most = (
         batch_buffers(dealt),
         batch_buffers(dealt_kept._replace(place=dealt_kept.place[hopeful])),
     )
 
     def fits(keep: np.ndarray) -> np.ndarray:
-        held = dataclasses.replace(
+        buffers = dataclasses.replace(
             least,
             **{
                 name: np.minimum(getattr(least, name) + keep, getattr(most, name))
                 for name in ("residual_b", "residual_w")
             },
         )
-        return _fits(query, layouts, held)
+        return _fits(query, layouts, buffers)
 
     in_flight = np.asarray(most.residual_w)
     # With all but one kept, that one would need as much room as keeping it, too.
@@ -99,11 +99,11 @@ def _guesses(
     seconds = quick + (1 - low / in_flight) * (slow - quick)
     wanted = (low > 0) & fits(low) & (seconds < limit_seconds)
     for n in np.flatnonzero(wanted):
-        yield float(seconds[n]), int(low[n]), layouts.one(int(n), query.subject.layout)
+        yield float(seconds[n]), int(low[n]), layouts.layout(int(n))
 
 
-def _fits(query: Query, layouts: LayoutBatch, held: RankBuffers) -> np.ndarray:
-    needs = query.subject.memory(layouts, held, query.back_end)
+def _fits(query: Query, layouts: LayoutBatch, buffers: RankBuffers) -> np.ndarray:
+    needs = query.planned_model.memory(layouts, buffers, query.back_end)
     fits = query.fits_device(needs) & query.fits_host(needs, layouts)
     return np.broadcast_to(fits, (len(layouts),))
 
@@ -113,7 +113,7 @@ def _play(query: Query, layout: Layout, keep: int) -> list[Timed]:
     for passes in range(keep, 0, -1):
         one = dataclasses.replace(layout, remat=f"keep:{passes}")
         layouts = stack_layouts([one])
-        dealt = make_pipelines(query.subject, layouts)
+        dealt = make_pipelines(query.planned_model, layouts)
         if _fits(query, layouts, batch_buffers(dealt)).all():
             return [(float(batch_step_seconds(query, layouts, dealt)[0]), one)]
     return []

@@ -29,7 +29,7 @@ class PipelineBatch(NamedTuple):
     place: np.ndarray  # int [N], which of them each layout has
 
 
-def make_pipelines(subject: TrainableModel | SizedModel, layouts: LayoutBatch) -> PipelineBatch:
+def make_pipelines(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> PipelineBatch:
     """The layers of every pipeline: of each of its numbers of ranks, chunks and micro-batches."""
     name, fused, given = parse_schedule(layouts.schedule)
     keep = kept_passes(layouts.remat)
@@ -40,8 +40,7 @@ def make_pipelines(subject: TrainableModel | SizedModel, layouts: LayoutBatch) -
     numbers, place = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
     pipelines = [TableSpec(name, p, m, v, fused, keep) for p, m, v in numbers.tolist()]
     layers = [
-        given or default_stage_layers(one, subject.shape.layers, subject.head_cost)
-        for one in pipelines
+        given or default_stage_layers(one, model.shape.layers, model.head_cost) for one in pipelines
     ]
     return PipelineBatch(pipelines, layers, place.reshape(-1))
 
@@ -63,13 +62,13 @@ def batch_step_seconds(
     """float [N]."""
     if dealt:
         return uneven_cost(query, layouts).step_seconds(*dealt)
-    choice = Parallelism.of(layouts, query.subject.sequences)
+    parallelism = Parallelism.of(layouts, query.planned_model.sequences)
     return np.broadcast_to(
-        step_cost(query.shape, query.cluster, choice).step_seconds, (len(layouts),)
+        step_cost(query.shape, query.cluster, parallelism).step_seconds, (len(layouts),)
     )
 
 
 def uneven_cost(query: Query, layouts: LayoutBatch) -> UnevenPipelineCost:
     """Of pipelines, what their seconds are made of."""
-    choice = Parallelism.of(layouts, query.subject.sequences)
-    return UnevenPipelineCost.of(query.shape, query.cluster, choice)
+    parallelism = Parallelism.of(layouts, query.planned_model.sequences)
+    return UnevenPipelineCost.of(query.shape, query.cluster, parallelism)

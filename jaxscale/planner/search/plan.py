@@ -28,7 +28,7 @@ from jaxscale.planner.tables.table_makespan import TableSpec, pipeline_table
 class Plan:
     """A layout, and what the formulas say of it."""
 
-    subject: TrainableModel | SizedModel  # with the batch that was asked for
+    planned_model: TrainableModel | SizedModel  # with the batch that was asked for
     layout: Layout
     cluster: Cluster
     layers: tuple[int, ...]  # of each virtual stage
@@ -44,12 +44,12 @@ class Plan:
         Raises:
           ValueError: this version cannot train the model.
         """
-        return self.subject.with_layout(self.layout)
+        return self.planned_model.with_layout(self.layout)
 
     @property
-    def choice(self) -> Parallelism:
+    def parallelism(self) -> Parallelism:
         """The layout as the formulas see it."""
-        return Parallelism.of(self.layout, self.subject.sequences)
+        return Parallelism.of(self.layout, self.planned_model.sequences)
 
     @property
     def terms(self) -> dict[str, float]:
@@ -67,18 +67,18 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.subject.sequences * self.subject.shape.seq_len / self.step_seconds
+        return self.planned_model.sequences * self.planned_model.shape.seq_len / self.step_seconds
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: nothing repeated, attention over the keys that a query sees."""
-        return self._utilisation(self.subject.flops_per_token)
+        return self._utilisation(self.planned_model.flops_per_token)
 
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilisation: what remat repeats counts too."""
         return self._utilisation(
-            self.subject.hardware_flops_per_token(self.layout.remat, self.recomputed)
+            self.planned_model.hardware_flops_per_token(self.layout.remat, self.recomputed)
         )
 
     @property
@@ -101,7 +101,10 @@ class Plan:
         if self.layout.pipeline == 1:
             return [self.memory_bytes]
         each = buffers_by_rank(TableSpec.of(self.layout), self.layers)
-        return [int(self.subject.memory(self.layout, held, self.back_end).peak) for held in each]
+        return [
+            int(self.planned_model.memory(self.layout, buffers, self.back_end).peak)
+            for buffers in each
+        ]
 
     @property
     def host_bytes(self) -> int:
@@ -115,8 +118,8 @@ class Plan:
 
     def run_cost(self, tokens: float) -> RunCost:
         """Days, energy and money of a run of so many tokens, failures included."""
-        shape = self.subject.shape
-        per_step = self.subject.sequences * shape.seq_len
+        shape = self.planned_model.shape
+        per_step = self.planned_model.sequences * shape.seq_len
         return run_cost(shape, self.cluster, self.seconds, per_step, tokens)
 
     @property
@@ -144,23 +147,23 @@ def predict_plan(query: Query, layout: Layout) -> Plan:
     Raises:
       ValueError: a pipeline that cannot be.
     """
-    subject = query.subject
-    choice = Parallelism.of(layout, subject.sequences)
-    layers, held = (), None
+    model = query.planned_model
+    parallelism = Parallelism.of(layout, model.sequences)
+    layers, buffers = (), None
     if layout.pipeline == 1:
-        seconds = step_cost(query.shape, query.cluster, choice)
+        seconds = step_cost(query.shape, query.cluster, parallelism)
         terms = {name: float(value) for name, value in seconds.terms.items()}
     else:
         pipeline, given = TableSpec.of(layout), parse_schedule(layout.schedule)[2]
-        layers = given or default_stage_layers(pipeline, subject.shape.layers, subject.head_cost)
-        parts = UnevenPipelineCost.of(query.shape, query.cluster, choice)
+        layers = given or default_stage_layers(pipeline, model.shape.layers, model.head_cost)
+        parts = UnevenPipelineCost.of(query.shape, query.cluster, parallelism)
         seconds, terms = parts.seconds, parts.terms(pipeline, layers)
-        held = busiest_rank_buffers(pipeline, layers)
+        buffers = busiest_rank_buffers(pipeline, layers)
     hidden = {name: float(value) for name, value in seconds.hidden.items()}
-    needs = subject.memory(layout, held, query.back_end)
+    needs = model.memory(layout, buffers, query.back_end)
     plain = {field.name: int(getattr(needs, field.name)) for field in dataclasses.fields(needs)}
     return Plan(
-        subject,
+        model,
         layout,
         query.cluster,
         layers,

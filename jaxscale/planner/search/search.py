@@ -65,7 +65,7 @@ def search_layouts(query: Query, top: int = 10) -> SearchResult:
             if slow.all():
                 continue
             layouts = layouts.take(~slow)
-            dealt = make_pipelines(query.subject, layouts)
+            dealt = make_pipelines(query.planned_model, layouts)
         fits, smallest = _room(query, layouts, dealt, rejected)
         large += smallest
         if not fits.any():
@@ -91,7 +91,9 @@ def _room(
 ) -> tuple[np.ndarray, list[tuple[float, Layout]]]:
     """Which layouts there is memory for, bool [N]; and of those that are too large for a device the
     smallest, with its bytes, if there is one."""
-    needs = query.subject.memory(layouts, batch_buffers(dealt) if dealt else None, query.back_end)
+    needs = query.planned_model.memory(
+        layouts, batch_buffers(dealt) if dealt else None, query.back_end
+    )
     roomy, fits, peaks = (
         np.broadcast_to(one, (len(layouts),))
         for one in (query.fits_host(needs, layouts), query.fits_device(needs), needs.peak)
@@ -99,7 +101,7 @@ def _room(
     rejected[TOO_LARGE] += int((~fits).sum())
     rejected[TOO_LARGE_FOR_HOST] += int((fits & ~roomy).sum())
     n = int(np.where(fits, np.inf, peaks).argmin())
-    smallest = [] if fits.all() else [(float(peaks[n]), layouts.one(n, query.subject.layout))]
+    smallest = [] if fits.all() else [(float(peaks[n]), layouts.layout(int(n)))]
     return fits & roomy, smallest
 
 
@@ -108,7 +110,7 @@ def _fastest(
 ) -> list[Timed]:
     seconds = batch_step_seconds(query, layouts, dealt)
     order = np.argsort(seconds, kind="stable")[:top]
-    return [(float(seconds[n]), layouts.one(n, query.subject.layout)) for n in order]
+    return [(float(seconds[n]), layouts.layout(int(n))) for n in order]
 
 
 def _distinct(timed: list[Timed]) -> list[Timed]:

@@ -16,7 +16,7 @@ from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.remat_flops import recomputed_flops
 from jaxscale.planner.model.shape import ModelShape
-from jaxscale.planner.search.layout_batch import LayoutBatch, PlannedLayout
+from jaxscale.planner.search.layout_batch import LayoutBatch
 from jaxscale.planner.tables.pipeline_slots import RankBuffers
 from jaxscale.sharding.rules import nearest_divisors
 
@@ -44,7 +44,6 @@ class SizedModel:
     sequences: int  # of a step
     name: str = "the model"
 
-    layout = PlannedLayout  # what makes a layout, checked
     run_tokens = RUN_TOKENS
     offloads = OFFLOADS
     unsplit = "the batch does not split"  # a reason
@@ -201,14 +200,14 @@ class SizedModel:
                 )
 
     def memory(
-        self, layouts: LayoutBatch | Layout, held: RankBuffers | None, back_end: str
+        self, layouts: LayoutBatch | Layout, buffers: RankBuffers | None, back_end: str
     ) -> Memory:
         """Of a device; fields are numbers, or float [N].
 
         Args:
           held: of ranks of pipelines; None where there are none.
         """
-        choice = Parallelism.of(layouts, self.sequences)
+        parallelism = Parallelism.of(layouts, self.sequences)
         return analytic.analytic_memory(
-            self.shape, choice, held or RankBuffers(self.shape.layers), back_end
+            self.shape, parallelism, buffers or RankBuffers(self.shape.layers), back_end
         )

@@ -57,7 +57,7 @@ class Query:
     memory_bytes: float = 0.0  # of a device; 0 for what the cluster's devices have
 
     @functools.cached_property
-    def subject(self) -> TrainableModel | SizedModel:
+    def planned_model(self) -> TrainableModel | SizedModel:
         """Whom to ask what the model needs and what it refuses."""
         return TrainableModel(self.model) if isinstance(self.model, Config) else self.model
 
@@ -85,28 +85,28 @@ class Query:
     @property
     def shape(self) -> ModelShape:
         """The model's."""
-        return self.subject.shape
+        return self.planned_model.shape
 
 
 def enumerate_sizes(
     query: Query, rejected: collections.Counter, words: dict[str, str]
 ) -> LayoutBatch | None:
     """Sizes of axes, ZeRO stages and micro-batches that the model and its batch allow."""
-    rows, subject = [], query.subject
-    for sizes in mesh_shapes(query.cluster.num_devices, query.pins, subject.shape.experts):
+    rows, model = [], query.planned_model
+    for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.shape.experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
         for stage in _stages(query.pins, mesh["fsdp"]):
             # With nothing that could be refused beside the sizes.
-            layout = subject.layout(**mesh, zero_stage=stage, context_method="gather")
-            reason, said = subject.refusal(layout)
+            layout = Layout(**mesh, zero_stage=stage, context_method="gather")
+            reason, said = model.refusal(layout)
             if reason:
                 rejected[reason] += 1
                 words.setdefault(reason, said)
                 continue
-            batch = subject.sequences // (layout.batch_shards * layout.expert)
+            batch = model.sequences // (layout.batch_shards * layout.expert)
             for count in _pinned(query.pins, "microbatches", divisors(batch)):
                 if batch % count:
-                    rejected[subject.unsplit] += 1
+                    rejected[model.unsplit] += 1
                 else:
                     rows.append((*sizes, stage, count))
     if not rows:
@@ -149,7 +149,7 @@ def _stages(pins: Mapping[str, Any], fsdp: int) -> Sequence[int]:
 
 def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
     """What is common to arrays of layouts: first without a pipeline, then with one."""
-    pins, remats, offloads = query.pins, query.subject.remats, query.subject.offloads
+    pins, remats, offloads = query.pins, query.planned_model.remats, query.planned_model.offloads
     if query.back_end == "cpu":
         # It has no host memory of its own.
         remats, offloads = [one for one in remats if not one.startswith("offload:")], ["none"]
@@ -218,7 +218,7 @@ def combine(
     try:
         sizes = {"pipeline": 2, "context": 2} if pipelined else {}
         layout = Layout(**sizes, **texts)
-        query.subject.check_policies(layout)
+        query.planned_model.check_policies(layout)
     except ValueError as error:
         # Settings come before the reason, and what to change after it.
         reason = str(error).partition(";")[0].rpartition(": ")[2]
@@ -277,7 +277,7 @@ def check_pins(query: Query) -> None:
         raise ValueError("--pin virtual_stages=0: at least 1; leave it out to have it chosen")
     # Only a pipeline can keep some passes.
     some = kept_passes(query.pins.get("remat", "none")) and {"pipeline": 2}
-    query.subject.check_policies(query.subject.layout(**{**(some or {}), **query.pins}))
+    query.planned_model.check_policies(Layout(**{**(some or {}), **query.pins}))
     experts = query.shape.experts
     if next(iter(mesh_shapes(query.cluster.num_devices, query.pins, experts)), None) is None:
         sizes = " x ".join(

@@ -39,7 +39,6 @@ class TrainableModel:
 
     note = ""
     unsplit = "data.global_batch_size does not split"  # a reason
-    layout = Layout  # what makes a layout, checked
 
     @property
     def shape(self) -> ModelShape:
@@ -101,12 +100,15 @@ class TrainableModel:
         Raises:
           ValueError: the engine's words.
         """
-        self.with_layout(Layout(pipeline=layout.pipeline, remat=layout.remat))
+        self.with_layout(Layout(pipeline=layout.pipeline, expert=layout.expert, remat=layout.remat))
 
     def refusal(self, layout: Layout) -> tuple[str, str]:
         """Why the engine refuses what a layout divides, in a few words and in its own; "" where it
         does not."""
-        config = self.with_layout(layout)
+        try:
+            config = self.with_layout(layout)
+        except ValueError as error:
+            return "not available in this version", str(error)
         for check, reason in (
             (check_divides, self.unsplit),
             (check_sequence, "data.seq_len does not split"),
@@ -119,14 +121,14 @@ class TrainableModel:
         return "", ""
 
     def memory(
-        self, layouts: LayoutBatch | Layout, held: RankBuffers | None, back_end: str
+        self, layouts: LayoutBatch | Layout, buffers: RankBuffers | None, back_end: str
     ) -> Memory:
         """Of a device; fields are int, or int [N].
 
         Args:
           held: of ranks of pipelines; None where there are none.
         """
-        return batch_memory(self.config, layouts, held, back_end, own_host=True)
+        return batch_memory(self.config, layouts, buffers, back_end, own_host=True)
 
 
 def check_parameters(config: Config) -> None:

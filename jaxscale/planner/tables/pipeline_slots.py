@@ -36,19 +36,19 @@ class RankBuffers:
     inbox: Ints = 0
 
 
-def busiest_rank_buffers(pipeline: TableSpec, layers: tuple[int, ...]) -> RankBuffers:
+def busiest_rank_buffers(spec: TableSpec, layers: tuple[int, ...]) -> RankBuffers:
     """What the busiest rank holds.
 
     Args:
       layers: of each virtual stage.
     """
     capacity = max(layers)
-    return RankBuffers(pipeline.virtual_stages * capacity, capacity, **most_slots(pipeline))
+    return RankBuffers(spec.virtual_stages * capacity, capacity, **most_slots(spec))
 
 
-def buffers_by_rank(pipeline: TableSpec, layers: tuple[int, ...]) -> list[RankBuffers]:
+def buffers_by_rank(spec: TableSpec, layers: tuple[int, ...]) -> list[RankBuffers]:
     """What each rank makes use of, as `hold` has it of the busiest, whose buffers all have."""
-    table = pipeline_table(pipeline)
+    table = pipeline_table(spec)
     slots = count_slots(table)
     return [
         RankBuffers(
@@ -82,26 +82,26 @@ def head_cost(config: Config) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def most_slots(pipeline: TableSpec) -> dict[str, int]:
+def most_slots(spec: TableSpec) -> dict[str, int]:
     """The slots of each buffer."""
-    first, step = pipeline.settled(), pipeline.round
-    if first is None or pipeline.microbatches <= first + step:
-        counts = count_slots(pipeline_table(pipeline))
+    first, step = spec.settled(), spec.round
+    if first is None or spec.microbatches <= first + step:
+        counts = count_slots(pipeline_table(spec))
         return {name: int(of_ranks.max()) for name, of_ranks in counts.items()}
-    base, after = (most_slots(pipeline._replace(microbatches=m)) for m in (first, first + step))
-    rounds = (pipeline.microbatches - first) // step
+    base, after = (most_slots(spec._replace(microbatches=m)) for m in (first, first + step))
+    rounds = (spec.microbatches - first) // step
     return {name: base[name] + rounds * (after[name] - base[name]) for name in base}
 
 
-def default_stage_layers(pipeline: TableSpec, num_layers: int, head_cost: float) -> tuple[int, ...]:
+def default_stage_layers(spec: TableSpec, num_layers: int, head_cost: float) -> tuple[int, ...]:
     """The layers of each virtual stage where a layout leaves it to `pipeline.stages.deal`.
 
     Args:
       head_cost: FLOPs of the head over those of a layer.
     """
-    dealt = dealings(num_layers, pipeline.stages)
+    dealt = dealings(num_layers, spec.stages)
     each = np.array(dealt, float)
     head = np.zeros_like(each)
     head[:, -1] = 3 * head_cost
     costs = OperationSeconds(f=each, b=each + head, w=each, r=each)
-    return dealt[best_dealing(dealt, makespan(pipeline, costs).tolist())]
+    return dealt[best_dealing(dealt, makespan(spec, costs).tolist())]

@@ -79,7 +79,7 @@ class OperationSeconds(NamedTuple):
     r: Any = 0.0
 
 
-def makespan(pipeline: TableSpec, costs: OperationSeconds, *, lockstep: bool = True) -> np.ndarray:
+def makespan(spec: TableSpec, costs: OperationSeconds, *, lockstep: bool = True) -> np.ndarray:
     """Seconds from the first operation to the end of the last.
 
     >>> float(makespan(Pipeline("1f1b", 4, 8), Costs(f=[[1.0], [2.0]], b=1.0, w=1.0))[0])
@@ -98,29 +98,29 @@ def makespan(pipeline: TableSpec, costs: OperationSeconds, *, lockstep: bool = T
       ValueError: numbers that the schedule cannot serve, overlapped pairs, or costs of another
         number of stages.
     """
-    durations, shape = _durations(costs, pipeline.stages)
+    durations, shape = _durations(costs, spec.stages)
     play = _play_in_lockstep if lockstep else _play_as_soon_as_possible
     # As soon as possible, what is slowest shows itself only after a while.
-    first = pipeline.settled(1 if lockstep else 3)
-    if first is None or pipeline.microbatches <= first + (1 if lockstep else 2) * pipeline.round:
-        found = play(pipeline, durations)
+    first = spec.settled(1 if lockstep else 3)
+    if first is None or spec.microbatches <= first + (1 if lockstep else 2) * spec.round:
+        found = play(spec, durations)
     else:
-        found = _extended(play, pipeline, first, durations, check=not lockstep)
-    return found.reshape(shape) / pipeline.virtual_stages
+        found = _extended(play, spec, first, durations, check=not lockstep)
+    return found.reshape(shape) / spec.virtual_stages
 
 
-def _extended(play, pipeline: TableSpec, first: int, durations, check: bool) -> np.ndarray:
+def _extended(play, spec: TableSpec, first: int, durations, check: bool) -> np.ndarray:
     """From the tables of two numbers of micro-batches; those of a third, where it is to be
     checked that it grows evenly."""
 
     def played(rounds: int) -> np.ndarray:
-        count = first + rounds * pipeline.round
-        return play(pipeline._replace(microbatches=count), durations)
+        count = first + rounds * spec.round
+        return play(spec._replace(microbatches=count), durations)
 
     base, after = played(0), played(1)
     if check and not np.allclose(played(2) - after, after - base, rtol=1e-9, atol=0):
-        return play(pipeline, durations)
-    return base + (pipeline.microbatches - first) // pipeline.round * (after - base)
+        return play(spec, durations)
+    return base + (spec.microbatches - first) // spec.round * (after - base)
 
 
 def _durations(costs: OperationSeconds, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -141,19 +141,19 @@ def _durations(costs: OperationSeconds, stages: int) -> tuple[np.ndarray, tuple[
 
 
 @functools.lru_cache(maxsize=64)
-def pipeline_table(pipeline: TableSpec) -> Table:
+def pipeline_table(spec: TableSpec) -> Table:
     """The table of a pipeline."""
-    name, ranks, microbatches, chunks, fused, keep = pipeline
+    name, ranks, microbatches, chunks, fused, keep = spec
     order = make_order(name, ranks, microbatches, chunks, fused=fused, keep=keep)
     if any(op.paired for row in order.rows for op in row):
         raise ValueError(f"{name} overlaps operations in pairs, whose costs do not add up")
     return compile_order(order, complete=name in ROUNDS)
 
 
-def _play_in_lockstep(pipeline: TableSpec, durations: np.ndarray) -> np.ndarray:
+def _play_in_lockstep(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
     """float [N]: the sum, over ticks, of the most that one of their operations takes."""
-    alike, index = _alike(durations, pipeline.stages)
-    at_work, counts = _patterns(pipeline, alike)
+    alike, index = _alike(durations, spec.stages)
+    at_work, counts = _patterns(spec, alike)
     costs = durations[:, :, index].transpose(0, 2, 1).reshape(-1, durations.shape[1])
     total = np.zeros(durations.shape[1])
     for members, count in zip(at_work, counts):
@@ -172,9 +172,9 @@ def _alike(durations: np.ndarray, stages: int) -> tuple[tuple[int, ...], np.ndar
 
 
 @functools.lru_cache(maxsize=4096)
-def _patterns(pipeline: TableSpec, alike: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
+def _patterns(spec: TableSpec, alike: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
     """What can be at work in a tick, as rows of [kinds * classes], and in how many ticks it is."""
-    tick, kind, stage = _cells(pipeline)
+    tick, kind, stage = _cells(spec)
     classes = max(alike) + 1
     there = np.zeros((tick.max() + 1, (X + 1) * classes), bool)
     there[tick, kind * classes + np.array(alike)[stage]] = True
@@ -184,15 +184,15 @@ def _patterns(pipeline: TableSpec, alike: tuple[int, ...]) -> tuple[list[np.ndar
 
 
 @functools.lru_cache(maxsize=512)
-def _cells(pipeline: TableSpec) -> tuple[np.ndarray, ...]:
+def _cells(spec: TableSpec) -> tuple[np.ndarray, ...]:
     """Tick, kind and stage of every operation."""
-    table = pipeline_table(pipeline)
+    table = pipeline_table(spec)
     return tuple(x.astype(np.int32) for x in (table.tick, table.ops.kind, table.ops.stage))
 
 
-def _play_as_soon_as_possible(pipeline: TableSpec, durations: np.ndarray) -> np.ndarray:
+def _play_as_soon_as_possible(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
     """float [N]. Operations of one tick do not wait for each other, so they are played at once."""
-    table = pipeline_table(pipeline)
+    table = pipeline_table(spec)
     ops, count = table.ops, len(table.ops.kind)
     before = np.arange(count) - 1
     before[np.diff(ops.rank, prepend=-1) != 0] = -1

@@ -235,35 +235,37 @@ FAST_HOST = 200e9
 of Grace superchips, 450 GB/s, bring a layer's back while one computes."""
 
 
-def fitting(get: Columns, shape: ModelShape, machine: Cluster, choice: Parallelism) -> Parallelism:
+def fitting(
+    get: Columns, shape: ModelShape, machine: Cluster, parallelism: Parallelism
+) -> Parallelism:
     """Where a row does not say what is made again: no more than memory asks for."""
     said = get("recompute")
     if said == "custom":  # MaxText: inputs of layers, and some names, wait in host memory
-        return _offloaded(choice)
+        return _offloaded(parallelism)
     if said and "per-recipe" not in said and "unknown" not in said:
-        return choice
-    policies = [choice.remat, "save:query,key,value,attention_out", "full"]
-    if choice.traits.attention == "written":
+        return parallelism
+    policies = [parallelism.remat, "save:query,key,value,attention_out", "full"]
+    if parallelism.traits.attention == "written":
         policies[1] = "save_all_but_attention"
     room = ROOM * capacity(machine)
     needs = [
-        float(other_trainers.trainer_memory(shape, replace(choice, remat=remat)).needed)
+        float(other_trainers.trainer_memory(shape, replace(parallelism, remat=remat)).needed)
         for remat in policies
     ]
     if needs[0] < room:
-        return choice
+        return parallelism
     if machine.chip.host_bytes_per_second > FAST_HOST:
-        return replace(choice, offload="activations")
-    if choice.traits.lockstep:
+        return replace(parallelism, offload="activations")
+    if parallelism.traits.lockstep:
         fits = [remat for remat, size in zip(policies, needs) if size < room]
-        return replace(choice, remat=fits[0]) if fits else _offloaded(choice)
+        return replace(parallelism, remat=fits[0]) if fits else _offloaded(parallelism)
     # Trainers in which a number of layers can be made again.
     share = (needs[0] - room) / max(1.0, needs[0] - needs[2])
-    return replace(choice, remat="full", remat_share=min(1.0, share))
+    return replace(parallelism, remat="full", remat_share=min(1.0, share))
 
 
-def _offloaded(choice: Parallelism) -> Parallelism:
-    return replace(choice, remat="offload:query,key,value", offload="activations")
+def _offloaded(parallelism: Parallelism) -> Parallelism:
+    return replace(parallelism, remat="offload:query,key,value", offload="activations")
 
 
 ROOM = 0.97
@@ -283,7 +285,7 @@ CHIPS = {"trainium2-core": "Trainium2", "tpuv3-chip": "TPUv3"}
 """Where a row's name for a device is not that of `hardware.csv`, nor its beginning."""
 
 
-def to_cluster(get: Columns, choice: Parallelism) -> Cluster:
+def to_cluster(get: Columns, parallelism: Parallelism) -> Cluster:
     """The machine, with its own network."""
     name = CHIPS.get(get("hardware").lower(), get("hardware"))
     if name == "V100" and get.int("devices_per_node") == 16:
@@ -291,12 +293,12 @@ def to_cluster(get: Columns, choice: Parallelism) -> Cluster:
     overrides = {}
     if get("inter_node_GBs_per_dev"):
         overrides["network_bytes_per_second"] = get.float("inter_node_GBs_per_dev") * 1e9
-    devices = int(choice.num_devices)
+    devices = int(parallelism.num_devices)
     try:
         machine = make_cluster(name, devices, **overrides)
         if machine.torus:
             # Slices are what is said to be on the network between them.
-            slices = int(choice.data) if "dcn" in get("sharding") else 1
+            slices = int(parallelism.data) if "dcn" in get("sharding") else 1
             inside = make_cluster(machine.name, devices // slices, **overrides)
             return replace(machine, torus=inside.torus, tiers=inside.tiers)
         if get.int("devices_per_node"):

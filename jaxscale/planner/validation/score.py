@@ -131,13 +131,15 @@ def validate(path: str | pathlib.Path, seed: int = 0) -> Report:
 
 def _predict(row: Row) -> _Result:
     seconds = (
-        step_cost(row.shape, row.cluster, row.choice).step_seconds if row.step_seconds else np.nan
+        step_cost(row.shape, row.cluster, row.parallelism).step_seconds
+        if row.step_seconds
+        else np.nan
     )
-    memory = other_trainers.trainer_memory(row.shape, row.choice)
+    memory = other_trainers.trainer_memory(row.shape, row.parallelism)
     ratio = seconds / row.step_seconds if row.step_seconds else np.nan
     needed, taken = float(memory.needed), float(memory.read(row.reading))
     sizes = [
-        other_trainers.published_size(row.shape, row.choice, name) / n
+        other_trainers.published_size(row.shape, row.parallelism, name) / n
         for name, n in row.sizes.items()
     ]
     if row.memory_bytes:
@@ -232,14 +234,20 @@ def _ranking(results: list[_Result], by_precision: bool) -> tuple[list[float], l
     for result in results:
         row = result.row
         if np.isfinite(result.ratio):
-            key = (*row.machine, row.framework, row.model, row.shape, int(row.choice.num_devices))
+            key = (
+                *row.machine,
+                row.framework,
+                row.model,
+                row.shape,
+                int(row.parallelism.num_devices),
+            )
             groups[*key, row.precision if by_precision else None].append(result)
     regrets, pairs = [], []
     for members in groups.values():
-        layouts = {dataclasses.replace(r.row.choice, microbatches=0) for r in members}
+        layouts = {dataclasses.replace(r.row.parallelism, microbatches=0) for r in members}
         if len(layouts) < 2:
             continue
-        batch = [float(r.row.choice.global_batch) for r in members]
+        batch = [float(r.row.parallelism.global_batch) for r in members]
         measured = np.array([r.row.step_seconds / b for r, b in zip(members, batch)])
         predicted = np.array([r.seconds / b for r, b in zip(members, batch)])
         regrets.append(float(measured[predicted.argmin()] / measured.min() - 1))

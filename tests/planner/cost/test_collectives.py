@@ -10,8 +10,8 @@ from jaxscale.planner.validation.trainers import MEGATRON_CORE
 
 
 def levels(name, devices, axis, **sizes):
-    choice = Parallelism(zero_stage=1, **sizes)
-    return collectives.axis_levels(make_cluster(name, devices), choice)[axis]
+    parallelism = Parallelism(zero_stage=1, **sizes)
+    return collectives.axis_levels(make_cluster(name, devices), parallelism)[axis]
 
 
 def test_a_gather_within_a_node_is_a_ring():
@@ -46,9 +46,9 @@ def test_every_member_in_a_node_brings_its_own_nic():
 def test_all_reduces_of_four_nodes_reach_the_measured_bus_bandwidth():
     """94 GB/s of 4 NICs of 25 GB/s, above 16 MiB (ml-engineering): 2 (n - 1) / n of the message in
     that time, as nccl-tests count."""
-    choice = Parallelism(zero_stage=1, fsdp=32)
+    parallelism = Parallelism(zero_stage=1, fsdp=32)
     machine = make_cluster("a100-80", 32, network_bytes_per_second=12.5e9)
-    seconds = collectives.reduce_seconds(collectives.axis_levels(machine, choice)["fsdp"], 4e9)
+    seconds = collectives.reduce_seconds(collectives.axis_levels(machine, parallelism)["fsdp"], 4e9)
     assert 2 * 31 / 32 * 4 / seconds == pytest.approx(94, rel=0.06)
 
 

@@ -42,9 +42,9 @@ def test_more_devices_leave_less():
 
 
 def test_a_bill_counts_tokens_devices_and_prices():
-    machine, choice = make_cluster("h100", 256), Parallelism(fsdp=256)
-    seconds = step_cost(LLAMA, machine, choice)
-    tokens = float(choice.global_batch) * LLAMA.seq_len
+    machine, parallelism = make_cluster("h100", 256), Parallelism(fsdp=256)
+    seconds = step_cost(LLAMA, machine, parallelism)
+    tokens = float(parallelism.global_batch) * LLAMA.seq_len
     once = energy.run_cost(LLAMA, machine, seconds, tokens, 1e12)
     twice = energy.run_cost(LLAMA, machine, seconds, tokens, 2e12)
     assert twice.seconds == pytest.approx(2 * once.seconds)

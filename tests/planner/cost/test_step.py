@@ -22,13 +22,13 @@ V5P = make_cluster("v5p", 512)
 ASAP = replace(JAXSCALE, lockstep=False)
 
 
-def seconds(shape, machine, **choice):
-    return step_cost(shape, machine, Parallelism(**choice)).step_seconds
+def seconds(shape, machine, **parallelism):
+    return step_cost(shape, machine, Parallelism(**parallelism)).step_seconds
 
 
 @pytest.mark.parametrize("machine", [H100, V5P], ids=["h100", "v5p"])
 @pytest.mark.parametrize(
-    "choice",
+    "parallelism",
     [
         {"fsdp": 512, "remat": "full"},
         {"fsdp": 64, "tensor": 8, "microbatches": 4},
@@ -38,12 +38,12 @@ def seconds(shape, machine, **choice):
         {"fsdp": 512, "offload": "optimizer,activations", "remat": "full"},
     ],
 )
-def test_terms_add_up_and_never_beat_the_peak(machine, choice):
-    shape, found = LLAMA, step_cost(LLAMA, machine, Parallelism(**choice))
+def test_terms_add_up_and_never_beat_the_peak(machine, parallelism):
+    shape, found = LLAMA, step_cost(LLAMA, machine, Parallelism(**parallelism))
     assert sum(map(float, found.terms.values())) == pytest.approx(found.step_seconds)
     assert all(float(value) >= 0 for value in found.terms.values())
     assert all(np.all(np.asarray(value) >= 0) for value in found.hidden.values())
-    tokens = float(Parallelism(**choice).global_batch) * shape.seq_len
+    tokens = float(Parallelism(**parallelism).global_batch) * shape.seq_len
     mfu = shape.flops_per_token * tokens / found.step_seconds / 512 / machine.peak_flops()
     assert 0.03 < mfu < 0.75
 
@@ -78,7 +78,7 @@ def test_arrays_give_what_single_layouts_give():
 
 def test_a_hundred_thousand_layouts_take_seconds():
     count, random = 100_000, np.random.default_rng(0)
-    choice = Parallelism(
+    parallelism = Parallelism(
         fsdp=2 ** random.integers(0, 7, count),
         tensor=2 ** random.integers(0, 4, count),
         context=2 ** random.integers(0, 2, count),
@@ -86,7 +86,7 @@ def test_a_hundred_thousand_layouts_take_seconds():
         zero_stage=random.integers(0, 4, count),
     )
     start = time.process_time()
-    assert step_cost(LLAMA, H100, choice).step_seconds.shape == (count,)
+    assert step_cost(LLAMA, H100, parallelism).step_seconds.shape == (count,)
     assert time.process_time() - start < 10
 
 
@@ -96,7 +96,7 @@ def test_closed_forms_of_pipelines_are_the_tables_own(schedule):
     v = 1 if schedule in ("1f1b", "gpipe") else 2
     fast = make_cluster("h100", 64, network_bytes_per_second=1e18, network_latency_seconds=0.0)
     shape = replace(SMALL, vocab=1)  # no head
-    choice = Parallelism(
+    parallelism = Parallelism(
         pipeline=4,
         tensor=8,
         microbatches=8,
@@ -105,8 +105,8 @@ def test_closed_forms_of_pipelines_are_the_tables_own(schedule):
         fused=True,
         traits=ASAP,
     )
-    found = step_cost(shape, fast, choice)
-    costs = operation_seconds(shape, fast, choice)
+    found = step_cost(shape, fast, parallelism)
+    costs = operation_seconds(shape, fast, parallelism)
     pipeline = table_makespan.TableSpec(schedule, 4, 8, v, fused=True)
     table = float(table_makespan.makespan(pipeline, costs, lockstep=False))
     busy = sum(float(c.ravel()[0]) for c in costs) * 8
@@ -114,9 +114,11 @@ def test_closed_forms_of_pipelines_are_the_tables_own(schedule):
 
 
 def test_ticks_are_longer_where_ranks_wait_for_each_other():
-    choice = Parallelism(pipeline=4, tensor=8, fsdp=2, microbatches=16, zero_stage=1, remat="full")
-    lockstep = step_cost(LLAMA, H100, choice)
-    free = step_cost(LLAMA, H100, replace(choice, traits=ASAP))
+    parallelism = Parallelism(
+        pipeline=4, tensor=8, fsdp=2, microbatches=16, zero_stage=1, remat="full"
+    )
+    lockstep = step_cost(LLAMA, H100, parallelism)
+    free = step_cost(LLAMA, H100, replace(parallelism, traits=ASAP))
     assert lockstep.bubble > free.bubble
 
 

@@ -40,7 +40,7 @@ KORTHIKANTI = [
 @pytest.mark.parametrize("row", KORTHIKANTI, ids=lambda row: f"{row[1]}")
 def test_korthikantis_eight_sizes_to_a_thousandth(row):
     layers, d_model, heads, p, v, micro, plain, selective = row
-    choice = Parallelism(
+    parallelism = Parallelism(
         pipeline=p,
         tensor=8,
         virtual_stages=v,
@@ -50,7 +50,7 @@ def test_korthikantis_eight_sizes_to_a_thousandth(row):
     )
     shape = gpt(layers, d_model, heads)
     for name, gib in (("activations", plain), ("selective", selective)):
-        assert other_trainers.published_size(shape, choice, name) / 2**30 == pytest.approx(
+        assert other_trainers.published_size(shape, parallelism, name) / 2**30 == pytest.approx(
             gib, rel=1e-3
         )
 
@@ -59,15 +59,15 @@ def test_frontiers_stages_to_a_hundredth():
     """175B on Frontier: 26,935 MiB and 300 more for each micro-batch in flight (job 405287)."""
     shape = replace(gpt(96, 12288, 96), vocab=50688)
     traits = replace(MEGATRON_DEEPSPEED, attention="flash2", bucket_bytes=0.0)
-    choice = Parallelism(
+    parallelism = Parallelism(
         pipeline=16, tensor=4, fsdp=2, zero_stage=1, microbatches=640, remat="full", traits=traits
     )
     for stage in range(1, 15):
-        found = other_trainers.trainer_memory(shape, choice, stage=stage)
+        found = other_trainers.trainer_memory(shape, parallelism, stage=stage)
         allocated = found.needed - found.context - found.fragments
         assert allocated / 2**20 == pytest.approx(26935.49 + 300 * (16 - stage), rel=0.01)
     first, second = (
-        other_trainers.trainer_memory(shape, choice, stage=n).activations for n in (1, 2)
+        other_trainers.trainer_memory(shape, parallelism, stage=n).activations for n in (1, 2)
     )
     assert (first - second) / 2**20 == pytest.approx(300)
 
@@ -109,19 +109,19 @@ def test_a_schedule_keeps_what_is_in_flight():
 
 def test_every_remedy_takes_less():
     shape = gpt(48, 6144, 64)
-    choice = Parallelism(tensor=8, microbatch=4, traits=MEGATRON_2021)
-    shared = replace(choice, traits=replace(MEGATRON_2021, sequence_parallel=True))
+    parallelism = Parallelism(tensor=8, microbatch=4, traits=MEGATRON_2021)
+    shared = replace(parallelism, traits=replace(MEGATRON_2021, sequence_parallel=True))
     core = "save_all_but_attention"
     kept = [
-        other_trainers.layer_bytes(shape, choice, "none"),
-        other_trainers.layer_bytes(shape, choice, core),
+        other_trainers.layer_bytes(shape, parallelism, "none"),
+        other_trainers.layer_bytes(shape, parallelism, core),
         other_trainers.layer_bytes(shape, shared, core),
         other_trainers.layer_bytes(shape, shared, "full"),
     ]
     assert kept == sorted(kept, reverse=True)
-    half = other_trainers.trainer_memory(shape, replace(choice, remat="full", remat_share=0.5))
-    full = other_trainers.trainer_memory(shape, replace(choice, remat="full"))
-    none = other_trainers.trainer_memory(shape, choice)
+    half = other_trainers.trainer_memory(shape, replace(parallelism, remat="full", remat_share=0.5))
+    full = other_trainers.trainer_memory(shape, replace(parallelism, remat="full"))
+    none = other_trainers.trainer_memory(shape, parallelism)
     assert full.activations < half.activations < none.activations
 
 

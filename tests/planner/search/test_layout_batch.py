@@ -9,9 +9,9 @@ import pytest
 
 from jaxscale.config import from_dict
 from jaxscale.layout import Layout
-from jaxscale.planner.memory.step import Held, step_memory
+from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.search.layout_batch import batch_memory, stack_layouts
-from jaxscale.planner.tables.pipeline_slots import config_buffers
+from jaxscale.planner.tables.pipeline_slots import RankBuffers, config_buffers
 
 CONFIG = from_dict(
     {
@@ -57,9 +57,11 @@ def check(layouts: list[Layout], optimizer: str) -> None:
         CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, name=optimizer)
     )
     configs = [dataclasses.replace(config, layout=one) for one in layouts]
-    held = [config_buffers(one) for one in configs]
-    fields = [field.name for field in dataclasses.fields(Held)]
-    together = Held(**{name: np.array([getattr(one, name) for one in held]) for name in fields})
+    buffers = [config_buffers(one) for one in configs]
+    fields = [field.name for field in dataclasses.fields(RankBuffers)]
+    together = RankBuffers(
+        **{name: np.array([getattr(one, name) for one in buffers]) for name in fields}
+    )
     many = batch_memory(config, stack_layouts(layouts), together, "cpu", own_host=True)
     for n, one in enumerate(configs):
         alone = step_memory(one, own_host=True)
@@ -81,6 +83,6 @@ def test_many_pipelines_are_each_of_them(texts):
 def test_taking_and_stacking():
     layouts = sample(TEXTS[0], (1,), 5)
     many = stack_layouts(layouts)
-    assert [many.one(n) for n in range(5)] == layouts
+    assert [many.layout(n) for n in range(5)] == layouts
     assert len(many.take(np.array([True, False, True, False, False]))) == 2
-    assert many.take(np.array([3, 1])).one(1) == layouts[1]
+    assert many.take(np.array([3, 1])).layout(1) == layouts[1]

@@ -74,7 +74,7 @@ def by_hand(asked: Query) -> list[tuple[float, Layout]]:
                 continue
             try:
                 layout = Layout(**mesh, zero_stage=stage, microbatches=count, **texts)
-                if asked.subject.refusal(layout)[0]:
+                if asked.planned_model.refusal(layout)[0]:
                     continue
                 needs = step_memory(with_layout(layout), asked.back_end, own_host=True)
             except ValueError:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from jaxscale.layout import Layout
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.model.named_models import NAMED
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.plan_layouts import plan_layouts
 from jaxscale.planner.report import text_report, why_not
-from jaxscale.planner.search.layout_batch import PlannedLayout
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import Query, check_pins
 
@@ -52,7 +52,7 @@ GPT = SizedModel(NAMED["gpt3-175b"], 512)
 )
 def test_refusals_name_the_nearest(model, layout, reason, said):
     fields: dict[str, Any] = {"data": 1, "context_method": "gather", **layout}
-    found = model.refusal(PlannedLayout(**fields))
+    found = model.refusal(Layout(**fields))
     assert found[0].startswith(reason)
     assert re.search(said, found[1])
 
@@ -63,18 +63,18 @@ def test_a_layout_that_divides_is_not_refused():
         (DEEPSEEK, {"expert": 64, "tensor": 128}),
         (MT5, {"tensor": 64}),
     ):
-        one = dataclasses.replace(PlannedLayout(data=1), **layout)
+        one = dataclasses.replace(Layout(data=1), **layout)
         assert model.refusal(one) == ("", "")
 
 
 def test_a_planned_layout_is_checked_as_others_are():
     with pytest.raises(ValueError, match=r"layout.expert = 0"):
-        PlannedLayout(expert=0)
+        Layout(expert=0)
     with pytest.raises(ValueError, match=r"layout.zero_stage = 4"):
-        PlannedLayout(expert=4, zero_stage=4)
+        Layout(expert=4, zero_stage=4)
     with pytest.raises(ValueError, match=r"context_method = 'ring' with layout.pipeline = 2"):
-        PlannedLayout(expert=4, pipeline=2, context=2)
-    one = dataclasses.replace(PlannedLayout(data=2), expert=4)
+        Layout(expert=4, pipeline=2, context=2)
+    one = dataclasses.replace(Layout(data=2), expert=4)
     assert (one.num_devices, one.batch_shards) == (8, 2)
     assert "expert 4" in text_report.layout_text(one)
 
@@ -108,7 +108,7 @@ def test_why_not_of_experts():
         answer, {"expert": 8, "tensor": 2}
     )
     tight = Query(MIXTRAL, make_cluster("h100-sxm", 64), memory_bytes=20e9)
-    layout = PlannedLayout(data=1, fsdp=16, expert=4, remat="full")
+    layout = Layout(data=1, fsdp=16, expert=4, remat="full")
     assert "it does not fit" in why_not.why_infeasible(tight, layout)
     change = why_not.smallest_change(tight, layout)
     assert change is not None
@@ -130,13 +130,13 @@ def test_what_has_to_be_known_is_said_once():
     with pytest.raises(ValueError, match=r"dense decoders .* mt5-xxl has an encoder; --json FILE"):
         answer.plans[0].config  # noqa: B018  It raises.
     with pytest.raises(ValueError, match="give a config of them, as --config FILE"):
-        dense.with_layout(PlannedLayout())
+        dense.with_layout(Layout())
 
 
 def test_a_shape_can_be_given_as_it_is():
     shape = ModelShape(8, 1024, 8, 4, 128, 4096, gated=True, vocab=32000, tied=False, seq_len=1024)
     answer = plan_layouts(shape, "a100-40", 8, batch_tokens=2**16, top=1, pins={"pipeline": 1})
-    assert answer.query.subject.sequences == 64
+    assert answer.query.planned_model.sequences == 64
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (shape, {}, "--batch_tokens is missing"),
         (shape, {"batch_tokens": 1500}, "no whole number of sequences of seq_len = 1024; .* 1024"),

@@ -32,13 +32,13 @@ def test_slots_are_those_of_the_program(name, chunks, fused, recompute):
 def test_layers_are_dealt_as_the_engine_deals_them(name, chunks, head_cost):
     for num_layers in (8, 13, 22):
         layout = Layout(pipeline=4, data=1, microbatches=12, virtual_stages=chunks, schedule=name)
-        pipeline = TableSpec.of(layout)
-        layers = pipeline_slots.default_stage_layers(pipeline, num_layers, head_cost)
+        spec = TableSpec.of(layout)
+        layers = pipeline_slots.default_stage_layers(spec, num_layers, head_cost)
         stages = open_stages(layout, num_layers, head_cost)
         assert layers == stages.layers
-        one = pipeline_slots.busiest_rank_buffers(pipeline, layers)
+        one = pipeline_slots.busiest_rank_buffers(spec, layers)
         assert (one.rows, one.capacity) == (chunks * stages.capacity, stages.capacity)
-        each = pipeline_slots.buffers_by_rank(pipeline, layers)
+        each = pipeline_slots.buffers_by_rank(spec, layers)
         assert [rank.rows for rank in each] == [sum(row) for row in stages.counts]
         for field in dataclasses.fields(pipeline_slots.RankBuffers)[1:]:
             most = max(getattr(rank, field.name) for rank in each)

@@ -39,11 +39,11 @@ def random_costs(
     return table_makespan.OperationSeconds(f, b, w, r if recompute else 0.0)
 
 
-def simulated(pipeline: TableSpec, costs: table_makespan.OperationSeconds) -> np.ndarray:
+def simulated(spec: TableSpec, costs: table_makespan.OperationSeconds) -> np.ndarray:
     """[rows, (lockstep, as soon as possible)]."""
-    name, *numbers, fused, keep = pipeline
+    name, *numbers, fused, keep = spec
     table, found = compile_order(make_order(name, *numbers, fused=fused, keep=keep)), []
-    wide = [np.broadcast_to(cost, (3, pipeline.stages)) for cost in map(np.asarray, costs)]
+    wide = [np.broadcast_to(cost, (3, spec.stages)) for cost in map(np.asarray, costs)]
     for row in range(3):
         run = simulate(table, Costs(*(tuple(cost[row]) for cost in wide)))
         found.append((run.lockstep_makespan, run.makespan))
@@ -60,19 +60,19 @@ def test_makespans_are_the_simulators(name, chunks, fused, recompute):
         # One more than a multiple of the ranks, where the schedule can have it.
         microbatches = ranks * rounds + (name != "interleaved")
         costs = random_costs(ranks * chunks, recompute, uneven)
-        pipeline = TableSpec(name, ranks, microbatches, chunks, fused, 0 if recompute else None)
-        expected = simulated(pipeline, costs)
+        spec = TableSpec(name, ranks, microbatches, chunks, fused, 0 if recompute else None)
+        expected = simulated(spec, costs)
         for column, lockstep in enumerate((True, False)):
-            got = makespan(pipeline, costs, lockstep=lockstep)
+            got = makespan(spec, costs, lockstep=lockstep)
             np.testing.assert_allclose(got, expected[:, column], rtol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb_v", 2)])
 def test_makespans_with_passes_that_are_kept(name, chunks):
-    pipeline = TableSpec(name, 4, 24, chunks, keep=2)
-    costs = random_costs(pipeline.stages, recompute=True, uneven=True)
-    expected = simulated(pipeline, costs)
-    np.testing.assert_allclose(makespan(pipeline, costs), expected[:, 0], rtol=1e-12)
+    spec = TableSpec(name, 4, 24, chunks, keep=2)
+    costs = random_costs(spec.stages, recompute=True, uneven=True)
+    expected = simulated(spec, costs)
+    np.testing.assert_allclose(makespan(spec, costs), expected[:, 0], rtol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "chunks", "fused", "recompute"), CASES)
@@ -83,8 +83,8 @@ def test_tables_repeat_themselves_from_where_it_is_said(name, chunks, fused, rec
     every_stage = tuple(range(6 * chunks))
 
     def patterns(microbatches: int) -> dict[bytes, int]:
-        pipeline = TableSpec(name, 6, microbatches, chunks, fused, 0 if recompute else None)
-        found, counts = table_makespan._patterns(pipeline, every_stage)
+        spec = TableSpec(name, 6, microbatches, chunks, fused, 0 if recompute else None)
+        found, counts = table_makespan._patterns(spec, every_stage)
         return {one.tobytes(): int(count) for one, count in zip(found, counts)}
 
     rounds = [patterns(first + n * step) for n in (0, 1, 2, 5)]

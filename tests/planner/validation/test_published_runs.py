@@ -36,11 +36,11 @@ def test_every_row_is_handled_or_has_a_reason(texts):
 def test_layouts_take_all_devices_and_all_sequences(texts):
     for row in published_runs.read_runs(PATH).runs:
         given = next(one for one in texts if one["id"] == row.id)
-        choice = row.choice
+        parallelism = row.parallelism
         if given["n_devices"]:
-            assert int(choice.num_devices) == int(given["n_devices"])
+            assert int(parallelism.num_devices) == int(given["n_devices"])
         if given["global_batch"]:
-            assert float(choice.global_batch) == pytest.approx(
+            assert float(parallelism.global_batch) == pytest.approx(
                 float(given["global_batch"]), rel=0.05
             )
         assert row.shape.num_params > 0
@@ -57,8 +57,8 @@ def test_parameters_are_the_sources_own(texts):
 def test_tokens_a_second_become_a_step(texts):
     texts = dict(by_model(texts, "llama3-70b", framework="MaxText"))
     row = published_runs.to_row(Columns(texts))
-    tokens = float(row.choice.global_batch) * row.shape.seq_len
-    rate = tokens / row.step_seconds / float(row.choice.num_devices)
+    tokens = float(row.parallelism.global_batch) * row.shape.seq_len
+    rate = tokens / row.step_seconds / float(row.parallelism.num_devices)
     texts |= {"step_time_s": "", "tok_s_dev": str(rate)}
     assert published_runs.to_row(Columns(texts)).step_seconds == pytest.approx(row.step_seconds)
 
@@ -92,7 +92,9 @@ def test_what_a_row_lacks_is_said(texts, changes, reason):
 
 
 def choice_of(texts, **changes):
-    return published_runs.to_row(Columns({**by_model(texts, "gpt-vtrain-3.6b"), **changes})).choice
+    return published_runs.to_row(
+        Columns({**by_model(texts, "gpt-vtrain-3.6b"), **changes})
+    ).parallelism
 
 
 def test_notes_and_layers_say_how_a_trainer_ran(texts):
@@ -118,7 +120,7 @@ def test_memory_is_of_what_was_read(texts):
         "allocated",
     ]
     assert allocator.memory_bytes == 20 * 2**30
-    found = other_trainers.trainer_memory(device.shape, device.choice)
+    found = other_trainers.trainer_memory(device.shape, device.parallelism)
     assert found.read("device") == found.reserved
     assert found.read("device") - found.read("allocator") == found.context
     assert found.read("allocator") > found.read("allocated")
@@ -148,9 +150,9 @@ def test_another_file_is_refused(tmp_path):
 
 def test_what_is_not_said_to_be_made_again_follows_from_memory(texts):
     row = published_runs.to_row(Columns(by_model(texts, "llama3-70b", framework="MaxText")))
-    assert row.choice.remat != "none"  # 70B on 80 GB each, 16,384 tokens on a device
+    assert row.parallelism.remat != "none"  # 70B on 80 GB each, 16,384 tokens on a device
     said = {**by_model(texts, "llama3-70b", framework="MaxText"), "recompute": "none"}
-    assert published_runs.to_row(Columns(said)).choice.remat == "none"
+    assert published_runs.to_row(Columns(said)).parallelism.remat == "none"
 
 
 def test_energy_of_a_run_is_read_from_its_notes():

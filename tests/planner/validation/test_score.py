@@ -101,7 +101,7 @@ def test_the_halves_depend_on_the_seed_alone():
 
 def test_a_perfect_planner_scores_perfectly(monkeypatch):
     measured = {
-        (row.shape, row.cluster.chip.name, row.choice): row.step_seconds
+        (row.shape, row.cluster.chip.name, row.parallelism): row.step_seconds
         for row in read_runs(PATH).runs
     }
 
@@ -112,7 +112,9 @@ def test_a_perfect_planner_scores_perfectly(monkeypatch):
     monkeypatch.setattr(
         validation,
         "step_cost",
-        lambda shape, cluster, choice: Perfect(measured[shape, cluster.chip.name, choice]),
+        lambda shape, cluster, parallelism: Perfect(
+            measured[shape, cluster.chip.name, parallelism]
+        ),
     )
     perfect = validate(PATH).overall
     assert perfect.median_error_physical == 0
@@ -125,5 +127,5 @@ def test_predictions_do_not_read_what_was_measured(tmp_path):
     for row in read_runs(PATH).runs:
         if row.step_seconds:
             same = other[row.id]
-            expected = step_cost(row.shape, row.cluster, row.choice).step_seconds
-            assert step_cost(same.shape, same.cluster, same.choice).step_seconds == expected
+            expected = step_cost(row.shape, row.cluster, row.parallelism).step_seconds
+            assert step_cost(same.shape, same.cluster, same.parallelism).step_seconds == expected
