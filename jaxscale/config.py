@@ -169,6 +169,10 @@ class ModelConfig:
             repeated = recomputed * sum(products.values())
         return self.flops_per_token(seq_len, causal=causal) + repeated * self.num_layers
 
+    def head_cost(self, seq_len: int) -> float:
+        """FLOPs of the head over those of a layer, by which layers are split into stages."""
+        return 2 * self.d_model * self.vocab_size / self.layer_forward_flops(seq_len)
+
     def layer_forward_flops(self, seq_len: int, causal: bool = True) -> float:
         """What one layer's forward pass needs for a token."""
         return sum(self.layer_products(seq_len, causal).values())

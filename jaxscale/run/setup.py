@@ -25,6 +25,7 @@ from jaxscale.data.tokens.corpus import open_corpus
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.data.tokens.tokenizer import load as load_tokenizer
 from jaxscale.distributed import processes
+from jaxscale.formatting import gigabytes
 from jaxscale.layout import resolve_sizes
 from jaxscale.ops.context_attention import balanced_order
 from jaxscale.sharding.mesh import make_mesh
@@ -80,7 +81,7 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
         return config
     # Twenty modules that most runs have no use for.
     from jaxscale.planner.auto_layout import choose_layout  # noqa: PLC0415
-    from jaxscale.planner.report.text_report import gigabytes, layout_text  # noqa: PLC0415
+    from jaxscale.planner.report.text_report import layout_text  # noqa: PLC0415
 
     begun = workdir / "config.json" if workdir else None
     if begun and begun.is_file():

@@ -9,7 +9,7 @@ from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.model.param_shapes import parameters
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.search.layout_batch import LayoutBatch, batch_memory
-from jaxscale.planner.tables.pipeline_slots import RankBuffers, head_cost
+from jaxscale.planner.tables.pipeline_slots import RankBuffers
 from jaxscale.sharding.rules import (
     REPLICATED_WEIGHTS,
     WEIGHTS,
@@ -61,7 +61,7 @@ class TrainableModel:
     @property
     def head_cost(self) -> float:
         """FLOPs of the head over those of a layer, as a step deals its layers by."""
-        return head_cost(self.config)
+        return self.config.model.head_cost(self.config.data.seq_len)
 
     @property
     def remats(self) -> tuple[str, ...]:

@@ -67,18 +67,12 @@ def config_buffers(config: Config) -> RankBuffers:
     model, layout = config.model, config.layout
     if layout.pipeline == 1:
         return RankBuffers(rows=model.num_layers)
-    stages = open_stages(layout, model.num_layers, head_cost(config))
+    stages = open_stages(layout, model.num_layers, model.head_cost(config.data.seq_len))
     order = stages.table.order
     slots = {name: stages.program.slots[name] for name in SLOTS}
     return RankBuffers(
         rows=order.virtual_stages * stages.capacity, capacity=stages.capacity, **slots
     )
-
-
-def head_cost(config: Config) -> float:
-    """FLOPs of the head over those of a layer, as a step deals its layers by."""
-    model = config.model
-    return 2 * model.d_model * model.vocab_size / model.layer_forward_flops(config.data.seq_len)
 
 
 @functools.lru_cache(maxsize=4096)
