@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             top=options.top,
         )
         print(text_report.ranking_text(answer))
-        print(f"\nThe best, term by term\n{text_report.waterfall_text(answer.plans[0])}")
-        print(f"\nIts memory on each device\n{text_report.memory_text(answer.plans[0])}")
+        print(f"\nStep time of the best plan\n{text_report.waterfall_text(answer.plans[0])}")
+        print(f"\nIts memory per device\n{text_report.memory_text(answer.plans[0])}")
         if options.why_not:
             print("\n" + why_not.explain_why_not(answer, parse_pins(split_pins(options.why_not))))
         if options.compare:
@@ -75,24 +75,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _model(options: argparse.Namespace, overrides: Sequence[str]) -> Config | str:
-    """The config, or the name or file of a model's sizes."""
+    """The config, or the name or file of a model given by its sizes."""
     if not options.config and not options.model:
-        raise ValueError(
-            "--config is missing, or --model for one that only has sizes; see --help for an example"
-        )
+        raise ValueError("--config FILE or --model NAME is missing; see --help for an example")
     if not options.model:
         return configs.load(options.config, overrides)
     if options.config or overrides or ".py" in options.model:
         raise ValueError(
-            f"--model {options.model} is a name or a file of sizes, and goes without a config: "
-            "give --config FILE, or --model with --seq_len and --batch_tokens"
+            f"--model {options.model} does not go with a config; give --config FILE, or --model "
+            "NAME with --seq_len and --batch_tokens"
         )
     for name in ("write", "prove"):
         if getattr(options, name):
             raise ValueError(
-                f"--{name} needs a model that this version trains, a dense decoder that a config "
-                f"describes; leave it out with --model {options.model} (--json FILE keeps the "
-                "plan), or give --config FILE"
+                f"--{name} needs a model that this version trains, a dense decoder described by a "
+                f"config; leave it out with --model {options.model} (--json FILE keeps the plan), "
+                "or give --config FILE"
             )
     return options.model
 
@@ -100,61 +98,78 @@ def _model(options: argparse.Namespace, overrides: Sequence[str]) -> Config | st
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.plan",
-        description="Ranks the layouts of a model on a cluster by the time of a step, "
-        "with memory, energy and money, and explains them. Needs no device.",
+        description="Ranks the layouts of a model on a cluster by predicted step time, with "
+        "memory, energy and cost, and explains them. Needs no device.",
         epilog="Examples: python -m jaxscale.plan --config configs/llama2_70b.py --hardware "
         "h100-sxm --devices 512 --pin tensor=8, or with --model mixtral-8x7b --seq_len 4096 "
-        "--batch_tokens 4M in the place of the config",
+        "--batch_tokens 4M instead of the config",
     )
     add, path = parser.add_argument, pathlib.Path
-    add("--config", metavar="FILE", help="a file in configs/; its layout is not looked at")
+    add("--config", metavar="FILE", help="a file in configs/; its layout is ignored")
     add(
         "--model",
         default="",
         metavar="NAME",
-        help="instead of a config: a known model, or a JSON file of its sizes",
+        help="instead of a config: a known model, or a JSON file of sizes",
     )
-    add("--seq_len", type=int, default=0, metavar="N", help="of a --model, if not its own")
-    add("--hardware", metavar="NAME", help="a device, or a CSV or JSON file that describes one")
-    add("--devices", type=int, metavar="N", help="how many")
-    add("--batch_tokens", default="", metavar="4M", help="of a step; K is 1024, M is 1024 K")
+    add(
+        "--seq_len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="sequence length of a --model, if not its own",
+    )
+    add("--hardware", metavar="NAME", help="a device of hardware.csv, or a CSV or JSON file")
+    add("--devices", type=int, metavar="N", help="number of devices")
+    add("--batch_tokens", default="", metavar="4M", help="tokens per step; K is 1024, M is 1024 K")
     add(
         "--pin",
         nargs="+",
         action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help="fields of the layout that are given: tensor=8 remat=full",
+        help="fix fields of the layout: tensor=8 remat=full",
     )
-    add("--max_memory", default="", metavar="70GB", help="of a device, for a program")
+    add("--max_memory", default="", metavar="70GB", help="memory per device that a plan may use")
     add("--top", type=int, default=10, metavar="N", help="plans to show")
     add(
         "--why_not",
         default="",
         metavar="tensor=4,pipeline=8",
-        help="what keeps such a layout from being best, and the smallest change",
+        help="why such a layout is not best or does not fit, and the smallest change",
     )
     add(
         "--compare",
         nargs=2,
         default=[],
         metavar=("A", "B"),
-        help="two plans, by their rank or as tensor=4,pipeline=8, term by term",
+        help="two plans term by term, by rank in the table or as tensor=4,pipeline=8",
     )
-    add("--write", type=path, metavar="FILE", help="a config of the best plan, which trains")
-    add("--report", type=path, metavar="FILE", help="a page with tables and pictures")
+    add("--write", type=path, metavar="FILE", help="write a config that trains with the best plan")
+    add("--report", type=path, metavar="FILE", help="write an HTML page with tables and figures")
     add("--prove", type=int, default=0, metavar="N", help="compile the best N plans")
-    add("--topology", default="", metavar="NAME", help="the machine to compile for: h100:64x8")
-    add("--validate", default="", metavar="CSV", help="score the formulas on measured runs")
+    add("--topology", default="", metavar="NAME", help="the topology to compile for: h100:64x8")
+    add("--validate", default="", metavar="CSV", help="score predictions against measured runs")
     add(
         "--measure",
         action="store_true",
-        help="try layouts on the devices at hand, each in a process of its own",
+        help="time layouts on the local devices, each in its own process",
     )
-    add("--trials", type=int, default=40, metavar="N", help="to measure, those before included")
-    add("--storage", type=path, metavar="FILE.db", help="of the trials; a search goes on from it")
-    add("--trial_seconds", type=float, default=600, metavar="S", help="that a trial may take")
-    add("--json", type=path, metavar="FILE", help="write the numbers there")
+    add(
+        "--trials",
+        type=int,
+        default=40,
+        metavar="N",
+        help="number of trials, earlier ones included",
+    )
+    add(
+        "--storage",
+        type=path,
+        metavar="FILE.db",
+        help="database of trials; a search resumes from it",
+    )
+    add("--trial_seconds", type=float, default=600, metavar="S", help="time limit of a trial")
+    add("--json", type=path, metavar="FILE", help="write the numbers to a file")
     return parser
 
 
@@ -176,7 +191,7 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def split_pins(text: str) -> list[str]:
-    """Cuts at the commas that come before a key, for a value may have commas of its own."""
+    """Splits at the commas before a key: a value may have commas of its own."""
     return re.split(r",(?=\w+=)", text)
 
 
@@ -209,22 +224,22 @@ def parse_tokens(text: str) -> int:
 
 
 def _named(answer: RankedPlans, name: str) -> Plan:
-    """A plan by its rank in the table, or the best of those with some settings."""
+    """A plan by its rank in the table, or the best one with the given settings."""
     if name.isdecimal():
         if not 1 <= int(name) <= len(answer.plans):
-            raise ValueError(f"--compare {name}: there are plans 1 to {len(answer.plans)}")
+            raise ValueError(f"--compare {name}: the table has plans 1 to {len(answer.plans)}")
         return answer.plans[int(name) - 1]
     pins = {**answer.query.pins, **parse_pins(split_pins(name))}
     query = dataclasses.replace(answer.query, pins=pins)
     check_pins(query)
     found = search_layouts(query, 1)
     if not found.layouts:
-        raise ValueError(f"--compare {name}: no such layout fits; --why_not {name} says why")
+        raise ValueError(f"--compare {name}: no such layout fits; see --why_not {name}")
     return predict_plan(query, found.layouts[0])
 
 
 def as_json(answer: RankedPlans) -> dict[str, Any]:
-    """Numbers of an answer for a program."""
+    """The ranking for a program."""
     model = answer.query.planned_model
     return {
         "params": model.num_params,
@@ -262,7 +277,7 @@ def _plan_json(one: Plan, tokens: float) -> dict[str, Any]:
 
 
 def _prove(answer: RankedPlans, count: int, name: str) -> list[dict[str, Any]]:
-    """Compiles the best plans for the absent hardware; a plan that does not fit is said so."""
+    """Compiles the best plans for hardware that is absent, and compares their memory."""
     from jaxscale.compiled import compile_ahead, topology  # noqa: PLC0415  JAX, for those who ask for it.
 
     with command_line.refusals():
@@ -271,13 +286,13 @@ def _prove(answer: RankedPlans, count: int, name: str) -> list[dict[str, Any]]:
     rows = [("", "predicted", "compiled", "error", "verdict")]
     proved = []
     for number, one in enumerate(answer.plans[:count], 1):
-        print(f"compiling plan {number} for {name} ...", flush=True)
+        print(f"compiling plan {number} for {name}", flush=True)
         try:
             compiled = compile_ahead.compile_for(one.config, name)
         except ModuleNotFoundError as error:
             command_line.refuse(str(error))
         except ValueError as error:
-            # Such as offloading: the compiler for absent GPUs knows of no host memory.
+            # Such as offloading: the compiler for absent GPUs has no host memory space.
             rows.append((str(number), gigabytes(one.memory_bytes), "-", "-", str(error)))
             proved.append(
                 {
@@ -312,10 +327,10 @@ def _prove(answer: RankedPlans, count: int, name: str) -> list[dict[str, Any]]:
 
 
 def topology_name(query: Query) -> str:
-    """The name by which `topology` knows a cluster.
+    """The topology to compile for on a cluster.
 
     Raises:
-      ValueError: it knows none; says how to give one.
+      ValueError: there is none; says how to give one.
     """
     from jaxscale.compiled.topology import topology_kinds  # noqa: PLC0415
 
@@ -323,8 +338,8 @@ def topology_name(query: Query) -> str:
     plain = cluster.name.lower().removeprefix("tpu").removesuffix("-sxm")
     if plain not in known:
         raise ValueError(
-            f"no compiler is known for {cluster.name}; give the nearest machine that there is one "
-            f"for, as --topology h100:64x8 (kinds: {', '.join(known)})"
+            f"there is no compiler target for {cluster.name}; give a similar one, such as "
+            f"--topology h100:64x8 (kinds: {', '.join(known)})"
         )
     if cluster.torus:
         return f"{plain}:{'x'.join(map(str, cluster.torus))}"
@@ -340,7 +355,7 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         from jaxscale.autotune import run  # noqa: PLC0415
     except ModuleNotFoundError as error:
         command_line.refuse(
-            f"--measure needs a package more: uv sync --inexact --extra measure ({error})"
+            f"--measure needs optional packages: uv sync --inexact --extra measure ({error})"
         )
     command_line.log_to_stdout()
     return run.measure(options, config, parse_pins(options.pin))

@@ -1,4 +1,4 @@
-"""`jaxscale.plan`: the best layouts of a model on a cluster."""
+"""`jaxscale.plan_layouts`: the fastest layouts of a model on a cluster."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def plan_layouts(
     top: int = 10,
     **overrides: Any,
 ) -> RankedPlans:
-    """The best layouts of a model on a cluster, as `jaxscale.plan`.
+    """The fastest layouts of a model on a cluster, by predicted step time.
 
     >>> answer = plan("configs/llama2_7b.py", "H100-SXM", 64, pins={"tensor": 1, "pipeline": 1})
     >>> answer.plans[0].fits
@@ -39,27 +39,27 @@ def plan_layouts(
     4
 
     Args:
-      model: a Config, or a file of one, whose layout is not looked at; or the sizes of a model
-        that this version need not be able to train: a `planner.shape.Shape`, a name of
-        `planner.shapes.NAMED`, or a JSON file of a Shape's fields.
-      hardware: a device of `hardware.csv`, or a file of its columns that describes one.
-      pins: fields of a Layout that shall have these values.
-      max_memory_bytes: of a device; 0 for what it has.
-      batch_tokens: of a step; 0 for what a config says.
-      seq_len: of a model that is no config; 0 for what its shape says.
-      overrides: of the device's figures, as `planner.machine.cluster` takes them.
+      model: a Config or a config file, whose layout is ignored; or the sizes of a model that this
+        version may not be able to train: a `planner.model.shape.ModelShape`, a name of
+        `planner.model.named_models.NAMED`, or a JSON file of a ModelShape's fields.
+      hardware: a device of `hardware.csv`, or a CSV or JSON file of its columns.
+      pins: fixed fields of the layout, such as {"tensor": 8}.
+      max_memory_bytes: per device; 0 for that of the hardware.
+      batch_tokens: per step; 0 for that of the config.
+      seq_len: of a model given by its sizes; 0 for that of its shape.
+      overrides: of the device's figures, as `planner.cost.cluster.make_cluster` takes them.
 
     Raises:
-      ValueError: an unknown model or device, a pin that cannot be, or no layout that fits; says
-        what would.
+      ValueError: an unknown model or device, an impossible pin, or no layout that fits; says what
+        would.
     """
     pins = dict(pins or {})
     asked = resolve_model(model, batch_tokens, seq_len)
     query = Query(asked, make_cluster(hardware, devices, **overrides), pins, max_memory_bytes)
     check_pins(query)
     found = search_layouts(query, top)
-    judged = (rebalance_layers(query, predict_plan(query, one)) for one in found.layouts)
-    plans = sorted(judged, key=lambda one: one.step_seconds)
+    predicted = (rebalance_layers(query, predict_plan(query, one)) for one in found.layouts)
+    plans = sorted(predicted, key=lambda one: one.step_seconds)
     if not plans:
         raise ValueError(nothing_fits(query, found))
     return RankedPlans(query, tuple(plans), found)
@@ -68,11 +68,11 @@ def plan_layouts(
 def resolve_model(
     model: Config | ModelShape | str, batch_tokens: int, seq_len: int
 ) -> Config | SizedModel:
-    """The model and its batch, of any of the ways to say them.
+    """The model with its batch, from a config, a shape, a name or a file.
 
     Raises:
-      ValueError: an unknown name or a shape that cannot be, a batch that is missing or no whole
-        number of sequences, or a length that the config says.
+      ValueError: an unknown name, an impossible shape, a batch that is missing or no whole number
+        of sequences, or a sequence length beside a config.
     """
     name = model if isinstance(model, str) else "the model"
     if isinstance(model, str):
@@ -80,7 +80,7 @@ def resolve_model(
     if isinstance(model, Config):
         if seq_len:
             raise ValueError(
-                f"--seq_len {seq_len} is of a --model; a config says data.seq_len: set "
+                f"--seq_len {seq_len} goes with --model; for a config set "
                 f"--config.data.seq_len={seq_len}"
             )
         return with_batch(model, batch_tokens)
@@ -88,17 +88,17 @@ def resolve_model(
     check_shape(shape, name)
     if not batch_tokens:
         raise ValueError(
-            "--batch_tokens is missing: sizes of a model do not say how many tokens a step has, "
-            "such as --batch_tokens 4M"
+            "--batch_tokens is missing: a model given by its sizes has no batch; set for example "
+            "--batch_tokens 4M"
         )
     return SizedModel(shape, whole_sequences(batch_tokens, shape.seq_len, "seq_len"), name)
 
 
 def with_batch(config: Config, batch_tokens: int) -> Config:
-    """The config with a step of so many tokens.
+    """The config with `batch_tokens` tokens per step.
 
     Raises:
-      ValueError: they are not whole sequences; names the nearest that are.
+      ValueError: they are no whole number of sequences; names the nearest that is.
     """
     if not batch_tokens:
         return config
@@ -108,7 +108,7 @@ def with_batch(config: Config, batch_tokens: int) -> Config:
 
 
 def whole_sequences(batch_tokens: int, seq_len: int, name: str) -> int:
-    """How many sequences a step of so many tokens has.
+    """Sequences of a step of `batch_tokens` tokens.
 
     Raises:
       ValueError: as `with_batch`.
@@ -117,7 +117,7 @@ def whole_sequences(batch_tokens: int, seq_len: int, name: str) -> int:
     if rest or not sequences:
         near = max(1, round(batch_tokens / seq_len))
         raise ValueError(
-            f"--batch_tokens {batch_tokens} is no whole number of sequences of {name} = "
+            f"--batch_tokens {batch_tokens} is not a whole number of sequences of {name} = "
             f"{seq_len}; the nearest is {near * seq_len}, {near} sequences"
         )
     return sequences

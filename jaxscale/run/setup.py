@@ -91,9 +91,9 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
     device = jax.devices()[0]
     plan = choose_layout(config, device.device_kind, device.platform, jax.device_count())
     log.info(
-        f"layout = 'auto' takes {layout_text(plan.layout)}: by formula a step of "
-        f"{plan.step_seconds:.4g} s and {gigabytes(plan.memory_bytes)} of "
-        f"{gigabytes(plan.limit_bytes)} on each device"
+        f"layout = 'auto' takes {layout_text(plan.layout)}: predicted {plan.step_seconds:.4g} s "
+        f"per step and {gigabytes(plan.memory_bytes)} of "
+        f"{gigabytes(plan.limit_bytes)} per device"
     )
     return plan.config
 

@@ -1,4 +1,4 @@
-"""What one device computes in a layer, and in the head, for one micro-batch.
+"""Compute seconds of one device in a layer, and in the head, for one micro-batch.
 
 Letters: T tokens of a micro-batch on a device, D d_model, H heads, K kv_heads, E head_dim, F d_ff,
 V vocab, t ranks of tensor.
@@ -25,10 +25,10 @@ KERNELS = {
     "expert": (2, 4),
     "quantised": (6, 10),
 }
-"""Kernels of a layer's two passes in an eager trainer: projections, core, norms, residual, bias,
-dropout and activation; experts add routing and permutation, of which those between exchange and
-exchange are left where all else is recorded; and each expert of a device its products, with the
-casts and transposes of their operands where these are quantised."""
+"""Kernel launches of a layer's forward and backward pass in an eager trainer: projections,
+attention, norms, residual, bias, dropout and activation; experts add routing and permutation
+("between": those between the all-to-alls, which stay outside CUDA graphs); each local expert adds
+its matmuls, with casts and transposes of quantised operands."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ComputeSeconds:
     matmul: Floats = 0.0
     attention: Floats = 0.0
     elementwise: Floats = 0.0
-    waiting: Floats = 0.0  # for a host that cannot launch kernels as fast as they run
+    waiting: Floats = 0.0  # for a host that launches kernels slower than they run
 
     @property
     def seconds(self) -> Floats:
@@ -55,12 +55,12 @@ class ComputeSeconds:
 
 @dataclass(frozen=True)
 class LayerCompute:
-    """A mean layer, and the head, of one micro-batch."""
+    """An average layer, and the head, for one micro-batch."""
 
     forward: ComputeSeconds
-    backward_input: ComputeSeconds  # B: what the layers before wait for
+    backward_input: ComputeSeconds  # B
     backward_weights: ComputeSeconds  # W
-    recompute: ComputeSeconds  # R: what the remat policy repeats
+    recompute: ComputeSeconds  # R, by the remat policy
     head_forward: ComputeSeconds
     head_backward: ComputeSeconds
 
@@ -70,7 +70,7 @@ class LayerCompute:
 
 
 def layer_compute(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> LayerCompute:
-    """The computation of a mean layer; an encoder's layers are spread over the decoder's."""
+    """The compute of an average layer; an encoder's layers are spread over the decoder's."""
     tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
     forward, inputs, weights = matmul_pass_seconds(shape, cluster, parallelism, tokens)
     attention = _attention(shape, cluster, parallelism, tokens)
@@ -84,11 +84,11 @@ def layer_compute(shape: ModelShape, cluster: Cluster, parallelism: Parallelism)
         ComputeSeconds(weights, 0.0, elementwise[1] * 0.3),
     ]
     first, second, third = passes
-    ahead = 0.0 if parallelism.traits.blocking else 1.0  # of the device, that a host can run
+    ahead = 0.0 if parallelism.traits.blocking else 1.0  # whether the host runs ahead
     first = replace(first, waiting=np.maximum(0, launches[0] - ahead * first.seconds))
     back = second.seconds + third.seconds
     second = replace(second, waiting=np.maximum(0, launches[1] - ahead * back))
-    # Predictions of later tokens are made where the head is.
+    # Multi-token prediction layers are on the rank of the head.
     each, extra = 1 + shape.extra_predictions, shape.extra_predictions
     head, head_back = (
         _head(shape, cluster, parallelism, tokens, backward=back) * each for back in (False, True)
@@ -106,7 +106,7 @@ def layer_compute(shape: ModelShape, cluster: Cluster, parallelism: Parallelism)
 def _attention(
     shape: ModelShape, cluster: Cluster, parallelism: Parallelism, tokens: Floats
 ) -> tuple:
-    """The core of attention, forward and backward, of a mean layer."""
+    """Core attention and scans, forward and backward, of an average layer."""
     traits, t = parallelism.traits, np.asarray(parallelism.tensor)
     share = shape.attending / shape.layers
     scans = kernels.scan_seconds(cluster, tokens * _scan_flops(shape) / t)
@@ -118,7 +118,7 @@ def _attention(
             both = shape.encoder_layers * source + shape.layers
             core = shape.core_flops(shape.encoder_seq_len)
             flops = flops + tokens * both / shape.layers * core / t
-        # A window is as long as the sequence whose mean query sees as many keys.
+        # A window counts as the sequence whose mean query sees as many keys.
         length = (2 * keys if shape.causal else keys) / np.asarray(parallelism.context)
         seconds = [
             kernels.flash_seconds(cluster, flops, shape.head_dim, traits.attention, back, length)
@@ -129,33 +129,33 @@ def _attention(
 
 
 def _scan_flops(shape: ModelShape) -> float:
-    """Of a token in a mean layer."""
+    """FLOPs of the scan, per token of an average layer."""
     if not shape.mixer:
         return 0.0
     return shape.mixer.layers / shape.layers * (shape.mixer_flops - 2.0 * shape.mixer_params)
 
 
 SCORE_BYTES = (9, 11)
-"""Of an element of the scores besides what the products write: softmax reads and writes, dropout
-reads, writes and keeps a mask; and back (16 bits an element, a fused masked softmax)."""
+"""Bytes per attention score beyond what the matmuls write, forward and backward: softmax reads and
+writes, dropout reads, writes and saves a mask (16 bits, a fused masked softmax)."""
 
 
 def _written_attention(shape, cluster, parallelism, tokens, share) -> tuple:
-    """Attention that writes its scores: batched products, softmax and dropout."""
+    """Unfused attention: batched matmuls, softmax and dropout."""
     heads, s, e = shape.heads / np.asarray(parallelism.tensor), shape.seq_len, shape.head_dim
     batch = tokens * parallelism.context / s * heads
     rows = s / np.asarray(parallelism.context)
     scores = kernels.matmul_seconds(cluster, rows, s, e, batch)
     values = kernels.matmul_seconds(cluster, rows, e, s, batch)
-    products = (scores + values) * (kernels.MISALIGNED if e % 8 else 1.0)
+    matmuls = (scores + values) * (kernels.MISALIGNED if e % 8 else 1.0)
     elements = batch * rows * s
-    forward = products + kernels.memory_seconds(cluster, SCORE_BYTES[0] * elements, plain=True)
-    backward = 2 * products + kernels.memory_seconds(cluster, SCORE_BYTES[1] * elements, plain=True)
+    forward = matmuls + kernels.memory_seconds(cluster, SCORE_BYTES[0] * elements, plain=True)
+    backward = 2 * matmuls + kernels.memory_seconds(cluster, SCORE_BYTES[1] * elements, plain=True)
     return share * forward, share * backward
 
 
 def _waiting(shape: ModelShape, parallelism: Parallelism) -> tuple[Floats, Floats]:
-    """Seconds that a host needs to launch the kernels of a layer's two passes."""
+    """Host seconds to launch the kernels of a layer's forward and backward pass."""
     graph = parallelism.traits.graph
     if not parallelism.traits.eager or graph == "step":
         return 0.0, 0.0
@@ -174,29 +174,29 @@ def _waiting(shape: ModelShape, parallelism: Parallelism) -> tuple[Floats, Float
 def _modules(
     shape: ModelShape, cluster: Cluster, parallelism: Parallelism, forward: ComputeSeconds
 ) -> ComputeSeconds:
-    """What Megatron repeats of a forward pass where it is told modules by name."""
-    again, names = ComputeSeconds(), parallelism.remat.partition(":")[2].split(",")
+    """What Megatron recomputes for `recompute_modules`."""
+    recompute, names = ComputeSeconds(), parallelism.remat.partition(":")[2].split(",")
     if "mla_up_proj" in names and shape.latent:
         rank = shape.latent
         opened = rank.query_rank * (rank.nope_dim + rank.rope_dim)
         opened += rank.kv_rank * (rank.nope_dim + rank.value_dim)
         share = 2.0 * shape.heads * opened * shape.attending / shape.matmul_flops
-        again = again + ComputeSeconds(matmul=forward.matmul * share)
+        recompute = recompute + ComputeSeconds(matmul=forward.matmul * share)
     if "moe" in names and shape.experts:
         rest = replace(shape, experts=0, mlp_layers=shape.dense_layers)
         tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
-        again = again + ComputeSeconds(
+        recompute = recompute + ComputeSeconds(
             matmul=forward.matmul - matmul_pass_seconds(rest, cluster, parallelism, tokens)[0],
             elementwise=forward.elementwise
             - elementwise_seconds(rest, cluster, parallelism, tokens)[0],
         )
-    return again
+    return recompute
 
 
 def _recompute(
     shape: ModelShape, cluster: Cluster, parallelism: Parallelism, forward: ComputeSeconds
 ) -> ComputeSeconds:
-    """What a remat policy repeats of a forward pass."""
+    """What a remat policy recomputes of a forward pass."""
     remat = parallelism.remat
     if remat == "none":
         return ComputeSeconds()
@@ -207,22 +207,22 @@ def _recompute(
     if remat == "save_matmuls":
         return ComputeSeconds(elementwise=forward.elementwise)
     names = remat.partition(":")[2].split(",") if ":" in remat else []
-    products = {
+    matmuls = {
         "query": shape.heads,
         "key": shape.kv_heads,
         "value": shape.kv_heads,
         "attention_out": shape.heads,
     }
-    sizes = {name: 2.0 * shape.d_model * shape.head_dim * n for name, n in products.items()}
+    sizes = {name: 2.0 * shape.d_model * shape.head_dim * n for name, n in matmuls.items()}
     mlp = 2.0 * shape.d_model * shape.d_ff
     if shape.expert_layers:
         mlp = shape.expert_flops / (3 if shape.expert_gated else 2)
     sizes |= {"mlp_up": mlp, "mlp_gate": mlp if shape.gated else 0.0}
-    repeated = sum(size for name, size in sizes.items() if name not in names)
-    # A layer's last product is never repeated: no backward pass needs its result. Where all of a
-    # layer runs again (other trainers), it is.
+    recomputed = sum(size for name, size in sizes.items() if name not in names)
+    # A layer's last matmul is never recomputed, since the backward pass does not need its result;
+    # trainers that recompute whole layers recompute it, too.
     down = mlp if not parallelism.traits.lockstep else 0.0
-    share = (repeated + down) / (sum(sizes.values()) + mlp)
+    share = (recomputed + down) / (sum(sizes.values()) + mlp)
     core = 0.0 if "attention" in names else 1.0
     return ComputeSeconds(
         matmul=forward.matmul * share,
@@ -233,16 +233,16 @@ def _recompute(
 
 
 LOSS_BYTES = {"compiled": (8, 6), "fused": (8, 6), "plain": (24, 14)}
-"""Of a logit besides what the product writes, forward and backward: fused cross entropy reads 16
+"""Bytes per logit beyond what the matmul writes, forward and backward: fused cross entropy reads 16
 bits twice; a plain one casts to 32 bits, subtracts, exponentiates and divides in separate kernels.
 """
 
 
 def _head(shape, cluster, parallelism, tokens, backward: bool) -> ComputeSeconds:
     local = shape.vocab / np.asarray(parallelism.tensor)
-    product = kernels.matmul_seconds(cluster, tokens, local, shape.d_model)
+    matmul = kernels.matmul_seconds(cluster, tokens, local, shape.d_model)
     width = LOSS_BYTES[parallelism.traits.loss][backward]
     return ComputeSeconds(
-        matmul=product * ((1 if parallelism.traits.frozen else 2) if backward else 1),
+        matmul=matmul * ((1 if parallelism.traits.frozen else 2) if backward else 1),
         elementwise=kernels.memory_seconds(cluster, tokens * local * width),
     )

@@ -1,4 +1,4 @@
-"""What a pipeline adds: layers dealt to its ranks, messages, and waiting for each other."""
+"""What a pipeline adds to a step: the split of layers, sends, and the bubble."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,10 @@ Floats = Any  # a float, or float [N]
 
 @dataclass(frozen=True)
 class StageLayers:
-    """How many layers the ranks of a pipeline have."""
+    """Number of layers of pipeline ranks."""
 
-    busiest: Floats  # of a rank in the middle
-    last: Floats  # of the rank that has the head, too
+    busiest: Floats  # of a middle rank
+    last: Floats  # of the rank that also has the head
     total: int
 
     @classmethod
@@ -46,7 +46,7 @@ class PipelineOverhead:
 
 
 CLOSED_FORMS = ("gpipe", "1f1b", "interleaved", "breadth_first")
-"""Schedules whose time follows from their depth where no rank waits for another's tick."""
+"""Schedules with a closed form for their time where ranks do not run in lockstep."""
 
 
 def pipeline_overhead(
@@ -69,17 +69,15 @@ def pipeline_overhead(
         return PipelineOverhead(0.0, 0.0, head_here)
     each = 0.0 if parallelism.traits.overlap_pipeline else 2 * sent.message * v
     if parallelism.traits.lockstep or parallelism.schedule not in CLOSED_FORMS:
-        total = _played(
+        total = _table_seconds(
             parallelism, stage_operation_seconds(stages, parallelism, passes, layer, sent.message)
         )
         total = np.where(p > 1, total, m * busiest)
         return PipelineOverhead(np.maximum(0.0, total - m * busiest), np.zeros(()), head_here)
-    # As soon as possible: the busiest rank works all the time, once the others have filled it.
+    # Without lockstep the busiest rank works all the time once the pipeline is filled.
     other = np.where(head_here == 1, middle, one * stages.total / p)
     turns = (p - 1) / v
-    if (
-        parallelism.schedule == "breadth_first"
-    ):  # ranks wait for a chunk's micro-batches to come round
+    if parallelism.schedule == "breadth_first":  # ranks wait for a chunk's micro-batches
         turns = turns + np.maximum(0.0, p - m) * (v - 1) / v
     fill = turns * (other + 2 * sent.message * v)
     return PipelineOverhead(np.where(p > 1, fill, 0.0), np.where(p > 1, m * each, 0.0), head_here)
@@ -88,10 +86,11 @@ def pipeline_overhead(
 def stage_operation_seconds(
     stages: StageLayers, parallelism: Parallelism, passes, layer: LayerCompute, message: Floats
 ) -> table_makespan.OperationSeconds:
-    """Layers are dealt evenly to virtual stages; the last has the head, too.
+    """Seconds of operations with layers split evenly over virtual stages; the last also has the
+    head.
 
-    Every operation of the executor ends with an exchange of messages. What is made again is an
-    operation of its own where that is everything, and part of the input gradient's otherwise.
+    Every operation of our executor ends with an exchange of messages. Full recompute is an
+    operation of its own (R); partial recompute is part of B.
     """
     count = int(np.max(np.asarray(parallelism.pipeline) * parallelism.virtual_stages))
     share = stages.total / np.asarray(parallelism.pipeline)  # of a rank
@@ -109,7 +108,7 @@ def stage_operation_seconds(
         return costs
 
     up, down = layer.head_forward.seconds, layer.head_backward.seconds
-    # Our last stage makes the loss and its gradients all at once, when it turns.
+    # Our last stage computes the loss and its gradients in one operation.
     f, b, w = (0.0, up + down, 0.0) if parallelism.traits.lockstep else (up, down / 2, down / 2)
     return table_makespan.OperationSeconds(
         f=by_stage("forward", f),
@@ -119,8 +118,8 @@ def stage_operation_seconds(
     )
 
 
-def _played(parallelism: Parallelism, costs: table_makespan.OperationSeconds) -> np.ndarray:
-    """The makespan of each layout's own table."""
+def _table_seconds(parallelism: Parallelism, costs: table_makespan.OperationSeconds) -> np.ndarray:
+    """The makespan of each layout by its table."""
     columns = [parallelism.pipeline, parallelism.microbatches, parallelism.virtual_stages]
     shape = np.broadcast_shapes(*(np.shape(c) for c in columns), costs.f.shape[:-1])
     keys = np.stack([np.broadcast_to(c, shape).ravel() for c in columns], axis=-1).astype(int)

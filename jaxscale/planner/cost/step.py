@@ -1,7 +1,7 @@
-"""Seconds of a step, by what they are spent on: closed forms over arrays of layouts.
+"""Predicted seconds of a step by term, in closed form over arrays of layouts.
 
-Terms are what the busiest rank of the pipeline does, its waiting for others is the bubble, and
-collectives count as far as computation does not hide them.
+Terms are those of the busiest pipeline rank, its idle time is the bubble, and communication counts
+where it is exposed.
 """
 
 from dataclasses import dataclass, field
@@ -28,27 +28,27 @@ from jaxscale.planner.tables import table_makespan
 Floats = Any  # a float, or float [N]
 
 JITTER = 0.0054
-"""Relative deviation of one device's step time; the slowest of N is sqrt(2 ln N) of them behind:
-2 per cent at 1,000 devices, where 1 to 3 are typical."""
+"""Relative standard deviation of a device's step time; the slowest of N devices is sqrt(2 ln N) of
+them late: 2 % at 1,000 devices, where 1 to 3 % are typical."""
 
 END_SECONDS = {True: 8e-3, False: 1e-3}
-"""Of a step that belong to no layer: the sums of losses and norms, the optimizer's kernels, the
-loader. Eager trainers wait for the host several times a step (loss scale, norm, timers)."""
+"""Fixed cost per step: reductions of loss and norm, launches of the optimizer's kernels, the
+loader. Eager trainers synchronise with the host several times a step (loss scale, norm, timers)."""
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of a step by term, floats or float [N]; `hidden` ones are beside these."""
+    """Seconds of a step by term, floats or float [N]; `hidden` seconds are overlapped with them."""
 
     matmul: Floats
     attention: Floats
     elementwise: Floats
-    waiting: Floats  # for the host to launch kernels
+    waiting: Floats  # for kernel launches
     recompute: Floats
     tensor: Floats
     context: Floats
     expert: Floats
-    pipeline: Floats  # messages
+    pipeline: Floats  # sends
     fsdp: Floats
     data: Floats
     bubble: Floats
@@ -60,7 +60,7 @@ class StepSeconds:
 
     @property
     def terms(self) -> dict[str, Floats]:
-        """All that adds up to the step, by name."""
+        """The terms that add up to the step, by name."""
         return {name: value for name, value in vars(self).items() if name != "hidden"}
 
     @property
@@ -72,12 +72,11 @@ class StepSeconds:
 def step_cost(
     shape: ModelShape, cluster: Cluster, parallelism: Parallelism, *, waits: bool = True
 ) -> StepSeconds:
-    """What a step takes.
+    """Predicted seconds of a step.
 
     Args:
-      parallelism: one layout or arrays of them; not checked for what a model or cluster can do.
-      waits: False leaves out what ranks of a pipeline wait for each other: the step takes no less,
-        and no table is needed to say so.
+      parallelism: one layout or arrays of them; not checked against model and cluster.
+      waits: False leaves out the pipeline bubble, for a lower bound that needs no table.
 
     Returns:
       Terms whose sum is the step.
@@ -96,7 +95,7 @@ def step_cost(
     hidden = {name: m * layers * seconds for name, seconds in beside.items()} | more
     work = passes["forward"].work + passes["input"].work + passes["weights"].work
     head = (layer.head_forward + layer.head_backward) * pipe.head_here
-    again = passes["recompute"]
+    recompute = passes["recompute"]
     optimizer = optimizer_seconds(shape, cluster, parallelism)
     host = offload_seconds(shape, cluster, parallelism, passes, stages)
     accumulate = accumulate_seconds(shape, cluster, parallelism)
@@ -109,7 +108,7 @@ def step_cost(
         "attention": m * (layers * work.attention + head.attention),
         "elementwise": m * (layers * work.elementwise + head.elementwise) + accumulate,
         "waiting": m * (layers * work.waiting + head.waiting),
-        "recompute": m * layers * again.work.seconds,
+        "recompute": m * layers * recompute.work.seconds,
         "tensor": communication("tensor"),
         "context": communication("context"),
         "expert": communication("expert"),
@@ -131,7 +130,7 @@ def step_cost(
 def operation_seconds(
     shape: ModelShape, cluster: Cluster, parallelism: Parallelism
 ) -> table_makespan.OperationSeconds:
-    """What the operations of a pipeline cost, as `ticks.makespan` wants them.
+    """Seconds of the operations of a pipeline, for `table_makespan.makespan`.
 
     Returns:
       Float [..., virtual stages] each, in seconds of a rank's whole share of the model.

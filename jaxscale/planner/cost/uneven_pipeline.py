@@ -1,7 +1,7 @@
-"""Seconds of pipelines whose layers are dealt as the engine deals them.
+"""Step time of pipelines with any split of the layers over stages.
 
-The closed forms of `cost` deal a model evenly, which no table can where layers do not divide, and
-which leaves the head to one stage. Here the real table is played with what each stage really has.
+The closed forms of `step_cost` split the layers evenly. Here the table of the schedule is simulated
+with the layers that each stage really has.
 """
 
 from collections.abc import Sequence
@@ -30,18 +30,18 @@ BUSIEST_RANK_TERMS = (
     "context",
     "expert",
 )
-"""Terms that are what the busiest rank of a pipeline does itself."""
+"""Terms that the busiest pipeline rank spends working."""
 
 
 @dataclass(frozen=True)
 class UnevenPipelineCost:
-    """Of N pipelines: what a step takes beside its table, and what the table is made of."""
+    """Cost model of N pipelines: seconds of operations for the table, and seconds outside it."""
 
-    seconds: StepSeconds  # with ranks that never wait
-    late: np.ndarray  # stragglers, relative to all else
-    others: np.ndarray  # terms that are not the table's
-    layer: table_makespan.OperationSeconds  # [N, 1]: of a rank's even share of the layers
-    head: table_makespan.OperationSeconds  # [N, 1]: what the last stage has beside
+    seconds: StepSeconds  # without a bubble
+    late: np.ndarray  # stragglers, relative to the other terms
+    others: np.ndarray  # seconds outside the table
+    layer: table_makespan.OperationSeconds  # [N, 1]: of an even share of the layers
+    head: table_makespan.OperationSeconds  # [N, 1]: extra cost of the last stage
     shape: ModelShape
     parallelism: Parallelism
 
@@ -49,7 +49,7 @@ class UnevenPipelineCost:
     def of(
         cls, shape: ModelShape, cluster: Cluster, parallelism: Parallelism
     ) -> "UnevenPipelineCost":
-        """Of pipelines whose texts are the same."""
+        """Of pipelines whose string settings are equal."""
         seconds = step_cost(shape, cluster, parallelism, waits=False)
         terms, total = seconds.terms, np.atleast_1d(seconds.step_seconds)
         stragglers = np.atleast_1d(terms["stragglers"])
@@ -66,8 +66,7 @@ class UnevenPipelineCost:
         )
 
     def bound(self) -> np.ndarray:
-        """float [N], seconds that no dealing and no schedule can be faster than: all ranks work
-        all the time."""
+        """float [N], a lower bound in seconds for any split and schedule: no rank ever idles."""
         ranks = np.atleast_1d(np.asarray(self.parallelism.pipeline, float))
         chunks = np.atleast_1d(np.asarray(self.parallelism.virtual_stages, float))
         layer = sum(one[:, 0] for one in self.layer)
@@ -76,10 +75,10 @@ class UnevenPipelineCost:
         return (self.others + work) * (1 + self.late)
 
     def costs(self, rows: Any, layers: Any) -> table_makespan.OperationSeconds:
-        """Costs of stages of some rows.
+        """Seconds of operations by stage, of some rows.
 
         Args:
-          layers: int [..., stages].
+          layers: int [..., stages], the layers of each stage.
         """
         layers = np.asarray(layers)
         share = layers * layers.shape[-1] / self.shape.layers
@@ -89,28 +88,28 @@ class UnevenPipelineCost:
         )
 
     def makespan(self, rows: Any, spec: TableSpec, layers: Any) -> np.ndarray:
-        """float [rows], seconds of the table; or [...] of the dealings of one row."""
+        """float [rows], seconds of the table; or [...] for several splits of one row."""
         return table_makespan.makespan(spec, self.costs(rows, layers))
 
     def step_seconds(
-        self, pipelines: Sequence[TableSpec], layers: Sequence[Layers], place: np.ndarray
+        self, specs: Sequence[TableSpec], layers: Sequence[Layers], index: np.ndarray
     ) -> np.ndarray:
         """float [N], seconds of a step.
 
         Args:
-          layers: of each pipeline.
-          place: int [N], the pipeline of each row.
+          layers: of each spec.
+          index: int [N], the spec of each row.
         """
-        tables = np.zeros(len(place))
-        for n, (spec, dealt) in enumerate(zip(pipelines, layers)):
-            rows = np.flatnonzero(place == n)
+        tables = np.zeros(len(index))
+        for n, (spec, split) in enumerate(zip(specs, layers)):
+            rows = np.flatnonzero(index == n)
             if len(rows):
-                tables[rows] = self.makespan(rows, spec, dealt)
+                tables[rows] = self.makespan(rows, spec, split)
         return (self.others + tables) * (1 + self.late)
 
     def terms(self, spec: TableSpec, layers: Layers) -> dict[str, float]:
-        """Of the only row: what the busiest rank does itself is scaled to what it has, and its
-        waiting is the rest."""
+        """Terms of a single row: the work of the busiest rank is scaled to its layers, and its idle
+        time is the bubble."""
         table = float(self.makespan([0], spec, layers)[0])
         costs, share = self.costs([0], layers), recomputed_share(spec)
         costs = costs._replace(r=share * np.asarray(costs.r))
@@ -125,21 +124,21 @@ class UnevenPipelineCost:
 
 
 def recomputed_share(spec: TableSpec) -> float:
-    """The share of its passes that the rank recomputes which recomputes most."""
+    """The largest share of passes that a rank recomputes."""
     if not spec.keep:
         return 1.0
     ops = table_makespan.pipeline_table(spec).ops
-    again = np.bincount(ops.rank[ops.kind == R])
-    return float(again.max() / (spec.virtual_stages * spec.microbatches))
+    counts = np.bincount(ops.rank[ops.kind == R])
+    return float(counts.max() / (spec.virtual_stages * spec.microbatches))
 
 
 def busiest_rank_seconds(spec: TableSpec, costs: table_makespan.OperationSeconds) -> float:
-    """Seconds of one micro-batch on the rank that has most to do.
+    """Seconds of one micro-batch on the busiest rank.
 
     Args:
       costs: float [1, stages] each.
     """
-    # Where stages live does not depend on what is done with them.
+    # The placement of stages does not depend on micro-batches or recompute.
     order = table_makespan.pipeline_table(
         TableSpec(spec.schedule, spec.ranks, 2 * spec.ranks, spec.virtual_stages)
     ).order

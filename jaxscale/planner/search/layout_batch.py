@@ -1,4 +1,4 @@
-"""Many layouts at once: the numbers are arrays, the texts are common to all."""
+"""A batch of layouts: integer settings are arrays, string settings are common to all."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ INTEGER_FIELDS = (
 
 @dataclass(frozen=True)
 class LayoutBatch:
-    """The fields of `Layout`; each number an int, or int [N]. Nothing is checked."""
+    """N layouts: the fields of `Layout`, each integer an int or int [N]. Nothing is checked."""
 
     pipeline: Ints = 1
     data: Ints = 1
@@ -53,7 +53,7 @@ class LayoutBatch:
         return max(np.size(getattr(self, name)) for name in INTEGER_FIELDS)
 
     def take(self, index: Any) -> "LayoutBatch":
-        """Those of an index, or of a mask."""
+        """The layouts of an index or a mask."""
         count = len(self)
         taken: dict[str, Any] = {
             name: np.broadcast_to(getattr(self, name), (count,))[index]
@@ -63,7 +63,7 @@ class LayoutBatch:
         return dataclasses.replace(self, **taken)
 
     def layout(self, n: int) -> Layout:
-        """The n-th of them.
+        """The n-th layout.
 
         Raises:
           ValueError: `Layout` refuses its fields.
@@ -75,21 +75,21 @@ class LayoutBatch:
 
 
 def stack_layouts(layouts: list[Layout]) -> LayoutBatch:
-    """Layouts whose texts are the same."""
-    texts: dict[str, Any] = {
+    """A batch of layouts whose string settings are equal."""
+    common: dict[str, Any] = {
         field.name: getattr(layouts[0], field.name)
         for field in dataclasses.fields(Layout)
         if field.name not in INTEGER_FIELDS
     }
-    numbers: dict[str, Any] = {
+    integers: dict[str, Any] = {
         name: np.array([getattr(one, name) for one in layouts]) for name in INTEGER_FIELDS
     }
-    return LayoutBatch(**texts, **numbers)
+    return LayoutBatch(**common, **integers)
 
 
 @dataclass(frozen=True)
-class _Configs:
-    """A config with many layouts, as far as the formulas of memory look."""
+class _ConfigBatch:
+    """A config with a batch of layouts: the fields that the memory formulas read."""
 
     model: Any
     data: Any
@@ -105,11 +105,11 @@ def batch_memory(
     *,
     own_host: bool,
 ) -> Memory:
-    """`memory.memory` of a config with a layout, or with many: fields are int, or int [N].
+    """`memory.step.step_memory` of a config with one layout or a batch: fields are int, or int [N].
 
     Args:
-      buffers: of ranks of pipelines; None where there are none.
+      buffers: of a pipeline's busiest rank; None without a pipeline.
     """
-    many: Any = _Configs(config.model, config.data, config.optimizer, layouts)
+    many: Any = _ConfigBatch(config.model, config.data, config.optimizer, layouts)
     buffers = buffers or RankBuffers(rows=config.model.num_layers)
     return step_memory(many, back_end, own_host=own_host, buffers=buffers)

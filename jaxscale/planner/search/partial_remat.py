@@ -1,10 +1,10 @@
-"""Pipelines between recomputing every pass and keeping all: as many are kept as there is room for.
+"""Partial recompute in pipelines: `remat = "keep:N"`, with the largest N that fits.
 
-How many that is differs from layout to layout, so it is found for each by itself, where no policy
-that many have in common could say it: by closed forms first, and of those that look best by the
-table itself. Memory that the early ranks fill the later ones would leave unused; here each keeps
-what it can (`pipeline.orders.keep_passes`), which is what a policy for each stage is good for
-(Mist, EuroSys 2025).
+With "full" every pass through a chunk is recomputed, with "none" each keeps its activations; with
+"keep:N" a rank keeps those of N passes at a time and recomputes the others. The best N differs
+between layouts, so it is found for each one: first by closed forms, then, for the most promising,
+by simulating the table. Early ranks of a pipeline hold the most activations; a policy per stage
+uses the memory that late ranks would leave idle (Mist, EuroSys 2025).
 """
 
 import dataclasses
@@ -24,19 +24,20 @@ from jaxscale.planner.search.space import Query
 from jaxscale.planner.tables.pipeline_slots import RankBuffers
 
 MAX_SIMULATED = 48
-"""Tables that are played, of those that could be best."""
+"""Tables that are simulated, the most promising first."""
 
-Timed = tuple[float, Layout]  # seconds of a step
+TimedLayout = tuple[float, Layout]  # seconds of a step
 
 
 def search_partial_remat(
-    query: Query, recomputed: list[LayoutBatch], best: list[Timed], top: int
-) -> list[Timed]:
-    """The best with, among them, layouts that keep passes and are faster than the slowest.
+    query: Query, recomputed: list[LayoutBatch], best: list[TimedLayout], top: int
+) -> list[TimedLayout]:
+    """The best layouts, with those that recompute some passes and rank among them.
 
     Args:
-      recomputed: pipelines with remat "full", those of common texts together.
-      top: how many are wanted.
+      recomputed: layouts with a pipeline and remat "full", those with equal string settings
+        together.
+      top: how many layouts are wanted.
     """
     found = list(best)
 
@@ -50,32 +51,32 @@ def search_partial_remat(
     for seconds, keep, layout in guesses[:MAX_SIMULATED]:
         if seconds > limit():
             break
-        played = _play(query, layout, keep)
-        found = sorted([*found, *played], key=lambda one: one[0])
+        simulated = _simulate(query, layout, keep)
+        found = sorted([*found, *simulated], key=lambda one: one[0])
     return found
 
 
 def _guesses(
     query: Query, layouts: LayoutBatch, limit_seconds: float
 ) -> Iterator[tuple[float, int, Layout]]:
-    """Seconds, passes to keep, and the layout that recomputes all of them; of those that could be
-    faster than a limit, that fit so, and that do not fit when nothing is recomputed."""
+    """Estimated seconds, passes to keep, and the layout that recomputes every pass; of layouts that
+    could beat the limit, fit with some passes kept, and do not fit with all of them kept."""
     kept = dataclasses.replace(layouts, remat="none")
     fast = uneven_cost(query, kept).bound() < limit_seconds
     if not fast.any():
         return
     layouts, kept = layouts.take(fast), kept.take(fast)
-    # Of the tables without R most are known by now: they leave fewer to be made.
-    dealt_kept = make_pipelines(query.planned_model, kept)
-    quick = batch_step_seconds(query, kept, dealt_kept)
-    hopeful = (quick < limit_seconds) & ~_fits(query, kept, batch_buffers(dealt_kept))
+    # The tables without recompute are cached already: they leave fewer to build.
+    kept_pipelines = make_pipelines(query.planned_model, kept)
+    quick = batch_step_seconds(query, kept, kept_pipelines)
+    hopeful = (quick < limit_seconds) & ~_fits(query, kept, batch_buffers(kept_pipelines))
     if not hopeful.any():
         return
     layouts, quick = layouts.take(hopeful), quick[hopeful]
-    dealt = make_pipelines(query.planned_model, layouts)
+    pipelines = make_pipelines(query.planned_model, layouts)
     least, most = (
-        batch_buffers(dealt),
-        batch_buffers(dealt_kept._replace(place=dealt_kept.place[hopeful])),
+        batch_buffers(pipelines),
+        batch_buffers(kept_pipelines.take(hopeful)),
     )
 
     def fits(keep: np.ndarray) -> np.ndarray:
@@ -89,13 +90,13 @@ def _guesses(
         return _fits(query, layouts, buffers)
 
     in_flight = np.asarray(most.residual_w)
-    # With all but one kept, that one would need as much room as keeping it, too.
+    # Recomputing a single pass needs as much memory as keeping it.
     low, high = np.zeros(len(layouts), int), np.maximum(in_flight - 2, 0)
     while (low < high).any():
         middle = (low + high + 1) // 2
         roomy = fits(middle)
         low, high = np.where(roomy, middle, low), np.where(roomy, high, middle - 1)
-    slow = batch_step_seconds(query, layouts, dealt)
+    slow = batch_step_seconds(query, layouts, pipelines)
     seconds = quick + (1 - low / in_flight) * (slow - quick)
     wanted = (low > 0) & fits(low) & (seconds < limit_seconds)
     for n in np.flatnonzero(wanted):
@@ -108,12 +109,12 @@ def _fits(query: Query, layouts: LayoutBatch, buffers: RankBuffers) -> np.ndarra
     return np.broadcast_to(fits, (len(layouts),))
 
 
-def _play(query: Query, layout: Layout, keep: int) -> list[Timed]:
-    """With as many passes kept as the real table leaves room for; [] where that is none."""
+def _simulate(query: Query, layout: Layout, keep: int) -> list[TimedLayout]:
+    """The layout with the most passes kept that fit by the real table; [] where none does."""
     for passes in range(keep, 0, -1):
         one = dataclasses.replace(layout, remat=f"keep:{passes}")
         layouts = stack_layouts([one])
-        dealt = make_pipelines(query.planned_model, layouts)
-        if _fits(query, layouts, batch_buffers(dealt)).all():
-            return [(float(batch_step_seconds(query, layouts, dealt)[0]), one)]
+        pipelines = make_pipelines(query.planned_model, layouts)
+        if _fits(query, layouts, batch_buffers(pipelines)).all():
+            return [(float(batch_step_seconds(query, layouts, pipelines)[0]), one)]
     return []

@@ -1,4 +1,7 @@
-"""Many pipelines at once: the layers of each, what their ranks hold, and how long a step takes."""
+"""Pipelines of a batch of layouts: the layers of each stage, a rank's buffers, and the step time.
+
+Layouts that differ in other axes share their table, so each distinct pipeline is worked out once.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -22,53 +25,60 @@ from jaxscale.planner.tables.table_makespan import TableSpec
 
 
 class PipelineBatch(NamedTuple):
-    """Layers of many pipelines."""
+    """The distinct pipelines of N layouts."""
 
-    pipelines: list[TableSpec]  # K that differ
-    layers: list[tuple[int, ...]]  # of each of them, the layers of each virtual stage
-    place: np.ndarray  # int [N], which of them each layout has
+    specs: list[TableSpec]
+    layers: list[tuple[int, ...]]  # of each spec, the layers of each virtual stage
+    index: np.ndarray  # int [N], the spec of each layout
+
+    def take(self, mask: np.ndarray) -> "PipelineBatch":
+        """Those of some layouts."""
+        return self._replace(index=self.index[mask])
 
 
 def make_pipelines(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> PipelineBatch:
-    """The layers of every pipeline: of each of its numbers of ranks, chunks and micro-batches."""
+    """The pipelines, one for each combination of ranks, micro-batches and virtual stages."""
     name, fused, given = parse_schedule(layouts.schedule)
     keep = kept_passes(layouts.remat)
     columns = [
         np.broadcast_to(getattr(layouts, field), (len(layouts),))
         for field in ("pipeline", "microbatches", "virtual_stages")
     ]
-    numbers, place = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    pipelines = [TableSpec(name, p, m, v, fused, keep) for p, m, v in numbers.tolist()]
+    distinct, index = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    specs = [TableSpec(name, p, m, v, fused, keep) for p, m, v in distinct.tolist()]
     layers = [
-        given or default_stage_layers(one, model.shape.layers, model.head_cost) for one in pipelines
+        given or default_stage_layers(spec, model.shape.layers, model.head_cost) for spec in specs
     ]
-    return PipelineBatch(pipelines, layers, place.reshape(-1))
+    return PipelineBatch(specs, layers, index.reshape(-1))
 
 
-def batch_buffers(dealt: PipelineBatch) -> RankBuffers:
-    """What a rank holds in each of the pipelines."""
-    each = [busiest_rank_buffers(*one) for one in zip(dealt.pipelines, dealt.layers)]
+def batch_buffers(pipelines: PipelineBatch) -> RankBuffers:
+    """The buffers of the busiest rank; fields are int [N]."""
+    each = [busiest_rank_buffers(*one) for one in zip(pipelines.specs, pipelines.layers)]
     return RankBuffers(
         **{
-            field.name: np.array([getattr(one, field.name) for one in each])[dealt.place]
+            field.name: np.array([getattr(one, field.name) for one in each])[pipelines.index]
             for field in dataclasses.fields(RankBuffers)
         }
     )
 
 
 def batch_step_seconds(
-    query: Query, layouts: LayoutBatch, dealt: PipelineBatch | None
+    query: Query, layouts: LayoutBatch, pipelines: PipelineBatch | None
 ) -> np.ndarray:
-    """float [N]."""
-    if dealt:
-        return uneven_cost(query, layouts).step_seconds(*dealt)
+    """float [N], predicted seconds of a step.
+
+    Args:
+      pipelines: None for layouts without a pipeline.
+    """
+    if pipelines:
+        return uneven_cost(query, layouts).step_seconds(*pipelines)
     parallelism = Parallelism.of(layouts, query.planned_model.sequences)
-    return np.broadcast_to(
-        step_cost(query.shape, query.cluster, parallelism).step_seconds, (len(layouts),)
-    )
+    seconds = step_cost(query.shape, query.cluster, parallelism).step_seconds
+    return np.broadcast_to(seconds, (len(layouts),))
 
 
 def uneven_cost(query: Query, layouts: LayoutBatch) -> UnevenPipelineCost:
-    """Of pipelines, what their seconds are made of."""
+    """The cost model of layouts with a pipeline."""
     parallelism = Parallelism.of(layouts, query.planned_model.sequences)
     return UnevenPipelineCost.of(query.shape, query.cluster, parallelism)

@@ -1,4 +1,4 @@
-"""One layout judged in full: seconds by term, bytes by what they hold, and what follows."""
+"""The prediction for one layout: seconds by term, bytes by what they hold, and what follows."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -26,20 +26,20 @@ from jaxscale.planner.tables.table_makespan import TableSpec, pipeline_table
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout, and what the formulas say of it."""
+    """A layout with its predicted step time and memory."""
 
-    planned_model: TrainableModel | SizedModel  # with the batch that was asked for
+    planned_model: TrainableModel | SizedModel  # with its batch size
     layout: Layout
     cluster: Cluster
     layers: tuple[int, ...]  # of each virtual stage
     seconds: StepSeconds  # floats
-    memory: Memory  # of a device; every rank of a pipeline has the same buffers
-    limit_bytes: float
-    back_end: str  # whose compiler it is
+    memory: Memory  # per device; all ranks of a pipeline have the same buffers
+    limit_bytes: float  # of device memory
+    back_end: str  # "gpu", "tpu" or "cpu"
 
     @property
     def config(self) -> Config:
-        """That of a run.
+        """The config of a run with this layout.
 
         Raises:
           ValueError: this version cannot train the model.
@@ -48,17 +48,17 @@ class Plan:
 
     @property
     def parallelism(self) -> Parallelism:
-        """The layout as the formulas see it."""
+        """The layout as the cost formulas read it."""
         return Parallelism.of(self.layout, self.planned_model.sequences)
 
     @property
     def terms(self) -> dict[str, float]:
-        """Seconds that add up to the step, those of nothing left out."""
+        """Seconds that add up to the step; terms of 0 are left out."""
         return {name: value for name, value in self.seconds.terms.items() if value}
 
     @property
     def hidden(self) -> dict[str, float]:
-        """Seconds of collectives beside computation, not in the step."""
+        """Seconds of communication overlapped with compute, which the step does not include."""
         return {name: value for name, value in self.seconds.hidden.items() if value}
 
     @property
@@ -71,19 +71,19 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: nothing repeated, attention over the keys that a query sees."""
+        """Model FLOPs utilisation: without recompute, attention over visible keys only."""
         return self._utilisation(self.planned_model.flops_per_token)
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilisation: what remat repeats counts too."""
+        """Hardware FLOPs utilisation: recompute counts too."""
         return self._utilisation(
             self.planned_model.hardware_flops_per_token(self.layout.remat, self.recomputed)
         )
 
     @property
     def recomputed(self) -> float:
-        """Of a pipeline's passes, the share that operations of their own make again."""
+        """Share of a pipeline's passes that R operations recompute."""
         if self.layout.pipeline == 1:
             return 0.0
         kind = pipeline_table(TableSpec.of(self.layout)).ops.kind
@@ -91,13 +91,13 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """The peak of a device."""
+        """Peak memory of a device."""
         return int(self.memory.peak)
 
     @property
     def stage_bytes(self) -> list[int]:
-        """What each rank of a pipeline makes use of at its peak. It has room for `memory_bytes`:
-        in one program all have the buffers of the busiest."""
+        """Peak memory that each pipeline rank uses. All allocate `memory_bytes`: they run one
+        program, with the buffers of the busiest rank."""
         if self.layout.pipeline == 1:
             return [self.memory_bytes]
         each = buffers_by_rank(TableSpec.of(self.layout), self.layers)
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """In host memory, for a device."""
+        """Host memory used per device."""
         optimizer = self.memory.host_optimizer if self.layout.offloads("optimizer") else 0
         return int(optimizer + self.memory.host_stash)
 
@@ -117,14 +117,14 @@ class Plan:
         return self.memory_bytes <= self.limit_bytes and self.host_bytes <= HOST_MEMORY_BYTES
 
     def run_cost(self, tokens: float) -> RunCost:
-        """Days, energy and money of a run of so many tokens, failures included."""
+        """Time, energy and cost of a run of `tokens` tokens, failures included."""
         shape = self.planned_model.shape
         per_step = self.planned_model.sequences * shape.seq_len
         return run_cost(shape, self.cluster, self.seconds, per_step, tokens)
 
     @property
     def watts(self) -> float:
-        """That a device draws on average."""
+        """Mean power of a device."""
         return float(mean_watts(self.seconds, self.cluster))
 
     def _utilisation(self, flops_per_token: float) -> float:
@@ -134,7 +134,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class RankedPlans:
-    """What a search found, judged: `plans` are best first."""
+    """The result of `plan_layouts`: plans, best first, and the search behind them."""
 
     query: Query
     plans: tuple[Plan, ...]
@@ -142,10 +142,10 @@ class RankedPlans:
 
 
 def predict_plan(query: Query, layout: Layout) -> Plan:
-    """What the formulas say of a resolved layout that the engine accepts.
+    """Step time and memory of a resolved layout that the engine accepts.
 
     Raises:
-      ValueError: a pipeline that cannot be.
+      ValueError: no such pipeline exists.
     """
     model = query.planned_model
     parallelism = Parallelism.of(layout, model.sequences)
@@ -156,8 +156,8 @@ def predict_plan(query: Query, layout: Layout) -> Plan:
     else:
         pipeline, given = TableSpec.of(layout), parse_schedule(layout.schedule)[2]
         layers = given or default_stage_layers(pipeline, model.shape.layers, model.head_cost)
-        parts = UnevenPipelineCost.of(query.shape, query.cluster, parallelism)
-        seconds, terms = parts.seconds, parts.terms(pipeline, layers)
+        costs = UnevenPipelineCost.of(query.shape, query.cluster, parallelism)
+        seconds, terms = costs.seconds, costs.terms(pipeline, layers)
         buffers = busiest_rank_buffers(pipeline, layers)
     hidden = {name: float(value) for name, value in seconds.hidden.items()}
     needs = model.memory(layout, buffers, query.back_end)

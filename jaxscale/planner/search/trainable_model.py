@@ -1,4 +1,7 @@
-"""A config as the planner asks it: the engine's own checks, and its memory to the byte."""
+"""A model that this version trains, given by a config: the engine's own checks and exact memory.
+
+`SizedModel` is the counterpart for a model given by its sizes alone, with the same interface.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -28,17 +31,17 @@ REMATS = (
     "save:query,key,value,attention,attention_out",
     "offload:query,key,value,attention_out",
 )
-"""The policies that are tried, of the many that a list of names can say."""
+"""Policies that the search tries; a list of names can say many more."""
 
 
 @dataclass(frozen=True)
 class TrainableModel:
-    """A model that the engine trains; `described.Described` is the other kind, of the same face."""
+    """A config's model and batch."""
 
-    config: Config  # its layout is not looked at
+    config: Config  # its layout is ignored
 
     note = ""
-    unsplit = "data.global_batch_size does not split"  # a reason
+    batch_reason = "data.global_batch_size does not split"
 
     @property
     def shape(self) -> ModelShape:
@@ -50,17 +53,17 @@ class TrainableModel:
 
     @property
     def sequences(self) -> int:
-        """Of a step."""
+        """Per step."""
         return self.config.data.global_batch_size
 
     @property
     def run_tokens(self) -> float:
-        """Of the whole run."""
+        """Tokens of the whole run."""
         return self.config.run.steps * self.config.data.tokens_per_step
 
     @property
     def head_cost(self) -> float:
-        """FLOPs of the head over those of a layer, as a step deals its layers by."""
+        """FLOPs of the head over those of a layer."""
         return self.config.model.head_cost(self.config.data.seq_len)
 
     @property
@@ -70,47 +73,46 @@ class TrainableModel:
 
     @property
     def offloads(self) -> tuple[str, ...]:
-        """What to try to keep in host memory."""
+        """Offload policies to try."""
         return OFFLOADS
 
     @property
     def flops_per_token(self) -> float:
-        """`ModelConfig.flops_per_token`: nothing repeated, attention over the keys that a query
-        sees."""
+        """Of training, without recompute, attention over visible keys only."""
         return self.config.model.flops_per_token(self.config.data.seq_len)
 
     def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
-        """With what remat repeats; `recomputed` is the share of a pipeline's passes that operations
-        of their own make again."""
+        """Of training, with recompute; `recomputed` is the share of a pipeline's passes that R
+        operations recompute."""
         return self.config.model.hardware_flops_per_token(
             self.config.data.seq_len, remat=remat, recomputed=recomputed
         )
 
     def with_layout(self, layout: Layout) -> Config:
-        """The config of a run.
+        """The config of a run with a layout.
 
         Raises:
-          ValueError: the model cannot have the layout's remat policy.
+          ValueError: the model does not support the layout's remat policy or axes.
         """
         return dataclasses.replace(self.config, layout=layout)
 
     def check_policies(self, layout: Layout) -> None:
-        """Refuses a remat policy that the model cannot have.
+        """Refuses a remat policy or an axis that the model does not support.
 
         Raises:
-          ValueError: the engine's words.
+          ValueError: the engine's message.
         """
         self.with_layout(Layout(pipeline=layout.pipeline, expert=layout.expert, remat=layout.remat))
 
     def refusal(self, layout: Layout) -> tuple[str, str]:
-        """Why the engine refuses what a layout divides, in a few words and in its own; "" where it
-        does not."""
+        """Why the engine refuses a layout, as a short reason and its message; "" where it does
+        not."""
         try:
             config = self.with_layout(layout)
         except ValueError as error:
             return "not available in this version", str(error)
         for check, reason in (
-            (check_divides, self.unsplit),
+            (check_divides, self.batch_reason),
             (check_sequence, "data.seq_len does not split"),
             (check_parameters, "a dimension of the model does not divide"),
         ):
@@ -132,7 +134,7 @@ class TrainableModel:
 
 
 def check_parameters(config: Config) -> None:
-    """Refuses axes over which a parameter does not divide, as the engine does when it places them.
+    """Refuses axes over which a parameter does not divide, as the engine does when it shards them.
 
     Raises:
       ValueError: names the dimension and the nearest size of the axis.

@@ -1,7 +1,7 @@
-"""What a rank of a pipeline holds, by the real table: its layers, and slots of its buffers.
+"""The buffers of a pipeline rank, by the table of its schedule: layers and slots.
 
-As with the makespans of `ticks`, from a few micro-batches per rank on every further round of them
-adds the same, so that no table needs to be large.
+As with makespans (`table_makespan`), beyond a few micro-batches per rank every further round adds
+the same number of slots, so no table needs to be large.
 """
 
 import functools
@@ -25,10 +25,11 @@ SLOTS = ("residual_b", "residual_w", "cotangent", "input", "inbox")
 
 @dataclass(frozen=True)
 class RankBuffers:
-    """Numbers of one layout, or arrays [N]; the defaults are those without a pipeline."""
+    """Layers and buffer slots of a rank: ints, or int [N]; the defaults are those without a
+    pipeline."""
 
-    rows: Ints  # layers that a rank has room for, over all of its chunks
-    capacity: Ints = 0  # of one chunk
+    rows: Ints  # layers of all chunks, each with the capacity of the largest
+    capacity: Ints = 0  # layers of one chunk
     residual_b: Ints = 0  # slots
     residual_w: Ints = 0
     cotangent: Ints = 0
@@ -37,7 +38,7 @@ class RankBuffers:
 
 
 def busiest_rank_buffers(spec: TableSpec, layers: tuple[int, ...]) -> RankBuffers:
-    """What the busiest rank holds.
+    """Buffers of the busiest rank, which all ranks allocate.
 
     Args:
       layers: of each virtual stage.
@@ -47,7 +48,7 @@ def busiest_rank_buffers(spec: TableSpec, layers: tuple[int, ...]) -> RankBuffer
 
 
 def buffers_by_rank(spec: TableSpec, layers: tuple[int, ...]) -> list[RankBuffers]:
-    """What each rank makes use of, as `hold` has it of the busiest, whose buffers all have."""
+    """Buffers that each rank uses; all allocate those of the busiest."""
     table = pipeline_table(spec)
     slots = count_slots(table)
     return [
@@ -59,10 +60,10 @@ def buffers_by_rank(spec: TableSpec, layers: tuple[int, ...]) -> list[RankBuffer
 
 
 def config_buffers(config: Config) -> RankBuffers:
-    """What a rank of a config's resolved layout holds.
+    """Buffers of a rank for a config with a resolved layout.
 
     Raises:
-      ValueError: the layout's pipeline cannot be.
+      ValueError: no such pipeline exists.
     """
     model, layout = config.model, config.layout
     if layout.pipeline == 1:
@@ -77,7 +78,7 @@ def config_buffers(config: Config) -> RankBuffers:
 
 @functools.lru_cache(maxsize=4096)
 def most_slots(spec: TableSpec) -> dict[str, int]:
-    """The slots of each buffer."""
+    """Slots of each buffer on the rank that has most of them."""
     first, step = spec.settled(), spec.round
     if first is None or spec.microbatches <= first + step:
         counts = count_slots(pipeline_table(spec))
@@ -88,14 +89,14 @@ def most_slots(spec: TableSpec) -> dict[str, int]:
 
 
 def default_stage_layers(spec: TableSpec, num_layers: int, head_cost: float) -> tuple[int, ...]:
-    """The layers of each virtual stage where a layout leaves it to `pipeline.stages.deal`.
+    """The layers of each virtual stage where the layout leaves them to the engine.
 
     Args:
       head_cost: FLOPs of the head over those of a layer.
     """
-    dealt = dealings(num_layers, spec.stages)
-    each = np.array(dealt, float)
+    splits = dealings(num_layers, spec.stages)
+    each = np.array(splits, float)
     head = np.zeros_like(each)
     head[:, -1] = 3 * head_cost
     costs = OperationSeconds(f=each, b=each + head, w=each, r=each)
-    return dealt[best_dealing(dealt, makespan(spec, costs).tolist())]
+    return splits[best_dealing(splits, makespan(spec, costs).tolist())]

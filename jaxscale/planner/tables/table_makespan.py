@@ -1,9 +1,9 @@
-"""How long a pipeline's real table takes, for many costs at once and any number of micro-batches.
+"""Makespan of a pipeline's table, vectorised over costs and for any number of micro-batches.
 
-The tables are those of `pipeline.table`, and what comes out is what `pipeline.simulate` says of
-them; the suite compares the two. A table is kept as what is at work in its ticks, and how often.
-From a few micro-batches per rank on, every further round of micro-batches adds the same ticks, so
-no table needs to be larger than that.
+The tables are those of `pipeline.table`, and the results equal those of `pipeline.simulate`; the
+suite compares the two. A table is stored as the distinct sets of operations in its ticks and their
+counts. Beyond a few micro-batches per rank every further round adds the same ticks, so no table
+needs to be larger.
 """
 
 import functools
@@ -25,22 +25,23 @@ ROUNDS = {
     "zb_h2": 3,
     "zb_v": 2,
 }
-"""Micro-batches over ranks from which on tables repeat themselves: counted, for 2 to 8 ranks."""
+"""Micro-batches per rank beyond which tables are periodic: found by enumeration, for 2 to 8
+ranks."""
 
 
 class TableSpec(NamedTuple):
-    """What makes a pipeline's order, as `pipeline.orders.make_order` takes it."""
+    """What determines a pipeline's table: the arguments of `pipeline.schedules.make_order`."""
 
     schedule: str
     ranks: int
     microbatches: int
     virtual_stages: int = 1
     fused: bool = False  # one operation for the whole backward pass
-    keep: int | None = None  # passes that a rank keeps at a time; None where there is no R
+    keep: int | None = None  # passes that a rank saves at a time; None without recompute
 
     @classmethod
     def of(cls, layout: Layout) -> "TableSpec":
-        """That of a resolved layout."""
+        """The table of a resolved layout."""
         name, fused, _ = parse_schedule(layout.schedule)
         chunks = max(1, layout.virtual_stages)
         keep = kept_passes(layout.remat)
@@ -48,26 +49,26 @@ class TableSpec(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Virtual stages of all ranks together."""
+        """Virtual stages of all ranks."""
         return self.ranks * self.virtual_stages
 
     @property
     def round(self) -> int:
-        """Micro-batches that come together: more of them come in multiples of these."""
+        """Micro-batches of a period."""
         return self.ranks if self.schedule == "interleaved" else 1
 
     def settled(self, rounds: int = 1) -> int | None:
-        """Micro-batches, no fewer than `rounds` times those of `ROUNDS`, from which on every
-        further round adds the same to the table; None where none is known."""
+        """Micro-batches, at least `rounds` times those of `ROUNDS`, beyond which the table is
+        periodic; None where no such number is known."""
         if self.keep or self.schedule not in ROUNDS:
-            return None  # ranks that keep some passes have each a rhythm of its own
+            return None  # with partial recompute each rank has its own period
         first = rounds * self.ranks * ROUNDS[self.schedule]
         return first + (self.microbatches - first) % self.round
 
 
 class OperationSeconds(NamedTuple):
-    """Seconds of a rank's whole share of the model for one micro-batch, as in `pipeline.simulate`:
-    a chunk costs 1/v of them.
+    """Seconds of a rank's whole share of the model for one micro-batch, by operation: a chunk takes
+    1/v of them.
 
     Each a number, or float [..., 1] (all virtual stages alike), or float [..., virtual stages].
     A fused backward costs b + w.
@@ -86,40 +87,38 @@ def makespan(spec: TableSpec, costs: OperationSeconds, *, lockstep: bool = True)
     30.0
 
     Args:
-      costs: as with `pipeline.simulate`, those of operations that the pipeline does not have count
-        nothing.
+      costs: those of operations that the schedule does not have are ignored.
       lockstep: every tick lasts as long as its slowest operation, as in our executor; otherwise
-        each rank goes on as soon as it can.
+        each operation starts as soon as its inputs are there.
 
     Returns:
       Float [...], the leading dimensions of the costs.
 
     Raises:
-      ValueError: numbers that the schedule cannot serve, overlapped pairs, or costs of another
-        number of stages.
+      ValueError: numbers that the schedule does not support, overlapped pairs of operations, or
+        costs of another number of stages.
     """
     durations, shape = _durations(costs, spec.stages)
-    play = _play_in_lockstep if lockstep else _play_as_soon_as_possible
-    # As soon as possible, what is slowest shows itself only after a while.
+    simulate = _lockstep_seconds if lockstep else _eager_seconds
+    # Without lockstep the critical path becomes periodic later.
     first = spec.settled(1 if lockstep else 3)
     if first is None or spec.microbatches <= first + (1 if lockstep else 2) * spec.round:
-        found = play(spec, durations)
+        found = simulate(spec, durations)
     else:
-        found = _extended(play, spec, first, durations, check=not lockstep)
+        found = _extended(simulate, spec, first, durations, check=not lockstep)
     return found.reshape(shape) / spec.virtual_stages
 
 
-def _extended(play, spec: TableSpec, first: int, durations, check: bool) -> np.ndarray:
-    """From the tables of two numbers of micro-batches; those of a third, where it is to be
-    checked that it grows evenly."""
+def _extended(simulate, spec: TableSpec, first: int, durations, check: bool) -> np.ndarray:
+    """Extrapolated from two tables; a third one checks, where asked, that growth is linear."""
 
-    def played(rounds: int) -> np.ndarray:
+    def simulated(rounds: int) -> np.ndarray:
         count = first + rounds * spec.round
-        return play(spec._replace(microbatches=count), durations)
+        return simulate(spec._replace(microbatches=count), durations)
 
-    base, after = played(0), played(1)
-    if check and not np.allclose(played(2) - after, after - base, rtol=1e-9, atol=0):
-        return play(spec, durations)
+    base, after = simulated(0), simulated(1)
+    if check and not np.allclose(simulated(2) - after, after - base, rtol=1e-9, atol=0):
+        return simulate(spec, durations)
     return base + (spec.microbatches - first) // spec.round * (after - base)
 
 
@@ -142,27 +141,31 @@ def _durations(costs: OperationSeconds, stages: int) -> tuple[np.ndarray, tuple[
 
 @functools.lru_cache(maxsize=64)
 def pipeline_table(spec: TableSpec) -> Table:
-    """The table of a pipeline."""
+    """The table of a pipeline.
+
+    Raises:
+      ValueError: an unknown schedule, numbers that it does not support, or overlapped pairs.
+    """
     name, ranks, microbatches, chunks, fused, keep = spec
     order = make_order(name, ranks, microbatches, chunks, fused=fused, keep=keep)
     if any(op.paired for row in order.rows for op in row):
-        raise ValueError(f"{name} overlaps operations in pairs, whose costs do not add up")
+        raise ValueError(f"{name} overlaps pairs of operations, which the planner has no cost for")
     return compile_order(order, complete=name in ROUNDS)
 
 
-def _play_in_lockstep(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
-    """float [N]: the sum, over ticks, of the most that one of their operations takes."""
+def _lockstep_seconds(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
+    """float [N]: the sum over ticks of the slowest operation."""
     alike, index = _alike(durations, spec.stages)
-    at_work, counts = _patterns(spec, alike)
+    active, counts = _patterns(spec, alike)
     costs = durations[:, :, index].transpose(0, 2, 1).reshape(-1, durations.shape[1])
     total = np.zeros(durations.shape[1])
-    for members, count in zip(at_work, counts):
+    for members, count in zip(active, counts):
         total += count * costs[members].max(axis=0)
     return total
 
 
 def _alike(durations: np.ndarray, stages: int) -> tuple[tuple[int, ...], np.ndarray]:
-    """The class of each stage, where those of a class cost the same, and a stage of each class."""
+    """A class for each stage, with equal costs in a class, and one stage of each class."""
     if durations.shape[-1] == 1:
         return (0,) * stages, np.zeros(1, int)
     columns = np.ascontiguousarray(durations.reshape(-1, stages).T)
@@ -173,7 +176,8 @@ def _alike(durations: np.ndarray, stages: int) -> tuple[tuple[int, ...], np.ndar
 
 @functools.lru_cache(maxsize=4096)
 def _patterns(spec: TableSpec, alike: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
-    """What can be at work in a tick, as rows of [kinds * classes], and in how many ticks it is."""
+    """The distinct sets of active operations, as indices into [kinds * classes], and their
+    ticks."""
     tick, kind, stage = _cells(spec)
     classes = max(alike) + 1
     there = np.zeros((tick.max() + 1, (X + 1) * classes), bool)
@@ -190,13 +194,14 @@ def _cells(spec: TableSpec) -> tuple[np.ndarray, ...]:
     return tuple(x.astype(np.int32) for x in (table.tick, table.ops.kind, table.ops.stage))
 
 
-def _play_as_soon_as_possible(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
-    """float [N]. Operations of one tick do not wait for each other, so they are played at once."""
+def _eager_seconds(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
+    """float [N]. Operations of one tick do not depend on each other, so they are evaluated
+    together."""
     table = pipeline_table(spec)
     ops, count = table.ops, len(table.ops.kind)
     before = np.arange(count) - 1
     before[np.diff(ops.rank, prepend=-1) != 0] = -1
-    # One entry more than there are operations: a need of -1 reads the last, which is over at 0.
+    # One extra entry, which ends at 0: a dependency of -1 reads it.
     needs = np.concatenate([table.needs, before[:, None]], axis=1)
     stage = ops.stage if durations.shape[-1] > 1 else np.zeros_like(ops.stage)
     lasts = durations[ops.kind, :, stage]  # [operations, N]

@@ -42,12 +42,12 @@ PIPELINES = [
 ]
 
 
-def sample(texts: dict, pipelines: tuple[int, ...], count: int) -> list[Layout]:
-    draw = random.Random(str(texts))
+def sample(options: dict, pipelines: tuple[int, ...], count: int) -> list[Layout]:
+    draw = random.Random(str(options))
     every = itertools.product(pipelines, (1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4), range(4), (4, 8))
     names = ("pipeline", "data", "fsdp", "context", "tensor", "zero_stage", "microbatches")
     return [
-        Layout(**dict(zip(names, numbers)), context_method="gather", **texts)
+        Layout(**dict(zip(names, numbers)), context_method="gather", **options)
         for numbers in draw.sample(list(every), count)
     ]
 
@@ -70,14 +70,14 @@ def check(layouts: list[Layout], optimizer: str) -> None:
         assert many.peak[n] == alone.peak
 
 
-@pytest.mark.parametrize("texts", TEXTS, ids=str)
-def test_many_layouts_are_each_of_them(texts):
-    check(sample(texts, (1,), 60), "muon" if "layered" in texts.values() else "adafactor")
+@pytest.mark.parametrize("options", TEXTS, ids=str)
+def test_many_layouts_are_each_of_them(options):
+    check(sample(options, (1,), 60), "muon" if "layered" in options.values() else "adafactor")
 
 
-@pytest.mark.parametrize("texts", PIPELINES, ids=str)
-def test_many_pipelines_are_each_of_them(texts):
-    check(sample(texts, (2, 4) if texts["schedule"] != "zb_v" else (2,), 30), "adamw")
+@pytest.mark.parametrize("options", PIPELINES, ids=str)
+def test_many_pipelines_are_each_of_them(options):
+    check(sample(options, (2, 4) if options["schedule"] != "zb_v" else (2,), 30), "adamw")
 
 
 def test_taking_and_stacking():

@@ -69,11 +69,11 @@ def by_hand(asked: Query) -> list[tuple[float, Layout]]:
         if np.prod(sizes) * pipeline != 4:
             continue
         mesh = dict(zip(("data", "fsdp", "context", "tensor"), sizes), pipeline=pipeline)
-        for stage, texts in itertools.product(range(4), every_text(pipeline)):
-            if same_as_another(mesh, stage, texts):
+        for stage, options in itertools.product(range(4), string_options(pipeline)):
+            if same_as_another(mesh, stage, options):
                 continue
             try:
-                layout = Layout(**mesh, zero_stage=stage, microbatches=count, **texts)
+                layout = Layout(**mesh, zero_stage=stage, microbatches=count, **options)
                 if asked.planned_model.refusal(layout)[0]:
                     continue
                 needs = step_memory(with_layout(layout), asked.back_end, own_host=True)
@@ -86,15 +86,15 @@ def by_hand(asked: Query) -> list[tuple[float, Layout]]:
     return sorted(found, key=lambda one: one[0])
 
 
-def same_as_another(mesh: dict, stage: int, texts: dict) -> bool:
+def same_as_another(mesh: dict, stage: int, options: dict) -> bool:
     """Whether a choice means nothing on these axes."""
-    gathers = texts["context_method"] == "gather"
+    gathers = options["context_method"] == "gather"
     return (mesh["fsdp"] == 1 and stage < 3) or (
         mesh["pipeline"] == mesh["context"] == 1 and gathers
     )
 
 
-def every_text(pipeline: int) -> list[dict]:
+def string_options(pipeline: int) -> list[dict]:
     if pipeline == 1:
         return [
             {
@@ -163,11 +163,11 @@ def test_the_optimum_with_experts_is_that_of_going_through_all(pipeline, memory_
         mesh = dict(zip(("data", "fsdp", "expert", "context", "tensor"), sizes), **pins)
         if np.prod(sizes) * pipeline != 4:
             continue
-        for stage, texts in itertools.product(range(4), every_text(pipeline)):
-            if same_as_another(mesh, stage, texts):
+        for stage, options in itertools.product(range(4), string_options(pipeline)):
+            if same_as_another(mesh, stage, options):
                 continue
             try:
-                layout = MOE.layout(**mesh, zero_stage=stage, **texts)
+                layout = Layout(**mesh, zero_stage=stage, **options)
                 if MOE.refusal(layout)[0]:
                     continue
                 plan = predict_plan(asked, layout)
@@ -327,7 +327,9 @@ def test_what_the_engine_refuses_is_counted_in_its_words():
     odd = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, global_batch_size=6))
     found = search_layouts(query(30.0, odd, pipeline=1), 1)
     assert found.rejected["data.global_batch_size does not split"] > 0
-    assert "does not split into layout.data" in found.words["data.global_batch_size does not split"]
+    assert (
+        "does not split into layout.data" in found.messages["data.global_batch_size does not split"]
+    )
 
 
 def test_meshes_are_all_factorisations():
