@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(report: Any) -> str:
-    """A `proof.Report` for a person."""
+    """A `CompileReport` for a person."""
     from jaxscale.formatting import human_bytes, table  # noqa: PLC0415
 
     axes = " x ".join(f"{axis} {size}" for axis, size in report.layout.sizes.items() if size > 1)
@@ -70,22 +70,22 @@ def describe(report: Any) -> str:
     parts = [
         f"{report.topology}: {report.devices} devices, {axes or 'every axis 1'}, "
         f"{report.attention} attention\n"
-        f"{verdict}: {human_bytes(report.peak_bytes)} of {human_bytes(report.limit_bytes)} on each "
+        f"{verdict}: {human_bytes(report.peak_bytes)} of {human_bytes(report.limit_bytes)} per "
         f"device; compiled in {report.compile_seconds:.1f} s",
-        "memory on each device\n"
+        "memory per device\n"
         + table(
             [
                 ("arguments", human_bytes(report.argument_bytes)),
                 ("temporaries", human_bytes(report.temp_bytes)),
                 ("outputs", human_bytes(report.output_bytes)),
-                ("  in the place of arguments", human_bytes(report.alias_bytes)),
+                ("  aliasing arguments", human_bytes(report.alias_bytes)),
                 ("host memory", human_bytes(report.host_bytes)),
             ]
         ),
     ]
     if report.refusal:
         return "\n\n".join([*parts, f"the compiler says: {report.refusal.splitlines()[0]}"])
-    rows = [("bytes", "arrays", "shape", "module", "what", "smaller with")]
+    rows = [("bytes", "arrays", "shape", "module", "kind", "smaller with")]
     rows += [
         (
             human_bytes(use.num_bytes),
@@ -97,16 +97,16 @@ def describe(report: Any) -> str:
         )
         for use in report.uses[:SHOWN]
     ]
-    parts.append("largest buffers when most are alive\n" + table(rows))
-    flops = "unknown: a loop runs as often as its data say"
+    parts.append("largest buffers live at the peak\n" + table(rows))
+    flops = "unknown: a loop has a data-dependent trip count"
     if report.flops is not None:
         flops = f"{report.flops / 1e12:,.1f} TFLOP"
     seconds = "none" if report.optimal_seconds is None else f"{report.optimal_seconds:.4g} s"
     parts.append(
-        "a step on each device\n"
-        + table([("products", flops), ("the compiler's estimate of what it computes", seconds)])
+        "a step, per device\n"
+        + table([("matmuls", flops), ("compiler's estimate of compute time", seconds)])
     )
-    rows = [("axes", "collective", "runs", "bytes", "runs beside")]
+    rows = [("axes", "collective", "runs", "bytes", "overlaps with")]
     rows += [
         (
             "+".join(one.axes) or "none",
@@ -123,16 +123,16 @@ def describe(report: Any) -> str:
 
 def _beside(one: Any) -> str:
     if not one.asynchronous:
-        return "nothing: the device waits"
+        return "nothing: synchronous"
     if not one.beside_flops:
-        return "what is no product"
+        return "no matmuls"
     each = one.beside_flops / one.count
     amount = f"{each / 1e12:.3g} TFLOP" if each >= 1e12 else f"{each / 1e9:.3g} GFLOP"
-    return f"{amount} of products each"
+    return f"{amount} of matmuls each"
 
 
 def numbers(report: Any) -> dict[str, Any]:
-    """A `proof.Report` for a program."""
+    """A `CompileReport` for a program."""
     return {
         "topology": report.topology,
         "devices": report.devices,

@@ -48,7 +48,7 @@ def test_a_row_of_tiles_for_each_layout():
     words = [panel.get_xlabel() for panel in figure.axes]
     assert [panel.get_title() for panel in figure.axes[:4]] == list(plots.HELD)
     assert sum("1/8" in word for word in words) == 5  # all four of a, the batch of b
-    assert sum("all of it" in word for word in words) == 3
+    assert sum("whole" in word for word in words) == 3
     (empty,) = {len(panel.patches) for panel in figure.axes[4:5]}
     assert empty == 8 * (2 + 2)  # a square and its edge, a box for each of two layers
 

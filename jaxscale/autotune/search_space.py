@@ -1,4 +1,4 @@
-"""Layouts that a search may try on so many devices, each as a handful of choices."""
+"""The layouts that a search by measuring may try, each as the values of a few settings."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jaxscale.planner.search import space
 from jaxscale.planner.search.trainable_model import TrainableModel
 
 Candidate = Mapping[str, Any]
-"""Name of a layout's field -> its value, None where the layout does not read it."""
+"""Field of a layout -> its value, None where the layout does not read it."""
 
 FIELDS = (
     "pipeline",
@@ -28,7 +28,7 @@ FIELDS = (
     "virtual_stages",
     "remat",
 )
-"""What is chosen; `data` takes the devices that are left."""
+"""The settings that are searched; `data` takes the remaining devices."""
 
 PIPELINES = (
     ("gpipe", 1),
@@ -41,13 +41,13 @@ PIPELINES = (
     ("breadth_first", 2),
     ("breadth_first", 4),
 )
-"""Schedules and chunks of a rank."""
+"""Schedules and their chunks per rank."""
 
 MOST_MICROBATCHES = 64
 
 
 def candidate_of(layout: Layout) -> Candidate:
-    """What a layout chooses; two layouts with the same choices run the same program."""
+    """The searched settings of a layout; layouts with equal ones run the same program."""
     chosen = {name: getattr(layout, name) for name in FIELDS}
     if layout.fsdp == 1:
         chosen["zero_stage"] = None
@@ -60,19 +60,19 @@ def candidate_of(layout: Layout) -> Candidate:
     return chosen
 
 
-def layout_of(choices: Candidate, base: Layout, num_devices: int) -> Layout:
-    """The layout of choices; fields that are not among them, and those that are None, are base's.
+def layout_of(candidate: Candidate, base: Layout, num_devices: int) -> Layout:
+    """The layout of a candidate; other fields, and those that are None, are taken from `base`.
 
     Raises:
-      ValueError: the layout refuses itself.
+      ValueError: `Layout` refuses it.
     """
-    others = math.prod(choices[name] for name in ("pipeline", "fsdp", "context", "tensor"))
-    read = {name: value for name, value in choices.items() if value is not None}
-    if choices["pipeline"] == 1:
+    others = math.prod(candidate[name] for name in ("pipeline", "fsdp", "context", "tensor"))
+    read = {name: value for name, value in candidate.items() if value is not None}
+    if candidate["pipeline"] == 1:
         read |= {"schedule": Layout.schedule, "virtual_stages": Layout.virtual_stages}
     if "accumulation" not in read:
         read["accumulation"] = "sequential"
-    if choices["pipeline"] != 1 and choices["context"] != 1:
+    if candidate["pipeline"] != 1 and candidate["context"] != 1:
         read["context_method"] = "gather"
     return dataclasses.replace(base, data=num_devices // others, **read)
 
@@ -80,23 +80,23 @@ def layout_of(choices: Candidate, base: Layout, num_devices: int) -> Layout:
 def candidates(
     config: Config, num_devices: int, pins: Mapping[str, Any] | None = None
 ) -> list[Candidate]:
-    """Every choice on so many devices that the model's and the batch's sizes allow, in a fixed
-    order. Pipelines may still be refused for their layers: `refusal` tells.
+    """Every candidate that the sizes of model and batch allow, in a fixed order. Pipelines may
+    still be refused for their layers, see `refusal`.
 
     Args:
-      pins: choices that are given.
+      pins: fixed settings.
     """
     return [
-        choices
+        candidate
         for mesh in _meshes(num_devices)
         if not _mesh_refusal(config, mesh)
-        for choices in _walks(config, mesh)
-        if all(choices[name] in (value, None) for name, value in (pins or {}).items())
+        for candidate in _mesh_candidates(config, mesh)
+        if all(candidate[name] in (value, None) for name, value in (pins or {}).items())
     ]
 
 
 def refusal(config: Config, layout: Layout) -> str:
-    """Why a resolved layout cannot run this config, before anything is built; "" if it may."""
+    """Why a resolved layout cannot run this config, without building anything; "" if it can."""
     try:
         _check_pipeline(config, layout)
     except ValueError as error:
@@ -105,7 +105,7 @@ def refusal(config: Config, layout: Layout) -> str:
 
 
 def _meshes(num_devices: int) -> Iterator[Layout]:
-    """Every way to write the devices as pipeline x data x fsdp x context x tensor."""
+    """Every factorisation of the devices into pipeline x data x fsdp x context x tensor."""
     for sizes in space.mesh_shapes(num_devices):
         yield Layout(**dict(zip(MESH_AXES, sizes)), context_method="gather")  # pyright: ignore
 
@@ -114,8 +114,8 @@ def _mesh_refusal(config: Config, mesh: Layout) -> str:
     return refusal(config, dataclasses.replace(mesh, pipeline=1, data=1))
 
 
-def _walks(config: Config, mesh: Layout) -> Iterator[Candidate]:
-    """The ways to walk over a mesh."""
+def _mesh_candidates(config: Config, mesh: Layout) -> Iterator[Candidate]:
+    """The candidates on one mesh."""
     each, rest = divmod(config.data.global_batch_size, mesh.batch_shards)
     microbatches = (
         [] if rest else [n for n in range(1, min(each, MOST_MICROBATCHES) + 1) if each % n == 0]
@@ -143,7 +143,7 @@ def _walks(config: Config, mesh: Layout) -> Iterator[Candidate]:
 
 def _check_pipeline(config: Config, layout: Layout) -> None:
     if layout.pipeline > 1:
-        # Of policies of remat, those that are not the table's make no difference to it.
+        # Remat policies without recompute operations do not change the table.
         remat = "none" if kept_passes(layout.remat) is None else layout.remat
         _open(
             layout.pipeline,

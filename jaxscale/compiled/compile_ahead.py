@@ -1,4 +1,4 @@
-"""Compiles the step that would train, for a machine that is not there, and says what it needs."""
+"""Compiles the train step for absent hardware, and reports its memory, FLOPs and collectives."""
 
 import dataclasses
 import math
@@ -29,8 +29,7 @@ OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What a compiled step needs on each device. Bytes are of device memory, FLOPs and seconds of
-    one step."""
+    """A compiled step, per device. Bytes are of device memory, FLOPs and seconds of one step."""
 
     topology: str
     devices: int
@@ -38,42 +37,41 @@ class CompileReport:
     attention: str
     fits: bool
     limit_bytes: int
-    peak_bytes: int  # arguments, temporaries and code; what was asked for where it does not fit
+    peak_bytes: int  # arguments, temporaries and code; what it would need where it does not fit
     argument_bytes: int
     temp_bytes: int
     output_bytes: int
-    alias_bytes: int  # outputs that take the place of arguments
+    alias_bytes: int  # outputs that alias donated arguments
     host_bytes: int
-    flops: float | None  # of an average rank; None where a loop's trips are only known as it runs
-    optimal_seconds: float | None  # by the compiler's own figures; GPUs' gives none
+    flops: float | None  # of an average rank; None with data-dependent trip counts
+    optimal_seconds: float | None  # the compiler's estimate; None on GPUs
     compile_seconds: float
-    collectives: tuple[Collective, ...]  # of a step, by axes and kind
+    collectives: tuple[Collective, ...]  # per step, by axes and kind
     uses: tuple[BufferUse, ...]  # at the peak, largest first; empty where it does not fit
-    refusal: str  # the compiler's words where it ran out of memory
-    program: str  # text
+    refusal: str  # the compiler's message where it ran out of memory
+    program: str  # HLO text
 
     @property
     def missing_bytes(self) -> int:
-        """By how much it does not fit."""
+        """Bytes by which it does not fit."""
         return max(0, self.peak_bytes - self.limit_bytes)
 
 
 def compile_for(
     config: Config, topology: str | Topology, *, unroll_layers: bool = False
 ) -> CompileReport:
-    """Compiles a config's train step for an absent machine.
+    """Compiles a config's train step for absent hardware.
 
     Running out of memory is a result: `fits` is False.
 
     Args:
       config: one axis of its layout may be -1.
-      topology: a machine, or the name of one (`topology.open_topology`).
-      unroll_layers: writes the loops over layers out. Slow to compile; XLA's own cost analysis,
-        which counts the body of a loop once, then counts everything and gives
-        `optimal_seconds`.
+      topology: a topology, or the name of one (see `topology.open_topology`).
+      unroll_layers: unrolls the loops over layers. Slow to compile; XLA's own cost analysis counts
+        the body of a loop once, so it is complete only then, and gives `optimal_seconds`.
 
     Raises:
-      ValueError: the layout does not fit the model or the machine.
+      ValueError: the layout does not match the model or the topology.
       ModuleNotFoundError: a compiler is not installed; says what to install.
     """
     machine = open_topology(topology) if isinstance(topology, str) else topology
@@ -82,7 +80,7 @@ def compile_for(
     engine = make_engine(config, make_mesh(layout, machine.devices), unroll_layers=unroll_layers)
     start = time.perf_counter()
     try:
-        # cuDNN is asked for its version as soon as the step is traced.
+        # Tracing already queries cuDNN's version.
         compiled = engine.step.lower(engine.abstract_state, engine.abstract_batch).compile()
     except RuntimeError as error:
         if engine.attention == "cudnn" and not has_cudnn():
@@ -172,8 +170,8 @@ def _refused(machine: Topology, engine: Engine, refusal: str, seconds: float) ->
 def _seconds(
     machine: Topology, engine: Engine, compiled: Any, program: hlo.Program, unrolled: bool
 ) -> float | None:
-    """The compiler's estimate of what the chip computes in a step, collectives left out; with a
-    pipeline, and how long it waits for other ranks."""
+    """The compiler's estimate of compute seconds per step, without collectives; with a pipeline,
+    its bubble is added."""
     if machine.clock_hertz is None:
         return None
     if unrolled and not engine.stages:

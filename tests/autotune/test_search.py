@@ -114,7 +114,7 @@ def test_a_trial_that_takes_too_long_is_ended(tmp_path):
     (trial,) = search.search_by_measuring(
         CONFIG, EIGHT, trials=1, storage=tmp_path / "a.db", limit_seconds=0.5, program=(*FAKE, "60")
     )
-    assert (trial.outcome, trial.message) == ("timed out", "not done after 0.5 s")
+    assert (trial.outcome, trial.message) == ("timed out", "not finished after 0.5 s")
 
 
 def test_layouts_that_cannot_run_cost_no_process(tmp_path):
@@ -130,7 +130,7 @@ def test_layouts_that_cannot_run_cost_no_process(tmp_path):
 def test_running_out_of_layouts_says_how_many_there_are(tmp_path):
     one = search.Devices(1, "fake", "cpu")
     config = configs.load("configs/tiny.py", ["data.global_batch_size=1"])
-    every = "every layout there is has been tried: 4; set --trials 4"
+    every = "all 4 feasible layouts were tried; set --trials 4"
     for _ in range(2):
         with pytest.raises(ValueError, match=every):
             search.search_by_measuring(

@@ -1,9 +1,8 @@
-"""The bytes that a step of our engine would need on one device for a model that it cannot train
-yet.
+"""Memory per device that our engine would need for a model that it cannot train yet.
 
-State is ZeRO's (arXiv 1910.02054) in float32, spread as the engine spreads it; activations of a
-layer are those of `published.layer_bytes` (after arXiv 2205.05198); the slots of a pipeline are
-those of its real table. How they come together in a step follows `memory`, which is exact for what
+State follows ZeRO (arXiv 1910.02054) in float32, sharded as in the engine; activations of a layer
+are those of `other_trainers.layer_bytes` (after arXiv 2205.05198); pipeline slots are those of the
+schedule's table. The phases of a step are those of `memory.step`, which is exact for models that
 the engine trains; the suite compares the two on dense models.
 """
 
@@ -26,22 +25,22 @@ from jaxscale.sharding.rules import spreads_outer
 Floats = Any  # a float, or float [N]
 
 WIDE, NARROW = 4.0, 2.0
-"""Bytes of an element: parameters, moments and sums of gradients; what is computed with."""
+"""Bytes per element: of parameters, moments and gradient accumulators; of compute."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """How a step goes, as `walk.Walk` has it; parameters are those on a device, whole over fsdp."""
+    """As `layer_loop.LayerLoop`; parameters are those on a device, not sharded over fsdp."""
 
     pipelined: Any
-    group: Floats  # micro-batches that walk together
-    single: Any  # whether a step visits each layer's gradients once
+    group: Floats  # micro-batches of an accumulation group
+    single: Any  # whether a step computes each layer's gradients once
     gathers: Any
     scatters: Any
-    layer: Floats  # parameters of one, the mean of all
-    stack: Floats  # of all layers
+    layer: Floats  # parameters of an average layer
+    stack: Floats  # parameters of all layers
     head: Floats
-    outer: Floats  # of embedding and head
+    outer: Floats  # parameters of embedding and head
     tokens: Floats  # of a micro-batch
     stream: Floats  # bytes of a micro-batch's residual stream
 
@@ -74,10 +73,10 @@ class _Step:
 def analytic_memory(
     shape: ModelShape, parallelism: Parallelism, buffers: RankBuffers, back_end: str
 ) -> Memory:
-    """What a step needs.
+    """Memory of a step.
 
     Args:
-      buffers: layers and slots of a rank; without a pipeline `Held(shape.layers)`.
+      buffers: of a pipeline's busiest rank; without a pipeline `RankBuffers(shape.layers)`.
       back_end: "gpu", "tpu" or "cpu".
 
     Returns:
@@ -91,13 +90,13 @@ def analytic_memory(
     )
     layer, group, stream, pipelined = step.layer, step.group, step.stream, step.pipelined
     together = group > 1
-    # At rest what is outside the layers is spread over a pipeline, which at work has a tied head
+    # At rest embedding and head are sharded over the pipeline; during a step a tied head is there
     # beside the embedding.
     rest = step.stack + step.outer / np.where(spreads_outer(p, z, shape.d_model), p, 1)
     ends = step.outer + pipelined * shape.tied * shape.embedding_params / parallelism.tensor
     moments = 2 * WIDE * rest / np.where(zero >= 1, z, 1)
     kept, whole = layer_bytes(shape, parallelism), layer_bytes(shape, parallelism, "none")
-    # Activations of a layer and as many gradients; where products read the stream, it is whole.
+    # Activations of a layer and as many gradients; matmuls read the stream gathered over tensor.
     spread = (
         (transients.whole + by_names(parallelism.remat))
         * (np.asarray(parallelism.tensor) - 1)
@@ -146,14 +145,13 @@ def analytic_memory(
 
 
 def _slots(buffers: RankBuffers, each: Floats) -> Floats:
-    """What the chunks of a rank keep between operations. B hands on to W no more than a layer
-    keeps."""
+    """Saved activations of a rank's chunks. B hands W no more than a layer saves."""
     slots = np.maximum(buffers.residual_b, buffers.residual_w) + buffers.cotangent
     return buffers.capacity * each * slots
 
 
 def _outer_gradients(step: _Step, z: Floats, late: bool) -> Floats:
-    """Of embedding and head, as `memory` has them."""
+    """Gradients of embedding and head, as in `memory.step`."""
     shards = step.head / np.where(step.scatters, z, 1)
     if not late:
         return np.where(step.single, WIDE * shards + NARROW * (step.outer - step.head), 0.0)
@@ -162,7 +160,8 @@ def _outer_gradients(step: _Step, z: Floats, late: bool) -> Floats:
 
 
 def _head(shape: ModelShape, parallelism: Parallelism, step: _Step, logits: int) -> Floats:
-    """Logits of a chunk, the matrix with its gradient, and the stream as it comes and is normed."""
+    """Logits of a chunk, the output matrix with its gradient, and the stream before and after the
+    norm."""
     size = max(CHUNK_BYTES // (4 * shape.vocab), CHUNK_TOKENS)
     chunks = np.ceil(step.tokens * parallelism.context / size)
     streams = 5 * parallelism.tensor + np.where(step.group > 1, 2 * step.group, 0)
@@ -172,8 +171,8 @@ def _head(shape: ModelShape, parallelism: Parallelism, step: _Step, logits: int)
 
 
 def _sums(shape: ModelShape, parallelism: Parallelism, step: _Step, rows: Floats) -> Floats:
-    """Gradients that are left to sum at the end, as they come out; ranks of expert have those of
-    no routed expert in common."""
+    """Outputs of the gradient reductions at the end of a step; expert ranks reduce all but the
+    routed experts'."""
     z, zero = np.asarray(parallelism.fsdp), np.asarray(parallelism.zero_stage)
     every = (np.asarray(parallelism.data) > 1) | ((z > 1) & (zero <= 1))
     common = (shape.block_params - shape.routed_params) / parallelism.tensor * rows / shape.layers

@@ -1,4 +1,4 @@
-"""How a step goes through the layers, in numbers: `zero.Zero` and `loop` without JAX."""
+"""The sizes of a step's layer loop, without JAX: see `training.layer_loop`, `sharding.zero`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,26 +11,26 @@ from jaxscale.planner.model.param_shapes import Ints, itemsize, parameters, sele
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """How a step goes through the layers, as `zero.Zero`, `loop` and `pipeline.execute` have it."""
+    """How a step loops over its layers: see `training.layer_loop` and `pipeline.executor`."""
 
-    tokens: Ints  # of a micro-batch on a device; the ranks of tensor share what they hold of them
-    group: Ints  # micro-batches that walk together
-    single: Any  # whether a step visits each layer's gradients once
-    gathers: Any
-    scatters: Any
-    reduces: Any
-    beside: Any  # whether there are layers outside of the loop over them
+    tokens: Ints  # of a micro-batch on a device, of all tensor ranks together
+    group: Ints  # micro-batches of an accumulation group: one loop over the layers
+    single: Any  # whether a step computes each layer's gradients once
+    gathers: Any  # whether weights are all-gathered
+    scatters: Any  # whether gradients are reduce-scattered per visit
+    reduces: Any  # whether gradients are reduced per visit
+    beside: Any  # whether the last layer is outside the loop
     compute: int  # bytes of an element
     accumulated: int  # bytes of an element
     weights: Ints  # elements of a layer, whole over fsdp
-    sums: Ints  # elements of the accumulators
+    sums: Ints  # elements of the gradient accumulators
 
     @classmethod
     def of(cls, config: Config, rows: Ints) -> "LayerLoop":
         """Of a config whose layout is resolved.
 
         Args:
-          rows: layers that a device has room for.
+          rows: layers that a device allocates.
         """
         layout, count = config.layout, num_layer_passes(config.layout)
         whole = layout.pipeline == 1
@@ -39,7 +39,7 @@ class LayerLoop:
         gathers = several & (stage == 3)
         scatters = several & ((stage >= 2) | ((stage == 1) & single))
         sums = rows * elements(config, "layers", scatters)
-        # A step of one visit has nothing to add to the gradients of embedding and head.
+        # With a single visit the gradients of embedding and head need no accumulator.
         sums = sums + select(single, 0, elements(config, "embed head", scatters))
         return cls(
             tokens=config.data.tokens_per_step // shards,
@@ -57,7 +57,7 @@ class LayerLoop:
 
 
 def elements(config: Config, parts: str, over_fsdp: Any = False) -> Ints:
-    """Of the parameters of these parts, one layer's for "layers"."""
+    """Parameters of some parts of the model on a device; "layers" is one layer."""
     return sum(
         array.shard_size(config.layout, over_fsdp=over_fsdp)
         for array in parameters(config.model)
@@ -66,7 +66,7 @@ def elements(config: Config, parts: str, over_fsdp: Any = False) -> Ints:
 
 
 def mlp_weights(config: Config) -> Ints:
-    """Elements of a layer's MLP, whole over fsdp."""
+    """Parameters of a layer's MLP, not sharded over fsdp."""
     return sum(
         array.shard_size(config.layout, over_fsdp=False)
         for array in parameters(config.model)
@@ -80,6 +80,6 @@ def stream_bytes(config: Config, loop: LayerLoop) -> Ints:
 
 
 def layer_saved_bytes(config: Config, loop: LayerLoop) -> Ints:
-    """What a layer keeps of a micro-batch."""
+    """Saved activations of a layer and a micro-batch."""
     each = saved_bytes(config.model, config.layout.remat)
     return loop.tokens * each // config.layout.tensor

@@ -1,8 +1,8 @@
-"""Bytes per device of trainers other than ours, by their published formulas.
+"""Memory per device of other trainers, by published formulas.
 
-State: ZeRO (arXiv 1910.02054). Activations of a layer with dropout and a plain MLP: Korthikanti et
-al. (2205.05198), tables 2 and 3, which give their figures to the digit. For our own engine see
-`memory.py`, which is exact.
+State: ZeRO (arXiv 1910.02054). Activations of a layer with dropout and an ungated MLP: Korthikanti
+et al. (arXiv 2205.05198), whose tables 2 and 3 are reproduced to the digit. For our own engine see
+`memory.step`, which is exact.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -18,10 +18,11 @@ from jaxscale.planner.model.shape import ModelShape
 Floats = Any  # a float, or float [N]
 
 COMMUNICATOR_BYTES = 0.35e9
-"""The buffers of each group that NCCL joins (0.2 to 0.5 GB are seen)."""
+"""Buffers per NCCL communicator (0.2 to 0.5 GB are observed)."""
 
 FRAGMENTATION = 0.05
-"""Of what a caching allocator holds, that it cannot use at the peak (3 to 8 per cent are seen)."""
+"""Share of a caching allocator's memory lost to fragmentation at the peak (3 to 8 % are
+observed)."""
 
 
 @dataclass(frozen=True)
@@ -31,26 +32,27 @@ class TrainerMemory:
     weights: Floats
     gradients: Floats
     optimizer: Floats
-    activations: Floats  # of all layers and micro-batches in flight
-    working: Floats  # of the layer at work, or of the head
-    gathered: Floats  # whole weights of the layers at work
-    buckets: Floats  # that collectives are collected in
+    activations: Floats  # saved, of all layers and micro-batches in flight
+    working: Floats  # temporaries of a layer's backward pass, or of the head
+    gathered: Floats  # gathered weights of the current layers
+    buckets: Floats  # of bucketed collectives
     context: Floats  # of the driver and of NCCL
-    fragments: Floats  # that the allocator cannot use
-    cached: Floats  # held by the allocator and not needed at the peak
+    fragments: Floats  # lost to fragmentation
+    cached: Floats  # held by the allocator beyond the peak
 
     @property
     def needed(self) -> Floats:
-        """Without it the run fails."""
+        """What the run cannot do without."""
         return sum(value for name, value in vars(self).items() if name != "cached")
 
     @property
     def reserved(self) -> Floats:
-        """What tools show to be taken from the device."""
+        """What nvidia-smi shows as used."""
         return self.needed + self.cached
 
     def read(self, reading: str) -> Floats:
-        """Of the "device", what its "allocator" holds of it, or has "allocated" of that."""
+        """The figure of a tool: memory used on the "device", reserved by the "allocator", or
+        "allocated" of that."""
         if reading == "device":
             return self.reserved
         if reading == "allocator":
@@ -59,12 +61,12 @@ class TrainerMemory:
 
 
 def layer_bytes(shape: ModelShape, parallelism: Parallelism, remat: str | None = None) -> Floats:
-    """Activations that one layer keeps of a micro-batch.
+    """Saved activations of one layer and micro-batch.
 
-    >>> gpt = Shape(48, 6144, 64, 64, 96, 24576, False, 51200, True, 2048, biases=True)
+    >>> gpt = ModelShape(48, 6144, 64, 64, 96, 24576, False, 51200, True, 2048, biases=True)
     >>> from jaxscale.planner.validation.trainers import MEGATRON_2021
-    >>> choice = Choice(tensor=8, microbatch=4, traits=MEGATRON_2021)
-    >>> round(48 * layer_bytes(gpt, choice) / 2**30, 2)
+    >>> megatron = Parallelism(tensor=8, microbatch=4, traits=MEGATRON_2021)
+    >>> round(48 * layer_bytes(gpt, megatron) / 2**30, 2)
     59.25
     """
     traits, remat = parallelism.traits, remat or parallelism.remat
@@ -72,7 +74,7 @@ def layer_bytes(shape: ModelShape, parallelism: Parallelism, remat: str | None =
     tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
     streams = t if traits.sequence_parallel else np.ones(())
     d = shape.d_model
-    # An encoder's layers are counted with the decoder's that they feed.
+    # The encoder's layers are spread over the decoder's.
     source = shape.encoder_seq_len / shape.seq_len
     both = 1 + shape.encoder_layers / shape.layers * source
     if remat == "full" or remat.startswith("offload:"):
@@ -81,16 +83,16 @@ def layer_bytes(shape: ModelShape, parallelism: Parallelism, remat: str | None =
     if traits.attention == "written" and remat == "none":
         scores = 5.0 * shape.heads * shape.seq_len / t
     if shape.biases:  # LayerNorm, dropout, GELU
-        wide = 8 * d + 4 * shape.d_ff  # 24 d where the MLP is four times as wide
-        stream = (10 if traits.dropout else 8) * d  # with the two masks
+        wide = 8 * d + 4 * shape.d_ff  # 24 d where d_ff = 4 d
+        stream = (10 if traits.dropout else 8) * d  # with the two dropout masks
         return float_or_array(tokens * (stream / streams + wide / t + scores))
     moe = shape.expert_layers / shape.layers
     dense = (shape.with_mlp - shape.expert_layers) / shape.layers
-    # Inputs of products in 8 bits, where these are; the activation's own input stays in 16.
+    # Matmul inputs in 8 bits for low-precision matmuls; the activation's input stays in 16.
     narrow = 2.0 if traits.matmul == "bfloat16" else 1.0
     wide = (4 if shape.gated else 2) + narrow + 2 * (shape.gated and not traits.fused)
     shared = shape.shared_width
-    # Of routed tokens the ranks of tensor share the experts' inside, or fold the experts.
+    # Tensor ranks split the hidden dimension of experts, or fold whole experts.
     mixed = moe * shape.top_k * parallelism.imbalance
     mlp = wide * (shape.d_ff * dense + shared * moe + shape.expert_ff * mixed)
     routed = mixed * (2 + narrow) * shape.routed_width / (t if traits.folded_experts else 1.0)
@@ -107,8 +109,8 @@ def layer_bytes(shape: ModelShape, parallelism: Parallelism, remat: str | None =
 
 
 def _mixing_bytes(shape: ModelShape) -> float:
-    """What attention keeps of a token in a mean layer (queries, keys, values, the result and its
-    sums), or a state-space mixer in its place (what its products, convolution and scan give)."""
+    """Saved bytes per token of attention in an average layer (queries, keys, values, output,
+    log-sum-exp), or of a state-space mixer (outputs of projections, convolution and scan)."""
     elements = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     if shape.latent:
         rank = shape.latent
@@ -127,9 +129,9 @@ def float_or_array(value: Floats) -> Floats:
 
 
 def passes_in_flight(parallelism: Parallelism, stage: Floats = 0) -> Floats:
-    """Micro-batches whose activations a rank of the pipeline keeps, in its layers' worth of them.
+    """Micro-batches in flight on a pipeline rank, in units of all of its layers.
 
-    One forward, one backward: p - stage. Interleaved, stage 0: p * (1 + (p - 1) / (p v)).
+    1F1B: p - stage. Interleaved, stage 0: p * (1 + (p - 1) / (p v)).
     """
     p, v = np.asarray(parallelism.pipeline, float), np.asarray(parallelism.virtual_stages, float)
     m = np.asarray(parallelism.microbatches, float)
@@ -140,11 +142,11 @@ def passes_in_flight(parallelism: Parallelism, stage: Floats = 0) -> Floats:
 
 
 def published_size(shape: ModelShape, parallelism: Parallelism, name: str) -> float:
-    """A part of memory by the name that published tables give it, of the first rank.
+    """A part of the first rank's memory, by its name in published tables.
 
-    "state" is parameters and optimizer with a 32-bit sum of gradients, "activations" those with
-    nothing made again and no sequence parallelism, "selective" with both remedies, and "share"
-    the choice's activations over those of tensor parallelism alone.
+    "state": parameters and optimizer with a 32-bit gradient accumulator. "activations": without
+    recompute or sequence parallelism; "selective": with selective recompute and sequence
+    parallelism. "share": the layout's activations over those of tensor parallelism alone.
     """
     plain = replace(parallelism, traits=replace(parallelism.traits, sequence_parallel=False))
     shared = replace(parallelism, traits=replace(parallelism.traits, sequence_parallel=True))
@@ -165,10 +167,10 @@ def published_size(shape: ModelShape, parallelism: Parallelism, name: str) -> fl
 def trainer_memory(
     shape: ModelShape, parallelism: Parallelism, stage: int | None = None
 ) -> TrainerMemory:
-    """What a run of `choice.traits` needs.
+    """Memory of a run.
 
     Args:
-      stage: a rank of the pipeline; None is the busier of its two ends.
+      stage: a pipeline rank; None is the busier of the first and the last.
     """
     if stage is not None:
         return _stage(shape, parallelism, stage)
@@ -194,7 +196,7 @@ def _stage(shape: ModelShape, parallelism: Parallelism, stage: Any) -> TrainerMe
     mine = mine - traits.balanced_ends * is_end * (p > 1)
     held = layers * mine * p / shape.layers + outer * is_end
     third, trained = zero == 3, 0.0 if traits.frozen else 1.0
-    # Sums in 32 bits come beside the 16-bit gradients that they are made of.
+    # 32-bit accumulators are allocated beside the 16-bit gradients.
     sums = np.where(third, 0.0, 4.0 * (traits.gradient_bytes == 4))
     gradients = np.where(third, 4.0, 2.0 + sums) * held / np.where(zero >= 2, z, 1)
     optimizer = np.where(third, 8.0, 12.0) * held / np.where(zero >= 1, z, 1)
@@ -208,7 +210,7 @@ def _stage(shape: ModelShape, parallelism: Parallelism, stage: Any) -> TrainerMe
         _gathered(shape, parallelism, layers, outer),
     )
     at_head = last & (logits + third * head > layer + third * one)
-    # In host memory but for the layer at work and the next.
+    # Offloaded except for the current layer and the next.
     resident = np.minimum(2.0, mine) if "activations" in parallelism.offload else mine
     parts = {
         "weights": np.where(third, 4.0 * held / z, 2.0 * held),
@@ -221,17 +223,17 @@ def _stage(shape: ModelShape, parallelism: Parallelism, stage: Any) -> TrainerMe
         "buckets": np.asarray(traits.bucket_bytes),
         "context": np.asarray(_context(parallelism)),
     }
-    # Gradients in 32 bits for the update alone, of the shard that a device updates.
+    # 32-bit gradients for the update only, of a device's optimizer shard.
     update = np.where(third | (sums > 0), 0.0, 4.0 * held / np.where(zero >= 1, z, 1)) * trained
     fragments = FRAGMENTATION * sum(parts.values())
-    eager = float(traits.eager)  # a compiled step is laid out before it runs
+    eager = float(traits.eager)  # compiled steps allocate ahead of time
     return TrainerMemory(**parts, fragments=eager * fragments, cached=eager * update)
 
 
 def _gathered(shape: ModelShape, parallelism: Parallelism, layers: Floats, outer: Floats) -> tuple:
-    """Whole weights while a layer is at work, and while the head is: two layers beside embedding
-    and head, which stay through a step; or a module and some parameters more; of a compiled step
-    the matrix at work and the next."""
+    """Gathered weights during a layer and during the head. Eager FSDP: two layers, and embedding
+    and head throughout a step; DeepSpeed: a module and its live parameters; compiled: two
+    matrices."""
     traits, t = parallelism.traits, np.asarray(parallelism.tensor)
     if traits.eager and not traits.gather_params:
         whole = 2 * 2.0 * layers * np.asarray(parallelism.pipeline) / shape.layers + 2.0 * outer
@@ -245,7 +247,7 @@ def _gathered(shape: ModelShape, parallelism: Parallelism, layers: Floats, outer
 
 
 def _boundary(shape: ModelShape, parallelism: Parallelism, stage: Any) -> Floats:
-    """What a stage hands on, kept for each micro-batch in flight."""
+    """Outputs of a stage, saved for each micro-batch in flight."""
     tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
     sent = 2.0 * tokens * shape.d_model / parallelism.tensor
     return np.where(
@@ -255,19 +257,19 @@ def _boundary(shape: ModelShape, parallelism: Parallelism, stage: Any) -> Floats
 
 def _context(parallelism: Parallelism) -> Floats:
     if not parallelism.traits.eager:
-        return np.zeros(())  # taken before the compiler is told how much there is
+        return np.zeros(())  # reserved before the compiler sees the memory
     groups = 1 + sum(np.asarray(getattr(parallelism, axis)) > 1 for axis in MESH_AXES)
     return parallelism.traits.context_bytes + COMMUNICATOR_BYTES * groups
 
 
 LOGIT_BYTES = {"compiled": 2.0, "fused": 4.0, "plain": 10.0}
-"""Of a logit while the loss is computed, in 16 bits. A compiler writes its gradient in its place, a
-fused kernel beside it, and a plain loss also keeps the logits and their softmax in 32 bits."""
+"""Bytes per logit during the loss, for 16-bit logits. A compiler writes the gradient in place, a
+fused kernel out of place, and a plain loss also saves logits and softmax in 32 bits."""
 
 
 def _working(shape: ModelShape, parallelism: Parallelism) -> tuple:
-    """The layer that is made again, with its gradients; and the logits of the head. When the scores
-    of attention have a gradient, those of the MLP are gone."""
+    """Temporaries of a layer's backward pass with recompute, and the logits of the head. The MLP's
+    temporaries are freed before attention scores have gradients."""
     layer = layer_bytes(shape, parallelism, "none")
     if parallelism.remat == "full" and parallelism.traits.eager:
         layer = layer + layer_bytes(shape, parallelism, "save_all_but_attention")
@@ -276,8 +278,8 @@ def _working(shape: ModelShape, parallelism: Parallelism) -> tuple:
 
 
 def _widened(shape: ModelShape, parallelism: Parallelism, is_end: Any) -> Floats:
-    """A gradient on its way into a sum of 32 bits: of the largest matrix at once. No smaller block
-    that the allocator holds can take it."""
+    """A 32-bit copy of the largest matrix' gradient on its way into the accumulator, for which no
+    cached block is large enough."""
     if parallelism.traits.gradient_bytes != 4 or not parallelism.traits.eager:
         return np.zeros(())
     inner = shape.d_model * max(shape.d_ff, shape.heads * shape.head_dim)

@@ -1,12 +1,11 @@
-"""The bytes that a step needs on one device, from the model's shapes and the layout alone.
+"""Peak memory of a step on one device, from the model's shapes and the layout alone.
 
-What stays between steps is exact. What a step holds beside that is the most that one of its phases
-needs; each is a sum of parts that have a reason. How many arrays live at a time within one layer
-depends on the compiler: those few constants are measured, and `TRANSIENTS` says where. The suite
-holds compiled programs to all of it.
+Memory between steps is exact. The temporaries of a step are those of its largest phase, each a sum
+of parts. How many arrays are live within one layer depends on the compiler: those few constants are
+measured, see `TRANSIENTS`. The suite compares everything with compiled programs.
 
-Letters: D d_model, Q heads x head_dim, K kv_heads x head_dim, F d_ff, G micro-batches that walk
-together.
+Letters: D d_model, Q heads x head_dim, K kv_heads x head_dim, F d_ff, G micro-batches of
+an accumulation group.
 """
 
 import math
@@ -50,42 +49,42 @@ CHUNK_BYTES, CHUNK_TOKENS = 128 * 2**20, 1024  # of `ops.loss`
 class Memory:
     """Bytes on one device.
 
-    `arguments` are there all the time; beside them the temporaries are those of the largest phase.
+    `arguments` are live throughout; the temporaries are those of the largest phase.
     """
 
     # Between steps.
     parameters: Ints
-    optimizer: Ints  # its state, as far as it is on the device
-    batch: Ints  # and the count of steps
+    optimizer: Ints  # its state on the device
+    batch: Ints  # and the step counter
     # In every phase but the last.
-    gradients: Ints  # accumulators: whole, or the shards that visits leave
-    stash: Ints  # what the layers keep for their backward pass, as far as it is on the device
-    # While layers are at work.
-    layer_weights: Ints  # in the compute type; gathered, those of the next layer too
-    zeros: Ints  # that the attention of layers beside the loop starts from
-    outer_gradients: Ints  # of embedding and head, until the optimizer takes them
-    group: Ints  # what one layer reads and writes for G micro-batches, and its running sums
-    working_set: Ints  # activations of a micro-batch and their gradients, at the activation
-    layer_gradients: Ints  # of the weights, and what is left of the working set when they are whole
-    forward_loop: Ints  # what G micro-batches write to in a forward pass
-    # While the head is.
-    head: Ints  # logits of a chunk, the matrix where it is gathered, its gradient, the stream
+    gradients: Ints  # accumulators: whole, or reduce-scattered shards
+    stash: Ints  # saved activations on the device
+    # During the layers.
+    layer_weights: Ints  # in the compute type; where gathered, also the next layer's
+    zeros: Ints  # accumulators of attention in the layer outside the loop
+    outer_gradients: Ints  # of embedding and head, until the update
+    group: Ints  # inputs and outputs of one layer for G micro-batches, and its accumulators
+    working_set: Ints  # activations and their gradients, at the MLP's activation
+    layer_gradients: Ints  # of the weights, with what is left of the working set
+    forward_loop: Ints  # outputs of G micro-batches in the forward pass
+    # During the head.
+    head: Ints  # logits of a chunk, the gathered matrix, its gradient, the stream
     # At the end.
-    reduction: Ints  # sums over replicas, beside what is summed
-    update: Ints  # what an optimizer computes from all gradients before it uses them
-    moments_copy: Ints  # all through a step: Lion's update and its next moments need the same ones
-    # In host memory, where the back end has its own.
+    reduction: Ints  # outputs of reductions over replicas
+    update: Ints  # temporaries of the optimizer
+    moments_copy: Ints  # throughout: Lion's update and its next moments read the same ones
+    # In host memory, where the back end has one.
     host_optimizer: Ints
     host_stash: Ints
     # In a pipeline, in every phase but the last.
-    messages: Ints = 0  # activations and gradients that arrived, and what is under way
-    outer_weights: Ints = 0  # embedding and head, gathered, and those of a gathered chunk
-    pending: Ints = 0  # gradients of a chunk, before they are reduced
+    messages: Ints = 0  # received activations and gradients, and send buffers
+    outer_weights: Ints = 0  # gathered embedding, head and chunk
+    pending: Ints = 0  # gradients of a chunk before reduction
     # What the TPU's compiler adds.
-    parameters_copy: Ints = 0  # all through a step, where a gather makes the new ones
-    converted: Ints = 0  # parameters of the layers, as they lie, in the compute type
-    carried: Ints = 0  # gradients of the layer before, as they came, and as they are reduced
-    walk_end: Ints = 0  # gradients that wait together when the first layer is done
+    parameters_copy: Ints = 0  # throughout, where the update ends in an all-gather
+    converted: Ints = 0  # sharded parameters of the layers, cast to the compute type
+    carried: Ints = 0  # gradients of the previous layer, before and after reduction
+    walk_end: Ints = 0  # gradients queued for reduction at the end of the loop
 
     @property
     def arguments(self) -> Ints:
@@ -98,12 +97,12 @@ class Memory:
 
     @property
     def end(self) -> Ints:
-        """Beside the gradients, when all micro-batches are done."""
+        """Beside the gradients, after all micro-batches."""
         return maximum(self.reduction, self.update)
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """What the peak of one layout is made of, by field; those of nothing left out."""
+        """Parts of one layout's peak by field, without those of 0 bytes."""
         phase = max(self.phases, key=lambda name: self.phases[name])
         parts = ("parameters", "optimizer", "batch", *PHASES[phase])
         sizes = {part: int(getattr(self, part)) for part in parts}
@@ -135,10 +134,10 @@ PHASES = {
     "head": (*_ALWAYS, "head"),
     "activations of a layer": (*_LAYER, "group", "working_set"),
     "gradients of a layer": (*_LAYER, "group", "layer_gradients"),
-    "end of the walk": ("gradients", "moments_copy", "parameters_copy", "walk_end"),
+    "end of the layer loop": ("gradients", "moments_copy", "parameters_copy", "walk_end"),
     "end of the step": ("gradients", "outer_gradients", "moments_copy", "parameters_copy", "end"),
 }
-"""The parts that are alive in each phase of a step, beside the arguments."""
+"""The parts that are live in each phase of a step, beside the arguments."""
 
 
 def step_memory(
@@ -148,16 +147,16 @@ def step_memory(
     own_host: bool = False,
     buffers: RankBuffers | None = None,
 ) -> Memory:
-    """What a step of this configuration needs.
+    """Memory of a step of a config.
 
     Args:
       config: its layout resolved.
       back_end: whose `TRANSIENTS` to use.
-      own_host: whether what a layout offloads leaves the device. On a CPU it does not.
-      buffers: what a rank of a pipeline holds; by default it is found in the real table.
+      own_host: whether offloaded arrays leave device memory. On a CPU they do not.
+      buffers: of a pipeline's busiest rank; by default from the schedule's table.
 
     Raises:
-      ValueError: a back end on which nothing was measured, or a pipeline that cannot be.
+      ValueError: an unknown back end, or no such pipeline exists.
     """
     buffers = buffers or config_buffers(config)
     model, layout, loop = config.model, config.layout, LayerLoop.of(config, buffers.rows)
@@ -216,49 +215,47 @@ def step_memory(
 def _transients(back_end: str, family: str) -> Transients:
     known = sorted({name for name, _ in TRANSIENTS})
     if back_end not in known:
-        raise ValueError(
-            f"no memory was measured on the {back_end!r} back end; there are {', '.join(known)}"
-        )
+        raise ValueError(f"back end {back_end!r} has no memory model; there are {', '.join(known)}")
     return TRANSIENTS[back_end, family]
 
 
 def _layer_weights(
     config: Config, loop: LayerLoop, transients: Transients, buffers: RankBuffers
 ) -> Ints:
-    """In use, and on their way."""
+    """Of the current layer, and prefetched."""
     gathered = loop.weights * select(config.layout.pipeline > 1, buffers.capacity, 2)
-    # A gather of shards that end within a tile makes pairs of rows, of which one is empty.
+    # An all-gather of shards that are not whole tiles pads every row with an empty one.
     gathered = gathered + select(ragged(config, transients), mlp_weights(config))
     return loop.compute * select(loop.gathers, gathered, 0 if transients.ahead else loop.weights)
 
 
 def _slots(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
-    """What the chunks of a rank keep between operations."""
+    """Saved activations of a rank's chunks between operations."""
     each = stash_bytes(config.model, config.layout.remat)
     kept = sum(getattr(buffers, name) * size for name, size in each.items())
     return buffers.capacity * loop.tokens * kept // config.layout.tensor
 
 
 def _held_weights(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
-    """The next chunk's are gathered beside those of the last."""
+    """Gathered weights of embedding, head and the next chunk."""
     outer = elements(config, "embed") + _head_elements(config)
     return loop.compute * (outer + select(loop.gathers, buffers.capacity * loop.weights))
 
 
 def _pending(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
-    """A chunk's gradients, whole, and the shards that become of them."""
+    """A chunk's gradients before and after their reduce-scatter."""
     chunk = buffers.capacity * (loop.weights + elements(config, "layers", True))
     return loop.accumulated * chunk
 
 
 def _tied_sums(config: Config, loop: LayerLoop) -> Ints:
-    """A pipeline sums the gradients of a tied head apart from those of the embedding."""
+    """A pipeline accumulates the gradients of a tied head separately from the embedding's."""
     tied = _head_elements(config, loop.scatters) - elements(config, "head", loop.scatters)
     return select(config.layout.pipeline > 1, tied)
 
 
 def _head_elements(config: Config, over_fsdp: Any = False) -> Ints:
-    """Of what the head reads: a tied one borrows the embedding, with a gradient of its own."""
+    """Parameters that the head reads: a tied one reads the embedding."""
     return elements(config, "head", over_fsdp) + sum(
         array.shard_size(config.layout, over_fsdp=over_fsdp)
         for array in parameters(config.model)
@@ -267,8 +264,8 @@ def _head_elements(config: Config, over_fsdp: Any = False) -> Ints:
 
 
 def _stash(config: Config, loop: LayerLoop) -> tuple[Ints, Ints]:
-    """What the layers keep, and how much of it waits in host memory. With layers beside the loop,
-    what the last one kept is used up when the others begin to go back."""
+    """Saved activations of all layers, and the part in host memory. Those of a layer outside the
+    loop are freed before the loop runs backward."""
     layout, layers = config.layout, config.model.num_layers - loop.beside
     stash = layers * loop.group * layer_saved_bytes(config, loop)
     if layout.offloads("activations"):
@@ -280,8 +277,8 @@ def _stash(config: Config, loop: LayerLoop) -> tuple[Ints, Ints]:
 
 
 def _outer_gradients(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
-    """The head's, and what the embedding's are summed into; with several walks both are among the
-    accumulators. Where they are `late` they are there whole, before they are reduced."""
+    """Gradients of head and embedding; with several passes over the layers both are among the
+    accumulators. `late` ones are live whole, before reduction."""
     head = loop.accumulated * _head_elements(config, loop.scatters)
     whole = loop.accumulated * _head_elements(config)
     embed = elements(config, "embed")
@@ -292,19 +289,19 @@ def _outer_gradients(config: Config, loop: LayerLoop, transients: Transients) ->
 
 
 def _group(config: Config, loop: LayerLoop) -> Ints:
-    # What one layer kept, and gradients of the stream: in, out, and (beside the loop) the next's.
+    # Saved activations of one layer, and stream gradients: in, out, and (outside the loop) next.
     activations = layer_saved_bytes(config, loop) + (2 + loop.beside) * stream_bytes(config, loop)
-    # Running sums of the layer, and beside the loop of the last one; attention's weights, which
-    # the CPU turns round in every micro-batch.
+    # Gradient accumulators of the layer, and of the last one outside the loop; attention's
+    # weights, which the CPU back end transposes in every micro-batch.
     sums = loop.accumulated * loop.weights * (1 + loop.beside)
-    turned = loop.compute * (loop.weights - mlp_weights(config))
-    return select(loop.group == 1, 0, loop.group * activations + sums + turned)
+    transposed = loop.compute * (loop.weights - mlp_weights(config))
+    return select(loop.group == 1, 0, loop.group * activations + sums + transposed)
 
 
 def _layer_gradients(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
-    # Where they are to be reduced they wait until all are there.
+    # Gradients to be reduced are live until all of them are computed.
     waiting = select(loop.reduces & (not transients.carries), loop.accumulated * loop.weights)
-    # By then the MLP's weights are done with; gathered ones stay for the loop to hand over.
+    # The MLP's weights are freed by then; gathered ones stay in the loop's carry.
     done = select(loop.gathers, 0, loop.compute * mlp_weights(config))
     alone = waiting - done + 4 * stream_bytes(config, loop)
     rest = working_set_bytes(config, loop, transients) - hidden_bytes(config, loop, transients)
@@ -312,8 +309,8 @@ def _layer_gradients(config: Config, loop: LayerLoop, transients: Transients) ->
 
 
 def _forward_loop(config: Config, loop: LayerLoop) -> Ints:
-    # What a layer keeps, before it is in the stash, and the room for the last layer's; the stream,
-    # in and out, and the zeros of its gradients.
+    # Saved activations of a layer before they are copied to the stash, and space for the last
+    # layer's; the stream in and out, and its zero gradients.
     activations = (1 + loop.beside) * layer_saved_bytes(config, loop) + 5 * stream_bytes(
         config, loop
     )
@@ -328,7 +325,7 @@ def _head(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     chunks = -(-tokens // maximum(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS))
     logits = transients.logits * max(loop.compute, 4) * loop.tokens * vocab // chunks
     matrices = max(loop.compute, 4) * matrix + loop.gathers * loop.compute * matrix
-    # As it comes, normed, turned round, its gradient; gathered over the ranks of tensor.
+    # Input, normalised, transposed, and its gradient; gathered over tensor.
     stream = 5 * loop.compute * loop.tokens * model.d_model
     together = loop.group > 1
     matrices = matrices + select(together, loop.accumulated * matrix)
@@ -338,10 +335,10 @@ def _head(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
 
 def _reduction(config: Config, loop: LayerLoop, rows: Ints) -> Ints:
     layout, stage = config.layout, config.layout.zero_stage
-    # The last layer's, and those of embedding and head, as they go in and as they come out.
+    # Inputs and outputs of the reductions of the last layer, embedding and head.
     last = loop.weights + elements(config, "embed head")
     once = select(loop.reduces & np.logical_not(loop.scatters), 2 * loop.accumulated * last)
-    # The stacks that visits did not reduce.
+    # The stacks that are not reduced per visit.
     left = (layout.data > 1) | ((layout.fsdp > 1) & (stage <= 1))
     layers = rows * elements(config, "layers", stage >= 1)
     stacks = loop.accumulated * (layers + elements(config, "embed head", stage >= 1))
@@ -349,17 +346,17 @@ def _reduction(config: Config, loop: LayerLoop, rows: Ints) -> Ints:
 
 
 def _update(config: Config) -> Ints:
-    """AdamW and Lion go from gradients to parameters element by element."""
+    """Temporaries of the optimizer; AdamW and Lion are elementwise and have none."""
     layout, wide = config.layout, 4
     arrays, layers = parameters(config.model), config.model.num_layers
     if config.optimizer.name == "adafactor":
-        # Their squares, all of them, before the means of rows and columns.
+        # All squared gradients, before the means over rows and columns.
         over_fsdp = layout.zero_stage >= 1
         layer = elements(config, "layers", over_fsdp)
         return wide * (layers * layer + elements(config, "embed head", over_fsdp))
     if config.optimizer.name == "muon":
-        # Every matrix of the layers whole, as it goes into a step of Newton-Schulz and as it comes
-        # out, and one product with itself.
+        # Input and output of a Newton-Schulz iteration for every whole matrix of the layers, and
+        # its Gram matrix.
         matrices = [array for array in arrays if array.part == "layers" and sides(array)]
         squares = sum(min(math.prod(s) for s in sides(array)) ** 2 for array in matrices)
         whole = sum(array.shard_size(layout, over_fsdp=False) for array in matrices)

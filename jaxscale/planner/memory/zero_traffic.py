@@ -1,8 +1,8 @@
-"""What a step sends over `data` and `fsdp`, from the model's shapes and the layout alone.
+"""Collectives of a step over `data` and `fsdp`, from the model's shapes and the layout alone.
 
 Counts follow ZeRO (arXiv 1910.02054) and layered gradient accumulation (arXiv 2106.02679); the
-suite holds compiled programs to them, array by array. What the compiler sends over `tensor` and
-`context`, and sums of scalars, are not in here.
+suite compares them with compiled programs, array by array. Collectives over `tensor` and `context`,
+and reductions of scalars, are not included.
 """
 
 from collections.abc import Iterable
@@ -15,17 +15,17 @@ from jaxscale.planner.model.param_shapes import ParamShape, itemsize, parameters
 
 @dataclass(frozen=True)
 class ZeroTraffic:
-    """One use of collectives in a step."""
+    """Collectives of a step that serve one purpose."""
 
     what: str
-    kind: str  # as in `hlo.KINDS`
+    kind: str  # of `compiled.collectives.KINDS`
     axes: tuple[str, ...]
-    arrays: int  # sent in a step, each repetition counted
-    num_bytes: int  # the whole arrays on one side, gathered or not yet scattered, added up
+    arrays: int  # per step, each repetition counted
+    num_bytes: int  # of the whole arrays: gathered, or before the scatter
 
 
 def num_layer_passes(layout: Layout) -> int:
-    """How often a step goes through the layers and back."""
+    """How often a step loops over the layers, forward and backward."""
     return 1 if layout.accumulation == "layered" else layout.microbatches
 
 
@@ -42,7 +42,7 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
         for name in (model.compute_dtype, config.optimizer.accumulation_dtype, model.param_dtype)
     )
     arrays = parameters(model)
-    # A tied head borrows the embedding, and has a gradient of it of its own.
+    # A tied head reads the embedding and has its own gradient of it.
     tied = [array for array in arrays if model.tied_embeddings and array.name == "tokens"]
     once = [(array, 1) for array in arrays if array.part != "layers"] + [(a, 1) for a in tied]
     layer = [array for array in arrays if array.part == "layers"]

@@ -1,4 +1,4 @@
-"""Shapes of models that are known by name, and those that a user describes in a file."""
+"""Shapes of published models by name, and of models that a user describes in a JSON file."""
 
 import dataclasses
 import json
@@ -65,7 +65,7 @@ NAMED = {
         top_k=2,
         expert_ff=16384,
     ),
-    # DeepSeek-V3 (arXiv 2412.19437, section 4.2), without the layer that predicts a later token.
+    # DeepSeek-V3 (arXiv 2412.19437, section 4.2), without multi-token prediction.
     "deepseek-v3": ModelShape(
         61,
         7168,
@@ -116,7 +116,7 @@ NAMED = {
         expert_ff=1536,
     ),
     # T5 (arXiv 1910.10683, sections 3.1 and 3.7) and mT5 (2010.11934, tables 1 and 2 and section
-    # 3.2: inputs of 1,024 tokens). Lengths are of the decoder, then of the encoder.
+    # 3.2: inputs of 1,024 tokens). Lengths: decoder, then encoder.
     "t5-11b": ModelShape(
         24,
         1024,
@@ -146,7 +146,7 @@ NAMED = {
         encoder_seq_len=1024,
     ),
     # NVIDIA Nemotron 3 (model cards of December 2025 and March 2026): state-space mixers,
-    # experts of squared ReLU, and a few layers that attend.
+    # experts with squared ReLU, and a few attention layers.
     "nemotron-3-nano": ModelShape(
         52,
         2688,
@@ -194,14 +194,14 @@ NAMED = {
 
 
 def published_shape(model: str, seq_len: int) -> ModelShape | None:
-    """The shape that a name begins with, as others write it; None if it is not known."""
-    name = _spelt(model)
+    """The shape of the known name that `model` begins with; None where there is none."""
+    name = _normalised(model)
     found = [shape for known, shape in NAMED.items() if name.startswith(known)]
     return replace(found[0], seq_len=seq_len) if found else None
 
 
-def _spelt(model: str) -> str:
-    """As in `NAMED`, of a name in any case, with _ for - and maybe none before a version."""
+def _normalised(model: str) -> str:
+    """A name in any case, with _ for - or without one before a version, as `NAMED` has it."""
     return model.lower().replace("_", "-").replace("nemotron3", "nemotron-3")
 
 
@@ -209,12 +209,12 @@ def find_shape(model: str) -> ModelShape:
     """The shape of a name, in any case and with _ for -, or of a user's JSON file.
 
     Raises:
-      ValueError: no such model, or a field that is unknown, missing or of another type; names the
-        nearest.
+      ValueError: an unknown model, or a field that is unknown, missing or of another type; names
+        the nearest.
     """
     if model.endswith(".json"):
         return read_shape(pathlib.Path(model))
-    name = _spelt(model)
+    name = _normalised(model)
     if name in NAMED:
         return NAMED[name]
     raise ValueError(
@@ -259,12 +259,12 @@ def _record(kind: Any, given: Any, where: str) -> Any:
             raise ValueError(f"{where}: {name} = {value!r} must be {allowed[-1].__name__}")
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in given:
-            raise ValueError(f"{where}: no {name!r}, which every model has")
+            raise ValueError(f"{where}: {name!r} is missing; every model has one")
     return kind(**given)
 
 
 def check_shape(shape: ModelShape, name: str) -> None:
-    """Refuses sizes that no model has.
+    """Refuses impossible sizes.
 
     Raises:
       ValueError: names the field.

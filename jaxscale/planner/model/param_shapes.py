@@ -1,7 +1,7 @@
-"""The parameters of a model as shapes and logical axes, without making the model.
+"""The parameters of a model as shapes and logical axes, without building the model.
 
-Same names, shapes and axes as `models.decoder` gives; the suite compares them. In all of the
-memory formulas the numbers of a layout may be int arrays [N], for N layouts at once.
+Names, shapes and axes are those of `models.decoder`; the suite compares them. In all memory
+formulas the integers of a layout may be int arrays [N], for N layouts at once.
 """
 
 import functools
@@ -28,7 +28,7 @@ def select(condition: Any, yes: Ints, no: Ints = 0) -> Ints:
 
 
 def maximum(*sizes: Ints) -> Ints:
-    """The largest."""
+    """The elementwise maximum, for one layout or many."""
     return functools.reduce(
         lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b),
         sizes,
@@ -37,7 +37,7 @@ def maximum(*sizes: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class ParamShape:
-    """One parameter; that of a layer is one layer's."""
+    """One parameter; a layer's is that of one layer, without the stack's dimension."""
 
     part: str  # "embed", "layers" or "head"
     name: str  # as in a checkpoint: "attention/q"
@@ -50,11 +50,11 @@ class ParamShape:
         return math.prod(self.shape)
 
     def shard_size(self, layout: Layout, *, over_fsdp: Any, at_rest: bool = False) -> Ints:
-        """Elements on one device, spread over tensor and, where asked, over fsdp.
+        """Elements on one device, sharded over tensor and, where asked, over fsdp.
 
         Args:
-          at_rest: between steps what is outside the layers is spread over the pipeline too, where
-            it can be.
+          at_rest: between steps embedding and head are sharded over the pipeline, too, where they
+            divide.
         """
         divisor = select(over_fsdp, layout.fsdp, 1) if "embed" in self.axes else 1
         if at_rest and self.part != "layers" and "embed" in self.axes:

@@ -4,6 +4,7 @@ import math
 
 from jaxscale.formatting import gigabytes, table
 from jaxscale.layout import Layout
+from jaxscale.planner.cost.energy import BUILDING
 from jaxscale.planner.search.plan import Plan, RankedPlans
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.trainable_model import TrainableModel
@@ -201,13 +202,13 @@ def ranking_text(answer: RankedPlans) -> str:
         f"{params_text(model)} on {query.cluster.num_devices} {query.cluster.name}, "
         f"{batch_text(model)} per step",
         table(rows),
-        f"MFU counts {model.flops_per_token / 1e9:.1f} GFLOP a token, "
-        "3 x forward, causal attention counted once, nothing repeated; HFU adds what remat "
-        f"repeats. Peak {query.cluster.peak_flops() / 1e12:.0f} TFLOP/s.",
-        "Every rank of a pipeline has the same buffers. Days, energy and money are of "
-        f"{tokens / 1e9:,.4g} billion tokens at {100 * good.fraction:.1f} % goodput (a failure "
+        f"MFU counts {model.flops_per_token / 1e9:.1f} GFLOP per token: "
+        "3 x forward, causal attention counted once, no recompute; HFU adds recompute. "
+        f"Peak {query.cluster.peak_flops() / 1e12:.0f} TFLOP/s.",
+        "All ranks of a pipeline have the same buffers. Days, energy and cost are for "
+        f"{tokens / 1e9:,.4g} B tokens at {100 * good.fraction:.1f} % goodput (a failure "
         f"every {good.between_failures_seconds / 3600:.0f} h, a checkpoint every "
-        f"{good.checkpoint_every_seconds / 60:.0f} min), the building included.",
+        f"{good.checkpoint_every_seconds / 60:.0f} min), with a PUE of {BUILDING}.",
         *([model.note] if model.note else []),
         f"{answer.found.considered:,} layouts considered",
     ]

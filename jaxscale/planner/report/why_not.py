@@ -29,9 +29,10 @@ def explain_why_not(answer: RankedPlans, pins: dict[str, Any]) -> str:
         one = predict_plan(query, found.layouts[0])
         if one.layout == best.layout:
             return f"why not {asked}: the best plan has it"
+        slower = one.step_seconds / best.step_seconds - 1
         return (
             f"why not {asked}: feasible; the fastest such layout is "
-            f"{100 * (one.step_seconds / best.step_seconds - 1):.1f} % slower than the best\n"
+            f"{100 * abs(slower):.1f} % {'slower' if slower >= 0 else 'faster'} than the best\n"
             + comparison(best, one)
         )
     if found.smallest is None:

@@ -56,7 +56,7 @@ def test_a_file_says_the_same(name, tmp_path):
     ("changes", "said"),
     [
         ({"expert": 8}, r"model\.json: 'expert' is not a field; .*did you mean 'experts'"),
-        ({"vocab": None}, r"model\.json: no 'vocab', which every model has"),
+        ({"vocab": None}, r"model\.json: 'vocab' is missing; every model has"),
         ({"layers": "61"}, "layers = '61' must be int"),
         ({"gated": 1}, "gated = 1 must be bool"),
         ({"windowed_share": "half"}, "windowed_share = 'half' must be float"),
@@ -64,7 +64,7 @@ def test_a_file_says_the_same(name, tmp_path):
             {"latent": {"query_rnk": 1}},
             r"latent: 'query_rnk' is not .*did you mean 'query_rank'",
         ),
-        ({"latent": {"query_rank": 1}}, r"latent: no 'kv_rank'"),
+        ({"latent": {"query_rank": 1}}, r"latent: 'kv_rank' is missing"),
         ({"latent": 512}, r"latent is 512; it must be an object of LatentAttention's fields"),
     ],
 )

@@ -301,7 +301,7 @@ def test_pins_hold():
 @pytest.mark.parametrize(
     ("pin", "said"),
     [
-        ({"schedule": "dualpipe"}, "--pin schedule=dualpipe: the planner ranks .* by name: 1f1b, "),
+        ({"schedule": "dualpipe"}, "--pin schedule=dualpipe: the planner ranks .* runs: 1f1b, "),
         ({"schedule": "order.csv"}, "--pin schedule=order.csv: the planner ranks"),
         ({"schedule": "auto"}, "--pin schedule=auto: the planner ranks"),
         ({"schedule": "1f1b:3,x"}, "'3,x' is no choice"),

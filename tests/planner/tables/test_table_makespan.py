@@ -123,7 +123,7 @@ def test_a_hundred_thousand_microbatches_take_no_longer_than_a_few():
 def test_refusals():
     with pytest.raises(ValueError, match=r"last dimension can be 1, or the 4 virtual stages"):
         makespan(TableSpec("1f1b", 4, 8), table_makespan.OperationSeconds(f=np.ones(3)))
-    with pytest.raises(ValueError, match="overlaps operations in pairs"):
+    with pytest.raises(ValueError, match="overlaps pairs of operations"):
         makespan(TableSpec("dualpipe", 4, 8), table_makespan.OperationSeconds())
     with pytest.raises(ValueError, match="microbatches to be a multiple of stages"):
         makespan(TableSpec("interleaved", 4, 6, 2), table_makespan.OperationSeconds())
