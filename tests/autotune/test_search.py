@@ -51,7 +51,7 @@ def test_failures_are_recorded_as_what_they_are(found):
     assert [trial.outcome for trial in trials[:3]] == ["out of memory", "crashed", "crashed"]
     assert "RESOURCE_EXHAUSTED" in trials[0].message
     assert trials[1].message == "SIGABRT: F1 x.cc:9] Check failed: a.size() == b.size()"
-    assert trials[2].message.startswith("SIGKILL: killed, as the system does")
+    assert trials[2].message.startswith("SIGKILL: killed, probably by the system")
     assert all((trial.step_seconds is None) != trial.measured for trial in trials)
     assert all(bool(trial.message) != trial.measured for trial in trials)
 

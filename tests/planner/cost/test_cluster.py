@@ -37,7 +37,7 @@ def test_what_a_cluster_cannot_change_is_refused():
         make_cluster("h100", 0)
     with pytest.raises(ValueError, match="not on a torus"):
         make_cluster("h100", 8, torus=(2, 4))
-    with pytest.raises(ValueError, match="no whole number of slices"):
+    with pytest.raises(ValueError, match="not a whole number of slices"):
         make_cluster("v5e", 100, torus=(16, 16))
 
 

@@ -126,9 +126,7 @@ def test_why_not_of_settings():
 
 
 def test_nothing_fits_is_explained():
-    with pytest.raises(
-        ValueError, match=r"no layout on 8 A100-40.* fits\. .* needs least: .* more"
-    ):
+    with pytest.raises(ValueError, match=r"no layout on 8 A100-40.* fits\. .* needs least: "):
         plan_layouts(
             CONFIG, "a100-40", 8, pins={"pipeline": 1, "remat": "full"}, max_memory_bytes=1e8
         )
@@ -142,9 +140,7 @@ def test_what_is_asked_wrongly_is_refused():
     ):
         with pytest.raises(ValueError, match=said):
             plan_layouts(CONFIG, "a100-40", 8, pins=pins)
-    with pytest.raises(
-        ValueError, match=r"not a whole number of sequences .* nearest is 4096, 2 s"
-    ):
+    with pytest.raises(ValueError, match=r"not a whole number of sequences .* nearest is 4096, 2"):
         with_batch(CONFIG, 5000)
     assert with_batch(CONFIG, 4096).data.global_batch_size == 2
 

@@ -142,7 +142,7 @@ def test_a_shape_can_be_given_as_it_is():
         (
             shape,
             {"batch_tokens": 1500},
-            "not a whole number of sequences of seq_len = 1024; .* 1024",
+            "whole number of sequences of seq_len = 1024; .* 1024",
         ),
         ("configs/tiny.py", {"seq_len": 64}, "--seq_len 64 goes with --model; .*data.seq_len=64"),
         ("lama3-8b", {}, "model 'lama3-8b' is not known; .*did you mean 'llama3-8b'"),
