@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = configs.load(options.config, overrides)
     # JAX is imported only now: a typo above is answered at once.
     from jaxscale.compiled import compile_ahead, topology  # noqa: PLC0415
-    from jaxscale.planner.room import check_room  # noqa: PLC0415
+    from jaxscale.planner.memory.room import check_room  # noqa: PLC0415
 
     topology.leave_hardware_alone()
     command_line.log_to_stdout()
@@ -73,30 +73,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(report: Any) -> str:
-    """A `proof.Report` for a person."""
-    from jaxscale.run.layout_report import human_bytes, table  # noqa: PLC0415
+    """A `CompileReport` for a person."""
+    from jaxscale.formatting import human_bytes, table  # noqa: PLC0415
 
     axes = " x ".join(f"{axis} {size}" for axis, size in report.layout.sizes.items() if size > 1)
     verdict = "fits" if report.fits else f"does not fit, by {human_bytes(report.missing_bytes)}"
     parts = [
         f"{report.topology}: {report.devices} devices, {axes or 'every axis 1'}, "
         f"{report.attention} attention\n"
-        f"{verdict}: {human_bytes(report.peak_bytes)} of {human_bytes(report.limit_bytes)} on each "
+        f"{verdict}: {human_bytes(report.peak_bytes)} of {human_bytes(report.limit_bytes)} per "
         f"device; compiled in {report.compile_seconds:.1f} s",
-        "memory on each device\n"
+        "memory per device\n"
         + table(
             [
                 ("arguments", human_bytes(report.argument_bytes)),
                 ("temporaries", human_bytes(report.temp_bytes)),
                 ("outputs", human_bytes(report.output_bytes)),
-                ("  in the place of arguments", human_bytes(report.alias_bytes)),
+                ("  aliasing arguments", human_bytes(report.alias_bytes)),
                 ("host memory", human_bytes(report.host_bytes)),
             ]
         ),
     ]
     if report.refusal:
         return "\n\n".join([*parts, f"the compiler says: {report.refusal.splitlines()[0]}"])
-    rows = [("bytes", "arrays", "shape", "module", "what", "smaller with")]
+    rows = [("bytes", "arrays", "shape", "module", "kind", "smaller with")]
     rows += [
         (
             human_bytes(use.num_bytes),
@@ -108,16 +108,16 @@ def describe(report: Any) -> str:
         )
         for use in report.uses[:SHOWN]
     ]
-    parts.append("largest buffers when most are alive\n" + table(rows))
-    flops = "unknown: a loop runs as often as its data say"
+    parts.append("largest buffers live at the peak\n" + table(rows))
+    flops = "unknown: a loop has a data-dependent trip count"
     if report.flops is not None:
         flops = f"{report.flops / 1e12:,.1f} TFLOP"
     seconds = "none" if report.optimal_seconds is None else f"{report.optimal_seconds:.4g} s"
     parts.append(
-        "a step on each device\n"
-        + table([("products", flops), ("the compiler's estimate of what it computes", seconds)])
+        "a step, per device\n"
+        + table([("matmuls", flops), ("compiler's estimate of compute time", seconds)])
     )
-    rows = [("axes", "collective", "runs", "bytes", "on the links", "waited for", "runs beside")]
+    rows = [("axes", "collective", "runs", "bytes", "on the links", "waited for", "overlaps with")]
     rows += [
         (
             "+".join(one.axes) or "none",
@@ -138,7 +138,7 @@ def describe(report: Any) -> str:
 
 def _hidden(report: Any) -> str:
     """How much of what a step sends is hidden, run by run."""
-    from jaxscale.run.layout_report import human_bytes  # noqa: PLC0415
+    from jaxscale.formatting import human_bytes  # noqa: PLC0415
 
     share = report.beside_bytes / report.collective_bytes
     line = f"{share:.0%} of {human_bytes(report.collective_bytes)} are sent beside matmuls"
@@ -157,16 +157,16 @@ def _seconds(seconds: float | None) -> str:
 
 def _beside(one: Any) -> str:
     if not one.asynchronous:
-        return "nothing: the device waits"
+        return "nothing: synchronous"
     if not one.beside_flops:
-        return "no matmul"
+        return "no matmuls"
     each = one.beside_flops / one.count
     amount = f"{each / 1e12:.3g} TFLOP" if each >= 1e12 else f"{each / 1e9:.3g} GFLOP"
     return f"{amount} of matmuls each, on average"
 
 
 def numbers(report: Any) -> dict[str, Any]:
-    """A `proof.Report` for a program."""
+    """A `CompileReport` for a program."""
     return {
         "topology": report.topology,
         "devices": report.devices,

@@ -5,13 +5,14 @@ Nothing here imports JAX: a mistyped flag must be answered in a fraction of a se
 
 import argparse
 import contextlib
-import difflib
 import logging
 import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NoReturn
+
+from jaxscale.choices import nearest
 
 _last_words: Callable[[str], str] = str  # of an error, what to print
 
@@ -133,8 +134,8 @@ def _unknown(word: str, known: Collection[str]) -> str:
     if not word.startswith("-"):
         return f"unexpected {word!r}; every value follows its flag"
     head, dot, tail = word.partition(".")
-    near = difflib.get_close_matches(word, known, n=1)
+    near = nearest(word, known)
     if dot and "--config" in known:
-        misspelt = difflib.get_close_matches(head, ["--config"])
+        misspelt = nearest(head, ["--config"])
         near = [f"--config.{tail}" if misspelt else f"--config.{word.lstrip('-')}"]
     return f"unknown flag {word}" + (f"; did you mean {near[0]}?" if near else "")

@@ -6,7 +6,6 @@ Nothing here imports JAX: a mistyped key must be answered in a fraction of a sec
 import ast
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import math
 import pathlib
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 
 import ml_collections
 
+from jaxscale.choices import check_choice, did_you_mean, nearest
 from jaxscale.data_source import Source, to_plain, to_sources
 from jaxscale.layout import AUTO, BLOCK_TENSORS, Layout, parse_remat
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
@@ -26,15 +26,6 @@ DTYPES = ("float64", "float32", "bfloat16")
 VOCABULARY_MULTIPLE = 128
 """Embedding rows are rounded up to this, so that the vocabulary divides over any usual tensor
 axis and the parameters do not depend on the layout."""
-
-
-def check_choice(name: str, got: object, allowed: Sequence[str]) -> None:
-    """Raises ValueError when `got` is not one of `allowed`, naming the nearest."""
-    if got in allowed:
-        return
-    near = difflib.get_close_matches(str(got), allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{name} = {got!r} is not known; it can be {', '.join(allowed)}{hint}")
 
 
 def check_at_least(section: str, record: object, **least: float) -> None:
@@ -178,6 +169,10 @@ class ModelConfig:
         if recomputed:
             repeated = recomputed * sum(products.values())
         return self.flops_per_token(seq_len, causal=causal) + repeated * self.num_layers
+
+    def head_cost(self, seq_len: int) -> float:
+        """FLOPs of the head over those of a layer, by which layers are split into stages."""
+        return 2 * self.d_model * self.vocab_size / self.layer_forward_flops(seq_len)
 
     def layer_forward_flops(self, seq_len: int, causal: bool = True) -> float:
         """What one layer's forward pass needs for a token."""
@@ -365,6 +360,12 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
+        # A layout may have it all the same: the planner ranks models that are not trained here.
+        if self.layout.expert != 1:
+            raise ValueError(
+                f"layout.expert = {self.layout.expert} is not available in this version; "
+                "set layout.expert = 1"
+            )
         if self.optimizer.warmup_steps > self.schedule_steps:
             given = self.optimizer.schedule_steps is not None
             name = "optimizer.schedule_steps" if given else "run.steps"
@@ -469,8 +470,7 @@ def _read(path: str) -> ml_collections.ConfigDict:
     if not pathlib.Path(name).is_file():
         places = (pathlib.Path(name).parent, pathlib.Path("configs"))
         found = sorted({str(file) for place in places for file in place.glob("*.py")})
-        near = difflib.get_close_matches(name, found, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, found, cutoff=0.5)
         raise FileNotFoundError(f"--config {name}: there is no such file{hint}")
     with _blame(name):
         get_config = runpy.run_path(name).get("get_config")
@@ -517,13 +517,13 @@ def _field(record: type, section: str, key: str) -> typing.Any:
     types = {leaf.name: leaf.type for leaf in dataclasses.fields(record)}
     if key in types:
         return types[key]
-    here = difflib.get_close_matches(key, types, n=1)
+    here = nearest(key, types)
     near = [f"{section}.{here[0]}"] if here else _leaves()
     raise ValueError(f"unknown key {_nearest(f'{section}.{key}', near)}")
 
 
 def _nearest(got: str, known: typing.Iterable[str]) -> str:
-    near = difflib.get_close_matches(got, list(known), n=1, cutoff=0.3)
+    near = nearest(got, known, cutoff=0.3)
     return f"config.{got}" + (f"; did you mean config.{near[0]}?" if near else "")
 
 

@@ -4,11 +4,12 @@ Nothing here imports JAX or reads a file: a mistyped key must be answered in a f
 """
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from jaxscale.choices import check_choice, did_you_mean
 
 RECORD_FORMATS = ("jsonl", "parquet", "arrow", "arrayrecord", "fasta")
 FORMATS = ("text", *RECORD_FORMATS, "shards")
@@ -42,9 +43,11 @@ class Source:
             raise ValueError(
                 f"data.source = {self.path} has an empty path or none; give files, folders or globs"
             )
-        _check_choice("format", self.format, FORMATS)
-        _check_choice("boundary", self.boundary, BOUNDARIES)
-        _check_choice("long_documents", self.long_documents, LONG_DOCUMENTS)
+        if self.format is not None:
+            check_choice("data.source format", self.format, FORMATS)
+        if self.boundary is not None:
+            check_choice("data.source boundary", self.boundary, BOUNDARIES)
+        check_choice("data.source long_documents", self.long_documents, LONG_DOCUMENTS)
         if not self.field or "" in self.field.split("."):
             raise ValueError(f"data.source field = {self.field!r} must be a name, or names with .")
         if self.max_document_bytes < 0 or 0 < self.max_document_bytes < 4:
@@ -107,9 +110,10 @@ def _to_source(name: str, entry: object) -> Source:
     known = [field.name for field in dataclasses.fields(Source)]
     for key in entry:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it can be {', '.join(known)}"
-            raise ValueError(f"{name} has an unknown key {key!r}{hint}")
+            raise ValueError(
+                f"{name} has an unknown key {key!r}; it can be {', '.join(known)}"
+                f"{did_you_mean(key, known)}"
+            )
     if "path" not in entry:
         raise ValueError(f"{name} = {dict(entry)} has no 'path'")
     values = {str(key): _convert(f"{name}[{key!r}]", key, entry[key]) for key in entry}
@@ -172,12 +176,3 @@ def _check_weight(weight: Weight) -> None:
         )
     if not all(math.isfinite(weight) and weight >= 0 for _, weight in pairs):
         raise ValueError(f"data.source weight = {weight} must be finite and at least 0")
-
-
-def _check_choice(key: str, got: str | None, allowed: Sequence[str]) -> None:
-    if got is None or got in allowed:
-        return
-    near = difflib.get_close_matches(got, allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    choices = ", ".join(allowed)
-    raise ValueError(f"data.source {key} = {got!r} is not known; it can be {choices}{hint}")

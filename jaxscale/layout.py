@@ -1,12 +1,12 @@
 """How a run is spread over devices: one frozen record, and the checks that need no devices."""
 
 import dataclasses
-import difflib
 import functools
 import math
 import re
 from dataclasses import dataclass
 
+from jaxscale.choices import check_choice
 from jaxscale.pipeline_schedules.shipped import check_known, is_foreign
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
@@ -81,10 +81,10 @@ class Layout:
             raise ValueError(f"layout.zero_stage = {self.zero_stage}; it can be 0, 1, 2 or 3")
         if self.microbatches < 1:
             raise ValueError(f"layout.microbatches = {self.microbatches}; at least 1")
-        _check_known("accumulation", self.accumulation, ACCUMULATIONS)
+        check_choice("layout.accumulation", self.accumulation, ACCUMULATIONS)
         parse_schedule(self.schedule)  # refuses what it cannot read, as parse_remat does
-        _check_known("context_method", self.context_method, CONTEXT_METHODS)
-        _check_known("offload", self.offload, OFFLOADS)
+        check_choice("layout.context_method", self.context_method, CONTEXT_METHODS)
+        check_choice("layout.offload", self.offload, OFFLOADS)
         parse_remat(self.remat)
         if self.virtual_stages < 0:
             raise ValueError(
@@ -99,12 +99,11 @@ class Layout:
                 "layout.pipeline = 1; set layout.remat = 'full', or save:TENSOR,... for some of "
                 "what a layer keeps"
             )
-        for name in ("expert", "sequence_chunks"):
-            if getattr(self, name) != 1:
-                raise ValueError(
-                    f"layout.{name} = {getattr(self, name)} is not available in this version; "
-                    f"set layout.{name} = 1"
-                )
+        if self.sequence_chunks != 1:
+            raise ValueError(
+                f"layout.sequence_chunks = {self.sequence_chunks} is not available in this "
+                "version; set layout.sequence_chunks = 1"
+            )
 
     def _check_pipeline(self) -> None:
         """What a pipeline does not go together with."""
@@ -200,17 +199,17 @@ def parse_remat(remat: str) -> RematPolicy:
         return RematPolicy(KEEP, (), _kept_passes(remat, listed))
     if not colon:
         named = (f"{name}:TENSOR,..." for name in REMATS_WITH_NAMES)
-        _check_known("remat", remat, (*REMATS, *named, f"{KEEP}:NUMBER"))
+        check_choice("layout.remat", remat, (*REMATS, *named, f"{KEEP}:NUMBER"))
         if remat == "full":
             return RematPolicy(remat, (), 0)
         if remat == "save_all_but_attention":
             kept = tuple(name for name in BLOCK_TENSORS if name != "attention")
             return RematPolicy(remat, kept)
         return RematPolicy(remat, BLOCK_TENSORS)
-    _check_known("remat", kind, (*REMATS_WITH_NAMES, KEEP))
+    check_choice("layout.remat", kind, (*REMATS_WITH_NAMES, KEEP))
     names = tuple(name.strip() for name in listed.split(","))
     for name in names:
-        _check_known(f"remat = {remat!r}", name, BLOCK_TENSORS, equals=": ")
+        check_choice(f"layout.remat = {remat!r}", name, BLOCK_TENSORS, equals=": ")
     if len(set(names)) < len(names):
         raise ValueError(f"layout.remat = {remat!r} names a tensor twice")
     return RematPolicy(kind, names)
@@ -269,16 +268,6 @@ def parse_schedule(schedule: str) -> ScheduleSpec:
                 "stage, at least one, such as :3,2,2,1"
             )
     return ScheduleSpec(name, fused, layers)
-
-
-def _check_known(name: str, got: str, allowed: tuple[str, ...], equals: str = " = ") -> None:
-    if got in allowed:
-        return
-    near = difflib.get_close_matches(got, allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"layout.{name}{equals}{got!r} is not known; it can be {', '.join(allowed)}{hint}"
-    )
 
 
 def resolve_sizes(layout: Layout, num_devices: int) -> Layout:

@@ -1,12 +1,428 @@
-"""python -m jaxscale.plan --config configs/X.py --hardware NAME --devices N
+"""Ranks the layouts of a model on a cluster and explains them.
 
-The command; what it does is in `jaxscale.planning`, and a notebook's `jaxscale.plan_layouts` in
-`planner/answer.py`.
+python -m jaxscale.plan --config configs/X.py --hardware NAME --devices N
+
+It needs no device, and imports JAX only to compile (`--prove`) or to measure. In a program the same
+is `jaxscale.plan_layouts`.
 """
 
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+import re
 import sys
+from collections.abc import Sequence
+from typing import Any
 
-from jaxscale.planning import main
+from jaxscale import command_line
+from jaxscale import config as configs
+from jaxscale.config import Config
+from jaxscale.formatting import gigabytes, table
+from jaxscale.layout import Layout
+from jaxscale.planner.plan_layouts import plan_layouts
+from jaxscale.planner.report import html_report, text_report, why_not
+from jaxscale.planner.report.write_config import write_plan
+from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
+from jaxscale.planner.search.search import search_layouts
+from jaxscale.planner.search.space import Query, check_pins
+
+MOST_DEVICES = 2**20
+MOST_TOKENS = 2**40
+"""Ten times the largest machines and a million times the largest steps: more is a slip, and the
+divisors of an arbitrary number can take forever to find."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the status of the process."""
+    options, overrides = command_line.parse(_parser(), sys.argv[1:] if argv is None else argv)
+    with command_line.refusals():
+        _check(options)
+        if options.validate:
+            return _validate(options)
+        if options.measure:
+            return _measure(options, overrides)
+        for name in ("hardware", "devices"):
+            if getattr(options, name) is None:
+                raise ValueError(f"--{name} is missing; see --help for an example")
+        pins = parse_pins(options.pin)
+        answer = plan_layouts(
+            _model(options, overrides),
+            options.hardware,
+            options.devices,
+            pins=pins,
+            max_memory_bytes=parse_bytes(options.max_memory),
+            batch_tokens=parse_tokens(options.batch_tokens),
+            seq_len=options.seq_len,
+            top=options.top,
+        )
+        print(text_report.ranking_text(answer))
+        print(f"\nStep time of the best plan\n{text_report.waterfall_text(answer.plans[0])}")
+        print(f"\nIts memory per device\n{text_report.memory_text(answer.plans[0])}")
+        if options.why_not:
+            print("\n" + why_not.explain_why_not(answer, parse_pins(split_pins(options.why_not))))
+        if options.compare:
+            print(
+                "\n" + text_report.comparison(*(_named(answer, name) for name in options.compare))
+            )
+        if options.write:
+            write_plan(options.write, answer.plans[0], options.config)
+            print(f"\nwrote {options.write}: python -m jaxscale.train --config {options.write}")
+        if options.report:
+            options.report.write_text(html_report.plan_page(answer))
+            print(f"\nwrote {options.report}")
+    numbers = as_json(answer)
+    if options.prove:
+        numbers["proved"] = _prove(answer, options.prove, options.topology)
+    if options.json:
+        options.json.write_text(json.dumps(numbers, indent=2) + "\n")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuses what would only be read after the search, which may take minutes.
+
+    Raises:
+      ValueError: a plan that will not be in the table, pins of no such form, or a file in a folder
+        that does not exist.
+    """
+    for name in options.compare:
+        if not _is_rank(name):
+            parse_pins(split_pins(name))
+        elif not 1 <= int(name) <= options.top:
+            raise ValueError(
+                f"--compare {name}: plans 1 to {options.top} are shown; raise --top for more"
+            )
+    if options.why_not:
+        parse_pins(split_pins(options.why_not))
+    for name in ("write", "report", "json"):
+        path = getattr(options, name)
+        if path and not path.parent.is_dir():
+            raise ValueError(f"--{name} {path}: there is no folder {path.parent}; make it first")
+
+
+def _is_rank(name: str) -> bool:
+    return re.fullmatch(r"[+-]?\d+", name) is not None
+
+
+def _model(options: argparse.Namespace, overrides: Sequence[str]) -> Config | str:
+    """The config, or the name or file of a model given by its sizes."""
+    if not options.config and not options.model:
+        raise ValueError("--config FILE or --model NAME is missing; see --help for an example")
+    if not options.model:
+        return configs.load(options.config, overrides)
+    if options.config or overrides or ".py" in options.model:
+        raise ValueError(
+            f"--model {options.model} does not go with a config; give --config FILE, or --model "
+            "NAME with --seq_len and --batch_tokens"
+        )
+    for name in ("write", "prove"):
+        if getattr(options, name):
+            raise ValueError(
+                f"--{name} needs a model that this version trains, a dense decoder described by a "
+                f"config; leave it out with --model {options.model} (--json FILE keeps the plan), "
+                "or give --config FILE"
+            )
+    return options.model
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxscale.plan",
+        description="Ranks the layouts of a model on a cluster by predicted step time, with "
+        "memory, energy and cost, and explains them. Needs no device.",
+        epilog="Examples: python -m jaxscale.plan --config configs/llama2_70b.py --hardware "
+        "h100-sxm --devices 512 --pin tensor=8, or with --model mixtral-8x7b --seq_len 4096 "
+        "--batch_tokens 4M instead of the config",
+    )
+    add, path = parser.add_argument, pathlib.Path
+    add("--config", metavar="FILE", help="a file in configs/; its layout is ignored")
+    add(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="instead of a config: a known model, or a JSON file of sizes",
+    )
+    add(
+        "--seq_len",
+        type=command_line.whole(1, MOST_TOKENS),
+        default=0,
+        metavar="N",
+        help="sequence length of a --model, if not its own",
+    )
+    add("--hardware", metavar="NAME", help="a device of hardware.csv, or a CSV or JSON file")
+    add(
+        "--devices",
+        type=command_line.whole(1, MOST_DEVICES),
+        metavar="N",
+        help="number of devices",
+    )
+    add("--batch_tokens", default="", metavar="4M", help="tokens per step; K is 1024, M is 1024 K")
+    add(
+        "--pin",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="fix fields of the layout: tensor=8 remat=full",
+    )
+    add("--max_memory", default="", metavar="70GB", help="memory per device that a plan may use")
+    add("--top", type=command_line.whole(1, 1000), default=10, metavar="N", help="plans to show")
+    add(
+        "--why_not",
+        default="",
+        metavar="tensor=4,pipeline=8",
+        help="why such a layout is not best or does not fit, and the smallest change",
+    )
+    add(
+        "--compare",
+        nargs=2,
+        default=[],
+        metavar=("A", "B"),
+        help="two plans term by term, by rank in the table or as tensor=4,pipeline=8",
+    )
+    add("--write", type=path, metavar="FILE", help="write a config that trains with the best plan")
+    add("--report", type=path, metavar="FILE", help="write an HTML page with tables and figures")
+    add(
+        "--prove",
+        type=command_line.whole(1, 1000),
+        default=0,
+        metavar="N",
+        help="compile the best N plans",
+    )
+    add("--topology", default="", metavar="NAME", help="the topology to compile for: h100:64x8")
+    add("--validate", default="", metavar="CSV", help="score predictions against measured runs")
+    add(
+        "--measure",
+        action="store_true",
+        help="time layouts on the local devices, each in its own process",
+    )
+    add(
+        "--trials",
+        type=command_line.whole(1, 100_000),
+        default=40,
+        metavar="N",
+        help="number of trials, earlier ones included",
+    )
+    add(
+        "--storage",
+        type=path,
+        metavar="FILE.db",
+        help="database of trials; a search resumes from it",
+    )
+    add(
+        "--trial_seconds",
+        type=command_line.real(0, 1e6, above=True),
+        default=600,
+        metavar="S",
+        help="time limit of a trial",
+    )
+    add("--json", type=path, metavar="FILE", help="write the numbers to a file")
+    return parser
+
+
+def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
+    """["tensor=8", "remat=full"] -> {"tensor": 8, "remat": "full"}.
+
+    Raises:
+      ValueError: one is not of that form.
+    """
+    pins: dict[str, Any] = {}
+    types = {field.name: field.type for field in dataclasses.fields(Layout)}
+    for text in texts:
+        name, equals, value = text.removeprefix("layout.").partition("=")
+        whole = re.fullmatch(r"-?\d+", value)
+        if not equals or not value or (types.get(name) is int and not whole):
+            raise ValueError(f"{text!r} is not KEY=VALUE, such as tensor=8 or remat=full")
+        pins[name] = int(value) if types.get(name) is int else value
+    return pins
+
+
+def split_pins(text: str) -> list[str]:
+    """Splits at the commas before a key: a value may have commas of its own."""
+    return re.split(r",(?=\w+=)", text)
+
+
+def parse_bytes(text: str) -> float:
+    """ "70GB" -> 70e9, "64GiB" -> 64 * 2**30, "" -> 0.
+
+    Raises:
+      ValueError: not a size, or nothing.
+    """
+    if not text:
+        return 0.0
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text)
+    size = float(matched[1]) * {"GB": 1e9, "GiB": 2.0**30}[matched[2]] if matched else 0.0
+    if not size:
+        raise ValueError(f"--max_memory {text!r} is not a size such as 70GB or 64GiB")
+    return size
+
+
+def parse_tokens(text: str) -> int:
+    """ "4M" -> 4 * 2**20, "" -> 0.
+
+    Raises:
+      ValueError: not a number of tokens, none, or more than any step has.
+    """
+    if not text:
+        return 0
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)([KM]?)", text)
+    tokens = float(matched[1]) * {"": 1, "K": 2**10, "M": 2**20}[matched[2]] if matched else 0.0
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise ValueError(
+            f"--batch_tokens {text!r} is not a number such as 4M, 512K or 4194304, up to 1048576M"
+        )
+    return round(tokens)
+
+
+def _named(answer: RankedPlans, name: str) -> Plan:
+    """A plan by its rank in the table, or the best one with the given settings."""
+    if _is_rank(name):
+        if not 1 <= int(name) <= len(answer.plans):
+            raise ValueError(f"--compare {name}: the table has plans 1 to {len(answer.plans)}")
+        return answer.plans[int(name) - 1]
+    pins = {**answer.query.pins, **parse_pins(split_pins(name))}
+    query = dataclasses.replace(answer.query, pins=pins)
+    check_pins(query)
+    found = search_layouts(query, 1)
+    if not found.layouts:
+        raise ValueError(f"--compare {name}: no such layout fits; see --why_not {name}")
+    return predict_plan(query, found.layouts[0])
+
+
+def as_json(answer: RankedPlans) -> dict[str, Any]:
+    """The ranking for a program."""
+    model = answer.query.planned_model
+    return {
+        "params": model.num_params,
+        "active_params": model.shape.active_params,
+        "note": model.note,
+        "hardware": answer.query.cluster.name,
+        "devices": answer.query.cluster.num_devices,
+        "plans": [_plan_json(one, model.run_tokens) for one in answer.plans],
+        "considered": answer.found.considered,
+        "rejected": dict(answer.found.rejected),
+    }
+
+
+def _plan_json(one: Plan, tokens: float) -> dict[str, Any]:
+    run_cost = one.run_cost(tokens)
+    return {
+        "layout": dataclasses.asdict(one.layout),
+        "layers": list(one.layers),
+        "step_seconds": one.step_seconds,
+        "tokens_per_second": one.tokens_per_second,
+        "mfu": one.mfu,
+        "hfu": one.hfu,
+        "memory_bytes": one.memory_bytes,
+        "stage_memory_bytes": one.stage_bytes,
+        "terms": one.terms,
+        "hidden": one.hidden,
+        "memory": one.memory.at_peak,
+        "host_bytes": one.host_bytes,
+        "watts": one.watts,
+        "run_seconds": float(run_cost.seconds),
+        "joules": float(run_cost.joules),
+        "usd": None if math.isnan(run_cost.usd) else float(run_cost.usd),
+        "goodput": run_cost.goodput.fraction,
+    }
+
+
+def _prove(answer: RankedPlans, count: int, name: str) -> list[dict[str, Any]]:
+    """Compiles the best plans for hardware that is absent, and compares their memory."""
+    from jaxscale.compiled import compile_ahead, topology  # noqa: PLC0415  JAX, for those who ask for it.
+
+    with command_line.refusals():
+        name = name or topology_name(answer.query)
+    topology.leave_hardware_alone()
+    rows = [("", "predicted", "compiled", "error", "verdict")]
+    proved = []
+    for number, one in enumerate(answer.plans[:count], 1):
+        print(f"compiling plan {number} for {name}", flush=True)
+        try:
+            compiled = compile_ahead.compile_for(one.config, name)
+        except ModuleNotFoundError as error:
+            command_line.refuse(str(error))
+        except ValueError as error:
+            # Such as offloading: the compiler for absent GPUs has no host memory space.
+            rows.append((str(number), gigabytes(one.memory_bytes), "-", "-", str(error)))
+            proved.append(
+                {
+                    "plan": number,
+                    "predicted_bytes": one.memory_bytes,
+                    "compiled_bytes": None,
+                    "refusal": str(error),
+                }
+            )
+            continue
+        error = one.memory_bytes / compiled.peak_bytes - 1
+        verdict = "fits" if compiled.fits else f"needs {gigabytes(compiled.missing_bytes)} more"
+        rows.append(
+            (
+                str(number),
+                gigabytes(one.memory_bytes),
+                gigabytes(compiled.peak_bytes),
+                f"{100 * error:+.1f} %",
+                verdict,
+            )
+        )
+        proved.append(
+            {
+                "plan": number,
+                "predicted_bytes": one.memory_bytes,
+                "compiled_bytes": compiled.peak_bytes,
+                "fits": compiled.fits,
+            }
+        )
+    print(f"\nProved by compiling for {name}\n{table(rows)}")
+    return proved
+
+
+def topology_name(query: Query) -> str:
+    """The topology to compile for on a cluster.
+
+    Raises:
+      ValueError: there is none; says how to give one.
+    """
+    from jaxscale.compiled.topology import topology_kinds  # noqa: PLC0415
+
+    cluster, known = query.cluster, topology_kinds()
+    plain = cluster.name.lower().removeprefix("tpu").removesuffix("-sxm")
+    if plain not in known:
+        raise ValueError(
+            f"there is no compiler target for {cluster.name}; give a similar one, such as "
+            f"--topology h100:64x8 (kinds: {', '.join(known)})"
+        )
+    if cluster.torus:
+        return f"{plain}:{'x'.join(map(str, cluster.torus))}"
+    per_node = min(cluster.num_devices, 8)
+    return f"{plain}:{cluster.num_devices // per_node}x{per_node}"
+
+
+def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if not options.config:
+        raise ValueError("--config is missing; see --help for an example")
+    config = configs.load(options.config, overrides)
+    try:
+        from jaxscale.autotune import run  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        command_line.refuse(
+            f"--measure needs optional packages: uv sync --inexact --extra measure ({error})"
+        )
+    command_line.log_to_stdout()
+    return run.measure(options, config, parse_pins(options.pin))
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from jaxscale.planner.validation.score import validate  # noqa: PLC0415
+
+    scores = validate(options.validate)
+    print(scores.text())
+    if options.json:
+        options.json.write_text(json.dumps(scores.as_json(), indent=2) + "\n")
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

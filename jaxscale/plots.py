@@ -1,6 +1,6 @@
-"""Pictures of layouts for notebooks and talks: what every device holds, what a step sends.
+"""Figures of layouts for notebooks and talks: placement, traffic, losses, step time, memory.
 
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart.
+Colours are the colour-blind-safe palette of Okabe and Ito.
 """
 
 import math
@@ -14,8 +14,8 @@ from matplotlib.patches import Patch, Rectangle
 
 from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import KINDS, Collective, collectives
+from jaxscale.formatting import human_bytes
 from jaxscale.planner.search.plan import Plan
-from jaxscale.run.layout_report import human_bytes
 from jaxscale.sharding.resolve import REPLICATED_WEIGHTS, resolve
 from jaxscale.training.step import Engine
 
@@ -31,20 +31,20 @@ COLORS = {
 }
 HELD = {"weights": "blue", "gradients": "green", "optimizer state": "orange", "batch": "purple"}
 SENT = dict(zip(KINDS, ("blue", "green", "orange", "purple", "sky")))
-"""What a panel or a bar shows -> its colour."""
+"""Label of a panel or bar -> its colour."""
 
 EMPTY, EDGE = "#f1f1f3", "#9a9aa2"
 Spans = tuple[tuple[int, int], ...]
 
 
-def placement(
+def placement_figure(
     engines: Mapping[str, Engine], parameter: Sequence[str] = ("layers", "mlp", "up")
 ) -> Figure:
-    """A row for each layout: which part of a parameter, its gradient, its moments and the batch is
-    on each device.
+    """A row per layout: the shard of a parameter, its gradient, its moments and the batch on each
+    device.
 
-    A small square is the whole array on one device, and its coloured part what is there. Of a
-    stack of layers each is a band: in it the first dimension runs across, the second down.
+    A square is the whole array, and its coloured part the shard of one device. The layers of a
+    stack are bands, in which the first dimension runs across and the second down.
 
     Args:
       engines: title -> engine.
@@ -71,7 +71,7 @@ def placement(
             whole = math.prod(shape) * width
             share = round(whole / size)
             panel.set_xlabel(
-                f"{human_bytes(size)} each" + (f", 1/{share}" if share > 1 else ", all of it"),
+                f"{human_bytes(size)} each" + (f", 1/{share}" if share > 1 else ", whole"),
                 fontsize=8,
                 labelpad=2,
             )
@@ -81,7 +81,7 @@ def placement(
 
 
 def _arrays(engine: Engine, parameter: Sequence[str]) -> dict[str, tuple]:
-    """What is shown -> its sharding, shape, whether it is a stack of layers, bytes an element."""
+    """Label -> sharding, shape, whether it is a stack of layers, bytes per element."""
     leaf, axes, zero = engine.abstract_state.params, engine.state_axes.params, engine.zero
     for name in parameter:
         leaf, axes = leaf[name], axes[name]
@@ -109,7 +109,7 @@ def _arrays(engine: Engine, parameter: Sequence[str]) -> dict[str, tuple]:
 def _tiles(
     panel: Panel, sharding: NamedSharding, shape: tuple[int, ...], layered: bool, color: str
 ) -> None:
-    """A small square for each device, in two rows."""
+    """A square per device, in two rows."""
     places = sharding.devices_indices_map(shape)
     devices = list(places)
     columns = -(-len(devices) // 2) if len(devices) > 1 else 1
@@ -138,7 +138,7 @@ def _tiles(
 def _boxes(
     spans: Spans, shape: tuple[int, ...], layered: bool
 ) -> list[tuple[float, float, float, float]]:
-    """x, y, width and height, in a square of side 1, of a shard."""
+    """x, y, width and height of a shard's parts, in a square of side 1."""
     if not layered:
         (y0, y1), (x0, x1) = spans[:2]
         return [(x0 / shape[1], y0 / shape[0], (x1 - x0) / shape[1], (y1 - y0) / shape[0])]
@@ -150,10 +150,10 @@ def _boxes(
     ]
 
 
-def sent(engines: Mapping[str, Engine], steps: Mapping[str, Any]) -> Figure:
-    """Bytes of the collectives that a device takes part in during a step, by kind: a bar a layout.
+def traffic_figure(engines: Mapping[str, Engine], steps: Mapping[str, Any]) -> Figure:
+    """Bytes of collectives per device and step, by kind: a bar per layout.
 
-    Counted in the compiled program, its loops multiplied out.
+    Counted in the compiled program, with loops multiplied by their trip counts.
 
     Args:
       engines: title -> engine.
@@ -177,8 +177,8 @@ def sent(engines: Mapping[str, Engine], steps: Mapping[str, Any]) -> Figure:
             total, row, f"  {total:.3g} MB" if total else "  nothing", va="center", fontsize=9
         )
     panel.set_xlim(0, 1.14 * max([*totals, 1e-9]))
-    panel.set_xlabel("MB in a step: whole arrays, as gathered or not yet scattered")
-    panel.set_title("What a step sends")
+    panel.set_xlabel("MB per step, of whole arrays: gathered, or before the scatter")
+    panel.set_title("Communication of a step")
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(axis="y", length=0)
     handles, _ = panel.get_legend_handles_labels()
@@ -187,12 +187,12 @@ def sent(engines: Mapping[str, Engine], steps: Mapping[str, Any]) -> Figure:
 
 
 def _collectives(engine: Engine, compiled: Any) -> list[Collective]:
-    program = hlo.parse(compiled.as_text(), engine.stages.trips if engine.stages else {})
+    program = hlo.parse_hlo(compiled.as_text(), engine.stages.trips if engine.stages else {})
     return collectives(program, engine.layout.sizes)
 
 
-def losses(curves: Mapping[str, Sequence[float]]) -> Figure:
-    """Losses of several layouts: the curves, and how far each is from the first at most.
+def loss_figure(curves: Mapping[str, Sequence[float]]) -> Figure:
+    """Losses of several layouts: the curves, and their largest difference from the first.
 
     Args:
       curves: title -> the loss of every step, in nats per token.
@@ -203,7 +203,7 @@ def losses(curves: Mapping[str, Sequence[float]]) -> Figure:
     (first, base), *others = curves.items()
     steps = range(1, len(base) + 1)
     for n, (title, curve) in enumerate(curves.items()):
-        wide = 1 + 2 * (len(curves) - n)  # so that those beneath are seen
+        wide = 1 + 2 * (len(curves) - n)  # so that curves below are visible
         left.plot(
             steps,
             curve,
@@ -212,7 +212,7 @@ def losses(curves: Mapping[str, Sequence[float]]) -> Figure:
             label=title,
             solid_capstyle="round",
         )
-    left.set(xlabel="step", ylabel="loss, nats per token", title="One loss, whatever the layout")
+    left.set(xlabel="step", ylabel="loss, nats per token", title="The same loss in every layout")
     left.set_xticks(steps)
     patches = [Patch(color=line.get_color(), label=line.get_label()) for line in left.get_lines()]
     left.legend(handles=patches, frameon=False, fontsize=8, handlelength=0.8, handleheight=0.8)
@@ -221,15 +221,13 @@ def losses(curves: Mapping[str, Sequence[float]]) -> Figure:
     floor = 1e-9
     right.barh(titles, [max(x, floor) for x in far], color=COLORS["blue"], height=0.6)
     for row, x in enumerate(far):
-        right.text(3e-7, row, f"{x:.1e}" if x else "equal to the bit", va="center", fontsize=9)
+        right.text(3e-7, row, f"{x:.1e}" if x else "bitwise equal", va="center", fontsize=9)
     right.axvline(2.0**-23, color=COLORS["vermilion"], linewidth=1.2)
-    right.text(
-        2.6e-7, len(far) - 0.58, "the last bit of float32", color=COLORS["vermilion"], fontsize=8
-    )
+    right.text(2.6e-7, len(far) - 0.58, "float32 resolution", color=COLORS["vermilion"], fontsize=8)
     right.set_ylim(-0.5, len(far) - 0.3)
     right.set_xscale("log")
     right.set_xlim(floor, 1e-5)
-    right.set(xlabel=f"relative difference from {first}, at most", title="Apart by rounding")
+    right.set(xlabel=f"largest relative difference from {first}", title="Difference by rounding")
     for panel in (left, right):
         panel.spines[["top", "right"]].set_visible(False)
     right.tick_params(axis="y", length=0)
@@ -237,15 +235,15 @@ def losses(curves: Mapping[str, Sequence[float]]) -> Figure:
 
 
 SECONDS = {
-    "products and attention": ("blue", ("matmul", "attention")),
-    "norms, activations": ("sky", ("elementwise", "waiting")),
-    "made again": ("yellow", ("recompute",)),
+    "matmuls and attention": ("blue", ("matmul", "attention")),
+    "elementwise, launches": ("sky", ("elementwise", "waiting")),
+    "recompute": ("yellow", ("recompute",)),
     "tensor, context, expert": ("orange", ("tensor", "context", "expert")),
     "fsdp and data": ("vermilion", ("fsdp", "data")),
-    "pipeline waits": ("purple", ("bubble", "pipeline")),
+    "pipeline bubble, sends": ("purple", ("bubble", "pipeline")),
     "update, stragglers, rest": ("gray", ("optimizer", "offload", "stragglers", "end")),
 }
-"""Terms of a plan's step, as few as a reader can tell apart."""
+"""Groups of terms of a step: label -> colour, terms."""
 
 BYTES = {
     "weights": ("blue", ("parameters", "parameters_copy", "converted")),
@@ -254,27 +252,27 @@ BYTES = {
         ("gradients", "pending", "outer_gradients", "layer_gradients", "carried", "walk_end"),
     ),
     "optimizer state": ("orange", ("optimizer", "moments_copy")),
-    "activations kept": ("sky", ("stash", "group", "messages")),
+    "saved activations": ("sky", ("stash", "group", "messages")),
     "gathered weights": ("purple", ("layer_weights", "outer_weights")),
-    "at work": ("gray", ("working_set", "forward_loop", "head", "end", "zeros", "batch")),
+    "temporaries": ("gray", ("working_set", "forward_loop", "head", "end", "zeros", "batch")),
 }
 
 
-def step_seconds(plans: Mapping[str, Plan]) -> Figure:
-    """Where the seconds of each plan's step go: a bar a plan."""
+def step_time_figure(plans: Mapping[str, Plan]) -> Figure:
+    """Step time by term: a bar per plan."""
     bars = {title: one.terms for title, one in plans.items()}
     figure = _stacked(bars, SECONDS, 1.0, "{:.2f} s")
-    figure.axes[0].set(xlabel="seconds of a step", title="Where a step's time goes")
+    figure.axes[0].set(xlabel="seconds per step", title="Step time")
     return figure
 
 
-def memory(plans: Mapping[str, Plan]) -> Figure:
-    """What is in a device's memory when most is in use: a bar a plan, and the limit."""
+def memory_figure(plans: Mapping[str, Plan]) -> Figure:
+    """Peak memory of a device by part: a bar per plan, and the limit."""
     bars = {title: one.memory.at_peak for title, one in plans.items()}
     figure = _stacked(bars, BYTES, 1e-9, "{:.0f} GB")
     panel = figure.axes[0]
     limit = next(iter(plans.values())).limit_bytes / 1e9
-    panel.set(xlabel="GB on each device", title="What fills a device")
+    panel.set(xlabel="GB per device", title="Peak memory")
     panel.axvline(limit, color=COLORS["vermilion"], linewidth=1.5)
     panel.text(limit, -0.62, " limit", color=COLORS["vermilion"], fontsize=9, va="center")
     panel.set_xlim(0, max(panel.get_xlim()[1], 1.08 * limit))
@@ -322,6 +320,6 @@ def _stacked(
     return figure
 
 
-def save(figure: Figure, path: str, **settings: Any) -> None:
-    """As PNG."""
+def save_figure(figure: Figure, path: str, **settings: Any) -> None:
+    """Writes a figure as PNG."""
     figure.savefig(path, format="png", **settings)

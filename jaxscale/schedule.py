@@ -4,7 +4,6 @@ python -m jaxscale.schedule 1f1b --stages 8 --microbatches 32
 """
 
 import argparse
-import difflib
 import json
 import math
 import pathlib
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxscale import command_line
+from jaxscale.choices import did_you_mean
 from jaxscale.pipeline import draw
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.schedule_csv import write_csv
@@ -94,8 +94,7 @@ def parse_costs(text: str) -> Costs:
         kind, _, number = part.partition("=")
         kind = kind.strip()
         if kind not in Costs._fields:
-            near = difflib.get_close_matches(kind.lower(), Costs._fields, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(kind.lower(), Costs._fields)
             raise ValueError(
                 f"--costs {part!r} is of no kind that has a cost; write f=1,b=1,w=1,r=0{hint}"
             )

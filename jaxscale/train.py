@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxscale import command_line
 from jaxscale import config as configs
+from jaxscale.choices import check_choice
 from jaxscale.distributed import launcher, processes
 
 log = logging.getLogger("jaxscale")
@@ -168,7 +169,7 @@ def _trackers(text: str) -> tuple[str, ...]:
     names = () if text == "none" else tuple(text.split(","))
     for name in names:
         try:
-            configs.check_choice("--trackers", name, TRACKERS)
+            check_choice("--trackers", name, TRACKERS)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
     return names

@@ -13,7 +13,7 @@ import pytest
 
 from jaxscale import aot
 from jaxscale.compiled import compile_ahead, topology
-from jaxscale.compiled.compile_ahead import Report, compile_for
+from jaxscale.compiled.compile_ahead import CompileReport, compile_for
 from jaxscale.config import from_dict
 
 LAYERS, ARRAYS = 4, 9  # of a layer: seven matrices and two norms
@@ -33,9 +33,11 @@ PLATFORMS = {"v5p:2x2x1": "tpu", "v5e:2x2": "tpu", "v5e:1x1": "tpu", "h200:1x4":
 
 
 @functools.cache
-def compiled(name: str, accumulation: str = "sequential", microbatches: int = 1, **model) -> Report:
+def compiled(
+    name: str, accumulation: str = "sequential", microbatches: int = 1, **model
+) -> CompileReport:
     """A ZeRO-3 step over four devices."""
-    if not topology.installed(PLATFORMS[name]):
+    if not topology.compiler_installed(PLATFORMS[name]):
         pytest.skip(f"no compiler for {PLATFORMS[name]}s: uv sync --inexact --extra aot")
     without_cudnn = PLATFORMS[name] == "gpu" and not topology.has_cudnn()
     config = from_dict(
@@ -59,7 +61,7 @@ def compiled(name: str, accumulation: str = "sequential", microbatches: int = 1,
         jax.config.update("jax_enable_x64", True)
 
 
-def arrays(report: Report, *asked: str) -> float:
+def arrays(report: CompileReport, *asked: str) -> float:
     """How many arrays go through the collectives that a program asked for, in a step."""
     return sum(one.arrays for one in report.collectives if one.asked in asked)
 
@@ -142,7 +144,7 @@ def test_what_does_not_fit_is_a_verdict_with_what_was_needed():
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys):
-    if not topology.installed("gpu"):
+    if not topology.compiler_installed("gpu"):
         pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
     written, kept = tmp_path / "report.json", tmp_path / "program.txt"
     status = aot.main(
@@ -176,12 +178,12 @@ def test_an_unknown_machine_is_refused_with_those_that_are_known(capsys):
     with pytest.raises(SystemExit):
         aot.main(["--config", "configs/tiny.py", "--topology", "h2000:8x8"])
     message = capsys.readouterr().err
-    assert "did you mean h200?" in message
+    assert "did you mean 'h200'?" in message
     assert "v5p:8x8x8" in message
 
 
 def test_a_step_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch, capsys):
-    if not topology.installed("tpu"):
+    if not topology.compiler_installed("tpu"):
         pytest.skip("no compiler for TPUs: uv sync --inexact --extra aot")
     monkeypatch.setattr(compile_ahead, "compile_for", None)
     with pytest.raises(SystemExit):

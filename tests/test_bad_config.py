@@ -163,8 +163,8 @@ FILES = [
 
 # What stands after --config.
 NAMES = [
-    ("configs/quickstrat.py", "there is no such file; did you mean configs/quickstart.py?"),
-    ("quickstart", "did you mean configs/quickstart.py?"),
+    ("configs/quickstrat.py", "there is no such file; did you mean 'configs/quickstart.py'?"),
+    ("quickstart", "did you mean 'configs/quickstart.py'?"),
     ("no/such/folder.py", "--config no/such/folder.py: there is no such file"),
     ("configs", "--config configs: there is no such file"),
     ("", "--config : there is no such file"),

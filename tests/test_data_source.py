@@ -60,7 +60,7 @@ def test_sources_survive_a_file_and_the_command_line(tmp_path):
     [
         (3, r"data.source\[0\] = 3 is of type int; expected a path, or a mapping"),
         ({}, r"data.source\[0\] = {} has no 'path'"),
-        ({"path": "a", "feild": "b"}, r"unknown key 'feild'; did you mean 'field'\?"),
+        ({"path": "a", "feild": "b"}, r"unknown key 'feild'; it can be .*did you mean 'field'\?"),
         ({"path": "a", "zzz": "b"}, r"unknown key 'zzz'; it can be path, format"),
         ({"path": 3}, r"\['path'\] = 3 is of type int; expected a path or a list of paths"),
         ({"path": ["a", ""]}, "empty path or none"),

@@ -44,27 +44,27 @@ def test_a_row_of_tiles_for_each_layout():
         "a": engine_of("layout.data=1", "layout.fsdp=8"),
         "b": engine_of("layout.data=8", "layout.zero_stage=0"),
     }
-    figure = plots.placement(engines)
+    figure = plots.placement_figure(engines)
     words = [panel.get_xlabel() for panel in figure.axes]
     assert [panel.get_title() for panel in figure.axes[:4]] == list(plots.HELD)
     assert sum("1/8" in word for word in words) == 5  # all four of a, the batch of b
-    assert sum("all of it" in word for word in words) == 3
+    assert sum("whole" in word for word in words) == 3
     (empty,) = {len(panel.patches) for panel in figure.axes[4:5]}
     assert empty == 8 * (2 + 2)  # a square and its edge, a box for each of two layers
 
 
 def test_losses_and_plans_say_what_they_show(tmp_path):
-    figure = plots.losses({"one": [3.0, 2.0], "two": [3.0, 2.000001]})
+    figure = plots.loss_figure({"one": [3.0, 2.0], "two": [3.0, 2.000001]})
     assert next(text.get_text() for text in figure.axes[1].texts) == "5.0e-07"
     answer = plan_layouts(
         "configs/llama2_7b.py", "H100-SXM", 8, top=1, pins={"pipeline": 1, "tensor": 1}
     )
     (best,) = answer.plans
-    for draw, unit in ((plots.step_seconds, "seconds"), (plots.memory, "GB")):
+    for draw, unit in ((plots.step_time_figure, "seconds"), (plots.memory_figure, "GB")):
         figure = draw({"best": best})
         assert unit in figure.axes[0].get_xlabel()
-        plots.save(figure, str(tmp_path / "a.png"))
-    bars: list = list(plots.step_seconds({"b": best}).axes[0].patches)
+        plots.save_figure(figure, str(tmp_path / "a.png"))
+    bars: list = list(plots.step_time_figure({"b": best}).axes[0].patches)
     widths = sum(bar.get_width() for bar in bars)
     assert widths == pytest.approx(best.step_seconds, rel=0.01)
 

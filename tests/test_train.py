@@ -155,7 +155,7 @@ def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):
     ("arguments", "said"),
     [
         (["--confg", "configs/tiny.py"], "did you mean --config"),
-        (["--config", "configs/tinny.py"], "did you mean configs/tiny.py"),
+        (["--config", "configs/tinny.py"], "did you mean 'configs/tiny.py'"),
         (["--config", "configs/tiny.py", "--workdri", "x"], "did you mean --workdir"),
         (["--config", "configs/tiny.py", "--config.model.num_layer=3"], "model.num_layers"),
         (["--config", "configs/tiny.py", "--config.modle.num_layers=3"], "did you mean"),

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ["JAX_NUM_CPU_DEVICES"] = str(options.devices)
     os.environ["JAX_PLATFORMS"] = "cpu"
 
-    from jaxscale.run.layout_report import human_bytes, table  # noqa: PLC0415 - after the devices are set
+    from jaxscale.formatting import human_bytes, table  # noqa: PLC0415 - after the devices are set
 
     overrides = [text.removeprefix("--config.") for text in rest]
     agree = True
@@ -58,13 +58,13 @@ def stage_rows(path: str, overrides: Sequence[str]) -> tuple[list[tuple], bool]:
     """A row for each kind and axes, and whether theory and program agree but for scalars."""
     from jaxscale import config as configs  # noqa: PLC0415
     from jaxscale.compiled import collectives, hlo  # noqa: PLC0415
+    from jaxscale.formatting import human_bytes  # noqa: PLC0415
     from jaxscale.planner.memory.zero_traffic import step_traffic  # noqa: PLC0415
-    from jaxscale.run.layout_report import human_bytes  # noqa: PLC0415
     from jaxscale.run.setup import open_engine  # noqa: PLC0415
 
     config, engine = open_engine(configs.load(path, overrides))
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
-    program = hlo.parse(lowered.compile().as_text())
+    program = hlo.parse_hlo(lowered.compile().as_text())
 
     found = collections.defaultdict(lambda: [0.0, 0.0])
     theory = collections.defaultdict(lambda: [0.0, 0.0])

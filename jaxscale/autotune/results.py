@@ -1,4 +1,4 @@
-"""What a search by measuring found, as text and as a picture."""
+"""Results of a search by measuring, as text, JSON and a figure."""
 
 import collections
 import pathlib
@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.autotune.search import OUTCOMES, Devices, Trial
-from jaxscale.autotune.search_space import choices_of
+from jaxscale.autotune.search_space import candidate_of
+from jaxscale.formatting import human_bytes, table
 from jaxscale.layout import Layout
 from jaxscale.planner.report.text_report import layout_text
-from jaxscale.run.layout_report import human_bytes, table
 
 SHOWN = 5
 """Layouts in the table."""
 
 POINT, BEST, FAILED, BARS = "#56b4e9", "#0072b2", "#d55e00", "#0072b2"
-"""Of Okabe and Ito's palette, which colour-blind readers can tell apart."""
+"""Of the colour-blind-safe palette of Okabe and Ito."""
 
 
-def flags(layout: Layout) -> str:
+def layout_flags(layout: Layout) -> str:
     """The flags of `python -m jaxscale.train` that set a layout."""
-    chosen = {"data": layout.data, **choices_of(layout), "context_method": layout.context_method}
+    chosen = {"data": layout.data, **candidate_of(layout), "context_method": layout.context_method}
     default = Layout()
     return " ".join(
         f"--config.layout.{name}={value}"
@@ -29,8 +29,8 @@ def flags(layout: Layout) -> str:
     )
 
 
-def progress(trial: Trial, before: Sequence[Trial], trials: int) -> str:
-    """A line about a trial that has just ended."""
+def trial_line(trial: Trial, before: Sequence[Trial], trials: int) -> str:
+    """A line about a trial that has just finished."""
     head = f"{len(before) + 1:4d}/{trials}  "
     if not trial.measured:
         return f"{head}{trial.outcome:>13}  {layout_text(trial.layout)}: {trial.message}"
@@ -39,17 +39,20 @@ def progress(trial: Trial, before: Sequence[Trial], trials: int) -> str:
     return f"{head}{trial.step_seconds:11.4g} s  {layout_text(trial.layout)}{new}"
 
 
-def summary(trials: Sequence[Trial], importance: Mapping[str, float], devices: Devices) -> str:
-    """The counts, the best layouts beside the first that was tried, and what decides."""
+def search_summary(
+    trials: Sequence[Trial], importance: Mapping[str, float], devices: Devices
+) -> str:
+    """Outcomes, the fastest layouts with the first one as reference, and the importance of
+    settings."""
     counts = collections.Counter(trial.outcome for trial in trials)
     came = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
     parts = [f"{len(trials)} trials on {devices.devices} x {devices.kind}: {came}"]
     best = ranked(trials)
     if not best:
-        return "\n\n".join([*parts, "no layout could be measured; the messages above say why"])
+        return "\n\n".join([*parts, "no layout could be measured; see the messages above"])
     first = next(trial for trial in trials if trial.measured)
     shown = best[:SHOWN] + ([first] if first not in best[:SHOWN] else [])
-    rows = [("rank", "s a step", "memory", "trial", "layout")]
+    rows = [("rank", "s/step", "memory", "trial", "layout")]
     rows += [
         (
             str(best.index(one) + 1),
@@ -60,23 +63,25 @@ def summary(trials: Sequence[Trial], importance: Mapping[str, float], devices: D
         )
         for one in shown
     ]
-    parts.append("fastest, and the first that was measured\n" + table(rows))
+    parts.append("fastest layouts, and the first that was measured\n" + table(rows))
     if importance:
         rows = [(name, f"{share:.0%}") for name, share in importance.items()]
-        parts.append("share of each choice in how step times vary (fANOVA)\n" + table(rows))
-    parts.append(f"to train with the fastest:\n  {flags(best[0].layout)}")
+        parts.append(
+            "importance of settings: share of the variance of step time (fANOVA)\n" + table(rows)
+        )
+    parts.append(f"flags of the fastest layout:\n  {layout_flags(best[0].layout)}")
     return "\n\n".join(parts)
 
 
 def ranked(trials: Sequence[Trial]) -> list[Trial]:
-    """The measured ones, fastest first."""
+    """The measured trials, fastest first."""
     return sorted(
         (trial for trial in trials if trial.measured), key=lambda one: one.step_seconds or 0
     )
 
 
-def numbers(trials: Sequence[Trial], importance: Mapping[str, float]) -> dict[str, Any]:
-    """The same for a program."""
+def search_json(trials: Sequence[Trial], importance: Mapping[str, float]) -> dict[str, Any]:
+    """The trials and the importances for a program."""
     return {
         "trials": [
             {**vars(trial), "layout": vars(trial.layout), "text": layout_text(trial.layout)}
@@ -86,9 +91,9 @@ def numbers(trials: Sequence[Trial], importance: Mapping[str, float]) -> dict[st
     }
 
 
-def png(path: pathlib.Path, trials: Sequence[Trial], importance: Mapping[str, float]) -> None:
-    """The history of a search, and the importance of each choice, as a PNG file."""
-    # Slow to import, and only a picture needs it.
+def save_png(path: pathlib.Path, trials: Sequence[Trial], importance: Mapping[str, float]) -> None:
+    """The history of a search and the importance of each setting, as a PNG file."""
+    # Slow to import, and only figures need it.
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(11, 4.2), layout="constrained", dpi=150)
@@ -109,7 +114,7 @@ def _history(axes: Any, trials: Sequence[Trial]) -> None:
             best.append(min(seconds))
         else:
             failed.append(count)
-    axes.set(xlabel="trial", ylabel="seconds a step", title="Search by measuring")
+    axes.set(xlabel="trial", ylabel="seconds per step", title="Search by measuring")
     axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)
     if seconds:
@@ -149,9 +154,9 @@ def _plain_ticks(axes: Any) -> None:
 
 
 def _bars(axes: Any, importance: Mapping[str, float]) -> None:
-    axes.set(title="What decides step time", xlabel="share of variance (fANOVA)")
+    axes.set(title="Importance of settings", xlabel="share of variance (fANOVA)")
     if not importance:
-        axes.text(0.5, 0.5, "too few trials to say", ha="center", transform=axes.transAxes)
+        axes.text(0.5, 0.5, "too few trials", ha="center", transform=axes.transAxes)
         axes.set_axis_off()
         return
     names = [name.replace("_", " ") for name in importance][::-1]

@@ -1,4 +1,5 @@
-"""`python -m jaxscale.plan --measure`: begins with the planner's best, measures, and tells."""
+"""`python -m jaxscale.plan --measure`: a search by measuring that starts from the planner's
+best."""
 
 import argparse
 import json
@@ -11,32 +12,32 @@ from jaxscale.autotune import results, search
 from jaxscale.config import Config
 from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.planner.auto_layout import devices_here
-from jaxscale.planner.search.search import Query
-from jaxscale.planner.search.search import search as search_layouts
+from jaxscale.planner.search.search import Query, search_layouts
 
 log = logging.getLogger("jaxscale")
 
 PLANNED = 6
-"""Of the planner's best, with which a search begins."""
+"""Number of the planner's best layouts that a search starts from."""
 
 
-def run(options: argparse.Namespace, config: Config, pins: Mapping[str, Any]) -> int:
-    """The command, from `--trials`, `--storage`, `--trial_seconds` and `--json`.
+def measure(options: argparse.Namespace, config: Config, pins: Mapping[str, Any]) -> int:
+    """The command, with `--trials`, `--storage`, `--trial_seconds` and `--json`; returns the status
+    of the process.
 
     Raises:
-      ValueError: no devices, no layouts, or a file that holds something else.
+      ValueError: no devices, no layouts, or a storage file of another search.
     """
     stem = pathlib.Path(options.config.partition(":")[0]).stem
     storage = options.storage or pathlib.Path("runs") / stem / "layouts.db"
     devices = search.find_devices()
-    log.info(f"{devices.devices} x {devices.kind}; trials are kept in {storage}")
-    first = [*own(config, devices), *planned(config, devices, pins)]
+    log.info(f"{devices.devices} x {devices.kind}; trials are stored in {storage}")
+    first = [*config_layout(config, devices), *planner_layouts(config, devices, pins)]
 
     def report(trial: search.Trial, before: list[search.Trial]) -> None:
-        log.info(results.progress(trial, before, options.trials))
+        log.info(results.trial_line(trial, before, options.trials))
 
     try:
-        trials = search.search(
+        trials = search.search_by_measuring(
             config,
             devices,
             trials=options.trials,
@@ -47,33 +48,35 @@ def run(options: argparse.Namespace, config: Config, pins: Mapping[str, Any]) ->
             report=report,
         )
     except KeyboardInterrupt:
-        log.info("stopped; the same command goes on from here")
+        log.info("stopped; the same command resumes the search")
         return 130
     shares = search.importances(search.open_study(config, devices, storage, pins=pins))
-    log.info("\n" + results.summary(trials, shares, devices))
+    log.info("\n" + results.search_summary(trials, shares, devices))
     picture = storage.with_suffix(".png")
-    results.png(picture, trials, shares)
-    log.info(f"\nwrote {picture}; the same command with a larger --trials goes on")
+    results.save_png(picture, trials, shares)
+    log.info(f"\nwrote {picture}; a larger --trials continues the search")
     if options.json:
-        options.json.write_text(json.dumps(results.numbers(trials, shares), indent=2) + "\n")
+        options.json.write_text(json.dumps(results.search_json(trials, shares), indent=2) + "\n")
     return 0
 
 
-def own(config: Config, devices: search.Devices) -> list[Layout]:
-    """The layout of the config, where it says one for so many devices."""
+def config_layout(config: Config, devices: search.Devices) -> list[Layout]:
+    """The layout of the config, where it has one for this number of devices."""
     try:
         return [] if config.layout.auto else [resolve_sizes(config.layout, devices.devices)]
     except ValueError as error:
-        log.info(f"the config's own layout is left out: {error}")
+        log.info(f"without the config's own layout: {error}")
         return []
 
 
-def planned(config: Config, devices: search.Devices, pins: Mapping[str, Any]) -> list[Layout]:
-    """The planner's best on these devices; none where nothing is known of them."""
+def planner_layouts(
+    config: Config, devices: search.Devices, pins: Mapping[str, Any]
+) -> list[Layout]:
+    """The planner's best layouts; [] where the devices are not in `hardware.csv`."""
     pins = {**pins, "offload": config.layout.offload}
     try:
         cluster = devices_here(devices.kind, devices.platform, devices.devices)
         return search_layouts(Query(config, cluster, pins), PLANNED).layouts
     except ValueError as error:
-        log.info(f"without the planner's best: {error}")
+        log.info(f"without the planner's layouts: {error}")
         return []

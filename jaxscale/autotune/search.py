@@ -1,8 +1,8 @@
-"""Search by measuring: short real trials of layouts on the devices at hand, chosen by Optuna.
+"""Search by measuring: layouts are timed in short trials on the local devices, proposed by Optuna.
 
-As the Frontier study searched (arXiv 2312.12705): a trial that crashes, runs out of memory or takes
-too long is an answer too, ranked below every measured one. Each trial is a process of its own; this
-one never touches a device.
+As in the Frontier study (arXiv 2312.12705), a trial that crashes, runs out of memory or times out
+is a result, too, ranked below every measured one. Each trial is a process of its own; this process
+never uses a device.
 """
 
 import contextlib
@@ -29,18 +29,19 @@ from optuna.trial import FrozenTrial, TrialState
 from jaxscale import config as configs
 from jaxscale.autotune.search_space import (
     FIELDS,
-    Choices,
+    Candidate,
+    candidate_of,
     candidates,
-    choices_of,
     layout_of,
     refusal,
 )
+from jaxscale.choices import check_choice
 from jaxscale.config import Config
 from jaxscale.layout import Layout
 
 PROGRAM = (sys.executable, "-m", "jaxscale.autotune.trial")
 STARTUP = 10
-"""Trials before the sampler has a model: first those that were asked for, then random ones."""
+"""Trials before the sampler fits a model: first the given layouts, then random ones."""
 
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory|MemoryError|bad_alloc", re.IGNORECASE)
 OUTCOMES = ("measured", "out of memory", "crashed", "timed out", "refused")
@@ -48,26 +49,26 @@ OUTCOMES = ("measured", "out of memory", "crashed", "timed out", "refused")
 
 @dataclass(frozen=True)
 class Trial:
-    """A layout and what came of it; the figures are None unless it was measured."""
+    """A layout and its outcome; the figures are None unless it was measured."""
 
     number: int
     layout: Layout
     outcome: str  # of OUTCOMES
     message: str = ""  # of a failure
     step_seconds: float | None = None  # median
-    loss: float | None = None  # of the first step: the same for all
-    memory_bytes: int | None = None  # that the compiled step needs on a device
+    loss: float | None = None  # of the first step: equal for all layouts
+    memory_bytes: int | None = None  # of the compiled step, per device
     compile_seconds: float | None = None
 
     @property
     def measured(self) -> bool:
-        """Whether it ran to its end."""
+        """Whether it was timed."""
         return self.outcome == "measured"
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What the trials run on, as JAX names it."""
+    """The devices of the trials, as JAX names them."""
 
     devices: int
     kind: str
@@ -75,10 +76,10 @@ class Devices:
 
 
 def find_devices(program: Sequence[str] = PROGRAM) -> Devices:
-    """Asks a process that starts as the trials do.
+    """Finds the devices, in a process that starts as trials do.
 
     Raises:
-      ValueError: it finds none; with its words.
+      ValueError: there are none; with the message of that process.
     """
     outcome, answer = _run(program, None, limit_seconds=300)
     if outcome != "measured":
@@ -86,7 +87,7 @@ def find_devices(program: Sequence[str] = PROGRAM) -> Devices:
     return Devices(**answer)
 
 
-def search(
+def search_by_measuring(
     config: Config,
     devices: Devices,
     *,
@@ -100,18 +101,18 @@ def search(
     report: Callable[[Trial, list[Trial]], None] = lambda trial, before: None,
     program: Sequence[str] = PROGRAM,
 ) -> list[Trial]:
-    """Measures until there are so many trials in the file, and returns all, in their order.
+    """Measures until the storage has `trials` trials, and returns all of them in order.
 
     Args:
-      trials: those of earlier calls with the same file included.
-      storage: an SQLite file; written after every trial, so that a search which was stopped
-        anywhere goes on with the same call.
-      first: layouts to begin with, such as a planner's best; read when the file is new.
-      pins: choices that are given, by their names in `candidates.FIELDS`.
-      steps: timed in each trial, after the warm-up.
-      limit_seconds: for a whole trial, from its start.
-      report: called after each trial with it and all before it.
-      program: what a trial runs.
+      trials: number of trials, with those of earlier calls.
+      storage: an SQLite file, written after every trial: the same call resumes an interrupted
+        search.
+      first: layouts to start from, such as the planner's best; read when the file is new.
+      pins: fixed settings, by their names in `search_space.FIELDS`.
+      steps: timed steps of a trial, after the warm-up.
+      limit_seconds: time limit of a trial, from its start.
+      report: called after each trial, with it and the earlier ones.
+      program: the command of a trial.
 
     Raises:
       ValueError: the file holds trials of another config, or on other devices.
@@ -131,7 +132,7 @@ def search(
         if outcome == "measured":
             study.tell(asked, statistics.median(answer["step_seconds"]))
         else:
-            # What is pruned without a value ranks below all that completed.
+            # Pruned trials without a value rank below all completed ones.
             study.tell(asked, state=TrialState.PRUNED)
         before, done = done, finished(study)
         report(done[-1], before)
@@ -146,8 +147,8 @@ def try_layout(
     limit_seconds: float = 600,
     program: Sequence[str] = PROGRAM,
 ) -> tuple[str, dict[str, Any]]:
-    """The outcome of one trial, and the figures of a `Trial` that it has: "step_seconds" of every
-    step, or a "message"."""
+    """The outcome of one trial, and its figures: "step_seconds" of every step and others of a
+    `Trial`, or a "message"."""
     if why := refusal(config, layout):
         return "refused", {"message": why}
     changed = dataclasses.replace(config, layout=layout)
@@ -163,7 +164,7 @@ def open_study(
     pins: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> optuna.Study:
-    """The study in a file, ready to ask; trials that were under way when it was left run again.
+    """The study in a file, ready to ask; interrupted trials are enqueued again.
 
     Raises:
       ValueError: it is a study of something else.
@@ -171,7 +172,7 @@ def open_study(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage.parent.mkdir(parents=True, exist_ok=True)
     for name in pins or {}:
-        configs.check_choice("--pin", name, FIELDS)
+        check_choice("--pin", name, FIELDS)
     pool = candidates(config, devices.devices, pins)
     if not pool:
         raise ValueError(
@@ -185,7 +186,7 @@ def open_study(
     )
     subject = {"config": _digest(config), "pins": pins or {}, **dataclasses.asdict(devices)}
     if "subject" not in study.user_attrs:
-        _fill(study, [choices_of(layout) for layout in first], pool)
+        _fill(study, [candidate_of(layout) for layout in first], pool)
         study.set_user_attr("subject", subject)
     for name, value in subject.items():
         if (had := study.user_attrs["subject"][name]) != value:
@@ -203,16 +204,16 @@ def open_study(
 
 
 def finished(study: optuna.Study) -> list[Trial]:
-    """Every trial that came to an end, in order."""
+    """Every finished trial, in order."""
     ended = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
     return [_trial(one) for one in ended]
 
 
 def importances(study: optuna.Study, seed: int = 0) -> dict[str, float]:
-    """The share of each choice in how the logarithm of a step's seconds varies over all layouts,
-    largest first; {} when there are too few measured trials to say.
+    """The share of each setting in the variance of log step time, largest first; {} with too few
+    measured trials.
 
-    By fANOVA (Hutter et al., ICML 2014): variances of a random forest that is fitted to the trials.
+    By fANOVA (Hutter et al., ICML 2014), from a random forest that is fitted to the trials.
     """
     measured = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if len(measured) < STARTUP:
@@ -226,10 +227,11 @@ def importances(study: optuna.Study, seed: int = 0) -> dict[str, float]:
 
 
 class _Proposals(optuna.samplers.TPESampler):
-    """Tree-structured Parzen estimators (Optuna's default), held to layouts that may run and have
-    not run yet: what it draws is moved to the nearest of them, by the number of choices."""
+    """Tree-structured Parzen estimators (Optuna's default), restricted to feasible layouts that
+    were not tried yet: a sample moves to the nearest of them, by the number of differing
+    settings."""
 
-    def __init__(self, config: Config, num_devices: int, pool: list[Choices], seed: int):
+    def __init__(self, config: Config, num_devices: int, pool: list[Candidate], seed: int):
         super().__init__(
             n_startup_trials=STARTUP, multivariate=True, constant_liar=False, seed=seed
         )
@@ -240,11 +242,11 @@ class _Proposals(optuna.samplers.TPESampler):
         )
 
     def infer_relative_search_space(self, study, trial):
-        """Every choice, from the first trial on."""
+        """Every setting, from the first trial on."""
         return _distributions(study)
 
     def sample_relative(self, study, trial, search_space):
-        """The choices of a layout; random ones until there are trials to learn from."""
+        """The settings of a layout; random ones until there are trials to learn from."""
         drawn = super().sample_relative(study, trial, search_space)
         taken = [one.params for one in study.get_trials(deepcopy=False)]
         taken = [params for params in taken if len(params) == len(search_space)]
@@ -253,13 +255,11 @@ class _Proposals(optuna.samplers.TPESampler):
             chosen = {name: self._pool[index][name] for name in search_space}
             if chosen not in taken and not self._refused(int(index)):
                 return chosen
-        raise ValueError(
-            f"every layout there is has been tried: {len(taken)}; set --trials {len(taken)}"
-        )
+        raise ValueError(f"all {len(taken)} feasible layouts were tried; set --trials {len(taken)}")
 
 
-def _fill(study: optuna.Study, first: Sequence[Choices], pool: Sequence[Choices]) -> None:
-    """Writes down what there is to choose from, and enqueues what comes first."""
+def _fill(study: optuna.Study, first: Sequence[Candidate], pool: Sequence[Candidate]) -> None:
+    """Stores the search space, and enqueues the first layouts."""
     space = {name: list(dict.fromkeys(one[name] for one in [*pool, *first])) for name in FIELDS}
     study.set_user_attr("space", space)
     for choices in first:
@@ -274,7 +274,7 @@ def _distributions(study: optuna.Study) -> dict[str, Any]:
 
 
 def _digest(config: Config) -> str:
-    """Of all but the layout's choices and what the trials do not read."""
+    """A hash of the config without the searched settings and those that trials do not read."""
     sections = configs.to_dict(config)
     for name in ("data", *FIELDS):
         del sections["layout"][name]
@@ -292,7 +292,7 @@ def _trial(one: FrozenTrial) -> Trial:
 
 @contextlib.contextmanager
 def _interruptible(study: optuna.Study, asked: optuna.Trial) -> Iterator[None]:
-    """A trial that the user stops is no answer: it runs again next time."""
+    """A trial that the user interrupts has no result: it runs again next time."""
     try:
         yield
     except BaseException:
@@ -302,7 +302,7 @@ def _interruptible(study: optuna.Study, asked: optuna.Trial) -> Iterator[None]:
 
 
 def _run(program: Sequence[str], request: Any, limit_seconds: float) -> tuple[str, dict[str, Any]]:
-    """One process: its outcome, and what it said, or a message about why it said nothing."""
+    """Runs one process: its outcome, and its answer or a message about its failure."""
     with (
         tempfile.TemporaryFile("w+") as out,
         tempfile.TemporaryFile("w+", errors="replace") as err,
@@ -312,35 +312,35 @@ def _run(program: Sequence[str], request: Any, limit_seconds: float) -> tuple[st
     ):
         assert process.stdin
         try:
-            # Left open: the process ends when this one does.
+            # Not closed: the process exits when this one does.
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
             status = process.wait(limit_seconds)
         except subprocess.TimeoutExpired:
-            return "timed out", {"message": f"not done after {limit_seconds:g} s"}
+            return "timed out", {"message": f"not finished after {limit_seconds:g} s"}
         finally:
             process.kill()
         out.seek(0)
         err.seek(0)
-        said, words = out.read().splitlines(), err.read()
+        answers, errors = out.read().splitlines(), err.read()
     if status:
-        return _failure(status, words)
-    if not said:
-        return "crashed", {"message": "it ended without an answer"}
-    answer = json.loads(said[-1])
+        return _failure(status, errors)
+    if not answers:
+        return "crashed", {"message": "exited without an answer"}
+    answer = json.loads(answers[-1])
     if "refused" in answer:
         return "refused", {"message": answer["refused"]}
     return "measured", answer
 
 
 def _failure(status: int, words: str) -> tuple[str, dict[str, str]]:
-    """What to call a process that ended badly, and its most telling line."""
+    """The outcome of a process that failed, and its most informative line."""
     lines = [line.strip() for line in words.splitlines() if line.strip()]
     if memory := next((line for line in lines if OUT_OF_MEMORY.search(line)), ""):
         return "out of memory", {"message": memory[:500]}
     telling = next((line for line in lines if "Check failed" in line), (lines or [""])[-1])
     if status == -signal.SIGKILL:
-        telling = "killed, as the system does when its memory runs out"
+        telling = "killed, probably by the system for running out of memory"
     how = signal.Signals(-status).name if status < 0 else f"status {status}"
     return "crashed", {"message": f"{how}: {telling[:500]}"}

@@ -1,4 +1,4 @@
-"""Layouts that a search may try on so many devices, each as a handful of choices."""
+"""The layouts that a search by measuring may try, each as the values of a few settings."""
 
 import dataclasses
 import functools
@@ -12,10 +12,10 @@ from jaxscale.layout import ACCUMULATIONS, MESH_AXES, REMATS, Layout, parse_sche
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, find_schedule, is_foreign
 from jaxscale.planner.search import space
-from jaxscale.planner.search.trainable_model import Trained
+from jaxscale.planner.search.trainable_model import TrainableModel
 
-Choices = Mapping[str, Any]
-"""Name of a layout's field -> its value, None where the layout does not read it."""
+Candidate = Mapping[str, Any]
+"""Field of a layout -> its value, None where the layout does not read it."""
 
 FIELDS = (
     "pipeline",
@@ -29,7 +29,7 @@ FIELDS = (
     "virtual_stages",
     "remat",
 )
-"""What is chosen; `data` takes the devices that are left."""
+"""The settings that are searched; `data` takes the remaining devices."""
 
 VIRTUAL_STAGES = (1, 2, 4)
 """Of those that a search may try with a schedule, the ones that are measured."""
@@ -37,8 +37,8 @@ VIRTUAL_STAGES = (1, 2, 4)
 MOST_MICROBATCHES = 64
 
 
-def choices_of(layout: Layout) -> Choices:
-    """What a layout chooses; two layouts with the same choices run the same program."""
+def candidate_of(layout: Layout) -> Candidate:
+    """The searched settings of a layout; layouts with equal ones run the same program."""
     chosen = {name: getattr(layout, name) for name in FIELDS}
     if layout.fsdp == 1:
         chosen["zero_stage"] = None
@@ -51,50 +51,50 @@ def choices_of(layout: Layout) -> Choices:
     return chosen
 
 
-def layout_of(choices: Choices, base: Layout, num_devices: int) -> Layout:
-    """The layout of choices; fields that are not among them, and those that are None, are base's.
+def layout_of(candidate: Candidate, base: Layout, num_devices: int) -> Layout:
+    """The layout of a candidate; other fields, and those that are None, are taken from `base`.
 
     Raises:
-      ValueError: the layout refuses itself.
+      ValueError: `Layout` refuses it.
     """
-    others = math.prod(choices[name] for name in ("pipeline", "fsdp", "context", "tensor"))
-    read = {name: value for name, value in choices.items() if value is not None}
-    if choices["pipeline"] == 1:
+    others = math.prod(candidate[name] for name in ("pipeline", "fsdp", "context", "tensor"))
+    read = {name: value for name, value in candidate.items() if value is not None}
+    if candidate["pipeline"] == 1:
         read |= {"schedule": Layout.schedule, "virtual_stages": Layout.virtual_stages}
     if "accumulation" not in read:
         read["accumulation"] = "sequential"
-    if choices["pipeline"] != 1 and choices["context"] != 1:
+    if candidate["pipeline"] != 1 and candidate["context"] != 1:
         read["context_method"] = "gather"
     return dataclasses.replace(base, data=num_devices // others, **read)
 
 
 def candidates(
     config: Config, num_devices: int, pins: Mapping[str, Any] | None = None
-) -> list[Choices]:
-    """Every choice on so many devices that the model's and the batch's sizes allow, in a fixed
-    order. Pipelines may still be refused for their layers: `refusal` tells.
+) -> list[Candidate]:
+    """Every candidate that the sizes of model and batch allow, in a fixed order. Pipelines may
+    still be refused for their layers, see `refusal`.
 
     Args:
-      pins: choices that are given.
+      pins: fixed settings.
     """
     pins = pins or {}
     schedules = _schedules(pins.get("schedule", config.layout.schedule))
     return [
-        choices
+        candidate
         for mesh in _meshes(num_devices)
         if not _mesh_refusal(config, mesh)
-        for choices in _walks(config, mesh, schedules)
-        if all(choices[name] in (value, None) for name, value in pins.items())
+        for candidate in _mesh_candidates(config, mesh, schedules)
+        if all(candidate[name] in (value, None) for name, value in pins.items())
     ]
 
 
 def refusal(config: Config, layout: Layout) -> str:
-    """Why a resolved layout cannot run this config, before anything is built; "" if it may."""
+    """Why a resolved layout cannot run this config, without building anything; "" if it can."""
     try:
         _check_pipeline(config, layout)
     except ValueError as error:
         return str(error)
-    return Trained(config).refusal(layout)[1]
+    return TrainableModel(config).refusal(layout)[1]
 
 
 def _schedules(wanted: str) -> list[tuple[str, int]]:
@@ -112,8 +112,8 @@ def _schedules(wanted: str) -> list[tuple[str, int]]:
 
 
 def _meshes(num_devices: int) -> Iterator[Layout]:
-    """Every way to write the devices as pipeline x data x fsdp x context x tensor."""
-    for sizes in space.meshes(num_devices):
+    """Every factorisation of the devices into pipeline x data x fsdp x context x tensor."""
+    for sizes in space.mesh_shapes(num_devices):
         yield Layout(**dict(zip(MESH_AXES, sizes)), context_method="gather")  # pyright: ignore
 
 
@@ -121,8 +121,10 @@ def _mesh_refusal(config: Config, mesh: Layout) -> str:
     return refusal(config, dataclasses.replace(mesh, pipeline=1, data=1))
 
 
-def _walks(config: Config, mesh: Layout, schedules: Sequence[tuple[str, int]]) -> Iterator[Choices]:
-    """The ways to walk over a mesh."""
+def _mesh_candidates(
+    config: Config, mesh: Layout, schedules: Sequence[tuple[str, int]]
+) -> Iterator[Candidate]:
+    """The candidates on one mesh."""
     each, rest = divmod(config.data.global_batch_size, mesh.batch_shards)
     microbatches = (
         [] if rest else [n for n in range(1, min(each, MOST_MICROBATCHES) + 1) if each % n == 0]
@@ -150,7 +152,7 @@ def _walks(config: Config, mesh: Layout, schedules: Sequence[tuple[str, int]]) -
 
 def _check_pipeline(config: Config, layout: Layout) -> None:
     if layout.pipeline > 1:
-        # Of policies of remat, those that are not the table's make no difference to it.
+        # Remat policies without recompute operations do not change the table.
         remat = "none" if layout.remat_policy.kept_passes is None else layout.remat
         _open(
             layout.pipeline,

@@ -1,7 +1,7 @@
-"""One trial of a search: builds a config's step, times a few, and prints one line of JSON.
+"""One trial of a search: compiles a config's step, times a few, and prints one line of JSON.
 
-python -m jaxscale.autotune.trial, with the config as a line of JSON on its input. It ends when its
-input does, so that it never outlives who started it.
+python -m jaxscale.autotune.trial reads the config as a line of JSON from standard input, and exits
+when its input is closed, so that it never outlives its parent.
 """
 
 import json
@@ -20,22 +20,22 @@ from jaxscale.data.synthetic import synthetic_batch
 from jaxscale.run.setup import open_engine
 
 WARM_UP = 2
-"""Steps that are not counted: the first ones allocate."""
+"""Steps before the timed ones."""
 
 
 def main() -> int:
-    """Returns the status of the process: 0, also when the config is refused."""
+    """Returns the status of the process, which is 0 also for a refused config."""
     asked = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
     if asked is None:
         device = jax.devices()[0]
-        _say(devices=jax.device_count(), kind=device.device_kind, platform=device.platform)
+        _answer(devices=jax.device_count(), kind=device.device_kind, platform=device.platform)
         return 0
     try:
         config = configs.from_dict(asked["config"])
         config, engine = open_engine(config)
     except ValueError as error:
-        _say(refused=str(error))
+        _answer(refused=str(error))
         return 0
     batch = engine.shard(synthetic_batch(config))
     begin = time.monotonic()
@@ -50,7 +50,7 @@ def main() -> int:
     for _ in range(asked["steps"]):
         _, took, state = _timed(step, state, batch)
         seconds.append(took)
-    _say(
+    _answer(
         step_seconds=seconds,
         loss=first,
         compile_seconds=compile_seconds,
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _timed(step: Callable, state: Any, batch: ShardedBatch) -> tuple[float, float, Any]:
-    """The loss, the seconds, and the next state of one step."""
+    """Loss, seconds and next state of one step."""
     begin = time.perf_counter()
     state, out = step(state, batch)
     loss = float(out.loss)
@@ -76,7 +76,7 @@ def _end_with_input() -> None:
     os._exit(1)
 
 
-def _say(**fields: Any) -> None:
+def _answer(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What the largest arrays of a compiled step are, and which settings make them smaller."""
+"""Attributes the largest buffers of a compiled step to modules and to settings that shrink them."""
 
 import math
 import re
@@ -14,45 +14,45 @@ from jaxscale.training.gradients import pipeline_buffers
 from jaxscale.training.step import Engine
 
 MODULES = ("attention", "mlp", "head", "embed", "optimizer")
-"""Scopes of the model and the step."""
+"""Named scopes of the model and the step."""
 
-KEPT = "kept for the backward pass"
+SAVED = "saved activations"
 SHRINKS = {
     "parameters": "zero_stage = 3, fsdp, tensor, pipeline",
     "optimizer state": "zero_stage, fsdp, offload = 'optimizer'",
     "batch": "data.global_batch_size",
     "gathered weights": "tensor, pipeline",
     "gradients": "zero_stage, fsdp, tensor, pipeline",
-    KEPT: "remat = 'full', microbatches, offload = 'activations', context",
-    "work": "microbatches, context, tensor",
+    SAVED: "remat = 'full', microbatches, offload = 'activations', context",
+    "temporaries": "microbatches, context, tensor",
 }
-"""What a buffer is -> the settings of the layout that shrink it."""
+"""Kind of a buffer -> settings that shrink it."""
 
 SHRINKS_IN_PIPELINES = {
     **SHRINKS,
     "gathered weights": "tensor, pipeline, virtual_stages",
-    KEPT: "remat = 'full', microbatches, schedule = '1f1b', context",
+    SAVED: "remat = 'full', microbatches, schedule = '1f1b', context",
 }
-"""Of a layout with a pipeline."""
+"""The same for a layout with a pipeline."""
 
 PIPELINE_BUFFERS = {"weights": "gathered weights", "gradients": "gradients"}
-"""Names of `pipeline_buffers` -> keys of SHRINKS; all others are KEPT."""
+"""Names of `pipeline_buffers` -> keys of SHRINKS; all others are SAVED."""
 
 
 @dataclass(frozen=True)
-class Use:
-    """Buffers that are alike: what they are, how many are alive at the peak, where they belong."""
+class BufferUse:
+    """Equal buffers that are live at the peak: their kind, number and module."""
 
-    num_bytes: float  # of all of them
+    num_bytes: float  # of all together
     count: int
     shape: str
     what: str  # a key of SHRINKS
-    module: str  # of MODULES, or "" where neither the program nor its size says
-    smaller_with: str  # settings of the layout
+    module: str  # of MODULES, or "" where it is unknown
+    smaller_with: str  # settings that shrink them
 
 
-def find_uses(buffers: Sequence[Buffer], engine: Engine) -> list[Use]:
-    """Buffers that are alike together, largest first."""
+def attribute_buffers(buffers: Sequence[Buffer], engine: Engine) -> list[BufferUse]:
+    """Groups of equal buffers, largest first."""
     shrinks = _settings(engine)
     weights, kept = dict(_weights(engine)), dict(_pipeline(engine))
     groups: dict[tuple[str, str, str], list[Buffer]] = {}
@@ -65,14 +65,14 @@ def find_uses(buffers: Sequence[Buffer], engine: Engine) -> list[Use]:
             module = weights.get(size, "")
         groups.setdefault((buffer.shape, what, module), []).append(buffer)
     uses = [
-        Use(sum(one.num_bytes for one in group), len(group), *key, shrinks[key[1]])
+        BufferUse(sum(one.num_bytes for one in group), len(group), *key, shrinks[key[1]])
         for key, group in groups.items()
     ]
     return sorted(uses, key=lambda use: -use.num_bytes)
 
 
 def _settings(engine: Engine) -> dict[str, str]:
-    """SHRINKS without what the layout does already."""
+    """SHRINKS without what the layout already has."""
     layout = engine.layout
     done = {
         "zero_stage": layout.zero_stage == 3,
@@ -90,17 +90,17 @@ def _settings(engine: Engine) -> dict[str, str]:
 
 
 def find_module(op_name: str) -> str:
-    """The part of the model or the step that a name of a traced operation lies in, or ""."""
+    """The module in the scope of a traced operation, or ""."""
     words = re.findall(r"\w+", op_name)
     return next((word for word in reversed(words) if word in MODULES), "")
 
 
 def _what(buffer: Buffer, engine: Engine, is_weight: bool, in_pipeline: str) -> str:
-    """A key of SHRINKS.
+    """The kind of a buffer, a key of SHRINKS.
 
     Args:
-      is_weight: whether it is as large as a parameter, a layer of one, or a shard of either.
-      in_pipeline: what of its size and type a rank keeps between ticks.
+      is_weight: whether it has the size of a parameter, a layer of one, or a shard of either.
+      in_pipeline: the kind of pipeline buffers of its type and size.
     """
     if buffer.argument:
         kinds = {"state.params": "parameters", "state.opt_state": "optimizer state"}
@@ -116,12 +116,12 @@ def _what(buffer: Buffer, engine: Engine, is_weight: bool, in_pipeline: str) -> 
         return "gradients"
     layers = engine.model.config.num_layers
     if len(dims) > 2 and dims[0] in (layers, layers - 1) and not engine.stages:
-        return KEPT
-    return "work"
+        return SAVED
+    return "temporaries"
 
 
 def _weights(engine: Engine) -> Iterator[tuple[int, str]]:
-    """Elements of a parameter, of a layer or a chunk of one, or of a shard of any -> its module."""
+    """Elements of a parameter, of a layer or chunk of it, or of a shard of any -> its module."""
     tensor = engine.layout.tensor
     chunk = engine.stages.capacity if engine.stages else 1
     for path, leaf in jax.tree_util.tree_leaves_with_path(engine.abstract_state.params):
@@ -134,7 +134,7 @@ def _weights(engine: Engine) -> Iterator[tuple[int, str]]:
 
 
 def _pipeline(engine: Engine) -> Iterator[tuple[tuple[str, int], str]]:
-    """Type and elements of what a rank of a pipeline keeps between ticks -> a key of SHRINKS."""
+    """Type and elements of a pipeline rank's buffers between ticks -> a key of SHRINKS."""
     if engine.stages is None:
         return
     kept = pipeline_buffers(
@@ -150,4 +150,4 @@ def _pipeline(engine: Engine) -> Iterator[tuple[tuple[str, int], str]]:
     for name, tree in kept.items():
         for leaf in jax.tree.leaves(tree):
             for size in (leaf.size, leaf.size // engine.layout.tensor):
-                yield (short.get(str(leaf.dtype), ""), size), PIPELINE_BUFFERS.get(name, KEPT)
+                yield (short.get(str(leaf.dtype), ""), size), PIPELINE_BUFFERS.get(name, SAVED)

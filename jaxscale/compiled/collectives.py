@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.compiled import hlo
-from jaxscale.compiled.flops import computation_costs, flops, instruction_costs
+from jaxscale.compiled.flops import computation_costs, instruction_costs, instruction_flops
 from jaxscale.compiled.hlo import Instruction, Program
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -43,12 +43,12 @@ class Collective:
     arrays: int  # that travel together
     num_bytes: float  # of one run: the whole arrays on one side, gathered or not yet scattered
     asynchronous: bool
-    beside_flops: float  # of one run: of products between its start and its end, at least
+    beside_flops: float  # of one run: of matmuls between its start and its end, at least
     op_name: str
     computation: str  # that starts it
     first: int = 0  # place of its start there
     last: int = 0  # place of its end
-    link_seconds: float | None = None  # of one run; see `hlo_overlap`
+    link_seconds: float | None = None  # of one run; see `overlap.with_waits`
     wait_seconds: float | None = None  # of one run: that the device waits for its end
 
 
@@ -71,7 +71,7 @@ def collectives(
       between: the axes that go over the network between slices of TPUs, by way of their hosts.
     """
     runs = program.executions()
-    costs = computation_costs(program, flops, unknown_trips=1)
+    costs = computation_costs(program, instruction_flops, unknown_trips=1)
     callers = _callers(program)
     pieces: dict[tuple[str, str], list[tuple[str, Instruction]]] = {}
     for name, instructions in program.computations.items():
@@ -191,7 +191,7 @@ def _end(instructions: tuple[Instruction, ...], start: int) -> int:
 def _flops_at(program: Program, place: _Place, costs: Mapping[str, float]) -> float:
     if place.first == place.last:
         return 0.0
-    each = instruction_costs(program, place.computation, flops, costs, unknown_trips=1)
+    each = instruction_costs(program, place.computation, instruction_flops, costs, unknown_trips=1)
     return sum(each[place.first : place.last + 1])
 
 
@@ -263,7 +263,7 @@ def summed(found: Iterable[Collective]) -> list[Collective]:
     """Those of one kind, axes and way of running as one: runs added up; bytes, seconds and
     `beside_flops` of all runs.
 
-    Those that run beside products and those that do not are never in one row, so that the bytes
+    Those that run beside matmuls and those that do not are never in one row, so that the bytes
     of a row are hidden as a whole or not at all.
     """
 

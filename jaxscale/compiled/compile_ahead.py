@@ -1,4 +1,4 @@
-"""Compiles the step that would train, for a machine that is not there, and says what it needs."""
+"""Compiles the train step for absent hardware, and reports its memory, FLOPs and collectives."""
 
 import dataclasses
 import math
@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from jaxscale.compiled import hlo
-from jaxscale.compiled.attribute import Use, find_uses
+from jaxscale.compiled.attribute import BufferUse, attribute_buffers
 from jaxscale.compiled.collectives import Collective, collectives, summed
-from jaxscale.compiled.flops import computation_costs, cycles, flops
+from jaxscale.compiled.flops import computation_costs, instruction_cycles, instruction_flops
 from jaxscale.compiled.live_buffers import live_at_peak
 from jaxscale.compiled.overlap import with_waits
 from jaxscale.compiled.topology import Topology, has_cudnn, open_topology
@@ -21,7 +21,7 @@ from jaxscale.config import Config
 from jaxscale.hardware import find_chip
 from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.pipeline import summary
-from jaxscale.planner.cost.cluster import cluster
+from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.collectives import collective_seconds
 from jaxscale.sharding.mesh import axes_between_slices, make_mesh
 from jaxscale.training.step import Engine, make_engine
@@ -33,9 +33,8 @@ OUT_OF_MEMORY = re.compile(
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a compiled step needs on each device. Bytes are of device memory, FLOPs and seconds of
-    one step."""
+class CompileReport:
+    """A compiled step, per device. Bytes are of device memory, FLOPs and seconds of one step."""
 
     topology: str
     devices: int
@@ -43,23 +42,23 @@ class Report:
     attention: str
     fits: bool
     limit_bytes: int
-    peak_bytes: int  # arguments, temporaries and code; what was asked for where it does not fit
+    peak_bytes: int  # arguments, temporaries and code; what it would need where it does not fit
     argument_bytes: int
     temp_bytes: int
     output_bytes: int
-    alias_bytes: int  # outputs that take the place of arguments
+    alias_bytes: int  # outputs that alias donated arguments
     host_bytes: int
-    flops: float | None  # of an average rank; None where a loop's trips are only known as it runs
-    optimal_seconds: float | None  # by the compiler's own figures; GPUs' gives none
+    flops: float | None  # of an average rank; None with data-dependent trip counts
+    optimal_seconds: float | None  # the compiler's estimate; None on GPUs
     compile_seconds: float
-    collectives: tuple[Collective, ...]  # of a step, by axes and kind
-    uses: tuple[Use, ...]  # at the peak, largest first; empty where it does not fit
-    refusal: str  # the compiler's words where it ran out of memory
-    program: str  # text
+    collectives: tuple[Collective, ...]  # per step, by axes and kind
+    uses: tuple[BufferUse, ...]  # at the peak, largest first; empty where it does not fit
+    refusal: str  # the compiler's message where it ran out of memory
+    program: str  # HLO text
 
     @property
     def missing_bytes(self) -> int:
-        """By how much it does not fit."""
+        """Bytes by which it does not fit."""
         return max(0, self.peak_bytes - self.limit_bytes)
 
     @property
@@ -88,20 +87,21 @@ def _total(seconds: Iterable[float | None]) -> float | None:
     return None if None in each else sum(x for x in each if x is not None)
 
 
-def compile_for(config: Config, topology: str | Topology, *, unroll_layers: bool = False) -> Report:
-    """Compiles a config's train step for an absent machine.
+def compile_for(
+    config: Config, topology: str | Topology, *, unroll_layers: bool = False
+) -> CompileReport:
+    """Compiles a config's train step for absent hardware.
 
     Running out of memory is a result: `fits` is False.
 
     Args:
       config: one axis of its layout may be -1.
-      topology: a machine, or the name of one (`topology.open_topology`).
-      unroll_layers: writes the loops over layers out. Slow to compile; XLA's own cost analysis,
-        which counts the body of a loop once, then counts everything and gives
-        `optimal_seconds`.
+      topology: a topology, or the name of one (see `topology.open_topology`).
+      unroll_layers: unrolls the loops over layers. Slow to compile; XLA's own cost analysis counts
+        the body of a loop once, so it is complete only then, and gives `optimal_seconds`.
 
     Raises:
-      ValueError: the layout does not fit the model or the machine.
+      ValueError: the layout does not match the model or the topology.
       ModuleNotFoundError: a compiler is not installed; says what to install.
     """
     machine = open_topology(topology) if isinstance(topology, str) else topology
@@ -110,7 +110,7 @@ def compile_for(config: Config, topology: str | Topology, *, unroll_layers: bool
     engine = make_engine(config, make_mesh(layout, machine.devices), unroll_layers=unroll_layers)
     start = time.perf_counter()
     try:
-        # cuDNN is asked for its version as soon as the step is traced.
+        # Tracing already queries cuDNN's version.
         compiled = engine.step.lower(engine.abstract_state, engine.abstract_batch).compile()
     except RuntimeError as error:
         if engine.attention == "cudnn" and not has_cudnn():
@@ -127,9 +127,9 @@ def compile_for(config: Config, topology: str | Topology, *, unroll_layers: bool
 
 def _report(
     machine: Topology, engine: Engine, compiled: Any, seconds: float, unrolled: bool
-) -> Report:
+) -> CompileReport:
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    program = hlo.parse(text, engine.stages.trips if engine.stages else {})
+    program = hlo.parse_hlo(text, engine.stages.trips if engine.stages else {})
     peak = (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
@@ -137,8 +137,8 @@ def _report(
         + memory.temp_size_in_bytes
         + memory.generated_code_size_in_bytes
     )
-    total_flops = computation_costs(program, flops)[program.entry]
-    return Report(
+    total_flops = computation_costs(program, instruction_flops)[program.entry]
+    return CompileReport(
         **_common(machine, engine),
         fits=peak <= machine.limit_bytes,
         peak_bytes=peak,
@@ -151,7 +151,7 @@ def _report(
         optimal_seconds=_seconds(machine, engine, compiled, program, unrolled),
         compile_seconds=seconds,
         collectives=tuple(summed(_collectives(machine, engine, program))),
-        uses=tuple(find_uses(live_at_peak(program), engine)),
+        uses=tuple(attribute_buffers(live_at_peak(program), engine)),
         refusal="",
         program=text,
     )
@@ -164,7 +164,7 @@ def _collectives(machine: Topology, engine: Engine, program: hlo.Program) -> lis
     chip = find_chip(machine.devices[0].device_kind)
     if chip is None or engine.config.model.compute_dtype != "bfloat16":
         return found
-    links = cluster(chip.name, len(machine.devices), **machine.node)
+    links = make_cluster(chip.name, len(machine.devices), **machine.node)
 
     def link_seconds(one: Collective) -> float:
         return collective_seconds(links, sizes, one.kind, one.axes, one.num_bytes)
@@ -183,7 +183,7 @@ def _common(machine: Topology, engine: Engine) -> dict[str, Any]:
     }
 
 
-def _refused(machine: Topology, engine: Engine, refusal: str, seconds: float) -> Report:
+def _refused(machine: Topology, engine: Engine, refusal: str, seconds: float) -> CompileReport:
     found = OUT_OF_MEMORY.search(refusal)
     assert found
     number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
@@ -193,7 +193,7 @@ def _refused(machine: Topology, engine: Engine, refusal: str, seconds: float) ->
         for leaf in jax.tree.leaves((engine.abstract_state, engine.abstract_batch))
         if leaf.sharding.memory_kind != "pinned_host"
     )
-    return Report(
+    return CompileReport(
         **_common(machine, engine),
         fits=False,
         peak_bytes=temporaries + arguments,
@@ -215,13 +215,13 @@ def _refused(machine: Topology, engine: Engine, refusal: str, seconds: float) ->
 def _seconds(
     machine: Topology, engine: Engine, compiled: Any, program: hlo.Program, unrolled: bool
 ) -> float | None:
-    """The compiler's estimate of what the chip computes in a step, collectives left out; with a
-    pipeline, and how long it waits for other ranks."""
+    """The compiler's estimate of compute seconds per step, without collectives; with a pipeline,
+    its bubble is added."""
     if machine.clock_hertz is None:
         return None
     if unrolled and not engine.stages:
         return (compiled.cost_analysis() or {}).get("optimal_seconds")
-    expected = computation_costs(program, cycles)[program.entry] / machine.clock_hertz
+    expected = computation_costs(program, instruction_cycles)[program.entry] / machine.clock_hertz
     if engine.stages:
         expected /= 1 - summary.idle(engine.stages)
     return None if math.isnan(expected) else expected

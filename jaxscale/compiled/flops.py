@@ -1,6 +1,6 @@
-"""What a compiled program computes: FLOPs, and the cycles that the compiler expects.
+"""FLOPs of a compiled program, and the cycles that the compiler expects.
 
-XLA's own cost analysis counts the body of a loop once; here loops are multiplied out.
+XLA's own cost analysis counts the body of a loop once; here it is multiplied by the trip count.
 """
 
 import json
@@ -14,24 +14,23 @@ from jaxscale.compiled import hlo
 from jaxscale.compiled.hlo import Instruction, Program
 
 UNKNOWN_CYCLES = 2.0**60
-"""The compiler writes 2**63 - 1 for what it cannot say."""
+"""The compiler writes 2**63 - 1 for unknown cycles."""
 
-ATTENTION_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
-"""Products of queries and keys' size in a kernel of `jax.experimental.pallas`, which declares no
-FLOPs."""
+ATTENTION_MATMULS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+"""Matmuls between queries and keys in a Pallas kernel that declares no FLOPs."""
 
 Own = Callable[[Instruction, Mapping[str, Instruction]], float | None]
-"""What an instruction costs by itself, given those of its computation by name; None where that is
-what the computations that it calls cost."""
+"""The cost of an instruction by itself, given the instructions of its computation by name; None
+where it is the cost of the computations that it calls."""
 
 
 def computation_costs(
     program: Program, own: Own, unknown_trips: float = math.nan
 ) -> dict[str, float]:
-    """The cost of one run of each computation, with all that it calls.
+    """The cost of one run of each computation, with everything that it calls.
 
     Args:
-      unknown_trips: of a loop that runs as often as its data say.
+      unknown_trips: trip count to assume for loops whose trip count depends on data.
     """
     costs: dict[str, float] = {}
     for name in reversed(program.callers_first()):
@@ -46,7 +45,7 @@ def instruction_costs(
     costs: Mapping[str, float],
     unknown_trips: float = math.nan,
 ) -> list[float]:
-    """The cost of one run of each instruction of a computation, given that of computations."""
+    """The cost of one run of each instruction of a computation, given the costs of computations."""
     instructions = program.computations[computation]
     named = {instruction.name: instruction for instruction in instructions}
 
@@ -63,9 +62,8 @@ def instruction_costs(
     return [one(instruction) for instruction in instructions]
 
 
-def flops(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
-    """Multiplications and additions of a matrix product, a convolution or a kernel; others are not
-    counted."""
+def instruction_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
+    """FLOPs of a matmul, a convolution or a kernel; other instructions are not counted."""
     match instruction.opcode:
         case "dot":
             return _dot_flops(instruction, named)
@@ -76,9 +74,9 @@ def flops(instruction: Instruction, named: Mapping[str, Instruction]) -> float |
     return None
 
 
-def cycles(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
-    """What a TPU's compiler expects an instruction to take, by its own figures; those of kernels
-    and of collectives it does not print."""
+def instruction_cycles(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
+    """The TPU compiler's estimate of an instruction's cycles; it has none for kernels and
+    collectives."""
     del named
     expected = float(instruction.attribute(r'"estimated_cycles":"(\d+)"') or "inf")
     return expected if expected < UNKNOWN_CYCLES else None
@@ -96,8 +94,8 @@ def _dot_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> fl
 
 
 def _convolution_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> float:
-    """Counts the places of the window that lie inside the operand, as XLA does: a TPU's compiler
-    writes batched products as convolutions that mostly see padding."""
+    """Counts the window positions inside the operand, as XLA does: the TPU compiler writes batched
+    matmuls as convolutions that read mostly padding."""
     left, right = (_dims(name, named) for name in instruction.operands[:2])
     result = hlo.arrays(instruction.shape)[0][1]
     labels = instruction.attribute(r"dim_labels=([\w]+_[\w]+->[\w]+)")
@@ -113,39 +111,39 @@ def _convolution_flops(instruction: Instruction, named: Mapping[str, Instruction
     sizes, strides = listed("size", 1), listed("stride", 1)
     low = [int(pad.split("_")[0]) for pad in window["pad"].split("x")] if "pad" in window else None
     dilations, spreads = listed("rhs_dilate", 1), listed("lhs_dilate", 1)
-    places = 1
+    positions = 1
     for i, label in enumerate(spatial):
         size, n = left[lhs.index(label)], result[out.index(label)]
         starts = np.arange(n)[:, None] * strides[i] - (low[i] if low else 0)
         at = starts + np.arange(sizes[i])[None] * dilations[i]
         inside = (at >= 0) & (at <= (size - 1) * spreads[i]) & (at % spreads[i] == 0)
-        places *= int(inside.sum())
+        positions *= int(inside.sum())
     features = right[rhs.index("i")]
-    return 2.0 * places * features * result[out.index("b")] * result[out.index("f")]
+    return 2.0 * positions * features * result[out.index("b")] * result[out.index("f")]
 
 
 def _kernel_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
     target = instruction.attribute(r'custom_call_target="([^"]*)"')
     if target.startswith("__cublas"):
-        return _library_product_flops(instruction, named)
+        return _cublas_flops(instruction, named)
     if target.startswith("__cudnn$fmha"):
-        # [batch, heads, time, head_dim], or with heads and time exchanged; there are more keys
-        # than heads.
+        # [batch, heads, time, head_dim] or [batch, time, heads, head_dim]; there are more keys than
+        # heads.
         query, key = (hlo.arrays(named[name].shape)[0][1] for name in instruction.operands[:2])
-        products = 5 if "Backward" in target else 2
+        matmuls = 5 if "Backward" in target else 2
         half = 0.5 if "CAUSAL" in instruction.rest else 1
-        return half * products * 2.0 * math.prod(query) * max(key[1:3])
-    for kernel, products in ATTENTION_PRODUCTS.items():
+        return half * matmuls * 2.0 * math.prod(query) * max(key[1:3])
+    for kernel, matmuls in ATTENTION_MATMULS.items():
         if instruction.name.startswith(kernel):
             # [..., heads, time, head_dim], after the tables of the mask; causal.
             arrays = [hlo.arrays(named[name].shape)[0] for name in instruction.operands]
             query, key = [dims for dtype, dims in arrays if "f" in dtype][:2]
-            return 0.5 * products * 2.0 * math.prod(query) * key[-2]
+            return 0.5 * matmuls * 2.0 * math.prod(query) * key[-2]
     declared = instruction.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
     return float(declared) if declared else None
 
 
-def _library_product_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> float:
+def _cublas_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> float:
     listed = instruction.attribute(r'"lhs_contracting_dimensions":(\[[^\]]*\])')
     left = _dims(instruction.operands[0], named)
     contracted = math.prod(left[int(dim)] for dim in json.loads(listed))

@@ -1,4 +1,4 @@
-"""Reads a compiled program's text: its computations, and how often each runs in a call."""
+"""Parses the text of a compiled program: its computations, and how often each one runs."""
 
 import collections
 import math
@@ -27,7 +27,7 @@ BYTES = {
     "c64": 8,
     "c128": 16,
 }
-"""Of an element."""
+"""Bytes per element."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
@@ -40,7 +40,7 @@ _CALLED = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
 
 @dataclass(frozen=True)
 class Instruction:
-    """A line of a program."""
+    """An HLO instruction."""
 
     name: str
     shape: str
@@ -48,18 +48,18 @@ class Instruction:
     rest: str  # operands and attributes
 
     def attribute(self, pattern: str) -> str:
-        """The first group of a regular expression in the attributes, or ""."""
+        """The first group of a regular expression found in the attributes, or ""."""
         found = re.search(pattern, self.rest)
         return found[1] if found else ""
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Names of the instructions whose results it takes."""
+        """Names of the operands."""
         return tuple(re.findall(r"%([\w.\-]+)", self.rest.split(")", 1)[0]))
 
     @property
     def op_name(self) -> str:
-        """Where in the traced program it comes from."""
+        """The scope and primitive of the traced program that it comes from."""
         return self.attribute(r'op_name="([^"]*)"')
 
 
@@ -69,11 +69,11 @@ class Program:
 
     computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
-    donated: frozenset[int] = frozenset()  # arguments whose place a result takes
+    donated: frozenset[int] = frozenset()  # donated arguments
     scopes: Mapping[str, float] = field(default_factory=dict)  # see `parse`
 
     def executions(self) -> dict[str, float]:
-        """How often each computation runs in one call; nan where a loop's trips are not known."""
+        """How often each computation runs in one call; nan where a trip count is unknown."""
         runs: dict[str, float] = collections.defaultdict(float)
         runs[self.entry] = 1
         for name in self.callers_first():
@@ -83,9 +83,9 @@ class Program:
         return dict(runs)
 
     def calls(self, instruction: Instruction) -> list[tuple[str, float]]:
-        """The computations that a run of an instruction runs, and how often each."""
+        """The computations that an instruction calls, and how often each."""
         if instruction.opcode.endswith(("-update", "-done")):
-            return []  # the start has run it
+            return []  # counted at the start
         callees = _CALLS.findall(instruction.rest)
         for listed in _CALLED.findall(instruction.rest):
             callees += [name.strip().lstrip("%") for name in listed.split(",")]
@@ -93,7 +93,7 @@ class Program:
         return [(callee, times) for callee in callees if callee in self.computations]
 
     def trips(self, loop: Instruction) -> float:
-        """How often a `while` runs its body; nan where that is only known when it runs."""
+        """The trip count of a `while`; nan where it depends on data."""
         known = loop.attribute(r'known_trip_count"?:\{"?n"?:"?(\d+)')
         if known:
             return int(known)
@@ -101,12 +101,12 @@ class Program:
         return self._expected_trips(loop) if math.isnan(counted) else counted
 
     def _expected_trips(self, loop: Instruction) -> float:
-        """By the innermost scope that the loop stands in."""
+        """By the innermost scope around the loop."""
         words = reversed(loop.op_name.split("/"))
         return next((self.scopes[word] for word in words if word in self.scopes), math.nan)
 
     def _counted_trips(self, loop: Instruction) -> float:
-        """From a condition `counter < constant`, for loops that `lax.scan` makes."""
+        """From a condition `counter < constant`, as `lax.scan` writes it."""
         condition = self.computations.get(loop.attribute(r"condition=%?([\w.\-]+)"), ())
         constants = [
             int(value)
@@ -123,7 +123,7 @@ class Program:
                 yield from self.computations.get(callee, ())
 
     def callers_first(self) -> list[str]:
-        """The names of the computations that the entry reaches, each after those that call it."""
+        """Names of the computations that the entry reaches, each after its callers."""
         order: list[str] = []
         seen: set[str] = set()
 
@@ -139,11 +139,11 @@ class Program:
         return order[::-1]
 
 
-def parse(text: str, scopes: Mapping[str, float] | None = None) -> Program:
+def parse_hlo(text: str, scopes: Mapping[str, float] | None = None) -> Program:
     """A program from `compiled.as_text()`.
 
     Args:
-      scopes: how often loops run that only their data tell to, on average, by the `jax.named_scope`
+      scopes: mean trip counts of loops whose trip count depends on data, by the `jax.named_scope`
         around them.
     """
     computations: dict[str, list[Instruction]] = {}

@@ -1,9 +1,9 @@
-"""Which arrays of a compiled program are alive when it needs the most memory.
+"""The buffers that are live at the peak memory of a compiled program.
 
-The compilers say how much they need and not for what. Here the schedule in the program's text is
-replayed: an array lives from the instruction that makes it to the last one that reads it, and one
-that is updated, or last read where another of its size is made, gives its place to that one.
-Padding and fragments are not seen.
+The compilers report how much memory they need, not for what. Here the instruction schedule in the
+program's text is replayed: an array is live from the instruction that defines it to its last use.
+An array that is updated in place, or whose last use defines another one of its size, shares its
+buffer with that one. Padding and fragmentation are not modelled.
 """
 
 import functools
@@ -16,10 +16,10 @@ from jaxscale.compiled import hlo
 from jaxscale.compiled.hlo import Instruction, Program
 
 SAME = ("bitcast", "while", "opt-barrier", "domain")
-"""Instructions whose result is their operand, in place."""
+"""Instructions whose result aliases their operand."""
 
 Places = Any
-"""Where a result is: a place in a list of buffers, or for a tuple a list of these."""
+"""The buffer of a result: an index into a list of buffers, or for a tuple a list of these."""
 
 _LEAF = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?|[()]")
 
@@ -30,23 +30,23 @@ class Buffer:
 
     num_bytes: float
     shape: str  # such as "bf16[4,4096,11008]"
-    op_name: str  # where in the traced program it is made
-    argument: bool  # of the program: it is there from the start
+    op_name: str  # scope and primitive in the traced program
+    argument: bool  # of the program: live from the start
 
 
 @dataclass
 class _Life:
-    """A buffer, and the instructions from which and to which it lives."""
+    """A buffer and its live range, in instructions."""
 
     buffer: Buffer
     start: int
     end: int
-    outside: bool = False  # of this computation: whoever calls it counts it
-    lent: bool = False  # an argument that is not donated
+    outside: bool = False  # allocated by the caller, who counts it
+    kept: bool = False  # an argument that is not donated
 
 
 def live_at_peak(program: Program) -> list[Buffer]:
-    """The buffers that are alive when the most bytes are, largest first."""
+    """The buffers that are live at peak memory, largest first."""
     peaks: dict[str, list[Buffer]] = {}
     for name in reversed(program.callers_first()):
         peaks[name] = _peak(program, name, peaks)
@@ -77,21 +77,21 @@ def _total(buffers: Sequence[Buffer]) -> float:
 
 @dataclass
 class _Replay:
-    """What is known of a computation up to an instruction."""
+    """The state of the replay of a computation."""
 
     lives: list[_Life] = field(default_factory=list)
     holds: dict[str, Places] = field(default_factory=dict)  # result -> places in `lives`
     begins: dict[str, int] = field(default_factory=dict)  # where it, or its start, stands
     made: list[tuple[int, int, list[int]]] = field(default_factory=list)  # at, place, from
 
-    def add(self, buffer: Buffer, start: int, *, outside: bool = False, lent: bool = False) -> int:
-        """A new buffer; returns its place."""
-        self.lives.append(_Life(buffer, start, start, outside, lent))
+    def add(self, buffer: Buffer, start: int, *, outside: bool = False, kept: bool = False) -> int:
+        """Allocates a buffer; returns its index."""
+        self.lives.append(_Life(buffer, start, start, outside, kept))
         return len(self.lives) - 1
 
 
 def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool) -> list[_Life]:
-    """The buffers of a computation that have bytes and are its own."""
+    """The live ranges of the buffers that a computation itself allocates."""
     replay = _Replay()
     for i, instruction in enumerate(instructions):
         operands = [replay.holds.get(operand, []) for operand in instruction.operands]
@@ -102,8 +102,8 @@ def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool
         if instruction.opcode.endswith(("-update", "-done")):
             replay.begins[instruction.name] = replay.begins[instruction.operands[0]]
         if instruction.opcode == "parameter":
-            lent = entry and int(instruction.rest.split(")")[0]) not in program.donated
-            new = functools.partial(replay.add, start=0, outside=not entry, lent=lent)
+            kept = entry and int(instruction.rest.split(")")[0]) not in program.donated
+            new = functools.partial(replay.add, start=0, outside=not entry, kept=kept)
             held = _leaves(instruction, new)
         elif instruction.opcode == "get-tuple-element":
             held = operands[0][int(instruction.attribute(r"index=(\d+)"))]
@@ -112,7 +112,7 @@ def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool
         elif instruction.opcode in SAME:
             held = operands[0]
         elif instruction.opcode.endswith(("-start", "-update")):
-            held = read  # what a start makes, its `-done` hands over
+            held = read  # the result of a start belongs to its `-done`
         else:
             new = functools.partial(_place, program, replay, i, instruction, read)
             held = _leaves(instruction, new)
@@ -120,7 +120,7 @@ def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool
     for place in _flat(replay.holds[instructions[-1].name]):
         replay.lives[place].end = len(instructions)
     for life in replay.lives:
-        if life.lent:
+        if life.kept:
             life.end = len(instructions)
     _share(replay)
     return [life for life in replay.lives if not life.outside and life.buffer.num_bytes]
@@ -134,8 +134,8 @@ def _place(
     read: list[int],
     leaf: Buffer,
 ) -> int:
-    """Where a leaf of a result is: in what the instruction updates, or in a new buffer, which is
-    there from the start of what runs beside others."""
+    """The buffer of a leaf of a result: that of an operand updated in place, or a new one, live
+    from the start of an asynchronous instruction."""
     place = _updated(program, instruction, leaf, [(p, replay.lives[p]) for p in read])
     if place is None:
         place = replay.add(leaf, replay.begins[instruction.name])
@@ -144,15 +144,15 @@ def _place(
 
 
 def _flat(places: Places) -> list[int]:
-    """All places, tuples opened."""
+    """All buffer indices, tuples flattened."""
     if isinstance(places, int):
         return [places]
     return [place for inner in places for place in _flat(inner)]
 
 
 def _leaves(instruction: Instruction, place: Callable[[Buffer], int]) -> Places:
-    """The places of a result's arrays, in tuples as the result is; 0 bytes for what is not in a
-    device's main memory."""
+    """The buffers of a result's arrays, nested as the result is; 0 bytes outside the device's main
+    memory."""
     tuples: list[list[Places]] = [[]]
     for found in _LEAF.finditer(instruction.shape):
         if found[0] == "(":
@@ -166,7 +166,7 @@ def _leaves(instruction: Instruction, place: Callable[[Buffer], int]) -> Places:
 
 
 def _leaf(instruction: Instruction, dtype: str, dims: str, arrangement: str | None) -> Buffer:
-    # Space 5 is the host's; a TPU, whose arrays have tiles T, keeps others on the chip.
+    # Memory space 5 is the host's; on a TPU, whose arrays have tiles T, others are on-chip.
     space = re.search(r"S\((\d+)\)", arrangement or "")
     elsewhere = space and (space[1] == "5" or "T(" in (arrangement or ""))
     sizes = [int(size) for size in dims.split(",") if size]
@@ -178,7 +178,7 @@ def _leaf(instruction: Instruction, dtype: str, dims: str, arrangement: str | No
 def _updated(
     program: Program, instruction: Instruction, leaf: Buffer, read: Sequence[tuple[int, _Life]]
 ) -> int | None:
-    """The buffer that an instruction changes in part to make a leaf of its result."""
+    """The buffer that an instruction updates in place for a leaf of its result."""
     updates = instruction.opcode in ("dynamic-update-slice", "scatter") or any(
         inner.opcode in ("dynamic-update-slice", "scatter") and inner.shape.startswith(leaf.shape)
         for callee, _ in program.calls(instruction)
@@ -190,14 +190,14 @@ def _updated(
 
 
 def _share(replay: _Replay) -> None:
-    """Ends what is last read where an array of its size is made before that, which takes its
-    place."""
+    """Ends live ranges whose last use defines an array of the same size, which reuses the
+    buffer."""
     given = set()
     for i, place, read in replay.made:
         new = replay.lives[place]
         for other in read:
             old = replay.lives[other]
-            same = old.buffer.num_bytes == new.buffer.num_bytes and not old.lent
+            same = old.buffer.num_bytes == new.buffer.num_bytes and not old.kept
             if same and old.end == i and new.start == i and other not in given:
                 given.add(other)
                 old.end, new.outside = i - 1, old.outside

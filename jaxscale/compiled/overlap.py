@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxscale.compiled.collectives import Collective
-from jaxscale.compiled.flops import computation_costs, flops, instruction_costs
+from jaxscale.compiled.flops import computation_costs, instruction_costs, instruction_flops
 from jaxscale.compiled.hlo import Program
 
 
@@ -28,17 +28,17 @@ def with_waits(
 
     Args:
       program: the one that they are of.
-      found: as `hlo_collectives.collectives` returns them.
+      found: as `collectives.collectives` returns them.
       link_seconds: of one run, alone on its links.
       flops_per_second: at which the device does matmuls.
     """
-    costs = computation_costs(program, flops, unknown_trips=1)
+    costs = computation_costs(program, instruction_flops, unknown_trips=1)
     homes = collections.defaultdict(list)
     for one in found:
         homes[one.computation].append(dataclasses.replace(one, link_seconds=link_seconds(one)))
     played = []
     for name, members in homes.items():
-        each = instruction_costs(program, name, flops, costs, unknown_trips=1)
+        each = instruction_costs(program, name, instruction_flops, costs, unknown_trips=1)
         played += _play(members, [cost / flops_per_second for cost in each])
     return played
 

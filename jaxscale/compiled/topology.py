@@ -1,10 +1,9 @@
-"""Machines that are not there, by name: `v5p:8x8x8` is a slice of TPUs, `h200:8x8` nodes x GPUs.
+"""Absent hardware by name: `v5p:8x8x8` is a TPU slice, `h200:8x8` is nodes x GPUs.
 
-The compilers of both come as packages (the extra `aot`) and need none of the hardware.
+The compilers for both are packages (the extra `aot`) and do not need the hardware.
 """
 
 import csv
-import difflib
 import functools
 import importlib.util
 import os
@@ -17,16 +16,18 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from jaxscale.choices import did_you_mean
+
 PACKAGES = {"tpu": ("libtpu",), "gpu": ("jax_cuda13_plugin", "jax_plugins.xla_cuda13")}
 GPU_MEMORY_FRACTION = 0.9
-"""Of a GPU's memory that a program may fill: the rest is the driver's, NCCL's and cuDNN's. JAX
-itself takes 0.75 of it unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+"""Share of GPU memory for a program: the rest is for driver, NCCL and cuDNN. JAX itself
+preallocates 0.75 of it unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
 
 _ENVIRONMENT = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once
     "TPU_SKIP_MDS_QUERY": "1",
-    # What libtpu would ask of the cloud; any answer will do, the topology says what counts.
+    # What libtpu would query from the cloud; the topology overrides it.
     "TPU_ACCELERATOR_TYPE": "v5p-128",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
@@ -52,20 +53,20 @@ device_description_str: "{device_kind}"
 
 @dataclass(frozen=True)
 class Topology:
-    """An absent machine: the devices that a mesh can be made of, to compile and never to run."""
+    """Absent hardware: devices for a mesh that programs are compiled for and never run on."""
 
     name: str
     platform: str  # "tpu" or "gpu"
     devices: tuple[Any, ...]
     limit_bytes: int  # of device memory, for a program
-    clock_hertz: float | None  # in which the compiler counts its cycles, where it does
+    clock_hertz: float | None  # of the cycles that the compiler estimates, where it does
     node: Mapping[str, int]  # what it says of its nodes, as fields of `hardware.Chip`
 
 
 def leave_hardware_alone() -> None:
-    """Keeps JAX on the CPU of this machine, and libtpu from asking for the machine it is on.
+    """Keeps JAX on this machine's CPU, and libtpu from looking for local TPUs.
 
-    Call it before JAX looks for devices.
+    Call it before JAX initialises its back ends.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -74,44 +75,47 @@ def leave_hardware_alone() -> None:
 
 
 def open_topology(name: str) -> Topology:
-    """The machine of a name such as "v5p:4x4x4", "v5e:16x16:2" (two slices) or "h200:8x8".
+    """The topology of a name such as "v5p:4x4x4", "v5e:16x16:2" (two slices) or "h200:8x8".
 
     Raises:
-      ValueError: no such machine; lists those that are known.
+      ValueError: an unknown name; lists the known ones.
       ModuleNotFoundError: its compiler is not installed; says what to install.
     """
     kind, _, shape = name.partition(":")
     tpus, gpus = _table("tpu"), _table("gpu")
     if kind not in tpus and kind not in gpus:
-        near = difflib.get_close_matches(kind, (*tpus, *gpus), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"topology {name!r} is of no known kind; {known()}{hint}")
+        hint = did_you_mean(kind, (*tpus, *gpus))
+        raise ValueError(f"topology {name!r} is not known; {describe_topologies()}{hint}")
     platform = "tpu" if kind in tpus else "gpu"
     check_installed(platform)
     leave_hardware_alone()
     return _tpu(name, tpus[kind], shape) if platform == "tpu" else _gpu(name, gpus[kind], shape)
 
 
-def known() -> str:
-    """A line that names every kind with an example."""
+def describe_topologies() -> str:
+    """A line with an example of every kind."""
     tpus = ", ".join(f"{kind}:{row['example']}" for kind, row in _table("tpu").items())
     gpus = ", ".join(f"{kind}:8x8" for kind in _table("gpu"))
     return f"TPUs (chips along each dimension): {tpus}; GPUs (nodes x GPUs): {gpus}"
 
 
-def kinds() -> tuple[str, ...]:
-    """What a name can begin with."""
+def topology_kinds() -> tuple[str, ...]:
+    """The kinds of hardware, with which a name begins."""
     return (*_table("tpu"), *_table("gpu"))
 
 
-def installed(platform: str) -> bool:
-    """Whether the compiler for "tpu" or "gpu" is."""
+def compiler_installed(platform: str) -> bool:
+    """Whether the compiler for "tpu" or "gpu" is installed."""
     return all(_found(module) for module in PACKAGES[platform])
 
 
 def check_installed(platform: str) -> None:
-    """Raises ModuleNotFoundError, saying what to install, where a compiler is missing."""
-    if not installed(platform):
+    """Refuses a platform whose compiler is not installed.
+
+    Raises:
+      ModuleNotFoundError: says what to install.
+    """
+    if not compiler_installed(platform):
         raise ModuleNotFoundError(
             f"the compiler for {platform.upper()}s is not installed ("
             f"{', '.join(module for module in PACKAGES[platform] if not _found(module))}): "
@@ -120,7 +124,7 @@ def check_installed(platform: str) -> None:
 
 
 def has_cudnn() -> bool:
-    """Whether cuDNN's library is, without which fused attention does not compile for GPUs."""
+    """Whether cuDNN is installed, without which fused attention does not compile for GPUs."""
     return _found("nvidia.cudnn")
 
 
@@ -136,7 +140,7 @@ def _tpu(name: str, row: dict[str, str], shape: str) -> Topology:
     if not matched:
         raise ValueError(
             f"topology {name!r}: write the chips along each dimension of the torus, as in "
-            f"{row['name']}:{row['example']}, and :2 behind them for two such slices"
+            f"{row['name']}:{row['example']}, followed by :2 for two such slices"
         )
     sizes = [int(size) for size in matched[1].split("x")]
     if len(sizes) != len(row["example"].split("x")):
@@ -144,7 +148,7 @@ def _tpu(name: str, row: dict[str, str], shape: str) -> Topology:
             f"topology {name!r} has {len(sizes)} dimensions and a torus of {row['name']} has "
             f"{len(row['example'].split('x'))}, as in {row['name']}:{row['example']}"
         )
-    # A host has at most 2 x 2 chips; less in a smaller slice.
+    # A host has at most 2 x 2 chips.
     host = [min(size, 2) for size in sizes[:2]] + [1]
     options: dict[str, Any] = {"chips_per_host_bounds": tuple(host)}
     if row["chip_config"]:

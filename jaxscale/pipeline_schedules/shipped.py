@@ -4,10 +4,10 @@ A schedule is added with a file beside this one and a line in `SHIPPED`; the sch
 package needs neither: its name is "module:RECORD".
 """
 
-import difflib
 import functools
 import importlib
 
+from jaxscale.choices import did_you_mean
 from jaxscale.pipeline_schedules.bidirectional import BITPIPE, CHIMERA
 from jaxscale.pipeline_schedules.breadth_first import BREADTH_FIRST
 from jaxscale.pipeline_schedules.dualpipe import DUALPIPE, DUALPIPE_V
@@ -68,7 +68,7 @@ def check_known(name: str, setting: str) -> None:
         return
     raise ValueError(
         f"{setting} = {name!r} is not known; it can be {', '.join(NAMES)}, a .csv file, or "
-        f"module:RECORD for a schedule of your own{_hint(name)}"
+        f"module:RECORD for a schedule of your own{did_you_mean(name.lower(), NAMES)}"
     )
 
 
@@ -79,7 +79,7 @@ def _import(name: str) -> Schedule:
         found = getattr(importlib.import_module(module), record)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"schedule = {name!r} cannot be imported: {error}{_hint(module)}"
+            f"schedule = {name!r} cannot be imported: {error}{did_you_mean(module.lower(), NAMES)}"
         ) from None
     if not isinstance(found, Schedule):
         raise ValueError(
@@ -87,8 +87,3 @@ def _import(name: str) -> Schedule:
             "jaxscale.pipeline_schedules.schedule.Schedule"
         )
     return found
-
-
-def _hint(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), NAMES, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

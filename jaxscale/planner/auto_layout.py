@@ -1,4 +1,4 @@
-"""The layout for the devices at hand, of a config that leaves it to the planner."""
+"""`layout = "auto"`: the planner's layout for the local devices."""
 
 import dataclasses
 import os
@@ -7,28 +7,28 @@ from typing import Any
 from jaxscale.config import Config
 from jaxscale.hardware import Chip, find_chip
 from jaxscale.layout import AUTO, Layout
-from jaxscale.planner.cost.cluster import Cluster, Tier, cluster
+from jaxscale.planner.cost.cluster import Cluster, Tier, make_cluster
 from jaxscale.planner.report.why_not import nothing_fits
-from jaxscale.planner.search.plan import Plan, judge
-from jaxscale.planner.search.search import search
+from jaxscale.planner.search.plan import Plan, predict_plan
+from jaxscale.planner.search.search import search_layouts
 from jaxscale.planner.search.space import CPU, Query
 
 
-def choose(config: Config, device_kind: str, platform: str, num_devices: int) -> Plan:
-    """The best layout; what a config sets to other values than the defaults stays.
+def choose_layout(config: Config, device_kind: str, platform: str, num_devices: int) -> Plan:
+    """The fastest layout; settings of the config that are not at their defaults are kept.
 
     Raises:
-      ValueError: nothing is known of the devices, or nothing fits on them.
+      ValueError: the devices are not in `hardware.csv`, or no layout fits.
     """
     query = Query(config, devices_here(device_kind, platform, num_devices), pins_of(config.layout))
-    found = search(query, 1)
+    found = search_layouts(query, 1)
     if not found.layouts:
         raise ValueError(f"layout = 'auto': {nothing_fits(query, found)}")
-    return judge(query, found.layouts[0])
+    return predict_plan(query, found.layouts[0])
 
 
 def pins_of(layout: Layout) -> dict[str, Any]:
-    """The settings of a layout that are not the defaults."""
+    """The settings of a layout that are not at their defaults."""
     return {
         field.name: getattr(layout, field.name)
         for field in dataclasses.fields(Layout)
@@ -43,20 +43,19 @@ def devices_here(device_kind: str, platform: str, num_devices: int) -> Cluster:
       ValueError: `hardware.csv` has no such device.
     """
     if platform == "cpu":
-        return _processors(num_devices)
+        return _cpu_cluster(num_devices)
     chip = find_chip(device_kind)
     if chip is None:
         raise ValueError(
-            f"layout = 'auto' needs to know what a device can do, and hardware.csv has no "
-            f"{device_kind!r}; set the layout, as `python -m jaxscale.plan --hardware FILE` finds "
-            "it from a file that describes the device"
+            f"layout = 'auto': hardware.csv has no device {device_kind!r}; set the layout, which "
+            "`python -m jaxscale.plan --hardware FILE` finds for a file that describes the device"
         )
-    return cluster(chip.name, num_devices)
+    return make_cluster(chip.name, num_devices)
 
 
-def _processors(num_devices: int) -> Cluster:
-    """Virtual devices on the processors of this machine. The figures are of a core of a server, by
-    rule of thumb: only what they are to each other matters, as all layouts run on the same."""
+def _cpu_cluster(num_devices: int) -> Cluster:
+    """Virtual devices on this machine's processor. The figures are rough ones of a server core:
+    only their ratios matter, since all layouts run on the same machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_devices
     chip = Chip(
         name=CPU,

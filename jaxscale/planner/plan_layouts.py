@@ -1,4 +1,4 @@
-"""`jaxscale.plan_layouts`: the best layouts of a model on a cluster."""
+"""`jaxscale.plan_layouts`: the fastest layouts of a model on a cluster."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,19 +6,19 @@ from typing import Any
 
 from jaxscale import config as configs
 from jaxscale.config import Config
-from jaxscale.planner.cost.cluster import cluster
+from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.model.named_models import check_shape, find_shape
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.report.why_not import nothing_fits
-from jaxscale.planner.search.balance_layers import improved
-from jaxscale.planner.search.plan import Answer, judge
-from jaxscale.planner.search.search import search
-from jaxscale.planner.search.sized_model import Described
+from jaxscale.planner.search.balance_layers import rebalance_layers
+from jaxscale.planner.search.plan import RankedPlans, predict_plan
+from jaxscale.planner.search.search import search_layouts
+from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import Query, check_pins
 
 
 def plan_layouts(
-    model: Config | Shape | str,
+    model: Config | ModelShape | str,
     hardware: str,
     devices: int,
     *,
@@ -28,8 +28,8 @@ def plan_layouts(
     seq_len: int = 0,
     top: int = 10,
     **overrides: Any,
-) -> Answer:
-    """The best layouts of a model on a cluster, as `jaxscale.plan_layouts`.
+) -> RankedPlans:
+    """The fastest layouts of a model on a cluster, by predicted step time.
 
     >>> pins = {"tensor": 1, "pipeline": 1}
     >>> answer = plan_layouts("configs/llama2_7b.py", "H100-SXM", 64, pins=pins)
@@ -40,38 +40,40 @@ def plan_layouts(
     4
 
     Args:
-      model: a Config, or a file of one, whose layout is not looked at; or the sizes of a model
-        that this version need not be able to train: a `planner.shape.Shape`, a name of
-        `planner.shapes.NAMED`, or a JSON file of a Shape's fields.
-      hardware: a device of `hardware.csv`, or a file of its columns that describes one.
-      pins: fields of a Layout that shall have these values.
-      max_memory_bytes: of a device; 0 for what it has.
-      batch_tokens: of a step; 0 for what a config says.
-      seq_len: of a model that is no config; 0 for what its shape says.
-      overrides: of the device's figures, as `planner.machine.cluster` takes them.
+      model: a Config or a config file, whose layout is ignored; or the sizes of a model that this
+        version may not be able to train: a `planner.model.shape.ModelShape`, a name of
+        `planner.model.named_models.NAMED`, or a JSON file of a ModelShape's fields.
+      hardware: a device of `hardware.csv`, or a CSV or JSON file of its columns.
+      pins: fixed fields of the layout, such as {"tensor": 8}.
+      max_memory_bytes: per device; 0 for that of the hardware.
+      batch_tokens: per step; 0 for that of the config.
+      seq_len: of a model given by its sizes; 0 for that of its shape.
+      overrides: of the device's figures, as `planner.cost.cluster.make_cluster` takes them.
 
     Raises:
-      ValueError: an unknown model or device, a pin that cannot be, or no layout that fits; says
-        what would.
+      ValueError: an unknown model or device, an impossible pin, or no layout that fits; says what
+        would.
     """
     pins = dict(pins or {})
-    asked = asked_model(model, batch_tokens, seq_len)
-    query = Query(asked, cluster(hardware, devices, **overrides), pins, max_memory_bytes)
+    asked = resolve_model(model, batch_tokens, seq_len)
+    query = Query(asked, make_cluster(hardware, devices, **overrides), pins, max_memory_bytes)
     check_pins(query)
-    found = search(query, top)
-    judged = (improved(query, judge(query, one)) for one in found.layouts)
-    plans = sorted(judged, key=lambda one: one.step_seconds)
+    found = search_layouts(query, top)
+    predicted = (rebalance_layers(query, predict_plan(query, one)) for one in found.layouts)
+    plans = sorted(predicted, key=lambda one: one.step_seconds)
     if not plans:
         raise ValueError(nothing_fits(query, found))
-    return Answer(query, tuple(plans), found)
+    return RankedPlans(query, tuple(plans), found)
 
 
-def asked_model(model: Config | Shape | str, batch_tokens: int, seq_len: int) -> Config | Described:
-    """The model and its batch, of any of the ways to say them.
+def resolve_model(
+    model: Config | ModelShape | str, batch_tokens: int, seq_len: int
+) -> Config | SizedModel:
+    """The model with its batch, from a config, a shape, a name or a file.
 
     Raises:
-      ValueError: an unknown name or a shape that cannot be, a batch that is missing or no whole
-        number of sequences, or a length that the config says.
+      ValueError: an unknown name, an impossible shape, a batch that is missing or no whole number
+        of sequences, or a sequence length beside a config.
     """
     name = model if isinstance(model, str) else "the model"
     if isinstance(model, str):
@@ -79,7 +81,7 @@ def asked_model(model: Config | Shape | str, batch_tokens: int, seq_len: int) ->
     if isinstance(model, Config):
         if seq_len:
             raise ValueError(
-                f"--seq_len {seq_len} is of a --model; a config says data.seq_len: set "
+                f"--seq_len {seq_len} goes with --model; for a config set "
                 f"--config.data.seq_len={seq_len}"
             )
         return with_batch(model, batch_tokens)
@@ -87,17 +89,17 @@ def asked_model(model: Config | Shape | str, batch_tokens: int, seq_len: int) ->
     check_shape(shape, name)
     if not batch_tokens:
         raise ValueError(
-            "--batch_tokens is missing: sizes of a model do not say how many tokens a step has, "
-            "such as --batch_tokens 4M"
+            "--batch_tokens is missing: a model given by its sizes has no batch; set for example "
+            "--batch_tokens 4M"
         )
-    return Described(shape, whole_sequences(batch_tokens, shape.seq_len, "seq_len"), name)
+    return SizedModel(shape, whole_sequences(batch_tokens, shape.seq_len, "seq_len"), name)
 
 
 def with_batch(config: Config, batch_tokens: int) -> Config:
-    """The config with a step of so many tokens.
+    """The config with `batch_tokens` tokens per step.
 
     Raises:
-      ValueError: they are not whole sequences; names the nearest that are.
+      ValueError: they are no whole number of sequences; names the nearest that is.
     """
     if not batch_tokens:
         return config
@@ -107,7 +109,7 @@ def with_batch(config: Config, batch_tokens: int) -> Config:
 
 
 def whole_sequences(batch_tokens: int, seq_len: int, name: str) -> int:
-    """How many sequences a step of so many tokens has.
+    """Sequences of a step of `batch_tokens` tokens.
 
     Raises:
       ValueError: as `with_batch`.
@@ -116,7 +118,7 @@ def whole_sequences(batch_tokens: int, seq_len: int, name: str) -> int:
     if rest or not sequences:
         near = max(1, round(batch_tokens / seq_len))
         raise ValueError(
-            f"--batch_tokens {batch_tokens} is no whole number of sequences of {name} = "
+            f"--batch_tokens {batch_tokens} is not a whole number of sequences of {name} = "
             f"{seq_len}; the nearest is {near * seq_len}, {near} sequences"
         )
     return sequences

@@ -2,17 +2,18 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from jaxscale.formatting import human_bytes, table
 from jaxscale.layout import REMATS, parse_remat
 from jaxscale.pipeline import summary
 from jaxscale.pipeline.simulator import simulate
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.planner.memory.at_rest import sides
-from jaxscale.planner.memory.step import Memory, memory
+from jaxscale.planner.memory.step import Memory, step_memory
 from jaxscale.planner.model.param_shapes import parameters
 from jaxscale.planner.search.trainable_model import check_parameters
 from jaxscale.sharding.resolve import (
@@ -218,7 +219,7 @@ def _predict(engine: Engine, **changes: Any) -> Memory:
     layout = dataclasses.replace(engine.layout, **changes)
     config = dataclasses.replace(engine.config, layout=layout)
     back_end = "gpu" if platform == "cuda" else platform
-    return memory(config, back_end, own_host=platform != "cpu")
+    return step_memory(config, back_end, own_host=platform != "cpu")
 
 
 def _parameters(engine: Engine) -> str:
@@ -311,20 +312,3 @@ def _bytes(
         if name
     )
     return leaf.size * (width or leaf.dtype.itemsize) // shards
-
-
-def human_bytes(size: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    if size < 1024:
-        return f"{size:.0f} B"
-    power = min(int(math.log2(size) // 10), 4)
-    return f"{size / 1024**power:.4g} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned; the first one to the left, those of figures to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-        for row in rows
-    )

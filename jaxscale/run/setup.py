@@ -25,6 +25,7 @@ from jaxscale.data.tokens.corpus import open_corpus
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.data.tokens.tokenizer import load as load_tokenizer
 from jaxscale.distributed import processes
+from jaxscale.formatting import gigabytes
 from jaxscale.hardware import find_chip
 from jaxscale.layout import resolve_sizes
 from jaxscale.sharding.mesh import make_mesh
@@ -88,7 +89,7 @@ def check_memory(engine: Engine) -> None:
       ValueError: with the number of micro-batches that fits.
     """
     # As in `planned`.
-    from jaxscale.planner.room import check_room  # noqa: PLC0415
+    from jaxscale.planner.memory.room import check_room  # noqa: PLC0415
     from jaxscale.planner.search.space import MEMORY_FRACTION  # noqa: PLC0415
 
     device = engine.mesh.devices.flat[0]
@@ -104,8 +105,8 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
     if not config.layout.auto:
         return config
     # Twenty modules that most runs have no use for.
-    from jaxscale.planner.auto_layout import choose  # noqa: PLC0415
-    from jaxscale.planner.report.text_report import gigabytes, layout_text  # noqa: PLC0415
+    from jaxscale.planner.auto_layout import choose_layout  # noqa: PLC0415
+    from jaxscale.planner.report.text_report import layout_text  # noqa: PLC0415
 
     begun = workdir / "config.json" if workdir else None
     if begun and begun.is_file():
@@ -113,11 +114,11 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
         log.info(f"layout = 'auto': {layout_text(layout)}, as the run began")
         return dataclasses.replace(config, layout=layout)
     device = jax.devices()[0]
-    plan = choose(config, device.device_kind, device.platform, jax.device_count())
+    plan = choose_layout(config, device.device_kind, device.platform, jax.device_count())
     log.info(
-        f"layout = 'auto' takes {layout_text(plan.layout)}: by formula a step of "
-        f"{plan.step_seconds:.4g} s and {gigabytes(plan.memory_bytes)} of "
-        f"{gigabytes(plan.limit_bytes)} on each device"
+        f"layout = 'auto' takes {layout_text(plan.layout)}: predicted {plan.step_seconds:.4g} s "
+        f"per step and {gigabytes(plan.memory_bytes)} of "
+        f"{gigabytes(plan.limit_bytes)} per device"
     )
     return plan.config
 

@@ -23,7 +23,8 @@ from jaxscale.batch import ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.dataset import Examples
 from jaxscale.distributed import processes
-from jaxscale.run.layout_report import describe_layout, human_bytes
+from jaxscale.formatting import duration, human_bytes
+from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.recorder import Recorder
 from jaxscale.run.setup import (
     Text,
@@ -35,7 +36,6 @@ from jaxscale.run.setup import (
 )
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints, describe_difference
-from jaxscale.training.metrics import duration
 from jaxscale.training.optimizer import schedule_of
 from jaxscale.training.step import Engine, StepMetrics, TrainState, make_engine
 

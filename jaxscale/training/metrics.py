@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import tensorboardX
 
+from jaxscale.formatting import duration, quantity
+
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
@@ -143,36 +145,6 @@ def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float)
         f"{duration(seconds_left)} left",
     )
     return " | ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Seconds for a person: "12 ms", "3.4 s", "5 min 20 s", "3 h 05 min", "2 d 4 h"."""
-    if not math.isfinite(seconds):
-        return "n/a"
-    if seconds < 0.9995:
-        return f"{1000 * seconds:.0f} ms"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    minutes = round(seconds / 60)
-    if minutes < 24 * 60:
-        return f"{minutes // 60} h {minutes % 60:02} min"
-    hours = round(seconds / 3600)
-    return f"{hours // 24} d {hours % 24} h"
-
-
-def quantity(number: float) -> str:
-    """Three digits and a suffix: "950", "12.3k", "4.56M"."""
-    for suffix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(number) >= 0.9995 * size:
-            return f"{_three_digits(number / size)}{suffix}"
-    return _three_digits(number)
-
-
-def _three_digits(number: float) -> str:
-    return f"{number:.{2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0}f}"
 
 
 def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:

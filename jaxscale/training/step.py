@@ -18,7 +18,6 @@ from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.pipeline.stages import PipelineStages, open_stages
-from jaxscale.planner.tables.pipeline_slots import head_cost
 from jaxscale.sharding.resolve import Axes, Rules, layer_rules, resolve, resolve_tree, spread_outer
 from jaxscale.sharding.rules import check_divides, check_sequence
 from jaxscale.sharding.specs import batch_sharding, replicated
@@ -302,7 +301,8 @@ def _abstract_batch(config: Config, sharding: NamedSharding) -> ShardedBatch:
 
 
 def _open_stages(config: Config) -> PipelineStages:
-    return open_stages(config.layout, config.model.num_layers, head_cost(config))
+    head_cost = config.model.head_cost(config.data.seq_len)
+    return open_stages(config.layout, config.model.num_layers, head_cost)
 
 
 def check_types(config: Config) -> None:

@@ -19,29 +19,29 @@ TRIALS = [
 
 @pytest.mark.parametrize("layout", [WIDE, PIPED, Layout(data=8)])
 def test_flags_lead_back_to_the_layout(layout):
-    overrides = [flag.removeprefix("--config.") for flag in results.flags(layout).split()]
+    overrides = [flag.removeprefix("--config.") for flag in results.layout_flags(layout).split()]
     assert configs.load("configs/tiny.py", overrides).layout == layout
 
 
 def test_a_line_for_each_trial():
-    assert "0.2 s  data 2 x fsdp 4" in results.progress(TRIALS[0], [], 3)
-    assert "best so far" in results.progress(TRIALS[2], TRIALS[:2], 3)
-    failed = results.progress(TRIALS[1], TRIALS[:1], 3)
+    assert "0.2 s  data 2 x fsdp 4" in results.trial_line(TRIALS[0], [], 3)
+    assert "best so far" in results.trial_line(TRIALS[2], TRIALS[:2], 3)
+    failed = results.trial_line(TRIALS[1], TRIALS[:1], 3)
     assert "2/3  out of memory  data 8: RESOURCE_EXHAUSTED: 9 GB" in failed
 
 
 def test_the_summary_ranks_and_counts():
-    text = results.summary(TRIALS, {"tensor": 0.7, "remat": 0.3}, EIGHT)
+    text = results.search_summary(TRIALS, {"tensor": 0.7, "remat": 0.3}, EIGHT)
     assert "3 trials on 8 x cpu: 2 measured, 1 out of memory" in text
     assert text.index("0.1 ") < text.index("0.2 ")
     assert "tensor  70%" in text
-    assert text.endswith(results.flags(PIPED))
-    nothing = results.summary(TRIALS[1:2], {}, EIGHT)
+    assert text.endswith(results.layout_flags(PIPED))
+    nothing = results.search_summary(TRIALS[1:2], {}, EIGHT)
     assert "no layout could be measured" in nothing
 
 
 def test_the_picture(tmp_path):
     for name, trials, shares in (("a", TRIALS, {"tensor": 1.0}), ("b", TRIALS[1:2], {})):
         path = tmp_path / f"{name}.png"
-        results.png(path, trials, shares)
+        results.save_png(path, trials, shares)
         assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,10 +1,11 @@
 """`python -m jaxscale.plan --measure`: from flags to trials, a table, a picture and numbers."""
 
 import json
+import re
 
 import pytest
 
-from jaxscale import planning
+from jaxscale import plan
 from jaxscale.autotune import results, search
 from jaxscale.layout import Layout
 
@@ -34,7 +35,7 @@ def formula(monkeypatch):
 
 def measured(tmp_path, *words):
     storage, numbers = tmp_path / "layouts.db", tmp_path / "numbers.json"
-    status = planning.main(
+    status = plan.main(
         [
             "--config",
             "configs/tiny.py",
@@ -62,8 +63,8 @@ def test_the_config_first_then_the_planners_best_then_what_the_search_proposes(
     assert storage.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert sum(numbers["importance"].values()) == pytest.approx(1)
     ranked = sorted(t["step_seconds"] for t in numbers["trials"] if t["outcome"] == "measured")
-    assert f"1     {ranked[0]:.4g}" in printed
-    assert results.flags(layouts[0]) == "--config.layout.data=8"
+    assert re.search(rf"(?m)^ +1 +{ranked[0]:.4g} ", printed)
+    assert results.layout_flags(layouts[0]) == "--config.layout.data=8"
     more, _ = measured(tmp_path, "--trials", "16")
     assert more["trials"][:14] == numbers["trials"]
 
@@ -89,5 +90,5 @@ def test_refusals(formula, tmp_path, monkeypatch, capsys, words, why):
         "import ml_collections\ndef get_config(): return ml_collections.ConfigDict({})\n"
     )
     with pytest.raises(SystemExit, match="2"):
-        planning.main(words)
+        plan.main(words)
     assert why in capsys.readouterr().err

@@ -34,7 +34,9 @@ def found(tmp_path_factory):
     """A search whose seconds are a formula of the layout, that begins with three that fail."""
     storage = tmp_path_factory.mktemp("search") / "layouts.db"
     first = [Layout(data=1, tensor=8), Layout(data=1, context=8), Layout(data=1, pipeline=8)]
-    trials = search.search(CONFIG, EIGHT, trials=TRIALS, storage=storage, first=first, program=FAKE)
+    trials = search.search_by_measuring(
+        CONFIG, EIGHT, trials=TRIALS, storage=storage, first=first, program=FAKE
+    )
     return storage, trials
 
 
@@ -49,7 +51,7 @@ def test_failures_are_recorded_as_what_they_are(found):
     assert [trial.outcome for trial in trials[:3]] == ["out of memory", "crashed", "crashed"]
     assert "RESOURCE_EXHAUSTED" in trials[0].message
     assert trials[1].message == "SIGABRT: F1 x.cc:9] Check failed: a.size() == b.size()"
-    assert trials[2].message.startswith("SIGKILL: killed, as the system does")
+    assert trials[2].message.startswith("SIGKILL: killed, probably by the system")
     assert all((trial.step_seconds is None) != trial.measured for trial in trials)
     assert all(bool(trial.message) != trial.measured for trial in trials)
 
@@ -92,30 +94,33 @@ def test_what_decides_is_found(found):
 def test_a_search_that_is_done_does_nothing_more(found):
     storage, trials = found
     broken = (sys.executable, "-c", "raise SystemExit(1)")
-    assert search.search(CONFIG, EIGHT, trials=TRIALS, storage=storage, program=broken) == trials
+    assert (
+        search.search_by_measuring(CONFIG, EIGHT, trials=TRIALS, storage=storage, program=broken)
+        == trials
+    )
 
 
 def test_a_file_of_something_else_is_refused(found):
     storage, _ = found
     other = configs.load("configs/tiny.py", [*SETTINGS, "model.d_ff=256"])
     with pytest.raises(ValueError, match="another config; name another file in --storage"):
-        search.search(other, EIGHT, trials=1, storage=storage, program=FAKE)
+        search.search_by_measuring(other, EIGHT, trials=1, storage=storage, program=FAKE)
     fewer = search.Devices(4, "fake", "cpu")
     with pytest.raises(ValueError, match="devices = 8, and there are 4; name another file"):
-        search.search(CONFIG, fewer, trials=1, storage=storage, program=FAKE)
+        search.search_by_measuring(CONFIG, fewer, trials=1, storage=storage, program=FAKE)
 
 
 def test_a_trial_that_takes_too_long_is_ended(tmp_path):
-    (trial,) = search.search(
+    (trial,) = search.search_by_measuring(
         CONFIG, EIGHT, trials=1, storage=tmp_path / "a.db", limit_seconds=0.5, program=(*FAKE, "60")
     )
-    assert (trial.outcome, trial.message) == ("timed out", "not done after 0.5 s")
+    assert (trial.outcome, trial.message) == ("timed out", "not finished after 0.5 s")
 
 
 def test_layouts_that_cannot_run_cost_no_process(tmp_path):
     bad = Layout(data=1, pipeline=8, schedule="interleaved", virtual_stages=4, microbatches=8)
     broken = (sys.executable, "-c", "raise SystemExit(1)")
-    (trial,) = search.search(
+    (trial,) = search.search_by_measuring(
         CONFIG, EIGHT, trials=1, storage=tmp_path / "a.db", first=[bad], program=broken
     )
     assert trial.outcome == "refused"
@@ -125,18 +130,23 @@ def test_layouts_that_cannot_run_cost_no_process(tmp_path):
 def test_running_out_of_layouts_says_how_many_there_are(tmp_path):
     one = search.Devices(1, "fake", "cpu")
     config = configs.load("configs/tiny.py", ["data.global_batch_size=1"])
-    every = "every layout there is has been tried: 4; set --trials 4"
+    every = "all 4 feasible layouts were tried; set --trials 4"
     for _ in range(2):
         with pytest.raises(ValueError, match=every):
-            search.search(config, one, trials=5, storage=tmp_path / "a.db", program=FAKE)
+            search.search_by_measuring(
+                config, one, trials=5, storage=tmp_path / "a.db", program=FAKE
+            )
 
 
 SEARCH = f"""
 import pathlib, sys
-from jaxscale import config, measure
-measure.search(config.load("configs/tiny.py", {SETTINGS!r}), {EIGHT!r}.__class__(8, "fake", "cpu"),
-               trials=8, storage=pathlib.Path(sys.argv[1]), program=(*{FAKE!r}, sys.argv[2]))
-""".replace(f"{EIGHT!r}.__class__", "measure.Devices")
+from jaxscale import config
+from jaxscale.autotune.search import Devices, search_by_measuring
+search_by_measuring(
+    config.load("configs/tiny.py", {SETTINGS!r}), Devices(8, "fake", "cpu"), trials=8,
+    storage=pathlib.Path(sys.argv[1]), program=(*{FAKE!r}, sys.argv[2]),
+)
+"""
 
 
 def test_a_killed_search_goes_on_where_it_was(tmp_path):
@@ -149,7 +159,7 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path):
     assert process.wait() == -signal.SIGKILL
     before = ended(storage)
     assert 3 <= len(before) < 8
-    trials = search.search(CONFIG, EIGHT, trials=8, storage=storage, program=FAKE)
+    trials = search.search_by_measuring(CONFIG, EIGHT, trials=8, storage=storage, program=FAKE)
     assert len(trials) == 8
     assert len({str(trial.layout) for trial in trials}) == 8
     assert ended(storage)[: len(before)] == before
@@ -208,14 +218,14 @@ def test_real_trials_on_eight_devices(tmp_path, monkeypatch):
     small = ["data.seq_len=16", "model.num_layers=1"]
     config = configs.load("configs/tiny.py", small)
     first = [Layout(data=2, fsdp=2, context=2, zero_stage=2), Layout(data=4, tensor=2)]
-    trials = search.search(
+    trials = search.search_by_measuring(
         config, devices, trials=2, storage=tmp_path / "a.db", first=first, steps=2
     )
     assert [trial.layout.sizes for trial in trials] == [layout.sizes for layout in first]
     assert all((trial.step_seconds or 0) > 0 for trial in trials)
     assert trials[0].loss == pytest.approx(trials[1].loss, rel=1e-6)
     large = configs.load("configs/tiny.py", [*small, f"model.d_ff={10**11}"])
-    (trial,) = search.search(
+    (trial,) = search.search_by_measuring(
         large, devices, trials=1, storage=tmp_path / "b.db", first=[Layout(data=8)]
     )
     assert trial.outcome == "out of memory", trial.message

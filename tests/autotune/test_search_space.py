@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jaxscale import config as configs
-from jaxscale.autotune.search_space import candidates, choices_of, layout_of, refusal
+from jaxscale.autotune.search_space import candidate_of, candidates, layout_of, refusal
 from jaxscale.layout import Layout
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.step import make_engine
@@ -22,7 +22,7 @@ def pool():
 
 def test_choices_and_layouts_are_one_to_one(pool):
     layouts = [layout_of(choices, CONFIG.layout, 8) for choices in pool]
-    assert [choices_of(layout) for layout in layouts] == pool
+    assert [candidate_of(layout) for layout in layouts] == pool
     assert len({str(layout) for layout in layouts}) == len(pool) > 3000
     assert {layout.num_devices for layout in layouts} == {8}
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxscale.compiled import hlo
-from jaxscale.compiled.attribute import KEPT, find_uses
+from jaxscale.compiled.attribute import SAVED, attribute_buffers
 from jaxscale.compiled.live_buffers import live_at_peak
 from jaxscale.config import from_dict
 from jaxscale.sharding.mesh import make_mesh
@@ -44,8 +44,8 @@ def test_what_waits_for_the_backward_pass_is_found(layout, settings):
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     program = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
     scopes = engine.stages.trips if engine.stages else {}
-    uses = find_uses(live_at_peak(hlo.parse(program.as_text(), scopes)), engine)
+    uses = attribute_buffers(live_at_peak(hlo.parse_hlo(program.as_text(), scopes)), engine)
     assert uses == sorted(uses, key=lambda use: -use.num_bytes)
-    kept = [use for use in uses[:3] if use.what == KEPT]
+    kept = [use for use in uses[:3] if use.what == SAVED]
     assert kept
     assert settings in kept[0].smaller_with

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import collectives, summed
-from jaxscale.compiled.flops import computation_costs, cycles, flops
+from jaxscale.compiled.flops import computation_costs, instruction_cycles, instruction_flops
 from jaxscale.compiled.live_buffers import live_at_peak
 
 MESH = {"data": 2, "fsdp": 4}
@@ -107,7 +107,7 @@ backend_config={"window_config":{"estimated_cycles":"9223372036854775807"}}
 
 
 def test_a_loop_runs_as_often_as_its_condition_counts():
-    runs = hlo.parse(GPU).executions()
+    runs = hlo.parse_hlo(GPU).executions()
     assert runs["main"] == 1
     assert runs["micro_body"] == 3
 
@@ -120,9 +120,9 @@ ENTRY %main (p: (s32[], bf16[128,256])) -> (s32[], bf16[128,256]) {
   ROOT %c = (s32[], bf16[128,256]{1,0}) call(%w), to_apply=%micro_body
 }
 """
-    program = hlo.parse(LAYERS + entry)
+    program = hlo.parse_hlo(LAYERS + entry)
     assert program.executions()["micro_body"] == 3 + 1
-    assert computation_costs(program, flops)["main"] == 4 * 2 * 128 * 256 * 256
+    assert computation_costs(program, instruction_flops)["main"] == 4 * 2 * 128 * 256 * 256
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ ENTRY %main (p: (s32[], bf16[128,256])) -> (s32[], bf16[128,256]) {
 def test_groups_in_short_are_those_of_their_axes(groups, axes):
     """An iota is arranged, turned round, and cut: [2,4]T(1,0) is 0 4 1 5 2 6 3 7."""
     text = GPU.replace("[2,4]<=[8]", groups)
-    assert collectives(hlo.parse(text), MESH)[0].axes == axes
+    assert collectives(hlo.parse_hlo(text), MESH)[0].axes == axes
 
 
 def test_a_gather_that_starts_early_runs_beside_the_loop():
-    gather, total = collectives(hlo.parse(GPU), MESH)
+    gather, total = collectives(hlo.parse_hlo(GPU), MESH)
     assert (gather.kind, gather.axes, gather.count, gather.arrays) == (
         "all-gather",
         ("fsdp",),
@@ -157,7 +157,7 @@ def test_a_gather_that_starts_early_runs_beside_the_loop():
 
 
 def test_a_reduce_scatter_on_the_sparse_cores_runs_beside_the_loop():
-    (scatter,) = collectives(hlo.parse(SPARSE_CORE), MESH)
+    (scatter,) = collectives(hlo.parse_hlo(SPARSE_CORE), MESH)
     assert (scatter.kind, scatter.asked) == ("reduce-scatter", "reduce-scatter")
     assert scatter.axes == ("fsdp",)
     assert scatter.num_bytes == 4 * 256 * 256
@@ -167,25 +167,25 @@ def test_a_reduce_scatter_on_the_sparse_cores_runs_beside_the_loop():
 
 
 def test_the_pieces_of_a_gather_are_one():
-    (gather,) = collectives(hlo.parse(PIECES), MESH)
+    (gather,) = collectives(hlo.parse_hlo(PIECES), MESH)
     assert gather.count == 1
     assert gather.asynchronous
     assert gather.beside_flops == 2 * 128 * 128 * 256
 
 
 def test_cycles_are_summed_without_what_the_compiler_does_not_know():
-    program = hlo.parse(PIECES)
-    assert computation_costs(program, cycles)["main"] == 1000
+    program = hlo.parse_hlo(PIECES)
+    assert computation_costs(program, instruction_cycles)["main"] == 1000
 
 
 def test_a_mesh_that_the_program_is_not_for_is_refused():
     with pytest.raises(ValueError, match="runs on device 7 and the mesh"):
-        collectives(hlo.parse(GPU), {"fsdp": 4})
+        collectives(hlo.parse_hlo(GPU), {"fsdp": 4})
 
 
 def test_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
-        hlo.parse("HloModule m\n")
+        hlo.parse_hlo("HloModule m\n")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ ENTRY %main (a: bf16[{left}], b: bf16[{right}]) -> bf16[{result}] {{
   ROOT %c = bf16[{result}] convolution(%a, %b), {window}, dim_labels={labels}
 }}
 """
-    assert computation_costs(hlo.parse(text), flops)["main"] == expected
+    assert computation_costs(hlo.parse_hlo(text), instruction_flops)["main"] == expected
 
 
 @pytest.fixture(scope="module")
@@ -243,21 +243,21 @@ def compiled():
 
 
 def test_a_compiled_loop_of_gathers(compiled):
-    program = hlo.parse(compiled.as_text())
+    program = hlo.parse_hlo(compiled.as_text())
     (row,) = summed(collectives(program, {"fsdp": 8}))
     assert (row.kind, row.count, row.num_bytes) == ("all-gather", 8, 8 * 4 * 256 * 256)
 
 
 def test_products_of_a_compiled_loop(compiled):
-    program = hlo.parse(compiled.as_text())
-    counted = computation_costs(program, flops)[program.entry]
+    program = hlo.parse_hlo(compiled.as_text())
+    counted = computation_costs(program, instruction_flops)[program.entry]
     # The CPU may call a library for a product; it is a `dot` or a call of that name.
     assert counted in (8 * 2 * 64 * 256 * 256, 0)
     assert not math.isnan(counted)
 
 
 def test_memory_of_a_compiled_loop(compiled):
-    buffers = live_at_peak(hlo.parse(compiled.as_text()))
+    buffers = live_at_peak(hlo.parse_hlo(compiled.as_text()))
     memory = compiled.memory_analysis()
     arguments = sum(buffer.num_bytes for buffer in buffers if buffer.argument)
     temporaries = sum(buffer.num_bytes for buffer in buffers if not buffer.argument)
@@ -279,7 +279,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 def test_an_array_lives_from_who_makes_it_to_its_last_reader():
     """The reader needs it while it makes its own, and nobody later."""
-    alive = [buffer.shape for buffer in live_at_peak(hlo.parse(READ_ONCE))]
+    alive = [buffer.shape for buffer in live_at_peak(hlo.parse_hlo(READ_ONCE))]
     assert alive == ["f32[200]", "f32[100]", "f32[8]"]
 
 
@@ -318,6 +318,6 @@ ENTRY %main (a: f32[64], b: f32[32]) -> f32[32] {
 
 def test_memory_of_tuples_in_tuples():
     """A part of a tuple may be a tuple, an empty one too: both count as one part."""
-    buffers = live_at_peak(hlo.parse(NESTED))
+    buffers = live_at_peak(hlo.parse_hlo(NESTED))
     alive = sorted(buffer.shape for buffer in buffers if buffer.num_bytes > 4)
     assert alive == ["f32[128]", "f32[32]", "f32[64]"]

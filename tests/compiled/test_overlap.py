@@ -65,7 +65,7 @@ SHARED = f"""{HEAD}
 
 
 def test_bytes_beside_a_matmul_are_counted_run_by_run():
-    rows = summed(collectives(hlo.parse(ONE_OF_THREE), MESH))
+    rows = summed(collectives(hlo.parse_hlo(ONE_OF_THREE), MESH))
     assert sum(one.num_bytes for one in rows) == 5 * GATHERED
     assert sum(one.num_bytes for one in rows if one.beside_flops > 0) == GATHERED
     assert sorted((one.asynchronous, one.count, one.beside_flops) for one in rows) == [
@@ -77,7 +77,7 @@ def test_bytes_beside_a_matmul_are_counted_run_by_run():
 
 def test_a_device_waits_for_what_its_matmuls_do_not_cover():
     """Each gather takes two seconds, the matmul half of one."""
-    program = hlo.parse(ONE_OF_THREE)
+    program = hlo.parse_hlo(ONE_OF_THREE)
     played = with_waits(program, collectives(program, MESH), lambda one: 2.0, DOT / 0.5)
     waits = {(one.computation, one.first): one.wait_seconds for one in played}
     assert sorted(waits.values()) == [1.5, 2, 2]
@@ -90,11 +90,11 @@ def test_a_device_waits_for_what_its_matmuls_do_not_cover():
     ("matmul_seconds", "waits"), [(5.0, [0, 0]), (3.0, [0, 1]), (0.5, [1.5, 2])]
 )
 def test_two_collectives_share_the_matmul_beside_them(matmul_seconds, waits):
-    program = hlo.parse(SHARED)
+    program = hlo.parse_hlo(SHARED)
     played = with_waits(program, collectives(program, MESH), lambda one: 2.0, DOT / matmul_seconds)
     assert [one.wait_seconds for one in played] == waits
 
 
 def test_without_figures_of_the_links_there_are_no_seconds():
-    (row,) = summed(collectives(hlo.parse(SHARED), MESH))
+    (row,) = summed(collectives(hlo.parse_hlo(SHARED), MESH))
     assert (row.count, row.link_seconds, row.wait_seconds) == (2, None, None)

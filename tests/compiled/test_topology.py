@@ -8,10 +8,12 @@ from jaxscale import hardware
 from jaxscale.compiled import topology
 
 NEEDS_TPU = pytest.mark.skipif(
-    not topology.installed("tpu"), reason="no compiler for TPUs: uv sync --inexact --extra aot"
+    not topology.compiler_installed("tpu"),
+    reason="no compiler for TPUs: uv sync --inexact --extra aot",
 )
 NEEDS_GPU = pytest.mark.skipif(
-    not topology.installed("gpu"), reason="no compiler for GPUs: uv sync --inexact --extra aot"
+    not topology.compiler_installed("gpu"),
+    reason="no compiler for GPUs: uv sync --inexact --extra aot",
 )
 
 
@@ -53,7 +55,7 @@ def test_a_gpu(kind):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("v5x:2x2", "did you mean v"),
+        ("v5x:2x2", "did you mean 'v"),
         ("h300:8x8", "a100-40:8x8, a100-80:8x8, h100:8x8"),
         ("", "TPUs .chips along each dimension"),
     ],

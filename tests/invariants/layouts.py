@@ -140,7 +140,7 @@ def compile_step(engine: Engine) -> Any:
 def check_collectives(config: Config, compiled: Any) -> None:
     """Over data and fsdp a step sends what theory says, to the array and to the byte."""
     sent, expected = collections.Counter(), collections.Counter()
-    program = hlo.parse(compiled.as_text())
+    program = hlo.parse_hlo(compiled.as_text())
     for one in collectives.collectives(program, config.layout.sizes):
         scalars = one.num_bytes <= 8 * one.arrays
         if set(one.axes) <= {"data", "fsdp"} and not scalars:

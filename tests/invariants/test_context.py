@@ -85,7 +85,7 @@ def context_bytes(**layout):
     """Kind of collective -> bytes, of those over context in a step."""
     engine, program = compiled(**layout)
     found = collections.Counter()
-    for one in collectives.collectives(hlo.parse(program.as_text()), dict(engine.mesh.shape)):
+    for one in collectives.collectives(hlo.parse_hlo(program.as_text()), dict(engine.mesh.shape)):
         if "context" in one.axes:
             found[one.kind] += one.count * one.num_bytes
     return found

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxscale.config import Config, from_dict
-from jaxscale.planner.memory.step import memory
+from jaxscale.planner.memory.step import step_memory
 from tests.invariants.layouts import open_engine
 
 LLAMA = {
@@ -168,7 +168,7 @@ def check(config: Config) -> None:
     engine = open_engine(config)
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
-    analysis, predicted = compiled.memory_analysis(), memory(config)
+    analysis, predicted = compiled.memory_analysis(), step_memory(config)
     # Three coefficients of Muon have the default type, which is float64 in this suite.
     wider = 3 * 4 if config.optimizer.name == "muon" else 0
     assert predicted.arguments + wider == analysis.argument_size_in_bytes

@@ -121,7 +121,7 @@ def test_no_tick_copies_a_buffer(schedule, remat):
 
 def copies(text: str, shapes: set[tuple[int, ...]]) -> list[str]:
     """Copies of such arrays inside of loops."""
-    program = hlo.parse(text)
+    program = hlo.parse_hlo(text)
     inside = {
         callee
         for instructions in program.computations.values()

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from jaxscale.planner.cost import energy
-from jaxscale.planner.cost.cluster import cluster
-from jaxscale.planner.cost.step import cost
+from jaxscale.planner.cost.cluster import make_cluster
+from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.memory import other_trainers
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.validation.trainers import MEGATRON_2021, MEGATRON_DEEPSPEED, TORCH_FSDP
 
 FRONTIER = replace(MEGATRON_DEEPSPEED, attention="flash2", attention_seen=True)
 
 
 def gpt(layers, d_model, heads, seq_len=2048):
-    return Shape(
+    return ModelShape(
         layers,
         d_model,
         heads,
@@ -37,10 +37,10 @@ def test_tensor_parallelism_collapses_beyond_the_node():
     """1.4B on 32 dies of MI250X (arXiv 2312.12705): slower with every doubling, and the more so
     once a group leaves its node of eight."""
     found = [
-        cost(
+        step_cost(
             gpt(24, 2112, 24),
-            cluster("mi250x", 32),
-            Choice(
+            make_cluster("mi250x", 32),
+            Parallelism(
                 tensor=t,
                 fsdp=32 // t,
                 zero_stage=1,
@@ -60,10 +60,10 @@ def test_tensor_parallelism_collapses_beyond_the_node():
 
 def throughput(p, microbatches):
     """Tokens a second and device of 175B."""
-    found = cost(
+    found = step_cost(
         gpt(96, 12288, 96),
-        cluster("mi250x", 8 * p),
-        Choice(tensor=8, pipeline=p, microbatches=microbatches, remat="full", traits=FRONTIER),
+        make_cluster("mi250x", 8 * p),
+        Parallelism(tensor=8, pipeline=p, microbatches=microbatches, remat="full", traits=FRONTIER),
     )
     return microbatches * 2048 / found.step_seconds / (8 * p)
 
@@ -79,18 +79,18 @@ def test_throughput_is_flat_at_a_fixed_ratio_of_stages_to_microbatches():
 
 
 @pytest.mark.parametrize(
-    ("shape", "choice", "teraflops"),
+    ("shape", "parallelism", "teraflops"),
     [
         (
             gpt(48, 6144, 48),
-            Choice(
+            Parallelism(
                 pipeline=8, data=2, zero_stage=0, microbatches=320, remat="full", traits=FRONTIER
             ),
             73.5,
         ),
         (
             gpt(96, 12288, 96),
-            Choice(
+            Parallelism(
                 tensor=4,
                 pipeline=16,
                 fsdp=2,
@@ -103,11 +103,11 @@ def test_throughput_is_flat_at_a_fixed_ratio_of_stages_to_microbatches():
         ),
     ],
 )
-def test_frontiers_throughput(shape, choice, teraflops):
+def test_frontiers_throughput(shape, parallelism, teraflops):
     """Operations of the hardware, with recomputation, by the authors' formula; to a tenth."""
-    devices = int(choice.num_devices)
-    seconds = cost(shape, cluster("mi250x", devices), choice).step_seconds
-    d, layers, batch = shape.d_model, shape.layers, float(choice.global_batch)
+    devices = int(parallelism.num_devices)
+    seconds = step_cost(shape, make_cluster("mi250x", devices), parallelism).step_seconds
+    d, layers, batch = shape.d_model, shape.layers, float(parallelism.global_batch)
     flops = 96 * batch * 2048 * layers * d**2 * (1 + 2048 / (6 * d) + 50688 / (16 * layers * d))
     assert flops / seconds / devices / 1e12 == pytest.approx(teraflops, rel=0.1)
 
@@ -115,7 +115,7 @@ def test_frontiers_throughput(shape, choice, teraflops):
 @pytest.mark.parametrize("nodes", [2, 4, 8])
 def test_mt5_xxl_is_faster_with_the_second_stage_than_with_the_third(nodes):
     """arXiv 2310.05350; sign only."""
-    xxl = Shape(
+    xxl = ModelShape(
         24,
         4096,
         64,
@@ -134,10 +134,10 @@ def test_mt5_xxl_is_faster_with_the_second_stage_than_with_the_third(nodes):
         MEGATRON_2021, overlap_gradients=True, overlap_parameters=True, reduce_each=True
     )
     second, third = (
-        cost(
+        step_cost(
             xxl,
-            cluster("a100-80", 8 * nodes),
-            Choice(
+            make_cluster("a100-80", 8 * nodes),
+            Parallelism(
                 fsdp=8 * nodes,
                 zero_stage=stage,
                 microbatch=4,
@@ -151,8 +151,10 @@ def test_mt5_xxl_is_faster_with_the_second_stage_than_with_the_third(nodes):
     assert second < third
 
 
-LLAMA_7B = Shape(32, 4096, 32, 32, 128, 11008, gated=True, vocab=32000, tied=False, seq_len=4096)
-FAIR = Choice(
+LLAMA_7B = ModelShape(
+    32, 4096, 32, 32, 128, 11008, gated=True, vocab=32000, tied=False, seq_len=4096
+)
+FAIR = Parallelism(
     microbatch=1,
     zero_stage=3,
     traits=replace(TORCH_FSDP, fused=True, keep_gathered=True, gradient_bytes=2),
@@ -162,9 +164,9 @@ FAIR = Choice(
 def weak_scaling(**overrides):
     found = []
     for devices in (128, 2048):
-        machine = cluster("h100", devices, **overrides)
-        seconds = cost(LLAMA_7B, machine, replace(FAIR, fsdp=devices))
-        found.append((seconds.step_seconds, float(energy.watts(seconds, machine))))
+        machine = make_cluster("h100", devices, **overrides)
+        seconds = step_cost(LLAMA_7B, machine, replace(FAIR, fsdp=devices))
+        found.append((seconds.step_seconds, float(energy.mean_watts(seconds, machine))))
     (small, small_watts), (large, large_watts) = found
     return 1 - small / large, 1 - large_watts / small_watts
 
@@ -209,12 +211,12 @@ def test_layered_accumulation_with_modular_pipelines_halves_the_shortest_time():
     ).T
 
     def shortest(**layout):
-        choice = Choice(
+        parallelism = Parallelism(
             pipeline=ranks, microbatches=counts, tensor=8, remat="full", traits=traits, **layout
         )
-        seconds = cost(shape, cluster("a100-80", 8), choice).step_seconds
-        fits = other_trainers.memory(shape, choice).needed < 80e9
-        return seconds[fits & (choice.num_devices <= 8 * batch)].min()
+        seconds = step_cost(shape, make_cluster("a100-80", 8), parallelism).step_seconds
+        fits = other_trainers.trainer_memory(shape, parallelism).needed < 80e9
+        return seconds[fits & (parallelism.num_devices <= 8 * batch)].min()
 
     plain = shortest(data=batch // counts, zero_stage=0)
     modular = shortest(

@@ -7,8 +7,9 @@ import jax
 import pytest
 
 from jaxscale.config import from_dict
-from jaxscale.planner.memory.step import memory
-from jaxscale.run.layout_report import describe_layout, human_bytes
+from jaxscale.formatting import human_bytes
+from jaxscale.planner.memory.step import step_memory
+from jaxscale.run.layout_report import describe_layout
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.step import make_engine
 
@@ -56,7 +57,7 @@ def with_layout(config, **changes):
 
 
 def test_the_peak(rows, config):
-    needs = memory(config)
+    needs = step_memory(config)
     assert rows["memory"] == [
         f"{human_bytes(needs.peak)} on each device: {human_bytes(needs.arguments)} between steps, "
         f"{human_bytes(needs.temporaries)} in a step"
@@ -67,21 +68,21 @@ def test_the_peak(rows, config):
     "remat", ["none", "full", "save_matmuls", "save_all_but_attention", CHOSEN]
 )
 def test_every_policy_with_its_bytes_and_the_chosen_one_marked(rows, config, remat):
-    needs = memory(with_layout(config, remat=remat))
+    needs = step_memory(with_layout(config, remat=remat))
     stash, peak, flops = rows[f"{remat} *" if remat == CHOSEN else remat]
     assert (stash, peak) == (human_bytes(needs.stash), human_bytes(needs.peak))
     assert (flops == "+0%") == (remat in ("none", "save_matmuls"))
 
 
 def test_what_offload_moves(rows, config):
-    moved = memory(with_layout(config, offload="optimizer,activations"))
+    moved = step_memory(with_layout(config, offload="optimizer,activations"))
     assert rows["optimizer *"] == [human_bytes(moved.host_optimizer)]
     assert rows["activations"] == [human_bytes(moved.host_stash)]
 
 
 def test_every_stage_at_rest(rows, config):
     for stage in range(4):
-        needs = memory(with_layout(config, zero_stage=stage))
+        needs = step_memory(with_layout(config, zero_stage=stage))
         parameters, gradients, *_ = rows[f"zero {stage} *" if stage == 2 else f"zero {stage}"]
         assert parameters == human_bytes(needs.parameters)
         assert gradients == human_bytes(needs.gradients)
@@ -95,7 +96,7 @@ def test_what_passes_a_pipeline_could_keep():
     rows = {line[0]: line[1:] for line in lines}
     held, times = [], []
     for remat in ("none", "keep:2 *", "keep:1", "full"):
-        needs = memory(with_layout(config, remat=remat.removesuffix(" *")))
+        needs = step_memory(with_layout(config, remat=remat.removesuffix(" *")))
         assert rows[remat][:2] == [human_bytes(needs.stash), human_bytes(needs.peak)]
         held.append(needs.stash)
         times.append(int((rows[remat][2:] or ["0"])[0].strip("+%")))
@@ -130,7 +131,10 @@ def test_state_that_replicas_hold_alike_is_named_with_its_bytes(layout, axes):
         return
     here, there = (
         needs.parameters + needs.optimizer
-        for needs in (memory(config), memory(with_layout(config, data=1, fsdp=4, zero_stage=3)))
+        for needs in (
+            step_memory(config),
+            step_memory(with_layout(config, data=1, fsdp=4, zero_stage=3)),
+        )
     )
     assert notes == [
         f"note: of parameters and optimizer state each device holds {human_bytes(here)}, of which "

@@ -35,7 +35,7 @@ def test_there_are_enough_cases_and_each_is_its_own():
 @pytest.mark.parametrize("case", tool.CASES, ids=lambda case: case.name)
 def test_a_case_names_a_config_a_machine_and_settings_of_the_layout(case):
     assert (ROOT / "configs" / f"{case.model}.py").is_file()
-    assert f"{case.topology.partition(':')[0]}:" in topology.known()
+    assert f"{case.topology.partition(':')[0]}:" in topology.describe_topologies()
     names = [setting.partition("=")[0] for setting in case.layout.split()]
     assert set(names) <= set(vars(Layout()))
     sequences = case.sequences * tool.num_devices(case.topology)

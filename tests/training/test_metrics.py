@@ -239,43 +239,6 @@ def test_progress_line_of_an_evaluation() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 ms"),
-        (0.0123, "12 ms"),
-        (0.9996, "1.0 s"),
-        (3.44, "3.4 s"),
-        (59.99, "1 min 00 s"),
-        (320, "5 min 20 s"),
-        (3599.7, "1 h 00 min"),
-        (11100, "3 h 05 min"),
-        (86399, "1 d 0 h"),
-        (187200, "2 d 4 h"),
-        (math.nan, "n/a"),
-    ],
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert metrics.duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0.00"),
-        (9.999, "10.0"),
-        (99.97, "100"),
-        (950, "950"),
-        (999.9, "1.00k"),
-        (12345, "12.3k"),
-        (4.56e6, "4.56M"),
-        (2e13, "20.0T"),
-    ],
-)
-def test_quantity(number: float, text: str) -> None:
-    assert metrics.quantity(number) == text
-
-
 def test_utilisation() -> None:
     # 7e9 parameters x 6 FLOPs x 100k tokens/s on 16 chips of 459 TFLOP/s.
     assert metrics.utilisation(6 * 7e9 * 1e5, 16, 459e12) == pytest.approx(0.5719, abs=1e-4)

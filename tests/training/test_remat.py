@@ -15,7 +15,7 @@ from jaxscale.models.decoder import Decoder, Kernels
 from jaxscale.ops.attention import attention
 from jaxscale.ops.attention_kernels import maskless
 from jaxscale.ops.split_vjp import split_vjp
-from jaxscale.planner.memory.saved_activations import kept_values
+from jaxscale.planner.memory.saved_activations import saved_values
 from jaxscale.training.remat import rematerialised
 
 MODEL = ModelConfig(
@@ -69,5 +69,5 @@ def test_cudnns_kernel_runs_again_where_its_result_is_not_kept(cudnn, remat, run
         _, kept = jax.eval_shape(split_vjp(block)[0], weights, x, batch)
         found = collections.Counter(leaf.size // (2 * 64) for leaf in kept if leaf.size > 64)
         assert found == collections.Counter(
-            one.elements for one in kept_values(MODEL, parse_remat(remat))
+            one.elements for one in saved_values(MODEL, parse_remat(remat))
         )

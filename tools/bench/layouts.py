@@ -153,7 +153,7 @@ def report(cases: Sequence[Case], options: argparse.Namespace) -> None:
                 "cpu_speedup_over_sequential": cpu_speedup,
             }
         )
-    from jaxscale.run.layout_report import table  # noqa: PLC0415 - imports JAX
+    from jaxscale.formatting import table  # noqa: PLC0415 - imports JAX
 
     print(table(rows))
     if options.json:

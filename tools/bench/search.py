@@ -55,20 +55,20 @@ def main(argv: Sequence[str]) -> int:
     by_chance: list[tuple[float, Layout]] = []
     with tempfile.TemporaryDirectory() as folder:
         storage = pathlib.Path(folder) / "layouts.db"
-        first = [*run.own(config, devices), *run.planned(config, devices, {})]
+        first = [*run.config_layout(config, devices), *run.planner_layouts(config, devices, {})]
         trials: list[search.Trial] = []
         for count in range(1, options.trials + 1):
             before = trials
-            trials = search.search(
+            trials = search.search_by_measuring(
                 config, devices, trials=count, storage=storage, first=first, seed=options.seed
             )
-            print(results.progress(trials[-1], before, options.trials), flush=True)
+            print(results.trial_line(trials[-1], before, options.trials), flush=True)
             if len(by_chance) < options.random * count // options.trials:
                 by_chance.append(one_by_chance(config, drawn))
         shares = search.importances(search.open_study(config, devices, storage))
-    print(results.summary(trials, shares, devices))
+    print(results.search_summary(trials, shares, devices))
     if options.png:
-        results.png(options.png, trials, shares)
+        results.save_png(options.png, trials, shares)
     report(config, trials, by_chance, shares, options, argv)
     return 0
 

@@ -5,7 +5,6 @@ parts can be cut without looking into the file. A position is a byte of the (dec
 text, lines and FASTA, and the number of a record for the others.
 """
 
-import difflib
 import io
 import json
 import pathlib
@@ -13,6 +12,7 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
+from jaxscale.choices import did_you_mean
 from jaxscale.data.text.file_io import compression, opened
 from jaxscale.data.text.tables import TABLES
 from jaxscale.data.text.text_files import File
@@ -174,9 +174,10 @@ def _text_of(record: Any, field: str) -> str | ValueError:
     for name in [field] if field in record else field.split("."):
         if not isinstance(value, Mapping) or name not in value:
             names = list(value) if isinstance(value, Mapping) else []
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}" if near else f"it has {', '.join(names) or 'none'}"
-            return ValueError(f"has no field {field!r}; {hint}; set 'field' in data.source")
+            return ValueError(
+                f"has no field {field!r}; it has {', '.join(names) or 'none'}; set 'field' in "
+                f"data.source{did_you_mean(name, names)}"
+            )
         value = value[name]
     if isinstance(value, bytes):
         value = _decoded(value)

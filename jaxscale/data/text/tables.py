@@ -5,7 +5,6 @@ number of a record with a mapping that holds the field, or with what is wrong.
 """
 
 import contextlib
-import difflib
 import functools
 import json
 import os
@@ -15,6 +14,7 @@ from typing import Any
 from array_record.python import array_record_module  # pyright: ignore
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory, text_format
 
+from jaxscale.choices import did_you_mean
 from jaxscale.data.text.file_io import filesystem, is_remote, reading
 
 _ROWS = 1024
@@ -144,9 +144,10 @@ def _column(path: str, field: str, schema: Any) -> str:
     kind, names = None, schema.names
     for name in field.split("."):
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}" if near else f"it has {', '.join(names)}"
-            raise ValueError(f"{path} has no column {field!r}; {hint}; set 'field' in data.source")
+            raise ValueError(
+                f"{path} has no column {field!r}; it has {', '.join(names)}; set 'field' in "
+                f"data.source{did_you_mean(name, names)}"
+            )
         kind = (schema if kind is None else kind).field(name).type
         names = [inner.name for inner in kind] if str(kind).startswith("struct") else []
     return field

@@ -1,50 +1,50 @@
 """Clusters: devices of one kind, and the links between them from the nearest to the farthest."""
 
-import difflib
 import math
 import pathlib
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxscale.choices import nearest
 from jaxscale.hardware import Chip, chips, read_chips
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Devices that reach each other over links of one kind."""
+    """A domain of devices that are connected by one kind of link."""
 
     name: str
-    devices: float  # in one such domain; inf for the outermost
-    bytes_per_second: float  # that one device sends, as collectives of large messages reach
-    latency_seconds: float  # of one step of a collective
-    mesh: bool = False  # links between pairs: a group of n devices has n - 1 of them
+    devices: float  # of the domain; inf for the outermost
+    bytes_per_second: float  # per device, as large collectives achieve
+    latency_seconds: float  # per step of a collective
+    mesh: bool = False  # links between pairs of devices: in a group of n each has n - 1
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a plan is for. Consecutive devices share the nearest tier."""
+    """Devices and the tiers of links between them. Consecutive devices share the nearest tier."""
 
     chip: Chip
     num_devices: int
-    tiers: tuple[Tier, ...]  # from the nearest; the last holds all devices
-    torus: tuple[int, ...] = ()  # devices along each axis of one pod's slice, fastest first
+    tiers: tuple[Tier, ...]  # nearest first; the last one holds all devices
+    torus: tuple[int, ...] = ()  # devices along each axis of a pod slice
     usd_per_hour: float = 0.0
 
     @property
     def name(self) -> str:
-        """The device's name."""
+        """Name of the device."""
         return self.chip.name
 
     @property
     def memory_bytes(self) -> float:
-        """Of one device."""
+        """Memory of one device."""
         return self.chip.memory_bytes
 
     def peak_flops(self, matmul: str = "bfloat16") -> float:
-        """Of one device, for operands "bfloat16", "fp8" or "fp4".
+        """Peak matmul FLOP/s of one device, for operands "bfloat16", "fp8" or "fp4".
 
         Raises:
-          ValueError: the device has no such products.
+          ValueError: the device has no matmuls of such operands.
         """
         peaks = {
             "bfloat16": self.chip.bf16_flops_per_second,
@@ -53,34 +53,36 @@ class Cluster:
         }
         if not peaks.get(matmul):
             known = ", ".join(name for name, peak in peaks.items() if peak)
-            raise ValueError(f"{self.name} has no products of {matmul!r} operands; it has {known}")
+            raise ValueError(f"{self.name} has no matmuls of {matmul!r} operands; it has {known}")
         return peaks[matmul]
 
     @property
     def node_devices(self) -> int:
-        """Devices of the largest domain that is not the network: a node, a rack, a pod's slice."""
+        """Devices of the largest domain below the network: a node, a rack or a pod slice."""
         if self.torus:
             return math.prod(self.torus)
         return int(min(self.tiers[-2].devices if len(self.tiers) > 1 else 1, self.num_devices))
 
 
 BUS_OVER_NOMINAL = 0.78
-"""Of a link's rate, that collectives reach where nobody measured: 235 of 300 GB/s on A100, 365 of
-450 on H100, 682 of 900 on B200 (rings in nccl-tests, as collected in ml-engineering)."""
+"""Share of a link's nominal bandwidth that collectives achieve, where there is no measurement: 235
+of 300 GB/s on A100, 365 of 450 on H100, 682 of 900 on B200 (ring algorithms in nccl-tests,
+collected in ml-engineering)."""
 
 NETWORK_OVER_NOMINAL = 0.9
-"""The same between nodes: 4 nodes of A100 reach 94 of 100 GB/s on messages above 16 MiB
+"""The same between nodes: 4 A100 nodes achieve 94 of 100 GB/s for messages above 16 MiB
 (ml-engineering); Calculon's fit to Selene has 0.9."""
 
 
-def cluster(name: str, num_devices: int, **overrides: Any) -> Cluster:
-    """A cluster of `num_devices` devices of a kind.
+def make_cluster(name: str, num_devices: int, **overrides: Any) -> Cluster:
+    """A cluster of `num_devices` equal devices.
 
     Args:
       name: as in `hardware.csv`, in any case; or a file of the same columns, CSV or JSON (one
-        object), that describes one device. "H100" finds the first of its forms, "v5p" "TPUv5p".
+        object), that describes one device. "H100" finds the first of its variants, "v5p" finds
+        "TPUv5p".
       overrides: fields of `hardware.Chip`, such as `network_bytes_per_second=25e9`; `torus=(8, 8)`
-        for the slice of a pod.
+        for a pod slice.
 
     Raises:
       ValueError: an unknown device (the nearest is named) or field, or a slice that does not fit.
@@ -89,11 +91,11 @@ def cluster(name: str, num_devices: int, **overrides: Any) -> Cluster:
         raise ValueError(f"{num_devices} devices; a cluster has at least 1")
     torus = overrides.pop("torus", None)
     price = overrides.pop("usd_per_hour", None)
-    chip = find(name)
+    chip = find_device(name)
     unknown = set(overrides) - set(Chip.__dataclass_fields__)
     if unknown:
         raise ValueError(
-            f"{sorted(unknown)[0]!r} is nothing that a cluster can change; it can be torus, or one "
+            f"{sorted(unknown)[0]!r} cannot be overridden; it can be torus, or one "
             f"of {', '.join(Chip.__dataclass_fields__)}"
         )
     chip = replace(chip, **overrides)
@@ -107,13 +109,17 @@ def cluster(name: str, num_devices: int, **overrides: Any) -> Cluster:
     )
 
 
-def find(name: str) -> Chip:
-    """The device of a name or of a user's file."""
+def find_device(name: str) -> Chip:
+    """The device of a name or of a user's file.
+
+    Raises:
+      ValueError: an unknown name, or a file that does not describe one device.
+    """
     path = pathlib.Path(name)
     if path.suffix in (".csv", ".json"):
         found = read_chips(path)
         if len(found) != 1:
-            raise ValueError(f"{path} describes {len(found)} devices; it must be one")
+            raise ValueError(f"{path} describes {len(found)} devices; it must describe one")
         return found[0]
     known = {chip.name.lower(): chip for chip in reversed(chips())}
     short = {}
@@ -123,14 +129,17 @@ def find(name: str) -> Chip:
     short |= known
     if name.lower() in short:
         return short[name.lower()]
-    near = difflib.get_close_matches(name.lower(), short, n=1, cutoff=0.4)
-    hint = f"did you mean {short[near[0]].name!r}? " if near else ""
+    near = [short[one].name for one in nearest(name.lower(), short, cutoff=0.4)]
+    hint = f"; did you mean {near[0]!r}?" if near else ""
     names = ", ".join(chip.name for chip in chips())
-    raise ValueError(f"no device {name!r}; {hint}There are {names}, or a file: device.csv")
+    raise ValueError(
+        f"device {name!r} is not known; it can be {names}, or a file that describes a device, "
+        f"such as device.csv{hint}"
+    )
 
 
 def _torus(chip: Chip, num_devices: int, torus: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The slice of one pod: as near to a cube as powers of two allow."""
+    """The shape of a pod slice: as close to a cube as possible."""
     if not chip.torus_axes:
         if torus:
             raise ValueError(f"{chip.name} devices are not on a torus; leave out torus = {torus}")
@@ -139,7 +148,7 @@ def _torus(chip: Chip, num_devices: int, torus: tuple[int, ...] | None) -> tuple
     if torus:
         if num_devices % math.prod(torus):
             raise ValueError(
-                f"{num_devices} devices are no whole number of slices {torus} of "
+                f"{num_devices} devices are not a whole number of slices {torus} of "
                 f"{math.prod(torus)} devices"
             )
         return tuple(torus)

@@ -1,9 +1,8 @@
-"""Seconds of a collective, from the links of a cluster: latency and bandwidth, in closed form.
+"""Seconds of a collective by a latency-bandwidth model, in closed form over arrays of layouts.
 
-A group of ranks lies on levels: those of it that share a package, those that share a node, and so
-on outwards. A large collective runs on all levels at once, as the rings of NCCL and the
-dimension-wise algorithms of a torus do, so that the slowest level sets its bandwidth; its
-latencies add up. Everything works on arrays of layouts.
+A group of ranks spans levels: members in one package, in one node, and so on outwards. A large
+collective runs on all levels at once, as NCCL's rings and the dimension-wise algorithms of a torus
+do: the slowest level sets its bandwidth, and the latencies add up.
 """
 
 import math
@@ -15,48 +14,48 @@ import numpy as np
 
 from jaxscale.layout import MESH_AXES
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.model.parallelism import Choice
+from jaxscale.planner.model.parallelism import Parallelism
 
 Floats = Any  # a float, or float [N]
 
 TREE_BANDWIDTH = 0.67
-"""Of a ring's, that a tree reaches: all-reduces of 16 MB over 8 A100 take 294 us and of 1 MB 79 us
-(Galvatron's profile); a ring of 12 us a step would need 295 and 176, the tree 289 and 85."""
+"""Bandwidth of a tree all-reduce over a ring's: all-reduces of 16 MB over 8 A100 take 294 us, of 1
+MB 79 us (Galvatron's profile); a ring at 12 us per step gives 295 and 176, the tree 289 and 85."""
 
 START_SECONDS = 8e-6
-"""Of a collective's kernel before the first byte moves (NCCL's tuning table: 8.4 us for a ring of
-large messages)."""
+"""Start-up time of a collective's kernel (NCCL's tuning table: 8.4 us for a ring of large
+messages)."""
 
 LINE = 0.5
-"""Of a torus axis' bandwidth, that is left where its ends do not meet: one direction of two."""
+"""Share of a torus axis' bandwidth without a wrap-around link: one direction of two."""
 
 
 EXCHANGE_KERNEL = 460e9
-"""Bytes a second that one device sends others at most by the kernels which dispatch tokens and
-combine them, with the 16 to 32 multiprocessors that trainers give them: on GB200 and B200 472 to
-550 to and from 8 to 32 devices, themselves included (16-bit tokens, the whole call; table in
-Hybrid-EP's README, DeepEP's branch for it). Links of Hopper are slower than that."""
+"""Most bytes per second that a device sends in the dispatch and combine kernels of expert
+parallelism, with the 16 to 32 multiprocessors that trainers give them: 472 to 550 GB/s on GB200 and
+B200 among 8 to 32 devices, local tokens included (16-bit tokens, the whole call; table in the
+README of Hybrid-EP, a branch of DeepEP). Links of Hopper are slower than that."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """Members of a group that reach each other over links of one kind; floats or float [N]."""
+    """One level of a group: members connected by one kind of link; floats or float [N]."""
 
     members: Floats
-    sent: Floats  # over it in a gather, of what one member of the next nearer level gathers
-    bytes_per_second: Floats  # that one member sends
-    ring_seconds: Floats  # latency of a walk from member to member
-    tree_seconds: Floats  # of a walk down a tree
+    sent: Floats  # share of an all-gather that crosses it, of what the next nearer level gathers
+    bytes_per_second: Floats  # per member
+    ring_seconds: Floats  # latency of passing through all members in a ring
+    tree_seconds: Floats  # latency of descending a tree
 
 
-Levels = tuple[Level, ...]  # from the nearest
+Levels = tuple[Level, ...]  # nearest first
 
 
-def axis_levels(cluster: Cluster, choice: Choice) -> dict[str, Levels]:
-    """The levels of each mesh axis' groups; consecutive devices are of the same tensor group."""
-    sizes = {axis: np.asarray(getattr(choice, axis), float) for axis in MESH_AXES}
-    if choice.traits.folded_experts:
-        # The ranks of expert are those of tensor, context and data together, nearest first.
+def axis_levels(cluster: Cluster, parallelism: Parallelism) -> dict[str, Levels]:
+    """The levels of each mesh axis' groups; consecutive devices are in the same tensor group."""
+    sizes = {axis: np.asarray(getattr(parallelism, axis), float) for axis in MESH_AXES}
+    if parallelism.traits.folded_experts:
+        # The expert group consists of the tensor, context and data ranks, nearest first.
         folded = sizes.pop("expert")
         levels = _levels(cluster, sizes)
         return {**levels, "expert": _levels(cluster, {"expert": folded})["expert"]}
@@ -72,14 +71,14 @@ def _tier_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, Le
     for axis in reversed(sizes):
         left, reach, levels = sizes[axis], stride, []
         for tier in cluster.tiers:
-            # Every member has its own link, so a domain that holds q of them has q links.
+            # Every member has its own link: a domain with q members has q links.
             inside = left if np.isinf(tier.devices) else tier.devices // reach
             members = np.clip(inside, 1, left)
             rate = tier.bytes_per_second
             if tier.mesh:
                 rate = rate * np.minimum(1, np.maximum(members - 1, 1) / (tier.devices - 1))
-            # A ring goes through all members, wherever they are: each link carries what all but
-            # one of them have.
+            # A ring passes through all members, wherever they are: each link carries the shards of
+            # all but one of them.
             sent = np.where(members > 1, 1 - 1 / sizes[axis], 0.0)
             levels.append(_level(members, sent, rate, tier.latency_seconds))
             left, reach = np.maximum(left / members, 1), reach * members
@@ -93,10 +92,10 @@ def _level(members: np.ndarray, sent: Floats, rate: Floats, latency: float) -> L
 
 
 def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, Levels]:
-    """Deals the sides of the torus out to the mesh axes, from the fastest.
+    """Assigns the axes of the torus to the mesh axes, fastest mesh axis first.
 
-    A logical axis takes whole sides where it can, and each side that it covers adds bandwidth. A
-    part of a side has no way round.
+    A mesh axis takes whole torus axes where it can, and each one adds bandwidth. A part of a torus
+    axis has no wrap-around link.
     """
     torus, network = cluster.tiers[-2], cluster.tiers[-1]
     left = {n: np.asarray(float(side)) for n, side in enumerate(cluster.torus)}
@@ -104,7 +103,7 @@ def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, L
     for axis in reversed(sizes):
         rest = sizes[axis]
         members, rate, hops = np.ones(()), np.zeros(()), np.zeros(())
-        # A side that fits exactly first, as the device meshes of JAX do.
+        # A torus axis that fits exactly comes first, as in JAX's device meshes.
         for exact in (True, False):
             for n, side in enumerate(cluster.torus):
                 here = np.gcd(rest.astype(int), left[n].astype(int)).astype(float)
@@ -123,35 +122,34 @@ def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, L
 
 
 def gather_seconds(levels: Levels, num_bytes: Floats, times: Floats = 1) -> Floats:
-    """An all-gather that leaves `num_bytes` on every member; a reduce-scatter takes the same.
-
-    `times` of them follow each other.
-    """
+    """`times` all-gathers in a row with `num_bytes` of output each; a reduce-scatter takes as
+    long."""
     seconds = _bandwidth_seconds(levels, num_bytes) + _latency(levels, "ring_seconds")
-    return times * np.where(size(levels) > 1, seconds + START_SECONDS, 0.0)
+    return times * np.where(group_size(levels) > 1, seconds + START_SECONDS, 0.0)
 
 
 def reduce_seconds(levels: Levels, num_bytes: Floats, times: Floats = 1) -> Floats:
-    """An all-reduce of `num_bytes`: a ring, or a tree where that is faster."""
+    """`times` all-reduces of `num_bytes`: ring or tree, whichever is faster."""
     bandwidth = 2 * _bandwidth_seconds(levels, num_bytes)
     ring = bandwidth + 2 * _latency(levels, "ring_seconds")
     tree = bandwidth / TREE_BANDWIDTH + 2 * _latency(levels, "tree_seconds")
-    return times * np.where(size(levels) > 1, np.minimum(ring, tree) + START_SECONDS, 0.0)
+    return times * np.where(group_size(levels) > 1, np.minimum(ring, tree) + START_SECONDS, 0.0)
 
 
 def exchange_seconds(levels: Levels, num_bytes: Floats, merged: int = 0) -> Floats:
-    """An all-to-all in which each member holds `num_bytes`, and keeps its own share of them.
+    """An all-to-all in which each member holds `num_bytes`, its own share included.
 
     Messages of all pairs start at once.
 
     Args:
-      merged: every piece is there so many times, for members chosen at random, and crosses to a
-        domain of the next level only once (node-limited dispatch, DeepSeek-V3, section 3.2.2).
+      merged: number of copies of each token, for members chosen at random, which cross to a domain
+        of the next level only once (as in DeepSeek-V3, arXiv 2412.19437, section 3.2.2); 0 where
+        each copy is sent by itself.
     """
-    whole, inner, slowest = size(levels), np.ones(()), np.zeros(())
+    whole, inner, slowest = group_size(levels), np.ones(()), np.zeros(())
     for level in levels:
         reached = inner * level.members
-        outside = (reached - inner) / whole  # of what a member holds, that leaves over this level
+        outside = (reached - inner) / whole  # share of a member's bytes that crosses this level
         if merged:
             domains = np.maximum(whole / inner, 1)
             copies = (domains - 1) * (1 - (1 - 1 / domains) ** merged) / merged
@@ -165,13 +163,13 @@ def exchange_seconds(levels: Levels, num_bytes: Floats, merged: int = 0) -> Floa
 
 
 def send_seconds(levels: Levels, num_bytes: Floats, times: Floats = 1) -> Floats:
-    """A message to the neighbour, over the farthest level that the group reaches."""
+    """`times` messages to a neighbour, over the farthest level that the group spans."""
     rate, latency = np.asarray(levels[0].bytes_per_second), np.zeros(())
     for level in levels:
         farther = level.members > 1
         rate = np.where(farther, level.bytes_per_second, rate)
         latency = np.where(farther, level.ring_seconds / np.maximum(level.members - 1, 1), latency)
-    return times * np.where(size(levels) > 1, num_bytes / rate + latency, 0.0)
+    return times * np.where(group_size(levels) > 1, num_bytes / rate + latency, 0.0)
 
 
 def collective_seconds(
@@ -193,7 +191,7 @@ def collective_seconds(
     joined = names[places[0] : places[-1] + 1]
     whole = math.prod(sizes[axis] for axis in joined)
     merged: dict[str, Any] = {**sizes, **dict.fromkeys(joined, 1), joined[-1]: whole}
-    levels = axis_levels(cluster, Choice(**merged))[joined[-1]]
+    levels = axis_levels(cluster, Parallelism(**merged))[joined[-1]]
     match kind:
         case "all-gather" | "reduce-scatter":
             return float(gather_seconds(levels, num_bytes))
@@ -205,8 +203,8 @@ def collective_seconds(
             return float(send_seconds(levels, num_bytes))
 
 
-def size(levels: Levels) -> Floats:
-    """Members of a group."""
+def group_size(levels: Levels) -> Floats:
+    """Number of members of a group."""
     total = np.ones(())
     for level in levels:
         total = total * level.members
@@ -214,7 +212,7 @@ def size(levels: Levels) -> Floats:
 
 
 def _bandwidth_seconds(levels: Levels, num_bytes: Floats) -> Floats:
-    """Of one way round: the slowest level, each with the share that its members do not hold."""
+    """Of one pass over the data: the slowest level sets it."""
     slowest, share = np.zeros(()), np.ones(())
     for level in levels:
         seconds = num_bytes * share * level.sent / level.bytes_per_second

@@ -1,8 +1,8 @@
-"""Seconds of communication of a layer and of a step, by mesh axis, before anything is hidden.
+"""Seconds of communication of a layer and of a step, by mesh axis, before overlap.
 
-Volumes follow b.5 of the usual accounts: Megatron's tensor and sequence parallelism (arXiv
-1909.08053, 2205.05198), ring attention (2310.01889), expert all-to-alls (2101.03961), ZeRO
-(1910.02054) and layered accumulation (2106.02679). Activations travel in 16 bits.
+Volumes are those of tensor and sequence parallelism (Megatron, arXiv 1909.08053, 2205.05198), ring
+attention (2310.01889), expert all-to-alls (2101.03961), ZeRO (1910.02054) and layered gradient
+accumulation (2106.02679). Activations are sent in 16 bits.
 """
 
 from dataclasses import dataclass
@@ -12,39 +12,41 @@ import numpy as np
 
 from jaxscale.planner.cost import collectives
 from jaxscale.planner.cost.collectives import Levels
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
 
 @dataclass(frozen=True)
 class LayerTraffic:
-    """Of a mean layer and one micro-batch, (forward, backward)."""
+    """Seconds of an average layer and one micro-batch, (forward, backward)."""
 
     tensor: tuple[Floats, Floats]
     context: tuple[Floats, Floats]
     expert: tuple[Floats, Floats]
-    message: Floats  # of the pipeline, one way
+    message: Floats  # a pipeline send, in one direction
 
 
-def layer_traffic(shape: Shape, choice: Choice, levels: dict[str, Levels]) -> LayerTraffic:
-    """What a micro-batch sends while it passes a layer."""
-    tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
+def layer_traffic(
+    shape: ModelShape, parallelism: Parallelism, levels: dict[str, Levels]
+) -> LayerTraffic:
+    """The communication of one micro-batch in an average layer."""
+    tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
     stream = 2.0 * tokens * shape.d_model
     return LayerTraffic(
-        tensor=_tensor(shape, choice, levels["tensor"], stream),
-        context=_context(shape, choice, levels["context"], tokens),
-        expert=_expert(shape, choice, levels["expert"], stream),
-        message=_message(choice, levels, stream),
+        tensor=_tensor(shape, parallelism, levels["tensor"], stream),
+        context=_context(shape, parallelism, levels["context"], tokens),
+        expert=_expert(shape, parallelism, levels["expert"], stream),
+        message=_message(parallelism, levels, stream),
     )
 
 
-def _tensor(shape: Shape, choice: Choice, levels: Levels, stream: Floats) -> tuple:
-    """Two sums of the residual stream a pass; with sequence parallelism each is a reduce-scatter,
-    and a gather before the next product."""
+def _tensor(shape: ModelShape, parallelism: Parallelism, levels: Levels, stream: Floats) -> tuple:
+    """Two all-reduces of the residual stream per pass; with sequence parallelism each of them is a
+    reduce-scatter, and an all-gather before the next matmul."""
     blocks = shape.attending / shape.layers + shape.with_mlp / shape.layers
-    if choice.traits.folded_experts:  # whole experts need no sum
+    if parallelism.traits.folded_experts:  # experts are not split: no all-reduce
         blocks = blocks - shape.expert_layers / shape.layers * (shape.shared_experts == 0)
     if shape.mixer:
         blocks = blocks + shape.mixer.layers / shape.layers
@@ -54,69 +56,72 @@ def _tensor(shape: Shape, choice: Choice, levels: Levels, stream: Floats) -> tup
             + 1
             + 2 * shape.encoder_layers / shape.layers * (shape.encoder_seq_len / shape.seq_len)
         )
-    if choice.traits.sequence_parallel:
+    if parallelism.traits.sequence_parallel:
         one = 2 * collectives.gather_seconds(levels, stream)
     else:
         one = collectives.reduce_seconds(levels, stream)
     return blocks * one, blocks * one
 
 
-def _context(shape: Shape, choice: Choice, levels: Levels, tokens: Floats) -> tuple:
-    """Keys and values go round; their gradients come with them on the way back."""
-    c, t = np.asarray(choice.context), np.asarray(choice.tensor)
+def _context(shape: ModelShape, parallelism: Parallelism, levels: Levels, tokens: Floats) -> tuple:
+    """Keys and values go round the ring, or are all-gathered; in the backward pass with their
+    gradients."""
+    c, t = np.asarray(parallelism.context), np.asarray(parallelism.tensor)
     if shape.latent:
         width = shape.heads / t * (2 * shape.latent.nope_dim)
     else:
         width = 2 * shape.head_dim * np.maximum(1, shape.kv_heads / t)
     share = shape.attending / shape.layers
-    # Of keys outside a window nothing is needed, but whole pieces travel.
+    # Keys outside a window are not needed, but whole chunks are sent.
     held = 2.0 * tokens * width
-    if choice.context_method == "ring":
+    if parallelism.context_method == "ring":
         forward = (c - 1) * collectives.send_seconds(levels, held)
     else:
         forward = collectives.gather_seconds(levels, held * c)
     return share * forward, 2 * share * forward
 
 
-def _expert(shape: Shape, choice: Choice, levels: Levels, stream: Floats) -> tuple:
-    """Tokens go to their experts and back, in each pass."""
+def _expert(shape: ModelShape, parallelism: Parallelism, levels: Levels, stream: Floats) -> tuple:
+    """Dispatch and combine: two all-to-alls in each pass."""
     if not shape.expert_layers:
         return 0.0, 0.0
-    held = stream * shape.top_k * choice.imbalance * shape.routed_width / shape.d_model
-    if choice.traits.folded_experts:
-        held = held / choice.tensor
-    merged = shape.top_k if choice.traits.merged_dispatch else 0
+    held = stream * shape.top_k * parallelism.imbalance * shape.routed_width / shape.d_model
+    if parallelism.traits.folded_experts:
+        held = held / parallelism.tensor
+    merged = shape.top_k if parallelism.traits.merged_dispatch else 0
     one = 2 * collectives.exchange_seconds(levels, held, merged=merged)
     one = one * shape.expert_layers / shape.layers
     return one, one
 
 
-def _message(choice: Choice, levels: dict[str, Levels], stream: Floats) -> Floats:
-    """From one rank of the pipeline to the next."""
-    scattered = choice.tensor if choice.traits.scattered_messages else 1
+def _message(parallelism: Parallelism, levels: dict[str, Levels], stream: Floats) -> Floats:
+    """A send from one pipeline rank to the next."""
+    scattered = parallelism.tensor if parallelism.traits.scattered_messages else 1
     return collectives.send_seconds(levels["pipeline"], stream / scattered)
 
 
 @dataclass(frozen=True)
 class StateTraffic:
-    """Collectives over the parameters that one device holds of all its layers, once each."""
+    """Seconds of collectives over the parameters of all layers of a device, each done once."""
 
-    gather: Floats  # whole weights of the layers, over fsdp
-    gather_outer: Floats  # of embedding and head
-    scatter: Floats  # gradients, over fsdp
-    replicas: Floats  # of gradient shards, over data
-    whole: Floats  # gradients that are not scattered, over data and fsdp
-    update: Floats  # parameters after the update, over fsdp
-    ends: Floats  # gradients of a tied table, between the first and the last rank of a pipeline
+    gather: Floats  # all-gather of the layers' weights, over fsdp
+    gather_outer: Floats  # the same for embedding and head
+    scatter: Floats  # reduce-scatter of gradients, over fsdp
+    replicas: Floats  # all-reduce of gradient shards, over data
+    whole: Floats  # all-reduce of whole gradients, over data and fsdp
+    update: Floats  # all-gather of updated parameters, over fsdp
+    ends: Floats  # exchange of tied embedding gradients between first and last pipeline rank
 
 
-def local_params(shape: Shape, choice: Choice) -> tuple[Floats, Floats]:
-    """Parameters that one device holds before ZeRO divides them: of layers, and of the outside.
+def local_params(shape: ModelShape, parallelism: Parallelism) -> tuple[Floats, Floats]:
+    """Parameters of one device before ZeRO shards them: of layers, and of embedding and head.
 
     The ends of a pipeline hold embedding and head; the busiest device has one of them.
     """
-    t, p, x = (np.asarray(v) for v in (choice.tensor, choice.pipeline, choice.expert))
-    wide = shape.experts and not choice.traits.folded_experts
+    t, p, x = (
+        np.asarray(v) for v in (parallelism.tensor, parallelism.pipeline, parallelism.expert)
+    )
+    wide = shape.experts and not parallelism.traits.folded_experts
     routed = shape.routed_params / x / (t if wide else 1)
     layers = ((shape.block_params - shape.routed_params) / t + routed) / p
     ends = np.where(
@@ -127,22 +132,26 @@ def local_params(shape: Shape, choice: Choice) -> tuple[Floats, Floats]:
     return layers, ends / t
 
 
-def state_traffic(shape: Shape, choice: Choice, levels: dict[str, Levels]) -> StateTraffic:
-    """Gathers and reductions of a step, each done once."""
-    layers, outer = local_params(shape, choice)
+def state_traffic(
+    shape: ModelShape, parallelism: Parallelism, levels: dict[str, Levels]
+) -> StateTraffic:
+    """The state collectives of a step, each done once."""
+    layers, outer = local_params(shape, parallelism)
     held, fsdp, data = layers + outer, levels["fsdp"], levels["data"]
-    count = np.maximum(1.0, shape.layers / np.asarray(choice.pipeline))
-    width = 0.0 if choice.traits.frozen else choice.traits.gradient_bytes
-    ranks = collectives.size(fsdp)
+    count = np.maximum(1.0, shape.layers / np.asarray(parallelism.pipeline))
+    width = 0.0 if parallelism.traits.frozen else parallelism.traits.gradient_bytes
+    ranks = collectives.group_size(fsdp)
     both = collectives.reduce_seconds(fsdp, width * held) + collectives.reduce_seconds(
         data, width * held
     )
-    # Where the ranks of expert have tokens of their own they share all but the routed experts.
-    own = not choice.traits.folded_experts
-    t, p, x = (np.asarray(v) for v in (choice.tensor, choice.pipeline, choice.expert))
+    # Expert ranks with their own tokens replicate everything but the routed experts.
+    own = not parallelism.traits.folded_experts
+    t, p, x = (
+        np.asarray(v) for v in (parallelism.tensor, parallelism.pipeline, parallelism.expert)
+    )
     common = width * own * (held - shape.routed_params / (x * t * p))
-    # The ends of a pipeline add up their gradients of a table that both have.
-    tied = width * shape.embedding_params / choice.tensor if shape.tied else 0.0
+    # First and last pipeline rank add up the gradients of a tied embedding.
+    tied = width * shape.embedding_params / parallelism.tensor if shape.tied else 0.0
     ends = collectives.send_seconds(levels["pipeline"], tied)
     return StateTraffic(
         gather=count * collectives.gather_seconds(fsdp, 2.0 * layers / count),

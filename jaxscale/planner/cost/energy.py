@@ -1,4 +1,4 @@
-"""Watts, joules, money, and the days that a run takes with its failures."""
+"""Power, energy, cost and duration of a run, failures included."""
 
 import math
 from dataclasses import dataclass
@@ -7,61 +7,63 @@ from typing import Any
 import numpy as np
 
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.cost.step import Seconds
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.cost.step import StepSeconds
+from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
 IDLE_SHARE = 0.45
-"""Of a device's power limit, that it draws while it waits for a collective, whose kernels spin:
-the constant part of P = TDP (0.45 + 0.55 u / 0.6), b.10 of the usual accounts; H100s that trained
-7B fully sharded drew 658 W of 700 at 128 devices and about 620 at 2,048, where they waited for
-more than a third of the time (arXiv 2411.13055)."""
+"""Share of a device's power limit that it draws while idle in a step, with spinning kernels: an
+assumption, the constant part of P = TDP (0.45 + 0.55 u / 0.6) at a utilisation u. H100s that
+trained 7B fully sharded drew 658 of 700 W at 128 devices and about 620 W at 2,048, where more than
+a third of the time was exposed communication (arXiv 2411.13055)."""
 
 BUSY_SHARE = 0.94
-"""Of the limit while products run: those 658 of 700 W, with collectives hidden."""
+"""The same while matmuls run: those 658 of 700 W, with collectives overlapped."""
 
-WAITING_SHARE = 0.82
-"""Of the limit while collectives run alone: what leaves 620 W on average in that study."""
+EXPOSED_SHARE = 0.82
+"""The same during exposed communication: gives the mean of 620 W in that study."""
 
 BUILDING = 1.1
-"""Of what devices and servers draw, that the building draws (PUE, as LLaMA's table has it)."""
+"""Power usage effectiveness (PUE): power of the building over that of the servers, as assumed for
+LLaMA (arXiv 2302.13971)."""
 
-MEAN_DEVICE_HOURS_BETWEEN_STOPS = 50_700.0
-"""Of one device: 419 unexpected stops in 54 days on 16,384 H100 (Llama 3, arXiv 2407.21783)."""
+DEVICE_HOURS_BETWEEN_FAILURES = 50_700.0
+"""Mean time between failures of one device: 419 unexpected interruptions in 54 days on 16,384 H100
+(Llama 3, arXiv 2407.21783)."""
 
 
-def watts(seconds: Seconds, cluster: Cluster) -> Floats:
-    """What one device draws on average over a step.
+def mean_watts(seconds: StepSeconds, cluster: Cluster) -> Floats:
+    """Mean power of one device over a step.
 
-    Products and other kernels draw nearly the limit; waiting for collectives, messages or other
-    ranks less; bubbles and the end of a step as little as a spinning device.
+    Compute draws nearly the limit, exposed communication less, bubbles and fixed costs as little as
+    a spinning device.
     """
     limit = cluster.chip.tdp_watts or cluster.chip.system_watts
     terms = seconds.terms
     busy = sum(
         terms[name] for name in ("matmul", "attention", "elementwise", "recompute", "optimizer")
     )
-    talking = sum(
+    exposed = sum(
         terms[name] for name in ("tensor", "context", "expert", "fsdp", "data", "pipeline")
     )
-    idle = seconds.step_seconds - busy - talking
-    drawn = BUSY_SHARE * busy + WAITING_SHARE * talking + IDLE_SHARE * idle
+    idle = seconds.step_seconds - busy - exposed
+    drawn = BUSY_SHARE * busy + EXPOSED_SHARE * exposed + IDLE_SHARE * idle
     return limit * drawn / seconds.step_seconds
 
 
 def run_joules(device_hours: Floats, device_watts: Floats, overhead: float = BUILDING) -> Floats:
-    """Of a whole run: device-hours at a power, times the building's overhead."""
+    """Energy of a run: device-hours at a power, times the PUE."""
     return device_hours * 3600 * device_watts * overhead
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """What failures and checkpoints leave of a run."""
+    """Useful share of a run with failures and checkpoints."""
 
     between_failures_seconds: float
-    checkpoint_every_seconds: float  # Daly's optimum
-    fraction: float  # of the time, that is useful work
+    checkpoint_every_seconds: float  # Daly's optimum (2006)
+    fraction: float  # of the time that is useful work
 
 
 def goodput(
@@ -69,22 +71,22 @@ def goodput(
     *,
     checkpoint_seconds: float = 10.0,
     restart_seconds: float = 600.0,
-    device_hours_between_stops: float = MEAN_DEVICE_HOURS_BETWEEN_STOPS,
+    device_hours_between_failures: float = DEVICE_HOURS_BETWEEN_FAILURES,
 ) -> Goodput:
-    """How often to save, and what is lost.
+    """The best interval of checkpoints, and the share of time that is not lost.
 
     Args:
-      checkpoint_seconds: that a save stops training for.
+      checkpoint_seconds: for which a save stops training.
       restart_seconds: to notice a failure, reschedule, load and compile.
 
     >>> round(100 * (1 - goodput(16384, restart_seconds=0).fraction), 1)
     4.2
     """
-    mean = device_hours_between_stops * 3600 / num_devices
+    mean = device_hours_between_failures * 3600 / num_devices
     cost = checkpoint_seconds
     if cost >= 2 * mean:
         return Goodput(mean, mean, 0.0)
-    # Daly (2006), equation 37; Young's (1974) is its first term.
+    # Daly, A higher order estimate of the optimum checkpoint interval (2006), equation 37.
     every = math.sqrt(2 * cost * mean) * (1 + math.sqrt(cost / (2 * mean)) / 3 + cost / mean / 18)
     every -= cost
     lost = cost / every + every / (2 * mean) + restart_seconds / mean
@@ -92,8 +94,8 @@ def goodput(
 
 
 @dataclass(frozen=True)
-class Bill:
-    """Of a whole training run; floats or float [N]."""
+class RunCost:
+    """Duration, energy and cost of a training run; floats or float [N]."""
 
     seconds: Floats
     joules: Floats
@@ -101,20 +103,24 @@ class Bill:
     goodput: Goodput
 
 
-def bill(
-    shape: Shape, cluster: Cluster, seconds: Seconds, tokens_per_step: Floats, tokens: float
-) -> Bill:
-    """What `tokens` tokens take, with failures, at the device's list price."""
+def run_cost(
+    shape: ModelShape,
+    cluster: Cluster,
+    seconds: StepSeconds,
+    tokens_per_step: Floats,
+    tokens: float,
+) -> RunCost:
+    """Duration, energy and cost of training on `tokens` tokens, at the device's list price."""
     good = goodput(cluster.num_devices)
     total = tokens / tokens_per_step * seconds.step_seconds / max(good.fraction, 1e-9)
     device_hours = total * cluster.num_devices / 3600
     system = cluster.chip.system_watts or cluster.chip.tdp_watts
-    # A server's other parts draw what they draw, whatever its devices do.
+    # The server's other parts draw constant power.
     around = max(0.0, system - cluster.chip.tdp_watts) if cluster.chip.tdp_watts else 0.0
     price = cluster.usd_per_hour or np.nan
-    return Bill(
+    return RunCost(
         seconds=total,
-        joules=run_joules(device_hours, watts(seconds, cluster) + around),
+        joules=run_joules(device_hours, mean_watts(seconds, cluster) + around),
         usd=device_hours * price,
         goodput=good,
     )

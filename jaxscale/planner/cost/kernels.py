@@ -1,4 +1,4 @@
-"""Seconds of computation on one device, in closed form over arrays of layouts."""
+"""Seconds of compute kernels on one device, in closed form over arrays of layouts."""
 
 from typing import Any
 
@@ -9,39 +9,38 @@ from jaxscale.planner.cost.cluster import Cluster
 Floats = Any  # a float, or float [N]
 
 TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
-"""Rows and columns of a GPU kernel's output tile, and the share of the best kernel's rate that it
-reaches while all cores are busy: the ratio of operations to operand traffic from the cache falls
-with the tile (NVIDIA, Matrix Multiplication Background User's Guide, tables for A100)."""
+"""Rows and columns of a GPU matmul's output tile, and its rate over that of the best kernel while
+all cores are busy: arithmetic intensity against the cache falls with the tile size (NVIDIA, Matrix
+Multiplication Background User's Guide, tables for A100)."""
 
 DEPTH_PER_INTENSITY = 0.73
-"""Steps along the reduced dimension that starting a tile and writing it cost, over the device's
-operations per byte of memory. XLA's table of measured products has 459, 689 and 802 TFLOP/s on
-H100 for 4 x [2048, k] x [k, 4096] at k = 256, 1024 and 4096, which is 205 steps at 295 operations
-a byte; 8-bit products of [8192, k] x [k, 8192] on H800 (TileLang's benchmark: 1129, 1467 and 1541
-at k = 1024, 4096 and 16384) 454 steps at 591."""
+"""Overhead of starting and writing a tile, in steps along the contracted dimension over the
+device's FLOPs per byte of memory bandwidth. XLA's table of measured matmuls has 459, 689 and 802
+TFLOP/s on H100 for 4 x [2048, k] x [k, 4096] at k = 256, 1024 and 4096, which is 205 steps at 295
+FLOPs per byte; 8-bit matmuls of [8192, k] x [k, 8192] on H800 (TileLang's benchmark: 1129, 1467 and
+1541 at k = 1024, 4096 and 16384) 454 steps at 591."""
 
 MATRIX_UNIT = 128
-"""Sides of a TPU's systolic array, to which dimensions are padded (256 from v6e on, which no
-usual width notices)."""
+"""Side of a TPU's systolic array, to which dimensions are padded (256 from v6e on, which makes no
+difference for usual widths)."""
 
 LAUNCH_SECONDS = 4e-6
-"""Between the starts of two dependent kernels on a GPU, already queued (NVIDIA's figure for
-back-to-back launches is 2.2 to 5 us)."""
+"""Launch latency between two dependent, queued kernels on a GPU (2.2 to 5 us by NVIDIA)."""
 
 SUSTAINED = {"sm80": 0.95, "sm90": 0.9, "fp8 on sm90": 0.8, "sm100": 0.84, "sm103": 0.84}
-"""Of the rate of the best product alone, that a GPU reaches in a long run of them, where its power
-limit lowers the clock: A100 258 of 271 TFLOP/s on random numbers (He, Strangely, Matrix
+"""Sustained rate of matmuls over that of the best single one, on a GPU whose power limit lowers the
+clock: A100 258 of 271 TFLOP/s on random numbers (He, Strangely, Matrix
 Multiplications on GPUs Run Faster When Given "Predictable" Data), H100 720 against 794, and of
 8-bit operands 1280 against 1600 (SemiAnalysis and ml-engineering; cuBLASLt). Blackwell with any
-operands: products of 8192 sides on one B200 reached 1,420 TFLOP/s in 16 bits and 5,370 in 4
-(torchao's benchmark, its pull request 2427) where 1,745 are the best. Blackwell Ultra, whose best
-follows from its power limit, is taken to be bound alike."""
+operands: matmuls of 8192 sides on one B200 reached 1,420 TFLOP/s in 16 bits and 5,370 in 4
+(torchao's benchmark, its pull request 2427) where 1,745 are the best. Blackwell Ultra is
+assumed to be limited alike."""
 
 
 COMPILED = 0.92
-"""Of the rate of the best product alone, that a TPU reaches inside a compiled step, where operands
-come in the layouts of their neighbours: MaxText's 66.9 per cent of v5e's peak with every layer run
-again is 87 per cent in products, of 95 at best."""
+"""Rate of matmuls inside a compiled step over that of the best single one, on a TPU, where operands
+have the layouts of their neighbours: MaxText's 66.9 % MFU on v5e with full recompute is 87 % of the
+peak in matmuls, of 95 % at best."""
 
 
 def matmul_seconds(
@@ -52,7 +51,7 @@ def matmul_seconds(
     batch: Floats = 1,
     matmul: str = "bfloat16",
 ) -> Floats:
-    """`batch` products of [m, k] and [k, n]: tiles in waves over the cores, or the memory."""
+    """`batch` matmuls of [m, k] and [k, n]: waves of tiles over the cores, or memory bandwidth."""
     flops = 2.0 * m * n * k * batch
     peak = cluster.peak_flops(matmul) * cluster.chip.matmul_fraction
     peak = peak * (_sustained(cluster, matmul) if cluster.chip.cores else COMPILED)
@@ -101,8 +100,8 @@ FLASH = {
     ("fused", "tpu"): (0.45, 0.40),
     ("fused", "tpu6"): (0.27, 0.24),
 }
-"""Share of the peak that fused attention reaches on operations it really does, forward and
-backward, head dimension 128 and sequences of 4k. FlashAttention 1 and 2 on A100 and 2 on
+"""Utilisation of fused attention on the FLOPs that it executes, forward and backward, for head
+dimension 128 and sequences of 4k. FlashAttention 1 and 2 on A100 and 2 on
 H100: arXiv 2307.08691, figures 4 to 7; its first version there, and the Triton one, at half of the
 second's. "fused", each vendor's best: FlashAttention-3 and cuDNN 9 on H100 (arXiv 2407.08608,
 figures 5 and 6), cuDNN on Blackwell (1,100 to 1,200 and 800 to 900 TFLOP/s on causal sequences of
@@ -111,7 +110,7 @@ attention on TPUs. From v6e on a TPU's matrix units have grown 4.7 times and its
 exponentiate, about 2.8 times."""
 
 FLASH_BACKWARD = 2.5
-"""Products of the backward pass over the forward's: five for two."""
+"""Matmuls of the backward pass over those of the forward pass: five for two."""
 
 
 MEASURED = {
@@ -133,15 +132,15 @@ MEASURED = {
     "trn2": "tpu",
     "cpu": "tpu",
 }
-"""Whose measured shares of the peak a generation's attention is given. Of those that are not
-themselves, nobody published enough; theirs is that of the relative that computes alike."""
+"""The generation whose measurements are used for each generation: its own, or where too little is
+published that of a similar one."""
 
 
 FLASH_LENGTH, HALF_RATE = 4096, 500
-"""The length that the shares of `FLASH` are of, and that at which attention with a causal mask
-would reach half of its rate on endless sequences: whole blocks are computed along the diagonal, and
-few are at work at the end. On A100 112, 136, 150, 160 and 164 TFLOP/s forward from 1k to 16k, and
-60, 76 and 88 backward from 1k to 4k (Triton's tutorial on fused attention, heads of 64)."""
+"""The sequence length of `FLASH`, and the length at which causal attention has half of its
+asymptotic rate: whole blocks are computed along the diagonal, and few blocks run at the end. On
+A100 112, 136, 150, 160 and 164 TFLOP/s forward from 1k to 16k, and 60, 76 and 88 backward from 1k
+to 4k (Triton's tutorial on fused attention, heads of 64)."""
 
 
 def flash_seconds(
@@ -152,17 +151,16 @@ def flash_seconds(
     backward: bool = False,
     length: Floats = FLASH_LENGTH,
 ) -> Floats:
-    """Fused attention of `flops` forward operations, on causal sequences of `length`.
+    """Fused attention of `flops` forward FLOPs, on causal sequences of `length`.
 
-    A head is padded to 32 of its elements.
+    Heads are padded to multiples of 32 elements.
     """
     generation = MEASURED[cluster.chip.generation]
     known = FLASH.get((kernel, generation))
     if known is None:
         raise ValueError(
-            f"no share of the peak is known for attention by {kernel!r} on {cluster.name}; "
-            f"planner.compute.FLASH knows {', '.join(sorted({name for name, _ in FLASH}))}, each "
-            "on some generations"
+            f"attention kernel {kernel!r} has no measurement on {cluster.name}; there are "
+            f"{', '.join(sorted({name for name, _ in FLASH}))}, each for some generations"
         )
     shorter = (1 + HALF_RATE / length) / (1 + HALF_RATE / FLASH_LENGTH)
     rate = known[backward] * cluster.peak_flops() / shorter
@@ -172,55 +170,55 @@ def flash_seconds(
 
 
 SCAN_RATE = {"core": 0.45e12, "tpu": 0.12}
-"""Operations a second of a state-space scan: of one GPU multiprocessor in Triton's products of
-warps, between decays and masks (Mamba-2's SSD kernels, arXiv 2405.21060: about 50 TFLOP/s on the
-108 of an A100; such products have not grown since). On TPUs, where nobody measured, a share of
-the peak."""
+"""FLOP/s of a state-space scan: of one GPU multiprocessor in Triton's warp-level matmuls (Mamba-2's
+SSD kernels, arXiv 2405.21060: about 50 TFLOP/s on the 108 of an A100; their rate has not grown
+since). On TPUs, without a measurement, a share of the peak."""
 
 
 def scan_seconds(cluster: Cluster, flops: Floats) -> Floats:
-    """State-space scans of `flops` operations."""
+    """State-space scans of `flops` FLOPs."""
     if cluster.chip.cores:
         return flops / (SCAN_RATE["core"] * cluster.chip.cores)
     return flops / (SCAN_RATE["tpu"] * cluster.peak_flops())
 
 
 SMALL_HEAD = {"sm80": 0.25, "sm90": 0.4, "sm100": 0.8, "sm103": 0.4, "tpu": 0.5, "tpu6": 0.8}
-"""By how much attention slows down from heads of 128 to heads of 64: as many exponentials for half
-of the products. A100 a fifth (arXiv 2307.08691), H100 a third (2407.08608, figure 5); the units
-that exponentiate did not grow with Blackwell's products."""
+"""Slowdown of attention from heads of 128 to heads of 64: as many exponentials for half of the
+matmuls. A100 a fifth (arXiv 2307.08691), H100 a third (2407.08608, figure 5); Blackwell's
+exponential units did not grow with its matmul units."""
 
 MISALIGNED = 9.0
-"""Slowdown of attention's batched products when a head is no multiple of 8 elements, so that its
-rows are no multiple of 16 bytes and the tensor cores get them element by element: 2 to 9 times
-(Anthony et al., The Case for Co-Designing Model Architectures with Hardware, arXiv 2401.14489)."""
+"""Slowdown of attention's batched matmuls when the head size is not a multiple of 8 elements: its
+rows are not aligned to 16 bytes, and tensor cores load single elements: 2 to 9 times (Anthony et
+al., The Case for Co-Designing Model Architectures with Hardware, arXiv 2401.14489)."""
 
 
 PLAIN_KERNEL = 0.85
-"""Of a long copy's bandwidth, that norms, softmax, dropout and activations of eager trainers reach
-(Megatron's and Apex's kernels on A100: 1.3 to 1.5 of 1.75 TB/s)."""
+"""Bandwidth of elementwise kernels of eager trainers (norms, softmax, dropout, activations) over
+that of a long copy (Megatron's and Apex's kernels on A100: 1.3 to 1.5 of 1.75 TB/s)."""
 
 
 def memory_seconds(cluster: Cluster, num_bytes: Floats, plain: bool = False) -> Floats:
-    """Reading and writing the device's memory, by a long copy or by `plain` elementwise kernels."""
+    """Memory traffic of `num_bytes`, at the rate of a long copy or of `plain` elementwise
+    kernels."""
     chip = cluster.chip
     rate = chip.memory_bytes_per_second * chip.memory_fraction
     return num_bytes / (rate * (PLAIN_KERNEL if plain else 1.0))
 
 
 CAST_BYTES = {"bfloat16": 0.0, "fp8": 4.0, "fp4": 7.0}
-"""Of an operand's element: read in 16 bits, written along rows and along columns in 8; in 4 bits
-read three times, for the largest, for the rows, and rotated for the columns (NVFP4's recipe,
-arXiv 2509.25149)."""
+"""Bytes per element of a cast operand: read in 16 bits, written by rows and by columns in 8 bits;
+for 4 bits read three times, for the maximum, the rows, and rotated for the columns (NVFP4, arXiv
+2509.25149)."""
 
 CAST_KERNEL = {"sm100": 0.58, "sm103": 0.58}
-"""Of a long copy's bandwidth, that those kernels reach: 4.1 of 7.0 TB/s on B200, both ways with
-their scales (Transformer Engine's benchmark of MXFP8, its pull request 3137). Elsewhere they are
-plain kernels."""
+"""Bandwidth of those kernels over that of a long copy: 4.1 of 7.0 TB/s on B200, in both directions
+with scales (Transformer Engine's MXFP8 benchmark, pull request 3137). Elsewhere they are plain
+kernels."""
 
 
 def cast_seconds(cluster: Cluster, elements: Floats, matmul: str) -> Floats:
-    """Casts of operands in 16 bits to those of `matmul`."""
+    """Casts of 16-bit operands to the type of `matmul`."""
     chip = cluster.chip
     rate = CAST_KERNEL.get(MEASURED[chip.generation], PLAIN_KERNEL)
     rate = rate * chip.memory_bytes_per_second * chip.memory_fraction

@@ -1,4 +1,4 @@
-"""What one device computes in a layer, and in the head, for one micro-batch.
+"""Compute seconds of one device in a layer, and in the head, for one micro-batch.
 
 Letters: T tokens of a micro-batch on a device, D d_model, H heads, K kv_heads, E head_dim, F d_ff,
 V vocab, t ranks of tensor.
@@ -12,9 +12,9 @@ import numpy as np
 from jaxscale.planner.cost import kernels
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.elementwise import elementwise_seconds
-from jaxscale.planner.cost.matmuls import product_seconds
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.cost.matmuls import matmul_pass_seconds
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
@@ -25,85 +25,89 @@ KERNELS = {
     "expert": (2, 4),
     "quantised": (6, 10),
 }
-"""Kernels of a layer's two passes in an eager trainer: projections, core, norms, residual, bias,
-dropout and activation; experts add routing and permutation, of which those between exchange and
-exchange are left where all else is recorded; and each expert of a device its products, with the
-casts and transposes of their operands where these are quantised."""
+"""Kernel launches of a layer's forward and backward pass in an eager trainer: projections,
+attention, norms, residual, bias, dropout and activation; experts add routing and permutation
+("between": those between the all-to-alls, which stay outside CUDA graphs); each local expert adds
+its matmuls, with casts and transposes of quantised operands."""
 
 
 @dataclass(frozen=True)
-class Work:
+class ComputeSeconds:
     """Seconds of one pass over one layer, or over the head."""
 
     matmul: Floats = 0.0
     attention: Floats = 0.0
     elementwise: Floats = 0.0
-    waiting: Floats = 0.0  # for a host that cannot launch kernels as fast as they run
+    waiting: Floats = 0.0  # for a host that launches kernels slower than they run
 
     @property
     def seconds(self) -> Floats:
         return self.matmul + self.attention + self.elementwise + self.waiting
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Work)))
+    def __add__(self, other: "ComputeSeconds") -> "ComputeSeconds":
+        return ComputeSeconds(
+            *(getattr(self, one.name) + getattr(other, one.name) for one in fields(ComputeSeconds))
+        )
 
-    def __mul__(self, factor: Floats) -> "Work":
-        return Work(*(getattr(self, one.name) * factor for one in fields(Work)))
+    def __mul__(self, factor: Floats) -> "ComputeSeconds":
+        return ComputeSeconds(*(getattr(self, one.name) * factor for one in fields(ComputeSeconds)))
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A mean layer, and the head, of one micro-batch."""
+class LayerCompute:
+    """An average layer, and the head, for one micro-batch."""
 
-    forward: Work
-    backward_input: Work  # B: what the layers before wait for
-    backward_weights: Work  # W
-    recompute: Work  # R: what the remat policy repeats
-    head_forward: Work
-    head_backward: Work
+    forward: ComputeSeconds
+    backward_input: ComputeSeconds  # B
+    backward_weights: ComputeSeconds  # W
+    recompute: ComputeSeconds  # R, by the remat policy
+    head_forward: ComputeSeconds
+    head_backward: ComputeSeconds
 
     @property
-    def backward(self) -> Work:
+    def backward(self) -> ComputeSeconds:
         return self.backward_input + self.backward_weights
 
 
-def layer_work(shape: Shape, cluster: Cluster, choice: Choice) -> Layer:
-    """The computation of a mean layer; an encoder's layers are spread over the decoder's."""
-    tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
-    forward, inputs, weights = product_seconds(shape, cluster, choice, tokens)
-    attention = _attention(shape, cluster, choice, tokens)
-    elementwise = elementwise_seconds(shape, cluster, choice, tokens)
-    launches = _waiting(shape, choice)
-    if choice.traits.frozen:
+def layer_compute(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> LayerCompute:
+    """The compute of an average layer; an encoder's layers are spread over the decoder's."""
+    tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
+    forward, inputs, weights = matmul_pass_seconds(shape, cluster, parallelism, tokens)
+    attention = _attention(shape, cluster, parallelism, tokens)
+    elementwise = elementwise_seconds(shape, cluster, parallelism, tokens)
+    launches = _waiting(shape, parallelism)
+    if parallelism.traits.frozen:
         weights = np.zeros(())
     passes = [
-        Work(forward, attention[0], elementwise[0]),
-        Work(inputs, attention[1], elementwise[1] * 0.7),
-        Work(weights, 0.0, elementwise[1] * 0.3),
+        ComputeSeconds(forward, attention[0], elementwise[0]),
+        ComputeSeconds(inputs, attention[1], elementwise[1] * 0.7),
+        ComputeSeconds(weights, 0.0, elementwise[1] * 0.3),
     ]
     first, second, third = passes
-    ahead = 0.0 if choice.traits.blocking else 1.0  # of the device, that a host can run
+    ahead = 0.0 if parallelism.traits.blocking else 1.0  # whether the host runs ahead
     first = replace(first, waiting=np.maximum(0, launches[0] - ahead * first.seconds))
     back = second.seconds + third.seconds
     second = replace(second, waiting=np.maximum(0, launches[1] - ahead * back))
-    # Predictions of later tokens are made where the head is.
+    # Multi-token prediction layers are on the rank of the head.
     each, extra = 1 + shape.extra_predictions, shape.extra_predictions
     head, head_back = (
-        _head(shape, cluster, choice, tokens, backward=back) * each for back in (False, True)
+        _head(shape, cluster, parallelism, tokens, backward=back) * each for back in (False, True)
     )
-    return Layer(
+    return LayerCompute(
         forward=first,
         backward_input=second,
         backward_weights=third,
-        recompute=_recompute(shape, cluster, choice, first),
+        recompute=_recompute(shape, cluster, parallelism, first),
         head_forward=head + first * extra,
         head_backward=head_back + (second + third) * extra,
     )
 
 
-def _attention(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats) -> tuple:
-    """The core of attention, forward and backward, of a mean layer."""
-    traits, t = choice.traits, np.asarray(choice.tensor)
+def _attention(
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, tokens: Floats
+) -> tuple:
+    """Core attention and scans, forward and backward, of an average layer."""
+    traits, t = parallelism.traits, np.asarray(parallelism.tensor)
     share = shape.attending / shape.layers
     scans = kernels.scan_seconds(cluster, tokens * _scan_flops(shape) / t)
     if traits.attention != "written":
@@ -114,106 +118,113 @@ def _attention(shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats) -
             both = shape.encoder_layers * source + shape.layers
             core = shape.core_flops(shape.encoder_seq_len)
             flops = flops + tokens * both / shape.layers * core / t
-        # A window is as long as the sequence whose mean query sees as many keys.
-        length = (2 * keys if shape.causal else keys) / np.asarray(choice.context)
+        # A window counts as the sequence whose mean query sees as many keys.
+        length = (2 * keys if shape.causal else keys) / np.asarray(parallelism.context)
         seconds = [
             kernels.flash_seconds(cluster, flops, shape.head_dim, traits.attention, back, length)
             for back in (False, True)
         ]
         return seconds[0] + scans, seconds[1] + kernels.FLASH_BACKWARD * scans
-    return _written_attention(shape, cluster, choice, tokens, share)
+    return _written_attention(shape, cluster, parallelism, tokens, share)
 
 
-def _scan_flops(shape: Shape) -> float:
-    """Of a token in a mean layer."""
+def _scan_flops(shape: ModelShape) -> float:
+    """FLOPs of the scan, per token of an average layer."""
     if not shape.mixer:
         return 0.0
     return shape.mixer.layers / shape.layers * (shape.mixer_flops - 2.0 * shape.mixer_params)
 
 
 SCORE_BYTES = (9, 11)
-"""Of an element of the scores besides what the products write: softmax reads and writes, dropout
-reads, writes and keeps a mask; and back (16 bits an element, a fused masked softmax)."""
+"""Bytes per attention score beyond what the matmuls write, forward and backward: softmax reads and
+writes, dropout reads, writes and saves a mask (16 bits, a fused masked softmax)."""
 
 
-def _written_attention(shape, cluster, choice, tokens, share) -> tuple:
-    """Attention that writes its scores: batched products, softmax and dropout."""
-    heads, s, e = shape.heads / np.asarray(choice.tensor), shape.seq_len, shape.head_dim
-    batch = tokens * choice.context / s * heads
-    rows = s / np.asarray(choice.context)
+def _written_attention(shape, cluster, parallelism, tokens, share) -> tuple:
+    """Unfused attention: batched matmuls, softmax and dropout."""
+    heads, s, e = shape.heads / np.asarray(parallelism.tensor), shape.seq_len, shape.head_dim
+    batch = tokens * parallelism.context / s * heads
+    rows = s / np.asarray(parallelism.context)
     scores = kernels.matmul_seconds(cluster, rows, s, e, batch)
     values = kernels.matmul_seconds(cluster, rows, e, s, batch)
-    products = (scores + values) * (kernels.MISALIGNED if e % 8 else 1.0)
+    matmuls = (scores + values) * (kernels.MISALIGNED if e % 8 else 1.0)
     elements = batch * rows * s
-    forward = products + kernels.memory_seconds(cluster, SCORE_BYTES[0] * elements, plain=True)
-    backward = 2 * products + kernels.memory_seconds(cluster, SCORE_BYTES[1] * elements, plain=True)
+    forward = matmuls + kernels.memory_seconds(cluster, SCORE_BYTES[0] * elements, plain=True)
+    backward = 2 * matmuls + kernels.memory_seconds(cluster, SCORE_BYTES[1] * elements, plain=True)
     return share * forward, share * backward
 
 
-def _waiting(shape: Shape, choice: Choice) -> tuple[Floats, Floats]:
-    """Seconds that a host needs to launch the kernels of a layer's two passes."""
-    graph = choice.traits.graph
-    if not choice.traits.eager or graph == "step":
+def _waiting(shape: ModelShape, parallelism: Parallelism) -> tuple[Floats, Floats]:
+    """Host seconds to launch the kernels of a layer's forward and backward pass."""
+    graph = parallelism.traits.graph
+    if not parallelism.traits.eager or graph == "step":
         return 0.0, 0.0
     moe = shape.expert_layers / shape.layers
-    local = np.maximum(1, shape.experts / np.asarray(choice.expert))
-    each = KERNELS["expert" if choice.traits.matmul == "bfloat16" else "quantised"]
+    local = np.maximum(1, shape.experts / np.asarray(parallelism.expert))
+    each = KERNELS["expert" if parallelism.traits.matmul == "bfloat16" else "quantised"]
     recorded = graph == "modules"
     dense, experts = (0, 0) if recorded else KERNELS["dense"], KERNELS["experts"]
     experts = KERNELS["between"] if recorded else experts
     counts = [(1 - moe) * dense[n] + moe * (experts[n] + local * each[n]) for n in (0, 1)]
-    return counts[0] * choice.traits.launch_seconds, counts[1] * choice.traits.launch_seconds
+    return counts[0] * parallelism.traits.launch_seconds, counts[
+        1
+    ] * parallelism.traits.launch_seconds
 
 
-def _modules(shape: Shape, cluster: Cluster, choice: Choice, forward: Work) -> Work:
-    """What Megatron repeats of a forward pass where it is told modules by name."""
-    again, names = Work(), choice.remat.partition(":")[2].split(",")
+def _modules(
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, forward: ComputeSeconds
+) -> ComputeSeconds:
+    """What Megatron recomputes for `recompute_modules`."""
+    recompute, names = ComputeSeconds(), parallelism.remat.partition(":")[2].split(",")
     if "mla_up_proj" in names and shape.latent:
         rank = shape.latent
         opened = rank.query_rank * (rank.nope_dim + rank.rope_dim)
         opened += rank.kv_rank * (rank.nope_dim + rank.value_dim)
         share = 2.0 * shape.heads * opened * shape.attending / shape.matmul_flops
-        again = again + Work(matmul=forward.matmul * share)
+        recompute = recompute + ComputeSeconds(matmul=forward.matmul * share)
     if "moe" in names and shape.experts:
         rest = replace(shape, experts=0, mlp_layers=shape.dense_layers)
-        tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
-        again = again + Work(
-            matmul=forward.matmul - product_seconds(rest, cluster, choice, tokens)[0],
-            elementwise=forward.elementwise - elementwise_seconds(rest, cluster, choice, tokens)[0],
+        tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
+        recompute = recompute + ComputeSeconds(
+            matmul=forward.matmul - matmul_pass_seconds(rest, cluster, parallelism, tokens)[0],
+            elementwise=forward.elementwise
+            - elementwise_seconds(rest, cluster, parallelism, tokens)[0],
         )
-    return again
+    return recompute
 
 
-def _recompute(shape: Shape, cluster: Cluster, choice: Choice, forward: Work) -> Work:
-    """What a remat policy repeats of a forward pass."""
-    remat = choice.remat
+def _recompute(
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, forward: ComputeSeconds
+) -> ComputeSeconds:
+    """What a remat policy recomputes of a forward pass."""
+    remat = parallelism.remat
     if remat == "none":
-        return Work()
+        return ComputeSeconds()
     if remat.startswith("modules:"):
-        return _modules(shape, cluster, choice, forward)
+        return _modules(shape, cluster, parallelism, forward)
     if remat == "save_all_but_attention":
-        return Work(attention=forward.attention)
+        return ComputeSeconds(attention=forward.attention)
     if remat == "save_matmuls":
-        return Work(elementwise=forward.elementwise)
+        return ComputeSeconds(elementwise=forward.elementwise)
     names = remat.partition(":")[2].split(",") if ":" in remat else []
-    products = {
+    matmuls = {
         "query": shape.heads,
         "key": shape.kv_heads,
         "value": shape.kv_heads,
         "attention_out": shape.heads,
     }
-    sizes = {name: 2.0 * shape.d_model * shape.head_dim * n for name, n in products.items()}
+    sizes = {name: 2.0 * shape.d_model * shape.head_dim * n for name, n in matmuls.items()}
     mlp = 2.0 * shape.d_model * shape.d_ff
     if shape.expert_layers:
         mlp = shape.expert_flops / (3 if shape.expert_gated else 2)
     sizes |= {"mlp_up": mlp, "mlp_gate": mlp if shape.gated else 0.0}
-    repeated = sum(size for name, size in sizes.items() if name not in names)
-    # A layer's last product is never repeated: no backward pass needs its result. Where all of a
-    # layer runs again (other trainers), it is.
-    down = mlp if not choice.traits.lockstep else 0.0
-    share = (repeated + down) / (sum(sizes.values()) + mlp)
+    recomputed = sum(size for name, size in sizes.items() if name not in names)
+    # A layer's last matmul is never recomputed, since the backward pass does not need its result;
+    # trainers that recompute whole layers recompute it, too.
+    down = mlp if not parallelism.traits.lockstep else 0.0
+    share = (recomputed + down) / (sum(sizes.values()) + mlp)
     core = 0.0 if "attention" in names else 1.0
-    return Work(
+    return ComputeSeconds(
         matmul=forward.matmul * share,
         attention=forward.attention * core,
         elementwise=forward.elementwise,
@@ -222,16 +233,16 @@ def _recompute(shape: Shape, cluster: Cluster, choice: Choice, forward: Work) ->
 
 
 LOSS_BYTES = {"compiled": (8, 6), "fused": (8, 6), "plain": (24, 14)}
-"""Of a logit besides what the product writes, forward and backward: fused cross entropy reads 16
+"""Bytes per logit beyond what the matmul writes, forward and backward: fused cross entropy reads 16
 bits twice; a plain one casts to 32 bits, subtracts, exponentiates and divides in separate kernels.
 """
 
 
-def _head(shape, cluster, choice, tokens, backward: bool) -> Work:
-    local = shape.vocab / np.asarray(choice.tensor)
-    product = kernels.matmul_seconds(cluster, tokens, local, shape.d_model)
-    width = LOSS_BYTES[choice.traits.loss][backward]
-    return Work(
-        matmul=product * ((1 if choice.traits.frozen else 2) if backward else 1),
+def _head(shape, cluster, parallelism, tokens, backward: bool) -> ComputeSeconds:
+    local = shape.vocab / np.asarray(parallelism.tensor)
+    matmul = kernels.matmul_seconds(cluster, tokens, local, shape.d_model)
+    width = LOSS_BYTES[parallelism.traits.loss][backward]
+    return ComputeSeconds(
+        matmul=matmul * ((1 if parallelism.traits.frozen else 2) if backward else 1),
         elementwise=kernels.memory_seconds(cluster, tokens * local * width),
     )

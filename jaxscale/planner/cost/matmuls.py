@@ -1,4 +1,4 @@
-"""The matrix products of a mean layer for one micro-batch: their sizes, and what they take.
+"""The matmuls of an average layer for one micro-batch: their sizes and seconds.
 
 Letters as in `layer.py`.
 """
@@ -10,21 +10,21 @@ import numpy as np
 
 from jaxscale.planner.cost import kernels
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
 
-def product_seconds(
-    shape: Shape, cluster: Cluster, choice: Choice, tokens: Floats
+def matmul_pass_seconds(
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, tokens: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Forward, and of the backward pass those for inputs and those for weights, a mean layer."""
-    total, matmul = [np.zeros(())] * 3, choice.traits.matmul
-    wide = choice.traits.wide_layers / shape.layers
+    """Seconds of an average layer: forward, gradients of inputs, gradients of weights."""
+    total, matmul = [np.zeros(())] * 3, parallelism.traits.matmul
+    wide = parallelism.traits.wide_layers / shape.layers
     operands = {matmul: 1.0 - wide, "bfloat16": wide} if wide else {matmul: 1.0}
-    for products, count in _products(shape, choice, tokens):
-        for m, n, k, batch in products:
+    for matmuls, count in _matmuls(shape, parallelism, tokens):
+        for m, n, k, batch in matmuls:
             sides = ((m, n, k), (m, k, n), (k, n, m))
             for i, (rows, columns, depth) in enumerate(sides):
                 for matmul, share in operands.items():
@@ -34,11 +34,13 @@ def product_seconds(
     return total[0] / shape.layers, total[1] / shape.layers, total[2] / shape.layers
 
 
-def _products(shape: Shape, choice: Choice, tokens: Floats) -> Iterator[tuple[list, Floats]]:
-    """Lists of (rows, columns, depth, batch), each with the number of layers that do it."""
-    t, d = np.asarray(choice.tensor), shape.d_model
+def _matmuls(
+    shape: ModelShape, parallelism: Parallelism, tokens: Floats
+) -> Iterator[tuple[list, Floats]]:
+    """Lists of (rows, columns, depth, batch), each with the number of layers that have them."""
+    t, d = np.asarray(parallelism.tensor), shape.d_model
     wide = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
-    # Keys and values cannot be split into more parts than there are heads of them.
+    # Keys and values are replicated beyond as many ranks as they have heads.
     local = shape.head_dim * (shape.heads / t + 2 * np.maximum(1, shape.kv_heads / t))
     if shape.latent:
         rank, heads = shape.latent, shape.heads / t
@@ -55,7 +57,7 @@ def _products(shape: Shape, choice: Choice, tokens: Floats) -> Iterator[tuple[li
     yield attention, shape.attending
     yield mlp, shape.with_mlp - shape.expert_layers
     if shape.expert_layers:
-        yield from _expert_products(shape, choice, tokens)
+        yield from _expert_matmuls(shape, parallelism, tokens)
     if shape.mixer:
         inner = shape.mixer.heads * shape.mixer.head_dim
         entry = 2 * inner + 2 * shape.mixer.groups * shape.mixer.state + shape.mixer.heads
@@ -70,24 +72,26 @@ def _products(shape: Shape, choice: Choice, tokens: Floats) -> Iterator[tuple[li
 
 
 STREAMS = 4
-"""On which the products of a device's experts run at a time where they are kernels of their own
+"""CUDA streams on which the matmuls of a device's experts run where they are separate kernels
 (Transformer Engine's GroupedLinear)."""
 
 
-def _expert_products(shape: Shape, choice: Choice, tokens: Floats) -> Iterator[tuple[list, Floats]]:
-    """Products of a device's experts, each with the tokens that come to it, and what is beside."""
-    x, d, gate = np.asarray(choice.expert), shape.d_model, 2 if shape.expert_gated else 1
-    t, folded = np.asarray(choice.tensor), choice.traits.folded_experts
-    # Folded experts are whole, and the ranks of tensor bring a share of the tokens each.
+def _expert_matmuls(
+    shape: ModelShape, parallelism: Parallelism, tokens: Floats
+) -> Iterator[tuple[list, Floats]]:
+    """The matmuls of a device's experts, of dispatch by masks, shared experts and projections."""
+    x, d, gate = np.asarray(parallelism.expert), shape.d_model, 2 if shape.expert_gated else 1
+    t, folded = np.asarray(parallelism.tensor), parallelism.traits.folded_experts
+    # Folded experts are not split; each tensor rank brings a share of the tokens.
     width = shape.expert_ff / (1 if folded else t)
     local = np.maximum(1, shape.experts / x)
-    rows = tokens / (t if folded else 1) * shape.top_k * choice.imbalance / local
-    at_once = local if choice.traits.grouped_experts else np.minimum(STREAMS, local)
+    rows = tokens / (t if folded else 1) * shape.top_k * parallelism.imbalance / local
+    at_once = local if parallelism.traits.grouped_experts else np.minimum(STREAMS, local)
     wide = shape.routed_width
     routed = [(rows, gate * width, wide, at_once), (rows, wide, width, at_once)]
     yield routed, shape.expert_layers * local / at_once
-    if choice.traits.masked_dispatch:  # there and back, by sequence
-        places = shape.seq_len * shape.top_k * choice.imbalance
+    if parallelism.traits.masked_dispatch:  # dispatch and combine, by sequence
+        places = shape.seq_len * shape.top_k * parallelism.imbalance
         mask = (places, wide, shape.seq_len, tokens / shape.seq_len)
         yield [mask, mask], shape.expert_layers
     if shape.shared_experts:

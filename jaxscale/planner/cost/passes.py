@@ -1,4 +1,4 @@
-"""The four operations on a layer, with the part of their communication that nothing hides."""
+"""The operations on a layer (forward, B, W, recompute) with their exposed communication."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,26 +7,26 @@ import numpy as np
 
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.communication import LayerTraffic
-from jaxscale.planner.cost.layer import Layer, Work
-from jaxscale.planner.model.parallelism import Choice
+from jaxscale.planner.cost.layer import ComputeSeconds, LayerCompute
+from jaxscale.planner.model.parallelism import Parallelism
 
 Floats = Any  # a float, or float [N]
 
-CROWDING = 0.2
-"""Of the shorter of computation and a collective at work beside it, that the two lose to each
-other on a GPU, whose cores also drive its links: the middle of the 0.1 to 0.3 that are seen
-(Galvatron's profiler measured 0.126). TPUs move data beside their cores."""
+CONTENTION = 0.2
+"""Slowdown of overlapped compute and communication on a GPU, whose cores also drive its links, as a
+share of the shorter of the two: the middle of 0.1 to 0.3 (Galvatron's profiler measured 0.126).
+TPUs communicate without their cores."""
 
 
-def crowding(cluster: Cluster) -> float:
-    return CROWDING if cluster.chip.cores else 0.0
+def contention(cluster: Cluster) -> float:
+    return CONTENTION if cluster.chip.cores else 0.0
 
 
 @dataclass(frozen=True)
-class Pass:
-    """A mean layer's pass with its communication, for one micro-batch."""
+class LayerPass:
+    """One pass over an average layer with its exposed communication, for one micro-batch."""
 
-    work: Work
+    work: ComputeSeconds
     tensor: Floats = 0.0
     context: Floats = 0.0
     expert: Floats = 0.0
@@ -37,22 +37,22 @@ class Pass:
 
 
 def make_passes(
-    cluster: Cluster, choice: Choice, layer: Layer, sent: LayerTraffic
-) -> tuple[dict[str, Pass], dict]:
-    """Forward, input and weight gradients and what is made again, of a mean layer; and what is
-    hidden in them of a micro-batch, by axis."""
-    traits, slow = choice.traits, crowding(cluster)
-    # On TPUs the compiler cuts a product and its collective into pieces by itself.
+    cluster: Cluster, parallelism: Parallelism, layer: LayerCompute, sent: LayerTraffic
+) -> tuple[dict[str, LayerPass], dict]:
+    """Forward, input gradients, weight gradients and recompute of an average layer; and the seconds
+    of communication overlapped with them, by axis."""
+    traits, slow = parallelism.traits, contention(cluster)
+    # On TPUs the compiler itself decomposes a matmul and its collective (collective matmul).
     piecewise = traits.overlap_tensor or bool(cluster.torus)
 
     def beside(seconds: Floats, work: Floats, wanted: bool) -> Floats:
         return np.maximum(0.0, seconds - work) if wanted else seconds
 
-    ring = choice.context_method == "ring"
-    t = np.asarray(choice.tensor, float)
+    ring = parallelism.context_method == "ring"
+    t = np.asarray(parallelism.tensor, float)
 
-    def in_pieces(seconds: Floats, work: Floats) -> Floats:
-        """A product and its collective in t pieces: the first of them has nothing beside it."""
+    def in_chunks(seconds: Floats, work: Floats) -> Floats:
+        """A matmul and its collective in t chunks, of which the first is not overlapped."""
         if not piecewise:
             return seconds
         first = seconds / t
@@ -61,7 +61,7 @@ def make_passes(
 
     exposed = {
         "tensor": [
-            in_pieces(s, w.matmul) for s, w in zip(sent.tensor, (layer.forward, layer.backward))
+            in_chunks(s, w.matmul) for s, w in zip(sent.tensor, (layer.forward, layer.backward))
         ],
         "context": [
             beside(s, w.attention, ring)
@@ -72,15 +72,19 @@ def make_passes(
             for s, w in zip(sent.expert, (layer.forward, layer.backward))
         ],
     }
-    full = choice.remat_share if choice.remat == "full" else 0.0
-    again = layer.recompute * choice.remat_share
-    experts = 1.0 if choice.remat.startswith("modules:") and "moe" in choice.remat else full
-    remade = {"tensor": full, "context": full, "expert": experts}
+    full = parallelism.remat_share if parallelism.remat == "full" else 0.0
+    recompute = layer.recompute * parallelism.remat_share
+    experts = (
+        1.0 if parallelism.remat.startswith("modules:") and "moe" in parallelism.remat else full
+    )
+    resent = {"tensor": full, "context": full, "expert": experts}
     passes = {
-        "forward": Pass(layer.forward, *(exposed[name][0] for name in exposed)),
-        "input": Pass(layer.backward_input, *(exposed[name][1] for name in exposed)),
-        "weights": Pass(layer.backward_weights),
-        "recompute": Pass(again, *(share * exposed[name][0] for name, share in remade.items())),
+        "forward": LayerPass(layer.forward, *(exposed[name][0] for name in exposed)),
+        "input": LayerPass(layer.backward_input, *(exposed[name][1] for name in exposed)),
+        "weights": LayerPass(layer.backward_weights),
+        "recompute": LayerPass(
+            recompute, *(share * exposed[name][0] for name, share in resent.items())
+        ),
     }
     hidden = {
         name: sum(s - e for s, e in zip(getattr(sent, name), exposed[name])) for name in exposed

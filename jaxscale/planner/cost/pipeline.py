@@ -1,4 +1,4 @@
-"""What a pipeline adds: layers dealt to its ranks, messages, and waiting for each other."""
+"""What a pipeline adds to a step: the split of layers, sends, and the bubble."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,29 +6,29 @@ from typing import Any
 import numpy as np
 
 from jaxscale.planner.cost.communication import LayerTraffic
-from jaxscale.planner.cost.layer import Layer
-from jaxscale.planner.cost.passes import Pass
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.cost.layer import LayerCompute
+from jaxscale.planner.cost.passes import LayerPass
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
 
 Floats = Any  # a float, or float [N]
 
 
 @dataclass(frozen=True)
-class Stages:
-    """How many layers the ranks of a pipeline have."""
+class StageLayers:
+    """Number of layers of pipeline ranks."""
 
-    busiest: Floats  # of a rank in the middle
-    last: Floats  # of the rank that has the head, too
+    busiest: Floats  # of a middle rank
+    last: Floats  # of the rank that also has the head
     total: int
 
     @classmethod
-    def of(cls, shape: Shape, choice: Choice) -> "Stages":
-        p, v = np.asarray(choice.pipeline), np.asarray(choice.virtual_stages)
-        ends = 2 * choice.traits.balanced_ends
+    def of(cls, shape: ModelShape, parallelism: Parallelism) -> "StageLayers":
+        p, v = np.asarray(parallelism.pipeline), np.asarray(parallelism.virtual_stages)
+        ends = 2 * parallelism.traits.balanced_ends
         most = np.ceil((shape.layers + ends * (p > 1)) / (p * v)) * v
-        if choice.traits.balanced_ends:
+        if parallelism.traits.balanced_ends:
             last = np.where(p > 1, most - 1, shape.layers)
         else:
             last = np.where(p > 1, np.maximum(0, shape.layers - (p - 1) * most), shape.layers)
@@ -37,7 +37,7 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Pipe:
+class PipelineOverhead:
     """What a pipeline adds to the busiest rank's own work, in seconds of a step."""
 
     bubble: Floats
@@ -46,58 +46,61 @@ class Pipe:
 
 
 CLOSED_FORMS = ("gpipe", "1f1b", "interleaved", "breadth_first")
-"""Schedules whose time follows from their depth where no rank waits for another's tick."""
+"""Schedules with a closed form for their time where ranks do not run in lockstep."""
 
 
-def pipeline_seconds(
-    choice: Choice,
-    passes: dict[str, Pass],
-    layer: Layer,
+def pipeline_overhead(
+    parallelism: Parallelism,
+    passes: dict[str, LayerPass],
+    layer: LayerCompute,
     sent: LayerTraffic,
-    stages: Stages,
+    stages: StageLayers,
     waits: bool,
-) -> Pipe:
+) -> PipelineOverhead:
     """What a pipeline adds to the busiest rank's own work."""
-    p, v = np.asarray(choice.pipeline), np.asarray(choice.virtual_stages, float)
-    m = np.asarray(choice.microbatches, float)
+    p, v = np.asarray(parallelism.pipeline), np.asarray(parallelism.virtual_stages, float)
+    m = np.asarray(parallelism.microbatches, float)
     one = sum(each.seconds for each in passes.values())
     head = layer.head_forward.seconds + layer.head_backward.seconds
     middle, last = stages.busiest * one, stages.last * one + head
     head_here = np.where((p == 1) | (last >= middle), 1.0, 0.0)
     busiest = np.where(p > 1, np.maximum(middle, last), last)
     if np.all(p == 1) or not waits:
-        return Pipe(0.0, 0.0, head_here)
-    each = 0.0 if choice.traits.overlap_pipeline else 2 * sent.message * v
-    if choice.traits.lockstep or choice.schedule not in CLOSED_FORMS:
-        total = _played(choice, stage_costs(stages, choice, passes, layer, sent.message))
+        return PipelineOverhead(0.0, 0.0, head_here)
+    each = 0.0 if parallelism.traits.overlap_pipeline else 2 * sent.message * v
+    if parallelism.traits.lockstep or parallelism.schedule not in CLOSED_FORMS:
+        total = _table_seconds(
+            parallelism, stage_operation_seconds(stages, parallelism, passes, layer, sent.message)
+        )
         total = np.where(p > 1, total, m * busiest)
-        return Pipe(np.maximum(0.0, total - m * busiest), np.zeros(()), head_here)
-    # As soon as possible: the busiest rank works all the time, once the others have filled it.
+        return PipelineOverhead(np.maximum(0.0, total - m * busiest), np.zeros(()), head_here)
+    # Without lockstep the busiest rank works all the time once the pipeline is filled.
     other = np.where(head_here == 1, middle, one * stages.total / p)
     turns = (p - 1) / v
-    if choice.schedule == "breadth_first":  # ranks wait for a chunk's micro-batches to come round
+    if parallelism.schedule == "breadth_first":  # ranks wait for a chunk's micro-batches
         turns = turns + np.maximum(0.0, p - m) * (v - 1) / v
     fill = turns * (other + 2 * sent.message * v)
-    return Pipe(np.where(p > 1, fill, 0.0), np.where(p > 1, m * each, 0.0), head_here)
+    return PipelineOverhead(np.where(p > 1, fill, 0.0), np.where(p > 1, m * each, 0.0), head_here)
 
 
-def stage_costs(
-    stages: Stages, choice: Choice, passes, layer: Layer, message: Floats
-) -> table_makespan.Costs:
-    """Layers are dealt evenly to virtual stages; the last has the head, too.
+def stage_operation_seconds(
+    stages: StageLayers, parallelism: Parallelism, passes, layer: LayerCompute, message: Floats
+) -> table_makespan.OperationSeconds:
+    """Seconds of operations with layers split evenly over virtual stages; the last also has the
+    head.
 
-    Every operation of the executor ends with an exchange of messages. What is made again is an
-    operation of its own where that is everything, and part of the input gradient's otherwise.
+    Every operation of our executor ends with an exchange of messages. Full recompute is an
+    operation of its own (R); partial recompute is part of B.
     """
-    count = int(np.max(np.asarray(choice.pipeline) * choice.virtual_stages))
-    share = stages.total / np.asarray(choice.pipeline)  # of a rank
+    count = int(np.max(np.asarray(parallelism.pipeline) * parallelism.virtual_stages))
+    share = stages.total / np.asarray(parallelism.pipeline)  # of a rank
     seconds = {name: one.seconds for name, one in passes.items()}
-    if choice.remat != "full":
+    if parallelism.remat != "full":
         seconds["input"] = seconds["input"] + seconds["recompute"]
         seconds["recompute"] = 0.0
 
     def by_stage(name: str, head: Floats) -> np.ndarray:
-        v = np.asarray(choice.virtual_stages)
+        v = np.asarray(parallelism.virtual_stages)
         each = np.asarray(share * seconds[name], float)
         each = np.where(each > 0, each + message * v, 0.0)
         costs = np.repeat(each[..., None], count, axis=-1)
@@ -105,9 +108,9 @@ def stage_costs(
         return costs
 
     up, down = layer.head_forward.seconds, layer.head_backward.seconds
-    # Our last stage makes the loss and its gradients all at once, when it turns.
-    f, b, w = (0.0, up + down, 0.0) if choice.traits.lockstep else (up, down / 2, down / 2)
-    return table_makespan.Costs(
+    # Our last stage computes the loss and its gradients in one operation.
+    f, b, w = (0.0, up + down, 0.0) if parallelism.traits.lockstep else (up, down / 2, down / 2)
+    return table_makespan.OperationSeconds(
         f=by_stage("forward", f),
         b=by_stage("input", b),
         w=by_stage("weights", w),
@@ -115,9 +118,9 @@ def stage_costs(
     )
 
 
-def _played(choice: Choice, costs: table_makespan.Costs) -> np.ndarray:
-    """The makespan of each layout's own table."""
-    columns = [choice.pipeline, choice.microbatches, choice.virtual_stages]
+def _table_seconds(parallelism: Parallelism, costs: table_makespan.OperationSeconds) -> np.ndarray:
+    """The makespan of each layout by its table."""
+    columns = [parallelism.pipeline, parallelism.microbatches, parallelism.virtual_stages]
     shape = np.broadcast_shapes(*(np.shape(c) for c in columns), costs.f.shape[:-1])
     keys = np.stack([np.broadcast_to(c, shape).ravel() for c in columns], axis=-1).astype(int)
     total = np.zeros(keys.shape[0])
@@ -129,9 +132,9 @@ def _played(choice: Choice, costs: table_makespan.Costs) -> np.ndarray:
         rows = np.flatnonzero((keys == key).all(axis=1))
         # The head is the last entry, however many stages another layout of the arrays has.
         mine = [np.concatenate([c[rows, : p * v - 1], c[rows, -1:]], axis=-1) for c in flat]
-        keep = 0 if choice.remat == "full" else None
-        pipeline = table_makespan.Pipeline(choice.schedule, p, m, v, choice.fused, keep)
+        keep = 0 if parallelism.remat == "full" else None
+        pipeline = table_makespan.TableSpec(parallelism.schedule, p, m, v, parallelism.fused, keep)
         total[rows] = table_makespan.makespan(
-            pipeline, table_makespan.Costs(*mine), lockstep=choice.traits.lockstep
+            pipeline, table_makespan.OperationSeconds(*mine), lockstep=parallelism.traits.lockstep
         )
     return total.reshape(shape)

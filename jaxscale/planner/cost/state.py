@@ -1,4 +1,4 @@
-"""What state costs a step: gathers, reductions, the update, and what waits in host memory."""
+"""Seconds of a step that state costs: gathers and reductions, the update, and host offload."""
 
 from typing import Any
 
@@ -7,54 +7,52 @@ import numpy as np
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.communication import StateTraffic, local_params
 from jaxscale.planner.cost.kernels import memory_seconds
-from jaxscale.planner.cost.layer import Layer
-from jaxscale.planner.cost.passes import Pass, crowding
-from jaxscale.planner.cost.pipeline import Stages
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.cost.layer import LayerCompute
+from jaxscale.planner.cost.passes import LayerPass, contention
+from jaxscale.planner.cost.pipeline import StageLayers
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
 OPTIMIZER_BYTES = 32
-"""Of a parameter, that Adam reads and writes: gradient 4, master and two moments 24, and the
-parameter in 16 bits with its cast."""
+"""Bytes per parameter that Adam reads and writes: gradient 4, master weights and two moments 24,
+and the 16-bit parameter with its cast."""
 
 ACCUMULATE_BYTES = 10
-"""Of a parameter, that adding a micro-batch's 16-bit gradient to the 32-bit sum reads and
-writes."""
+"""Bytes per parameter of adding a 16-bit gradient of a micro-batch to the 32-bit accumulator."""
 
 
 WAITS_FOR_SCATTER = ("tpu3", "tpu4", "tpu5e")
-"""Generations on which no computation runs beside a reduce-scatter: XLA fuses all-gathers alone
-with their neighbours there (the flags of MaxText's scripts for v5e, and of `hardware.py`). Later
-ones have sparse cores drive both."""
+"""Generations on which reduce-scatters are not overlapped: XLA fuses only all-gathers with compute
+there (flags of MaxText's scripts for v5e). On later ones sparse cores drive both."""
 
 
 def state_seconds(
     cluster: Cluster,
-    choice: Choice,
-    passes: dict[str, Pass],
-    layer: Layer,
-    stages: Stages,
+    parallelism: Parallelism,
+    passes: dict[str, LayerPass],
+    layer: LayerCompute,
+    stages: StageLayers,
     state: StateTraffic,
 ) -> tuple[Floats, Floats, dict[str, Floats]]:
-    """Exposed seconds over fsdp and over data, and what is hidden of them."""
-    traits = choice.traits
-    zero, m = np.asarray(choice.zero_stage), np.asarray(choice.microbatches, float)
-    p, v = np.asarray(choice.pipeline), np.asarray(choice.virtual_stages, float)
-    # A pipeline keeps the weights of its only chunk, and gathers others when it turns to them.
+    """Exposed seconds over fsdp and over data, and the overlapped seconds by axis."""
+    traits = parallelism.traits
+    zero, m = np.asarray(parallelism.zero_stage), np.asarray(parallelism.microbatches, float)
+    p, v = np.asarray(parallelism.pipeline), np.asarray(parallelism.virtual_stages, float)
+    # A pipeline keeps the gathered weights of an only chunk; several are gathered at their turns.
     turns = np.where(v > 1, m / np.maximum(1, np.minimum(m, p)), 1.0)
-    if choice.schedule == "breadth_first":
+    if parallelism.schedule == "breadth_first":
         turns = np.ones_like(turns)
-    walks = np.where(p > 1, turns, 1.0 if choice.accumulation == "layered" else m)
+    walks = np.where(p > 1, turns, 1.0 if parallelism.accumulation == "layered" else m)
     forward = stages.busiest * passes["forward"].seconds * m / walks
     back = sum(passes[name].seconds for name in ("input", "weights", "recompute"))
     backward = stages.busiest * back * m / walks
     head = (layer.head_forward.seconds + layer.head_backward.seconds) * m / walks
-    slow = crowding(cluster)
+    slow = contention(cluster)
 
     def beside(sent: Floats, work: Floats, wanted: bool, first: Floats) -> tuple[Floats, Floats]:
-        """Exposed, crowding included, and hidden."""
+        """Exposed seconds, contention included, and overlapped ones."""
         if not wanted:
             return sent, 0.0 * sent
         late = np.maximum(np.minimum(sent, first), sent - work)
@@ -62,7 +60,7 @@ def state_seconds(
 
     third = zero == 3
     count = np.maximum(1.0, stages.busiest)
-    once = state.gather / count  # a layer's: the first of a pass has nothing to hide behind
+    once = state.gather / count  # of a layer; the first one of a pass is not overlapped
     on = beside(
         state.gather + state.gather_outer,
         forward + head,
@@ -78,7 +76,7 @@ def state_seconds(
         off = off[0] + scatters * state.scatter, off[1]
     fsdp = walks * (third * on[0] + off[0])
     hidden = walks * (third * on[1] + off[1])
-    # Once a step, beside the last walk's backward pass.
+    # Once per step, overlapped with the last backward pass.
     last = backward / np.where(p > 1, np.maximum(m / walks, 1), 1.0)
     left = ~np.asarray(scatters, bool)
     at_end = np.where(zero == 0, state.whole, left * state.scatter + state.replicas)
@@ -89,45 +87,49 @@ def state_seconds(
     return fsdp, ended[0] + fresh[0] + state.ends, {"fsdp": hidden, "data": ended[1] + fresh[1]}
 
 
-def optimizer_seconds(shape: Shape, cluster: Cluster, choice: Choice) -> Floats:
-    layers, outer = local_params(shape, choice)
-    if choice.traits.frozen:
+def optimizer_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
+    layers, outer = local_params(shape, parallelism)
+    if parallelism.traits.frozen:
         return np.zeros(())
-    ranks = np.where(np.asarray(choice.zero_stage) > 0, choice.fsdp, 1)
+    ranks = np.where(np.asarray(parallelism.zero_stage) > 0, parallelism.fsdp, 1)
     return memory_seconds(cluster, OPTIMIZER_BYTES * (layers + outer) / ranks)
 
 
-def accumulate_seconds(shape: Shape, cluster: Cluster, choice: Choice) -> Floats:
-    """Sums over micro-batches."""
-    layers, outer = local_params(shape, choice)
-    m = np.asarray(choice.microbatches, float)
-    m = np.where((m > 1) & (not choice.traits.frozen), m, 0.0)
+def accumulate_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
+    """Gradient accumulation over micro-batches."""
+    layers, outer = local_params(shape, parallelism)
+    m = np.asarray(parallelism.microbatches, float)
+    m = np.where((m > 1) & (not parallelism.traits.frozen), m, 0.0)
     return m * memory_seconds(cluster, ACCUMULATE_BYTES * (layers + outer))
 
 
 def offload_seconds(
-    shape: Shape, cluster: Cluster, choice: Choice, passes: dict[str, Pass], stages: Stages
+    shape: ModelShape,
+    cluster: Cluster,
+    parallelism: Parallelism,
+    passes: dict[str, LayerPass],
+    stages: StageLayers,
 ) -> Floats:
-    """What goes to host memory and back, beyond what computation hides."""
-    if choice.offload == "none" and not choice.remat.startswith("offload:"):
+    """Exposed transfers to host memory and back."""
+    if parallelism.offload == "none" and not parallelism.remat.startswith("offload:"):
         return np.zeros(())
     host = cluster.chip.host_bytes_per_second
-    layers, outer = local_params(shape, choice)
+    layers, outer = local_params(shape, parallelism)
     seconds = np.zeros(())
-    if "optimizer" in choice.offload:
-        ranks = np.where(np.asarray(choice.zero_stage) > 0, choice.fsdp, 1)
+    if "optimizer" in parallelism.offload:
+        ranks = np.where(np.asarray(parallelism.zero_stage) > 0, parallelism.fsdp, 1)
         seconds = seconds + 12.0 * (layers + outer) / ranks / host
-    if "activations" in choice.offload or choice.remat.startswith("offload:"):
-        tokens = np.asarray(choice.microbatch) * shape.seq_len / choice.context
-        moved = tokens * kept_bytes(shape, choice.remat) / choice.tensor
-        m, each = np.asarray(choice.microbatches, float), moved / host
+    if "activations" in parallelism.offload or parallelism.remat.startswith("offload:"):
+        tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
+        moved = tokens * shape_saved_bytes(shape, parallelism.remat) / parallelism.tensor
+        m, each = np.asarray(parallelism.microbatches, float), moved / host
         for name in ("forward", "input"):
             seconds = seconds + m * stages.busiest * np.maximum(0, each - passes[name].seconds)
     return seconds
 
 
-def kept_bytes(shape: Shape, remat: str) -> float:
-    """Bytes of a token that a layer keeps under a policy, over the ranks of tensor together."""
+def shape_saved_bytes(shape: ModelShape, remat: str) -> float:
+    """Bytes that a layer saves of a token under a policy, of all tensor ranks together."""
     heads, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     wide = shape.d_ff
     if shape.expert_layers:

@@ -1,7 +1,7 @@
-"""Seconds of a step, by what they are spent on: closed forms over arrays of layouts.
+"""Predicted seconds of a step by term, in closed form over arrays of layouts.
 
-Terms are what the busiest rank of the pipeline does, its waiting for others is the bubble, and
-collectives count as far as computation does not hide them.
+Terms are those of the busiest pipeline rank, its idle time is the bubble, and communication counts
+where it is exposed.
 """
 
 from dataclasses import dataclass, field
@@ -12,43 +12,43 @@ import numpy as np
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.collectives import axis_levels
 from jaxscale.planner.cost.communication import layer_traffic, state_traffic
-from jaxscale.planner.cost.layer import layer_work
+from jaxscale.planner.cost.layer import layer_compute
 from jaxscale.planner.cost.passes import make_passes
-from jaxscale.planner.cost.pipeline import Stages, pipeline_seconds, stage_costs
+from jaxscale.planner.cost.pipeline import StageLayers, pipeline_overhead, stage_operation_seconds
 from jaxscale.planner.cost.state import (
     accumulate_seconds,
     offload_seconds,
     optimizer_seconds,
     state_seconds,
 )
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
 
 Floats = Any  # a float, or float [N]
 
 JITTER = 0.0054
-"""Relative deviation of one device's step time; the slowest of N is sqrt(2 ln N) of them behind:
-2 per cent at 1,000 devices, where 1 to 3 are typical."""
+"""Relative standard deviation of a device's step time; the slowest of N devices is sqrt(2 ln N) of
+them late: 2 % at 1,000 devices, where 1 to 3 % are typical."""
 
 END_SECONDS = {True: 8e-3, False: 1e-3}
-"""Of a step that belong to no layer: the sums of losses and norms, the optimizer's kernels, the
-loader. Eager trainers wait for the host several times a step (loss scale, norm, timers)."""
+"""Fixed cost per step: reductions of loss and norm, launches of the optimizer's kernels, the
+loader. Eager trainers synchronise with the host several times a step (loss scale, norm, timers)."""
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """Seconds of a step by term, floats or float [N]; `hidden` ones are beside these."""
+class StepSeconds:
+    """Seconds of a step by term, floats or float [N]; `hidden` seconds are overlapped with them."""
 
     matmul: Floats
     attention: Floats
     elementwise: Floats
-    waiting: Floats  # for the host to launch kernels
+    waiting: Floats  # for kernel launches
     recompute: Floats
     tensor: Floats
     context: Floats
     expert: Floats
-    pipeline: Floats  # messages
+    pipeline: Floats  # sends
     fsdp: Floats
     data: Floats
     bubble: Floats
@@ -60,7 +60,7 @@ class Seconds:
 
     @property
     def terms(self) -> dict[str, Floats]:
-        """All that adds up to the step, by name."""
+        """The terms that add up to the step, by name."""
         return {name: value for name, value in vars(self).items() if name != "hidden"}
 
     @property
@@ -69,32 +69,36 @@ class Seconds:
         return float(total) if np.ndim(total) == 0 else total
 
 
-def cost(shape: Shape, cluster: Cluster, choice: Choice, *, waits: bool = True) -> Seconds:
-    """What a step takes.
+def step_cost(
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, *, waits: bool = True
+) -> StepSeconds:
+    """Predicted seconds of a step.
 
     Args:
-      choice: one layout or arrays of them; not checked for what a model or cluster can do.
-      waits: False leaves out what ranks of a pipeline wait for each other: the step takes no less,
-        and no table is needed to say so.
+      parallelism: one layout or arrays of them; not checked against model and cluster.
+      waits: False leaves out the pipeline bubble, for a lower bound that needs no table.
 
     Returns:
       Terms whose sum is the step.
     """
-    levels = axis_levels(cluster, choice)
-    layer, sent = layer_work(shape, cluster, choice), layer_traffic(shape, choice, levels)
-    passes, beside = make_passes(cluster, choice, layer, sent)
-    stages = Stages.of(shape, choice)
-    pipe = pipeline_seconds(choice, passes, layer, sent, stages, waits)
-    state = state_traffic(shape, choice, levels)
-    fsdp, data, more = state_seconds(cluster, choice, passes, layer, stages, state)
-    m, layers = np.asarray(choice.microbatches, float), stages.busiest
+    levels = axis_levels(cluster, parallelism)
+    layer, sent = (
+        layer_compute(shape, cluster, parallelism),
+        layer_traffic(shape, parallelism, levels),
+    )
+    passes, beside = make_passes(cluster, parallelism, layer, sent)
+    stages = StageLayers.of(shape, parallelism)
+    pipe = pipeline_overhead(parallelism, passes, layer, sent, stages, waits)
+    state = state_traffic(shape, parallelism, levels)
+    fsdp, data, more = state_seconds(cluster, parallelism, passes, layer, stages, state)
+    m, layers = np.asarray(parallelism.microbatches, float), stages.busiest
     hidden = {name: m * layers * seconds for name, seconds in beside.items()} | more
     work = passes["forward"].work + passes["input"].work + passes["weights"].work
     head = (layer.head_forward + layer.head_backward) * pipe.head_here
-    again = passes["recompute"]
-    optimizer = optimizer_seconds(shape, cluster, choice)
-    host = offload_seconds(shape, cluster, choice, passes, stages)
-    accumulate = accumulate_seconds(shape, cluster, choice)
+    recompute = passes["recompute"]
+    optimizer = optimizer_seconds(shape, cluster, parallelism)
+    host = offload_seconds(shape, cluster, parallelism, passes, stages)
+    accumulate = accumulate_seconds(shape, cluster, parallelism)
 
     def communication(name: str) -> Floats:
         return m * layers * sum(getattr(one, name) for one in passes.values())
@@ -104,7 +108,7 @@ def cost(shape: Shape, cluster: Cluster, choice: Choice, *, waits: bool = True) 
         "attention": m * (layers * work.attention + head.attention),
         "elementwise": m * (layers * work.elementwise + head.elementwise) + accumulate,
         "waiting": m * (layers * work.waiting + head.waiting),
-        "recompute": m * layers * again.work.seconds,
+        "recompute": m * layers * recompute.work.seconds,
         "tensor": communication("tensor"),
         "context": communication("context"),
         "expert": communication("expert"),
@@ -114,21 +118,30 @@ def cost(shape: Shape, cluster: Cluster, choice: Choice, *, waits: bool = True) 
         "bubble": pipe.bubble,
         "optimizer": optimizer,
         "offload": host,
-        "end": np.asarray(END_SECONDS[choice.traits.eager and choice.traits.graph != "step"]),
+        "end": np.asarray(
+            END_SECONDS[parallelism.traits.eager and parallelism.traits.graph != "step"]
+        ),
     }
-    count = np.asarray(choice.num_devices, float)
+    count = np.asarray(parallelism.num_devices, float)
     late = JITTER * np.sqrt(2 * np.log(np.maximum(count, 1)))
-    return Seconds(**terms, stragglers=late * sum(terms.values()), hidden=hidden)
+    return StepSeconds(**terms, stragglers=late * sum(terms.values()), hidden=hidden)
 
 
-def rank_costs(shape: Shape, cluster: Cluster, choice: Choice) -> table_makespan.Costs:
-    """What the operations of a pipeline cost, as `ticks.makespan` wants them.
+def operation_seconds(
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism
+) -> table_makespan.OperationSeconds:
+    """Seconds of the operations of a pipeline, for `table_makespan.makespan`.
 
     Returns:
       Float [..., virtual stages] each, in seconds of a rank's whole share of the model.
     """
-    levels = axis_levels(cluster, choice)
-    layer, sent = layer_work(shape, cluster, choice), layer_traffic(shape, choice, levels)
-    passes, _ = make_passes(cluster, choice, layer, sent)
-    message = sent.message if choice.traits.lockstep else 0.0
-    return stage_costs(Stages.of(shape, choice), choice, passes, layer, message)
+    levels = axis_levels(cluster, parallelism)
+    layer, sent = (
+        layer_compute(shape, cluster, parallelism),
+        layer_traffic(shape, parallelism, levels),
+    )
+    passes, _ = make_passes(cluster, parallelism, layer, sent)
+    message = sent.message if parallelism.traits.lockstep else 0.0
+    return stage_operation_seconds(
+        StageLayers.of(shape, parallelism), parallelism, passes, layer, message
+    )

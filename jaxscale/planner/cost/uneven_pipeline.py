@@ -1,7 +1,7 @@
-"""Seconds of pipelines whose layers are dealt as the engine deals them.
+"""Step time of pipelines with any split of the layers over stages.
 
-The closed forms of `cost` deal a model evenly, which no table can where layers do not divide, and
-which leaves the head to one stage. Here the real table is played with what each stage really has.
+The closed forms of `step_cost` split the layers evenly. Here the table of the schedule is simulated
+with the layers that each stage really has.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ import numpy as np
 
 from jaxscale.pipeline_schedules.operations import R
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.cost.step import Seconds, cost, rank_costs
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.cost.step import StepSeconds, operation_seconds, step_cost
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
-from jaxscale.planner.tables.table_makespan import Pipeline
+from jaxscale.planner.tables.table_makespan import TableSpec
 
 Layers = tuple[int, ...]  # of each virtual stage
 
-OWN = (
+BUSIEST_RANK_TERMS = (
     "matmul",
     "attention",
     "elementwise",
@@ -30,117 +30,118 @@ OWN = (
     "context",
     "expert",
 )
-"""Terms that are what the busiest rank of a pipeline does itself."""
+"""Terms that the busiest pipeline rank spends working."""
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Of N pipelines: what a step takes beside its table, and what the table is made of."""
+class UnevenPipelineCost:
+    """Cost model of N pipelines: seconds of operations for the table, and seconds outside it."""
 
-    seconds: Seconds  # with ranks that never wait
-    late: np.ndarray  # stragglers, relative to all else
-    others: np.ndarray  # terms that are not the table's
-    layer: table_makespan.Costs  # [N, 1]: of a rank's even share of the layers
-    head: table_makespan.Costs  # [N, 1]: what the last stage has beside
-    shape: Shape
-    choice: Choice
+    seconds: StepSeconds  # without a bubble
+    late: np.ndarray  # stragglers, relative to the other terms
+    others: np.ndarray  # seconds outside the table
+    layer: table_makespan.OperationSeconds  # [N, 1]: of an even share of the layers
+    head: table_makespan.OperationSeconds  # [N, 1]: extra cost of the last stage
+    shape: ModelShape
+    parallelism: Parallelism
 
     @classmethod
-    def of(cls, shape: Shape, cluster: Cluster, choice: Choice) -> "Parts":
-        """Of pipelines whose texts are the same."""
-        seconds = cost(shape, cluster, choice, waits=False)
+    def of(
+        cls, shape: ModelShape, cluster: Cluster, parallelism: Parallelism
+    ) -> "UnevenPipelineCost":
+        """Of pipelines whose string settings are equal."""
+        seconds = step_cost(shape, cluster, parallelism, waits=False)
         terms, total = seconds.terms, np.atleast_1d(seconds.step_seconds)
         stragglers = np.atleast_1d(terms["stragglers"])
-        own = np.atleast_1d(sum(terms[name] for name in OWN))
-        even = [np.atleast_2d(one) for one in rank_costs(shape, cluster, choice)]
+        own = np.atleast_1d(sum(terms[name] for name in BUSIEST_RANK_TERMS))
+        even = [np.atleast_2d(one) for one in operation_seconds(shape, cluster, parallelism)]
         return cls(
             seconds,
             stragglers / (total - stragglers),
             total - stragglers - own,
-            table_makespan.Costs(*(one[:, :1] for one in even)),
-            table_makespan.Costs(*(one[:, -1:] - one[:, :1] for one in even)),
+            table_makespan.OperationSeconds(*(one[:, :1] for one in even)),
+            table_makespan.OperationSeconds(*(one[:, -1:] - one[:, :1] for one in even)),
             shape,
-            choice,
+            parallelism,
         )
 
     def bound(self) -> np.ndarray:
-        """float [N], seconds that no dealing and no schedule can be faster than: all ranks work
-        all the time."""
-        ranks = np.atleast_1d(np.asarray(self.choice.pipeline, float))
-        chunks = np.atleast_1d(np.asarray(self.choice.virtual_stages, float))
+        """float [N], a lower bound in seconds for any split and schedule: no rank ever idles."""
+        ranks = np.atleast_1d(np.asarray(self.parallelism.pipeline, float))
+        chunks = np.atleast_1d(np.asarray(self.parallelism.virtual_stages, float))
         layer = sum(one[:, 0] for one in self.layer)
         head = sum(one[:, 0] for one in self.head)
-        work = np.atleast_1d(self.choice.microbatches) * (layer + head / (chunks * ranks))
+        work = np.atleast_1d(self.parallelism.microbatches) * (layer + head / (chunks * ranks))
         return (self.others + work) * (1 + self.late)
 
-    def costs(self, rows: Any, layers: Any) -> table_makespan.Costs:
-        """Costs of stages of some rows.
+    def costs(self, rows: Any, layers: Any) -> table_makespan.OperationSeconds:
+        """Seconds of operations by stage, of some rows.
 
         Args:
-          layers: int [..., stages].
+          layers: int [..., stages], the layers of each stage.
         """
         layers = np.asarray(layers)
         share = layers * layers.shape[-1] / self.shape.layers
         last = np.arange(layers.shape[-1]) == layers.shape[-1] - 1
-        return table_makespan.Costs(
+        return table_makespan.OperationSeconds(
             *(one[rows] * share + head[rows] * last for one, head in zip(self.layer, self.head))
         )
 
-    def makespan(self, rows: Any, pipeline: Pipeline, layers: Any) -> np.ndarray:
-        """float [rows], seconds of the table; or [...] of the dealings of one row."""
-        return table_makespan.makespan(pipeline, self.costs(rows, layers))
+    def makespan(self, rows: Any, spec: TableSpec, layers: Any) -> np.ndarray:
+        """float [rows], seconds of the table; or [...] for several splits of one row."""
+        return table_makespan.makespan(spec, self.costs(rows, layers))
 
     def step_seconds(
-        self, pipelines: Sequence[Pipeline], layers: Sequence[Layers], place: np.ndarray
+        self, specs: Sequence[TableSpec], layers: Sequence[Layers], index: np.ndarray
     ) -> np.ndarray:
         """float [N], seconds of a step.
 
         Args:
-          layers: of each pipeline.
-          place: int [N], the pipeline of each row.
+          layers: of each spec.
+          index: int [N], the spec of each row.
         """
-        tables = np.zeros(len(place))
-        for n, (pipeline, dealt) in enumerate(zip(pipelines, layers)):
-            rows = np.flatnonzero(place == n)
+        tables = np.zeros(len(index))
+        for n, (spec, split) in enumerate(zip(specs, layers)):
+            rows = np.flatnonzero(index == n)
             if len(rows):
-                tables[rows] = self.makespan(rows, pipeline, dealt)
+                tables[rows] = self.makespan(rows, spec, split)
         return (self.others + tables) * (1 + self.late)
 
-    def terms(self, pipeline: Pipeline, layers: Layers) -> dict[str, float]:
-        """Of the only row: what the busiest rank does itself is scaled to what it has, and its
-        waiting is the rest."""
-        table = float(self.makespan([0], pipeline, layers)[0])
-        costs, share = self.costs([0], layers), most_recomputed(pipeline)
+    def terms(self, spec: TableSpec, layers: Layers) -> dict[str, float]:
+        """Terms of a single row: the work of the busiest rank is scaled to its layers, and its idle
+        time is the bubble."""
+        table = float(self.makespan([0], spec, layers)[0])
+        costs, share = self.costs([0], layers), recomputed_share(spec)
         costs = costs._replace(r=share * np.asarray(costs.r))
-        work = pipeline.microbatches * busiest(pipeline, costs)
+        work = spec.microbatches * busiest_rank_seconds(spec, costs)
         terms = {name: float(np.ravel(value)[0]) for name, value in self.seconds.terms.items()}
         terms["recompute"] *= share
-        scale = work / sum(terms[name] for name in OWN)
-        terms |= {name: scale * terms[name] for name in OWN}
+        scale = work / sum(terms[name] for name in BUSIEST_RANK_TERMS)
+        terms |= {name: scale * terms[name] for name in BUSIEST_RANK_TERMS}
         terms["bubble"] = max(0.0, table - work)
         terms["stragglers"] = float(self.late[0]) * (sum(terms.values()) - terms["stragglers"])
         return terms
 
 
-def most_recomputed(pipeline: Pipeline) -> float:
-    """The share of its passes that the rank recomputes which recomputes most."""
-    if not pipeline.keep:
+def recomputed_share(spec: TableSpec) -> float:
+    """The largest share of passes that a rank recomputes."""
+    if not spec.keep:
         return 1.0
-    ops = table_makespan.open_table(pipeline).ops
-    again = np.bincount(ops.rank[ops.kind == R])
-    return float(again.max() / (pipeline.virtual_stages * pipeline.microbatches))
+    ops = table_makespan.pipeline_table(spec).ops
+    counts = np.bincount(ops.rank[ops.kind == R])
+    return float(counts.max() / (spec.virtual_stages * spec.microbatches))
 
 
-def busiest(pipeline: Pipeline, costs: table_makespan.Costs) -> float:
-    """Seconds of one micro-batch on the rank that has most to do.
+def busiest_rank_seconds(spec: TableSpec, costs: table_makespan.OperationSeconds) -> float:
+    """Seconds of one micro-batch on the busiest rank.
 
     Args:
       costs: float [1, stages] each.
     """
-    # Where stages live does not depend on what is done with them.
-    order = table_makespan.open_table(
-        Pipeline(pipeline.schedule, pipeline.ranks, 2 * pipeline.ranks, pipeline.virtual_stages)
+    # The placement of stages does not depend on micro-batches or recompute.
+    order = table_makespan.pipeline_table(
+        TableSpec(spec.schedule, spec.ranks, 2 * spec.ranks, spec.virtual_stages)
     ).order
-    each = np.ravel(sum(np.asarray(one) for one in costs)) / pipeline.virtual_stages
+    each = np.ravel(sum(np.asarray(one) for one in costs)) / spec.virtual_stages
     home = [order.rank_of(stage, 0) for stage in range(order.stages)]
     return float(np.bincount(home, weights=each).max())

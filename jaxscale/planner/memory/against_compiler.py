@@ -1,4 +1,4 @@
-"""Predicted beside compiled memory, over the table that `tools/aot_table.py` keeps."""
+"""Predicted memory against the compiler's, over the table of `tools/aot_table.py`."""
 
 import dataclasses
 import json
@@ -9,14 +9,14 @@ from typing import NamedTuple
 from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.layout import Layout
-from jaxscale.planner.memory.step import memory
+from jaxscale.planner.memory.step import step_memory
 
 TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "v7x")
-"""Kinds of topologies whose compiler is the TPU's."""
+"""Topologies of TPUs."""
 
 
-class Pair(NamedTuple):
-    """Of one case, the peak of a device by formula and by the compiler."""
+class MemoryComparison(NamedTuple):
+    """Peak memory per device of one case, predicted and compiled."""
 
     name: str
     back_end: str
@@ -25,32 +25,32 @@ class Pair(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative, above 0 where the formula says more."""
+        """Relative error, positive where the prediction is higher."""
         return self.predicted_bytes / self.compiled_bytes - 1
 
 
-def compare_table(path: str | pathlib.Path) -> list[Pair]:
-    """Every case of the table that was compiled; refused ones have no memory."""
+def compare_table(path: str | pathlib.Path) -> list[MemoryComparison]:
+    """Every case of the table that compiled; refused cases have no memory figure."""
     pairs = []
     for name, case in json.loads(pathlib.Path(path).read_text()).items():
         if "refusal" not in case:
             back_end = "tpu" if case["topology"].partition(":")[0] in TPUS else "gpu"
-            predicted = memory(case_config(case), back_end, own_host=True).peak
-            pairs.append(Pair(name, back_end, int(predicted), case["peak_bytes"]))
+            predicted = step_memory(case_config(case), back_end, own_host=True).peak
+            pairs.append(MemoryComparison(name, back_end, int(predicted), case["peak_bytes"]))
     return pairs
 
 
 def case_config(case: dict) -> Config:
-    """What a case compiled."""
+    """The config that a case compiled."""
     config = configs.load(case["config"])
     data = dataclasses.replace(config.data, global_batch_size=case["global_batch_size"])
-    # The table keeps all fields of its day: one that is gone since was at its default.
+    # The table may have fields that no longer exist: they were at their defaults.
     known = {field.name for field in dataclasses.fields(Layout)} & set(case["layout"])
     layout = Layout(**{name: case["layout"][name] for name in known})
     return dataclasses.replace(config, data=data, layout=layout)
 
 
-def summary(pairs: list[Pair]) -> str:
+def comparison_text(pairs: list[MemoryComparison]) -> str:
     """A line for each case, and the median and worst error."""
     lines = [
         f"{pair.name:72} {pair.predicted_bytes / 1e9:8.2f} GB {pair.compiled_bytes / 1e9:8.2f} GB "

@@ -1,9 +1,8 @@
-"""The bytes that a step of our engine would need on one device for a model that it cannot train
-yet.
+"""Memory per device that our engine would need for a model that it cannot train yet.
 
-State is ZeRO's (arXiv 1910.02054) in float32, spread as the engine spreads it; activations of a
-layer are those of `published.layer_bytes` (after arXiv 2205.05198); the slots of a pipeline are
-those of its real table. How they come together in a step follows `memory`, which is exact for what
+State follows ZeRO (arXiv 1910.02054) in float32, sharded as in the engine; activations of a layer
+are those of `other_trainers.layer_bytes` (after arXiv 2205.05198); pipeline slots are those of the
+schedule's table. The phases of a step are those of `memory.step`, which is exact for models that
 the engine trains; the suite compares the two on dense models.
 """
 
@@ -19,41 +18,44 @@ from jaxscale.planner.memory.at_rest import BATCH_BYTES
 from jaxscale.planner.memory.other_trainers import layer_bytes
 from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.memory.transients import TRANSIENTS
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
-from jaxscale.planner.tables.pipeline_slots import Held
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.tables.pipeline_slots import RankBuffers
 from jaxscale.sharding.rules import spreads_outer
 
 Floats = Any  # a float, or float [N]
 
 WIDE, NARROW = 4.0, 2.0
-"""Bytes of an element: parameters, moments and sums of gradients; what is computed with."""
+"""Bytes per element: of parameters, moments and gradient accumulators; of compute."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """How a step goes, as `walk.Walk` has it; parameters are those on a device, whole over fsdp."""
+    """As `layer_loop.LayerLoop`; parameters are those on a device, not sharded over fsdp."""
 
     pipelined: Any
-    group: Floats  # micro-batches that walk together
-    single: Any  # whether a step visits each layer's gradients once
+    group: Floats  # micro-batches of an accumulation group
+    single: Any  # whether a step computes each layer's gradients once
     gathers: Any
     scatters: Any
-    layer: Floats  # parameters of one, the mean of all
-    stack: Floats  # of all layers
+    layer: Floats  # parameters of an average layer
+    stack: Floats  # parameters of all layers
     head: Floats
-    outer: Floats  # of embedding and head
+    outer: Floats  # parameters of embedding and head
     tokens: Floats  # of a micro-batch
     stream: Floats  # bytes of a micro-batch's residual stream
 
     @classmethod
-    def of(cls, shape: Shape, choice: Choice, rows: Floats) -> "_Step":
-        p, t, z = (np.asarray(one, float) for one in (choice.pipeline, choice.tensor, choice.fsdp))
-        m, zero = np.asarray(choice.microbatches, float), np.asarray(choice.zero_stage)
-        group = m if choice.accumulation == "layered" else np.ones_like(m)
+    def of(cls, shape: ModelShape, parallelism: Parallelism, rows: Floats) -> "_Step":
+        p, t, z = (
+            np.asarray(one, float)
+            for one in (parallelism.pipeline, parallelism.tensor, parallelism.fsdp)
+        )
+        m, zero = np.asarray(parallelism.microbatches, float), np.asarray(parallelism.zero_stage)
+        group = m if parallelism.accumulation == "layered" else np.ones_like(m)
         single = (p == 1) & (m / group == 1)
-        layer = local_params(shape, choice)[0] * p / shape.layers
-        tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
+        layer = local_params(shape, parallelism)[0] * p / shape.layers
+        tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
         return cls(
             pipelined=p > 1,
             group=group,
@@ -69,40 +71,46 @@ class _Step:
         )
 
 
-def memory(shape: Shape, choice: Choice, held: Held, back_end: str) -> Memory:
-    """What a step needs.
+def analytic_memory(
+    shape: ModelShape, parallelism: Parallelism, buffers: RankBuffers, back_end: str
+) -> Memory:
+    """Memory of a step.
 
     Args:
-      held: layers and slots of a rank; without a pipeline `Held(shape.layers)`.
+      buffers: of a pipeline's busiest rank; without a pipeline `RankBuffers(shape.layers)`.
       back_end: "gpu", "tpu" or "cpu".
 
     Returns:
       Fields are numbers, or float [N].
     """
-    step, transients = _Step.of(shape, choice, held.rows), TRANSIENTS[back_end, "llama"]
-    p, z, zero = np.asarray(choice.pipeline), np.asarray(choice.fsdp), np.asarray(choice.zero_stage)
+    step, transients = _Step.of(shape, parallelism, buffers.rows), TRANSIENTS[back_end, "llama"]
+    p, z, zero = (
+        np.asarray(parallelism.pipeline),
+        np.asarray(parallelism.fsdp),
+        np.asarray(parallelism.zero_stage),
+    )
     layer, group, stream, pipelined = step.layer, step.group, step.stream, step.pipelined
     together = group > 1
-    # At rest what is outside the layers is spread over a pipeline, which at work has a tied head
+    # At rest embedding and head are sharded over the pipeline; during a step a tied head is there
     # beside the embedding.
     rest = step.stack + step.outer / np.where(spreads_outer(p, z, shape.d_model), p, 1)
-    ends = step.outer + pipelined * shape.tied * shape.embedding_params / choice.tensor
+    ends = step.outer + pipelined * shape.tied * shape.embedding_params / parallelism.tensor
     moments = 2 * WIDE * rest / np.where(zero >= 1, z, 1)
-    kept, whole = layer_bytes(shape, choice), layer_bytes(shape, choice, "none")
-    # Activations of a layer and as many gradients; where products read the stream, it is whole.
+    kept, whole = layer_bytes(shape, parallelism), layer_bytes(shape, parallelism, "none")
+    # Activations of a layer and as many gradients; matmuls read the stream gathered over tensor.
     spread = (
-        (transients.whole + parse_remat(choice.remat).by_names)
-        * (np.asarray(choice.tensor) - 1)
+        (transients.whole + parse_remat(parallelism.remat).by_names)
+        * (np.asarray(parallelism.tensor) - 1)
         * stream
     )
     working = 2 * whole + spread
-    chunk = held.capacity * layer
-    reduces = step.scatters | (step.single & (choice.batch_shards * choice.context > 1))
+    chunk = buffers.capacity * layer
+    reduces = step.scatters | (step.single & (parallelism.batch_shards * parallelism.context > 1))
     return Memory(
         parameters=WIDE * rest / np.where(zero == 3, z, 1),
-        optimizer=moments * ("optimizer" not in choice.offload),
+        optimizer=moments * ("optimizer" not in parallelism.offload),
         batch=BATCH_BYTES
-        * choice.microbatches
+        * parallelism.microbatches
         * step.tokens
         * (1 + shape.encoder_seq_len / shape.seq_len),
         gradients=WIDE
@@ -110,8 +118,8 @@ def memory(shape: Shape, choice: Choice, held: Held, back_end: str) -> Memory:
         / np.where(step.scatters, z, 1),
         stash=np.where(
             pipelined,
-            _slots(held, whole if choice.remat == "full" else kept),
-            held.rows * group * kept,
+            _slots(buffers, whole if parallelism.remat == "full" else kept),
+            buffers.rows * group * kept,
         ),
         layer_weights=NARROW * np.where(step.gathers, np.where(pipelined, chunk, 2 * layer), layer),
         zeros=0,
@@ -121,31 +129,30 @@ def memory(shape: Shape, choice: Choice, held: Held, back_end: str) -> Memory:
         layer_gradients=WIDE * layer * (reduces | pipelined | together)
         + np.where(together, working, 4 * stream),
         forward_loop=together * group * (2 * kept + 5 * stream),
-        head=_head(shape, choice, step, transients.logits),
+        head=_head(shape, parallelism, step, transients.logits),
         reduction=np.where(
             step.single,
             2 * WIDE * (layer + step.outer) * (reduces & ~step.scatters),
-            _sums(shape, choice, step, held.rows),
+            _sums(shape, parallelism, step, buffers.rows),
         ),
         update=0,
         moments_copy=0,
         host_optimizer=moments,
         host_stash=0,
-        messages=np.where(pipelined, (held.inbox + held.input + 2) * stream, 0.0),
+        messages=np.where(pipelined, (buffers.inbox + buffers.input + 2) * stream, 0.0),
         outer_weights=np.where(pipelined, NARROW * (ends + step.gathers * chunk), 0.0),
         pending=np.where(pipelined & step.scatters, WIDE * chunk * (1 + 1 / z), 0.0),
     )
 
 
-def _slots(held: Held, each: Floats) -> Floats:
-    """What the chunks of a rank keep between operations. B hands on to W no more than a layer
-    keeps."""
-    slots = np.maximum(held.residual_b, held.residual_w) + held.cotangent
-    return held.capacity * each * slots
+def _slots(buffers: RankBuffers, each: Floats) -> Floats:
+    """Saved activations of a rank's chunks. B hands W no more than a layer saves."""
+    slots = np.maximum(buffers.residual_b, buffers.residual_w) + buffers.cotangent
+    return buffers.capacity * each * slots
 
 
 def _outer_gradients(step: _Step, z: Floats, late: bool) -> Floats:
-    """Of embedding and head, as `memory` has them."""
+    """Gradients of embedding and head, as in `memory.step`."""
     shards = step.head / np.where(step.scatters, z, 1)
     if not late:
         return np.where(step.single, WIDE * shards + NARROW * (step.outer - step.head), 0.0)
@@ -153,21 +160,22 @@ def _outer_gradients(step: _Step, z: Floats, late: bool) -> Floats:
     return np.where(step.single, WIDE * (shards + step.head), several)
 
 
-def _head(shape: Shape, choice: Choice, step: _Step, logits: int) -> Floats:
-    """Logits of a chunk, the matrix with its gradient, and the stream as it comes and is normed."""
+def _head(shape: ModelShape, parallelism: Parallelism, step: _Step, logits: int) -> Floats:
+    """Logits of a chunk, the output matrix with its gradient, and the stream before and after the
+    norm."""
     size = max(CHUNK_BYTES // (4 * shape.vocab), CHUNK_TOKENS)
-    chunks = np.ceil(step.tokens * choice.context / size)
-    streams = 5 * choice.tensor + np.where(step.group > 1, 2 * step.group, 0)
+    chunks = np.ceil(step.tokens * parallelism.context / size)
+    streams = 5 * parallelism.tensor + np.where(step.group > 1, 2 * step.group, 0)
     matrices = (WIDE + step.gathers * NARROW + (step.group > 1) * WIDE) * step.head
-    each = logits * WIDE * step.tokens * shape.vocab / choice.tensor
+    each = logits * WIDE * step.tokens * shape.vocab / parallelism.tensor
     return each / chunks + matrices + streams * step.stream
 
 
-def _sums(shape: Shape, choice: Choice, step: _Step, rows: Floats) -> Floats:
-    """Gradients that are left to sum at the end, as they come out; ranks of expert have those of
-    no routed expert in common."""
-    z, zero = np.asarray(choice.fsdp), np.asarray(choice.zero_stage)
-    every = (np.asarray(choice.data) > 1) | ((z > 1) & (zero <= 1))
-    common = (shape.block_params - shape.routed_params) / choice.tensor * rows / shape.layers
-    common = (common + step.outer) * (np.asarray(choice.expert) > 1)
+def _sums(shape: ModelShape, parallelism: Parallelism, step: _Step, rows: Floats) -> Floats:
+    """Outputs of the gradient reductions at the end of a step; expert ranks reduce all but the
+    routed experts'."""
+    z, zero = np.asarray(parallelism.fsdp), np.asarray(parallelism.zero_stage)
+    every = (np.asarray(parallelism.data) > 1) | ((z > 1) & (zero <= 1))
+    common = (shape.block_params - shape.routed_params) / parallelism.tensor * rows / shape.layers
+    common = (common + step.outer) * (np.asarray(parallelism.expert) > 1)
     return WIDE * np.where(every, step.stack + step.outer, common) / np.where(zero >= 1, z, 1)

@@ -1,23 +1,24 @@
-"""What stays on a device between steps, to the byte: parameters, optimizer state, batch."""
+"""Memory between steps, to the byte: parameters, optimizer state, batch."""
 
 import dataclasses
 import math
 
 from jaxscale.config import FACTORED_SIZE, Config
-from jaxscale.planner.model.param_shapes import Array, Ints, itemsize, parameters
+from jaxscale.planner.model.param_shapes import Ints, ParamShape, itemsize, parameters
 
-BATCH_BYTES = 5 * 4  # of a token: the fields of `Batch`
-COUNT_BYTES = 4  # of an int32 scalar
+BATCH_BYTES = 5 * 4  # per token: the fields of `Batch`
+COUNT_BYTES = 4  # an int32 scalar
 COUNTS = {"adamw": 2, "lion": 2, "adafactor": 2, "muon": 3}
-"""Scalars of a rule's state: of itself (Muon leaves vectors to AdamW), and of the learning rate."""
+"""Scalars of an optimizer's state: step counts of its own (Muon uses AdamW for vectors), and of the
+learning-rate schedule."""
 MUON_COEFFICIENTS = 3 * 4  # float32, in its state
 
 
 def parameter_bytes(config: Config, rows: Ints) -> Ints:
-    """The parameters, whole over fsdp until ZeRO stage 3.
+    """The parameters, sharded over fsdp in ZeRO stage 3.
 
     Args:
-      rows: layers that a device has room for.
+      rows: layers that a device allocates.
     """
     layout, stage = config.layout, config.layout.zero_stage
     elements = sum(
@@ -28,7 +29,7 @@ def parameter_bytes(config: Config, rows: Ints) -> Ints:
 
 
 def moment_bytes(config: Config, rows: Ints) -> Ints:
-    """The optimizer's moments, whole over fsdp in ZeRO stage 0; `rows` as above."""
+    """The optimizer's moments, sharded over fsdp from ZeRO stage 1; `rows` as above."""
     layout, optimizer = config.layout, config.optimizer
     stage, widths = layout.zero_stage, (optimizer.moment_dtype, optimizer.second_moment_dtype)
     return sum(
@@ -42,20 +43,20 @@ def moment_bytes(config: Config, rows: Ints) -> Ints:
 
 
 def count_bytes(config: Config) -> int:
-    """What else an optimizer keeps."""
+    """The rest of the optimizer's state."""
     name = config.optimizer.name
     return COUNT_BYTES * COUNTS[name] + (MUON_COEFFICIENTS if name == "muon" else 0)
 
 
 def batch_bytes(config: Config) -> Ints:
-    """A device's part of the batch, and the count of steps."""
+    """A device's shard of the batch, and the step counter."""
     layout = config.layout
     tokens = config.data.tokens_per_step // (layout.batch_shards * layout.context)
     return BATCH_BYTES * tokens + COUNT_BYTES
 
 
-def _stacks(config: Config) -> list[Array]:
-    """Every parameter; those of the layers as they lie in a stack of one."""
+def _stacks(config: Config) -> list[ParamShape]:
+    """Every parameter; those of the layers with the stack's dimension, of size 1."""
     return [
         dataclasses.replace(array, axes=("layers", *array.axes), shape=(1, *array.shape))
         if array.part == "layers"
@@ -64,12 +65,12 @@ def _stacks(config: Config) -> list[Array]:
     ]
 
 
-def _repeats(array: Array, rows: Ints) -> Ints:
+def _repeats(array: ParamShape, rows: Ints) -> Ints:
     return rows if array.axes[0] == "layers" else 1
 
 
-def _moments(name: str, array: Array) -> tuple[list[Array], list[Array]]:
-    """The first moments and the second moments that a rule of `optim` keeps of a parameter."""
+def _moments(name: str, array: ParamShape) -> tuple[list[ParamShape], list[ParamShape]]:
+    """The first and the second moments that an optimizer keeps of a parameter."""
     if name == "lion" or (name == "muon" and array.part == "layers" and sides(array)):
         return [array], []
     if name != "adafactor":
@@ -77,18 +78,18 @@ def _moments(name: str, array: Array) -> tuple[list[Array], list[Array]]:
     placeholder = dataclasses.replace(array, axes=("one",), shape=(1,))
     if not sides(array) or min(map(math.prod, sides(array))) < FACTORED_SIZE:
         return [], [array, placeholder, placeholder]
-    # A mean over the other side leaves rows, and columns.
+    # Factored: means over columns and over rows.
     rows = {"layers", "embed"}
     return [], [_only(array, rows), _only(array, set(array.axes) - {"embed"}), placeholder]
 
 
-def sides(array: Array) -> list[list[int]]:
+def sides(array: ParamShape) -> list[list[int]]:
     """The sizes of a matrix's rows and columns, "embed" being one side; [] of a vector."""
     sizes = dict(zip(array.axes, array.shape))
     rest = [size for axis, size in sizes.items() if axis not in ("layers", "embed")]
     return [[sizes["embed"]], rest] if "embed" in sizes and rest else []
 
 
-def _only(array: Array, axes: set[str]) -> Array:
+def _only(array: ParamShape, axes: set[str]) -> ParamShape:
     left = {axis: size for axis, size in zip(array.axes, array.shape) if axis in axes}
     return dataclasses.replace(array, axes=tuple(left), shape=tuple(left.values()))

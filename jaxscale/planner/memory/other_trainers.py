@@ -1,8 +1,8 @@
-"""Bytes per device of trainers other than ours, by their published formulas.
+"""Memory per device of other trainers, by published formulas.
 
-State: ZeRO (arXiv 1910.02054). Activations of a layer with dropout and a plain MLP: Korthikanti et
-al. (2205.05198), tables 2 and 3, which give their figures to the digit. For our own engine see
-`memory.py`, which is exact.
+State: ZeRO (arXiv 1910.02054). Activations of a layer with dropout and an ungated MLP: Korthikanti
+et al. (arXiv 2205.05198), whose tables 2 and 3 are reproduced to the digit. For our own engine see
+`memory.step`, which is exact.
 """
 
 from collections.abc import Sequence
@@ -13,45 +13,47 @@ import numpy as np
 
 from jaxscale.layout import MESH_AXES
 from jaxscale.planner.cost.communication import local_params
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
 COMMUNICATOR_BYTES = 0.35e9
-"""The buffers of each group that NCCL joins (0.2 to 0.5 GB are seen)."""
+"""Buffers per NCCL communicator (0.2 to 0.5 GB are observed)."""
 
 FRAGMENTATION = 0.05
-"""Of what a caching allocator holds, that it cannot use at the peak (3 to 8 per cent are seen)."""
+"""Share of a caching allocator's memory lost to fragmentation at the peak (3 to 8 % are
+observed)."""
 
 
 @dataclass(frozen=True)
-class Published:
+class TrainerMemory:
     """Bytes on the busiest device."""
 
     weights: Floats
     gradients: Floats
     optimizer: Floats
-    activations: Floats  # of all layers and micro-batches in flight
-    working: Floats  # of the layer at work, or of the head
-    gathered: Floats  # whole weights of the layers at work
-    buckets: Floats  # that collectives are collected in
+    activations: Floats  # saved, of all layers and micro-batches in flight
+    working: Floats  # temporaries of a layer's backward pass, or of the head
+    gathered: Floats  # gathered weights of the current layers
+    buckets: Floats  # of bucketed collectives
     context: Floats  # of the driver and of NCCL
-    fragments: Floats  # that the allocator cannot use
-    cached: Floats  # held by the allocator and not needed at the peak
+    fragments: Floats  # lost to fragmentation
+    cached: Floats  # held by the allocator beyond the peak
 
     @property
     def needed(self) -> Floats:
-        """Without it the run fails."""
+        """What the run cannot do without."""
         return sum(value for name, value in vars(self).items() if name != "cached")
 
     @property
     def reserved(self) -> Floats:
-        """What tools show to be taken from the device."""
+        """What nvidia-smi shows as used."""
         return self.needed + self.cached
 
     def read(self, reading: str) -> Floats:
-        """Of the "device", what its "allocator" holds of it, or has "allocated" of that."""
+        """The figure of a tool: memory used on the "device", reserved by the "allocator", or
+        "allocated" of that."""
         if reading == "device":
             return self.reserved
         if reading == "allocator":
@@ -59,43 +61,43 @@ class Published:
         return self.needed - self.context - self.fragments
 
 
-def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Floats:
-    """Activations that one layer keeps of a micro-batch.
+def layer_bytes(shape: ModelShape, parallelism: Parallelism, remat: str | None = None) -> Floats:
+    """Saved activations of one layer and micro-batch.
 
-    >>> gpt = Shape(48, 6144, 64, 64, 96, 24576, False, 51200, True, 2048, biases=True)
+    >>> gpt = ModelShape(48, 6144, 64, 64, 96, 24576, False, 51200, True, 2048, biases=True)
     >>> from jaxscale.planner.validation.trainers import MEGATRON_2021
-    >>> choice = Choice(tensor=8, microbatch=4, traits=MEGATRON_2021)
-    >>> round(48 * layer_bytes(gpt, choice) / 2**30, 2)
+    >>> megatron = Parallelism(tensor=8, microbatch=4, traits=MEGATRON_2021)
+    >>> round(48 * layer_bytes(gpt, megatron) / 2**30, 2)
     59.25
     """
-    traits, remat = choice.traits, remat or choice.remat
-    t = np.asarray(choice.tensor, float)
-    tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
+    traits, remat = parallelism.traits, remat or parallelism.remat
+    t = np.asarray(parallelism.tensor, float)
+    tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
     streams = t if traits.sequence_parallel else np.ones(())
     d = shape.d_model
-    # An encoder's layers are counted with the decoder's that they feed.
+    # The encoder's layers are spread over the decoder's.
     source = shape.encoder_seq_len / shape.seq_len
     both = 1 + shape.encoder_layers / shape.layers * source
     if remat == "full" or remat.startswith("offload:"):
         return float_or_array(tokens * both * 2 * d / streams)
     if remat.startswith("save:"):
         names = remat.partition(":")[2].split(",")
-        return float_or_array(tokens * both * _named_bytes(shape, choice, names, streams))
+        return float_or_array(tokens * both * _named_bytes(shape, parallelism, names, streams))
     scores = 0.0
     if traits.attention == "written" and remat == "none":
         scores = 5.0 * shape.heads * shape.seq_len / t
     if shape.biases:  # LayerNorm, dropout, GELU
-        wide = 8 * d + 4 * shape.d_ff  # 24 d where the MLP is four times as wide
-        stream = (10 if traits.dropout else 8) * d  # with the two masks
+        wide = 8 * d + 4 * shape.d_ff  # 24 d where d_ff = 4 d
+        stream = (10 if traits.dropout else 8) * d  # with the two dropout masks
         return float_or_array(tokens * (stream / streams + wide / t + scores))
     moe = shape.expert_layers / shape.layers
     dense = (shape.with_mlp - shape.expert_layers) / shape.layers
-    # Inputs of products in 8 bits, where these are; the activation's own input stays in 16.
+    # Matmul inputs in 8 bits for low-precision matmuls; the activation's input stays in 16.
     narrow = 2.0 if traits.matmul == "bfloat16" else 1.0
     wide = (4 if shape.gated else 2) + narrow + 2 * (shape.gated and not traits.fused)
     shared = shape.shared_width
-    # Of routed tokens the ranks of tensor share the experts' inside, or fold the experts.
-    mixed = moe * shape.top_k * choice.imbalance
+    # Tensor ranks split the hidden dimension of experts, or fold whole experts.
+    mixed = moe * shape.top_k * parallelism.imbalance
     mlp = wide * (shape.d_ff * dense + shared * moe + shape.expert_ff * mixed)
     routed = mixed * (2 + narrow) * shape.routed_width / (t if traits.folded_experts else 1.0)
     each = (
@@ -108,16 +110,18 @@ def layer_bytes(shape: Shape, choice: Choice, remat: str | None = None) -> Float
     return float_or_array(tokens * each)
 
 
-def _named_bytes(shape: Shape, choice: Choice, names: Sequence[str], streams: Floats) -> Floats:
-    """What a policy that names tensors keeps of a token: they, and a layer's input."""
-    t, moe = np.asarray(choice.tensor, float), shape.expert_layers / shape.layers
+def _named_bytes(
+    shape: ModelShape, parallelism: Parallelism, names: Sequence[str], streams: Floats
+) -> Floats:
+    """Saved bytes per token of a policy that names tensors: those tensors and the layer's input."""
+    t, moe = np.asarray(parallelism.tensor, float), shape.expert_layers / shape.layers
     keys = values = shape.kv_heads * shape.head_dim
     queries = mixed = shape.heads * shape.head_dim
     if rank := shape.latent:
         queries = keys = shape.heads * (rank.nope_dim + rank.rope_dim)
         mixed = values = shape.heads * rank.value_dim
     dense = (shape.with_mlp - shape.expert_layers) / shape.layers
-    routed = shape.top_k * choice.imbalance * shape.expert_ff
+    routed = shape.top_k * parallelism.imbalance * shape.expert_ff
     width = shape.d_ff * dense + (shape.shared_width + routed) * moe
     split = {
         "query": queries,
@@ -131,9 +135,9 @@ def _named_bytes(shape: Shape, choice: Choice, names: Sequence[str], streams: Fl
     return 2.0 * (whole / streams + sum(size for name, size in split.items() if name in names) / t)
 
 
-def _mixing_bytes(shape: Shape) -> float:
-    """What attention keeps of a token in a mean layer (queries, keys, values, the result and its
-    sums), or a state-space mixer in its place (what its products, convolution and scan give)."""
+def _mixing_bytes(shape: ModelShape) -> float:
+    """Saved bytes per token of attention in an average layer (queries, keys, values, output,
+    log-sum-exp), or of a state-space mixer (outputs of projections, convolution and scan)."""
     elements = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     if shape.latent:
         rank = shape.latent
@@ -151,112 +155,117 @@ def float_or_array(value: Floats) -> Floats:
     return float(value) if np.ndim(value) == 0 else value
 
 
-def in_flight(choice: Choice, stage: Floats = 0) -> Floats:
-    """Micro-batches whose activations a rank of the pipeline keeps, in its layers' worth of them.
+def passes_in_flight(parallelism: Parallelism, stage: Floats = 0) -> Floats:
+    """Micro-batches in flight on a pipeline rank, in units of all of its layers.
 
-    One forward, one backward: p - stage. Interleaved, stage 0: p * (1 + (p - 1) / (p v)).
+    1F1B: p - stage. Interleaved, stage 0: p * (1 + (p - 1) / (p v)).
     """
-    p, v = np.asarray(choice.pipeline, float), np.asarray(choice.virtual_stages, float)
-    m = np.asarray(choice.microbatches, float)
-    if choice.schedule == "gpipe":
+    p, v = np.asarray(parallelism.pipeline, float), np.asarray(parallelism.virtual_stages, float)
+    m = np.asarray(parallelism.microbatches, float)
+    if parallelism.schedule == "gpipe":
         return m
     deep = np.where(v > 1, ((p - stage - 1) * 2 + (v - 1) * p + 1) / v, p - stage)
     return np.minimum(m, deep)
 
 
-def size(shape: Shape, choice: Choice, name: str) -> float:
-    """A part of memory by the name that published tables give it, of the first rank.
+def published_size(shape: ModelShape, parallelism: Parallelism, name: str) -> float:
+    """A part of the first rank's memory, by its name in published tables.
 
-    "state" is parameters and optimizer with a 32-bit sum of gradients, "activations" those with
-    nothing made again and no sequence parallelism, "selective" with both remedies, and "share"
-    the choice's activations over those of tensor parallelism alone.
+    "state": parameters and optimizer with a 32-bit gradient accumulator. "activations": without
+    recompute or sequence parallelism; "selective": with selective recompute and sequence
+    parallelism. "share": the layout's activations over those of tensor parallelism alone.
     """
-    plain = replace(choice, traits=replace(choice.traits, sequence_parallel=False))
-    shared = replace(choice, traits=replace(choice.traits, sequence_parallel=True))
+    plain = replace(parallelism, traits=replace(parallelism.traits, sequence_parallel=False))
+    shared = replace(parallelism, traits=replace(parallelism.traits, sequence_parallel=True))
     if name == "state":  # of the layers' matrices alone, as their table counts
         matrices = 4 * shape.d_model * shape.heads * shape.head_dim
         matrices += (3 if shape.gated else 2) * shape.d_model * shape.d_ff
-        return 18.0 * shape.layers * matrices / float(choice.tensor * choice.pipeline)
+        return 18.0 * shape.layers * matrices / float(parallelism.tensor * parallelism.pipeline)
     if name == "share":
-        return float(layer_bytes(shape, choice) / layer_bytes(shape, plain, "none"))
+        return float(layer_bytes(shape, parallelism) / layer_bytes(shape, plain, "none"))
     which, remat = {
         "activations": (plain, "none"),
         "selective": (shared, "save_all_but_attention"),
     }[name]
-    mine = shape.layers / np.asarray(choice.pipeline, float)
-    return float(layer_bytes(shape, which, remat) * mine * in_flight(which))
+    mine = shape.layers / np.asarray(parallelism.pipeline, float)
+    return float(layer_bytes(shape, which, remat) * mine * passes_in_flight(which))
 
 
-def memory(shape: Shape, choice: Choice, stage: int | None = None) -> Published:
-    """What a run of `choice.traits` needs.
+def trainer_memory(
+    shape: ModelShape, parallelism: Parallelism, stage: int | None = None
+) -> TrainerMemory:
+    """Memory of a run.
 
     Args:
-      stage: a rank of the pipeline; None is the busier of its two ends.
+      stage: a pipeline rank; None is the busier of the first and the last.
     """
     if stage is not None:
-        return _stage(shape, choice, stage)
-    first = _stage(shape, choice, 0)
-    if np.all(np.asarray(choice.pipeline) == 1):
+        return _stage(shape, parallelism, stage)
+    first = _stage(shape, parallelism, 0)
+    if np.all(np.asarray(parallelism.pipeline) == 1):
         return first
-    last = _stage(shape, choice, np.asarray(choice.pipeline) - 1)
+    last = _stage(shape, parallelism, np.asarray(parallelism.pipeline) - 1)
     larger = np.asarray(first.needed) >= np.asarray(last.needed)
-    return Published(
+    return TrainerMemory(
         **{
             one.name: np.where(larger, getattr(first, one.name), getattr(last, one.name))
-            for one in fields(Published)
+            for one in fields(TrainerMemory)
         }
     )
 
 
-def _stage(shape: Shape, choice: Choice, stage: Any) -> Published:
-    traits, zero = choice.traits, np.asarray(choice.zero_stage)
-    p, z = np.asarray(choice.pipeline, float), np.asarray(choice.fsdp, float)
-    layers, outer = local_params(shape, choice)
+def _stage(shape: ModelShape, parallelism: Parallelism, stage: Any) -> TrainerMemory:
+    traits, zero = parallelism.traits, np.asarray(parallelism.zero_stage)
+    p, z = np.asarray(parallelism.pipeline, float), np.asarray(parallelism.fsdp, float)
+    layers, outer = local_params(shape, parallelism)
     is_end = (np.asarray(stage) == 0) | (np.asarray(stage) == p - 1)
     mine = np.ceil((shape.layers + 2 * traits.balanced_ends * (p > 1)) / p)
     mine = mine - traits.balanced_ends * is_end * (p > 1)
     held = layers * mine * p / shape.layers + outer * is_end
     third, trained = zero == 3, 0.0 if traits.frozen else 1.0
-    # Sums in 32 bits come beside the 16-bit gradients that they are made of.
+    # 32-bit accumulators are allocated beside the 16-bit gradients.
     sums = np.where(third, 0.0, 4.0 * (traits.gradient_bytes == 4))
     gradients = np.where(third, 4.0, 2.0 + sums) * held / np.where(zero >= 2, z, 1)
     optimizer = np.where(third, 8.0, 12.0) * held / np.where(zero >= 1, z, 1)
-    share = np.asarray(choice.remat_share)
-    each = share * layer_bytes(shape, choice) + (1 - share) * layer_bytes(shape, choice, "none")
+    share = np.asarray(parallelism.remat_share)
+    each = share * layer_bytes(shape, parallelism) + (1 - share) * layer_bytes(
+        shape, parallelism, "none"
+    )
     last = np.asarray(stage) == p - 1
     (layer, logits), (one, head) = (
-        _working(shape, choice),
-        _gathered(shape, choice, layers, outer),
+        _working(shape, parallelism),
+        _gathered(shape, parallelism, layers, outer),
     )
     at_head = last & (logits + third * head > layer + third * one)
-    # In host memory but for the layer at work and the next.
-    resident = np.minimum(2.0, mine) if "activations" in choice.offload else mine
+    # Offloaded except for the current layer and the next.
+    resident = np.minimum(2.0, mine) if "activations" in parallelism.offload else mine
     parts = {
         "weights": np.where(third, 4.0 * held / z, 2.0 * held),
         "gradients": trained * gradients,
         "optimizer": trained * optimizer,
-        "activations": each * resident * in_flight(choice, stage) + _boundary(shape, choice, stage),
-        "working": np.where(at_head, logits, layer) + _widened(shape, choice, is_end),
+        "activations": each * resident * passes_in_flight(parallelism, stage)
+        + _boundary(shape, parallelism, stage),
+        "working": np.where(at_head, logits, layer) + _widened(shape, parallelism, is_end),
         "gathered": np.where(third, np.where(at_head, head, one), 0.0),
         "buckets": np.asarray(traits.bucket_bytes),
-        "context": np.asarray(_context(choice)),
+        "context": np.asarray(_context(parallelism)),
     }
-    # Gradients in 32 bits for the update alone, of the shard that a device updates.
+    # 32-bit gradients for the update only, of a device's optimizer shard.
     update = np.where(third | (sums > 0), 0.0, 4.0 * held / np.where(zero >= 1, z, 1)) * trained
     fragments = FRAGMENTATION * sum(parts.values())
-    eager = float(traits.eager)  # a compiled step is laid out before it runs
-    return Published(**parts, fragments=eager * fragments, cached=eager * update)
+    eager = float(traits.eager)  # compiled steps allocate ahead of time
+    return TrainerMemory(**parts, fragments=eager * fragments, cached=eager * update)
 
 
-def _gathered(shape: Shape, choice: Choice, layers: Floats, outer: Floats) -> tuple:
-    """Whole weights while a layer is at work, and while the head is: two layers beside embedding
-    and head, which stay through a step; or a module and some parameters more; of a compiled step
-    the matrix at work and the next."""
-    traits, t = choice.traits, np.asarray(choice.tensor)
+def _gathered(shape: ModelShape, parallelism: Parallelism, layers: Floats, outer: Floats) -> tuple:
+    """Gathered weights during a layer and during the head. Eager FSDP: two layers, and embedding
+    and head throughout a step; DeepSpeed: a module and its live parameters; compiled: two
+    matrices."""
+    traits, t = parallelism.traits, np.asarray(parallelism.tensor)
     if traits.eager and not traits.gather_params:
-        whole = 2 * 2.0 * layers * np.asarray(choice.pipeline) / shape.layers + 2.0 * outer
+        whole = 2 * 2.0 * layers * np.asarray(parallelism.pipeline) / shape.layers + 2.0 * outer
         return whole, whole
-    experts = shape.expert_ff * shape.experts / np.asarray(choice.expert)
+    experts = shape.expert_ff * shape.experts / np.asarray(parallelism.expert)
     widest = np.maximum(max(shape.d_ff, shape.heads * shape.head_dim), experts)
     largest = 2.0 * shape.d_model * widest / t
     if traits.eager:
@@ -264,40 +273,44 @@ def _gathered(shape: Shape, choice: Choice, layers: Floats, outer: Floats) -> tu
     return 2 * largest, 2.0 * outer / (1 if shape.tied else 2)
 
 
-def _boundary(shape: Shape, choice: Choice, stage: Any) -> Floats:
-    """What a stage hands on, kept for each micro-batch in flight."""
-    tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
-    sent = 2.0 * tokens * shape.d_model / choice.tensor
-    return np.where(np.asarray(choice.pipeline) > 1, sent * in_flight(choice, stage), 0.0)
+def _boundary(shape: ModelShape, parallelism: Parallelism, stage: Any) -> Floats:
+    """Outputs of a stage, saved for each micro-batch in flight."""
+    tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
+    sent = 2.0 * tokens * shape.d_model / parallelism.tensor
+    return np.where(
+        np.asarray(parallelism.pipeline) > 1, sent * passes_in_flight(parallelism, stage), 0.0
+    )
 
 
-def _context(choice: Choice) -> Floats:
-    if not choice.traits.eager:
-        return np.zeros(())  # taken before the compiler is told how much there is
-    groups = 1 + sum(np.asarray(getattr(choice, axis)) > 1 for axis in MESH_AXES)
-    return choice.traits.context_bytes + COMMUNICATOR_BYTES * groups
+def _context(parallelism: Parallelism) -> Floats:
+    if not parallelism.traits.eager:
+        return np.zeros(())  # reserved before the compiler sees the memory
+    groups = 1 + sum(np.asarray(getattr(parallelism, axis)) > 1 for axis in MESH_AXES)
+    return parallelism.traits.context_bytes + COMMUNICATOR_BYTES * groups
 
 
 LOGIT_BYTES = {"compiled": 2.0, "fused": 4.0, "plain": 10.0}
-"""Of a logit while the loss is computed, in 16 bits. A compiler writes its gradient in its place, a
-fused kernel beside it, and a plain loss also keeps the logits and their softmax in 32 bits."""
+"""Bytes per logit during the loss, for 16-bit logits. A compiler writes the gradient in place, a
+fused kernel out of place, and a plain loss also saves logits and softmax in 32 bits."""
 
 
-def _working(shape: Shape, choice: Choice) -> tuple:
-    """The layer that is made again, with its gradients; and the logits of the head. When the scores
-    of attention have a gradient, those of the MLP are gone."""
-    layer = layer_bytes(shape, choice, "none")
-    if choice.remat == "full" and choice.traits.eager:
-        layer = layer + layer_bytes(shape, choice, "save_all_but_attention")
-    tokens = np.asarray(choice.microbatch, float) * shape.seq_len / choice.context
-    return layer, tokens * shape.vocab / choice.tensor * LOGIT_BYTES[choice.traits.loss]
+def _working(shape: ModelShape, parallelism: Parallelism) -> tuple:
+    """Temporaries of a layer's backward pass with recompute, and the logits of the head. The MLP's
+    temporaries are freed before attention scores have gradients."""
+    layer = layer_bytes(shape, parallelism, "none")
+    if parallelism.remat == "full" and parallelism.traits.eager:
+        layer = layer + layer_bytes(shape, parallelism, "save_all_but_attention")
+    tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
+    return layer, tokens * shape.vocab / parallelism.tensor * LOGIT_BYTES[parallelism.traits.loss]
 
 
-def _widened(shape: Shape, choice: Choice, is_end: Any) -> Floats:
-    """A gradient on its way into a sum of 32 bits: of the largest matrix at once. No smaller block
-    that the allocator holds can take it."""
-    if choice.traits.gradient_bytes != 4 or not choice.traits.eager:
+def _widened(shape: ModelShape, parallelism: Parallelism, is_end: Any) -> Floats:
+    """A 32-bit copy of the largest matrix' gradient on its way into the accumulator, for which no
+    cached block is large enough."""
+    if parallelism.traits.gradient_bytes != 4 or not parallelism.traits.eager:
         return np.zeros(())
     inner = shape.d_model * max(shape.d_ff, shape.heads * shape.head_dim)
     largest = np.where(is_end, max(shape.embedding_params, inner), inner)
-    return np.where(np.asarray(choice.zero_stage) == 3, 0.0, 4.0 * largest / choice.tensor)
+    return np.where(
+        np.asarray(parallelism.zero_stage) == 3, 0.0, 4.0 * largest / parallelism.tensor
+    )

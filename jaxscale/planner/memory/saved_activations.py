@@ -1,6 +1,6 @@
-"""What a layer keeps of each token for its backward pass, by remat policy: exact.
+"""Saved activations of a layer per token, by remat policy: exact.
 
-The suite holds it to `remat.rematerialised`, value by value.
+The suite compares them with `training.remat.rematerialised`, value by value.
 """
 
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from jaxscale.planner.model.param_shapes import itemsize
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One value; over the ranks of tensor together."""
+class SavedValue:
+    """One saved activation, of all tensor ranks together."""
 
     name: str
-    elements: int  # of a token
+    elements: int  # per token
     element_bytes: int
 
     @property
     def num_bytes(self) -> int:
-        """Of a token."""
+        """Bytes per token."""
         return self.elements * self.element_bytes
 
 
-def kept_values(model: ModelConfig, remat: RematPolicy) -> list[Kept]:
-    """The values that a policy of `Layout.remat` keeps, a few constants of a layer left out."""
+def saved_values(model: ModelConfig, remat: RematPolicy) -> list[SavedValue]:
+    """The activations that a policy of `Layout.remat` saves, without a few constants per layer."""
     width, names = itemsize(model.compute_dtype), remat.names
     stream, queries = model.d_model, model.num_heads * model.head_dim
     keys = model.num_kv_heads * model.head_dim
@@ -40,37 +40,37 @@ def kept_values(model: ModelConfig, remat: RematPolicy) -> list[Kept]:
     }
     kept = {"input": stream} | {name: sizes[name] for name in names}
     if not remat.by_names:
-        # What every product and norm reads. In the place of the attention's product the stream
-        # that it is added to is kept, and the kernel's result whether or not it runs again.
+        # The inputs of all matmuls and norms. Instead of the attention block's output the
+        # residual stream after it is saved, and the kernel's result even if it is recomputed.
         kept |= {"attention norm": stream, "mlp norm": stream, "attention": queries}
         if model.qk_norm:
             kept |= {"query before its norm": queries, "key before its norm": keys}
-    found = [Kept(name, size, width) for name, size in kept.items() if size]
+    found = [SavedValue(name, size, width) for name, size in kept.items() if size]
     if "attention" in names:
         # log(sum(exp(score))), of every head.
-        found.append(Kept("attention sums", model.num_heads, max(width, 4)))
+        found.append(SavedValue("attention sums", model.num_heads, max(width, 4)))
     return found
 
 
-def kept_bytes(model: ModelConfig, remat: RematPolicy) -> int:
-    """Of a layer and a token, over the ranks of tensor together."""
-    return sum(one.num_bytes for one in kept_values(model, remat))
+def saved_bytes(model: ModelConfig, remat: RematPolicy) -> int:
+    """Saved bytes per layer and token, of all tensor ranks together."""
+    return sum(one.num_bytes for one in saved_values(model, remat))
 
 
-def split_bytes(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:
-    """What a pipeline keeps of a layer and a token, over the ranks of tensor together, by the
-    table's buffers: "residual_b" from F to B, "residual_w" from F to W, "cotangent" from B to W.
+def stash_bytes(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:
+    """Saved bytes of a pipeline per layer and token, of all tensor ranks together, by the table's
+    buffers: "residual_b" from F to B, "residual_w" from F to W, "cotangent" from B to W.
 
-    W needs no weights, so what it reads beside kept values is what B has made: see
-    `pipeline.split`, to which the suite holds this.
+    W needs no weights: it reads saved activations and what B computed. The suite compares this with
+    `pipeline.backward_split`.
     """
     names, gpt = set(remat.names), model.family == "gpt"
     stream, queries = model.d_model, model.num_heads * model.head_dim
     keys, hidden = model.num_kv_heads * model.head_dim, model.d_ff
     sizes = {"query": queries, "key": keys, "value": keys}
-    # Gradients of the results of products: of both halves' last ones, and of those before.
+    # Gradients of matmul outputs: of the last matmul of attention and MLP, and of the earlier ones.
     cotangent = 2 * stream + queries + 2 * keys + hidden * (1 if gpt else 2)
-    # The activation is made again from both its factors.
+    # The activation is recomputed from both its factors.
     cotangent += 2 * hidden * gpt
     if remat.kept_passes is not None or not remat.by_names:
         residual_b = 2 * stream + queries + 2 * keys + hidden * gpt
@@ -79,7 +79,7 @@ def split_bytes(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:
         sums = remat.kind != "save_all_but_attention"
     else:
         residual_b, residual_w = sum(sizes[name] for name in names & sizes.keys()), 0
-        normed = sizes.keys() <= names  # else B makes the norm that W reads
+        normed = sizes.keys() <= names  # else B recomputes the norm that W reads
         ungated = not gpt and {"mlp_up", "mlp_gate"} <= names
         rest_of_mlp = ungated and "attention_out" in names  # likewise
         input_for_w = normed or rest_of_mlp

@@ -1,12 +1,11 @@
-"""The bytes that a step needs on one device, from the model's shapes and the layout alone.
+"""Peak memory of a step on one device, from the model's shapes and the layout alone.
 
-What stays between steps is exact. What a step holds beside that is the most that one of its phases
-needs; each is a sum of parts that have a reason. How many arrays live at a time within one layer
-depends on the compiler: those few constants are measured, and `TRANSIENTS` says where. The suite
-holds compiled programs to all of it.
+Memory between steps is exact. The temporaries of a step are those of its largest phase, each a sum
+of parts. How many arrays are live within one layer depends on the compiler: those few constants are
+measured, see `TRANSIENTS`. The suite compares everything with compiled programs.
 
-Letters: D d_model, Q heads x head_dim, K kv_heads x head_dim, F d_ff, G micro-batches that walk
-together.
+Letters: D d_model, Q heads x head_dim, K kv_heads x head_dim, F d_ff, G micro-batches of
+an accumulation group.
 """
 
 import math
@@ -26,13 +25,13 @@ from jaxscale.planner.memory.at_rest import (
     sides,
 )
 from jaxscale.planner.memory.layer_loop import (
-    Walk,
+    LayerLoop,
     elements,
-    layer_kept_bytes,
+    layer_saved_bytes,
     mlp_weights,
     stream_bytes,
 )
-from jaxscale.planner.memory.saved_activations import kept_bytes, split_bytes
+from jaxscale.planner.memory.saved_activations import saved_bytes, stash_bytes
 from jaxscale.planner.memory.transients import (
     TRANSIENTS,
     Transients,
@@ -42,8 +41,8 @@ from jaxscale.planner.memory.transients import (
     walk_end_bytes,
     working_set_bytes,
 )
-from jaxscale.planner.model.param_shapes import Ints, most, parameters, where
-from jaxscale.planner.tables.pipeline_slots import Held, hold_config
+from jaxscale.planner.model.param_shapes import Ints, maximum, parameters, select
+from jaxscale.planner.tables.pipeline_slots import RankBuffers, config_buffers
 from jaxscale.sharding.rules import DEALT_OVER, deals_layers
 
 
@@ -51,42 +50,42 @@ from jaxscale.sharding.rules import DEALT_OVER, deals_layers
 class Memory:
     """Bytes on one device.
 
-    `arguments` are there all the time; beside them the temporaries are those of the largest phase.
+    `arguments` are live throughout; the temporaries are those of the largest phase.
     """
 
     # Between steps.
     parameters: Ints
-    optimizer: Ints  # its state, as far as it is on the device
-    batch: Ints  # and the count of steps
+    optimizer: Ints  # its state on the device
+    batch: Ints  # and the step counter
     # In every phase but the last.
-    gradients: Ints  # accumulators: whole, or the shards that visits leave
-    stash: Ints  # what the layers keep for their backward pass, as far as it is on the device
-    # While layers are at work.
-    layer_weights: Ints  # in the compute type; gathered, those of the next layer too
-    zeros: Ints  # that the attention of layers beside the loop starts from
-    outer_gradients: Ints  # of embedding and head, until the optimizer takes them
-    group: Ints  # what one layer reads and writes for G micro-batches, and its running sums
-    working_set: Ints  # activations of a micro-batch and their gradients, at the activation
-    layer_gradients: Ints  # of the weights, and what is left of the working set when they are whole
-    forward_loop: Ints  # what G micro-batches write to in a forward pass
-    # While the head is.
-    head: Ints  # logits of a chunk, the matrix where it is gathered, its gradient, the stream
+    gradients: Ints  # accumulators: whole, or reduce-scattered shards
+    stash: Ints  # saved activations on the device
+    # During the layers.
+    layer_weights: Ints  # in the compute type; where gathered, also the next layer's
+    zeros: Ints  # accumulators of attention in the layer outside the loop
+    outer_gradients: Ints  # of embedding and head, until the update
+    group: Ints  # inputs and outputs of one layer for G micro-batches, and its accumulators
+    working_set: Ints  # activations and their gradients, at the MLP's activation
+    layer_gradients: Ints  # of the weights, with what is left of the working set
+    forward_loop: Ints  # outputs of G micro-batches in the forward pass
+    # During the head.
+    head: Ints  # logits of a chunk, the gathered matrix, its gradient, the stream
     # At the end.
-    reduction: Ints  # sums over replicas, beside what is summed
-    update: Ints  # what an optimizer computes from all gradients before it uses them
-    moments_copy: Ints  # all through a step: Lion's update and its next moments need the same ones
-    # In host memory, where the back end has its own.
+    reduction: Ints  # outputs of reductions over replicas
+    update: Ints  # temporaries of the optimizer
+    moments_copy: Ints  # throughout: Lion's update and its next moments read the same ones
+    # In host memory, where the back end has one.
     host_optimizer: Ints
     host_stash: Ints
     # In a pipeline, in every phase but the last.
-    messages: Ints = 0  # activations and gradients that arrived, and what is under way
-    outer_weights: Ints = 0  # embedding and head, gathered, and those of a gathered chunk
-    pending: Ints = 0  # gradients of a chunk, before they are reduced
+    messages: Ints = 0  # received activations and gradients, and send buffers
+    outer_weights: Ints = 0  # gathered embedding, head and chunk
+    pending: Ints = 0  # gradients of a chunk before reduction
     # What the TPU's compiler adds.
-    parameters_copy: Ints = 0  # all through a step, where a gather makes the new ones
-    converted: Ints = 0  # parameters of the layers, as they lie, in the compute type
-    carried: Ints = 0  # gradients of the layer before, as they came, and as they are reduced
-    walk_end: Ints = 0  # gradients that wait together when the first layer is done
+    parameters_copy: Ints = 0  # throughout, where the update ends in an all-gather
+    converted: Ints = 0  # sharded parameters of the layers, cast to the compute type
+    carried: Ints = 0  # gradients of the previous layer, before and after reduction
+    walk_end: Ints = 0  # gradients queued for reduction at the end of the loop
 
     @property
     def arguments(self) -> Ints:
@@ -99,12 +98,12 @@ class Memory:
 
     @property
     def end(self) -> Ints:
-        """Beside the gradients, when all micro-batches are done."""
-        return most(self.reduction, self.update)
+        """Beside the gradients, after all micro-batches."""
+        return maximum(self.reduction, self.update)
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """What the peak of one layout is made of, by field; those of nothing left out."""
+        """Parts of one layout's peak by field, without those of 0 bytes."""
         phase = max(self.phases, key=lambda name: self.phases[name])
         parts = ("parameters", "optimizer", "batch", *PHASES[phase])
         sizes = {part: int(getattr(self, part)) for part in parts}
@@ -112,7 +111,7 @@ class Memory:
 
     @property
     def temporaries(self) -> Ints:
-        return most(*self.phases.values())
+        return maximum(*self.phases.values())
 
     @property
     def peak(self) -> Ints:
@@ -136,122 +135,128 @@ PHASES = {
     "head": (*_ALWAYS, "head"),
     "activations of a layer": (*_LAYER, "group", "working_set"),
     "gradients of a layer": (*_LAYER, "group", "layer_gradients"),
-    "end of the walk": ("gradients", "moments_copy", "parameters_copy", "walk_end"),
+    "end of the layer loop": ("gradients", "moments_copy", "parameters_copy", "walk_end"),
     "end of the step": ("gradients", "outer_gradients", "moments_copy", "parameters_copy", "end"),
 }
-"""The parts that are alive in each phase of a step, beside the arguments."""
+"""The parts that are live in each phase of a step, beside the arguments."""
 
 
-def memory(
-    config: Config, back_end: str = "cpu", *, own_host: bool = False, held: Held | None = None
+def step_memory(
+    config: Config,
+    back_end: str = "cpu",
+    *,
+    own_host: bool = False,
+    buffers: RankBuffers | None = None,
 ) -> Memory:
-    """What a step of this configuration needs.
+    """Memory of a step of a config.
 
     Args:
       config: its layout resolved.
       back_end: whose `TRANSIENTS` to use.
-      own_host: whether what a layout offloads leaves the device. On a CPU it does not.
-      held: what a rank of a pipeline holds; by default it is found in the real table.
+      own_host: whether offloaded arrays leave device memory. On a CPU they do not.
+      buffers: of a pipeline's busiest rank; by default from the schedule's table.
 
     Raises:
-      ValueError: a back end on which nothing was measured, or a pipeline that cannot be.
+      ValueError: an unknown back end, or no such pipeline exists.
     """
-    held = held or hold_config(config)
-    model, layout, walk = config.model, config.layout, Walk.of(config, held.rows)
+    buffers = buffers or config_buffers(config)
+    model, layout, loop = config.model, config.layout, LayerLoop.of(config, buffers.rows)
     transients = _transients(back_end, model.family)
-    moments = moment_bytes(config, held.rows)
+    moments = moment_bytes(config, buffers.rows)
     host_optimizer = moments if layout.offloads("optimizer") else 0
-    stash, host_stash = _stash(config, walk)
+    stash, host_stash = _stash(config, loop)
     pipelined = layout.pipeline > 1
     attention = (model.num_heads + model.num_kv_heads) * model.head_dim
-    at_rest = parameter_bytes(config, held.rows)
+    at_rest = parameter_bytes(config, buffers.rows)
     return Memory(
         parameters=at_rest,
         optimizer=moments + count_bytes(config) - own_host * host_optimizer,
         batch=batch_bytes(config),
-        gradients=walk.accumulated * (walk.sums + _tied_sums(config, walk)),
-        stash=where(pipelined, _slots(config, walk, held), stash - own_host * host_stash),
-        layer_weights=_layer_weights(config, walk, transients, held),
-        zeros=walk.beside
+        gradients=loop.accumulated * (loop.sums + _tied_sums(config, loop)),
+        stash=select(pipelined, _slots(config, loop, buffers), stash - own_host * host_stash),
+        layer_weights=_layer_weights(config, loop, transients, buffers),
+        zeros=loop.beside
         * transients.zeros
-        * max(walk.compute, 4)
-        * walk.tokens
+        * max(loop.compute, 4)
+        * loop.tokens
         * attention
         // layout.tensor,
-        outer_gradients=_outer_gradients(config, walk, transients),
-        group=_group(config, walk),
-        working_set=working_set_bytes(config, walk, transients),
-        layer_gradients=where(
+        outer_gradients=_outer_gradients(config, loop, transients),
+        group=_group(config, loop),
+        working_set=working_set_bytes(config, loop, transients),
+        layer_gradients=select(
             pipelined,
-            (walk.compute if transients.carries else walk.accumulated) * walk.weights,
-            _layer_gradients(config, walk, transients),
+            (loop.compute if transients.carries else loop.accumulated) * loop.weights,
+            _layer_gradients(config, loop, transients),
         ),
-        forward_loop=_forward_loop(config, walk),
-        head=_head(config, walk, transients),
-        reduction=_reduction(config, walk, held.rows),
-        update=_update(config, held.rows),
+        forward_loop=_forward_loop(config, loop),
+        head=_head(config, loop, transients),
+        reduction=_reduction(config, loop, buffers.rows),
+        update=_update(config, buffers.rows),
         moments_copy=moments if config.optimizer.name == "lion" else 0,
         host_optimizer=host_optimizer,
         host_stash=host_stash,
-        messages=where(pipelined, (held.inbox + held.input + 2) * stream_bytes(config, walk)),
-        outer_weights=where(pipelined, _held_weights(config, walk, held)),
-        pending=where(pipelined & walk.scatters, _pending(config, walk, held)),
-        parameters_copy=where(
+        messages=select(
+            pipelined, (buffers.inbox + buffers.input + 2) * stream_bytes(config, loop)
+        ),
+        outer_weights=select(pipelined, _held_weights(config, loop, buffers)),
+        pending=select(pipelined & loop.scatters, _pending(config, loop, buffers)),
+        parameters_copy=select(
             transients.copies & (layout.fsdp > 1) & np.isin(layout.zero_stage, (1, 2)), at_rest
         ),
         converted=transients.ahead
-        * walk.compute
-        * held.rows
-        * elements(config, "layers", walk.gathers),
-        carried=carried_bytes(config, walk, transients),
-        walk_end=walk_end_bytes(config, walk, transients),
+        * loop.compute
+        * buffers.rows
+        * elements(config, "layers", loop.gathers),
+        carried=carried_bytes(config, loop, transients),
+        walk_end=walk_end_bytes(config, loop, transients),
     )
 
 
 def _transients(back_end: str, family: str) -> Transients:
     known = sorted({name for name, _ in TRANSIENTS})
     if back_end not in known:
-        raise ValueError(
-            f"no memory was measured on the {back_end!r} back end; there are {', '.join(known)}"
-        )
+        raise ValueError(f"back end {back_end!r} has no memory model; there are {', '.join(known)}")
     return TRANSIENTS[back_end, family]
 
 
-def _layer_weights(config: Config, walk: Walk, transients: Transients, held: Held) -> Ints:
-    """In use, and on their way."""
-    gathered = walk.weights * where(config.layout.pipeline > 1, held.capacity, 2)
-    # A gather of shards that end within a tile makes pairs of rows, of which one is empty.
-    gathered = gathered + where(ragged(config, transients), mlp_weights(config))
-    return walk.compute * where(walk.gathers, gathered, 0 if transients.ahead else walk.weights)
+def _layer_weights(
+    config: Config, loop: LayerLoop, transients: Transients, buffers: RankBuffers
+) -> Ints:
+    """Of the current layer, and prefetched."""
+    gathered = loop.weights * select(config.layout.pipeline > 1, buffers.capacity, 2)
+    # An all-gather of shards that are not whole tiles pads every row with an empty one.
+    gathered = gathered + select(ragged(config, transients), mlp_weights(config))
+    return loop.compute * select(loop.gathers, gathered, 0 if transients.ahead else loop.weights)
 
 
-def _slots(config: Config, walk: Walk, held: Held) -> Ints:
-    """What the chunks of a rank keep between operations."""
-    each = split_bytes(config.model, config.layout.remat_policy)
-    kept = sum(getattr(held, name) * size for name, size in each.items())
-    return held.capacity * walk.tokens * kept // config.layout.tensor
+def _slots(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
+    """Saved activations of a rank's chunks between operations."""
+    each = stash_bytes(config.model, config.layout.remat_policy)
+    kept = sum(getattr(buffers, name) * size for name, size in each.items())
+    return buffers.capacity * loop.tokens * kept // config.layout.tensor
 
 
-def _held_weights(config: Config, walk: Walk, held: Held) -> Ints:
-    """The next chunk's are gathered beside those of the last."""
+def _held_weights(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
+    """Gathered weights of embedding, head and the next chunk."""
     outer = elements(config, "embed") + _head_elements(config)
-    return walk.compute * (outer + where(walk.gathers, held.capacity * walk.weights))
+    return loop.compute * (outer + select(loop.gathers, buffers.capacity * loop.weights))
 
 
-def _pending(config: Config, walk: Walk, held: Held) -> Ints:
-    """A chunk's gradients, whole, and the shards that become of them."""
-    chunk = held.capacity * (walk.weights + elements(config, "layers", True))
-    return walk.accumulated * chunk
+def _pending(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
+    """A chunk's gradients before and after their reduce-scatter."""
+    chunk = buffers.capacity * (loop.weights + elements(config, "layers", True))
+    return loop.accumulated * chunk
 
 
-def _tied_sums(config: Config, walk: Walk) -> Ints:
-    """A pipeline sums the gradients of a tied head apart from those of the embedding."""
-    tied = _head_elements(config, walk.scatters) - elements(config, "head", walk.scatters)
-    return where(config.layout.pipeline > 1, tied)
+def _tied_sums(config: Config, loop: LayerLoop) -> Ints:
+    """A pipeline accumulates the gradients of a tied head separately from the embedding's."""
+    tied = _head_elements(config, loop.scatters) - elements(config, "head", loop.scatters)
+    return select(config.layout.pipeline > 1, tied)
 
 
 def _head_elements(config: Config, over_fsdp: Any = False) -> Ints:
-    """Of what the head reads: a tied one borrows the embedding, with a gradient of its own."""
+    """Parameters that the head reads: a tied one reads the embedding."""
     return elements(config, "head", over_fsdp) + sum(
         array.shard_size(config.layout, over_fsdp=over_fsdp)
         for array in parameters(config.model)
@@ -259,93 +264,93 @@ def _head_elements(config: Config, over_fsdp: Any = False) -> Ints:
     )
 
 
-def _stash(config: Config, walk: Walk) -> tuple[Ints, Ints]:
-    """What the layers keep, and how much of it waits in host memory. With layers beside the loop,
-    what the last one kept is used up when the others begin to go back."""
-    layout, layers = config.layout, config.model.num_layers - walk.beside
-    stash = layers * walk.group * layer_kept_bytes(config, walk)
+def _stash(config: Config, loop: LayerLoop) -> tuple[Ints, Ints]:
+    """Saved activations of all layers, and the part in host memory. Those of a layer outside the
+    loop are freed before the loop runs backward."""
+    layout, layers = config.layout, config.model.num_layers - loop.beside
+    stash = layers * loop.group * layer_saved_bytes(config, loop)
     if layout.offloads("activations"):
         return stash, stash
     if not layout.remat_policy.offloads:
         return stash, 0
-    stays = walk.tokens * kept_bytes(config.model, parse_remat("full")) // layout.tensor
-    return stash, stash - layers * walk.group * stays
+    stays = loop.tokens * saved_bytes(config.model, parse_remat("full")) // layout.tensor
+    return stash, stash - layers * loop.group * stays
 
 
-def _outer_gradients(config: Config, walk: Walk, transients: Transients) -> Ints:
-    """The head's, and what the embedding's are summed into; with several walks both are among the
-    accumulators. Where they are `late` they are there whole, before they are reduced."""
-    head = walk.accumulated * _head_elements(config, walk.scatters)
-    whole = walk.accumulated * _head_elements(config)
+def _outer_gradients(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+    """Gradients of head and embedding; with several passes over the layers both are among the
+    accumulators. `late` ones are live whole, before reduction."""
+    head = loop.accumulated * _head_elements(config, loop.scatters)
+    whole = loop.accumulated * _head_elements(config)
     embed = elements(config, "embed")
     if not transients.late:
-        return where(walk.single, head + max(walk.compute, 4) * embed)
-    several = where(config.layout.pipeline == 1, whole + walk.accumulated * embed)
-    return where(walk.single, head + whole, several)
+        return select(loop.single, head + max(loop.compute, 4) * embed)
+    several = select(config.layout.pipeline == 1, whole + loop.accumulated * embed)
+    return select(loop.single, head + whole, several)
 
 
-def _group(config: Config, walk: Walk) -> Ints:
-    # What one layer kept, and gradients of the stream: in, out, and (beside the loop) the next's.
-    activations = layer_kept_bytes(config, walk) + (2 + walk.beside) * stream_bytes(config, walk)
-    # Running sums of the layer, and beside the loop of the last one; attention's weights, which
-    # the CPU turns round in every micro-batch.
-    sums = walk.accumulated * walk.weights * (1 + walk.beside)
-    turned = walk.compute * (walk.weights - mlp_weights(config))
-    return where(walk.group == 1, 0, walk.group * activations + sums + turned)
+def _group(config: Config, loop: LayerLoop) -> Ints:
+    # Saved activations of one layer, and stream gradients: in, out, and (outside the loop) next.
+    activations = layer_saved_bytes(config, loop) + (2 + loop.beside) * stream_bytes(config, loop)
+    # Gradient accumulators of the layer, and of the last one outside the loop; attention's
+    # weights, which the CPU back end transposes in every micro-batch.
+    sums = loop.accumulated * loop.weights * (1 + loop.beside)
+    transposed = loop.compute * (loop.weights - mlp_weights(config))
+    return select(loop.group == 1, 0, loop.group * activations + sums + transposed)
 
 
-def _layer_gradients(config: Config, walk: Walk, transients: Transients) -> Ints:
-    # Where they are to be reduced they wait until all are there.
-    waiting = where(walk.reduces & (not transients.carries), walk.accumulated * walk.weights)
-    # By then the MLP's weights are done with; gathered ones stay for the loop to hand over.
-    done = where(walk.gathers, 0, walk.compute * mlp_weights(config))
-    alone = waiting - done + 4 * stream_bytes(config, walk)
-    rest = working_set_bytes(config, walk, transients) - hidden_bytes(config, walk, transients)
-    return where(walk.group == 1, alone, walk.accumulated * mlp_weights(config) + rest)
+def _layer_gradients(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+    # Gradients to be reduced are live until all of them are computed.
+    waiting = select(loop.reduces & (not transients.carries), loop.accumulated * loop.weights)
+    # The MLP's weights are freed by then; gathered ones stay in the loop's carry.
+    done = select(loop.gathers, 0, loop.compute * mlp_weights(config))
+    alone = waiting - done + 4 * stream_bytes(config, loop)
+    rest = working_set_bytes(config, loop, transients) - hidden_bytes(config, loop, transients)
+    return select(loop.group == 1, alone, loop.accumulated * mlp_weights(config) + rest)
 
 
-def _forward_loop(config: Config, walk: Walk) -> Ints:
-    # What a layer keeps, before it is in the stash, and the room for the last layer's; the stream,
-    # in and out, and the zeros of its gradients.
-    activations = (1 + walk.beside) * layer_kept_bytes(config, walk) + 5 * stream_bytes(
-        config, walk
+def _forward_loop(config: Config, loop: LayerLoop) -> Ints:
+    # Saved activations of a layer before they are copied to the stash, and space for the last
+    # layer's; the stream in and out, and its zero gradients.
+    activations = (1 + loop.beside) * layer_saved_bytes(config, loop) + 5 * stream_bytes(
+        config, loop
     )
-    hidden = 3 * walk.compute * walk.tokens * config.model.d_ff // config.layout.tensor
-    return where(walk.group == 1, 0, walk.group * activations + hidden)
+    hidden = 3 * loop.compute * loop.tokens * config.model.d_ff // config.layout.tensor
+    return select(loop.group == 1, 0, loop.group * activations + hidden)
 
 
-def _head(config: Config, walk: Walk, transients: Transients) -> Ints:
+def _head(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     model, layout = config.model, config.layout
     vocab, matrix = model.padded_vocab_size, _head_elements(config)
-    tokens = walk.tokens * layout.context
-    chunks = -(-tokens // most(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS))
-    logits = transients.logits * max(walk.compute, 4) * walk.tokens * vocab // chunks
-    matrices = max(walk.compute, 4) * matrix + walk.gathers * walk.compute * matrix
-    # As it comes, normed, turned round, its gradient; gathered over the ranks of tensor.
-    stream = 5 * walk.compute * walk.tokens * model.d_model
-    together = walk.group > 1
-    matrices = matrices + where(together, walk.accumulated * matrix)
-    stream = stream + where(together, 2 * walk.group * stream_bytes(config, walk))
+    tokens = loop.tokens * layout.context
+    chunks = -(-tokens // maximum(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS))
+    logits = transients.logits * max(loop.compute, 4) * loop.tokens * vocab // chunks
+    matrices = max(loop.compute, 4) * matrix + loop.gathers * loop.compute * matrix
+    # Input, normalised, transposed, and its gradient; gathered over tensor.
+    stream = 5 * loop.compute * loop.tokens * model.d_model
+    together = loop.group > 1
+    matrices = matrices + select(together, loop.accumulated * matrix)
+    stream = stream + select(together, 2 * loop.group * stream_bytes(config, loop))
     return logits // layout.tensor + matrices + stream
 
 
-def _reduction(config: Config, walk: Walk, rows: Ints) -> Ints:
+def _reduction(config: Config, loop: LayerLoop, rows: Ints) -> Ints:
     layout, stage = config.layout, config.layout.zero_stage
-    # The last layer's, and those of embedding and head, as they go in and as they come out.
-    last = walk.weights + elements(config, "embed head")
-    once = where(walk.reduces & np.logical_not(walk.scatters), 2 * walk.accumulated * last)
-    # The stacks that visits did not reduce.
+    # Inputs and outputs of the reductions of the last layer, embedding and head.
+    last = loop.weights + elements(config, "embed head")
+    once = select(loop.reduces & np.logical_not(loop.scatters), 2 * loop.accumulated * last)
+    # The stacks that are not reduced per visit.
     left = (layout.data > 1) | ((layout.fsdp > 1) & (stage <= 1))
     layers = rows * elements(config, "layers", stage >= 1)
-    stacks = walk.accumulated * (layers + elements(config, "embed head", stage >= 1))
-    return where(walk.single, once, where(left, stacks))
+    stacks = loop.accumulated * (layers + elements(config, "embed head", stage >= 1))
+    return select(loop.single, once, select(left, stacks))
 
 
 def _update(config: Config, rows: Ints) -> Ints:
-    """AdamW and Lion go from gradients to parameters element by element."""
+    """Temporaries of the optimizer; AdamW and Lion are elementwise and have none."""
     layout, wide = config.layout, 4
     if config.optimizer.name == "adafactor":
-        # Their squares, all of them, before the means of rows and columns.
+        # All squared gradients, before the means over rows and columns.
         over_fsdp = layout.zero_stage >= 1
         layer = config.model.num_layers * elements(config, "layers", over_fsdp)
         return wide * (layer + elements(config, "embed head", over_fsdp))
@@ -355,9 +360,9 @@ def _update(config: Config, rows: Ints) -> Ints:
 
 
 def _orthogonalised(config: Config, rows: Ints) -> Ints:
-    """Elements of the matrices that a rank makes orthogonal (see `sharding.layer_rules`): as they
-    go into a step of Newton-Schulz and as they come out, and two products of the largest with
-    itself. Where they are wanted whole all layers' are collected beside the gradients."""
+    """Elements of the matrices that a rank makes orthogonal (see `sharding.layer_rules`): input and
+    output of a Newton-Schulz iteration, and two products of the largest with itself. Where they
+    are not sharded those of all layers are gathered beside the gradients."""
     layout, ranks = config.layout, 1
     for axis in DEALT_OVER:
         size = getattr(layout, axis)
@@ -368,7 +373,7 @@ def _orthogonalised(config: Config, rows: Ints) -> Ints:
     whole = sum(array.shard_size(layout, over_fsdp=False) for array in matrices)
     mine = -(-rows // ranks) * (2 * whole + 2 * max(squares))
     shards = (layout.zero_stage >= 1) & (np.asarray(layout.fsdp) > 1)
-    # The compiler's own way through shards: every matrix, and a product of each.
+    # The compiler's own way through shards: every matrix, and its Gram matrix.
     alone = rows * (2 * whole + sum(squares))
-    dealt = mine + where((ranks > 1) & np.logical_not(shards), rows * whole)
-    return where(shards & (ranks == 1), alone, dealt)
+    dealt = mine + select((ranks > 1) & np.logical_not(shards), rows * whole)
+    return select(shards & (ranks == 1), alone, dealt)

@@ -1,8 +1,8 @@
-"""What a step sends over `data` and `fsdp`, from the model's shapes and the layout alone.
+"""Collectives of a step over `data` and `fsdp`, from the model's shapes and the layout alone.
 
 Counts follow ZeRO (arXiv 1910.02054) and layered gradient accumulation (arXiv 2106.02679); the
-suite holds compiled programs to them, array by array. What the compiler sends over `tensor` and
-`context`, and sums of scalars, are not in here.
+suite compares them with compiled programs, array by array. Collectives over `tensor` and `context`,
+and reductions of scalars, are not included.
 """
 
 from collections.abc import Iterable
@@ -10,26 +10,26 @@ from dataclasses import dataclass
 
 from jaxscale.config import Config
 from jaxscale.layout import Layout
-from jaxscale.planner.model.param_shapes import Array, itemsize, parameters
+from jaxscale.planner.model.param_shapes import ParamShape, itemsize, parameters
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """One use of collectives in a step."""
+class ZeroTraffic:
+    """Collectives of a step that serve one purpose."""
 
     what: str
-    kind: str  # as in `hlo.KINDS`
+    kind: str  # of `compiled.collectives.KINDS`
     axes: tuple[str, ...]
-    arrays: int  # sent in a step, each repetition counted
-    num_bytes: int  # the whole arrays on one side, gathered or not yet scattered, added up
+    arrays: int  # per step, each repetition counted
+    num_bytes: int  # of the whole arrays: gathered, or before the scatter
 
 
-def walks(layout: Layout) -> int:
-    """How often a step goes through the layers and back."""
+def num_layer_passes(layout: Layout) -> int:
+    """How often a step loops over the layers, forward and backward."""
     return 1 if layout.accumulation == "layered" else layout.microbatches
 
 
-def step_traffic(config: Config) -> list[Traffic]:
+def step_traffic(config: Config) -> list[ZeroTraffic]:
     """Every collective over `data` and `fsdp`; those over axes of size 1 do not exist.
 
     Args:
@@ -42,24 +42,26 @@ def step_traffic(config: Config) -> list[Traffic]:
         for name in (model.compute_dtype, config.optimizer.accumulation_dtype, model.param_dtype)
     )
     arrays = parameters(model)
-    # A tied head borrows the embedding, and has a gradient of it of its own.
+    # A tied head reads the embedding and has its own gradient of it.
     tied = [array for array in arrays if model.tied_embeddings and array.name == "tokens"]
     once = [(array, 1) for array in arrays if array.part != "layers"] + [(a, 1) for a in tied]
     layer = [array for array in arrays if array.part == "layers"]
     stacks = [(array, layers if array.part == "layers" else 1) for array in arrays]
 
-    count = walks(layout)
+    count = num_layer_passes(layout)
     single = count == 1
     scatters = stage >= 2 or (stage == 1 and single)
     found = []
 
-    def add(what, kind, axes, sent: Iterable[tuple[Array, int]], times, width, *, shards=False):
+    def add(
+        what, kind, axes, sent: Iterable[tuple[ParamShape, int]], times, width, *, shards=False
+    ):
         axes = tuple(axis for axis in axes if getattr(layout, axis) > 1)
         sent = list(sent)
         if not axes or not sent:
             return
         sizes = [repeats * array.shard_size(layout, over_fsdp=shards) for array, repeats in sent]
-        found.append(Traffic(what, kind, axes, len(sent) * times, sum(sizes) * times * width))
+        found.append(ZeroTraffic(what, kind, axes, len(sent) * times, sum(sizes) * times * width))
 
     def over_embed(sent, wanted=True):
         return [item for item in sent if ("embed" in item[0].axes) == wanted]

@@ -1,26 +1,26 @@
-"""Shapes of models that are known by name, and those that a user describes in a file."""
+"""Shapes of published models by name, and of models that a user describes in a JSON file."""
 
 import dataclasses
-import difflib
 import json
 import pathlib
 from dataclasses import replace
 from typing import Any
 
-from jaxscale.planner.model.shape import Latent, Mixer, Shape
+from jaxscale.choices import did_you_mean
+from jaxscale.planner.model.shape import LatentAttention, ModelShape, StateSpaceMixer
 
 NAMED = {
     # Llama 3 (arXiv 2407.21783, table 3).
-    "llama3-8b": Shape(
+    "llama3-8b": ModelShape(
         32, 4096, 32, 8, 128, 14336, gated=True, vocab=128256, tied=False, seq_len=8192
     ),
-    "llama3-70b": Shape(
+    "llama3-70b": ModelShape(
         80, 8192, 64, 8, 128, 28672, gated=True, vocab=128256, tied=False, seq_len=8192
     ),
-    "llama3-405b": Shape(
+    "llama3-405b": ModelShape(
         126, 16384, 128, 8, 128, 53248, gated=True, vocab=128256, tied=False, seq_len=8192
     ),
-    "gpt3-175b": Shape(
+    "gpt3-175b": ModelShape(
         96,
         12288,
         96,
@@ -35,7 +35,7 @@ NAMED = {
         learned_positions=True,
     ),
     # Mixtral (arXiv 2401.04088, table 1; the model card of 8x22B, April 2024).
-    "mixtral-8x7b": Shape(
+    "mixtral-8x7b": ModelShape(
         32,
         4096,
         32,
@@ -50,7 +50,7 @@ NAMED = {
         top_k=2,
         expert_ff=14336,
     ),
-    "mixtral-8x22b": Shape(
+    "mixtral-8x22b": ModelShape(
         56,
         6144,
         48,
@@ -65,8 +65,8 @@ NAMED = {
         top_k=2,
         expert_ff=16384,
     ),
-    # DeepSeek-V3 (arXiv 2412.19437, section 4.2), without the layer that predicts a later token.
-    "deepseek-v3": Shape(
+    # DeepSeek-V3 (arXiv 2412.19437, section 4.2), without multi-token prediction.
+    "deepseek-v3": ModelShape(
         61,
         7168,
         128,
@@ -82,10 +82,10 @@ NAMED = {
         expert_ff=2048,
         shared_experts=1,
         dense_layers=3,
-        latent=Latent(1536, 512, 128, 64, 128),
+        latent=LatentAttention(1536, 512, 128, 64, 128),
     ),
     # Qwen3 (arXiv 2505.09388, table 2, and the model cards).
-    "qwen3-30b-a3b": Shape(
+    "qwen3-30b-a3b": ModelShape(
         48,
         2048,
         32,
@@ -100,7 +100,7 @@ NAMED = {
         top_k=8,
         expert_ff=768,
     ),
-    "qwen3-235b-a22b": Shape(
+    "qwen3-235b-a22b": ModelShape(
         94,
         4096,
         64,
@@ -116,8 +116,8 @@ NAMED = {
         expert_ff=1536,
     ),
     # T5 (arXiv 1910.10683, sections 3.1 and 3.7) and mT5 (2010.11934, tables 1 and 2 and section
-    # 3.2: inputs of 1,024 tokens). Lengths are of the decoder, then of the encoder.
-    "t5-11b": Shape(
+    # 3.2: inputs of 1,024 tokens). Lengths: decoder, then encoder.
+    "t5-11b": ModelShape(
         24,
         1024,
         128,
@@ -131,7 +131,7 @@ NAMED = {
         encoder_layers=24,
         encoder_seq_len=512,
     ),
-    "mt5-xxl": Shape(
+    "mt5-xxl": ModelShape(
         24,
         4096,
         64,
@@ -146,8 +146,8 @@ NAMED = {
         encoder_seq_len=1024,
     ),
     # NVIDIA Nemotron 3 (model cards of December 2025 and March 2026): state-space mixers,
-    # experts of squared ReLU, and a few layers that attend.
-    "nemotron-3-nano": Shape(
+    # experts with squared ReLU, and a few attention layers.
+    "nemotron-3-nano": ModelShape(
         52,
         2688,
         32,
@@ -163,11 +163,11 @@ NAMED = {
         expert_ff=1856,
         shared_experts=2,
         expert_gated=False,
-        mixer=Mixer(layers=23, heads=64, head_dim=64, state=128, groups=8),
+        mixer=StateSpaceMixer(layers=23, heads=64, head_dim=64, state=128, groups=8),
         attention_layers=6,
         mlp_layers=23,
     ),
-    "nemotron-3-super": Shape(
+    "nemotron-3-super": ModelShape(
         88,
         4096,
         32,
@@ -185,7 +185,7 @@ NAMED = {
         shared_experts=1,
         shared_ff=5376,
         expert_gated=False,
-        mixer=Mixer(layers=40, heads=128, head_dim=64, state=128, groups=8),
+        mixer=StateSpaceMixer(layers=40, heads=128, head_dim=64, state=128, groups=8),
         attention_layers=8,
         mlp_layers=40,
         extra_predictions=2,
@@ -193,39 +193,37 @@ NAMED = {
 }
 
 
-def named(model: str, seq_len: int) -> Shape | None:
-    """The shape that a name begins with, as others write it; None if it is not known."""
-    name = _spelt(model)
+def published_shape(model: str, seq_len: int) -> ModelShape | None:
+    """The shape of the known name that `model` begins with; None where there is none."""
+    name = _normalised(model)
     found = [shape for known, shape in NAMED.items() if name.startswith(known)]
     return replace(found[0], seq_len=seq_len) if found else None
 
 
-def _spelt(model: str) -> str:
-    """As in `NAMED`, of a name in any case, with _ for - and maybe none before a version."""
+def _normalised(model: str) -> str:
+    """A name in any case, with _ for - or without one before a version, as `NAMED` has it."""
     return model.lower().replace("_", "-").replace("nemotron3", "nemotron-3")
 
 
-def find_shape(model: str) -> Shape:
+def find_shape(model: str) -> ModelShape:
     """The shape of a name, in any case and with _ for -, or of a user's JSON file.
 
     Raises:
-      ValueError: no such model, or a field that is unknown, missing or of another type; names the
-        nearest.
+      ValueError: an unknown model, or a field that is unknown, missing or of another type; names
+        the nearest.
     """
     if model.endswith(".json"):
         return read_shape(pathlib.Path(model))
-    name = _spelt(model)
+    name = _normalised(model)
     if name in NAMED:
         return NAMED[name]
-    near = difflib.get_close_matches(name, NAMED, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(
-        f"no model {model!r}; {hint}There are {', '.join(NAMED)}, or a file of a model's sizes: "
-        "model.json"
+        f"model {model!r} is not known; it can be {', '.join(NAMED)}, or a JSON file of a model's "
+        f"sizes, such as model.json{did_you_mean(name, NAMED, count=3, cutoff=0.4)}"
     )
 
 
-def read_shape(path: pathlib.Path) -> Shape:
+def read_shape(path: pathlib.Path) -> ModelShape:
     """A shape from a JSON object of its fields; those with a default may be left out.
 
     Raises:
@@ -235,10 +233,10 @@ def read_shape(path: pathlib.Path) -> Shape:
         given = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    for name, kind in (("latent", Latent), ("mixer", Mixer)):
+    for name, kind in (("latent", LatentAttention), ("mixer", StateSpaceMixer)):
         if isinstance(given, dict) and given.get(name) is not None:
             given[name] = _record(kind, given[name], f"{path}: {name}")
-    return _record(Shape, given, str(path))
+    return _record(ModelShape, given, str(path))
 
 
 TYPES: dict[Any, tuple[type, ...]] = {int: (int,), bool: (bool,), float: (int, float)}
@@ -252,20 +250,21 @@ def _record(kind: Any, given: Any, where: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name, value in given.items():
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"{where}: no field {name!r}; {hint}There are {', '.join(fields)}")
+            raise ValueError(
+                f"{where}: {name!r} is not a field; there are {', '.join(fields)}"
+                f"{did_you_mean(name, fields)}"
+            )
         allowed = TYPES.get(fields[name].type, ())
         if allowed and type(value) not in allowed:
             raise ValueError(f"{where}: {name} = {value!r} must be {allowed[-1].__name__}")
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in given:
-            raise ValueError(f"{where}: no {name!r}, which every model has")
+            raise ValueError(f"{where}: {name!r} is missing; every model has one")
     return kind(**given)
 
 
-def check_shape(shape: Shape, name: str) -> None:
-    """Refuses sizes that no model has.
+def check_shape(shape: ModelShape, name: str) -> None:
+    """Refuses impossible sizes.
 
     Raises:
       ValueError: names the field.

@@ -1,4 +1,4 @@
-"""How a model is spread over devices, as the planner sees it: one layout, or arrays of them."""
+"""A layout as the cost formulas read it, with the traits of the trainer that runs it."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,60 +8,61 @@ import numpy as np
 
 from jaxscale.layout import MESH_AXES
 
-Ints = Any  # an int, or int [N]; those of one Choice broadcast
+Ints = Any  # an int, or int [N]; the fields of one Parallelism broadcast
 
 
 @dataclass(frozen=True)
-class Traits:
-    """By what trainers differ that walk the same layout. The defaults are this package's engine.
+class TrainerTraits:
+    """Properties in which trainers differ for the same layout. The defaults are our engine's.
 
-    With `folded_experts` the expert axis is made of the ranks of tensor, context and data, and
-    takes no devices of its own (Megatron).
+    With `folded_experts` expert groups consist of the tensor, context and data ranks, and take no
+    devices of their own (Megatron's parallel folding).
     """
 
-    lockstep: bool = True  # ranks of a pipeline meet after each operation
-    sequence_parallel: bool = True  # ranks of tensor share out the tokens between products
-    attention: str = "fused"  # the vendor's best kernel; or "flash1", "flash2", "written" scores
+    lockstep: bool = True  # pipeline ranks synchronise after each operation
+    sequence_parallel: bool = True  # tensor ranks split the tokens outside matmuls
+    attention: str = "fused"  # the best kernel; or "flash1", "flash2", "written" (unfused)
     eager: bool = False  # the host launches each kernel
-    launch_seconds: float = 8e-6  # of that: an eager operator takes PyTorch 5 to 10 us
-    blocking: bool = False  # and waits for it to end (CUDA_LAUNCH_BLOCKING)
-    fused: bool = True  # elementwise work is fused with its neighbours
-    loss: str = "compiled"  # with its neighbours; or one "fused" kernel, or "plain"
+    launch_seconds: float = 8e-6  # per kernel: an eager PyTorch operator takes 5 to 10 us
+    blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING)
+    fused: bool = True  # elementwise kernels are fused
+    loss: str = "compiled"  # fused by the compiler; or one "fused" kernel, or "plain" ones
     dropout: bool = False
-    overlap_gradients: bool = True  # reduced beside the backward pass
-    overlap_parameters: bool = True  # gathered beside computation
-    overlap_tensor: bool = False  # collectives of tensor run beside their products
-    overlap_pipeline: bool = False  # messages of the pipeline travel beside computation
-    overlap_experts: bool = False  # all-to-alls run beside computation
-    gather_params: float = 0.0  # beside its largest matrix, that ZeRO-3 gathers; 0 is by layers
-    keep_gathered: bool = False  # ZeRO-3 gathers once for both passes
-    reduce_each: bool = True  # ZeRO-2 and 3 reduce after each micro-batch, not once a step
-    matmul: str = "bfloat16"  # or "fp8", "fp4": operands of the layers' products
-    wide_layers: int = 0  # whose products stay in 16 bits where the others' operands do not
-    gradient_bytes: int = 4  # of an element that is reduced
-    attention_seen: bool = True  # attention skips keys that the mask hides
-    merged_dispatch: bool = False  # a token goes once to each node that has experts for it
-    grouped_experts: bool = True  # the products of a device's experts are one kernel
-    fused_experts: bool = False  # the exchange sorts tokens by expert
-    masked_dispatch: bool = False  # tokens go to places of experts by products with a mask
-    plain_experts: bool = False  # their biases and activations are kernels of their own
-    folded_experts: bool = False  # and an expert is not split over tensor
-    context_bytes: float = 1.0e9  # of a GPU's memory, that the driver and kernels' code take
-    bucket_bytes: float = 0.0  # that collectives are collected in
-    imbalance: float = 1.2  # tokens of the busiest expert rank over the mean
-    frozen: bool = False  # weights are not trained, only small adapters beside them
-    balanced_ends: bool = False  # layers are dealt so that embedding and head count as layers
-    scattered_messages: bool = True  # the ranks of tensor share a pipeline's message
-    accumulates: bool = True  # a step can have several micro-batches without a pipeline
-    graph: str = ""  # launches that are recorded once: of the "step", or of "modules" but experts
+    overlap_gradients: bool = True  # reduced during the backward pass
+    overlap_parameters: bool = True  # all-gathered during compute
+    overlap_tensor: bool = False  # tensor collectives overlap with matmuls
+    overlap_pipeline: bool = False  # pipeline sends overlap with compute
+    overlap_experts: bool = False  # all-to-alls overlap with compute
+    gather_params: float = 0.0  # live parameters of ZeRO-3 beside the largest matrix; 0: by layers
+    keep_gathered: bool = False  # ZeRO-3 keeps weights gathered from forward to backward
+    reduce_each: bool = True  # ZeRO-2 and 3 reduce per micro-batch, not per step
+    matmul: str = "bfloat16"  # operands of the layers' matmuls; or "fp8", "fp4"
+    wide_layers: int = 0  # layers whose matmuls stay in 16 bits all the same
+    gradient_bytes: int = 4  # per element in reductions
+    attention_seen: bool = True  # attention skips masked blocks
+    merged_dispatch: bool = False  # a token is sent once to each node with experts for it
+    grouped_experts: bool = True  # the matmuls of local experts are one grouped kernel
+    fused_experts: bool = False  # the all-to-all kernel sorts tokens by expert
+    masked_dispatch: bool = False  # dispatch by matmuls with one-hot masks (GShard)
+    plain_experts: bool = False  # biases and activations of experts are separate kernels
+    folded_experts: bool = False  # experts are not split over tensor; see above
+    context_bytes: float = 1.0e9  # GPU memory of the driver and kernel code
+    bucket_bytes: float = 0.0  # buffers of bucketed collectives
+    imbalance: float = 1.2  # load imbalance: tokens of the busiest expert rank over the mean
+    frozen: bool = False  # only adapters are trained
+    balanced_ends: bool = False  # embedding and head count as layers of their stages
+    scattered_messages: bool = True  # tensor ranks split a pipeline send
+    accumulates: bool = True  # gradient accumulation without a pipeline
+    graph: str = ""  # CUDA graphs: of the "step", or of "modules" but experts
 
 
-OURS = Traits()
+JAXSCALE = TrainerTraits()
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One layout, or N: every number may be an int array [N]; texts are common to all."""
+class Parallelism:
+    """What the cost formulas read: a layout or N of them, with the micro-batch size, what is parsed
+    from its strings, and the trainer. Every number may be an int array [N]; strings are common."""
 
     pipeline: Ints = 1
     data: Ints = 1
@@ -70,22 +71,22 @@ class Choice:
     context: Ints = 1
     tensor: Ints = 1
     zero_stage: Ints = 3
-    microbatch: Ints = 1  # sequences of one micro-batch on one shard of the batch
-    microbatches: Ints = 1  # a step
+    microbatch: Ints = 1  # sequences per micro-batch and shard of the batch
+    microbatches: Ints = 1  # per step
     virtual_stages: Ints = 1
     sequence_chunks: Ints = 1
     schedule: str = "1f1b"
     fused: bool = False  # the backward pass is one operation
     remat: str = "none"
-    remat_share: Any = 1.0  # of the layers, that the policy is for; the others keep everything
+    remat_share: Any = 1.0  # share of layers with the policy; the others save everything
     offload: str = "none"
     accumulation: str = "sequential"
     context_method: str = "ring"
-    traits: Traits = field(default=OURS)
+    traits: TrainerTraits = field(default=JAXSCALE)
 
     @classmethod
-    def of(cls, layout: Any, global_batch_size: int, **changes: Any) -> "Choice":
-        """That of a resolved `Layout`, or of `Layouts`; `changes` are fields of this class."""
+    def of(cls, layout: Any, global_batch_size: int, **changes: Any) -> "Parallelism":
+        """Of a resolved `Layout` or a `LayoutBatch`; `changes` are fields of this class."""
         schedule, remat = layout.schedule_spec, layout.remat_policy
         shards = layout.batch_shards * layout.expert
         return cls(
@@ -98,7 +99,7 @@ class Choice:
                 "sequence_chunks": layout.sequence_chunks,
                 "schedule": schedule.name,
                 "fused": schedule.fused,
-                # Which passes of a pipeline are recomputed, and which are kept, its table says.
+                # With "keep:N" the table says which passes are recomputed.
                 "remat": layout.remat if remat.kept_passes is None else "full",
                 "offload": layout.offload,
                 "accumulation": layout.accumulation,
@@ -115,23 +116,23 @@ class Choice:
 
     @property
     def batch_shards(self) -> Ints:
-        """Ways in which a global batch is split: the ranks of expert have tokens of their own."""
+        """Shards of the global batch; expert ranks have their own tokens."""
         own = 1 if self.traits.folded_experts else self.expert
         return np.asarray(self.data) * self.fsdp * own
 
     @property
     def imbalance(self) -> Any:
-        """Tokens that the busiest rank's experts have over the mean. A rank that has all experts
-        has what its own tokens ask for; places that are left empty it has all the same."""
+        """Load imbalance: tokens of the busiest expert rank over the mean. A rank with all experts
+        is balanced, except that masked dispatch computes empty capacity, too."""
         alone = (np.asarray(self.expert) == 1) & (not self.traits.masked_dispatch)
         return np.where(alone, 1.0, self.traits.imbalance)
 
     @property
     def global_batch(self) -> Ints:
-        """Sequences of a step."""
+        """Sequences per step."""
         return self.batch_shards * self.microbatch * self.microbatches
 
     @property
     def count(self) -> int:
-        """How many layouts these are."""
+        """Number of layouts."""
         return len(np.atleast_1d(self.num_devices))

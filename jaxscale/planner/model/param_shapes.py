@@ -1,7 +1,7 @@
-"""The parameters of a model as shapes and logical axes, without making the model.
+"""The parameters of a model as shapes and logical axes, without building the model.
 
-Same names, shapes and axes as `models.decoder` gives; the suite compares them. In all of the
-memory formulas the numbers of a layout may be int arrays [N], for N layouts at once.
+Names, shapes and axes are those of `models.decoder`; the suite compares them. In all memory
+formulas the integers of a layout may be int arrays [N], for N layouts at once.
 """
 
 import functools
@@ -20,15 +20,15 @@ Ints = Any
 """An int, or int [N] for N layouts."""
 
 
-def where(condition: Any, yes: Ints, no: Ints = 0) -> Ints:
+def select(condition: Any, yes: Ints, no: Ints = 0) -> Ints:
     """`yes` where the condition holds, for one layout or many."""
     if isinstance(condition, bool | np.bool_):
         return yes if condition else no
     return np.where(condition, yes, no)
 
 
-def most(*sizes: Ints) -> Ints:
-    """The largest."""
+def maximum(*sizes: Ints) -> Ints:
+    """The elementwise maximum, for one layout or many."""
     return functools.reduce(
         lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b),
         sizes,
@@ -36,8 +36,8 @@ def most(*sizes: Ints) -> Ints:
 
 
 @dataclass(frozen=True)
-class Array:
-    """One parameter; that of a layer is one layer's."""
+class ParamShape:
+    """One parameter; a layer's is that of one layer, without the stack's dimension."""
 
     part: str  # "embed", "layers" or "head"
     name: str  # as in a checkpoint: "attention/q"
@@ -50,23 +50,23 @@ class Array:
         return math.prod(self.shape)
 
     def shard_size(self, layout: Layout, *, over_fsdp: Any, at_rest: bool = False) -> Ints:
-        """Elements on one device, spread over tensor and, where asked, over fsdp.
+        """Elements on one device, sharded over tensor and, where asked, over fsdp.
 
         Args:
-          at_rest: between steps what is outside the layers is spread over the pipeline too, where
-            it can be.
+          at_rest: between steps embedding and head are sharded over the pipeline, too, where they
+            divide.
         """
-        divisor = where(over_fsdp, layout.fsdp, 1) if "embed" in self.axes else 1
+        divisor = select(over_fsdp, layout.fsdp, 1) if "embed" in self.axes else 1
         if at_rest and self.part != "layers" and "embed" in self.axes:
             width = self.shape[self.axes.index("embed")]
             spread = spreads_outer(layout.pipeline, layout.fsdp, width)
-            divisor = divisor * where(spread, layout.pipeline, 1)
+            divisor = divisor * select(spread, layout.pipeline, 1)
         if {"heads", "kv_heads", "mlp", "vocab"} & set(self.axes):
             divisor = divisor * layout.tensor
         return self.size // divisor
 
 
-def parameters(model: ModelConfig) -> list[Array]:
+def parameters(model: ModelConfig) -> list[ParamShape]:
     """Every parameter of the embedding, of one layer, and of the head."""
     sizes = {
         "embed": model.d_model,
@@ -83,7 +83,7 @@ def parameters(model: ModelConfig) -> list[Array]:
         | {("head", name): axes for name, axes in _head(model).items()}
     )
     return [
-        Array(part, name, axes, tuple(sizes[axis] for axis in axes))
+        ParamShape(part, name, axes, tuple(sizes[axis] for axis in axes))
         for (part, name), axes in named.items()
     ]
 

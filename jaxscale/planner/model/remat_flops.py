@@ -1,14 +1,14 @@
-"""What remat policies make again, in operations of a token, of a shape of any kind."""
+"""FLOPs per token that remat policies recompute, for any model shape."""
 
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.shape import ModelShape
 
 
-def repeated_flops(shape: Shape, remat: str) -> float:
-    """What a policy does not keep, but for a layer's last product, whose result no backward pass
-    needs: as `ModelConfig.hardware_flops_per_token` counts it.
+def recomputed_flops(shape: ModelShape, remat: str) -> float:
+    """FLOPs of what a policy does not save, except a layer's last matmul, whose result the backward
+    pass does not need: as `ModelConfig.hardware_flops_per_token` counts.
 
     Raises:
-      ValueError: a policy that is not known of all kinds of layers.
+      ValueError: a policy without a formula for every kind of layer.
     """
     if remat == "none":
         return 0.0
@@ -19,25 +19,25 @@ def repeated_flops(shape: Shape, remat: str) -> float:
         return every - last
     if remat == "full":
         return shape.block_flops - last
-    raise ValueError(f"what remat = {remat!r} repeats of a shape's layers is not known")
+    raise ValueError(f"remat = {remat!r} has no formula for a model given by its sizes")
 
 
-def core_flops(shape: Shape) -> float:
-    """The two products of attention, of all layers."""
+def core_flops(shape: ModelShape) -> float:
+    """Core attention of all layers."""
     own = shape.attending * shape.core_flops()
     if not shape.encoder_layers:
         return own
     return own + (shape.layers + _source(shape)) * shape.core_flops(shape.encoder_seq_len)
 
 
-def mlp_flops(shape: Shape) -> tuple[float, float]:
-    """All products of MLPs and experts, and the last ones of each alone."""
+def mlp_flops(shape: ModelShape) -> tuple[float, float]:
+    """All matmuls of MLPs and experts, and of these the last one of each MLP."""
     dense = shape.with_mlp - shape.expert_layers + _source(shape)
     width = shape.top_k * shape.expert_ff * shape.routed_width + shape.shared_width * shape.d_model
     last = dense * shape.d_ff * shape.d_model + shape.expert_layers * width
     return dense * shape.mlp_flops + shape.expert_layers * shape.expert_flops, 2.0 * last
 
 
-def _source(shape: Shape) -> float:
-    """Layers of the encoder, times its tokens for one of the decoder."""
+def _source(shape: ModelShape) -> float:
+    """Encoder layers, times encoder tokens per decoder token."""
     return shape.encoder_layers * shape.encoder_seq_len / shape.seq_len

@@ -1,7 +1,7 @@
-"""What a model is to the planner: sizes, and the parameters and operations that follow from them.
+"""The sizes of a model, with its parameter and FLOP counts.
 
-Families are described by their sizes alone, so that models which this package cannot train yet
-(experts, latent attention, an encoder beside the decoder) can be planned and compared.
+Sizes alone describe a model to the planner, so models that this package cannot train yet (experts,
+latent attention, an encoder) can be planned and compared.
 
 Letters: D d_model, H heads, K kv_heads, E head_dim, F d_ff.
 """
@@ -12,18 +12,18 @@ from jaxscale.config import Config
 
 
 @dataclass(frozen=True)
-class Latent:
-    """Ranks and head parts of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+class LatentAttention:
+    """Ranks and head sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
 
     query_rank: int
     kv_rank: int
-    nope_dim: int  # of a head's query and key, without positions
-    rope_dim: int  # with
+    nope_dim: int  # of a head's query and key, without rotary positions
+    rope_dim: int  # with rotary positions
     value_dim: int
 
 
 @dataclass(frozen=True)
-class Mixer:
+class StateSpaceMixer:
     """A state-space mixer in place of attention in some layers (Mamba-2, arXiv 2405.21060)."""
 
     layers: int
@@ -34,9 +34,9 @@ class Mixer:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of a transformer. `layers` counts decoder layers; of a model without cross attention
-    these are all there are."""
+class ModelShape:
+    """Sizes of a transformer. `layers` counts decoder layers: all layers unless there is an
+    encoder."""
 
     layers: int
     d_model: int
@@ -49,28 +49,28 @@ class Shape:
     tied: bool
     seq_len: int
     causal: bool = True
-    window: int = 0  # keys that a query of a windowed layer sees; 0 is all
-    windowed_share: float = 1.0  # of the layers, when there is a window
+    window: int = 0  # sliding window in keys; 0 is full attention
+    windowed_share: float = 1.0  # share of layers with the window
     biases: bool = False  # LayerNorm and a bias on every matrix
     learned_positions: bool = False
-    experts: int = 0  # of a layer; 0 is a dense model
+    experts: int = 0  # per layer; 0 is a dense model
     top_k: int = 0
     expert_ff: int = 0
     shared_experts: int = 0
-    shared_ff: int = 0  # of a shared expert, where it differs from the routed ones
-    expert_width: int = 0  # that tokens are projected to for the routed experts; 0 is d_model
+    shared_ff: int = 0  # of a shared expert; 0 is expert_ff
+    expert_width: int = 0  # width of the routed experts' input; 0 is d_model
     expert_gated: bool = True
-    dense_layers: int = 0  # layers before the first with experts
-    latent: Latent | None = None
-    mixer: Mixer | None = None
-    attention_layers: int = -1  # layers that attend; -1 is all
+    dense_layers: int = 0  # layers before the first MoE layer
+    latent: LatentAttention | None = None
+    mixer: StateSpaceMixer | None = None
+    attention_layers: int = -1  # layers with attention; -1 is all
     mlp_layers: int = -1  # layers with an MLP or experts; -1 is all
-    extra_predictions: int = 0  # of later tokens, each with a layer and a pass of the head
+    extra_predictions: int = 0  # multi-token prediction modules, each a layer and a head pass
     encoder_layers: int = 0
     encoder_seq_len: int = 0
 
     @classmethod
-    def of(cls, config: Config) -> "Shape":
+    def of(cls, config: Config) -> "ModelShape":
         """The shape of a configuration's model at its sequence length."""
         model, gpt = config.model, config.model.family == "gpt"
         return cls(
@@ -93,12 +93,12 @@ class Shape:
 
     @property
     def attending(self) -> int:
-        """Decoder layers that attend."""
+        """Decoder layers with attention."""
         return self.layers if self.attention_layers < 0 else self.attention_layers
 
     @property
     def with_mlp(self) -> int:
-        """Decoder layers that have an MLP, dense or of experts."""
+        """Decoder layers with an MLP or experts."""
         return self.layers if self.mlp_layers < 0 else self.mlp_layers
 
     @property
@@ -110,7 +110,7 @@ class Shape:
 
     @property
     def attention_params(self) -> int:
-        """Matrices of one attention, and its biases."""
+        """Weights and biases of one attention block."""
         if self.latent:
             rank, heads = self.latent, self.heads
             return (
@@ -137,23 +137,23 @@ class Shape:
 
     @property
     def routed_width(self) -> int:
-        """Of a token on its way to the routed experts."""
+        """Width of the routed experts' input."""
         return self.expert_width or self.d_model
 
     @property
     def shared_params(self) -> int:
-        """The shared experts of a layer, and the projections around the routed ones."""
+        """The shared experts of a layer, and the projections to and from the routed ones."""
         matrices = 3 if self.expert_gated else 2
         return self.d_model * (matrices * self.shared_width + 2 * self.expert_width)
 
     @property
     def shared_width(self) -> int:
-        """Of the shared experts of a layer, together."""
+        """Hidden width of a layer's shared experts together."""
         return self.shared_experts * (self.shared_ff or self.expert_ff)
 
     @property
     def routed_params(self) -> int:
-        """All routed experts of the model: what the expert axis shards."""
+        """All routed experts of the model, which the expert axis shards."""
         return self.expert_layers * self.experts * self.expert_params
 
     @property
@@ -186,15 +186,13 @@ class Shape:
 
     @property
     def layer_params(self) -> float:
-        """A decoder layer, the mean of all: routed experts, cross attention and encoder included.
-
-        An encoder's layers are counted with the decoder's that they feed.
-        """
+        """An average decoder layer, routed experts and cross attention included; the encoder's
+        layers are spread over the decoder's."""
         return self.block_params / self.layers
 
     @property
     def block_params(self) -> int:
-        """Everything between embedding and head."""
+        """All layers: everything between embedding and head."""
         cross = self.attention_params + self.norm_params // 2 if self.encoder_layers else 0
         moe = self.expert_layers
         router = self.d_model * self.experts
@@ -217,15 +215,15 @@ class Shape:
 
     @property
     def active_params(self) -> int:
-        """Parameters that one token meets."""
+        """Active parameters: those that one token uses."""
         idle = self.expert_layers * (self.experts - self.top_k) * self.expert_params
         return self.num_params - idle
 
-    # Operations of one token's forward pass; a multiply-add is two.
+    # FLOPs of one token's forward pass; a multiply-add is two.
 
     @property
     def mean_keys(self) -> float:
-        """Keys that a query sees on average over layers; half of a causal sequence."""
+        """Keys per query, averaged over layers; half of a causal sequence."""
         full = self.seq_len / 2 if self.causal else float(self.seq_len)
         if not self.window or self.window >= self.seq_len:
             return full
@@ -233,7 +231,7 @@ class Shape:
         return self.windowed_share * seen + (1 - self.windowed_share) * full
 
     def core_flops(self, keys: float | None = None) -> float:
-        """The two products of attention in one layer, over `keys` (default `mean_keys`)."""
+        """Core attention of one layer: two matmuls over `keys` keys (default `mean_keys`)."""
         keys = self.mean_keys if keys is None else keys
         if self.latent:
             parts = self.latent.nope_dim + self.latent.rope_dim + self.latent.value_dim
@@ -242,7 +240,7 @@ class Shape:
 
     @property
     def projection_flops(self) -> float:
-        """Matrices of one attention."""
+        """The projections of one attention block."""
         biases = self.head_dim * (self.heads + 2 * self.kv_heads) + self.d_model
         return 2.0 * (self.attention_params - (biases if self.biases and not self.latent else 0))
 
@@ -253,7 +251,7 @@ class Shape:
 
     @property
     def expert_flops(self) -> float:
-        """What a token does in a layer of experts, dropping none: router, routed and shared."""
+        """An MoE layer without dropped tokens: router, routed and shared experts."""
         return 2.0 * (
             self.top_k * self.expert_params + self.shared_params + self.d_model * self.experts
         )
@@ -268,12 +266,12 @@ class Shape:
 
     @property
     def head_flops(self) -> float:
-        """Logits of one predicted token."""
+        """The logits of one token."""
         return 2.0 * self.d_model * self.vocab
 
     @property
     def block_flops(self) -> float:
-        """All layers, an encoder's included, for one token of the decoder's sequence."""
+        """All layers, the encoder's included, for one token of the decoder's sequence."""
         decoder = self.matmul_flops + self.attending * self.core_flops()
         if self.mixer:
             decoder += self.mixer.layers * (self.mixer_flops - 2.0 * self.mixer_params)
@@ -285,12 +283,12 @@ class Shape:
             * self.encoder_layers
             * (self.projection_flops + self.core_flops(self.encoder_seq_len) + self.mlp_flops)
         )
-        both = self.projection_flops * (1 + ratio) / 2  # q and out here, k and v of the encoder
+        both = self.projection_flops * (1 + ratio) / 2  # q, out of the decoder; k, v of the encoder
         return decoder + encoder + self.layers * (both + self.core_flops(self.encoder_seq_len))
 
     @property
     def matmul_flops(self) -> float:
-        """Products of the decoder's layers with weights, for one token."""
+        """Matmuls with weights of the decoder's layers, for one token."""
         return (
             self.attending * self.projection_flops
             + (self.with_mlp - self.expert_layers) * self.mlp_flops
@@ -300,12 +298,12 @@ class Shape:
 
     @property
     def layer_forward_flops(self) -> float:
-        """One decoder layer, the mean of all, for one token."""
+        """An average decoder layer, for one token."""
         return self.block_flops / self.layers
 
     @property
     def flops_per_token(self) -> float:
-        """Training: forward and backward, nothing repeated. The numerator of MFU."""
+        """Of training: forward and backward, without recompute. The numerator of MFU."""
         each = 1 + self.extra_predictions
         extra = self.extra_predictions * self.layer_forward_flops
         return 3 * (self.block_flops + extra + each * self.head_flops)

@@ -1,29 +1,29 @@
-"""Plans as one page of HTML that needs nothing else: tables, and pictures drawn as SVG."""
+"""Plans as one self-contained HTML page: tables and SVG figures."""
 
 import html
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from jaxscale.formatting import gigabytes
 from jaxscale.pipeline.draw import COLORS, WORDS
 from jaxscale.pipeline.simulator import Costs, simulate
-from jaxscale.planner.cost.uneven_pipeline import Parts
+from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
 from jaxscale.planner.report.text_report import (
     PARTS,
     TERMS,
     batch_text,
-    gigabytes,
     layout_text,
     params_text,
 )
-from jaxscale.planner.search.plan import Answer, Plan
-from jaxscale.planner.tables.table_makespan import Pipeline, open_table
+from jaxscale.planner.search.plan import Plan, RankedPlans
+from jaxscale.planner.tables.table_makespan import TableSpec, pipeline_table
 
 SHOWN = 5
-"""Plans that are drawn."""
+"""Plans with figures."""
 
 SHOWN_MICROBATCHES = 3
-"""Rounds of micro-batches, one for each rank, of a timeline: the rest is the same again."""
+"""Micro-batches of a timeline, over the number of ranks: the schedule repeats after that."""
 
 PALETTE = (
     "#3f78d1",
@@ -56,23 +56,23 @@ svg text { font-size: 12px; fill: #333; } .note { color: #666; }
 """
 
 
-def page(answer: Answer) -> str:
+def plan_page(answer: RankedPlans) -> str:
     """The whole page."""
     query = answer.query
     title = f"{query.cluster.num_devices} {query.cluster.name}"
     sections = [
         f"<h1>Layouts on {html.escape(title)}</h1>",
-        f"<p>{params_text(query.subject)}, {batch_text(query.subject)} a step. "
-        f"{answer.found.considered:,} layouts were considered. {query.subject.note}</p>",
+        f"<p>{params_text(query.planned_model)}, {batch_text(query.planned_model)} per step. "
+        f"{answer.found.considered:,} layouts were considered. {query.planned_model.note}</p>",
         _table(answer.plans),
         _rejected(answer.found.rejected),
     ]
     for number, plan in enumerate(answer.plans[:SHOWN], 1):
         sections += [
             f"<h2>{number}. {html.escape(layout_text(plan.layout))}</h2>",
-            f"<h3>Seconds of a step: {plan.step_seconds:.3f}</h3>",
+            f"<h3>Step time: {plan.step_seconds:.3f} s</h3>",
             _waterfall(plan),
-            f"<h3>Memory of a device: {gigabytes(plan.memory_bytes)} "
+            f"<h3>Memory per device: {gigabytes(plan.memory_bytes)} "
             f"of {gigabytes(plan.limit_bytes)}</h3>",
             _stack(plan),
             *([_timeline(plan)] if plan.layout.pipeline > 1 else []),
@@ -88,7 +88,7 @@ def page(answer: Answer) -> str:
 def _table(plans: Iterable[Plan]) -> str:
     head = "".join(
         f"<th>{name}</th>"
-        for name in ("", "layout", "step", "tokens/s", "MFU", "HFU", "memory", "W a device")
+        for name in ("", "layout", "step", "tokens/s", "MFU", "HFU", "memory", "W per device")
     )
     rows = "".join(
         f"<tr><td>{number}</td><td>{html.escape(layout_text(plan.layout))}</td>"
@@ -105,7 +105,7 @@ def _rejected(rejected: Mapping[str, int]) -> str:
         f"<tr><td>{count:,}</td><td>{html.escape(reason)}</td></tr>"
         for reason, count in rejected.items()
     )
-    return f'<p class="note">The others:</p><table>{rows}</table>'
+    return f'<p class="note">Rejected layouts:</p><table>{rows}</table>'
 
 
 def _waterfall(plan: Plan) -> str:
@@ -116,7 +116,7 @@ def _waterfall(plan: Plan) -> str:
         x += seconds * scale
     count = len(marks)
     for n, (name, seconds) in enumerate(plan.hidden.items(), count):
-        words = f"hidden beside computation: {name}"
+        words = f"overlapped with compute: {name}"
         marks.append(_bar(n, words, NAMES, seconds * scale, f"{seconds:.4f} s", "#dddddd"))
     return _svg("waterfall", marks, len(marks) * ROW)
 
@@ -132,7 +132,7 @@ def _bar(row: int, name: str, x: float, width: float, value: str, color: str) ->
 
 
 def _stack(plan: Plan) -> str:
-    """One bar of all that is alive at the peak, against the limit, and what its colours are."""
+    """What is live at the peak as one bar, with the limit and a legend."""
     parts = sorted(plan.memory.at_peak.items(), key=lambda item: -item[1])
     scale, x, marks = WIDTH / max(plan.limit_bytes, plan.memory_bytes), 0.0, []
     for n, (_, size) in enumerate(parts):
@@ -154,13 +154,15 @@ def _stack(plan: Plan) -> str:
 
 
 def _timeline(plan: Plan) -> str:
-    """The first rounds of the schedule in lockstep ticks, with the costs of the formulas."""
+    """The first micro-batches of the schedule in lockstep ticks, with predicted durations."""
     layout = plan.layout
-    pipeline = Pipeline.of(layout)
-    ranks, chunks = pipeline.ranks, pipeline.virtual_stages
+    spec = TableSpec.of(layout)
+    ranks, chunks = spec.ranks, spec.virtual_stages
     count = min(layout.microbatches, SHOWN_MICROBATCHES * ranks)
-    costs = Parts.of(plan.subject.shape, plan.cluster, plan.choice).costs([0], plan.layers)
-    table = open_table(pipeline._replace(microbatches=count))
+    costs = UnevenPipelineCost.of(plan.planned_model.shape, plan.cluster, plan.parallelism).costs(
+        [0], plan.layers
+    )
+    table = pipeline_table(spec._replace(microbatches=count))
     run = simulate(table, Costs(*(tuple(np.ravel(cost).tolist()) for cost in costs)))
     scale, height = (WIDTH - 60) / run.lockstep_makespan, min(ROW, 480 // ranks)
     marks = [

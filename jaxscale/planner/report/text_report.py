@@ -1,37 +1,37 @@
-"""Plans in words and bars: why a step takes what it takes, what fills a device, and why not."""
+"""Plans as text: the ranking, where a step's seconds go, what fills a device, and comparisons."""
 
 import math
-import re
-from collections.abc import Sequence
 
+from jaxscale.formatting import gigabytes, table
 from jaxscale.layout import Layout
-from jaxscale.planner.search.plan import Answer, Plan
-from jaxscale.planner.search.sized_model import Described
-from jaxscale.planner.search.trainable_model import Trained
+from jaxscale.planner.cost.energy import BUILDING
+from jaxscale.planner.search.plan import Plan, RankedPlans
+from jaxscale.planner.search.sized_model import SizedModel
+from jaxscale.planner.search.trainable_model import TrainableModel
 
 MOST_STAGES = 16
-"""Ranks of a pipeline whose memory is listed."""
+"""Pipeline ranks whose memory is listed."""
 
 BAR = 40
 """Characters of the longest bar."""
 
 TERMS = {
-    "matmul": "products of layers and head",
+    "matmul": "matmuls of layers and head",
     "attention": "attention",
-    "elementwise": "norms, activations and sums",
-    "waiting": "waiting for the host to launch",
-    "recompute": "made again for the backward pass",
-    "tensor": "tensor collectives, exposed",
-    "context": "context collectives, exposed",
+    "elementwise": "norms, activations, residual additions",
+    "waiting": "kernel launch overhead",
+    "recompute": "recompute for the backward pass",
+    "tensor": "tensor parallelism, exposed",
+    "context": "context parallelism, exposed",
     "expert": "expert all-to-alls, exposed",
-    "pipeline": "messages of the pipeline",
-    "fsdp": "weights gathered, gradients scattered",
-    "data": "gradients summed over replicas",
-    "bubble": "ranks waiting for each other",
-    "optimizer": "the optimizer's update",
-    "offload": "moved to host memory and back",
-    "stragglers": "waiting for the slowest device",
-    "end": "end of the step",
+    "pipeline": "pipeline sends, exposed",
+    "fsdp": "fsdp all-gather and reduce-scatter, exposed",
+    "data": "gradient all-reduce over replicas, exposed",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer update",
+    "offload": "host offload, exposed",
+    "stragglers": "stragglers",
+    "end": "fixed cost per step",
 }
 
 PARTS = {
@@ -39,36 +39,36 @@ PARTS = {
     "optimizer": "optimizer state",
     "batch": "batch",
     "gradients": "gradients",
-    "stash": "activations kept",
+    "stash": "saved activations",
     "parameters_copy": "copy of the weights",
-    "converted": "weights in the compute type",
-    "layer_weights": "weights of layers at work",
-    "outer_weights": "weights gathered for the step",
+    "converted": "weights cast to the compute type",
+    "layer_weights": "gathered weights of a layer",
+    "outer_weights": "gathered embedding and head",
     "outer_gradients": "gradients of embedding and head",
-    "messages": "messages of the pipeline",
-    "pending": "gradients of a chunk",
-    "carried": "gradients of the layer before",
-    "walk_end": "gradients that wait together",
-    "zeros": "where attention sums",
-    "moments_copy": "second copy of the moments",
-    "group": "micro-batches that walk together",
-    "working_set": "one layer at work",
-    "layer_gradients": "one layer's gradients",
-    "forward_loop": "one layer's forward pass",
+    "messages": "pipeline send and receive buffers",
+    "pending": "gradients of a chunk before reduction",
+    "carried": "gradients of the previous layer",
+    "walk_end": "gradients waiting for reduction",
+    "zeros": "attention accumulators",
+    "moments_copy": "copy of the moments",
+    "group": "accumulation group of micro-batches",
+    "working_set": "activations of one layer's backward",
+    "layer_gradients": "weight gradients of one layer",
+    "forward_loop": "activations of one layer's forward",
     "head": "logits and head",
-    "end": "sums and update at the end",
+    "end": "gradient reduction and update",
 }
 
 
 def layout_text(layout: Layout) -> str:
-    """A layout in a line: what differs from one device that does nothing special."""
+    """A layout in one line: the settings that differ from a single device's defaults."""
     axes = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1)
     parts = [axes or "one device"]
     if layout.fsdp > 1:
         parts.append(f"zero {layout.zero_stage}")
     if layout.microbatches > 1:
-        walked = " layered" if layout.accumulation == "layered" else ""
-        parts.append(f"{layout.microbatches} micro-batches{walked}")
+        order = " layered" if layout.accumulation == "layered" else ""
+        parts.append(f"{layout.microbatches} micro-batches{order}")
     if layout.pipeline > 1:
         chunks = f" of {layout.virtual_stages} chunks" if layout.virtual_stages > 1 else ""
         parts.append(layout.schedule + chunks)
@@ -79,13 +79,8 @@ def layout_text(layout: Layout) -> str:
     return ", ".join(parts)
 
 
-def gigabytes(size: float) -> str:
-    """80e9 -> "80.00 GB"."""
-    return f"{size / 1e9:,.2f} GB"
-
-
-def waterfall(plan: Plan) -> str:
-    """The seconds of a step, one term after the other."""
+def waterfall_text(plan: Plan) -> str:
+    """A waterfall of the terms that add up to a step."""
     rows, total, begin = [], plan.step_seconds, 0.0
     for name, value in plan.terms.items():
         low, high = round(BAR * begin / total), round(BAR * (begin + value) / total)
@@ -98,16 +93,16 @@ def waterfall(plan: Plan) -> str:
             )
         )
         begin += value
-    rows.append(("a step", f"{total:.4f} s", "100.0 %", "=" * BAR))
+    rows.append(("step", f"{total:.4f} s", "100.0 %", "=" * BAR))
     rows += [
-        (f"hidden beside computation: {name}", f"{value:.4f} s", "", "")
+        (f"overlapped with compute: {name}", f"{value:.4f} s", "", "")
         for name, value in plan.hidden.items()
     ]
-    return columns(rows)
+    return table(rows)
 
 
-def stack(plan: Plan) -> str:
-    """The bytes of a device at its peak."""
+def memory_text(plan: Plan) -> str:
+    """What a device holds at its peak, largest first."""
     parts = sorted(plan.memory.at_peak.items(), key=lambda item: -item[1])
     most = max(size for _, size in parts)
     rows = [(PARTS[name], gigabytes(size), "#" * round(BAR * size / most)) for name, size in parts]
@@ -116,22 +111,22 @@ def stack(plan: Plan) -> str:
         rows.append(("in host memory: optimizer state", gigabytes(plan.memory.host_optimizer), ""))
     if plan.memory.host_stash:
         rows.append(("in host memory: activations", gigabytes(plan.memory.host_stash), ""))
-    return "\n".join([columns(rows), *_stages(plan)])
+    return "\n".join([table(rows), *_stages(plan)])
 
 
 def _stages(plan: Plan) -> list[str]:
-    """What each rank of a pipeline uses, a few of them where they are many."""
+    """What each pipeline rank uses; every few ranks where there are many."""
     used = plan.stage_bytes
     if len(used) == 1:
         return []
     step = -(-len(used) // MOST_STAGES)
     shown = ", ".join(f"{size / 1e9:.1f}" for size in used[::step])
-    which = "each rank" if step == 1 else f"ranks 0, {step}, {2 * step} and so on"
-    return [f"  of which {which} of the pipeline uses, in GB: {shown}"]
+    which = "each rank" if step == 1 else f"ranks 0, {step}, {2 * step}, ..."
+    return [f"  used by {which} of the pipeline, in GB: {shown}"]
 
 
-def compare(a: Plan, b: Plan) -> str:
-    """Where two plans differ, the largest difference in seconds first."""
+def comparison(a: Plan, b: Plan) -> str:
+    """Two plans term by term, the largest difference first."""
     names = sorted(
         a.terms | b.terms,
         key=lambda name: -abs(b.terms.get(name, 0) - a.terms.get(name, 0)),
@@ -141,7 +136,7 @@ def compare(a: Plan, b: Plan) -> str:
         first, second = a.terms.get(name, 0.0), b.terms.get(name, 0.0)
         rows.append((TERMS[name], *_pair(first, second)))
     change = b.step_seconds - a.step_seconds
-    rows.append(("a step", *_pair(a.step_seconds, b.step_seconds)))
+    rows.append(("step", *_pair(a.step_seconds, b.step_seconds)))
     sizes = a.memory.at_peak, b.memory.at_peak
     for name in sorted(
         sizes[0] | sizes[1], key=lambda name: -abs(sizes[1].get(name, 0) - sizes[0].get(name, 0))
@@ -159,49 +154,35 @@ def compare(a: Plan, b: Plan) -> str:
     faster = "A" if change > 0 else "B"
     share = abs(change) / max(a.step_seconds, b.step_seconds)
     head = f"A: {layout_text(a.layout)}\nB: {layout_text(b.layout)}\n"
-    return f"{head}{faster} is faster, by {100 * share:.1f} %\n{columns(rows)}"
+    return f"{head}{faster} is faster, by {100 * share:.1f} %\n{table(rows)}"
 
 
 def _pair(first: float, second: float) -> tuple[str, str, str]:
     return f"{first:.4f} s", f"{second:.4f} s", f"{second - first:+.4f} s"
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned; columns of figures to the right."""
-    count = range(len(rows[0]))
-    widths = [max(len(row[i]) for row in rows) for i in count]
-    figures = [all(re.match(r"[-+]?\d|-?$", row[i]) for row in rows[1:]) for i in count]
-
-    def cell(text: str, i: int) -> str:
-        return text.rjust(widths[i]) if figures[i] else text.ljust(widths[i])
-
-    return "\n".join(
-        "  " + "  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows
-    )
+def params_text(model: TrainableModel | SizedModel) -> str:
+    """ "46.7 B parameters, 12.9 B active per token"."""
+    active = model.shape.active_params / 1e9
+    of_token = f", {active:.1f} B active per token" if model.shape.experts else ""
+    return f"{model.num_params / 1e9:.1f} B parameters{of_token}"
 
 
-def params_text(subject: Trained | Described) -> str:
-    """ "46.7 billion parameters, of which a token meets 12.9 billion"."""
-    active = subject.shape.active_params / 1e9
-    met = f", of which a token meets {active:.1f} billion," if subject.shape.experts else ""
-    return f"{subject.num_params / 1e9:.1f} billion parameters{met}"
-
-
-def batch_text(subject: Trained | Described) -> str:
+def batch_text(model: TrainableModel | SizedModel) -> str:
     """ "512 sequences of 8192 tokens"."""
-    shape = subject.shape
-    source = f" and {shape.encoder_seq_len} of the encoder" if shape.encoder_layers else ""
-    return f"{subject.sequences} sequences of {shape.seq_len} tokens{source}"
+    shape = model.shape
+    source = f" and {shape.encoder_seq_len} encoder tokens" if shape.encoder_layers else ""
+    return f"{model.sequences} sequences of {shape.seq_len} tokens{source}"
 
 
-def ranking(answer: Answer) -> str:
-    """The plans as a table, and what became of the other layouts."""
-    query, subject = answer.query, answer.query.subject
-    tokens = subject.run_tokens
+def ranking_text(answer: RankedPlans) -> str:
+    """The plans as a table, and why the other layouts were rejected."""
+    query, model = answer.query, answer.query.planned_model
+    tokens = model.run_tokens
     rows = [("", "layout", "step", "tokens/s", "MFU", "HFU", "memory", "days", "MWh", "USD")]
     for number, one in enumerate(answer.plans, 1):
-        bill = one.bill(tokens)
-        usd = "-" if math.isnan(bill.usd) else f"{bill.usd:,.0f}"
+        run_cost = one.run_cost(tokens)
+        usd = "-" if math.isnan(run_cost.usd) else f"{run_cost.usd:,.0f}"
         rows.append(
             (
                 str(number),
@@ -211,24 +192,24 @@ def ranking(answer: Answer) -> str:
                 f"{100 * one.mfu:.1f} %",
                 f"{100 * one.hfu:.1f} %",
                 gigabytes(one.memory_bytes),
-                f"{bill.seconds / 86400:.1f}",
-                f"{bill.joules / 3.6e9:,.0f}",
+                f"{run_cost.seconds / 86400:.1f}",
+                f"{run_cost.joules / 3.6e9:,.0f}",
                 usd,
             )
         )
-    good = answer.plans[0].bill(tokens).goodput
+    good = answer.plans[0].run_cost(tokens).goodput
     lines = [
-        f"{params_text(subject)} on {query.cluster.num_devices} {query.cluster.name}, "
-        f"{batch_text(subject)} a step",
-        columns(rows),
-        f"MFU counts {subject.flops_per_token / 1e9:.1f} GFLOP a token, "
-        "3 x forward, causal attention counted once, nothing repeated; HFU adds what remat "
-        f"repeats. Peak {query.cluster.peak_flops() / 1e12:.0f} TFLOP/s.",
-        "Every rank of a pipeline has the same buffers. Days, energy and money are of "
-        f"{tokens / 1e9:,.4g} billion tokens at {100 * good.fraction:.1f} % goodput (a failure "
+        f"{params_text(model)} on {query.cluster.num_devices} {query.cluster.name}, "
+        f"{batch_text(model)} per step",
+        table(rows),
+        f"MFU counts {model.flops_per_token / 1e9:.1f} GFLOP per token: "
+        "3 x forward, causal attention counted once, no recompute; HFU adds recompute. "
+        f"Peak {query.cluster.peak_flops() / 1e12:.0f} TFLOP/s.",
+        "All ranks of a pipeline have the same buffers. Days, energy and cost are for "
+        f"{tokens / 1e9:,.4g} B tokens at {100 * good.fraction:.1f} % goodput (a failure "
         f"every {good.between_failures_seconds / 3600:.0f} h, a checkpoint every "
-        f"{good.checkpoint_every_seconds / 60:.0f} min), the building included.",
-        *([subject.note] if subject.note else []),
+        f"{good.checkpoint_every_seconds / 60:.0f} min), with a PUE of {BUILDING}.",
+        *([model.note] if model.note else []),
         f"{answer.found.considered:,} layouts considered",
     ]
     lines += [f"  {count:12,}  {reason}" for reason, count in answer.found.rejected.items()]

@@ -1,21 +1,22 @@
-"""Why a layout is not the answer, and the smallest change that would make it one."""
+"""Why a layout is not the best or does not fit, and the smallest change that would make it fit."""
 
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxscale.formatting import gigabytes
 from jaxscale.layout import MESH_AXES, OFFLOADS, Layout
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.shipped import RUNNABLE
-from jaxscale.planner.report.text_report import PARTS, compare, gigabytes, layout_text
-from jaxscale.planner.search.plan import Answer, Plan, judge
-from jaxscale.planner.search.search import Found, search
+from jaxscale.planner.report.text_report import PARTS, comparison, layout_text
+from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
+from jaxscale.planner.search.search import SearchResult, search_layouts
 from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query, check_pins
 from jaxscale.sharding.rules import divisors
 
 
-def why_not(answer: Answer, pins: dict[str, Any]) -> str:
+def explain_why_not(answer: RankedPlans, pins: dict[str, Any]) -> str:
     """Why layouts with these settings are not the best."""
     query = dataclasses.replace(answer.query, pins={**answer.query.pins, **pins})
     asked = pin_text(pins)
@@ -24,92 +25,90 @@ def why_not(answer: Answer, pins: dict[str, Any]) -> str:
         check_pins(query)
     except ValueError as error:
         return f"why not {asked}: {error}"
-    found = search(query, 1)
+    found = search_layouts(query, 1)
     if found.layouts:
-        one = judge(query, found.layouts[0])
+        one = predict_plan(query, found.layouts[0])
         if one.layout == best.layout:
             return f"why not {asked}: the best plan has it"
+        slower = one.step_seconds / best.step_seconds - 1
         return (
-            f"why not {asked}: it can be, and the fastest such layout is "
-            f"{100 * (one.step_seconds / best.step_seconds - 1):.1f} % slower than the best\n"
-            + compare(best, one)
+            f"why not {asked}: feasible; the fastest such layout is "
+            f"{100 * abs(slower):.1f} % {'slower' if slower >= 0 else 'faster'} than the best\n"
+            + comparison(best, one)
         )
     if found.smallest is None:
         return f"why not {asked}: {_refused(query, found)}" + _nearby(query, pins)
-    why = problem(query, found.smallest)
-    text = (
-        f"why not {asked}: of all such layouts {layout_text(found.smallest)} needs least, and {why}"
-    )
+    why = why_infeasible(query, found.smallest)
+    text = f"why not {asked}: the one that needs least memory, {layout_text(found.smallest)}: {why}"
     change = smallest_change(query, found.smallest)
     if change:
-        text += (
-            f"\nthe smallest change: {change[0]}, then a step takes {change[1].step_seconds:.3f} s"
-        )
+        text += f"\nsmallest change: {change[0]}, for a step of {change[1].step_seconds:.3f} s"
     return text
 
 
-def _refused(query: Query, found: Found) -> str:
-    """What the engine says of the settings."""
-    if found.words:
-        return next(iter(found.words.values()))
+def _refused(query: Query, found: SearchResult) -> str:
+    """Why the engine refuses the settings."""
+    if found.messages:
+        return next(iter(found.messages.values()))
     count = query.pins.get("pipeline", 1)
-    layout = query.subject.layout(**{"data": 1, "microbatches": count, **query.pins})
-    return problem(query, layout) or "; ".join(found.rejected)
+    layout = Layout(**{"data": 1, "microbatches": count, **query.pins})
+    return why_infeasible(query, layout) or "; ".join(found.rejected)
 
 
 def _nearby(query: Query, pins: dict[str, Any]) -> str:
-    """The nearest values of the pins, one at a time, with which something can be."""
+    """The nearest value of a pin, one at a time, for which some layout is feasible."""
     for name, value in pins.items():
         if not isinstance(value, int):
             continue
         for factor in (0.5, 2, 0.25, 4):
             other = {**query.pins, name: int(value * factor)}
             if other[name] >= 1 and value * factor == other[name]:
-                found = search(dataclasses.replace(query, pins=other), 1)
+                found = search_layouts(dataclasses.replace(query, pins=other), 1)
                 if found.layouts:
                     return (
-                        f"\nthe smallest change: {name}={other[name]}, then a step takes "
+                        f"\nsmallest change: {name}={other[name]}, for a step of "
                         f"{found.seconds[0]:.3f} s"
                     )
     return ""
 
 
-def nothing_fits(query: Query, found: Found) -> str:
-    """Why there is no plan, and what would help."""
+def nothing_fits(query: Query, found: SearchResult) -> str:
+    """Why no layout is feasible, and what would help."""
     pins = pin_text(query.pins)
     asked = f"{query.cluster.num_devices} {query.cluster.name}" + (f" with {pins}" if pins else "")
     if found.smallest is None:
-        said = next(iter(found.words.values()), "") or next(iter(found.rejected), "")
+        said = next(iter(found.messages.values()), "") or next(iter(found.rejected), "")
         return f"no layout on {asked}: {said}"
-    why = problem(query, found.smallest)
+    why = why_infeasible(query, found.smallest)
     change = smallest_change(dataclasses.replace(query, pins={}), found.smallest)
-    hint = f"; it would with {change[0]}" if change else "; more devices would do"
-    return f"no layout on {asked} fits. The smallest, {layout_text(found.smallest)}: {why}{hint}"
+    hint = f"; it would fit with {change[0]}" if change else "; use more devices"
+    return f"no layout on {asked} fits. {layout_text(found.smallest)} needs least: {why}{hint}"
 
 
 def pin_text(pins: Mapping[str, Any]) -> str:
-    """As they are written after --pin."""
+    """The settings as they are written after --pin."""
     return " ".join(f"{name}={value}" for name, value in pins.items())
 
 
-def problem(query: Query, layout: Layout) -> str:
-    """Why a layout cannot train the query's model there; "" where it can."""
-    said = query.subject.refusal(layout)[1] or _pipeline_problem(query, layout)
+def why_infeasible(query: Query, layout: Layout) -> str:
+    """Why a layout is infeasible for the model on the cluster; "" where it is feasible."""
+    said = query.planned_model.refusal(layout)[1] or _pipeline_problem(query, layout)
     if said:
         return said
-    plan = judge(query, layout)
+    plan = predict_plan(query, layout)
     if plan.host_bytes > HOST_MEMORY_BYTES:
         return (
-            f"it moves {gigabytes(plan.host_bytes)} of each device to host memory, where "
-            f"{gigabytes(HOST_MEMORY_BYTES)} are taken to be; set layout.offload = 'none'"
+            f"it offloads {gigabytes(plan.host_bytes)} per device, and "
+            f"{gigabytes(HOST_MEMORY_BYTES)} of host memory are assumed for each; "
+            "set layout.offload = 'none'"
         )
     if plan.fits:
         return ""
     name, size = max(plan.memory.at_peak.items(), key=lambda item: item[1])
     return (
-        f"it does not fit: {gigabytes(plan.memory_bytes)} on each device, "
+        f"it does not fit: {gigabytes(plan.memory_bytes)} per device, "
         f"{gigabytes(plan.memory_bytes - plan.limit_bytes)} more than {gigabytes(plan.limit_bytes)}"
-        f"; the most is {PARTS[name]}, {gigabytes(size)}"
+        f"; the largest part is {PARTS[name]}, {gigabytes(size)}"
     )
 
 
@@ -117,14 +116,14 @@ def _pipeline_problem(query: Query, layout: Layout) -> str:
     if layout.pipeline == 1:
         return ""
     try:
-        open_stages(layout, query.shape.layers, query.subject.head_cost)
+        open_stages(layout, query.shape.layers, query.planned_model.head_cost)
     except ValueError as error:
         return str(error)
     return ""
 
 
 def smallest_change(query: Query, layout: Layout) -> tuple[str, Plan] | None:
-    """The one change, or failing that the two, that make a layout feasible: of those the fastest.
+    """The fastest feasible layout one setting away, or else two settings away.
 
     Returns:
       The settings that change, and the plan; None where no two changes suffice.
@@ -137,7 +136,7 @@ def smallest_change(query: Query, layout: Layout) -> tuple[str, Plan] | None:
 
 
 def _best(query: Query, layout: Layout, others: Iterator[Layout] | Sequence[Layout]):
-    plans = [judge(query, one) for one in others if not problem(query, one)]
+    plans = [predict_plan(query, one) for one in others if not why_infeasible(query, one)]
     if not plans:
         return None
     best = min(plans, key=lambda plan: plan.step_seconds)
@@ -145,7 +144,7 @@ def _best(query: Query, layout: Layout, others: Iterator[Layout] | Sequence[Layo
 
 
 def _saves(before: Layout, after: Layout) -> bool:
-    """Whether a change is one of those that shrink what a device holds most."""
+    """Whether a change is one of those that save the most memory."""
     return (
         (after.remat == "full") > (before.remat == "full")
         or after.microbatches == 2 * before.microbatches
@@ -155,7 +154,7 @@ def _saves(before: Layout, after: Layout) -> bool:
 
 
 def difference(before: Layout, after: Layout) -> str:
-    """The settings that differ, as they would be written."""
+    """The settings that differ, as a user would write them."""
     changed = {
         field.name: getattr(after, field.name)
         for field in dataclasses.fields(Layout)
@@ -165,8 +164,8 @@ def difference(before: Layout, after: Layout) -> str:
 
 
 def neighbours(query: Query, layout: Layout) -> list[Layout]:
-    """Layouts of as many devices that differ in one setting, or in two axes that trade ranks."""
-    shard = query.subject.sequences // (layout.batch_shards * layout.expert)
+    """Layouts on as many devices that differ in one setting, or in the sizes of two axes."""
+    shard = query.planned_model.sequences // (layout.batch_shards * layout.expert)
     changes: list[dict] = [{"microbatches": count} for count in divisors(max(1, shard))]
     changes += [{"remat": remat} for remat in ("full", "save_matmuls", "save_all_but_attention")]
     changes += [{"offload": offload} for offload in OFFLOADS]
@@ -178,11 +177,11 @@ def neighbours(query: Query, layout: Layout) -> list[Layout]:
             for name, chunks in itertools.product(RUNNABLE, (1, 2, 4))
         ]
         changes += [{"remat": f"keep:{passes}"} for passes in (1, 2, 4, 8)]
-    for giver, taker in itertools.permutations(MESH_AXES, 2):
-        given = getattr(layout, giver)
+    for smaller, larger in itertools.permutations(MESH_AXES, 2):
+        size = getattr(layout, smaller)
         changes += [
-            {giver: given // factor, taker: getattr(layout, taker) * factor}
-            for factor in divisors(given)
+            {smaller: size // factor, larger: getattr(layout, larger) * factor}
+            for factor in divisors(size)
             if factor > 1
         ]
     found = []

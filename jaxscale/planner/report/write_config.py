@@ -13,14 +13,14 @@ TEMPLATE = '''"""{headline}
 
 Command: python -m jaxscale.train --config {path} --workdir runs/{stem}
 Hardware: {devices} {hardware}.
-Expected: by formula a step of {seconds:.3f} s, {mfu:.1f} % MFU, {memory:.1f} GB on each device.
+Expected (predicted): {seconds:.3f} s per step, {mfu:.1f} % MFU, {memory:.1f} GB per device.
 """
 
 import ml_collections
 
 
 def get_config():
-    """As planned from {source}."""
+    """The plan for {source}."""
 {sections}
     return ml_collections.ConfigDict(
         {{"model": model, "data": data, "optimizer": optimizer, "layout": layout, "run": run}}
@@ -28,8 +28,8 @@ def get_config():
 '''
 
 
-def write_config(path: pathlib.Path, plan: Plan, source: str) -> None:
-    """Writes the config of a plan: what differs from the defaults, and the layout.
+def write_plan(path: pathlib.Path, plan: Plan, source: str) -> None:
+    """Writes a config that trains with a plan: what differs from the defaults, and the layout.
 
     Args:
       source: the file that the model came from.
@@ -41,7 +41,7 @@ def write_config(path: pathlib.Path, plan: Plan, source: str) -> None:
 def config_text(path: pathlib.Path, plan: Plan, source: str) -> str:
     """The text of the file."""
     given, defaults = configs.to_dict(plan.config), configs.to_dict(Config())
-    # Every axis is said, so that other devices are refused and not silently used in another way.
+    # Every axis is written, so that another number of devices is refused.
     defaults["layout"] = dict.fromkeys(dataclasses.asdict(Layout()))
     sections = "\n".join(
         _section(name, {k: v for k, v in leaves.items() if v != defaults[name][k]})

@@ -1,7 +1,8 @@
-"""Layers dealt to the stages of a pipeline by the seconds of the formulas.
+"""Balances the layers of pipeline stages by predicted seconds.
 
-Left to itself the engine deals by FLOPs (`pipeline.stages.partition_layers`): all stages alike but
-the last, which has the head. Here any layer may move, as long as the real table gets shorter.
+The engine's default balances FLOPs (`pipeline.stages.partition_layers`): all stages have the same
+number of layers but the last, which also has the head. Here single layers move between stages as
+long as the makespan gets shorter.
 """
 
 import dataclasses
@@ -9,61 +10,65 @@ import itertools
 
 import numpy as np
 
-from jaxscale.planner.cost.uneven_pipeline import Parts
-from jaxscale.planner.search.plan import Plan, judge
+from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
+from jaxscale.planner.search.plan import Plan, predict_plan
 from jaxscale.planner.search.space import Query
-from jaxscale.planner.tables.table_makespan import Pipeline
+from jaxscale.planner.tables.table_makespan import TableSpec
 
 WORTH = 1e-3
-"""Of a step, that another dealing must save to be proposed."""
+"""Share of a step that another split of the layers must save to be proposed."""
 
 ALL_PAIRS = 24
-"""Stages up to which a layer may move between any two; beyond, one of them is the first or last."""
+"""Number of stages up to which a layer may move between any two of them; beyond, one of the two is
+the first or the last stage."""
 
 
-def improved(query: Query, plan: Plan) -> Plan:
-    """The plan, or the same with its layers dealt in a way that is faster and fits."""
+def rebalance_layers(query: Query, plan: Plan) -> Plan:
+    """The plan, or the same plan with its layers split in a way that is faster and fits."""
     layout = plan.layout
     if layout.pipeline == 1 or layout.schedule_spec.layers or "schedule" in query.pins:
         return plan
-    layers = deal_by_seconds(query, plan)
+    layers = balance_by_seconds(query, plan)
     if layers == plan.layers:
         return plan
     spec = dataclasses.replace(layout.schedule_spec, layers=layers)
-    other = judge(query, dataclasses.replace(layout, schedule=str(spec)))
+    other = predict_plan(query, dataclasses.replace(layout, schedule=str(spec)))
     better = other.step_seconds < (1 - WORTH) * plan.step_seconds
     return other if other.fits and better else plan
 
 
-def deal_by_seconds(query: Query, plan: Plan) -> tuple[int, ...]:
-    """Moves one layer at a time, each time the one that shortens the step most, until none does."""
-    parts, pipeline = Parts.of(query.shape, query.cluster, plan.choice), Pipeline.of(plan.layout)
+def balance_by_seconds(query: Query, plan: Plan) -> tuple[int, ...]:
+    """Moves one layer at a time, the one that shortens the step most, until no move does."""
+    costs, spec = (
+        UnevenPipelineCost.of(query.shape, query.cluster, plan.parallelism),
+        TableSpec.of(plan.layout),
+    )
     layers = np.array(plan.layers)
 
-    def makespans(dealt: np.ndarray) -> np.ndarray:
-        return parts.makespan([0], pipeline, dealt)
+    def makespans(splits: np.ndarray) -> np.ndarray:
+        return costs.makespan([0], spec, splits)
 
     now = makespans(layers[None])[0]
     while True:
-        dealt = _moves(layers)
-        found = makespans(dealt) if len(dealt) else np.array([np.inf])
+        splits = _moves(layers)
+        found = makespans(splits) if len(splits) else np.array([np.inf])
         if found.min() >= now * (1 - 1e-6):
             return tuple(layers.tolist())
-        layers, now = dealt[found.argmin()], found.min()
+        layers, now = splits[found.argmin()], found.min()
 
 
 def _moves(layers: np.ndarray) -> np.ndarray:
-    """int [moves, stages], what one layer's move can make of a dealing."""
+    """int [moves, stages], the splits that moving one layer gives."""
     stages = range(len(layers))
     ends = {0, len(layers) - 1}
     moves = [
-        (giver, taker)
-        for giver, taker in itertools.permutations(stages, 2)
-        if layers[giver] > 1 and (len(layers) <= ALL_PAIRS or ends & {giver, taker})
+        (source, target)
+        for source, target in itertools.permutations(stages, 2)
+        if layers[source] > 1 and (len(layers) <= ALL_PAIRS or ends & {source, target})
     ]
-    dealt = np.repeat(layers[None], len(moves), axis=0)
+    splits = np.repeat(layers[None], len(moves), axis=0)
     rows = np.arange(len(moves))
-    givers, takers = np.array(moves, int).reshape(-1, 2).T
-    dealt[rows, givers] -= 1
-    dealt[rows, takers] += 1
-    return dealt
+    sources, targets = np.array(moves, int).reshape(-1, 2).T
+    splits[rows, sources] -= 1
+    splits[rows, targets] += 1
+    return splits

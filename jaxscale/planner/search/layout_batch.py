@@ -1,7 +1,6 @@
-"""Many layouts at once: the numbers are arrays, the texts are common to all."""
+"""A batch of layouts: integer settings are arrays, string settings are common to all."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +8,11 @@ import numpy as np
 
 from jaxscale.config import Config
 from jaxscale.layout import Layout
-from jaxscale.planner.memory.step import Memory, memory
+from jaxscale.planner.memory.step import Memory, step_memory
 from jaxscale.planner.model.param_shapes import Ints
-from jaxscale.planner.tables.pipeline_slots import Held
+from jaxscale.planner.tables.pipeline_slots import RankBuffers
 
-NUMBERS = (
+INTEGER_FIELDS = (
     "pipeline",
     "data",
     "fsdp",
@@ -28,18 +27,8 @@ NUMBERS = (
 
 
 @dataclass(frozen=True)
-class PlannedLayout(Layout):
-    """A layout that is planned and not run: the ranks of expert may be several."""
-
-    def __post_init__(self) -> None:
-        if self.expert < 1:
-            raise ValueError(f"layout.expert = {self.expert}; an axis has a size of at least 1")
-        Layout(**{**vars(self), "expert": 1})  # refuses what can be refused beside them
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """The fields of `Layout`; each number an int, or int [N]. Nothing is checked."""
+class LayoutBatch:
+    """N layouts: the fields of `Layout`, each integer an int or int [N]. Nothing is checked."""
 
     pipeline: Ints = 1
     data: Ints = 1
@@ -63,42 +52,46 @@ class Layouts:
     batch_shards = Layout.batch_shards
 
     def __len__(self) -> int:
-        return max(np.size(getattr(self, name)) for name in NUMBERS)
+        return max(np.size(getattr(self, name)) for name in INTEGER_FIELDS)
 
-    def take(self, index: Any) -> "Layouts":
-        """Those of an index, or of a mask."""
+    def take(self, index: Any) -> "LayoutBatch":
+        """The layouts of an index or a mask."""
         count = len(self)
         taken: dict[str, Any] = {
             name: np.broadcast_to(getattr(self, name), (count,))[index]
-            for name in NUMBERS
+            for name in INTEGER_FIELDS
             if np.ndim(getattr(self, name))
         }
         return dataclasses.replace(self, **taken)
 
-    def one(self, n: int, make: Callable[..., Layout] = Layout) -> Layout:
-        """One of them, checked by what makes it."""
+    def layout(self, n: int) -> Layout:
+        """The n-th layout.
+
+        Raises:
+          ValueError: `Layout` refuses its fields.
+        """
         fields: dict[str, Any] = dataclasses.asdict(self)
-        for name in NUMBERS:
+        for name in INTEGER_FIELDS:
             fields[name] = int(np.broadcast_to(fields[name], (len(self),))[n])
-        return make(**fields)
+        return Layout(**fields)
 
 
-def stack(layouts: list[Layout]) -> Layouts:
-    """Layouts whose texts are the same."""
-    texts: dict[str, Any] = {
+def stack_layouts(layouts: list[Layout]) -> LayoutBatch:
+    """A batch of layouts whose string settings are equal."""
+    common: dict[str, Any] = {
         field.name: getattr(layouts[0], field.name)
         for field in dataclasses.fields(Layout)
-        if field.name not in NUMBERS
+        if field.name not in INTEGER_FIELDS
     }
-    numbers: dict[str, Any] = {
-        name: np.array([getattr(one, name) for one in layouts]) for name in NUMBERS
+    integers: dict[str, Any] = {
+        name: np.array([getattr(one, name) for one in layouts]) for name in INTEGER_FIELDS
     }
-    return Layouts(**texts, **numbers)
+    return LayoutBatch(**common, **integers)
 
 
 @dataclass(frozen=True)
-class _Configs:
-    """A config with many layouts, as far as the formulas of memory look."""
+class _ConfigBatch:
+    """A config with a batch of layouts: the fields that the memory formulas read."""
 
     model: Any
     data: Any
@@ -106,14 +99,19 @@ class _Configs:
     layout: Any
 
 
-def memory_of(
-    config: Config, layouts: Layouts | Layout, held: Held | None, back_end: str, *, own_host: bool
+def batch_memory(
+    config: Config,
+    layouts: LayoutBatch | Layout,
+    buffers: RankBuffers | None,
+    back_end: str,
+    *,
+    own_host: bool,
 ) -> Memory:
-    """`memory.memory` of a config with a layout, or with many: fields are int, or int [N].
+    """`memory.step.step_memory` of a config with one layout or a batch: fields are int, or int [N].
 
     Args:
-      held: of ranks of pipelines; None where there are none.
+      buffers: of a pipeline's busiest rank; None without a pipeline.
     """
-    many: Any = _Configs(config.model, config.data, config.optimizer, layouts)
-    held = held or Held(rows=config.model.num_layers)
-    return memory(many, back_end, own_host=own_host, held=held)
+    many: Any = _ConfigBatch(config.model, config.data, config.optimizer, layouts)
+    buffers = buffers or RankBuffers(rows=config.model.num_layers)
+    return step_memory(many, back_end, own_host=own_host, buffers=buffers)

@@ -1,10 +1,10 @@
-"""Pipelines between recomputing every pass and keeping all: as many are kept as there is room for.
+"""Partial recompute in pipelines: `remat = "keep:N"`, with the largest N that fits.
 
-How many that is differs from layout to layout, so it is found for each by itself, where no policy
-that many have in common could say it: by closed forms first, and of those that look best by the
-table itself. Memory that the early ranks fill the later ones would leave unused; here each keeps
-what it can (`pipeline.orders.keep_passes`), which is what a policy for each stage is good for
-(Mist, EuroSys 2025).
+With "full" every pass through a chunk is recomputed, with "none" each keeps its activations; with
+"keep:N" a rank keeps those of N passes at a time and recomputes the others. The best N differs
+between layouts, so it is found for each one: first by closed forms, then, for the most promising,
+by simulating the table. Early ranks of a pipeline hold the most activations; a policy per stage
+uses the memory that late ranks would leave idle (Mist, EuroSys 2025).
 """
 
 import dataclasses
@@ -13,23 +13,31 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxscale.layout import Layout
-from jaxscale.planner.search.layout_batch import Layouts, stack
-from jaxscale.planner.search.pipeline_batch import deal_all, held_of, parts_of, step_seconds
+from jaxscale.planner.search.layout_batch import LayoutBatch, stack_layouts
+from jaxscale.planner.search.pipeline_batch import (
+    batch_buffers,
+    batch_step_seconds,
+    make_pipelines,
+    uneven_cost,
+)
 from jaxscale.planner.search.space import Query
-from jaxscale.planner.tables.pipeline_slots import Held
+from jaxscale.planner.tables.pipeline_slots import RankBuffers
 
-MOST_PLAYED = 48
-"""Tables that are played, of those that could be best."""
+MAX_SIMULATED = 48
+"""Tables that are simulated, the most promising first."""
 
-Timed = tuple[float, Layout]  # seconds of a step
+TimedLayout = tuple[float, Layout]  # seconds of a step
 
 
-def keep_more(query: Query, recomputed: list[Layouts], best: list[Timed], top: int) -> list[Timed]:
-    """The best with, among them, layouts that keep passes and are faster than the slowest.
+def search_partial_remat(
+    query: Query, recomputed: list[LayoutBatch], best: list[TimedLayout], top: int
+) -> list[TimedLayout]:
+    """The best layouts, with those that recompute some passes and rank among them.
 
     Args:
-      recomputed: pipelines with remat "full", those of common texts together.
-      top: how many are wanted.
+      recomputed: layouts with a pipeline and remat "full", those with equal string settings
+        together.
+      top: how many layouts are wanted.
     """
     found = list(best)
 
@@ -40,70 +48,73 @@ def keep_more(query: Query, recomputed: list[Layouts], best: list[Timed], top: i
         (guess for layouts in recomputed for guess in _guesses(query, layouts, limit())),
         key=lambda guess: guess[0],
     )
-    for seconds, keep, layout in guesses[:MOST_PLAYED]:
+    for seconds, keep, layout in guesses[:MAX_SIMULATED]:
         if seconds > limit():
             break
-        played = _play(query, layout, keep)
-        found = sorted([*found, *played], key=lambda one: one[0])
+        simulated = _simulate(query, layout, keep)
+        found = sorted([*found, *simulated], key=lambda one: one[0])
     return found
 
 
 def _guesses(
-    query: Query, layouts: Layouts, limit_seconds: float
+    query: Query, layouts: LayoutBatch, limit_seconds: float
 ) -> Iterator[tuple[float, int, Layout]]:
-    """Seconds, passes to keep, and the layout that recomputes all of them; of those that could be
-    faster than a limit, that fit so, and that do not fit when nothing is recomputed."""
+    """Estimated seconds, passes to keep, and the layout that recomputes every pass; of layouts that
+    could beat the limit, fit with some passes kept, and do not fit with all of them kept."""
     kept = dataclasses.replace(layouts, remat="none")
-    fast = parts_of(query, kept).bound() < limit_seconds
+    fast = uneven_cost(query, kept).bound() < limit_seconds
     if not fast.any():
         return
     layouts, kept = layouts.take(fast), kept.take(fast)
-    # Of the tables without R most are known by now: they leave fewer to be made.
-    dealt_kept = deal_all(query.subject, kept)
-    quick = step_seconds(query, kept, dealt_kept)
-    hopeful = (quick < limit_seconds) & ~_fits(query, kept, held_of(dealt_kept))
+    # The tables without recompute are cached already: they leave fewer to build.
+    kept_pipelines = make_pipelines(query.planned_model, kept)
+    quick = batch_step_seconds(query, kept, kept_pipelines)
+    hopeful = (quick < limit_seconds) & ~_fits(query, kept, batch_buffers(kept_pipelines))
     if not hopeful.any():
         return
     layouts, quick = layouts.take(hopeful), quick[hopeful]
-    dealt = deal_all(query.subject, layouts)
-    least, most = held_of(dealt), held_of(dealt_kept._replace(place=dealt_kept.place[hopeful]))
+    pipelines = make_pipelines(query.planned_model, layouts)
+    least, most = (
+        batch_buffers(pipelines),
+        batch_buffers(kept_pipelines.take(hopeful)),
+    )
 
     def fits(keep: np.ndarray) -> np.ndarray:
-        held = dataclasses.replace(
+        buffers = dataclasses.replace(
             least,
             **{
                 name: np.minimum(getattr(least, name) + keep, getattr(most, name))
                 for name in ("residual_b", "residual_w")
             },
         )
-        return _fits(query, layouts, held)
+        return _fits(query, layouts, buffers)
 
     in_flight = np.asarray(most.residual_w)
-    # With all but one kept, that one would need as much room as keeping it, too.
+    # Recomputing a single pass needs as much memory as keeping it.
     low, high = np.zeros(len(layouts), int), np.maximum(in_flight - 2, 0)
     while (low < high).any():
         middle = (low + high + 1) // 2
         roomy = fits(middle)
         low, high = np.where(roomy, middle, low), np.where(roomy, high, middle - 1)
-    slow = step_seconds(query, layouts, dealt)
+    slow = batch_step_seconds(query, layouts, pipelines)
     seconds = quick + (1 - low / in_flight) * (slow - quick)
     wanted = (low > 0) & fits(low) & (seconds < limit_seconds)
     for n in np.flatnonzero(wanted):
-        yield float(seconds[n]), int(low[n]), layouts.one(int(n), query.subject.layout)
+        yield float(seconds[n]), int(low[n]), layouts.layout(int(n))
 
 
-def _fits(query: Query, layouts: Layouts, held: Held) -> np.ndarray:
-    needs = query.subject.memory(layouts, held, query.back_end)
+def _fits(query: Query, layouts: LayoutBatch, buffers: RankBuffers) -> np.ndarray:
+    needs = query.planned_model.memory(layouts, buffers, query.back_end)
     fits = query.fits_device(needs) & query.fits_host(needs, layouts)
     return np.broadcast_to(fits, (len(layouts),))
 
 
-def _play(query: Query, layout: Layout, keep: int) -> list[Timed]:
-    """With as many passes kept as the real table leaves room for; [] where that is none."""
+def _simulate(query: Query, layout: Layout, keep: int) -> list[TimedLayout]:
+    """The layout with the most passes kept that fit by the real table; [] where none does."""
     for passes in range(keep, 0, -1):
         one = dataclasses.replace(layout, remat=f"keep:{passes}")
-        layouts = stack([one])
-        dealt = deal_all(query.subject, layouts)
-        if _fits(query, layouts, held_of(dealt)).all():
-            return [(float(step_seconds(query, layouts, dealt)[0]), one)]
+        layouts = stack_layouts([one])
+        pipelines = make_pipelines(query.planned_model, layouts)
+        if _fits(query, layouts, batch_buffers(pipelines)).all():
+            return [(float(batch_step_seconds(query, layouts, pipelines)[0]), one)]
     return []

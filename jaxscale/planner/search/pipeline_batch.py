@@ -1,64 +1,85 @@
-"""Many pipelines at once: the layers of each, what their ranks hold, and how long a step takes."""
+"""Pipelines of a batch of layouts: the layers of each stage, a rank's buffers, and the step time.
+
+Layouts that differ in other axes share their table, so each distinct pipeline is worked out once.
+"""
 
 import dataclasses
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.planner.cost.step import cost
-from jaxscale.planner.cost.uneven_pipeline import Parts
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.search.layout_batch import Layouts
-from jaxscale.planner.search.sized_model import Described
+from jaxscale.planner.cost.step import step_cost
+from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.search.layout_batch import LayoutBatch
+from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import Query
-from jaxscale.planner.search.trainable_model import Trained
-from jaxscale.planner.tables.pipeline_slots import Held, deal, hold
-from jaxscale.planner.tables.table_makespan import Pipeline
+from jaxscale.planner.search.trainable_model import TrainableModel
+from jaxscale.planner.tables.pipeline_slots import (
+    RankBuffers,
+    busiest_rank_buffers,
+    default_stage_layers,
+)
+from jaxscale.planner.tables.table_makespan import TableSpec
 
 
-class Dealt(NamedTuple):
-    """Layers of many pipelines."""
+class PipelineBatch(NamedTuple):
+    """The distinct pipelines of N layouts."""
 
-    pipelines: list[Pipeline]  # K that differ
-    layers: list[tuple[int, ...]]  # of each of them, the layers of each virtual stage
-    place: np.ndarray  # int [N], which of them each layout has
+    specs: list[TableSpec]
+    layers: list[tuple[int, ...]]  # of each spec, the layers of each virtual stage
+    index: np.ndarray  # int [N], the spec of each layout
+
+    def take(self, mask: np.ndarray) -> "PipelineBatch":
+        """Those of some layouts."""
+        return self._replace(index=self.index[mask])
 
 
-def deal_all(subject: Trained | Described, layouts: Layouts) -> Dealt:
-    """The layers of every pipeline: of each of its numbers of ranks, chunks and micro-batches."""
-    spec, keep = layouts.schedule_spec, layouts.remat_policy.kept_passes
+def make_pipelines(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> PipelineBatch:
+    """The pipelines, one for each combination of ranks, micro-batches and virtual stages."""
+    schedule, keep = layouts.schedule_spec, layouts.remat_policy.kept_passes
     columns = [
         np.broadcast_to(getattr(layouts, field), (len(layouts),))
         for field in ("pipeline", "microbatches", "virtual_stages")
     ]
-    numbers, place = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    pipelines = [Pipeline(spec.name, p, m, v, spec.fused, keep) for p, m, v in numbers.tolist()]
-    layers = [
-        spec.layers or deal(one, subject.shape.layers, subject.head_cost) for one in pipelines
+    distinct, index = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    specs = [
+        TableSpec(schedule.name, p, m, v, schedule.fused, keep) for p, m, v in distinct.tolist()
     ]
-    return Dealt(pipelines, layers, place.reshape(-1))
+    layers = [
+        schedule.layers or default_stage_layers(spec, model.shape.layers, model.head_cost)
+        for spec in specs
+    ]
+    return PipelineBatch(specs, layers, index.reshape(-1))
 
 
-def held_of(dealt: Dealt) -> Held:
-    """What a rank holds in each of the pipelines."""
-    each = [hold(*one) for one in zip(dealt.pipelines, dealt.layers)]
-    return Held(
+def batch_buffers(pipelines: PipelineBatch) -> RankBuffers:
+    """The buffers of the busiest rank; fields are int [N]."""
+    each = [busiest_rank_buffers(*one) for one in zip(pipelines.specs, pipelines.layers)]
+    return RankBuffers(
         **{
-            field.name: np.array([getattr(one, field.name) for one in each])[dealt.place]
-            for field in dataclasses.fields(Held)
+            field.name: np.array([getattr(one, field.name) for one in each])[pipelines.index]
+            for field in dataclasses.fields(RankBuffers)
         }
     )
 
 
-def step_seconds(query: Query, layouts: Layouts, dealt: Dealt | None) -> np.ndarray:
-    """float [N]."""
-    if dealt:
-        return parts_of(query, layouts).step_seconds(*dealt)
-    choice = Choice.of(layouts, query.subject.sequences)
-    return np.broadcast_to(cost(query.shape, query.cluster, choice).step_seconds, (len(layouts),))
+def batch_step_seconds(
+    query: Query, layouts: LayoutBatch, pipelines: PipelineBatch | None
+) -> np.ndarray:
+    """float [N], predicted seconds of a step.
+
+    Args:
+      pipelines: None for layouts without a pipeline.
+    """
+    if pipelines:
+        return uneven_cost(query, layouts).step_seconds(*pipelines)
+    parallelism = Parallelism.of(layouts, query.planned_model.sequences)
+    seconds = step_cost(query.shape, query.cluster, parallelism).step_seconds
+    return np.broadcast_to(seconds, (len(layouts),))
 
 
-def parts_of(query: Query, layouts: Layouts) -> Parts:
-    """Of pipelines, what their seconds are made of."""
-    choice = Choice.of(layouts, query.subject.sequences)
-    return Parts.of(query.shape, query.cluster, choice)
+def uneven_cost(query: Query, layouts: LayoutBatch) -> UnevenPipelineCost:
+    """The cost model of layouts with a pipeline."""
+    parallelism = Parallelism.of(layouts, query.planned_model.sequences)
+    return UnevenPipelineCost.of(query.shape, query.cluster, parallelism)

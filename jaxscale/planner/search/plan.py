@@ -1,4 +1,4 @@
-"""One layout judged in full: seconds by term, bytes by what they hold, and what follows."""
+"""The prediction for one layout: seconds by term, bytes by what they hold, and what follows."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,54 +7,58 @@ from jaxscale.config import Config
 from jaxscale.layout import Layout
 from jaxscale.pipeline_schedules.operations import F, R
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.cost.energy import Bill, bill, watts
-from jaxscale.planner.cost.step import Seconds, cost
-from jaxscale.planner.cost.uneven_pipeline import Parts
+from jaxscale.planner.cost.energy import RunCost, mean_watts, run_cost
+from jaxscale.planner.cost.step import StepSeconds, step_cost
+from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
 from jaxscale.planner.memory.step import Memory
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.search.search import Found
-from jaxscale.planner.search.sized_model import Described
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.search.search import SearchResult
+from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query
-from jaxscale.planner.search.trainable_model import Trained
-from jaxscale.planner.tables.pipeline_slots import deal, hold, hold_each
-from jaxscale.planner.tables.table_makespan import Pipeline, open_table
+from jaxscale.planner.search.trainable_model import TrainableModel
+from jaxscale.planner.tables.pipeline_slots import (
+    buffers_by_rank,
+    busiest_rank_buffers,
+    default_stage_layers,
+)
+from jaxscale.planner.tables.table_makespan import TableSpec, pipeline_table
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout, and what the formulas say of it."""
+    """A layout with its predicted step time and memory."""
 
-    subject: Trained | Described  # with the batch that was asked for
+    planned_model: TrainableModel | SizedModel  # with its batch size
     layout: Layout
     cluster: Cluster
     layers: tuple[int, ...]  # of each virtual stage
-    seconds: Seconds  # floats
-    memory: Memory  # of a device; every rank of a pipeline has the same buffers
-    limit_bytes: float
-    back_end: str  # whose compiler it is
+    seconds: StepSeconds  # floats
+    memory: Memory  # per device; all ranks of a pipeline have the same buffers
+    limit_bytes: float  # of device memory
+    back_end: str  # "gpu", "tpu" or "cpu"
 
     @property
     def config(self) -> Config:
-        """That of a run.
+        """The config of a run with this layout.
 
         Raises:
           ValueError: this version cannot train the model.
         """
-        return self.subject.with_layout(self.layout)
+        return self.planned_model.with_layout(self.layout)
 
     @property
-    def choice(self) -> Choice:
-        """The layout as the formulas see it."""
-        return Choice.of(self.layout, self.subject.sequences)
+    def parallelism(self) -> Parallelism:
+        """The layout as the cost formulas read it."""
+        return Parallelism.of(self.layout, self.planned_model.sequences)
 
     @property
     def terms(self) -> dict[str, float]:
-        """Seconds that add up to the step, those of nothing left out."""
+        """Seconds that add up to the step; terms of 0 are left out."""
         return {name: value for name, value in self.seconds.terms.items() if value}
 
     @property
     def hidden(self) -> dict[str, float]:
-        """Seconds of collectives beside computation, not in the step."""
+        """Seconds of communication overlapped with compute, which the step does not include."""
         return {name: value for name, value in self.seconds.hidden.items() if value}
 
     @property
@@ -63,45 +67,48 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.subject.sequences * self.subject.shape.seq_len / self.step_seconds
+        return self.planned_model.sequences * self.planned_model.shape.seq_len / self.step_seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: nothing repeated, attention over the keys that a query sees."""
-        return self._utilisation(self.subject.flops_per_token)
+        """Model FLOPs utilisation: without recompute, attention over visible keys only."""
+        return self._utilisation(self.planned_model.flops_per_token)
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilisation: what remat repeats counts too."""
+        """Hardware FLOPs utilisation: recompute counts too."""
         return self._utilisation(
-            self.subject.hardware_flops_per_token(self.layout.remat, self.recomputed)
+            self.planned_model.hardware_flops_per_token(self.layout.remat, self.recomputed)
         )
 
     @property
     def recomputed(self) -> float:
-        """Of a pipeline's passes, the share that operations of their own make again."""
+        """Share of a pipeline's passes that R operations recompute."""
         if self.layout.pipeline == 1:
             return 0.0
-        kind = open_table(Pipeline.of(self.layout)).ops.kind
+        kind = pipeline_table(TableSpec.of(self.layout)).ops.kind
         return float((kind == R).sum() / (kind == F).sum())
 
     @property
     def memory_bytes(self) -> int:
-        """The peak of a device."""
+        """Peak memory of a device."""
         return int(self.memory.peak)
 
     @property
     def stage_bytes(self) -> list[int]:
-        """What each rank of a pipeline makes use of at its peak. It has room for `memory_bytes`:
-        in one program all have the buffers of the busiest."""
+        """Peak memory that each pipeline rank uses. All allocate `memory_bytes`: they run one
+        program, with the buffers of the busiest rank."""
         if self.layout.pipeline == 1:
             return [self.memory_bytes]
-        each = hold_each(Pipeline.of(self.layout), self.layers)
-        return [int(self.subject.memory(self.layout, held, self.back_end).peak) for held in each]
+        each = buffers_by_rank(TableSpec.of(self.layout), self.layers)
+        return [
+            int(self.planned_model.memory(self.layout, buffers, self.back_end).peak)
+            for buffers in each
+        ]
 
     @property
     def host_bytes(self) -> int:
-        """In host memory, for a device."""
+        """Host memory used per device."""
         optimizer = self.memory.host_optimizer if self.layout.offloads("optimizer") else 0
         return int(optimizer + self.memory.host_stash)
 
@@ -109,16 +116,16 @@ class Plan:
     def fits(self) -> bool:
         return self.memory_bytes <= self.limit_bytes and self.host_bytes <= HOST_MEMORY_BYTES
 
-    def bill(self, tokens: float) -> Bill:
-        """Days, energy and money of a run of so many tokens, failures included."""
-        shape = self.subject.shape
-        per_step = self.subject.sequences * shape.seq_len
-        return bill(shape, self.cluster, self.seconds, per_step, tokens)
+    def run_cost(self, tokens: float) -> RunCost:
+        """Time, energy and cost of a run of `tokens` tokens, failures included."""
+        shape = self.planned_model.shape
+        per_step = self.planned_model.sequences * shape.seq_len
+        return run_cost(shape, self.cluster, self.seconds, per_step, tokens)
 
     @property
     def watts(self) -> float:
-        """That a device draws on average."""
-        return float(watts(self.seconds, self.cluster))
+        """Mean power of a device."""
+        return float(mean_watts(self.seconds, self.cluster))
 
     def _utilisation(self, flops_per_token: float) -> float:
         peak = self.cluster.peak_flops("bfloat16") * self.layout.num_devices
@@ -126,41 +133,41 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a search found, judged: `plans` are best first."""
+class RankedPlans:
+    """The result of `plan_layouts`: plans, best first, and the search behind them."""
 
     query: Query
     plans: tuple[Plan, ...]
-    found: Found
+    found: SearchResult
 
 
-def judge(query: Query, layout: Layout) -> Plan:
-    """What the formulas say of a resolved layout that the engine accepts.
+def predict_plan(query: Query, layout: Layout) -> Plan:
+    """Step time and memory of a resolved layout that the engine accepts.
 
     Raises:
-      ValueError: a pipeline that cannot be.
+      ValueError: no such pipeline exists.
     """
-    subject = query.subject
-    choice = Choice.of(layout, subject.sequences)
-    layers, held = (), None
+    model = query.planned_model
+    parallelism = Parallelism.of(layout, model.sequences)
+    layers, buffers = (), None
     if layout.pipeline == 1:
-        seconds = cost(query.shape, query.cluster, choice)
+        seconds = step_cost(query.shape, query.cluster, parallelism)
         terms = {name: float(value) for name, value in seconds.terms.items()}
     else:
-        pipeline, given = Pipeline.of(layout), layout.schedule_spec.layers
-        layers = given or deal(pipeline, subject.shape.layers, subject.head_cost)
-        parts = Parts.of(query.shape, query.cluster, choice)
-        seconds, terms = parts.seconds, parts.terms(pipeline, layers)
-        held = hold(pipeline, layers)
+        pipeline, given = TableSpec.of(layout), layout.schedule_spec.layers
+        layers = given or default_stage_layers(pipeline, model.shape.layers, model.head_cost)
+        costs = UnevenPipelineCost.of(query.shape, query.cluster, parallelism)
+        seconds, terms = costs.seconds, costs.terms(pipeline, layers)
+        buffers = busiest_rank_buffers(pipeline, layers)
     hidden = {name: float(value) for name, value in seconds.hidden.items()}
-    needs = subject.memory(layout, held, query.back_end)
+    needs = model.memory(layout, buffers, query.back_end)
     plain = {field.name: int(getattr(needs, field.name)) for field in dataclasses.fields(needs)}
     return Plan(
-        subject,
+        model,
         layout,
         query.cluster,
         layers,
-        Seconds(**terms, hidden=hidden),
+        StepSeconds(**terms, hidden=hidden),
         Memory(**plain),
         query.limit_bytes,
         query.back_end,

@@ -1,8 +1,7 @@
-"""A model that is described by its sizes alone, as the planner asks it: this version plans it and
-does not train it.
+"""A model given by its sizes alone, which this version plans and does not train.
 
-What divides is asked of the shape, by the rules that the engine has for a config. Memory is
-`formulas.memory`.
+`TrainableModel` is the counterpart for a config, with the same interface. Divisibility is checked
+on the shape by the rules that the engine applies to a config; memory is `memory.analytic`.
 """
 
 import math
@@ -13,45 +12,45 @@ from typing import NoReturn
 from jaxscale.layout import Layout
 from jaxscale.planner.memory import analytic
 from jaxscale.planner.memory.step import Memory
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.remat_flops import repeated_flops
-from jaxscale.planner.model.shape import Shape
-from jaxscale.planner.search.layout_batch import Layouts, PlannedLayout
-from jaxscale.planner.tables.pipeline_slots import Held
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.remat_flops import recomputed_flops
+from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.search.layout_batch import LayoutBatch
+from jaxscale.planner.tables.pipeline_slots import RankBuffers
 from jaxscale.sharding.rules import nearest_divisors
 
 REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attention,attention_out")
-"""The policies whose bytes are known for a layer of any kind (`published.layer_bytes`)."""
+"""Policies whose saved bytes are known for a layer of any kind
+(`memory.other_trainers.layer_bytes`)."""
 
 OFFLOADS = ("none", "optimizer")
-"""What such a layer's activations would move to host memory and back, no formula knows."""
+"""Without activations: there is no formula for what they would transfer."""
 
-ALONE = {
-    "pipeline": "with an encoder, stages would be of two kinds, and no schedule has such",
-    "context": "with an encoder, no formula knows what cross attention sends over context",
+ENCODER_EXCLUDES = {
+    "pipeline": "no schedule supports encoder and decoder stages",
+    "context": "there is no formula for cross attention under context parallelism",
 }
-"""Axes that an encoder beside the decoder does not go together with, and why."""
+"""Axes that must be 1 for an encoder-decoder, and why."""
 
 RUN_TOKENS = 1e12
-"""Of a run, whose length a shape does not say."""
+"""Assumed length of a run: a shape has none."""
 
 
 @dataclass(frozen=True)
-class Described:
-    """A shape and the batch of a step; `trained.Trained` is the other kind, of the same face."""
+class SizedModel:
+    """A model's shape and the batch of a step."""
 
-    shape: Shape
+    shape: ModelShape
     sequences: int  # of a step
     name: str = "the model"
 
-    layout = PlannedLayout  # what makes a layout, checked
     run_tokens = RUN_TOKENS
     offloads = OFFLOADS
-    unsplit = "the batch does not split"  # a reason
+    batch_reason = "the batch does not split"
 
     @property
-    def beyond(self) -> str:
-        """What it has that this version cannot train; "" for a dense decoder."""
+    def untrainable_parts(self) -> str:
+        """Parts that this version cannot train; "" for a dense decoder."""
         shape = self.shape
         parts = {
             "experts": shape.experts,
@@ -63,15 +62,17 @@ class Described:
 
     @property
     def note(self) -> str:
-        """What a reader of the plan has to know."""
-        if self.beyond:
-            trains = f"this version plans a model with {self.beyond} and does not train it"
+        """A caveat that is printed with the plan."""
+        if self.untrainable_parts:
+            trains = f"this version cannot train a model with {self.untrainable_parts}"
         else:
             trains = (
-                "this version does not train a model that is given by its name or shape; a config "
-                "of these sizes (--config FILE) is planned exactly, and trains"
+                "to train a model of these sizes, and to have its exact memory, describe it by a "
+                "config (--config FILE)"
             )
-        return f"Memory is by published formulas, not checked against the compiler; {trains}."
+        return (
+            f"Memory follows published formulas and was not checked against the compiler; {trains}."
+        )
 
     @property
     def num_params(self) -> int:
@@ -79,7 +80,7 @@ class Described:
 
     @property
     def remats(self) -> tuple[str, ...]:
-        """Policies to try. Of layers with biases, what is kept is not known tensor by tensor."""
+        """Policies to try. For layers with biases saved bytes are not known per tensor."""
         return tuple(one for one in REMATS if not (self.shape.biases and one.startswith("save:")))
 
     @property
@@ -89,57 +90,57 @@ class Described:
 
     @property
     def flops_per_token(self) -> float:
-        """Nothing repeated."""
+        """Of training, without recompute."""
         return self.shape.flops_per_token
 
     def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
-        """With what remat repeats; `recomputed` is the share of a pipeline's passes that operations
-        of their own make again."""
-        whole = recomputed * self.shape.block_flops
-        return self.shape.flops_per_token + (whole or repeated_flops(self.shape, remat))
+        """Of training, with recompute; `recomputed` is the share of a pipeline's passes that R
+        operations recompute."""
+        in_table = recomputed * self.shape.block_flops
+        return self.shape.flops_per_token + (in_table or recomputed_flops(self.shape, remat))
 
     def with_layout(self, _: Layout) -> NoReturn:
-        """There is no config of such a run.
+        """Refused: there is no config.
 
         Raises:
           ValueError: always; says what can be trained.
         """
-        dense = f"{self.name} is given by its sizes; give a config of them, as --config FILE"
-        beyond = f"{self.name} has {self.beyond}; --json FILE keeps the plan for a trainer that can"
+        dense = f"{self.name} is given by its sizes; describe it by a config (--config FILE)"
+        parts = f"{self.name} has {self.untrainable_parts}; --json FILE writes the plan"
         raise ValueError(
-            "this version trains dense decoders that a config describes, and "
-            + (beyond if self.beyond else dense)
+            "this version trains dense decoders described by a config; "
+            + (parts if self.untrainable_parts else dense)
         )
 
     def check_policies(self, layout: Layout) -> None:
-        """Refuses a policy of remat or offloading that the formulas do not know.
+        """Refuses a remat or offload policy that has no formula.
 
         Raises:
-          ValueError: says which they know.
+          ValueError: says which policies have one.
         """
         said = self._policies(layout)
         if said:
             raise ValueError(said)
 
     def refusal(self, layout: Layout) -> tuple[str, str]:
-        """Why it cannot be divided so, in a few words and in many; "" where it can."""
+        """Why a layout is refused, as a short reason and a full message; "" where it is not."""
         said = {
-            "no formula knows the policy": self._policies(layout),
-            **{reason: self._encoder(layout, axis) for axis, reason in ALONE.items()},
-            self.unsplit: self._batch(layout),
+            "no formula for the policy": self._policies(layout),
+            **{reason: self._encoder(layout, axis) for axis, reason in ENCODER_EXCLUDES.items()},
+            self.batch_reason: self._batch(layout),
             "the sequence does not split": self._lengths(layout),
             "a dimension of the model does not divide": next(self._dimensions(layout), ""),
         }
-        return next(((reason, words) for reason, words in said.items() if words), ("", ""))
+        return next(((reason, message) for reason, message in said.items() if message), ("", ""))
 
     def _policies(self, layout: Layout) -> str:
         for name, known in (("remat", self.remats), ("offload", self.offloads)):
             if name == "remat" and layout.remat_policy.kept_passes:
-                continue  # which is "full" for some passes
+                continue  # "full" for some passes
             if getattr(layout, name) not in known:
                 return (
-                    f"layout.{name} = {getattr(layout, name)!r}: no formula knows what it does to "
-                    f"a model that is described by its sizes; it can be {', '.join(known)}"
+                    f"layout.{name} = {getattr(layout, name)!r} has no formula for a model given "
+                    f"by its sizes; it can be {', '.join(known)}"
                 )
         return ""
 
@@ -147,7 +148,7 @@ class Described:
         size = getattr(layout, axis)
         if size == 1 or not self.shape.encoder_layers:
             return ""
-        return f"layout.{axis} = {size}: {ALONE[axis]}; set layout.{axis} = 1"
+        return f"layout.{axis} = {size}: {ENCODER_EXCLUDES[axis]}; set layout.{axis} = 1"
 
     def _batch(self, layout: Layout) -> str:
         shards = layout.batch_shards * layout.expert
@@ -193,18 +194,22 @@ class Described:
             found.append(("tensor", "mixer.heads", shape.mixer.heads))
         for axis, name, size in found:
             if axis == "expert" and not size and sizes[axis] > 1:
-                yield f"layout.expert = {sizes[axis]}, and the model has no experts; set it to 1"
+                yield f"layout.expert = {sizes[axis]}, but the model has no experts; set it to 1"
             elif size % sizes[axis]:
                 yield (
                     f"{name} = {size} does not divide over layout.{axis} = {sizes[axis]}; the "
                     f"nearest that does is layout.{axis} = {nearest_divisors(size, sizes[axis])}"
                 )
 
-    def memory(self, layouts: Layouts | Layout, held: Held | None, back_end: str) -> Memory:
+    def memory(
+        self, layouts: LayoutBatch | Layout, buffers: RankBuffers | None, back_end: str
+    ) -> Memory:
         """Of a device; fields are numbers, or float [N].
 
         Args:
-          held: of ranks of pipelines; None where there are none.
+          buffers: of a pipeline's busiest rank; None without a pipeline.
         """
-        choice = Choice.of(layouts, self.sequences)
-        return analytic.memory(self.shape, choice, held or Held(self.shape.layers), back_end)
+        parallelism = Parallelism.of(layouts, self.sequences)
+        return analytic.analytic_memory(
+            self.shape, parallelism, buffers or RankBuffers(self.shape.layers), back_end
+        )

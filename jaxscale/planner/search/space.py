@@ -1,13 +1,12 @@
-"""The layouts that a search goes through: what the engine refuses is left out, and counted.
+"""The search space: all layouts of a model on a cluster that the engine accepts, in batches.
 
-Texts (schedule, remat, what is offloaded, how gradients accumulate) come one by one; all numbers
-that go with them are arrays. What is refused is asked of the engine's own checks: the subject's,
-`Layout`, and the needs of a schedule.
+String settings (schedule, remat, offload, accumulation) are enumerated one by one; the integer
+settings that go with them are arrays. Layouts are refused by the engine's own checks (the model's,
+`Layout`'s, and the requirements of a schedule), and counted by reason.
 """
 
 import collections
 import dataclasses
-import difflib
 import functools
 import itertools
 import math
@@ -17,104 +16,107 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.choices import did_you_mean
 from jaxscale.config import Config
 from jaxscale.layout import ACCUMULATIONS, MESH_AXES, Layout, parse_remat, parse_schedule
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, SHIPPED, find_schedule, is_foreign
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.memory.step import Memory
-from jaxscale.planner.model.shape import Shape
-from jaxscale.planner.search.layout_batch import Layouts
-from jaxscale.planner.search.sized_model import Described
-from jaxscale.planner.search.trainable_model import Trained
-from jaxscale.planner.tables.pipeline_slots import slots_of
-from jaxscale.planner.tables.table_makespan import Pipeline
+from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.search.layout_batch import LayoutBatch
+from jaxscale.planner.search.sized_model import SizedModel
+from jaxscale.planner.search.trainable_model import TrainableModel
+from jaxscale.planner.tables.pipeline_slots import most_slots
+from jaxscale.planner.tables.table_makespan import TableSpec
 from jaxscale.sharding.rules import divisors, nearest_divisors
 
 CPU = "CPU"
-"""The name of devices that are this machine's own processors."""
+"""The name of a cluster of virtual devices on this machine's processor."""
 
 MEMORY_FRACTION = {"gpu": 0.85, "tpu": 0.95, "cpu": 0.6}
-"""Of a device's memory, that a plan may fill: 5 per cent are left for what the formulas miss, and
-on a GPU 10 for its driver and libraries (`topology.GPU_MEMORY_FRACTION`); a machine does other
-things than training."""
+"""Share of device memory that a plan may use: 5 % are a margin for errors of the formulas, and on a
+GPU 10 % are for its driver and libraries (`topology.GPU_MEMORY_FRACTION`); on a CPU other processes
+run, too."""
 
 HOST_MEMORY_BYTES = 100e9
-"""Of a server's memory, for each of its devices: 256 GB on DGX H100, 112 GB on TPU v5p hosts, some
-of it needed for what reads the data."""
+"""Host memory assumed for each device: 256 GB on DGX H100, 112 GB on TPU v5p hosts, part of which
+the input pipeline needs."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked: a model and its batch, a cluster, and what is not to be changed."""
+    """A planning problem: a model and its batch, a cluster, and settings that are fixed."""
 
-    model: Config | Described  # a config's layout is not looked at
+    model: Config | SizedModel  # a config's layout is ignored
     cluster: Cluster
-    pins: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of a Layout
-    memory_bytes: float = 0.0  # of a device; 0 for what the cluster's devices have
+    pins: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fixed fields of a Layout
+    memory_bytes: float = 0.0  # limit per device; 0 for that of the hardware
 
     @functools.cached_property
-    def subject(self) -> Trained | Described:
-        """Whom to ask what the model needs and what it refuses."""
-        return Trained(self.model) if isinstance(self.model, Config) else self.model
+    def planned_model(self) -> TrainableModel | SizedModel:
+        """The model with its checks and its memory."""
+        return TrainableModel(self.model) if isinstance(self.model, Config) else self.model
 
     @property
     def back_end(self) -> str:
-        """Whose compiler it is."""
+        """Whose compiler runs: "gpu", "tpu" or "cpu"."""
         if self.cluster.name == CPU:
             return "cpu"
         return "tpu" if self.cluster.torus else "gpu"
 
     @property
     def limit_bytes(self) -> float:
-        """What a program may need on a device."""
+        """Memory that a plan may use on a device."""
         return self.memory_bytes or self.cluster.memory_bytes * MEMORY_FRACTION[self.back_end]
 
     def fits_device(self, needs: Memory) -> Any:
-        """Whether a layout, or each of many, has room on a device."""
+        """Whether one layout, or each of a batch, fits in device memory."""
         return needs.peak <= self.limit_bytes
 
-    def fits_host(self, needs: Memory, layout: Layout | Layouts) -> Any:
-        """Whether what moves to host memory has room there."""
+    def fits_host(self, needs: Memory, layout: Layout | LayoutBatch) -> Any:
+        """Whether what is offloaded fits in host memory."""
         optimizer = needs.host_optimizer if layout.offloads("optimizer") else 0
         return needs.host_stash + optimizer <= HOST_MEMORY_BYTES
 
     @property
-    def shape(self) -> Shape:
-        """The model's."""
-        return self.subject.shape
+    def shape(self) -> ModelShape:
+        """The shape of the model."""
+        return self.planned_model.shape
 
 
-def numbers_of(
-    query: Query, rejected: collections.Counter, words: dict[str, str]
-) -> Layouts | None:
-    """Sizes of axes, ZeRO stages and micro-batches that the model and its batch allow."""
-    rows, subject = [], query.subject
-    for sizes in meshes(query.cluster.num_devices, query.pins, subject.shape.experts):
+def enumerate_sizes(
+    query: Query, rejected: collections.Counter, messages: dict[str, str]
+) -> LayoutBatch | None:
+    """Axis sizes, ZeRO stages and micro-batches that the model and its batch allow; None where
+    there are none. Refusals are counted in `rejected`, with one message for each reason in
+    `messages`."""
+    rows, model = [], query.planned_model
+    for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.shape.experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
         for stage in _stages(query.pins, mesh["fsdp"]):
-            # With nothing that could be refused beside the sizes.
-            layout = subject.layout(**mesh, zero_stage=stage, context_method="gather")
-            reason, said = subject.refusal(layout)
+            # No other setting that could be refused.
+            layout = Layout(**mesh, zero_stage=stage, context_method="gather")
+            reason, message = model.refusal(layout)
             if reason:
                 rejected[reason] += 1
-                words.setdefault(reason, said)
+                messages.setdefault(reason, message)
                 continue
-            batch = subject.sequences // (layout.batch_shards * layout.expert)
+            batch = model.sequences // (layout.batch_shards * layout.expert)
             for count in _pinned(query.pins, "microbatches", divisors(batch)):
                 if batch % count:
-                    rejected[subject.unsplit] += 1
+                    rejected[model.batch_reason] += 1
                 else:
                     rows.append((*sizes, stage, count))
     if not rows:
         return None
     columns = np.array(rows).T
-    return Layouts(**dict(zip((*MESH_AXES, "zero_stage", "microbatches"), columns)))
+    return LayoutBatch(**dict(zip((*MESH_AXES, "zero_stage", "microbatches"), columns)))
 
 
-def meshes(
+def mesh_shapes(
     num_devices: int, pins: Mapping[str, Any] | None = None, experts: int = 0
 ) -> Iterator[tuple[int, ...]]:
-    """Sizes of the mesh axes, in their order; that of expert divides the experts of a layer."""
+    """Sizes of the mesh axes, in mesh order; that of expert divides the number of experts."""
     pins = pins or {}
 
     def rest(axes: Sequence[str], devices: int) -> Iterator[tuple[int, ...]]:
@@ -130,7 +132,7 @@ def meshes(
 
 
 def _sizes(axis: str, devices: int, experts: int) -> list[int]:
-    """That an axis can have."""
+    """Sizes that an axis can have."""
     return divisors(math.gcd(devices, experts or 1) if axis == "expert" else devices)
 
 
@@ -139,15 +141,16 @@ def _pinned(pins: Mapping[str, Any], name: str, allowed: Sequence) -> Sequence:
 
 
 def _stages(pins: Mapping[str, Any], fsdp: int) -> Sequence[int]:
-    """With one rank of fsdp all stages are the same."""
+    """With one rank of fsdp all stages are equivalent."""
     return _pinned(pins, "zero_stage", range(4) if fsdp > 1 else [3])
 
 
-def texts_of(query: Query) -> Iterator[dict[str, Any]]:
-    """What is common to arrays of layouts: first without a pipeline, then with one."""
-    pins, remats, offloads = query.pins, query.subject.remats, query.subject.offloads
+def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
+    """String settings of a batch of layouts, and "pipelined": first without a pipeline, then with
+    one."""
+    pins, remats, offloads = query.pins, query.planned_model.remats, query.planned_model.offloads
     if query.back_end == "cpu":
-        # It has no host memory of its own.
+        # It has no separate host memory.
         remats, offloads = [one for one in remats if not one.startswith("offload:")], ["none"]
     remats, offloads = _pinned(pins, "remat", remats), _pinned(pins, "offload", offloads)
     for remat, offload, accumulation, method in itertools.product(
@@ -176,7 +179,7 @@ def texts_of(query: Query) -> Iterator[dict[str, Any]]:
 
 
 def _schedules(pins: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Schedules and the virtual stages that each can have."""
+    """Schedules, each with the numbers of virtual stages that are tried."""
     runs = [schedule for schedule in SHIPPED if schedule.runs]
     fused = (f"{schedule.name}:fused" for schedule in runs if not schedule.splits_backward)
     for text in _pinned(pins, "schedule", [*(schedule.name for schedule in runs), *fused]):
@@ -186,60 +189,67 @@ def _schedules(pins: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
                 yield text, chunks
 
 
-def fitting(
-    query: Query, numbers: Layouts | None, texts: Mapping[str, Any], rejected: collections.Counter
-) -> Layouts | None:
-    """The numbers that go with texts; None where there are none."""
-    if numbers is None:
+def combine(
+    query: Query,
+    sizes: LayoutBatch | None,
+    options: Mapping[str, Any],
+    rejected: collections.Counter,
+) -> LayoutBatch | None:
+    """The layouts of integer and string settings that go together; None where there are none."""
+    if sizes is None:
         return None
-    texts = dict(texts)
-    pipelined = texts.pop("pipelined")
-    several, context = numbers.microbatches > 1, np.asarray(numbers.context) > 1
-    wanted = (np.asarray(numbers.pipeline) > 1) == pipelined
+    options = dict(options)
+    pipelined = options.pop("pipelined")
+    several, context = sizes.microbatches > 1, np.asarray(sizes.context) > 1
+    wanted = (np.asarray(sizes.pipeline) > 1) == pipelined
     if not pipelined:
-        # With one micro-batch, or whole sequences, a choice would be the same as another.
-        wanted &= several | (texts["accumulation"] == query.pins.get("accumulation", "sequential"))
-        wanted &= context | (texts["context_method"] == query.pins.get("context_method", "ring"))
+        # With one micro-batch, or whole sequences, these settings make no difference.
+        wanted &= several | (
+            options["accumulation"] == query.pins.get("accumulation", "sequential")
+        )
+        wanted &= context | (options["context_method"] == query.pins.get("context_method", "ring"))
     if not wanted.any():
         return None
     try:
-        sizes = {"pipeline": 2, "context": 2} if pipelined else {}
-        layout = Layout(**sizes, **texts)
-        query.subject.check_policies(layout)
+        axes = {"pipeline": 2, "context": 2} if pipelined else {}
+        layout = Layout(**axes, **options)
+        query.planned_model.check_policies(layout)
     except ValueError as error:
-        # Settings come before the reason, and what to change after it.
+        # The message is "settings: reason; what to change".
         reason = str(error).partition(";")[0].rpartition(": ")[2]
         rejected[reason] += int(wanted.sum())
         return None
-    layouts = dataclasses.replace(numbers.take(wanted), **texts)
+    layouts = dataclasses.replace(sizes.take(wanted), **options)
     return _runnable(query, layouts, rejected) if pipelined else layouts
 
 
-def _runnable(query: Query, layouts: Layouts, rejected: collections.Counter) -> Layouts | None:
-    """Those whose schedule can serve them."""
+def _runnable(
+    query: Query, layouts: LayoutBatch, rejected: collections.Counter
+) -> LayoutBatch | None:
+    """Those whose schedule supports their ranks, micro-batches and layers."""
     spec, v = layouts.schedule_spec, int(layouts.virtual_stages)
     schedule = find_schedule(spec.name)
     keys = list(zip(np.asarray(layouts.pipeline).tolist(), layouts.microbatches.tolist()))
     served = {(p, m): schedule.serves(p, m, v, 1) for p, m in set(keys)}
     serves = np.array([served[key] for key in keys])
     enough = np.asarray(layouts.pipeline) * v <= query.shape.layers
-    rejected["the schedule needs other numbers of ranks and micro-batches"] += int((~serves).sum())
-    rejected["fewer layers than stages"] += int((serves & ~enough).sum())
+    rejected["the schedule does not support the ranks and micro-batches"] += int((~serves).sum())
+    rejected["fewer layers than pipeline stages"] += int((serves & ~enough).sum())
     good = serves & enough
     if keep := layouts.remat_policy.kept_passes:
         more = np.array(
             [
-                ok and slots_of(Pipeline(spec.name, p, m, v, spec.fused))["residual_w"] > keep
+                ok and most_slots(TableSpec(spec.name, p, m, v, spec.fused))["residual_w"] > keep
                 for ok, (p, m) in zip(good, keys)
             ]
         )
-        rejected["no more passes in flight than are to be kept"] += int((good & ~more).sum())
+        rejected["keeps at least as many passes as are in flight"] += int((good & ~more).sum())
         good = more
     return layouts.take(good) if good.any() else None
 
 
 def check_pins(query: Query) -> None:
-    """Refuses pins that are no field of a layout, no value of it, or no number of devices.
+    """Refuses pins that name no field of a layout, are no value of it, or fit no number of devices.
 
     Raises:
       ValueError: names the nearest.
@@ -247,23 +257,26 @@ def check_pins(query: Query) -> None:
     known = [field.name for field in dataclasses.fields(Layout)]
     for name in query.pins:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
-            raise ValueError(f"--pin {name}: a layout has no such field{hint}")
+            raise ValueError(
+                f"--pin {name} is not a field of a layout; there are {', '.join(known)}"
+                f"{did_you_mean(name, known)}"
+            )
     schedule = query.pins.get("schedule", Layout.schedule)
     name = parse_schedule(schedule).name
     if not (find_schedule(name).runs if is_foreign(name) else name in RUNNABLE):
         raise ValueError(
-            f"--pin schedule={schedule}: the planner ranks what this version runs by name: "
+            f"--pin schedule={schedule}: the planner ranks the schedules that this version runs: "
             f"{', '.join(RUNNABLE)}, and schedules of your own as module:RECORD"
         )
     if query.pins.get("virtual_stages") == 0:
-        raise ValueError("--pin virtual_stages=0: at least 1; leave it out to have it chosen")
-    # Only a pipeline can keep some passes.
+        raise ValueError(
+            "--pin virtual_stages=0: at least 1; leave it out for the planner to choose"
+        )
+    # Partial recompute exists in pipelines only.
     some = parse_remat(query.pins.get("remat", "none")).kept_passes and {"pipeline": 2}
-    query.subject.check_policies(query.subject.layout(**{**(some or {}), **query.pins}))
+    query.planned_model.check_policies(Layout(**{**(some or {}), **query.pins}))
     experts = query.shape.experts
-    if next(iter(meshes(query.cluster.num_devices, query.pins, experts)), None) is None:
+    if next(iter(mesh_shapes(query.cluster.num_devices, query.pins, experts)), None) is None:
         sizes = " x ".join(
             f"{name} {size}" for name, size in query.pins.items() if isinstance(size, int)
         )
@@ -274,7 +287,7 @@ def check_pins(query: Query) -> None:
 
 
 def _nearest(query: Query) -> str:
-    """Of the pinned axes that do not divide the devices, the nearest sizes that do."""
+    """For pinned axes that do not divide the devices, the nearest sizes that do."""
     devices, found = query.cluster.num_devices, []
     for axis in MESH_AXES:
         size = query.pins.get(axis, 1)

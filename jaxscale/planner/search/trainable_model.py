@@ -1,4 +1,7 @@
-"""A config as the planner asks it: the engine's own checks, and its memory to the byte."""
+"""A model that this version trains, given by a config: the engine's own checks and exact memory.
+
+`SizedModel` is the counterpart for a model given by its sizes alone, with the same interface.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,9 +10,9 @@ from jaxscale.config import Config
 from jaxscale.layout import OFFLOADS, Layout
 from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.model.param_shapes import parameters
-from jaxscale.planner.model.shape import Shape
-from jaxscale.planner.search.layout_batch import Layouts, memory_of
-from jaxscale.planner.tables.pipeline_slots import Held, head_cost
+from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.search.layout_batch import LayoutBatch, batch_memory
+from jaxscale.planner.tables.pipeline_slots import RankBuffers
 from jaxscale.sharding.rules import (
     REPLICATED_WEIGHTS,
     WEIGHTS,
@@ -28,22 +31,21 @@ REMATS = (
     "save:query,key,value,attention,attention_out",
     "offload:query,key,value,attention_out",
 )
-"""The policies that are tried, of the many that a list of names can say."""
+"""Policies that the search tries; a list of names can say many more."""
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A model that the engine trains; `described.Described` is the other kind, of the same face."""
+class TrainableModel:
+    """A config's model and batch."""
 
-    config: Config  # its layout is not looked at
+    config: Config  # its layout is ignored
 
     note = ""
-    unsplit = "data.global_batch_size does not split"  # a reason
-    layout = Layout  # what makes a layout, checked
+    batch_reason = "data.global_batch_size does not split"
 
     @property
-    def shape(self) -> Shape:
-        return Shape.of(self.config)
+    def shape(self) -> ModelShape:
+        return ModelShape.of(self.config)
 
     @property
     def num_params(self) -> int:
@@ -51,18 +53,18 @@ class Trained:
 
     @property
     def sequences(self) -> int:
-        """Of a step."""
+        """Per step."""
         return self.config.data.global_batch_size
 
     @property
     def run_tokens(self) -> float:
-        """Of the whole run."""
+        """Tokens of the whole run."""
         return self.config.run.steps * self.config.data.tokens_per_step
 
     @property
     def head_cost(self) -> float:
-        """FLOPs of the head over those of a layer, as a step deals its layers by."""
-        return head_cost(self.config)
+        """FLOPs of the head over those of a layer."""
+        return self.config.model.head_cost(self.config.data.seq_len)
 
     @property
     def remats(self) -> tuple[str, ...]:
@@ -71,44 +73,46 @@ class Trained:
 
     @property
     def offloads(self) -> tuple[str, ...]:
-        """What to try to keep in host memory."""
+        """Offload policies to try."""
         return OFFLOADS
 
     @property
     def flops_per_token(self) -> float:
-        """`ModelConfig.flops_per_token`: nothing repeated, attention over the keys that a query
-        sees."""
+        """Of training, without recompute, attention over visible keys only."""
         return self.config.model.flops_per_token(self.config.data.seq_len)
 
     def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
-        """With what remat repeats; `recomputed` is the share of a pipeline's passes that operations
-        of their own make again."""
+        """Of training, with recompute; `recomputed` is the share of a pipeline's passes that R
+        operations recompute."""
         return self.config.model.hardware_flops_per_token(
             self.config.data.seq_len, remat=remat, recomputed=recomputed
         )
 
     def with_layout(self, layout: Layout) -> Config:
-        """The config of a run.
+        """The config of a run with a layout.
 
         Raises:
-          ValueError: the model cannot have the layout's remat policy.
+          ValueError: the model does not support the layout's remat policy or axes.
         """
         return dataclasses.replace(self.config, layout=layout)
 
     def check_policies(self, layout: Layout) -> None:
-        """Refuses a remat policy that the model cannot have.
+        """Refuses a remat policy or an axis that the model does not support.
 
         Raises:
-          ValueError: the engine's words.
+          ValueError: the engine's message.
         """
-        self.with_layout(Layout(pipeline=layout.pipeline, remat=layout.remat))
+        self.with_layout(Layout(pipeline=layout.pipeline, expert=layout.expert, remat=layout.remat))
 
     def refusal(self, layout: Layout) -> tuple[str, str]:
-        """Why the engine refuses what a layout divides, in a few words and in its own; "" where it
-        does not."""
-        config = self.with_layout(layout)
+        """Why the engine refuses a layout, as a short reason and its message; "" where it does
+        not."""
+        try:
+            config = self.with_layout(layout)
+        except ValueError as error:
+            return "not available in this version", str(error)
         for check, reason in (
-            (check_divides, self.unsplit),
+            (check_divides, self.batch_reason),
             (check_sequence, "data.seq_len does not split"),
             (check_parameters, "a dimension of the model does not divide"),
         ):
@@ -118,17 +122,19 @@ class Trained:
                 return reason, str(error)
         return "", ""
 
-    def memory(self, layouts: Layouts | Layout, held: Held | None, back_end: str) -> Memory:
+    def memory(
+        self, layouts: LayoutBatch | Layout, buffers: RankBuffers | None, back_end: str
+    ) -> Memory:
         """Of a device; fields are int, or int [N].
 
         Args:
-          held: of ranks of pipelines; None where there are none.
+          buffers: of a pipeline's busiest rank; None without a pipeline.
         """
-        return memory_of(self.config, layouts, held, back_end, own_host=True)
+        return batch_memory(self.config, layouts, buffers, back_end, own_host=True)
 
 
 def check_parameters(config: Config) -> None:
-    """Refuses axes over which a parameter does not divide, as the engine does when it places them.
+    """Refuses axes over which a parameter does not divide, as the engine does when it shards them.
 
     Raises:
       ValueError: names the dimension and the nearest size of the axis.

@@ -1,7 +1,7 @@
-"""What a rank of a pipeline holds, by the real table: its layers, and slots of its buffers.
+"""The buffers of a pipeline rank, by the table of its schedule: layers and slots.
 
-As with the makespans of `ticks`, from a few micro-batches per rank on every further round of them
-adds the same, so that no table needs to be large.
+As with makespans (`table_makespan`), beyond a few micro-batches per rank every further round adds
+the same number of slots, so no table needs to be large.
 """
 
 import functools
@@ -18,17 +18,23 @@ from jaxscale.pipeline.stages import (
     open_stages,
 )
 from jaxscale.planner.model.param_shapes import Ints
-from jaxscale.planner.tables.table_makespan import Costs, Pipeline, makespan, open_table
+from jaxscale.planner.tables.table_makespan import (
+    OperationSeconds,
+    TableSpec,
+    makespan,
+    pipeline_table,
+)
 
 SLOTS = ("residual_b", "residual_w", "cotangent", "input", "inbox")
 
 
 @dataclass(frozen=True)
-class Held:
-    """Numbers of one layout, or arrays [N]; the defaults are those without a pipeline."""
+class RankBuffers:
+    """Layers and buffer slots of a rank: ints, or int [N]; the defaults are those without a
+    pipeline."""
 
-    rows: Ints  # layers that a rank has room for, over all of its chunks
-    capacity: Ints = 0  # of one chunk
+    rows: Ints  # layers of all chunks, each with the capacity of the largest
+    capacity: Ints = 0  # layers of one chunk
     residual_b: Ints = 0  # slots
     residual_w: Ints = 0
     cotangent: Ints = 0
@@ -36,69 +42,67 @@ class Held:
     inbox: Ints = 0
 
 
-def hold(pipeline: Pipeline, layers: tuple[int, ...]) -> Held:
-    """What the busiest rank holds.
+def busiest_rank_buffers(spec: TableSpec, layers: tuple[int, ...]) -> RankBuffers:
+    """Buffers of the busiest rank, which all ranks allocate.
 
     Args:
       layers: of each virtual stage.
     """
     capacity = max(layers)
-    return Held(pipeline.virtual_stages * capacity, capacity, **slots_of(pipeline))
+    return RankBuffers(spec.virtual_stages * capacity, capacity, **most_slots(spec))
 
 
-def hold_each(pipeline: Pipeline, layers: tuple[int, ...]) -> list[Held]:
-    """What each rank makes use of, as `hold` has it of the busiest, whose buffers all have."""
-    table = open_table(pipeline)
+def buffers_by_rank(spec: TableSpec, layers: tuple[int, ...]) -> list[RankBuffers]:
+    """Buffers that each rank uses; all allocate those of the busiest."""
+    table = pipeline_table(spec)
     slots = count_slots(table)
     return [
-        Held(int(mine.sum()), int(mine.max()), **{name: int(slots[name][n]) for name in SLOTS})
+        RankBuffers(
+            int(mine.sum()), int(mine.max()), **{name: int(slots[name][n]) for name in SLOTS}
+        )
         for n, mine in enumerate(np.array(layers)[chunk_stages(table.order)])
     ]
 
 
-def hold_config(config: Config) -> Held:
-    """What a rank of a config's resolved layout holds.
+def config_buffers(config: Config) -> RankBuffers:
+    """Buffers of a rank for a config with a resolved layout.
 
     Raises:
-      ValueError: the layout's pipeline cannot be.
+      ValueError: no such pipeline exists.
     """
     model, layout = config.model, config.layout
     if layout.pipeline == 1:
-        return Held(rows=model.num_layers)
-    stages = open_stages(layout, model.num_layers, head_cost(config))
+        return RankBuffers(rows=model.num_layers)
+    stages = open_stages(layout, model.num_layers, model.head_cost(config.data.seq_len))
     order = stages.table.order
     slots = {name: stages.program.slots[name] for name in SLOTS}
-    return Held(rows=order.virtual_stages * stages.capacity, capacity=stages.capacity, **slots)
-
-
-def head_cost(config: Config) -> float:
-    """FLOPs of the head over those of a layer, as a step deals its layers by."""
-    model = config.model
-    return 2 * model.d_model * model.vocab_size / model.layer_forward_flops(config.data.seq_len)
+    return RankBuffers(
+        rows=order.virtual_stages * stages.capacity, capacity=stages.capacity, **slots
+    )
 
 
 @functools.lru_cache(maxsize=4096)
-def slots_of(pipeline: Pipeline) -> dict[str, int]:
-    """The slots of each buffer."""
-    first = pipeline.settled()
-    if first is None or pipeline.microbatches <= first + (step := pipeline.round):
-        counts = count_slots(open_table(pipeline))
+def most_slots(spec: TableSpec) -> dict[str, int]:
+    """Slots of each buffer on the rank that has most of them."""
+    first = spec.settled()
+    if first is None or spec.microbatches <= first + (step := spec.round):
+        counts = count_slots(pipeline_table(spec))
         return {name: int(of_ranks.max()) for name, of_ranks in counts.items()}
-    base, after = (slots_of(pipeline._replace(microbatches=m)) for m in (first, first + step))
-    rounds = (pipeline.microbatches - first) // step
+    base, after = (most_slots(spec._replace(microbatches=m)) for m in (first, first + step))
+    rounds = (spec.microbatches - first) // step
     return {name: base[name] + rounds * (after[name] - base[name]) for name in base}
 
 
-def deal(pipeline: Pipeline, num_layers: int, head_cost: float) -> tuple[int, ...]:
-    """The layers of each virtual stage where a layout leaves it to the engine
+def default_stage_layers(spec: TableSpec, num_layers: int, head_cost: float) -> tuple[int, ...]:
+    """The layers of each virtual stage where the layout leaves them to the engine
     (`pipeline.stages.partition_layers`).
 
     Args:
       head_cost: FLOPs of the head over those of a layer.
     """
-    dealt = candidate_partitions(num_layers, pipeline.stages)
-    each = np.array(dealt, float)
+    splits = candidate_partitions(num_layers, spec.stages)
+    each = np.array(splits, float)
     head = np.zeros_like(each)
     head[:, -1] = 3 * head_cost
-    costs = Costs(f=each, b=each + head, w=each, r=each)
-    return dealt[best_partition(dealt, makespan(pipeline, costs).tolist())]
+    costs = OperationSeconds(f=each, b=each + head, w=each, r=each)
+    return splits[best_partition(splits, makespan(spec, costs).tolist())]

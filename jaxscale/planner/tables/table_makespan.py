@@ -1,9 +1,9 @@
-"""How long a pipeline's real table takes, for many costs at once and any number of micro-batches.
+"""Makespan of a pipeline's table, vectorised over costs and for any number of micro-batches.
 
-The tables are those of `pipeline.table`, and what comes out is what `pipeline.simulator` says of
-them; the suite compares the two. A table is kept as what is at work in its ticks, and how often.
-From a few micro-batches per rank on, every further round of micro-batches adds the same ticks, so
-no table needs to be larger than that.
+The tables are those of `pipeline.table`, and the results equal those of `pipeline.simulator`; the
+suite compares the two. A table is stored as the distinct sets of operations in its ticks and their
+counts. Beyond a few micro-batches per rank every further round adds the same ticks, so no table
+needs to be larger.
 """
 
 import functools
@@ -18,38 +18,38 @@ from jaxscale.pipeline_schedules.operations import B, F, R, W, X
 from jaxscale.pipeline_schedules.shipped import NAMES, find_schedule
 
 
-class Pipeline(NamedTuple):
-    """What makes a pipeline's order, as `pipeline.orders.make_order` takes it."""
+class TableSpec(NamedTuple):
+    """What determines a pipeline's table: the arguments of `pipeline.orders.make_order`."""
 
     schedule: str
     ranks: int
     microbatches: int
     virtual_stages: int = 1
     fused: bool = False  # one operation for the whole backward pass
-    keep: int | None = None  # passes that a rank keeps at a time; None where there is no R
+    keep: int | None = None  # passes that a rank saves at a time; None without recompute
 
     @classmethod
-    def of(cls, layout: Layout) -> "Pipeline":
-        """That of a resolved layout."""
+    def of(cls, layout: Layout) -> "TableSpec":
+        """The table of a resolved layout."""
         spec, keep = layout.schedule_spec, layout.remat_policy.kept_passes
         chunks = max(1, layout.virtual_stages)
         return cls(spec.name, layout.pipeline, layout.microbatches, chunks, spec.fused, keep)
 
     @property
     def stages(self) -> int:
-        """Virtual stages of all ranks together."""
+        """Virtual stages of all ranks."""
         return self.ranks * self.virtual_stages
 
     @property
     def round(self) -> int:
-        """Micro-batches that come together: more of them come in multiples of these."""
+        """Micro-batches of a period."""
         return find_schedule(self.schedule).round(self.ranks)
 
     def settled(self, rounds: int = 1) -> int | None:
-        """Micro-batches, no fewer than `rounds` times the schedule's `steady_rounds`, from which on
-        every further round adds the same to the table; None where none is known."""
+        """Micro-batches, at least `rounds` times the schedule's `steady_rounds`, beyond which the
+        table is periodic; None where no such number is known."""
         if self.keep or self.schedule.endswith(".csv"):
-            return None  # ranks that keep some passes have each a rhythm of its own
+            return None  # with partial recompute each rank has its own period
         steady = find_schedule(self.schedule).steady_rounds
         if steady is None:
             return None
@@ -57,9 +57,9 @@ class Pipeline(NamedTuple):
         return first + (self.microbatches - first) % self.round
 
 
-class Costs(NamedTuple):
-    """Seconds of a rank's whole share of the model for one micro-batch, as in `pipeline.simulator`:
-    a chunk costs 1/v of them.
+class OperationSeconds(NamedTuple):
+    """Seconds of a rank's whole share of the model for one micro-batch, by operation: a chunk takes
+    1/v of them.
 
     Each a number, or float [..., 1] (all virtual stages alike), or float [..., virtual stages].
     A fused backward costs b + w.
@@ -71,51 +71,50 @@ class Costs(NamedTuple):
     r: Any = 0.0
 
 
-def makespan(pipeline: Pipeline, costs: Costs, *, lockstep: bool = True) -> np.ndarray:
+def makespan(spec: TableSpec, costs: OperationSeconds, *, lockstep: bool = True) -> np.ndarray:
     """Seconds from the first operation to the end of the last.
 
-    >>> float(makespan(Pipeline("1f1b", 4, 8), Costs(f=[[1.0], [2.0]], b=1.0, w=1.0))[0])
+    >>> costs = OperationSeconds(f=[[1.0], [2.0]], b=1.0, w=1.0)
+    >>> float(makespan(TableSpec("1f1b", 4, 8), costs)[0])
     30.0
 
     Args:
-      costs: as with `pipeline.simulator`, those of operations that the pipeline does not have count
-        nothing.
+      costs: those of operations that the schedule does not have are ignored.
       lockstep: every tick lasts as long as its slowest operation, as in our executor; otherwise
-        each rank goes on as soon as it can.
+        each operation starts as soon as its inputs are there.
 
     Returns:
       Float [...], the leading dimensions of the costs.
 
     Raises:
-      ValueError: numbers that the schedule cannot serve, overlapped pairs, or costs of another
-        number of stages.
+      ValueError: numbers that the schedule does not support, overlapped pairs of operations, or
+        costs of another number of stages.
     """
-    durations, shape = _durations(costs, pipeline.stages)
-    play = _play_in_lockstep if lockstep else _play_as_soon_as_possible
-    # As soon as possible, what is slowest shows itself only after a while.
-    first = pipeline.settled(1 if lockstep else 3)
-    if first is None or pipeline.microbatches <= first + (1 if lockstep else 2) * pipeline.round:
-        found = play(pipeline, durations)
+    durations, shape = _durations(costs, spec.stages)
+    simulate = _lockstep_seconds if lockstep else _eager_seconds
+    # Without lockstep the critical path becomes periodic later.
+    first = spec.settled(1 if lockstep else 3)
+    if first is None or spec.microbatches <= first + (1 if lockstep else 2) * spec.round:
+        found = simulate(spec, durations)
     else:
-        found = _extended(play, pipeline, first, durations, check=not lockstep)
-    return found.reshape(shape) / pipeline.virtual_stages
+        found = _extended(simulate, spec, first, durations, check=not lockstep)
+    return found.reshape(shape) / spec.virtual_stages
 
 
-def _extended(play, pipeline: Pipeline, first: int, durations, check: bool) -> np.ndarray:
-    """From the tables of two numbers of micro-batches; those of a third, where it is to be
-    checked that it grows evenly."""
+def _extended(simulate, spec: TableSpec, first: int, durations, check: bool) -> np.ndarray:
+    """Extrapolated from two tables; a third one checks, where asked, that growth is linear."""
 
-    def played(rounds: int) -> np.ndarray:
-        count = first + rounds * pipeline.round
-        return play(pipeline._replace(microbatches=count), durations)
+    def simulated(rounds: int) -> np.ndarray:
+        count = first + rounds * spec.round
+        return simulate(spec._replace(microbatches=count), durations)
 
-    base, after = played(0), played(1)
-    if check and not np.allclose(played(2) - after, after - base, rtol=1e-9, atol=0):
-        return play(pipeline, durations)
-    return base + (pipeline.microbatches - first) // pipeline.round * (after - base)
+    base, after = simulated(0), simulated(1)
+    if check and not np.allclose(simulated(2) - after, after - base, rtol=1e-9, atol=0):
+        return simulate(spec, durations)
+    return base + (spec.microbatches - first) // spec.round * (after - base)
 
 
-def _durations(costs: Costs, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:
+def _durations(costs: OperationSeconds, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:
     """float [kinds, N, stages or 1], and the shape that N stands for."""
     given = {name: np.atleast_1d(np.asarray(cost, float)) for name, cost in costs._asdict().items()}
     for name, cost in given.items():
@@ -133,28 +132,32 @@ def _durations(costs: Costs, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=64)
-def open_table(pipeline: Pipeline) -> Table:
-    """The table of a pipeline."""
-    name, ranks, microbatches, chunks, fused, keep = pipeline
+def pipeline_table(spec: TableSpec) -> Table:
+    """The table of a pipeline.
+
+    Raises:
+      ValueError: an unknown schedule, numbers that it does not support, or overlapped pairs.
+    """
+    name, ranks, microbatches, chunks, fused, keep = spec
     order = make_order(name, ranks, microbatches, chunks, fused=fused, keep=keep)
     if any(op.paired for row in order.rows for op in row):
-        raise ValueError(f"{name} overlaps operations in pairs, whose costs do not add up")
+        raise ValueError(f"{name} overlaps pairs of operations, which the planner has no cost for")
     return compile_order(order, complete=name in NAMES)
 
 
-def _play_in_lockstep(pipeline: Pipeline, durations: np.ndarray) -> np.ndarray:
-    """float [N]: the sum, over ticks, of the most that one of their operations takes."""
-    alike, index = _alike(durations, pipeline.stages)
-    at_work, counts = _patterns(pipeline, alike)
+def _lockstep_seconds(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
+    """float [N]: the sum over ticks of the slowest operation."""
+    alike, index = _alike(durations, spec.stages)
+    active, counts = _patterns(spec, alike)
     costs = durations[:, :, index].transpose(0, 2, 1).reshape(-1, durations.shape[1])
     total = np.zeros(durations.shape[1])
-    for members, count in zip(at_work, counts):
+    for members, count in zip(active, counts):
         total += count * costs[members].max(axis=0)
     return total
 
 
 def _alike(durations: np.ndarray, stages: int) -> tuple[tuple[int, ...], np.ndarray]:
-    """The class of each stage, where those of a class cost the same, and a stage of each class."""
+    """A class for each stage, with equal costs in a class, and one stage of each class."""
     if durations.shape[-1] == 1:
         return (0,) * stages, np.zeros(1, int)
     columns = np.ascontiguousarray(durations.reshape(-1, stages).T)
@@ -164,9 +167,10 @@ def _alike(durations: np.ndarray, stages: int) -> tuple[tuple[int, ...], np.ndar
 
 
 @functools.lru_cache(maxsize=4096)
-def _patterns(pipeline: Pipeline, alike: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
-    """What can be at work in a tick, as rows of [kinds * classes], and in how many ticks it is."""
-    tick, kind, stage = _cells(pipeline)
+def _patterns(spec: TableSpec, alike: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
+    """The distinct sets of active operations, as indices into [kinds * classes], and their
+    ticks."""
+    tick, kind, stage = _cells(spec)
     classes = max(alike) + 1
     there = np.zeros((tick.max() + 1, (X + 1) * classes), bool)
     there[tick, kind * classes + np.array(alike)[stage]] = True
@@ -176,19 +180,20 @@ def _patterns(pipeline: Pipeline, alike: tuple[int, ...]) -> tuple[list[np.ndarr
 
 
 @functools.lru_cache(maxsize=512)
-def _cells(pipeline: Pipeline) -> tuple[np.ndarray, ...]:
+def _cells(spec: TableSpec) -> tuple[np.ndarray, ...]:
     """Tick, kind and stage of every operation."""
-    table = open_table(pipeline)
+    table = pipeline_table(spec)
     return tuple(x.astype(np.int32) for x in (table.tick, table.ops.kind, table.ops.stage))
 
 
-def _play_as_soon_as_possible(pipeline: Pipeline, durations: np.ndarray) -> np.ndarray:
-    """float [N]. Operations of one tick do not wait for each other, so they are played at once."""
-    table = open_table(pipeline)
+def _eager_seconds(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
+    """float [N]. Operations of one tick do not depend on each other, so they are evaluated
+    together."""
+    table = pipeline_table(spec)
     ops, count = table.ops, len(table.ops.kind)
     before = np.arange(count) - 1
     before[np.diff(ops.rank, prepend=-1) != 0] = -1
-    # One entry more than there are operations: a need of -1 reads the last, which is over at 0.
+    # One extra entry, which ends at 0: a dependency of -1 reads it.
     needs = np.concatenate([table.needs, before[:, None]], axis=1)
     stage = ops.stage if durations.shape[-1] > 1 else np.zeros_like(ops.stage)
     lasts = durations[ops.kind, :, stage]  # [operations, N]

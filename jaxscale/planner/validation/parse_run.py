@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jaxscale.planner.cost.cluster import Cluster, cluster
+from jaxscale.planner.cost.cluster import Cluster, make_cluster
 from jaxscale.planner.memory import other_trainers
-from jaxscale.planner.model.named_models import named
-from jaxscale.planner.model.parallelism import Choice, Traits
-from jaxscale.planner.model.shape import Latent, Shape
+from jaxscale.planner.model.named_models import published_shape
+from jaxscale.planner.model.parallelism import Parallelism, TrainerTraits
+from jaxscale.planner.model.shape import LatentAttention, ModelShape
 from jaxscale.planner.validation.nvidia_recipes import Recipe, recipe_of
 from jaxscale.planner.validation.trainers import MEGATRON_2021, policy_of, traits_of
 
@@ -47,10 +47,10 @@ class Columns:
         return round(self.float(name, default))
 
 
-def to_shape(get: Columns) -> Shape:
+def to_shape(get: Columns) -> ModelShape:
     """The model."""
     if not get("layers") or not get("hidden"):
-        known = named(get("model"), get.int("seq")) if get("seq") else None
+        known = published_shape(get("model"), get.int("seq")) if get("seq") else None
         if known is None:
             raise UnhandledError(f"the dimensions of {get('model') or 'its model'} are not given")
         return known
@@ -67,7 +67,7 @@ def to_shape(get: Columns) -> Shape:
         raise UnhandledError(f"attn is {attention!r}, which is not known")
     gated = bool(get.int("gated"))
     heads = get.int("heads", 1)
-    return Shape(
+    return ModelShape(
         layers=get.int("layers"),
         d_model=get.int("hidden"),
         heads=heads,
@@ -87,7 +87,7 @@ def to_shape(get: Columns) -> Shape:
         expert_ff=get.int("moe_ff"),
         shared_experts=get.int("n_shared"),
         dense_layers=get.int("dense_layers"),
-        latent=Latent(*map(int, ranks.groups())) if ranks else None,
+        latent=LatentAttention(*map(int, ranks.groups())) if ranks else None,
         extra_predictions=int("includes MTP" in get("notes")),
     )
 
@@ -105,7 +105,7 @@ PRECISIONS = {
 """Operands of the layers' products by the precision that is printed."""
 
 
-def to_traits(get: Columns) -> Traits:
+def to_traits(get: Columns) -> TrainerTraits:
     """The trainer."""
     notes = get("notes").lower()
     traits = traits_of(get("framework"))
@@ -150,7 +150,7 @@ def recipe(get: Columns) -> Recipe:
     return recipe_of(get("model"), get("hardware"), get("precision"), get("framework"))
 
 
-def to_choice(get: Columns, shape: Shape, traits: Traits) -> Choice:
+def to_choice(get: Columns, shape: ModelShape, traits: TrainerTraits) -> Parallelism:
     """The layout, with the micro-batch that it says or the largest usual one."""
     tensor, pipeline, context, expert = (get.int(name, 1) for name in ("TP", "PP", "CP", "EP"))
     if shape.experts and not get("EP") and "EP blank where not captured" in get("notes"):
@@ -180,7 +180,7 @@ def to_choice(get: Columns, shape: Shape, traits: Traits) -> Choice:
         micro = max(1, min(batch // split, USUAL_TOKENS // shape.seq_len))
     virtual = _chunks(get, shape, pipeline)
     interleaved = virtual > 1
-    return Choice(
+    return Parallelism(
         pipeline=pipeline,
         data=replicas,
         fsdp=shards,
@@ -209,7 +209,7 @@ SCHEDULE = r"(|none|dualpipe|1f1b|1f1b[-/]interleaved( where pp>1|\(vp [^)]*\))?
 """What the column can say."""
 
 
-def _chunks(get: Columns, shape: Shape, pipeline: int) -> int:
+def _chunks(get: Columns, shape: ModelShape, pipeline: int) -> int:
     """Of each rank; a layer each where an interleaved schedule is named and no number."""
     known = re.fullmatch(SCHEDULE, get("schedule").lower())
     if not known:
@@ -282,35 +282,37 @@ FAST_HOST = 200e9
 of Grace superchips, 450 GB/s, bring a layer's back while one computes."""
 
 
-def fitting(get: Columns, shape: Shape, machine: Cluster, choice: Choice) -> Choice:
+def fitting(
+    get: Columns, shape: ModelShape, machine: Cluster, parallelism: Parallelism
+) -> Parallelism:
     """Where a row does not say what is made again: no more than memory asks for."""
     said = get("recompute")
     if _offloads_inputs(get):
-        return _offloaded(choice)
+        return _offloaded(parallelism)
     if said and "per-recipe" not in said and "unknown" not in said:
-        return choice
-    policies = [choice.remat, "save:query,key,value,attention_out", "full"]
-    if choice.traits.attention == "written":
+        return parallelism
+    policies = [parallelism.remat, "save:query,key,value,attention_out", "full"]
+    if parallelism.traits.attention == "written":
         policies[1] = "save_all_but_attention"
     room = ROOM * capacity(machine)
     needs = [
-        float(other_trainers.memory(shape, replace(choice, remat=remat)).needed)
+        float(other_trainers.trainer_memory(shape, replace(parallelism, remat=remat)).needed)
         for remat in policies
     ]
     if needs[0] < room:
-        return choice
+        return parallelism
     if machine.chip.host_bytes_per_second > FAST_HOST:
-        return replace(choice, offload="activations")
-    if choice.traits.lockstep:
+        return replace(parallelism, offload="activations")
+    if parallelism.traits.lockstep:
         fits = [remat for remat, size in zip(policies, needs) if size < room]
-        return replace(choice, remat=fits[0]) if fits else _offloaded(choice)
+        return replace(parallelism, remat=fits[0]) if fits else _offloaded(parallelism)
     # Trainers in which a number of layers can be made again.
     share = (needs[0] - room) / max(1.0, needs[0] - needs[2])
-    return replace(choice, remat="full", remat_share=min(1.0, share))
+    return replace(parallelism, remat="full", remat_share=min(1.0, share))
 
 
-def _offloaded(choice: Choice) -> Choice:
-    return replace(choice, remat="offload:query,key,value", offload="activations")
+def _offloaded(parallelism: Parallelism) -> Parallelism:
+    return replace(parallelism, remat="offload:query,key,value", offload="activations")
 
 
 ROOM = 0.97
@@ -330,7 +332,7 @@ CHIPS = {"trainium2-core": "Trainium2", "tpuv3-chip": "TPUv3"}
 """Where a row's name for a device is not that of `hardware.csv`, nor its beginning."""
 
 
-def to_cluster(get: Columns, choice: Choice) -> Cluster:
+def to_cluster(get: Columns, parallelism: Parallelism) -> Cluster:
     """The machine, with its own network."""
     name = CHIPS.get(get("hardware").lower(), get("hardware"))
     if name == "V100" and get.int("devices_per_node") == 16:
@@ -338,17 +340,17 @@ def to_cluster(get: Columns, choice: Choice) -> Cluster:
     overrides = {}
     if get("inter_node_GBs_per_dev"):
         overrides["network_bytes_per_second"] = get.float("inter_node_GBs_per_dev") * 1e9
-    devices = int(choice.num_devices)
+    devices = int(parallelism.num_devices)
     try:
-        machine = cluster(name, devices, **overrides)
+        machine = make_cluster(name, devices, **overrides)
         if machine.torus:
             # Slices are what is said to be on the network between them.
-            slices = int(choice.data) if "dcn" in get("sharding") else 1
-            inside = cluster(machine.name, devices // slices, **overrides)
+            slices = int(parallelism.data) if "dcn" in get("sharding") else 1
+            inside = make_cluster(machine.name, devices // slices, **overrides)
             return replace(machine, torus=inside.torus, tiers=inside.tiers)
         if get.int("devices_per_node"):
             nodes = {"node_devices": get.int("devices_per_node")}
-            return cluster(machine.name, devices, **overrides, **nodes)
+            return make_cluster(machine.name, devices, **overrides, **nodes)
     except ValueError as error:
         raise UnhandledError(str(error)) from error
     return machine

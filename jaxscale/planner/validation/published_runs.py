@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass, field
 
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.validation.parse_run import (
     Columns,
     UnhandledError,
@@ -31,9 +31,9 @@ class Row:
     source: str
     hardware: str
     model: str
-    shape: Shape
+    shape: ModelShape
     cluster: Cluster
-    choice: Choice
+    parallelism: Parallelism
     step_seconds: float
     memory_bytes: float
     out_of_memory: bool
@@ -69,7 +69,7 @@ class Rows:
     unhandled: list[tuple[str, str]]
 
 
-def read(path: str | pathlib.Path) -> Rows:
+def read_runs(path: str | pathlib.Path) -> Rows:
     """Reads a file of measured runs.
 
     Raises:
@@ -100,9 +100,9 @@ def to_row(get: Columns) -> Row:
       UnhandledError: it lacks something, or names something that is not known.
     """
     shape = to_shape(get)
-    choice = to_choice(get, shape, to_traits(get))
-    machine = to_cluster(get, choice)
-    choice = fitting(get, shape, machine, choice)
+    parallelism = to_choice(get, shape, to_traits(get))
+    machine = to_cluster(get, parallelism)
+    parallelism = fitting(get, shape, machine, parallelism)
     text, sizes = get("mem_GB"), _sizes(get("notes"))
     reading, unit = _reading(get)
     failed = text.upper() == "OOM" or "out of memory" in get("notes").lower()
@@ -113,8 +113,8 @@ def to_row(get: Columns) -> Row:
         model=get("model"),
         shape=shape,
         cluster=machine,
-        choice=choice,
-        step_seconds=_step_seconds(get, shape, choice),
+        parallelism=parallelism,
+        step_seconds=_step_seconds(get, shape, parallelism),
         # Where parts are listed, the whole is their sum, not a reading of a device.
         memory_bytes=0.0 if failed or sizes else get.float("mem_GB") * unit,
         out_of_memory=failed,
@@ -133,16 +133,16 @@ def _reading(get: Columns) -> tuple[str, float]:
     return ("allocated" if "GB allocated" in get("notes") else "device"), 1e9
 
 
-def _step_seconds(get: Columns, shape: Shape, choice: Choice) -> float:
+def _step_seconds(get: Columns, shape: ModelShape, parallelism: Parallelism) -> float:
     """The step as it was measured, or as follows from measured tokens or operations."""
     if get.float("step_time_s"):
         return get.float("step_time_s")
-    tokens = float(choice.global_batch) * shape.seq_len
+    tokens = float(parallelism.global_batch) * shape.seq_len
     rate = get.float("tok_s_dev")
     if not rate and not get("calc_step_s"):
         rate = get.float("calc_tok_s_dev")
     if rate:
-        return tokens / (rate * float(choice.num_devices))
+        return tokens / (rate * float(parallelism.num_devices))
     return get.float("calc_step_s")
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.planner.cost.cluster import find
+from jaxscale.planner.cost.cluster import find_device
 from jaxscale.planner.cost.energy import run_joules
-from jaxscale.planner.cost.step import cost
+from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.memory import other_trainers
 from jaxscale.planner.validation.parse_run import capacity
-from jaxscale.planner.validation.published_runs import Bill, Row, read
+from jaxscale.planner.validation.published_runs import Bill, Row, read_runs
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def validate(path: str | pathlib.Path, seed: int = 0) -> Report:
       path: a CSV file, see `rows`.
       seed: of the halves on which factors are fitted.
     """
-    found = read(path)
+    found = read_runs(path)
     results = _calibrate([_predict(row) for row in found.runs], seed)
     rows = Counter(row.source for row in [*found.runs, *found.bills])
     rows.update(source for source, _ in found.unhandled)
@@ -131,11 +131,18 @@ def validate(path: str | pathlib.Path, seed: int = 0) -> Report:
 
 
 def _predict(row: Row) -> _Result:
-    seconds = cost(row.shape, row.cluster, row.choice).step_seconds if row.step_seconds else np.nan
-    memory = other_trainers.memory(row.shape, row.choice)
+    seconds = (
+        step_cost(row.shape, row.cluster, row.parallelism).step_seconds
+        if row.step_seconds
+        else np.nan
+    )
+    memory = other_trainers.trainer_memory(row.shape, row.parallelism)
     ratio = seconds / row.step_seconds if row.step_seconds else np.nan
     needed, taken = float(memory.needed), float(memory.read(row.reading))
-    sizes = [other_trainers.size(row.shape, row.choice, name) / n for name, n in row.sizes.items()]
+    sizes = [
+        other_trainers.published_size(row.shape, row.parallelism, name) / n
+        for name, n in row.sizes.items()
+    ]
     if row.memory_bytes:
         sizes.append(min(taken, capacity(row.cluster)) / row.memory_bytes)
     return _Result(row, float(ratio), np.nan, needed, tuple(sizes), float(seconds))
@@ -197,7 +204,7 @@ def _score(results: list[_Result], bills: list[Bill], rows: int) -> Score:
 
 
 def _joules(bill: Bill) -> float:
-    chip = find(bill.hardware)
+    chip = find_device(bill.hardware)
     # As the tables of LLaMA and GLaM count: a device's limit, or its server's share where none
     # is published, and the building.
     limit = chip.system_watts if chip.torus_axes else chip.tdp_watts
@@ -230,14 +237,20 @@ def _ranking(results: list[_Result], by_precision: bool) -> tuple[list[float], l
     for result in results:
         row = result.row
         if np.isfinite(result.ratio):
-            key = (*row.machine, row.framework, row.model, row.shape, int(row.choice.num_devices))
+            key = (
+                *row.machine,
+                row.framework,
+                row.model,
+                row.shape,
+                int(row.parallelism.num_devices),
+            )
             groups[*key, row.precision if by_precision else None].append(result)
     regrets, pairs = [], []
     for members in groups.values():
-        layouts = {dataclasses.replace(r.row.choice, microbatches=0) for r in members}
+        layouts = {dataclasses.replace(r.row.parallelism, microbatches=0) for r in members}
         if len(layouts) < 2:
             continue
-        batch = [float(r.row.choice.global_batch) for r in members]
+        batch = [float(r.row.parallelism.global_batch) for r in members]
         measured = np.array([r.row.step_seconds / b for r, b in zip(members, batch)])
         predicted = np.array([r.seconds / b for r, b in zip(members, batch)])
         regrets.append(float(measured[predicted.argmin()] / measured.min() - 1))

@@ -6,10 +6,10 @@ fitted. Which are told apart at all was decided while looking at the errors of p
 
 from dataclasses import replace
 
-from jaxscale.planner.model.parallelism import OURS, Traits
+from jaxscale.planner.model.parallelism import JAXSCALE, TrainerTraits
 
 MEGATRON_2021 = replace(
-    OURS,
+    JAXSCALE,
     lockstep=False,  # each rank goes on as soon as its message is there
     sequence_parallel=False,  # came with arXiv 2205.05198
     attention="written",
@@ -50,7 +50,7 @@ MEGATRON_CORE = replace(
 )
 MEGATRON_CORE_2606 = replace(MEGATRON_CORE, fused_experts=True)
 TORCH_FSDP = replace(
-    OURS,
+    JAXSCALE,
     lockstep=False,
     eager=True,
     fused=False,
@@ -60,7 +60,7 @@ TORCH_FSDP = replace(
     folded_experts=True,
     imbalance=1.0,
 )
-XLA = replace(OURS, accumulates=False, gradient_bytes=2, imbalance=1.0)
+XLA = replace(JAXSCALE, accumulates=False, gradient_bytes=2, imbalance=1.0)
 PYTORCH_3D = replace(
     MEGATRON_CORE,
     attention="flash2",
@@ -166,7 +166,7 @@ def policy_of(word: str, framework: str) -> str | None:
     return None
 
 
-def traits_of(framework: str) -> Traits | None:
+def traits_of(framework: str) -> TrainerTraits | None:
     """Of a trainer by its name, any case, version behind it; None if it is not known."""
     name = framework.lower()
     found = [known for known in BY_FRAMEWORK if name.startswith(known)]

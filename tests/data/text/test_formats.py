@@ -235,7 +235,10 @@ LINES = [
     ('{"text": "a"} x', "is not JSON: Extra data"),
     ("[1, 2]", "is a list, not an object with fields"),
     ("null", "is null, not an object"),
-    ('{"txt": "a"}', "has no field 'text'; did you mean 'txt'; set 'field' in data.source"),
+    (
+        '{"txt": "a"}',
+        "has no field 'text'; it has txt; set 'field' in data.source; did you",
+    ),
     ('{"a": 1, "b": 2}', "has no field 'text'; it has a, b"),
     ("{}", "has no field 'text'; it has none"),
     ('{"text": 3}', "has a int in its field 'text', and no text"),
@@ -319,7 +322,7 @@ def test_rows_without_text_are_named(tmp_path):
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "b.arrow"])
 def test_a_column_that_is_not_there_is_named(tmp_path, name):
     WRITERS[name](tmp_path / name, TEXTS)
-    with pytest.raises(ValueError, match=rf"{name} has no column 'txt'; did you mean 'text'"):
+    with pytest.raises(ValueError, match=rf"{name} has no column 'txt'; .*did you mean 'text'"):
         texts_of(listed(tmp_path / name, field="txt"))
     with pytest.raises(ValueError, match=r"has no column 'text.a'; it has ; set 'field'"):
         texts_of(listed(tmp_path / name, field="text.a"))

@@ -6,16 +6,16 @@ import pytest
 from jaxscale.config import load
 from jaxscale.layout import MESH_AXES
 from jaxscale.planner.cost import collectives
-from jaxscale.planner.cost.cluster import cluster
+from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.communication import state_traffic
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.validation.trainers import MEGATRON_CORE
 
 
 def levels(name, devices, axis, **sizes):
-    choice = Choice(zero_stage=1, **sizes)
-    return collectives.axis_levels(cluster(name, devices), choice)[axis]
+    parallelism = Parallelism(zero_stage=1, **sizes)
+    return collectives.axis_levels(make_cluster(name, devices), parallelism)[axis]
 
 
 def test_a_gather_within_a_node_is_a_ring():
@@ -38,7 +38,7 @@ def test_all_reduces_of_eight_a100_take_what_was_measured(size, microseconds, re
 def test_every_member_in_a_node_brings_its_own_nic():
     """A ring over 16 nodes with q members in each moves q times what one NIC does."""
     size = 8e9
-    rate = cluster("h100", 128).tiers[-1].bytes_per_second
+    rate = make_cluster("h100", 128).tiers[-1].bytes_per_second
     for tensor, members in ((1, 8), (2, 4), (8, 1)):
         group = levels("h100", 128, "fsdp", fsdp=128 // tensor, tensor=tensor)
         latency = sum(level.ring_seconds for level in group) + collectives.START_SECONDS
@@ -50,23 +50,23 @@ def test_every_member_in_a_node_brings_its_own_nic():
 def test_gradients_that_are_not_scattered_cross_twice():
     """Stage 0 sums whole gradients, which is a reduce-scatter and an all-gather (arXiv 1910.02054,
     section 7): twice the time of stage 2's, but for what does not depend on the bytes."""
-    machine = cluster("h100", 64, network_latency_seconds=0.0, node_latency_seconds=0.0)
-    shape = Shape.of(load("configs/llama2_7b.py"))
+    machine = make_cluster("h100", 64, network_latency_seconds=0.0, node_latency_seconds=0.0)
+    shape = ModelShape.of(load("configs/llama2_7b.py"))
     for sizes in ({"fsdp": 64}, {"fsdp": 8, "tensor": 8}):
-        choice = Choice(**sizes)
-        sent = state_traffic(shape, choice, collectives.axis_levels(machine, choice))
+        parallelism = Parallelism(**sizes)
+        sent = state_traffic(shape, parallelism, collectives.axis_levels(machine, parallelism))
         assert sent.whole == pytest.approx(2 * sent.scatter, rel=0.01)
         assert sent.update == pytest.approx(
-            sent.scatter * 2 / choice.traits.gradient_bytes, rel=0.01
+            sent.scatter * 2 / parallelism.traits.gradient_bytes, rel=0.01
         )
 
 
 def test_all_reduces_of_four_nodes_reach_the_measured_bus_bandwidth():
     """94 GB/s of 4 NICs of 25 GB/s, above 16 MiB (ml-engineering): 2 (n - 1) / n of the message in
     that time, as nccl-tests count."""
-    choice = Choice(zero_stage=1, fsdp=32)
-    machine = cluster("a100-80", 32, network_bytes_per_second=12.5e9)
-    seconds = collectives.reduce_seconds(collectives.axis_levels(machine, choice)["fsdp"], 4e9)
+    parallelism = Parallelism(zero_stage=1, fsdp=32)
+    machine = make_cluster("a100-80", 32, network_bytes_per_second=12.5e9)
+    seconds = collectives.reduce_seconds(collectives.axis_levels(machine, parallelism)["fsdp"], 4e9)
     assert 2 * 31 / 32 * 4 / seconds == pytest.approx(94, rel=0.06)
 
 
@@ -112,21 +112,21 @@ def test_an_exchange_that_merges_copies_sends_less_between_nodes():
     assert merged < plain
     # At most one copy for each of the seven other nodes.
     sent = 1e9 * 7 * (1 - (7 / 8) ** 8) / 8
-    assert merged >= sent / cluster("h100", 64).tiers[-1].bytes_per_second
+    assert merged >= sent / make_cluster("h100", 64).tiers[-1].bytes_per_second
 
 
 def test_folded_experts_are_the_ranks_of_tensor_and_data():
-    folded = Choice(fsdp=8, tensor=8, expert=64, traits=MEGATRON_CORE)
+    folded = Parallelism(fsdp=8, tensor=8, expert=64, traits=MEGATRON_CORE)
     assert folded.num_devices == 64
     assert folded.batch_shards == 8
-    group = collectives.axis_levels(cluster("h100", 64), folded)["expert"]
-    assert float(collectives.size(group)) == 64
+    group = collectives.axis_levels(make_cluster("h100", 64), folded)["expert"]
+    assert float(collectives.group_size(group)) == 64
 
 
 def test_arrays_give_what_single_layouts_give():
     tensor = np.array([1, 2, 4, 8, 16])
     many = collectives.axis_levels(
-        cluster("h100", 64), Choice(tensor=tensor, fsdp=64 // tensor, zero_stage=3)
+        make_cluster("h100", 64), Parallelism(tensor=tensor, fsdp=64 // tensor, zero_stage=3)
     )
     for n, t in enumerate(tensor):
         one = levels("h100", 64, "fsdp", tensor=int(t), fsdp=64 // int(t))
@@ -136,7 +136,7 @@ def test_arrays_give_what_single_layouts_give():
 
 def test_a_collective_of_a_mesh_is_that_of_its_group():
     """Whichever axes make the group: replicas and shards of eight nodes are one ring."""
-    machine = cluster("h100", 64)
+    machine = make_cluster("h100", 64)
     sizes = dict.fromkeys(MESH_AXES, 1) | {"data": 4, "fsdp": 2, "tensor": 8}
     whole = levels("h100", 64, "fsdp", fsdp=8, tensor=8)
     inside = levels("h100", 64, "tensor", fsdp=8, tensor=8)

@@ -4,12 +4,12 @@ import pytest
 
 from jaxscale.config import load
 from jaxscale.planner.cost import energy
-from jaxscale.planner.cost.cluster import cluster
-from jaxscale.planner.cost.step import cost
-from jaxscale.planner.model.parallelism import Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.cost.cluster import make_cluster
+from jaxscale.planner.cost.step import step_cost
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.model.shape import ModelShape
 
-LLAMA = Shape.of(load("configs/llama2_7b.py"))
+LLAMA = ModelShape.of(load("configs/llama2_7b.py"))
 
 
 @pytest.mark.parametrize(
@@ -42,14 +42,14 @@ def test_more_devices_leave_less():
 
 
 def test_a_bill_counts_tokens_devices_and_prices():
-    machine, choice = cluster("h100", 256), Choice(fsdp=256)
-    seconds = cost(LLAMA, machine, choice)
-    tokens = float(choice.global_batch) * LLAMA.seq_len
-    once = energy.bill(LLAMA, machine, seconds, tokens, 1e12)
-    twice = energy.bill(LLAMA, machine, seconds, tokens, 2e12)
+    machine, parallelism = make_cluster("h100", 256), Parallelism(fsdp=256)
+    seconds = step_cost(LLAMA, machine, parallelism)
+    tokens = float(parallelism.global_batch) * LLAMA.seq_len
+    once = energy.run_cost(LLAMA, machine, seconds, tokens, 1e12)
+    twice = energy.run_cost(LLAMA, machine, seconds, tokens, 2e12)
     assert twice.seconds == pytest.approx(2 * once.seconds)
     assert once.usd == pytest.approx(once.seconds / 3600 * 256 * 10.8)
     assert once.seconds > 1e12 / tokens * seconds.step_seconds
-    assert 0.3 * 700 < energy.watts(seconds, machine) < 700
+    assert 0.3 * 700 < energy.mean_watts(seconds, machine) < 700
     # Servers and building on top.
-    assert once.joules > once.seconds * 256 * energy.watts(seconds, machine)
+    assert once.joules > once.seconds * 256 * energy.mean_watts(seconds, machine)

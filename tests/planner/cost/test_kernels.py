@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from jaxscale.planner.cost import kernels
-from jaxscale.planner.cost.cluster import cluster
+from jaxscale.planner.cost.cluster import make_cluster
 
-H100, A100, V5P = cluster("h100", 8), cluster("a100-80", 8), cluster("v5p", 8)
+H100, A100, V5P = make_cluster("h100", 8), make_cluster("a100-80", 8), make_cluster("v5p", 8)
 
 
 def rate(machine, m, n, k, matmul="bfloat16"):
@@ -61,13 +61,13 @@ def test_half_the_bits_are_not_half_the_time():
 @pytest.mark.parametrize(("matmul", "share"), [("bfloat16", 0.631), ("fp4", 0.597)])
 def test_power_limits_blackwell_alike_with_all_operands(matmul, share):
     """torchao's benchmark of products of 8192 sides on B200."""
-    b200, n = cluster("b200", 8), 8192
+    b200, n = make_cluster("b200", 8), 8192
     assert rate(b200, n, n, n, matmul) == pytest.approx(share, rel=0.05)
 
 
 def test_casts_reach_what_was_measured():
     """MXFP8 of [4096, 14336] on B200, both ways: 58 us."""
-    b200 = cluster("b200", 8)
+    b200 = make_cluster("b200", 8)
     assert kernels.cast_seconds(b200, 4096 * 14336, "fp8") == pytest.approx(58e-6, rel=0.05)
     assert kernels.cast_seconds(b200, 1.0, "bfloat16") == 0
 

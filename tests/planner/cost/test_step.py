@@ -7,28 +7,28 @@ import numpy as np
 import pytest
 
 from jaxscale.config import load
-from jaxscale.planner.cost.cluster import cluster
-from jaxscale.planner.cost.step import cost, rank_costs
-from jaxscale.planner.model.parallelism import OURS, Choice
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.cost.cluster import make_cluster
+from jaxscale.planner.cost.step import operation_seconds, step_cost
+from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
+from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
 from jaxscale.planner.validation.trainers import MEGATRON_CORE
 
-LLAMA = Shape.of(load("configs/llama2_70b.py"))
-SMALL = Shape.of(load("configs/llama2_7b.py"))
+LLAMA = ModelShape.of(load("configs/llama2_70b.py"))
+SMALL = ModelShape.of(load("configs/llama2_7b.py"))
 MOE = replace(SMALL, experts=64, top_k=4, expert_ff=2048)
-H100 = cluster("h100", 512)
-V5P = cluster("v5p", 512)
-ASAP = replace(OURS, lockstep=False)
+H100 = make_cluster("h100", 512)
+V5P = make_cluster("v5p", 512)
+ASAP = replace(JAXSCALE, lockstep=False)
 
 
-def seconds(shape, machine, **choice):
-    return cost(shape, machine, Choice(**choice)).step_seconds
+def seconds(shape, machine, **parallelism):
+    return step_cost(shape, machine, Parallelism(**parallelism)).step_seconds
 
 
 @pytest.mark.parametrize("machine", [H100, V5P], ids=["h100", "v5p"])
 @pytest.mark.parametrize(
-    "choice",
+    "parallelism",
     [
         {"fsdp": 512, "remat": "full"},
         {"fsdp": 64, "tensor": 8, "microbatches": 4},
@@ -38,30 +38,30 @@ def seconds(shape, machine, **choice):
         {"fsdp": 512, "offload": "optimizer,activations", "remat": "full"},
     ],
 )
-def test_terms_add_up_and_never_beat_the_peak(machine, choice):
-    shape, found = LLAMA, cost(LLAMA, machine, Choice(**choice))
+def test_terms_add_up_and_never_beat_the_peak(machine, parallelism):
+    shape, found = LLAMA, step_cost(LLAMA, machine, Parallelism(**parallelism))
     assert sum(map(float, found.terms.values())) == pytest.approx(found.step_seconds)
     assert all(float(value) >= 0 for value in found.terms.values())
     assert all(np.all(np.asarray(value) >= 0) for value in found.hidden.values())
-    tokens = float(Choice(**choice).global_batch) * shape.seq_len
+    tokens = float(Parallelism(**parallelism).global_batch) * shape.seq_len
     mfu = shape.flops_per_token * tokens / found.step_seconds / 512 / machine.peak_flops()
     assert 0.03 < mfu < 0.75
 
 
 def test_arrays_give_what_single_layouts_give():
     tensor, pipeline = np.array([1, 2, 4, 8]), np.array([8, 4, 2, 1])
-    many = cost(
+    many = step_cost(
         LLAMA,
         H100,
-        Choice(
+        Parallelism(
             tensor=tensor, pipeline=pipeline, fsdp=64, zero_stage=1, microbatches=16, remat="full"
         ),
     )
     for n in range(4):
-        one = cost(
+        one = step_cost(
             LLAMA,
             H100,
-            Choice(
+            Parallelism(
                 tensor=int(tensor[n]),
                 pipeline=int(pipeline[n]),
                 fsdp=64,
@@ -78,7 +78,7 @@ def test_arrays_give_what_single_layouts_give():
 
 def test_a_hundred_thousand_layouts_take_seconds():
     count, random = 100_000, np.random.default_rng(0)
-    choice = Choice(
+    parallelism = Parallelism(
         fsdp=2 ** random.integers(0, 7, count),
         tensor=2 ** random.integers(0, 4, count),
         context=2 ** random.integers(0, 2, count),
@@ -86,7 +86,7 @@ def test_a_hundred_thousand_layouts_take_seconds():
         zero_stage=random.integers(0, 4, count),
     )
     start = time.process_time()
-    assert cost(LLAMA, H100, choice).step_seconds.shape == (count,)
+    assert step_cost(LLAMA, H100, parallelism).step_seconds.shape == (count,)
     assert time.process_time() - start < 10
 
 
@@ -94,9 +94,9 @@ def test_a_hundred_thousand_layouts_take_seconds():
 def test_closed_forms_of_pipelines_are_the_tables_own(schedule):
     """Where a rank goes on as soon as it can, without messages and with equal stages."""
     v = 1 if schedule in ("1f1b", "gpipe") else 2
-    fast = cluster("h100", 64, network_bytes_per_second=1e18, network_latency_seconds=0.0)
+    fast = make_cluster("h100", 64, network_bytes_per_second=1e18, network_latency_seconds=0.0)
     shape = replace(SMALL, vocab=1)  # no head
-    choice = Choice(
+    parallelism = Parallelism(
         pipeline=4,
         tensor=8,
         microbatches=8,
@@ -105,18 +105,20 @@ def test_closed_forms_of_pipelines_are_the_tables_own(schedule):
         fused=True,
         traits=ASAP,
     )
-    found = cost(shape, fast, choice)
-    costs = rank_costs(shape, fast, choice)
-    pipeline = table_makespan.Pipeline(schedule, 4, 8, v, fused=True)
+    found = step_cost(shape, fast, parallelism)
+    costs = operation_seconds(shape, fast, parallelism)
+    pipeline = table_makespan.TableSpec(schedule, 4, 8, v, fused=True)
     table = float(table_makespan.makespan(pipeline, costs, lockstep=False))
     busy = sum(float(c.ravel()[0]) for c in costs) * 8
     assert float(found.bubble) == pytest.approx(table - busy, rel=0.02)
 
 
 def test_ticks_are_longer_where_ranks_wait_for_each_other():
-    choice = Choice(pipeline=4, tensor=8, fsdp=2, microbatches=16, zero_stage=1, remat="full")
-    lockstep = cost(LLAMA, H100, choice)
-    free = cost(LLAMA, H100, replace(choice, traits=ASAP))
+    parallelism = Parallelism(
+        pipeline=4, tensor=8, fsdp=2, microbatches=16, zero_stage=1, remat="full"
+    )
+    lockstep = step_cost(LLAMA, H100, parallelism)
+    free = step_cost(LLAMA, H100, replace(parallelism, traits=ASAP))
     assert lockstep.bubble > free.bubble
 
 
@@ -129,7 +131,7 @@ def test_more_bandwidth_never_costs_time():
     ]
     for layout in layouts:
         slow, fast = (
-            seconds(LLAMA, cluster("h100", 512, network_bytes_per_second=rate), **layout)
+            seconds(LLAMA, make_cluster("h100", 512, network_bytes_per_second=rate), **layout)
             for rate in (25e9, 100e9)
         )
         assert fast <= slow
@@ -137,11 +139,13 @@ def test_more_bandwidth_never_costs_time():
 
 def test_recomputation_costs_in_order():
     found = [
-        seconds(SMALL, cluster("h100", 8), fsdp=8, microbatch=2, remat=remat)
+        seconds(SMALL, make_cluster("h100", 8), fsdp=8, microbatch=2, remat=remat)
         for remat in ("none", "save_all_but_attention", "save:query,key,value", "full")
     ]
     assert found == sorted(found)
-    half = seconds(SMALL, cluster("h100", 8), fsdp=8, microbatch=2, remat="full", remat_share=0.5)
+    half = seconds(
+        SMALL, make_cluster("h100", 8), fsdp=8, microbatch=2, remat="full", remat_share=0.5
+    )
     assert found[0] < half < found[-1]
     # A third of the products of the layers again, and no more.
     assert found[-1] / found[0] < 4 / 3 + 0.02
@@ -149,8 +153,8 @@ def test_recomputation_costs_in_order():
 
 def test_layered_accumulation_gathers_once():
     layout = {"fsdp": 512, "microbatch": 1, "microbatches": 8, "zero_stage": 3}
-    layered = cost(SMALL, H100, Choice(**layout, accumulation="layered"))
-    sequential = cost(SMALL, H100, Choice(**layout))
+    layered = step_cost(SMALL, H100, Parallelism(**layout, accumulation="layered"))
+    sequential = step_cost(SMALL, H100, Parallelism(**layout))
     assert layered.fsdp < sequential.fsdp
     sent = [float(one.fsdp + one.hidden["fsdp"]) for one in (layered, sequential)]
     # What is hidden is longer than what it is hidden behind costs.
@@ -159,7 +163,8 @@ def test_layered_accumulation_gathers_once():
 
 def test_stages_of_zero_send_more_in_order():
     found = [
-        cost(SMALL, H100, Choice(fsdp=512, zero_stage=stage, microbatches=4)) for stage in range(4)
+        step_cost(SMALL, H100, Parallelism(fsdp=512, zero_stage=stage, microbatches=4))
+        for stage in range(4)
     ]
     sent = [
         float(one.fsdp + one.data + sum(one.hidden[n] for n in ("fsdp", "data"))) for one in found
@@ -168,30 +173,34 @@ def test_stages_of_zero_send_more_in_order():
 
 
 def test_experts_send_tokens_to_each_other():
-    dense = cost(SMALL, H100, Choice(fsdp=64, expert=8, traits=OURS))
+    dense = step_cost(SMALL, H100, Parallelism(fsdp=64, expert=8, traits=JAXSCALE))
     assert dense.expert == 0
-    near = cost(MOE, H100, Choice(fsdp=64, expert=8))
-    far = cost(MOE, H100, Choice(fsdp=8, expert=64))
+    near = step_cost(MOE, H100, Parallelism(fsdp=64, expert=8))
+    far = step_cost(MOE, H100, Parallelism(fsdp=8, expert=64))
     assert 0 < near.expert < far.expert
-    merged = cost(MOE, H100, Choice(fsdp=64, expert=64, traits=replace(MEGATRON_CORE)))
+    merged = step_cost(MOE, H100, Parallelism(fsdp=64, expert=64, traits=replace(MEGATRON_CORE)))
     assert merged.expert < far.expert
 
 
 def test_keys_that_go_round_hide_behind_attention_within_a_node():
     long = replace(SMALL, seq_len=131072)
     ring, gather = (
-        cost(long, H100, Choice(fsdp=64, context=8, context_method=method))
+        step_cost(long, H100, Parallelism(fsdp=64, context=8, context_method=method))
         for method in ("ring", "gather")
     )
     assert ring.context < gather.context
     assert ring.hidden["context"] > 0
     # Round several nodes one member of each sends over its own link to the network.
-    far = cost(long, H100, Choice(fsdp=16, context=32, context_method="ring"))
+    far = step_cost(long, H100, Parallelism(fsdp=16, context=32, context_method="ring"))
     assert far.context > ring.context
 
 
 def test_a_fast_host_hides_what_waits_in_it():
     layout = {"fsdp": 8, "microbatch": 4, "remat": "full", "offload": "activations"}
-    slow = cost(SMALL, cluster("h100", 8, host_bytes_per_second=1e9), Choice(**layout))
-    fast = cost(SMALL, cluster("h100", 8, host_bytes_per_second=1e12), Choice(**layout))
+    slow = step_cost(
+        SMALL, make_cluster("h100", 8, host_bytes_per_second=1e9), Parallelism(**layout)
+    )
+    fast = step_cost(
+        SMALL, make_cluster("h100", 8, host_bytes_per_second=1e12), Parallelism(**layout)
+    )
     assert slow.offload > fast.offload == 0

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from jaxscale.planner.memory.against_compiler import compare_table, summary
+from jaxscale.planner.memory.against_compiler import compare_table, comparison_text
 
 TABLE = "tools/aot_table.json"
 PAIRS = {pair.name: pair for pair in compare_table(TABLE)}
@@ -15,16 +15,16 @@ def test_predicted_memory_is_what_compilers_say():
     assert len(PAIRS) >= 24
     assert {pair.back_end for pair in PAIRS.values()} == {"tpu", "gpu"}
     errors = [abs(pair.error) for pair in PAIRS.values()]
-    assert statistics.median(errors) <= 0.05, summary(list(PAIRS.values()))
+    assert statistics.median(errors) <= 0.05, comparison_text(list(PAIRS.values()))
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_no_case_is_far_off(name):
-    assert abs(PAIRS[name].error) <= 0.15, summary([PAIRS[name]])
+    assert abs(PAIRS[name].error) <= 0.15, comparison_text([PAIRS[name]])
 
 
 def test_the_summary_names_every_case():
     pairs = list(PAIRS.values())
-    text = summary(pairs)
+    text = comparison_text(pairs)
     assert all(pair.name in text for pair in pairs)
     assert f"of {len(pairs)} cases" in text

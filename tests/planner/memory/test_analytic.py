@@ -9,23 +9,23 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale.layout import Layout
-from jaxscale.planner.cost.cluster import cluster
+from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.model.named_models import NAMED
-from jaxscale.planner.model.shape import Shape
-from jaxscale.planner.search.layout_batch import PlannedLayout, stack
-from jaxscale.planner.search.pipeline_batch import deal_all, held_of
-from jaxscale.planner.search.plan import judge
-from jaxscale.planner.search.sized_model import Described
+from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.search.layout_batch import stack_layouts
+from jaxscale.planner.search.pipeline_batch import batch_buffers, make_pipelines
+from jaxscale.planner.search.plan import predict_plan
+from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import Query
 
 MIXTRAL = dataclasses.replace(NAMED["mixtral-8x7b"], seq_len=8192)
-H100S = cluster("h100-sxm", 64)
+H100S = make_cluster("h100-sxm", 64)
 
 
-def needs(shape: Shape, sequences: int, **layout) -> Memory:
-    one = PlannedLayout(**{"data": 1, **layout})
-    return judge(Query(Described(shape, sequences), H100S), one).memory
+def needs(shape: ModelShape, sequences: int, **layout) -> Memory:
+    one = Layout(**{"data": 1, **layout})
+    return predict_plan(Query(SizedModel(shape, sequences), H100S), one).memory
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -42,13 +42,13 @@ def needs(shape: Shape, sequences: int, **layout) -> Memory:
 def test_state_takes_sixteen_bytes_a_parameter_over_its_axes(axes, stage):
     """4 of weights, 4 of gradients and 8 of moments; routed experts are spread over expert, all
     else is whole on each of its ranks; fsdp spreads what the ZeRO stage says."""
-    layout = PlannedLayout(**{"data": 1, **axes}, zero_stage=stage, microbatches=2, remat="full")
+    layout = Layout(**{"data": 1, **axes}, zero_stage=stage, microbatches=2, remat="full")
     found = needs(MIXTRAL, 512, **vars(layout))
     common = MIXTRAL.num_params - MIXTRAL.routed_params
-    held = (common + MIXTRAL.routed_params / layout.expert) / layout.tensor
+    buffers = (common + MIXTRAL.routed_params / layout.expert) / layout.tensor
     state = found.parameters + found.gradients + found.optimizer
     over = [layout.fsdp if stage >= least else 1 for least in (3, 2, 1)]
-    wanted = held * sum(width / z for width, z in zip((4, 4, 8), over))
+    wanted = buffers * sum(width / z for width, z in zip((4, 4, 8), over))
     assert state == pytest.approx(wanted, rel=1e-6)
 
 
@@ -121,9 +121,9 @@ def test_dense_models_come_out_near_their_exact_memory(fields):
     kept of a layer by the published formulas than our engine keeps."""
     query = Query(llama(), H100S, memory_bytes=1e15)
     layout = Layout(**{"data": 1, **fields})
-    exact = judge(query, layout)
-    shape = Described(Shape.of(llama()), llama().data.global_batch_size)
-    found = judge(dataclasses.replace(query, model=shape), PlannedLayout(**vars(layout)))
+    exact = predict_plan(query, layout)
+    shape = SizedModel(ModelShape.of(llama()), llama().data.global_batch_size)
+    found = predict_plan(dataclasses.replace(query, model=shape), layout)
     for name in ("parameters", "gradients"):
         assert getattr(found.memory, name) == pytest.approx(getattr(exact.memory, name), rel=1e-3)
     assert found.memory.optimizer == pytest.approx(exact.memory.optimizer, rel=1e-3)
@@ -144,7 +144,7 @@ def test_dense_models_come_out_near_their_exact_memory(fields):
 def test_many_layouts_are_each_of_them(texts):
     pipeline = 4 if "schedule" in texts else 1
     layouts = [
-        PlannedLayout(
+        Layout(
             pipeline=pipeline,
             data=1,
             fsdp=fsdp,
@@ -162,14 +162,14 @@ def test_many_layouts_are_each_of_them(texts):
         for stage in range(4)
         for count in (4, 8)
     ]
-    subject = Described(MIXTRAL, 512)
-    many = stack(list(layouts))
-    held = held_of(deal_all(subject, many)) if pipeline > 1 else None
-    together = subject.memory(many, held, "gpu")
+    subject = SizedModel(MIXTRAL, 512)
+    many = stack_layouts(list(layouts))
+    buffers = batch_buffers(make_pipelines(subject, many)) if pipeline > 1 else None
+    together = subject.memory(many, buffers, "gpu")
     assert np.shape(together.peak) == (len(layouts),)
     query = Query(subject, H100S)
     for n in range(0, len(layouts), 5):
-        alone = judge(query, layouts[n]).memory
+        alone = predict_plan(query, layouts[n]).memory
         for name, value in vars(alone).items():
             # One layout's are cut to whole bytes.
             each = np.broadcast_to(getattr(together, name), (len(layouts),))[n]

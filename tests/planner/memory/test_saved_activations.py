@@ -17,7 +17,7 @@ from jaxscale.models.decoder import Decoder, Kernels
 from jaxscale.ops.attention import attention
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.pipeline.backward_split import split
-from jaxscale.planner.memory.saved_activations import kept_bytes, kept_values, split_bytes
+from jaxscale.planner.memory.saved_activations import saved_bytes, saved_values, stash_bytes
 from jaxscale.training.remat import rematerialised
 
 ROWS, TIME = 2, 64
@@ -71,7 +71,7 @@ def test_a_layer_keeps_these_values(name, remat):
         if leaf.size > model.head_dim
     )
     expected = collections.Counter(
-        (one.elements, one.element_bytes) for one in kept_values(model, parse_remat(remat))
+        (one.elements, one.element_bytes) for one in saved_values(model, parse_remat(remat))
     )
     assert found == expected
 
@@ -109,17 +109,17 @@ def check_split(name, remat):
         )
         for name, leaves in shapes.items()
     }
-    assert split_bytes(model, parse_remat(remat)) == found
+    assert stash_bytes(model, parse_remat(remat)) == found
 
 
 def test_bytes_of_a_token():
     model = MODELS["llama"]  # 24 wide; 40 queries, 20 keys, 20 values; 28 hidden; in bfloat16
-    assert kept_bytes(model, parse_remat("full")) == 2 * 24
-    assert kept_bytes(model, parse_remat("save:query,attention")) == 2 * (24 + 40 + 40) + 4 * 4
+    assert saved_bytes(model, parse_remat("full")) == 2 * 24
+    assert saved_bytes(model, parse_remat("save:query,attention")) == 2 * (24 + 40 + 40) + 4 * 4
     everything = 2 * (4 * 24 + 2 * 40 + 2 * 20 + 2 * 28) + 4 * 4
-    assert kept_bytes(model, parse_remat("none")) == everything
-    assert kept_bytes(model, parse_remat("save_all_but_attention")) == everything - 4 * 4
-    assert kept_bytes(model, parse_remat("save_matmuls")) == everything - 2 * 2 * 24
+    assert saved_bytes(model, parse_remat("none")) == everything
+    assert saved_bytes(model, parse_remat("save_all_but_attention")) == everything - 4 * 4
+    assert saved_bytes(model, parse_remat("save_matmuls")) == everything - 2 * 2 * 24
 
 
 @functools.cache
@@ -139,8 +139,8 @@ def compiled_products(model: ModelConfig, remat: str) -> float:
         .lower(weights, x, batch)
         .compile(compiler_options={"xla_backend_optimization_level": 0})
     )
-    program = hlo.parse(compiled.as_text() or "")
-    costs = flops.computation_costs(program, flops.flops, unknown_trips=1)
+    program = hlo.parse_hlo(compiled.as_text() or "")
+    costs = flops.computation_costs(program, flops.instruction_flops, unknown_trips=1)
     return costs[program.entry] / (ROWS * TIME)
 
 

@@ -9,7 +9,7 @@ import pytest
 from jaxscale.config import from_dict
 from jaxscale.planner.memory import at_rest, layer_loop
 from jaxscale.planner.memory import step as formulas
-from jaxscale.planner.memory.step import memory
+from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.report import text_report
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.step import make_engine
@@ -51,14 +51,14 @@ def test_the_state_is_the_engines_to_the_byte(optimizer, stage):
             for leaf in jax.tree.leaves(tree)
         )
 
-    predicted = memory(one)
+    predicted = step_memory(one)
     assert predicted.parameters == device_bytes(engine.abstract_state.params)
     assert predicted.optimizer == device_bytes(engine.abstract_state.opt_state)
 
 
 def test_every_stage_needs_less_than_the_one_before():
     peaks = [
-        memory(config({"zero_stage": stage, "microbatches": 4, "remat": "full"})).peak
+        step_memory(config({"zero_stage": stage, "microbatches": 4, "remat": "full"})).peak
         for stage in range(4)
     ]
     assert sorted(set(peaks), reverse=True) == peaks
@@ -66,40 +66,40 @@ def test_every_stage_needs_less_than_the_one_before():
 
 def test_a_policy_that_keeps_less_stashes_less():
     policies = ("none", "save_all_but_attention", "save_matmuls", "save:query,key,value", "full")
-    stashes = [memory(config({"remat": remat})).stash for remat in policies]
+    stashes = [step_memory(config({"remat": remat})).stash for remat in policies]
     assert sorted(set(stashes), reverse=True) == stashes
 
 
 def test_layered_accumulation_stashes_every_microbatch():
     few, many = (
-        memory(config({"microbatches": 4, "accumulation": accumulation, "zero_stage": 0}))
+        step_memory(config({"microbatches": 4, "accumulation": accumulation, "zero_stage": 0}))
         for accumulation in ("sequential", "layered")
     )
     assert many.stash == 4 * few.stash
 
 
 def test_ranks_of_tensor_and_context_share_what_layers_keep():
-    whole = memory(config({"fsdp": 1}))
+    whole = step_memory(config({"fsdp": 1}))
     for axis in ("tensor", "context"):
-        assert 2 * memory(config({"fsdp": 1, axis: 2})).stash == whole.stash
+        assert 2 * step_memory(config({"fsdp": 1, axis: 2})).stash == whole.stash
 
 
 def test_what_waits_in_host_memory_leaves_the_device():
-    here = memory(config({}))
-    there = memory(config({"offload": "optimizer,activations"}), own_host=True)
+    here = step_memory(config({}))
+    there = step_memory(config({"offload": "optimizer,activations"}), own_host=True)
     assert there.optimizer == at_rest.count_bytes(config({}))
     assert there.optimizer + there.host_optimizer == here.optimizer
     assert (there.stash, there.host_stash) == (0, here.stash)
-    named = memory(config({"remat": "offload:query,mlp_up"}), own_host=True)
-    assert named.stash == memory(config({"remat": "full"})).stash
-    kept = memory(config({"remat": "save:query,mlp_up"})).stash
+    named = step_memory(config({"remat": "offload:query,mlp_up"}), own_host=True)
+    assert named.stash == step_memory(config({"remat": "full"})).stash
+    kept = step_memory(config({"remat": "save:query,mlp_up"})).stash
     assert named.stash + named.host_stash == kept
-    on_cpu = memory(config({"offload": "optimizer,activations"}))
+    on_cpu = step_memory(config({"offload": "optimizer,activations"}))
     assert (on_cpu.optimizer, on_cpu.stash) == (here.optimizer, here.stash)
 
 
 def test_the_peak_is_the_arguments_and_the_largest_phase():
-    one = memory(config({}))
+    one = step_memory(config({}))
     assert one.peak == one.parameters + one.optimizer + one.batch + max(one.phases.values())
     assert all(size >= 0 for size in dataclasses.asdict(one).values())
 
@@ -107,9 +107,9 @@ def test_the_peak_is_the_arguments_and_the_largest_phase():
 def test_only_a_tpu_copies_parameters_that_it_gathers_at_a_steps_end():
     for stage, copied in ((0, False), (1, True), (2, True), (3, False)):
         one = config({"zero_stage": stage})
-        assert memory(one, "tpu").parameters_copy == copied * memory(one).parameters
-        assert memory(one, "gpu").parameters_copy == memory(one).parameters_copy == 0
-    assert memory(config({"fsdp": 1, "zero_stage": 1}), "tpu").parameters_copy == 0
+        assert step_memory(one, "tpu").parameters_copy == copied * step_memory(one).parameters
+        assert step_memory(one, "gpu").parameters_copy == step_memory(one).parameters_copy == 0
+    assert step_memory(config({"fsdp": 1, "zero_stage": 1}), "tpu").parameters_copy == 0
 
 
 def test_a_tpu_converts_the_weights_of_all_layers_before_it_walks():
@@ -117,17 +117,17 @@ def test_a_tpu_converts_the_weights_of_all_layers_before_it_walks():
     for stage, shards in ((1, 1), (3, 4)):
         one = dataclasses.replace(config({"zero_stage": stage}), model=from_dict(halves).model)
         layers = MODEL["num_layers"] * layer_loop.elements(one, "layers")
-        assert memory(one, "tpu").converted == 2 * layers // shards
-        assert memory(one, "gpu").converted == 0
+        assert step_memory(one, "tpu").converted == 2 * layers // shards
+        assert step_memory(one, "gpu").converted == 0
 
 
 def test_shards_that_end_within_a_tile_leave_whole_gradients():
-    tidy, ragged = (memory(config({"fsdp": fsdp}), "tpu") for fsdp in (16, 32))
+    tidy, ragged = (step_memory(config({"fsdp": fsdp}), "tpu") for fsdp in (16, 32))
     one = config({"fsdp": 16})
     results = layer_loop.elements(one, "embed head") + 2 * layer_loop.mlp_weights(one)
     assert ragged.walk_end - tidy.walk_end == 4 * results
     assert ragged.layer_weights - tidy.layer_weights == 4 * layer_loop.mlp_weights(one)
-    assert memory(config({"fsdp": 32}), "gpu").walk_end == 0
+    assert step_memory(config({"fsdp": 32}), "gpu").walk_end == 0
 
 
 def test_every_part_has_a_name_for_people():
@@ -137,6 +137,6 @@ def test_every_part_has_a_name_for_people():
 
 def test_refusals():
     with pytest.raises(ValueError, match="has two directions, which this version draws"):
-        memory(config({"pipeline": 2, "schedule": "chimera", "microbatches": 2}))
+        step_memory(config({"pipeline": 2, "schedule": "chimera", "microbatches": 2}))
     with pytest.raises(ValueError, match="no memory was measured on the 'abacus' back end"):
-        memory(config({}), "abacus")
+        step_memory(config({}), "abacus")

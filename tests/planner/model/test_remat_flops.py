@@ -4,8 +4,8 @@ import pytest
 
 from jaxscale.config import load
 from jaxscale.planner.model.named_models import NAMED
-from jaxscale.planner.model.remat_flops import core_flops, mlp_flops, repeated_flops
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.remat_flops import core_flops, mlp_flops, recomputed_flops
+from jaxscale.planner.model.shape import ModelShape
 
 POLICIES = (
     "none",
@@ -21,8 +21,8 @@ def test_both_kinds_count_the_same(name, remat):
     """A shape's queries see half of the sequence, a model's the half and themselves; a shape's
     vocabulary has its padding."""
     config = load(f"configs/{name}.py")
-    shape, seq_len = Shape.of(config), config.data.seq_len
-    hardware = shape.flops_per_token + repeated_flops(shape, remat)
+    shape, seq_len = ModelShape.of(config), config.data.seq_len
+    hardware = shape.flops_per_token + recomputed_flops(shape, remat)
     wanted = config.model.hardware_flops_per_token(seq_len, remat=remat)
     assert hardware == pytest.approx(wanted, rel=3e-4)
     assert shape.flops_per_token == pytest.approx(config.model.flops_per_token(seq_len), rel=3e-4)
@@ -31,7 +31,7 @@ def test_both_kinds_count_the_same(name, remat):
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3", "mt5-xxl", "nemotron-3-super"])
 def test_no_policy_repeats_more_than_a_forward_pass(name):
     shape = NAMED[name]
-    none, full, attention, names = (repeated_flops(shape, remat) for remat in POLICIES)
+    none, full, attention, names = (recomputed_flops(shape, remat) for remat in POLICIES)
     assert none == 0 < min(attention, names)
     assert max(attention, names, attention + names) < full < shape.block_flops
     assert core_flops(shape) == attention
@@ -44,9 +44,9 @@ def test_experts_repeat_what_a_token_meets():
     """Two of three matrices of the two experts of a token, and the router."""
     shape = NAMED["mixtral-8x7b"]
     each = 2 * 2 * 4096 * 14336 * 2 + 2 * 4096 * 8
-    assert repeated_flops(shape, POLICIES[3]) == pytest.approx(32 * each)
+    assert recomputed_flops(shape, POLICIES[3]) == pytest.approx(32 * each)
 
 
 def test_other_policies_are_not_known():
-    with pytest.raises(ValueError, match="what remat = 'save_matmuls' repeats"):
-        repeated_flops(NAMED["mixtral-8x7b"], "save_matmuls")
+    with pytest.raises(ValueError, match="remat = 'save_matmuls' has no formula"):
+        recomputed_flops(NAMED["mixtral-8x7b"], "save_matmuls")

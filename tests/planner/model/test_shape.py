@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 
 from jaxscale.config import load
-from jaxscale.planner.model.named_models import NAMED, named
-from jaxscale.planner.model.shape import Latent, Shape
+from jaxscale.planner.model.named_models import NAMED, published_shape
+from jaxscale.planner.model.shape import LatentAttention, ModelShape
 
 
 @pytest.mark.parametrize("name", ["llama2_7b", "llama2_70b", "llama3_8b", "gpt_22b", "gpt_175b"])
 def test_counts_are_those_of_the_model(name):
     config = load(f"configs/{name}.py")
-    shape = Shape.of(config)
+    shape = ModelShape.of(config)
     # A model learns max_seq_len positions; a shape has those of its sequences.
     extra = config.model.max_seq_len - shape.seq_len
     learned = extra * shape.d_model if shape.learned_positions else 0
@@ -23,7 +23,7 @@ def test_counts_are_those_of_the_model(name):
 
 
 def mt5(d_model, d_ff, heads, layers):
-    return Shape(
+    return ModelShape(
         layers,
         d_model,
         heads,
@@ -54,7 +54,7 @@ def test_encoder_and_decoder_count_as_mt5(sizes, params):
     assert mt5(*sizes).num_params == pytest.approx(params, rel=1e-3)
 
 
-DEEPSEEK_V3 = Shape(
+DEEPSEEK_V3 = ModelShape(
     61,
     7168,
     128,
@@ -70,7 +70,7 @@ DEEPSEEK_V3 = Shape(
     expert_ff=2048,
     shared_experts=1,
     dense_layers=3,
-    latent=Latent(1536, 512, 128, 64, 128),
+    latent=LatentAttention(1536, 512, 128, 64, 128),
 )
 
 
@@ -89,7 +89,7 @@ def test_experts_count_all_and_active(shape, total, active):
 
 
 def test_gpt_is_twelve_squares_a_layer():
-    shape = Shape(
+    shape = ModelShape(
         96,
         12288,
         96,
@@ -125,8 +125,8 @@ def test_cross_attention_costs_only_where_there_is_an_encoder():
 
 
 def test_models_are_found_by_name():
-    assert named("Nemotron_3_Nano", 4096) == dataclasses.replace(
+    assert published_shape("Nemotron_3_Nano", 4096) == dataclasses.replace(
         NAMED["nemotron-3-nano"], seq_len=4096
     )
-    assert named("llama3-70b LoRA", 8192) == NAMED["llama3-70b"]
-    assert named("nobody's model", 8192) is None
+    assert published_shape("llama3-70b LoRA", 8192) == NAMED["llama3-70b"]
+    assert published_shape("nobody's model", 8192) is None

@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 
 from jaxscale import config as configs
-from jaxscale.planner.cost.cluster import cluster
-from jaxscale.planner.report.write_config import write_config
-from jaxscale.planner.search.balance_layers import deal_by_seconds, improved
-from jaxscale.planner.search.plan import judge
-from jaxscale.planner.search.search import search
+from jaxscale.planner.cost.cluster import make_cluster
+from jaxscale.planner.report.write_config import write_plan
+from jaxscale.planner.search.balance_layers import balance_by_seconds, rebalance_layers
+from jaxscale.planner.search.plan import predict_plan
+from jaxscale.planner.search.search import search_layouts
 from jaxscale.planner.search.space import Query
 from tests.invariants.layouts import LLAMA, compile_step, make_config, open_engine, run
 
@@ -30,9 +30,9 @@ def test_a_written_config_trains(tmp_path):
         "remat": "full",
         "offload": "none",
     }
-    query = Query(one, cluster("h100-sxm", 4), pins)
-    plan = judge(query, search(query, 1).layouts[0])
-    write_config(tmp_path / "mine.py", plan, "configs/tiny.py")
+    query = Query(one, make_cluster("h100-sxm", 4), pins)
+    plan = predict_plan(query, search_layouts(query, 1).layouts[0])
+    write_plan(tmp_path / "mine.py", plan, "configs/tiny.py")
     loaded = configs.load(str(tmp_path / "mine.py"))
     assert loaded == plan.config
     np.testing.assert_allclose(losses(loaded), losses(one), rtol=1e-5)
@@ -40,10 +40,10 @@ def test_a_written_config_trains(tmp_path):
 
 def test_layers_are_dealt_where_that_saves_time():
     config = configs.load("configs/llama3_8b.py")
-    query = Query(config, cluster("h100-sxm", 64), {"pipeline": 8, "tensor": 1, "fsdp": 8})
-    (layout,) = search(query, 1).layouts
-    plan = judge(query, layout)
-    better = improved(query, plan)
+    query = Query(config, make_cluster("h100-sxm", 64), {"pipeline": 8, "tensor": 1, "fsdp": 8})
+    (layout,) = search_layouts(query, 1).layouts
+    plan = predict_plan(query, layout)
+    better = rebalance_layers(query, plan)
     assert sum(better.layers) == config.model.num_layers
     assert min(better.layers) >= 1
     assert better.step_seconds <= plan.step_seconds
@@ -51,8 +51,8 @@ def test_layers_are_dealt_where_that_saves_time():
         assert better.layout.schedule_spec.layers == better.layers
     # From a bad dealing it finds its way.
     uneven = dataclasses.replace(layout, schedule="zb_h1:8,4,4,4,4,4,2,2", virtual_stages=0)
-    bad = judge(query, uneven)
-    found = deal_by_seconds(query, bad)
+    bad = predict_plan(query, uneven)
+    found = balance_by_seconds(query, bad)
     dealt = f"zb_h1:{','.join(map(str, found))}"
-    good = judge(query, dataclasses.replace(uneven, schedule=dealt))
+    good = predict_plan(query, dataclasses.replace(uneven, schedule=dealt))
     assert good.step_seconds < 0.9 * bad.step_seconds

@@ -9,9 +9,9 @@ import pytest
 
 from jaxscale.config import from_dict
 from jaxscale.layout import Layout
-from jaxscale.planner.memory.step import Held, memory
-from jaxscale.planner.search.layout_batch import memory_of, stack
-from jaxscale.planner.tables.pipeline_slots import hold_config
+from jaxscale.planner.memory.step import step_memory
+from jaxscale.planner.search.layout_batch import batch_memory, stack_layouts
+from jaxscale.planner.tables.pipeline_slots import RankBuffers, config_buffers
 
 CONFIG = from_dict(
     {
@@ -42,12 +42,12 @@ PIPELINES = [
 ]
 
 
-def sample(texts: dict, pipelines: tuple[int, ...], count: int) -> list[Layout]:
-    draw = random.Random(str(texts))
+def sample(options: dict, pipelines: tuple[int, ...], count: int) -> list[Layout]:
+    draw = random.Random(str(options))
     every = itertools.product(pipelines, (1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4), range(4), (4, 8))
     names = ("pipeline", "data", "fsdp", "context", "tensor", "zero_stage", "microbatches")
     return [
-        Layout(**dict(zip(names, numbers)), context_method="gather", **texts)
+        Layout(**dict(zip(names, numbers)), context_method="gather", **options)
         for numbers in draw.sample(list(every), count)
     ]
 
@@ -57,30 +57,32 @@ def check(layouts: list[Layout], optimizer: str) -> None:
         CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, name=optimizer)
     )
     configs = [dataclasses.replace(config, layout=one) for one in layouts]
-    held = [hold_config(one) for one in configs]
-    fields = [field.name for field in dataclasses.fields(Held)]
-    together = Held(**{name: np.array([getattr(one, name) for one in held]) for name in fields})
-    many = memory_of(config, stack(layouts), together, "cpu", own_host=True)
+    buffers = [config_buffers(one) for one in configs]
+    fields = [field.name for field in dataclasses.fields(RankBuffers)]
+    together = RankBuffers(
+        **{name: np.array([getattr(one, name) for one in buffers]) for name in fields}
+    )
+    many = batch_memory(config, stack_layouts(layouts), together, "cpu", own_host=True)
     for n, one in enumerate(configs):
-        alone = memory(one, own_host=True)
+        alone = step_memory(one, own_host=True)
         for name, value in vars(alone).items():
             assert np.broadcast_to(getattr(many, name), (len(configs),))[n] == value, name
         assert many.peak[n] == alone.peak
 
 
-@pytest.mark.parametrize("texts", TEXTS, ids=str)
-def test_many_layouts_are_each_of_them(texts):
-    check(sample(texts, (1,), 60), "muon" if "layered" in texts.values() else "adafactor")
+@pytest.mark.parametrize("options", TEXTS, ids=str)
+def test_many_layouts_are_each_of_them(options):
+    check(sample(options, (1,), 60), "muon" if "layered" in options.values() else "adafactor")
 
 
-@pytest.mark.parametrize("texts", PIPELINES, ids=str)
-def test_many_pipelines_are_each_of_them(texts):
-    check(sample(texts, (2, 4) if texts["schedule"] != "zb_v" else (2,), 30), "adamw")
+@pytest.mark.parametrize("options", PIPELINES, ids=str)
+def test_many_pipelines_are_each_of_them(options):
+    check(sample(options, (2, 4) if options["schedule"] != "zb_v" else (2,), 30), "adamw")
 
 
 def test_taking_and_stacking():
     layouts = sample(TEXTS[0], (1,), 5)
-    many = stack(layouts)
-    assert [many.one(n) for n in range(5)] == layouts
+    many = stack_layouts(layouts)
+    assert [many.layout(n) for n in range(5)] == layouts
     assert len(many.take(np.array([True, False, True, False, False]))) == 2
-    assert many.take(np.array([3, 1])).one(1) == layouts[1]
+    assert many.take(np.array([3, 1])).layout(1) == layouts[1]

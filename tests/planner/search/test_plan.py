@@ -18,13 +18,13 @@ from jaxscale.pipeline.simulator import Costs, simulate
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.operations import R
 from jaxscale.planner import auto_layout
-from jaxscale.planner.cost.cluster import cluster
-from jaxscale.planner.cost.uneven_pipeline import Parts
+from jaxscale.planner.cost.cluster import make_cluster
+from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
 from jaxscale.planner.plan_layouts import plan_layouts, with_batch
 from jaxscale.planner.report import html_report, text_report, why_not
-from jaxscale.planner.report.write_config import write_config
-from jaxscale.planner.search.plan import Answer, judge
-from jaxscale.planner.search.search import search
+from jaxscale.planner.report.write_config import write_plan
+from jaxscale.planner.search.plan import RankedPlans, predict_plan
+from jaxscale.planner.search.search import search_layouts
 from jaxscale.planner.search.space import Query
 
 CONFIG = from_dict(
@@ -41,12 +41,12 @@ CONFIG = from_dict(
         "data": {"global_batch_size": 16, "seq_len": 2048},
     }
 )
-QUERY = Query(CONFIG, cluster("A100-40", 8))
+QUERY = Query(CONFIG, make_cluster("A100-40", 8))
 PIPELINE = Layout(pipeline=4, data=1, fsdp=2, microbatches=8, schedule="zb_h1", zero_stage=1)
 
 
 @functools.cache
-def answer(**pins) -> Answer:
+def answer(**pins) -> RankedPlans:
     return plan_layouts(
         CONFIG, "a100-40", 8, pins={"remat": "full", "offload": "none", **pins}, top=3
     )
@@ -54,7 +54,7 @@ def answer(**pins) -> Answer:
 
 @pytest.mark.parametrize("layout", [Layout(data=2, fsdp=4), PIPELINE])
 def test_terms_and_bytes_add_up(layout):
-    one = judge(QUERY, layout)
+    one = predict_plan(QUERY, layout)
     assert sum(one.terms.values()) == pytest.approx(one.step_seconds, rel=1e-12)
     assert min(one.terms.values()) >= 0
     assert sum(one.memory.at_peak.values()) == one.memory_bytes
@@ -73,15 +73,15 @@ def test_layers_that_are_dealt_unevenly_take_the_time_that_they_take():
         CONFIG, model=dataclasses.replace(CONFIG.model, vocab_size=256000, num_layers=16)
     )
     query = dataclasses.replace(QUERY, model=large_head)
-    dealt = judge(query, dataclasses.replace(PIPELINE, fsdp=2))
+    dealt = predict_plan(query, dataclasses.replace(PIPELINE, fsdp=2))
     assert dealt.layers[-1] < dealt.layers[1]
-    even = judge(query, dataclasses.replace(PIPELINE, schedule="zb_h1:4,4,4,4"))
+    even = predict_plan(query, dataclasses.replace(PIPELINE, schedule="zb_h1:4,4,4,4"))
     assert dealt.step_seconds < even.step_seconds
 
 
 def test_the_waterfall_and_the_stack_say_all_terms():
     one = answer(pipeline=1).plans[0]
-    waterfall, stack = text_report.waterfall(one), text_report.stack(one)
+    waterfall, stack = text_report.waterfall_text(one), text_report.memory_text(one)
     for name in one.terms:
         assert text_report.TERMS[name] in waterfall
     for name in one.memory.at_peak:
@@ -91,8 +91,8 @@ def test_the_waterfall_and_the_stack_say_all_terms():
 
 
 def test_comparing_names_the_faster_and_the_largest_difference_first():
-    first, last = answer(pipeline=1).plans[0], judge(QUERY, PIPELINE)
-    text = text_report.compare(first, last)
+    first, last = answer(pipeline=1).plans[0], predict_plan(QUERY, PIPELINE)
+    text = text_report.comparison(first, last)
     assert "A is faster, by" in text
     largest = max(
         text_report.TERMS, key=lambda n: abs(last.terms.get(n, 0) - first.terms.get(n, 0))
@@ -103,10 +103,8 @@ def test_comparing_names_the_faster_and_the_largest_difference_first():
 def test_why_not_says_what_is_wrong_and_what_would_do():
     tight = dataclasses.replace(QUERY, memory_bytes=2e9)
     layout = Layout(data=8, zero_stage=0)
-    said = why_not.problem(tight, layout)
-    assert re.search(
-        r"it does not fit: [\d.]+ GB on each device, [\d.]+ GB more than 2.00 GB", said
-    )
+    said = why_not.why_infeasible(tight, layout)
+    assert re.search(r"it does not fit: [\d.]+ GB per device, [\d.]+ GB more than 2.00 GB", said)
     change = why_not.smallest_change(tight, layout)
     assert change is not None
     assert change[1].fits
@@ -115,14 +113,20 @@ def test_why_not_says_what_is_wrong_and_what_would_do():
 
 def test_why_not_of_settings():
     found = plan_layouts(CONFIG, "a100-40", 8, pins={"pipeline": 1}, top=1)
-    assert "the best plan has it" in why_not.why_not(found, {"remat": found.plans[0].layout.remat})
-    assert "% slower than the best" in why_not.why_not(found, {"remat": "full", "tensor": 4})
-    assert "does not divide over layout.tensor = 8" in why_not.why_not(found, {"tensor": 8})
-    assert "no mesh of 8 devices has pipeline 1 x tensor 3" in why_not.why_not(found, {"tensor": 3})
+    assert "the best plan has it" in why_not.explain_why_not(
+        found, {"remat": found.plans[0].layout.remat}
+    )
+    assert "% slower than the best" in why_not.explain_why_not(
+        found, {"remat": "full", "tensor": 4}
+    )
+    assert "does not divide over layout.tensor = 8" in why_not.explain_why_not(found, {"tensor": 8})
+    assert "no mesh of 8 devices has pipeline 1 x tensor 3" in why_not.explain_why_not(
+        found, {"tensor": 3}
+    )
 
 
 def test_nothing_fits_is_explained():
-    with pytest.raises(ValueError, match=r"no layout on 8 A100-40.* fits\. The smallest, .* more"):
+    with pytest.raises(ValueError, match=r"no layout on 8 A100-40.* fits\. .* needs least: "):
         plan_layouts(
             CONFIG, "a100-40", 8, pins={"pipeline": 1, "remat": "full"}, max_memory_bytes=1e8
         )
@@ -130,32 +134,32 @@ def test_nothing_fits_is_explained():
 
 def test_what_is_asked_wrongly_is_refused():
     for pins, said in (
-        ({"tensr": 2}, "did you mean tensor"),
+        ({"tensr": 2}, "did you mean 'tensor'"),
         ({"remat": "ful"}, "did you mean 'full'"),
         ({"tensor": 3}, "no mesh of 8 devices has tensor 3"),
     ):
         with pytest.raises(ValueError, match=said):
             plan_layouts(CONFIG, "a100-40", 8, pins=pins)
-    with pytest.raises(ValueError, match=r"no whole number of sequences .* nearest is 4096, 2 seq"):
+    with pytest.raises(ValueError, match=r"not a whole number of sequences .* nearest is 4096, 2"):
         with_batch(CONFIG, 5000)
     assert with_batch(CONFIG, 4096).data.global_batch_size == 2
 
 
 def test_a_written_config_is_the_plan(tmp_path):
-    one = judge(QUERY, PIPELINE)
-    write_config(tmp_path / "mine.py", one, "configs/some.py")
+    one = predict_plan(QUERY, PIPELINE)
+    write_plan(tmp_path / "mine.py", one, "configs/some.py")
     loaded = configs.load(str(tmp_path / "mine.py"))
     assert loaded == dataclasses.replace(CONFIG, layout=PIPELINE)
 
 
 def test_layouts_of_this_machine():
-    found = auto_layout.choose(CONFIG, "cpu", "cpu", 8)
+    found = auto_layout.choose_layout(CONFIG, "cpu", "cpu", 8)
     assert found.layout.num_devices == 8
     assert found.layout.offload == "none"
     pinned = dataclasses.replace(CONFIG, layout=Layout(schedule="auto", tensor=2, remat="full"))
-    taken = auto_layout.choose(pinned, "cpu", "cpu", 8).layout
+    taken = auto_layout.choose_layout(pinned, "cpu", "cpu", 8).layout
     assert (taken.tensor, taken.remat, taken.auto) == (2, "full", False)
-    with pytest.raises(ValueError, match=r"hardware\.csv has no 'Abacus'"):
+    with pytest.raises(ValueError, match=r"hardware\.csv has no device 'Abacus'"):
         auto_layout.devices_here("Abacus", "gpu", 8)
     assert auto_layout.devices_here("NVIDIA H200", "gpu", 8).name == "H200-SXM"
 
@@ -174,13 +178,15 @@ class Page(html.parser.HTMLParser):
         self.links += [value for name, value in attrs if name in ("src", "href")]
 
 
-def pipelined() -> Answer:
-    plans = (judge(QUERY, PIPELINE), judge(QUERY, Layout(data=2, fsdp=4)))
-    return Answer(QUERY, plans, search(dataclasses.replace(QUERY, pins={"tensor": 4}), 1))
+def pipelined() -> RankedPlans:
+    plans = (predict_plan(QUERY, PIPELINE), predict_plan(QUERY, Layout(data=2, fsdp=4)))
+    return RankedPlans(
+        QUERY, plans, search_layouts(dataclasses.replace(QUERY, pins={"tensor": 4}), 1)
+    )
 
 
 def test_the_page_needs_nothing_else():
-    page = Page(html_report.page(pipelined()))
+    page = Page(html_report.plan_page(pipelined()))
     assert not page.links
     assert "script" not in page.tags
     assert page.tags.count("svg") == 5  # two plans of two pictures, and a timeline
@@ -193,7 +199,7 @@ def test_a_browser_shows_the_page(tmp_path):
     if not browser:
         pytest.skip("no chromium here: apt-get install chromium")
     path, picture = tmp_path / "plan.html", tmp_path / "plan.png"
-    path.write_text(html_report.page(pipelined()))
+    path.write_text(html_report.plan_page(pipelined()))
     flags = [
         "--headless",
         "--no-sandbox",
@@ -225,12 +231,12 @@ def check_picture(picture: pathlib.Path) -> None:
 
 def test_what_each_rank_of_a_pipeline_uses():
     """The first has most in flight, and the last more room than it uses."""
-    plan = judge(QUERY, Layout(pipeline=2, data=4, microbatches=4))
+    plan = predict_plan(QUERY, Layout(pipeline=2, data=4, microbatches=4))
     assert plan.layers == (3, 3)
     # Not all buffers are fullest on the same rank.
     assert 0.99 * plan.memory_bytes < plan.stage_bytes[0] <= plan.memory_bytes
     assert plan.stage_bytes[1] < 0.95 * plan.memory_bytes
-    flat = judge(QUERY, Layout(data=8))
+    flat = predict_plan(QUERY, Layout(data=8))
     assert flat.stage_bytes == [flat.memory_bytes]
 
 
@@ -239,9 +245,9 @@ def test_a_pipeline_is_timed_by_the_table_that_the_engine_runs(remat):
     """Where a layer is made again in part, that is part of its backward pass: no R waits its turn,
     so a short one costs no whole tick."""
     layout = dataclasses.replace(PIPELINE, schedule="1f1b", remat=remat)
-    plan = judge(QUERY, layout)
-    table = open_stages(layout, CONFIG.model.num_layers, QUERY.subject.head_cost).table
-    parts = Parts.of(QUERY.shape, QUERY.cluster, plan.choice)
+    plan = predict_plan(QUERY, layout)
+    table = open_stages(layout, CONFIG.model.num_layers, QUERY.planned_model.head_cost).table
+    parts = UnevenPipelineCost.of(QUERY.shape, QUERY.cluster, plan.parallelism)
     costs = parts.costs([0], plan.layers)
     run = simulate(table, Costs(*(tuple(np.ravel(cost).tolist()) for cost in costs)))
     assert (table.ops.kind == R).any() == (remat == "full")

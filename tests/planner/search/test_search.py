@@ -12,16 +12,22 @@ from jaxscale.config import Config, from_dict, load
 from jaxscale.layout import ACCUMULATIONS, OFFLOADS, Layout
 from jaxscale.pipeline_schedules.schedule import Schedule
 from jaxscale.pipeline_schedules.shipped import find_schedule
-from jaxscale.planner.cost.cluster import cluster
-from jaxscale.planner.memory.step import memory
+from jaxscale.planner.cost.cluster import make_cluster
+from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.model.named_models import NAMED
-from jaxscale.planner.model.shape import Shape
-from jaxscale.planner.report.why_not import problem
-from jaxscale.planner.search.plan import judge
-from jaxscale.planner.search.search import TOO_LARGE, _distinct, search
-from jaxscale.planner.search.sized_model import Described
-from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query, check_pins, divisors, meshes
-from jaxscale.planner.search.trainable_model import Trained
+from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.report.why_not import why_infeasible
+from jaxscale.planner.search.plan import predict_plan
+from jaxscale.planner.search.search import TOO_LARGE, _distinct, search_layouts
+from jaxscale.planner.search.sized_model import SizedModel
+from jaxscale.planner.search.space import (
+    HOST_MEMORY_BYTES,
+    Query,
+    check_pins,
+    divisors,
+    mesh_shapes,
+)
+from jaxscale.planner.search.trainable_model import TrainableModel
 
 CONFIG = from_dict(
     {
@@ -37,9 +43,9 @@ CONFIG = from_dict(
         "data": {"global_batch_size": 16, "seq_len": 2048},
     }
 )
-EIGHT = cluster("A100-40", 8)
-FOUR = cluster("A100-40", 4)
-with_layout = Trained(CONFIG).with_layout
+EIGHT = make_cluster("A100-40", 8)
+FOUR = make_cluster("A100-40", 4)
+with_layout = TrainableModel(CONFIG).with_layout
 TRIED = ("none", "full", "save_matmuls")  # policies of remat
 PIPELINES = ("1f1b", "zb_h1", "zb_v", "interleaved")
 
@@ -74,32 +80,32 @@ def by_hand(asked: Query) -> list[tuple[float, Layout]]:
         if np.prod(sizes) * pipeline != 4:
             continue
         mesh = dict(zip(("data", "fsdp", "context", "tensor"), sizes), pipeline=pipeline)
-        for stage, texts in itertools.product(range(4), every_text(pipeline)):
-            if same_as_another(mesh, stage, texts):
+        for stage, options in itertools.product(range(4), string_options(pipeline)):
+            if same_as_another(mesh, stage, options):
                 continue
             try:
-                layout = Layout(**mesh, zero_stage=stage, microbatches=count, **texts)
-                if asked.subject.refusal(layout)[0]:
+                layout = Layout(**mesh, zero_stage=stage, microbatches=count, **options)
+                if asked.planned_model.refusal(layout)[0]:
                     continue
-                needs = memory(with_layout(layout), asked.back_end, own_host=True)
+                needs = step_memory(with_layout(layout), asked.back_end, own_host=True)
             except ValueError:
                 continue
             host = needs.host_stash + layout.offloads("optimizer") * needs.host_optimizer
             if needs.peak > asked.limit_bytes or host > HOST_MEMORY_BYTES:
                 continue
-            found.append((judge(asked, layout).step_seconds, layout))
+            found.append((predict_plan(asked, layout).step_seconds, layout))
     return sorted(found, key=lambda one: one[0])
 
 
-def same_as_another(mesh: dict, stage: int, texts: dict) -> bool:
+def same_as_another(mesh: dict, stage: int, options: dict) -> bool:
     """Whether a choice means nothing on these axes."""
-    gathers = texts["context_method"] == "gather"
+    gathers = options["context_method"] == "gather"
     return (mesh["fsdp"] == 1 and stage < 3) or (
         mesh["pipeline"] == mesh["context"] == 1 and gathers
     )
 
 
-def every_text(pipeline: int) -> list[dict]:
+def string_options(pipeline: int) -> list[dict]:
     if pipeline == 1:
         return [
             {
@@ -130,14 +136,14 @@ def test_the_optimum_is_that_of_going_through_all(pipeline, memory_gb, monkeypat
     if pipeline > 1:
         pins |= {"offload": "none"}
     asked = Query(CONFIG, FOUR, pins, memory_gb * 1e9)
-    everything, found = _distinct(by_hand(asked)), search(asked, 3)
+    everything, found = _distinct(by_hand(asked)), search_layouts(asked, 3)
     assert found.seconds == pytest.approx([seconds for seconds, _ in everything[:3]], rel=1e-12)
     fastest = everything[0][0] * (1 + 1e-12)
     assert found.layouts[0] in [layout for seconds, layout in everything if seconds <= fastest]
 
 
-MOE = Described(
-    Shape(
+MOE = SizedModel(
+    ModelShape(
         6,
         1024,
         8,
@@ -170,21 +176,21 @@ def test_the_optimum_with_experts_is_that_of_going_through_all(pipeline, memory_
         mesh = dict(zip(("data", "fsdp", "expert", "context", "tensor"), sizes), **pins)
         if np.prod(sizes) * pipeline != 4:
             continue
-        for stage, texts in itertools.product(range(4), every_text(pipeline)):
-            if same_as_another(mesh, stage, texts):
+        for stage, options in itertools.product(range(4), string_options(pipeline)):
+            if same_as_another(mesh, stage, options):
                 continue
             try:
-                layout = MOE.layout(**mesh, zero_stage=stage, **texts)
+                layout = Layout(**mesh, zero_stage=stage, **options)
                 if MOE.refusal(layout)[0]:
                     continue
-                plan = judge(asked, layout)
+                plan = predict_plan(asked, layout)
             except ValueError:
                 continue
             if plan.fits:
                 everything.append((plan.step_seconds, layout))
     assert {layout.expert for _, layout in everything} == {1, 2}  # 6 experts do not divide by 4
     best = _distinct(everything)
-    found = search(asked, 3)
+    found = search_layouts(asked, 3)
     assert found.seconds == pytest.approx([seconds for seconds, _ in best[:3]], rel=1e-12)
     fastest = best[0][0] * (1 + 1e-12)
     assert found.layouts[0] in [layout for seconds, layout in everything if seconds <= fastest]
@@ -195,8 +201,8 @@ def test_the_best_plans_of_many_experts_spread_them(devices, monkeypatch):
     """DeepSeek-V3: to gather 256 experts a layer takes longer than to send tokens to eight."""
     monkeypatch.undo()
     shape = dataclasses.replace(NAMED["deepseek-v3"], seq_len=4096)
-    asked = Query(Described(shape, 1024), cluster("h100-sxm", devices), {"pipeline": 1})
-    plans = [judge(asked, layout) for layout in search(asked, 2).layouts]
+    asked = Query(SizedModel(shape, 1024), make_cluster("h100-sxm", devices), {"pipeline": 1})
+    plans = [predict_plan(asked, layout) for layout in search_layouts(asked, 2).layouts]
     for one in plans:
         assert one.layout.expert > 1
         assert one.terms["expert"] > 0.01 * one.step_seconds
@@ -207,12 +213,12 @@ def test_eight_large_experts_are_gathered_rather_than_sent_to():
     """Mixtral at 64K tokens a device: its weights are few beside the tokens. Where the experts are
     spread, what all ranks share is summed over them too, and the busiest has more to do."""
     shape = dataclasses.replace(NAMED["mixtral-8x7b"], seq_len=4096)
-    asked = Query(Described(shape, 1024), cluster("h100-sxm", 64), {"pipeline": 1})
-    gathered = judge(asked, search(asked, 1).layouts[0])
+    asked = Query(SizedModel(shape, 1024), make_cluster("h100-sxm", 64), {"pipeline": 1})
+    gathered = predict_plan(asked, search_layouts(asked, 1).layouts[0])
     assert gathered.layout.expert == 1
     pins = {"pipeline": 1, "remat": gathered.layout.remat, "expert": 8}
     spread = dataclasses.replace(asked, pins=pins)
-    sent = judge(spread, search(spread, 1).layouts[0])
+    sent = predict_plan(spread, search_layouts(spread, 1).layouts[0])
     assert sent.terms["expert"] > 0.02 * sent.step_seconds
     assert sent.terms["matmul"] > 1.05 * gathered.terms["matmul"]
 
@@ -222,7 +228,9 @@ def test_mt5_xxl_is_ranked_with_the_second_stage_before_the_third(nodes, monkeyp
     """arXiv 2310.05350; sign only. With the same micro-batches, where both fit."""
     monkeypatch.undo()
     pins = {"remat": "full", "offload": "none", "fsdp": 8 * nodes, "accumulation": "sequential"}
-    found = search(Query(Described(NAMED["mt5-xxl"], 512), cluster("a100-80", 8 * nodes), pins), 50)
+    found = search_layouts(
+        Query(SizedModel(NAMED["mt5-xxl"], 512), make_cluster("a100-80", 8 * nodes), pins), 50
+    )
     place = {(one.zero_stage, one.microbatches): n for n, one in enumerate(found.layouts)}
     both = [count for stage, count in place if stage == 2 and (3, count) in place]
     assert both
@@ -236,9 +244,9 @@ def test_long_contexts_are_shared(by, monkeypatch):
     config = load("configs/llama3_8b.py")
     data = dataclasses.replace(config.data, seq_len=131072, global_batch_size=32)
     shape = dataclasses.replace(NAMED["llama3-8b"], seq_len=131072)
-    model = {"config": dataclasses.replace(config, data=data), "shape": Described(shape, 32)}[by]
-    asked = Query(model, cluster("h100-sxm", 64), {"pipeline": 1, "remat": "full"})
-    best = judge(asked, search(asked, 1).layouts[0])
+    model = {"config": dataclasses.replace(config, data=data), "shape": SizedModel(shape, 32)}[by]
+    asked = Query(model, make_cluster("h100-sxm", 64), {"pipeline": 1, "remat": "full"})
+    best = predict_plan(asked, search_layouts(asked, 1).layouts[0])
     assert best.layout.context > 1
     assert best.fits
 
@@ -272,9 +280,11 @@ def test_the_passes_that_are_kept_are_those_of_going_through_all(monkeypatch):
         )
     ]
     seconds = {
-        layout: judge(asked, layout).step_seconds for layout in every if not problem(asked, layout)
+        layout: predict_plan(asked, layout).step_seconds
+        for layout in every
+        if not why_infeasible(asked, layout)
     }
-    found = search(asked, 1)
+    found = search_layouts(asked, 1)
     assert found.seconds == pytest.approx([min(seconds.values())], rel=1e-12)
     assert found.layouts[0].remat.startswith("keep:")
     assert seconds[found.layouts[0]] == pytest.approx(found.seconds[0], rel=1e-12)
@@ -283,21 +293,21 @@ def test_the_passes_that_are_kept_are_those_of_going_through_all(monkeypatch):
 
 
 def test_what_is_found_trains_and_fits():
-    for layout in search(query(4.0, tensor=2), 10).layouts:
-        assert problem(query(4.0, tensor=2), layout) == ""
+    for layout in search_layouts(query(4.0, tensor=2), 10).layouts:
+        assert why_infeasible(query(4.0, tensor=2), layout) == ""
         assert layout.num_devices == 8
 
 
 def test_less_memory_takes_no_less_time():
-    seconds = [search(query(size, pipeline=1), 1).seconds[0] for size in (2.5, 4.0, 30.0)]
+    seconds = [search_layouts(query(size, pipeline=1), 1).seconds[0] for size in (2.5, 4.0, 30.0)]
     assert seconds == sorted(seconds, reverse=True)
 
 
 def test_pins_hold():
     pins = {"tensor": 2, "remat": "full", "microbatches": 4, "zero_stage": 1}
-    for layout in search(query(30.0, **pins), 5).layouts:
+    for layout in search_layouts(query(30.0, **pins), 5).layouts:
         assert {name: getattr(layout, name) for name in pins} == pins
-    for layout in search(query(30.0, pipeline=2, schedule="zb_h1"), 5).layouts:
+    for layout in search_layouts(query(30.0, pipeline=2, schedule="zb_h1"), 5).layouts:
         assert (layout.pipeline, layout.schedule) == (2, "zb_h1")
 
 
@@ -306,7 +316,7 @@ def test_pins_hold():
     [
         (
             {"schedule": "dualpipe"},
-            "--pin schedule=dualpipe: the planner ranks .* by name: gpipe, 1f1b, ",
+            "--pin schedule=dualpipe: the planner ranks .* runs: gpipe, 1f1b, ",
         ),
         ({"schedule": "order.csv"}, "--pin schedule=order.csv: the planner ranks"),
         ({"schedule": "auto"}, "--pin schedule=auto: the planner ranks"),
@@ -320,30 +330,32 @@ def test_pins_that_no_plan_has_are_refused(pin, said):
 
 
 def test_what_does_not_fit_is_counted_and_the_smallest_named():
-    found = search(query(0.1, pipeline=1), 5)
+    found = search_layouts(query(0.1, pipeline=1), 5)
     assert not found.layouts
     assert found.rejected[TOO_LARGE] > 100
     assert found.smallest is not None
-    peak = memory(with_layout(found.smallest), "gpu", own_host=True).peak
+    peak = step_memory(with_layout(found.smallest), "gpu", own_host=True).peak
     # Nothing that fits needs more than this one.
-    assert search(query(1.001 * peak / 1e9, pipeline=1), 1).layouts
+    assert search_layouts(query(1.001 * peak / 1e9, pipeline=1), 1).layouts
 
 
 def test_what_the_engine_refuses_is_counted_in_its_words():
     odd = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, global_batch_size=6))
-    found = search(query(30.0, odd, pipeline=1), 1)
+    found = search_layouts(query(30.0, odd, pipeline=1), 1)
     assert found.rejected["data.global_batch_size does not split"] > 0
-    assert "does not split into layout.data" in found.words["data.global_batch_size does not split"]
+    assert (
+        "does not split into layout.data" in found.messages["data.global_batch_size does not split"]
+    )
 
 
 def test_meshes_are_all_factorisations():
-    assert len(list(meshes(8))) == 35  # of 2 * 2 * 2 over five axes
-    assert all(np.prod(sizes) == 12 for sizes in meshes(12))
-    assert {sizes[5] for sizes in meshes(8, {"tensor": 4})} == {4}
-    assert not list(meshes(8, {"tensor": 3}))
+    assert len(list(mesh_shapes(8))) == 35  # of 2 * 2 * 2 over five axes
+    assert all(np.prod(sizes) == 12 for sizes in mesh_shapes(12))
+    assert {sizes[5] for sizes in mesh_shapes(8, {"tensor": 4})} == {4}
+    assert not list(mesh_shapes(8, {"tensor": 3}))
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert {sizes[3] for sizes in meshes(8, experts=6)} == {1, 2}
-    assert len(list(meshes(8, experts=8))) == 56  # over six axes
+    assert {sizes[3] for sizes in mesh_shapes(8, experts=6)} == {1, 2}
+    assert len(list(mesh_shapes(8, experts=8))) == 56  # over six axes
 
 
 def test_a_hundred_thousand_layouts_in_seconds(monkeypatch):
@@ -354,7 +366,7 @@ def test_a_hundred_thousand_layouts_in_seconds(monkeypatch):
         data=dataclasses.replace(CONFIG.data, global_batch_size=512),
     )
     begin = time.process_time()
-    found = search(Query(config, cluster("H100-SXM", 64)), 10)
+    found = search_layouts(Query(config, make_cluster("H100-SXM", 64)), 10)
     assert found.considered > 1e5
     assert time.process_time() - begin < 20
 
@@ -363,6 +375,8 @@ def test_a_hundred_thousand_layouts_of_experts_in_seconds(monkeypatch):
     monkeypatch.undo()
     shape = dataclasses.replace(NAMED["mixtral-8x7b"], seq_len=4096)
     begin = time.process_time()
-    found = search(Query(Described(shape, 512), cluster("H100-SXM", 64), {"remat": "full"}), 10)
+    found = search_layouts(
+        Query(SizedModel(shape, 512), make_cluster("H100-SXM", 64), {"remat": "full"}), 10
+    )
     assert found.considered > 1e5
     assert time.process_time() - begin < 20

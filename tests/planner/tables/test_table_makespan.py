@@ -11,7 +11,7 @@ from jaxscale.pipeline.simulator import Costs, simulate
 from jaxscale.pipeline.table import compile_order
 from jaxscale.pipeline_schedules.shipped import SHIPPED, find_schedule
 from jaxscale.planner.tables import table_makespan
-from jaxscale.planner.tables.table_makespan import Pipeline, makespan
+from jaxscale.planner.tables.table_makespan import TableSpec, makespan
 
 SHAPES = [
     ("gpipe", 1),
@@ -30,18 +30,20 @@ CASES = [
 ]
 
 
-def random_costs(stages: int, recompute: bool, uneven: bool, rows: int = 3) -> table_makespan.Costs:
+def random_costs(
+    stages: int, recompute: bool, uneven: bool, rows: int = 3
+) -> table_makespan.OperationSeconds:
     draw = np.random.default_rng(stages + recompute)
     shape = rows, stages if uneven else 1
     f, b, w, r = draw.uniform(0.5, 2, (4, *shape))
-    return table_makespan.Costs(f, b, w, r if recompute else 0.0)
+    return table_makespan.OperationSeconds(f, b, w, r if recompute else 0.0)
 
 
-def simulated(pipeline: Pipeline, costs: table_makespan.Costs) -> np.ndarray:
+def simulated(spec: TableSpec, costs: table_makespan.OperationSeconds) -> np.ndarray:
     """[rows, (lockstep, as soon as possible)]."""
-    name, *numbers, fused, keep = pipeline
+    name, *numbers, fused, keep = spec
     table, found = compile_order(make_order(name, *numbers, fused=fused, keep=keep)), []
-    wide = [np.broadcast_to(cost, (3, pipeline.stages)) for cost in map(np.asarray, costs)]
+    wide = [np.broadcast_to(cost, (3, spec.stages)) for cost in map(np.asarray, costs)]
     for row in range(3):
         run = simulate(table, Costs(*(tuple(cost[row]) for cost in wide)))
         found.append((run.lockstep_makespan, run.makespan))
@@ -60,19 +62,19 @@ def test_makespans_are_the_simulators(name, chunks, fused, recompute):
         # One more than a multiple of the ranks, where the schedule can have it.
         microbatches = ranks * rounds + (name != "interleaved")
         costs = random_costs(ranks * chunks, recompute, uneven)
-        pipeline = Pipeline(name, ranks, microbatches, chunks, fused, 0 if recompute else None)
-        expected = simulated(pipeline, costs)
+        spec = TableSpec(name, ranks, microbatches, chunks, fused, 0 if recompute else None)
+        expected = simulated(spec, costs)
         for column, lockstep in enumerate((True, False)):
-            got = makespan(pipeline, costs, lockstep=lockstep)
+            got = makespan(spec, costs, lockstep=lockstep)
             np.testing.assert_allclose(got, expected[:, column], rtol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb_v", 2)])
 def test_makespans_with_passes_that_are_kept(name, chunks):
-    pipeline = Pipeline(name, 4, 24, chunks, keep=2)
-    costs = random_costs(pipeline.stages, recompute=True, uneven=True)
-    expected = simulated(pipeline, costs)
-    np.testing.assert_allclose(makespan(pipeline, costs), expected[:, 0], rtol=1e-12)
+    spec = TableSpec(name, 4, 24, chunks, keep=2)
+    costs = random_costs(spec.stages, recompute=True, uneven=True)
+    expected = simulated(spec, costs)
+    np.testing.assert_allclose(makespan(spec, costs), expected[:, 0], rtol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "chunks", "fused", "recompute"), CASES)
@@ -83,8 +85,8 @@ def test_tables_repeat_themselves_from_where_it_is_said(name, chunks, fused, rec
     every_stage = tuple(range(6 * chunks))
 
     def patterns(microbatches: int) -> dict[bytes, int]:
-        pipeline = Pipeline(name, 6, microbatches, chunks, fused, 0 if recompute else None)
-        found, counts = table_makespan._patterns(pipeline, every_stage)
+        spec = TableSpec(name, 6, microbatches, chunks, fused, 0 if recompute else None)
+        found, counts = table_makespan._patterns(spec, every_stage)
         return {one.tobytes(): int(count) for one, count in zip(found, counts)}
 
     rounds = [patterns(first + n * step) for n in (0, 1, 2, 5)]
@@ -104,26 +106,26 @@ def test_tables_repeat_themselves_from_where_it_is_said(name, chunks, fused, rec
 def test_what_takes_long_to_settle_is_played_whole():
     """As soon as possible a slow stage in the middle may rule only in the end."""
     stages = np.array([1.0, 1, 1, 1.01])
-    costs = table_makespan.Costs(f=stages, b=stages, w=stages)
+    costs = table_makespan.OperationSeconds(f=stages, b=stages, w=stages)
     order = compile_order(make_order("zb_h2", 4, 60))
     expected = simulate(order, Costs(*(tuple(stages) for _ in range(3)))).makespan
-    assert float(makespan(Pipeline("zb_h2", 4, 60), costs, lockstep=False)) == pytest.approx(
+    assert float(makespan(TableSpec("zb_h2", 4, 60), costs, lockstep=False)) == pytest.approx(
         expected, rel=1e-12
     )
 
 
 def test_a_hundred_thousand_microbatches_take_no_longer_than_a_few():
     begin = time.process_time()
-    even = table_makespan.Costs(f=np.ones((1000, 1)))
-    got = makespan(Pipeline("1f1b", 16, 10**5), even)
+    even = table_makespan.OperationSeconds(f=np.ones((1000, 1)))
+    got = makespan(TableSpec("1f1b", 16, 10**5), even)
     assert time.process_time() - begin < 2
     np.testing.assert_allclose(got, 3 * 10**5 + 30)
 
 
 def test_refusals():
     with pytest.raises(ValueError, match=r"last dimension can be 1, or the 4 virtual stages"):
-        makespan(Pipeline("1f1b", 4, 8), table_makespan.Costs(f=np.ones(3)))
-    with pytest.raises(ValueError, match="overlaps operations in pairs"):
-        makespan(Pipeline("dualpipe", 4, 8), table_makespan.Costs())
+        makespan(TableSpec("1f1b", 4, 8), table_makespan.OperationSeconds(f=np.ones(3)))
+    with pytest.raises(ValueError, match="overlaps pairs of operations"):
+        makespan(TableSpec("dualpipe", 4, 8), table_makespan.OperationSeconds())
     with pytest.raises(ValueError, match="microbatches to be a multiple of stages"):
-        makespan(Pipeline("interleaved", 4, 6, 2), table_makespan.Costs())
+        makespan(TableSpec("interleaved", 4, 6, 2), table_makespan.OperationSeconds())

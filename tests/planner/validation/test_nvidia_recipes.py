@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxscale.planner.model.parallelism import Traits
+from jaxscale.planner.model.parallelism import TrainerTraits
 from jaxscale.planner.validation.nvidia_recipes import RECIPES, recipe_of
 
 
@@ -26,5 +26,5 @@ def test_model_device_operands_and_release_choose(run, overlaps, again):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda one: f"{one.model} {one.device}")
 def test_recipes_name_traits_and_modules_that_exist(recipe):
-    assert set(dict(recipe.traits)) <= set(Traits.__dataclass_fields__)
+    assert set(dict(recipe.traits)) <= set(TrainerTraits.__dataclass_fields__)
     assert set(recipe.again) <= {"moe", "mla_up_proj"}

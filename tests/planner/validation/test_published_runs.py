@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from jaxscale.planner.memory import other_trainers
-from jaxscale.planner.model.shape import Shape
+from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.validation import published_runs
 from jaxscale.planner.validation.parse_run import Columns, UnhandledError
 
@@ -45,7 +45,7 @@ EVERY_COLUMN = {
     "sharding": "zero1",
     "microbatch": "3",
     "global_batch": "96",
-    "schedule": "interleaved",
+    "schedule": "1F1B-interleaved",
     "recompute": "full",
     "step_time_s": "2.5",
     "mem_GB": "61.5",
@@ -70,27 +70,27 @@ def by_model(texts, model, **wanted):
 
 
 def test_every_row_is_handled_or_has_a_reason(texts):
-    found = published_runs.read(PATH)
+    found = published_runs.read_runs(PATH)
     assert len(found.runs) + len(found.bills) + len(found.unhandled) == len(texts)
     assert {source for source, _ in found.unhandled} == {"Ultra-Scale Playbook plots"}
     assert all("dimensions" in reason for _, reason in found.unhandled)
 
 
 def test_layouts_take_all_devices_and_all_sequences(texts):
-    for row in published_runs.read(PATH).runs:
+    for row in published_runs.read_runs(PATH).runs:
         given = next(one for one in texts if one["id"] == row.id)
-        choice = row.choice
+        parallelism = row.parallelism
         if given["n_devices"]:
-            assert int(choice.num_devices) == int(given["n_devices"])
+            assert int(parallelism.num_devices) == int(given["n_devices"])
         if given["global_batch"]:
-            assert float(choice.global_batch) == pytest.approx(
+            assert float(parallelism.global_batch) == pytest.approx(
                 float(given["global_batch"]), rel=0.05
             )
         assert row.shape.num_params > 0
 
 
 def test_parameters_are_the_sources_own(texts):
-    for row in published_runs.read(PATH).runs:
+    for row in published_runs.read_runs(PATH).runs:
         given = next(one for one in texts if one["id"] == row.id)
         if "reported params" in given["notes"]:
             reported = int(given["notes"].split("reported params ")[1].split(";")[0])
@@ -100,8 +100,8 @@ def test_parameters_are_the_sources_own(texts):
 def test_tokens_a_second_become_a_step(texts):
     texts = dict(by_model(texts, "llama3-70b", framework="MaxText"))
     row = published_runs.to_row(Columns(texts))
-    tokens = float(row.choice.global_batch) * row.shape.seq_len
-    rate = tokens / row.step_seconds / float(row.choice.num_devices)
+    tokens = float(row.parallelism.global_batch) * row.shape.seq_len
+    rate = tokens / row.step_seconds / float(row.parallelism.num_devices)
     texts |= {"step_time_s": "", "tok_s_dev": str(rate)}
     assert published_runs.to_row(Columns(texts)).step_seconds == pytest.approx(row.step_seconds)
 
@@ -112,7 +112,7 @@ def test_tokens_a_second_become_a_step(texts):
         ({"layers": "", "model": "a secret"}, "dimensions of a secret are not given"),
         ({"seq": ""}, "no sequence length"),
         ({"framework": "abacus"}, "abacus is not in planner/validation/trainers.py"),
-        ({"hardware": "H101"}, "no device 'H101'; did you mean"),
+        ({"hardware": "H101"}, "device 'H101' is not known; it can be"),
         ({"TP": "4096"}, "needs more than the"),
         ({"TP": "eight"}, "TP is 'eight', not a number"),
         ({"global_batch": ""}, "no global batch is given"),
@@ -152,7 +152,9 @@ def test_what_a_row_lacks_is_said(texts, changes, reason):
 
 
 def choice_of(texts, **changes):
-    return published_runs.to_row(Columns({**by_model(texts, "gpt-vtrain-3.6b"), **changes})).choice
+    return published_runs.to_row(
+        Columns({**by_model(texts, "gpt-vtrain-3.6b"), **changes})
+    ).parallelism
 
 
 def test_notes_and_layers_say_how_a_trainer_ran(texts):
@@ -179,7 +181,7 @@ def test_memory_is_of_what_was_read(texts):
     ]
     assert (device.memory_bytes, allocated.memory_bytes) == (20e9, 20e9)
     assert allocator.memory_bytes == 20 * 2**30
-    found = other_trainers.memory(device.shape, device.choice)
+    found = other_trainers.trainer_memory(device.shape, device.parallelism)
     assert found.read("device") == found.reserved
     assert found.read("device") - found.read("allocator") == found.context
     assert found.read("allocator") > found.read("allocated")
@@ -188,7 +190,7 @@ def test_memory_is_of_what_was_read(texts):
 def test_every_column_of_a_file_is_read_in_its_unit(tmp_path):
     path = tmp_path / "runs.csv"
     path.write_text("\n".join(",".join(part) for part in zip(*EVERY_COLUMN.items())) + "\n")
-    (row,) = published_runs.read(path).runs
+    (row,) = published_runs.read_runs(path).runs
     assert (row.id, row.source, row.hardware, row.model, row.framework, row.precision) == (
         "R1",
         "nobody",
@@ -199,7 +201,7 @@ def test_every_column_of_a_file_is_read_in_its_unit(tmp_path):
     )
     assert (row.memory_bytes, row.reading, row.step_seconds) == (61_500_000_000, "device", 2.5)
     assert (row.out_of_memory, row.sizes) == (False, {})
-    assert row.shape == Shape(
+    assert row.shape == ModelShape(
         layers=8,
         d_model=1024,
         heads=16,
@@ -218,7 +220,7 @@ def test_every_column_of_a_file_is_read_in_its_unit(tmp_path):
         shared_experts=2,
         dense_layers=1,
     )
-    choice = row.choice
+    parallelism = row.parallelism
     expected = {
         "pipeline": 2,
         "data": 1,
@@ -231,9 +233,9 @@ def test_every_column_of_a_file_is_read_in_its_unit(tmp_path):
         "microbatches": 4,
         "virtual_stages": 2,
     }
-    assert {name: int(getattr(choice, name)) for name in expected} == expected
-    assert (choice.schedule, choice.remat) == ("interleaved", "full")
-    assert choice.traits.sequence_parallel
+    assert {name: int(getattr(parallelism, name)) for name in expected} == expected
+    assert (parallelism.schedule, parallelism.remat) == ("interleaved", "full")
+    assert parallelism.traits.sequence_parallel
     machine = row.cluster
     assert (machine.num_devices, machine.node_devices, machine.memory_bytes) == (128, 16, 80e9)
     assert machine.tiers[-1].bytes_per_second == pytest.approx(0.9 * 12.5e9, rel=1e-12)
@@ -261,8 +263,8 @@ def test_a_maxtext_policy_keeps_what_its_names_say(texts):
         row = published_runs.to_row(
             Columns({**by_model(texts, "llama3-70b", framework="MaxText"), "recompute": word})
         )
-        assert row.choice.remat_share == 1
-        return row, other_trainers.memory(row.shape, row.choice).needed
+        assert row.parallelism.remat_share == 1
+        return row, other_trainers.trainer_memory(row.shape, row.parallelism).needed
 
     order = [
         "full",
@@ -282,29 +284,29 @@ def test_a_maxtext_policy_keeps_what_its_names_say(texts):
     # A token of a layer: its input, queries, keys, values and what attention returns, in 16 bits,
     # and the sums of each head's softmax.
     row, _ = needed("minimal_with_context")
-    choice, shape = row.choice, row.shape
+    parallelism, shape = row.parallelism, row.shape
     elements = 2 * shape.d_model + 2 * shape.head_dim * (shape.heads + shape.kv_heads)
     elements += 2 * shape.heads + 2 * shape.d_ff
-    tokens = float(choice.microbatch) * shape.seq_len
-    assert other_trainers.layer_bytes(shape, choice) == tokens * 2 * elements
+    tokens = float(parallelism.microbatch) * shape.seq_len
+    assert other_trainers.layer_bytes(shape, parallelism) == tokens * 2 * elements
 
 
 def test_another_file_is_refused(tmp_path):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="no column 'hardware'; it is no file of measured runs"):
-        published_runs.read(path)
+        published_runs.read_runs(path)
 
 
 def test_what_is_not_said_to_be_made_again_follows_from_memory(texts):
     row = published_runs.to_row(Columns(by_model(texts, "llama3-70b", framework="MaxText")))
-    assert row.choice.remat != "none"  # 70B on 80 GB each, 16,384 tokens on a device
+    assert row.parallelism.remat != "none"  # 70B on 80 GB each, 16,384 tokens on a device
     said = {**by_model(texts, "llama3-70b", framework="MaxText"), "recompute": "none"}
-    assert published_runs.to_row(Columns(said)).choice.remat == "none"
+    assert published_runs.to_row(Columns(said)).parallelism.remat == "none"
 
 
 def test_energy_of_a_run_is_read_from_its_notes():
-    bills = {bill.source: bill for bill in published_runs.read(PATH).bills}
+    bills = {bill.source: bill for bill in published_runs.read_runs(PATH).bills}
     assert bills["GLaM (2112.06905)"].device_hours == 1024 * 574
     assert bills["GLaM (2112.06905)"].overhead == 1.11
     assert bills["LLaMA Table 15"].joules == pytest.approx(475 * 3.6e9)

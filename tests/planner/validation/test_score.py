@@ -7,9 +7,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from jaxscale.planner.cost.step import cost
+from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.validation import score as validation
-from jaxscale.planner.validation.published_runs import read
+from jaxscale.planner.validation.published_runs import read_runs
 from jaxscale.planner.validation.score import validate
 
 PATH = pathlib.Path(__file__).with_name("rows.csv")
@@ -55,7 +55,7 @@ def test_the_sample_is_predicted_without_any_fit(report):
 
 def rescaled(tmp_path, factor):
     """The file with every measured step taking `factor` times as long, and nothing else."""
-    measured = {row.id: row.step_seconds for row in read(PATH).runs}
+    measured = {row.id: row.step_seconds for row in read_runs(PATH).runs}
     path = tmp_path / f"{factor}.csv"
     with PATH.open(newline="") as source, path.open("w", newline="") as file:
         rows = csv.DictReader(source)
@@ -101,7 +101,8 @@ def test_the_halves_depend_on_the_seed_alone():
 
 def test_a_perfect_planner_scores_perfectly(monkeypatch):
     measured = {
-        (row.shape, row.cluster.chip.name, row.choice): row.step_seconds for row in read(PATH).runs
+        (row.shape, row.cluster.chip.name, row.parallelism): row.step_seconds
+        for row in read_runs(PATH).runs
     }
 
     class Perfect:
@@ -110,8 +111,10 @@ def test_a_perfect_planner_scores_perfectly(monkeypatch):
 
     monkeypatch.setattr(
         validation,
-        "cost",
-        lambda shape, cluster, choice: Perfect(measured[shape, cluster.chip.name, choice]),
+        "step_cost",
+        lambda shape, cluster, parallelism: Perfect(
+            measured[shape, cluster.chip.name, parallelism]
+        ),
     )
     perfect = validate(PATH).overall
     assert perfect.median_error_physical == 0
@@ -120,9 +123,9 @@ def test_a_perfect_planner_scores_perfectly(monkeypatch):
 
 
 def test_predictions_do_not_read_what_was_measured(tmp_path):
-    other = {row.id: row for row in read(rescaled(tmp_path, 7)).runs}
-    for row in read(PATH).runs:
+    other = {row.id: row for row in read_runs(rescaled(tmp_path, 7)).runs}
+    for row in read_runs(PATH).runs:
         if row.step_seconds:
             same = other[row.id]
-            expected = cost(row.shape, row.cluster, row.choice).step_seconds
-            assert cost(same.shape, same.cluster, same.choice).step_seconds == expected
+            expected = step_cost(row.shape, row.cluster, row.parallelism).step_seconds
+            assert step_cost(same.shape, same.cluster, same.parallelism).step_seconds == expected

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxscale.config import Config
-from jaxscale.planner.memory.step import Memory, memory
-from jaxscale.planner.report.text_report import gigabytes
+from jaxscale.formatting import gigabytes
+from jaxscale.planner.memory.step import Memory, step_memory
 from jaxscale.sharding.rules import divisors
 
 MARGIN = 1.15
@@ -50,7 +50,7 @@ def check_room(config: Config, back_end: str, limit_bytes: float, device: str) -
 
 
 def _needs(config: Config, back_end: str) -> Memory:
-    return memory(config, back_end, own_host=back_end != "cpu")
+    return step_memory(config, back_end, own_host=back_end != "cpu")
 
 
 def _more(config: Config) -> Iterator[int]:

@@ -7,8 +7,8 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale.layout import resolve_sizes
-from jaxscale.planner.memory.step import memory
-from jaxscale.planner.room import MARGIN, check_room
+from jaxscale.planner.memory.room import MARGIN, check_room
+from jaxscale.planner.memory.step import step_memory
 
 
 def on(devices: int, name: str = "llama3_8b") -> configs.Config:
@@ -31,13 +31,13 @@ def test_micro_batches_that_were_sized_for_more_devices_are_refused_with_those_t
     check_room(fits, "gpu", 68e9, "an H100")
     # The smallest number that does.
     layout = dataclasses.replace(config.layout, microbatches=int(found[1]) // 2)
-    fewer = memory(dataclasses.replace(config, layout=layout), "gpu", own_host=True)
+    fewer = step_memory(dataclasses.replace(config, layout=layout), "gpu", own_host=True)
     assert fewer.peak > 68e9
 
 
 def test_what_may_fit_is_tried():
     config = on(8)
-    peak = memory(config, "gpu", own_host=True).peak
+    peak = step_memory(config, "gpu", own_host=True).peak
     check_room(config, "gpu", peak / (MARGIN - 0.01), "a GPU")
     with pytest.raises(ValueError, match="a program may have"):
         check_room(config, "gpu", peak / (MARGIN + 0.01), "a GPU")

@@ -1,0 +1,43 @@
+"""Refusing a name that is not known, with the nearest one that is."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(got: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The known names most like `got`, at most `count` of them.
+
+    Args:
+      cutoff: the least similarity, from 0 (anything) to 1 (equal), of `difflib`.
+    """
+    return difflib.get_close_matches(str(got), list(known), n=count, cutoff=cutoff)
+
+
+def did_you_mean(got: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> str:
+    """The end of an error message, or "" where no known name is like `got`.
+
+    >>> did_you_mean("adam", ("adamw", "lion"))
+    "; did you mean 'adamw'?"
+    >>> did_you_mean("sgd", ("adamw", "lion"))
+    ''
+    """
+    near = nearest(got, known, count, cutoff)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def check_choice(name: str, got: object, allowed: Iterable[str], *, equals: str = " = ") -> None:
+    """Refuses a value that is not allowed.
+
+    Args:
+      name: of the setting, as the user writes it.
+      equals: between the name and the value.
+
+    Raises:
+      ValueError: `got` is not in `allowed`; names the nearest.
+    """
+    allowed = tuple(allowed)
+    if got not in allowed:
+        raise ValueError(
+            f"{name}{equals}{got!r} is not known; it can be {', '.join(allowed)}"
+            f"{did_you_mean(got, allowed)}"
+        )

@@ -1,0 +1,76 @@
+"""Numbers and tables as text for a person."""
+
+import math
+import re
+from collections.abc import Sequence
+
+
+def human_bytes(size: float) -> str:
+    """A size in binary units.
+
+    >>> human_bytes(1536)
+    '1.5 KiB'
+    """
+    if size < 1024:
+        return f"{size:.0f} B"
+    power = min(int(math.log2(size) // 10), 4)
+    return f"{size / 1024**power:.4g} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+def gigabytes(size: float) -> str:
+    """A size in decimal gigabytes, as vendors state the memory of a device.
+
+    >>> gigabytes(80e9)
+    '80.00 GB'
+    """
+    return f"{size / 1e9:,.2f} GB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a person: "12 ms", "3.4 s", "5 min 20 s", "3 h 05 min", "2 d 4 h"."""
+    if not math.isfinite(seconds):
+        return "n/a"
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def quantity(number: float) -> str:
+    """Three digits and a suffix: "950", "12.3k", "4.56M"."""
+    for suffix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= 0.9995 * size:
+            return f"{_three_digits(number / size)}{suffix}"
+    return _three_digits(number)
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.{2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0}f}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns; those that hold only numbers below their title are aligned to the right.
+
+    >>> print(table([("name", "bytes"), ("weights", "12"), ("batch", "3")]))
+      name     bytes
+      weights     12
+      batch        3
+    """
+    columns = range(len(rows[0]))
+    widths = [max(len(row[i]) for row in rows) for i in columns]
+    numeric = [all(re.match(r"[-+]?\d|-?$", row[i]) for row in rows[1:]) for i in columns]
+
+    def cell(text: str, i: int) -> str:
+        return text.rjust(widths[i]) if numeric[i] else text.ljust(widths[i])
+
+    return "\n".join(
+        "  " + "  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows
+    )
