@@ -143,7 +143,7 @@ def _passes(function: Callable, weights: Tree, x: Any, context: Tree):
 def _divide(program: "TracedFunction", dweights: list, dx: Any) -> tuple[list, list[JaxprEqn]]:
     """What B has to make, and the equations of W."""
     weights_in, context_in, kept_in, dy = program.inputs
-    # What comes from kept values without a product is cheaper to make again than to save.
+    # What comes from residuals without a matmul is cheaper to recompute than to save.
     plain = set(context_in) | set(kept_in)
     for eqn in program.eqns:
         if not _is_product(eqn) and all(v in plain for v in _variables(eqn.invars)):

@@ -25,7 +25,7 @@ def table_rows(stages: PipelineStages) -> list[tuple[str, str]]:
 
 
 def idle(stages: PipelineStages) -> float:
-    """The share of the ranks' time in which they wait, with the layers and the head as dealt."""
+    """The share of ranks' time in which they wait, with the layers of each stage and the head."""
     return simulate(stages.table, stages.costs).lockstep_idle_fraction
 
 
