@@ -87,17 +87,52 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
       ValueError: a dimension that does not divide over its mesh axes, or a kernel that cannot
         honour the model's settings.
     """
-    layout = config.layout
+    layout, platform = config.layout, mesh.devices.flat[0].platform
     check_divides(config)
     check_sequence(config)
     check_types(config)
     check_host_memory(config, mesh)
-    platform = mesh.devices.flat[0].platform
     model = Decoder(config.model, make_kernels(config, platform, unroll=unroll_layers))
     optimizer = make(config.optimizer, steps=config.run.steps, axes=model.axes)
     stages = _open_stages(config) if layout.pipeline > 1 else None
+    zero = _make_zero(config, model, stages)
+
+    init = _make_init(model, optimizer, stages)
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    axes = TrainState((), model.axes, state_axes(optimizer, shapes.params, model.axes))
+    axes = spread_outer(axes, layout.sizes, config.model.d_model)
+    state = _placed(config, mesh, zero, axes, shapes)
+    rows = stages.rows if stages else np.arange(config.model.num_layers)
+    batch = _abstract_batch(config, batch_sharding(mesh))
+
+    gradients = make_gradients(model, layout, zero, mesh, stages, unroll_layers=unroll_layers)
+    # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
+    update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, shapes.params)
+    step = _make_step(config, gradients, optimizer, _shardings(state), update_shardings)
+    evaluate = _make_evaluate(make_loss(model, layout, zero, mesh, stages))
+    return Engine(
+        config=config,
+        model=model,
+        layout=layout,
+        mesh=mesh,
+        init=_jit_init(init, state, platform),
+        step=_jit_step(step, state, mesh),
+        evaluate=_jit_evaluate(evaluate, state, mesh),
+        abstract_state=state,
+        abstract_batch=batch,
+        placement=Placement(rows, axes, state),
+        state_axes=axes,
+        zero=zero,
+        stages=stages,
+        batch_sharding=batch_sharding(mesh),
+        attention=attention_name(config, platform),
+    )
+
+
+def _make_zero(config: Config, model: Decoder, stages: Stages | None) -> Zero:
+    layout = config.layout
     single_visit = layout.accumulation == "layered" or layout.microbatches == 1
-    zero = Zero(
+    return Zero(
         layout.zero_stage,
         single_visit and stages is None,
         layout.sizes,
@@ -105,70 +140,74 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         jnp.dtype(config.model.compute_dtype),
         jnp.dtype(config.optimizer.accumulation_dtype),
     )
-    gradients = make_gradients(model, layout, zero, mesh, stages, unroll_layers=unroll_layers)
-    nll = make_loss(model, layout, zero, mesh, stages)
 
+
+def _placed(
+    config: Config, mesh: Mesh, zero: Zero, axes: TrainState, shapes: TrainState
+) -> TrainState:
+    """The shapes of a state with the shardings that it has between steps."""
+    shardings = TrainState(
+        replicated(mesh),
+        resolve_tree(axes.params, zero.param_rules, mesh, shapes.params),
+        resolve_tree(axes.opt_state, zero.update_rules, mesh, shapes.opt_state),
+    )
+    if config.layout.offloads("optimizer"):
+        shardings = shardings._replace(opt_state=_on_host(shardings.opt_state, shapes.opt_state))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def _shardings(abstract: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def _make_init(
+    model: Decoder, optimizer: optax.GradientTransformation, stages: Stages | None
+) -> Callable[[jax.Array], TrainState]:
     def init(key: jax.Array) -> TrainState:
         params = model.init(key, stages.rows if stages else None)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
-    abstract = jax.eval_shape(init, jax.random.key(0))
-    axes = TrainState((), model.axes, state_axes(optimizer, abstract.params, model.axes))
-    axes = spread_outer(axes, layout.sizes, config.model.d_model)
-    shardings = TrainState(
-        replicated(mesh),
-        resolve_tree(axes.params, zero.param_rules, mesh, abstract.params),
-        resolve_tree(axes.opt_state, zero.update_rules, mesh, abstract.opt_state),
+    return init
+
+
+def _jit_init(init: Callable, state: TrainState, platform: str) -> Callable:
+    return jax.jit(
+        init,
+        out_shardings=_shardings(state),
+        # LLVM takes seconds over the generators of random bits, and gains nothing by it.
+        compiler_options={"xla_backend_optimization_level": 1} if platform == "cpu" else None,
     )
-    if layout.offloads("optimizer"):
-        shardings = shardings._replace(opt_state=_on_host(shardings.opt_state, abstract.opt_state))
-    # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
-    update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, abstract.params)
 
-    step = _make_step(config, gradients, optimizer, shardings, update_shardings)
 
+def _jit_step(step: Callable, state: TrainState, mesh: Mesh) -> Callable:
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        in_shardings=(_shardings(state), batch_sharding(mesh)),
+        out_shardings=(_shardings(state), replicated(mesh)),
+        compiler_options=step_options(mesh),
+    )
+
+
+def _make_evaluate(
+    nll: Callable[[Tree, Batch], jax.Array],
+) -> Callable[[Tree, Batch, jax.Array], EvaluationSums]:
     def evaluate(params: Tree, batch: Batch, token_bytes: jax.Array) -> EvaluationSums:
         num_bytes = jnp.sum(token_bytes[batch.targets] * batch.weights)
         return EvaluationSums(nll(params, batch), jnp.sum(batch.weights), num_bytes)
 
-    abstract_state = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract,
-        shardings,
-    )
-    rows = stages.rows if stages else np.arange(config.model.num_layers)
-    batches = batch_sharding(mesh)
-    return Engine(
-        config=config,
-        model=model,
-        layout=layout,
-        mesh=mesh,
-        init=jax.jit(
-            init,
-            out_shardings=shardings,
-            # LLVM takes seconds over the generators of random bits, and gains nothing by it.
-            compiler_options={"xla_backend_optimization_level": 1} if platform == "cpu" else None,
-        ),
-        step=jax.jit(
-            step,
-            donate_argnums=0,
-            in_shardings=(shardings, batches),
-            out_shardings=(shardings, replicated(mesh)),
-            compiler_options=step_options(mesh),
-        ),
-        evaluate=jax.jit(
-            evaluate,
-            in_shardings=(shardings.params, batches, replicated(mesh)),
-            out_shardings=replicated(mesh),
-        ),
-        abstract_state=abstract_state,
-        abstract_batch=_abstract_batch(config, batches),
-        placement=Placement(rows, axes, abstract_state),
-        state_axes=axes,
-        zero=zero,
-        stages=stages,
-        batch_sharding=batches,
-        attention=attention_name(config, platform),
+    return evaluate
+
+
+def _jit_evaluate(evaluate: Callable, state: TrainState, mesh: Mesh) -> Callable:
+    return jax.jit(
+        evaluate,
+        in_shardings=(_shardings(state.params), batch_sharding(mesh), replicated(mesh)),
+        out_shardings=replicated(mesh),
     )
 
 
