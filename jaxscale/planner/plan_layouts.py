@@ -31,11 +31,12 @@ def plan_layouts(
 ) -> RankedPlans:
     """The fastest layouts of a model on a cluster, by predicted step time.
 
-    >>> answer = plan("configs/llama2_7b.py", "H100-SXM", 64, pins={"tensor": 1, "pipeline": 1})
+    >>> pins = {"tensor": 1, "pipeline": 1}
+    >>> answer = plan_layouts("configs/llama2_7b.py", "H100-SXM", 64, pins=pins)
     >>> answer.plans[0].fits
     True
     >>> asked = {"batch_tokens": 2**24, "pins": {"pipeline": 1}}
-    >>> plan("deepseek-v3", "H100-SXM", 512, **asked).plans[0].layout.expert
+    >>> plan_layouts("deepseek-v3", "H100-SXM", 512, **asked).plans[0].layout.expert
     4
 
     Args:

@@ -83,7 +83,8 @@ class OperationSeconds(NamedTuple):
 def makespan(spec: TableSpec, costs: OperationSeconds, *, lockstep: bool = True) -> np.ndarray:
     """Seconds from the first operation to the end of the last.
 
-    >>> float(makespan(Pipeline("1f1b", 4, 8), Costs(f=[[1.0], [2.0]], b=1.0, w=1.0))[0])
+    >>> costs = OperationSeconds(f=[[1.0], [2.0]], b=1.0, w=1.0)
+    >>> float(makespan(TableSpec("1f1b", 4, 8), costs)[0])
     30.0
 
     Args:
