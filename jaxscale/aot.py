@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = compile_ahead.compile_for(config, machine, unroll_layers=options.unroll_layers)
     except ModuleNotFoundError as error:
         command_line.refuse(str(error))
-    print(describe(report))
+    print(program_text(report))
     if options.hlo:
         options.hlo.write_text(report.program)
     if options.json:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def describe(report: Any) -> str:
+def program_text(report: Any) -> str:
     """A `CompileReport` for a person."""
     from jaxscale.formatting import human_bytes, table  # noqa: PLC0415
 

@@ -108,7 +108,7 @@ def xla_flags() -> dict[str, Any]:
 
     device = jax.devices()[0]
     flags = xla_options.flags_of(device)
-    refused = xla_options.refusals(flags, jax.sharding.SingleDeviceSharding(device))
+    refused = xla_options.refused_options(flags, jax.sharding.SingleDeviceSharding(device))
     return {
         "xla_flags_version": xla_options.VERSION,
         "xla_flags": [vars(flag) | {"refusal": refused.get(flag.name)} for flag in flags],
@@ -267,10 +267,10 @@ def main(argv: list[str]) -> int:
         description="Versions, devices, missing extras, compiler flags, and a self-test.",
     )
     parser.add_argument("--json", metavar="FILE", help="also write the findings as JSON")
-    launcher.add_flags(parser)
+    launcher.add_process_flags(parser)
     arguments, _ = command_line.parse(parser, argv)
     with command_line.refusals():
-        place = launcher.find(arguments)
+        place = launcher.find_processes(arguments)
     command_line.log_to_stdout()
     with processes.together(place, launcher.common_flags(arguments)):
         report = examine()

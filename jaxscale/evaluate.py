@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Loss, perplexity and bits per byte of a run's newest checkpoint on text that "
         "it was not trained on.",
     )
-    run_folder.add_flags(parser)
+    run_folder.add_workdir_flags(parser)
     parser.add_argument(
         "--max_batches",
         metavar="N",
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--json", metavar="FILE", type=pathlib.Path, help="write the numbers there too"
     )
-    launcher.add_flags(parser)
+    launcher.add_process_flags(parser)
     options, overrides = command_line.parse(parser, sys.argv[1:] if argv is None else argv)
     with command_line.refusals():
         config = run_folder.load_config(options.workdir, overrides)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "data.heldout = 0: this run kept no text apart, so there is none to evaluate on; "
                 "train with data.heldout above 0"
             )
-        place = launcher.find(options)
+        place = launcher.find_processes(options)
     command_line.log_to_stdout()
     settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
     with processes.together(place, settings):

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with command_line.refusals():
         prompts = _prompts(options.prompt, options.prompt_file)
         config = run_folder.load_config(options.workdir, overrides)
-        place = launcher.find(options)
+        place = launcher.find_processes(options)
     command_line.log_to_stdout()
     settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
     with processes.together(place, settings | {"prompts": str(prompts)}):
@@ -69,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jaxscale.generate",
         description="Writes on from prompts with a run's newest checkpoint.",
     )
-    run_folder.add_flags(parser)
-    launcher.add_flags(parser)
+    run_folder.add_workdir_flags(parser)
+    launcher.add_process_flags(parser)
     parser.add_argument(
         "--prompt",
         metavar="TEXT",

@@ -19,7 +19,7 @@ from jaxscale.data.text.text_files import find_files
 from jaxscale.data.tokens.index import Index, find_prepared
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import plan
-from jaxscale.data.tokens.tokenizer import Tokenizer, load
+from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxscale.data_source import BOUNDARIES, FORMATS, LONG_DOCUMENTS, Source, to_sources
 
 _SOURCE_KEYS = ("format", "field", "boundary", "max_document_bytes", "long_documents", "skip_share")
@@ -52,7 +52,7 @@ def _prepare(options: argparse.Namespace) -> dict[str, Any]:
     source, output = _source(options, options.input), pathlib.Path(options.output)
     if find_prepared(source):
         raise ValueError(f"--input {options.input[0]} holds shards already; give text")
-    tokenizer = load(
+    tokenizer = load_tokenizer(
         options.tokenizer,
         [source],
         output,
@@ -103,7 +103,7 @@ def _inspect(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str,
         source = _source(options, options.inspect)
         surveys = [inspect.survey(source, options.tokenizer)]
         config, examples = None, inspect.examples_of(surveys[0])
-    print("\n\n".join(inspect.describe(one) for one in surveys))
+    print("\n\n".join(inspect.describe_data(one) for one in surveys))
     result["sources"] = [one.numbers() for one in surveys]
     if examples is None:
         print("\nno examples: an entry is too large for a look; prepare it first")

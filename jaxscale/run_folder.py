@@ -19,7 +19,7 @@ from jaxscale.layout import MESH_AXES
 log = logging.getLogger("jaxscale")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_workdir_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that works from a run's folder."""
     parser.add_argument(
         "--workdir", required=True, metavar="DIR", type=pathlib.Path, help="the run's folder"

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
             idle = f"{100 * run.idle_fraction:.1f} % idle"
             draw.write_png(args.png, table, run, f"{_headline(table)}: {run.makespan:g}, {idle}")
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    print(describe(table, run, columns))
+    print(describe_schedule(table, run, columns))
 
 
 def check_size(*numbers: int | None) -> None:
@@ -106,7 +106,7 @@ def parse_costs(text: str) -> Costs:
     return costs
 
 
-def describe(table: Table, run: Run, columns: int = 0) -> str:
+def describe_schedule(table: Table, run: Run, columns: int = 0) -> str:
     """The timeline and the numbers of a run, for a terminal of so many columns (0: any)."""
     timelines = [draw.timeline_text(table, run.start, run.duration, columns)]
     if not np.allclose(run.start, run.lockstep_start):

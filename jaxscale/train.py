@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--json", metavar="FILE", type=pathlib.Path, help="write the summary of the run there too"
     )
-    launcher.add_flags(parser)
+    launcher.add_process_flags(parser)
     options, overrides = command_line.parse(parser, sys.argv[1:] if argv is None else argv)
     with command_line.refusals():
         config = configs.load(options.config, overrides)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"--profile: step {options.profile[-1]} is beyond run.steps = {config.run.steps}"
             )
-        place = launcher.find(options)
+        place = launcher.find_processes(options)
     workdir = options.workdir or pathlib.Path("runs") / pathlib.Path(options.config).stem
     command_line.log_to_stdout()
     settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}

@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_a_verdict_with_what_was_needed():
     numbers = json.loads(json.dumps(aot.numbers(report)))
     assert numbers["fits"] is False
     assert numbers["optimal_seconds"] is None
-    assert "does not fit, by" in aot.describe(report)
+    assert "does not fit, by" in aot.program_text(report)
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys):

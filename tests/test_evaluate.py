@@ -9,7 +9,7 @@ import pytest
 from jaxscale.batch import Batch
 from jaxscale.config import Config, DataConfig, ModelConfig
 from jaxscale.data.dataset import Dataset, open_dataset
-from jaxscale.data.tokens.tokenizer import load
+from jaxscale.data.tokens.tokenizer import load_tokenizer
 from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.run import setup
@@ -38,7 +38,7 @@ def heldout(tmp_path_factory) -> Dataset:
     for i in range(12):
         (folder / f"{i}.txt").write_text("häöüß, "[: 1 + i % 7] * (1 + i))
     config = DataConfig(source=(f"{folder}/*.txt",), seq_len=SEQ_LEN, heldout=0.5)
-    dataset = open_dataset(config, load("bytes"), split="heldout")
+    dataset = open_dataset(config, load_tokenizer("bytes"), split="heldout")
     assert len(dataset) % BATCH
     assert dataset.num_tokens % SEQ_LEN
     return dataset

@@ -10,7 +10,7 @@ import pytest
 from jaxscale import config, prepare
 from jaxscale.data.inspect import histogram
 from jaxscale.data.tokens.corpus import open_corpus
-from jaxscale.data.tokens.tokenizer import load
+from jaxscale.data.tokens.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def refused(capsys, *flags: str) -> str:
 
 def test_preparing_counts_what_it_made(prepared, texts):
     folder, result = prepared
-    tokenizer = load(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
     corpus = open_corpus([str(folder)], tokenizer)
     bodies = [json.loads(line)["body"] for line in (texts / "a.jsonl").read_text().splitlines()]
     assert result["num_documents"] == corpus.num_documents == len(bodies) == 200
@@ -304,7 +304,7 @@ def test_the_examples_of_other_shards_are_not_those_of_a_run(prepared, texts, tm
                 str(tmp_path / name),
             ]
         )
-    tokenizer = load(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
     first, same, other = (
         open_corpus([str(place)], tokenizer).fingerprint
         for place in (folder, tmp_path / "same", tmp_path / "other")

@@ -49,11 +49,11 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Batch: ...
     def example_digest(self, indices: Sequence[int]) -> str: ...
-    def progress(self, num_examples: int) -> list["Progress"]: ...
+    def progress(self, num_examples: int) -> list["SourceProgress"]: ...
 
 
 @dataclass(frozen=True)
-class Progress:
+class SourceProgress:
     """How far the first examples of a run go through one source."""
 
     name: str
@@ -66,7 +66,7 @@ class Progress:
         return -(-self.seen // self.epoch)
 
 
-def repeats(examples: Examples, first: int, last: int) -> list[Progress]:
+def repeats(examples: Examples, first: int, last: int) -> list[SourceProgress]:
     """The sources that begin again among examples `first` to `last`, and how far they then are."""
     before, after = examples.progress(first), examples.progress(last)
     return [now for then, now in zip(before, after) if now.begun > max(then.begun, 1)]
@@ -138,9 +138,9 @@ class Dataset:
         windows = [self.window(index) for index in indices]
         return digest([self.fingerprint, windows]).hex()[:8]
 
-    def progress(self, num_examples: int) -> list[Progress]:
+    def progress(self, num_examples: int) -> list[SourceProgress]:
         """How far the first `num_examples` go through the text."""
-        return [Progress(self.name, num_examples, len(self))]
+        return [SourceProgress(self.name, num_examples, len(self))]
 
 
 def open_dataset(

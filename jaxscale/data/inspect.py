@@ -15,7 +15,7 @@ from jaxscale.data.text.documents import sample_documents
 from jaxscale.data.text.text_files import File, find_files
 from jaxscale.data.tokens.corpus import Corpus, open_corpus, open_folder
 from jaxscale.data.tokens.index import find_prepared, read_index
-from jaxscale.data.tokens.tokenizer import Tokenizer, load, of_folder
+from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer, of_folder
 from jaxscale.data_source import Source
 
 SAMPLE_BYTES = 64_000_000
@@ -90,14 +90,14 @@ def survey(source: Source, tokenizer: str | Tokenizer | None = None) -> Survey:
         if tokenizer is None:
             tokenizer = of_folder(folder, index)
         elif isinstance(tokenizer, str):
-            tokenizer = load(tokenizer, [source])
+            tokenizer = load_tokenizer(tokenizer, [source])
         corpus = open_folder(folder, tokenizer)
         stored = sum(shard.file_bytes for shard in index.shards)
         return Survey(
             name, "shards", len(index.shards), stored, True, index.num_left_out, corpus, tokenizer
         )
     if not isinstance(tokenizer, Tokenizer):
-        tokenizer = load(tokenizer or "bytes", [source])
+        tokenizer = load_tokenizer(tokenizer or "bytes", [source])
     files = find_files([source])
     stored = sum(file.num_bytes for file in files)
     complete = stored <= SAMPLE_BYTES
@@ -110,7 +110,7 @@ def survey_config(config: Config) -> tuple[list[Survey], Examples | None]:
 
     The examples are None where an entry is too large to be tokenised for a look at it.
     """
-    tokenizer = load(
+    tokenizer = load_tokenizer(
         config.data.tokenizer,
         config.data.source,
         heldout=config.data.heldout,
@@ -133,7 +133,7 @@ def examples_of(one: Survey) -> Examples:
     )
 
 
-def describe(one: Survey) -> str:
+def describe_data(one: Survey) -> str:
     """The counts and the histogram, for a person."""
     corpus, tokenizer = one.corpus, one.tokenizer
     of = "" if one.complete else ", of which a sample is counted here"

@@ -18,7 +18,7 @@ from jaxscale.config import DataConfig
 from jaxscale.data.dataset import (
     Dataset,
     Examples,
-    Progress,
+    SourceProgress,
     Split,
     digest,
     entry_name,
@@ -99,11 +99,12 @@ class Mixture:
         windows = [(member, self.members[member].window(own)) for member, own in located]
         return digest([self.fingerprint, windows]).hex()[:8]
 
-    def progress(self, num_examples: int) -> list[Progress]:
+    def progress(self, num_examples: int) -> list[SourceProgress]:
         """How far the first `num_examples` go through each member."""
         seen = count(self._stage(max(num_examples - 1, 0)), num_examples)
         return [
-            Progress(member.name, number, len(member)) for member, number in zip(self.members, seen)
+            SourceProgress(member.name, number, len(member))
+            for member, number in zip(self.members, seen)
         ]
 
     def _stage(self, index: int) -> Stage:

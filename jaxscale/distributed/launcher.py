@@ -32,7 +32,7 @@ FLAGS = {
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ProcessGroup:
     """The place of this process among several."""
 
     coordinator: str  # HOST:PORT where process 0 listens
@@ -69,11 +69,11 @@ class Cluster:
         return host, int(port)
 
 
-ALONE = Cluster(f"localhost:{DEFAULT_PORT}", 1, 0)
+ALONE = ProcessGroup(f"localhost:{DEFAULT_PORT}", 1, 0)
 """Of a process that is to take no notice of others that were started with it."""
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_process_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that runs as several processes."""
     group = parser.add_argument_group(
         "several processes",
@@ -103,7 +103,9 @@ def common_flags(options: argparse.Namespace) -> dict[str, str]:
     return {f"--{name}": str(value) for name, value in vars(options).items() if name not in own}
 
 
-def find(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Cluster | None:
+def find_processes(
+    options: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> ProcessGroup | None:
     """This process's place among several; ALONE when flags say so, None when nobody says anything.
 
     Flags come before JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and those
@@ -130,7 +132,7 @@ def find(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
         values["devices"] = None
     values["source"] = "flags" if given else launched["source"]
     values.pop("hint", None)
-    return Cluster(**values)
+    return ProcessGroup(**values)
 
 
 def loopback(host: str) -> str | None:

@@ -19,7 +19,7 @@ from jaxscale import command_line
 from jaxscale.distributed import consistency, rendezvous
 from jaxscale.distributed import launcher as clusters
 from jaxscale.distributed.control_channel import Peers
-from jaxscale.distributed.launcher import Cluster
+from jaxscale.distributed.launcher import ProcessGroup
 
 START_SECONDS = 300
 """How long processes wait for each other to begin, and for the devices of all."""
@@ -44,7 +44,7 @@ _peers: Peers | None = None  # of this process, as JAX's own cluster is
 
 @contextlib.contextmanager
 def together(
-    cluster: Cluster | None, settings: Mapping[str, Any], workdir: pathlib.Path | None = None
+    cluster: ProcessGroup | None, settings: Mapping[str, Any], workdir: pathlib.Path | None = None
 ) -> Iterator[None]:
     """Runs the body as one of several processes; before any device is touched.
 
@@ -118,7 +118,7 @@ def stops(step: int, signalled: int = 0) -> tuple[str, int] | None:
     return found and (_peers.names[found[0]], found[1])
 
 
-def _join(cluster: Cluster, settings: Mapping[str, Any]) -> Peers:
+def _join(cluster: ProcessGroup, settings: Mapping[str, Any]) -> Peers:
     host = cluster.address[0]
     itself = clusters.loopback(host)
     report = {
@@ -146,7 +146,7 @@ def _host() -> list[str]:
     return [socket.gethostname(), boot.read_text().strip() if boot.exists() else ""]
 
 
-def _refusal(cluster: Cluster, reports: Sequence[dict[str, Any]]) -> str:
+def _refusal(cluster: ProcessGroup, reports: Sequence[dict[str, Any]]) -> str:
     """Why these processes cannot run together; "" when they can."""
     names = [rendezvous.name(i, report["host"][0]) for i, report in enumerate(reports)]
     num_hosts = len({tuple(report["host"]) for report in reports})
@@ -185,7 +185,7 @@ def _check_folder(peers: Peers, workdir: pathlib.Path) -> None:
         raise ValueError(refusal)
 
 
-def _start_jax(peers: Peers, cluster: Cluster) -> None:
+def _start_jax(peers: Peers, cluster: ProcessGroup) -> None:
     """Forms JAX's own cluster, and compares the devices."""
     import jax  # noqa: PLC0415
 
@@ -242,7 +242,7 @@ def leave_absent_hardware_alone() -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
-def _tpu_pod() -> Cluster | None:
+def _tpu_pod() -> ProcessGroup | None:
     """What JAX knows of a TPU pod, from variables or its host's metadata."""
     if not _has_tpu():
         return None
@@ -255,7 +255,7 @@ def _tpu_pod() -> Cluster | None:
             count = pod.get_process_count()
             if count > 1:
                 address = pod.get_coordinator_address(START_SECONDS, None)
-                return Cluster(address, count, pod.get_process_id(), "the TPU pod")
+                return ProcessGroup(address, count, pod.get_process_id(), "the TPU pod")
     return None
 
 

@@ -123,7 +123,7 @@ def attend_block(
     return jax.lax.fori_loop(reach.begin, reach.end, key_block, softmax)
 
 
-def finish(softmax: Softmax, dtype: DTypeLike) -> tuple[Array, Array]:
+def finish_softmax(softmax: Softmax, dtype: DTypeLike) -> tuple[Array, Array]:
     """The output in `dtype`, and log(sum(exp(score))), once every query has seen a key."""
     out = (softmax.out / softmax.total[..., None]).astype(dtype)
     return out, softmax.high + jnp.log(softmax.total)

@@ -47,7 +47,7 @@ def _forward(block: int, window: int, q_BTNH, k_BTKH, v_BTKH, segments_BT) -> tu
         queries, reach = arguments
         softmax = attention_blocks.start(queries.q)
         softmax = attention_blocks.attend_block(softmax, queries, reach, keys, window=window)
-        return attention_blocks.finish(softmax, q_BTNH.dtype)
+        return attention_blocks.finish_softmax(softmax, q_BTNH.dtype)
 
     out_IBKGtH, log_z_IBKGt = jax.lax.map(query_block, (queries, reach))
     return attention_blocks.from_query_blocks(out_IBKGtH, q_BTNH.shape[1]), log_z_IBKGt

@@ -196,7 +196,7 @@ def _forward(static: _Static, q_BTNH, k_BTKH, v_BTKH, segments_BT) -> tuple[Arra
         ), sums
 
     softmax, _ = _walk(static, keys, visit, attention_blocks.start(queries.q), ())
-    out_hIBKGtH, log_z_hIBKGt = attention_blocks.finish(softmax, q_BTNH.dtype)
+    out_hIBKGtH, log_z_hIBKGt = attention_blocks.finish_softmax(softmax, q_BTNH.dtype)
     return _joined(static, attention_blocks.from_query_blocks, out_hIBKGtH), log_z_hIBKGt
 
 

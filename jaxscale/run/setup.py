@@ -22,8 +22,7 @@ from jaxscale.data.dataset import Examples
 from jaxscale.data.loader import batches
 from jaxscale.data.mixture import open_examples
 from jaxscale.data.tokens.corpus import open_corpus
-from jaxscale.data.tokens.tokenizer import Tokenizer
-from jaxscale.data.tokens.tokenizer import load as load_tokenizer
+from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxscale.distributed import processes
 from jaxscale.formatting import gigabytes
 from jaxscale.hardware import find_chip

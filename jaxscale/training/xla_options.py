@@ -154,7 +154,7 @@ def flags_of(device: Any) -> tuple[XlaFlag, ...]:
     return XLA_FLAGS.get(device.device_kind, XLA_FLAGS.get(platform, ()))
 
 
-def refusals(flags: Sequence[XlaFlag], sharding: Sharding) -> dict[str, str]:
+def refused_options(flags: Sequence[XlaFlag], sharding: Sharding) -> dict[str, str]:
     """The error of this version of XLA for each option that it does not take, by name.
 
     XLA renames and drops options between versions, and refuses a program for one that it does not
@@ -193,7 +193,7 @@ def step_options(mesh: Mesh, *, deterministic: bool = False) -> dict[str, bool |
     device = mesh.devices.flat[0]
     needed = _deterministic(device) if deterministic else ()
     flags = (*flags_of(device), *needed)
-    refused = refusals(flags, replicated(mesh))
+    refused = refused_options(flags, replicated(mesh))
     for name, error in refused.items():
         if "No such compile option" not in error:
             raise RuntimeError(f"XLA refuses the option {name} of xla_options.XLA_FLAGS: {error}")

@@ -9,9 +9,9 @@ from jaxscale.config import DataConfig
 from jaxscale.data.dataset import Dataset, Split, open_dataset
 from jaxscale.data.text.text_files import draw, hash_identity
 from jaxscale.data.tokens.corpus import Corpus
-from jaxscale.data.tokens.tokenizer import load
+from jaxscale.data.tokens.tokenizer import load_tokenizer
 
-BYTES = load("bytes")
+BYTES = load_tokenizer("bytes")
 END = BYTES.boundary
 
 

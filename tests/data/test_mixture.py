@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxscale.config import DataConfig, ModelConfig, from_dict
 from jaxscale.data import mixture
-from jaxscale.data.dataset import Dataset, Progress, repeats
+from jaxscale.data.dataset import Dataset, SourceProgress, repeats
 from jaxscale.data.loader import batches
 from jaxscale.data.mixture import Mixture, fractions, mix, open_examples, take_turns
 from jaxscale.data.packing import Stream
@@ -195,7 +195,7 @@ def test_a_member_that_begins_again_is_named(members):
     assert len(named) > 5
     alone = members[0]
     assert repeats(alone, 0, small) == []
-    assert repeats(alone, small - 1, small + 1) == [Progress(alone.name, small + 1, small)]
+    assert repeats(alone, small - 1, small + 1) == [SourceProgress(alone.name, small + 1, small)]
 
 
 def test_digests_and_fingerprints_tell_mixtures_apart(members):

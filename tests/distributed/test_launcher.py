@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from jaxscale.distributed import launcher
-from jaxscale.distributed.launcher import Cluster
+from jaxscale.distributed.launcher import ProcessGroup
 
 
-def find(environ: dict[str, str] | None = None, **given) -> Cluster | None:
+def find(environ: dict[str, str] | None = None, **given) -> ProcessGroup | None:
     parser = argparse.ArgumentParser()
-    launcher.add_flags(parser)
-    return launcher.find(
+    launcher.add_process_flags(parser)
+    return launcher.find_processes(
         parser.parse_args([f"--{name}={value}" for name, value in given.items()]), environ or {}
     )
 
@@ -102,7 +102,7 @@ def test_all_processes_of_a_job_meet_at_one_place_and_other_jobs_elsewhere(envir
 def test_a_pod_of_an_indexed_job_finds_the_first_one(monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda: "train-12.pods.team.svc.cluster.local")
     found = find({"JOB_COMPLETION_INDEX": "12", "JAX_NUM_PROCESSES": "16"})
-    assert found == Cluster("train-0.pods.team.svc.cluster.local:8476", 16, 12, "flags")
+    assert found == ProcessGroup("train-0.pods.team.svc.cluster.local:8476", 16, 12, "flags")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxscale.distributed import launcher, processes
-from jaxscale.distributed.launcher import Cluster
+from jaxscale.distributed.launcher import ProcessGroup
 
 
 @pytest.mark.parametrize("place", [None, launcher.ALONE])
@@ -55,7 +55,7 @@ def report(host: str, boot: str = "b", loopback: str | None = None, **settings) 
     ids=["alike", "one host", "two hosts", "two hosts of one name", "settings"],
 )
 def test_processes_that_do_not_fit_are_refused(reports, said):
-    found = processes._refusal(Cluster("a:7", 2, 0), reports)
+    found = processes._refusal(ProcessGroup("a:7", 2, 0), reports)
     assert said in found
     assert bool(said) == bool(found)
 
@@ -73,13 +73,13 @@ def test_a_tpu_pod_is_what_jax_says(monkeypatch):
     monkeypatch.setenv("MEGASCALE_COORDINATOR_ADDRESS", "localhost")
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
     monkeypatch.setenv("MEGASCALE_SLICE_ID", "1")
-    assert processes._tpu_pod() == Cluster("localhost:8482", 8, 6, "the TPU pod")
+    assert processes._tpu_pod() == ProcessGroup("localhost:8482", 8, 6, "the TPU pod")
 
 
 def test_a_process_that_does_not_come_to_a_loopback_address(monkeypatch, capsys):
     monkeypatch.setattr(processes, "LOOPBACK_SECONDS", 0.3)
     port = free_port()
-    place = Cluster(f"localhost:{port}", 2, 0)
+    place = ProcessGroup(f"localhost:{port}", 2, 0)
     with pytest.raises(SystemExit), processes.together(place, {}):
         pytest.fail("it began without process 1")
     said = capsys.readouterr().err

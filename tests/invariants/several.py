@@ -55,11 +55,11 @@ def main(argv: list[str]) -> None:
     """Runs the commands of a JSON file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("commands", type=pathlib.Path)
-    launcher.add_flags(parser)
+    launcher.add_process_flags(parser)
     options = parser.parse_args(argv)
     command_line.log_to_stdout()
     print(f"pid {os.getpid()}", flush=True)
-    with processes.together(launcher.find(options), {}, options.commands.parent):
+    with processes.together(launcher.find_processes(options), {}, options.commands.parent):
         # What a command sets up anew is there.
         processes.together = lambda *arguments: contextlib.nullcontext()
         command_line.log_to_stdout = lambda: None

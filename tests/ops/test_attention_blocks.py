@@ -54,7 +54,9 @@ def test_keys_may_come_in_parts_and_in_any_order(window):
                     softmax, queries, parts[j][1], offset=12 * (i - j), window=window
                 )
             out.append(
-                attention_blocks.from_query_blocks(attention_blocks.finish(softmax, q.dtype)[0], 12)
+                attention_blocks.from_query_blocks(
+                    attention_blocks.finish_softmax(softmax, q.dtype)[0], 12
+                )
             )
         return jnp.concatenate(out, axis=1)
 
@@ -63,7 +65,9 @@ def test_keys_may_come_in_parts_and_in_any_order(window):
         softmax = attention_blocks.attend(
             attention_blocks.start(queries.q), queries, keys, offset=0, window=window
         )
-        return attention_blocks.from_query_blocks(attention_blocks.finish(softmax, q.dtype)[0], 24)
+        return attention_blocks.from_query_blocks(
+            attention_blocks.finish_softmax(softmax, q.dtype)[0], 24
+        )
 
     got, expected = (jax.jit(function)(q, k, v, segments) for function in (in_parts, at_once))
     assert_close([got], [expected], 1e-13)

@@ -78,7 +78,7 @@ def test_the_tasks_of_the_slurm_script_find_each_other(job, tmp_path):
         environ = dict(line.split("=", 1) for line in lines)
         assert environ.pop("ARGUMENTS") == "-u -m jaxscale.train fail"
         options = dict.fromkeys(launcher.FLAGS)
-        places.append(launcher.find(type("Options", (), options)(), environ))
+        places.append(launcher.find_processes(type("Options", (), options)(), environ))
     assert [place.process_id for place in places] == [0, 1, 2]
     assert {place.num_processes for place in places} == {3}
     assert {place.coordinator.partition(":")[0] for place in places} == {"gpu7"}
@@ -115,7 +115,7 @@ def test_the_pods_of_the_manifest_find_each_other(monkeypatch):
         domain = f"{name}-{index}.{pod['subdomain']}.default.svc.cluster.local"
         monkeypatch.setattr(launcher.socket, "getfqdn", lambda domain=domain: domain)
         options = dict.fromkeys(launcher.FLAGS)
-        found = launcher.find(
+        found = launcher.find_processes(
             type("Options", (), options)(), environ | {"JOB_COMPLETION_INDEX": str(index)}
         )
         assert found

@@ -69,7 +69,7 @@ def test_an_option_with_a_wrong_value_is_an_error(monkeypatch):
 
 def test_this_xla_takes_the_flags_for_gpus():
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    assert xla_options.refusals(xla_options.XLA_FLAGS["gpu"], one) == {}
+    assert xla_options.refused_options(xla_options.XLA_FLAGS["gpu"], one) == {}
 
 
 def test_every_flag_has_a_reason():

@@ -26,8 +26,7 @@ from jaxscale.data.loader import batches  # noqa: E402
 from jaxscale.data.mixture import mix  # noqa: E402
 from jaxscale.data.objectives import OBJECTIVES  # noqa: E402
 from jaxscale.data.tokens.corpus import Corpus, open_corpus  # noqa: E402
-from jaxscale.data.tokens.tokenizer import Tokenizer  # noqa: E402
-from jaxscale.data.tokens.tokenizer import load as load_tokenizer  # noqa: E402
+from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from jaxscale.run.setup import device_batches, open_engine  # noqa: E402
 
 SEQ_LEN, ROWS = 2048, 4

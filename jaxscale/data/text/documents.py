@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.text.formats import boundary, can_cut, read_records, where
+from jaxscale.data.text.formats import boundary, is_splittable, read_records, where
 from jaxscale.data.text.text_files import File, draw, hash_identity
 
 _SAMPLE_PLACES = 64  # that a sample comes from, where there are so many
@@ -48,7 +48,7 @@ class Bad:
 def cut(files: Sequence[File], piece_bytes: int) -> Iterator[Piece]:
     """Every file in pieces of at most so many stored bytes, where it can be cut at all."""
     for file in files:
-        step = piece_bytes if can_cut(file) else file.num_bytes
+        step = piece_bytes if is_splittable(file) else file.num_bytes
         for start in range(0, file.num_bytes, step):
             yield Piece(file, start, min(start + step, file.num_bytes))
 
@@ -107,7 +107,8 @@ def sample_documents(
     total = sum(file.num_bytes for file in files)
     pieces = list(cut(files, max(total // 1024, 1 << 14)))
     hashes = [
-        hash_identity(p.file.identity + (f"#{p.start}" if can_cut(p.file) else "")) for p in pieces
+        hash_identity(p.file.identity + (f"#{p.start}" if is_splittable(p.file) else ""))
+        for p in pieces
     ]
     taken, most = 0, num_bytes
     if total > num_bytes:

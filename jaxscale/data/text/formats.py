@@ -21,7 +21,7 @@ Records = Iterator[tuple[int, str | ValueError]]
 """Positions, each with the text there, or with what is wrong with it and could be passed over."""
 
 
-def can_cut(file: File) -> bool:
+def is_splittable(file: File) -> bool:
     """Whether parts of a file can be read without what is before them."""
     return boundary(file) != "file" and file.format != "arrow" and not compression(file.path)
 

@@ -48,7 +48,7 @@ _PRINTABLE = (_CODES > 32) & (_CODES < 127)
 _NOT_SPACE = _PRINTABLE | (_CODES >= 0xC3) & ~np.isin(_CODES, (0xE1, 0xE2, 0xE3, 0xEF))
 
 
-def can_cut(definition: str) -> bool:
+def can_pretokenize(definition: str) -> bool:
     """Whether a tokenizer.json is one for which the cuts above change nothing."""
     parts = json.loads(definition)
     added = [token for token in parts["added_tokens"] if not token["special"]]

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxscale.data.text.file_io import filesystem, is_remote, read_file, reading
 from jaxscale.data.text.text_files import File, find_files
-from jaxscale.data.tokens.index import Index, find_prepared, join, read_index
+from jaxscale.data.tokens.index import Index, find_prepared, path_in, read_index
 from jaxscale.data.tokens.npy_files import ArrayFile
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import key_of, plan
@@ -163,7 +163,7 @@ def open_folder(
         folder = str(pathlib.Path(folder).expanduser())
     index = read_index(folder)
     if index.tokenizer_fingerprint != tokenizer.fingerprint:
-        file = join(folder, index.tokenizer_file) if index.tokenizer_file else index.tokenizer
+        file = path_in(folder, index.tokenizer_file) if index.tokenizer_file else index.tokenizer
         raise ValueError(
             f"data.tokenizer = {tokenizer.name!r} is not the tokenizer of {folder}, which was "
             f"prepared with {index.tokenizer!r}; set data.tokenizer = {file!r}"
@@ -176,7 +176,7 @@ def open_folder(
     _check_sizes(folder, index)
     shards = tuple(
         ArrayFile(
-            join(folder, shard.file),
+            path_in(folder, shard.file),
             index.dtype,
             shard.num_tokens,
             shard.file_bytes - shard.num_tokens * np.dtype(index.dtype).itemsize,
@@ -185,7 +185,7 @@ def open_folder(
     )
     offsets, hashes = (_array(folder, name, index, directory, map) for name in ARRAYS)
     if len(offsets) != index.num_documents + 1 or offsets[-1] != index.num_tokens:
-        raise ValueError(f"{join(folder, 'offsets.npy')} is damaged; prepare the text again")
+        raise ValueError(f"{path_in(folder, 'offsets.npy')} is damaged; prepare the text again")
     return Corpus(
         shards=shards if map else tuple(shard[:].copy() for shard in shards),
         offsets=offsets,
@@ -259,7 +259,7 @@ def _check_sizes(folder: str, index: Index) -> None:
         else:
             sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
     for shard in index.shards:
-        path = join(folder, shard.file)
+        path = path_in(folder, shard.file)
         if shard.file not in sizes:
             raise ValueError(
                 f"{path} is missing, one of the {len(index.shards)} shards of that folder; put it "
@@ -276,7 +276,7 @@ def _array(
     folder: str, name: str, index: Index, directory: pathlib.Path | None, map: bool
 ) -> np.ndarray:
     """One of the arrays beside the shards; of those at an address a copy is kept."""
-    path = join(folder, f"{name}.npy")
+    path = path_in(folder, f"{name}.npy")
     if is_remote(path):
         data = read_file(path)
         if directory is None:

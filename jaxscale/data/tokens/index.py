@@ -55,7 +55,7 @@ class Index:
         return json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=1) + "\n"
 
 
-def join(folder: str, name: str) -> str:
+def path_in(folder: str, name: str) -> str:
     """The path of a file in a folder, here or at an address."""
     return f"{folder.rstrip('/')}/{name}"
 
@@ -96,7 +96,7 @@ def read_index(folder: str) -> Index:
     Raises:
       ValueError: it cannot be read, or is of another version.
     """
-    path = join(folder, INDEX)
+    path = path_in(folder, INDEX)
     values = _load(path)
     if values is None:
         raise ValueError(f"{path} is not an index of prepared shards")
@@ -127,7 +127,7 @@ def _checked[Record: Shard | Index](record: Record) -> Record:
 
 
 def _is_prepared(path: str) -> bool:
-    place = join(path, INDEX)
+    place = path_in(path, INDEX)
     if is_remote(path):
         fs, name = filesystem(place)
         with reading(place):

@@ -16,9 +16,16 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Any
 
-from jaxscale.data.tokens.index import INDEX, UNFINISHED, Index, join, read_index
-from jaxscale.data.tokens.shards import Work, find_made, finish, key_of, make_shard, write_file
-from jaxscale.data.tokens.tokenizer import Tokenizer, from_file, load
+from jaxscale.data.tokens.index import INDEX, UNFINISHED, Index, path_in, read_index
+from jaxscale.data.tokens.shards import (
+    Work,
+    find_made,
+    finish_shards,
+    key_of,
+    make_shard,
+    write_file,
+)
+from jaxscale.data.tokens.tokenizer import Tokenizer, from_file, load_tokenizer
 
 _PROGRESS_SECONDS = 5.0
 
@@ -56,18 +63,18 @@ def prepare(works: Sequence[Work], tokenizer: Tokenizer, *, workers: int = 0) ->
         todo = [work for work in works if find_made(work) is None]
         if len(todo) < len(works):
             _log.info("data: %d of %d shards are there already", len(works) - len(todo), len(works))
-        progress = Progress(sum(work.num_bytes for work in todo))
+        progress = ReadProgress(sum(work.num_bytes for work in todo))
         if workers and len(todo) > 1:
             _in_processes(todo, tokenizer, min(workers, len(todo)), progress)
         else:
             for work in todo:
                 make_shard(work, tokenizer, progress.add)
-        index = finish(works, tokenizer)
+        index = finish_shards(works, tokenizer)
     shutil.rmtree(unfinished)
     return index
 
 
-class Progress:
+class ReadProgress:
     """How far the reading is, as a line every few seconds."""
 
     def __init__(self, total: int) -> None:
@@ -116,12 +123,12 @@ def _locked(path: pathlib.Path, folder: pathlib.Path) -> Iterator[None]:
 
 
 def _in_processes(
-    works: Sequence[Work], tokenizer: Tokenizer, workers: int, progress: Progress
+    works: Sequence[Work], tokenizer: Tokenizer, workers: int, progress: ReadProgress
 ) -> None:
     context = multiprocessing.get_context("spawn")  # nothing of this process's threads goes along
     read = context.Array("q", 2)
     stop = context.Event()
-    path = join(str(works[0].folder), tokenizer.file_name) if tokenizer.file else ""
+    path = path_in(str(works[0].folder), tokenizer.file_name) if tokenizer.file else ""
     executor = concurrent.futures.ProcessPoolExecutor(
         workers, context, _begin_worker, (path, tokenizer.name, read, stop)
     )
@@ -154,7 +161,7 @@ def _begin_worker(path: str, name: str, read: Any, stop: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command hears it, and stops us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process for each core is enough
-    tokenizer = from_file(path, name) if path else load(name)
+    tokenizer = from_file(path, name) if path else load_tokenizer(name)
     _worker.update(tokenizer=tokenizer, read=read, stop=stop)
 
 

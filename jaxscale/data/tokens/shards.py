@@ -149,7 +149,7 @@ def find_made(work: Work) -> Made | None:
     return made if made.key == work.key and size == made.shard.file_bytes else None
 
 
-def finish(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
+def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
     """Joins the records of shards that are all made into the arrays of a corpus and the index.
 
     Raises:

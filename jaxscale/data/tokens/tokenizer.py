@@ -22,8 +22,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from jaxscale.data.text.documents import sample_documents
 from jaxscale.data.text.file_io import is_remote, read_file
 from jaxscale.data.text.text_files import find_files
-from jaxscale.data.tokens.bpe_cache import Words, can_cut
-from jaxscale.data.tokens.index import Index, find_prepared, join, read_index
+from jaxscale.data.tokens.bpe_cache import Words, can_pretokenize
+from jaxscale.data.tokens.index import Index, find_prepared, path_in, read_index
 from jaxscale.data_source import Source, to_sources
 
 END = "<|endoftext|>"
@@ -89,7 +89,7 @@ class Tokenizer:
         return tuple(found)
 
 
-def load(
+def load_tokenizer(
     name: str,
     source: Sequence[str | Source] = (),
     directory: pathlib.Path | None = None,
@@ -167,7 +167,7 @@ def of_folder(folder: str, index: Index) -> Tokenizer:
     """The tokenizer that a prepared folder was made with, which lies in it."""
     if not index.tokenizer_file:
         return _bytes()
-    return from_file(join(folder, index.tokenizer_file), index.tokenizer)
+    return from_file(path_in(folder, index.tokenizer_file), index.tokenizer)
 
 
 def _prepared(name: str, source: Sequence[str | Source]) -> Tokenizer | None:
@@ -175,7 +175,9 @@ def _prepared(name: str, source: Sequence[str | Source]) -> Tokenizer | None:
     for entry in to_sources(source) if source else ():
         if folder := find_prepared(entry):
             index = read_index(folder)
-            file = join(folder, index.tokenizer_file) if index.tokenizer_file else index.tokenizer
+            file = (
+                path_in(folder, index.tokenizer_file) if index.tokenizer_file else index.tokenizer
+            )
             if index.tokenizer != name:
                 raise ValueError(
                     f"data.tokenizer = {name!r}, but {folder} was prepared with "
@@ -263,7 +265,7 @@ def _from_json(data: bytes, where: str, name: str) -> Tokenizer:
         boundary,
         token_bytes,
         _fingerprint(text.encode()),
-        Words(encode) if can_cut(text) else lambda texts: _arrays(encode(texts)),
+        Words(encode) if can_pretokenize(text) else lambda texts: _arrays(encode(texts)),
         decode,
         name,
         data,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
 from jaxscale.data.text.documents import Bad, Document, Piece, cut, read_documents
-from jaxscale.data.text.formats import can_cut, read_records, where
+from jaxscale.data.text.formats import is_splittable, read_records, where
 from jaxscale.data.text.tables import _example
 from jaxscale.data.text.text_files import File, find_files, hash_identity
 
@@ -180,7 +180,7 @@ def test_text_is_cut_at_the_boundary_that_is_asked_for(tmp_path, boundary, expec
     (tmp_path / f"a.txt{suffix}").write_bytes(packed)
     file = listed(tmp_path / f"a.txt{suffix}", boundary=boundary)
     assert texts_of(file) == expected
-    assert can_cut(file) == (not suffix and boundary != "file")
+    assert is_splittable(file) == (not suffix and boundary != "file")
     for piece_bytes in range(1, len(data) + 1):
         assert texts_of(file, piece_bytes) == expected
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from jaxscale.data.tokens import bpe_cache
-from jaxscale.data.tokens.bpe_cache import PATTERNS, Words, can_cut
+from jaxscale.data.tokens.bpe_cache import PATTERNS, Words, can_pretokenize
 
 PIECES = [
     " ",
@@ -147,7 +147,7 @@ def test_memory_is_bounded(monkeypatch):
 
 @pytest.mark.parametrize("number", range(-1, len(PATTERNS)))
 def test_the_patterns_are_recognised(number):
-    assert can_cut(library(number).to_str())
+    assert can_pretokenize(library(number).to_str())
 
 
 def changed(**parts) -> tokenizers.Tokenizer:
@@ -170,10 +170,10 @@ def changed(**parts) -> tokenizers.Tokenizer:
     ids=lambda made: str(made.pre_tokenizer)[:40] + type(made.normalizer).__name__,
 )
 def test_other_tokenizers_are_left_to_the_library(other):
-    assert not can_cut(other.to_str())
+    assert not can_pretokenize(other.to_str())
 
 
 def test_a_token_that_was_added_may_reach_over_a_cut():
     made = changed()
     made.add_tokens(["a b"])
-    assert not can_cut(made.to_str())
+    assert not can_pretokenize(made.to_str())

@@ -14,7 +14,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from jaxscale.data.text.text_files import hash_identity
 from jaxscale.data.tokens.corpus import Corpus, open_corpus
-from jaxscale.data.tokens.tokenizer import load
+from jaxscale.data.tokens.tokenizer import load_tokenizer
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def source(folder):
 
 
 def test_documents_follow_each_other_behind_boundaries(texts):
-    tokenizer = load("bytes")
+    tokenizer = load_tokenizer("bytes")
     corpus = open_corpus(source(texts), tokenizer)
     assert corpus.num_documents == 5
     for i in range(5):
@@ -45,7 +45,7 @@ def test_documents_follow_each_other_behind_boundaries(texts):
 
 
 def test_what_is_kept_is_what_was_made(texts, tmp_path, caplog):
-    tokenizer = load("bytes")
+    tokenizer = load_tokenizer("bytes")
     made = open_corpus(source(texts), tokenizer)
     first = open_corpus(source(texts), tokenizer, tmp_path / "run")
     caplog.clear()
@@ -64,7 +64,7 @@ def test_what_is_kept_is_what_was_made(texts, tmp_path, caplog):
 
 @pytest.mark.parametrize("change", ["content", "time", "new file", "tokenizer"])
 def test_a_change_is_noticed_and_said(texts, tmp_path, caplog, change):
-    tokenizer = load("bytes")
+    tokenizer = load_tokenizer("bytes")
     before = open_corpus(source(texts), tokenizer, tmp_path / "run")
     if change == "content":
         (texts / "1.txt").write_text("another text")
@@ -73,7 +73,7 @@ def test_a_change_is_noticed_and_said(texts, tmp_path, caplog, change):
     elif change == "new file":
         (texts / "9.txt").write_text("nine")
     else:
-        tokenizer = load("bpe:258", source(texts))
+        tokenizer = load_tokenizer("bpe:258", source(texts))
     with caplog.at_level(logging.INFO, "jaxscale"):
         after = open_corpus(source(texts), tokenizer, tmp_path / "run")
     assert "the files or the tokenizer changed; tokenising again" in caplog.text
@@ -82,7 +82,7 @@ def test_a_change_is_noticed_and_said(texts, tmp_path, caplog, change):
 
 
 def test_the_fingerprint_is_of_the_content_not_the_place(texts, tmp_path):
-    tokenizer = load("bytes")
+    tokenizer = load_tokenizer("bytes")
     before = open_corpus(source(texts), tokenizer).fingerprint
     moved = texts.rename(tmp_path / "moved")
     assert open_corpus(source(moved), tokenizer).fingerprint == before
@@ -91,7 +91,7 @@ def test_the_fingerprint_is_of_the_content_not_the_place(texts, tmp_path):
 
 
 def test_a_writer_that_died_does_no_harm(texts, tmp_path):
-    tokenizer = load("bytes")
+    tokenizer = load_tokenizer("bytes")
     expected = open_corpus(source(texts), tokenizer).tokens
     open_corpus(source(texts), tokenizer, tmp_path / "run")
     (folder,) = (tmp_path / "run").iterdir()
@@ -102,7 +102,7 @@ def test_a_writer_that_died_does_no_harm(texts, tmp_path):
 
 
 def test_a_writer_that_was_second_takes_what_is_there(texts, tmp_path):
-    tokenizer = load("bytes")
+    tokenizer = load_tokenizer("bytes")
 
     def encode_while_another_finishes(documents):
         open_corpus(source(texts), tokenizer, tmp_path / "run")
@@ -122,7 +122,7 @@ def test_bytes_add_up_for_a_tokenizer_that_changes_text(texts, tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(tmp_path / "t.json"))
-    corpus = open_corpus(source(texts), load(str(tmp_path / "t.json")))
+    corpus = open_corpus(source(texts), load_tokenizer(str(tmp_path / "t.json")))
     assert corpus.token_bytes[corpus.tokens].sum() == pytest.approx(corpus.num_bytes, rel=1e-12)
     assert corpus.token_bytes[3] == 0
 
@@ -132,7 +132,7 @@ def test_a_vocabulary_beyond_16_bits_keeps_its_ids(texts, tmp_path):
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "t.json"))
-    corpus = open_corpus(source(texts), load(str(tmp_path / "t.json")))
+    corpus = open_corpus(source(texts), load_tokenizer(str(tmp_path / "t.json")))
     assert corpus.tokens[:2].tolist() == [70_000, 70_001]
 
 
@@ -150,7 +150,7 @@ def test_tokens_are_read_across_shards(sizes, data):
 def test_a_corpus_on_disk_travels_as_paths(texts, tmp_path):
     for i in range(200):
         (texts / f"more{i}.txt").write_text("some text " * 100)
-    corpus = open_corpus(source(texts), load("bytes"), tmp_path / "run")
+    corpus = open_corpus(source(texts), load_tokenizer("bytes"), tmp_path / "run")
     pickled = pickle.dumps(corpus)
     assert len(pickled) < 4_000  # half of it is the bytes of each token
     again = pickle.loads(pickled)

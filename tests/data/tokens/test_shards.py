@@ -20,9 +20,9 @@ from jaxscale.data.tokens import prepare as preparing
 from jaxscale.data.tokens.corpus import Corpus, open_corpus, open_folder
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import Work, find_made, make_shard, plan
-from jaxscale.data.tokens.tokenizer import Tokenizer, load
+from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 
-BYTES = load("bytes")
+BYTES = load_tokenizer("bytes")
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_a_folder_of_other_text_is_not_written_over(texts, tmp_path, change):
     if change == "text":
         (texts / "a.jsonl").write_text('{"text": "other"}')
     elif change == "tokenizer":
-        tokenizer = load("bpe:258", [f"{texts}/*.md"])
+        tokenizer = load_tokenizer("bpe:258", [f"{texts}/*.md"])
     else:
         changes = {"max_document_bytes": 10}
     with pytest.raises(ValueError, match=r"out holds shards of other text.*another folder"):
@@ -401,7 +401,7 @@ def test_shards_are_read_in_part_from_object_stores(folder, tmp_path, monkeypatc
 
 
 def test_a_vocabulary_beyond_16_bits_takes_32(texts, tmp_path):
-    wide = load("bytes")
+    wide = load_tokenizer("bytes")
     wide = Tokenizer(
         70_000,
         69_999,
@@ -416,7 +416,7 @@ def test_a_vocabulary_beyond_16_bits_takes_32(texts, tmp_path):
 
 
 def test_progress_is_a_share_a_rate_and_a_time():
-    progress = preparing.Progress(1_000_000)
+    progress = preparing.ReadProgress(1_000_000)
     progress.stored, progress.text = 250_000, 400_000
     assert progress.line(2.0) == ("tokenised 0 MB of text (25 % of the files), 0.2 MB/s, 6 s left")
     assert preparing._duration(600) == "10 min"
@@ -426,7 +426,7 @@ def test_progress_is_a_share_a_rate_and_a_time():
 def test_progress_counts_every_byte_once(texts, tmp_path):
     works = works_of(texts, tmp_path / "out")
     (tmp_path / "out" / ".unfinished").mkdir(parents=True)
-    progress = preparing.Progress(sum(work.num_bytes for work in works))
+    progress = preparing.ReadProgress(sum(work.num_bytes for work in works))
     for work in works:
         make_shard(work, BYTES, progress.add)
     assert progress.stored == progress.total == sum(p.stat().st_size for p in texts.iterdir())

@@ -20,7 +20,7 @@ from jaxscale.data.text.text_files import draw, find_files, hash_identity
 from jaxscale.data.tokens.corpus import open_corpus
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import plan
-from jaxscale.data.tokens.tokenizer import Tokenizer, load
+from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = st.lists(st.text(), max_size=4)
 
@@ -36,7 +36,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def byte_pairs(texts) -> Tokenizer:
-    return load("bpe:290", (str(texts),))
+    return load_tokenizer("bpe:290", (str(texts),))
 
 
 def word_level(path: pathlib.Path, *special: str, truncate: int = 0) -> str:
@@ -69,7 +69,7 @@ def check_round_trip(tokenizer: Tokenizer, texts: list[str]) -> None:
 @settings(deadline=None)
 @given(TEXTS)
 def test_bytes_come_back(texts):
-    check_round_trip(load("bytes"), texts)
+    check_round_trip(load_tokenizer("bytes"), texts)
 
 
 @settings(deadline=None)
@@ -83,7 +83,7 @@ def test_the_name_of_a_special_token_in_a_text_is_text(byte_pairs):
 
 
 def test_bytes_have_257_ids():
-    tokenizer = load("bytes")
+    tokenizer = load_tokenizer("bytes")
     assert (tokenizer.vocab_size, tokenizer.boundary) == (257, 256)
     assert tokenizer.decode([0xE2, 0x82]) == "�"  # half a character is shown as such
 
@@ -95,7 +95,7 @@ def test_byte_pairs_learn(byte_pairs):
 
 
 def test_training_is_repeatable(texts, byte_pairs):
-    assert load("bpe:290", (str(texts),)).fingerprint == byte_pairs.fingerprint
+    assert load_tokenizer("bpe:290", (str(texts),)).fingerprint == byte_pairs.fingerprint
 
 
 def drawn(identity: str) -> float:
@@ -106,35 +106,37 @@ def test_documents_held_out_are_not_learnt_from(texts, tmp_path):
     share = 0.4
     for path in texts.iterdir():
         (tmp_path / path.name).write_text(path.read_text())
-    before = load("bpe:280", (str(tmp_path),), heldout=share)
+    before = load_tokenizer("bpe:280", (str(tmp_path),), heldout=share)
     held_out = [path for path in tmp_path.iterdir() if drawn(path.name) < share]
     assert 0 < len(held_out) < 10
     for path in held_out:
         path.write_text("zyzzyva " * 200)
-    assert load("bpe:280", (str(tmp_path),), heldout=share).fingerprint == before.fingerprint
-    assert load("bpe:280", (str(tmp_path),)).fingerprint != before.fingerprint
+    assert (
+        load_tokenizer("bpe:280", (str(tmp_path),), heldout=share).fingerprint == before.fingerprint
+    )
+    assert load_tokenizer("bpe:280", (str(tmp_path),)).fingerprint != before.fingerprint
 
 
 def test_a_trained_tokenizer_is_kept_and_found(texts, byte_pairs, tmp_path):
     folder = tmp_path / "run"
-    assert load("bpe:290", (str(texts),), folder).fingerprint == byte_pairs.fingerprint
+    assert load_tokenizer("bpe:290", (str(texts),), folder).fingerprint == byte_pairs.fingerprint
     assert [path.name for path in folder.iterdir()] == ["tokenizer.json"]
-    assert load("bpe:290", ("gone",), folder).fingerprint == byte_pairs.fingerprint
-    assert load(str(folder / "tokenizer.json")).fingerprint == byte_pairs.fingerprint
+    assert load_tokenizer("bpe:290", ("gone",), folder).fingerprint == byte_pairs.fingerprint
+    assert load_tokenizer(str(folder / "tokenizer.json")).fingerprint == byte_pairs.fingerprint
     with pytest.raises(ValueError, match=r"'bpe:300', but .*tokenizer.json has 290 tokens"):
-        load("bpe:300", (str(texts),), folder)
+        load_tokenizer("bpe:300", (str(texts),), folder)
 
 
 def test_too_little_text_says_how_many_tokens_it_yields(tmp_path):
     (tmp_path / "a.txt").write_text("aa bb aa bb")
     with pytest.raises(ValueError, match=r"only (\d+) tokens; set data.tokenizer = 'bpe:") as error:
-        load("bpe:4096", (str(tmp_path),))
+        load_tokenizer("bpe:4096", (str(tmp_path),))
     enough = str(error.value).split("'")[-2]
-    assert load(enough, (str(tmp_path),)).vocab_size == int(enough.removeprefix("bpe:"))
+    assert load_tokenizer(enough, (str(tmp_path),)).vocab_size == int(enough.removeprefix("bpe:"))
 
 
 def test_a_file_of_hugging_face(tmp_path):
-    tokenizer = load(word_level(tmp_path / "t.json", "<pad>", "</s>", truncate=2))
+    tokenizer = load_tokenizer(word_level(tmp_path / "t.json", "<pad>", "</s>", truncate=2))
     assert (tokenizer.vocab_size, tokenizer.boundary) == (6, 5)
     assert tokenizer.token_bytes.tolist() == [5, 3, 3, 4, 0, 0]
     # All of the text: what the file says of truncation and padding is for inference.
@@ -155,31 +157,31 @@ def test_byte_fallback_counts_one_byte(tmp_path):
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     tokenizer.save(str(tmp_path / "t.json"))
-    check_round_trip(load(str(tmp_path / "t.json")), [" €", "€ €"])
+    check_round_trip(load_tokenizer(str(tmp_path / "t.json")), [" €", "€ €"])
 
 
 def test_a_tokenizer_without_a_boundary_is_refused(tmp_path):
     path = word_level(tmp_path / "t.json", "<pad>")
     with pytest.raises(ValueError, match=r"t.json has no token .*\['<pad>'\].*<\|endoftext\|>"):
-        load(path)
+        load_tokenizer(path)
 
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
     (tmp_path / "t.json").write_text('{"model": 1}')
     with pytest.raises(ValueError, match=r"t.json is not a Hugging Face tokenizer.json"):
-        load(str(tmp_path / "t.json"))
+        load_tokenizer(str(tmp_path / "t.json"))
 
 
 @pytest.mark.parametrize("name", ["byte", "gone.json", "gpt2", "bpe"])
 def test_an_unknown_name_says_what_there_is(name):
     with pytest.raises(ValueError, match=f"data.tokenizer = '{name}'.*'bytes', 'bpe:4096'"):
-        load(name)
+        load_tokenizer(name)
 
 
 @pytest.mark.parametrize("size", ["", "big", "256", "-1", "1.5"])
 def test_a_size_that_cannot_be_says_why(size):
     with pytest.raises(ValueError, match=f"data.tokenizer = 'bpe:{size}'.*at least 257"):
-        load(f"bpe:{size}", ("text",))
+        load_tokenizer(f"bpe:{size}", ("text",))
 
 
 @functools.cache
@@ -208,7 +210,7 @@ def write_model(path: pathlib.Path, kind: str = "bpe", **options) -> str:
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_a_sentencepiece_model(tmp_path, kind):
-    tokenizer = load(write_model(tmp_path / "t.model", kind))
+    tokenizer = load_tokenizer(write_model(tmp_path / "t.model", kind))
     assert tokenizer.file_name == "tokenizer.model"
     special = {"<s>": 1, "</s>": 2, "<pad>": 3}
     assert tokenizer.special.items() > special.items()
@@ -223,37 +225,37 @@ def test_a_sentencepiece_model(tmp_path, kind):
         # It puts a space before the first word.
         assert tokenizer.token_bytes[ids].sum() == len(text.encode()) + bool(text)
     assert tokenizer.vocab_size == len(tokenizer.token_bytes)
-    again = load(write_model(tmp_path / "u.model", kind))
+    again = load_tokenizer(write_model(tmp_path / "u.model", kind))
     assert again.fingerprint == tokenizer.fingerprint
 
 
 def test_a_sentencepiece_model_makes_a_corpus(tmp_path, texts):
-    tokenizer = load(write_model(tmp_path / "t.model"))
+    tokenizer = load_tokenizer(write_model(tmp_path / "t.model"))
     corpus = open_corpus([str(texts)], tokenizer, tmp_path / "run")
     assert corpus.token_bytes[corpus.tokens].sum() == pytest.approx(corpus.num_bytes, rel=1e-12)
     (folder,) = (tmp_path / "run").iterdir()
-    assert load(str(folder / "tokenizer.model")).fingerprint == tokenizer.fingerprint
+    assert load_tokenizer(str(folder / "tokenizer.model")).fingerprint == tokenizer.fingerprint
 
 
 def test_a_sentencepiece_model_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     path = write_model(tmp_path / "t.model", eos=False)
     with pytest.raises(ValueError, match=r"t.model has no token for the end.*'<s>'"):
-        load(path)
+        load_tokenizer(path)
     (tmp_path / "u.model").write_bytes(b"junk")
     with pytest.raises(ValueError, match=r"u.model is not a SentencePiece model"):
-        load(str(tmp_path / "u.model"))
+        load_tokenizer(str(tmp_path / "u.model"))
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(ValueError, match=r"t.model needs the package sentencepiece; install"):
-        load(path)
+        load_tokenizer(path)
 
 
 def test_special_tokens_are_explicit(tmp_path):
     names = ["</s>", "<extra_id_1>", "<extra_id_0>", "[MASK]", "<extra_id_3>"]
-    tokenizer = load(word_level(tmp_path / "t.json", *names))
+    tokenizer = load_tokenizer(word_level(tmp_path / "t.json", *names))
     assert tokenizer.special == {name: i for i, name in enumerate(names, 4)}
     assert (tokenizer.boundary, tokenizer.mask) == (4, 7)
     assert tokenizer.sentinels == (6, 5)  # in their order, up to the first that is not there
-    plain = load("bytes")
+    plain = load_tokenizer("bytes")
     assert (plain.special, plain.mask, plain.sentinels) == ({"<|endoftext|>": 256}, None, ())
 
 
@@ -261,24 +263,26 @@ def test_byte_pairs_of_a_prepared_folder_are_its_own(texts, byte_pairs, tmp_path
     files = find_files([str(texts)])
     prepare(plan(files, byte_pairs, tmp_path / "out"), byte_pairs)
     source = (str(tmp_path / "out"),)
-    own = load("bpe:290", source, tmp_path / "run")
+    own = load_tokenizer("bpe:290", source, tmp_path / "run")
     assert own.fingerprint == byte_pairs.fingerprint
     assert open_corpus(source, own).num_documents == 10
     # A run that has begun needs the folder no more.
-    assert load("bpe:290", ("gone",), tmp_path / "run").fingerprint == byte_pairs.fingerprint
+    assert (
+        load_tokenizer("bpe:290", ("gone",), tmp_path / "run").fingerprint == byte_pairs.fingerprint
+    )
     with pytest.raises(ValueError, match=r"'bpe:300', but .*out was prepared with 'bpe:290'; set"):
-        load("bpe:300", source)
+        load_tokenizer("bpe:300", source)
 
 
 def test_a_tokenizer_is_read_from_an_object_store(byte_pairs):
     store = fsspec.filesystem("memory")
     store.pipe("/tokenizers/t.json", byte_pairs.file)
     try:
-        assert load("memory://tokenizers/t.json").fingerprint == byte_pairs.fingerprint
+        assert load_tokenizer("memory://tokenizers/t.json").fingerprint == byte_pairs.fingerprint
     finally:
         store.rm("/tokenizers", recursive=True)
     with pytest.raises(ValueError, match=r"t.json cannot be read"):
-        load("memory://tokenizers/t.json")
+        load_tokenizer("memory://tokenizers/t.json")
 
 
 def test_training_text_comes_from_all_over(tmp_path):
