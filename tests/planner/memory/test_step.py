@@ -138,5 +138,5 @@ def test_every_part_has_a_name_for_people():
 def test_refusals():
     with pytest.raises(ValueError, match="has two directions, which this version draws"):
         step_memory(config({"pipeline": 2, "schedule": "chimera", "microbatches": 2}))
-    with pytest.raises(ValueError, match="no memory was measured on the 'abacus' back end"):
+    with pytest.raises(ValueError, match="back end 'abacus' has no memory model"):
         step_memory(config({}), "abacus")
