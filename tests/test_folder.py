@@ -74,6 +74,25 @@ def test_a_run_fits_other_devices(num_devices, overrides, expected, tmp_path, ca
     ]
 
 
+def test_what_training_keeps_need_not_fit(tmp_path):
+    """Passes of a pipeline and host memory are for its backward pass."""
+    saved = save(tmp_path, pipeline=2, remat="keep:1", offload="optimizer", microbatches=2)
+    for overrides in ([], ["layout.pipeline=1"]):
+        layout = load(saved, *overrides, num_devices=4)
+        assert layout == Layout(data=4, microbatches=2)
+
+
+def test_the_ranks_of_a_pipeline_share_layers_to_sample():
+    for fsdp, expected in ((2, {"fsdp": 4, "data": 2}), (1, {"fsdp": 2, "data": 4})):
+        layout = Layout(pipeline=2, fsdp=fsdp, zero_stage=1, schedule="1f1b:2,1", remat="keep:1")
+        found = run.for_sampling(Config(layout=layout)).layout
+        assert {axis: size for axis, size in found.sizes.items() if size > 1} == expected
+        assert found.zero_stage == 3
+    model = ModelConfig(d_model=18, num_heads=2, num_kv_heads=2, head_dim=4)
+    found = run.for_sampling(Config(model=model, layout=Layout(pipeline=4, data=2))).layout
+    assert (found.data, found.fsdp) == (8, 1)
+
+
 def test_a_layout_that_was_asked_for_is_not_replaced(tmp_path):
     with pytest.raises(ValueError, match="needs 2 devices and there are 4"):
         load(save(tmp_path), "layout.data=2", num_devices=4)
