@@ -41,12 +41,3 @@ def test_no_public_name_is_a_module():
 def test_the_formatter_is_not_switched_off():
     skips = sum(path.read_text().count("# fmt: " + "skip") for path in MODULES)
     assert skips < 20
-
-
-def test_no_module_outside_the_sharding_folder_shards_arrays_by_hand():
-    """Only a kernel's own `shard_map` says how its local function sees its arguments."""
-    allowed = {"sharding", "ops"}
-    for path in MODULES:
-        folder = path.relative_to(PACKAGE).parts[0]
-        if folder not in allowed:
-            assert "PartitionSpec(" not in path.read_text(), path

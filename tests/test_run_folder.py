@@ -81,6 +81,14 @@ def test_a_run_fits_other_devices(num_devices, overrides, expected, tmp_path, ca
     ]
 
 
+def test_what_training_keeps_need_not_fit(tmp_path):
+    """Passes of a pipeline and host memory are for its backward pass."""
+    saved = save(tmp_path, pipeline=2, remat="keep:1", offload="optimizer", microbatches=2)
+    for overrides in ([], ["layout.pipeline=1"]):
+        layout = load(saved, *overrides, num_devices=4)
+        assert layout == Layout(data=4, microbatches=2)
+
+
 def test_a_layout_that_was_asked_for_is_not_replaced(tmp_path):
     with pytest.raises(ValueError, match="needs 2 devices and there are 4"):
         load(save(tmp_path), "layout.data=2", num_devices=4)

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxscale.sharding.resolve import Axes, is_axes, leaf_name
+from jaxscale.sharding.specs import across_pipeline, mesh_axes_of
 
 Tree = Any
 
@@ -58,8 +59,8 @@ class LayerPlacement:
         wanted = self.canonical
         if on_host:
             wanted = self._map(_in_host_memory, wanted)
-        order = layers[np.argsort(self.layer_of_row[layers])]
-        return self._map(functools.partial(_reorder, order, donate), state, wanted)
+        reorder = functools.partial(_reorder, layers[np.argsort(self.layer_of_row[layers])], donate)
+        return self._map(reorder, state, self.abstract, wanted)
 
     def from_canonical(self, state: Tree, *, donate: bool = False) -> Tree:
         """The form of the run of a state that has either form.
@@ -72,10 +73,10 @@ class LayerPlacement:
         """
         if self.trivial or self._in_the_runs_form(state):
             return state
-        jax.tree_util.tree_map_with_path(_check_shape, state, self.canonical)
-        return self._map(
-            functools.partial(_reorder, self.layer_of_row, donate), state, self.abstract
-        )
+        given = self.canonical
+        jax.tree_util.tree_map_with_path(_check_shape, state, given)
+        reorder = functools.partial(_reorder, self.layer_of_row, donate)
+        return self._map(reorder, state, given, self.abstract)
 
     def _in_the_runs_form(self, state: Tree) -> bool:
         """Whether its layers are spread over the ranks."""
@@ -93,31 +94,11 @@ class LayerPlacement:
             return leaf
         dim, size = axes.index("layers"), int(self.layer_of_row.max()) + 1
         shape = (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
-        sharding = _across(leaf.sharding, dim, shape)
+        sharding = across_pipeline(leaf.sharding, axes, shape)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     def _map(self, function: Any, *trees: Tree) -> Tree:
         return jax.tree.map(function, self.axes, *trees, is_leaf=is_axes)
-
-
-def _across(sharding: Any, dim: int, shape: tuple[int, ...]) -> NamedSharding:
-    """The ranks of a pipeline share another dimension than the layers, so that each has a part of
-    every layer; where none divides, they have it all."""
-    assert isinstance(sharding, NamedSharding)
-    ranks = sharding.mesh.shape["pipeline"]
-    spec = [_names(entry) for entry in sharding.spec]
-    spec += [()] * (len(shape) - len(spec))
-    spec = [tuple(name for name in names if name != "pipeline") for names in spec]
-    sizes = sharding.update(spec=PartitionSpec(*spec)).shard_shape(shape)
-    free = [d for d in range(len(shape)) if d != dim and sizes[d] % ranks == 0]
-    if free:
-        chosen = min(free, key=lambda d: len(spec[d]))
-        spec[chosen] += ("pipeline",)
-    return sharding.update(spec=PartitionSpec(*spec))
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else (entry,) if entry else ()
 
 
 def _in_host_memory(axes: Axes, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -137,19 +118,20 @@ def _check_shape(path: tuple, leaf: Any, wanted: jax.ShapeDtypeStruct) -> None:
 
 
 def _reorder(
-    rows: np.ndarray, donate: bool, axes: Axes, array: Any, wanted: jax.ShapeDtypeStruct
+    rows: np.ndarray,
+    donate: bool,
+    axes: Axes,
+    array: Any,
+    given: jax.ShapeDtypeStruct,
+    wanted: jax.ShapeDtypeStruct,
 ) -> Any:
     """The rows of an array in another order, zeros where one is -1."""
     if "layers" not in axes:
-        return array
-    dim, sharding = axes.index("layers"), wanted.sharding.with_memory_kind("device")
-    across = _across(sharding, dim, wanted.shape)
+        return array if isinstance(array, jax.Array) else jax.device_put(array, wanted.sharding)
     # Only what is in device memory can be computed with.
-    if isinstance(array, jax.Array):
-        placed = jax.device_put(array, array.sharding.with_memory_kind("device"))
-    else:
-        placed = jax.device_put(array, across)
-    taken = _take(placed, tuple(rows.tolist()), dim, across, sharding)
+    before, after = (leaf.sharding.with_memory_kind("device") for leaf in (given, wanted))
+    placed = jax.device_put(array, before)
+    taken = _take(placed, tuple(rows.tolist()), axes.index("layers"), before, after)
     # Waiting, or the devices would hold a second state: arrays are allocated when asked for.
     taken = jax.block_until_ready(jax.device_put(taken, wanted.sharding))
     if donate and isinstance(array, jax.Array):
@@ -159,17 +141,39 @@ def _reorder(
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _take(
-    array: jax.Array,
-    rows: tuple[int, ...],
-    dim: int,
-    across: NamedSharding,
-    sharding: NamedSharding,
+    array: jax.Array, rows: tuple[int, ...], dim: int, before: NamedSharding, after: NamedSharding
 ) -> jax.Array:
-    """Taken where every rank has a part of all layers: the ranks exchange parts, and none ever has
-    the whole array."""
-    array = jax.lax.with_sharding_constraint(array, across)
+    """Taken where a rank has its part of every layer, or all of it: ranks exchange their parts
+    before, or after. By hand: the compiler would have all ranks gather the whole array, and its
+    partitioner ends the process over some that are spread over two axes."""
     index = np.array(rows)
     there = np.expand_dims(index >= 0, tuple(d for d in range(array.ndim) if d != dim))
-    taken = jnp.where(there, jnp.take(array, np.maximum(index, 0), axis=dim), 0)
-    taken = jax.lax.with_sharding_constraint(taken.astype(array.dtype), across)
-    return jax.lax.with_sharding_constraint(taken, sharding)
+
+    def local(x: jax.Array) -> jax.Array:
+        split, join = _pipeline_dim(before), _pipeline_dim(after)
+        if split == dim:
+            x = _exchange(x, join, dim)
+        x = jnp.where(there, jnp.take(x, np.maximum(index, 0), axis=dim), jnp.zeros((), x.dtype))
+        if join == dim:
+            x = _exchange(x, dim, split)
+        return x
+
+    return jax.shard_map(
+        local, mesh=before.mesh, in_specs=before.spec, out_specs=after.spec, check_vma=False
+    )(array)
+
+
+def _exchange(x: jax.Array, split: int | None, join: int | None) -> jax.Array:
+    """Spread over the pipeline along `split` instead of `join`; None is whole on every rank."""
+    if split is None:
+        assert join is not None
+        return jax.lax.all_gather(x, "pipeline", axis=join, tiled=True)
+    if join is None:
+        size = x.shape[split] // jax.lax.axis_size("pipeline")
+        begin = size * jax.lax.axis_index("pipeline")
+        return jax.lax.dynamic_slice_in_dim(x, begin, size, split)
+    return jax.lax.all_to_all(x, "pipeline", split, join, tiled=True)
+
+
+def _pipeline_dim(sharding: NamedSharding) -> int | None:
+    return next((d for d, e in enumerate(sharding.spec) if "pipeline" in mesh_axes_of(e)), None)

@@ -5,6 +5,7 @@ specs from here, and build none: a name says what is spread over which mesh axes
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -48,3 +49,25 @@ def kernel_spec(axes: Axes, sizes: Mapping[str, int]) -> PartitionSpec:
     """
     rest = automatic_part(resolve(axes[1:], ACTIVATIONS, sizes))
     return PartitionSpec(tuple(axis for axis in AUTOMATIC_AXES if sizes[axis] == 1), *rest)
+
+
+def across_pipeline(sharding: Any, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
+    """The ranks of a pipeline share another dimension than the layers, so that each has a part of
+    every layer: that of the model's width, as ranks of fsdp do, or one that divides. Where none
+    does, they have it all."""
+    assert isinstance(sharding, NamedSharding)
+    ranks = sharding.mesh.shape["pipeline"]
+    spec = [mesh_axes_of(entry) for entry in sharding.spec]
+    spec += [()] * (len(shape) - len(spec))
+    spec = [tuple(name for name in names if name != "pipeline") for names in spec]
+    sizes = sharding.update(spec=PartitionSpec(*spec)).shard_shape(shape)
+    free = [d for d, size in enumerate(sizes) if axes[d] != "layers" and size % ranks == 0]
+    if free:
+        chosen = min(free, key=lambda d: (axes[d] != "embed", len(spec[d])))
+        spec[chosen] += ("pipeline",)
+    return sharding.update(spec=PartitionSpec(*spec))
+
+
+def mesh_axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in an entry of a `PartitionSpec`."""
+    return entry if isinstance(entry, tuple) else (entry,) if entry else ()

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxscale.config import check_seed
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.models.decoder import CACHE_AXES, Cache, Decoder
-from jaxscale.sharding.resolve import ACTIVATIONS, Axes, resolve
+from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, Axes, resolve, resolve_tree
 from jaxscale.sharding.specs import replicated
 from jaxscale.training.step import Engine
 
@@ -73,7 +73,7 @@ def sample(
             f"{longest + num_tokens - 1} learned positions, and the model has "
             f"model.max_seq_len = {config.max_seq_len}; shorten the prompt or lower --num_tokens"
         )
-    params = engine.placement.part("params").to_canonical(params)
+    params, mesh = _without_pipeline(engine, params)
     width = _round_up(longest - 1)
     slots = max(width, _round_up(longest + num_tokens))
     rows = np.full((len(ids), slots), boundary, np.int32)
@@ -89,7 +89,7 @@ def sample(
         top_k or vocab_size,
         float(top_p),
         model=engine.model,
-        mesh=engine.mesh,
+        mesh=mesh,
         width=width,
         vocab_size=vocab_size,
         boundary=boundary,
@@ -98,6 +98,29 @@ def sample(
         _continuation(tokenizer, row[: len(tokens) + num_tokens], len(tokens))
         for row, tokens in zip(np.asarray(rows), ids)
     ]
+
+
+def _without_pipeline(engine: Engine, params: Any) -> tuple[Any, Mesh]:
+    """The parameters, in canonical form, on a mesh of the same devices on which the ranks of a
+    pipeline share every layer, as those of fsdp do; and the mesh.
+
+    Layers that lie on one rank each would be fetched by all, and the compiler's partitioner ends
+    the process over some arrays that are spread over both axes.
+    """
+    params = engine.placement.part("params").to_canonical(params)
+    if engine.layout.pipeline == 1:
+        return params, engine.mesh
+    sizes = engine.layout.sizes
+    ranks = sizes["pipeline"] * sizes["data"]
+    all_ranks, sizes["pipeline"] = ranks * sizes["fsdp"], 1
+    if engine.model.config.d_model % all_ranks == 0:
+        sizes["data"], sizes["fsdp"], rules = 1, all_ranks, WEIGHTS
+    else:
+        sizes["data"], rules = ranks, engine.zero.param_rules
+    devices = engine.mesh.devices.reshape([sizes[axis] for axis in engine.mesh.axis_names])
+    mesh = Mesh(devices, engine.mesh.axis_names, axis_types=engine.mesh.axis_types)
+    shardings = resolve_tree(engine.model.axes, rules, mesh, params)
+    return jax.device_put(params, shardings), mesh
 
 
 def printable(text: str) -> str:

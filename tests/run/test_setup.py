@@ -50,3 +50,18 @@ def test_a_step_without_room_is_refused_before_anything_is_compiled(tmp_path, mo
         trainer.open_trainer(config, tmp_path)
     with pytest.raises(Compiled):
         trainer.open_trainer(config, tmp_path, skip_memory_check=True)
+
+
+def test_the_ranks_of_a_pipeline_share_layers_to_sample():
+    for fsdp, expected in ((2, {"fsdp": 4, "data": 2}), (1, {"fsdp": 2, "data": 4})):
+        layout = configs.Layout(
+            pipeline=2, fsdp=fsdp, zero_stage=1, schedule="1f1b:2,1", remat="keep:1"
+        )
+        found = setup.for_sampling(configs.Config(layout=layout)).layout
+        assert {axis: size for axis, size in found.sizes.items() if size > 1} == expected
+        assert found.zero_stage == 3
+    model = configs.ModelConfig(d_model=18, num_heads=2, num_kv_heads=2, head_dim=4)
+    found = setup.for_sampling(
+        configs.Config(model=model, layout=configs.Layout(pipeline=4, data=2))
+    ).layout
+    assert (found.data, found.fsdp) == (8, 1)

@@ -10,8 +10,6 @@ ELSEWHERE = {
     # A rank's share within the kernel's own `shard_map`.
     "ops/embedding.py",
     "ops/tensor_parallel.py",
-    # Moves the pipeline's axis within the spec that an array has.
-    "pipeline/layer_placement.py",
 }
 
 

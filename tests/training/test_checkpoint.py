@@ -1,7 +1,9 @@
 """Checkpoints come back bit for bit on any layout, or say why not; killed saves cost nothing."""
 
 import gc
+import itertools
 import json
+import math
 import os
 import pathlib
 import random
@@ -21,6 +23,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxscale.training import checkpoint
 from jaxscale.training.checkpoint import Checkpoints, describe_difference
 
 METADATA = {"config": {"model": {"d_model": 16, "axes": ("a", "b")}}, "data": {"examples": 96}}
@@ -427,3 +430,60 @@ def test_kill_9_costs_at_most_the_save_under_way(tmp_path: pathlib.Path) -> None
             np.testing.assert_array_equal(restored["a"], np.arange(50_000.0) * step)
             assert restored["step"] == checkpoints.metadata(step)["step"] == step
         checkpoints.close()
+
+
+DTYPES = (
+    "bool",
+    "int8",
+    "uint8",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "float8_e4m3fn",
+)
+
+
+def of_bits(data: np.ndarray, dtype: str) -> np.ndarray:
+    """Bytes as arrays of a type: the last dimension has those of one element."""
+    wanted = jnp.dtype(dtype)
+    if dtype == "bool":
+        return (data & 1).astype(bool)[..., 0]
+    return np.ascontiguousarray(data).view(wanted)[..., 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_checksum_sees_every_bit_and_every_place(dtype: str) -> None:
+    """Each flipped bit changes it, and each exchange of two elements that differ."""
+    size, shape = jnp.dtype(dtype).itemsize, (2, 3, 4)
+    data = np.random.default_rng(0).integers(0, 256, (*shape, size), np.uint8)
+    flat, places = data.reshape(-1, size), np.arange(math.prod(shape))
+    made = [flat]
+    for place, byte, bit in itertools.product(places, range(size), range(8)):
+        if dtype != "bool" or bit == 0:
+            made.append(flat.copy())
+            made[-1][place, byte] ^= 1 << bit
+    for i, j in itertools.combinations(places, 2):
+        if not np.array_equal(of_bits(flat, dtype)[i], of_bits(flat, dtype)[j]):
+            made.append(flat.copy())
+            made[-1][[i, j]] = flat[[j, i]]
+    arrays = of_bits(np.stack(made), dtype).reshape(-1, *shape)
+    sums = np.asarray(jax.vmap(checkpoint._checksum)(jnp.asarray(arrays)))
+    assert len(sums) > 24
+    assert not np.any(sums[1:] == sums[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_checksum_is_of_the_array_not_of_its_layout(dtype: str) -> None:
+    array = np.random.default_rng(0).normal(size=(8, 6, 4)).astype(jnp.dtype(dtype))
+    # One word for 32 bits and less, two for 64, times the odd numbers in order.
+    words = array.reshape(-1).view(np.uint32 if dtype == "float64" else np.uint16)
+    odd = 2 * np.arange(words.size, dtype=np.uint64) + 1
+    expected = int(np.sum(words * odd) % 2**32)
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
+    for spec in ((), ("fsdp",), (None, "tensor", "fsdp"), (("fsdp", "tensor"),)):
+        for memory in ("device", "pinned_host"):
+            sharding = NamedSharding(mesh, PartitionSpec(*spec), memory_kind=memory)
+            assert int(checkpoint._checksum(jax.device_put(array, sharding))) == expected

@@ -1,0 +1,185 @@
+"""What follows a step works in every kind of layout: saves, resumes, evaluations, samples."""
+
+import contextlib
+import dataclasses
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+from jaxscale.checkpoint import Checkpoints
+from jaxscale.data.tokenizer import load
+from jaxscale.mesh import make_mesh
+from jaxscale.step import make_engine
+
+from jaxscale import config as configs
+from jaxscale import evaluate, flags, generate, run, sampling, train, trainer
+from jaxscale.config import DataConfig
+from jaxscale.data.dataset import open_dataset
+from jaxscale.layout import Layout
+from tests.invariants.layouts import (
+    BATCH,
+    LLAMA,
+    SEQ_LEN,
+    batches,
+    compile_step,
+    initial_state,
+    make_config,
+    open_engine,
+)
+
+MODEL = {**LLAMA, "d_model": 24, "num_heads": 4, "num_kv_heads": 4, "d_ff": 24}
+
+# Every kind of layout, and what can live in host memory; each restores what the one before it
+# saved.
+JOURNEY = {
+    "fsdp": {"fsdp": 2, "zero_stage": 3, "offload": "optimizer"},
+    "interleaved": {
+        "pipeline": 2,
+        "schedule": "interleaved",
+        "virtual_stages": 2,
+        "tensor": 2,
+        "microbatches": 4,
+        "offload": "optimizer",
+    },
+    "context": {"context": 2, "fsdp": 2, "zero_stage": 1, "offload": "optimizer,activations"},
+    "uneven": {"pipeline": 3, "schedule": "1f1b:2,1,1", "microbatches": 4, "fsdp": 2},
+    "layered": {
+        "fsdp": 2,
+        "tensor": 2,
+        "accumulation": "layered",
+        "microbatches": 2,
+        "offload": "activations",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def heldout(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "a.txt").write_text("the quick brown fox " * 99)
+    (folder / "b.txt").write_text("jumps over it " * 99)
+    config = DataConfig(source=(f"{folder}/*.txt",), seq_len=SEQ_LEN, heldout=0.5)
+    return open_dataset(config, load("bytes"), split="heldout")
+
+
+def look(engine, params, heldout) -> tuple[float, list[str]]:
+    """The held-out loss, and what the model writes."""
+    loss = run.evaluate_loss(engine, params, heldout, BATCH, max_batches=1).loss
+    return loss, sampling.sample(
+        engine, params, load("bytes"), ["fox"], num_tokens=6, temperature=0
+    )
+
+
+def same(state, expected) -> None:
+    """To the bit."""
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), expected)
+
+
+def shardings(state):
+    return jax.tree.map(lambda leaf: leaf.sharding, state)
+
+
+def test_every_kind_of_layout_saves_resumes_evaluates_and_samples(heldout, tmp_path, capfd):
+    """One device takes a step; its state then goes through every kind, which all find in it what
+    one device does."""
+    one = open_engine(make_config(MODEL, {}))
+    step, first, second = compile_step(one), *map(one.shard, batches()[:2])
+    state, _ = step(jax.device_put(initial_state(one.config)), first)
+    (loss, texts), saved = look(one, state.params, heldout), jax.tree.map(np.asarray, state)
+    next_loss = float(step(state, second)[1].loss)
+    with contextlib.closing(Checkpoints(tmp_path, keep_last=9)) as checkpoints:
+        checkpoints.save(0, saved, {})
+        checkpoints.wait()
+        for number, (name, layout) in enumerate(JOURNEY.items(), 1):
+            engine = open_engine(make_config(MODEL, layout))
+            placement = engine.placement
+            restored = checkpoints.restore(number - 1, placement.canonical)
+            same(restored, saved)
+            state = placement.from_canonical(restored, donate=True)
+            assert shardings(state) == shardings(engine.abstract_state), name
+            checkpoints.save(number, placement.to_canonical(state, on_host=True), {})
+            checkpoints.wait()
+            # As a notebook has it between steps, and as `fit` returns it.
+            canonical = placement.to_canonical(state)
+            for tree in {id(tree): tree for tree in (state, canonical)}.values():
+                found = look(engine, tree.params, heldout)
+                assert found == (pytest.approx(loss, rel=1e-10), texts), name
+            same(canonical, saved)
+            if name == "interleaved":
+                _, metrics = compile_step(engine)(state, engine.shard(batches()[1]))
+                assert float(metrics.loss) == pytest.approx(next_loss, rel=1e-10)
+    assert "rematerialization" not in capfd.readouterr().err
+
+
+def test_the_commands_after_an_uneven_pipeline_are_one_devices(tmp_path, monkeypatch, capsys):
+    """Trained, sampled, evaluated and generated from as a user does; `fit` returns what is
+    saved."""
+    fit, returned = trainer.fit, []
+    monkeypatch.setattr(
+        trainer, "fit", lambda *a, **k: returned.append(fit(*a, **k)) or returned[0]
+    )
+    monkeypatch.setattr(trainer, "compile_step", compile_step)  # in a hurry
+    settings = (
+        "model.num_layers=3",
+        "model.d_model=16",
+        "model.d_ff=24",
+        "model.num_kv_heads=4",
+        "model.compute_dtype=float64",
+        "model.param_dtype=float64",
+        "optimizer.moment_dtype=float64",
+        "optimizer.accumulation_dtype=float64",
+        "data.seq_len=16",
+        "data.source={stdlib}/email/*.py",
+        "run.steps=1",
+        "run.eval_batches=1",
+        "layout.pipeline=2",
+        "layout.fsdp=2",
+        "layout.tensor=2",
+        "layout.microbatches=2",
+        "layout.schedule=1f1b:2,1",
+        "layout.remat=keep:1",
+        "layout.offload=optimizer",
+    )
+    workdir = str(tmp_path / "run")
+    command = ["--config", "configs/tiny.py", "--workdir", workdir, "--trackers", "none"]
+    assert train.main([*command, *(f"--config.{setting}" for setting in settings)]) == 0
+    assert "A sample at step 1" in capsys.readouterr().out
+
+    config = configs.load("configs/tiny.py", [*settings, "layout.remat=none"])
+    config = dataclasses.replace(config, layout=Layout(data=1))
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:1]))
+    step, params, _ = run.restore_params(engine, tmp_path / "run")
+    assert step == 1
+    jax.tree.map(np.testing.assert_array_equal, returned[0][0].params, params)
+
+    out = tmp_path / "out.json"
+    assert evaluate.main(["--workdir", workdir, "--json", str(out), "--max_batches", "1"]) == 0
+    text = run.open_text(config, tmp_path / "run")
+    expected = run.evaluate_loss(engine, params, text.heldout, 8, max_batches=1)
+    assert json.loads(out.read_text())["eval_loss"] == pytest.approx(expected.loss, rel=1e-12)
+
+    asked = ["--prompt", "def ", "--num_tokens", "6", "--temperature", "0"]
+    assert generate.main(["--workdir", workdir, "--json", str(out), *asked]) == 0
+    expected = sampling.sample(
+        engine, params, text.tokenizer, ["def "], num_tokens=6, temperature=0
+    )
+    assert [each["continuation"] for each in json.loads(out.read_text())["samples"]] == expected
+    assert "using layout.fsdp = 4 in place of layout.pipeline = 2" in capsys.readouterr().out
+
+
+def test_a_sample_that_fails_is_one_line(monkeypatch, capsys):
+    def fail(*arguments, **settings):
+        raise ValueError("no text\nat all")
+
+    monkeypatch.setattr(sampling, "sample", fail)
+    done = types.SimpleNamespace(
+        config=configs.load("configs/tiny.py"),
+        engine=None,
+        text=types.SimpleNamespace(tokenizer=None),
+    )
+    flags.log_to_stdout()
+    train._show_sample(done, None)
+    line = "warning: no sample of the trained model could be drawn (ValueError: no text)"
+    assert capsys.readouterr().out == f"\n{line}\n"
