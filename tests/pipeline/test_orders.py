@@ -1,17 +1,13 @@
 """What schedules refuse, and the orders that come out of options."""
 
-import doctest
 import itertools
 import re
 
 import pytest
 
-from jaxscale import layout
-from jaxscale.pipeline import orders, simulator
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.schedule_csv import write_csv
 from jaxscale.pipeline.table import compile_order
-from jaxscale.pipeline_schedules import operations, shipped
 from jaxscale.pipeline_schedules.operations import F, R, W, X
 from jaxscale.pipeline_schedules.schedule import NUMBERS
 from jaxscale.pipeline_schedules.shipped import NAMES
@@ -186,12 +182,3 @@ def test_an_order_from_a_file_is_checked_against_the_numbers(tmp_path):
 
 def texts(order):
     return [row.replace(",", " ") for row in write_csv(order).splitlines()]
-
-
-@pytest.mark.parametrize(
-    "module", [layout, operations, orders, shipped, simulator], ids=lambda module: module.__name__
-)
-def test_examples_in_docstrings(module):
-    failed, tried = doctest.testmod(module)
-    assert tried > 0
-    assert failed == 0
