@@ -16,6 +16,8 @@ def at(stack: Tree, *index: Index) -> Tree:
     """The entry at an index of the leading dimensions of every array."""
 
     def one(x: jax.Array) -> jax.Array:
+        if len(index) == 1:
+            return jax.lax.dynamic_index_in_dim(x, index[0], keepdims=False)
         rest = x.shape[len(index) :]
         sizes = (*(1,) * len(index), *rest)
         return jax.lax.dynamic_slice(x, _start(x, index), sizes).reshape(rest)
@@ -42,8 +44,7 @@ def add(total: Tree, grads: Tree) -> Tree:
 
 def add_at(total: Tree, index: Index, grads: Tree) -> Tree:
     """Adds to the entry at an index of the first dimension, in the type of `total`."""
-    rows = jax.tree.map(lambda grad: grad[None], grads)
-    return add_rows(total, index, rows)
+    return jax.tree.map(lambda x, grad: x.at[index].add(grad.astype(x.dtype)), total, grads)
 
 
 def add_rows(total: Tree, begin: Index, rows: Tree) -> Tree:

@@ -22,7 +22,7 @@ from jax.experimental.layout import with_layout_constraint
 
 from jaxscale.batch import Batch
 from jaxscale.models.decoder import STREAM, Decoder
-from jaxscale.ops.stacked import Index, add, add_at, add_rows, at, put
+from jaxscale.ops.stacked import Index, add, add_rows, at, put
 from jaxscale.pipeline.backward_split import Split, keep_nothing, split
 from jaxscale.pipeline.buffer_slots import TickProgram
 from jaxscale.pipeline.stages import (
@@ -422,12 +422,14 @@ class _Rank:
         )
 
     def _add(self, state: _State, row: Row, index: jax.Array, dweights: Tree) -> _State:
-        """Adds a layer's gradients to what they are summed in."""
+        """Adds a layer's gradients to their accumulators."""
         if state.pending is not None:
-            return state._replace(pending=add_at(state.pending, index, dweights))
+            rows = jax.tree.map(lambda grad: grad[None], dweights)
+            return state._replace(pending=add_rows(state.pending, index, rows))
         grads = self.zero.reduce(dweights, self.zero.layer_axes)
+        rows = jax.tree.map(lambda grad: grad[None], grads)
         begin = row["chunk"] * self.stages.capacity + index
-        grads = {**state.grads, "layers": add_at(state.grads["layers"], begin, grads)}
+        grads = {**state.grads, "layers": add_rows(state.grads["layers"], begin, rows)}
         return state._replace(grads=grads)
 
     def _read(self, state: _State, row: Row, name: str, index: jax.Array) -> list[jax.Array]:
