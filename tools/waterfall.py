@@ -1,0 +1,32 @@
+"""python tools/waterfall.py: draws docs/waterfall.png, where the seconds of predicted steps go.
+
+docs/zb_h1.png is `python -m jaxscale.schedule zb_h1 --stages 4 --microbatches 8 --png docs/zb_h1.png`.
+"""
+
+import pathlib
+
+from jaxscale import plots
+from jaxscale.planner.plan_layouts import plan_layouts
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PINS = {
+    "fsdp 64": {"fsdp": 64},
+    "fsdp 8 x tensor 8": {"fsdp": 8, "tensor": 8},
+    "fsdp 16 x pipeline 4, 1F1B": {"fsdp": 16, "pipeline": 4, "schedule": "1f1b"},
+}
+"""Title -> what is fixed of the layout; the planner chooses the rest."""
+
+
+def main() -> None:
+    """Plans Llama 3 8B on 64 H100s in each, and draws the terms of a step."""
+    plans = {
+        title: plan_layouts(
+            str(ROOT / "configs/llama3_8b.py"), "h100-sxm", 64, pins={"context": 1, **pins}, top=1
+        ).plans[0]
+        for title, pins in PINS.items()
+    }
+    plots.save_figure(plots.step_time_figure(plans), str(ROOT / "docs" / "waterfall.png"))
+
+
+if __name__ == "__main__":
+    main()
