@@ -1,6 +1,6 @@
 """python tools/waterfall.py: draws docs/waterfall.png, where the seconds of predicted steps go.
 
-docs/zb_h1.png is `python -m jaxscale.schedule zb_h1 --stages 4 --microbatches 8 --png docs/zb_h1.png`.
+docs/zb_h1.png is drawn by the schedule command: `zb_h1 --stages 4 --microbatches 8 --png FILE`.
 """
 
 import pathlib
