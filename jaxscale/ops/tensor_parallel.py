@@ -1,4 +1,4 @@
-"""Products with weights, whose gradients are laid out as the weights are.
+"""Matmuls with weights, whose gradients are laid out as the weights are.
 
 Shapes: B batch, T time, D features of the residual stream. Letters in comments: a the leading
 dimensions of x, c those that are contracted, o the outputs.
@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec
 def linear(x: Array, weight: Array, *, contracted: int = 1) -> Array:
     """[*a, *c] x [*c, *o] -> [*a, *o].
 
-    JAX would differentiate a product by its right side as (dy^T x)^T. XLA's CPU back end then
-    transposes dy, repeating the elementwise work that made it, and in bfloat16 falls back to a
-    product that is ten times slower and sums in bfloat16; x^T dy has none of that.
+    JAX would differentiate a matmul by its right operand as (dy^T x)^T. XLA's CPU back end then
+    transposes dy, repeating the elementwise work that produced it, and in bfloat16 falls back to a
+    matmul that is ten times slower and sums in bfloat16; x^T dy has none of these costs.
 
     Args:
       contracted: how many dimensions c has.
@@ -28,12 +28,12 @@ def linear(x: Array, weight: Array, *, contracted: int = 1) -> Array:
 
 
 def columns(x_BTD: Array, weights: Sequence[Array]) -> tuple[Array, ...]:
-    """Products out of the residual stream: [B, T, D] x [D, *o] -> [B, T, *o] for each weight."""
+    """Matmuls out of the residual stream: [B, T, D] x [D, *o] -> [B, T, *o] for each weight."""
     return tuple(linear(x_BTD, weight) for weight in weights)
 
 
 def rows(x_BT: Array, weight: Array) -> Array:
-    """A product back into the residual stream: [B, T, *c] x [*c, D] -> [B, T, D]."""
+    """A matmul back into the residual stream: [B, T, *c] x [*c, D] -> [B, T, D]."""
     return linear(x_BT, weight, contracted=x_BT.ndim - 2)
 
 
@@ -50,10 +50,10 @@ def add_bias(x: Array, bias: Array) -> Array:
 class Spread(NamedTuple):
     """Weights spread over a mesh axis: the first dimension of o in `columns`, of c in `rows`.
 
-    The ranks of that axis share out T of the residual stream. It is gathered before the products
-    out of it, and a product back into it is summed over ranks and scattered (tensor parallelism,
-    arXiv 1909.08053, with the sequence parallel parts of arXiv 2205.05198, section 4.2). For use
-    where some mesh axes are still automatic.
+    T of the residual stream is sharded over that axis. The stream is gathered before the matmuls
+    out of it, and the result of a matmul back into it is reduce-scattered over ranks (tensor
+    parallelism, arXiv 1909.08053, with the sequence parallel parts of arXiv 2205.05198, section
+    4.2). For use where some mesh axes are still automatic.
     """
 
     axis: str
@@ -76,13 +76,13 @@ class Spread(NamedTuple):
         )
 
 
-# By hand, since the compiler sums the partial results of each product over ranks by itself, three
-# times for queries, keys and values, and keeps for the backward pass what was gathered.
+# By hand, since the compiler all-reduces the partial results of each matmul separately, three times
+# for queries, keys and values, and saves the gathered activations for the backward pass.
 
 
 def spread_columns(x_BTD: Array, weights: Sequence[Array], spread: Spread) -> tuple[Array, ...]:
-    """`columns` with spread weights. Each rank keeps its part of T for the backward pass, which
-    gathers again, and sums gradients over the products before it sums them over ranks."""
+    """`columns` with spread weights. Each rank saves its part of T for the backward pass, which
+    gathers it again, and sums gradients over the matmuls before it sums them over ranks."""
     return _spread_columns(spread, x_BTD, tuple(weights))
 
 
@@ -129,7 +129,7 @@ def _gathered(spread: Spread, x_BTD: Array) -> Array:
 
 
 def _scattered(spread: Spread, xs: Sequence[Array], weights: Sequence[Array], o: int) -> Array:
-    """The sum of products [B, T, *c] x weight, over ranks too, each of which gets its part of T.
+    """The sum of matmuls [B, T, *c] x weight, over ranks too, each of which gets its part of T.
 
     Args:
       o: which dimension of the weights is that of the result; c are all the others.
