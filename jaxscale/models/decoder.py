@@ -161,8 +161,8 @@ class Attention(nnx.Module):
         rotary: Callable = rotary,
     ) -> tuple[jax.Array, ...]:
         """Queries, keys and values, rotary positions applied."""
-        products = columns(x_BTD, (self.q[...], self.k[...], self.v[...]))
-        q_BTNH, k_BTKH, v_BTKH = map(named, products, ("query", "key", "value"))
+        projected = columns(x_BTD, (self.q[...], self.k[...], self.v[...]))
+        q_BTNH, k_BTKH, v_BTKH = map(named, projected, ("query", "key", "value"))
         if self.gpt:
             q_BTNH = add_bias(q_BTNH, self.q_bias[...])
             k_BTKH = add_bias(k_BTKH, self.k_bias[...])

@@ -102,14 +102,14 @@ def attend_block(
     """`attend` for one block of queries, without the leading [I] of all but the keys."""
     q_BKGtH, segments_Bt = queries
     wide, block = _wide(q_BKGtH), keys.segments.shape[-1]
-    product = functools.partial(jnp.einsum, preferred_element_type=wide)
+    matmul = functools.partial(jnp.einsum, preferred_element_type=wide)
     scale = jnp.asarray(q_BKGtH.shape[-1] ** -0.5, wide)
 
     def key_block(j, softmax):
         out_BKGtH, high_BKGt, total_BKGt = softmax
         k_BKsH, v_BKsH, segments_Bs = (x[j] for x in keys)
         mask_Bts = _mask(segments_Bt, segments_Bs, reach.distance - j * block, window)
-        scores_BKGts = scale * product("BKGtH,BKsH->BKGts", q_BKGtH, k_BKsH)
+        scores_BKGts = scale * matmul("BKGtH,BKsH->BKGts", q_BKGtH, k_BKsH)
         # A query that sees none of these keys, nor any before them, accumulates garbage, which its
         # first visible score multiplies by zero.
         scores_BKGts = jnp.where(mask_Bts[:, None, None], scores_BKGts, _masked(wide))
@@ -117,7 +117,7 @@ def attend_block(
         shrink_BKGt = jnp.exp(high_BKGt - new_high_BKGt)
         p_BKGts = jnp.exp(scores_BKGts - new_high_BKGt[..., None])
         total_BKGt = total_BKGt * shrink_BKGt + jnp.sum(p_BKGts, axis=-1)
-        more_BKGtH = product("BKGts,BKsH->BKGtH", p_BKGts.astype(v_BKsH.dtype), v_BKsH)
+        more_BKGtH = matmul("BKGts,BKsH->BKGtH", p_BKGts.astype(v_BKsH.dtype), v_BKsH)
         return Softmax(out_BKGtH * shrink_BKGt[..., None] + more_BKGtH, new_high_BKGt, total_BKGt)
 
     return jax.lax.fori_loop(reach.begin, reach.end, key_block, softmax)
@@ -151,7 +151,7 @@ def gradients(
       the values from these queries alone, [J, B, K, s, H].
     """
     wide, block = grad_q_IBKGtH.dtype, keys.segments.shape[-1]
-    product = functools.partial(jnp.einsum, preferred_element_type=wide)
+    matmul = functools.partial(jnp.einsum, preferred_element_type=wide)
     scale = jnp.asarray(queries.q.shape[-1] ** -0.5, wide)
 
     def key_block(grad_q_IBKGtH, arguments):
@@ -166,16 +166,16 @@ def gradients(
             )
             mask_Bts = _mask(segments_Bt, segments_Bs, offset + (i - j) * block, window)
             mask_B1s1t = jnp.swapaxes(mask_Bts, 1, 2)[:, None, :, None]
-            scores_BKsGt = scale * product("BKsH,BKGtH->BKsGt", k_BKsH, q_BKGtH)
+            scores_BKsGt = scale * matmul("BKsH,BKGtH->BKsGt", k_BKsH, q_BKGtH)
             p_BKsGt = jnp.exp(scores_BKsGt - log_z_BKGt[:, :, None])
             p_BKsGt = jnp.where(mask_B1s1t, p_BKsGt, 0)
-            grad_p_BKsGt = product("BKsH,BKGtH->BKsGt", v_BKsH, grad_BKGtH)
+            grad_p_BKsGt = matmul("BKsH,BKGtH->BKsGt", v_BKsH, grad_BKGtH)
             grad_scores_BKsGt = scale * p_BKsGt * (grad_p_BKsGt - inner_BKGt[:, :, None])
             grad_scores_BKsGt = grad_scores_BKsGt.astype(q_BKGtH.dtype)
             p_BKsGt = p_BKsGt.astype(v_BKsH.dtype)
-            grad_q_BKGtH = product("BKsGt,BKsH->BKGtH", grad_scores_BKsGt, k_BKsH)
-            grad_k_BKsH += product("BKsGt,BKGtH->BKsH", grad_scores_BKsGt, q_BKGtH)
-            grad_v_BKsH += product("BKsGt,BKGtH->BKsH", p_BKsGt, grad_BKGtH)
+            grad_q_BKGtH = matmul("BKsGt,BKsH->BKGtH", grad_scores_BKsGt, k_BKsH)
+            grad_k_BKsH += matmul("BKsGt,BKGtH->BKsH", grad_scores_BKsGt, q_BKGtH)
+            grad_v_BKsH += matmul("BKsGt,BKGtH->BKsH", p_BKsGt, grad_BKGtH)
             return grad_q_IBKGtH.at[i].add(grad_q_BKGtH), grad_k_BKsH, grad_v_BKsH
 
         zero_BKsH = jnp.zeros(k_BKsH.shape, wide)

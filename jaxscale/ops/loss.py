@@ -175,7 +175,7 @@ def _loss(static: _Static, x_ND: Array, head: Array, targets_N: Array, weights_N
 
 
 def _loss_forward(static: _Static, x_ND: Array, head: Array, targets_N: Array, weights_N: Array):
-    product = functools.partial(jnp.einsum, preferred_element_type=_softmax_dtype(x_ND))
+    matmul = functools.partial(jnp.einsum, preferred_element_type=_softmax_dtype(x_ND))
     narrow = head.astype(x_ND.dtype)
     weights_N = weights_N.astype(_softmax_dtype(x_ND))
     x_JCD, targets_JC, weights_JC = _chunks(static, x_ND, targets_N, weights_N)
@@ -188,8 +188,8 @@ def _loss_forward(static: _Static, x_ND: Array, head: Array, targets_N: Array, w
         loss_sum, nll_sum, grad_head_DV = carry
         loss, nll, logits_gradient = _chunk_loss(static, x_CD, narrow, targets_C, weights_C)
         grad_CV = logits_gradient()
-        grad_x_CD = product("CV,VD->CD" if static.transposed else "CV,DV->CD", grad_CV, narrow)
-        grad_head_DV += product("DC,CV->DV", x_DC, grad_CV)
+        grad_x_CD = matmul("CV,VD->CD" if static.transposed else "CV,DV->CD", grad_CV, narrow)
+        grad_head_DV += matmul("DC,CV->DV", x_DC, grad_CV)
         return (loss_sum + loss, nll_sum + nll, grad_head_DV), grad_x_CD.astype(x_CD.dtype)
 
     zero = jnp.zeros((), _softmax_dtype(x_ND))

@@ -91,18 +91,18 @@ def spread_rows(x_BT: Array, weight: Array, spread: Spread) -> Array:
     return _spread_rows(spread, x_BT, weight)
 
 
-def _product(x: Array, y: Array, dims: tuple) -> Array:
+def _matmul(x: Array, y: Array, dims: tuple) -> Array:
     return jax.lax.dot_general(x, y, (dims, ((), ())))
 
 
 def _weight_gradient(x: Array, dy: Array, leading: int) -> Array:
     """[*a, *c] x [*a, *o] -> [*c, *o], where a has `leading` dimensions."""
-    return _product(x, dy, (range(leading), range(leading)))
+    return _matmul(x, dy, (range(leading), range(leading)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(contracted: int, x: Array, weight: Array) -> Array:
-    return _product(x, weight, (range(x.ndim - contracted, x.ndim), range(contracted)))
+    return _matmul(x, weight, (range(x.ndim - contracted, x.ndim), range(contracted)))
 
 
 def _forward(contracted: int, x: Array, weight: Array):
@@ -112,7 +112,7 @@ def _forward(contracted: int, x: Array, weight: Array):
 def _backward(contracted: int, residuals, dy: Array):
     x, weight = residuals
     leading = x.ndim - contracted
-    dx = _product(dy, weight, (range(leading, dy.ndim), range(contracted, weight.ndim)))
+    dx = _matmul(dy, weight, (range(leading, dy.ndim), range(contracted, weight.ndim)))
     return dx, _weight_gradient(x, dy, leading)
 
 
@@ -137,7 +137,7 @@ def _scattered(spread: Spread, xs: Sequence[Array], weights: Sequence[Array], o:
 
     def local(xs: Sequence[Array], weights: Sequence[Array]) -> Array:
         products = [
-            _product(x, weight, (range(2, x.ndim), [c for c in range(weight.ndim) if c != o]))
+            _matmul(x, weight, (range(2, x.ndim), [c for c in range(weight.ndim) if c != o]))
             for x, weight in zip(xs, weights)
         ]
         return jax.lax.psum_scatter(sum(products), spread.axis, scatter_dimension=1, tiled=True)
@@ -178,7 +178,7 @@ def _rows_forward(spread: Spread, x_BT: Array, weight: Array):
 def _rows_backward(spread: Spread, residuals, dy_BTD: Array):
     x_BT, weight = residuals
     dy_BTD = _gathered(spread, dy_BTD)
-    dx_BT = _product(dy_BTD, weight, ([2], [weight.ndim - 1]))
+    dx_BT = _matmul(dy_BTD, weight, ([2], [weight.ndim - 1]))
     return dx_BT, _weight_gradient(x_BT, dy_BTD, 2)
 
 

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
-from jaxscale.sharding.rules import (  # noqa: F401  Rules are used together with what is here.
+from jaxscale.sharding.rules import (  # noqa: F401  Re-exported: used together with `resolve`.
     ACTIVATIONS,
     DEALT_OVER,
     REPLICATED_WEIGHTS,
