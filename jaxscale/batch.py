@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 class Batch(NamedTuple):
     """Packed sequences; every field is [batch, seq] (NumPy or JAX arrays).
 
-    Tokens attend only to tokens of the same segment; segment 0 is padding. A position counts in
-    the loss by its weight, which is 0 where there is nothing to predict.
+    Tokens attend only to tokens of the same segment; segment 0 is padding. The loss of a position
+    is multiplied by its weight, which is 0 where there is nothing to predict.
     """
 
     tokens: Any  # int32
@@ -18,9 +18,8 @@ class Batch(NamedTuple):
 
 
 class ShardedBatch(Batch):
-    """A batch as `Engine.shard` deals and places it, a type of its own: `Engine.step` and
-    `Engine.evaluate` take only this.
+    """A batch on the mesh, as `Engine.shard` returns it; `Engine.step` and `Engine.evaluate` take
+    nothing else.
 
-    Its arrays lie on the mesh, and where several ranks share a sequence its tokens are not in the
-    order of the text.
+    With context parallelism the tokens of a sequence are not in the order of the text.
     """

@@ -1,6 +1,6 @@
-"""One entry of `data.source`: where documents are, what one is, and what may be wrong with them.
+"""One entry of `data.source`: its files, what a document is, and which errors are tolerated.
 
-Nothing here imports JAX or reads a file: a mistyped key must be answered in a fraction of a second.
+Nothing here imports JAX or reads a file: a mistyped key must be refused in a fraction of a second.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Source:
 
     `path` lists files, folders, globs or object-store addresses, or is one prepared folder.
     `boundary` None is a whole file for text, a sequence for FASTA, a record for everything else.
-    `weight` None is the amount that there is; a list of (step, weight) holds each weight from that
+    `weight` None is by the amount of text; in a list of (step, weight) each weight holds from its
     step on.
     """
 
@@ -34,8 +34,8 @@ class Source:
     field: str = "text"  # of a record; "a.b" is b inside a
     boundary: str | None = None
     max_document_bytes: int = 0  # of UTF-8; 0 is no limit
-    long_documents: str = "split"  # or "refuse"; what is done about the limit
-    skip_share: float = 0.0  # of an entry's documents that may be bad and left out
+    long_documents: str = "split"  # or "refuse"; what happens to documents beyond the limit
+    skip_share: float = 0.0  # share of an entry's documents that may be bad, and are left out
     weight: Weight | None = None
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ def to_sources(value: Sequence[object]) -> tuple[Source, ...]:
     """Entries as a configuration has them: paths, mappings with a `path`, or records.
 
     Raises:
-      ValueError: an unknown key (the nearest is named) or a value that cannot be.
+      ValueError: an unknown key (the nearest is named) or a value that is not allowed.
     """
     if not value:
         raise ValueError(f"data.source = {value} has an empty path or none; give files or globs")
@@ -85,7 +85,7 @@ def to_sources(value: Sequence[object]) -> tuple[Source, ...]:
 
 
 def to_plain(source: Source) -> str | dict[str, Any]:
-    """What `to_sources` reads, as short as it can be: a path, or the keys that were changed."""
+    """The shortest form that `to_sources` reads: a path, or the keys that differ from defaults."""
     changed = {
         field.name: getattr(source, field.name)
         for field in dataclasses.fields(source)
@@ -121,7 +121,7 @@ def _to_source(name: str, entry: object) -> Source:
 
 
 def _convert(name: str, key: str, value: Any) -> Any:
-    """The value of a key in the type that the record has; only lossless conversions."""
+    """The value of a key, converted to the record's type without loss."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     pairs = isinstance(value, list | tuple)
     if key == "path":

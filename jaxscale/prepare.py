@@ -1,6 +1,6 @@
 """python -m jaxscale.prepare --input PATH ... --tokenizer NAME_OR_FILE --output DIR
 
-Tokenises text into shards that runs read, or with --inspect says what is in them.
+Tokenises text into shards for training, or with --inspect prints what is in them.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MOST_BYTES = 2**60
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the status of the process: 0, or 130 when it was interrupted."""
+    """Returns the exit status: 0, or 130 after an interrupt."""
     options, overrides = command_line.parse(_parser(), sys.argv[1:] if argv is None else argv)
     command_line.log_to_stdout()
     with command_line.refusals():
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 result = _prepare(options)
             except KeyboardInterrupt:
-                print("interrupted; the same command goes on where this one stopped")
+                print("interrupted; run the same command again to resume")
                 return 130
         if options.json:
             options.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -106,7 +106,7 @@ def _inspect(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str,
     print("\n\n".join(inspect.describe_data(one) for one in surveys))
     result["sources"] = [one.numbers() for one in surveys]
     if examples is None:
-        print("\nno examples: an entry is too large for a look; prepare it first")
+        print("\nno examples: an entry is too large to inspect as text; prepare it first")
     else:
         if config:
             num_examples = config.run.steps * config.data.global_batch_size
@@ -128,7 +128,7 @@ def _source(options: argparse.Namespace, paths: Sequence[str]) -> Source:
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Refuses flags that say too little or too much."""
+    """Refuses missing flags, and flags that exclude each other."""
     if options.inspect is None:
         for flag in ("input", "output", "tokenizer"):
             if not getattr(options, flag):
@@ -147,7 +147,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _num_cores() -> int:
-    """Those that this process may use, where the system tells."""
+    """The cores that this process may use, if the system tells."""
     known = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
 
@@ -156,9 +156,9 @@ def _parser() -> argparse.ArgumentParser:
     data = configs.DataConfig()
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.prepare",
-        description="Tokenises text into shards that runs read at once, in parallel; a command "
-        "that was killed goes on where it stopped. With --inspect it says what is in shards, in "
-        "text, or in the mixture of a configuration.",
+        description="Tokenises text into shards for training, in parallel; a command that was "
+        "killed resumes where it stopped. With --inspect it prints what is in shards, in text, or "
+        "in the mixture of a configuration.",
     )
     add = parser.add_argument
     add(
@@ -179,11 +179,15 @@ def _parser() -> argparse.ArgumentParser:
         "--inspect",
         nargs="*",
         metavar="PATH",
-        help="say what is there: shards, or text; with --config, what a run will see",
+        help="print the contents of shards or text; with --config, of the data of a run",
     )
     add("--config", metavar="FILE", help="a configuration to inspect")
-    add("--format", choices=FORMATS, help="of the files; default by their suffix")
-    add("--field", metavar="NAME", help="of a record, a.b for one inside another; default text")
+    add("--format", choices=FORMATS, help="format of the files; default by their suffix")
+    add(
+        "--field",
+        metavar="NAME",
+        help="field of a record that holds the text, a.b for b inside a; default text",
+    )
     add(
         "--boundary",
         choices=BOUNDARIES,
@@ -193,35 +197,39 @@ def _parser() -> argparse.ArgumentParser:
         "--max_document_bytes",
         metavar="N",
         type=command_line.whole(1, MOST_BYTES),
-        help="of a document; default no limit",
+        help="largest document, in bytes of UTF-8; default no limit",
     )
-    add("--long_documents", choices=LONG_DOCUMENTS, help="what is done about it; default split")
+    add(
+        "--long_documents",
+        choices=LONG_DOCUMENTS,
+        help="split or refuse documents beyond that limit; default split",
+    )
     add(
         "--skip_share",
         metavar="S",
         type=command_line.real(0, 0.999),
-        help="share of bad documents that may be left out, and is reported; default 0",
+        help="share of bad documents that may be left out; their number is reported; default 0",
     )
     add(
         "--workers",
         metavar="N",
         type=command_line.whole(0, 4096),
         default=_num_cores(),
-        help="processes; default one for each core, 0 for none beside this one",
+        help="worker processes; default one for each core; 0 works in this process",
     )
     add(
         "--shard_bytes",
         metavar="N",
         type=command_line.whole(0, MOST_BYTES),
         default=0,
-        help="of the files in each shard; default by their size",
+        help="bytes of input files in each shard; default by their total size",
     )
     add(
         "--training_bytes",
         metavar="N",
         type=command_line.whole(1, MOST_BYTES),
         default=100_000_000,
-        help="of text that bpe:N is trained on; default 100 MB",
+        help="bytes of text that bpe:N is trained on; default 100 MB",
     )
     add(
         "--heldout",
@@ -235,17 +243,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         type=command_line.whole(0, 2**32 - 1),
         default=data.seed,
-        help=f"of that share, as data.seed; default {data.seed}",
+        help=f"seed that selects the held-out share, as data.seed; default {data.seed}",
     )
     add(
         "--examples",
         metavar="N",
         type=command_line.whole(0, 10_000),
         default=3,
-        help="that --inspect shows; default 3",
+        help="examples that --inspect prints; default 3",
     )
     add("--png", metavar="FILE", type=pathlib.Path, help="draw the lengths of documents")
-    add("--json", metavar="FILE", type=pathlib.Path, help="write the numbers there too")
+    add("--json", metavar="FILE", type=pathlib.Path, help="also write the numbers to this file")
     return parser
 
 

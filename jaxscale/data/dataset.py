@@ -24,15 +24,15 @@ from jaxscale.data.tokens.corpus import Corpus, open_corpus
 from jaxscale.data.tokens.tokenizer import Tokenizer
 
 PACKING = 2
-"""Raised when the same corpus and settings would give other examples."""
+"""A version number: it changes whenever the same corpus and settings would give other examples."""
 
 Split = Literal["train", "heldout"]
 
 
 class Examples(Protocol):
-    """What can be trained on: `Dataset`, and `Mixture` of several.
+    """Training or held-out examples: a `Dataset`, or a `Mixture` of several.
 
-    `fingerprint` is of everything that decides what example i is. `token_bytes` [ids] is the
+    `fingerprint` covers everything that determines example i. `token_bytes` [ids] is the
     UTF-8 bytes that each id stands for.
     """
 
@@ -58,16 +58,16 @@ class SourceProgress:
 
     name: str
     seen: int  # examples
-    epoch: int  # examples after which the source begins again
+    epoch: int  # examples of one epoch
 
     @property
     def begun(self) -> int:
-        """Epochs begun."""
+        """Epochs begun, the current one included."""
         return -(-self.seen // self.epoch)
 
 
 def repeats(examples: Examples, first: int, last: int) -> list[SourceProgress]:
-    """The sources that begin again among examples `first` to `last`, and how far they then are."""
+    """The sources that start a further epoch in examples `first` to `last`, with their progress."""
     before, after = examples.progress(first), examples.progress(last)
     return [now for then, now in zip(before, after) if now.begun > max(then.begun, 1)]
 
@@ -77,14 +77,14 @@ class Dataset:
     """The documents of one split, concatenated, cut into windows, and made into examples.
 
     `dataset[i]` is one packed example. For training i is any number from 0: each epoch visits
-    every window once, in an order of its own. Held-out windows come in a fixed order, and
-    examples beyond the last are all padding, so that whole batches count each token once.
+    every window once, in an order of its own. Held-out windows have a fixed order, and examples
+    beyond the last are all padding, so that whole batches count each token once.
     """
 
     name: str
     stream: Stream
     split: Split
-    seq_len: int  # places of an example
+    seq_len: int  # tokens of an example, padding included
     seed: int
     objective: str
     vocabulary: Vocabulary
@@ -93,7 +93,7 @@ class Dataset:
 
     def __len__(self) -> int:
         """Windows: examples of one epoch."""
-        beyond = OBJECTIVES[self.objective].shortest - 1  # a last window of no use is left out
+        beyond = OBJECTIVES[self.objective].shortest - 1  # drops a last window without targets
         return -(-(self.num_tokens - beyond) // self.window_tokens)
 
     @property
@@ -109,8 +109,8 @@ class Dataset:
     def __getitem__(self, index: int, /) -> Batch:
         """Example `index`: a Batch whose fields are [seq_len].
 
-        A row cut from the middle of a document begins at position 0. What is random in an
-        objective is so by `index`: another epoch masks other tokens.
+        A row cut from the middle of a document begins at position 0. Random choices of an
+        objective depend on `index`: another epoch masks other tokens.
         """
         if index < 0:
             raise IndexError(f"example {index}; examples are numbered from 0")
@@ -127,7 +127,7 @@ class Dataset:
         if self.split == "heldout":
             return index
         epoch, index_in_epoch = divmod(index, len(self))
-        # Seeds of neighbouring runs and epochs must not meet, as seed + epoch would.
+        # A hash, since seed + epoch would repeat the orders of a run with a neighbouring seed.
         seed = int.from_bytes(digest([self.seed, epoch])[:4], "big")
         return grain.experimental.index_shuffle(
             index_in_epoch, max_index=len(self) - 1, seed=seed, rounds=4
@@ -156,14 +156,14 @@ def open_dataset(
     """The training or the held-out documents of a source, as packed examples.
 
     Args:
-      directory: where tokens are kept and found again; without it they stay in memory.
-      corpus: what `open_corpus` gave, to open a second split of it at no cost.
+      directory: where tokens are cached; without it they stay in memory.
+      corpus: the result of `open_corpus`, to open a second split without reading it again.
       vocab_size: ids of the model; None is as many as the objective needs.
-      entry: the number of one entry of `config.source`, to read no other.
+      entry: the index of an entry of `config.source`, to read that one only.
 
     Raises:
       ValueError: the split is empty, or smaller than one example, or the model has no ids for the
-        objective's marks; says which setting to change.
+        objective's special tokens; says which setting to change.
     """
     if split == "heldout" and config.heldout == 0:
         raise ValueError(
@@ -177,7 +177,7 @@ def open_dataset(
     if first == last:
         raise ValueError(f"{name} has no document that an entry before it does not have")
     drawn = draw(corpus.hashes[first:last], config.seed)
-    # In this order any first part of a split is a sample of all of it.
+    # In this order any prefix of a split is a random sample of it.
     order = np.argsort(drawn, kind="stable")
     chosen = order[(drawn[order] < config.heldout) == (split == "heldout")]
     if not len(chosen):
@@ -203,7 +203,8 @@ def open_dataset(
     ]
     return Dataset(
         name=name,
-        # Every document begins with the boundary that closes the one before, and the last one.
+        # The boundary at which a document begins ends the one before; that of document 0 ends the
+        # last one.
         stream=Stream(corpus, corpus.offsets[first + np.append(chosen, 0)], offsets),
         split=split,
         seq_len=config.seq_len,
@@ -237,7 +238,7 @@ def _documents(corpus: Corpus, entry: int | None) -> tuple[int, int]:
 
 
 def _vocabulary(config: DataConfig, tokenizer: Tokenizer, vocab_size: int | None) -> Vocabulary:
-    """The ids of a model's examples, enough of them beyond the tokenizer's for every mark."""
+    """The ids of a model's examples; beyond the tokenizer's there are enough for every mark."""
     objective = OBJECTIVES[config.objective]
     if not objective.window(config.seq_len):
         raise ValueError(
@@ -264,7 +265,7 @@ def _nothing_chosen(name: str, split: Split, heldout: float, drawn: np.ndarray) 
             "data.source the boundary 'line' or 'paragraph', cut the text into several files, or "
             "set data.heldout = 0 and run.eval_every = 0"
         )
-    # Documents that draw less than the share are held out.
+    # Documents whose draw is below the share are held out.
     if split == "heldout":
         return f"{found}; {np.min(drawn) + 0.001:.3f} is enough for one, or add documents"
     return f"{found}; below {np.max(drawn):.3f} one is left, or add documents"

@@ -1,4 +1,4 @@
-"""Batches on the mesh: checked on the host, dealt to the ranks that share a sequence, placed."""
+"""Batches on the mesh: checked on the host, in the order of the context ranks, then transferred."""
 
 import dataclasses
 import functools
@@ -51,10 +51,10 @@ def local_rows(sharding: NamedSharding, global_batch_size: int) -> tuple[int, ..
 
 
 def dealt(batch: ShardedBatch) -> Batch:
-    """What a step computes with. For use where it is traced: nothing is checked as steps run.
+    """The fields of a sharded batch, for a traced step: the check runs at tracing only.
 
     Raises:
-      ValueError: what was not returned by `Engine.shard`.
+      ValueError: the batch was not returned by `Engine.shard`.
     """
     if not isinstance(batch, ShardedBatch):
         raise ValueError(
@@ -84,7 +84,7 @@ def _check_fields(batch: Any) -> None:
 
 
 def _check_shape(config: Config, rows: int, seq_len: int) -> None:
-    """Refuses a batch of another shape than the config's that does not divide over its layout."""
+    """Refuses a batch of another shape than the config's if it does not divide over the layout."""
     data = config.data
     if (rows, seq_len) != (data.global_batch_size, data.seq_len):
         data = dataclasses.replace(data, global_batch_size=rows, seq_len=seq_len)

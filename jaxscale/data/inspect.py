@@ -1,4 +1,4 @@
-"""What is in a source: how many documents, how long they are, and what examples look like."""
+"""The contents of a source: counts and lengths of documents, and examples."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer, of_folder
 from jaxscale.data_source import Source
 
 SAMPLE_BYTES = 64_000_000
-"""Stored bytes of a source that is not prepared, above which a sample of it is surveyed."""
+"""Stored bytes of a source that is not prepared, above which only a sample is surveyed."""
 
 QUANTILES = (0, 10, 50, 90, 99, 100)
 _BAR, _SHOWN = 40, 300  # characters
@@ -79,10 +79,10 @@ def survey(source: Source, tokenizer: str | Tokenizer | None = None) -> Survey:
     """Counts one entry of `data.source`.
 
     Args:
-      tokenizer: its name; None is the folder's own, or "bytes" for what is not prepared.
+      tokenizer: its name; None is the folder's own, or "bytes" for a source that is not prepared.
 
     Raises:
-      ValueError: as `open_corpus` and `tokenizer.load`.
+      ValueError: as `open_corpus` and `load_tokenizer`.
     """
     folder, name = find_prepared(source), ", ".join(source.path)
     if folder is not None:
@@ -108,7 +108,7 @@ def survey(source: Source, tokenizer: str | Tokenizer | None = None) -> Survey:
 def survey_config(config: Config) -> tuple[list[Survey], Examples | None]:
     """The entries of a configuration, and its training examples as a run will see them.
 
-    The examples are None where an entry is too large to be tokenised for a look at it.
+    The examples are None if an entry is too large to be tokenised for an inspection.
     """
     tokenizer = load_tokenizer(
         config.data.tokenizer,
@@ -134,7 +134,7 @@ def examples_of(one: Survey) -> Examples:
 
 
 def describe_data(one: Survey) -> str:
-    """The counts and the histogram, for a person."""
+    """The counts and the histogram, as text to print."""
     corpus, tokenizer = one.corpus, one.tokenizer
     of = "" if one.complete else ", of which a sample is counted here"
     quantiles = zip(QUANTILES, _quantiles(one.lengths))
@@ -195,7 +195,7 @@ def describe_examples(examples: Examples, tokenizer: Tokenizer, count: int) -> l
 
 
 def print_examples(described: Sequence[Sequence[dict]]) -> str:
-    """The records of `describe_examples` for a person."""
+    """The records of `describe_examples` as text to print."""
     lines = []
     for i, parts in enumerate(described):
         lines.append(f"example {i}")
@@ -211,7 +211,7 @@ def print_examples(described: Sequence[Sequence[dict]]) -> str:
 
 
 def mixture_of(examples: Examples, num_examples: int) -> list[dict[str, Any]]:
-    """How far a run of so many examples goes through each entry."""
+    """The examples and epochs of each entry in a run of `num_examples`."""
     return [
         {
             "name": source.name,
@@ -225,7 +225,7 @@ def mixture_of(examples: Examples, num_examples: int) -> list[dict[str, Any]]:
 
 
 def print_mixture(mixture: Sequence[dict[str, Any]], steps: int) -> str:
-    """The records of `mixture_of` for a person."""
+    """The records of `mixture_of` as text to print."""
     lines = [f"what a run of {steps:,} steps reads"]
     lines += [
         f"  {one['name']}: {one['examples']:,} examples, {100 * one['share']:.1f} % of all, "
@@ -248,7 +248,7 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int, int]]:
 
 def png(path: str, surveys: Sequence[Survey]) -> None:
     """Draws the histograms of lengths: the share of the documents, and of the tokens."""
-    # Slow to import, and only a picture needs it.
+    # Slow to import, and only a figure needs it.
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(8, 1 + 2.6 * len(surveys)), layout="constrained", dpi=150)
@@ -287,7 +287,7 @@ def _quantiles(lengths: np.ndarray) -> list[int]:
 
 
 def _shown(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Text with the names of special tokens where they stand."""
+    """Text, with special tokens written as their names."""
     names = {i: name for name, i in tokenizer.special.items()} | {
         tokenizer.boundary: next(
             (name for name, i in tokenizer.special.items() if i == tokenizer.boundary), "<end>"

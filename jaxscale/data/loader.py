@@ -1,4 +1,4 @@
-"""Batches of examples from any step on, read ahead.
+"""Batches of examples from any step on, prefetched.
 
 The state of a stream is the number of its next example: neither processes nor workers enter.
 """
@@ -30,8 +30,8 @@ def batches(
     """Batches from `start_step` on; fields are [len(rows), seq_len].
 
     Step s holds examples s * global_batch_size and on, whatever the rows and workers. Training
-    batches never end; held-out ones end after the last token. Reading runs ahead in a thread, or
-    in `workers` processes; closing the iterator ends them.
+    batches never end; held-out ones end after the last token. Batches are prefetched in a thread,
+    or in `workers` processes; closing the iterator ends them.
 
     Args:
       rows: the rows of the global batch that this process loads; None is all of them.
@@ -58,7 +58,7 @@ def batches(
 
 
 def _end_with_parent(parent: int, worker: int, num_workers: int) -> None:
-    """Makes a worker process end when its parent was killed and could not close it."""
+    """Ends a worker process whose parent was killed and could not close it."""
     del worker, num_workers
 
     def watch() -> None:

@@ -1,9 +1,9 @@
-"""Mixtures: which entry of the source example i is of, and which of that entry's examples.
+"""Mixtures: to which entry of the source example i belongs, and which of its examples it is.
 
 From the beginning of a stage on, every entry has had its share of any number of examples, rounded
-up or down: the problem of a chairman who comes from each of several states in turn (Tijdeman,
-"The chairman assignment problem", Discrete Mathematics 32, 1980). Shares are fractions with one
-denominator, so that the turns repeat, and one table of them answers for any index.
+up or down (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). Shares are
+fractions with one denominator, so that the order of entries repeats and one table of a cycle serves
+any index.
 """
 
 import bisect
@@ -29,7 +29,7 @@ from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.data_source import Weight
 
 LONGEST_CYCLE = 2**16
-"""Examples after which the turns of a stage repeat, at most."""
+"""The most examples after which the order of entries in a stage repeats."""
 
 _EXACT = 1e-12  # relative: weights are floats, and 0.1 is not a tenth
 
@@ -41,16 +41,16 @@ class Stage:
     begin: int
     before: tuple[int, ...]  # examples of each member in earlier stages
     shares: tuple[int, ...]  # examples of each in one cycle
-    turns: np.ndarray  # [cycle], whose turn it is
-    earlier: np.ndarray  # [cycle], how many turns that member had before in this cycle
+    turns: np.ndarray  # [cycle], the member of each example
+    earlier: np.ndarray  # [cycle], earlier examples of that member in this cycle
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
     """Several data sets in changing shares; example i is a function of i, as theirs are.
 
-    Each member goes through its examples in its own order and epochs, whatever the others do; a
-    stage goes on where the one before left it.
+    Each member reads its examples in its own order and epochs, independently of the others; a stage
+    continues where the one before ended.
     """
 
     members: tuple[Dataset, ...]
@@ -70,7 +70,7 @@ class Mixture:
 
     @property
     def seq_len(self) -> int:
-        """Places of an example."""
+        """Tokens of an example, padding included."""
         return self.members[0].seq_len
 
     @property
@@ -116,8 +116,8 @@ def open_examples(
 ) -> Examples:
     """The training examples of a source, mixed by weight where it has any, or the held-out ones.
 
-    Without weights the entries are one text. Held-out documents always are, and those of an entry
-    of weight 0 are among them.
+    Without weights the entries are concatenated. Held-out documents always are, those of entries of
+    weight 0 included.
 
     Raises:
       ValueError: as `open_dataset` and `fractions`; or only some entries have a weight.
@@ -175,8 +175,11 @@ def mix(
 
 
 def count(stage: Stage, index: int) -> tuple[int, ...]:
-    """How many of the examples before `index`, which is not before the stage, are of each member,
-    if the stage goes on until there."""
+    """The examples of each member before `index`, if this stage lasts until there.
+
+    Args:
+      index: at least `stage.begin`.
+    """
     cycles, place = divmod(index - stage.begin, len(stage.turns))
     partly = np.bincount(stage.turns[:place], minlength=len(stage.shares)).tolist()
     return tuple(
@@ -186,14 +189,14 @@ def count(stage: Stage, index: int) -> tuple[int, ...]:
 
 
 def fractions(weights: Sequence[float]) -> np.ndarray:
-    """Whole numbers whose ratios are those of the weights, with a sum of at most `LONGEST_CYCLE`.
+    """Whole numbers in the ratio of the weights, with a sum of at most `LONGEST_CYCLE`.
 
-    They are the smallest that are exact, for weights such as 0.7, 0.2 and 0.1; where there are
-    none, those whose largest relative error is least: under 1e-8 for two weights of like size, 1e-6
+    They are the smallest exact ones, for weights such as 0.7, 0.2 and 0.1; if there are none, those
+    with the least maximum relative error: under 1e-8 for two weights of like size, 1e-6
     for three, 1e-3 for eight. A weight of 0 stays 0.
 
     Raises:
-      ValueError: a weight is too small a part of all for any such numbers.
+      ValueError: a weight is too small a share of the sum for any such numbers.
     """
     wanted = np.asarray(weights, np.float64)
     wanted = wanted / wanted.sum()
@@ -220,12 +223,12 @@ def fractions(weights: Sequence[float]) -> np.ndarray:
 
 
 def take_turns(shares: np.ndarray) -> np.ndarray:
-    """Whose turn it is, for one cycle of as many turns as the shares sum to.
+    """The member of each example in one cycle, whose length is the sum of the shares.
 
-    After any n turns a member with share s of S has had n * s / S of them, give or take at most
-    1 - 1 / (2 K - 2) for K members: the least that is always possible (Tijdeman). That bounds from
-    below and above when each turn of a member may come. Of those that may, the one that must come
-    first is taken, which keeps to all bounds if any order does.
+    After any n examples a member with share s of S has had n * s / S of them, within at most
+    1 - 1 / (2 K - 2) for K members: the least bound that is always possible (Tijdeman). It gives
+    the earliest and the latest place of each example of a member. Of those that are due, the one
+    with the earliest deadline is taken, which meets all bounds if any order does.
     """
     length, slack = int(shares.sum()), max(2 * np.count_nonzero(shares) - 2, 1)
     members = np.repeat(np.arange(len(shares)), shares)
@@ -246,7 +249,7 @@ def take_turns(shares: np.ndarray) -> np.ndarray:
 
 
 def _rank(turns: np.ndarray) -> np.ndarray:
-    """How many earlier entries of `turns` are the same as each."""
+    """For each entry of `turns`, how many earlier entries are equal to it."""
     order = np.argsort(turns, kind="stable")
     counts = np.bincount(turns)
     rank = np.empty(len(turns), np.int32)

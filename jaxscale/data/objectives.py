@@ -1,7 +1,7 @@
-"""What is to be predicted: a window of documents becomes one example, its targets and weights.
+"""Training objectives: each turns a window of documents into an example, its targets and weights.
 
-Every objective is a pure function of the window and of random bits that belong to the example, and
-keeps the window's pieces apart: each is a segment of its own, with positions from 0.
+Every objective is a pure function of the window and of the example's own random bits, and keeps the
+window's pieces apart: each is a segment of its own, with positions from 0.
 
 - "causal": every token from those before it in its document.
 - "prefix": the same, but a first part of each piece, of random length, carries no loss. The prefix
@@ -24,15 +24,15 @@ from jaxscale.batch import Batch
 from jaxscale.data.packing import Window, number
 
 DENSITY = 0.15
-"""The share of tokens that span corruption and masking take out of a text."""
+"""The share of tokens that span corruption and masking remove from a text."""
 MEAN_SPAN = 3.0
 """Tokens of a corrupted span, on average."""
 MASKED, RANDOM = 0.8, 0.1
-"""Of the tokens to predict, the shares that a mask and a random token stand for."""
+"""Of the tokens to predict, the shares that are replaced by a mask and by a random token."""
 
 
 class Vocabulary(NamedTuple):
-    """Ids that examples are made of; those from `size` on are the model's, but no tokenizer's.
+    """The ids of examples; those from `size` on are in the model, but not in the tokenizer.
 
     Marks (sentinels, the mask) are numbered from the last id of the model downwards, as T5's are.
     """
@@ -54,14 +54,14 @@ class Pieces(NamedTuple):
 
 
 Uniform = Callable[[int], np.ndarray]
-"""Gives the next so many numbers of [0, 1) that belong to an example."""
+"""Returns the next `count` random numbers in [0, 1) of an example."""
 
 
 def uniform(seed: int, index: int) -> Uniform:
     """The random numbers of example `index`: a function of both, on any machine and version.
 
-    Philox (Salmon et al. 2011) is counter-based: each example has a key of its own. Its raw words
-    are what NumPy promises to keep; what it makes of them, it does not.
+    Philox (Salmon et al. 2011) is counter-based: each example has a key of its own. NumPy
+    guarantees its raw words across versions, but not the distributions made from them.
     """
     words = np.random.Philox(key=np.array([seed, index], np.uint64))
     return lambda count: (words.random_raw(count) >> np.uint64(11)) * 2.0**-53
@@ -76,10 +76,10 @@ def causal(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
 
 
 def prefix(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
-    """`causal`, with loss only on what follows a prefix of each piece.
+    """`causal`, with loss only after a prefix of each piece.
 
-    A piece of n tokens has a prefix of 1 to n of them, each length as likely, and n targets: the
-    first that counts is the one that the whole prefix predicts.
+    A piece of n tokens has n targets and a prefix of 1 to n tokens, uniformly distributed: the
+    first target with loss is the one that the whole prefix predicts.
     """
     example = causal(window, draw, vocabulary)
     lengths = window.lengths
@@ -91,8 +91,8 @@ def prefix(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
 def span_corruption(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
     """Each piece as [text with sentinels, the spans behind their sentinels, boundary].
 
-    Loss is on what follows the first sentinel of the second part, which marks where it begins. A
-    piece that has no span (see `allot_spans`) is left out.
+    Loss is on the tokens after the first sentinel of the second part, which is given. A piece
+    without a span (see `allot_spans`) is left out.
     """
     inputs, targets = corrupt(window, draw, vocabulary)
     present = np.unique(targets.pieces)
@@ -102,7 +102,7 @@ def span_corruption(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Ba
     predicted = np.arange(len(ids)) >= len(inputs.ids)
     order = np.argsort(pieces, kind="stable")
     ids, pieces, predicted = ids[order].astype(np.int32), pieces[order], predicted[order]
-    # The end of a piece predicts nothing, and nothing predicts its beginning.
+    # The last token of a piece has no target, and its first token is no target.
     same = pieces[1:] == pieces[:-1]
     segments, positions = number(np.bincount(pieces[1:][same])[present])
     counted = predicted[1:] & predicted[:-1]  # not the first sentinel: it is given
@@ -112,7 +112,7 @@ def span_corruption(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Ba
 def corrupt(window: Window, draw: Uniform, vocabulary: Vocabulary) -> tuple[Pieces, Pieces]:
     """The inputs and the targets of span corruption, for an encoder and for a decoder.
 
-    Inputs are the pieces with a sentinel in place of each span; targets are the spans, each behind
+    Inputs are the pieces with a sentinel in place of each span; targets are the spans, each after
     its sentinel. Sentinels are numbered from 0 in each piece. Neither has an end mark yet.
     """
     ids, lengths = window.ids[:-1], window.lengths
@@ -124,7 +124,7 @@ def corrupt(window: Window, draw: Uniform, vocabulary: Vocabulary) -> tuple[Piec
     spans -= np.repeat(spans[begins] - first[begins], lengths)
     marked = np.where(first, vocabulary.mark(spans - 1), ids)
     kept = ~noise | first
-    copies = np.where(noise, 1 + first, 0)  # the first token of a span comes behind its sentinel
+    copies = np.where(noise, 1 + first, 0)  # the first token of a span follows its sentinel
     targets = np.repeat(ids, copies)
     targets[(np.cumsum(copies) - copies)[first]] = marked[first]
     return Pieces(marked[kept], pieces[kept]), Pieces(targets, np.repeat(pieces, copies))
@@ -133,8 +133,8 @@ def corrupt(window: Window, draw: Uniform, vocabulary: Vocabulary) -> tuple[Piec
 def noise_mask(lengths: np.ndarray, draw: Uniform) -> np.ndarray:
     """Which tokens of pieces of these lengths are noise; bool [sum of the lengths].
 
-    As T5 draws it: text and noise alternate, text first and noise last, each cut into spans at
-    random, every way to cut being as likely.
+    As in T5: text and noise alternate, text first and noise last, each cut into spans at random,
+    all ways to cut being equally likely.
     """
     noise, spans = allot_spans(lengths)
     parts = np.maximum(spans, 1)  # a piece without noise is one part of text and an empty one
@@ -143,11 +143,11 @@ def noise_mask(lengths: np.ndarray, draw: Uniform) -> np.ndarray:
 
 
 def allot_spans(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Noise tokens, and the spans that they form, of each piece.
+    """The number of noise tokens, and of the spans that they form, in each piece.
 
-    Counted from the first piece on, they are what T5 takes of so many tokens, so that pieces too
-    short for a span of their own still have their share; a single piece has exactly T5's. What
-    does not fit in a piece, which keeps at least as many tokens as it has spans, is dropped.
+    The cumulative counts are T5's for the cumulative lengths, so that pieces too short for a span
+    of their own still contribute; for a single piece the counts are exactly T5's. A piece keeps at
+    least as many text tokens as it has spans; noise and spans that do not fit in it are dropped.
     """
     noise_so_far, spans_so_far = _span_counts(np.cumsum(lengths))
     spans = np.minimum(np.diff(spans_so_far, prepend=0), lengths // 2)
@@ -161,7 +161,7 @@ def allot_spans(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def encoder_lengths(inputs_length: int) -> tuple[int, int]:
-    """The tokens whose corrupted form fills `inputs_length`, and the length of their targets.
+    """The most tokens whose corrupted form fits in `inputs_length`, and the length of the targets.
 
     T5's arithmetic: both sides end with one more token, the end mark. 512 gives (568, 114).
     """
@@ -172,7 +172,7 @@ def encoder_lengths(inputs_length: int) -> tuple[int, int]:
 
 
 def joined_tokens(seq_len: int) -> int:
-    """The tokens of a window whose corrupted form, inputs and targets together, fills a row.
+    """The most tokens of a window whose corrupted form, inputs and targets, fits in a row.
 
     Every span adds its sentinel twice; the boundary at the end is a target only.
     """
@@ -184,7 +184,7 @@ def joined_tokens(seq_len: int) -> int:
 def masked(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
     """Tokens to predict at their own place, from both sides: for a model that is not causal.
 
-    Boundaries are never masked, and never what replaces a token.
+    Boundaries are never masked, and never replace a token.
     """
     ids = window.ids[:-1]
     segments, positions = number(window.lengths)
@@ -202,12 +202,12 @@ def masked(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
 
 @dataclass(frozen=True)
 class Objective:
-    """An objective, and what it needs for rows of `seq_len` places."""
+    """An objective, and its requirements for rows of `seq_len` tokens."""
 
-    example: Callable[[Window, Uniform, Vocabulary], Batch]  # at most seq_len places
-    window: Callable[[int], int]  # tokens of the windows that it is given
-    num_marks: Callable[[int], int]  # ids beside those of the tokenizer
-    shortest: int = 1  # tokens of a window that leaves something to predict
+    example: Callable[[Window, Uniform, Vocabulary], Batch]  # at most seq_len tokens
+    window: Callable[[int], int]  # tokens of its windows
+    num_marks: Callable[[int], int]  # ids in addition to those of the tokenizer
+    shortest: int = 1  # least tokens of a window that has a target
 
 
 OBJECTIVES = {
@@ -232,7 +232,7 @@ def _span_counts(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _cut(items: np.ndarray, parts: np.ndarray, draw: Uniform) -> np.ndarray:
     """Cuts each group of items into its number of parts at random; the lengths of all parts.
 
-    No part is empty, but where a group has no items and one part.
+    No part is empty, except where a group has no items and one part.
     """
     gaps = np.maximum(items - 1, 0)  # places between two items of a group, where a cut can be
     group = np.repeat(np.arange(len(items)), gaps)

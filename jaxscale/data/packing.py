@@ -10,9 +10,9 @@ from jaxscale.data.tokens.corpus import Corpus
 
 
 class Window(NamedTuple):
-    """Consecutive tokens of a stream of documents, and where one document gives way to the next.
+    """Consecutive tokens of a stream of documents, and the bounds between documents.
 
-    A piece is what a window holds of one document: all of it, or what was not cut off.
+    A piece is the part of one document that lies in the window: all of it, unless it was cut.
     """
 
     ids: np.ndarray  # int32 [n + 1]: n tokens, and the one that follows them
@@ -26,10 +26,10 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Documents of a corpus, each [boundary, tokens...], one after another in an order of choice.
+    """Documents of a corpus, each [boundary, tokens...], concatenated in a chosen order.
 
-    The last entry of both arrays closes the stream: it points at a boundary, which is what
-    follows the last document.
+    The last entry of both arrays ends the stream: it points at a boundary, the token after the
+    last document.
     """
 
     corpus: Corpus
@@ -46,7 +46,7 @@ class Stream:
         stop = min(start + count, self.num_tokens)
         if start >= stop:
             return Window(np.zeros(1, np.int32), np.zeros(1, np.int64))
-        # The token at `stop` is read too; at the stream's end it is the boundary that closes it.
+        # The token at `stop` is read too; at the stream's end it is the boundary that ends it.
         first, last = np.searchsorted(self.offsets, [start, stop], side="right") - 1
         bounds = np.concatenate([[start], self.offsets[first + 1 : last + 1], [stop + 1]])
         begins = bounds[:-1] + (self.starts[first : last + 1] - self.offsets[first : last + 1])
@@ -57,12 +57,12 @@ class Stream:
         ]
         bounds[-1] = stop
         if bounds[-2] == stop:
-            bounds = bounds[:-1]  # only the token that follows is of the last document
+            bounds = bounds[:-1]  # of the last document only the next token was read
         return Window(np.concatenate(pieces).astype(np.int32, copy=False), bounds - start)
 
 
 def number(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Segments, from 1, and positions, from 0 in each, of pieces that follow one another.
+    """Segments, from 1, and positions, from 0 in each, of consecutive pieces.
 
     Args:
       lengths: of the pieces.
@@ -76,7 +76,7 @@ def number(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pad(example: Batch, seq_len: int) -> Batch:
-    """Fills every field up to `seq_len` with zeros: padding is segment 0 and weighs nothing."""
+    """Fills every field up to `seq_len` with zeros: padding is segment 0 with weight 0."""
     padded = (np.zeros(seq_len, field.dtype) for field in example)
     row = Batch(*padded)
     for whole, field in zip(row, example):

@@ -1,4 +1,4 @@
-"""Batches of no text, for what is only timed."""
+"""Random batches, for timing."""
 
 import numpy as np
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name as named  # as remat policies know a product's result
+from jax.ad_checkpoint import checkpoint_name as named  # for remat policies
 from jax.typing import DTypeLike
 
 from jaxscale.batch import Batch
@@ -46,7 +46,7 @@ def plain_lookup(
 
 @dataclass(frozen=True)
 class Kernels:
-    """The functions in which a layout may replace a model's arithmetic, never its result.
+    """The functions of a model that a layout may replace by others with the same result.
 
     The defaults run anywhere, with no mesh.
     """
@@ -160,9 +160,9 @@ class Attention(nnx.Module):
         columns: Callable = columns,
         rotary: Callable = rotary,
     ) -> tuple[jax.Array, ...]:
-        """Queries, keys and values, positions already in them."""
-        products = columns(x_BTD, (self.q[...], self.k[...], self.v[...]))
-        q_BTNH, k_BTKH, v_BTKH = map(named, products, ("query", "key", "value"))
+        """Queries, keys and values, rotary positions applied."""
+        projected = columns(x_BTD, (self.q[...], self.k[...], self.v[...]))
+        q_BTNH, k_BTKH, v_BTKH = map(named, projected, ("query", "key", "value"))
         if self.gpt:
             q_BTNH = add_bias(q_BTNH, self.q_bias[...])
             k_BTKH = add_bias(k_BTKH, self.k_bias[...])
@@ -177,7 +177,7 @@ class Attention(nnx.Module):
         return q_BTNH, k_BTKH, v_BTKH
 
     def join(self, o_BTNH: jax.Array, rows: Callable = rows) -> jax.Array:
-        """The heads' results, back in the residual stream's width."""
+        """The heads' outputs, projected back into the residual stream."""
         y_BTD = named(rows(o_BTNH, self.out[...]), "attention_out")
         return add_bias(y_BTD, self.out_bias[...]) if self.gpt else y_BTD
 
@@ -193,7 +193,7 @@ class Attention(nnx.Module):
     def decode(
         self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Cache, layer: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        """Attends to what the cache holds and to these tokens, which it adds at their positions."""
+        """Writes these tokens to the cache at their positions, and attends to all that it holds."""
         q_BTNH, *new = self.project(x_BTD, positions_BT)
 
         rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
@@ -202,7 +202,7 @@ class Attention(nnx.Module):
             for old_LBSKH, new_BTKH in zip(cache, new)
         )
         k_BSKH, v_BSKH = k_LBSKH[layer], v_LBSKH[layer]
-        # Slot i holds position i. Slots that nothing was written to yet lie beyond every query.
+        # Slot i holds position i. Slots that are not written yet lie beyond every query.
         slots_BS = jnp.broadcast_to(jnp.arange(k_BSKH.shape[1]), k_BSKH.shape[:2])
         o_BTNH = decode_attention(
             q_BTNH, k_BSKH, v_BSKH, positions_BT, slots_BS, sliding_window=self.sliding_window
@@ -232,8 +232,8 @@ class MLP(nnx.Module):
         else:
             up_BTF, gate_BTF = columns(x_BTD, (self.up[...], self.gate[...]))
             inputs = named(up_BTF, "mlp_up"), named(gate_BTF, "mlp_gate")
-        # What the activation makes is made again for the backward pass: that is cheaper than
-        # keeping it, whatever the remat policy.
+        # The activation is recomputed for the backward pass: cheaper than saving its result,
+        # whatever the remat policy.
         down = jax.checkpoint(
             lambda weight, *inputs: rows(self.activate(*inputs), weight), prevent_cse=False
         )
@@ -292,7 +292,7 @@ class Embedding(nnx.Module):
 
 
 class Head(nnx.Module):
-    """The final norm and the projection to the vocabulary; a tied head borrows the embedding."""
+    """The final norm and the projection to the vocabulary; a tied head uses the embedding."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         weights = Weights(config, key)
@@ -302,12 +302,12 @@ class Head(nnx.Module):
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder as pure functions over its parameters: what the step, the pipeline and the
-    checkpoint see of a model.
+    """A decoder as pure functions over its parameters: a model's interface to the step, the
+    pipeline and the checkpoint.
 
     Parameters are {"embed": ..., "layers": ..., "head": ...}; those of the layers are stacked,
-    `[num_layers, ...]`. A layer, and a head, are whole before they are used: `layer` is one slice
-    of the stack, and `head` comes from `head_params`, which lends the embedding to a tied head.
+    `[num_layers, ...]`. The methods take gathered weights: `layer` is one slice of the stack, and
+    `head` comes from `head_params`, which adds the embedding to a tied head.
     """
 
     config: ModelConfig
@@ -317,7 +317,7 @@ class Decoder:
         """Fresh parameters; they depend on the key alone.
 
         Args:
-          rows: the layers to stack, in that order, -1 for zeros; None stacks all as they come.
+          rows: the layers to stack, in that order, -1 for zeros; None stacks all in order.
         """
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         layer_keys = jax.random.split(layers_key, self.config.num_layers)
@@ -360,7 +360,7 @@ class Decoder:
         return self._module(Block, layer)(x_BTD, batch, self.kernels)
 
     def head_params(self, params: Params) -> Params:
-        """What `loss` and `logits` need of the parameters, or of their tree of axes."""
+        """The `head` of `loss` and `logits`, from the parameters or from their tree of axes."""
         if not self.config.tied_embeddings:
             return params["head"]
         return {**params["head"], "tied": params["embed"]["tokens"]}

@@ -14,7 +14,7 @@ from jaxscale.ops import attention_kernels
 from jaxscale.ops.blockwise import blockwise_attention
 
 PLATFORM_KERNELS = {"cpu": "blockwise", "gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}
-"""What "auto" takes where the kernel honours the run's settings; elsewhere it is "blockwise"."""
+"""What "auto" selects if the kernel honours the run's settings; otherwise it is "blockwise"."""
 
 
 def attention(
@@ -29,10 +29,10 @@ def attention(
     """Causal self attention in which tokens see only their own segment.
 
     Query head n reads key head n // (N / K). Segment 0, padding, is a segment like any other: its
-    outputs are finite and reach nobody else. Scores are scaled by H**-0.5; the softmax is in
-    float32, or in the input's type where that is wider. The output and what the backward pass
-    needs beside the arguments carry the checkpoint name "attention"; but for "cudnn", whose results
-    a policy knows by `kernels.is_cudnn_forward`.
+    outputs are finite and affect no other token. Scores are scaled by H**-0.5; the softmax is in
+    float32, or in the input's type where that is wider. The output and the residuals other
+    than the arguments carry the checkpoint name "attention", except with "cudnn", whose results a
+    remat policy recognises by `attention_kernels.is_cudnn_forward`.
 
     Args:
       implementation: "reference", "blockwise", "cudnn" or "splash"; see `choose` and `check`.
@@ -59,7 +59,7 @@ def attention(
 def choose(
     implementation: str, platform: str, *, dtype: DTypeLike, head_dim: int, seq_len: int
 ) -> str:
-    """The implementation that a run uses, by name; only "auto" leaves a choice.
+    """The name of the implementation that a run uses; only "auto" leaves a choice.
 
     "auto" is the platform's kernel in `PLATFORM_KERNELS` where `check` accepts it, and
     "blockwise" otherwise, so that every setting runs on every platform.
@@ -86,7 +86,7 @@ def check(
     head_dim: int,
     seq_len: int,
 ) -> None:
-    """Raises ValueError, naming the setting to change, where a kernel cannot honour a run's."""
+    """Raises ValueError, naming the setting to change, if a kernel cannot honour the arguments."""
     if implementation in ("reference", "blockwise"):
         return
     limits = {"cudnn": attention_kernels.cudnn_limits, "splash": attention_kernels.splash_limits}

@@ -35,7 +35,7 @@ class Keys(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Attention of queries to the keys met so far, in float32 or wider."""
+    """Attention of queries to the keys seen so far, in float32 or wider."""
 
     out: Array  # [I, B, K, G, t, H], not yet divided by `total`
     high: Array  # [I, B, K, G, t], the highest score
@@ -102,22 +102,22 @@ def attend_block(
     """`attend` for one block of queries, without the leading [I] of all but the keys."""
     q_BKGtH, segments_Bt = queries
     wide, block = _wide(q_BKGtH), keys.segments.shape[-1]
-    product = functools.partial(jnp.einsum, preferred_element_type=wide)
+    matmul = functools.partial(jnp.einsum, preferred_element_type=wide)
     scale = jnp.asarray(q_BKGtH.shape[-1] ** -0.5, wide)
 
     def key_block(j, softmax):
         out_BKGtH, high_BKGt, total_BKGt = softmax
         k_BKsH, v_BKsH, segments_Bs = (x[j] for x in keys)
         mask_Bts = _mask(segments_Bt, segments_Bs, reach.distance - j * block, window)
-        scores_BKGts = scale * product("BKGtH,BKsH->BKGts", q_BKGtH, k_BKsH)
-        # A query to which these keys, and all before them, show nothing gathers rubbish; the first
-        # score that it does see multiplies that by zero.
+        scores_BKGts = scale * matmul("BKGtH,BKsH->BKGts", q_BKGtH, k_BKsH)
+        # A query that sees none of these keys, nor any before them, accumulates garbage, which its
+        # first visible score multiplies by zero.
         scores_BKGts = jnp.where(mask_Bts[:, None, None], scores_BKGts, _masked(wide))
         new_high_BKGt = jnp.maximum(high_BKGt, jnp.max(scores_BKGts, axis=-1))
         shrink_BKGt = jnp.exp(high_BKGt - new_high_BKGt)
         p_BKGts = jnp.exp(scores_BKGts - new_high_BKGt[..., None])
         total_BKGt = total_BKGt * shrink_BKGt + jnp.sum(p_BKGts, axis=-1)
-        more_BKGtH = product("BKGts,BKsH->BKGtH", p_BKGts.astype(v_BKsH.dtype), v_BKsH)
+        more_BKGtH = matmul("BKGts,BKsH->BKGtH", p_BKGts.astype(v_BKsH.dtype), v_BKsH)
         return Softmax(out_BKGtH * shrink_BKGt[..., None] + more_BKGtH, new_high_BKGt, total_BKGt)
 
     return jax.lax.fori_loop(reach.begin, reach.end, key_block, softmax)
@@ -139,7 +139,7 @@ def gradients(
     window: int,
     dtype: DTypeLike,
 ) -> tuple[Array, Array, Array]:
-    """What `attend` is differentiated to, for keys of which the queries saw more than these.
+    """The backward pass of `attend`, for queries that saw other keys too.
 
     Args:
       grad_q_IBKGtH: the queries' gradients from other keys, in float32 or wider.
@@ -147,18 +147,18 @@ def gradients(
       dtype: of the keys' and values' gradients.
 
     Returns:
-      The queries' gradients with what these keys add to them; those of the keys and of the values
-      from these queries alone, [J, B, K, s, H].
+      The queries' gradients with the contribution of these keys added; those of the keys and of
+      the values from these queries alone, [J, B, K, s, H].
     """
     wide, block = grad_q_IBKGtH.dtype, keys.segments.shape[-1]
-    product = functools.partial(jnp.einsum, preferred_element_type=wide)
+    matmul = functools.partial(jnp.einsum, preferred_element_type=wide)
     scale = jnp.asarray(queries.q.shape[-1] ** -0.5, wide)
 
     def key_block(grad_q_IBKGtH, arguments):
         j, begin, end, (k_BKsH, v_BKsH, segments_Bs) = arguments
 
-        # Scores are transposed here, [s, t]: two of the three products that consume them then read
-        # them row by row, which is much the faster way on a CPU.
+        # Scores are transposed here, [s, t]: two of the three matmuls that consume them then read
+        # them row by row, which is much faster on a CPU.
         def query_block(i, carry):
             grad_q_IBKGtH, grad_k_BKsH, grad_v_BKsH = carry
             q_BKGtH, segments_Bt, log_z_BKGt, grad_BKGtH, inner_BKGt = (
@@ -166,16 +166,16 @@ def gradients(
             )
             mask_Bts = _mask(segments_Bt, segments_Bs, offset + (i - j) * block, window)
             mask_B1s1t = jnp.swapaxes(mask_Bts, 1, 2)[:, None, :, None]
-            scores_BKsGt = scale * product("BKsH,BKGtH->BKsGt", k_BKsH, q_BKGtH)
+            scores_BKsGt = scale * matmul("BKsH,BKGtH->BKsGt", k_BKsH, q_BKGtH)
             p_BKsGt = jnp.exp(scores_BKsGt - log_z_BKGt[:, :, None])
             p_BKsGt = jnp.where(mask_B1s1t, p_BKsGt, 0)
-            grad_p_BKsGt = product("BKsH,BKGtH->BKsGt", v_BKsH, grad_BKGtH)
+            grad_p_BKsGt = matmul("BKsH,BKGtH->BKsGt", v_BKsH, grad_BKGtH)
             grad_scores_BKsGt = scale * p_BKsGt * (grad_p_BKsGt - inner_BKGt[:, :, None])
             grad_scores_BKsGt = grad_scores_BKsGt.astype(q_BKGtH.dtype)
             p_BKsGt = p_BKsGt.astype(v_BKsH.dtype)
-            grad_q_BKGtH = product("BKsGt,BKsH->BKGtH", grad_scores_BKsGt, k_BKsH)
-            grad_k_BKsH += product("BKsGt,BKGtH->BKsH", grad_scores_BKsGt, q_BKGtH)
-            grad_v_BKsH += product("BKsGt,BKGtH->BKsH", p_BKsGt, grad_BKGtH)
+            grad_q_BKGtH = matmul("BKsGt,BKsH->BKGtH", grad_scores_BKsGt, k_BKsH)
+            grad_k_BKsH += matmul("BKsGt,BKGtH->BKsH", grad_scores_BKsGt, q_BKGtH)
+            grad_v_BKsH += matmul("BKsGt,BKGtH->BKsH", p_BKsGt, grad_BKGtH)
             return grad_q_IBKGtH.at[i].add(grad_q_BKGtH), grad_k_BKsH, grad_v_BKsH
 
         zero_BKsH = jnp.zeros(k_BKsH.shape, wide)
@@ -193,7 +193,7 @@ def gradients(
 def output(
     out_BTNH: Array, grad_BTNH: Array, log_z_IBKGt: Array, num_kv_heads: int, block: int
 ) -> Output:
-    """What `gradients` takes of an output and of its gradient."""
+    """The record that `gradients` needs, from an output and its gradient."""
     wide = log_z_IBKGt.dtype
     inner_BTN1 = jnp.sum(out_BTNH.astype(wide) * grad_BTNH.astype(wide), axis=-1, keepdims=True)
     return Output(
@@ -213,7 +213,7 @@ def _masked(wide: jnp.dtype) -> Array:
 
 
 def _mask(segments_Bt: Array, segments_Bs: Array, distance: Array, window: int) -> Array:
-    """Who sees whom in a block of queries and one of keys, [B, t, s].
+    """Which queries of a block see which keys of a block, [B, t, s].
 
     Args:
       distance: places from the block's first key to its first query in the sequence.
@@ -250,7 +250,7 @@ def _ranges(visible: Array) -> tuple[Array, Array]:
 def in_blocks(
     q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array, block: int
 ) -> tuple[Queries, Keys]:
-    """Queries and keys of the same tokens; the last blocks are filled up with a segment of none."""
+    """Queries and keys of the same tokens; the last blocks are padded, with segment -1."""
     segments = _time_blocks(segments_BT + 1, block) - 1
     k_JBKsH, v_JBKsH = (jnp.moveaxis(_time_blocks(x, block), 3, 2) for x in (k_BTKH, v_BTKH))
     queries = Queries(_query_blocks(q_BTNH, k_BTKH.shape[2], block), segments)
@@ -278,7 +278,7 @@ def _query_blocks(q_BTNH: Array, num_kv_heads: int, block: int) -> Array:
 
 
 def _time_blocks(x_BT: Array, block: int) -> Array:
-    """[B, T, ...] -> [I, B, t, ...]; the last block is filled up with zeros."""
+    """[B, T, ...] -> [I, B, t, ...]; the last block is padded with zeros."""
     missing = -x_BT.shape[1] % block
     x_BT = jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2))
     x_BIt = x_BT.reshape(x_BT.shape[0], -1, block, *x_BT.shape[2:])

@@ -16,9 +16,10 @@ from jaxscale.ops.sizes import LANES
 def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int) -> Array:
     """cuDNN's flash attention; blocks above the diagonal are skipped.
 
-    Documents and the window are kept by an additive mask of B * T * T * 2 bytes, which `maskless`
-    makes again for the backward pass. (The kernel has a window of its own, but not every version
-    has it beside a mask; and its packed layout needs a bound on the documents of a sequence.)
+    Documents and the window are enforced by an additive mask of B * T * T * 2 bytes, which
+    `maskless` recomputes for the backward pass. (The kernel has a window of its own, but not every
+    version combines it with a mask; and its packed layout needs a bound on the documents of a
+    sequence.)
 
     On several devices call it inside a `shard_map` over all mesh axes.
     """
@@ -32,18 +33,18 @@ def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int) -> Array:
 
 
 def maskless(attend: Callable[..., Array]) -> Callable[..., Array]:
-    """`cudnn`, or what calls it, without its mask among what the backward pass keeps: the kernel's
-    results stay, the output and log(sum(exp(scores))).
+    """`cudnn`, or a function that calls it, without the mask among its residuals: the kernel's
+    results are saved, the output and log(sum(exp(scores))).
 
-    Not for a layer under a policy of its own, which drops the mask anyway: where one checkpoint
-    stands in another, the output would be kept twice.
+    Not for a layer under a remat policy of its own, which drops the mask anyway: with one
+    `jax.checkpoint` inside another, the output would be saved twice.
     """
     return jax.checkpoint(attend, policy=is_cudnn_forward, prevent_cse=False)
 
 
 def is_cudnn_forward(primitive, *_, **__) -> bool:
-    """A checkpoint policy that keeps the results of cuDNN's kernel. It goes by the primitive, since
-    the kernel's differentiation rule gives them no names."""
+    """A remat policy that saves the results of cuDNN's kernel. It goes by the primitive, since the
+    kernel's differentiation rule gives them no names."""
     return primitive.name.startswith("dot_product_attention_fwd")
 
 
@@ -57,17 +58,17 @@ def splash(
     scaled: bool = False,
     interpret: bool = False,
 ) -> Array:
-    """Pallas splash attention; blocks that order or window hide are never computed.
+    """Pallas splash attention; blocks that causality or the window hides are never computed.
 
-    The kernel takes scores as they are, and head_dim**-0.5 must be in the queries or keys before.
-    Where that is no power of two, as for heads of 128, queries in bfloat16 are rounded once more by
-    it: an error of 0.0017 of a score of size 1, beside 0.0023 of the queries' and keys' own.
-    `scaled` says that it is in them already, from before they were rounded.
+    The kernel does not scale scores: the queries or keys must be multiplied by head_dim**-0.5
+    before. Where that is no power of two, as for heads of 128, this rounds queries in bfloat16 once
+    more: an error of 0.0017 in a score of size 1, beside 0.0023 from the rounding of the queries
+    and keys themselves. `scaled` says that they were multiplied already, before they were rounded.
 
-    Like every Pallas kernel it wants all mesh axes manual: call it inside a `shard_map` over all of
+    Like every Pallas kernel it needs all mesh axes manual: call it inside a `shard_map` over all of
     them, of size 1 or not.
     """
-    # Half a second at every start, for which only a TPU has a use.
+    # Half a second to import, and only a TPU needs it.
     from jax.experimental.pallas.ops.tpu import splash_attention  # noqa: PLC0415
 
     _, time, num_heads, head_dim = q_BTNH.shape
@@ -96,7 +97,7 @@ def splash(
 
 
 def cudnn_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
-    """What of the settings `cudnn` cannot honour, and what to set instead; "" where it can."""
+    """Which setting `cudnn` cannot honour, and what to set instead; "" if it honours all."""
     if platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU and the platform is {platform}"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -112,7 +113,7 @@ def cudnn_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
 
 
 def splash_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
-    """What of the settings `splash` cannot honour, and what to set instead; "" where it can."""
+    """Which setting `splash` cannot honour, and what to set instead; "" if it honours all."""
     if platform != "tpu":
         return f"needs a TPU and the platform is {platform}"
     if dtype not in (jnp.bfloat16, jnp.float32):

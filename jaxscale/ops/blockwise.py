@@ -1,6 +1,6 @@
-"""Causal attention in blocks, in plain JAX: what a CPU trains with.
+"""Causal attention in blocks, in plain JAX: the kernel for CPUs.
 
-Shapes: as in `blocks.py`.
+Shapes: as in `attention_blocks.py`.
 """
 
 import functools
@@ -24,10 +24,10 @@ def blockwise_attention(
 ) -> Array:
     """Causal attention within segments; the arguments of `attention.attention`.
 
-    For the backward pass it keeps its arguments, the output and one number per query and head.
+    Its residuals are its arguments, the output and one number per query and head.
 
     Args:
-      block: queries, and keys, of a block; None is by `blocks.block_size`.
+      block: queries, and keys, of a block; None is by `attention_blocks.block_size`.
     """
     block = min(block, q_BTNH.shape[1]) if block else attention_blocks.block_size(q_BTNH)
     return _attention(block, sliding_window, q_BTNH, k_BTKH, v_BTKH, segments_BT)
@@ -55,7 +55,7 @@ def _forward(block: int, window: int, q_BTNH, k_BTKH, v_BTKH, segments_BT) -> tu
 
 def _forward_rule(block: int, window: int, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     results = _forward(block, window, q_BTNH, k_BTKH, v_BTKH, segments_BT)
-    # Named in here, so that what is kept for the backward pass is the output itself, not a copy.
+    # Named in here, so that the output itself is saved for the backward pass, not a copy.
     out_BTNH, log_z_IBKGt = checkpoint_name(results, "attention")
     return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, log_z_IBKGt)
 

@@ -2,17 +2,17 @@
 
 A sequence of 2n chunks is dealt to n ranks as in `balanced_order`: rank i holds chunks i and
 2n-1-i, which together see 2n+1 pairs of chunks whatever i is (Llama 3, arXiv 2407.21783, section
-3.3.2). What is done with a pair is the arithmetic of `blocks.py`; the two methods differ in how
-its keys arrive:
+3.3.2). The arithmetic of a pair is that of `attention_blocks.py`; the two methods differ in how a
+rank receives the keys:
 
-- "ring": keys travel from rank to rank while the ones at hand are attended to (arXiv 2310.01889);
-  in the backward pass their gradients travel with them. A rank holds two ranks' keys at a time.
-- "gather": each rank gathers all the keys first, and gradients are summed back to their ranks.
+- "ring": keys are sent from rank to rank during the compute on those received before (arXiv
+  2310.01889); in the backward pass their gradients follow. A rank holds two ranks' keys at a time.
+- "gather": each rank all-gathers the keys first, and their gradients are reduce-scattered.
 
-On a CPU all devices must reach a message of a ring together: a loop whose trips differ between
-ranks of another axis has to use "gather".
+On a CPU all devices must take part in each message of a ring: a loop whose trip count differs
+between ranks of another axis has to use "gather".
 
-Shapes: as in `blocks.py`, T here a rank's share of the sequence; h its two chunks.
+Shapes: as in `attention_blocks.py`, T here a rank's share of the sequence; h its two chunks.
 """
 
 import functools
@@ -57,13 +57,13 @@ def context_attention(
     """`attention.attention` where each rank of `axis` passes its share, in `balanced_order`.
 
     For use where `axis` is manual and has at least two ranks. Order and window go by the place in
-    the whole sequence. For the backward pass a rank keeps its arguments, its output and one number
-    per query and head; the last two carry the checkpoint name "attention".
+    the whole sequence. The residuals of a rank are its arguments, its output and one number per
+    query and head; the last two carry the checkpoint name "attention".
 
     Args:
       axis: the mesh axis.
       method: "ring" or "gather".
-      block: queries, and keys, of a block; None is by `blocks.block_size`.
+      block: queries, and keys, of a block; None is by `attention_blocks.block_size`.
     """
     chunk = q_BTNH.shape[1] // 2
     block = min(block or attention_blocks.block_size(q_BTNH), chunk)
@@ -108,11 +108,11 @@ def _walk(
 def _ring(
     static: _Static, keys: Keys, visit: Callable, carry: Tree, zeros: Tree
 ) -> tuple[Tree, Tree]:
-    """The keys of rank i - r are here at step r.
+    """At step r rank i holds the keys of rank i - r.
 
-    Of those of another rank, the second queries see the first keys. And the first queries see the
-    first keys if these come from a lower rank, the second ones the second keys if from a higher:
-    one more pair either way, so that no rank waits for another.
+    With the keys of another rank, the second chunk of queries sees the first chunk of keys. From a
+    lower rank the first queries see the first keys too, from a higher one the second queries the
+    second keys: one more pair either way, so that no rank waits for another.
     """
     ranks, rank = jax.lax.axis_size(static.axis), jax.lax.axis_index(static.axis)
     onward = [(i, (i + 1) % ranks) for i in range(ranks)]
@@ -131,7 +131,7 @@ def _ring(
 
     def between(carries: tuple[Tree, Keys, Tree], r: Array) -> tuple[tuple[Tree, Keys, Tree], None]:
         carry, keys, sums = carries
-        following, arriving = send(keys), send(sums)  # under way while this step computes
+        following, arriving = send(keys), send(sums)  # overlap this step's compute
         carry, more = step(carry, keys, r)
         return (carry, following, _add(arriving, more)), None
 
@@ -245,7 +245,7 @@ _attention.defvjp(_forward_rule, _backward_rule)
 
 
 def _in_blocks(static: _Static, *arguments: Array) -> tuple[Queries, Keys]:
-    """`blocks.in_blocks` of each of a rank's two chunks, with a leading [h]."""
+    """`attention_blocks.in_blocks` of each of a rank's two chunks, with a leading [h]."""
     return jax.vmap(lambda *halves: attention_blocks.in_blocks(*halves, block=static.block))(
         *map(_halves, arguments)
     )

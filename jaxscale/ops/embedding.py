@@ -2,7 +2,7 @@
 
 The gradient of a row is a sum over all of its uses: thousands in a batch, for a common token. It is
 accumulated in float32 or wider whatever the types of the rows and of the table, since a bfloat16
-sum stops growing at some 256 times the size of what is added to it.
+sum stops growing at about 256 times the size of its terms.
 
 Letters: B batch, T time, D features, V rows (inside the local functions: this rank's share).
 """
@@ -46,14 +46,15 @@ def spread_lookup(
     """`lookup`, its T spread over `time`.
 
     Where the rows of the table are spread, each rank looks up the tokens whose row it has, adds
-    zeros for the rest, and the sum over ranks leaves each its part of T (vocabulary-parallel
-    embedding, Megatron-LM, arXiv 1909.08053, with the sequence sharded as in arXiv 2205.05198).
+    zeros for the rest, and a reduce-scatter over ranks leaves each its part of T (the
+    vocabulary-parallel embedding of Megatron-LM, arXiv 1909.08053, with the sequence sharded as in
+    arXiv 2205.05198).
     Written by hand, in a region where every mesh axis is manual, because XLA's partitioner cannot
     handle a gather of automatically sharded operands in a region where only some axes are.
 
     Args:
-      rows: the mesh axis that the table's first dimension is spread over; None is none, and one
-        that is named is the last of `time`.
+      rows: the mesh axis that the table's first dimension is spread over, which must be the last
+        of `time`; None if it is not spread.
       time: the mesh axes that the result's T is spread over, the slowest first; they divide it.
       axes: every mesh axis that is still automatic here.
     """
@@ -108,6 +109,6 @@ def spread_lookup(
 def _sum_uses(num_rows: int, indices_BT: jax.Array, dx_BTD: jax.Array) -> jax.Array:
     """For each row of a table the sum of its uses' gradients, in float32 or wider."""
     wide = jnp.promote_types(dx_BTD.dtype, jnp.float32)
-    # Where the result is only added to a sum, XLA scatters into that sum and makes no zeros.
+    # Where the result is only added to a sum, XLA scatters into that sum and allocates no zeros.
     sums_VD = jnp.zeros((num_rows, dx_BTD.shape[-1]), wide)
     return sums_VD.at[indices_BT].add(dx_BTD.astype(wide))

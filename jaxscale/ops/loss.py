@@ -1,4 +1,4 @@
-"""Cross entropy that never holds the logits of all tokens at once.
+"""Cross entropy that never materialises the logits of all tokens at once.
 
 Shapes: B batch, T time, N tokens (B * T), J chunks, C tokens of one chunk,
 D features, V vocabulary, S shards of the sequence.
@@ -43,15 +43,15 @@ def cross_entropy(
     """Sums weight * (nll + z_loss * log(Z)^2) over tokens, in nats.
 
     Under differentiation one pass over chunks of tokens computes the loss and its gradients;
-    the backward pass only scales them. Matrix products take inputs in the type of `x_BTD` and
+    the backward pass only scales them. Matmuls take inputs in the type of `x_BTD` and
     accumulate in float32 or wider, as does the softmax.
 
     Args:
       head: [D, V], or [V, D] when `transposed` (an embedding that doubles as the head). Entries
         from `vocab_size` on are padding: never predicted, their gradient is exactly zero. It may
-        be wider than `x_BTD`; its gradient then arrives without a rounding to the narrower type.
+        be wider than `x_BTD`; its gradient is then not rounded to the narrower type.
       targets_BT: token ids below `vocab_size`.
-      weights_BT: what each token counts; data, so no gradient flows to it.
+      weights_BT: the weight of each token; data, so no gradient flows to it.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 is none.
       z_loss: weight of log(Z)^2, which keeps the logits near zero (arXiv 2204.02311).
       chunk_tokens: tokens whose logits exist together; None is by `CHUNK_BYTES`.
@@ -59,7 +59,7 @@ def cross_entropy(
         of the softmax where it is narrower.
       shards: in how many equal parts T is spread over devices. A chunk takes as many tokens from
         each, so that none has to move; the head's gradient is summed over them once, at the end.
-      unroll: writes the loop over chunks out.
+      unroll: unrolls the loop over chunks.
 
     Returns:
       The loss, and the sum of weight * nll alone, through which no gradient flows. Both are
@@ -129,8 +129,8 @@ def _chunk_loss(static: _Static, x_CD: Array, head: Array, targets_C: Array, wei
     capped_CV = _project(x_CD, head, static.transposed)
     if static.soft_cap:
         capped_CV = static.soft_cap * jnp.tanh(capped_CV / static.soft_cap)
-    # The vocabulary may be sharded over an axis that the compiler handles, where a gather of the
-    # target's logit would be refused by its partitioner: compare and sum instead.
+    # The vocabulary may be sharded over an automatic axis, where XLA's partitioner would refuse a
+    # gather of the target's logit: compare and sum instead.
     ids_V = jnp.arange(capped_CV.shape[-1], dtype=targets_C.dtype)
     is_real_V, is_target_CV = ids_V < static.vocab_size, ids_V == targets_C[:, None]
     log_z_C = jax.nn.logsumexp(capped_CV, axis=-1, where=is_real_V)
@@ -148,7 +148,7 @@ def _chunk_loss(static: _Static, x_CD: Array, head: Array, targets_C: Array, wei
 
 
 def _chunks(static: _Static, *arrays: Array) -> list[Array]:
-    """[N, ...] -> [chunks, C, ...]; the last chunk is filled up with zeros, of weight zero."""
+    """[N, ...] -> [chunks, C, ...]; the last chunk is padded with zeros, of weight zero."""
     missing = -arrays[0].shape[0] % static.chunk_tokens
     return [
         jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)).reshape(
@@ -175,12 +175,12 @@ def _loss(static: _Static, x_ND: Array, head: Array, targets_N: Array, weights_N
 
 
 def _loss_forward(static: _Static, x_ND: Array, head: Array, targets_N: Array, weights_N: Array):
-    product = functools.partial(jnp.einsum, preferred_element_type=_softmax_dtype(x_ND))
+    matmul = functools.partial(jnp.einsum, preferred_element_type=_softmax_dtype(x_ND))
     narrow = head.astype(x_ND.dtype)
     weights_N = weights_N.astype(_softmax_dtype(x_ND))
     x_JCD, targets_JC, weights_JC = _chunks(static, x_ND, targets_N, weights_N)
-    # The head's gradient is summed as [D, V] with x turned round beforehand: a product that sums
-    # over the first dimension of its left matrix is two to three times slower on a CPU.
+    # The head's gradient is summed as [D, V] with x transposed beforehand: a matmul that contracts
+    # the first dimension of its left operand is two to three times slower on a CPU.
     x_JDC = jnp.swapaxes(x_JCD, 1, 2)
 
     def step(carry, chunk):
@@ -188,8 +188,8 @@ def _loss_forward(static: _Static, x_ND: Array, head: Array, targets_N: Array, w
         loss_sum, nll_sum, grad_head_DV = carry
         loss, nll, logits_gradient = _chunk_loss(static, x_CD, narrow, targets_C, weights_C)
         grad_CV = logits_gradient()
-        grad_x_CD = product("CV,VD->CD" if static.transposed else "CV,DV->CD", grad_CV, narrow)
-        grad_head_DV += product("DC,CV->DV", x_DC, grad_CV)
+        grad_x_CD = matmul("CV,VD->CD" if static.transposed else "CV,DV->CD", grad_CV, narrow)
+        grad_head_DV += matmul("DC,CV->DV", x_DC, grad_CV)
         return (loss_sum + loss, nll_sum + nll, grad_head_DV), grad_x_CD.astype(x_CD.dtype)
 
     zero = jnp.zeros((), _softmax_dtype(x_ND))
@@ -207,8 +207,8 @@ def _loss_backward(static: _Static, residuals, cotangents):
     scale = cotangents[0]
     grad_head = (grad_head_DV * scale).astype(like_head.dtype)
     if static.transposed:
-        # XLA would fold this into the matmul of a single chunk, and its CPU back end has none from
-        # bfloat16 to float32 that reads its left matrix by columns.
+        # XLA would fold this transpose into the matmul of a single chunk, and its CPU back end has
+        # no matmul from bfloat16 to float32 that reads its left operand by columns.
         grad_head = jax.lax.optimization_barrier(grad_head).T
     return (grad_x_ND * scale).astype(grad_x_ND.dtype), grad_head, None, None
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-# The backward pass computes the statistics again from the input: kept, they and what surrounds
-# them would be three float32 arrays of the input's size for each norm.
+# The backward pass recomputes the statistics from the input: saved, they and the arrays derived
+# from them would be three float32 arrays of the input's size for each norm.
 _recompute = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
@@ -18,7 +18,7 @@ def rms_norm(x_BTD: Array, scale_D: Array, *, eps: float = 1e-5) -> Array:
     """Divides by the root mean square and scales (arXiv 1910.07467).
 
     Statistics are in float32, or in the input's type where that is wider; the result has the
-    type of `x_BTD`. Only the arguments are kept for the backward pass.
+    type of `x_BTD`. Only the arguments are saved for the backward pass.
     """
 
     @_recompute

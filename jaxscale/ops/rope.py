@@ -13,8 +13,8 @@ from jax import Array
 
 from jaxscale.ops.sizes import LANES
 
-# Llama 3's frequency scaling: wavelengths that turned fewer than LOW times in the context that
-# the model was first trained on are stretched, those that turned more than HIGH times are kept.
+# Llama 3's frequency scaling: frequencies with fewer than LOW_TURNS turns in the context that the
+# model was first trained on are lowered, those with more than HIGH_TURNS turns are unchanged.
 ORIGINAL_CONTEXT = 8192
 LOW_TURNS = 1.0
 HIGH_TURNS = 4.0
@@ -23,7 +23,7 @@ HIGH_TURNS = 4.0
 def rotary(
     x_BTNH: Array, positions_BT: Array, *, theta: float, scaling: float = 1.0, factor: float = 1.0
 ) -> Array:
-    """Turns pairs of features by an angle proportional to the position (arXiv 2104.09864).
+    """Rotates pairs of features by an angle proportional to the position (arXiv 2104.09864).
 
     Feature i of the first half is paired with feature i of the second half, as in the Llama
     checkpoints of Hugging Face. Computed in float32, or in the input's type where that is wider.
@@ -35,7 +35,7 @@ def rotary(
     """
     frequencies_h = _frequencies(x_BTNH.shape[-1], theta, scaling)
 
-    # The backward pass makes the angles again rather than keep them for every layer.
+    # The backward pass recomputes the angles, so that they are not saved for every layer.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def turn(x_BTNH: Array, positions_BT: Array) -> Array:
         dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
@@ -43,7 +43,7 @@ def rotary(
         cos_BT1h, sin_BT1h = factor * jnp.cos(angles_BT1h), factor * jnp.sin(angles_BT1h)
         cos_BT1H = jnp.concatenate((cos_BT1h, cos_BT1h), axis=-1)
         sin_BT1H = jnp.concatenate((-sin_BT1h, sin_BT1h), axis=-1)
-        # Whole heads, turned with their partners: a TPU would write halves to memory.
+        # On whole heads, with the halves exchanged: a TPU would write separate halves to memory.
         first_BTNh, second_BTNh = jnp.split(x_BTNH, 2, axis=-1)
         partner_BTNH = jnp.concatenate((second_BTNh, first_BTNh), axis=-1).astype(dtype)
         turned_BTNH = x_BTNH.astype(dtype) * cos_BT1H + partner_BTNH * sin_BT1H
@@ -53,7 +53,7 @@ def rotary(
 
 
 _BLOCK_BYTES = 2 * 2**20
-"""Of the values that the kernel holds at a time, in float32: a fraction of the fast memory."""
+"""Of the values that the kernel holds at a time, in float32: a fraction of VMEM."""
 
 
 def rotary_on_tpu(
@@ -68,8 +68,8 @@ def rotary_on_tpu(
     """`rotary` as a Pallas kernel, for heads of `LANES` features and T a multiple of it.
 
     It reads and writes each value once, forward and backward, where XLA for TPUs writes the halves
-    of all heads to memory first, which is 4 % of its estimate for a layer of Llama 2 7B. Like every
-    Pallas kernel it wants all mesh axes manual.
+    of all heads to memory first, which is 4 % of its estimated time for a layer of Llama 2 7B. Like
+    every Pallas kernel it needs all mesh axes manual.
     """
     frequencies_h = _frequencies(LANES, theta, scaling).astype(np.float32)
 
@@ -91,13 +91,13 @@ def rotary_on_tpu(
         return _turn(dy_BNTH, cos_BTH, -sin_BTH, interpret), None
 
     turn.defvjp(forward, backward)
-    # Heads before time, as the attention kernel wants them: the products write them like that.
+    # Heads before time, as the attention kernel needs them: the matmuls write them in this layout.
     return jnp.swapaxes(turn(jnp.swapaxes(x_BTNH, 1, 2), positions_BT), 1, 2)
 
 
 def _turn(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array, interpret: bool) -> Array:
     """x * cos + (x with its halves exchanged) * sin."""
-    # Half a second at every start, for which only a TPU has a use.
+    # Half a second to import, and only a TPU needs it.
     from jax.experimental import pallas as pl  # noqa: PLC0415
     from jax.experimental.pallas import tpu as pltpu  # noqa: PLC0415
 

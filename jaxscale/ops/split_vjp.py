@@ -1,8 +1,8 @@
-"""A backward pass cut in two at what it keeps: forward now, backward whenever the weights are back.
+"""A VJP as two functions: forward now, backward once the weights are gathered again.
 
-Reverse-mode differentiation of a scan would keep each layer's weights among its residuals. A step
-that gathers weights layer by layer must not: here the residuals leave out whatever the caller has
-at hand again at the backward pass.
+Reverse-mode differentiation of a scan would save each layer's weights among its residuals. A step
+that gathers weights layer by layer must not: here the residuals exclude the arrays that the caller
+passes to the backward pass again.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ def split_vjp(
     """The forward and the backward pass of `function(weights, x, context) -> y`, as two functions.
 
     Returns:
-      `forward(weights, x, context) -> (y, kept)`, where `kept` is the list of arrays that the
-      backward pass needs besides the weights and the context; and
-      `backward(weights, context, kept, dy) -> (dweights, dx)`. Trace forward before backward.
+      `forward(weights, x, context) -> (y, residuals)`, where `residuals` lists the arrays that
+      the backward pass needs besides the weights and the context; and
+      `backward(weights, context, residuals, dy) -> (dweights, dx)`. Trace forward before backward.
     """
     structure: list[tuple[Any, list[int | None]]] = []
 
@@ -35,9 +35,11 @@ def split_vjp(
         structure[:] = [(treedef, origin)]
         return y, [leaf for leaf, place in zip(leaves, origin) if place is None]
 
-    def backward(weights: Tree, context: Tree, kept: list, dy: jax.Array) -> tuple[Tree, jax.Array]:
+    def backward(
+        weights: Tree, context: Tree, residuals: list, dy: jax.Array
+    ) -> tuple[Tree, jax.Array]:
         treedef, origin = structure[0]
-        given, rest = jax.tree.leaves((weights, context)), iter(kept)
+        given, rest = jax.tree.leaves((weights, context)), iter(residuals)
         leaves = [next(rest) if place is None else given[place] for place in origin]
         return jax.tree.unflatten(treedef, leaves)(dy)
 

@@ -1,4 +1,4 @@
-"""Products with weights, whose gradients are laid out as the weights are.
+"""Matmuls with weights, whose gradients are laid out as the weights are.
 
 Shapes: B batch, T time, D features of the residual stream. Letters in comments: a the leading
 dimensions of x, c those that are contracted, o the outputs.
@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec
 def linear(x: Array, weight: Array, *, contracted: int = 1) -> Array:
     """[*a, *c] x [*c, *o] -> [*a, *o].
 
-    JAX would differentiate a product by its right side as (dy^T x)^T. XLA's CPU back end then
-    transposes dy, repeating the elementwise work that made it, and in bfloat16 falls back to a
-    product that is ten times slower and sums in bfloat16; x^T dy has none of that.
+    JAX would differentiate a matmul by its right operand as (dy^T x)^T. XLA's CPU back end then
+    transposes dy, repeating the elementwise work that produced it, and in bfloat16 falls back to a
+    matmul that is ten times slower and sums in bfloat16; x^T dy has none of these costs.
 
     Args:
       contracted: how many dimensions c has.
@@ -28,12 +28,12 @@ def linear(x: Array, weight: Array, *, contracted: int = 1) -> Array:
 
 
 def columns(x_BTD: Array, weights: Sequence[Array]) -> tuple[Array, ...]:
-    """Products out of the residual stream: [B, T, D] x [D, *o] -> [B, T, *o] for each weight."""
+    """Matmuls out of the residual stream: [B, T, D] x [D, *o] -> [B, T, *o] for each weight."""
     return tuple(linear(x_BTD, weight) for weight in weights)
 
 
 def rows(x_BT: Array, weight: Array) -> Array:
-    """A product back into the residual stream: [B, T, *c] x [*c, D] -> [B, T, D]."""
+    """A matmul back into the residual stream: [B, T, *c] x [*c, D] -> [B, T, D]."""
     return linear(x_BT, weight, contracted=x_BT.ndim - 2)
 
 
@@ -50,10 +50,10 @@ def add_bias(x: Array, bias: Array) -> Array:
 class Spread(NamedTuple):
     """Weights spread over a mesh axis: the first dimension of o in `columns`, of c in `rows`.
 
-    The ranks of that axis share out T of the residual stream. It is gathered before the products
-    out of it, and a product back into it is summed over ranks and scattered (tensor parallelism,
-    arXiv 1909.08053, with the sequence parallel parts of arXiv 2205.05198, section 4.2). For use
-    where some mesh axes are still automatic.
+    T of the residual stream is sharded over that axis. The stream is gathered before the matmuls
+    out of it, and the result of a matmul back into it is reduce-scattered over ranks (tensor
+    parallelism, arXiv 1909.08053, with the sequence parallel parts of arXiv 2205.05198, section
+    4.2). For use where some mesh axes are still automatic.
     """
 
     axis: str
@@ -76,13 +76,13 @@ class Spread(NamedTuple):
         )
 
 
-# By hand, since the compiler sums the partial results of each product over ranks by itself, three
-# times for queries, keys and values, and keeps for the backward pass what was gathered.
+# By hand, since the compiler all-reduces the partial results of each matmul separately, three times
+# for queries, keys and values, and saves the gathered activations for the backward pass.
 
 
 def spread_columns(x_BTD: Array, weights: Sequence[Array], spread: Spread) -> tuple[Array, ...]:
-    """`columns` with spread weights. Each rank keeps its part of T for the backward pass, which
-    gathers again, and sums gradients over the products before it sums them over ranks."""
+    """`columns` with spread weights. Each rank saves its part of T for the backward pass, which
+    gathers it again, and sums gradients over the matmuls before it sums them over ranks."""
     return _spread_columns(spread, x_BTD, tuple(weights))
 
 
@@ -91,18 +91,18 @@ def spread_rows(x_BT: Array, weight: Array, spread: Spread) -> Array:
     return _spread_rows(spread, x_BT, weight)
 
 
-def _product(x: Array, y: Array, dims: tuple) -> Array:
+def _matmul(x: Array, y: Array, dims: tuple) -> Array:
     return jax.lax.dot_general(x, y, (dims, ((), ())))
 
 
 def _weight_gradient(x: Array, dy: Array, leading: int) -> Array:
     """[*a, *c] x [*a, *o] -> [*c, *o], where a has `leading` dimensions."""
-    return _product(x, dy, (range(leading), range(leading)))
+    return _matmul(x, dy, (range(leading), range(leading)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(contracted: int, x: Array, weight: Array) -> Array:
-    return _product(x, weight, (range(x.ndim - contracted, x.ndim), range(contracted)))
+    return _matmul(x, weight, (range(x.ndim - contracted, x.ndim), range(contracted)))
 
 
 def _forward(contracted: int, x: Array, weight: Array):
@@ -112,7 +112,7 @@ def _forward(contracted: int, x: Array, weight: Array):
 def _backward(contracted: int, residuals, dy: Array):
     x, weight = residuals
     leading = x.ndim - contracted
-    dx = _product(dy, weight, (range(leading, dy.ndim), range(contracted, weight.ndim)))
+    dx = _matmul(dy, weight, (range(leading, dy.ndim), range(contracted, weight.ndim)))
     return dx, _weight_gradient(x, dy, leading)
 
 
@@ -129,7 +129,7 @@ def _gathered(spread: Spread, x_BTD: Array) -> Array:
 
 
 def _scattered(spread: Spread, xs: Sequence[Array], weights: Sequence[Array], o: int) -> Array:
-    """The sum of products [B, T, *c] x weight, over ranks too, each of which gets its part of T.
+    """The sum of matmuls [B, T, *c] x weight, over ranks too, each of which gets its part of T.
 
     Args:
       o: which dimension of the weights is that of the result; c are all the others.
@@ -137,7 +137,7 @@ def _scattered(spread: Spread, xs: Sequence[Array], weights: Sequence[Array], o:
 
     def local(xs: Sequence[Array], weights: Sequence[Array]) -> Array:
         products = [
-            _product(x, weight, (range(2, x.ndim), [c for c in range(weight.ndim) if c != o]))
+            _matmul(x, weight, (range(2, x.ndim), [c for c in range(weight.ndim) if c != o]))
             for x, weight in zip(xs, weights)
         ]
         return jax.lax.psum_scatter(sum(products), spread.axis, scatter_dimension=1, tiled=True)
@@ -178,7 +178,7 @@ def _rows_forward(spread: Spread, x_BT: Array, weight: Array):
 def _rows_backward(spread: Spread, residuals, dy_BTD: Array):
     x_BT, weight = residuals
     dy_BTD = _gathered(spread, dy_BTD)
-    dx_BT = _product(dy_BTD, weight, ([2], [weight.ndim - 1]))
+    dx_BT = _matmul(dy_BTD, weight, ([2], [weight.ndim - 1]))
     return dx_BT, _weight_gradient(x_BT, dy_BTD, 2)
 
 

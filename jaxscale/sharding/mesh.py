@@ -15,22 +15,22 @@ from jaxscale.layout import MESH_AXES, Layout
 def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with the six axes of a resolved layout, slowest links first.
 
-    On TPUs axes are laid along the axes of the torus, or along a part of one where sizes leave no
-    other way; the first axes go over the network between slices where there are several.
+    On TPUs axes are laid along the axes of the torus, or along a part of one if sizes allow nothing
+    else; with several slices the first axes span the network between them.
 
     Args:
       layout: its sizes must multiply to the number of devices (`layout.resolve_sizes`).
-      devices: all of the process group's by default; those of an absent topology for compiling.
+      devices: default `jax.devices()`; those of a topology description to compile ahead of time.
 
     Raises:
-      ValueError: no axes can go over the slices.
+      ValueError: the first axes cannot be split over the slices.
     """
     devices = jax.devices() if devices is None else devices
     return Mesh(_arrange(layout, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def axes_between_slices(layout: Layout, devices: Sequence[Any]) -> tuple[str, ...]:
-    """The axes that go over the network between slices of TPUs; () with one slice."""
+    """The axes that span the network between slices of TPUs; () with one slice."""
     parts = over_slices(tuple(layout.sizes.values()), _slices(devices))
     return tuple(axis for axis, part in zip(MESH_AXES, parts, strict=True) if part > 1)
 
@@ -48,7 +48,7 @@ def _arrange(layout: Layout, devices: Sequence[Any]) -> np.ndarray:
 
 def _slices(devices: Sequence[Any]) -> int:
     if devices[0].platform != "tpu":
-        return 1  # GPUs call a node a slice, and come node by node
+        return 1  # on GPUs JAX calls a node a slice, and lists devices node by node
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
-from jaxscale.sharding.rules import (  # noqa: F401  Rules are used together with what is here.
+from jaxscale.sharding.rules import (  # noqa: F401  Re-exported: used together with `resolve`.
     ACTIVATIONS,
     DEALT_OVER,
     REPLICATED_WEIGHTS,
@@ -51,8 +51,8 @@ def is_axes(node: object) -> bool:
 
 
 def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
-    """A tree of axes in which what is outside the layers is spread over the pipeline too, where
-    its "embed" dimension divides."""
+    """A tree of axes in which parameters outside the layers are sharded over the pipeline too, if
+    their "embed" dimension divides."""
     if not spreads_outer(sizes["pipeline"], sizes["fsdp"], d_model):
         return axes_tree
 
@@ -65,8 +65,8 @@ def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
 
 
 def layer_rules(sizes: Mapping[str, int], rows: int) -> list[Rules]:
-    """Rules that leave the matrices of a stack whole over fsdp, with its layers dealt to the ranks
-    of the mesh axes over which they would else be repeated: one more of these axes by each.
+    """Rules that keep the matrices of a stack whole over fsdp, and shard its layers over mesh axes
+    whose ranks would otherwise repeat their update (`DEALT_OVER`): each rule over one more axis.
 
     Args:
       rows: layers in the stack, over all ranks of the pipeline.
@@ -91,17 +91,17 @@ def resolve_tree(axes_tree: Any, rules: Rules, mesh: jax.sharding.Mesh, abstract
 
 
 def leaf_name(path: tuple) -> str:
-    """A tree path as people write it: layers/attention/q."""
+    """A tree path in readable form: layers/attention/q."""
     return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
 
 
 def manual_part(spec: PartitionSpec) -> PartitionSpec:
-    """What a spec says of the axes we handle by hand."""
+    """The part of a spec that is over manual axes."""
     return _only(spec, MANUAL_AXES)
 
 
 def automatic_part(spec: PartitionSpec) -> PartitionSpec:
-    """What a spec says of the axes that the compiler handles."""
+    """The part of a spec that is over automatic axes."""
     return _only(spec, AUTOMATIC_AXES)
 
 
@@ -117,9 +117,9 @@ def _only(spec: PartitionSpec, mesh_axes: tuple[str, ...]) -> PartitionSpec:
 def constrain(
     x: jax.Array, axes: Axes, sizes: Mapping[str, int], rules: Rules = ACTIVATIONS
 ) -> jax.Array:
-    """Asks the compiler to spread an array over the axes that it handles.
+    """Constrains the sharding of an array over the automatic axes.
 
-    For use where the axes we handle by hand are already manual.
+    For use inside a `shard_map` over the manual axes.
     """
     spec = automatic_part(resolve(axes, rules, sizes))
     return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x

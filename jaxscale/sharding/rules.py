@@ -1,5 +1,6 @@
-"""What a layout may divide: the mesh axes of each logical dimension, and the checks on a
-configuration that need no devices. Nothing here imports JAX: the planner asks the same questions.
+"""The mesh axes of each logical dimension, and the checks on a configuration that need no devices.
+
+Nothing here imports JAX: the planner uses the same rules.
 """
 
 import math
@@ -11,12 +12,12 @@ from jaxscale.config import Config
 Axes = tuple[str, ...]
 Rules = Mapping[str, tuple[str, ...]]
 
-# What a dimension is -> the mesh axes it is spread over. Weights and activations differ: a weight's
-# embed dimension is what ZeRO shards, an activation's is whole on every device.
+# Logical axis -> the mesh axes that it is sharded over. Weights and activations differ: a weight's
+# embed dimension is the one that ZeRO shards, an activation's is whole on every device.
 WEIGHTS: Rules = {
     "layers": ("pipeline",),
     "embed": ("fsdp",),
-    # Of what is not in a layer, which every rank of the pipeline would else have whole.
+    # Of parameters outside the layers, which the ranks of the pipeline would otherwise replicate.
     "outer_embed": ("pipeline", "fsdp"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -28,8 +29,8 @@ WEIGHTS: Rules = {
 ACTIVATIONS: Rules = {
     "batch": ("data", "fsdp"),
     "seq": ("context",),
-    # Between the products of attention and MLP, which need all of a rank's tokens, the ranks of
-    # tensor share out the tokens (sequence parallelism, arXiv 2205.05198, section 4.2).
+    # Between the matmuls of attention and MLP, which need all tokens of a rank of context, the
+    # tokens are sharded over tensor too (sequence parallelism, arXiv 2205.05198, section 4.2).
     "residual_seq": ("context", "tensor"),
     "embed": (),
     "heads": ("tensor",),
@@ -45,10 +46,10 @@ SETTINGS = {
     "mlp": "model.d_ff",
     "layers": "model.num_layers",
 }
-"""What sets the size of a dimension, where a setting does."""
+"""The setting that gives the size of a dimension, where there is one."""
 
 REPLICATED_WEIGHTS: Rules = {**WEIGHTS, "embed": (), "outer_embed": ("pipeline",)}
-"""For the ZeRO stages that leave a tree whole on every rank of the fsdp axis."""
+"""For the ZeRO stages that replicate a tree over the fsdp axis."""
 
 
 def mesh_axes(
@@ -96,23 +97,23 @@ def mesh_axes(
 
 
 def spreads_outer(pipeline: Any, fsdp: Any, d_model: int) -> Any:
-    """Whether what is outside the layers is spread over the pipeline: of ints, or of arrays."""
+    """Whether parameters outside the layers are sharded over the pipeline: of ints or arrays."""
     return (pipeline > 1) & (d_model % (pipeline * fsdp) == 0)
 
 
 DEALT_OVER = ("fsdp", "data", "context")
-"""Mesh axes whose ranks would all make the same of a layer's whole matrices (Muon's update)."""
+"""Mesh axes whose ranks would all repeat the same update of a layer's whole matrices (Muon's)."""
 
 
 def deals_layers(rows: Any, pipeline: Any, ranks: Any, size: Any) -> Any:
-    """Whether one more of these axes shares out a stack's layers: of ints, or of arrays.
+    """Whether a stack's layers are sharded over one more of these axes: of ints or arrays.
 
-    A first one may leave ranks without a layer. A further one, and one beside a pipeline, must cut
-    evenly, or the compiler would have to replicate the stack on the way.
+    A first one may leave ranks without a layer. A further one, and one beside a pipeline, must
+    divide evenly, or the compiler would have to replicate the stack in between.
 
     Args:
       rows: layers of a rank of the pipeline.
-      ranks: that share them already.
+      ranks: that they are sharded over already.
       size: of the axis.
     """
     even = rows % (ranks * size) == 0

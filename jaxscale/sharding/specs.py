@@ -19,7 +19,7 @@ BATCH_ROWS = PartitionSpec(("data", "fsdp"))
 FSDP_ROWS = PartitionSpec("fsdp")
 """A matrix whose rows the ranks of fsdp share."""
 TABLE_COLUMNS = PartitionSpec(None, "pipeline")
-"""The columns of a pipeline's table, [ticks, ranks, 1]."""
+"""The columns of a pipeline schedule's table, [ticks, ranks, 1]."""
 LAYER_COUNTS = PartitionSpec("pipeline")
 """Layers in each chunk of each rank, [ranks, chunks]."""
 PER_MANUAL_RANK = PartitionSpec(MANUAL_AXES)
@@ -52,9 +52,9 @@ def kernel_spec(axes: Axes, sizes: Mapping[str, int]) -> PartitionSpec:
 
 
 def across_pipeline(sharding: Any, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
-    """The ranks of a pipeline share another dimension than the layers, so that each has a part of
-    every layer: that of the model's width, as ranks of fsdp do, or one that divides. Where none
-    does, they have it all."""
+    """A sharding over the pipeline by another dimension than the layers, so that each rank has a
+    part of every layer: by the "embed" dimension, as over fsdp, or another one that divides. Where
+    none does, the array is replicated over the pipeline."""
     assert isinstance(sharding, NamedSharding)
     ranks = sharding.mesh.shape["pipeline"]
     spec = [mesh_axes_of(entry) for entry in sharding.spec]

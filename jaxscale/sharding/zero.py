@@ -29,12 +29,12 @@ class Zero:
     """A stage on a mesh.
 
     A parameter is sharded along its "embed" dimension. One that has none stays whole on every
-    rank, and its gradient is summed over the axis; those are small vectors. With a pipeline, what
-    is outside the layers is spread over its ranks too, whatever the stage: "outer_embed".
+    rank, and its gradient is summed over the axis; those are small vectors. With a pipeline, the
+    parameters outside the layers are sharded over its ranks too, whatever the stage: "outer_embed".
 
     A step that visits each layer once (one micro-batch, or layered accumulation) reduces a layer's
-    gradients at that visit, over every replica, so that they travel while the next layer computes;
-    stage 1 then accumulates in shards, as stage 2 does.
+    gradients at that visit, over every replica, so that this communication overlaps the next
+    layer's compute; stage 1 then accumulates in shards, as stage 2 does.
     """
 
     stage: int
@@ -51,8 +51,8 @@ class Zero:
 
     @property
     def update_rules(self) -> Rules:
-        """Of what an optimizer sees: gradients as a step leaves them, moments, and the parameters
-        while they are updated."""
+        """Of the optimizer's inputs and state: the reduced gradients of a step, moments, and the
+        parameters while they are updated."""
         return WEIGHTS if self.stage >= 1 else REPLICATED_WEIGHTS
 
     @property
@@ -78,11 +78,11 @@ class Zero:
 
     @property
     def scatters(self) -> bool:
-        """Whether a visit's gradients leave it as shards."""
+        """Whether a visit's gradients are reduce-scattered."""
         return self.stage >= 2 or (self.stage == 1 and self.single_visit)
 
     def gather(self, shards: Tree, axes: Tree) -> Tree:
-        """Weights as the model uses them: in the compute type, whole over fsdp."""
+        """Weights as the model uses them: in the compute type, gathered over fsdp."""
 
         def one(axes, shard):
             weight = shard.astype(self.compute_dtype)
@@ -95,13 +95,13 @@ class Zero:
         return self._collectively(one, axes, shards)
 
     def widen(self, weights: Tree) -> Tree:
-        """The same weights as arguments to differentiate by whose gradients are sums over tokens:
-        these arrive in the type of the arguments, so without a rounding to the compute type."""
+        """The same weights in the type of sums over tokens, for gradients that are such sums: a
+        gradient has the type of its argument, so these are not rounded to the compute type."""
         return jax.tree.map(lambda weight: weight.astype(self.loss_dtype), weights)
 
     def reduce(self, grads: Tree, axes: Tree) -> Tree:
-        """Gradients of one visit: shards, where the stage allows, and sums over all replicas where
-        there is but one visit."""
+        """Reduces the gradients of one visit: to shards where the stage allows, and over all
+        replicas where it is the only visit."""
 
         def one(axes, grad):
             grad = grad.astype(self.accumulation_dtype)
@@ -112,14 +112,14 @@ class Zero:
         return self._collectively(one, axes, grads)
 
     def finish(self, grads: Tree) -> Tree:
-        """The sums over replicas that are left at the end of a step."""
+        """The reductions over replicas that remain at the end of a step."""
         if self.single_visit:
             return grads
 
         def one(axes, grad):
             if self.stage == 1 and "outer_embed" in axes and self.sizes["fsdp"] > 1:
-                # At once, as it was gathered. Part by part, a TPU would lay the parts of a few
-                # ranks along 128 lanes, and need as much memory as if there were 128.
+                # In one collective, as it was gathered. One axis after the other, a TPU would lay
+                # the parts of a few ranks along 128 lanes, and need the memory of 128 parts.
                 grad = jax.lax.psum_scatter(
                     grad,
                     ("pipeline", "fsdp"),
@@ -165,11 +165,11 @@ class Zero:
         return jax.tree.map(lambda value: self._sum(value, MANUAL_AXES), values)
 
     def _accumulator(self, shape: Sequence[int], axes: Axes) -> jax.Array:
-        # Without the constraint the compiler would keep it whole on every rank of tensor.
+        # Without the constraint the compiler would replicate it over the ranks of tensor.
         return constrain(jnp.zeros(shape, self.accumulation_dtype), axes, self.sizes, WEIGHTS)
 
     def _sum_replicas(self, grad: jax.Array, axes: Axes) -> jax.Array:
-        """What a reduce-scatter, where there was one, leaves to be summed."""
+        """The sum over the axes that no reduce-scatter has summed over."""
         scattered = self.stage >= 1 and _sharded_dim(axes) is not None
         return self._sum(grad, ("data",) if scattered else ("data", "fsdp"))
 
@@ -183,7 +183,7 @@ class Zero:
             return grad
         if "outer_embed" not in axes:
             return jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=dim, tiled=True)
-        # Its part of each part that a rank of the pipeline will have.
+        # Each rank of fsdp takes its part of every pipeline rank's part.
         before, after = grad.shape[:dim], grad.shape[dim + 1 :]
         parts = grad.reshape(*before, self.sizes["pipeline"], -1, *after)
         parts = jax.lax.psum_scatter(parts, "fsdp", scatter_dimension=dim + 1, tiled=True)
@@ -198,8 +198,8 @@ class Zero:
     def _collectively(self, one: Callable, axes: Tree, tree: Tree) -> Tree:
         """Maps `one(axes, array)` over a tree with every mesh axis manual.
 
-        XLA's partitioner would first make an operand whole over the axes that are still automatic
-        before a gather or a scatter over ours.
+        Otherwise XLA's partitioner would first replicate an operand over the axes that are still
+        automatic, before a gather or a scatter over the manual ones.
         """
 
         def local(tree):
@@ -220,5 +220,5 @@ class Zero:
 
 
 def _sharded_dim(axes: Axes) -> int | None:
-    """The dimension that is spread over fsdp, where the stage spreads it."""
+    """The dimension that is sharded over fsdp, if the stage shards it."""
     return next((dim for dim, name in enumerate(axes) if name in ("embed", "outer_embed")), None)

@@ -1,4 +1,4 @@
-"""Documents of the files of a source, in parts that can be read apart from one another."""
+"""Documents of the files of a source, in pieces that can be read independently."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 from jaxscale.data.text.formats import boundary, is_splittable, read_records, where
 from jaxscale.data.text.text_files import File, draw, hash_identity
 
-_SAMPLE_PLACES = 64  # that a sample comes from, where there are so many
+_SAMPLE_PLACES = 64  # pieces that a sample is drawn from, if there are so many
 
 
 class Piece(NamedTuple):
@@ -21,7 +21,7 @@ class Piece(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """As stored; of what is compressed, less than the text."""
+        """As stored: of a compressed file, less than its text."""
         return self.stop - self.start
 
 
@@ -46,7 +46,7 @@ class Bad:
 
 
 def cut(files: Sequence[File], piece_bytes: int) -> Iterator[Piece]:
-    """Every file in pieces of at most so many stored bytes, where it can be cut at all."""
+    """Every file in pieces of at most `piece_bytes` stored bytes, or whole if it cannot be cut."""
     for file in files:
         step = piece_bytes if is_splittable(file) else file.num_bytes
         for start in range(0, file.num_bytes, step):
@@ -54,12 +54,12 @@ def cut(files: Sequence[File], piece_bytes: int) -> Iterator[Piece]:
 
 
 def read_documents(piece: Piece) -> Iterator[Document | Bad]:
-    """The documents of a piece, those that are too long in parts.
+    """The documents of a piece; those that are too long are split.
 
-    A document's identity is that of its file, with its place where the file holds several.
+    A document's identity is that of its file, with its position if the file holds several.
 
     Raises:
-      ValueError: from reading; the file is damaged, or a whole file holds no document.
+      ValueError: while reading; the file is damaged, or a whole file holds no document.
     """
     file, limit = piece.file, piece.file.source.max_document_bytes
     whole = boundary(file) == "file"
@@ -97,9 +97,9 @@ def read_documents(piece: Piece) -> Iterator[Document | Bad]:
 def sample_documents(
     files: Sequence[File], num_bytes: int, *, heldout: float = 0.0, seed: int = 0
 ) -> Iterator[Document]:
-    """Documents that together have about so many bytes, or all; the same whenever it is called.
+    """Documents of about `num_bytes` in all, or every document; deterministic.
 
-    They come from places all over the files, and are not the ones that `heldout` holds out.
+    They come from pieces spread over all files; those that `heldout` holds out are left out.
 
     Raises:
       ValueError: as `read_documents`.
@@ -125,10 +125,10 @@ def sample_documents(
 
 
 def _first(piece: Piece, num_bytes: float) -> Iterator[Document]:
-    """Documents from the beginning of a piece, until they have so many bytes."""
+    """The first documents of a piece, until they have `num_bytes`."""
     taken = 0
     for document in read_documents(piece):
-        if isinstance(document, Bad):  # whoever reads all of the files will say so
+        if isinstance(document, Bad):  # reported when all files are read
             continue
         yield document
         taken += document.num_bytes

@@ -1,6 +1,6 @@
-"""Files wherever they are: on this machine, or behind an address such as s3://bucket/key.
+"""Files on this machine, or at an address such as s3://bucket/key.
 
-What goes wrong while a file is read becomes a ValueError that names the file.
+An error while a file is read becomes a ValueError that names the file.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def is_remote(path: str) -> bool:
 
 
 def filesystem(path: str) -> tuple[Any, str]:
-    """Where an address leads, and the path there.
+    """The file system of an address, and the path in it.
 
     Raises:
       ValueError: fsspec does not know the scheme, or the package that it needs is missing.
@@ -47,7 +47,7 @@ def compression(path: str) -> str:
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Names the file in what goes wrong while it is read."""
+    """Turns errors while a file is read into a ValueError that names it."""
     try:
         yield
     except EOFError as error:
@@ -65,7 +65,7 @@ def opened(path: str) -> Iterator[BinaryIO]:
     """The bytes of a file, decompressed where its suffix says so.
 
     Raises:
-      ValueError: from here or from reading; the file cannot be read, or is damaged.
+      ValueError: on opening or while reading; the file cannot be read, or is damaged.
     """
     with reading(path), contextlib.ExitStack() as stack:
         raw = stack.enter_context(_open(path))

@@ -1,7 +1,7 @@
-"""Records of a part of a file, whatever its format: where each is, and its text or its problem.
+"""Records of a part of a file, in any format: the position of each, and its text or its problem.
 
-A part is a range of the stored bytes, of which a record belongs to the part that it begins in, so
-parts can be cut without looking into the file. A position is a byte of the (decompressed) file for
+A part is a range of the stored bytes. A record belongs to the part that it begins in, so that
+parts can be cut without reading the file. A position is a byte of the (decompressed) file for
 text, lines and FASTA, and the number of a record for the others.
 """
 
@@ -18,11 +18,11 @@ from jaxscale.data.text.tables import TABLES
 from jaxscale.data.text.text_files import File
 
 Records = Iterator[tuple[int, str | ValueError]]
-"""Positions, each with the text there, or with what is wrong with it and could be passed over."""
+"""Positions, each with its text, or with an error that a caller may skip."""
 
 
 def is_splittable(file: File) -> bool:
-    """Whether parts of a file can be read without what is before them."""
+    """Whether a part of a file can be read without the parts before it."""
     return boundary(file) != "file" and file.format != "arrow" and not compression(file.path)
 
 
@@ -52,7 +52,7 @@ def read_records(file: File, start: int, stop: int) -> Records:
     """Every record that begins between the stored bytes `start` and `stop`.
 
     Raises:
-      ValueError: from reading; the file is damaged, or has no such field at all.
+      ValueError: while reading; the file is damaged, or has no such column.
     """
     kind = boundary(file)
     if file.format in TABLES:
@@ -63,7 +63,7 @@ def read_records(file: File, start: int, stop: int) -> Records:
         return
     with opened(file.path) as stream:
         if compression(file.path):
-            stop = 1 << 62  # of the stored bytes; all of what they unpack to is wanted
+            stop = 1 << 62  # `stop` counts stored bytes; the decompressed file is one part
         if file.format == "jsonl":
             yield from _json_lines(_lines(stream, start, stop), file.source.field)
         elif file.format == "fasta":
@@ -79,7 +79,7 @@ def read_records(file: File, start: int, stop: int) -> Records:
 
 
 def where(file: File, position: int) -> str:
-    """A position as a person finds it: file and line, or record."""
+    """A position in readable form: file and line, or record."""
     if file.format in TABLES:
         return f"{file.path}, record {position} (from 0)"
     if boundary(file) == "file":
@@ -95,7 +95,7 @@ def where(file: File, position: int) -> str:
 def _lines(stream: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     """Lines, with their ends, that begin in the range."""
     position = start
-    if start:  # the line that holds the byte before is of an earlier part
+    if start:  # the line that holds the byte before belongs to an earlier part
         stream.seek(start - 1)
         position += len(stream.readline()) - 1
     while position < stop and (line := stream.readline()):
@@ -104,7 +104,7 @@ def _lines(stream: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, bytes
 
 
 def _paragraphs(stream: BinaryIO, start: int, stop: int) -> Records:
-    """Runs of lines that are not blank; of the part that the blank line before them begins in."""
+    """Runs of lines that are not blank; each belongs to the part of the blank line before it."""
     ours, begin, lines = start == 0, 0, []
     for position, line in _lines(stream, start, 1 << 62):
         if line.strip():

@@ -1,7 +1,7 @@
 """Records of Parquet, Arrow and ArrayRecord files, read in part.
 
-Each reader takes a path, the field that is wanted, and a range of the stored bytes, and yields the
-number of a record with a mapping that holds the field, or with what is wrong.
+Each reader takes a path, the name of a field, and a range of the stored bytes, and yields the
+number of each record with a mapping that holds the field, or with an error.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def read_arrow(path: str, field: str, start: int, stop: int) -> Rows:
 def read_arrayrecord(path: str, field: str, start: int, stop: int) -> Rows:
     """The range's share of the records of an ArrayRecord file: text, JSON, or tf.train.Example.
 
-    Which of the three, the first record says, and all others must be the same.
+    The first record determines which of the three; all others must be the same.
     """
     if is_remote(path):
         raise ValueError(f"{path}: ArrayRecord files are read from this machine only; copy it here")
@@ -104,7 +104,7 @@ def read_arrayrecord(path: str, field: str, start: int, stop: int) -> Rows:
     except (RuntimeError, IndexError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     finally:
-        with contextlib.suppress(RuntimeError):  # it repeats what was wrong
+        with contextlib.suppress(RuntimeError):  # it raises the same error again
             reader.close()
 
 
@@ -123,7 +123,7 @@ def _arrow(path: str) -> Any:
 
 @contextlib.contextmanager
 def _arrow_file(path: str) -> Iterator[Any]:
-    """A file as pyarrow reads it, and what it says of a damaged one in our words."""
+    """A file opened for pyarrow, whose errors become a ValueError that names the file."""
     arrow = _arrow(path)
     try:
         with reading(path), contextlib.ExitStack() as stack:
@@ -138,7 +138,7 @@ def _arrow_file(path: str) -> Iterator[Any]:
 
 
 def _column(path: str, field: str, schema: Any) -> str:
-    """The name of a column, or of one inside structures with dots between."""
+    """The name of a column, or the dotted path of one inside structures."""
     if field in schema.names:
         return field
     kind, names = None, schema.names
@@ -161,7 +161,7 @@ def _begin(group: Any) -> int:
 
 def _rows(batches: Iterable[Any], first: int, *, validate: bool = False) -> Rows:
     for batch in batches:
-        if validate:  # offsets that lead out of a damaged file's buffers would be followed
+        if validate:  # otherwise bad offsets of a damaged file are read out of bounds
             batch.validate(full=True)
         name, values = batch.schema.names[0], batch.column(0)
         try:
@@ -209,7 +209,7 @@ def _from_json(record: bytes) -> dict[str, Any] | ValueError:
 
 @functools.cache
 def _example() -> Any:
-    """The class of tf.train.Example, as far as it holds bytes; TensorFlow is not needed."""
+    """The message class of tf.train.Example, bytes only; TensorFlow is not needed."""
     file = text_format.Parse(_EXAMPLE, descriptor_pb2.FileDescriptorProto())
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)

@@ -1,5 +1,5 @@
-"""Which files there are: files, folders, globs and addresses, in an order that never depends on
-the disk.
+"""The files of a source: paths, folders, globs and addresses, in an order that does not depend on
+the file system.
 
 A file's identity is its path below the root of its source entry, so a corpus that moves to another
 folder or machine keeps its split and its order.
@@ -37,7 +37,7 @@ _SUFFIXES = {
     ".faa": "fasta",
 }
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "updated", "created")
-"""What stores call that which changes with a file; the first one present is taken."""
+"""Names that object stores give to a file's version; the first one present is taken."""
 
 _log = logging.getLogger("jaxscale")
 
@@ -99,13 +99,13 @@ def find_files(source: Sequence[str | Source]) -> list[File]:
 
 
 def hash_identity(identity: str) -> int:
-    """64 bits that stand for a document's identity wherever its name is too long to keep."""
+    """A 64-bit hash of a document's identity."""
     name = identity.encode("utf-8", "surrogateescape")  # a file's name need not be text
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 
 
 def draw(hashes: np.ndarray, seed: int) -> np.ndarray:
-    """Numbers in [0, 1) that documents draw once and for all, whatever other documents exist.
+    """Each document's random number in [0, 1), which does not depend on the other documents.
 
     Documents below `data.heldout` are held out; the others are read in ascending order.
 
@@ -116,7 +116,7 @@ def draw(hashes: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _mix(numbers: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64 (Steele et al., OOPSLA 2014): every bit stirs every bit."""
+    """The output function of SplitMix64 (Steele et al., OOPSLA 2014), which mixes all bits."""
     numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -132,7 +132,7 @@ def _list(path: str, source: Source, entry: int) -> list[File]:
             status = found.stat()
         except OSError as error:
             raise ValueError(f"{found} cannot be read: {error.strerror}") from error
-        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for without end
+        if not stat.S_ISREG(status.st_mode):  # reading from a pipe could block forever
             raise ValueError(f"{found} is not a regular file; leave it out of data.source")
         files.append(
             File(

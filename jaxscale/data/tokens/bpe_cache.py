@@ -1,15 +1,15 @@
-"""Byte pairs at several times the speed of the library: every word is encoded by it only once.
+"""BPE at several times the speed of the library: every word is encoded by it only once.
 
 A tokenizer that first splits text into words, by a pattern, encodes each word on its own. So text
-may be cut wherever the pattern always begins a new word, and what was encoded before is looked up.
+may be cut wherever the pattern always begins a new word, and words seen before are looked up.
 The cuts are fewer than the words, and are found in bytes, many at a time:
 
 1. between an ASCII letter or digit and an ASCII character that is neither, nor an apostrophe;
-2. before a space that is followed by what is not white space;
+2. before a space that is followed by a character other than white space;
 3. between a line feed, with one printable ASCII character before it, and an ASCII letter.
 
-They hold for the patterns in `PATTERNS`: none has a word that goes on across such a place, and
-what they look at beyond the end of a word, `\\s+(?!\\S)`, is the same on both sides of it.
+They hold for the patterns in `PATTERNS`: none has a word that continues across such a place, and
+their only look-ahead, `\\s+(?!\\S)`, gives the same result with and without the cut.
 """
 
 import itertools
@@ -30,9 +30,9 @@ PATTERNS = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _TAIL,
 )
-"""Of `Split`, besides the one of GPT-2, which `ByteLevel` has itself."""
+"""Patterns of `Split`, in addition to that of GPT-2, which `ByteLevel` contains."""
 
-_MAX_BYTES = 1 << 25  # of words that are remembered; then it begins anew
+_MAX_BYTES = 1 << 25  # of cached words; beyond that the cache is cleared
 
 _LONG = 1 << 22  # characters
 _BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z0-9])(?= [A-Za-z])")
@@ -44,12 +44,13 @@ _ALNUM = _ASCII & np.array([chr(i).isalnum() for i in range(256)])
 _APOSTROPHE = ord("'")
 _OTHER = _ASCII & ~_ALNUM & (_CODES != _APOSTROPHE)
 _PRINTABLE = (_CODES > 32) & (_CODES < 127)
-# First bytes of what no one calls white space; those of some that is are left out.
+# First bytes of characters that are white space in no definition; lead bytes that are shared with
+# some white space are left out.
 _NOT_SPACE = _PRINTABLE | (_CODES >= 0xC3) & ~np.isin(_CODES, (0xE1, 0xE2, 0xE3, 0xEF))
 
 
 def can_pretokenize(definition: str) -> bool:
-    """Whether a tokenizer.json is one for which the cuts above change nothing."""
+    """Whether the cuts above leave the ids of a tokenizer.json unchanged."""
     parts = json.loads(definition)
     added = [token for token in parts["added_tokens"] if not token["special"]]
     normalizer = (parts["normalizer"] or {}).get("type")
@@ -75,17 +76,17 @@ def can_pretokenize(definition: str) -> bool:
 
 
 class Words:
-    """Encodes texts as `encode` does, which is asked for each piece between cuts once."""
+    """Encodes texts as `encode` does, which is called for each piece between cuts once."""
 
     def __init__(self, encode: Callable[[Sequence[str]], Sequence[Sequence[int]]]) -> None:
         self._encode = encode
-        self._forget()
+        self._clear()
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, int32."""
         if max(map(len, texts), default=0) <= _LONG:
             return self._encode_short(texts)
-        # A book is taken page by page, so that its words need not be in memory at once.
+        # A long text is encoded in parts, so that its words need not be in memory at once.
         return [
             np.concatenate([self._encode_short([page])[0] for page in _pages(text)])
             for text in texts
@@ -106,13 +107,13 @@ class Words:
         ids = self._ids[
             np.arange(stops[-1]) + np.repeat(self._starts[codes] - (stops - lengths), lengths)
         ]
-        # The number of ids before each end of a text; an empty text has none of its own.
+        # The number of ids before the end of each text; an empty text adds none.
         bounds = np.append(0, stops)[np.searchsorted(cuts, np.append(0, ends))].tolist()
         return [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
 
     def _look_up(self, words: list[bytes]) -> np.ndarray:
         if self._num_bytes > _MAX_BYTES:
-            self._forget()
+            self._clear()
         codes = np.fromiter(map(self._codes.__getitem__, words), np.int64, len(words))
         if new := self._codes.new:
             encoded = self._encode([word.decode() for word in new])
@@ -128,14 +129,14 @@ class Words:
             self._codes.new = []
         return codes
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._codes, self._num_bytes = _Codes(), 0
         self._ids = np.zeros(0, np.int32)
         self._starts, self._lengths = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 class _Codes(dict):
-    """Numbers words in the order in which they are first asked for."""
+    """Numbers words in the order of their first look-up."""
 
     def __init__(self) -> None:
         self.new: list[bytes] = []
@@ -164,7 +165,7 @@ def _find_cuts(data: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """
     cut = np.zeros(len(data) + 1, bool)
     cut[1:-2] = (data[1:-1] == ord(" ")) & _NOT_SPACE[data[2:]]
-    cut[ends - 1] = False  # the next text's first character says nothing of this one's last space
+    cut[ends - 1] = False  # the rule would look at the next text's first character
     cut[1:-1] |= _ALNUM[data[:-1]] & _OTHER[data[1:]]
     cut[2:-1] |= _PRINTABLE[data[:-2]] & (data[1:-1] == ord("\n")) & _LETTER[data[2:]]
     cut[0] = True

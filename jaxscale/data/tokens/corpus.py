@@ -1,4 +1,4 @@
-"""Documents as tokens in shards, made once and kept, and read in part."""
+"""Documents as tokens in shards, made once, cached, and read in part."""
 
 import functools
 import hashlib
@@ -33,10 +33,10 @@ _log = logging.getLogger("jaxscale")
 class Corpus:
     """Every document of a source as [boundary, tokens...], one after another.
 
-    The tokens lie in shards, and are numbered through all of them. `token_bytes` [vocab_size] is
+    The tokens are stored in shards, and numbered across all of them. `token_bytes` [vocab_size] is
     the UTF-8 length of each id, scaled where the tokenizer's own table is not exact, so that the
     sum over all tokens is `num_bytes`, the size of the text. `fingerprint` depends on the content,
-    not on where the files are. Pickled, arrays on disk travel as their paths.
+    not on where the files are. Arrays on disk are pickled as their paths.
     """
 
     shards: tuple[np.ndarray | ArrayFile, ...]  # unsigned
@@ -106,7 +106,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class _Mapped:
-    """An array that is mapped again where a corpus arrives."""
+    """An array on disk, to be mapped when a pickled corpus is loaded."""
 
     path: str
 
@@ -116,7 +116,7 @@ def open_corpus(
 ) -> Corpus:
     """The documents of `data.source`: prepared folders as they are, everything else tokenised.
 
-    What an earlier call left in `directory` is used when the files' names, sizes and times and the
+    The cache of an earlier call in `directory` is used if the files' names, sizes and times and the
     tokenizer are the same. Without a directory everything is in memory.
 
     Raises:
@@ -129,7 +129,7 @@ def open_corpus(
     for file in find_files([sources[i] for i in raw]) if raw else ():
         own[raw[file.entry]].append(file)
     if directory:
-        _say_what_changed([files for files in own.values() if files], tokenizer, directory)
+        _log_changes([files for files in own.values() if files], tokenizer, directory)
     parts: list[Corpus | None] = []
     for i, folder in enumerate(folders):
         if folder is not None:
@@ -153,8 +153,8 @@ def open_folder(
     """The corpus in a folder of prepared shards, here or at an address.
 
     Args:
-      directory: where the small arrays of a folder at an address are kept, to be mapped.
-      map: maps what is here; otherwise reads it.
+      directory: where the small arrays of a folder at an address are cached, to be mapped.
+      map: memory-maps local files; otherwise reads them.
 
     Raises:
       ValueError: a shard is missing or cut short, or another tokenizer made them.
@@ -199,7 +199,7 @@ def open_folder(
 def _tokenized(
     files: Sequence[File], tokenizer: Tokenizer, directory: pathlib.Path | None
 ) -> Corpus:
-    """The corpus of some files, made or found."""
+    """The corpus of some files, tokenised or from the cache."""
     if directory is None:
         with tempfile.TemporaryDirectory() as place:
             prepare(plan(files, tokenizer, pathlib.Path(place)), tokenizer)
@@ -217,7 +217,7 @@ def _tokenized(
     return open_folder(str(folder), tokenizer)
 
 
-def _say_what_changed(
+def _log_changes(
     entries: Sequence[Sequence[File]], tokenizer: Tokenizer, directory: pathlib.Path
 ) -> None:
     there = {path.name.removeprefix("tokens-") for path in directory.glob("tokens-*")}
@@ -227,7 +227,7 @@ def _say_what_changed(
 
 
 def _joined(parts: Sequence[Corpus | None], tokenizer: Tokenizer) -> Corpus:
-    """One corpus of those of the entries of a source, one after another."""
+    """The corpora of the entries of a source, concatenated."""
     corpora = [part for part in parts if part is not None]
     if len(parts) == 1:
         return corpora[0]
@@ -250,7 +250,7 @@ def _joined(parts: Sequence[Corpus | None], tokenizer: Tokenizer) -> Corpus:
 
 
 def _check_sizes(folder: str, index: Index) -> None:
-    """Raises when a shard is not there, or not whole."""
+    """Raises if a shard is missing or cut short."""
     sizes = {}
     with reading(folder):
         if is_remote(folder):
@@ -275,7 +275,7 @@ def _check_sizes(folder: str, index: Index) -> None:
 def _array(
     folder: str, name: str, index: Index, directory: pathlib.Path | None, map: bool
 ) -> np.ndarray:
-    """One of the arrays beside the shards; of those at an address a copy is kept."""
+    """One of the arrays beside the shards; those at an address are cached."""
     path = path_in(folder, f"{name}.npy")
     if is_remote(path):
         data = read_file(path)

@@ -1,4 +1,4 @@
-"""The index of a folder of prepared shards: what it holds, and by which tokenizer."""
+"""The index of a folder of prepared shards: its contents and its tokenizer."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ FORMAT = "jaxscale shards 1"
 
 INDEX = "index.json"
 UNFINISHED = ".unfinished"
-"""The folder below it where shards are made."""
+"""The folder inside it where unfinished shards are written."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Index:
-    """What a prepared folder holds; besides the shards, the arrays of `Corpus`."""
+    """The contents of a prepared folder; it holds the shards and the arrays of `Corpus`."""
 
     tokenizer: str  # as the command or the configuration named it
     tokenizer_file: str  # beside the index; empty for "bytes"
@@ -43,9 +43,9 @@ class Index:
     num_documents: int
     num_tokens: int
     num_bytes: int  # of UTF-8 text
-    written_bytes: float  # what the tokenizer's own table says that the tokens stand for
+    written_bytes: float  # bytes of the tokens by the tokenizer's own table
     max_id: int
-    num_left_out: int  # documents that were bad, as far as skip_share allowed
+    num_left_out: int  # bad documents, which skip_share allowed to leave out
     shards: tuple[Shard, ...]
     key: str  # of the files and settings that it was made from
     fingerprint: str  # of the content
@@ -113,7 +113,7 @@ def _checked[Record: Shard | Index](record: Record) -> Record:
     """The record, if its values have the types that they are declared with.
 
     Raises:
-      ValueError: names the first that has not.
+      ValueError: names the first that does not.
     """
     for field in dataclasses.fields(record):
         value, kind = getattr(record, field.name), typing.get_origin(field.type) or field.type
@@ -137,7 +137,7 @@ def _is_prepared(path: str) -> bool:
         if not there and (pathlib.Path(path).expanduser() / UNFINISHED).is_dir():
             raise ValueError(
                 f"{path} holds shards that are not finished; run the command that prepares them "
-                "again, and it goes on where it stopped"
+                "again, and it resumes where it stopped"
             )
     return there and _load(place) is not None
 

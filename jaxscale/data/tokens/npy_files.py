@@ -1,4 +1,4 @@
-"""Arrays in .npy files: written without knowing their length, and read in part."""
+"""Arrays in .npy files: written before their length is known, and read in part."""
 
 import functools
 import hashlib
@@ -14,7 +14,7 @@ from jaxscale.data.text.file_io import is_remote, read_range, reading
 
 @dataclass(frozen=True)
 class ArrayFile:
-    """The array in a .npy file, of which only what is wanted is read: mapped, or fetched."""
+    """The array in a .npy file, of which slices are read: mapped, or fetched from an address."""
 
     path: str
     dtype: str

@@ -1,4 +1,4 @@
-"""Makes folders of prepared shards, in this process or in many, and goes on after a kill."""
+"""Makes folders of prepared shards, in this process or in several, and resumes after a kill."""
 
 import concurrent.futures
 import contextlib
@@ -33,15 +33,15 @@ _log = logging.getLogger("jaxscale")
 
 
 def prepare(works: Sequence[Work], tokenizer: Tokenizer, *, workers: int = 0) -> Index:
-    """Makes the shards of a folder that are not there yet, and their index.
+    """Makes the missing shards of a folder, and their index.
 
     Args:
       works: as `plan` gives them.
       workers: processes; 0 makes them in this one.
 
     Raises:
-      ValueError: as `make_shard` and `finish`; or the folder holds other shards, another process
-        is at work there, or one of ours was killed.
+      ValueError: as `make_shard` and `finish_shards`; or the folder holds other shards, another
+        process is writing to it, or a worker was killed.
     """
     folder = works[0].folder
     if (folder / INDEX).is_file():
@@ -51,7 +51,7 @@ def prepare(works: Sequence[Work], tokenizer: Tokenizer, *, workers: int = 0) ->
                 f"{folder} holds shards of other text, or by another tokenizer or other settings; "
                 "remove it, or write to another folder"
             )
-        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # of a kill in the last moment
+        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # left by a kill at the end
         return index
     unfinished = folder / UNFINISHED
     unfinished.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def prepare(works: Sequence[Work], tokenizer: Tokenizer, *, workers: int = 0) ->
             write_file(folder / tokenizer.file_name, tokenizer.file)
         todo = [work for work in works if find_made(work) is None]
         if len(todo) < len(works):
-            _log.info("data: %d of %d shards are there already", len(works) - len(todo), len(works))
+            _log.info("data: %d of %d shards exist already", len(works) - len(todo), len(works))
         progress = ReadProgress(sum(work.num_bytes for work in todo))
         if workers and len(todo) > 1:
             _in_processes(todo, tokenizer, min(workers, len(todo)), progress)
@@ -75,18 +75,18 @@ def prepare(works: Sequence[Work], tokenizer: Tokenizer, *, workers: int = 0) ->
 
 
 class ReadProgress:
-    """How far the reading is, as a line every few seconds."""
+    """Logs how much has been read, every few seconds."""
 
     def __init__(self, total: int) -> None:
         self.total, self.stored, self.text = total, 0, 0
         self._begin = self._reported = time.perf_counter()
 
     def add(self, stored: int, text: int) -> None:
-        """Counts what was read, and says so when it is time."""
+        """Adds bytes read, as stored and as text, and logs the progress when it is due."""
         self.set(self.stored + stored, self.text + text)
 
     def set(self, stored: int, text: int) -> None:
-        """As `add`, for sums."""
+        """As `add`, with the totals."""
         self.stored, self.text = stored, text
         now = time.perf_counter()
         if now - self._reported >= _PROGRESS_SECONDS:
@@ -111,7 +111,7 @@ def _duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def _locked(path: pathlib.Path, folder: pathlib.Path) -> Iterator[None]:
-    """Keeps a second process out; the lock goes with the process that holds it."""
+    """Excludes other processes; the lock ends with the process that holds it."""
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,12 +125,12 @@ def _locked(path: pathlib.Path, folder: pathlib.Path) -> Iterator[None]:
 def _in_processes(
     works: Sequence[Work], tokenizer: Tokenizer, workers: int, progress: ReadProgress
 ) -> None:
-    context = multiprocessing.get_context("spawn")  # nothing of this process's threads goes along
+    context = multiprocessing.get_context("spawn")  # a fork copies the locks of other threads
     read = context.Array("q", 2)
     stop = context.Event()
     path = path_in(str(works[0].folder), tokenizer.file_name) if tokenizer.file else ""
     executor = concurrent.futures.ProcessPoolExecutor(
-        workers, context, _begin_worker, (path, tokenizer.name, read, stop)
+        workers, context, _start_worker, (path, tokenizer.name, read, stop)
     )
     try:
         futures = {executor.submit(_make_in_worker, work) for work in works}
@@ -141,8 +141,8 @@ def _in_processes(
             progress.set(*read)
     except BrokenProcessPool as error:
         raise ValueError(
-            "a worker process was killed, perhaps for want of memory; the shards that are finished "
-            "are kept: run the same command again, with fewer --workers"
+            "a worker process was killed, perhaps for lack of memory; finished shards are kept: "
+            "run the same command again, with fewer --workers"
         ) from error
     finally:
         stop.set()
@@ -154,11 +154,11 @@ class _StoppedError(Exception):
 
 
 _worker: dict[str, Any] = {}
-"""What a worker process was begun with."""
+"""The arguments that a worker process was started with."""
 
 
-def _begin_worker(path: str, name: str, read: Any, stop: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command hears it, and stops us
+def _start_worker(path: str, name: str, read: Any, stop: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and stops the workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process for each core is enough
     tokenizer = from_file(path, name) if path else load_tokenizer(name)

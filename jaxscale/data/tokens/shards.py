@@ -1,7 +1,7 @@
-"""Shards of tokens: which there are for some files, how one is made, and their index.
+"""Shards of tokens: how files are cut into them, how one is made, and their index.
 
 A shard is a slice of the files that depends on their sizes alone. Its record is written last, so
-that whoever finds the record finds the shard whole.
+that a shard with a record is complete.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from jaxscale.data.tokens.index import FORMAT, INDEX, UNFINISHED, Index, Shard
 from jaxscale.data.tokens.npy_files import ArrayWriter
 from jaxscale.data.tokens.tokenizer import Tokenizer
 
-_BATCH_BYTES, _BATCH_DOCUMENTS = 2_000_000, 10_000  # that are tokenised at a time
-_NUM_SHARDS = 256  # about, where that makes them neither small nor large
+_BATCH_BYTES, _BATCH_DOCUMENTS = 2_000_000, 10_000  # tokenised at a time
+_NUM_SHARDS = 256  # about, within the limits of the next line
 _LEAST_BYTES, _MOST_BYTES = 4_000_000, 1_000_000_000
 _REPORT_BYTES = 1_000_000
 _EXAMPLES = 3  # of bad documents, that a shard reports
@@ -32,12 +32,12 @@ _EXAMPLES = 3  # of bad documents, that a shard reports
 _log = logging.getLogger("jaxscale")
 
 Report = Callable[[int, int], None]
-"""Is told how many stored bytes, and bytes of text, were read since it was told before."""
+"""Called with the stored bytes, and the bytes of text, that were read since the last call."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A shard that is to be in a folder."""
+    """A shard that is to be made in a folder."""
 
     number: int
     pieces: tuple[Piece, ...]
@@ -60,13 +60,13 @@ class Made:
     written_bytes: float
     max_id: int
     counts: dict[str, list[int]]  # for each entry of the source, its documents and the bad ones
-    examples: list[str]  # of what was wrong with those
+    examples: list[str]  # of their problems
 
 
 def plan(
     files: Sequence[File], tokenizer: Tokenizer, folder: pathlib.Path, shard_bytes: int = 0
 ) -> list[Work]:
-    """The shards of some files, cut without looking into them.
+    """The shards of some files, cut without reading them.
 
     Args:
       shard_bytes: of the files, as stored, in each; 0 chooses.
@@ -88,7 +88,7 @@ def plan(
 
 
 def key_of(works: Sequence[Work]) -> str:
-    """What a look at the files, before they are read, says of everything that they give."""
+    """A hash of everything that the shards depend on, known without reading the files."""
     return _digest([work.key for work in works])
 
 
@@ -138,7 +138,7 @@ def make_shard(work: Work, tokenizer: Tokenizer, report: Report) -> None:
 
 
 def find_made(work: Work) -> Made | None:
-    """The record of a shard, if it is whole and what is wanted."""
+    """The record of a shard, if it is complete and made from the same files and settings."""
     try:
         with np.load(_record(work)) as arrays:
             values = json.loads(str(arrays["record"]))
@@ -150,10 +150,10 @@ def find_made(work: Work) -> Made | None:
 
 
 def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
-    """Joins the records of shards that are all made into the arrays of a corpus and the index.
+    """Joins the records of all shards into the arrays of a corpus and the index.
 
     Raises:
-      ValueError: more documents are bad than their entry allows, or no token stands for text.
+      ValueError: more documents are bad than their entry allows, or all tokens are special.
     """
     folder = works[0].folder
     made = [one for one in map(find_made, works) if one is not None]
@@ -178,7 +178,7 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
                 start = int(ends[-1]) if len(ends) else start
     for array in (offsets, hashes):
         array.path.rename(folder / f"{array.path.stem}.npy")
-    for path in folder.glob("tokens-*.npy"):  # of another cut
+    for path in folder.glob("tokens-*.npy"):  # left by another way to cut
         if path.name not in {one.shard.file for one in made}:
             path.unlink()
     digests = [offsets.digest, hashes.digest, *(one.shard.digest for one in made)]
@@ -207,7 +207,7 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
 
 
 def write_file(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file that appears whole or not at all."""
+    """Writes a file atomically."""
     part = path.parent / UNFINISHED / f"{path.name}-{os.getpid()}.part"
     part.write_bytes(data)
     part.rename(path)
@@ -216,10 +216,10 @@ def write_file(path: pathlib.Path, data: bytes) -> None:
 def _good(
     pieces: Iterable[Piece], counts: dict[str, list[int]], examples: list[str], report: Report
 ) -> Iterator[Document]:
-    """The documents that can be used; counts all of them, and reports what was read."""
+    """The documents that are not bad; counts all of them, and reports the bytes read."""
     for piece in pieces:
         count = counts.setdefault(str(piece.file.entry), [0, 0])
-        told = text = 0  # of this piece: stored bytes, and bytes of text since then
+        reported = text = 0  # of this piece: stored bytes, and bytes of text since then
         for document in read_documents(piece):
             count[0] += 1
             if isinstance(document, Bad):
@@ -235,11 +235,11 @@ def _good(
             yield document
             text += document.num_bytes
             if text >= _REPORT_BYTES:
-                # How far a compressed file is read is known only at its end.
-                rest = 0 if compression(piece.file.path) else piece.num_bytes - told
+                # The stored bytes read of a compressed file are known only at its end.
+                rest = 0 if compression(piece.file.path) else piece.num_bytes - reported
                 report(min(text, rest), text)
-                told, text = told + min(text, rest), 0
-        report(piece.num_bytes - told, text)
+                reported, text = reported + min(text, rest), 0
+        report(piece.num_bytes - reported, text)
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -255,7 +255,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _check_counts(works: Sequence[Work], made: Sequence[Made]) -> int:
-    """Raises when an entry has too many bad documents; how many there are in all."""
+    """Raises if an entry has too many bad documents; returns the number of bad ones in all."""
     entries = {str(p.file.entry): p.file.source for work in works for p in work.pieces}
     examples = [example for one in made for example in one.examples]
     all_bad = 0

@@ -1,5 +1,5 @@
-"""Text to ids and back: bytes, any Hugging Face tokenizer.json, SentencePiece, or byte pairs learnt
-on the spot.
+"""Text to ids and back: bytes, any Hugging Face tokenizer.json, SentencePiece, or BPE trained on
+the source.
 
 A document becomes [boundary, tokens...], and the token after its last one is the boundary again:
 a model starts a text from the boundary and ends it by predicting the boundary.
@@ -40,20 +40,20 @@ BOUNDARIES = (
 
 MASKS = ("[MASK]", "<mask>", "<|mask|>")
 SENTINEL = "<extra_id_{}>"
-"""What stands for the i-th span that was taken out of a text (T5, arXiv 1910.10683)."""
+"""The token that replaces the i-th corrupted span of a text (T5, arXiv 1910.10683)."""
 
 TRAINING_BYTES = 8_000_000
-"""Text that a byte-pair tokenizer is trained on; more changes little and takes longer."""
+"""Bytes of text that a BPE tokenizer is trained on; more changes little and takes longer."""
 
 _log = logging.getLogger("jaxscale")
 
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """What the rest of the program knows about a tokenizer.
+    """The interface of a tokenizer to the rest of the program.
 
     `token_bytes` [vocab_size] is how many UTF-8 bytes of text each id stands for; 0 for the
-    boundary and other special tokens. It is exact for bytes and for byte-level byte pairs. For
+    boundary and other special tokens. It is exact for bytes and for byte-level BPE. For
     other tokenizers (which may normalise text, or mark word starts) it is the length of the
     token's written form; a corpus scales it so that its total is exact.
     """
@@ -65,24 +65,24 @@ class Tokenizer:
     encode: Callable[[Sequence[str]], list[np.ndarray]]  # no boundary added; int32 arrays
     decode: Callable[[Sequence[int] | np.ndarray], str]  # special tokens are left out
     name: str = "bytes"  # as `data.tokenizer` has it
-    file: bytes = b""  # what it is loaded from; nothing for bytes
-    special: Mapping[str, int] = field(default_factory=dict)  # tokens that no text holds, by name
+    file: bytes = b""  # the content of its file; empty for "bytes"
+    special: Mapping[str, int] = field(default_factory=dict)  # ids by name, never in text
 
     @property
     def file_name(self) -> str:
-        """What the file is called beside shards; nothing for bytes."""
+        """The name of its file in a folder of shards; empty for "bytes"."""
         if not self.file:
             return ""
         return "tokenizer.json" if self.file.lstrip()[:1] == b"{" else "tokenizer.model"
 
     @property
     def mask(self) -> int | None:
-        """The id that hides a token, if there is one."""
+        """The id of the mask token, if there is one."""
         return next((self.special[name] for name in MASKS if name in self.special), None)
 
     @property
     def sentinels(self) -> tuple[int, ...]:
-        """The ids that stand for spans that were taken out, the first span's first."""
+        """The ids of the sentinels that replace corrupted spans, in order."""
         found = []
         while (name := SENTINEL.format(len(found))) in self.special:
             found.append(self.special[name])
@@ -101,10 +101,10 @@ def load_tokenizer(
     """Makes the tokenizer that `data.tokenizer` names.
 
     Args:
-      name: "bytes", a path to a tokenizer.json or a SentencePiece model, or "bpe:N" for N byte
-        pairs.
+      name: "bytes", a path to a tokenizer.json or a SentencePiece model, or "bpe:N" to train BPE
+        with a vocabulary of N.
       source: `data.source`, which "bpe:N" is trained on; a prepared folder in it has its own.
-      directory: where "bpe:N" keeps its tokenizer.json, and finds it again.
+      directory: where "bpe:N" saves its tokenizer.json, and finds it later.
       heldout: `data.heldout`; documents held out are not trained on.
       seed: `data.seed`, for that split.
       training_bytes: text that "bpe:N" is trained on, about.
@@ -128,7 +128,7 @@ def load_tokenizer(
             _train(int(size), source, heldout, seed, training_bytes), "the trained tokenizer", name
         )
         if path:
-            _keep(made, path)
+            _save(made, path)
         return made
     if not is_remote(name) and not pathlib.Path(name).is_file():
         raise ValueError(
@@ -164,7 +164,7 @@ def _bytes() -> Tokenizer:
 
 
 def of_folder(folder: str, index: Index) -> Tokenizer:
-    """The tokenizer that a prepared folder was made with, which lies in it."""
+    """The tokenizer that a prepared folder was made with, whose file it contains."""
     if not index.tokenizer_file:
         return _bytes()
     return from_file(path_in(folder, index.tokenizer_file), index.tokenizer)
@@ -196,7 +196,7 @@ def _of_size(tokenizer: Tokenizer, where: str, size: int) -> Tokenizer:
     return tokenizer
 
 
-def _keep(tokenizer: Tokenizer, path: pathlib.Path) -> None:
+def _save(tokenizer: Tokenizer, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"unfinished-tokenizer-{uuid.uuid4().hex[:8]}.json")
     unfinished.write_bytes(tokenizer.file)
@@ -228,7 +228,7 @@ def _train(
             f"data.tokenizer = 'bpe:{trained.get_vocab_size()}' or give more text"
         )
     _log.info(
-        "tokenizer: %d byte pairs learnt from %d documents (%.1f MB) in %.1f s",
+        "tokenizer: BPE of %d tokens trained on %d documents (%.1f MB) in %.1f s",
         size,
         len(sample),
         num_bytes / 1e6,
@@ -244,7 +244,7 @@ def _from_json(data: bytes, where: str, name: str) -> Tokenizer:
         raise ValueError(f"{where} is not a Hugging Face tokenizer.json: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # "</s>" inside a document is text, not its end
+    tokenizer.encode_special_tokens = True  # "</s>" in a document is text, not its end
     vocabulary = tokenizer.get_vocab()
     added = tokenizer.get_added_tokens_decoder()
     special = {token.content: i for i, token in sorted(added.items()) if token.special}
@@ -350,5 +350,5 @@ def _token_bytes(tokenizer: tokenizers.Tokenizer, size: int, *, byte_level: bool
 
 
 def _written_bytes(token: str) -> int:
-    # SentencePiece writes a space as ▁; WordPiece marks what continues a word.
+    # SentencePiece writes a space as ▁; WordPiece marks the parts that continue a word.
     return len(token.removeprefix("##").replace("▁", " ").encode())
