@@ -1,6 +1,6 @@
 """python -m jaxscale.aot --config configs/X.py --topology NAME [--config.section.key=value ...]
 
-Compiles the step that would train, for a machine that is not there, and prints what it needs.
+Compiles the train step for a machine that is not attached, and prints what it needs.
 """
 
 import argparse
@@ -20,7 +20,7 @@ SHOWN = 12
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the status of the process: 0, also when the step does not fit."""
+    """Returns the exit status: 0, also when the step does not fit."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.aot",
         description="Compiles a config's train step for an absent machine: memory against the "
@@ -35,19 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     add(
         "--unroll_layers",
         action="store_true",
-        help="write the loops over layers out: slow, and XLA's own cost analysis counts all",
+        help="unroll the loops over layers: slow, but XLA's own cost analysis counts every layer",
     )
     add(
         "--skip_memory_check",
         action="store_true",
-        help="compile even when the formulas say that a step has no room",
+        help="compile even when the memory model says that a step does not fit",
     )
-    add("--hlo", type=pathlib.Path, metavar="FILE", help="keep the compiled program there")
-    add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers there")
+    add("--hlo", type=pathlib.Path, metavar="FILE", help="write the compiled program to FILE")
+    add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers to FILE")
     options, overrides = command_line.parse(parser, sys.argv[1:] if argv is None else argv)
     with command_line.refusals():
         config = configs.load(options.config, overrides)
-    # JAX is imported only now: a typo above is answered at once.
+    # JAX is imported only now, so that a typo is reported at once.
     from jaxscale.compiled import compile_ahead, topology  # noqa: PLC0415
     from jaxscale.planner.memory.room import check_room  # noqa: PLC0415
 
@@ -117,7 +117,7 @@ def program_text(report: Any) -> str:
         "a step, per device\n"
         + table([("matmuls", flops), ("compiler's estimate of compute time", seconds)])
     )
-    rows = [("axes", "collective", "runs", "bytes", "on the links", "waited for", "overlaps with")]
+    rows = [("axes", "collective", "runs", "bytes", "on the links", "exposed", "overlaps with")]
     rows += [
         (
             "+".join(one.axes) or "none",
@@ -137,16 +137,16 @@ def program_text(report: Any) -> str:
 
 
 def _hidden(report: Any) -> str:
-    """How much of what a step sends is hidden, run by run."""
+    """How much of a step's communication is hidden behind matmuls."""
     from jaxscale.formatting import human_bytes  # noqa: PLC0415
 
     share = report.beside_bytes / report.collective_bytes
-    line = f"{share:.0%} of {human_bytes(report.collective_bytes)} are sent beside matmuls"
+    line = f"{share:.0%} of {human_bytes(report.collective_bytes)} overlap with matmuls"
     if report.link_seconds:
         hidden = 1 - report.wait_seconds / report.link_seconds
         line += (
-            f"; by the links' own figures that is {_seconds(report.link_seconds)}, of which "
-            f"matmuls hide {hidden:.0%} at least"
+            f"; by the planner's formulas all of them take {_seconds(report.link_seconds)} on the "
+            f"links, of which matmuls hide {hidden:.0%} at least"
         )
     return line
 

@@ -1,8 +1,8 @@
-"""The collectives of a compiled program: how often each runs, over which mesh axes, beside what.
+"""The collectives of a compiled program: runs, mesh axes, and the matmuls that overlap each.
 
-The compilers write them in many ways: one instruction, or a start and a done; several arrays in
-one; a call that a TPU's sparse cores run; one gather cut into pieces that are fused with the
-computations that hide it. Loops are multiplied out by their trip counts.
+Compilers write them in many ways: one instruction, or a start and a done; several arrays in one; a
+call that a TPU's sparse cores run; one gather cut into pieces that are fused with the computations
+that hide it. Runs count the trips of loops.
 """
 
 import itertools
@@ -29,15 +29,15 @@ PRIMITIVES = {
     "all_to_all": "all-to-all",
     "ppermute": "collective-permute",
 }
-"""What a program asks for, by the last word of an `op_name`."""
+"""The kind that a program asked for, by the last part of an `op_name`."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program, with all its runs in a call."""
+    """One collective of a program, and how often one call of the program runs it."""
 
     kind: str  # of KINDS
-    asked: str  # the kind that the program asked for; a compiler may make another of it
+    asked: str  # the kind that the program asked for; a compiler may replace it
     axes: tuple[str, ...]  # mesh axes that its groups span; () is a group of one device
     count: float  # runs
     arrays: int  # that travel together
@@ -46,15 +46,15 @@ class Collective:
     beside_flops: float  # of one run: of matmuls between its start and its end, at least
     op_name: str
     computation: str  # that starts it
-    first: int = 0  # place of its start there
-    last: int = 0  # place of its end
+    first: int = 0  # index of its start there
+    last: int = 0  # index of its end
     link_seconds: float | None = None  # of one run; see `overlap.with_waits`
-    wait_seconds: float | None = None  # of one run: that the device waits for its end
+    wait_seconds: float | None = None  # of one run, exposed: the device waits for it
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a collective is under way: instructions `first` to `last` of a computation."""
+    """Where a collective is in flight: instructions `first` to `last` of a computation."""
 
     computation: str
     first: int
@@ -64,11 +64,11 @@ class _Place:
 def collectives(
     program: Program, mesh: Mapping[str, int], between: tuple[str, ...] = ()
 ) -> list[Collective]:
-    """Every collective that a call runs.
+    """Every collective that a call of the program runs.
 
     Args:
       mesh: axis -> size, in the order in which the program's devices are laid out.
-      between: the axes that go over the network between slices of TPUs, by way of their hosts.
+      between: the axes that use the network between slices of TPUs, through their hosts.
     """
     runs = program.executions()
     costs = computation_costs(program, instruction_flops, unknown_trips=1)
@@ -77,7 +77,7 @@ def collectives(
     for name, instructions in program.computations.items():
         for instruction in instructions:
             if instruction.opcode.removesuffix("-start") in KINDS and runs.get(name):
-                # On TPUs one that runs beside computations may be cut into pieces.
+                # On TPUs an asynchronous one may be cut into pieces.
                 chain = instruction.attribute(r'chain_id="(\d+)"')
                 channel = instruction.attribute(r"channel_id=(\d+)") if chain else name
                 key = (chain or instruction.name, channel)
@@ -112,7 +112,7 @@ def _between_slices(
     runs: Mapping[str, float],
     costs: Mapping[str, float],
 ) -> Iterator[Collective]:
-    """Collectives that hosts carry out: a send to them, and later what comes back."""
+    """Collectives that hosts carry out: a send to them, and later a receive."""
     for name, instructions in program.computations.items():
         for place, instruction in enumerate(instructions):
             transfer = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"')
@@ -136,7 +136,7 @@ def _between_slices(
 
 
 def _callers(program: Program) -> dict[str, tuple[str, int]]:
-    """Computation -> the computation that calls it and the place of the call there."""
+    """Computation -> the computation that calls it and the index of the call there."""
     return {
         callee: (name, i)
         for name, instructions in program.computations.items()
@@ -177,7 +177,7 @@ def _spot(
 
 
 def _end(instructions: tuple[Instruction, ...], start: int) -> int:
-    """The place of the `-done` of a `-start`, perhaps by way of updates."""
+    """The index of the `-done` of a `-start`, perhaps after updates."""
     following = {instructions[start].name}
     for i, instruction in enumerate(instructions[start + 1 :], start + 1):
         if following & set(instruction.operands):
@@ -220,7 +220,7 @@ def _payload(instruction: Instruction, kind: str) -> float:
 
 
 def _groups(instruction: Instruction) -> list[list[int]]:
-    """Devices of each group, by their place in the mesh."""
+    """Devices of each group, by their index in the mesh."""
     rest = instruction.rest
     if pairs := re.search(r"source_target_pairs=\{(.*?\})\}", rest):
         return [[int(x) for x in pair] for pair in re.findall(r"(\d+),(\d+)", pairs[1])]
@@ -260,11 +260,11 @@ def _axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def summed(found: Iterable[Collective]) -> list[Collective]:
-    """Those of one kind, axes and way of running as one: runs added up; bytes, seconds and
+    """Collectives of one kind, axes and asynchrony as one row: runs added up; bytes, seconds and
     `beside_flops` of all runs.
 
-    Those that run beside matmuls and those that do not are never in one row, so that the bytes
-    of a row are hidden as a whole or not at all.
+    Those that overlap with matmuls and those that do not are never in one row, so that either all
+    bytes of a row are hidden or none.
     """
 
     def key(one: Collective) -> tuple:

@@ -1,4 +1,4 @@
-"""How long a device waits for its collectives: a compiled program's schedule, played."""
+"""How long a device waits for its collectives, by simulating a compiled program's schedule."""
 
 import collections
 import dataclasses
@@ -15,43 +15,47 @@ def with_waits(
     link_seconds: Callable[[Collective], float],
     flops_per_second: float,
 ) -> list[Collective]:
-    """The collectives with their seconds on the links and those that the device waits for.
+    """The collectives with their seconds on the links, and those of them that are exposed.
 
-    Several of them share the matmuls that run beside them: the links carry one collective after
-    another, in the order in which they are started, as XLA's own stream for them does, and the
-    device waits where it needs a result that has not arrived. A collective's `wait_seconds` are
-    those of its time on the links in which the device waits, for it or for one behind it.
+    The links carry one collective at a time, in the order in which they are started, as XLA's
+    stream for them does, so that several of them share the matmuls that they overlap with. The
+    device waits where it needs a result that has not arrived. `wait_seconds` are the part of a
+    collective's time on the links in which the device waits, for it or for one queued after it.
 
-    Only matmuls take time here, so the device waits no longer than this says, as far as the
-    seconds on the links are right. Each computation is played by itself, from idle links: what a
-    loop's own collectives take from one that is under way around the loop is not counted.
+    Only matmuls take time here, so this is an upper bound of the waiting, as far as the seconds on
+    the links are right. Each computation is simulated alone, from idle links: that collectives in
+    a loop delay one that is in flight across the loop is not counted.
 
     Args:
-      program: the one that they are of.
+      program: the compiled program.
       found: as `collectives.collectives` returns them.
       link_seconds: of one run, alone on its links.
-      flops_per_second: at which the device does matmuls.
+      flops_per_second: of the device, in matmuls.
     """
     costs = computation_costs(program, instruction_flops, unknown_trips=1)
     homes = collections.defaultdict(list)
     for one in found:
         homes[one.computation].append(dataclasses.replace(one, link_seconds=link_seconds(one)))
-    played = []
+    simulated = []
     for name, members in homes.items():
         each = instruction_costs(program, name, instruction_flops, costs, unknown_trips=1)
-        played += _play(members, [cost / flops_per_second for cost in each])
-    return played
+        simulated += _simulate(members, [cost / flops_per_second for cost in each])
+    return simulated
 
 
-def _play(members: Sequence[Collective], seconds: Sequence[float]) -> list[Collective]:
-    """Those of one computation, whose instructions compute for so long."""
+def _simulate(members: Sequence[Collective], seconds: Sequence[float]) -> list[Collective]:
+    """The collectives of one computation.
+
+    Args:
+      seconds: of compute, of each instruction.
+    """
     places = collections.defaultdict(list)
     for i, one in enumerate(members):
         places[one.first, "start"].append(i)
-        # One that ends where it starts has nothing beside it, not even what it is fused with.
+        # A collective that ends where it starts overlaps nothing, not even what it is fused with.
         places[one.last, "end" if one.last > one.first else "at once"].append(i)
-    clock = links = 0.0  # when the device, and the links, are done with all so far
-    sent: list[tuple[float, float]] = [(0.0, 0.0)] * len(members)  # from when until when
+    clock = links = 0.0  # when the device, and the links, have finished all so far
+    sent: list[tuple[float, float]] = [(0.0, 0.0)] * len(members)  # begin and end on the links
     waits = [0.0] * len(members)
 
     def wait(ending: list[int]) -> None:

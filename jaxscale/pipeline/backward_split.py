@@ -1,11 +1,11 @@
 """A block's backward pass as two operations: B, the gradient of its input, and W, of its weights.
 
-Nothing of this is in model code. The passes are traced once. Of the backward pass, what the
-gradient of the input needs is B, the rest is W, and the values that B makes and W reads are saved
-in between (zero bubble pipeline parallelism, arXiv 2401.10241, has the two operations).
+The model's code does not know of it. The passes are traced once. Of the backward pass, what the
+gradient of the input needs is B, the rest is W, and the values that B computes and W reads are
+saved in between (zero bubble pipeline parallelism, arXiv 2401.10241, has the two operations).
 
-Residuals are kept from F on in two parts: those that B is the last to read, and those that W reads
-too. Weights, which are at hand again, are never kept, nor is what does not depend on the input.
+Residuals are saved by F in two parts: those that B is the last to read, and those that W reads too.
+Weights are never saved, since the backward pass has them, nor is what does not depend on the input.
 """
 
 import itertools
@@ -33,8 +33,8 @@ Shapes = list[jax.ShapeDtypeStruct]
 CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
 """Equations that only group others."""
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "scatter-add")
-"""Equations worth an operation of their own, beside those with others inside, such as loops."""
+HEAVY = ("dot_general", "conv_general_dilated", "scatter-add")
+"""Equations that W is for and that are not recomputed; also those with others inside, as loops."""
 
 
 @dataclass(frozen=True)
@@ -100,27 +100,28 @@ def split(function: Callable[..., jax.Array], weights: Tree, x: Any, context: Tr
 
 
 def keep_nothing(function: Callable[..., jax.Array]) -> Split:
-    """The forward pass alone."""
+    """The forward pass only, for evaluation."""
 
     def forward(weights: Tree, x: jax.Array, context: Tree) -> tuple[jax.Array, list, list]:
         return function(weights, x, context), [], []
 
     def refuse(*_: Any) -> Any:
-        raise AssertionError("there is no backward pass of a forward pass that keeps nothing")
+        raise AssertionError("a forward pass that saves no residuals has no backward pass")
 
     return Split(forward, refuse, refuse, [], [], [])
 
 
 def _passes(function: Callable, weights: Tree, x: Any, context: Tree):
-    """`forward(weights, x, context) -> (y, kept)`, the shapes of what is kept, and
-    `backward(weights, context, kept, dy) -> (dweights, dx)`. Only what depends on x is kept."""
+    """`forward(weights, x, context) -> (y, kept)`, the shapes of the residuals `kept`, and
+    `backward(weights, context, kept, dy) -> (dweights, dx)`. Residuals that do not depend on x are
+    recomputed."""
     vjp_forward, vjp_backward = split_vjp(function)
     program = TracedFunction.of(vjp_forward, weights, x, context)
     weights_in, x_in, context_in = program.inputs
     y, *leaves = program.outputs
     from_x = program.dependent(x_in)
     kept = [v for v in dict.fromkeys(_variables(leaves)) if v in from_x]
-    again = [leaf for leaf in leaves if isinstance(leaf, Literal) or leaf not in from_x]
+    recomputed = [leaf for leaf in leaves if isinstance(leaf, Literal) or leaf not in from_x]
 
     def forward(weights: Tree, x: jax.Array, context: Tree) -> tuple[jax.Array, list]:
         eqns = program.needed([y, *kept])
@@ -128,34 +129,35 @@ def _passes(function: Callable, weights: Tree, x: Any, context: Tree):
         return y_, kept_
 
     def backward(weights: Tree, context: Tree, kept_: list, dy: jax.Array) -> tuple:
-        eqns, given = program.needed(again), [weights_in, context_in]
-        remade = iter(program.run(eqns, given, [weights, context], again))
+        eqns, given = program.needed(recomputed), [weights_in, context_in]
+        values = iter(program.run(eqns, given, [weights, context], recomputed))
         known = dict(zip(kept, kept_))
-        at_hand = [
-            next(remade) if isinstance(leaf, Literal) or leaf not in from_x else known[leaf]
+        residuals = [
+            next(values) if isinstance(leaf, Literal) or leaf not in from_x else known[leaf]
             for leaf in leaves
         ]
-        return vjp_backward(weights, context, at_hand, dy)
+        return vjp_backward(weights, context, residuals, dy)
 
     return forward, _shapes(kept), backward
 
 
 def _divide(program: "TracedFunction", dweights: list, dx: Any) -> tuple[list, list[JaxprEqn]]:
-    """What B has to make, and the equations of W."""
+    """The outputs of B, and the equations of W."""
     weights_in, context_in, kept_in, dy = program.inputs
-    # What comes from residuals without a matmul is cheaper to recompute than to save.
-    plain = set(context_in) | set(kept_in)
+    # Values that follow from residuals without a matmul are cheaper to recompute than to save.
+    cheap = set(context_in) | set(kept_in)
     for eqn in program.eqns:
-        if not _is_product(eqn) and all(v in plain for v in _variables(eqn.invars)):
-            plain |= set(eqn.outvars)
+        if not _is_heavy(eqn) and all(v in cheap for v in _variables(eqn.invars)):
+            cheap |= set(eqn.outvars)
 
     def rest(b_wanted: list, wanted: list) -> list[JaxprEqn]:
         made = {v for eqn in program.needed(b_wanted) for v in eqn.outvars}
-        return program.needed(wanted, at_hand=(made | set(dy)) - plain)
+        return program.needed(wanted, at_hand=(made | set(dy)) - cheap)
 
-    # The gradients of scales and biases are sums of what B has; saving that would take more room.
+    # B computes the gradients of scales and biases too: sums of values that it has, and that would
+    # take more memory if W needed them.
     b_wanted = [dx]
-    b_wanted += [v for v in dweights if not any(map(_is_product, rest([dx], [v])))]
+    b_wanted += [v for v in dweights if not any(map(_is_heavy, rest([dx], [v])))]
     while True:
         w_eqns = rest(b_wanted, dweights)
         reading = [e for e in w_eqns if not set(weights_in).isdisjoint(_variables(e.invars))]
@@ -184,7 +186,7 @@ class TracedFunction:
         return cls(list(flat.jaxpr.eqns), inputs, list(flat.jaxpr.outvars), constants)
 
     def needed(self, wanted: Iterable, at_hand: Iterable = ()) -> list[JaxprEqn]:
-        """The equations, or the parts of those with others inside, that some variables need."""
+        """The equations that some variables need; of those with others inside, the needed parts."""
         at_hand = set(at_hand)
         missing, found = set(_variables(wanted)) - at_hand, []
         for eqn in reversed(self.eqns):
@@ -199,7 +201,7 @@ class TracedFunction:
         return found[::-1]
 
     def dependent(self, variables: Iterable) -> set:
-        """All variables that depend on some."""
+        """All variables that depend on any of these."""
         found = set(variables)
         for eqn in self.eqns:
             if not found.isdisjoint(_variables(eqn.invars)):
@@ -217,7 +219,7 @@ class TracedFunction:
 
 
 def _inline(traced: Any, args: Sequence) -> list:
-    """Evaluates a traced function; when that is traced in turn, calls are gone."""
+    """Evaluates a traced function; tracing this gives a program without calls."""
     known = dict(zip((*traced.jaxpr.constvars, *traced.jaxpr.invars), (*traced.consts, *args)))
     for eqn in traced.jaxpr.eqns:
         if eqn.primitive.name in CALLS:
@@ -253,8 +255,8 @@ def _read(known: Mapping, atom: Any) -> Any:
     return atom.val if isinstance(atom, Literal) else known[atom]
 
 
-def _is_product(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in PRODUCTS or any(True for _ in jaxprs_in_params(eqn.params))
+def _is_heavy(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in HEAVY or any(True for _ in jaxprs_in_params(eqn.params))
 
 
 def _variables(atoms: Iterable) -> Iterable:
@@ -262,7 +264,7 @@ def _variables(atoms: Iterable) -> Iterable:
 
 
 def _given(eqns: Iterable[JaxprEqn], wanted: Iterable) -> list:
-    """The variables that equations read and do not make."""
+    """The variables that equations read and do not compute."""
     made = {v for eqn in eqns for v in eqn.outvars}
     read = itertools.chain(*(eqn.invars for eqn in eqns), wanted)
     return [v for v in dict.fromkeys(_variables(read)) if v not in made]

@@ -1,8 +1,8 @@
-"""The table as the executor scans it: a row for each tick, and a slot for whatever is kept.
+"""The table as the executor scans it: a row for each tick, and slots for the values in between.
 
-What one operation makes and a later one reads is kept in a slot of a buffer in between. Slots are
-assigned by interval colouring on every rank, the lowest free one first; how many a buffer has is
-the most that any rank needs at once. NumPy only.
+A value that one operation writes and a later one reads is in a slot of a buffer in between. Slots
+are assigned by interval colouring on every rank, the lowest free one first; a buffer has as many as
+any rank needs at once. NumPy only.
 """
 
 import heapq
@@ -21,18 +21,19 @@ class TickProgram:
     Every column is int32 [ticks, ranks, lanes]; there are 2 lanes only where a schedule overlaps
     a forward with a backward in one tick. -1 stands for nothing.
 
-    - `kind` (NOP where idle), `microbatch`, `stage`, `segment`, `direction`; `chunk`, which of the
-      rank's own stages it is, in that direction. Where some passes are recomputed, an F that keeps
-      its residuals is an R without an `input`: it makes them just as R does, from what arrives.
+    - `kind` (NOP where idle), `microbatch`, `stage`, `segment`, `direction`; `chunk`, the stage's
+      index among the rank's own, in that direction. Where some passes are recomputed, an F that
+      saves its residuals is an R without an `input`: it does the same, from the inbox.
     - Slots that the operation reads or writes, by buffer. `inbox`: the activation that F reads,
-      the gradient that B or X reads; those of the last stage read what their own F made. The
+      the gradient that B or X reads; those of the last stage read the output of their own F. The
       first stage reads tokens. `input`: written by F for its R. `residual_b`: written by
       F, or by R, for B or X. `residual_w`: likewise, for W too. `cotangent`: written by B for W.
     - `from_left`, `from_right`, `from_self`: the inbox slot in which to put, when the tick ends,
-      what the neighbour (the ranks are a ring) or the rank itself made in this lane; where
-      nothing is due it is the slot after the last, so that a receiver need not ask.
-    - `gather`: 1 where a rank with room for the weights of one chunk has to fetch them. `reduce`:
-      1 where the gradients of a chunk's weights are complete, until it has its next turn.
+      the result of the neighbour (the ranks are a ring) or of the rank itself in this lane; where
+      nothing is to be received it is the slot after the last, so that a receiver need not branch.
+    - `gather`: 1 where a rank that holds the gathered weights of one chunk at a time gathers them.
+      `reduce`: 1 where the weight gradients of a chunk are complete, until the rank's next
+      operations on it.
     """
 
     columns: dict[str, np.ndarray]
@@ -77,8 +78,8 @@ def make_program(table: Table) -> TickProgram:
 
 
 def count_slots(table: Table) -> dict[str, np.ndarray]:
-    """How many slots of each buffer each rank uses at once, int [ranks], without dealing them. A
-    buffer has as many as the most of them."""
+    """How many slots of each buffer each rank uses at once, int [ranks], without assigning them. A
+    buffer has the maximum over ranks."""
     counts = {}
     for name, users in _users(table).items():
         writer, reader = users[0], users[-1]
@@ -91,22 +92,22 @@ def count_slots(table: Table) -> dict[str, np.ndarray]:
 
 
 def _users(table: Table) -> dict[str, tuple[np.ndarray, ...]]:
-    """For each buffer the operations that use a value in it, int [values] each: who writes it,
-    and who reads it; the last reader at the end."""
+    """For each buffer the operations that use a value in it, int [values] each: its writer, then
+    its readers, the last one at the end."""
     kind, stage, needs = table.ops.kind, table.ops.stage, table.needs
     received = np.flatnonzero((kind == B) | (kind == X) | ((kind == F) & (stage > 0)))
-    again = np.flatnonzero(kind == R)
+    recompute = np.flatnonzero(kind == R)
     backward = np.flatnonzero((kind == B) | (kind == X))
     weight = np.flatnonzero(kind == W)
-    # Who makes the residuals of a backward, and who is the last to need them.
+    # The operation that writes the residuals of a backward, and the last one to read them.
     maker = np.where(needs[:, 1] >= 0, needs[:, 1], needs[:, 0])[backward]
     last = np.arange(len(kind))
     last[needs[weight, 0]] = weight
-    # The gradient pass begins with what the last stage's own F made.
+    # The backward of the last stage reads the output of its own F.
     sender = np.where((kind == F) | (stage == table.order.stages - 1), needs[:, 0], needs[:, 2])
     return {
         "inbox": (sender[received], received),
-        "input": (needs[again, 0], again),
+        "input": (needs[recompute, 0], recompute),
         "residual_b": (maker, backward),
         "residual_w": (maker, backward, last[backward]),
         "cotangent": (needs[weight, 0], weight),
@@ -116,7 +117,7 @@ def _users(table: Table) -> dict[str, tuple[np.ndarray, ...]]:
 def _receives(
     table: Table, sender: np.ndarray, reader: np.ndarray, inbox: np.ndarray, nowhere: int
 ) -> dict[str, np.ndarray]:
-    """The columns that say where each rank puts what comes in at the end of a tick."""
+    """The columns with the slot where each rank puts what it receives at the end of a tick."""
     rank, paired, tick = table.ops.rank, table.ops.paired, table.tick
     hop = (rank[reader] - rank[sender]) % table.order.ranks
     channel = np.where(hop == 0, "from_self", np.where(hop == 1, "from_left", "from_right"))
@@ -140,7 +141,7 @@ def _reduces(table: Table) -> np.ndarray:
 
 
 def _changes(table: Table, among: np.ndarray, ahead: bool) -> np.ndarray:
-    """int [N], 1 for those `among` all whose neighbour, next or previous, is of another chunk."""
+    """int [N], 1 for operations in `among` whose next or previous one there is of another chunk."""
     ops = table.ops
     chunk = np.stack([ops.rank, ops.direction, ops.stage])[:, among]
     differs = (chunk[:, 1:] != chunk[:, :-1]).any(axis=0)

@@ -1,4 +1,4 @@
-"""Timelines as text and as a picture: a row for each rank, time to the right."""
+"""Timelines as text and as pictures: a row for each rank, time to the right."""
 
 from typing import TYPE_CHECKING
 
@@ -69,8 +69,9 @@ def _scale(duration: np.ndarray) -> float:
 def write_png(path: str, table: Table, run: Run, title: str) -> None:
     """Draws the run, as soon as possible, to a PNG file.
 
-    Colours tell the kinds; later chunks of a rank are lighter; what enters at the last rank is
-    darker; a frame joins what overlaps. Numbers are micro-batches, letters sequence chunks.
+    Colours show kinds; later chunks of a rank are lighter; micro-batches that enter at the last
+    rank are darker; a frame joins an overlapped pair. Numbers are micro-batches, letters sequence
+    chunks.
     """
     # Slow to import, and only a picture needs it.
     from matplotlib.figure import Figure  # noqa: PLC0415

@@ -1,12 +1,12 @@
 """The executor: one scan over the ticks of a table, for any schedule.
 
 For use in a `shard_map` in which pipeline, data and fsdp are manual. In a tick each rank does the
-one operation that its column of the table names, then passes on what it made. Which operation that
-is, only its data says: each kind stands in a loop of no trip or one (`when`). A conditional would
-copy the buffers that it carries, every tick; loops update them in place.
+one operation that its column of the table names, then sends the result to its neighbours. Which
+operation that is depends on data: each kind is a loop of zero or one trips (`when`). A conditional
+would copy the buffers that it carries, every tick; loops update them in place.
 
-Buffers, by the table's names, in slots: `inbox`, what arrived and is not read yet; `input`, from
-which R starts; and for each layer of a chunk the arrays of `split`: `residual_b` from F to B,
+Buffers, by the table's names, in slots: `inbox`, received and not read yet; `input`, what R
+recomputes from; and for each layer of a chunk the arrays of `split`: `residual_b` from F to B,
 `residual_w` from F to W, `cotangent` from B to W.
 """
 
@@ -48,10 +48,10 @@ Counts = jax.Array | np.ndarray
 class _State(NamedTuple):
     """What a rank carries from tick to tick."""
 
-    made: jax.Array  # in this tick, for the rank before or after
+    made: jax.Array  # the result of this tick, for the rank before or after
     buffers: dict[str, Tree]  # [slots, ...]
-    weights: Tree  # of a chunk, whole; None where they need not be gathered
-    pending: Tree  # gradients of a chunk, not reduced yet; None where they need not be
+    weights: Tree  # of a chunk, gathered; None where nothing is to be gathered
+    pending: Tree  # gradients of a chunk, not reduced yet; None where nothing is to be reduced
     grads: dict[str, Tree]  # accumulators
     sums: Sums
 
@@ -72,7 +72,7 @@ def execute(
     and not yet over ranks.
 
     Args:
-      block: the model's, under a policy of remat.
+      block: the model's, under a remat policy.
       params: of this rank, its layers stacked as `stages` says.
       batches: fields [micro-batches, batch, time].
       columns: of `stages.program`, [ticks, 1, 1] each.
@@ -96,8 +96,8 @@ def execute_forward(
     columns: Columns,
     counts: Counts,
 ) -> Sums:
-    """The loss sums of this rank by the forward passes alone; `execute` has the arguments, but
-    `columns` are of `stages.forward_program`."""
+    """The loss sums of this rank, from forward passes only. The arguments are those of `execute`,
+    with `columns` of `stages.forward_program`."""
     program = stages.forward_program
     rank = _Rank.of(model, zero, stages, program, None, params, batches, counts, False)
     return rank.run(rank.begin({}), columns).sums
@@ -112,14 +112,14 @@ def buffers(
     batches: Batch,
     counts: Counts,
 ) -> dict[str, Tree]:
-    """What a rank keeps between ticks, empty, for those who ask how large that is."""
+    """The buffers and sums that a rank carries between ticks, empty: for their sizes."""
     rank = _Rank.of(model, zero, stages, stages.program, block, params, batches, counts, False)
     state = rank.begin(rank.accumulators(params))
     return {**state.buffers, "weights": state.weights, "gradients": (state.pending, state.grads)}
 
 
 def _outer(model: Decoder, zero: Zero, params: Tree) -> tuple[Tree, Tree]:
-    """The embedding and what the head needs, whole, in the compute type."""
+    """The parameters of embedding and head, gathered, in the compute type."""
     names = ("embed", "head")
     outer = zero.gather({name: params[name] for name in names}, {n: zero.axes[n] for n in names})
     return outer["embed"], model.head_params(outer)
@@ -135,9 +135,9 @@ class _Rank:
     stages: PipelineStages
     parts: Split  # of a layer
     layers: Tree  # parameters, [chunks * capacity, ...]
-    embed: Tree  # whole, as the head
-    head: Tree
-    x: jax.ShapeDtypeStruct  # what goes from layer to layer
+    embed: Tree  # gathered
+    head: Tree  # gathered
+    x: jax.ShapeDtypeStruct  # the activations between layers
     batches: Batch
     counts: jax.Array
     row_major: bool
@@ -155,10 +155,10 @@ class _Rank:
         counts: Counts,
         row_major: bool,
     ) -> "_Rank":
-        """Traces a layer, and gathers what is outside the layers.
+        """Traces a layer, and gathers the parameters outside the layers.
 
         Args:
-          block: None for forward passes alone.
+          block: None for forward passes only.
         """
         embed, head = _outer(model, zero, params)
         first = at(batches, 0)
@@ -181,7 +181,7 @@ class _Rank:
         )
 
     def accumulators(self, params: Tree) -> dict[str, Tree]:
-        """Of gradients."""
+        """Zeros to sum the gradients in."""
         model, zero, axes = self.model, self.zero, self.zero.axes
         return {
             "layers": zero.zeros(params["layers"], axes["layers"]),
@@ -246,14 +246,14 @@ class _Rank:
         return self.pass_on(state, row)
 
     def forward(self, state: _State, row: Row) -> _State:
-        x = self._arrived(state, row)
+        x = self._pass_input(state, row)
         if R in self.program.columns["kind"]:
-            return self._up(state, row, x, keeps=False)
-        state = self._up(state, row, x, keeps=True)
-        return state if state.grads else self.lose(state, row)
+            return self._chunk_forward(state, row, x, saves_residuals=False)
+        state = self._chunk_forward(state, row, x, saves_residuals=True)
+        return state if state.grads else self.add_losses(state, row)
 
-    def lose(self, state: _State, row: Row) -> _State:
-        """Where there is no backward pass to do it, the loss is the last stage's F's."""
+    def add_losses(self, state: _State, row: Row) -> _State:
+        """Without a backward pass, the losses are computed in the last stage's F."""
         batch, last = at(self.batches, row["microbatch"]), self.stages.table.order.stages - 1
 
         def losses(sums: Sums) -> Sums:
@@ -262,20 +262,20 @@ class _Rank:
         return state._replace(sums=when(row["stage"] == last, losses, state.sums, HEAD))
 
     def recompute(self, state: _State, row: Row) -> _State:
-        """From the input that its F left, or in the place of an F that keeps what it makes."""
+        """From the input that its F saved; or the F itself, where it saves its residuals."""
         made, x = state.made, at(state.buffers["input"], row["input"])
         columns, first = self.program.columns, row["input"] < 0
-        keeping = ((columns["kind"] == R) & (columns["input"] < 0)).any()
-        if keeping:
-            x = jax.lax.cond(first, lambda: self._arrived(state, row), lambda: x)
-        state = self._up(state, row, x, keeps=True)
-        return state._replace(made=jnp.where(first, state.made, made) if keeping else made)
+        some_save = ((columns["kind"] == R) & (columns["input"] < 0)).any()
+        if some_save:
+            x = jax.lax.cond(first, lambda: self._pass_input(state, row), lambda: x)
+        state = self._chunk_forward(state, row, x, saves_residuals=True)
+        return state._replace(made=jnp.where(first, state.made, made) if some_save else made)
 
     def input_gradient(self, state: _State, row: Row) -> _State:
-        return self._down(state, row, fused=False)
+        return self._chunk_backward(state, row, fused=False)
 
     def backward(self, state: _State, row: Row) -> _State:
-        return self._down(state, row, fused=True)
+        return self._chunk_backward(state, row, fused=True)
 
     def weight_gradient(self, state: _State, row: Row) -> _State:
         batch = at(self.batches, row["microbatch"])
@@ -287,8 +287,8 @@ class _Rank:
             return self._add(state, row, index, self.parts.weight_gradient(batch, kept, saved))
 
         state = self._each(row, one, state)
-        # It makes nothing to pass on. Unless that waits for it all the same, the ranks may meet in
-        # the middle of a tick, those with a W before it and the others after their operation.
+        # W makes nothing to send. Without this dependence on it, the ranks might exchange messages
+        # in the middle of a tick: those with a W before it, the others after their operation.
         sums = state.grads["layers"] if state.pending is None else state.pending
         smallest = min(jax.tree.leaves(sums), key=lambda x: x.size)
         made, _ = jax.lax.optimization_barrier((state.made, smallest))
@@ -299,15 +299,15 @@ class _Rank:
 
     def reduce(self, state: _State, row: Row) -> _State:
         shards = self.zero.reduce(state.pending, self.zero.axes["layers"])
-        # A TPU's compiler would move a reduction whose result is only added up out of both loops,
-        # where a rank has one chunk, and carry two more sets of whole gradients through them.
+        # Where a rank has one chunk, a TPU's compiler would move a reduction whose result is only
+        # accumulated out of both loops, and carry two more sets of unsharded gradients in them.
         shards = jax.lax.optimization_barrier(shards)
         begin = row["chunk"] * self.stages.capacity
         grads = {**state.grads, "layers": add_rows(state.grads["layers"], begin, shards)}
         return state._replace(grads=grads, pending=jax.tree.map(jnp.zeros_like, state.pending))
 
     def pass_on(self, state: _State, row: Row) -> _State:
-        """What was made goes to both neighbours; each puts it where the table says."""
+        """Sends the tick's result to both neighbours; each stores it in the slot of its table."""
         columns, inbox = self.program.columns, state.buffers["inbox"]
         ranks, nowhere = columns["kind"].shape[1], self.program.slots["inbox"]
         for name, hop in (("from_left", 1), ("from_right", -1), ("from_self", 0)):
@@ -315,33 +315,35 @@ class _Rank:
             if not len(receivers):
                 continue
             pairs = [((r - hop) % ranks, r) for r in receivers.tolist()]
-            came = jax.lax.ppermute(state.made, "pipeline", pairs) if hop else state.made
-            inbox = put(inbox, came, row[name])
+            received = jax.lax.ppermute(state.made, "pipeline", pairs) if hop else state.made
+            inbox = put(inbox, received, row[name])
         return state._replace(buffers={**state.buffers, "inbox": inbox})
 
-    def _arrived(self, state: _State, row: Row) -> jax.Array:
-        """What a pass begins with."""
-        arrived = at(state.buffers["inbox"], row["inbox"])
+    def _pass_input(self, state: _State, row: Row) -> jax.Array:
+        """The input of a forward pass: embedded tokens in the first stage, else from the inbox."""
+        received = at(state.buffers["inbox"], row["inbox"])
         return jax.lax.cond(
             row["stage"] == 0,
             lambda: self.model.embed(self.embed, at(self.batches, row["microbatch"])),
-            lambda: arrived,
+            lambda: received,
         )
 
-    def _up(self, state: _State, row: Row, x: jax.Array, keeps: bool) -> _State:
+    def _chunk_forward(
+        self, state: _State, row: Row, x: jax.Array, saves_residuals: bool
+    ) -> _State:
         """A chunk, forward from x.
 
         Args:
-          keeps: the residuals; otherwise x, for R to begin with.
+          saves_residuals: otherwise it saves x, from which R recomputes them.
         """
         batch, first = at(self.batches, row["microbatch"]), x
 
         def one(index, carry):
             state, x = carry
             x, kept_b, kept_w = self.parts.forward(self._weights(state, row, index), x, batch)
-            if not keeps:
-                # By every layer: on a CPU (jaxlib 0.12) a loop over layers that leaves the buffers
-                # as they are takes more than three times as long.
+            if not saves_residuals:
+                # In every layer: on a CPU (jaxlib 0.12) a loop over layers that does not write its
+                # buffers takes more than three times as long.
                 inputs = put(state.buffers["input"], first, row["input"])
                 state = state._replace(buffers={**state.buffers, "input": inputs})
             else:
@@ -352,13 +354,13 @@ class _Rank:
         state, x = self._each(row, one, (state, x))
         return state._replace(made=x)
 
-    def _down(self, state: _State, row: Row, fused: bool) -> _State:
-        """A chunk, backward from the gradient that arrived; the last stage makes it of what its own
-        forward pass left there."""
+    def _chunk_backward(self, state: _State, row: Row, fused: bool) -> _State:
+        """A chunk, backward from the gradient in the inbox; in the last stage, from the gradient of
+        the loss, whose input is in the inbox: the output of the stage's own forward pass."""
         batch, last = at(self.batches, row["microbatch"]), self.stages.table.order.stages - 1
         count = self.counts[row["chunk"]]
 
-        def turn(carry):
+        def head_pass(carry):
             y, sums, grads = carry
             losses, pullback = jax.vjp(
                 lambda head, y: self.model.loss(head, y, batch), self.zero.widen(self.head), y
@@ -367,9 +369,9 @@ class _Rank:
             dhead = self.zero.reduce(dhead, self.model.head_params(self.zero.axes))
             return dy, add(sums, losses), add(grads, dhead)
 
-        arrived = at(state.buffers["inbox"], row["inbox"])
+        received = at(state.buffers["inbox"], row["inbox"])
         dy, sums, head = when(
-            row["stage"] == last, turn, (arrived, state.sums, state.grads["head"]), HEAD
+            row["stage"] == last, head_pass, (received, state.sums, state.grads["head"]), HEAD
         )
 
         def one(i, carry):
@@ -400,7 +402,7 @@ class _Rank:
         return jax.lax.fori_loop(0, self.counts[row["chunk"]], one, carry)
 
     def _weights(self, state: _State, row: Row, index: jax.Array) -> Tree:
-        """One layer of the chunk, whole."""
+        """One layer of the chunk, gathered."""
         if state.weights is not None:
             return at(state.weights, index)
         shards = at(self.layers, row["chunk"] * self.stages.capacity + index)
@@ -453,10 +455,10 @@ class _Rank:
 
 
 def when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, scope: str) -> Tree:
-    """`function(state)` where the condition holds, in place; `state` is of no other type then.
+    """`function(state)` where the condition holds, else `state`; in place, and of the same types.
 
     Args:
-      scope: a name for it in the compiled program.
+      scope: its name in the compiled program.
     """
     trips = condition.astype(jnp.int32)
     with jax.named_scope(scope):

@@ -1,4 +1,4 @@
-"""Layers on the ranks of a pipeline: from the canonical order of a state to its own, and back."""
+"""Layers on the ranks of a pipeline: from a state's canonical order to the run's, and back."""
 
 import dataclasses
 import functools
@@ -20,9 +20,9 @@ Tree = Any
 class LayerPlacement:
     """How a run stacks its layers, in every array of a state that has a "layers" dimension.
 
-    What is canonical is [layers, ...] whatever the layout: so states are made, saved, and handed
-    to others. Where the two forms differ they are never mistaken for each other, since only the
-    run's is spread over `pipeline` along its layers: both functions take either.
+    The canonical form is [layers, ...] whatever the layout; states are initialised, saved and
+    returned in it. Where the two forms differ they can be told apart, since only the run's is
+    sharded over `pipeline` along its layers: both functions take either.
     """
 
     layer_of_row: np.ndarray  # the layer in each row of a stack; -1 for none
@@ -40,18 +40,18 @@ class LayerPlacement:
         return self.abstract if self.trivial else self._map(self._canonical, self.abstract)
 
     def part(self, name: str) -> "LayerPlacement":
-        """That of a part of the state alone, such as "params"."""
+        """The placement of one part of the state, such as "params"."""
         parts = {key: getattr(getattr(self, key), name) for key in ("axes", "abstract")}
         return dataclasses.replace(self, **parts)
 
     def to_canonical(self, state: Tree, *, on_host: bool = False, donate: bool = False) -> Tree:
         """The canonical form of a state that has either form.
 
-        One array at a time is put in order, so that the devices hold little beside the state.
+        Arrays are reordered one at a time, so that the devices hold little besides the state.
 
         Args:
-          on_host: leaves what was put in order in host memory, where there is some: for saving.
-          donate: deletes each array of `state` that was put in order.
+          on_host: leaves the reordered arrays in host memory, where there is some: for saving.
+          donate: deletes each array of `state` that was reordered.
         """
         if self.trivial or not self._in_the_runs_form(state):
             return state
@@ -63,13 +63,13 @@ class LayerPlacement:
         return self._map(reorder, state, self.abstract, wanted)
 
     def from_canonical(self, state: Tree, *, donate: bool = False) -> Tree:
-        """The form of the run of a state that has either form.
+        """The run's form of a state that has either form.
 
         Args:
           donate: as in `to_canonical`.
 
         Raises:
-          ValueError: an array's shape is that of neither form.
+          ValueError: an array has the shape of neither form.
         """
         if self.trivial or self._in_the_runs_form(state):
             return state
@@ -79,7 +79,7 @@ class LayerPlacement:
         return self._map(reorder, state, given, self.abstract)
 
     def _in_the_runs_form(self, state: Tree) -> bool:
-        """Whether its layers are spread over the ranks."""
+        """Whether its layers are sharded over the ranks."""
 
         def one(axes: Axes, leaf: Any) -> bool:
             if "layers" not in axes or not isinstance(leaf, jax.Array):
@@ -128,11 +128,11 @@ def _reorder(
     """The rows of an array in another order, zeros where one is -1."""
     if "layers" not in axes:
         return array if isinstance(array, jax.Array) else jax.device_put(array, wanted.sharding)
-    # Only what is in device memory can be computed with.
+    # XLA computes only with arrays in device memory.
     before, after = (leaf.sharding.with_memory_kind("device") for leaf in (given, wanted))
     placed = jax.device_put(array, before)
     taken = _take(placed, tuple(rows.tolist()), axes.index("layers"), before, after)
-    # Waiting, or the devices would hold a second state: arrays are allocated when asked for.
+    # Wait: arrays are allocated at dispatch, so the devices would hold a second state.
     taken = jax.block_until_ready(jax.device_put(taken, wanted.sharding))
     if donate and isinstance(array, jax.Array):
         array.delete()
@@ -143,9 +143,9 @@ def _reorder(
 def _take(
     array: jax.Array, rows: tuple[int, ...], dim: int, before: NamedSharding, after: NamedSharding
 ) -> jax.Array:
-    """Taken where a rank has its part of every layer, or all of it: ranks exchange their parts
-    before, or after. By hand: the compiler would have all ranks gather the whole array, and its
-    partitioner ends the process over some that are spread over two axes."""
+    """Takes rows where a rank has its part of every layer, or all of it: an all-to-all before, or
+    after. By hand: the compiler would have all ranks gather the whole array, and its partitioner
+    crashes on some that are sharded over two axes."""
     index = np.array(rows)
     there = np.expand_dims(index >= 0, tuple(d for d in range(array.ndim) if d != dim))
 
@@ -164,7 +164,7 @@ def _take(
 
 
 def _exchange(x: jax.Array, split: int | None, join: int | None) -> jax.Array:
-    """Spread over the pipeline along `split` instead of `join`; None is whole on every rank."""
+    """Sharded over the pipeline along `split` instead of `join`; None is replicated."""
     if split is None:
         assert join is not None
         return jax.lax.all_gather(x, "pipeline", axis=join, tiled=True)

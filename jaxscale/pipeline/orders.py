@@ -29,17 +29,17 @@ def make_order(
 
     Args:
       name: as with `find_schedule`, or a path.
-      stages: ranks on the pipeline axis; only a file knows it without being told.
+      stages: ranks on the pipeline axis; None only for a file, which has its own.
       microbatches: per step; likewise.
       virtual_stages: chunks per rank; None for those of the schedule.
       sequence_chunks: segments of a micro-batch; None for whole sequences.
       fused: one operation for the whole backward pass, not B and then W.
-      keep: passes whose residuals a rank keeps at a time (see `keep_passes`): all others have an R
-        before their backward, with 0 every pass. None for no R at all, or for what a file says.
+      keep: passes whose residuals a rank saves at a time (see `keep_passes`): all others have an R
+        before their backward; with 0 every pass has. None for no R, or for those of a file.
 
     Raises:
-      ValueError: an unknown name, or numbers that the schedule cannot serve, with the nearest
-        that it can.
+      ValueError: an unknown name, or numbers that the schedule does not support, with the nearest
+        that it does.
     """
     numbers = dict(zip(NUMBERS, (stages, microbatches, virtual_stages, sequence_chunks)))
     for key, number in numbers.items():
@@ -73,7 +73,7 @@ def make_order(
 
 
 def split_backward(rows: Rows) -> Rows:
-    """Every X as B and then W: the gradient leaves for the rank before while W still runs."""
+    """Every X as B and then W: the gradient is sent to the rank before while W runs."""
     return [
         [
             part
@@ -85,7 +85,7 @@ def split_backward(rows: Rows) -> Rows:
 
 
 def add_recompute(rows: Rows) -> Rows:
-    """An R before every backward: it needs no gradient, so it runs while that is awaited."""
+    """An R before every backward: it needs no gradient, so it can run before that arrives."""
     result: Rows = []
     for row in rows:
         result.append([])
@@ -98,14 +98,14 @@ def add_recompute(rows: Rows) -> Rows:
 
 
 def keep_passes(rows: Rows, keep: int) -> Rows:
-    """Without the R of as many passes as can be, where a rank keeps up to `keep` of them at a time.
+    """Drops the R of as many passes as possible, where a rank saves up to `keep` of them at a time.
 
     Micro-batch by micro-batch, as in Korthikanti et al. (arXiv 2205.05198, appendix C): a rank near
     the end of the pipeline has fewer in flight, and so recomputes fewer. Which passes to keep is
-    interval colouring: taken by their ends, each goes where another has ended last.
+    interval colouring: in the order of their ends, each takes the place freed last before it.
 
     Raises:
-      ValueError: that would be all of them.
+      ValueError: that would be the R of all passes.
     """
     result = [_keep(row, keep) for row in rows]
     if not any(op.kind == R for row in result for op in row):
@@ -133,8 +133,8 @@ def _order_from_file(
     path: str, numbers: Mapping[str, int | None], fused: bool, keep: int | None
 ) -> Order:
     order = read_csv(path)
-    there = (order.ranks, order.microbatches, order.virtual_stages, order.sequence_chunks)
-    for (key, number), found in zip(numbers.items(), there):
+    actual = (order.ranks, order.microbatches, order.virtual_stages, order.sequence_chunks)
+    for (key, number), found in zip(numbers.items(), actual):
         if number not in (None, found):
             raise ValueError(f"{key} = {number}, but {path} is an order for {key} = {found}")
     kinds = {op.kind for row in order.rows for op in row}
@@ -147,7 +147,7 @@ def _order_from_file(
         )
     if keep:
         raise ValueError(
-            f"keep = {keep}, but {path} says itself what is recomputed: where it has no R; leave "
-            "keep out"
+            f"keep = {keep}, but {path} decides what is recomputed: the passes that have an R; "
+            "leave keep out"
         )
     return order

@@ -24,9 +24,9 @@ def write_csv(order: Order) -> str:
 
 
 def read_csv(path: str) -> Order:
-    """Reads an order; the largest indices in it say how many stages and micro-batches there are.
+    """Reads an order; its largest indices give the numbers of stages and micro-batches.
 
-    Whether it is complete, and whether it can run, is found when it is compiled.
+    `compile_order` checks whether it is complete and can run.
 
     Raises:
       FileNotFoundError: no such file.

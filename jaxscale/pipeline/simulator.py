@@ -1,7 +1,7 @@
-"""How long a table takes, how much of that is idle, and what it keeps in memory. NumPy only.
+"""A table's makespan, its bubble, and the activations that it keeps alive. NumPy only.
 
-Times are in the unit of the costs, which are those of a rank's whole share of the model for one
-micro-batch: a chunk costs 1/v of them, a segment 1/k.
+Times are in the unit of the costs, which are those of all of a rank's layers for one micro-batch: a
+chunk costs 1/v of them, a segment 1/k.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ EQUAL = Costs()
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A table played with costs, once as soon as possible and once in lockstep.
+    """A table simulated with costs, once as soon as possible and once in lockstep.
 
     In lockstep every tick lasts as long as its slowest operation on any rank, as on devices that
     exchange messages after each tick. Arrays are float [N], one entry for each operation.
@@ -48,7 +48,7 @@ class Run:
 
 
 def simulate(table: Table, costs: Costs = EQUAL) -> Run:
-    """Plays a table.
+    """Simulates a table.
 
     >>> from jaxscale.pipeline.orders import make_order
     >>> from jaxscale.pipeline.table import compile_order
@@ -56,14 +56,14 @@ def simulate(table: Table, costs: Costs = EQUAL) -> Run:
     30.0
 
     Raises:
-      ValueError: a negative cost, or costs of another number of virtual stages.
+      ValueError: a negative cost, or costs for another number of virtual stages.
     """
     ops, order = table.ops, table.order
     parts = order.virtual_stages * order.sequence_chunks
     duration = _costs_by_kind(costs, order.stages)[ops.kind, ops.stage]
     step_durations = np.bincount(table.step, weights=duration)
     lasts = step_durations[table.step]
-    # What comes second in a pair is shown after what comes first.
+    # The second operation of a pair is shown after the first.
     later = np.where(ops.paired, lasts - duration, 0)
 
     ends = replay(ops.rank, table.step, table.needs, step_durations)
@@ -90,20 +90,20 @@ def simulate(table: Table, costs: Costs = EQUAL) -> Run:
 
 
 def peak_stash(table: Table) -> np.ndarray:
-    """int [ranks], the most activations of a chunk and segment that a rank keeps at once.
+    """int [ranks], the most activations of a chunk and segment that are alive on a rank at once.
 
-    They are kept from F until the last operation that needs them, W or X.
+    They are alive from F until the last operation that needs them, W or X.
     """
     ops = table.ops
-    made = ops.kind == F
+    saved = ops.kind == F
     released = (ops.kind == W) | (ops.kind == X)
-    kept = np.cumsum(made.astype(int) - released) + released  # while the operation runs
+    alive = np.cumsum(saved.astype(int) - released) + released  # while the operation runs
     before = np.searchsorted(ops.rank, np.arange(table.order.ranks))
-    return np.maximum.reduceat(kept, before)  # a rank releases all that it made
+    return np.maximum.reduceat(alive, before)  # a rank releases all that it saved
 
 
 def count_messages(table: Table) -> int:
-    """Activations and gradients that go from one rank to another."""
+    """Activations and gradients that are sent from one rank to another."""
     ops, order = table.ops, table.order
     forward = (ops.kind == F) & (ops.stage < order.stages - 1)
     backward = ((ops.kind == B) | (ops.kind == X)) & (ops.stage > 0)

@@ -18,7 +18,7 @@ from jaxscale.pipeline_schedules.shipped import RUNNABLE
 OPERATIONS = {F: "pipeline_F", R: "pipeline_R", B: "pipeline_B", W: "pipeline_W", X: "pipeline_X"}
 GATHER, REDUCE = "pipeline_gather", "pipeline_reduce"
 HEAD, EMBEDDING, LAYERS = "pipeline_head", "pipeline_embedding", "pipeline_layers"
-"""Names, in a compiled program, of the executor's loops whose trips the table says."""
+"""Names, in a compiled program, of the executor's loops, whose trip counts the table gives."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +52,7 @@ class PipelineStages:
 
     @property
     def trips(self) -> dict[str, float]:
-        """How often a run of each of the executor's loops runs its body, on average over ranks and
-        ticks."""
+        """The trip count of each of the executor's loops, on average over ranks and ticks."""
         columns, stages = self.program.columns, self.table.order.stages
         cells = columns["kind"].size
         trips = {
@@ -62,7 +61,7 @@ class PipelineStages:
         }
         for name, column in ((GATHER, "gather"), (REDUCE, "reduce")):
             trips[name] = np.count_nonzero(columns[column] == 1) / cells
-        # Of the operations of a kind one in so many is the last stage's, or the first's.
+        # Of the operations of a kind, the last stage and the first have one in `stages` each.
         return {
             **trips,
             HEAD: 1 / stages,
@@ -102,8 +101,8 @@ def open_stages(layout: Layout, num_layers: int, head_cost: float = 0.0) -> Pipe
       head_cost: FLOPs of the head over those of a layer.
 
     Raises:
-      ValueError: the schedule cannot serve the layout, or the layers do not suffice; names what
-        to change.
+      ValueError: the schedule does not support the layout, or there are too few layers; names
+        what to change.
     """
     spec, keep = layout.schedule_spec, layout.remat_policy.kept_passes
     try:
@@ -136,10 +135,10 @@ def open_stages(layout: Layout, num_layers: int, head_cost: float = 0.0) -> Pipe
 
 
 def check_runnable(order: Order) -> None:
-    """Refuses what the table can say and the executor cannot do yet.
+    """Refuses orders that a table can hold and the executor cannot run yet.
 
     Raises:
-      ValueError: by name, with what it can do.
+      ValueError: names what it cannot run, and the schedules that it can.
     """
     ops = [op for row in order.rows for op in row]
     missing = {
@@ -170,7 +169,7 @@ def partition_layers(table: Table, num_layers: int, head_cost: float) -> tuple[i
 
 
 def candidate_partitions(num_layers: int, stages: int) -> list[tuple[int, ...]]:
-    """Ways to divide layers over stages: any number in the last, the others as even as can be."""
+    """Ways to divide layers over stages: any number in the last, the others as even as possible."""
 
     def partition(last: int) -> tuple[int, ...]:
         each, more = divmod(num_layers - last, stages - 1)
@@ -182,7 +181,7 @@ def candidate_partitions(num_layers: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def best_partition(partitions: Sequence[tuple[int, ...]], makespans: Sequence[float]) -> int:
-    """Which of them has the shortest makespan and, of those as short to nine digits, most even."""
+    """The one with the shortest makespan and, of those as short to nine digits, the most even."""
     shortest = min(makespans)
     short = [n for n, one in enumerate(makespans) if one <= shortest * (1 + 1e-9)]
     return min(short, key=lambda n: max(partitions[n]) - min(partitions[n]))
@@ -191,8 +190,8 @@ def best_partition(partitions: Sequence[tuple[int, ...]], makespans: Sequence[fl
 def _costs(table: Table, layers: tuple[int, ...], head_cost: float) -> Costs:
     """A layer costs 1 in each of F, B and W, and in R where there is one."""
     each = tuple(map(float, layers))
-    again = each if (table.ops.kind == R).any() else 0.0
-    return Costs(f=each, b=(*each[:-1], each[-1] + 3 * head_cost), w=each, r=again)
+    recompute = each if (table.ops.kind == R).any() else 0.0
+    return Costs(f=each, b=(*each[:-1], each[-1] + 3 * head_cost), w=each, r=recompute)
 
 
 def chunk_stages(order: Order) -> np.ndarray:
@@ -218,5 +217,5 @@ def _check_layers(layers: tuple[int, ...], order: Order, num_layers: int) -> Non
 
 
 def _as_settings(text: str) -> str:
-    """An error about an order in the words of a layout."""
+    """An error about an order, with the names of the layout's settings."""
     return re.sub(r"\bstages\b", "pipeline", text)

@@ -1,4 +1,4 @@
-"""What a run's pipeline is, as lines of text, and what would make it idle less. NumPy only."""
+"""A run's pipeline as lines of text, and what would make its bubble smaller. NumPy only."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -8,11 +8,11 @@ from jaxscale.pipeline.simulator import simulate
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 
 MUCH_IDLE = 1 / 3
-"""Of a step, from which on a layout should not go unremarked."""
+"""Idle share of a step above which a run warns."""
 
 
 def table_rows(stages: PipelineStages) -> list[tuple[str, str]]:
-    """What and how much, for a table."""
+    """(name, value) for a printed table."""
     order, slots = stages.table.order, stages.program.slots
     chunks = f" of {order.virtual_stages} chunks" if order.virtual_stages > 1 else ""
     used = ", ".join(f"{name} {count}" for name, count in slots.items() if count)
@@ -25,12 +25,12 @@ def table_rows(stages: PipelineStages) -> list[tuple[str, str]]:
 
 
 def idle(stages: PipelineStages) -> float:
-    """The share of ranks' time in which they wait, with the layers of each stage and the head."""
+    """The bubble: the ranks' idle share of a step, with the layers of each stage and the head."""
     return simulate(stages.table, stages.costs).lockstep_idle_fraction
 
 
 def advice(layout: Layout, stages: PipelineStages) -> str:
-    """A line about a pipeline that idles more than a third of the time, else ""."""
+    """A warning about a pipeline that idles more than a third of a step, else ""."""
     now = idle(stages)
     if now <= MUCH_IDLE:
         return ""

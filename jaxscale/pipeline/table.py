@@ -1,8 +1,8 @@
-"""The table that an order compiles to: every operation with its tick and what it waits for.
+"""The table that an order compiles to: every operation with its tick and its dependencies.
 
 The simulator, the planner, the drawings and the executor all read it. NumPy only.
-Array shapes: N operations, rank after rank; steps are what fills a tick of a rank: an operation,
-or an overlapped pair.
+Array shapes: N operations, rank after rank. A step here is what a rank does in a tick: an
+operation, or an overlapped pair.
 """
 
 import itertools
@@ -29,11 +29,11 @@ class Ops(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """An order that is complete and cannot deadlock, and when each operation's turn is."""
+    """An order that is complete and cannot deadlock, and the tick of each operation."""
 
     order: Order
     ops: Ops
-    needs: np.ndarray  # int [N, 4], what must have ended: positions, -1 where there are fewer
+    needs: np.ndarray  # int [N, 4], operations that must have ended; -1 where there are fewer
     step: np.ndarray  # int [N], counted over all ranks
     tick: np.ndarray  # int [N]
 
@@ -45,11 +45,11 @@ class Table:
 def compile_order(order: Order, *, complete: bool = False) -> Table:
     """Gives every operation the earliest tick that its rank's order and its needs allow.
 
-    A rank does one step a tick, and what it makes can be used from the next tick on.
+    A rank does one step a tick, and its result can be used from the next tick on.
 
     Args:
       complete: whether the order is known to have every operation once, as shipped schedules
-        have; to ask takes as long as all the rest.
+        have; the check takes as long as all the rest.
 
     Raises:
       ValueError: an operation is misplaced, repeated or missing, or the order deadlocks; the
@@ -104,7 +104,7 @@ def _find_needs(order: Order, ops: Ops) -> np.ndarray:
 def replay(
     rank: np.ndarray, step: np.ndarray, needs: np.ndarray, durations: np.ndarray
 ) -> np.ndarray:
-    """Runs every rank's steps in turn, each as soon as what it needs has ended.
+    """Runs every rank's steps in order, each as soon as its needs have ended.
 
     Args:
       rank, step, needs: as in a Table.
@@ -121,7 +121,7 @@ def replay(
     bounds = np.searchsorted(rank[opens], np.arange(rank[-1] + 2)).tolist()
     lasts = durations.tolist()
 
-    # One entry more than there are steps: a need of -1 reads the last, which is over at 0.
+    # One entry more than there are steps: a need of -1 reads the last, which ends at 0.
     ends = [np.inf] * len(lasts) + [0.0]
     cursors, free = bounds[:-1], [0.0] * (len(bounds) - 1)
     moved = True

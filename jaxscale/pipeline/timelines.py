@@ -1,4 +1,4 @@
-"""Several schedules under each other on one axis of time, for notebooks and talks."""
+"""Timelines of several schedules on one time axis, for notebooks and talks."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -15,10 +15,10 @@ INCHES, MARGIN_INCHES = 12.0, 1.0
 
 
 def draw_timelines(runs: Mapping[str, tuple[Table, Run]]) -> "Figure":
-    """A panel for each, as soon as possible, with the same unit of time.
+    """A panel for each run, each operation as soon as possible, on one time axis.
 
     Args:
-      runs: title -> what runs, and its simulation.
+      runs: title -> table, and its simulation.
     """
     # Slow to import, and only a picture needs it.
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -39,7 +39,7 @@ def draw_timelines(runs: Mapping[str, tuple[Table, Run]]) -> "Figure":
         panel.tick_params(axis="y", length=0)
         panel.tick_params(axis="x", length=0, labelbottom=False)
         panel.spines[:].set_visible(False)
-        idle = f"{run.idle_fraction:.0%} idle, keeps at most {max(run.peak_stash):g} micro-batches"
+        idle = f"{run.idle_fraction:.0%} idle, saves at most {max(run.peak_stash):g} micro-batches"
         panel.set_title(f"{title}:  {idle}", loc="left", fontsize=10)
         patches |= {patch.get_label(): patch for patch in draw.legend(table)}
     panels[-1].tick_params(axis="x", length=3, labelbottom=True)

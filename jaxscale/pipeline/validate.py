@@ -1,4 +1,4 @@
-"""What can be wrong with an order: errors that draw it with the offending cell marked."""
+"""Checks an order; errors draw it with the offending cell marked."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -13,10 +13,10 @@ Unit = tuple[int, int, int]  # micro-batch, stage, segment
 
 
 def check_order(order: Order) -> None:
-    """Proves that every operation is there once, on the rank where its stage lives.
+    """Checks that every operation is there once, on the rank that holds its stage.
 
     Each micro-batch needs, at every stage and for every sequence chunk, F and either X or both B
-    and W; R may be there or not.
+    and W; R is optional.
 
     Raises:
       ValueError: an operation is misplaced, repeated or missing.
@@ -33,11 +33,11 @@ def check_order(order: Order) -> None:
         for kind in (B, W):
             if fused and (kind, *unit) in there:
                 cell = there[kind, *unit]
-                _raise_at(order, cell, "belongs to a backward pass that X does whole")
+                _raise_at(order, cell, "is already part of X, which is B and W in one")
 
 
 def _check_places(order: Order) -> dict[tuple[int, ...], Cell]:
-    """Where each (kind, micro-batch, stage, segment) is, found only once and where it belongs."""
+    """The cell of each (kind, micro-batch, stage, segment); each is there once, on its rank."""
     home = [[order.rank_of(s, d) for s in range(order.stages)] for d in (0, 1)]
     there: dict[tuple[int, ...], Cell] = {}
     entered: dict[int, int] = {}
@@ -48,7 +48,7 @@ def _check_places(order: Order) -> dict[tuple[int, ...], Cell]:
                 problem = f"is on rank {rank}, but stage {op.stage} lives on rank {lives}"
                 _raise_at(order, (rank, column), problem)
             if entered.setdefault(op.microbatch, op.direction) != op.direction:
-                problem = f"goes another way than the rest of micro-batch {op.microbatch}"
+                problem = f"has another direction than the rest of micro-batch {op.microbatch}"
                 _raise_at(order, (rank, column), problem)
             if there.setdefault(op[:4], (rank, column)) != (rank, column):
                 _raise_at(order, (rank, column), "is repeated")
@@ -78,7 +78,7 @@ def _raise_missing(order: Order, kind: int, unit: Unit) -> NoReturn:
 
 
 def raise_deadlock(order: Order, ticks: dict[Op, int], waits: dict[Op, Op]) -> NoReturn:
-    """Raises ValueError with a ring of operations that wait for each other.
+    """Raises ValueError with a cycle of operations that wait for each other.
 
     Args:
       ticks: of the operations that could run.
@@ -108,7 +108,7 @@ def raise_deadlock(order: Order, ticks: dict[Op, int], waits: dict[Op, Op]) -> N
 
 
 def draw_cells(rows: Sequence[Sequence[str]], marked: Collection[Cell]) -> str:
-    """A line a rank, the marked cells between > and <, and what is near them."""
+    """A line for each rank: the marked cells between > and <, and those near them."""
     low = max(0, min(column for _, column in marked) - AROUND)
     high = max(column for _, column in marked) + AROUND + 1
     width = max(len(cell) for row in rows for cell in row[low:high])

@@ -15,7 +15,7 @@ from jaxscale.pipeline_schedules.scripts import play
 def _dualpipe(p: int, m: int, v: int, k: int) -> Rows:
     """Half of the micro-batches enter at each end.
 
-    Lanes are directions, lane 0 the one whose entrance is nearer.
+    Lanes are directions; lane 0 enters at the nearer end.
     """
     rows = []
     for r in range(p):
@@ -27,17 +27,17 @@ def _dualpipe(p: int, m: int, v: int, k: int) -> Rows:
 
 
 def _dualpipe_v(p: int, m: int, v: int, k: int) -> Rows:
-    """DualPipe cut in half: both directions become the two arms of a V. Lanes are chunks."""
+    """DualPipe cut in half: the two directions become the two arms of a V. Lanes are chunks."""
     return [
         play(_dualpipe_script(r, p, m), lanes=[(r, 0, 0), (2 * p - 1 - r, 0, 0)]) for r in range(p)
     ]
 
 
 def _dualpipe_script(depth: int, ranks: int, microbatches: int) -> str:
-    """What the rank `depth` steps behind the entrance does, of `ranks` up to the turn."""
+    """The script of the rank `depth` ranks after the entrance, of `ranks` up to the turn."""
     ahead = ranks - 1 - depth
     turns = ["X1", "X0"] * (depth + 1)
-    # The second half leaves its weight gradients for the ramp.
+    # The second half defers its weight gradients to the cool-down.
     turns[depth + 1 :] = [turn.replace("X", "B") for turn in turns[depth + 1 :]]
     script = (
         "F0 " * (2 * ahead)
@@ -48,7 +48,7 @@ def _dualpipe_script(depth: int, ranks: int, microbatches: int) -> str:
         + " ".join(turns)
         + " W B0" * ahead
     )
-    # At the turn the first pair would wait for itself to come back.
+    # On the rank at the turn the backward of the first pair needs its forward.
     return script if ahead else script.replace("F0+X1", "F0 X1", 1)
 
 

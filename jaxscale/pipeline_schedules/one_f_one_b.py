@@ -1,4 +1,4 @@
-"""1F1B: after a warm-up, one forward and one backward in turn."""
+"""1F1B: after a warm-up, one forward and one backward alternate."""
 
 from jaxscale.pipeline_schedules.operations import F, Op, Rows, X
 from jaxscale.pipeline_schedules.schedule import ONE_CHUNK, WHOLE_SEQUENCES, Schedule

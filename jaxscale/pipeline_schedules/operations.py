@@ -1,6 +1,6 @@
 """Operations and orders: the records that schedules are made of.
 
-An order says, for each rank, which operation follows which, and nothing of time.
+An order gives each rank's operations in sequence, without times.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Op(NamedTuple):
 
 
 def loop(stage: int, ranks: int) -> int:
-    """The rank of a virtual stage when stages go round and round the ranks."""
+    """The rank of a virtual stage when stages are assigned to ranks round-robin."""
     return stage % ranks
 
 
@@ -49,7 +49,7 @@ Rows = list[list[Op]]  # one for each rank
 
 @dataclass(frozen=True)
 class Order:
-    """What each rank does, one thing after the other, and where the virtual stages live."""
+    """Each rank's operations, in sequence, and the ranks of the virtual stages."""
 
     name: str
     rows: tuple[tuple[Op, ...], ...]  # one for each rank
@@ -68,6 +68,6 @@ class Order:
         return self.ranks * self.virtual_stages
 
     def rank_of(self, stage: int, direction: int) -> int:
-        """Where a stage lives; direction 1 mirrors the ranks."""
+        """The rank that holds a stage; direction 1 mirrors the ranks."""
         rank = self.stage_to_rank(stage, self.ranks)
         return self.ranks - 1 - rank if direction else rank

@@ -1,5 +1,5 @@
-"""The record that a pipeline schedule is: all that the engine, the drawings, the planner and the
-search know of it.
+"""The record of a pipeline schedule: all that the engine, the drawings, the planner and the search
+know of it.
 """
 
 import itertools
@@ -33,7 +33,7 @@ class Schedule:
 
     `make_rows(p, m, v, k)` is a pure function of p ranks, m micro-batches, v virtual stages
     (chunks) per rank and k sequence chunks (segments) per micro-batch. It returns the operations of
-    each rank in their order, and says nothing of time. Stage c * p + r is chunk c of rank r, unless
+    each rank in their order, without times. Stage c * p + r is chunk c of rank r, unless
     `stage_to_rank` says otherwise.
     """
 
@@ -43,8 +43,8 @@ class Schedule:
     needs: tuple[Need, ...]  # the first that fails is the error
     stage_to_rank: StageToRank = loop  # or `zigzag`, a V
 
-    # True where the rows have B and W apart. Otherwise their backward pass is X, which becomes B
-    # and W unless a layout asks for ":fused".
+    # True where the rows have B and W. Otherwise their backward pass is X, which becomes B and W
+    # unless a layout asks for ":fused".
     splits_backward: bool = False
 
     # Whether the executor can run it; otherwise it is only drawn and simulated.
@@ -54,25 +54,25 @@ class Schedule:
     virtual_stages: int = 1
     searched_virtual_stages: tuple[int, ...] = (1,)
 
-    # Micro-batches per rank from which on every further round of them adds the same ticks to the
-    # table, counted for 2 to 8 ranks; the planner then simulates no larger table. None where that
-    # is not known, or where more is asked of micro-batches than ROUNDS_OF_STAGES.
+    # Micro-batches per rank from which on each further round of them adds the same ticks to the
+    # table, counted for 2 to 8 ranks; the planner simulates no larger table. None where that is not
+    # known, or where the schedule needs more of micro-batches than ROUNDS_OF_STAGES.
     steady_rounds: int | None = None
 
     def serves(self, *numbers: int) -> bool:
-        """Whether it has an order for ranks, micro-batches, virtual stages, sequence chunks."""
+        """Whether it supports these ranks, micro-batches, virtual stages, sequence chunks."""
         return all(need.holds(*numbers) for need in self.needs)
 
     def allows(self, virtual_stages: int) -> bool:
-        """Whether some numbers of ranks and micro-batches go with so many chunks per rank."""
+        """Whether it supports so many chunks per rank with any ranks and micro-batches."""
         numbers = itertools.product(range(2, 9), range(1, 33))
         return any(self.serves(p, m, virtual_stages, 1) for p, m in numbers)
 
     def check(self, name: str, *numbers: int) -> None:
-        """Refuses numbers that it does not serve.
+        """Refuses numbers that it does not support.
 
         Args:
-          name: of the schedule, as the error is to call it.
+          name: of the schedule, for the error.
           numbers: as with `serves`.
 
         Raises:
@@ -90,7 +90,7 @@ class Schedule:
 
 
 def _nearest(schedule: Schedule, numbers: tuple[int, ...]) -> str:
-    """Each way to make the numbers work that changes as few of them as can be."""
+    """Each way to make the numbers work that changes as few of them as possible."""
     p, m, v, k = numbers
     working = [
         choice

@@ -1,4 +1,4 @@
-"""What the orders of several schedules are written with."""
+"""Building blocks that the orders of several schedules share."""
 
 from collections import Counter, deque
 
@@ -6,14 +6,14 @@ from jaxscale.pipeline_schedules.operations import LETTERS, B, F, Op, W
 
 
 def alternate(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
-    """`warmup` forwards, then one forward and one backward in turn, then what is left."""
+    """`warmup` forwards, then forwards and backwards alternating, then the remaining backwards."""
     steady = [op for pair in zip(forwards[warmup:], backwards) for op in pair]
     return forwards[:warmup] + steady + backwards[len(forwards[warmup:]) :]
 
 
 def play(script: str, lanes: list[tuple[int, int, int]]) -> list[Op]:
     """Operations from words: kind and lane ("F0"), two that overlap ("F0+X1"), or "W", the oldest
-    weight gradient that is pending; those left at the end follow.
+    pending weight gradient; those still pending at the end follow.
 
     Args:
       script: words; each takes the next micro-batch of its lane.

@@ -1,4 +1,4 @@
-"""Seq1F1B: 1F1B over segments of causal sequences, and the same over chunks."""
+"""Seq1F1B: 1F1B over segments of causal sequences, also interleaved over chunks."""
 
 import math
 
@@ -22,8 +22,8 @@ def _seq1f1b(p: int, m: int, v: int, k: int) -> Rows:
 
 
 def _seq1f1b_interleaved(p: int, m: int, v: int, k: int) -> Rows:
-    """A chunk takes lcm(p, k) segments at a time, which are whole sequences; the paper's p deadlock
-    when k does not divide p."""
+    """A chunk runs lcm(p, k) segments at a time, which are whole sequences; with p at a time, as in
+    the paper, the order deadlocks when k does not divide p."""
     group = math.lcm(p, k)
     units = [
         (*divmod(group * block + u, k), c)

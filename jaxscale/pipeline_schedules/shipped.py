@@ -1,4 +1,4 @@
-"""The schedules that come with the package, and how a name finds one of them or a foreign one.
+"""The schedules that come with the package, and the lookup of these and of foreign ones by name.
 
 A schedule is added with a file beside this one and a line in `SHIPPED`; the schedule of another
 package needs neither: its name is "module:RECORD".

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules: weight gradients fill what would be idle."""
+"""Zero-bubble schedules: weight gradients fill the bubble."""
 
 from jaxscale.pipeline_schedules.operations import B, F, Op, Rows, W, zigzag
 from jaxscale.pipeline_schedules.schedule import (
@@ -31,8 +31,8 @@ def _zb_h1(p: int, m: int, v: int, k: int) -> Rows:
 def _zb_h2(p: int, m: int, v: int, k: int) -> Rows:
     """No rank idles between its first and last operation; it saves twice the activations of 1F1B.
 
-    Played tick by tick, all operations being of one length. A free rank takes B if it can; else
-    F while fewer than 2p - 1 activations are alive on it, each from F to W; else the oldest W.
+    Simulated tick by tick, all operations of one length. A rank takes B if it can; else F while
+    fewer than 2p - 1 activations are alive on it, each from F to W; else the oldest W.
     """
     rows: Rows = [[] for _ in range(p)]
     forwards, backwards, weights = [0] * p, [0] * p, [0] * p  # done so far, per rank

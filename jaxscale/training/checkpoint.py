@@ -3,9 +3,9 @@
 A checkpoint is a folder named by its step. It gets that name by one rename, after everything in
 it is on disk: a killed save leaves a folder under another name, which is never read and which the
 next save removes. Every array is stored whole, under its path in the state, so neither the layout
-nor the classes that saved it matter to those who read it. What describes the arrays and what the
-caller adds (data state, config, axes) is in the same folder and the same commit. Checksums of
-both are compared on reading: a bit that turned on disk does not go unnoticed.
+nor the classes that saved it matter when it is read. The description of the arrays and what the
+caller adds (data state, config, axes) are in the same folder and the same commit. Checksums of
+both are compared on reading, so that a bit that flipped on disk does not go unnoticed.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ import orbax.checkpoint as ocp
 
 FORMAT = 1
 LINES = 20
-"""Differences that a message lists before it only counts."""
+"""Differences that a message lists; it only counts the rest."""
 
 # Orbax logs each save at length; its errors are raised here, and reported once.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
 
 class Checkpoints:
-    """The checkpoints of a run, and the writer that works behind it.
+    """The checkpoints of a run, and the thread that writes them in the background.
 
     Every process of a run makes the same calls; the folder is one that all of them see. Only one
     run may save to it at a time, and any number may read.
@@ -62,7 +62,7 @@ class Checkpoints:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._report = report if jax.process_index() == 0 else lambda line: None
-        # Folders are made before `save` returns: made behind it, a failure keeps threads waiting.
+        # Folders are made before `save` returns: in the background, a failure would hang threads.
         self._writer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(),
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
@@ -144,7 +144,7 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """What `save` was given beside the state.
+        """The metadata that `save` was given.
 
         Raises:
           ValueError: there is no such checkpoint, or it cannot be used.
@@ -165,8 +165,8 @@ class Checkpoints:
           step: one of `steps()`.
           abstract_state: tree of `jax.ShapeDtypeStruct` with shardings; one without a sharding
             goes to the default device.
-          config: the present config, to name in a message what was changed.
-          part: whether the checkpoint may hold more arrays than wanted.
+          config: the present config, so that an error can name the settings that changed.
+          part: whether the checkpoint may hold more arrays than `abstract_state`.
 
         Returns:
           A tree like `abstract_state`, every value bit for bit as it was saved.
@@ -210,15 +210,15 @@ class Checkpoints:
                     item=wanted, restore_args=restore_args, partial_restore=True
                 ),
             )
-        except jax.errors.JaxRuntimeError:  # such as no memory left: not the checkpoint's fault
+        except jax.errors.JaxRuntimeError:  # such as out of memory: not the checkpoint's fault
             raise
-        except Exception as error:  # it raises bare Exceptions
+        except Exception as error:  # Orbax raises bare Exceptions
             raise self._unusable(step, error) from error
         finally:
             reader.close()
 
     def _commit(self, step: int, begin: float) -> None:
-        """Runs behind the training loop: waits for the commit, says so, removes old ones."""
+        """In the background: waits for the commit, reports it, and removes old checkpoints."""
         try:
             self._writer.wait_until_finished()
         except Exception as error:
@@ -277,8 +277,8 @@ class Checkpoints:
         advice = (
             "there is none before it"
             if before is None
-            else f"the one before it is {before}: remove {self.directory / str(step)} to go on "
-            "from there"
+            else f"the one before it is {before}: remove {self.directory / str(step)} to "
+            "resume from it"
         )
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return ValueError(
@@ -328,18 +328,18 @@ def _signature(array: Any) -> dict[str, Any]:
 
 def _checksums(arrays: Mapping[str, Any]) -> dict[str, int]:
     """A number per array that depends on every bit of it and not on its layout."""
-    # One after the other: those that wait in host memory pass through the device's.
+    # One after the other: arrays that are offloaded to host memory are copied to the device.
     return {name: int(_checksum(array)) for name, array in arrays.items()}
 
 
 @jax.jit
 def _checksum(array: jax.Array) -> jax.Array:
-    """Sum modulo 2^32 of the words, each times an odd number that tells its place.
+    """Sum modulo 2^32 of the words, each times an odd number that depends on its position.
 
-    Integer sums are exact in any order, so shards may be added as they come; an odd factor keeps
-    every bit of a word, so no single change can cancel.
+    Integer sums are exact in any order, so shards may be added in any; multiplying by an odd number
+    is invertible, so a change of a single word always shows.
     """
-    # Only what is in device memory can be computed with.
+    # XLA computes only with arrays in device memory.
     array = jax.device_put(array, jax.memory.Space.Device)
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)

@@ -69,7 +69,7 @@ def make_gradients(
 def _pipelined(
     model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages
 ) -> Callable[[Tree, Batch], tuple[tuple[jax.Array, jax.Array], Tree]]:
-    """`make_gradients` by the table of a pipeline."""
+    """`make_gradients`, by the table of a pipeline."""
     block = _pipelined_block(model, layout)
     row_major = mesh.devices.flat[0].platform == "tpu"
 
@@ -99,7 +99,7 @@ def _pipelined(
 
 
 def _pipelined_block(model: Decoder, layout: Layout) -> Callable:
-    # The table may have operations that make the residuals of a chunk again.
+    # The table may have operations that recompute the residuals of a chunk.
     by_table = layout.remat_policy.kept_passes is not None
     return model.block if by_table else rematerialised(model, layout.remat_policy)
 
@@ -113,8 +113,8 @@ def pipeline_buffers(
     params: Tree,
     batch: Batch,
 ) -> dict[str, Tree]:
-    """What a rank of a pipeline keeps between ticks, as shapes, by the names of `execute`; axes
-    that the compiler handles divide some of it further.
+    """The shapes of what a rank of a pipeline carries between ticks, by the names of `executor`;
+    the automatic axes shard some of them further.
 
     Args:
       params, batch: shapes.
@@ -123,8 +123,8 @@ def pipeline_buffers(
 
     def local(params: Tree, batch: Batch, counts: Counts) -> dict[str, Tree]:
         groups = split_batch(batch, layout.microbatches)
-        kept = buffers(model, block, zero, stages, params, groups, counts)
-        return jax.tree.map(lambda x: x[None], kept)
+        carried = buffers(model, block, zero, stages, params, groups, counts)
+        return jax.tree.map(lambda x: x[None], carried)
 
     run = jax.shard_map(
         local,
@@ -134,8 +134,8 @@ def pipeline_buffers(
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
-    kept = jax.eval_shape(run, params, batch, stages.counts)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), kept)
+    carried = jax.eval_shape(run, params, batch, stages.counts)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), carried)
 
 
 def make_loss(
@@ -171,7 +171,7 @@ def make_loss(
 def _pipelined_loss(
     model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages
 ) -> Callable[[Tree, Batch], jax.Array]:
-    """`make_loss` by the forward part of a pipeline's table."""
+    """`make_loss`, by the forward part of a pipeline's table."""
 
     def local(params: Tree, batch: Batch, columns: Columns, counts: Counts) -> jax.Array:
         groups = split_batch(batch, layout.microbatches)

@@ -1,6 +1,6 @@
-"""What a layout puts in the place of a model's kernels, and what it asks of the model for that.
+"""The kernels that a layout replaces in a model.
 
-The functions made here run where the axes that we handle by hand are manual already.
+They run inside the `shard_map` in which pipeline, data and fsdp are manual.
 """
 
 import functools
@@ -38,7 +38,7 @@ def make_kernels(config: Config, platform: str, *, unroll: bool = False) -> Kern
             "rows": functools.partial(spread_rows, spread=spread),
         }
     if _scales_before(config, platform):
-        # The root of the scores' factor goes into queries and keys alike.
+        # The softmax scale 1 / sqrt(head_dim), its square root on each of queries and keys.
         turn = _rotary(layout) if config.model.head_dim == LANES else rotary
         replaced["rotary"] = functools.partial(turn, factor=config.model.head_dim**-0.25)
     return Kernels(
@@ -75,8 +75,8 @@ def attention_name(config: Config, platform: str) -> str:
 
 
 def _scales_before(config: Config, platform: str) -> bool:
-    """Whether queries and keys come to the attention kernel with the scores' factor in them: where
-    they are turned in float32 before, so that it costs no rounding of its own."""
+    """Whether queries and keys are scaled before the attention kernel, and not the scores in it:
+    where they are rotated in float32 before, so that scaling adds no rounding of its own."""
     return attention_name(config, platform) == "splash" and config.model.family == "llama"
 
 
@@ -111,7 +111,7 @@ def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
 
 
 def _rotary(layout: Layout) -> Callable[..., jax.Array]:
-    """Rotary positions with every axis manual: each rank turns its own heads."""
+    """Rotary positions with every axis manual: each rank rotates its own heads."""
     heads = kernel_spec(("batch", "seq", "heads", "head_dim"), layout.sizes)
 
     def turn(x: jax.Array, positions: jax.Array, **settings: float) -> jax.Array:

@@ -53,7 +53,7 @@ class _Loop:
     zero: Zero
     forward: Forward  # of one layer and one micro-batch, under the remat policy
     backward: Backward
-    offload: bool  # whether residuals wait in host memory for the backward pass
+    offload: bool  # whether residuals are in host memory between the passes
     unroll: bool
 
     @property
@@ -62,12 +62,12 @@ class _Loop:
 
     @property
     def prefetches(self) -> bool:
-        """Whether a layer needs anything that takes time to arrive."""
+        """Whether a layer needs weights or residuals that take time to arrive."""
         return self.zero.gathers or self.offload
 
 
 class _Prefetched(NamedTuple):
-    """What arrived for a layer during the compute before it; None: read when the layer begins."""
+    """What was fetched for a layer during the compute before it; None: read when it begins."""
 
     weights: Tree = None
     residuals: Residuals | None = None  # [G, ...]
@@ -161,7 +161,7 @@ def _forward_pass_with_prefetch(
     (x, weights), residuals = over(layer, carry, range(loop.num_layers - 1), loop.unroll)
     x, last_residuals = _layer_forward(loop, weights, batch, x)
     # This layer's forward and backward pass are in one region: without the barrier the compiler
-    # would share what the backward pass recomputes with the forward pass, and keep it.
+    # would merge what the backward pass recomputes with the forward pass, and save it.
     return x, _Prefetched(weights, jax.lax.optimization_barrier(last_residuals)), residuals
 
 
@@ -204,8 +204,8 @@ def _layer_backward(
       prefetch: whether to fetch what the layer below needs.
     """
     _, (weights, residuals), unreduced, grads = carry
-    # A layer begins when its dx is there: the compiler would otherwise start to recompute a layer
-    # outside the loop during the head.
+    # A layer begins when its dx is available: otherwise the compiler would start to recompute a
+    # layer that is outside the loop during the head.
     residuals, dx, now = jax.lax.optimization_barrier(
         (residuals, carry.dx, jnp.asarray(index, jnp.int32))
     )
@@ -281,7 +281,7 @@ def _embed_backward(model: Decoder, zero: Zero, embed: Tree, batch: Batch, dx: j
 
     def one(total, xs):
         batch, dx = xs
-        # The forward pass that this repeats is a lookup whose result nobody uses: it is dropped.
+        # The forward pass of this vjp is a lookup whose result is not used: XLA drops it.
         _, pullback = jax.vjp(lambda embed: model.embed(embed, batch), zero.widen(embed))
         return add(total, pullback(dx)[0]), None
 
@@ -299,7 +299,7 @@ def each(function: Callable, carry: Tree, xs: Tree, unroll: bool = False) -> tup
 
 
 def over(function: Callable, carry: Tree, layers: Sequence[int], unroll: bool) -> tuple[Tree, Tree]:
-    """`each` of some layers by index; without any, nothing is done and nothing stacked."""
+    """`each` over some layers by index; without any, the carry and None."""
     if not layers:
         return carry, None
     return each(function, carry, jnp.array(layers), unroll)

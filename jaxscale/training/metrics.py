@@ -21,13 +21,13 @@ class Metrics:
     """Writes a run's records; only process 0 of a run writes anything.
 
     metrics.jsonl has one JSON object a line, flushed as it is written. A number that is not
-    finite is written as null and named in words: `{"step": 7, "loss": null, "nonfinite":
+    finite is written as null and its value as text: `{"step": 7, "loss": null, "nonfinite":
     {"loss": "nan"}}`.
 
     Args:
       directory: the run's folder, made if missing.
-      start_step: where the run begins or continues; what an earlier try wrote about later steps
-        is dropped, so that each step is there once.
+      start_step: where the run starts or resumes; records that an earlier attempt wrote of later
+        steps are dropped, so that each step is there once.
       trackers: any of "tensorboard", "wandb" and "mlflow".
       config: nested dictionaries, shown by the trackers.
 
@@ -78,7 +78,7 @@ class Metrics:
         self.close()
 
     def close(self) -> None:
-        """Closes the files; what was written stays, so a run that failed can go on."""
+        """Closes the files; what was written stays, so a run that failed can resume."""
         if self._writes:
             self._file.close()
             for tracker in self._trackers:
@@ -91,7 +91,7 @@ def read(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict[
 
     Args:
       path: the file; a last line that was cut short by a crash is left out.
-      last_step: leaves out what is about later steps.
+      last_step: leaves out the records of later steps.
     """
     records = []
     file = pathlib.Path(path)
@@ -111,11 +111,11 @@ def utilisation(
     """MFU or HFU, a share of 1: FLOPs per token x tokens per second / (devices x peak).
 
     Args:
-      flops_per_second: of all devices; from the FLOPs that the model needs it is MFU (PaLM,
-        arXiv 2204.02311), from those that the hardware does, recomputation included, HFU.
-      num_devices: how many did it.
+      flops_per_second: of all devices; the model's FLOPs give MFU (PaLM, arXiv 2204.02311),
+        the hardware's, recomputation included, HFU.
+      num_devices: devices of the run.
       peak_flops_per_second: of one device, dense, in the type that it computes in; None when
-        the chip is not known, and then so is the result.
+        the chip is not known: then the result is None.
     """
     if peak_flops_per_second is None:
         return None
@@ -207,7 +207,7 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 class _Tracker(NamedTuple):
-    """Where numbers go beside the file."""
+    """Where numbers are sent, besides metrics.jsonl."""
 
     write: Callable[[dict[str, float], int], object]
     close: Callable[[], object]
@@ -256,7 +256,7 @@ def _open_tensorboard(directory: pathlib.Path, start_step: int) -> _Tracker:
 
     def write(numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
-            if math.isfinite(value):  # it would warn about each that is not, on stderr
+            if math.isfinite(value):  # tensorboardX warns on stderr about every other value
                 writer.add_scalar(name, value, step)
 
     return _Tracker(write, writer.close)

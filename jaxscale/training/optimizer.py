@@ -1,4 +1,4 @@
-"""Update rules and learning-rate schedules: optax, told by logical axes what each array is.
+"""Update rules and learning-rate schedules: optax, with each array's meaning by logical axes.
 
 Parameters come stacked, [layers, ...], and one parameter may hold several dimensions per side of
 its matrix ([layers, embed, heads, head_dim]). What belongs to a matrix (Muon's orthogonalisation,
@@ -100,16 +100,16 @@ def make(
 ) -> optax.GradientTransformation:
     """The update rule of a run, on global arrays; the gradients come in clipped.
 
-    Decay is decoupled and for matrices only: parameters with "embed" and one more axis beside
-    "layers". Arithmetic is in float32 or wider, whatever the parameters are. Between updates first
-    moments (of AdamW, Lion and Muon) are kept in `config.moment_dtype`, and second moments (of
-    AdamW, also beside Muon, and Adafactor) in `config.second_moment_dtype`.
+    Weight decay is decoupled and for matrices only: parameters with "embed" and one more axis
+    besides "layers". Arithmetic is in float32 or wider, whatever the parameters are. Between
+    updates first moments (of AdamW, Lion and Muon) are kept in `config.moment_dtype`, and second
+    moments (of AdamW, also beside Muon, and Adafactor) in `config.second_moment_dtype`.
 
     Args:
       config: names the rule; `b1` and `b2` are those of AdamW (also beside Muon) and Lion.
       steps: updates that the learning rate's schedule spans.
       axes: tree of the parameters with a tuple of logical axes for each.
-      by_layer: how Muon's matmuls are shared out between devices.
+      by_layer: how Muon's matmuls are distributed over devices.
     """
     rate = schedule_of(config, steps)
     directions = {
@@ -132,8 +132,8 @@ def make(
 def state_axes(optimizer: optax.GradientTransformation, abstract_params: Any, axes: Any) -> Any:
     """The logical axes of every leaf of the optimizer's state, as a tree of its structure.
 
-    A moment has the axes of its parameter, Adafactor's rows and columns those that are left of
-    it; counts, constants and placeholders have none. Map over it with `is_leaf=is_axes`.
+    A moment has the axes of its parameter, Adafactor's rows and columns those that they are not
+    averaged over; counts, constants and placeholders have none. Map over it with `is_leaf=is_axes`.
 
     Args:
       optimizer: as `make` returns it.
@@ -191,7 +191,7 @@ def _muon(
     """Muon (Jordan et al. 2024) for the matrices of the layers, `rest` for all else.
 
     The state is optax's. Its update is written out here, because matrices that are spread over
-    devices must be brought together once, before the first of the fifteen matmuls.
+    devices must be gathered once, before the first of the fifteen matmuls.
     """
 
     def of_layers(names: tuple[str, ...]) -> bool:
@@ -221,7 +221,7 @@ def _muon(
         MUON_COEFFICIENTS,
         weight_dimension_numbers=_map_axes(numbers, axes),
     )
-    # The pair keeps the form that checkpoints have.
+    # Chained, so that the state has the structure that checkpoints have.
     muon = optax.chain(optax.GradientTransformation(rule.init, update), optax.identity())
     labels = _map_axes(lambda names: "muon" if of_layers(names) else "rest", axes)
     return optax.partition({"muon": muon, "rest": rest}, labels)
@@ -260,7 +260,7 @@ def _adafactor(axes: Any) -> optax.GradientTransformation:
     """Adafactor (arXiv 1804.04235) per matrix, with update clipping at 1 and no momentum.
 
     Without the scaling by the parameters' size, as in arXiv 2106.04560 (section 3.4), so that a
-    learning rate means what it means to Adam. optax's own would factor across layers and heads.
+    learning rate means the same as with Adam. optax's own would factor across layers and heads.
     """
     fields = ("rows", "columns", "whole")
 
@@ -346,7 +346,7 @@ def _map_axes(function: Callable, axes: Any) -> Any:
 
 
 def _map_with_axes(function: Callable, tree: Any, axes: Any) -> Any:
-    """Maps (leaf, its axes); places that `tree` masks out stay so."""
+    """Maps (leaf, its axes); leaves that `tree` masks out stay masked."""
     return jax.tree.map(
         lambda names, leaf: leaf if isinstance(leaf, optax.MaskedNode) else function(leaf, names),
         axes,

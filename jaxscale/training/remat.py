@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass, and what of it waits in host memory."""
+"""Rematerialisation: the residuals that a layer saves, and those offloaded to host memory."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def rematerialised(
     if remat.kind == "none":
         return model.block
     if remat.kind == "save_all_but_attention":
-        # Only the attention kernel runs again, from the queries, keys and values that are kept
+        # Only the attention kernel is recomputed, from the saved queries, keys and values
         # (selective recomputation, arXiv 2205.05198, section 5).
         attend = _checkpoint(model.kernels.attend, jax.checkpoint_policies.nothing_saveable)
         return dataclasses.replace(
@@ -42,7 +42,7 @@ def rematerialised(
 
 
 def _with_cudnn(policy: Callable) -> Callable:
-    """Treats what cuDNN's kernel returns, which has no names, as what is named "attention"."""
+    """Treats the outputs of cuDNN's kernel, which have no names, as if named "attention"."""
     naming = jax.make_jaxpr(lambda x: checkpoint_name(x, "attention"))(0.0).eqns[0]
 
     def treat(primitive, *args, **params):
@@ -54,8 +54,8 @@ def _with_cudnn(policy: Callable) -> Callable:
 
 
 def _checkpoint(function: Callable, policy: Callable) -> Callable:
-    # The layer loop keeps the forward and the backward pass apart at a lower cost than the
-    # barriers of prevent_cse.
+    # The layer loop separates the forward from the backward pass at a lower cost than the barriers
+    # of prevent_cse.
     return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 

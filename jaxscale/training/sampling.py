@@ -21,7 +21,7 @@ from jaxscale.sharding.specs import replicated
 from jaxscale.training.step import Engine
 
 CHUNK = 256
-"""Tokens of each prompt that are read at a time; bounds the memory of their attention."""
+"""Tokens of each prompt that are prefilled at a time; bounds the memory of their attention."""
 
 Place = Callable[[Any, Axes], Any]
 Scalar = float | jax.Array
@@ -39,7 +39,7 @@ def sample(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> list[str]:
-    """How the model goes on after each prompt, up to the end of the document.
+    """Continues each prompt with the model, up to the end of the document.
 
     Everything is compiled once for each shape: of the batch, and of the lengths rounded up. What
     is drawn for a prompt depends on the seed and its place in the batch, not on the others.
@@ -49,9 +49,9 @@ def sample(
       prompts: each begins a document; "" is a document not yet begun.
       num_tokens: at most this many are added to each prompt.
       temperature: divides the logits; 0 takes the likeliest token.
-      top_k: draws among the k likeliest tokens alone; 0 is all.
-      top_p: draws among the likeliest tokens that together reach this share of the probability
-        which temperature and top_k leave (nucleus sampling, arXiv 1904.09751); 1 is all.
+      top_k: samples only from the k likeliest tokens; 0 is all.
+      top_p: samples only from the likeliest tokens that together reach this share of the
+        probability, after temperature and top_k (nucleus sampling, arXiv 1904.09751); 1 is all.
 
     Returns:
       The text after each prompt, without it.
@@ -101,11 +101,11 @@ def sample(
 
 
 def _without_pipeline(engine: Engine, params: Any) -> tuple[Any, Mesh]:
-    """The parameters, in canonical form, on a mesh of the same devices on which the ranks of a
-    pipeline share every layer, as those of fsdp do; and the mesh.
+    """The parameters, in canonical form, and a mesh of the same devices without a pipeline axis:
+    its ranks shard every layer instead, as those of fsdp do.
 
-    Layers that lie on one rank each would be fetched by all, and the compiler's partitioner ends
-    the process over some arrays that are spread over both axes.
+    Otherwise every rank would fetch each layer from the rank that holds it, and the compiler's
+    partitioner crashes on some arrays that are sharded over both axes.
     """
     params = engine.placement.part("params").to_canonical(params)
     if engine.layout.pipeline == 1:
@@ -124,7 +124,7 @@ def _without_pipeline(engine: Engine, params: Any) -> tuple[Any, Mesh]:
 
 
 def printable(text: str) -> str:
-    """The text with control characters written out, which a terminal would obey."""
+    """The text with control characters escaped, which a terminal would obey."""
     return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -133,7 +133,7 @@ def filtered_logits(
 ) -> jax.Array:
     """The logits of the distribution that tokens are drawn from, [B, V]; -inf is never drawn.
 
-    Tokens exactly as likely as the last one that is kept are kept too.
+    Tokens that tie with the least likely one that is kept are kept too.
 
     Args:
       temperature: above 0.
@@ -144,8 +144,8 @@ def filtered_logits(
     sorted_BV = jnp.sort(scaled_BV, axis=-1, descending=True)
     in_k_V = jnp.arange(scaled_BV.shape[-1]) < top_k
     p_BV = jax.nn.softmax(sorted_BV, axis=-1, where=in_k_V)
-    # A token is in as long as those before it do not reach the share; rounding must not end the
-    # list early when everything is wanted.
+    # A token is kept as long as those before it do not reach top_p; with top_p = 1 rounding must
+    # not drop the last tokens.
     before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
     kept_BV = in_k_V & ((before_BV < top_p) | (top_p >= 1))
     least_B1 = jnp.min(sorted_BV, axis=-1, keepdims=True, where=kept_BV, initial=0)
@@ -169,20 +169,19 @@ def _extend(
     vocab_size: int,
     boundary: int,
 ) -> jax.Array:
-    """The rows with what was drawn after `lengths_B` tokens; from its end on, the boundary.
+    """The rows with the tokens drawn after the first `lengths_B`, filled up with the boundary.
 
-    Only `width` tokens of each row, of which every length but the last token is a part, are read
-    at once.
+    The first `width` tokens of each row are prefilled; they cover every prompt but its last token.
     """
     batch, slots = tokens_BS.shape
     place = _placement(mesh, batch)
     params = jax.tree.map(lambda x: x.astype(model.config.compute_dtype), params)
     cache = place(model.empty_cache(batch, slots), CACHE_AXES)
-    cache = _read(model, params, tokens_BS[:, :width], cache, place)
+    cache = _prefill(model, params, tokens_BS[:, :width], cache, place)
     rows_B = jnp.arange(batch)
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
 
-    def going_on(carry):
+    def unfinished(carry):
         step, _, done_B, _ = carry
         return (step < num_tokens) & ~jnp.all(done_B)
 
@@ -198,14 +197,16 @@ def _extend(
         return step + 1, tokens_BS, done_B | (next_B == boundary), place(cache, CACHE_AXES)
 
     start = (jnp.zeros((), jnp.int32), tokens_BS, jnp.zeros(batch, bool), cache)
-    tokens_BS = jax.lax.while_loop(going_on, one, start)[1]
+    tokens_BS = jax.lax.while_loop(unfinished, one, start)[1]
     return jax.lax.with_sharding_constraint(tokens_BS, replicated(mesh))
 
 
-def _read(model: Decoder, params: Any, tokens_BT: jax.Array, cache: Cache, place: Place) -> Cache:
-    """The cache with the prompts in it, and with what fills up the shorter ones.
+def _prefill(
+    model: Decoder, params: Any, tokens_BT: jax.Array, cache: Cache, place: Place
+) -> Cache:
+    """The cache filled with the prompts, and with the padding of the shorter ones.
 
-    What a padding token leaves in its slot is replaced before any query comes that far.
+    The slot of a padding token is overwritten before any query attends to it.
     """
     width = tokens_BT.shape[1]
     chunk = min(width, CHUNK)

@@ -69,7 +69,7 @@ class Engine:
     evaluate: Callable[[Tree, ShardedBatch, jax.Array], EvaluationSums]
     abstract_state: TrainState  # shapes, types and shardings
     abstract_batch: ShardedBatch  # likewise
-    placement: LayerPlacement  # of the state, which is saved in another form
+    placement: LayerPlacement  # of the state's layers; checkpoints have the canonical form
     state_axes: TrainState  # logical axes of every array in it
     zero: Zero
     stages: PipelineStages | None  # of a pipeline
@@ -77,16 +77,16 @@ class Engine:
     attention: str  # the implementation in use
 
     def shard(self, batch: Batch, *, global_batch_size: int | None = None) -> ShardedBatch:
-        """A batch of NumPy arrays as `step` and `evaluate` take it: spread over the mesh, the
-        tokens of each sequence dealt to the ranks of context in their balanced order.
+        """A batch of NumPy arrays as `step` and `evaluate` take it: sharded over the mesh, the
+        tokens of each sequence split over the ranks of context in their balanced order.
 
         Args:
           batch: [rows, time] each, in the order of the text: all rows of a step.
-          global_batch_size: when they are only the rows that this process's devices hold, in the
-            order of `local_rows`: how many there are in all.
+          global_batch_size: the rows of all processes, where `batch` has only those that this
+            process's devices hold, in the order of `local_rows`.
 
         Raises:
-          ValueError: what is no batch on the host, or does not divide over the layout.
+          ValueError: it is not a batch on the host, or does not divide over the layout.
         """
         return shard_batch(batch, self.config, self.batch_sharding, global_batch_size)
 
@@ -100,8 +100,8 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
 
     Args:
       config: its layout must be resolved: no -1.
-      mesh: of that layout; its devices may be absent ones, for compiling alone.
-      unroll_layers: writes the loops over layers out, for XLA's cost analysis.
+      mesh: of that layout; its devices may be absent ones, to compile only.
+      unroll_layers: unrolls the loops over layers, for XLA's cost analysis.
 
     Raises:
       ValueError: a dimension that does not divide over its mesh axes, or a kernel that cannot
@@ -204,7 +204,7 @@ def _jit_init(init: Callable, state: TrainState, platform: str) -> Callable:
     return jax.jit(
         init,
         out_shardings=_shardings(state),
-        # LLVM takes seconds over the generators of random bits, and gains nothing by it.
+        # LLVM spends seconds on optimising the random-bit generators, and gains nothing.
         compiler_options={"xla_backend_optimization_level": 1} if platform == "cpu" else None,
     )
 
@@ -245,18 +245,18 @@ def _by_layer(
     stack: jax.Array,
     names: Axes,
 ) -> jax.Array:
-    """Brings whole matrices of some layers to each rank, computes there, and sends the results
-    back: an all-to-all each way over fsdp, in the place of gathers between any two matmuls.
+    """Reshards a stack so that each rank has some layers' whole matrices, computes there, and
+    reshards back: an all-to-all each way over fsdp, instead of gathers between any two matmuls.
 
     Args:
-      rules: of the stack as it lies, then as it goes on from there (see `layer_rules`).
+      rules: of the stack at rest, then of each step of the resharding (see `layer_rules`).
     """
-    ways = [NamedSharding(mesh, resolve(names, one, mesh.shape)) for one in rules]
-    for way in ways:
-        stack = jax.lax.with_sharding_constraint(stack, way)
+    path = [NamedSharding(mesh, resolve(names, one, mesh.shape)) for one in rules]
+    for sharding in path:
+        stack = jax.lax.with_sharding_constraint(stack, sharding)
     stack = function(stack)
-    for way in reversed(ways):
-        stack = jax.lax.with_sharding_constraint(stack, way)
+    for sharding in reversed(path):
+        stack = jax.lax.with_sharding_constraint(stack, sharding)
     return stack
 
 
@@ -271,7 +271,7 @@ def _make_step(
 
     Args:
       shardings: of the state between steps.
-      update_shardings: of the parameters while the optimizer is at work.
+      update_shardings: of the parameters during the update.
     """
     offloads = config.layout.offloads("optimizer")
 
@@ -344,7 +344,7 @@ def check_host_memory(config: Config, mesh: Mesh) -> None:
 
 
 def _on_host(shardings: Tree, abstract: Tree) -> Tree:
-    """The same shards in host memory; scalars stay, the compiler wants them on the device."""
+    """The same shards in host memory; scalars stay, as the compiler wants them on the device."""
     return jax.tree.map(
         lambda sharding, leaf: sharding.with_memory_kind("pinned_host") if leaf.ndim else sharding,
         shardings,
@@ -353,8 +353,8 @@ def _on_host(shardings: Tree, abstract: Tree) -> Tree:
 
 
 def mean_and_norm(sums: Tree, count: jax.Array, limit: float) -> tuple[Tree, jax.Array]:
-    """Gradients per token, clipped, and their norm before that; in float32 or wider, whatever type
-    they were accumulated in.
+    """Mean gradients per token, clipped, and their norm before clipping; in float32 or wider,
+    whatever type they were accumulated in.
 
     Args:
       count: tokens.

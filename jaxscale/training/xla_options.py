@@ -29,7 +29,7 @@ _GPU = (
     XlaFlag(
         "xla_gpu_enable_latency_hiding_scheduler",
         True,
-        "starts a collective early, so that it runs beside computation (NVIDIA's advice)",
+        "starts a collective early, so that computation overlaps it (NVIDIA's advice)",
     ),
     XlaFlag(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
@@ -40,15 +40,16 @@ _GPU = (
     XlaFlag(
         "xla_gpu_enable_analytical_sol_latency_estimator",
         False,
-        "it takes a loop, as that over micro-batches, to last no time, and hides nothing behind it",
+        "it estimates that a loop, as that over micro-batches, takes no time, and overlaps nothing "
+        "with it",
     ),
 )
 _TPU_V5E = (
-    XlaFlag("xla_enable_async_all_gather", True, "gathers weights beside computation"),
+    XlaFlag("xla_enable_async_all_gather", True, "gathers weights during computation"),
     XlaFlag(
         "xla_tpu_enable_async_collective_fusion",
         True,
-        "fuses a running collective with the computation that hides it; of all TPUs only v5e can",
+        "fuses a running collective with the computation that hides it; only v5e supports it",
     ),
     XlaFlag(
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
@@ -75,14 +76,14 @@ _TPU_SPARSE_CORES = (
     XlaFlag(
         "xla_tpu_prefer_async_allgather_to_allreduce",
         True,
-        "on 64 chips and more of a 3-D torus a gather would become an all-reduce of padded "
-        "buffers, for which the chip waits",
+        "on 64 chips and more of a 3-D torus a gather would become a synchronous all-reduce "
+        "of padded buffers",
     ),
     XlaFlag(
         "xla_tpu_enable_sparse_core_collective_offload_all_gather",
         True,
-        "the sparse cores drive gathers while the tensor cores compute; async collective fusion "
-        "is refused on these chips",
+        "the sparse cores drive gathers while the tensor cores compute; these chips have no async "
+        "collective fusion",
     ),
     XlaFlag(
         "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather",
@@ -107,8 +108,8 @@ _TPU_SPARSE_CORES = (
     XlaFlag(
         "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
         True,
-        "and all-reduces: a reduce-scatter becomes one where the other dimension in tiles of 128 "
-        "does not divide by the sides of the torus, as 11,008 on 4 x 4 x 4",
+        "and all-reduces: XLA turns a reduce-scatter into one where the other dimension in tiles "
+        "of 128 does not divide by the sides of the torus, as 11,008 on 4 x 4 x 4",
     ),
     XlaFlag(
         "xla_tpu_enable_sparse_core_offload_queuing_in_lhs",
@@ -157,8 +158,8 @@ def flags_of(device: Any) -> tuple[XlaFlag, ...]:
 def refused_options(flags: Sequence[XlaFlag], sharding: Sharding) -> dict[str, str]:
     """The error of this version of XLA for each option that it does not take, by name.
 
-    XLA renames and drops options between versions, and refuses a program for one that it does not
-    know: an empty program is compiled, with all of them, and where that fails with each alone.
+    XLA renames and drops options between versions, and does not compile with one that it does not
+    know: an empty program is compiled with all of them and, where that fails, with each alone.
 
     Args:
       sharding: names the devices to compile for.
@@ -184,11 +185,11 @@ def step_options(mesh: Mesh, *, deterministic: bool = False) -> dict[str, bool |
     know, which are logged.
 
     Args:
-      deterministic: with the options that make a step compute the same bits every time it runs.
+      deterministic: whether to add the options that make a step compute the same bits every time.
 
     Raises:
       RuntimeError: XLA refuses one for another reason.
-      ValueError: `deterministic` is asked for and cannot be had.
+      ValueError: `deterministic` is not possible on these devices.
     """
     device = mesh.devices.flat[0]
     needed = _deterministic(device) if deterministic else ()

@@ -157,7 +157,7 @@ def test_an_order_from_a_file_says_itself_what_is_recomputed(tmp_path):
     path.write_text(write_csv(order))
     assert make_order(str(path), keep=0).rows == order.rows
     assert compile_order(make_order(str(path))).ticks == compile_order(order).ticks
-    with pytest.raises(ValueError, match="says itself what is recomputed"):
+    with pytest.raises(ValueError, match="decides what is recomputed"):
         make_order(str(path), keep=1)
 
 

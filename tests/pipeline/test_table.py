@@ -85,7 +85,7 @@ BROKEN = {
     ),
     "both": (
         "0F0,0X0,0W0\n1F0,1X0\n",
-        "0W0 belongs to a backward pass that X does whole",
+        "0W0 is already part of X, which is B and W in one",
         "rank 0  | 0F0  0X0 >0W0<\nrank 1  | 1F0  1X0",
     ),
     "backward before forward": (
@@ -100,7 +100,7 @@ BROKEN = {
     ),
     "two directions": (
         "0F0,1F0^,1X0^,0X0\n1F0,0F0^\n",
-        "1F0^ goes another way than the rest of micro-batch 0",
+        "1F0^ has another direction than the rest of micro-batch 0",
         "rank 0  | 0F0  >1F0^< 1X0^  0X0",
     ),
 }

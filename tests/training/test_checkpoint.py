@@ -366,7 +366,7 @@ def collected() -> Iterator[None]:
 def test_damage_is_named_with_the_one_before(damage: str, saved: Checkpoints) -> None:
     DAMAGES[damage](saved.directory / "6")
     assert saved.latest() == 6
-    message = r"checkpoint 6 in .* cannot be used \(.*the one before it is 3: remove .*6 to go on"
+    message = r"checkpoint 6 in .* cannot be used \(.*the one before it is 3: remove .*6 to resume"
     with pytest.raises(ValueError, match=message):
         saved.restore(6, abstract(make_state()))
     assert_same_bits(saved.restore(3, abstract(make_state())), make_state(3))
