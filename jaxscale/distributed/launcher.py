@@ -135,6 +135,12 @@ def find_processes(
     return ProcessGroup(**values)
 
 
+def host_identity() -> list[str]:
+    """Tells hosts apart that have the same name, and containers on one host that have not."""
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
+    return [socket.gethostname(), boot.read_text().strip() if boot.exists() else ""]
+
+
 def loopback(host: str) -> str | None:
     """The address of this host itself that a name stands for here, or None."""
     try:

@@ -8,7 +8,6 @@ import glob
 import importlib.util
 import os
 import pathlib
-import socket
 import sys
 import time
 import traceback
@@ -19,6 +18,7 @@ from jaxscale import command_line
 from jaxscale.distributed import consistency, rendezvous
 from jaxscale.distributed import launcher as clusters
 from jaxscale.distributed.control_channel import Peers
+from jaxscale.distributed.initialize import initialize_jax
 from jaxscale.distributed.launcher import ProcessGroup
 
 START_SECONDS = 300
@@ -29,9 +29,6 @@ LOOPBACK_SECONDS = 60
 
 FOLDER_SECONDS = 10
 """How long a network's file system may take to show a new file to another host."""
-
-HEARTBEAT_SECONDS = 60
-"""After this time a process that is stopped or hangs in its driver counts as dead, says JAX."""
 
 DEVICE_FILES = ("accel*", "vfio/[0-9]*", "nvidia*", "dxg", "kfd", "dri/render*")
 """Under /dev: of TPUs, and of GPUs by NVIDIA, under Windows, by AMD, and of any other kind."""
@@ -71,7 +68,7 @@ def together(
         with command_line.refusals():
             if workdir:
                 _check_folder(_peers, workdir)
-            _start_jax(_peers, cluster)
+            initialize_jax(_peers, cluster, START_SECONDS)
         yield
     except BaseException as error:
         _end(_peers, error)
@@ -122,7 +119,7 @@ def _join(cluster: ProcessGroup, settings: Mapping[str, Any]) -> Peers:
     host = cluster.address[0]
     itself = clusters.loopback(host)
     report = {
-        "host": _host(),
+        "host": clusters.host_identity(),
         "loopback": itself,
         "alike": consistency.describe_process(settings),
     }
@@ -138,12 +135,6 @@ def _join(cluster: ProcessGroup, settings: Mapping[str, Any]) -> Peers:
         hint,
     )
     return peers
-
-
-def _host() -> list[str]:
-    """Tells hosts apart that have the same name, and containers on one host that have not."""
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
-    return [socket.gethostname(), boot.read_text().strip() if boot.exists() else ""]
 
 
 def _refusal(cluster: ProcessGroup, reports: Sequence[dict[str, Any]]) -> str:
@@ -182,51 +173,6 @@ def _check_folder(peers: Peers, workdir: pathlib.Path) -> None:
         return ""
 
     if refusal := peers.gather("folder", seen, decide):
-        raise ValueError(refusal)
-
-
-def _start_jax(peers: Peers, cluster: ProcessGroup) -> None:
-    """Forms JAX's own cluster, and compares the devices."""
-    import jax  # noqa: PLC0415
-
-    port = 0
-    if peers.process_id == 0:
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
-    port = from_first("port of jax", port)
-    # It would take SIGTERM for itself; `stops` is for that.
-    jax.config.update("jax_enable_preemption_service", False)
-    host = cluster.coordinator.rpartition(":")[0]
-    jax.distributed.initialize(
-        f"{host}:{port}",
-        cluster.num_processes,
-        cluster.process_id,
-        local_device_ids=cluster.devices,
-        cluster_detection_method="deactivate",
-        initialization_timeout=START_SECONDS,
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-    )
-    local = jax.local_devices()
-    kind = f"{len(local)} x {local[0].device_kind} ({local[0].platform})"
-    report = {
-        "alike": {"devices": {"local devices": kind}},
-        "host": _host(),
-        # Gloo tells the others the address that this host has for its own name.
-        "loopback": clusters.loopback(socket.gethostname()) if local[0].platform == "cpu" else None,
-    }
-
-    def decide(reports: list[dict[str, Any]]) -> str:
-        several_hosts = len({tuple(report["host"]) for report in reports}) > 1
-        for name, report in zip(peers.names, reports):
-            if several_hosts and report["loopback"]:
-                return (
-                    f"{name}: the name {report['host'][0]} stands for {report['loopback']} there "
-                    "(see /etc/hosts), which the processes of other hosts would be told to "
-                    "connect to; map it to an address that they reach"
-                )
-        return consistency.first_difference([report["alike"] for report in reports], peers.names)
-
-    if refusal := peers.gather("devices", report, decide, START_SECONDS):
         raise ValueError(refusal)
 
 

@@ -23,7 +23,7 @@ def test_one_process_alone_does_nothing(place):
 
 def test_alone_costs_no_import_of_jax():
     program = (
-        "import sys; from jaxscale import processes\n"
+        "import sys; from jaxscale.distributed import processes\n"
         "with processes.together(None, {}): assert not {'jax', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -90,7 +90,7 @@ def test_a_process_that_does_not_come_to_a_loopback_address(monkeypatch, capsys)
 def start(process_id: int, port: int, *arguments: str, **environ: str) -> subprocess.Popen:
     """One of two real processes that train, as a user would start it by hand."""
     program = (
-        "import sys; from jaxscale import processes; processes.FOLDER_SECONDS = 0.5\n"
+        "import sys; from jaxscale.distributed import processes; processes.FOLDER_SECONDS = 0.5\n"
         "from jaxscale.train import main; sys.exit(main(sys.argv[1:]))"
     )
     return subprocess.Popen(
