@@ -1,17 +1,17 @@
-"""Where `jax.distributed` is initialised, once the processes of a run have met and are alike."""
+"""Where `jax.distributed` is initialised, once the processes of a run are connected and alike."""
 
 import socket
 from typing import Any
 
 from jaxscale.distributed import consistency, launcher
-from jaxscale.distributed.control_channel import Peers
+from jaxscale.distributed.control_channel import ControlChannel
 from jaxscale.distributed.launcher import ProcessGroup
 
 HEARTBEAT_SECONDS = 60
-"""After this time a process that is stopped or hangs in its driver counts as dead, says JAX."""
+"""JAX counts a process as dead that was stopped, or hangs in its driver, for this long."""
 
 
-def initialize_jax(peers: Peers, cluster: ProcessGroup, timeout: int) -> None:
+def initialize_jax(channel: ControlChannel, cluster: ProcessGroup, timeout: int) -> None:
     """Forms JAX's own cluster, and compares the devices.
 
     Args:
@@ -22,8 +22,8 @@ def initialize_jax(peers: Peers, cluster: ProcessGroup, timeout: int) -> None:
     """
     import jax  # noqa: PLC0415
 
-    port = _port(peers)
-    # It would take SIGTERM for itself; `processes.stops` is for that.
+    port = _port(channel)
+    # Its handler would replace ours for SIGTERM (run/signals.py, `processes.stops`).
     jax.config.update("jax_enable_preemption_service", False)
     host = cluster.coordinator.rpartition(":")[0]
     jax.distributed.initialize(
@@ -40,30 +40,30 @@ def initialize_jax(peers: Peers, cluster: ProcessGroup, timeout: int) -> None:
     report = {
         "alike": {"devices": {"local devices": kind}},
         "host": launcher.host_identity(),
-        # Gloo tells the others the address that this host has for its own name.
+        # Gloo gives the others the address that this host resolves its own name to.
         "loopback": launcher.loopback(socket.gethostname()) if local[0].platform == "cpu" else None,
     }
 
     def decide(reports: list[dict[str, Any]]) -> str:
         several_hosts = len({tuple(report["host"]) for report in reports}) > 1
-        for name, report in zip(peers.names, reports):
+        for name, report in zip(channel.names, reports):
             if several_hosts and report["loopback"]:
                 return (
                     f"{name}: the name {report['host'][0]} stands for {report['loopback']} there "
                     "(see /etc/hosts), which the processes of other hosts would be told to "
                     "connect to; map it to an address that they reach"
                 )
-        return consistency.first_difference([report["alike"] for report in reports], peers.names)
+        return consistency.first_difference([report["alike"] for report in reports], channel.names)
 
-    if refusal := peers.gather("devices", report, decide, timeout):
+    if refusal := channel.gather("devices", report, decide, timeout):
         raise ValueError(refusal)
 
 
-def _port(peers: Peers) -> int:
+def _port(channel: ControlChannel) -> int:
     """A free port of process 0's host, in every process."""
-    if peers.process_id:
-        return peers.await_answer("port of jax")
+    if channel.process_id:
+        return channel.await_answer("port of jax")
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    peers.tell("port of jax", port)
+    channel.tell("port of jax", port)
     return port
