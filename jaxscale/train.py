@@ -144,7 +144,7 @@ How to go on:
 
 def _how_to_train_longer(config: configs.Config) -> str:
     """With what becomes of the learning rate: a decay belongs where the end is known."""
-    from jaxscale.training.optimizer import schedule_of  # noqa: PLC0415
+    from jaxscale.training.learning_rate import schedule_of  # noqa: PLC0415
 
     steps = config.run.steps
     longer = f"  train longer:      the same command with --config.run.steps={2 * steps}"

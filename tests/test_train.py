@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxscale.training.optimizer import schedule
+from jaxscale.training.learning_rate import schedule
 
 TINY = (
     "--config",

@@ -1,6 +1,6 @@
-"""What must be the same in all processes of a run, and who differs.
+"""What must be the same in all processes of a run, and which process differs.
 
-Nothing here imports JAX: most of it can be compared before that.
+Nothing here imports JAX: most of it is compared before that is needed.
 """
 
 import collections
@@ -51,7 +51,7 @@ ADVICE = {
 
 
 def describe_process(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What must be the same in all processes, as far as it is known before JAX is imported."""
+    """What must be the same in all processes, and is known before JAX is imported."""
     package = pathlib.Path(__file__).parents[1]
     code = {
         str(file.relative_to(package.parent)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
@@ -64,7 +64,7 @@ def describe_process(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if name.startswith("JAX_") and name not in OWN_VARIABLES
     }
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
-        # Each process may write its dump to a place of its own.
+        # Each process may dump to a folder of its own.
         words = [w for w in os.environ.get(name, "").split() if not w.startswith("--xla_dump")]
         shown |= {name: " ".join(words)} if words else {}
     drivers = {"an NVIDIA GPU": "/dev/nvidia[0-9]*", "a TPU": "/dev/accel*"}
@@ -93,11 +93,11 @@ def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def first_difference(
     reports: Sequence[Mapping[str, Mapping[str, Any]]], names: Sequence[str]
 ) -> str:
-    """One sentence on who differs from most, in what, and what to do; "" when all are alike.
+    """One sentence: which process differs from most, in what, and what to do; "" when none does.
 
     Args:
-      reports: of each process, kind of thing (a key of ADVICE) -> key -> value.
-      names: what to call each process.
+      reports: for each process, kind (a key of ADVICE) -> key -> value.
+      names: of each process, for the message.
     """
     found = (_difference(kind, [report[kind] for report in reports], names) for kind in reports[0])
     return next(filter(None, found), "")
@@ -105,7 +105,7 @@ def first_difference(
 
 def _difference(kind: str, reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     texts = [json.dumps(report, sort_keys=True) for report in reports]
-    common = collections.Counter(texts).most_common(1)[0][0]  # the first of them, when even
+    common = collections.Counter(texts).most_common(1)[0][0]  # on a tie, the first
     odd = [i for i, text in enumerate(texts) if text != common]
     if not odd:
         return ""

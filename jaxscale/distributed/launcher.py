@@ -1,6 +1,6 @@
-"""Which processes make up a run: from flags, or from what started them.
+"""Which processes make up a run: from flags, or from their launcher.
 
-Nothing here imports JAX: a flag without the others must be answered in a fraction of a second.
+Nothing here imports JAX: an incomplete set of flags must be refused in a fraction of a second.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 from jaxscale import command_line
 
 FIRST_PORT, NUM_PORTS = 61440, 4096
-"""Ports that are taken by the number of a job, so that two jobs on one host do not meet."""
+"""A job's port is a hash of its number, so that two jobs on one host rarely share one."""
 
 DEFAULT_PORT = 8476
 
@@ -38,8 +38,8 @@ class ProcessGroup:
     coordinator: str  # HOST:PORT where process 0 listens
     num_processes: int
     process_id: int
-    source: str = "flags"  # who said so
-    num_hosts: int | None = None  # when the launcher says so
+    source: str = "flags"  # of these values, for messages
+    num_hosts: int | None = None  # None: not known
     devices: tuple[int, ...] | None = None  # GPUs of this host that are this process's; None: all
 
     def __post_init__(self):
@@ -70,14 +70,14 @@ class ProcessGroup:
 
 
 ALONE = ProcessGroup(f"localhost:{DEFAULT_PORT}", 1, 0)
-"""Of a process that is to take no notice of others that were started with it."""
+"""For a process that ignores the others that its launcher started."""
 
 
 def add_process_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that runs as several processes."""
     group = parser.add_argument_group(
         "several processes",
-        "found by themselves under SLURM, Open MPI, Kubernetes and on TPU pods; --num_processes=1 "
+        "detected under SLURM, Open MPI, Kubernetes and on TPU pods; --num_processes=1 "
         "makes each process a run of its own",
     )
     group.add_argument(
@@ -98,7 +98,7 @@ def add_process_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def common_flags(options: argparse.Namespace) -> dict[str, str]:
-    """The flags that mean the same in every process: not who it is, nor where folders are."""
+    """The flags that must be equal in every process: all but process ids and paths."""
     own = {*FLAGS, "workdir", "config", "json"}
     return {f"--{name}": str(value) for name, value in vars(options).items() if name not in own}
 
@@ -106,10 +106,11 @@ def common_flags(options: argparse.Namespace) -> dict[str, str]:
 def find_processes(
     options: argparse.Namespace, environ: Mapping[str, str] = os.environ
 ) -> ProcessGroup | None:
-    """This process's place among several; ALONE when flags say so, None when nobody says anything.
+    """This process's place among several; ALONE when flags say so, None when nothing is set.
 
     Flags come before JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and those
-    before what SLURM, Open MPI or an indexed Kubernetes Job say. TPU pods are not found here.
+    before the variables of SLURM, Open MPI or an indexed Kubernetes Job. TPU pods are not
+    detected here.
 
     Raises:
       ValueError: some of the values are missing or wrong, or the coordinator has a loopback
@@ -135,11 +136,17 @@ def find_processes(
     return ProcessGroup(**values)
 
 
+def host_identity() -> list[str]:
+    """Host name and boot id: hosts may share the first, containers on one host share the second."""
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
+    return [socket.gethostname(), boot.read_text().strip() if boot.exists() else ""]
+
+
 def loopback(host: str) -> str | None:
-    """The address of this host itself that a name stands for here, or None."""
+    """The loopback address that a host name resolves to here, or None."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except OSError:  # such as a name that is not known yet
+    except OSError:  # such as a DNS name that does not exist yet
         return None
     addresses = [ipaddress.ip_address(address.partition("%")[0]) for address in sorted(found)]
     itself = all(address.is_loopback or address.is_unspecified for address in addresses)
@@ -226,7 +233,7 @@ def first_host(nodes: str) -> str:
 
 
 def _kubernetes(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """What a pod of an indexed Job knows of itself; its manifest must say how many there are."""
+    """What a pod of an indexed Job is told; its manifest must set the number of processes."""
     on_tpu = {"TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", "TPU_PROCESS_ADDRESSES_PATH"}
     if "JOB_COMPLETION_INDEX" not in environ or on_tpu & environ.keys():
         return None
@@ -269,7 +276,7 @@ def _devices(local_id: int, here: int, environ: Mapping[str, str]) -> tuple[int,
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     count = len(visible.split(",")) if visible else _gpus_of_this_host()
-    # SLURM may give each task its own already: then a task sees fewer than the node has.
+    # SLURM may assign each task its own: then a task sees fewer than the node has.
     if here == 1 or count < max(here, _int(environ, "SLURM_GPUS_ON_NODE", 0)):
         return None
     if count % here:

@@ -1,6 +1,7 @@
-"""Several processes as one run: they begin together, are alike, agree, and end together.
+"""Several processes as one run: they start together, are checked for equality, agree on decisions,
+and end together.
 
-JAX is imported inside functions: what two processes can compare without it is compared first.
+JAX is imported inside functions: what can be compared without it is compared first.
 """
 
 import contextlib
@@ -8,7 +9,6 @@ import glob
 import importlib.util
 import os
 import pathlib
-import socket
 import sys
 import time
 import traceback
@@ -18,38 +18,36 @@ from typing import Any, NoReturn
 from jaxscale import command_line
 from jaxscale.distributed import consistency, rendezvous
 from jaxscale.distributed import launcher as clusters
-from jaxscale.distributed.control_channel import Peers
+from jaxscale.distributed.control_channel import ControlChannel
+from jaxscale.distributed.initialize import initialize_jax
 from jaxscale.distributed.launcher import ProcessGroup
 
 START_SECONDS = 300
-"""How long processes wait for each other to begin, and for the devices of all."""
+"""How long processes wait for each other to start, and for the devices of all."""
 
 LOOPBACK_SECONDS = 60
-"""The same on one host, where all begin at once."""
+"""The same on one host, where all start at once."""
 
 FOLDER_SECONDS = 10
 """How long a network's file system may take to show a new file to another host."""
 
-HEARTBEAT_SECONDS = 60
-"""After this time a process that is stopped or hangs in its driver counts as dead, says JAX."""
-
 DEVICE_FILES = ("accel*", "vfio/[0-9]*", "nvidia*", "dxg", "kfd", "dri/render*")
-"""Under /dev: of TPUs, and of GPUs by NVIDIA, under Windows, by AMD, and of any other kind."""
+"""Under /dev: TPUs; GPUs of NVIDIA, under Windows, of AMD, and any other."""
 
 PLUGINS = ("libtpu", "jax_cuda13_plugin")
 """Packages of the extra `aot`."""
 
-_peers: Peers | None = None  # of this process, as JAX's own cluster is
+_channel: ControlChannel | None = None  # one per process, as JAX's own cluster is
 
 
 @contextlib.contextmanager
 def together(
     cluster: ProcessGroup | None, settings: Mapping[str, Any], workdir: pathlib.Path | None = None
 ) -> Iterator[None]:
-    """Runs the body as one of several processes; before any device is touched.
+    """Runs the body as one of several processes; call it before any device is used.
 
-    All of them are compared first, and refuse to begin together. When one fails or dies inside,
-    all end, and each says which one it was. One process alone does nothing here.
+    They are compared first, and all refuse to start when they differ. When one fails or dies inside
+    the body, all end, and each names the one that failed. For a single process nothing is done.
 
     Args:
       settings: flags and config, which must be the same everywhere.
@@ -58,76 +56,77 @@ def together(
     Raises:
       SystemExit: with status 2 and one line, when the processes do not fit together.
     """
-    global _peers
+    global _channel
     leave_absent_hardware_alone()
     cluster = cluster or _tpu_pod() or clusters.ALONE
     if cluster.num_processes == 1:
         yield
         return
     with command_line.refusals():
-        _peers = _join(cluster, settings)
+        _channel = _join(cluster, settings)
     try:
-        command_line.speak_as(_peers.process_id, _tell)
+        command_line.speak_as(_channel.process_id, _report)
         with command_line.refusals():
             if workdir:
-                _check_folder(_peers, workdir)
-            _start_jax(_peers, cluster)
+                _check_folder(_channel, workdir)
+            initialize_jax(_channel, cluster, START_SECONDS)
         yield
     except BaseException as error:
-        _end(_peers, error)
-    _peers.close()
-    _peers = None
+        _end(_channel, error)
+    _channel.close()
+    _channel = None
 
 
 def from_first(topic: str, value: Any) -> Any:
-    """The value that process 0 has, in every process."""
-    if _peers is None:
+    """Process 0's value, in every process."""
+    if _channel is None:
         return value
-    if _peers.process_id:
-        return _peers.await_answer(topic)
-    _peers.tell(topic, value)
+    if _channel.process_id:
+        return _channel.await_answer(topic)
+    _channel.tell(topic, value)
     return value
 
 
 def first[T](topic: str, work: Callable[[], T]) -> T:
-    """Does the work in process 0, and then in the others, which find done what it wrote."""
-    if _peers is None:
+    """Does the work in process 0, then in the others, which find the files it wrote."""
+    if _channel is None:
         return work()
-    if _peers.process_id:
-        _peers.await_answer(topic)
+    if _channel.process_id:
+        _channel.await_answer(topic)
         return work()
     result = work()
-    _peers.tell(topic, None)
+    _channel.tell(topic, None)
     return result
 
 
 def all_reports(topic: str, report: Any) -> list[Any]:
     """What each process reports, in order, in every process."""
-    return _peers.gather(topic, report, lambda reports: reports) if _peers else [report]
+    return _channel.gather(topic, report, lambda reports: reports) if _channel else [report]
 
 
 def stops(step: int, signalled: int = 0) -> tuple[str, int] | None:
-    """Whether all stop after this step, since one got a signal; each asks after every step.
+    """Whether all stop after this step because one was signalled; each calls it after every step.
 
     Returns:
-      Who got it ("" when alone), and the signal's number; None to go on.
+      The name of the process that was signalled ("" for a single process), and the signal's
+      number; None to continue.
     """
-    if _peers is None:
+    if _channel is None:
         return ("", signalled) if signalled else None
-    found = _peers.stops(step, signalled)
-    return found and (_peers.names[found[0]], found[1])
+    found = _channel.stops(step, signalled)
+    return found and (_channel.names[found[0]], found[1])
 
 
-def _join(cluster: ProcessGroup, settings: Mapping[str, Any]) -> Peers:
+def _join(cluster: ProcessGroup, settings: Mapping[str, Any]) -> ControlChannel:
     host = cluster.address[0]
     itself = clusters.loopback(host)
     report = {
-        "host": _host(),
+        "host": clusters.host_identity(),
         "loopback": itself,
         "alike": consistency.describe_process(settings),
     }
     hint = f"; {host} means the host itself, so all must be on one" if itself else ""
-    peers, _ = rendezvous.join(
+    channel, _ = rendezvous.join(
         cluster.coordinator,
         cluster.address,
         cluster.num_processes,
@@ -137,13 +136,7 @@ def _join(cluster: ProcessGroup, settings: Mapping[str, Any]) -> Peers:
         LOOPBACK_SECONDS if itself else START_SECONDS,
         hint,
     )
-    return peers
-
-
-def _host() -> list[str]:
-    """Tells hosts apart that have the same name, and containers on one host that have not."""
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
-    return [socket.gethostname(), boot.read_text().strip() if boot.exists() else ""]
+    return channel
 
 
 def _refusal(cluster: ProcessGroup, reports: Sequence[dict[str, Any]]) -> str:
@@ -159,81 +152,36 @@ def _refusal(cluster: ProcessGroup, reports: Sequence[dict[str, Any]]) -> str:
     return consistency.first_difference([report["alike"] for report in reports], names)
 
 
-def _check_folder(peers: Peers, workdir: pathlib.Path) -> None:
-    """Makes sure that all see the folder that process 0 sees."""
+def _check_folder(channel: ControlChannel, workdir: pathlib.Path) -> None:
+    """Verifies that all processes see the same folder as process 0."""
     token = workdir / f".processes_{os.getpid()}_{time.time_ns()}"
-    if peers.process_id == 0:
+    if channel.process_id == 0:
         workdir.mkdir(parents=True, exist_ok=True)
         token.touch()
     file = from_first("token", token.name)
     deadline = time.monotonic() + FOLDER_SECONDS
     while not (seen := (workdir / file).exists()) and time.monotonic() < deadline:
-        os.listdir(workdir) if workdir.is_dir() else None  # asks the server again
+        os.listdir(workdir) if workdir.is_dir() else None  # refreshes the client's cache
         time.sleep(0.2)
 
     def decide(reports: list[bool]) -> str:
         token.unlink()
-        for name, seen in zip(peers.names, reports):
+        for name, seen in zip(channel.names, reports):
             if not seen:
                 return (
                     f"--workdir {workdir} is not one folder for all: {name} does not see what "
-                    f"{peers.names[0]} wrote there; give a folder that every host has mounted"
+                    f"{channel.names[0]} wrote there; give a folder that every host has mounted"
                 )
         return ""
 
-    if refusal := peers.gather("folder", seen, decide):
-        raise ValueError(refusal)
-
-
-def _start_jax(peers: Peers, cluster: ProcessGroup) -> None:
-    """Forms JAX's own cluster, and compares the devices."""
-    import jax  # noqa: PLC0415
-
-    port = 0
-    if peers.process_id == 0:
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
-    port = from_first("port of jax", port)
-    # It would take SIGTERM for itself; `stops` is for that.
-    jax.config.update("jax_enable_preemption_service", False)
-    host = cluster.coordinator.rpartition(":")[0]
-    jax.distributed.initialize(
-        f"{host}:{port}",
-        cluster.num_processes,
-        cluster.process_id,
-        local_device_ids=cluster.devices,
-        cluster_detection_method="deactivate",
-        initialization_timeout=START_SECONDS,
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-    )
-    local = jax.local_devices()
-    kind = f"{len(local)} x {local[0].device_kind} ({local[0].platform})"
-    report = {
-        "alike": {"devices": {"local devices": kind}},
-        "host": _host(),
-        # Gloo tells the others the address that this host has for its own name.
-        "loopback": clusters.loopback(socket.gethostname()) if local[0].platform == "cpu" else None,
-    }
-
-    def decide(reports: list[dict[str, Any]]) -> str:
-        several_hosts = len({tuple(report["host"]) for report in reports}) > 1
-        for name, report in zip(peers.names, reports):
-            if several_hosts and report["loopback"]:
-                return (
-                    f"{name}: the name {report['host'][0]} stands for {report['loopback']} there "
-                    "(see /etc/hosts), which the processes of other hosts would be told to "
-                    "connect to; map it to an address that they reach"
-                )
-        return consistency.first_difference([report["alike"] for report in reports], peers.names)
-
-    if refusal := peers.gather("devices", report, decide, START_SECONDS):
+    if refusal := channel.gather("folder", seen, decide):
         raise ValueError(refusal)
 
 
 def leave_absent_hardware_alone() -> None:
-    """Keeps JAX on the CPU where there is nothing else and nobody said what to use.
+    """Keeps JAX on the CPU where there is no accelerator and JAX_PLATFORMS is not set.
 
-    The compilers for absent machines are plugins of JAX: at each start they would report, with
+    The compilers of the extra `aot` are plugins of JAX: at each start they would report, with
     tracebacks, that they find no hardware.
     """
     if "JAX_PLATFORMS" in os.environ or not any(map(importlib.util.find_spec, PLUGINS)):
@@ -243,10 +191,10 @@ def leave_absent_hardware_alone() -> None:
 
 
 def _tpu_pod() -> ProcessGroup | None:
-    """What JAX knows of a TPU pod, from variables or its host's metadata."""
+    """The place of this process in a TPU pod, as JAX finds it in variables or host metadata."""
     if not _has_tpu():
         return None
-    # There is no public way to ask for the values without connecting at once.
+    # JAX has no public way to read the values without connecting at once.
     from jax._src import cloud_tpu_init  # noqa: PLC0415
     from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # noqa: PLC0415
 
@@ -260,53 +208,53 @@ def _tpu_pod() -> ProcessGroup | None:
 
 
 def _has_tpu() -> bool:
-    """Whether it is worth asking JAX, which takes seconds."""
+    """Whether a TPU may be here: asking JAX takes seconds."""
     files = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
     return bool(files and importlib.util.find_spec("libtpu"))
 
 
-def _tell(message: str) -> str:
-    """Lets the others know that this process refuses to go on; what it has to print itself."""
-    assert _peers
-    me = _peers.process_id
-    words = _announce(_peers, message, 0.5 if me else 0)
-    return f"{_peers.names[me]}: {words}" if me else words
+def _report(message: str) -> str:
+    """Reports to the others that this process refuses to continue; returns what to print here."""
+    assert _channel
+    me = _channel.process_id
+    words = _announce(_channel, message, 0.5 if me else 0)
+    return f"{_channel.names[me]}: {words}" if me else words
 
 
-def _announce(peers: Peers, text: str, patience: float) -> str:
-    """Tells the others an error; what this process has to print of it.
+def _announce(channel: ControlChannel, text: str, patience: float) -> str:
+    """Reports an error to the others; returns what this process prints.
 
     Often all find the same error at once: it is printed once on each host. Or another process
     died, and this one has only lost its connection to it.
     """
-    me = peers.process_id
-    who, said = peers.fail(text, patience)
+    me = channel.process_id
+    who, said = channel.fail(text, patience)
     if said != text:
-        return f"{peers.names[who]} failed, so this one ends: {said}"
-    hosts = [name.partition(" on ")[2] for name in peers.names]
+        return f"{channel.names[who]} failed, so this one ends: {said}"
+    hosts = [name.partition(" on ")[2] for name in channel.names]
     first = hosts.index(hosts[me])
-    return text if me in (who, first) else f"the same as {peers.names[first]} says"
+    return text if me in (who, first) else f"the same error as {channel.names[first]}"
 
 
-def _end(peers: Peers, error: BaseException) -> NoReturn:
-    """Ends this process and lets the others know; JAX would wait for them for minutes."""
+def _end(channel: ControlChannel, error: BaseException) -> NoReturn:
+    """Ends this process and reports it to the others; JAX would wait for them for minutes."""
     status = 1
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else 1
     else:
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        # Process 0 speaks first, and all wait for the word of a death.
-        words = _announce(peers, text, 1.5 if peers.process_id else 1)
+        # Process 0 reports first, and all wait for the report of a death.
+        words = _announce(channel, text, 1.5 if channel.process_id else 1)
         if words == text:
-            print(f"error in {peers.names[peers.process_id]}:", file=sys.stderr)
+            print(f"error in {channel.names[channel.process_id]}:", file=sys.stderr)
             traceback.print_exception(error)
         else:
             print(f"error: {words}", file=sys.stderr)
     if status == 0:
-        peers.close()
+        channel.close()
         raise error
     sys.stdout.flush()
     sys.stderr.flush()
-    if peers.process_id == 0:
-        time.sleep(1.5)  # the others must hear it before they miss this process
+    if channel.process_id == 0:
+        time.sleep(1.5)  # the report must arrive before the others notice that this process is gone
     os._exit(status)

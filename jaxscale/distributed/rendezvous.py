@@ -1,4 +1,4 @@
-"""How the processes of a run come together: all of them, each once, and of one mind."""
+"""The start-up barrier: waits for every process of a run, and verifies that they fit together."""
 
 import contextlib
 import resource
@@ -8,14 +8,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.distributed.control_channel import Decide, Line, Peers
+from jaxscale.distributed.control_channel import Connection, ControlChannel, Decide
 
 LATE_SECONDS = 5
-"""After a refusal those who have not come yet may still hear of it."""
+"""After a refusal, how long process 0 stays to tell it to processes that connect late."""
 
 
-class _Refused(ValueError):  # noqa: N818 - said to all, it ends the meeting
-    """Every process that has come is told the reason."""
+class _Refused(ValueError):  # noqa: N818 - sent to all, it ends start-up
+    """Start-up is refused; every process that has connected gets the reason."""
 
 
 def join(
@@ -27,24 +27,25 @@ def join(
     decide: Decide,
     timeout: float,
     hint: str = "",
-) -> tuple[Peers, Any]:
-    """Waits until every process has come, and compares what they bring.
+) -> tuple[ControlChannel, Any]:
+    """Waits until every process has connected, and compares their reports.
 
     Args:
-      coordinator: how to call the address in messages.
+      coordinator: the address as messages show it.
       address: host and port; process 0 listens on that port of every address it has.
-      report: what this process brings.
-      decide: process 0 makes of all reports, in order, an answer for all. A "refusal" in it, a
-        sentence, sends everybody home.
+      report: of this process.
+      decide: called in process 0 with all reports in order; every process gets what it returns. A
+        "refusal" in it, a sentence, aborts every process.
       timeout: in seconds.
-      hint: what to say besides when somebody does not come.
+      hint: appended to the error when a process is missing.
 
     Returns:
-      The line to the others, and the answer.
+      The control channel, and the answer.
 
     Raises:
-      ValueError: the refusal; or a process that did not come, came twice, or came with another
-        idea of how many there are. The same text in all, or a hint to it on the same host.
+      ValueError: the refusal; or a process is missing, has the id of another, or was given another
+        number of processes. The text is the same in all; one process on each host has it whole,
+        the others on that host refer to it.
     """
     hello = {
         "process_id": process_id,
@@ -54,14 +55,16 @@ def join(
     }
     deadline = time.monotonic() + timeout
     if process_id:
-        line, welcome = _visit(coordinator, address, hello, timeout, deadline, hint)
-        lines = {0: line}
+        connection, welcome = _connect(coordinator, address, hello, timeout, deadline, hint)
+        connections = {0: connection}
     else:
-        lines, welcome = _receive(coordinator, address[1], hello, decide, timeout, deadline, hint)
-    return Peers(process_id, lines, welcome["names"]), welcome["answer"]
+        connections, welcome = _accept_all(
+            coordinator, address[1], hello, decide, timeout, deadline, hint
+        )
+    return ControlChannel(process_id, connections, welcome["names"]), welcome["answer"]
 
 
-def _receive(
+def _accept_all(
     coordinator: str,
     port: int,
     hello: dict[str, Any],
@@ -69,71 +72,76 @@ def _receive(
     timeout: float,
     deadline: float,
     hint: str,
-) -> tuple[dict[int, Line], dict[str, Any]]:
-    """Process 0: lets the others in."""
+) -> tuple[dict[int, Connection], dict[str, Any]]:
+    """In process 0: accepts the others."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
-    guests: dict[Line, dict[str, Any]] = {}  # their hellos, {} before it is there
+    arrived: dict[Connection, dict[str, Any]] = {}  # -> its hello, {} until that is received
     with _listen(coordinator, port) as listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         try:
-            while sum(map(bool, guests.values())) < hello["num_processes"] - 1:
+            while sum(map(bool, arrived.values())) < hello["num_processes"] - 1:
                 events = selector.select(max(0.0, deadline - time.monotonic()))
                 if not events:
-                    raise _Refused(_missing(coordinator, hello, guests, timeout) + hint)
+                    raise _Refused(_missing(coordinator, hello, arrived, timeout) + hint)
                 for key, _ in events:
                     if key.fileobj is listener:
-                        line = Line(listener.accept()[0])
-                        guests[line] = {}
-                        selector.register(line.connection, selectors.EVENT_READ, line)
-                    elif not _hear(key.data, hello, guests):
-                        selector.unregister(key.data.connection)
-                        key.data.connection.close()
-                        del guests[key.data]
-            come = {guest["process_id"]: line for line, guest in guests.items() if guest}
-            hellos = [hello, *(guests[come[i]] for i in range(1, hello["num_processes"]))]
+                        connection = Connection(listener.accept()[0])
+                        arrived[connection] = {}
+                        selector.register(connection.socket, selectors.EVENT_READ, connection)
+                    elif not _read_hello(key.data, hello, arrived):
+                        selector.unregister(key.data.socket)
+                        key.data.socket.close()
+                        del arrived[key.data]
+            joined = {
+                member["process_id"]: connection for connection, member in arrived.items() if member
+            }
+            hellos = [hello, *(arrived[joined[i]] for i in range(1, hello["num_processes"]))]
             answer = decide([each["report"] for each in hellos])
             if answer.get("refusal"):
                 raise _Refused(answer["refusal"])
         except _Refused as refusal:
-            _send_home(hello, guests, str(refusal))
-            if time.monotonic() < deadline:  # they would wait in vain for long
-                _turn_away(listener, hello["num_processes"] - 1 - len(guests), str(refusal))
+            _abort_all(hello, arrived, str(refusal))
+            if time.monotonic() < deadline:  # the others would wait until their own deadline
+                _refuse_late(listener, hello["num_processes"] - 1 - len(arrived), str(refusal))
             raise
     welcome = {"names": [name(i, each["host"]) for i, each in enumerate(hellos)], "answer": answer}
-    for line in come.values():
-        line.send(welcome)
-    for line in guests.keys() - come.values():
-        line.connection.close()
-    return come, welcome
+    for connection in joined.values():
+        connection.send(welcome)
+    for connection in arrived.keys() - joined.values():
+        connection.socket.close()
+    return joined, welcome
 
 
-def _send_home(hello: dict[str, Any], guests: Mapping[Line, dict[str, Any]], text: str) -> None:
-    """Tells those who have come why it does not begin; at length once on each host."""
-    says = {hello["host"]: 0}  # host -> who says it there
-    for line, guest in guests.items():
-        host, who = guest.get("host", ""), guest.get("process_id", -1)
-        first = says.setdefault(host, who)
-        line.send({"refusal": text if who == first else f"not begun, as {name(first, host)} says"})
-        line.connection.close()
+def _abort_all(
+    hello: dict[str, Any], arrived: Mapping[Connection, dict[str, Any]], text: str
+) -> None:
+    """Sends the refusal to every process that has connected: the whole text once on each host."""
+    printing = {hello["host"]: 0}  # host -> the process that prints it
+    for connection, member in arrived.items():
+        host, who = member.get("host", ""), member.get("process_id", -1)
+        first = printing.setdefault(host, who)
+        short = f"not started: the same error as {name(first, host)}"
+        connection.send({"refusal": text if who == first else short})
+        connection.socket.close()
 
 
-def _turn_away(listener: socket.socket, count: int, text: str) -> None:
-    """Tells those who come late, as many as are missing, for some seconds."""
+def _refuse_late(listener: socket.socket, count: int, text: str) -> None:
+    """Sends the refusal to processes that connect late, up to `count`, for `LATE_SECONDS`."""
     deadline = time.monotonic() + LATE_SECONDS
     while count > 0 and (left := deadline - time.monotonic()) > 0:
         listener.settimeout(left)
-        with contextlib.suppress(OSError, ValueError):  # none came, or no process of ours
-            line = Line(listener.accept()[0])
-            line.connection.settimeout(1)
-            line.receive()  # what is not read when a connection closes may destroy what was sent
-            line.send({"refusal": text})
-            line.connection.close()
+        with contextlib.suppress(OSError, ValueError):  # none connected, or no process of ours
+            connection = Connection(listener.accept()[0])
+            connection.socket.settimeout(1)
+            connection.receive()  # closing with unread data could discard what is sent
+            connection.send({"refusal": text})
+            connection.socket.close()
             count -= 1
 
 
 def name(process_id: int, host: str) -> str:
-    """How a process is called in messages."""
+    """The name of a process in messages."""
     return f"process {process_id} on {host}"
 
 
@@ -154,15 +162,17 @@ def _listen(coordinator: str, port: int) -> socket.socket:
         ) from error
 
 
-def _hear(line: Line, hello: dict[str, Any], guests: dict[Line, dict[str, Any]]) -> bool:
-    """Takes in what a guest says; whether to keep its line."""
+def _read_hello(
+    connection: Connection, hello: dict[str, Any], arrived: dict[Connection, dict[str, Any]]
+) -> bool:
+    """Reads a hello into `arrived`; whether to keep the connection."""
     try:
-        more, messages = line.receive(), list(line.messages())
+        more, messages = connection.receive(), list(connection.messages())
         if not messages:
             return more
-        (guest,) = messages
-        who, num_processes, host = guest["process_id"], guest["num_processes"], guest["host"]
-        guest["report"]
+        (member,) = messages
+        who, num_processes, host = member["process_id"], member["num_processes"], member["host"]
+        member["report"]
     except (ValueError, KeyError):  # no process of ours: a port scan, a health check
         return False
     if num_processes != hello["num_processes"]:
@@ -171,27 +181,30 @@ def _hear(line: Line, hello: dict[str, Any], guests: dict[Line, dict[str, Any]])
             f"{name(0, hello['host'])} has {hello['num_processes']}; give all the same"
         )
     others = [(0, hello["host"])]
-    others += [(other["process_id"], other["host"]) for other in guests.values() if other]
+    others += [(other["process_id"], other["host"]) for other in arrived.values() if other]
     for other, place in others:
         if other == who:
             raise _Refused(
                 f"--process_id = {who} is given twice, on {place} and on {host}; each process "
                 f"needs its own, from 0 to {num_processes - 1}"
             )
-    guests[line] = guest
+    arrived[connection] = member
     return True
 
 
 def _missing(
-    coordinator: str, hello: dict[str, Any], guests: Mapping[Line, dict[str, Any]], timeout: float
+    coordinator: str,
+    hello: dict[str, Any],
+    arrived: Mapping[Connection, dict[str, Any]],
+    timeout: float,
 ) -> str:
     here = {0: hello["host"]}
-    here |= {guest["process_id"]: guest["host"] for guest in guests.values() if guest}
+    here |= {member["process_id"]: member["host"] for member in arrived.values() if member}
     missing = [i for i in range(hello["num_processes"]) if i not in here]
-    come = [name(*each) for each in sorted(here.items())]
+    joined = [name(*each) for each in sorted(here.items())]
     return (
-        f"{_processes(missing)} of {hello['num_processes']} did not come to {coordinator} in "
-        f"{timeout:.0f} s ({_listing(come)} did): look at the first lines of their logs, and "
+        f"{_processes(missing)} of {hello['num_processes']} did not connect to {coordinator} in "
+        f"{timeout:.0f} s ({_listing(joined)} did): look at the first lines of their logs, and "
         "whether their hosts reach that address"
     )
 
@@ -206,35 +219,35 @@ def _listing(words: list[str], most: int = 8) -> str:
     return f"{', '.join(init)} and {last}" if init else last
 
 
-def _visit(
+def _connect(
     coordinator: str,
     address: tuple[str, int],
     hello: dict[str, Any],
     timeout: float,
     deadline: float,
     hint: str,
-) -> tuple[Line, dict[str, Any]]:
-    """Any process but 0: reports to it, and waits for its answer."""
+) -> tuple[Connection, dict[str, Any]]:
+    """In any process but 0: sends the hello to process 0, and waits for its answer."""
     trouble = "no answer"
-    # Process 0 gives up first: it knows who is missing.
+    # Process 0 times out first: it knows which processes are missing.
     while (left := deadline + 5 - time.monotonic()) > 0:
         try:
-            line = Line(socket.create_connection(address, timeout=min(5, left)))
-        except OSError as error:  # it may not be there yet, nor its name
+            connection = Connection(socket.create_connection(address, timeout=min(5, left)))
+        except OSError as error:  # process 0, or its DNS name, may not exist yet
             trouble = error.strerror or str(error)
             time.sleep(min(0.3, left))
             continue
-        line.send(hello)
+        connection.send(hello)
         try:
-            return line, _answer(line, deadline + 10)
+            return connection, _answer(connection, deadline + 10)
         except _Refused:
-            line.connection.close()
+            connection.socket.close()
             raise
         except (ValueError, KeyError):
             trouble = "something else listens on that port"
-        except ConnectionError as error:  # process 0 ended: another one may take its place
+        except ConnectionError as error:  # process 0 ended: it may be restarted
             trouble = str(error)
-        line.connection.close()
+        connection.socket.close()
         time.sleep(0.3)
     who = name(hello["process_id"], hello["host"])
     raise ValueError(
@@ -243,16 +256,16 @@ def _visit(
     )
 
 
-def _answer(line: Line, deadline: float) -> dict[str, Any]:
+def _answer(connection: Connection, deadline: float) -> dict[str, Any]:
     while True:
-        line.connection.settimeout(max(0.1, deadline - time.monotonic()))
-        more = line.receive()
-        for welcome in line.messages():
+        connection.socket.settimeout(max(0.1, deadline - time.monotonic()))
+        more = connection.receive()
+        for welcome in connection.messages():
             if "refusal" in welcome:
                 raise _Refused(welcome["refusal"])
             if "names" not in welcome:
                 raise KeyError("names")
-            line.connection.settimeout(None)
+            connection.socket.settimeout(None)
             return welcome
         if not more:
             raise ConnectionError("it closed the connection")

@@ -16,8 +16,8 @@ from jaxscale.config import Config
 from jaxscale.data.dataset import Examples, repeats
 from jaxscale.hardware import peak_flops
 from jaxscale.run.setup import Evaluation
+from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.metrics import Metrics, duration, progress_line, utilisation
-from jaxscale.training.optimizer import schedule_of
 from jaxscale.training.step import Engine, StepMetrics
 
 log = logging.getLogger("jaxscale")

@@ -6,13 +6,12 @@ training loop on it.
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import logging
 import pathlib
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,18 +33,16 @@ from jaxscale.run.setup import (
     open_text,
     resolve_layout,
 )
+from jaxscale.run.signals import held_signals
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints, describe_difference
-from jaxscale.training.optimizer import schedule_of
+from jaxscale.training.learning_rate import rate_change, with_schedule
 from jaxscale.training.step import Engine, StepMetrics, TrainState, make_engine
 
 log = logging.getLogger("jaxscale")
 
 
 Step = Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]
-
-RATE_SETTINGS = ("schedule", "learning_rate", "final_learning_rate", "warmup_steps")
-"""Settings of the optimizer that the learning rate depends on, beside the steps it spans."""
 
 
 class Stopped(Exception):  # noqa: N818 - a stop that was asked for is no error
@@ -217,46 +214,6 @@ def _resume(
     return state
 
 
-def with_schedule(config: Config, saved: dict[str, dict]) -> Config:
-    """The config with the steps of its schedule settled: as asked, else as a checkpoint of the run
-    has them, else `run.steps`. Training on does not stretch a schedule that has begun.
-
-    Args:
-      saved: the checkpoint's config; {} where there is none.
-    """
-    if config.optimizer.schedule_steps is not None:
-        return config
-    steps = _saved_schedule_steps(saved) if saved else config.run.steps
-    optimizer = dataclasses.replace(config.optimizer, schedule_steps=steps)
-    return dataclasses.replace(config, optimizer=optimizer)
-
-
-def rate_change(saved: dict[str, dict], config: Config, begin: int) -> str:
-    """A line on what changed settings do to the learning rate of the next step, "" if none changed.
-
-    Args:
-      saved: the config of the checkpoint.
-      config: the present one.
-      begin: steps done.
-    """
-    steps = _saved_schedule_steps(saved)
-    settings = {name: saved["optimizer"][name] for name in RATE_SETTINGS}
-    before = dataclasses.replace(config.optimizer, schedule_steps=steps, **settings)
-    if before == config.optimizer:
-        return ""
-    past = schedule_of(before, steps)
-    now = schedule_of(config.optimizer, config.schedule_steps)
-    return (
-        f"learning rate: {past(begin - 1):.3g} at step {begin}, {now(begin):.3g} at step "
-        f"{begin + 1}, where it would have been {past(begin):.3g}"
-    )
-
-
-def _saved_schedule_steps(saved: dict[str, dict]) -> int:
-    """Of a checkpoint's config; one from before the setting has a schedule of its `run.steps`."""
-    return saved["optimizer"].get("schedule_steps") or saved["run"]["steps"]
-
-
 def _metadata(config: Config, train: Examples, step: int) -> dict[str, Any]:
     next_example = step * config.data.global_batch_size
     data = {"fingerprint": train.fingerprint, "next_example": next_example}
@@ -274,7 +231,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
     )
     with (
         contextlib.closing(stream),
-        _signals() as received,
+        held_signals() as received,
         _tracing(profile, recorder) as trace,
         jax.transfer_guard("disallow"),
     ):
@@ -308,27 +265,6 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
 
 def _due(step: int, period: int) -> bool:
     return period > 0 and step % period == 0
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[Callable[[], int]]:
-    """Holds SIGINT and SIGTERM back until the loop asks; the number received, or 0."""
-    numbers = [0]
-
-    def note(number, frame):
-        numbers[0] = number
-        log.warning(f"{signal.Signals(number).name}: finishing the step, then saving ...")
-        # A second one acts at once.
-        signal.signal(number, before[number])
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield lambda: numbers[0]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

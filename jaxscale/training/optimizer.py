@@ -1,4 +1,4 @@
-"""Update rules and learning-rate schedules: optax, with each array's meaning by logical axes.
+"""Update rules: optax, with each array's meaning by logical axes.
 
 Parameters come stacked, [layers, ...], and one parameter may hold several dimensions per side of
 its matrix ([layers, embed, heads, head_dim]). What belongs to a matrix (Muon's orthogonalisation,
@@ -20,12 +20,10 @@ import optax.contrib
 
 from jaxscale.config import FACTORED_SIZE, OptimizerConfig
 from jaxscale.sharding.resolve import is_axes
+from jaxscale.training.learning_rate import schedule_of
 
 STACKS = ("layers", "expert")
 """Logical axes along which a parameter holds many matrices."""
-
-DECAY_SHARE = 0.2
-"""Last share of a wsd run, in which the rate falls (arXiv 2405.18392 finds 20 % enough)."""
 
 SECOND_MOMENTS = ("nu", "rows", "columns", "whole")
 """Fields of states, here and in optax, that average squares of gradients."""
@@ -39,56 +37,8 @@ MUON_RMS = 0.2
 """Muon's updates get the root mean square that Adam's have in practice (arXiv 2502.16982)."""
 
 
-def schedule(
-    name: str, *, learning_rate: float, final: float, warmup_steps: int, steps: int
-) -> Callable[[Any], Any]:
-    """The learning rate as a function of the number of updates already made, int or array.
-
-    Warm-up is linear, its last update is the first at the full rate. Then "constant" stays,
-    "linear" and "cosine" (arXiv 1608.03983) fall from there on, and "wsd" (warm-up, stable, decay;
-    arXiv 2404.06395) stays until the last fifth and falls with 1 - sqrt (arXiv 2405.18392).
-
-    Args:
-      name: one of the above.
-      learning_rate: at the peak.
-      final: at the end of the schedule, as a share of the peak; "constant" ignores it.
-      warmup_steps: updates of warm-up.
-      steps: updates that the schedule spans; beyond them the rate stays at its final value.
-    """
-    begin = max(warmup_steps, round(steps * (1 - DECAY_SHARE))) if name == "wsd" else warmup_steps
-    falls = {
-        "constant": lambda xp, progress: 0 * progress,
-        "linear": lambda xp, progress: progress,
-        "cosine": lambda xp, progress: (1 - xp.cos(math.pi * progress)) / 2,
-        "wsd": lambda xp, progress: xp.sqrt(progress),
-    }
-    if name not in falls:
-        raise ValueError(f"optimizer.schedule = {name!r}; it can be {', '.join(falls)}")
-
-    def rate(step: Any) -> Any:
-        # On the host for an int: who asks for a number to show must not wait for the devices.
-        xp = np if isinstance(step, int) else jnp
-        step = xp.asarray(step, jnp.result_type(float))
-        warm = xp.minimum((step + 1) / max(warmup_steps, 1), 1)
-        fallen = falls[name](xp, xp.clip((step - begin) / max(steps - begin, 1), 0, 1))
-        return learning_rate * warm * ((1 - fallen) + fallen * final)  # exact at both ends
-
-    return rate
-
-
 ByLayer = Callable[[Callable[[jax.Array], jax.Array], jax.Array, tuple[str, ...]], jax.Array]
 """Applies a function of whole matrices to a stack of them with these logical axes."""
-
-
-def schedule_of(config: OptimizerConfig, steps: int) -> Callable[[Any], Any]:
-    """The `schedule` of a run's settings, over so many steps."""
-    return schedule(
-        config.schedule,
-        learning_rate=config.learning_rate,
-        final=config.final_learning_rate,
-        warmup_steps=config.warmup_steps,
-        steps=steps,
-    )
 
 
 def make(

@@ -23,7 +23,7 @@ def test_one_process_alone_does_nothing(place):
 
 def test_alone_costs_no_import_of_jax():
     program = (
-        "import sys; from jaxscale import processes\n"
+        "import sys; from jaxscale.distributed import processes\n"
         "with processes.together(None, {}): assert not {'jax', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -83,14 +83,14 @@ def test_a_process_that_does_not_come_to_a_loopback_address(monkeypatch, capsys)
     with pytest.raises(SystemExit), processes.together(place, {}):
         pytest.fail("it began without process 1")
     said = capsys.readouterr().err
-    assert said.startswith(f"error: process 1 of 2 did not come to localhost:{port}")
+    assert said.startswith(f"error: process 1 of 2 did not connect to localhost:{port}")
     assert said.endswith("localhost means the host itself, so all must be on one\n")
 
 
 def start(process_id: int, port: int, *arguments: str, **environ: str) -> subprocess.Popen:
     """One of two real processes that train, as a user would start it by hand."""
     program = (
-        "import sys; from jaxscale import processes; processes.FOLDER_SECONDS = 0.5\n"
+        "import sys; from jaxscale.distributed import processes; processes.FOLDER_SECONDS = 0.5\n"
         "from jaxscale.train import main; sys.exit(main(sys.argv[1:]))"
     )
     return subprocess.Popen(
@@ -143,7 +143,7 @@ def test_two_processes_that_differ_refuse_together(arguments, environ, said, tmp
     assert said.format(**folders).replace("HOST", host) in printed[0]
     assert f"process 1 on {host}" in printed[0]
     assert [each.count("\n") for each in printed] == [1, 1]
-    assert f"as process 0 on {host} says" in printed[1], "once on each host is enough"
+    assert f"same error as process 0 on {host}" in printed[1], "once on each host is enough"
     assert not list(tmp_path.rglob(".processes*"))
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from jaxscale.distributed import rendezvous
-from jaxscale.distributed.control_channel import Peers
+from jaxscale.distributed.control_channel import ControlChannel
 
-deaths: dict[Peers, list] = collections.defaultdict(list)
+deaths: dict[ControlChannel, list] = collections.defaultdict(list)
 """What each of them heard of others."""
 
 
@@ -26,11 +26,11 @@ def free_port() -> int:
 
 def join(port, process_id, count, *, report=None, decide=lambda reports: {}, timeout=20.0):
     """The line to the others, which only writes down a death, and the answer."""
-    peers, answer = rendezvous.join(
+    channel, answer = rendezvous.join(
         f"127.0.0.1:{port}", ("127.0.0.1", port), count, process_id, report, decide, timeout
     )
-    peers._on_death = lambda *death: deaths[peers].append(death)
-    return peers, answer
+    channel._on_death = lambda *death: deaths[channel].append(death)
+    return channel, answer
 
 
 def together(*works) -> list[Any]:
@@ -44,26 +44,26 @@ def together(*works) -> list[Any]:
 def group(count):
     port = free_port()
     found = together(*(lambda i=i: join(port, i, count)[0] for i in reversed(range(count))))
-    found.sort(key=lambda peers: peers.process_id)
+    found.sort(key=lambda channel: channel.process_id)
     try:
         yield found
     finally:
         leave(found)
 
 
-def die(peers):
+def die(channel):
     """Its connections end, as the kernel ends those of the dead, and it says no more."""
-    peers._closed = True
-    for line in peers._lines.values():
-        line.connection.shutdown(socket.SHUT_RDWR)
+    channel._closed = True
+    for connection in channel._connections.values():
+        connection.socket.shutdown(socket.SHUT_RDWR)
 
 
 def leave(members):
-    for peers in members:
-        peers.close()
-    for peers in members:
-        peers._thread.join(10)
-        assert not peers._thread.is_alive()
+    for channel in members:
+        channel.close()
+    for channel in members:
+        channel._thread.join(10)
+        assert not channel._thread.is_alive()
 
 
 def until(condition, timeout=10.0):
@@ -85,9 +85,9 @@ def test_all_get_what_process_0_makes_of_all_reports():
     assert [answer for _, answer in found] == [{"sum": 10}] * 5
     assert asked == [[0, 1, 2, 3, 4]]
     host = socket.gethostname()
-    assert all(peers.names[3] == f"process 3 on {host}" for peers, _ in found)
+    assert all(channel.names[3] == f"process 3 on {host}" for channel, _ in found)
     # Large reports come in pieces, and several can be under way.
-    members = [peers for peers, _ in found]
+    members = [channel for channel, _ in found]
     texts = together(
         *(
             lambda p=p: [
@@ -106,10 +106,10 @@ def test_what_process_0_tells_arrives_in_order():
     with group(3) as members:
         for number in range(3):
             members[0].tell("topic", number)
-        for peers in members[1:]:
-            assert [peers.await_answer("topic", 5) for _ in range(3)] == [0, 1, 2]
+        for channel in members[1:]:
+            assert [channel.await_answer("topic", 5) for _ in range(3)] == [0, 1, 2]
             with pytest.raises(TimeoutError, match="nothing from process 0"):
-                peers.await_answer("other", 0.01)
+                channel.await_answer("other", 0.01)
         with pytest.raises(TimeoutError, match=r"nothing from process 1 on .*, process 2"):
             members[0].gather("never", None, list, timeout=0.01)
 
@@ -122,7 +122,8 @@ def test_a_refusal_reaches_all():
 
     errors = together(*(lambda i=i: join(port, i, 3, decide=decide) for i in range(3)))
     assert all(isinstance(error, ValueError) for error in errors)
-    hint = f"not begun, as process 0 on {socket.gethostname()} says"  # once on a host is enough
+    # Once on a host is enough.
+    hint = f"not started: the same error as process 0 on {socket.gethostname()}"
     assert [str(error) for error in errors] == ["process 1 is odd", hint, hint]
 
 
@@ -130,11 +131,11 @@ def test_those_who_do_not_come_are_named():
     port = free_port()
     errors = together(*(lambda i=i: join(port, i, 5, timeout=0.7) for i in (0, 2)))
     said = (
-        f"processes 1, 3 and 4 of 5 did not come to 127.0.0.1:{port} in 1 s (process 0 on "
+        f"processes 1, 3 and 4 of 5 did not connect to 127.0.0.1:{port} in 1 s (process 0 on "
         f"{socket.gethostname()} and process 2 on {socket.gethostname()} did)"
     )
     assert str(errors[0]).startswith(said)
-    assert "not begun, as process 0 on" in str(errors[1])
+    assert "not started: the same error as process 0 on" in str(errors[1])
 
 
 def test_without_process_0_its_address_is_in_doubt():
@@ -193,17 +194,17 @@ def test_strangers_and_those_who_come_again_do_no_harm():
             return False
 
     first, others = together(lambda: join(port, 0, 3), stranger)
-    for peers, _ in (first, *others):
-        assert peers.names == [f"process {i} on {socket.gethostname()}" for i in range(3)]
-    leave([first[0], *(peers for peers, _ in others)])
+    for channel, _ in (first, *others):
+        assert channel.names == [f"process {i} on {socket.gethostname()}" for i in range(3)]
+    leave([first[0], *(channel for channel, _ in others)])
 
 
-def steps(peers: Peers, barrier: threading.Barrier, signals: dict[int, int], last: int):
+def steps(channel: ControlChannel, barrier: threading.Barrier, signals: dict[int, int], last: int):
     """A training whose steps all processes take together; the step it stopped after, and why."""
     for step in range(1, last + 1):
         barrier.wait(30)
         time.sleep(0.002)
-        if stop := peers.stops(step, signals.get(step, 0)):
+        if stop := channel.stops(step, signals.get(step, 0)):
             return step, stop
     return None
 
@@ -233,10 +234,10 @@ def test_a_signal_to_one_stops_all_after_the_same_step(signals):
 def test_without_a_signal_nothing_is_sent():
     with group(2) as members:
         sent = []
-        for peers in members:
-            for line in peers._lines.values():
-                line.send = sent.append
-        assert [peers.stops(1) for peers in members] == [None, None]
+        for channel in members:
+            for connection in channel._connections.values():
+                connection.send = sent.append
+        assert [channel.stops(1) for channel in members] == [None, None]
         assert not sent
 
 
@@ -244,20 +245,20 @@ def test_without_a_signal_nothing_is_sent():
 def test_a_process_that_dies_is_named_by_all_others(victim):
     with group(3) as members:
         die(members[victim])
-        others = [peers for peers in members if peers.process_id != victim]
-        until(lambda: all(deaths[peers] for peers in others))
-        for peers in others:
-            ((who, text),) = deaths[peers]
+        others = [channel for channel in members if channel.process_id != victim]
+        until(lambda: all(deaths[channel] for channel in others))
+        for channel in others:
+            ((who, text),) = deaths[channel]
             assert who == victim
-            assert text.startswith(f"{peers.names[victim]} failed, so this one ends: it ended")
+            assert text.startswith(f"{channel.names[victim]} failed, so this one ends: it ended")
 
 
 def test_an_error_ends_the_others_with_its_words():
     with group(3) as members:
         assert members[1].fail("no disk", patience=0) == (1, "no disk")
         until(lambda: deaths[members[0]] and deaths[members[2]])
-        for peers in (members[0], members[2]):
-            assert deaths[peers] == [(1, f"{peers.names[1]} failed, so this one ends: no disk")]
+        for channel in (members[0], members[2]):
+            assert deaths[channel] == [(1, f"{channel.names[1]} failed, so this one ends: no disk")]
         assert not deaths[members[1]]
 
 
@@ -276,4 +277,4 @@ def test_those_who_leave_in_peace_are_not_missed():
         members[0].tell("still there", 1)
         members[0].close()
         time.sleep(1.2)
-        assert not any(deaths[peers] for peers in members)
+        assert not any(deaths[channel] for channel in members)

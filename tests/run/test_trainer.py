@@ -3,7 +3,6 @@ its loop refuses transfers between host and devices that nobody asked for."""
 
 import dataclasses
 import json
-import re
 from types import SimpleNamespace
 
 import jax
@@ -11,12 +10,10 @@ import numpy as np
 import pytest
 
 from jaxscale import config as configs
-from jaxscale import train
-from jaxscale.config import from_dict, load, to_dict
+from jaxscale.config import from_dict, load
 from jaxscale.run import recorder, trainer
 from jaxscale.run.setup import open_text
 from jaxscale.training.checkpoint import Checkpoints
-from jaxscale.training.optimizer import schedule_of
 from jaxscale.training.step import StepMetrics
 
 SMALL = (
@@ -89,82 +86,6 @@ def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path
     head = 2 * model.d_model * model.vocab_size
     assert record["mfu"] == pytest.approx(3 * (layers + head) * share, rel=1e-12)
     assert record["hfu"] == pytest.approx((3 * (layers + head) + 0.5 * layers) * share, rel=1e-12)
-
-
-def saved(**optimizer):
-    """The config of a checkpoint of a run of 100 steps."""
-    return to_dict(from_dict({"optimizer": optimizer, "run": {"steps": 100}}))
-
-
-def resumed(before, **optimizer):
-    config = from_dict({"optimizer": optimizer, "run": {"steps": 200}})
-    return trainer.with_schedule(config, before)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_training_on_leaves_the_past_and_stays_at_the_final_rate(schedule):
-    before = saved(schedule=schedule, warmup_steps=10)
-    config = resumed(before, schedule=schedule, warmup_steps=10)
-    assert config.optimizer.schedule_steps == 100
-    assert trainer.rate_change(before, config, 100) == ""
-    past = schedule_of(from_dict(before).optimizer, 100)
-    now = schedule_of(config.optimizer, config.schedule_steps)
-    assert [now(step) for step in range(100)] == [past(step) for step in range(100)]
-    assert {float(now(step)) for step in range(100, 200)} == {1e-3 * 0.1}
-
-
-def test_a_checkpoint_from_before_the_setting_has_the_schedule_of_its_steps():
-    before = saved()
-    del before["optimizer"]["schedule_steps"]
-    config = resumed(before)
-    assert config.optimizer.schedule_steps == 100
-    assert trainer.rate_change(before, config, 60) == ""
-
-
-def test_the_setting_survives_a_second_resume():
-    once = resumed(saved())
-    assert resumed(to_dict(once)).optimizer.schedule_steps == 100
-
-
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        (
-            {"schedule_steps": 200},
-            "0.0001 at step 100, 0.00055 at step 101, where it would have been 0.0001",
-        ),
-        (
-            {"learning_rate": 2e-3},
-            "0.0001 at step 100, 0.0002 at step 101, where it would have been 0.0001",
-        ),
-        ({"schedule": "constant"}, "0.0001 at step 100, 0.001 at step 101, where"),
-    ],
-)
-def test_a_changed_schedule_says_what_the_next_step_gets(change, line):
-    before = saved()
-    assert f"learning rate: {line}" in trainer.rate_change(before, resumed(before, **change), 100)
-
-
-def test_the_hint_trains_longer_without_a_jump():
-    """What it says for a constant rate keeps the rate, and ends in a decay."""
-    constant = from_dict({"optimizer": {"schedule": "constant"}, "run": {"steps": 100}})
-    hint = train._how_to_train_longer(constant)
-    settings = dict(re.findall(r"--config\.(\S+)=(\w+)", hint))
-    assert settings == {
-        "run.steps": "200",
-        "optimizer.schedule": "wsd",
-        "optimizer.schedule_steps": "200",
-    }
-    before = saved(schedule="constant")
-    config = resumed(before, schedule="wsd", schedule_steps=200)
-    assert "0.001 at step 101, where it would have been 0.001" in (
-        trainer.rate_change(before, config, 100)
-    )
-    assert schedule_of(config.optimizer, 200)(200) == 1e-4
-    cosine = dataclasses.replace(constant, optimizer=from_dict(saved()).optimizer)
-    hint = train._how_to_train_longer(cosine)
-    assert "--config.run.steps=200; the learning rate goes on from 0.0001" in hint
-    assert "schedule_steps" not in hint
 
 
 SETTINGS = ["layout.fsdp=2", "model.num_layers=1", "data.seq_len=32", "run.steps=1"]

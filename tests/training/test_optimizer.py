@@ -11,7 +11,7 @@ import optax.contrib
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.config import OPTIMIZERS, SCHEDULES, OptimizerConfig
+from jaxscale.config import OPTIMIZERS, OptimizerConfig
 from jaxscale.sharding.resolve import is_axes
 from jaxscale.training import optimizer as optim
 
@@ -428,38 +428,7 @@ def test_adafactor_keeps_rows_and_columns_only() -> None:
     assert size < 0.05 * sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_ends(name: str) -> None:
-    rate = optim.schedule(name, learning_rate=3e-4, final=0.1, warmup_steps=10, steps=110)
-    rates = np.asarray(jax.jit(jax.vmap(rate))(jnp.arange(130)))
-    np.testing.assert_allclose(rates[:10], 3e-4 * np.arange(1, 11) / 10, rtol=1e-15)
-    assert rates[10] == 3e-4
-    last = 3e-4 if name == "constant" else 3e-4 * 0.1
-    assert (rates[110:] == last).all()
-    assert (np.diff(rates[10:]) <= 0).all()
-    middle = {"cosine": 0.55, "linear": 0.55, "wsd": 1.0, "constant": 1.0}[name]
-    np.testing.assert_allclose(rates[60], 3e-4 * middle, rtol=1e-14)
-
-
-def test_wsd_decays_in_the_last_fifth() -> None:
-    rate = optim.schedule("wsd", learning_rate=1.0, final=0.0, warmup_steps=5, steps=100)
-    assert rate(80) == 1.0
-    np.testing.assert_allclose(rate(85), 0.5, rtol=1e-15)
-    assert rate(81) < 1.0
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_is_the_same_on_host_and_device(name: str) -> None:
-    rate = optim.schedule(name, learning_rate=3e-4, final=0.1, warmup_steps=7, steps=1000)
-    steps = [0, 6, 7, 333, 801, 999, 1000]
-    with jax.transfer_guard("disallow"):
-        host = np.asarray([rate(step) for step in steps])
-    np.testing.assert_array_max_ulp(jax.jit(jax.vmap(rate))(jnp.asarray(steps)), host, 2)
-
-
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"optimizer\.schedule = 'step'.*wsd"):
-        optim.schedule("step", learning_rate=1.0, final=0.1, warmup_steps=0, steps=1)
+def test_an_unknown_name_is_refused() -> None:
     unknown = config("adamw")
     object.__setattr__(unknown, "name", "sgd")
     with pytest.raises(ValueError, match=r"optimizer\.name = 'sgd'.*muon"):

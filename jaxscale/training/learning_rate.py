@@ -1,0 +1,105 @@
+"""The learning rate: its schedules, and what becomes of them when a run is resumed."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.config import Config, OptimizerConfig
+
+DECAY_SHARE = 0.2
+"""Last share of a wsd run, in which the rate falls (arXiv 2405.18392 finds 20 % enough)."""
+
+RATE_SETTINGS = ("schedule", "learning_rate", "final_learning_rate", "warmup_steps")
+"""Settings of the optimizer that the learning rate depends on, beside the steps it spans."""
+
+
+def schedule(
+    name: str, *, learning_rate: float, final: float, warmup_steps: int, steps: int
+) -> Callable[[Any], Any]:
+    """The learning rate as a function of the number of updates already made, int or array.
+
+    Warm-up is linear, its last update is the first at the full rate. Then "constant" stays,
+    "linear" and "cosine" (arXiv 1608.03983) fall from there on, and "wsd" (warm-up, stable, decay;
+    arXiv 2404.06395) stays until the last fifth and falls with 1 - sqrt (arXiv 2405.18392).
+
+    Args:
+      name: one of the above.
+      learning_rate: at the peak.
+      final: at the end of the schedule, as a share of the peak; "constant" ignores it.
+      warmup_steps: updates of warm-up.
+      steps: updates that the schedule spans; beyond them the rate stays at its final value.
+    """
+    begin = max(warmup_steps, round(steps * (1 - DECAY_SHARE))) if name == "wsd" else warmup_steps
+    falls = {
+        "constant": lambda xp, progress: 0 * progress,
+        "linear": lambda xp, progress: progress,
+        "cosine": lambda xp, progress: (1 - xp.cos(math.pi * progress)) / 2,
+        "wsd": lambda xp, progress: xp.sqrt(progress),
+    }
+    if name not in falls:
+        raise ValueError(f"optimizer.schedule = {name!r}; it can be {', '.join(falls)}")
+
+    def rate(step: Any) -> Any:
+        # On the host for an int: who asks for a number to show must not wait for the devices.
+        xp = np if isinstance(step, int) else jnp
+        step = xp.asarray(step, jnp.result_type(float))
+        warm = xp.minimum((step + 1) / max(warmup_steps, 1), 1)
+        fallen = falls[name](xp, xp.clip((step - begin) / max(steps - begin, 1), 0, 1))
+        return learning_rate * warm * ((1 - fallen) + fallen * final)  # exact at both ends
+
+    return rate
+
+
+def schedule_of(config: OptimizerConfig, steps: int) -> Callable[[Any], Any]:
+    """The `schedule` of a run's settings, over so many steps."""
+    return schedule(
+        config.schedule,
+        learning_rate=config.learning_rate,
+        final=config.final_learning_rate,
+        warmup_steps=config.warmup_steps,
+        steps=steps,
+    )
+
+
+def with_schedule(config: Config, saved: dict[str, dict]) -> Config:
+    """The config with the steps of its schedule settled: as asked, else as a checkpoint of the run
+    has them, else `run.steps`. Training on does not stretch a schedule that has begun.
+
+    Args:
+      saved: the checkpoint's config; {} where there is none.
+    """
+    if config.optimizer.schedule_steps is not None:
+        return config
+    steps = _saved_schedule_steps(saved) if saved else config.run.steps
+    optimizer = dataclasses.replace(config.optimizer, schedule_steps=steps)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def rate_change(saved: dict[str, dict], config: Config, begin: int) -> str:
+    """A line on what changed settings do to the learning rate of the next step, "" if none changed.
+
+    Args:
+      saved: the config of the checkpoint.
+      config: the present one.
+      begin: steps done.
+    """
+    steps = _saved_schedule_steps(saved)
+    settings = {name: saved["optimizer"][name] for name in RATE_SETTINGS}
+    before = dataclasses.replace(config.optimizer, schedule_steps=steps, **settings)
+    if before == config.optimizer:
+        return ""
+    past = schedule_of(before, steps)
+    now = schedule_of(config.optimizer, config.schedule_steps)
+    return (
+        f"learning rate: {past(begin - 1):.3g} at step {begin}, {now(begin):.3g} at step "
+        f"{begin + 1}, where it would have been {past(begin):.3g}"
+    )
+
+
+def _saved_schedule_steps(saved: dict[str, dict]) -> int:
+    """Of a checkpoint's config; one from before the setting has a schedule of its `run.steps`."""
+    return saved["optimizer"].get("schedule_steps") or saved["run"]["steps"]
