@@ -175,7 +175,7 @@ def open_dataset(
     name = "data.source" if entry is None else entry_name(config, entry)
     first, last = _documents(corpus, entry)
     if first == last:
-        raise ValueError(f"{name} has no document that an entry before it does not have")
+        raise ValueError(f"{name} has only documents of earlier entries; remove it")
     drawn = draw(corpus.hashes[first:last], config.seed)
     # In this order any prefix of a split is a random sample of it.
     order = np.argsort(drawn, kind="stable")
@@ -267,5 +267,5 @@ def _nothing_chosen(name: str, split: Split, heldout: float, drawn: np.ndarray) 
         )
     # Documents whose draw is below the share are held out.
     if split == "heldout":
-        return f"{found}; {np.min(drawn) + 0.001:.3f} is enough for one, or add documents"
-    return f"{found}; below {np.max(drawn):.3f} one is left, or add documents"
+        return f"{found}; {np.min(drawn) + 0.001:.3f} would hold out one, or add documents"
+    return f"{found}; below {np.max(drawn):.3f} one remains, or add documents"

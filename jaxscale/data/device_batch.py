@@ -59,7 +59,7 @@ def dealt(batch: ShardedBatch) -> Batch:
     if not isinstance(batch, ShardedBatch):
         raise ValueError(
             f"the batch is a {type(batch).__name__}; a step takes only what engine.shard returns, "
-            "which deals tokens to the ranks that share a sequence: pass engine.shard(batch)"
+            "which orders tokens for the ranks of context: pass engine.shard(batch)"
         )
     return Batch(*batch)
 

@@ -215,7 +215,7 @@ def fractions(weights: Sequence[float]) -> np.ndarray:
     if least == np.inf:
         raise ValueError(
             f"the weights {tuple(weights)} of data.source: the smallest is {present.min():.2g} of "
-            f"all, and about 1 of {LONGEST_CYCLE:,} can be honoured; raise it, or make it 0"
+            f"their sum, below the limit of about 1 / {LONGEST_CYCLE:,}; raise it, or make it 0"
         )
     shares = np.zeros(len(wanted), np.int64)
     shares[wanted > 0] = best

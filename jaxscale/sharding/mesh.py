@@ -68,7 +68,7 @@ def over_slices(sizes: Sequence[int], slices: int) -> list[int]:
     if left > 1:
         named = ", ".join(f"{axis} {n}" for axis, n in zip(MESH_AXES, sizes) if n > 1)
         raise ValueError(
-            f"{slices} slices of TPUs, and axes of {named}: the first axes go over the slices, and "
-            f"their sizes have no factors of {slices}; set layout.data = {slices}, or a multiple"
+            f"axes of {named} cannot be split over {slices} slices of TPUs: the first axes' sizes "
+            f"have no factors that multiply to {slices}; set layout.data = {slices}, or a multiple"
         )
     return parts

@@ -57,7 +57,7 @@ def read_records(file: File, start: int, stop: int) -> Records:
     kind = boundary(file)
     if file.format in TABLES:
         if compression(file.path):
-            raise ValueError(f"{file.path}: {file.format} has a compression of its own; unpack it")
+            raise ValueError(f"{file.path}: {file.format} is compressed internally; unpack it")
         for position, record in TABLES[file.format](file.path, file.source.field, start, stop):
             yield position, _text_of(record, file.source.field)
         return
@@ -183,7 +183,7 @@ def _text_of(record: Any, field: str) -> str | ValueError:
         value = _decoded(value)
     if isinstance(value, str | ValueError):
         return value or ValueError(f"has nothing in its field {field!r}")
-    return ValueError(f"has {_name(value)} in its field {field!r}, and no text")
+    return ValueError(f"has {_name(value)} in its field {field!r} instead of text")
 
 
 def _name(value: Any) -> str:

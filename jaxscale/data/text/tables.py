@@ -95,7 +95,7 @@ def read_arrayrecord(path: str, field: str, start: int, stop: int) -> Rows:
     try:
         count = reader.num_records()
         if not reader.ok() or not count:
-            raise ValueError(f"{path} is not a whole ArrayRecord file: it holds no records")
+            raise ValueError(f"{path} is not a complete ArrayRecord file: it holds no records")
         decode = _decoder(reader.read([0])[0], field)
         last = -(-count * min(stop, size) // size)
         for first in range(-(-count * start // size), last, _ROWS):

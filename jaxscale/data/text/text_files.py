@@ -202,7 +202,7 @@ def _format(path: str, source: Source) -> str:
 
 
 def _expand(entry: str) -> tuple[pathlib.Path, Iterator[pathlib.Path]]:
-    """The root of an entry, below which identities are counted, and its files."""
+    """The root of an entry, to which identities are relative, and its files."""
     if entry.startswith(STDLIB):
         root = pathlib.Path(sysconfig.get_path("stdlib"))
         pattern = pathlib.PurePath(entry.removeprefix(STDLIB).lstrip("/") or "**/*.py").parts
@@ -238,7 +238,7 @@ def _saved_dataset(folder: pathlib.Path) -> list[pathlib.Path] | None:
                 )
             return [folder / file["filename"] for file in about["_data_files"]]
     except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder} is not a whole data set: {error!r} in its JSON") from error
+        raise ValueError(f"{folder} is not a complete data set: {error!r} in its JSON") from error
     return None
 
 

@@ -77,8 +77,8 @@ def find_prepared(source: Source) -> str | None:
             )
         if source.format == "shards" and not there:
             raise ValueError(
-                f"data.source: {path} holds no prepared shards (no {INDEX} of theirs); make them "
-                f"with python -m jaxscale.prepare --output {path}"
+                f"data.source: {path} holds no prepared shards (no {INDEX} that lists any); make "
+                f"them with python -m jaxscale.prepare --output {path}"
             )
         if there and len(source.path) > 1:
             raise ValueError(
@@ -147,6 +147,6 @@ def _load(path: str) -> dict[str, Any] | None:
     try:
         values = json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a whole index of shards: {error}") from error
+        raise ValueError(f"{path} is not a complete index of shards: {error}") from error
     ours = isinstance(values, dict) and str(values.get("format")).startswith("jaxscale shards")
     return values if ours else None

@@ -241,8 +241,8 @@ LINES = [
     ),
     ('{"a": 1, "b": 2}', "has no field 'text'; it has a, b"),
     ("{}", "has no field 'text'; it has none"),
-    ('{"text": 3}', "has a int in its field 'text', and no text"),
-    ('{"text": null}', "has null in its field 'text', and no text"),
+    ('{"text": 3}', "has a int in its field 'text' instead of text"),
+    ('{"text": null}', "has null in its field 'text' instead of text"),
     ('{"text": ""}', "has nothing in its field 'text'"),
     ('{"text": "\\ud800"}', "holds half of a surrogate pair"),
     ("[" * 100_000, "is not JSON that can be read"),
@@ -305,7 +305,7 @@ def test_text_is_read_as_it_is(tmp_path):
 def test_rows_without_text_are_named(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["a", None, "b"])  # type: ignore
     assert problem_of(listed(tmp_path / "a.parquet")) == (
-        f"{tmp_path}/a.parquet, record 1 (from 0) has null in its field 'text', and no text"
+        f"{tmp_path}/a.parquet, record 1 (from 0) has null in its field 'text' instead of text"
     )
     binary = pyarrow.table({"text": pyarrow.array([b"a", b"\xff", b"b"])})
     parquet.write_table(binary, tmp_path / "b.parquet")
@@ -340,7 +340,7 @@ DAMAGE = [
     ("a.parquet", "is damaged, or not of its format"),
     ("a.arrow", "is damaged, or not of its format|cannot be read: Expected to be able to read"),
     ("b.arrow", "is damaged, or not of its format"),
-    ("a.arrayrecord", "is not a whole ArrayRecord file: it holds no records"),
+    ("a.arrayrecord", "is not a complete ArrayRecord file: it holds no records"),
 ]
 
 
@@ -460,7 +460,7 @@ def test_a_saved_dataset_with_splits_or_an_order_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"the splits train, test.*name one of them: .*/train"):
         find_files([str(tmp_path)])
     (tmp_path / "dataset_dict.json").write_text('{"splits"')
-    with pytest.raises(ValueError, match="is not a whole data set: JSONDecodeError"):
+    with pytest.raises(ValueError, match="is not a complete data set: JSONDecodeError"):
         find_files([str(tmp_path)])
 
 

@@ -347,7 +347,7 @@ def test_a_folder_without_an_index_of_ours_is_not_shards(tmp_path):
     with pytest.raises(ValueError, match="holds no prepared shards"):
         open_corpus([{"path": str(tmp_path), "format": "shards"}], BYTES)
     (tmp_path / "index.json").write_text('{"docu')
-    with pytest.raises(ValueError, match=r"index.json is not a whole index of shards"):
+    with pytest.raises(ValueError, match=r"index.json is not a complete index of shards"):
         open_corpus([str(tmp_path)], BYTES)
 
 
