@@ -1,6 +1,6 @@
 """How published trainers differ from ours: facts of the software, by its name and version.
 
-A trait is from memory of a trainer's documentation or code, and never a number that was fitted. The
+A trait is recalled from a trainer's documentation or code, and never a number that was fitted. The
 choice of traits that are modelled was made while looking at the errors of published runs.
 """
 
