@@ -33,7 +33,7 @@ Shapes = list[jax.ShapeDtypeStruct]
 CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
 """Equations that only group others."""
 
-HEAVY = ("dot_general", "conv_general_dilated", "scatter-add")
+PRODUCTS = ("dot_general", "conv_general_dilated", "scatter-add")
 """Equations that W is for and that are not recomputed; also those with others inside, as loops."""
 
 
@@ -147,7 +147,7 @@ def _divide(program: "TracedFunction", dweights: list, dx: Any) -> tuple[list, l
     # Values that follow from residuals without a matmul are cheaper to recompute than to save.
     cheap = set(context_in) | set(kept_in)
     for eqn in program.eqns:
-        if not _is_heavy(eqn) and all(v in cheap for v in _variables(eqn.invars)):
+        if not _is_product(eqn) and all(v in cheap for v in _variables(eqn.invars)):
             cheap |= set(eqn.outvars)
 
     def rest(b_wanted: list, wanted: list) -> list[JaxprEqn]:
@@ -157,7 +157,7 @@ def _divide(program: "TracedFunction", dweights: list, dx: Any) -> tuple[list, l
     # B computes the gradients of scales and biases too: sums of values that it has, and that would
     # take more memory if W needed them.
     b_wanted = [dx]
-    b_wanted += [v for v in dweights if not any(map(_is_heavy, rest([dx], [v])))]
+    b_wanted += [v for v in dweights if not any(map(_is_product, rest([dx], [v])))]
     while True:
         w_eqns = rest(b_wanted, dweights)
         reading = [e for e in w_eqns if not set(weights_in).isdisjoint(_variables(e.invars))]
@@ -255,8 +255,8 @@ def _read(known: Mapping, atom: Any) -> Any:
     return atom.val if isinstance(atom, Literal) else known[atom]
 
 
-def _is_heavy(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in HEAVY or any(True for _ in jaxprs_in_params(eqn.params))
+def _is_product(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in PRODUCTS or any(True for _ in jaxprs_in_params(eqn.params))
 
 
 def _variables(atoms: Iterable) -> Iterable:

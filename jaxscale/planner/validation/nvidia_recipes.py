@@ -1,10 +1,10 @@
-"""What NVIDIA's recipes for Megatron-Bridge choose beside a layout, by model, device and operands.
+"""What NVIDIA's recipes for Megatron-Bridge set besides a layout, by model, device and operands.
 
 From `scripts/performance/configs/*/*_workload_base_configs.py` of its repository (October 2025 to
-July 2026), of operands `utils/precision.py` beside it, and the notes on release 0.5.1 (26.06). What
-a recipe does not name is as in `trainers.py`. Modules that are made again are named as there: "moe"
-is a layer of experts with its exchange, "mla_up_proj" what unfolds latent queries, keys and values.
-What is made again of norms and activations is left out: it takes a hundredth of a step.
+July 2026), for operands `utils/precision.py` there, and the notes on release 0.5.1 (26.06). What a
+recipe does not set is as in `trainers.py`. Recomputed modules are named as there: "moe" is a layer
+of experts with its all-to-alls, "mla_up_proj" the up-projections of latent queries, keys and
+values. Recomputation of norms and activations is left out: it takes a hundredth of a step.
 """
 
 import re
@@ -14,34 +14,34 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Recipe:
-    """Of runs whose texts begin as these, any case; "" is any."""
+    """A recipe for runs whose model, device and operands begin with these, any case; "" is any."""
 
     model: str
     device: str = ""
     operands: str = ""
     since: float = 0.0  # release
     traits: tuple[tuple[str, Any], ...] = ()
-    again: tuple[str, ...] = ()
-    fsdp: bool = False  # weights are sharded, too, where neither tensor nor pipeline splits them
+    again: tuple[str, ...] = ()  # recomputed modules
+    fsdp: bool = False  # weights are sharded too, where neither tensor nor pipeline splits them
 
 
 PLAIN_EXCHANGE = (("merged_dispatch", False), ("fused_experts", False))
-"""NCCL's all-to-alls: a token goes once to each of its experts, and is sorted afterwards."""
+"""NCCL's all-to-alls: a token is sent once for each of its experts, and sorted afterwards."""
 
 PLAIN_EXPERTS = (*PLAIN_EXCHANGE, ("plain_experts", True))
-"""And their biases and clamped activation are written out (Megatron's `TEGroupedMLP`: only SwiGLU
-without biases is fused)."""
+"""And biases and the clamped activation are not fused (Megatron's `TEGroupedMLP` fuses only SwiGLU
+without biases)."""
 
 MODULES = (("graph", "modules"),)
-"""Attention, mixers and routers are recorded (`cuda_graph_scope`), experts are not."""
+"""Attention, mixers and routers are captured in CUDA graphs (`cuda_graph_scope`), experts not."""
 
 BESIDE = (("overlap_experts", True),)
-"""Exchanges of one micro-batch run beside the other pass of another's ("a2a overlap")."""
+"""The all-to-alls of one micro-batch overlap with the compute of another ("a2a overlap")."""
 
 STEP = (*BESIDE, ("graph", "step"))
-"""And the whole step is recorded (`cuda_graph_impl` "full_iteration")."""
+"""And the whole step is captured in a CUDA graph (`cuda_graph_impl` "full_iteration")."""
 
-RECIPES = (  # the last that fits counts
+RECIPES = (  # the last match applies
     Recipe("llama3-70b", fsdp=True),
     Recipe("deepseek-v3", again=("mla_up_proj",)),
     Recipe("deepseek-v3", "gb", traits=MODULES, again=("mla_up_proj",)),

@@ -1,8 +1,8 @@
 """What the columns of a published run say: its model, trainer, layout and machine.
 
-A row that does not say enough is not guessed at: `UnhandledError` says what it lacks. Where a
-choice is left open that its users made by what fits (how much is made again, how large a
-micro-batch), it is made here the same way.
+A row that says too little is not guessed at: `UnhandledError` says what it lacks. Choices that are
+not published and that users make by what fits in memory (how much is recomputed, the size of a
+micro-batch) are made here the same way.
 """
 
 import re
@@ -32,10 +32,10 @@ class Columns:
         return (self.texts.get(name) or "").strip()
 
     def float(self, name: str, default: float = 0.0) -> float:
-        """Of a column that is empty the default.
+        """The number in a column; the default where it is empty.
 
         Raises:
-          UnhandledError: it has something else than a number.
+          UnhandledError: it is not a number.
         """
         try:
             return float(self(name) or default)
@@ -43,7 +43,7 @@ class Columns:
             raise UnhandledError(f"{name} is {self(name)!r}, not a number") from None
 
     def int(self, name: str, default: int = 0) -> int:
-        """Likewise, to the nearest."""
+        """Likewise, rounded."""
         return round(self.float(name, default))
 
 
@@ -102,7 +102,7 @@ PRECISIONS = {
     "bf16": "bfloat16",
     "fp16": "bfloat16",
 }
-"""Operands of the layers' products by the precision that is printed."""
+"""Operands of the layers' matmuls by the published precision."""
 
 
 def to_traits(get: Columns) -> TrainerTraits:
@@ -124,15 +124,15 @@ def to_traits(get: Columns) -> TrainerTraits:
         changes["sequence_parallel"] = True
     if "flash" in get("recompute") or "transformerengine" in notes:
         changes["attention"] = "fused"
-    if "mp_mode" in notes:  # Composer's FSDP: what is reduced in 16 bits
+    if "mp_mode" in notes:  # Composer's FSDP: whether gradients are reduced in 16 bits
         changes["gradient_bytes"] = 2 if "mp_mode pure" in notes else 4
     if get("precision") == "bf16" and traits.attention == "written" and get.int("PP", 1) > 1:
         changes["gradient_bytes"] = 4  # Megatron's bfloat16 optimizer sums in 32 bits
-    # Megatron-DeepSpeed's partition by type: its users take two layers less than divide evenly.
+    # Megatron-DeepSpeed's partition by type: its users choose two layers fewer than a multiple.
     layers, ranks = get.int("layers"), get.int("PP", 1)
     if "megatron-deepspeed" in get("framework").lower() and layers % ranks:
         changes["balanced_ends"] = (layers + 2) % ranks == 0
-    # BigScience's runs there waited for every kernel, against hangs (its chronicle).
+    # BigScience's runs there set CUDA_LAUNCH_BLOCKING=1 against hangs (its chronicle).
     changes["blocking"] = "jean zay" in notes
     changes |= recipe(get).traits
     if found := re.search(r"capacity factor ([\d.]+) \(dropping\)", notes):
@@ -151,7 +151,7 @@ def recipe(get: Columns) -> Recipe:
 
 
 def to_choice(get: Columns, shape: ModelShape, traits: TrainerTraits) -> Parallelism:
-    """The layout, with the micro-batch that it says or the largest usual one."""
+    """The layout, with the published micro-batch or the largest usual one."""
     tensor, pipeline, context, expert = (get.int(name, 1) for name in ("TP", "PP", "CP", "EP"))
     if shape.experts and not get("EP") and "EP blank where not captured" in get("notes"):
         raise UnhandledError("over how many ranks experts are spread was not captured")
@@ -199,18 +199,19 @@ def to_choice(get: Columns, shape: ModelShape, traits: TrainerTraits) -> Paralle
 
 
 USUAL_TOKENS = 8192
-"""Of a micro-batch on one device where nothing is said of the batch."""
+"""Tokens of a micro-batch on one device, where the batch is not published."""
 
 USUAL_DEVICES = 1024
-"""Where a rate per device-hour was measured and the number of devices is not given."""
+"""Devices where a rate per device-hour is published, and their number is not."""
 
 
 SCHEDULE = r"(|none|dualpipe|1f1b|1f1b[-/]interleaved( where pp>1|\(vp [^)]*\))?)"
-"""What the column can say."""
+"""What the column may contain."""
 
 
 def _chunks(get: Columns, shape: ModelShape, pipeline: int) -> int:
-    """Of each rank; a layer each where an interleaved schedule is named and no number."""
+    """Chunks of each rank; of one layer each where a row has an interleaved schedule and no
+    number."""
     known = re.fullmatch(SCHEDULE, get("schedule").lower())
     if not known:
         raise UnhandledError(f"schedule is {get('schedule')!r}, which is not known")
@@ -254,14 +255,14 @@ def _sharding(text: str, ranks: int) -> tuple[int, int, int]:
 
 
 def _remat(get: Columns) -> str:
-    """A policy of ours for what others call recomputation.
+    """The remat policy of ours for a trainer's recomputation.
 
     Raises:
       UnhandledError: its trainer is not known to have a policy of that name.
     """
-    text, again = get("recompute"), recipe(get).again
+    text, recomputed = get("recompute"), recipe(get).again
     if text.startswith("per-recipe") or _offloads_inputs(get):
-        return f"modules:{','.join(again)}" if again else "none"
+        return f"modules:{','.join(recomputed)}" if recomputed else "none"
     policy = policy_of(text, get("framework"))
     if policy is None:
         raise UnhandledError(f"recompute is {text!r}, which {_trainer(get)} is not known to have")
@@ -269,7 +270,7 @@ def _remat(get: Columns) -> str:
 
 
 def _offloads_inputs(get: Columns) -> bool:
-    """MaxText's "custom", whose published runs let layers' inputs and some names wait on hosts."""
+    """MaxText's "custom", whose published runs offload layers' inputs and some names to hosts."""
     return get("recompute") == "custom" and get("framework").lower().startswith("maxtext")
 
 
@@ -278,14 +279,14 @@ def _trainer(get: Columns) -> str:
 
 
 FAST_HOST = 200e9
-"""Bytes a second of a host link beside which activations can wait in host memory for free: those
-of Grace superchips, 450 GB/s, bring a layer's back while one computes."""
+"""Bytes per second of a host link from which on offloading activations is free: those of Grace
+superchips, 450 GB/s, prefetch a layer's residuals during the compute of one layer."""
 
 
 def fitting(
     get: Columns, shape: ModelShape, machine: Cluster, parallelism: Parallelism
 ) -> Parallelism:
-    """Where a row does not say what is made again: no more than memory asks for."""
+    """Where a row does not say what is recomputed: no more than is needed to fit in memory."""
     said = get("recompute")
     if _offloads_inputs(get):
         return _offloaded(parallelism)
@@ -306,7 +307,7 @@ def fitting(
     if parallelism.traits.lockstep:
         fits = [remat for remat, size in zip(policies, needs) if size < room]
         return replace(parallelism, remat=fits[0]) if fits else _offloaded(parallelism)
-    # Trainers in which a number of layers can be made again.
+    # Trainers that can recompute some of the layers.
     share = (needs[0] - room) / max(1.0, needs[0] - needs[2])
     return replace(parallelism, remat="full", remat_share=min(1.0, share))
 
@@ -316,7 +317,7 @@ def _offloaded(parallelism: Parallelism) -> Parallelism:
 
 
 ROOM = 0.97
-"""Of a device's memory, that users fill."""
+"""Share of a device's memory that users fill."""
 
 BINARY = 2**30 / 1e9
 """Memory is sold in units of 2**30 bytes and printed as GB: `nvidia-smi` shows 81,920 MiB on an
@@ -324,7 +325,7 @@ A100 of 80 GB."""
 
 
 def capacity(machine: Cluster) -> float:
-    """Bytes of memory that a device really has."""
+    """Bytes of memory that a device has, from its nominal ones."""
     return machine.memory_bytes * BINARY
 
 
@@ -344,7 +345,7 @@ def to_cluster(get: Columns, parallelism: Parallelism) -> Cluster:
     try:
         machine = make_cluster(name, devices, **overrides)
         if machine.torus:
-            # Slices are what is said to be on the network between them.
+            # With "dcn" in the sharding, each data-parallel replica is a slice.
             slices = int(parallelism.data) if "dcn" in get("sharding") else 1
             inside = make_cluster(machine.name, devices // slices, **overrides)
             return replace(machine, torus=inside.torus, tiers=inside.tiers)

@@ -1,7 +1,7 @@
-"""Published training runs, one a row, as the planner's records.
+"""Published training runs, one per row of a CSV file, as the planner's records.
 
-The columns are those of a CSV file with a source, a machine, a model, a layout and what was
-measured: seconds of a step, tokens a second, bytes, or energy.
+A row has a source, a machine, a model, a layout and what was measured: seconds per step, tokens per
+second, bytes, or energy.
 """
 
 import csv
@@ -25,7 +25,7 @@ from jaxscale.planner.validation.parse_run import (
 
 @dataclass(frozen=True)
 class Row:
-    """A run: what was planned, and what was measured of it (0 where nothing was)."""
+    """A run: its model, machine and layout, and what was measured (0 where nothing was)."""
 
     id: str
     source: str
@@ -37,7 +37,7 @@ class Row:
     step_seconds: float
     memory_bytes: float
     out_of_memory: bool
-    reading: str = "device"  # that the bytes are of; or of its "allocator", or what it "allocated"
+    reading: str = "device"  # what the bytes measure; or "allocator", or "allocated"
     sizes: dict[str, float] = field(default_factory=dict)  # parts of memory, by name, in bytes
     framework: str = ""
     precision: str = ""
@@ -56,13 +56,13 @@ class Bill:
     source: str
     hardware: str
     device_hours: float
-    overhead: float  # of the building, over what the devices draw
+    overhead: float  # PUE: energy of the building over that of the devices
     joules: float
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a file holds; `unhandled` are the sources and reasons of the others."""
+    """What a file holds; `unhandled` has the source of each other row and the reason."""
 
     runs: list[Row]
     bills: list[Bill]
@@ -97,7 +97,7 @@ def to_row(get: Columns) -> Row:
     """One run.
 
     Raises:
-      UnhandledError: it lacks something, or names something that is not known.
+      UnhandledError: the row lacks something, or names something that is not known.
     """
     shape = to_shape(get)
     parallelism = to_choice(get, shape, to_traits(get))
@@ -115,7 +115,7 @@ def to_row(get: Columns) -> Row:
         cluster=machine,
         parallelism=parallelism,
         step_seconds=_step_seconds(get, shape, parallelism),
-        # Where parts are listed, the whole is their sum, not a reading of a device.
+        # Where parts are listed, the total is their sum, not measured on a device.
         memory_bytes=0.0 if failed or sizes else get.float("mem_GB") * unit,
         out_of_memory=failed,
         reading=reading,
@@ -126,15 +126,15 @@ def to_row(get: Columns) -> Row:
 
 
 def _reading(get: Columns) -> tuple[str, float]:
-    """What a figure of memory is of, and its unit: nanotron prints what PyTorch's allocator holds,
-    in units of 2**30 bytes; others read `nvidia-smi`, if they do not say what they allocated."""
+    """What a memory figure measures, and its unit: nanotron prints what PyTorch's allocator holds,
+    in units of 2**30 bytes; others read `nvidia-smi`, unless the notes say "GB allocated"."""
     if get("framework").lower().startswith("nanotron"):
         return "allocator", 2.0**30
     return ("allocated" if "GB allocated" in get("notes") else "device"), 1e9
 
 
 def _step_seconds(get: Columns, shape: ModelShape, parallelism: Parallelism) -> float:
-    """The step as it was measured, or as follows from measured tokens or operations."""
+    """Seconds of a step, as measured, or from measured tokens or FLOPs per second."""
     if get.float("step_time_s"):
         return get.float("step_time_s")
     tokens = float(parallelism.global_batch) * shape.seq_len
@@ -147,7 +147,7 @@ def _step_seconds(get: Columns, shape: ModelShape, parallelism: Parallelism) -> 
 
 
 def _sizes(notes: str) -> dict[str, float]:
-    """Parts of a device's memory that the notes list, in bytes; or a share of the baseline."""
+    """Parts of a device's memory that the notes list, in bytes; or a fraction of the baseline."""
     patterns = {
         "state": r"params\+optimizer ([\d.]+)",
         "activations": r"no recompute ([\d.]+)",

@@ -1,8 +1,8 @@
-"""How far the planner is from published runs: errors by source, ranking, memory.
+"""The planner's errors on published runs: by source, of rankings, of memory.
 
 Physical: constants of hardware and software only. Calibrated: one factor for each machine (a
 source's runs on one kind of device), fitted on a random half of its rows and scored on the other
-half. No row is dropped in silence.
+half. No row is dropped silently.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Score:
 
     rows: int
     handled: int
-    refused: int  # the others: what they say is not enough, or has a word that is not known
+    refused: int  # the others: they say too little, or have a word that is not known
     median_error_physical: float | None
     mean_error_physical: float | None
     median_error_calibrated: float | None
@@ -111,8 +111,8 @@ def validate(path: str | pathlib.Path, seed: int = 0) -> Report:
     """Scores the planner on a file of measured runs.
 
     Args:
-      path: a CSV file, see `rows`.
-      seed: of the halves on which factors are fitted.
+      path: a CSV file, see `published_runs`.
+      seed: of the random halves on which factors are fitted.
     """
     found = read_runs(path)
     results = _calibrate([_predict(row) for row in found.runs], seed)
@@ -165,8 +165,8 @@ def _calibrate(results: list[_Result], seed: int) -> list[_Result]:
 
 
 def _factor(ratios: np.ndarray) -> float:
-    """The middle one of a machine's rows and of one more that we would have right: a single row
-    can be an outlier, and moves the factor half of its way."""
+    """The geometric median of a machine's ratios and one pseudo-observation of 1: a single row can
+    be an outlier, and moves the factor by half of its logarithm."""
     return float(np.exp(np.median(np.log([1.0, *ratios]))))
 
 
@@ -205,8 +205,8 @@ def _score(results: list[_Result], bills: list[Bill], rows: int) -> Score:
 
 def _joules(bill: Bill) -> float:
     chip = find_device(bill.hardware)
-    # As the tables of LLaMA and GLaM count: a device's limit, or its server's share where none
-    # is published, and the building.
+    # As in the tables of LLaMA and GLaM: a device's power limit, or its share of the server's where
+    # none is published, times the overhead of the building.
     limit = chip.system_watts if chip.torus_axes else chip.tdp_watts
     return run_joules(bill.device_hours, limit, bill.overhead)
 
@@ -228,10 +228,11 @@ def _mean(values: list) -> float | None:
 
 
 def _ranking(results: list[_Result], by_precision: bool) -> tuple[list[float], list[bool]]:
-    """Regret of each group, and of each pair whether it is in the right order; by seconds of a
-    token, for a layout may come with a batch of its own.
+    """The regret of each group, and whether each pair is in the right order; by seconds per
+    sequence, since layouts may have different batches.
 
-    A group shares source, trainer's release, model and machine, and its precision if wanted.
+    A group shares source, trainer's release, model and machine, and with `by_precision` also its
+    precision.
     """
     groups = defaultdict(list)
     for result in results:

@@ -1,7 +1,7 @@
-"""By what published trainers differ from ours: facts of the software, by its name and version.
+"""How published trainers differ from ours: facts of the software, by its name and version.
 
-A trait is what a trainer's documentation or code is recalled to say, and never a number that was
-fitted. Which are told apart at all was decided while looking at the errors of published runs.
+A trait is recalled from a trainer's documentation or code, and never a number that was fitted. The
+choice of traits that are modelled was made while looking at the errors of published runs.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from jaxscale.planner.model.parallelism import JAXSCALE, TrainerTraits
 
 MEGATRON_2021 = replace(
     JAXSCALE,
-    lockstep=False,  # each rank goes on as soon as its message is there
+    lockstep=False,  # each rank continues as soon as its message has arrived
     sequence_parallel=False,  # came with arXiv 2205.05198
     attention="written",
     fused=False,  # bias + GELU, bias + dropout + add and softmax are fused, nothing else
@@ -34,7 +34,7 @@ MEGATRON_CORE = replace(
     attention="fused",
     context_bytes=1.0e9,  # kernels are loaded when they are used (CUDA 11.7 on)
     fused=True,  # Transformer Engine
-    launch_seconds=16e-6,  # whose modules spend about 100 us of Python on a product and its casts
+    launch_seconds=16e-6,  # whose modules spend about 100 us of Python on a matmul and its casts
     loss="fused",
     dropout=False,
     attention_seen=True,
@@ -73,11 +73,11 @@ PYTORCH_3D = replace(
     gradient_bytes=4,
 )
 
-BY_FRAMEWORK = {  # the longest beginning of a framework's name counts
+BY_FRAMEWORK = {  # the longest matching prefix of a framework's name applies
     "megatron-lm": MEGATRON_2021,
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "gpt-neox": MEGATRON_DEEPSPEED,
-    # By modules, as long as no more than `stage3_max_live_parameters` are whole, its default.
+    # Module by module, with at most `stage3_max_live_parameters` gathered (its default).
     "deepspeed": replace(
         MEGATRON_2021,
         overlap_gradients=True,
@@ -86,7 +86,7 @@ BY_FRAMEWORK = {  # the longest beginning of a framework's name counts
         gather_params=1e9,
     ),
     "megatron-bridge": MEGATRON_CORE,
-    # Since 26.06: exchanges that sort (HybridEP); see also `nvidia_recipes.py`.
+    # Since 26.06: all-to-alls that also sort (HybridEP); see also `nvidia_recipes.py`.
     "megatron-bridge 26.06": MEGATRON_CORE_2606,
     "megatron-bridge 26.08": MEGATRON_CORE_2606,
     "nemo": MEGATRON_CORE,
@@ -113,8 +113,8 @@ BY_FRAMEWORK = {  # the longest beginning of a framework's name counts
 }
 
 SELECTIVE = ("selective", "selective recompute only", "selective(attention core)", "sp+selective")
-"""What Megatron, its descendants and nanotron call it: of a layer, attention's core runs again
-(arXiv 2205.05198). Other trainers mean other things by the word."""
+"""Names of selective recomputation in Megatron, its descendants and nanotron: only attention's core
+is recomputed (arXiv 2205.05198). Other trainers mean other things by the word."""
 
 SELECTIVE_TRAINERS = ("megatron", "gpt-neox", "nemo", "nanotron", "")
 
@@ -141,15 +141,16 @@ MAXTEXT_POLICIES = {
     "qkv_proj_offloaded": ("offload", _QKV),
     "save_out_proj": ("save", ("out_proj",)),
 }
-"""MaxText's `remat_policy`: what of a layer is kept or offloaded, of the names that its
-`get_remat_policy` lists (`layers/decoders.py`). The result of a layer's last product, "mlpwo", is
-left out: no backward pass needs it."""
+"""MaxText's `remat_policy`: the activations of a layer that are saved or offloaded, by the names in
+its `get_remat_policy` (`layers/decoders.py`). The output of a layer's last matmul, "mlpwo", is left
+out: no backward pass needs it."""
 
 
 def policy_of(word: str, framework: str) -> str | None:
     """The policy of ours that a trainer's word for recomputation means.
 
-    "" is what a run does not say. None is a word that this trainer is not known to have.
+    "" is a run that does not say. None is returned for a word that this trainer is not known to
+    have.
     """
     word, framework = word.lower(), framework.lower()
     if word in ("", "none", "sp only", "unknown(selective/none)"):
@@ -167,7 +168,7 @@ def policy_of(word: str, framework: str) -> str | None:
 
 
 def traits_of(framework: str) -> TrainerTraits | None:
-    """Of a trainer by its name, any case, version behind it; None if it is not known."""
+    """The traits of a trainer by name and version, any case; None if it is not known."""
     name = framework.lower()
     found = [known for known in BY_FRAMEWORK if name.startswith(known)]
     return BY_FRAMEWORK[max(found, key=len)] if found else None
