@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import logging
 import math
-import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NoReturn
@@ -63,9 +62,10 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     """
 
     def read(text: str) -> int:
-        if not re.fullmatch(r"[+-]?\d+", text.strip()):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-        number = int(text)
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if not least <= number <= most:
             raise argparse.ArgumentTypeError(f"{text} is not from {least} to {most}")
         return number
