@@ -1,7 +1,7 @@
 """What this machine has, what it lacks, and whether a small sharded step works on it.
 
-JAX is imported inside functions here: a mistyped flag is answered first, and an installation that
-is broken is a finding, not a crash.
+JAX is imported inside functions: a mistyped flag is refused first, and a broken installation is
+reported, not a crash.
 """
 
 import argparse
@@ -53,10 +53,10 @@ EXTRAS = {
     "mlflow": ("mlflow-skinny",),
     "dev": ("pytest", "pytest-xdist", "hypothesis", "ruff", "pyright", "import-linter"),
 }
-"""Extra of the package -> distributions whose absence shows that it is not installed."""
+"""Extra of the package -> distributions that must all be present when it is installed."""
 
 ACCELERATORS = {"/dev/nvidia0": ("gpu", "cuda13"), "/dev/accel0": ("tpu", "tpu")}
-"""A file that a driver makes -> what JAX calls the platform, and the extra that serves it."""
+"""A device file that a driver creates -> JAX's name of the platform, and the extra for it."""
 
 
 def versions() -> dict[str, str | None]:
@@ -118,9 +118,9 @@ def xla_flags() -> dict[str, Any]:
 def self_test() -> dict[str, Any]:
     """One step of gradient descent with weights and batch spread over all devices of all processes.
 
-    Weights are gathered, multiplied, and their gradient scattered back, as a fully sharded step
-    does. All numbers are small integers, exact in float32 in any order of summation: NumPy must
-    find the same weights to the bit, and the loss, a large sum, to rounding.
+    Weights are all-gathered, and their gradient reduce-scattered, as a fully sharded step does. All
+    numbers are small integers, exact in float32 in any order of summation: the weights must equal
+    NumPy's to the bit, and the loss, a large sum, up to rounding.
 
     Returns:
       `passed`, `seconds`, and `error`: what went wrong, or None.
@@ -163,13 +163,13 @@ def self_test() -> dict[str, Any]:
             for shard in updated.addressable_shards
         )
         error = None if agrees else "the result differs from NumPy's"
-    except Exception as failure:  # whatever it is, it is the finding
+    except Exception as failure:  # any error is reported as the result
         error = f"{type(failure).__name__}: {failure}"
     return {"passed": error is None, "seconds": time.perf_counter() - start, "error": error}
 
 
 def examine() -> dict[str, Any]:
-    """Everything that `main` prints, as plain data; `problems` is empty on a healthy machine."""
+    """Everything that `main` prints, as plain data; `problems` is empty when there is none."""
     report: dict[str, Any] = {"versions": versions(), "missing_extras": missing_extras()}
     report["host"] = {
         "name": socket.gethostname(),
@@ -197,7 +197,7 @@ def examine() -> dict[str, Any]:
 
 
 def problems(installed: dict[str, str | None], test: dict[str, Any]) -> list[str]:
-    """What must be mended before training."""
+    """What must be fixed before training."""
     found = [
         f"{name} is not installed: uv sync --inexact"
         for name, got in installed.items()
@@ -216,7 +216,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def show(report: dict[str, Any]) -> str:
-    """The report for a person."""
+    """The report as text."""
     lines = ["versions"]
     lines += [f"  {name:18} {got or 'missing'}" for name, got in report["versions"].items()]
     for number, one in enumerate(report["processes"]):
@@ -238,7 +238,7 @@ def show(report: dict[str, Any]) -> str:
     outcome = "agrees with NumPy" if test["passed"] else "FAILED"
     lines += ["self-test", f"  a small fully sharded step {outcome}, {test['seconds']:.1f} s"]
     lines.append("verdict")
-    # What all processes lack is said once.
+    # A problem of several processes is printed once.
     found = dict.fromkeys(text for one in report["processes"] for text in one["problems"])
     lines += [f"  problem: {text}" for text in found]
     lines += [f"  hint: {text}" for text in report["hints"]]
@@ -261,7 +261,7 @@ def _machine(host: dict[str, Any], devices: list[dict[str, Any]]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; 1 when something must be mended before training."""
+    """Runs the command; 1 when something must be fixed before training."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.doctor",
         description="Versions, devices, missing extras, compiler flags, and a self-test.",

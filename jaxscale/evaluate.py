@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = run_folder.load_config(options.workdir, overrides)
         if not config.data.heldout:
             raise ValueError(
-                "data.heldout = 0: this run kept no text apart, so there is none to evaluate on; "
+                "data.heldout = 0: this run held out no text, so there is none to evaluate on; "
                 "train with data.heldout above 0"
             )
         place = launcher.find_processes(options)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(options: argparse.Namespace, config: configs.Config, overrides: list[str]) -> int:
-    # JAX is imported only now: a typo is answered at once.
+    # JAX is imported only now, so that a typo is refused at once.
     import jax  # noqa: PLC0415
 
     from jaxscale.run import setup  # noqa: PLC0415
@@ -64,8 +64,8 @@ def _evaluate(options: argparse.Namespace, config: configs.Config, overrides: li
     assert text.heldout is not None, "refused above"
     if metadata["data"]["fingerprint"] != text.train.fingerprint:
         log.info(
-            "note: the text or its settings are not those of the training: these numbers do not "
-            "compare with the run's own, and the model may have seen the text"
+            "note: the text or its settings differ from those of training: these numbers are not "
+            "comparable with the run's own, and the model may have been trained on the text"
         )
     evaluation = setup.evaluate_loss(
         engine, params, text.heldout, config.data.global_batch_size, options.max_batches

@@ -1,6 +1,6 @@
 """python -m jaxscale.generate --workdir DIR --prompt TEXT [--prompt TEXT ...]
 
-Writes on from prompts with a run's newest checkpoint.
+Continues prompts with a run's newest checkpoint.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(
     options: argparse.Namespace, config: configs.Config, overrides: list[str], prompts: list[str]
 ) -> int:
-    # JAX is imported only now: a typo is answered at once.
+    # JAX is imported only now, so that a typo is refused at once.
     import jax  # noqa: PLC0415
 
     from jaxscale.run import setup  # noqa: PLC0415
@@ -67,7 +67,7 @@ def _generate(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.generate",
-        description="Writes on from prompts with a run's newest checkpoint.",
+        description="Continues prompts with a run's newest checkpoint.",
     )
     run_folder.add_workdir_flags(parser)
     launcher.add_process_flags(parser)
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         action="append",
         default=[],
-        help="how a text begins ('': a new one); may be repeated",
+        help="the text to continue ('': a new document); may be repeated",
     )
     parser.add_argument(
         "--prompt_file", metavar="FILE", type=pathlib.Path, help="a prompt on each line"
@@ -86,35 +86,35 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         type=command_line.whole(1, 2**24),
         default=128,
-        help="tokens to add, at most; default 128",
+        help="at most this many new tokens; default 128",
     )
     parser.add_argument(
         "--temperature",
         metavar="T",
         type=command_line.real(0, 1e6),
         default=0.8,
-        help="0 takes the likeliest token; default 0.8",
+        help="0 is greedy decoding; default 0.8",
     )
     parser.add_argument(
         "--top_k",
         metavar="K",
         type=command_line.whole(0, 2**31 - 1),
         default=0,
-        help="draw among the K likeliest tokens; default 0, all",
+        help="sample from the K most likely tokens; default 0, all",
     )
     parser.add_argument(
         "--top_p",
         metavar="P",
         type=command_line.real(0, 1, above=True),
         default=0.95,
-        help="draw among the likeliest that share P; default 0.95",
+        help="sample from the most likely tokens of total probability P; default 0.95",
     )
     parser.add_argument(
         "--seed",
         metavar="N",
         type=command_line.whole(0, 2**32 - 1),
         default=0,
-        help="the same seed draws the same text; default 0",
+        help="of the random draws; default 0",
     )
     parser.add_argument(
         "--json", metavar="FILE", type=pathlib.Path, help="write the texts there too"

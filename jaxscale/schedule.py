@@ -1,4 +1,4 @@
-"""Draws a pipeline schedule and says what it costs.
+"""Draws a pipeline schedule, and prints its time, bubble and memory.
 
 python -m jaxscale.schedule 1f1b --stages 8 --microbatches 32
 """
@@ -36,14 +36,14 @@ KEYS = (
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command; prints for a person, and writes the files that were asked for."""
+    """The command: prints the schedule, and writes the files that were asked for."""
     args, _ = command_line.parse(_parser(), argv)
     with command_line.refusals():
         costs = parse_costs(args.costs)
         if args.keep and not costs.r:
             raise ValueError(
-                f"--keep {args.keep} says how many passes need not be recomputed, and none is; ask "
-                "for recomputing by its cost, as with --costs r=1, or leave --keep out"
+                f"--keep {args.keep} exempts passes from recompute, and there is none: give "
+                "recompute a cost, as with --costs r=1, or leave --keep out"
             )
         check_size(args.stages, args.microbatches, args.virtual_stages, args.sequence_chunks)
         order = make_order(
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def check_size(*numbers: int | None) -> None:
-    """Refuses a table that nobody could look at, and that would take hours to make.
+    """Refuses a table that would take hours to build, and is too large to read.
 
     Raises:
       ValueError: with the number of its operations.
@@ -87,7 +87,7 @@ def parse_costs(text: str) -> Costs:
     """Reads "f=1,b=2"; what is left out keeps its default.
 
     Raises:
-      ValueError: an unknown kind, or no number that a time can be.
+      ValueError: an unknown kind, or a number that is no time.
     """
     costs = Costs()
     for part in text.split(","):
@@ -96,7 +96,7 @@ def parse_costs(text: str) -> Costs:
         if kind not in Costs._fields:
             hint = did_you_mean(kind.lower(), Costs._fields)
             raise ValueError(
-                f"--costs {part!r} is of no kind that has a cost; write f=1,b=1,w=1,r=0{hint}"
+                f"--costs {part!r} is not a kind of operation; write f=1,b=1,w=1,r=0{hint}"
             )
         try:
             cost = command_line.real(0, 1e9)(number)
@@ -107,7 +107,8 @@ def parse_costs(text: str) -> Costs:
 
 
 def describe_schedule(table: Table, run: Run, columns: int = 0) -> str:
-    """The timeline and the numbers of a run, for a terminal of so many columns (0: any)."""
+    """The timeline and the numbers of a simulated step, for a terminal of `columns` columns (0: any
+    width)."""
     timelines = [draw.timeline_text(table, run.start, run.duration, columns)]
     if not np.allclose(run.start, run.lockstep_start):
         timelines = [
@@ -144,8 +145,8 @@ def _headline(table: Table) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.schedule",
-        description="Draws a pipeline schedule and says how long it takes, how much of that is "
-        "idle, what each rank must keep, and what it sends.",
+        description="Draws a pipeline schedule, and prints its makespan, its idle share, the peak "
+        "activation memory of each rank, and its messages.",
         epilog=f"Schedules: {', '.join(NAMES)}, module:RECORD for one of your own, or a CSV file "
         "with a row of operations for each rank (2F0 is stage 2, forward, micro-batch 0; kinds F, "
         "R, B, W and X).",
@@ -169,12 +170,12 @@ def _parser() -> argparse.ArgumentParser:
         type=command_line.whole(0, MOST_OPERATIONS),
         default=0,
         metavar="K",
-        help="passes that a rank keeps at a time and need not recompute; takes a cost of recompute",
+        help="passes whose residuals a rank saves at a time, and need no recompute; needs r > 0",
     )
-    add("--fused", action="store_true", help="the backward as one operation of cost b + w")
-    add("--png", metavar="FILE", help="draw it to a picture")
+    add("--fused", action="store_true", help="the backward pass as one operation, of cost b + w")
+    add("--png", metavar="FILE", help="write the timeline as a picture")
     add("--json", metavar="FILE", help="write the numbers")
-    add("--csv", metavar="FILE", help="write the order, to edit and give back as NAME")
+    add("--csv", metavar="FILE", help="write the schedule, to edit and pass as NAME")
     return parser
 
 

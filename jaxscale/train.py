@@ -1,6 +1,6 @@
 """python -m jaxscale.train --config configs/X.py [--workdir DIR] [--config.section.key=value ...]
 
-Trains a model. When the folder holds a checkpoint, the run continues from it.
+Trains a model. When the folder holds a checkpoint, the run resumes from it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.train",
-        description="Trains a model; continues when the folder holds a checkpoint.",
+        description="Trains a model; resumes when the folder holds a checkpoint.",
         epilog="Any leaf of the config can be set: --config.optimizer.learning_rate=1e-3",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="a file in configs/")
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--describe",
         action="store_true",
-        help="print the layout and every parameter's place, and stop",
+        help="print the layout and the sharding of every parameter, and stop",
     )
     parser.add_argument(
         "--profile",
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--skip_memory_check",
         action="store_true",
-        help="train even where the formulas see no room for a step",
+        help="train even where the predicted memory exceeds the device",
     )
     parser.add_argument(
         "--json", metavar="FILE", type=pathlib.Path, help="write the summary of the run there too"
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(
     options: argparse.Namespace, config: configs.Config, workdir: pathlib.Path, started: float
 ) -> int:
-    # JAX is imported only now: a typo is answered at once.
+    # JAX is imported only now, so that a typo is refused at once.
     import jax  # noqa: PLC0415
 
     from jaxscale.run import setup, trainer  # noqa: PLC0415
@@ -101,19 +101,19 @@ def _train(
             ready, trackers=options.trackers, profile=options.profile, started=started
         )
     except trainer.Stopped as stopped:
-        log.info(f"{stopped}; the same command continues from there")
+        log.info(f"{stopped}; the same command resumes from there")
         return 128 + stopped.number
     except FloatingPointError as error:
         command_line.refuse(str(error), status=1)
     if options.json and jax.process_index() == 0:
         options.json.write_text(json.dumps(summary, indent=2) + "\n")
     _show_sample(ready, state.params)
-    log.info(_how_to_go_on(options.config, workdir, ready.config))
+    log.info(_next_steps(options.config, workdir, ready.config))
     return 0
 
 
 def _show_sample(trainer: Any, params: Any) -> None:
-    """What the model now writes. The run is complete and saved: if this fails it only says so."""
+    """Prints a sample. The run is complete and saved: a failure here is only a warning."""
     from jaxscale.training import sampling  # noqa: PLC0415
 
     model = trainer.config.model
@@ -130,9 +130,9 @@ def _show_sample(trainer: Any, params: Any) -> None:
     log.info(f"\nA sample at step {trainer.config.run.steps}:\n\n{sampling.printable(text)}")
 
 
-def _how_to_go_on(path: str, workdir: pathlib.Path, config: configs.Config) -> str:
+def _next_steps(path: str, workdir: pathlib.Path, config: configs.Config) -> str:
     return f"""
-How to go on:
+Next steps:
   python -m jaxscale.evaluate --workdir {workdir}
   python -m jaxscale.generate --workdir {workdir} --prompt "def main("
 {_how_to_train_longer(config)}
@@ -143,7 +143,7 @@ How to go on:
 
 
 def _how_to_train_longer(config: configs.Config) -> str:
-    """With what becomes of the learning rate: a decay belongs where the end is known."""
+    """And what the learning rate then does: it should decay at the end of training."""
     from jaxscale.training.learning_rate import schedule_of  # noqa: PLC0415
 
     steps = config.run.steps
@@ -153,7 +153,7 @@ def _how_to_train_longer(config: configs.Config) -> str:
   ... and decay:     with --config.optimizer.schedule=wsd \\
                        --config.optimizer.schedule_steps={2 * steps} too: over the last fifth"""
     rate = schedule_of(config.optimizer, config.schedule_steps)(steps)
-    return f"""{longer}; the learning rate goes on from {rate:.3g}
+    return f"""{longer}; the learning rate continues from {rate:.3g}
   end not known yet: start with --config.optimizer.schedule=constant, and decay once it is"""
 
 

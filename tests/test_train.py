@@ -92,7 +92,7 @@ def test_a_run_leaves_what_it_says(whole):
         "first step done",
         "eval loss",
         "A sample at step 6",
-        "How to go on",
+        "Next steps",
         "layers/attention/q",
     ):
         assert said in printed
@@ -147,7 +147,7 @@ def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):
         done = train(
             *TINY, "--workdir", tmp_path, "--config.run.steps=6", "--config.run.eval_every=3"
         )
-        assert "continuing at step" in done.stdout
+        assert "resuming at step" in done.stdout
     assert records(tmp_path) == records(workdir)
 
 

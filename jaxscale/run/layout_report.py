@@ -1,4 +1,4 @@
-"""What a layout means for a model, as text: where every parameter lives and what it costs."""
+"""A layout as text (`--describe`): where every parameter is, and the memory a step needs."""
 
 import dataclasses
 import math
@@ -30,13 +30,13 @@ from jaxscale.training.gradients import pipeline_buffers
 from jaxscale.training.step import Engine
 
 LARGE_BYTES = 1 << 20
-"""A replicated parameter from this size on is worth a warning."""
+"""A replicated parameter of at least this size gets a warning."""
 
 
 def describe_layout(engine: Engine) -> str:
-    """The layout, what it and its alternatives need on each device, and a line for every parameter.
+    """The layout, the memory of it and of its alternatives, and a line for every parameter.
 
-    Bytes are those of formulas (`planner.memory`), without compiling.
+    Bytes are predicted by `planner.memory`, without compiling.
     """
     parts = [_summary(engine), *_pipeline(engine), _stages(engine), *_remats(engine)]
     parts += _offloads(engine)
@@ -65,7 +65,7 @@ def _summary(engine: Engine) -> str:
 
 
 def _optimizer(engine: Engine) -> list[tuple[str, str]]:
-    """What Muon's update computes on each device."""
+    """FLOPs of Muon's update on each device."""
     if engine.config.optimizer.name != "muon":
         return []
     sizes, model = engine.layout.sizes, engine.config.model
@@ -79,7 +79,7 @@ def _optimizer(engine: Engine) -> list[tuple[str, str]]:
         for array in parameters(model)
         if array.part == "layers" and (pair := [math.prod(side) for side in sides(array)])
     )
-    where = f", dealt over {' x '.join(over)}" if over else ""
+    where = f", split over {' x '.join(over)}" if over else ""
     return [
         (
             "optimizer",
@@ -90,11 +90,11 @@ def _optimizer(engine: Engine) -> list[tuple[str, str]]:
 
 
 def _pipeline(engine: Engine) -> list[str]:
-    """What a rank does, and keeps between the ticks of a step."""
+    """The schedule of a rank, and the buffers that it holds between ticks."""
     if engine.stages is None:
         return []
     zero = engine.zero
-    kept = pipeline_buffers(
+    buffers = pipeline_buffers(
         engine.model,
         engine.layout,
         zero,
@@ -103,15 +103,15 @@ def _pipeline(engine: Engine) -> list[str]:
         engine.abstract_state.params,
         engine.abstract_batch,
     )
-    kept = {name: _size(tree) for name, tree in kept.items()}
+    buffers = {name: _size(tree) for name, tree in buffers.items()}
     outer = {name: engine.abstract_state.params[name] for name in ("embed", "head")}
     axes = {name: zero.axes[name] for name in outer}
     whole = {**WEIGHTS, "embed": (), "outer_embed": ()}
-    kept["embedding and head, whole"] = tree_bytes(
+    buffers["embedding and head, gathered"] = tree_bytes(
         outer, axes, whole, zero.sizes, zero.compute_dtype.itemsize
     )
     rows = [*summary.table_rows(engine.stages)]
-    rows += [(f"keeps: {name}", human_bytes(size)) for name, size in kept.items() if size]
+    rows += [(f"buffer: {name}", human_bytes(size)) for name, size in buffers.items() if size]
     return ["pipeline\n" + table(rows)]
 
 
@@ -141,14 +141,14 @@ def _peak(engine: Engine) -> str:
 
 
 def _remats(engine: Engine) -> list[str]:
-    """What each policy keeps, and what it costs."""
+    """What each remat policy saves for the backward pass, its peak memory and added FLOPs."""
     config, layout = engine.config, engine.layout
     if engine.stages:
         return _passes(engine, engine.stages)
     policies = [*REMATS, *([] if layout.remat in REMATS else [layout.remat])]
     predicted = {remat: _predict(engine, remat=remat) for remat in policies}
     policies.sort(key=lambda remat: -predicted[remat].stash)
-    rows = [("", "layers keep", "whole step", "FLOPs")]
+    rows = [("", "saved by layers", "whole step", "FLOPs")]
     for remat in policies:
         chosen, needs = " *" if remat == layout.remat else "", predicted[remat]
         more = config.model.hardware_flops_per_token(config.data.seq_len, remat=remat)
@@ -165,10 +165,10 @@ def _remats(engine: Engine) -> list[str]:
 
 
 def _passes(engine: Engine, chosen: PipelineStages) -> list[str]:
-    """What keeping some passes of a pipeline costs and brings, from none to all."""
+    """Memory and time of a pipeline that saves the residuals of none, some or all passes."""
     layout = engine.layout
     if layout.schedule_spec.name.endswith(".csv"):
-        return []  # it says itself what is recomputed
+        return []  # the file itself says what is recomputed
 
     def open_with(remat: str) -> PipelineStages:
         changed = dataclasses.replace(layout, remat=remat)
@@ -180,7 +180,7 @@ def _passes(engine: Engine, chosen: PipelineStages) -> list[str]:
     everything = open_with("none")
     shortest = seconds(everything)
     most = everything.program.slots["residual_b"]
-    # With all but one kept, that one would need as much room as keeping it, too.
+    # With all but one saved, recomputing that one needs as much memory as saving it.
     some = sorted({most * quarters // 4 for quarters in (1, 2, 3)} - {0, most - 1, most})
     policies = ["none", *(f"keep:{n}" for n in reversed(some)), "full"]
     policies += [layout.remat] * (layout.remat not in policies)
@@ -201,7 +201,7 @@ def _passes(engine: Engine, chosen: PipelineStages) -> list[str]:
 
 
 def _offloads(engine: Engine) -> list[str]:
-    """What each of them moves; the back end must have host memory of its own."""
+    """Bytes that each kind of offload moves; needs a back end with separate host memory."""
     if engine.layout.pipeline > 1:
         return []
     rows = []
@@ -214,7 +214,7 @@ def _offloads(engine: Engine) -> list[str]:
 
 
 def _predict(engine: Engine, **changes: Any) -> Memory:
-    """As the back end's compiler orders a step."""
+    """The predicted memory of a step, as this back end's compiler orders it."""
     platform = engine.mesh.devices.flat[0].platform
     layout = dataclasses.replace(engine.layout, **changes)
     config = dataclasses.replace(engine.config, layout=layout)
@@ -240,15 +240,15 @@ def _parameters(engine: Engine) -> str:
 
 
 def _warnings(engine: Engine) -> list[str]:
-    """A line for each large parameter that the layout could shard and does not, one for state that
-    replicas hold alike, and one for a pipeline that idles much."""
+    """A line for each large parameter that the layout could shard and does not, one for replicated
+    state that could be sharded, and one for a pipeline with a large bubble."""
     sizes = engine.zero.sizes
     shards = [
         axis for axis, on in (("tensor", sizes["tensor"] > 1), ("fsdp", engine.zero.gathers)) if on
     ]
     found = [
-        f"warning: {name} ({human_bytes(leaf.size * leaf.dtype.itemsize)}) is whole on every rank "
-        f"of {' and '.join(shards)}: none of its axes is spread over them"
+        f"warning: {name} ({human_bytes(leaf.size * leaf.dtype.itemsize)}) is replicated over "
+        f"{' and '.join(shards)}: none of its axes is sharded over them"
         for name, _, leaf in _leaves(engine)
         if shards and leaf.size * leaf.dtype.itemsize >= LARGE_BYTES
         if not any(leaf.sharding.spec)
@@ -260,14 +260,14 @@ def _warnings(engine: Engine) -> list[str]:
 
 
 def _replicated(engine: Engine) -> list[str]:
-    """What the ranks of data and fsdp hold alike and could share out."""
+    """Parameters and optimizer state that ranks of data and fsdp replicate and could shard."""
     layout, config = engine.layout, engine.config
     alone = layout.data * layout.fsdp
     sharded = dataclasses.replace(layout, data=1, fsdp=alone, zero_stage=3)
     try:
         check_parameters(dataclasses.replace(config, layout=sharded))
     except ValueError:
-        return []  # dimensions that do not divide over so many
+        return []  # a dimension does not divide over that many ranks
     now, then = _predict(engine), _predict(engine, data=1, fsdp=alone, zero_stage=3)
     here, there = (needs.parameters + needs.optimizer for needs in (now, then))
     if here - there < LARGE_BYTES:

@@ -36,7 +36,7 @@ class Recorder:
       train: the examples that the steps read.
       begin: steps done before.
       trackers: where metrics go besides files.
-      started: `time.monotonic()` when the process began.
+      started: `time.monotonic()` when the process started.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Recorder:
         self._train, self._batch_size = train, data.global_batch_size
         self._pending: tuple[int, StepMetrics, float] | None = None
         self._data_seconds = 0.0
-        self._mark = time.monotonic()  # when the step before was done
+        self._mark = time.monotonic()  # when the previous step was done
         self._shown = -math.inf
         self._recent: list[float] = []
         self._last: dict[str, Any] = {}
@@ -80,13 +80,13 @@ class Recorder:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around the wait for input."""
+        """Times the wait for input, as a context around it."""
         begin = time.monotonic()
         yield
         self._data_seconds = time.monotonic() - begin
 
     def push(self, step: int, out: StepMetrics) -> None:
-        """A step was dispatched; writes the one before it."""
+        """Call after a step is dispatched; writes the previous one."""
         pending, self._pending = self._pending, (step, out, self._data_seconds)
         if pending:
             self._record(*pending)
@@ -94,7 +94,7 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Waits for the last step and writes it; what follows is not part of any step."""
+        """Waits for the last step and writes it; time from here on counts for no step."""
         pending, self._pending = self._pending, None
         if pending:
             self._record(*pending)
@@ -122,7 +122,7 @@ class Recorder:
         return summary
 
     def close(self) -> None:
-        """Closes the files, also of a run that failed."""
+        """Closes the files; call it after a failure, too."""
         self.metrics.close()
 
     def _record(self, step: int, out: StepMetrics, data_seconds: float) -> None:

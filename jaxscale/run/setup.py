@@ -1,4 +1,4 @@
-"""What every command does with a run's folder: its config, engine, text, parameters, evaluation."""
+"""What the commands share: opening a run's engine, text and parameters, and evaluation."""
 
 import contextlib
 import dataclasses
@@ -73,7 +73,7 @@ def resolve_layout(config: Config, workdir: pathlib.Path | None = None) -> Confi
     and without sizes of -1.
 
     Args:
-      workdir: of a run that may have begun; one with layout = "auto" keeps the layout it took.
+      workdir: of a run that may have started; one with layout = "auto" keeps its first choice.
     """
     config = planned(config, workdir)
     layout = resolve_sizes(config.layout, jax.device_count())
@@ -81,13 +81,13 @@ def resolve_layout(config: Config, workdir: pathlib.Path | None = None) -> Confi
 
 
 def check_memory(engine: Engine) -> None:
-    """Refuses, before anything is compiled, a step that cannot have room on these devices, as far
-    as their memory is known.
+    """Refuses, before anything is compiled, a step that is predicted not to fit the memory of these
+    devices, where their memory is known.
 
     Raises:
       ValueError: with the number of micro-batches that fits.
     """
-    # As in `planned`.
+    # Imported here as in `planned`.
     from jaxscale.planner.memory.room import check_room  # noqa: PLC0415
     from jaxscale.planner.search.space import MEMORY_FRACTION  # noqa: PLC0415
 
@@ -100,22 +100,22 @@ def check_memory(engine: Engine) -> None:
 
 
 def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
-    """The config with the layout that the planner takes, where it is left to the planner."""
+    """The config with the layout that the planner chooses, where layout is "auto"."""
     if not config.layout.auto:
         return config
-    # Twenty modules that most runs have no use for.
+    # Imported here: twenty modules that most runs do not need.
     from jaxscale.planner.auto_layout import choose_layout  # noqa: PLC0415
     from jaxscale.planner.report.text_report import layout_text  # noqa: PLC0415
 
     begun = workdir / "config.json" if workdir else None
     if begun and begun.is_file():
         layout = configs.from_dict(json.loads(begun.read_text())).layout
-        log.info(f"layout = 'auto': {layout_text(layout)}, as the run began")
+        log.info(f"layout = 'auto': {layout_text(layout)}, as when the run started")
         return dataclasses.replace(config, layout=layout)
     device = jax.devices()[0]
     plan = choose_layout(config, device.device_kind, device.platform, jax.device_count())
     log.info(
-        f"layout = 'auto' takes {layout_text(plan.layout)}: predicted {plan.step_seconds:.4g} s "
+        f"layout = 'auto' chose {layout_text(plan.layout)}: predicted {plan.step_seconds:.4g} s "
         f"per step and {gigabytes(plan.memory_bytes)} of "
         f"{gigabytes(plan.limit_bytes)} per device"
     )
@@ -124,9 +124,9 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
 
 def for_sampling(config: Config) -> Config:
     """The config for a command that only samples: it has no batches, no schedule and its own
-    attention, so what the run says of them need not fit the devices at hand.
+    attention, so the run's settings for those need not fit the devices at hand.
 
-    The ranks of a pipeline share every layer, as ranks of fsdp, where d_model divides.
+    The ranks of a pipeline become ranks of fsdp where d_model divides, else of data.
     """
     layout = resolve_sizes(config.layout, jax.device_count())
     if layout.pipeline > 1:
@@ -151,23 +151,23 @@ def for_sampling(config: Config) -> Config:
 
 
 def open_tokenizer(config: Config, workdir: pathlib.Path) -> Tokenizer:
-    """The tokenizer of a run that has begun, without its text.
+    """The tokenizer of a run that has started, without its text.
 
     Raises:
-      FileNotFoundError: the folder has lost the tokenizer that was trained for it.
+      FileNotFoundError: the tokenizer trained for this run is missing from its folder.
       ValueError: the tokenizer cannot be used with this model; names the setting.
     """
     name, path = config.data.tokenizer, workdir / "tokenizer.json"
     if name.startswith("bpe:") and not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing: the byte pairs of data.tokenizer = {name!r} that the run was "
-            "trained with; put it back"
+            "trained with; restore the file"
         )
     return _fitting(load_tokenizer(name, directory=workdir), config)
 
 
 def open_text(config: Config, workdir: pathlib.Path) -> Text:
-    """Reads, and the first time tokenises, what `config.data` names.
+    """Opens the text that `config.data` names; tokenises it the first time.
 
     Raises:
       ValueError: the data cannot be used with this model; names the setting.

@@ -1,4 +1,4 @@
-"""Signals that end a run: SIGINT and SIGTERM, held until a step is done and saved."""
+"""Signal handling: SIGINT and SIGTERM stop a run after the current step, with a checkpoint."""
 
 import contextlib
 import logging
@@ -10,13 +10,13 @@ log = logging.getLogger("jaxscale")
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[Callable[[], int]]:
-    """Holds SIGINT and SIGTERM back until the loop asks; the number received, or 0."""
+    """Defers SIGINT and SIGTERM; yields a function that returns the number received, or 0."""
     numbers = [0]
 
     def note(number, frame):
         numbers[0] = number
         log.warning(f"{signal.Signals(number).name}: finishing the step, then saving ...")
-        # A second one acts at once.
+        # A second one gets the previous handler, and acts at once.
         signal.signal(number, before[number])
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -56,7 +56,7 @@ class Stopped(Exception):  # noqa: N818 - a stop that was asked for is no error
 
 @dataclass(frozen=True)
 class Trainer:
-    """Finished objects, ready to train from step `begin` on."""
+    """Everything that `fit` needs to train from step `begin` on."""
 
     config: Config  # its layout resolved
     engine: Engine
@@ -64,7 +64,7 @@ class Trainer:
     checkpoints: Checkpoints
     begin: int  # steps done
     text: Text
-    state: TrainState  # given up to `fit`
+    state: TrainState  # donated by `fit`
     step: Step  # compiled
 
 
@@ -74,13 +74,13 @@ def open_trainer(
     """Checks everything, reads the text, compiles the step, and restores the newest checkpoint.
 
     Args:
-      skip_memory_check: compiles a step even when the formulas say that it has no room.
+      skip_memory_check: compiles a step even when the predicted memory exceeds the devices'.
 
     Returns:
       None when the run is complete already.
 
     Raises:
-      ValueError: settings that do not go together, with each other, the devices, the data or the
+      ValueError: settings that are incompatible with each other, the devices, the data or the
         checkpoint. Layouts and shapes are refused before anything is compiled.
     """
     run = config.run
@@ -98,7 +98,7 @@ def open_trainer(
         checkpoints.close()
         log.info(
             f"nothing to do: run.steps = {run.steps} and {workdir} is at step {begin}; "
-            "raise run.steps to go on"
+            "raise run.steps to train longer"
         )
         return None
     text, step = _read_and_compile(config, engine, workdir)
@@ -117,7 +117,7 @@ def fit(
     profile: range = range(0),
     started: float | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Trains until `run.steps`, writing metrics, evaluations and checkpoints on the way.
+    """Trains until `run.steps`, and writes metrics, evaluations and checkpoints.
 
     Args:
       trackers: where metrics go besides files: "tensorboard", "wandb", "mlflow".
@@ -154,8 +154,8 @@ def _read_and_compile(config: Config, engine: Engine, workdir: pathlib.Path) -> 
     """Reads and tokenises the text while the compiler works."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         reading = pool.submit(processes.first, "text", lambda: open_text(config, workdir))
-        # What is wrong at once (a missing source, a tokenizer's name) does not wait for the
-        # compiler.
+        # An error that shows at once (a missing source, a tokenizer's name) is not held back
+        # until the compiler is done.
         if reading in concurrent.futures.wait([reading], timeout=1).done:
             reading.result()
         step = compile_step(engine)
@@ -163,14 +163,14 @@ def _read_and_compile(config: Config, engine: Engine, workdir: pathlib.Path) -> 
 
 
 def compile_step(engine: Engine) -> Step:
-    """Compiles the train step; logs the time and the memory that it takes."""
+    """Compiles the train step; logs how long that took and the memory of the step."""
     log.info("compiling the train step ...")
     begin = time.monotonic()
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     log.info(
-        f"compiled in {duration(time.monotonic() - begin)}; each device keeps "
+        f"compiled in {duration(time.monotonic() - begin)}; each device holds "
         f"{human_bytes(memory.argument_size_in_bytes)} between steps and needs "
         f"{human_bytes(memory.temp_size_in_bytes)} more during one"
     )
@@ -181,32 +181,32 @@ def _log_epochs(config: Config, train: Examples) -> None:
     steps = config.run.steps
     for source in train.progress(steps * config.data.global_batch_size):
         log.info(
-            f"data: {source.name} has {source.epoch:,} examples, and run.steps = {steps} goes "
-            f"through them {source.seen / source.epoch:.2f} times"
+            f"data: {source.name} has {source.epoch:,} examples; run.steps = {steps} reads them "
+            f"{source.seen / source.epoch:.2f} times"
         )
 
 
 def _resume(
     engine: Engine, config: Config, checkpoints: Checkpoints, begin: int, train: Examples
 ) -> TrainState:
-    """The state of checkpoint `begin`, on the present layout."""
+    """The state of checkpoint `begin`, in the layout of this run."""
     metadata, resolved = checkpoints.metadata(begin), configs.to_dict(config)
-    # A layout may change under a run, its examples may not.
+    # A run may resume in another layout, but not on other examples.
     state = checkpoints.restore(begin, engine.placement.canonical, config=resolved)
     state = engine.placement.from_canonical(state, donate=True)
     if metadata["data"]["fingerprint"] != train.fingerprint:
         raise ValueError(
             f"the examples are not those that checkpoint {begin} was trained on: the text, its "
             "weights, data.tokenizer, data.seed, data.seq_len, data.heldout or data.objective "
-            "changed; put it back, or start a new --workdir"
+            "changed; restore the setting, or start a new --workdir"
         )
     if metadata["data"]["next_example"] != begin * config.data.global_batch_size:
         raise ValueError(
             f"checkpoint {begin} is at example {metadata['data']['next_example']}, which "
-            f"data.global_batch_size = {config.data.global_batch_size} does not meet at that "
-            "step; put the batch size back, or start a new --workdir"
+            f"data.global_batch_size = {config.data.global_batch_size} does not reach at that "
+            "step; restore the batch size, or start a new --workdir"
         )
-    log.info(f"continuing at step {begin} of {config.run.steps}")
+    log.info(f"resuming at step {begin} of {config.run.steps}")
     for line in describe_difference(metadata["config"], resolved):
         log.info(f"  changed since: {line}")
     if change := rate_change(metadata["config"], config, begin):
@@ -221,9 +221,9 @@ def _metadata(config: Config, train: Examples, step: int) -> dict[str, Any]:
 
 
 def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
-    """The training loop. A transfer between host and devices that nobody asked for, such as a NumPy
-    array among a step's arguments, is an error. Those that are meant: batches to the devices,
-    metrics to the host (`Recorder`, by `jax.device_get`), evaluations and checkpoints."""
+    """The training loop. An implicit transfer between host and devices, such as of a NumPy array
+    among a step's arguments, is an error. The intended ones: batches to the devices, metrics to
+    the host (`Recorder`, by `jax.device_get`), evaluations and checkpoints."""
     config, engine, text = trainer.config, trainer.engine, trainer.text
     run, data, state = config.run, config.data, trainer.state
     stream = device_batches(
@@ -250,7 +250,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
                     )
                 recorder.evaluated(step, evaluation)
             if last or stop or _due(step, run.checkpoint_every):
-                # Only now is it known whether the step was sound; an unsound one is not saved.
+                # Raises where loss or gradient norm is not finite: such a state is not saved.
                 recorder.flush()
                 with jax.transfer_guard("allow"):  # the state
                     saved = engine.placement.to_canonical(state, on_host=True)

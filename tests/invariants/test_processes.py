@@ -267,7 +267,7 @@ def test_sigterm_to_one_process_stops_all_after_the_same_step_and_saves(two):
     (step,) = {int(step) for _, step in stopped}
     assert step > STEPS
     assert f"checkpoint {step} saved in" in printed
-    assert f"continuing at step {step} of 1000000" in printed
+    assert f"resuming at step {step} of 1000000" in printed
     assert (workdir / "checkpoints" / str(step)).is_dir()
 
 

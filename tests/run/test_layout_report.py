@@ -147,8 +147,8 @@ def test_state_that_replicas_hold_alike_is_named_with_its_bytes(layout, axes):
     ("layout", "said"),
     [
         ({}, "muon: 6 of 6 layers on each device, 0.00366"),
-        ({"fsdp": 2}, "muon: 3 of 6 layers on each device, dealt over fsdp, 0.00183"),
-        ({"data": 4}, "muon: 2 of 6 layers on each device, dealt over data, 0.00122"),
+        ({"fsdp": 2}, "muon: 3 of 6 layers on each device, split over fsdp, 0.00183"),
+        ({"data": 4}, "muon: 2 of 6 layers on each device, split over data, 0.00122"),
     ],
 )
 def test_what_muon_computes_on_each_device(layout, said):

@@ -19,7 +19,7 @@ def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):
         taken = setup.planned(config, tmp_path)
     assert not taken.layout.auto
     assert (taken.layout.tensor, taken.layout.num_devices) == (2, jax.device_count())
-    assert "layout = 'auto' takes" in caplog.text
+    assert "layout = 'auto' chose" in caplog.text
     # A run that has begun goes on with the layout that it took, whatever would be taken today.
     other = dataclasses.replace(config, layout=configs.Layout(data=1, fsdp=8))
     (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(other)))

@@ -118,5 +118,5 @@ def test_the_hint_trains_longer_without_a_jump():
     assert schedule_of(config.optimizer, 200)(200) == 1e-4
     cosine = dataclasses.replace(constant, optimizer=from_dict(saved()).optimizer)
     hint = train._how_to_train_longer(cosine)
-    assert "--config.run.steps=200; the learning rate goes on from 0.0001" in hint
+    assert "--config.run.steps=200; the learning rate continues from 0.0001" in hint
     assert "schedule_steps" not in hint
