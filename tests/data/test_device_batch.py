@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from jaxscale.ops.context import balanced_order
 
 import jaxscale
 from jaxscale.batch import Batch, ShardedBatch
+from jaxscale.ops.context_attention import balanced_order
 from tests.invariants.layouts import BATCH, LLAMA, SEQ_LEN, batches, make_config, open_engine
 
 CONTEXT = {"context": 2, "fsdp": 2, "microbatches": 2}
