@@ -8,16 +8,18 @@ import types
 import jax
 import numpy as np
 import pytest
-from jaxscale.checkpoint import Checkpoints
-from jaxscale.data.tokenizer import load
-from jaxscale.mesh import make_mesh
-from jaxscale.step import make_engine
 
+from jaxscale import command_line, evaluate, generate, train
 from jaxscale import config as configs
-from jaxscale import evaluate, flags, generate, run, sampling, train, trainer
 from jaxscale.config import DataConfig
 from jaxscale.data.dataset import open_dataset
+from jaxscale.data.tokens.tokenizer import load_tokenizer
 from jaxscale.layout import Layout
+from jaxscale.run import setup, trainer
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training import sampling
+from jaxscale.training.checkpoint import Checkpoints
+from jaxscale.training.step import make_engine
 from tests.invariants.layouts import (
     BATCH,
     LLAMA,
@@ -61,14 +63,14 @@ def heldout(tmp_path_factory):
     (folder / "a.txt").write_text("the quick brown fox " * 99)
     (folder / "b.txt").write_text("jumps over it " * 99)
     config = DataConfig(source=(f"{folder}/*.txt",), seq_len=SEQ_LEN, heldout=0.5)
-    return open_dataset(config, load("bytes"), split="heldout")
+    return open_dataset(config, load_tokenizer("bytes"), split="heldout")
 
 
 def look(engine, params, heldout) -> tuple[float, list[str]]:
     """The held-out loss, and what the model writes."""
-    loss = run.evaluate_loss(engine, params, heldout, BATCH, max_batches=1).loss
+    loss = setup.evaluate_loss(engine, params, heldout, BATCH, max_batches=1).loss
     return loss, sampling.sample(
-        engine, params, load("bytes"), ["fox"], num_tokens=6, temperature=0
+        engine, params, load_tokenizer("bytes"), ["fox"], num_tokens=6, temperature=0
     )
 
 
@@ -150,14 +152,14 @@ def test_the_commands_after_an_uneven_pipeline_are_one_devices(tmp_path, monkeyp
     config = configs.load("configs/tiny.py", [*settings, "layout.remat=none"])
     config = dataclasses.replace(config, layout=Layout(data=1))
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[:1]))
-    step, params, _ = run.restore_params(engine, tmp_path / "run")
+    step, params, _ = setup.restore_params(engine, tmp_path / "run")
     assert step == 1
     jax.tree.map(np.testing.assert_array_equal, returned[0][0].params, params)
 
     out = tmp_path / "out.json"
     assert evaluate.main(["--workdir", workdir, "--json", str(out), "--max_batches", "1"]) == 0
-    text = run.open_text(config, tmp_path / "run")
-    expected = run.evaluate_loss(engine, params, text.heldout, 8, max_batches=1)
+    text = setup.open_text(config, tmp_path / "run")
+    expected = setup.evaluate_loss(engine, params, text.heldout, 8, max_batches=1)
     assert json.loads(out.read_text())["eval_loss"] == pytest.approx(expected.loss, rel=1e-12)
 
     asked = ["--prompt", "def ", "--num_tokens", "6", "--temperature", "0"]
@@ -179,7 +181,7 @@ def test_a_sample_that_fails_is_one_line(monkeypatch, capsys):
         engine=None,
         text=types.SimpleNamespace(tokenizer=None),
     )
-    flags.log_to_stdout()
+    command_line.log_to_stdout()
     train._show_sample(done, None)
     line = "warning: no sample of the trained model could be drawn (ValueError: no text)"
     assert capsys.readouterr().out == f"\n{line}\n"

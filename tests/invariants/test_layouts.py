@@ -119,10 +119,10 @@ def test_every_optimizer_is_one_device_in_float64(optimizer, capfd):
 
 def optimizer_flops(step):
     """Of the matmuls in a compiled step's update, on one device."""
-    program = hlo.parse(step.as_text())
+    program = hlo.parse_hlo(step.as_text())
 
     def own(instruction, named):
-        count = hlo_cost.flops(instruction, named)
+        count = hlo_cost.instruction_flops(instruction, named)
         return 0.0 if count is not None and "/optimizer/" not in instruction.op_name else count
 
     return hlo_cost.computation_costs(program, own)[program.entry]

@@ -12,7 +12,6 @@ import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.config import from_dict
-from jaxscale.ops.context_attention import balanced_order
 from jaxscale.training.step import mean_and_norm
 from tests.invariants.layouts import compile_step, open_engine
 
@@ -86,9 +85,7 @@ def first_step(engine: Any, program: Any, family: str) -> tuple[Any, Any]:
     """Gradients and metrics."""
     place = lambda x, leaf: jax.device_put(x, leaf.sharding)  # noqa: E731
     state = jax.tree.map(place, initial_state(family), engine.abstract_state)
-    order = balanced_order(SEQ_LEN, engine.layout.context)
-    dealt = Batch(*(field[:, order] for field in batch()))
-    state, metrics = program(state, jax.device_put(dealt, engine.batch_sharding))
+    state, metrics = program(state, engine.shard(batch()))
     return jax.tree.map(np.asarray, (optax.tree.get(state.opt_state, "mu"), metrics))
 
 
@@ -135,7 +132,7 @@ def test_gradients_are_as_exact_as_their_terms(family, layout):
     np.testing.assert_allclose(metrics.grad_norm, expected_metrics.grad_norm, rtol=bound)
     # Errors of single tokens' losses have either sign.
     np.testing.assert_allclose(metrics.loss, expected_metrics.loss, rtol=2**-16)
-    assert metrics.tokens == expected_metrics.tokens == batch().weights.sum()
+    assert metrics.loss_tokens == expected_metrics.loss_tokens == batch().weights.sum()
 
 
 def test_what_is_accumulated_in_bfloat16_is_counted_and_measured_in_float32():

@@ -13,10 +13,10 @@ from jaxscale.pipeline import draw
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.simulator import peak_stash, simulate
 from jaxscale.pipeline.table import compile_order
-from jaxscale.planner.cost.cluster import cluster
-from jaxscale.planner.search.search import search
+from jaxscale.planner.cost.cluster import make_cluster
+from jaxscale.planner.search.search import search_layouts
 from jaxscale.planner.search.space import Query
-from jaxscale.planner.tables.table_makespan import Costs, Pipeline, makespan
+from jaxscale.planner.tables.table_makespan import OperationSeconds, TableSpec, makespan
 from tests.invariants.layouts import (
     compile_step,
     initial_state,
@@ -68,14 +68,16 @@ def test_it_is_drawn_and_simulated():
 def test_the_planner_knows_how_long_it_takes():
     for ranks, microbatches in ((3, 40), (4, 33)):
         played = simulate(compile_order(make_order(EAGER, ranks, microbatches)))
-        seconds = makespan(Pipeline(EAGER, ranks, microbatches), Costs())
+        seconds = makespan(TableSpec(EAGER, ranks, microbatches), OperationSeconds())
         assert seconds == pytest.approx(played.lockstep_makespan, rel=1e-12)
-        assert Pipeline(EAGER, ranks, microbatches).settled() < microbatches
+        assert TableSpec(EAGER, ranks, microbatches).settled() < microbatches
 
 
 def test_it_is_searched_over():
     config = load("configs/tiny.py", ["data.global_batch_size=16", "model.num_layers=8"])
-    found = search(Query(config, cluster("A100-40", 4), {"schedule": EAGER, "pipeline": 4}), 3)
+    found = search_layouts(
+        Query(config, make_cluster("A100-40", 4), {"schedule": EAGER, "pipeline": 4}), 3
+    )
     assert {parse_schedule(layout.schedule).name for layout in found.layouts} == {EAGER}
     own = from_dict(to_dict(config) | {"layout": {"pipeline": 2, "schedule": EAGER}})
     assert {one["schedule"] for one in candidates(config, 4)} < {

@@ -7,7 +7,7 @@ import re
 import jax
 import pytest
 
-from jaxscale.planner.memory.step import memory
+from jaxscale.planner.memory.step import step_memory
 from jaxscale.training.kernels import attention_name
 from tests.invariants.layouts import LLAMA, make_config, open_engine
 
@@ -87,7 +87,7 @@ def test_what_is_outside_the_layers_is_spread_over_a_pipeline_where_it_divides(w
     assert len(matrices) == 2
     for leaf in matrices:
         assert leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape)) == (4 if spread else 2)
-    held = memory(config).parameters
+    held = step_memory(config).parameters
     assert held == sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(params)

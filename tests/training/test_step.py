@@ -83,10 +83,8 @@ def steps():
     between = float(np.sqrt(expected[0].norm * expected[1].norm))
     optimizer = dataclasses.replace(config.optimizer, clip_norm=between)
     engine = open_engine(dataclasses.replace(config, optimizer=optimizer))
-    step, found = compile_step(engine), []
-    for batch in (same, random):
-        there = jax.device_put(batch, engine.batch_sharding)
-        found.append(step(first_state(engine), there))
+    step = compile_step(engine)
+    found = [step(first_state(engine), engine.shard(batch)) for batch in (same, random)]
     assert expected[1].norm < 0.9 * between < between < 0.9 * expected[0].norm
     return params, engine.config.optimizer, list(zip(found, expected))
 
@@ -94,7 +92,7 @@ def steps():
 def test_the_loss_is_the_mean_over_the_tokens_that_count(steps):
     for (_, metrics), expected in steps[2]:
         assert float(metrics.loss) == pytest.approx(expected.nll, rel=1e-12)
-        assert float(metrics.tokens) == batches()[0].weights.sum() < batches()[0].weights.size
+        assert float(metrics.loss_tokens) == batches()[0].weights.sum() < batches()[0].weights.size
 
 
 def test_the_norm_is_that_of_the_mean_before_clipping(steps):
@@ -126,7 +124,7 @@ def test_sums_over_microbatches_are_wider_than_bfloat16():
     params, batch = first_state(engine).params, batches()[0]
 
     def nll(weights):
-        there = jax.device_put(batch._replace(weights=weights), engine.batch_sharding)
+        there = engine.shard(batch._replace(weights=weights))
         return engine.evaluate(params, there, np.ones(257, np.float32)).nll
 
     together = nll(batch.weights)

@@ -5,7 +5,6 @@ import logging
 import jax
 import pytest
 
-from jaxscale import hardware
 from jaxscale.compiled import topology
 from jaxscale.config import from_dict
 from jaxscale.layout import Layout
@@ -38,21 +37,21 @@ def test_determinism_is_set_or_refused_and_never_left_out(monkeypatch):
     mesh = make_mesh(Layout(data=8), jax.devices())
     assert step_options(mesh, deterministic=True) == {}  # CPUs are
     deterministic_engine()
-    known = hardware.XlaFlag("xla_cpu_enable_fast_math", False, "an option that there is")
-    monkeypatch.setitem(hardware.DETERMINISTIC, "cpu", (known,))
+    known = xla_options.XlaFlag("xla_cpu_enable_fast_math", False, "an option that there is")
+    monkeypatch.setitem(xla_options.DETERMINISTIC, "cpu", (known,))
     assert step_options(mesh) == {}
     assert step_options(mesh, deterministic=True) == {"xla_cpu_enable_fast_math": False}
-    unknown = hardware.XlaFlag("xla_cpu_no_such_option", True, "to see it refused")
-    monkeypatch.setitem(hardware.DETERMINISTIC, "cpu", (known, unknown))
+    unknown = xla_options.XlaFlag("xla_cpu_no_such_option", True, "to see it refused")
+    monkeypatch.setitem(xla_options.DETERMINISTIC, "cpu", (known, unknown))
     with pytest.raises(ValueError, match="does not know xla_cpu_no_such_option, without which"):
         deterministic_engine()
-    monkeypatch.delitem(hardware.DETERMINISTIC, "cpu")
+    monkeypatch.delitem(xla_options.DETERMINISTIC, "cpu")
     with pytest.raises(ValueError, match=r"of the cpu back end it is not known .* set it to False"):
         deterministic_engine()
 
 
 def test_absent_gpus_cannot_be_compiled_for_deterministically():
-    if not topology.installed("gpu"):
+    if not topology.compiler_installed("gpu"):
         pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
     mesh = make_mesh(Layout(data=1, fsdp=4), topology.open_topology("h200:1x4").devices)
     assert "xla_gpu_deterministic_ops" not in step_options(mesh)
