@@ -2,7 +2,7 @@
 
 Command: python -m jaxscale.train --config configs/gpt_175b.py --workdir runs/gpt_175b
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json
-Hardware: 128 accelerators of 64 GB (the paper: 128 dies of MI250X); a sequence a micro-batch each.
+Hardware: 128 accelerators of 64 GB (the paper: 128 MI250X dies); 1 sequence per micro-batch each.
 Parameters: 174,609,555,456.
 Expected: the paper reports 36.1 % of peak with its own layout; here not measured yet.
 """

@@ -2,7 +2,7 @@
 
 Command: python -m jaxscale.train --config configs/gpt_1t.py --workdir runs/gpt_1t
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json
-Hardware: 1,024 accelerators of 64 GB or more; a sequence a micro-batch for each group of 8.
+Hardware: 1,024 accelerators of 64 GB or more; 1 sequence per micro-batch for each group of 8.
 Parameters: 1,008,025,651,200.
 Expected: not measured yet, nor compiled.
 """

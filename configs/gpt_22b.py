@@ -2,7 +2,7 @@
 
 Command: python -m jaxscale.train --config configs/gpt_22b.py --workdir runs/gpt_22b
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json
-Hardware: 16 accelerators of 64 GB (the paper: 16 dies of MI250X); a sequence a micro-batch each.
+Hardware: 16 accelerators of 64 GB (the paper: 16 MI250X dies); 1 sequence per micro-batch each.
 Parameters: 22,071,128,064.
 Expected: the paper reports 38.4 % of peak with its own layout; here not measured yet.
 """

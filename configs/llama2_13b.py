@@ -2,7 +2,7 @@
 
 Command: python -m jaxscale.train --config configs/llama2_13b.py --workdir runs/llama2_13b
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json
-Hardware: 128 accelerators of 80 GB or more; 2 sequences a micro-batch each.
+Hardware: 128 accelerators of 80 GB or more; 2 sequences per micro-batch each.
 Parameters: 13,015,864,320.
 Expected: not measured yet.
 """

@@ -2,7 +2,7 @@
 
 Command: python -m jaxscale.train --config configs/llama2_7b.py --workdir runs/llama2_7b
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json
-Hardware: 64 accelerators of 80 GB or more; 4 sequences a micro-batch each.
+Hardware: 64 accelerators of 80 GB or more; 4 sequences per micro-batch each.
 Parameters: 6,738,415,616.
 Expected: not measured yet.
 """

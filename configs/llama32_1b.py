@@ -2,7 +2,7 @@
 
 Command: python -m jaxscale.train --config configs/llama32_1b.py --workdir runs/llama32_1b
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json
-Hardware: 8 accelerators of 80 GB or more (4 sequences a micro-batch each); on one of them,
+Hardware: 8 accelerators of 80 GB or more (4 sequences per micro-batch each); on one of them,
   --config.layout.microbatches=64.
 Parameters: 1,235,814,400.
 Expected: not measured yet.

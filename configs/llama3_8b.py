@@ -2,7 +2,7 @@
 
 Command: python -m jaxscale.train --config configs/llama3_8b.py --workdir runs/llama3_8b
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json
-Hardware: 64 accelerators of 80 GB or more; 2 sequences a micro-batch each.
+Hardware: 64 accelerators of 80 GB or more; 2 sequences per micro-batch each.
 Parameters: 8,030,261,248.
 Expected: not measured yet.
 """

@@ -2,7 +2,7 @@
 
 Command: python -m jaxscale.train --config configs/tiny.py --workdir runs/tiny
 Hardware: one CPU core, or eight virtual devices.
-Expected: a few steps in seconds; the losses mean nothing.
+Expected: a few steps in seconds; the losses are of no interest.
 """
 
 import ml_collections

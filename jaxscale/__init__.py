@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-# The public names and where they live. They are looked up when first used, so that a command can
+# The public names and their modules. They are looked up when first used, so that a command can
 # refuse a mistyped flag before JAX is imported.
 _HOMES = {
     "Batch": "batch",

@@ -1,11 +1,11 @@
-"""Refusing a name that is not known, with the nearest one that is."""
+"""Refusing an unknown name, and suggesting the nearest known one."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def nearest(got: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The known names most like `got`, at most `count` of them.
+    """The known names most similar to `got`, at most `count` of them.
 
     Args:
       cutoff: the least similarity, from 0 (anything) to 1 (equal), of `difflib`.
@@ -14,7 +14,7 @@ def nearest(got: object, known: Iterable[str], count: int = 1, cutoff: float = 0
 
 
 def did_you_mean(got: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> str:
-    """The end of an error message, or "" where no known name is like `got`.
+    """The end of an error message, or "" where no known name is similar to `got`.
 
     >>> did_you_mean("adam", ("adamw", "lion"))
     "; did you mean 'adamw'?"

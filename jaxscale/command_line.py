@@ -1,6 +1,6 @@
-"""The command line that every command shares: no unknown flag, and errors of one line.
+"""Command-line parsing for every command: no unknown flag, and errors of one line.
 
-Nothing here imports JAX: a mistyped flag must be answered in a fraction of a second.
+Nothing here imports JAX: a mistyped flag must be refused in a fraction of a second.
 """
 
 import argparse
@@ -13,31 +13,31 @@ from typing import NoReturn
 
 from jaxscale.choices import nearest
 
-_last_words: Callable[[str], str] = str  # of an error, what to print
+_report: Callable[[str], str] = str  # error message -> the text to print
 
 
 def refuse(message: str, status: int = 2) -> NoReturn:
     """Prints one line and ends the process."""
-    print(f"error: {_last_words(message)}", file=sys.stderr)
+    print(f"error: {_report(message)}", file=sys.stderr)
     raise SystemExit(status)
 
 
 def log_to_stdout() -> None:
-    """Lets the program's log lines through, plain, wherever other libraries send theirs."""
+    """Prints the log lines of this package, unformatted, apart from those of other libraries."""
     logger = logging.getLogger("jaxscale")
     logger.handlers = [logging.StreamHandler(sys.stdout)]
     logger.setLevel(logging.INFO)
     logger.propagate = False
 
 
-def speak_as(process_id: int, last_words: Callable[[str], str]) -> None:
-    """One process of several: only the first logs what all would say.
+def speak_as(process_id: int, report: Callable[[str], str]) -> None:
+    """Sets up the log of one process of several: only process 0 logs what is the same in all.
 
     Args:
-      last_words: tells the other processes of an error, and returns what to print of it here.
+      report: tells the other processes an error, and returns the text to print here.
     """
-    global _last_words
-    _last_words = last_words
+    global _report
+    _report = report
     if process_id:
         logger = logging.getLogger("jaxscale")
         logger.setLevel(logging.WARNING)
@@ -47,7 +47,7 @@ def speak_as(process_id: int, last_words: Callable[[str], str]) -> None:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turns what the user can mend into one line; for loading and checking, not for training."""
+    """Turns errors that the user can fix into one line: in loading and checks, not in training."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -57,8 +57,8 @@ def refusals() -> Iterator[None]:
 def whole(least: int, most: int) -> Callable[[str], int]:
     """The `type` of a flag that takes whole numbers from `least` to `most`.
 
-    A bound on either side is checked before anything is read or imported: no command loops over
-    a number that was mistyped, or fails on it after minutes of work.
+    Both bounds are checked before anything is read or imported: no command loops over a mistyped
+    number, or fails on it after minutes of work.
     """
 
     def read(text: str) -> int:
@@ -74,7 +74,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def real(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
-    """The `type` of a flag that takes any number from `least` (or only above it) to `most`."""
+    """The `type` of a flag that takes numbers from `least` (excluded with `above`) to `most`."""
 
     def read(text: str) -> float:
         try:

@@ -1,6 +1,6 @@
-"""The records that say what a run is, and how a configuration file becomes them.
+"""The records that define a run, and how a configuration file is read into them.
 
-Nothing here imports JAX: a mistyped key must be answered in a fraction of a second.
+Nothing here imports JAX: a mistyped key must be refused in a fraction of a second.
 """
 
 import ast
@@ -29,7 +29,7 @@ axis and the parameters do not depend on the layout."""
 
 
 def check_at_least(section: str, record: object, **least: float) -> None:
-    """Raises ValueError for the first field of `record` that is below its least value."""
+    """Raises ValueError for the first field of `record` that is below its lower bound."""
     for name, bound in least.items():
         if not getattr(record, name) >= bound:
             raise ValueError(
@@ -64,7 +64,7 @@ class ModelConfig:
     rope_scaling: float = 1.0  # the factor of Llama 3's frequency scaling; 1 is none
     tied_embeddings: bool = False
     qk_norm: bool = False
-    sliding_window: int = 0  # keys that a query sees, itself included; 0 is all
+    sliding_window: int = 0  # keys that a query attends to, itself included; 0 is all
     logit_soft_cap: float = 0.0  # cap * tanh(logits / cap); 0 is none
     z_loss: float = 0.0  # weight of log(Z)^2
     attention: str = "auto"
@@ -144,8 +144,8 @@ class ModelConfig:
         """Floating-point operations that one token of training needs: forward and backward.
 
         Two per multiply-add; the matrix multiplications of the layers and of the head, and
-        attention over the keys that a query really sees (`causal=False` counts them all, as
-        several peers do). Norms, activations, the softmax and the embedding lookup are left out.
+        attention over the keys that a query attends to (`causal=False` counts all, as several other
+        trainers do). Norms, activations, the softmax and the embedding lookup are left out.
         This is the numerator of MFU.
         """
         return 3 * (
@@ -156,13 +156,13 @@ class ModelConfig:
     def hardware_flops_per_token(
         self, seq_len: int, *, remat: str = "none", recomputed: float = 0.0, causal: bool = True
     ) -> float:
-        """`flops_per_token` plus what rematerialisation repeats: the numerator of HFU.
+        """`flops_per_token` plus recompute: the numerator of HFU.
 
         Args:
-          remat: the layout's policy; what it does not keep is repeated, but for a layer's last
-            product, whose result no backward pass needs.
-          recomputed: in a pipeline that recomputes by operations of their own, the share of passes
-            that it does so (`PipelineStages.recomputed`); these repeat whole layers.
+          remat: the layout's policy; matmuls whose result it does not save are recomputed, but for
+            a layer's last, whose result no backward pass needs.
+          recomputed: in a pipeline whose schedule has recompute operations, the share of passes
+            that are recomputed (`PipelineStages.recomputed`), each as whole layers.
         """
         products, kept = self.layer_products(seq_len, causal), parse_remat(remat).names
         repeated = sum(products[name] for name in BLOCK_TENSORS if name not in kept)
@@ -171,15 +171,15 @@ class ModelConfig:
         return self.flops_per_token(seq_len, causal=causal) + repeated * self.num_layers
 
     def head_cost(self, seq_len: int) -> float:
-        """FLOPs of the head over those of a layer, by which layers are split into stages."""
+        """FLOPs of the head over those of a layer; layers are split into stages by it."""
         return 2 * self.d_model * self.vocab_size / self.layer_forward_flops(seq_len)
 
     def layer_forward_flops(self, seq_len: int, causal: bool = True) -> float:
-        """What one layer's forward pass needs for a token."""
+        """FLOPs of one layer's forward pass for a token."""
         return sum(self.layer_products(seq_len, causal).values())
 
     def layer_products(self, seq_len: int, causal: bool = True) -> dict[str, float]:
-        """The same by product: the names of `layout.BLOCK_TENSORS`, and "mlp_down"."""
+        """The same for each matmul, by the names of `layout.BLOCK_TENSORS` and "mlp_down"."""
         heads = self.num_heads * self.head_dim
         kv_heads = self.num_kv_heads * self.head_dim
         mlp = 2.0 * self.d_model * self.d_ff
@@ -195,7 +195,7 @@ class ModelConfig:
         }
 
     def _mean_keys(self, seq_len: int, causal: bool) -> float:
-        """Keys that a query of a full sequence sees, on average."""
+        """Keys that a query of a full sequence attends to, on average."""
         window = min(self.sliding_window or seq_len, seq_len)
         if not causal:
             return window
@@ -213,17 +213,17 @@ class DataConfig:
     `path` and the other keys of `Source`; `{stdlib}` stands for the source of Python's standard
     library. `tokenizer` is "bytes", a path to a Hugging Face tokenizer.json, or "bpe:4096", which
     trains a byte-pair tokenizer of that many tokens on the source before the first step.
-    `objective` is what is predicted, and from what: see `data/objectives.py`.
+    `objective` selects what is predicted, and from which tokens: see `data/objectives.py`.
     """
 
     source: tuple[Source, ...] = (Source(("{stdlib}/**/*.py",)),)
     tokenizer: str = "bytes"
     global_batch_size: int = 8  # sequences a step
     seq_len: int = 128
-    heldout: float = 0.05  # share of the documents that only evaluation sees
+    heldout: float = 0.05  # share of the documents, for evaluation only
     seed: int = 0
     objective: str = "causal"
-    workers: int = 0  # processes that read ahead; 0 reads in a thread of the trainer
+    workers: int = 0  # processes that prefetch batches; 0 prefetches in a thread
 
     def __post_init__(self) -> None:
         check_choice("data.objective", self.objective, OBJECTIVES)
@@ -252,7 +252,7 @@ class OptimizerConfig:
     name: str = "adamw"
     learning_rate: float = 1e-3  # at the peak
     schedule: str = "cosine"
-    schedule_steps: int | None = None  # that it spans; None is `run.steps` of the first start
+    schedule_steps: int | None = None  # its length; None is `run.steps` of the first start
     warmup_steps: int = 0
     final_learning_rate: float = 0.1  # at the end, as a share of the peak
     b1: float = 0.9
@@ -293,8 +293,8 @@ class OptimizerConfig:
             )
 
     def _check_moments(self) -> None:
-        """Refuses moments that rounding would freeze: an update that changes a bfloat16 number by
-        less than 2^-8 of it may leave it as it was."""
+        """Refuses moments that rounding would freeze: adding less than 2^-8 of a bfloat16 number to
+        it may not change it."""
         if self.second_moment_dtype == "bfloat16":
             raise ValueError(
                 "optimizer.second_moment_dtype = 'bfloat16' would freeze second moments, which "
@@ -302,7 +302,9 @@ class OptimizerConfig:
                 "(optimizer.moment_dtype, of first moments, can be bfloat16)"
             )
         decay = "b2" if self.name == "lion" else "b1"
-        narrow = self.moment_dtype == "bfloat16" and self.name != "adafactor"  # which has none
+        narrow = (
+            self.moment_dtype == "bfloat16" and self.name != "adafactor"
+        )  # which has no first moment
         if narrow and getattr(self, decay) > 1 - 2**-8:
             raise ValueError(
                 f"optimizer.moment_dtype = 'bfloat16' would freeze a moment that decays by "
@@ -317,7 +319,7 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long, and what is written when. Zero as a period means never."""
+    """How long a run is, and what it writes when. A period of zero means never."""
 
     steps: int = 100
     seed: int = 0
@@ -326,7 +328,7 @@ class RunConfig:
     checkpoint_every: int = 0  # the last step is always saved
     keep_last: int = 3
     keep_every: int = 0  # also keep each checkpoint whose step is a multiple of this
-    deterministic: bool = False  # the same bits on each run, also on GPUs, at some cost of speed
+    deterministic: bool = False  # bitwise reproducible, also on GPUs, at some cost of speed
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -351,7 +353,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a run is."""
+    """Everything that defines a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -360,7 +362,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        # A layout may have it all the same: the planner ranks models that are not trained here.
+        # Layouts have the axis for the planner, which also ranks models that are not trained here.
         if self.layout.expert != 1:
             raise ValueError(
                 f"layout.expert = {self.layout.expert} is not available in this version; "
@@ -385,13 +387,13 @@ class Config:
             )
         if self.data.objective == "masked":
             raise ValueError(
-                "data.objective = 'masked' needs a model that sees both sides, and model.family = "
+                "data.objective = 'masked' needs bidirectional attention, and model.family = "
                 f"{self.model.family!r} is causal; choose causal, prefix or span_corruption"
             )
 
     @property
     def schedule_steps(self) -> int:
-        """Steps that the learning rate's schedule spans."""
+        """Length of the learning rate's schedule, in steps."""
         return self.optimizer.schedule_steps or self.run.steps
 
 
@@ -405,7 +407,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
       ValueError: an unknown key (the nearest is named), a value of the wrong type, or values
-        that cannot go together.
+        that are incompatible.
       FileNotFoundError: no such file.
     """
     sections = {section.name: {} for section in dataclasses.fields(Config)}
@@ -449,8 +451,8 @@ def from_dict(sections: dict[str, dict]) -> Config:
 
 def _import_foreign(config: Config) -> None:
     """Imports the code from outside the package that a config names, so that what cannot be found
-    is refused here. A run's config.json comes this way, too: whoever reads one that others wrote
-    should be asked here whether its code may run."""
+    is refused here. That runs code that the config names: also for the config.json of a run, which
+    somebody else may have written."""
     if is_foreign(name := config.layout.schedule_spec.name):
         try:
             find_schedule(name)
@@ -487,7 +489,7 @@ def _read(path: str) -> ml_collections.ConfigDict:
 
 @contextlib.contextmanager
 def _blame(name: str) -> Iterator[None]:
-    """Names the configuration file, and its line, in whatever its code raises."""
+    """Names the configuration file and line in any error that its code raises."""
     try:
         yield
     except Exception as error:
@@ -540,7 +542,7 @@ def _parse(text: str, annotation: typing.Any) -> object:
 
 
 def _convert(name: str, value: object, annotation: typing.Any) -> object:
-    """The value as the annotation wants it; only lossless conversions."""
+    """The value in the annotated type; only lossless conversions."""
     if annotation == int | None:
         if value is None:
             return None

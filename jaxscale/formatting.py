@@ -1,4 +1,4 @@
-"""Numbers and tables as text for a person."""
+"""Numbers and tables as readable text."""
 
 import math
 import re
@@ -27,7 +27,7 @@ def gigabytes(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a person: "12 ms", "3.4 s", "5 min 20 s", "3 h 05 min", "2 d 4 h"."""
+    """A readable time: "12 ms", "3.4 s", "5 min 20 s", "3 h 05 min", "2 d 4 h"."""
     if not math.isfinite(seconds):
         return "n/a"
     if seconds < 0.9995:
@@ -57,7 +57,7 @@ def _three_digits(number: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns; those that hold only numbers below their title are aligned to the right.
+    """Aligned columns; those with only numbers below their title are aligned to the right.
 
     >>> print(table([("name", "bytes"), ("weights", "12"), ("batch", "3")]))
       name     bytes

@@ -1,4 +1,4 @@
-"""Accelerators: a table of what they can do."""
+"""Accelerators: a table of their speeds, memory and links."""
 
 import csv
 import functools
@@ -10,15 +10,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Chip:
-    """What one JAX device of a kind can do, and how it is linked to others.
+    """The speeds, memory and links of one JAX device of a kind.
 
-    A chip that JAX shows as two devices (TPU v3, TPU v7) is halved. `confidence` is "seen" when
-    the figures were read in a source, "memory" when they are recalled, or both. Links are what
-    one device sends one way. A figure that is not known, or that a device does not have, is 0.
+    A chip that JAX shows as two devices (TPU v3, TPU v7) is halved. `confidence` is "seen" when the
+    figures were read in a source, "memory" when they are recalled, or both. Link rates are those of
+    one device in one direction. A figure that is not known, or that a device does not have, is 0.
 
     `matmul_fraction`, the links' measured rates and `memory_fraction` are from the tables of
     ml-engineering (maximum achievable matmul FLOPS, all-reduce, memory) for A100, H100, H200, B200,
-    GB200, MI300X and v6e. Other devices have the share of their nearest relative, and GB300 and
+    GB200, MI300X and v6e. Other devices get the fraction of their nearest relative, and GB300 and
     B300 that of GB200 and B200 times the ratio of their power limits, which bound it.
     """
 
@@ -34,16 +34,16 @@ class Chip:
     notes: str
     fp8_flops_per_second: float = 0.0  # of 8-bit operands: int8 on TPUs before v7
     fp4_flops_per_second: float = 0.0
-    matmul_fraction: float = 0.75  # of the peak, that the best large bfloat16 product reaches
-    memory_fraction: float = 0.85  # of the memory's bandwidth, that a long copy reaches
-    cores: int = 0  # multiprocessors that share a product's tiles
+    matmul_fraction: float = 0.75  # of the peak, reached by the best large bfloat16 matmul
+    memory_fraction: float = 0.85  # of the memory bandwidth, reached by a long copy
+    cores: int = 0  # multiprocessors, over which a matmul's tiles are spread
     host_bytes_per_second: float = 0.0
     package_devices: int = 1  # devices that share a package, with faster links
     package_bytes_per_second: float = 0.0
     node_devices: int = 1  # devices that a switch or mesh joins: a server, or a rack
     node_bytes_per_second: float = 0.0
-    node_bus_bytes_per_second: float = 0.0  # that collectives of large messages were seen to reach
-    node_mesh: bool = False  # links between pairs: a small group has few of them
+    node_bus_bytes_per_second: float = 0.0  # measured for collectives of large messages
+    node_mesh: bool = False  # links between pairs: a small group can use few of them
     node_latency_seconds: float = 0.0  # of one step of a collective
     torus_axes: int = 0
     torus_bytes_per_second: float = 0.0  # along one axis, both directions together
@@ -154,7 +154,7 @@ def _chip(row: dict[str, str]) -> Chip:
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """The chip that JAX calls `device_kind`, or None: only exact names, never a relative of it.
+    """The chip that JAX calls `device_kind`, or None: only exact names, never a similar one.
 
     A slice of a GPU, or a card that differs in a suffix, has another peak.
     """
@@ -166,7 +166,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
     Args:
       device_kind: as in `jax.devices()[0].device_kind`.
-      dtype: of the matrix products; the table knows "bfloat16".
+      dtype: of the matmuls; the table has "bfloat16" only.
     """
     chip = find_chip(device_kind)
     return chip.bf16_flops_per_second if chip and dtype == "bfloat16" else None

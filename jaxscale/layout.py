@@ -20,12 +20,12 @@ AUTOMATIC_AXES = ("expert", "context", "tensor")
 
 ACCUMULATIONS = ("sequential", "layered")
 AUTO = "auto"
-"""As a schedule: the planner chooses it, and all that is left at its default, when a run begins."""
+"""As a schedule: the planner chooses it, and every setting left at its default, at start-up."""
 
 CONTEXT_METHODS = ("ring", "gather")
 BLOCK_TENSORS = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
-"""Results of a layer's products, by the names that a remat policy gives them; "attention" is what
-the attention kernel returns. A layer's last product is not among them: no backward pass needs it.
+"""Results of a layer's matmuls, by their names in remat policies; "attention" is the output of the
+attention kernel. The result of a layer's last matmul is not listed: no backward pass needs it.
 """
 REMATS = ("none", "full", "save_matmuls", "save_all_but_attention")
 REMATS_WITH_NAMES = ("save", "offload")  # as in "save:query,key,value"
@@ -35,16 +35,16 @@ OFFLOADS = ("none", "optimizer", "activations", "optimizer,activations")
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh axes and how the step walks over them.
+    """Sizes of the mesh axes, and how a step is executed on them.
 
-    One axis may be -1: it takes the devices that are left. `zero_stage` says what is sharded over
-    `fsdp`: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters (ZeRO,
-    arXiv 1910.02054). `data` replicates, so data x fsdp is hybrid sharding. The ranks of `context`
-    share each sequence, and `context_method` says how its keys reach its queries: "ring" or
-    "gather" (`ops/context.py`). In a pipeline `remat` can be "keep:4": each rank keeps everything
-    of up to four passes through a chunk at a time, and recomputes the others as with "full"
-    (`pipeline.orders.keep_passes`). `schedule` and `remat` stay as they were written; what they say
-    is `schedule_spec` and `remat_policy`.
+    One axis may be -1: it takes the remaining devices. `zero_stage` says what is sharded over
+    `fsdp`: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters (ZeRO, arXiv
+    1910.02054). `data` replicates, so data x fsdp is hybrid sharding. The ranks of `context` share
+    each sequence, and `context_method` says how its keys reach its queries: "ring" or "gather"
+    (`ops/context_attention.py`). In a pipeline `remat` can be "keep:4": each rank saves all
+    residuals of up to four passes through a chunk at a time, and recomputes the others as with
+    "full" (`pipeline.orders.keep_passes`). `schedule` and `remat` are stored as written; their
+    parsed forms are `schedule_spec` and `remat_policy`.
     """
 
     pipeline: int = 1
@@ -60,7 +60,7 @@ class Layout:
     virtual_stages: int = 0  # chunks of a pipeline rank; 0 takes as few as the schedule can have
     sequence_chunks: int = 1
     context_method: str = "ring"  # read only when context > 1
-    remat: str = "none"  # what a layer keeps for its backward pass
+    remat: str = "none"  # what a layer saves for its backward pass
     offload: str = "none"  # what lives in host memory
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Layout:
             )
 
     def _check_pipeline(self) -> None:
-        """What a pipeline does not go together with."""
+        """Refuses settings that a pipeline does not support."""
         if self.accumulation == "layered":
             raise ValueError(
                 f"layout.accumulation = 'layered' with layout.pipeline = {self.pipeline}: the "
@@ -115,8 +115,8 @@ class Layout:
                 "is the same idea over ranks"
             )
         if self.context > 1 and self.context_method == "ring":
-            # A permutation is one meeting of all devices on some back ends, and the ranks of a
-            # pipeline are not at the same operation.
+            # Some back ends synchronise all devices in a permutation, and the ranks of a pipeline
+            # are not at the same operation.
             raise ValueError(
                 f"layout.context_method = 'ring' with layout.pipeline = {self.pipeline} is not "
                 "available in this version; set layout.context_method = 'gather'"
@@ -131,17 +131,17 @@ class Layout:
 
     @property
     def schedule_spec(self) -> "ScheduleSpec":
-        """What `schedule` says."""
+        """`schedule`, parsed."""
         return parse_schedule(self.schedule)
 
     @property
     def remat_policy(self) -> "RematPolicy":
-        """What `remat` says."""
+        """`remat`, parsed."""
         return parse_remat(self.remat)
 
     @property
     def auto(self) -> bool:
-        """Whether the planner has still to choose."""
+        """Whether the planner is still to choose this layout."""
         return self.schedule == AUTO
 
     @property
@@ -166,23 +166,23 @@ class Layout:
 
 @dataclass(frozen=True)
 class RematPolicy:
-    """What a layer keeps for its backward pass, as `Layout.remat` says it."""
+    """What a layer saves for its backward pass: `Layout.remat`, parsed."""
 
     kind: str  # of REMATS, REMATS_WITH_NAMES, or KEEP
     names: tuple[str, ...]  # of BLOCK_TENSORS, those that are saved
-    # Passes that a pipeline's rank keeps at a time, where the others are recomputed by operations
-    # of their own: 0 with "full", 4 with "keep:4"; None where there are no such operations. It is
-    # the `keep` of `pipeline.orders.make_order`.
+    # Passes whose residuals a pipeline rank saves at a time, where the schedule has recompute
+    # operations for the others: 0 with "full", 4 with "keep:4"; None without such operations. It
+    # is the `keep` of `pipeline.orders.make_order`.
     kept_passes: int | None = None
 
     @property
     def by_names(self) -> bool:
-        """Whether a layer keeps what is named, and recomputes all that is not."""
+        """Whether a layer saves only the named tensors, and recomputes the others."""
         return self.kind not in ("none", "save_all_but_attention")
 
     @property
     def offloads(self) -> bool:
-        """Whether what is named is kept in host memory."""
+        """Whether the named tensors are saved in host memory."""
         return self.kind == "offload"
 
 
@@ -226,7 +226,7 @@ def _kept_passes(remat: str, number: str) -> int:
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Which pipeline schedule, and how it is used, as `Layout.schedule` says it.
+    """Which pipeline schedule, and its options: `Layout.schedule`, parsed.
 
     >>> str(parse_schedule("1f1b:fused:3,2,2"))
     '1f1b:fused:3,2,2'
@@ -248,7 +248,7 @@ def parse_schedule(schedule: str) -> ScheduleSpec:
     A foreign module is not imported here (`config.from_dict` does that).
 
     Raises:
-      ValueError: no such schedule, or no such choice.
+      ValueError: no such schedule, or no such option.
     """
     name, *choices = schedule.split(":")
     if choices and choices[0] != "fused" and is_foreign(f"{name}:{choices[0]}"):
@@ -271,7 +271,7 @@ def parse_schedule(schedule: str) -> ScheduleSpec:
 
 
 def resolve_sizes(layout: Layout, num_devices: int) -> Layout:
-    """Replaces -1 by the devices that are left.
+    """Replaces -1 by the number of remaining devices.
 
     Raises:
       ValueError: the sizes do not multiply to `num_devices`, or are left to the planner.

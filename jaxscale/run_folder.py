@@ -1,6 +1,6 @@
-"""A run's folder, as far as commands read it before JAX is imported: the run's config.
+"""The config in a run's folder, which commands read before JAX is imported.
 
-A mistyped key must be answered in a fraction of a second, so nothing here imports JAX.
+A mistyped key must be refused in a fraction of a second, so nothing here imports JAX.
 """
 
 import argparse
@@ -29,16 +29,16 @@ def add_workdir_flags(parser: argparse.ArgumentParser) -> None:
         metavar=".SECTION.KEY=VALUE",
         type=_refuse_file,
         help="change a leaf of the run's config, such as --config.layout.fsdp=2; a mesh axis that "
-        "is not named is then 1, and data takes the devices that are left",
+        "is not named is then 1, and data takes the remaining devices",
     )
 
 
 def load_config(workdir: pathlib.Path, overrides: Sequence[str] = ()) -> Config:
     """The config in a run's folder, with "section.key=value" overrides.
 
-    The folder holds the size of every mesh axis. Naming one in an override sets the others free:
-    to 1, and `data` to what is left. Nothing is trained from here, so what training kept for its
-    backward pass, and moved to host memory, is left out: it need not fit the layout at hand.
+    The folder's config has the size of every mesh axis. An override of one resets the others: to 1,
+    and `data` to the remaining devices. These commands do not train, so remat and offload are
+    reset to "none": they need not fit the new layout.
 
     Raises:
       FileNotFoundError: the folder holds no run.
@@ -68,9 +68,9 @@ def load_config(workdir: pathlib.Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def fit_devices(config: Config, num_devices: int, overrides: Sequence[str] = ()) -> Config:
-    """A run's config for devices that it was not trained on: each of them a replica.
+    """A run's config for another number of devices than it was trained on: each holds a replica.
 
-    It says so in a line. A layout that fits, or that `overrides` chose, is left as it is.
+    A line is logged. A layout that fits, or that `overrides` chose, is not changed.
     """
     layout = config.layout
     if _named_axes(overrides) or layout.num_devices == num_devices:
@@ -92,13 +92,13 @@ def _refuse_file(text: str) -> NoReturn:
 
 
 def _named_axes(overrides: Sequence[str]) -> dict[str, str]:
-    """The mesh axes that overrides set, with the text of their sizes."""
+    """The mesh axes that overrides set -> their sizes, as text."""
     settings = {path: text for path, _, text in (o.partition("=") for o in overrides)}
     return {axis: settings[f"layout.{axis}"] for axis in MESH_AXES if f"layout.{axis}" in settings}
 
 
 def _set(sections: dict[str, dict[str, Any]], override: str) -> None:
-    """Puts an override where it belongs, in the type of the value that is there."""
+    """Applies an override, in the type of the value that it replaces."""
     path, _, text = override.partition("=")
     section, _, key = path.partition(".")
     values = sections.setdefault(section, {})

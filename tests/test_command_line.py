@@ -130,7 +130,7 @@ def test_a_real_command_answers_a_typo_within_a_second():
 
 HUGE = "99999999999999999999"
 NUMBERS = {
-    "planning": {
+    "plan": {
         "devices": ("0", "-5", HUGE, "1e3"),
         "top": ("0", "-3", HUGE),
         "seq_len": ("0", "-1", HUGE),

@@ -71,7 +71,7 @@ def test_the_names_of_a_config_are_the_objectives_there_are():
     assert tuple(OBJECTIVES) == NAMES
     with pytest.raises(ValueError, match=r"'span_corrupt'.*did you mean 'span_corruption'"):
         DataConfig(objective="span_corrupt")
-    with pytest.raises(ValueError, match=r"'masked' needs a model that sees both sides.*causal"):
+    with pytest.raises(ValueError, match=r"'masked' needs bidirectional attention.*causal"):
         Config(data=DataConfig(objective="masked"))
 
 
