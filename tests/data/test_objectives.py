@@ -307,6 +307,6 @@ def test_a_decoder_learns_from_each_objective(trained, name):
             state, out = engine.step(state, batch)
             losses.append(float(out.loss))
             counted = sum(dataset[8 * step + row].weights.sum() for row in range(8))
-            assert float(out.tokens) == counted
+            assert float(out.loss_tokens) == counted
     assert losses[0] == pytest.approx(np.log(280), rel=0.1)
     assert losses[-1] < 0.7 * losses[0]
