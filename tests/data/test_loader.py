@@ -81,12 +81,13 @@ def test_worker_processes_change_nothing_and_end(mixture):
 KILLED = """
 import multiprocessing, pathlib, signal, sys
 from jaxscale.config import DataConfig
-from jaxscale.data import dataset, stream, tokenizer
+from jaxscale.data import dataset, loader
+from jaxscale.data.tokens.tokenizer import load_tokenizer
 
 if __name__ == "__main__":
     config = DataConfig(source=("{stdlib}/json/*.py",), seq_len=16)
-    text = dataset.open_dataset(config, tokenizer.load("bytes"), split="train")
-    iterator = stream.batches(text, global_batch_size=2, workers=2)
+    text = dataset.open_dataset(config, load_tokenizer("bytes"), split="train")
+    iterator = loader.batches(text, global_batch_size=2, workers=2)
     next(iterator), next(iterator)  # one from each worker
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
     signal.pause()

@@ -306,10 +306,10 @@ def test_a_run_of_a_mixture_says_what_it_sees(tmp_path, caplog):
         fit(trainer, trackers=())
     assert isinstance(train, Mixture)
     prose, code = train.members
-    assert f"{prose.name} has {len(prose)} examples, and run.steps = 8 goes" in caplog.text
+    assert f"{prose.name} has {len(prose)} examples; run.steps = 8 reads them" in caplog.text
     seen = train.progress(8 * 8)[1].seen
     assert seen == 12  # six steps of eight, a quarter
-    assert f"through them {seen / len(code):.2f} times" in caplog.text
+    assert f"reads them {seen / len(code):.2f} times" in caplog.text
     again = [line for line in caplog.messages if f"{code.name} begins again, epoch 2" in line]
     assert len(again) == 1
     assert int(again[0].split()[1].rstrip(":")) > 2

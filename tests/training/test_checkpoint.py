@@ -396,7 +396,7 @@ def test_unknown_step(saved: Checkpoints) -> None:
 ENDLESS = """
 import sys
 import jax.numpy as jnp
-from jaxscale.checkpoint import Checkpoints
+from jaxscale.training.checkpoint import Checkpoints
 checkpoints = Checkpoints(sys.argv[1], keep_last=2, report=lambda line: print(line, flush=True))
 step = checkpoints.latest() or 0
 while True:
