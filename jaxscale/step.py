@@ -142,8 +142,8 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
 
     step = _make_step(config, gradients, optimizer, shardings, update_shardings)
 
-    def evaluate(params: Tree, sharded: ShardedBatch, token_bytes: jax.Array) -> EvaluationSums:
-        batch = dealt(sharded)
+    def evaluate(params: Tree, batch: Batch, token_bytes: jax.Array) -> EvaluationSums:
+        batch = dealt(batch)
         num_bytes = jnp.sum(token_bytes[batch.targets] * batch.weights)
         return EvaluationSums(nll(params, batch), jnp.sum(batch.weights), num_bytes)
 
@@ -194,7 +194,7 @@ def _make_step(
     """
     offloads = config.layout.offloads("optimizer")
 
-    def step(state: TrainState, batch: ShardedBatch) -> tuple[TrainState, StepMetrics]:
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         batch = dealt(batch)
         count = jnp.sum(batch.weights)
         (_, nll_sum), grads = gradients(state.params, batch)
