@@ -166,7 +166,7 @@ def _take(
 def _exchange(x: jax.Array, split: int | None, join: int | None) -> jax.Array:
     """Sharded over the pipeline along `split` instead of `join`; None is replicated."""
     if split is None:
-        assert join is not None
+        assert join is not None, "layers are spread in one of the two forms"
         return jax.lax.all_gather(x, "pipeline", axis=join, tiled=True)
     if join is None:
         size = x.shape[split] // jax.lax.axis_size("pipeline")

@@ -5,6 +5,7 @@ folder of their own, so that no path of this machine is kept.
 """
 
 import base64
+import copy
 import io
 import os
 import pathlib
@@ -42,8 +43,14 @@ def environment() -> dict[str, str]:
     }
 
 
-def run(path: pathlib.Path, timeout: float = 600) -> nbformat.NotebookNode:
+def run(
+    path: pathlib.Path, timeout: float = 600, *, times: int = 1, before: str = ""
+) -> nbformat.NotebookNode:
     """The notebook with its outputs, as a reader runs it from the repository's root.
+
+    Args:
+      times: how often each cell is run before the next one.
+      before: Python that is run first, and is not part of the result.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell failed.
@@ -52,6 +59,13 @@ def run(path: pathlib.Path, timeout: float = 600) -> nbformat.NotebookNode:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
+    notebook.cells = [
+        copy.deepcopy(cell)
+        for cell in notebook.cells
+        for _ in range(times if cell.cell_type == "code" else 1)
+    ]
+    if before:
+        notebook.cells.insert(0, nbformat.v4.new_code_cell(before))
     # By files instead of ports: nobody else can listen.
     by_files = Config({"KernelManager": {"transport": "ipc"}})
     client = NotebookClient(
@@ -63,6 +77,7 @@ def run(path: pathlib.Path, timeout: float = 600) -> nbformat.NotebookNode:
         record_timing=False,
     )
     client.execute()
+    notebook.cells = notebook.cells[bool(before) :]
     return notebook
 
 
