@@ -29,18 +29,7 @@ def resolve(
     *,
     name: str = "an array",
 ) -> PartitionSpec:
-    """The mesh axes of each dimension; mesh axes of size 1 are left out.
-
-    Args:
-      axes: a logical name for each dimension.
-      rules: logical name -> mesh axes.
-      sizes: mesh axis -> size.
-      shape: checked for divisibility when given.
-      name: what the errors call the array.
-
-    Raises:
-      ValueError: an unknown name, two names on one mesh axis, or a dimension that does not divide.
-    """
+    """`rules.mesh_axes`, which has the arguments and errors, as a `PartitionSpec`."""
     over = mesh_axes(axes, rules, sizes, shape, name=name)
     return PartitionSpec(*(one if len(one) > 1 else one[0] if one else None for one in over))
 
