@@ -1,0 +1,73 @@
+"""Parameters from their devices to the files of a checkpoint, a tensor at a time."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxscale.hugging_face.checkpoint_rules import ParameterTensors
+from jaxscale.hugging_face.safetensors_format import StoredTensor, lay_out
+from jaxscale.hugging_face.tensor_blocks import write_part
+from jaxscale.sharding.resolve import leaf_name
+
+FILE_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""Types of arrays -> types of tensors."""
+
+
+def write_params(
+    directory: pathlib.Path,
+    parameters: Sequence[ParameterTensors],
+    params: Any,
+    dtype: str,
+    max_file_bytes: int,
+) -> dict[str, StoredTensor]:
+    """Writes a checkpoint; the padding rows of the vocabulary and the copies of tied parameters are
+    left out.
+
+    Args:
+      params: in canonical form, on any layout of the devices of this process.
+      dtype: of every tensor, a key of `FILE_TYPES`.
+      max_file_bytes: of each file.
+
+    Returns:
+      Where each tensor is.
+
+    Raises:
+      ValueError: a value is too large for `dtype`.
+    """
+    shapes = {name: one.rule.shape for one in parameters for name in one.tensors}
+    tensors = {name: (FILE_TYPES[dtype], shapes[name]) for name in sorted(shapes, key=_by_layer)}
+    stored = lay_out(directory, tensors, max_file_bytes)
+    by_name = {
+        leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+    }
+    for one in parameters:
+        _write_parameter(stored, one, by_name[one.name])
+    return stored
+
+
+def _write_parameter(
+    stored: Mapping[str, StoredTensor], parameter: ParameterTensors, array: jax.Array
+) -> None:
+    """Writes every shard of an array once, a layer at a time."""
+    for shard in array.addressable_shards:
+        if shard.replica_id:
+            continue
+        index = tuple(
+            slice(*place.indices(size)[:2]) for place, size in zip(shard.index, array.shape)
+        )
+        if not parameter.stacked:
+            tensor = stored[parameter.tensors[0]]
+            write_part(tensor, parameter.rule, index, np.asarray(shard.data))
+            continue
+        layers, *inner = index
+        for row, layer in enumerate(range(layers.start, layers.stop)):
+            tensor, part = stored[parameter.tensors[layer]], np.asarray(shard.data[row])
+            write_part(tensor, parameter.rule, tuple(inner), part)
+
+
+def _by_layer(name: str) -> tuple:
+    """Sorts names with their numbers as numbers."""
+    return tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in name.split("."))
