@@ -6,7 +6,6 @@ A mistyped key must be refused in a fraction of a second, so nothing here import
 import argparse
 import ast
 import dataclasses
-import json
 import logging
 import pathlib
 from collections.abc import Sequence
@@ -50,12 +49,7 @@ def load_config(workdir: pathlib.Path, overrides: Sequence[str] = ()) -> Config:
             f"--workdir {workdir} holds no run (no config.json); train one first: "
             f"python -m jaxscale.train --config FILE --workdir {workdir}"
         )
-    try:
-        sections = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
-        raise ValueError(f"{path} is not the config of a run: sections of keys and values")
+    sections = configs.read_sections(path)
     sections["layout"] = sections.get("layout", {}) | {"remat": "none", "offload": "none"}
     if named := _named_axes(overrides):
         sizes = {axis: 1 for axis in MESH_AXES if axis not in named}

@@ -60,12 +60,19 @@ def _write_parameter(
         )
         if not parameter.stacked:
             tensor = stored[parameter.tensors[0]]
-            write_part(tensor, parameter.rule, index, np.asarray(shard.data))
+            # Of a copy: an array keeps what it once brought to the host.
+            write_part(tensor, parameter.rule, index, np.asarray(shard.data.copy()))
             continue
         layers, *inner = index
         for row, layer in enumerate(range(layers.start, layers.stop)):
-            tensor, part = stored[parameter.tensors[layer]], np.asarray(shard.data[row])
+            tensor = stored[parameter.tensors[layer]]
+            part = np.asarray(_layer(shard.data, np.int32(row)))
             write_part(tensor, parameter.rule, tuple(inner), part)
+
+
+@jax.jit
+def _layer(stack: jax.Array, row: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, row, keepdims=False)
 
 
 def _by_layer(name: str) -> tuple:
