@@ -78,16 +78,52 @@ def _tensors_of(
     assert not stacked or parameter.axes[0] == "layers", parameter
     axes, shape = parameter.axes[stacked:], parameter.shape[stacked:]
     wanted = tuple(vocab_size if axis == "vocab" else size for axis, size in zip(axes, shape))
-    for rule in rules:
-        if taken_shape(rule) != wanted:
-            raise ValueError(
-                f"the rule of {rule.name} gives {taken_shape(rule)}, and {parameter.name} is "
-                f"{wanted}"
-            )
+    split = [_split(rule, wanted) for rule in rules]
     count = parameter.shape[0] if stacked else 1
     first, *others = [[rule.name.format(layer=i) for i in range(count)] for rule in rules]
     copies = tuple((name, copy) for names in others for name, copy in zip(first, names))
-    return ParameterTensors(parameter.name, rules[0], tuple(first), copies, stacked)
+    return ParameterTensors(parameter.name, split[0], tuple(first), copies, stacked)
+
+
+def _split(rule: TensorRule, wanted: tuple[int, ...]) -> TensorRule:
+    """The rule with dims split in its view as they are in ours: without a last reshape.
+
+    Raises:
+      ValueError: it does not give the wanted shape.
+    """
+    shape = taken_shape(rule)
+    fault = ValueError(f"the rule of {rule.name} gives {shape}, and {rule.param} is {wanted}")
+    factors: dict[int, tuple[int, ...]] = {}  # by dim of what is taken
+    left = list(wanted)
+    for dim, size in zip(rule.order, shape):
+        factors[dim] = (left.pop(0) if left else 0,)
+        while left and math.prod(factors[dim]) < size:
+            factors[dim] += (left.pop(0),)
+        if math.prod(factors[dim]) != size:
+            raise fault
+    if left:
+        raise fault
+    view, take, places = [], [], []
+    taken = [*rule.take, *[slice(None)] * (len(rule.view) - len(rule.take))]
+    for size, one in zip(rule.view, taken):
+        if isinstance(one, int):
+            view, take = [*view, size], [*take, one]
+            continue
+        sizes = factors[len(places)]
+        inner, rows = math.prod(sizes[1:]), range(size)[one]
+        if size % inner or rows.start % inner or rows.step != 1:
+            raise fault
+        first = len(places) and places[-1][-1] + 1
+        places.append(range(first, first + len(sizes)))
+        view += [size // inner, *sizes[1:]]
+        take += [slice(rows.start // inner, rows.stop // inner), *[slice(None)] * (len(sizes) - 1)]
+    order = tuple(place for dim in rule.order for place in places[dim])
+    return TensorRule(rule.param, rule.name, tuple(view), order, tuple(take), shape_of(rule))
+
+
+def shape_of(rule: TensorRule) -> tuple[int, ...]:
+    """The shape of a rule's tensor."""
+    return rule.shape or rule.view
 
 
 def _check_whole(rules: Sequence[TensorRule]) -> None:
@@ -96,12 +132,11 @@ def _check_whole(rules: Sequence[TensorRule]) -> None:
     for rule in rules:
         taken[rule.name] = taken.get(rule.name, 0) + math.prod(taken_shape(rule))
     for rule in rules:
-        if math.prod(rule.shape) != math.prod(rule.view) or taken[rule.name] != math.prod(
-            rule.shape
-        ):
+        size = math.prod(shape_of(rule))
+        if not size == math.prod(rule.view) == taken[rule.name]:
             raise ValueError(
-                f"the rules of {rule.name} take {taken[rule.name]} of the values of its shape "
-                f"{rule.shape}"
+                f"the rules of {rule.name} take {taken[rule.name]} of the {size} values of its "
+                f"shape {shape_of(rule)}"
             )
 
 

@@ -69,17 +69,17 @@ def tensors(model: Any) -> tuple[TensorRule, ...]:
 
     def heads(param: str, name: str, count: int) -> TensorRule:
         name = f"{layer}self_attn.{name}.weight"
-        return TensorRule(param, name, (count * h, d), (count, h, d), (2, 0, 1))
+        return TensorRule(param, name, (count * h, d), (1, 0))
 
     def matrix(param: str, name: str, shape: tuple[int, int]) -> TensorRule:
-        return TensorRule(param, name, shape, shape, (1, 0))
+        return TensorRule(param, name, shape, (1, 0))
 
     def vector(param: str, name: str) -> TensorRule:
-        return TensorRule(param, name, (d,), (d,), (0,))
+        return TensorRule(param, name, (d,), (0,))
 
-    embedding = TensorRule("embed/tokens", "model.embed_tokens.weight", (v, d), (v, d), (0, 1))
+    embedding = TensorRule("embed/tokens", "model.embed_tokens.weight", (v, d), (0, 1))
     if model.tied_embeddings:
-        head = TensorRule("embed/tokens", "lm_head.weight", (v, d), (v, d), (0, 1))
+        head = TensorRule("embed/tokens", "lm_head.weight", (v, d), (0, 1))
     else:
         head = matrix("head/output", "lm_head.weight", (v, d))
     out = f"{layer}self_attn.o_proj.weight"
@@ -89,7 +89,7 @@ def tensors(model: Any) -> tuple[TensorRule, ...]:
         heads("layers/attention/q", "q_proj", n),
         heads("layers/attention/k", "k_proj", k),
         heads("layers/attention/v", "v_proj", k),
-        TensorRule("layers/attention/out", out, (d, n * h), (d, n, h), (1, 2, 0)),
+        TensorRule("layers/attention/out", out, (d, n * h), (1, 0)),
         vector("layers/mlp_norm/scale", f"{layer}post_attention_layernorm.weight"),
         matrix("layers/mlp/gate", f"{layer}mlp.gate_proj.weight", (f, d)),
         matrix("layers/mlp/up", f"{layer}mlp.up_proj.weight", (f, d)),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class TensorRule:
     """One parameter, or one part of a fused tensor, in a Hugging Face checkpoint.
 
-    ours = tensor.reshape(view)[take].transpose(order), which has the shape of ours without the
-    layers of its stack and without the padding rows of the vocabulary.
+    ours = tensor.reshape(view)[take].transpose(order).reshape(shape of ours), then zero rows up to
+    the padded vocabulary. The last reshape only splits dims.
 
     Of several rules for one parameter (a tied head) the first names the tensor that is written;
     those of the others may be missing, and must be equal to it where they are present.
@@ -16,7 +16,7 @@ class TensorRule:
 
     param: str  # path of ours, "layers/attention/q"; of a stack: one tensor per layer
     name: str  # "model.layers.{layer}.self_attn.q_proj.weight"
-    shape: tuple[int, ...]  # of the tensor: (heads * head_dim, d_model)
-    view: tuple[int, ...]  # (heads, head_dim, d_model)
-    order: tuple[int, ...]  # (2, 0, 1) for ours of [embed, heads, head_dim]
+    view: tuple[int, ...]
+    order: tuple[int, ...]
     take: tuple[int | slice, ...] = ()  # of a fused tensor; several rules then share one name
+    shape: tuple[int, ...] = ()  # of the tensor itself, where it is not that of `view`

@@ -1,0 +1,174 @@
+"""A model's folder as transformers writes it: config.json, tensors, tokenizer.
+
+Nothing in it is run: no code (`auto_map`), no pickles.
+"""
+
+import json
+import math
+import pathlib
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxscale.config import ModelConfig
+from jaxscale.hugging_face.checkpoint_rules import (
+    ParameterTensors,
+    check_tensors,
+    parameter_tensors,
+)
+from jaxscale.hugging_face.read_params import read_params
+from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor, open_tensors
+from jaxscale.hugging_face.write_params import write_params
+from jaxscale.model_families import llama
+
+FAMILIES = {"llama": llama}
+"""By `model_type` of config.json."""
+
+MAX_FILE_BYTES = 5_000_000_000  # as in transformers
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """A model's folder: its settings, and where its tensors are."""
+
+    directory: pathlib.Path
+    settings: Mapping[str, Any]  # ours
+    tensors: Mapping[str, StoredTensor]
+    ignored: tuple[str, ...]  # patterns of tensors without a parameter
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its settings, with the defaults of the others."""
+        return ModelConfig(**self.settings)
+
+    @property
+    def dtype(self) -> str:
+        """The type that holds every parameter: bfloat16 where all tensors are, else float32."""
+        narrow = all(one.dtype == "BF16" for one in self.tensors.values() if one.dtype in DTYPES)
+        return "bfloat16" if narrow else "float32"
+
+    @property
+    def largest_tensor_bytes(self) -> int:
+        """About what the host holds while the parameters are read."""
+        return max(
+            math.prod(one.shape) * DTYPES[one.dtype].itemsize
+            for one in self.tensors.values()
+            if one.dtype in DTYPES
+        )
+
+    def check(self, axes: Any, shapes: Any) -> tuple[ParameterTensors, ...]:
+        """The tensors of each parameter, all of them accounted for; reads headers only.
+
+        Args:
+          axes: the tree of logical axes of the parameters.
+          shapes: the tree of their shapes, in canonical form.
+
+        Raises:
+          ValueError: names missing and unknown tensors, and those of another shape or type.
+        """
+        parameters = parameters_of(self.config, axes, shapes)
+        check_tensors(self.tensors, parameters, self.ignored, self.directory)
+        return parameters
+
+    def read(self, axes: Any, abstract: Any) -> Any:
+        """The parameters, in canonical form, on the devices of `abstract`; as `check` and
+        `read_params`."""
+        return read_params(self.tensors, self.check(axes, abstract), abstract)
+
+
+def is_hugging_face(directory: pathlib.Path) -> bool:
+    """Whether a folder is a model's as transformers writes it, and not a run's.
+
+    Raises:
+      FileNotFoundError: it is neither.
+    """
+    return "model_type" in _read_json(directory / "config.json")
+
+
+def open_model(directory: pathlib.Path) -> HuggingFaceModel:
+    """Opens a folder; reads no values.
+
+    Raises:
+      FileNotFoundError: no config.json, or no checkpoint.
+      ValueError: a model, a setting or a file that is not supported; names it.
+    """
+    hf = _read_json(directory / "config.json")
+    for name in ("config.json", "tokenizer_config.json"):
+        if (directory / name).is_file() and "auto_map" in _read_json(directory / name):
+            raise ValueError(
+                f"{directory / name} has an auto_map: its model or tokenizer is code of its own, "
+                "which is not run here"
+            )
+    kind = hf.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{directory / 'config.json'}: model_type {kind!r} is not supported; it can be "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    if "quantization_config" in hf:
+        raise ValueError(f"{directory / 'config.json'}: quantized weights are not supported")
+    family = FAMILIES[kind]
+    try:
+        settings = family.from_hf(hf)
+        ModelConfig(**settings)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{directory / 'config.json'}: {error}") from error
+    return HuggingFaceModel(directory, settings, open_tensors(directory), family.IGNORED)
+
+
+def parameters_of(config: ModelConfig, axes: Any, shapes: Any) -> tuple[ParameterTensors, ...]:
+    """The tensors of each parameter of a model."""
+    rules = _family_of(config).tensors(config)
+    return parameter_tensors(rules, axes, shapes, config.vocab_size)
+
+
+def write_model(
+    directory: pathlib.Path,
+    config: ModelConfig,
+    axes: Any,
+    params: Any,
+    *,
+    dtype: str,
+    beside: pathlib.Path,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> int:
+    """Writes a folder that transformers loads; it has its name only once it is complete.
+
+    Args:
+      params: in canonical form.
+      dtype: of the tensors: float32, bfloat16 or float16.
+      beside: a run's folder, whose tokenizer goes along.
+      max_file_bytes: of each file of tensors.
+
+    Returns:
+      The number of tensors.
+
+    Raises:
+      ValueError: the folder exists, the family has no such form, or values are too large.
+    """
+    if directory.exists():
+        raise ValueError(f"--output {directory} exists; name a new folder")
+    hf = _family_of(config).to_hf(config)
+    unfinished = directory.with_name(directory.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    parameters = parameters_of(config, axes, params)
+    stored = write_params(unfinished, parameters, params, dtype, max_file_bytes)
+    written = {**special_ids(beside), **hf, "torch_dtype": dtype}
+    (unfinished / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    copy_tokenizer(beside, unfinished)
+    unfinished.rename(directory)
+    return len(stored)
+
+
+def _family_of(config: ModelConfig) -> Any:
+    for family in FAMILIES.values():
+        if config.family == "llama":
+            return family
+    raise ValueError(
+        f"model.family = {config.family!r} has no Hugging Face form; it can be "
+        f"{', '.join(sorted(FAMILIES))}"
+    )
