@@ -71,7 +71,9 @@ class ModelConfig:
     attention: str = "auto"
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
-    init_from: str = ""  # a Hugging Face model's folder, or a run's, whose weights a run starts from
+    init_from: str = (
+        ""  # a Hugging Face model's folder, or a run's, whose weights a run starts from
+    )
 
     def __post_init__(self) -> None:
         check_choice("model.family", self.family, ("llama", "gpt"))

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jaxscale.config import ModelConfig
 from jaxscale.hugging_face.checkpoint_rules import (
     ParameterTensors,
@@ -23,6 +21,7 @@ from jaxscale.hugging_face.read_params import read_params
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor, open_tensors
 from jaxscale.hugging_face.write_params import write_params
 from jaxscale.model_families import llama
+from jaxscale.run_folder import HF_CONFIG, copy_tokenizer
 
 FAMILIES = {"llama": llama}
 """By `model_type` of config.json."""
@@ -157,18 +156,46 @@ def write_model(
     unfinished.mkdir(parents=True)
     parameters = parameters_of(config, axes, params)
     stored = write_params(unfinished, parameters, params, dtype, max_file_bytes)
-    written = {**special_ids(beside), **hf, "torch_dtype": dtype}
+    written = {**_special_ids(beside), **hf, "torch_dtype": dtype}
     (unfinished / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     copy_tokenizer(beside, unfinished)
+    (unfinished / HF_CONFIG).unlink(missing_ok=True)
     unfinished.rename(directory)
     return len(stored)
 
 
+def copy_beside(directory: pathlib.Path, workdir: pathlib.Path) -> None:
+    """Copies the tokenizer and the special tokens of a model into a run's folder."""
+    copy_tokenizer(directory, workdir)
+    if not (workdir / HF_CONFIG).exists():
+        shutil.copyfile(directory / "config.json", workdir / HF_CONFIG)
+
+
+def _special_ids(workdir: pathlib.Path) -> dict[str, Any]:
+    """The ids of special tokens in the config.json of the model that a run comes from."""
+    if not (workdir / HF_CONFIG).is_file():
+        return {}
+    hf = _read_json(workdir / HF_CONFIG)
+    return {name: value for name, value in hf.items() if name.endswith("_token_id")}
+
+
 def _family_of(config: ModelConfig) -> Any:
-    for family in FAMILIES.values():
-        if config.family == "llama":
+    for name, family in FAMILIES.items():
+        if config.family == name:
             return family
     raise ValueError(
         f"model.family = {config.family!r} has no Hugging Face form; it can be "
         f"{', '.join(sorted(FAMILIES))}"
     )
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} holds no model: no {path.name}")
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not a mapping of names to values")
+    return values

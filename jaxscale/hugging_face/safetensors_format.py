@@ -112,7 +112,7 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} has {size:,} bytes and its header asks for {end:,}: a part copy?")
     for name, (first, last) in spans.items():
         dtype, shape = tensors[name].dtype, tensors[name].shape
-        if first < 0 or dtype in DTYPES and last - first != _num_bytes(dtype, shape):
+        if first < 0 or (dtype in DTYPES and last - first != _num_bytes(dtype, shape)):
             raise ValueError(f"{path}: tensor {name} does not have the bytes of its shape {shape}")
     return tensors
 

@@ -51,23 +51,15 @@ def write_params(
 def _write_parameter(
     stored: Mapping[str, StoredTensor], parameter: ParameterTensors, array: jax.Array
 ) -> None:
-    """Writes every shard of an array once, a layer at a time."""
-    for shard in array.addressable_shards:
-        if shard.replica_id:
-            continue
-        index = tuple(
-            slice(*place.indices(size)[:2]) for place, size in zip(shard.index, array.shape)
-        )
-        if not parameter.stacked:
-            tensor = stored[parameter.tensors[0]]
-            # Of a copy: an array keeps what it once brought to the host.
-            write_part(tensor, parameter.rule, index, np.asarray(shard.data.copy()))
-            continue
-        layers, *inner = index
-        for row, layer in enumerate(range(layers.start, layers.stop)):
-            tensor = stored[parameter.tensors[layer]]
-            part = np.asarray(_layer(shard.data, np.int32(row)))
-            write_part(tensor, parameter.rule, tuple(inner), part)
+    """Writes a parameter, a layer at a time."""
+    for row, name in enumerate(parameter.tensors):
+        # A copy where it is no layer: an array keeps what it once brought to the host.
+        part = _layer(array, np.int32(row)) if parameter.stacked else array.copy()
+        for shard in part.addressable_shards:
+            if shard.replica_id == 0:
+                places = zip(shard.index, part.shape)
+                index = tuple(slice(*place.indices(size)[:2]) for place, size in places)
+                write_part(stored[name], parameter.rule, index, np.asarray(shard.data))
 
 
 @jax.jit
@@ -77,4 +69,6 @@ def _layer(stack: jax.Array, row: jax.Array) -> jax.Array:
 
 def _by_layer(name: str) -> tuple:
     """Sorts names with their numbers as numbers."""
-    return tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in name.split("."))
+    return tuple(
+        (part.isdecimal(), int(part) if part.isdecimal() else part) for part in name.split(".")
+    )

@@ -8,9 +8,18 @@ HF_TYPE = "llama"
 HF_ARCHITECTURE = "LlamaForCausalLM"
 IGNORED = ("*.rotary_emb.inv_freq",)
 UNUSED = (
-    "architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
-    "max_position_embeddings", "model_type", "pad_token_id", "torch_dtype",
-    "transformers_version", "use_cache", "pretraining_tp",
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "max_position_embeddings",
+    "model_type",
+    "pad_token_id",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "pretraining_tp",
 )
 
 
@@ -29,10 +38,22 @@ def from_hf(hf: dict[str, Any]) -> dict[str, Any]:
         "tied_embeddings": hf.get("tie_word_embeddings", False),
     }
     known = {
-        "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "intermediate_size", "vocab_size", "rope_theta", "tie_word_embeddings",
-        "hidden_act", "attention_bias", "mlp_bias", "attention_dropout", "rms_norm_eps",
-        "rope_scaling", *UNUSED,
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+        "rope_theta",
+        "tie_word_embeddings",
+        "hidden_act",
+        "attention_bias",
+        "mlp_bias",
+        "attention_dropout",
+        "rms_norm_eps",
+        "rope_scaling",
+        *UNUSED,
     }
     for name in hf:
         if name not in known:
