@@ -1,0 +1,50 @@
+"""The record of a model family: all that configs, checkpoints and the planner know of it.
+
+A family is a way of using the options of one general decoder, `jaxscale.model_config.ModelConfig`:
+which of them a user may set, and the values of the others.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxscale.model_families.tensor_rule import TensorRule
+
+Model = Any
+"""A `ModelConfig`, which is made with these records and so cannot be named here."""
+
+ROPE: Mapping[str, Any] = {
+    "rope_theta": 10_000.0,
+    "rope_scaling": "none",
+    "rope_factor": 1.0,
+    "rope_original_context": 8192,
+    "rope_low_turns": 0.0,
+    "rope_high_turns": 0.0,
+    "rope_attention_factor": 0.0,
+    "rope_truncate": True,
+}
+"""The settings of rotary positions, with their usual defaults."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family.
+
+    `settings` are the options that a user may set, with the family's defaults, beside the sizes
+    that every family has. `fixed` are the options that define it. Options in neither are as in a
+    plain Llama.
+    """
+
+    name: str
+    paper: str
+    settings: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+
+    # Its form at Hugging Face.
+    hf_types: tuple[str, ...]  # model_type of config.json
+    hf_architectures: str
+    from_hf: Callable[[Mapping[str, Any]], dict[str, Any]]  # config.json -> the model's settings
+    to_hf: Callable[[Model], dict[str, Any]]  # and back
+    tensors: Callable[[Model], tuple[TensorRule, ...]]
+    hf_prefix: str = "model."  # of names; checkpoints of a model without its head leave it out
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # globs of tensors without parameters
