@@ -57,7 +57,7 @@ OVERRIDES = [
     ("model.activation=swiglu", "model.activation = 'swiglu' is not known; it can be silu, gelu"),
     # options that the family does not have
     ("model.norm=layer", "model.norm is not a setting of model.family = 'llama'; its settings are"),
-    ("model.norm=layer", "did you mean 'norm_eps'?"),
+    ("model.norm=layer", "did you mean 'qk_norm'?"),
     (
         "model.attention_soft_cap=50",
         "tied_embeddings; attention_soft_cap is one of gemma2",

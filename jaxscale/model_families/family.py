@@ -41,10 +41,27 @@ class Family:
     fixed: Mapping[str, Any]
 
     # Its form at Hugging Face.
-    hf_types: tuple[str, ...]  # model_type of config.json
+    hf_types: tuple[str, ...]  # model_type of config.json; the first is written
     hf_architectures: str
-    from_hf: Callable[[Mapping[str, Any]], dict[str, Any]]  # config.json -> the model's settings
-    to_hf: Callable[[Model], dict[str, Any]]  # and back
+    read_hf: Callable[[Mapping[str, Any]], dict[str, Any]]  # config.json -> settings
+    write_hf: Callable[[Model], dict[str, Any]]  # and back
     tensors: Callable[[Model], tuple[TensorRule, ...]]
     hf_prefix: str = "model."  # of names; checkpoints of a model without its head leave it out
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # globs of tensors without parameters
+
+    def from_hf(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `ModelConfig` for a config.json.
+
+        Raises:
+          ValueError: an unknown key, or a value that is not supported; names it.
+        """
+        return {"family": self.name, **self.read_hf(hf)}
+
+    def to_hf(self, model: Model) -> dict[str, Any]:
+        """The config.json of a model, without its special tokens.
+
+        Raises:
+          ValueError: an option that the format does not have; names it.
+        """
+        kind = {"architectures": [self.hf_architectures], "model_type": self.hf_types[0]}
+        return {**kind, **self.write_hf(model)}

@@ -136,8 +136,8 @@ GEMMA2 = Family(
     fixed=FIXED,
     hf_types=("gemma2",),
     hf_architectures="Gemma2ForCausalLM",
-    from_hf=_gemma2_from_hf,
-    to_hf=_gemma2_to_hf,
+    read_hf=_gemma2_from_hf,
+    write_hf=_gemma2_to_hf,
     tensors=_tensors,
 )
 
@@ -155,7 +155,7 @@ GEMMA3 = Family(
     fixed={**FIXED, "qk_norm": True},
     hf_types=("gemma3_text",),
     hf_architectures="Gemma3ForCausalLM",
-    from_hf=_gemma3_from_hf,
-    to_hf=_gemma3_to_hf,
+    read_hf=_gemma3_from_hf,
+    write_hf=_gemma3_to_hf,
     tensors=_tensors,
 )

@@ -70,7 +70,7 @@ LLAMA = Family(
     fixed={},
     hf_types=("llama",),
     hf_architectures="LlamaForCausalLM",
-    from_hf=_from_hf,
-    to_hf=_to_hf,
+    read_hf=_from_hf,
+    write_hf=_to_hf,
     tensors=llama_tensors,
 )

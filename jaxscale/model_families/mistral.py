@@ -56,7 +56,7 @@ MISTRAL = Family(
     fixed={},
     hf_types=("mistral",),
     hf_architectures="MistralForCausalLM",
-    from_hf=_from_hf,
-    to_hf=_to_hf,
+    read_hf=_from_hf,
+    write_hf=_to_hf,
     tensors=llama_tensors,
 )

@@ -58,8 +58,8 @@ OLMO2 = Family(
     fixed={"norm_placement": "after", "qk_norm": True, "qk_norm_over_heads": True},
     hf_types=("olmo2",),
     hf_architectures="Olmo2ForCausalLM",
-    from_hf=_from_hf,
-    to_hf=_to_hf,
+    read_hf=_from_hf,
+    write_hf=_to_hf,
     tensors=functools.partial(
         llama_tensors,
         norms={

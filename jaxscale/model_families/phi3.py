@@ -100,7 +100,7 @@ PHI3 = Family(
     fixed={},
     hf_types=("phi3",),
     hf_architectures="Phi3ForCausalLM",
-    from_hf=_from_hf,
-    to_hf=_to_hf,
+    read_hf=_from_hf,
+    write_hf=_to_hf,
     tensors=_tensors,
 )

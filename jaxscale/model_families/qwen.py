@@ -79,8 +79,8 @@ QWEN2 = Family(
     fixed={"attention_bias": "qkv"},
     hf_types=("qwen2",),
     hf_architectures="Qwen2ForCausalLM",
-    from_hf=_qwen2_from_hf,
-    to_hf=_to_hf,
+    read_hf=_qwen2_from_hf,
+    write_hf=_to_hf,
     tensors=llama_tensors,
 )
 
@@ -91,7 +91,7 @@ QWEN3 = Family(
     fixed={"qk_norm": True},
     hf_types=("qwen3",),
     hf_architectures="Qwen3ForCausalLM",
-    from_hf=_qwen3_from_hf,
-    to_hf=_to_hf,
+    read_hf=_qwen3_from_hf,
+    write_hf=_to_hf,
     tensors=llama_tensors,
 )

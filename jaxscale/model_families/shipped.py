@@ -35,6 +35,6 @@ def refuse_setting(family: Family, option: str) -> str:
     where = f"; {option} is one of {', '.join(others)}" if others else ""
     near = did_you_mean(option, family.settings)
     return (
-        f"model.{option} is not a setting of model.family = {family.name!r}{near}; its settings "
-        f"are the sizes and {', '.join(sorted(family.settings))}{where}"
+        f"model.{option} is not a setting of model.family = {family.name!r}; its settings are the "
+        f"sizes and {', '.join(sorted(family.settings))}{where}{near}"
     )
