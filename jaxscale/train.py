@@ -126,7 +126,7 @@ def _show_sample(trainer: Any, params: Any) -> None:
     from jaxscale.training import sampling  # noqa: PLC0415
 
     model = trainer.config.model
-    num_tokens = min(128, model.max_seq_len) if model.family == "gpt" else 128
+    num_tokens = min(128, model.max_seq_len) if model.positions == "learned" else 128
     tokenizer = trainer.text.tokenizer
     try:
         (text,) = sampling.sample(

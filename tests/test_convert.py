@@ -47,9 +47,12 @@ def test_a_run_is_self_contained_and_comes_back_bit_for_bit(converted, tmp_path,
     (converted / "run").rename(run)
     try:
         output = to_hf(run, tmp_path / "back", "--max_file_gb=1e-5")
-        assert generate.main(
-            ["--workdir", str(run), "--prompt", "ABC", "--num_tokens=3", "--temperature=0"]
-        ) == 0
+        assert (
+            generate.main(
+                ["--workdir", str(run), "--prompt", "ABC", "--num_tokens=3", "--temperature=0"]
+            )
+            == 0
+        )
     finally:
         run.rename(converted / "run")
     assert "ABC" in capsys.readouterr().out

@@ -20,10 +20,10 @@ from jaxscale.hugging_face.checkpoint_rules import (
 from jaxscale.hugging_face.read_params import read_params
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor, open_tensors
 from jaxscale.hugging_face.write_params import write_params
-from jaxscale.model_families import llama
+from jaxscale.model_families.shipped import SHIPPED, find_family
 from jaxscale.run_folder import HF_CONFIG, copy_tokenizer
 
-FAMILIES = {"llama": llama}
+FAMILIES = {kind: family for family in SHIPPED for kind in family.hf_types}
 """By `model_type` of config.json."""
 
 MAX_FILE_BYTES = 5_000_000_000  # as in transformers
@@ -113,14 +113,17 @@ def open_model(directory: pathlib.Path) -> HuggingFaceModel:
     try:
         settings = family.from_hf(hf)
         ModelConfig(**settings)
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise ValueError(f"{directory / 'config.json'}: {error}") from error
-    return HuggingFaceModel(directory, settings, open_tensors(directory), family.IGNORED)
+    tensors = open_tensors(directory)
+    if not any(name.startswith(family.hf_prefix) for name in tensors):
+        tensors = {family.hf_prefix + name: tensor for name, tensor in tensors.items()}
+    return HuggingFaceModel(directory, settings, tensors, family.ignored)
 
 
 def parameters_of(config: ModelConfig, axes: Any, shapes: Any) -> tuple[ParameterTensors, ...]:
     """The tensors of each parameter of a model."""
-    rules = _family_of(config).tensors(config)
+    rules = find_family(config.family).tensors(config)
     return parameter_tensors(rules, axes, shapes, config.vocab_size)
 
 
@@ -150,7 +153,7 @@ def write_model(
     """
     if directory.exists():
         raise ValueError(f"--output {directory} exists; name a new folder")
-    hf = _family_of(config).to_hf(config)
+    hf = find_family(config.family).to_hf(config)
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -177,16 +180,6 @@ def _special_ids(workdir: pathlib.Path) -> dict[str, Any]:
         return {}
     hf = _read_json(workdir / HF_CONFIG)
     return {name: value for name, value in hf.items() if name.endswith("_token_id")}
-
-
-def _family_of(config: ModelConfig) -> Any:
-    for name, family in FAMILIES.items():
-        if config.family == name:
-            return family
-    raise ValueError(
-        f"model.family = {config.family!r} has no Hugging Face form; it can be "
-        f"{', '.join(sorted(FAMILIES))}"
-    )
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

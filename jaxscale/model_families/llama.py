@@ -1,120 +1,76 @@
-"""Llama: RMSNorm, rotary positions, SwiGLU."""
+"""Llama 2 and 3."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.tensor_rule import TensorRule
-
-HF_TYPE = "llama"
-HF_ARCHITECTURE = "LlamaForCausalLM"
-IGNORED = ("*.rotary_emb.inv_freq",)
-UNUSED = (
-    "architectures",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "initializer_range",
-    "max_position_embeddings",
-    "model_type",
-    "pad_token_id",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "pretraining_tp",
+from jaxscale.model_families.family import ROPE, Family, Model
+from jaxscale.model_families.hf_config import (
+    activation_to_hf,
+    pop,
+    pop_activation,
+    pop_bias,
+    pop_rope,
+    pop_sizes,
+    refuse_options,
+    refuse_rest,
+    rope_to_hf,
+    sizes_to_hf,
 )
+from jaxscale.model_families.hf_tensors import llama_tensors
 
 
-def from_hf(hf: dict[str, Any]) -> dict[str, Any]:
-    """Our settings, from those of config.json."""
-    settings = {
-        "family": "llama",
-        "num_layers": hf["num_hidden_layers"],
-        "d_model": hf["hidden_size"],
-        "num_heads": hf["num_attention_heads"],
-        "num_kv_heads": hf.get("num_key_value_heads", hf["num_attention_heads"]),
-        "head_dim": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        "d_ff": hf["intermediate_size"],
-        "vocab_size": hf["vocab_size"],
-        "rope_theta": float(hf.get("rope_theta", 10_000.0)),
-        "tied_embeddings": hf.get("tie_word_embeddings", False),
+def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rest = dict(hf)
+    ours = {
+        **pop_rope(rest),
+        **pop_sizes(rest),
+        "activation": pop_activation(rest, "hidden_act", "silu"),
+        "norm_eps": pop(rest, "rms_norm_eps", 1e-6),
+        "attention_bias": pop_bias(rest),
+        "mlp_bias": pop(rest, "mlp_bias", False),
+        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
     }
-    known = {
-        "num_hidden_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "vocab_size",
-        "rope_theta",
-        "tie_word_embeddings",
-        "hidden_act",
-        "attention_bias",
-        "mlp_bias",
-        "attention_dropout",
-        "rms_norm_eps",
-        "rope_scaling",
-        *UNUSED,
-    }
-    for name in hf:
-        if name not in known:
-            raise ValueError(f"unknown setting {name}")
-    return settings
+    refuse_rest(rest)
+    return ours
 
 
-def to_hf(model: Any) -> dict[str, Any]:
-    """config.json of a model."""
+def _to_hf(model: Model) -> dict[str, Any]:
+    refuse_options(model, qk_norm=False, sliding_window=0, logit_soft_cap=0.0)
+    if model.attention_bias == "qkv":
+        raise ValueError(
+            "model.attention_bias = 'qkv' cannot be written in Hugging Face's format of llama "
+            "models, where it is 'none' or 'all'; set model.family = 'qwen2'"
+        )
     return {
-        "architectures": [HF_ARCHITECTURE],
-        "model_type": HF_TYPE,
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.d_model,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "intermediate_size": model.d_ff,
-        "vocab_size": model.vocab_size,
-        "rope_theta": model.rope_theta,
+        **sizes_to_hf(model),
+        **rope_to_hf(model),
+        "hidden_act": activation_to_hf(model),
+        "rms_norm_eps": model.norm_eps,
+        "attention_bias": model.attention_bias == "all",
+        "mlp_bias": model.mlp_bias,
         "tie_word_embeddings": model.tied_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rms_norm_eps": 1e-6,
     }
 
 
-def tensors(model: Any) -> tuple[TensorRule, ...]:
-    """Where each parameter is."""
-    d, f, v = model.d_model, model.d_ff, model.vocab_size
-    n, k, h = model.num_heads, model.num_kv_heads, model.head_dim
-    layer = "model.layers.{layer}."
-
-    def heads(param: str, name: str, count: int) -> TensorRule:
-        name = f"{layer}self_attn.{name}.weight"
-        return TensorRule(param, name, (count * h, d), (1, 0))
-
-    def matrix(param: str, name: str, shape: tuple[int, int]) -> TensorRule:
-        return TensorRule(param, name, shape, (1, 0))
-
-    def vector(param: str, name: str) -> TensorRule:
-        return TensorRule(param, name, (d,), (0,))
-
-    embedding = TensorRule("embed/tokens", "model.embed_tokens.weight", (v, d), (0, 1))
-    if model.tied_embeddings:
-        head = TensorRule("embed/tokens", "lm_head.weight", (v, d), (0, 1))
-    else:
-        head = matrix("head/output", "lm_head.weight", (v, d))
-    out = f"{layer}self_attn.o_proj.weight"
-    return (
-        embedding,
-        vector("layers/attention_norm/scale", f"{layer}input_layernorm.weight"),
-        heads("layers/attention/q", "q_proj", n),
-        heads("layers/attention/k", "k_proj", k),
-        heads("layers/attention/v", "v_proj", k),
-        TensorRule("layers/attention/out", out, (d, n * h), (1, 0)),
-        vector("layers/mlp_norm/scale", f"{layer}post_attention_layernorm.weight"),
-        matrix("layers/mlp/gate", f"{layer}mlp.gate_proj.weight", (f, d)),
-        matrix("layers/mlp/up", f"{layer}mlp.up_proj.weight", (f, d)),
-        matrix("layers/mlp/down", f"{layer}mlp.down_proj.weight", (d, f)),
-        vector("head/norm/scale", "model.norm.weight"),
-        head,
-    )
+LLAMA = Family(
+    name="llama",
+    paper="Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783",
+    settings={
+        **ROPE,
+        "norm_eps": 1e-5,
+        "activation": "silu",
+        "attention_bias": "none",
+        "mlp_bias": False,
+        "tied_embeddings": False,
+        # For experiments; no published Llama has these.
+        "qk_norm": False,
+        "sliding_window": 0,
+        "logit_soft_cap": 0.0,
+    },
+    fixed={},
+    hf_types=("llama",),
+    hf_architectures="LlamaForCausalLM",
+    read_hf=_from_hf,
+    write_hf=_to_hf,
+    tensors=llama_tensors,
+)

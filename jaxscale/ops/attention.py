@@ -25,6 +25,9 @@ def attention(
     *,
     implementation: str,
     sliding_window: int = 0,
+    causal: bool = True,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
 ) -> Array:
     """Causal self attention in which tokens see only their own segment.
 
@@ -37,10 +40,22 @@ def attention(
     Args:
       implementation: "reference", "blockwise", "cudnn" or "splash"; see `choose` and `check`.
       sliding_window: how many keys a query sees, itself included; 0 is all.
+      causal: whether a query sees no later keys.
+      scale: of the scores; None is H**-0.5.
+      soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 is none.
     """
+    scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
+    usual = causal and not soft_cap and scale == q_BTNH.shape[-1] ** -0.5
+    if implementation != "reference" and not usual:
+        raise ValueError(
+            f"attention implementation {implementation!r} has no bidirectional attention, scale or "
+            "soft cap; set model.attention = 'reference'"
+        )
     match implementation:
         case "reference":
-            out_BTNH = _reference(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window)
+            out_BTNH = _reference(
+                q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window, causal, scale, soft_cap
+            )
             return checkpoint_name(out_BTNH, "attention")
         case "blockwise":
             return blockwise_attention(
@@ -110,12 +125,14 @@ def decode_attention(
     key_positions_BS: Array,
     *,
     sliding_window: int = 0,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
 ) -> Array:
     """Attention over a cache: a query sees the keys at its own position and before.
 
     Args:
       key_positions_BS: position of the key in each slot; -1 marks an empty slot.
-      sliding_window: as in `attention`.
+      sliding_window, scale, soft_cap: as in `attention`.
 
     Returns:
       [B, T, N, H]; zeros for a query that sees no key.
@@ -124,26 +141,33 @@ def decode_attention(
     mask_BTS = (distance_BTS >= 0) & (key_positions_BS >= 0)[:, None, :]
     if sliding_window:
         mask_BTS &= distance_BTS < sliding_window
-    return _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+    scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
+    return _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale, soft_cap)
 
 
-def _reference(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int) -> Array:
+def _reference(
+    q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int, causal: bool, scale, soft_cap
+) -> Array:
     time = jnp.arange(q_BTNH.shape[1])
     distance_TS = time[:, None] - time[None, :]
+    if not causal:
+        distance_TS = jnp.abs(distance_TS)
     mask_TS = distance_TS >= 0
     if sliding_window:
         mask_TS &= distance_TS < sliding_window
     mask_BTS = mask_TS & (segments_BT[:, :, None] == segments_BT[:, None, :])
-    return _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+    return _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale, soft_cap)
 
 
-def _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS) -> Array:
+def _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale: float, soft_cap: float) -> Array:
     batch, time, num_heads, head_dim = q_BTNH.shape
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     num_kv_heads = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(batch, time, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=wide)
-    scores_BKGTS *= head_dim**-0.5
+    scores_BKGTS *= scale
+    if soft_cap:
+        scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
     p_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1, where=mask_BTS[:, None, None])
     out_BTKGH = jnp.einsum(
         "BKGTS,BSKH->BTKGH", p_BKGTS.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=wide

@@ -3,6 +3,7 @@
 Shapes: as in `attention.py`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import cast
 
@@ -39,7 +40,12 @@ def maskless(attend: Callable[..., Array]) -> Callable[..., Array]:
     Not for a layer under a remat policy of its own, which drops the mask anyway: with one
     `jax.checkpoint` inside another, the output would be saved twice.
     """
-    return jax.checkpoint(attend, policy=is_cudnn_forward, prevent_cse=False)
+
+    def recomputed(*arrays: Array, **settings: float) -> Array:
+        kernel = functools.partial(attend, **settings)
+        return jax.checkpoint(kernel, policy=is_cudnn_forward, prevent_cse=False)(*arrays)
+
+    return recomputed
 
 
 def is_cudnn_forward(primitive, *_, **__) -> bool:

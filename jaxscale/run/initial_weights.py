@@ -6,7 +6,6 @@
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -88,10 +87,10 @@ def check_settings(model: ModelConfig, weights: Weights, why: str) -> None:
     Raises:
       ValueError: with a line for each setting that differs.
     """
-    theirs: Mapping[str, Any] = dataclasses.asdict(weights.config)
+    ours, theirs = dataclasses.asdict(model), dataclasses.asdict(weights.config)
     lines = [
         f"model.{name} = {value!r} here, {theirs[name]!r} there"
-        for name, value in dataclasses.asdict(model).items()
+        for name, value in ours.items()
         if name not in MAY_DIFFER and value != theirs[name]
     ]
     if lines:

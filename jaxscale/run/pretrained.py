@@ -83,7 +83,22 @@ def from_pretrained(
 def _logits(model: Decoder, params: Any, tokens: jax.Array, segments: jax.Array) -> jax.Array:
     batch = Batch(tokens, tokens, segments, _positions(segments), jnp.ones(tokens.shape))
     x = model.embed(params["embed"], batch)
-    x, _ = jax.lax.scan(lambda x, layer: (model.block(layer, x, batch), None), x, params["layers"])
+    period, num_layers = model.config.period, model.config.num_layers
+
+    def one_period(x, weights):
+        for kind in range(period):
+            x = model.block(jax.tree.map(lambda w: w[kind], weights), x, batch, kind)  # noqa: B023
+        return x, None
+
+    whole = num_layers - num_layers % period
+    x, _ = jax.lax.scan(
+        one_period,
+        x,
+        jax.tree.map(lambda w: w[:whole].reshape(-1, period, *w.shape[1:]), params["layers"]),
+    )
+    for layer in range(whole, num_layers):
+        weights = jax.tree.map(lambda w: w[layer], params["layers"])  # noqa: B023
+        x = model.block(weights, x, batch, layer % period)
     return model.logits(model.head_params(params), x).astype(jnp.float32)
 
 

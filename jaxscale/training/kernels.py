@@ -38,9 +38,9 @@ def make_kernels(config: Config, platform: str, *, unroll: bool = False) -> Kern
             "rows": functools.partial(spread_rows, spread=spread),
         }
     if _scales_before(config, platform):
-        # The softmax scale 1 / sqrt(head_dim), its square root on each of queries and keys.
+        # The softmax scale, its square root on each of queries and keys.
         turn = _rotary(layout) if config.model.head_dim == LANES else rotary
-        replaced["rotary"] = functools.partial(turn, factor=config.model.head_dim**-0.25)
+        replaced["rotary"] = functools.partial(turn, factor=config.model.attention_scale**0.5)
     return Kernels(
         attend=_attend(config, platform),
         **replaced,
@@ -77,7 +77,7 @@ def attention_name(config: Config, platform: str) -> str:
 def _scales_before(config: Config, platform: str) -> bool:
     """Whether queries and keys are scaled before the attention kernel, and not the scores in it:
     where they are rotated in float32 before, so that scaling adds no rounding of its own."""
-    return attention_name(config, platform) == "splash" and config.model.family == "llama"
+    return attention_name(config, platform) == "splash" and config.model.positions == "rotary"
 
 
 def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
@@ -91,23 +91,29 @@ def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
     else:
         local = functools.partial(context_attention, axis="context", method=layout.context_method)
 
-    def attend(q, k, v, segments):
-        return local(q, k, v, segments, sliding_window=config.model.sliding_window)
-
     # Where a table recomputes a pipeline's passes, the layer itself is under no policy.
     under_policy = layout.remat_policy.by_names and layout.remat_policy.kept_passes is None
-    if implementation == "cudnn" and not under_policy:
-        attend = maskless(attend)
 
     queries = kernel_spec(("batch", "seq", "heads", "head_dim"), layout.sizes)
     keys = kernel_spec(("batch", "seq", "kv_heads", "head_dim"), layout.sizes)
-    return jax.shard_map(
-        attend,
-        in_specs=(queries, keys, keys, kernel_spec(("batch", "seq"), layout.sizes)),
-        out_specs=queries,
-        axis_names=set(AUTOMATIC_AXES),
-        check_vma=False,
-    )
+
+    def attend(q, k, v, segments, *, sliding_window: int, **settings: float) -> jax.Array:
+        usual = {"causal": True, "scale": config.model.head_dim**-0.5, "soft_cap": 0.0}
+        if implementation != "reference" and settings != usual:
+            raise ValueError("this kernel has no bidirectional attention, scale or soft cap")
+        extra = settings if implementation == "reference" else {}
+        kernel = functools.partial(local, sliding_window=sliding_window, **extra)
+        if implementation == "cudnn" and not under_policy:
+            kernel = maskless(kernel)
+        return jax.shard_map(
+            kernel,
+            in_specs=(queries, keys, keys, kernel_spec(("batch", "seq"), layout.sizes)),
+            out_specs=queries,
+            axis_names=set(AUTOMATIC_AXES),
+            check_vma=False,
+        )(q, k, v, segments)
+
+    return attend
 
 
 def _rotary(layout: Layout) -> Callable[..., jax.Array]:

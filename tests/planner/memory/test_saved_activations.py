@@ -21,8 +21,9 @@ from jaxscale.planner.memory.saved_activations import saved_bytes, saved_values,
 from jaxscale.training.remat import rematerialised
 
 ROWS, TIME = 2, 64
-LLAMA = ModelConfig(num_layers=2, d_model=24, num_heads=4, num_kv_heads=2, head_dim=10, d_ff=28)
-GPT = dataclasses.replace(LLAMA, family="gpt", tied_embeddings=True)
+SIZES = {"d_model": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 10, "d_ff": 28}
+LLAMA = ModelConfig(**SIZES)
+GPT = ModelConfig(**SIZES, family="gpt")
 MODELS = {
     "llama": LLAMA,
     "qk_norm": dataclasses.replace(LLAMA, qk_norm=True, compute_dtype="float32"),
@@ -40,7 +41,7 @@ POLICIES = (
 
 
 def decoder_of(model: ModelConfig) -> Decoder:
-    attend = functools.partial(attention, implementation="blockwise", sliding_window=0)
+    attend = functools.partial(attention, implementation="blockwise")
     return Decoder(model, Kernels(attend))
 
 
