@@ -13,7 +13,7 @@ import numpy as np
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor
 from jaxscale.model_families.tensor_rule import TensorRule
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20
 
 Index = tuple[slice, ...]
 """A part of an array: begin and end in each dimension."""
