@@ -17,7 +17,6 @@ from jaxscale.hugging_face.checkpoint_rules import ParameterTensors
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor
 from jaxscale.hugging_face.tensor_blocks import Index, read_part
 from jaxscale.sharding.resolve import leaf_name
-from jaxscale.sharding.specs import of_one_layer
 
 
 def read_params(
@@ -49,43 +48,62 @@ def _read_array(
     }
     if not parameter.stacked:
         tensor = found[parameter.tensors[0]]
-        array = _read_tensor(tensor, parameter, leaf.shape, leaf.dtype, sharding, places)
-        return array if array.dtype == leaf.dtype else _converted(array, leaf.dtype)
-    assert sharding.shard_shape(leaf.shape)[0] == leaf.shape[0], "layers are whole on every device"
-    inner, places = of_one_layer(sharding), {device: index[1:] for device, index in places.items()}
+        shards = {index: (tensor, index) for index in places.values()}
+        return _widened(_put(parameter, leaf, leaf.shape, sharding, places, shards), leaf.dtype)
     stack = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
-    for row, name in enumerate(parameter.tensors):
-        layer = _read_tensor(found[name], parameter, leaf.shape[1:], leaf.dtype, inner, places)
-        stack = _set_layer(stack, layer, np.int32(row))
+    num_rows = sharding.shard_shape(leaf.shape)[0]
+    shape = (leaf.shape[0] // num_rows, *leaf.shape[1:])
+    for row in range(num_rows):  # of every device's part of the stack
+        shards = {
+            index: (found[parameter.tensors[index[0].start + row]], index[1:])
+            for index in places.values()
+        }
+        rows = _put(parameter, leaf, shape, sharding, places, shards)
+        stack = _set_rows(stack, rows, np.int32(row))
     return stack
 
 
-def _read_tensor(
-    tensor: StoredTensor,
+def _put(
     parameter: ParameterTensors,
+    leaf: jax.ShapeDtypeStruct,
     shape: tuple[int, ...],
-    dtype: Any,
     sharding: jax.sharding.Sharding,
     places: Mapping[jax.Device, Index],
+    shards: Mapping[Index, tuple[StoredTensor, Index]],
 ) -> jax.Array:
-    """A parameter, or a layer of it, in the narrower of the two types; the device widens it."""
-    stored, wanted = DTYPES[tensor.dtype], np.dtype(dtype)
-    narrower = wanted if wanted.itemsize < stored.itemsize else stored
+    """An array on devices, each shard read from a part of a tensor, in the narrower of the two
+    types; the device widens it.
+
+    Args:
+      places: the index of each device.
+      shards: the tensor, and the part of the parameter in it, for each index.
+    """
     devices_of: dict[Index, list[jax.Device]] = {}
     for device, index in places.items():
         devices_of.setdefault(index, []).append(device)
-    shards = []
+    arrays, wanted = [], np.dtype(leaf.dtype)
     for index, devices in devices_of.items():
-        part = read_part(tensor, parameter.rule, index, narrower)
+        tensor, part_index = shards[index]
+        stored = DTYPES[tensor.dtype]
+        narrower = wanted if wanted.itemsize < stored.itemsize else stored
+        part = read_part(tensor, parameter.rule, part_index, narrower)
+        part = part[None] if parameter.stacked else part
         # Waits: what is not copied yet stays on the host.
-        shards += [jax.block_until_ready(jax.device_put(part, device)) for device in devices]
+        arrays += [jax.block_until_ready(jax.device_put(part, device)) for device in devices]
         del part
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _set_layer(stack: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, layer.astype(stack.dtype), row, 0)
+def _set_rows(stack: jax.Array, rows: jax.Array, row: jax.Array) -> jax.Array:
+    """Sets a row of every part of a stack: [parts * rows, ...] from [parts, ...]."""
+    parts = stack.reshape(rows.shape[0], -1, *stack.shape[1:])
+    parts = jax.lax.dynamic_update_index_in_dim(parts, rows.astype(stack.dtype), row, 1)
+    return parts.reshape(stack.shape)
+
+
+def _widened(array: jax.Array, dtype: Any) -> jax.Array:
+    return array if array.dtype == dtype else _converted(array, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -1,5 +1,6 @@
 """Parameters from their devices to the files of a checkpoint, a tensor at a time."""
 
+import functools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,20 +52,30 @@ def write_params(
 def _write_parameter(
     stored: Mapping[str, StoredTensor], parameter: ParameterTensors, array: jax.Array
 ) -> None:
-    """Writes a parameter, a layer at a time."""
-    for row, name in enumerate(parameter.tensors):
+    """Writes a parameter, a row of every device's part of a stack at a time."""
+    num_rows = array.sharding.shard_shape(array.shape)[0] if parameter.stacked else 1
+    for row in range(num_rows):
         # A copy where it is no layer: an array keeps what it once brought to the host.
-        part = _layer(array, np.int32(row)) if parameter.stacked else array.copy()
+        part = _rows(array, np.int32(row), num_rows) if parameter.stacked else array.copy()
         for shard in part.addressable_shards:
-            if shard.replica_id == 0:
-                places = zip(shard.index, part.shape)
-                index = tuple(slice(*place.indices(size)[:2]) for place, size in places)
-                write_part(stored[name], parameter.rule, index, np.asarray(shard.data))
+            if shard.replica_id:
+                continue
+            places = zip(shard.index, part.shape)
+            index = tuple(slice(*place.indices(size)[:2]) for place, size in places)
+            values = np.asarray(shard.data)
+            if not parameter.stacked:
+                write_part(stored[parameter.tensors[0]], parameter.rule, index, values)
+                continue
+            for offset, layer in enumerate(values):
+                name = parameter.tensors[(index[0].start + offset) * num_rows + row]
+                write_part(stored[name], parameter.rule, index[1:], layer)
 
 
-@jax.jit
-def _layer(stack: jax.Array, row: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stack, row, keepdims=False)
+@functools.partial(jax.jit, static_argnums=2)
+def _rows(stack: jax.Array, row: jax.Array, num_rows: int) -> jax.Array:
+    """A row of every part of a stack: [parts, ...] of [parts * rows, ...]."""
+    parts = stack.reshape(-1, num_rows, *stack.shape[1:])
+    return jax.lax.dynamic_index_in_dim(parts, row, 1, keepdims=False)
 
 
 def _by_layer(name: str) -> tuple:

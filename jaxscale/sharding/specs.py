@@ -7,7 +7,7 @@ specs from here, and build none: a name says what is spread over which mesh axes
 from collections.abc import Mapping
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
 from jaxscale.sharding.resolve import ACTIVATIONS, Axes, automatic_part, resolve
@@ -66,13 +66,6 @@ def across_pipeline(sharding: Any, axes: Axes, shape: tuple[int, ...]) -> NamedS
         chosen = min(free, key=lambda d: (axes[d] != "embed", len(spec[d])))
         spec[chosen] += ("pipeline",)
     return sharding.update(spec=PartitionSpec(*spec))
-
-
-def of_one_layer(sharding: Sharding) -> Sharding:
-    """The sharding of one layer of a stack [layers, ...]."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    return sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
 
 
 def mesh_axes_of(entry: Any) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from tests.hugging_face import tiny_llama
 LAYOUTS = [
     {},
     {"fsdp": 4, "tensor": 2},
+    {"pipeline": 2, "fsdp": 4},
     {"pipeline": 2, "fsdp": 2, "data": 2, "virtual_stages": 2, "schedule": "interleaved"},
 ]
 
@@ -36,7 +37,7 @@ def load_all(directory) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["one", "fsdp_tensor", "pipeline"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["one", "fsdp_tensor", "pipeline", "interleaved"])
 def test_tensors_come_back_bit_for_bit(layout, tmp_path, monkeypatch):
     """From bfloat16 into float32 parameters of a run's layout, and back: in files of at most 5 kB,
     blocks of a few rows."""
