@@ -97,6 +97,7 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
         params,
         dtype=options.dtype or config.model.param_dtype,
         beside=workdir,
+        end_of_text=setup.open_tokenizer(config, workdir).boundary,
         max_file_bytes=int(options.max_file_gb * 1e9),
     )
     log.info(f"step {step} of {workdir} written to {output}: {tensors} tensors")

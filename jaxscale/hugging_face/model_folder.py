@@ -135,6 +135,7 @@ def write_model(
     *,
     dtype: str,
     beside: pathlib.Path,
+    end_of_text: int | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> int:
     """Writes a folder that transformers loads; it has its name only once it is complete.
@@ -143,6 +144,7 @@ def write_model(
       params: in canonical form.
       dtype: of the tensors: float32, bfloat16 or float16.
       beside: a run's folder, whose tokenizer goes along.
+      end_of_text: the id of that token, where the weights do not come from a model that says it.
       max_file_bytes: of each file of tensors.
 
     Returns:
@@ -159,7 +161,8 @@ def write_model(
     unfinished.mkdir(parents=True)
     parameters = parameters_of(config, axes, params)
     stored = write_params(unfinished, parameters, params, dtype, max_file_bytes)
-    written = {**_special_ids(beside), **hf, "torch_dtype": dtype}
+    ids = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": None}
+    written = {**hf, **ids, **_special_ids(beside), "torch_dtype": dtype}
     (unfinished / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     copy_tokenizer(beside, unfinished)
     (unfinished / HF_CONFIG).unlink(missing_ok=True)
