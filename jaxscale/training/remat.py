@@ -1,6 +1,7 @@
 """Rematerialisation: the residuals that a layer saves, and those offloaded to host memory."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,10 @@ def rematerialised(
     if remat.kind == "save_all_but_attention":
         # Only the attention kernel is recomputed, from the saved queries, keys and values
         # (selective recomputation, arXiv 2205.05198, section 5).
-        attend = _checkpoint(model.kernels.attend, jax.checkpoint_policies.nothing_saveable)
+        def attend(*arrays, **settings):
+            kernel = functools.partial(model.kernels.attend, **settings)
+            return _checkpoint(kernel, jax.checkpoint_policies.nothing_saveable)(*arrays)
+
         return dataclasses.replace(
             model, kernels=dataclasses.replace(model.kernels, attend=attend)
         ).block
