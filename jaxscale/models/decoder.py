@@ -28,9 +28,8 @@ Params = Any  # nested dictionaries of arrays
 CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
 
-def plain_kernels(config: ModelConfig) -> Kernels:
+def plain_kernels() -> Kernels:
     """Kernels for a notebook: the reference attention, no mesh."""
-    del config
     return Kernels(functools.partial(attention, implementation="reference"))
 
 

@@ -12,7 +12,7 @@ from tests.model_families.golden import NAMES, make_params, open_golden, read_ar
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name):
     config, family = open_golden(name)
-    model = Decoder(config, plain_kernels(config))
+    model = Decoder(config, plain_kernels())
     params = make_params(model, family, read_arrays(name, "model.safetensors"))
     expected = read_arrays(name, "expected.safetensors")
     tokens, mask, positions = (expected[key] for key in ("tokens", "mask", "positions"))

@@ -1,6 +1,7 @@
 """Families: published sizes, the settings that a user may set, and their Hugging Face side."""
 
 import json
+import re
 
 import jax
 import pytest
@@ -45,7 +46,7 @@ def test_parameters_are_those_of_a_published_model(name):
     given, published = PUBLISHED[name]
     model = ModelConfig(family=name, **given)
     assert model.published_params == published
-    decoder = Decoder(model, plain_kernels(model))
+    decoder = Decoder(model, plain_kernels())
     shapes = jax.eval_shape(decoder.init, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == model.num_params
 
@@ -77,7 +78,7 @@ def test_settings_survive_config_json(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_rules_read_every_tensor_and_make_every_parameter(name):
     model, family = open_golden(name)
-    decoder = Decoder(model, plain_kernels(model))
+    decoder = Decoder(model, plain_kernels())
     shapes = jax.eval_shape(decoder.init, jax.random.key(0))
     rules = family.tensors(model)
     paths = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
@@ -106,9 +107,8 @@ REFUSED = [
 def test_what_is_not_known_is_refused_by_name(name, change, fragment):
     family, hf = read_settings(name)
     hf = {key: value for key, value in {**hf, **change}.items() if value is not None}
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=re.escape(fragment)) as caught:
         family.from_hf(hf)
-    assert fragment in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -169,9 +169,8 @@ def test_the_form_of_transformers_4_is_read_too():
 )
 def test_what_their_format_does_not_have_is_refused(settings, fragment):
     model = ModelConfig(**settings)
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=re.escape(fragment)):
         FAMILIES[model.family].to_hf(model)
-    assert fragment in str(caught.value)
 
 
 @pytest.mark.parametrize(
