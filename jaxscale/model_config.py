@@ -294,12 +294,18 @@ class ModelConfig:
 
         Args:
           remat: the layout's policy; matmuls whose result it does not save are recomputed, but for
-            a layer's last, whose result no backward pass needs.
+            those that end in the residual stream, whose result no backward pass needs: a layer's
+            last, and in a parallel block that of attention. A norm between does need it.
           recomputed: in a pipeline whose schedule has recompute operations, the share of passes
             that are recomputed (`PipelineStages.recomputed`), each as whole layers.
         """
-        products, kept = self.layer_products(seq_len, causal), parse_remat(remat).names
-        repeated = sum(products[name] for name in BLOCK_TENSORS if name not in kept)
+        products, policy = self.layer_products(seq_len, causal), parse_remat(remat)
+        again = set(BLOCK_TENSORS) - set(policy.names)
+        if self.parallel_block:
+            again.discard("attention_out")
+        if policy.by_names and self.norm_placement != "before":
+            again.add("mlp_down")
+        repeated = sum(products[name] for name in products if name in again)
         if recomputed:
             repeated = recomputed * sum(products.values())
         return self.flops_per_token(seq_len, causal=causal) + repeated * self.num_layers

@@ -18,9 +18,9 @@ import json
 import pathlib
 import shutil
 
-import torch
-import transformers
-from safetensors.torch import save_file
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
+from safetensors.torch import save_file  # pyright: ignore[reportMissingImports]
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "tests" / "goldens"
 BATCH, TIME = 3, 24

@@ -66,7 +66,7 @@ def _gemma3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     both = pop(rest, "rope_parameters", None) or {}
     both = {GLOBAL: both, LOCAL: both} if "rope_type" in both else both
     context = rest.get("max_position_embeddings", 131_072)
-    far = {**(both.get(GLOBAL) or {}), **(pop(rest, "rope_scaling", None) or {})}
+    far = pop(rest, "rope_scaling", None) or both.get(GLOBAL) or {}
     near = both.get(LOCAL) or {}
     rope = rope_from_hf(far, pop(rest, "rope_theta", 1_000_000.0), context)
     local = rope_from_hf(near, pop(rest, "rope_local_base_freq", 10_000.0), context)

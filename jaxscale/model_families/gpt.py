@@ -13,7 +13,7 @@ from jaxscale.model_families.hf_config import (
     refuse_options,
     refuse_rest,
 )
-from jaxscale.model_families.hf_tensors import norm_rules, outer, table, vector
+from jaxscale.model_families.hf_tensors import norm_rules, outer, stored, vector
 from jaxscale.model_families.tensor_rule import TensorRule
 
 LAYER = "transformer.h.{layer}"
@@ -74,7 +74,7 @@ def _to_hf(model: Model) -> dict[str, Any]:
 def _tensors(model: Model) -> tuple[TensorRule, ...]:
     d_model, fused = model.d_model, f"{LAYER}.attn.c_attn"
     rules = [*outer(model, "transformer.wte.weight", "transformer.ln_f", "lm_head.weight")]
-    rules.append(table("embed/positions", "transformer.wpe.weight", model.max_seq_len, d_model))
+    rules.append(stored("embed/positions", "transformer.wpe.weight", model.max_seq_len, d_model))
     rules += norm_rules(model, "layers/attention_norm", f"{LAYER}.ln_1")
     rules += norm_rules(model, "layers/mlp_norm", f"{LAYER}.ln_2")
     for index, letter in enumerate("qkv"):
@@ -90,7 +90,7 @@ def _tensors(model: Model) -> tuple[TensorRule, ...]:
         ("mlp/up", "mlp.c_fc", d_model, model.d_ff),
         ("mlp/down", "mlp.c_proj", model.d_ff, d_model),
     ):
-        rules.append(table(f"layers/{param}", f"{LAYER}.{name}.weight", inputs, outputs))
+        rules.append(stored(f"layers/{param}", f"{LAYER}.{name}.weight", inputs, outputs))
         rules.append(vector(f"layers/{param}_bias", f"{LAYER}.{name}.bias", outputs))
     return tuple(rules)
 

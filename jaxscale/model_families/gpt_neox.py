@@ -25,7 +25,7 @@ LAYER = "gpt_neox.layers.{layer}"
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     rest = dict(hf)
-    rope = {**(rest.get("rope_parameters") or {}), **(rest.pop("rope_scaling", None) or {})}
+    rope = dict(rest.pop("rope_scaling", None) or rest.get("rope_parameters") or {})
     share = rope.pop("partial_rotary_factor", pop(rest, "rotary_pct", 0.25))
     rest["rope_parameters"] = rope
     rest.setdefault("rope_theta", pop(rest, "rotary_emb_base", 10_000.0))

@@ -159,7 +159,7 @@ def pop_rope(rest: dict[str, Any], theta: float = 10_000.0) -> dict[str, Any]:
     """
     context = rest.get("max_position_embeddings", 2048)
     given = pop(rest, "rope_parameters", None) or {}
-    given = {**given, **(pop(rest, "rope_scaling", None) or {})}
+    given = pop(rest, "rope_scaling", None) or given
     base = pop(rest, "rope_theta", theta)
     return rope_from_hf(given, base, context)
 
@@ -238,7 +238,8 @@ def pop_windows(rest: dict[str, Any], num_layers: int) -> dict[str, Any]:
     first = pop(rest, "max_window_layers", 28)
     types = pop(rest, "layer_types", None)
     types = types or [LOCAL if window and i >= first else GLOBAL for i in range(num_layers)]
-    return {"sliding_window": window or 0, "layer_pattern": pattern_of(types)} if window else {}
+    pattern = pattern_of(types)
+    return {"sliding_window": window, "layer_pattern": pattern} if window else {}
 
 
 def pattern_of(layer_types: list[str]) -> str:

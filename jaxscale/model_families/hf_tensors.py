@@ -16,7 +16,7 @@ def matrix(param: str, name: str, inputs: int, outputs: int) -> TensorRule:
     return TensorRule(param, name, (outputs, inputs), (1, 0))
 
 
-def table(param: str, name: str, rows: int, width: int) -> TensorRule:
+def stored(param: str, name: str, rows: int, width: int) -> TensorRule:
     """A matrix that is stored as ours."""
     return TensorRule(param, name, (rows, width), (0, 1))
 
@@ -33,10 +33,10 @@ def outer(model: Model, tokens: str, norm: str, output: str) -> Iterator[TensorR
       tokens, output: names of the tensors.
       norm: theirs, without ".weight".
     """
-    yield table("embed/tokens", tokens, model.vocab_size, model.d_model)
+    yield stored("embed/tokens", tokens, model.vocab_size, model.d_model)
     yield from norm_rules(model, "head/norm", norm)
     if model.tied_embeddings:
-        yield table("embed/tokens", output, model.vocab_size, model.d_model)
+        yield stored("embed/tokens", output, model.vocab_size, model.d_model)
     else:
         yield matrix("head/output", output, model.d_model, model.vocab_size)
 

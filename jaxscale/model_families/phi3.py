@@ -19,7 +19,8 @@ from jaxscale.model_families.tensor_rule import TensorRule
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     rest = dict(hf)
-    rope = {**(pop(rest, "rope_parameters", None) or {}), **(pop(rest, "rope_scaling", None) or {})}
+    rope = pop(rest, "rope_parameters", None) or {}
+    rope = dict(pop(rest, "rope_scaling", None) or rope)
     rope.setdefault("rope_type", rope.pop("type", None) or "default")
     rope.setdefault("rope_theta", pop(rest, "rope_theta", 10_000.0))
     rope.setdefault("partial_rotary_factor", pop(rest, "partial_rotary_factor", 1.0))

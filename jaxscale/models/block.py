@@ -4,6 +4,8 @@ Letters: B batch, T query time, S key time, D embed, F mlp hidden, N query heads
 H head_dim, V vocab (padded), L layers.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -79,23 +81,24 @@ class Attention(nnx.Module):
         kind: int,
         columns: Callable = columns,
         rotary: Callable = rotary,
+        key_heads: Callable = lambda x: x,
     ) -> tuple[jax.Array, ...]:
         """Queries, keys and values, rotary positions applied."""
         config = self.config
-        projected = columns(x_BTD, (self.q[...], self.k[...], self.v[...]))
+        weights = (self.q[...], key_heads(self.k[...]), key_heads(self.v[...]))
+        projected = columns(x_BTD, weights)
         q_BTNH, k_BTKH, v_BTKH = map(named, projected, ("query", "key", "value"))
         if config.attention_bias != "none":
             q_BTNH = add_bias(q_BTNH, self.q_bias[...])
-            k_BTKH = add_bias(k_BTKH, self.k_bias[...])
-            v_BTKH = add_bias(v_BTKH, self.v_bias[...])
+            k_BTKH = add_bias(k_BTKH, key_heads(self.k_bias[...]))
+            v_BTKH = add_bias(v_BTKH, key_heads(self.v_bias[...]))
         if config.qk_norm:
-            norm = {
-                "eps": config.norm_eps,
-                "offset": float(config.norm_offset),
-                "num_dims": 2 if config.qk_norm_over_heads else 1,
-            }
+            over_heads = config.qk_norm_over_heads
+            norm: dict[str, Any] = {"eps": config.norm_eps, "offset": float(config.norm_offset)}
+            norm["num_dims"] = 2 if over_heads else 1
             q_BTNH = rms_norm(q_BTNH, self.q_scale[...], **norm)
-            k_BTKH = rms_norm(k_BTKH, self.k_scale[...], **norm)
+            scale = key_heads(self.k_scale[...]) if over_heads else self.k_scale[...]
+            k_BTKH = rms_norm(k_BTKH, scale, **norm)
         if config.positions == "rotary":
             turn = rope_settings(config, kind)
             q_BTNH = rotary(q_BTNH, positions_BT, **turn)
@@ -108,8 +111,11 @@ class Attention(nnx.Module):
         return add_bias(y_BTD, self.out_bias[...]) if self.config.attention_bias == "all" else y_BTD
 
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels, kind: int) -> jax.Array:
+        rotary, scale = kernels.rotary, self.config.attention_scale
+        if kernels.rotary_scales and self.config.positions == "rotary":
+            rotary, scale = functools.partial(rotary, factor=math.sqrt(scale)), 1.0
         q_BTNH, k_BTKH, v_BTKH = self.project(
-            x_BTD, batch.positions, kind, kernels.columns, kernels.rotary
+            x_BTD, batch.positions, kind, kernels.columns, rotary, kernels.key_heads
         )
         q_BTNH = kernels.shard(q_BTNH, ("batch", "seq", "heads", "head_dim"))
         k_BTKH = kernels.shard(k_BTKH, ("batch", "seq", "kv_heads", "head_dim"))
@@ -121,7 +127,7 @@ class Attention(nnx.Module):
             batch.segments,
             sliding_window=self.config.window(kind),
             causal=self.config.causal,
-            scale=self.config.attention_scale,
+            scale=scale,
             soft_cap=self.config.attention_soft_cap,
         )
         return self.join(o_BTNH, kernels.rows)

@@ -28,9 +28,8 @@ Params = Any  # nested dictionaries of arrays
 CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
 
-def plain_kernels(config: ModelConfig) -> Kernels:
+def plain_kernels() -> Kernels:
     """Kernels for a notebook: the reference attention, no mesh."""
-    del config
     return Kernels(functools.partial(attention, implementation="reference"))
 
 
@@ -183,30 +182,14 @@ class Decoder:
         """
         x_BTD = self._module(Embedding, params["embed"])(tokens_BT, positions_BT, plain_lookup)
 
-        # The cache is carried, not scanned over: carried, it is updated in place.
         def one(carry, layer, kind=0):
             weights, index = layer
-            return self._module(Block, weights).decode(
-                carry[0], positions_BT, carry[1], index, kind
-            ), None
+            block = self._module(Block, weights)
+            return block.decode(carry[0], positions_BT, carry[1], index, kind), None
 
-        def one_period(carry, layers):
-            for kind in range(period):
-                carry, _ = one(carry, jax.tree.map(lambda x: x[kind], layers), kind)  # noqa: B023
-            return carry, None
-
-        period, num_layers = self.config.period, self.config.num_layers
-        layers, carry = (params["layers"], jnp.arange(num_layers)), (x_BTD, cache)
-        if period == 1:
-            return jax.lax.scan(one, carry, layers)[0]
-        whole = num_layers - num_layers % period
-        periods = jax.tree.map(
-            lambda x: x[:whole].reshape(whole // period, period, *x.shape[1:]), layers
-        )
-        carry, _ = jax.lax.scan(one_period, carry, periods)
-        for index in range(whole, num_layers):
-            carry, _ = one(carry, jax.tree.map(lambda x: x[index], layers), index - whole)  # noqa: B023
-        return carry
+        # The cache is carried, not scanned over: carried, it is updated in place.
+        layers = (params["layers"], jnp.arange(self.config.num_layers))
+        return _scan_periods(one, (x_BTD, cache), layers, self.config.period)
 
     def _final(self, head: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         own = {name: value for name, value in head.items() if name != "tied"}
@@ -216,6 +199,25 @@ class Decoder:
 
     def _module(self, kind: type[nnx.Module], params: Params) -> Any:
         return nnx.merge(_graph(kind, self.config)[0], params)
+
+
+def _scan_periods(function: Callable, carry: Any, layers: Any, period: int) -> Any:
+    """The carry after `function(carry, layer, kind)` for each of stacked layers, where kind is
+    index % period: a scan over whole periods, and the remainder after it."""
+    if period == 1:
+        return jax.lax.scan(function, carry, layers)[0]
+    num_layers = jax.tree.leaves(layers)[0].shape[0]
+    whole = num_layers - num_layers % period
+
+    def one(carry, layers, num_kinds=period):
+        for kind in range(num_kinds):
+            layer = jax.tree.map(lambda x: x[kind], layers)  # noqa: B023
+            carry, _ = function(carry, layer, kind)
+        return carry, None
+
+    periods = jax.tree.map(lambda x: x[:whole].reshape(-1, period, *x.shape[1:]), layers)
+    carry, _ = jax.lax.scan(one, carry, periods)
+    return one(carry, jax.tree.map(lambda x: x[whole:], layers), num_layers - whole)[0]
 
 
 def _params(module: nnx.Module) -> Params:

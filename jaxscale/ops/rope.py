@@ -109,8 +109,14 @@ def rotary_on_tpu(
     every Pallas kernel it needs all mesh axes manual. A part of a head is rotated by `rotary`.
     """
     if rotary_dim != LANES:
-        turn = {"theta": theta, "scaling": scaling, "rotary_dim": rotary_dim, "factor": factor}
-        return rotary(x_BTNH, positions_BT, **turn)
+        return rotary(
+            x_BTNH,
+            positions_BT,
+            theta=theta,
+            scaling=scaling,
+            rotary_dim=rotary_dim,
+            factor=factor,
+        )
     turned_factor = factor * (scaling.multiplier if scaling else 1.0)
     frequencies_h = _frequencies(LANES, theta, scaling).astype(np.float32)
 

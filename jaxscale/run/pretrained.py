@@ -74,7 +74,7 @@ def from_pretrained(
         param_dtype=param_dtype or weights.dtype,
         attention="reference",
     )
-    model = Decoder(config, plain_kernels(config))
+    model = Decoder(config, plain_kernels())
     params = weights.read(model.axes, jax.eval_shape(model.init, jax.random.key(0)))
     return Pretrained(config, params, model)
 

@@ -53,6 +53,25 @@ def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
     return jax.tree.map(one, axes_tree, is_leaf=is_axes)
 
 
+def whole_kv_heads(axes_tree: Any, abstract: Any, sizes: Mapping[str, int]) -> Any:
+    """A tree of axes in which each rank of tensor has all key/value heads of an array, where the
+    ranks are a multiple of the heads: a rank uses the one that its query heads read.
+
+    Args:
+      abstract: the arrays' shapes, in the same tree.
+    """
+
+    def one(axes: Axes, leaf: Any) -> Axes:
+        if "kv_heads" not in axes:
+            return axes
+        heads = leaf.shape[axes.index("kv_heads")]
+        if heads >= sizes["tensor"] or sizes["tensor"] % heads:
+            return axes
+        return tuple("whole_kv_heads" if name == "kv_heads" else name for name in axes)
+
+    return jax.tree.map(one, axes_tree, abstract, is_leaf=is_axes)
+
+
 def layer_rules(sizes: Mapping[str, int], rows: int) -> list[Rules]:
     """Rules that keep the matrices of a stack whole over fsdp, and shard its layers over mesh axes
     whose ranks would otherwise repeat their update (`DEALT_OVER`): each rule over one more axis.

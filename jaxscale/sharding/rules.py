@@ -21,6 +21,8 @@ WEIGHTS: Rules = {
     "outer_embed": ("pipeline", "fsdp"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
+    # Where there are fewer of them than ranks: `resolve.whole_kv_heads`.
+    "whole_kv_heads": (),
     "head_dim": (),
     "mlp": ("tensor",),
     "vocab": ("tensor",),

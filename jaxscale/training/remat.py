@@ -24,7 +24,7 @@ def rematerialised(
     if remat.kind == "save_all_but_attention":
         # Only the attention kernel is recomputed, from the saved queries, keys and values
         # (selective recomputation, arXiv 2205.05198, section 5).
-        def attend(*arrays: jax.Array, **settings: Any) -> jax.Array:
+        def attend(*arrays, **settings):
             kernel = functools.partial(model.kernels.attend, **settings)
             return _checkpoint(kernel, jax.checkpoint_policies.nothing_saveable)(*arrays)
 

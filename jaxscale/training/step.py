@@ -1,5 +1,6 @@
 """One train step from a model, a layout and an optimizer."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,15 @@ from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.pipeline.stages import PipelineStages, open_stages
-from jaxscale.sharding.resolve import Axes, Rules, layer_rules, resolve, resolve_tree, spread_outer
+from jaxscale.sharding.resolve import (
+    Axes,
+    Rules,
+    layer_rules,
+    resolve,
+    resolve_tree,
+    spread_outer,
+    whole_kv_heads,
+)
 from jaxscale.sharding.rules import check_divides, check_sequence
 from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
@@ -112,7 +121,8 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
     check_sequence(config)
     check_types(config)
     check_host_memory(config, mesh)
-    model = Decoder(config.model, make_kernels(config, platform, unroll=unroll_layers))
+    attention = attention_name(config, platform)
+    model = Decoder(config.model, make_kernels(layout, attention, platform, unroll=unroll_layers))
     stages = _open_stages(config) if layout.pipeline > 1 else None
     rows = stages.layer_of_row if stages else np.arange(config.model.num_layers)
     zero = _make_zero(config, model, stages)
@@ -127,6 +137,8 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
     shapes = jax.eval_shape(init, jax.random.key(0))
     axes = TrainState((), model.axes, state_axes(optimizer, shapes.params, model.axes))
     axes = spread_outer(axes, layout.sizes, config.model.d_model)
+    axes = whole_kv_heads(axes, shapes, layout.sizes)
+    zero = dataclasses.replace(zero, axes=axes.params)
     state = _placed(config, mesh, zero, axes, shapes)
     batch = _abstract_batch(config, batch_sharding(mesh))
 
@@ -151,7 +163,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         zero=zero,
         stages=stages,
         batch_sharding=batch_sharding(mesh),
-        attention=attention_name(config, platform),
+        attention=attention,
     )
 
 

@@ -2,7 +2,6 @@
 their tensors back bit for bit."""
 
 import json
-import pathlib
 
 import jax
 import numpy as np
@@ -11,9 +10,7 @@ from safetensors.numpy import load_file
 
 from jaxscale.hugging_face.model_folder import open_model, write_model
 from jaxscale.run.pretrained import from_pretrained
-
-GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
-NAMES = sorted(path.name for path in GOLDENS.iterdir())
+from tests.model_families.golden import GOLDENS, NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

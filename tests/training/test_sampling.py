@@ -31,6 +31,9 @@ LLAMA = ModelConfig(**SIZES, vocab_size=20, qk_norm=True, sliding_window=5)
 GPT = ModelConfig(
     **SIZES, vocab_size=20, family="gpt", tied_embeddings=True, max_seq_len=30, logit_soft_cap=30.0
 )
+WINDOWS = {"sliding_window": 4, "layer_pattern": "LG"}
+LOCAL = ModelConfig(**{**SIZES, **WINDOWS, "num_layers": 3}, vocab_size=20, family="gemma3")
+PARALLEL = ModelConfig(**SIZES, vocab_size=20, family="gpt_neox")
 
 LETTERS = "abcdefgh"
 BOUNDARY = len(LETTERS)
@@ -55,7 +58,7 @@ NUM_TOKENS = 18
 def fresh(config: ModelConfig) -> dict:
     """Parameters whose texts are not dull: one ends early, and no two are alike."""
     rng = np.random.default_rng(4)
-    shapes = jax.eval_shape(Decoder(config, plain_kernels(config)).init, jax.random.key(0))
+    shapes = jax.eval_shape(Decoder(config, plain_kernels()).init, jax.random.key(0))
     return jax.tree.map(lambda leaf: 0.3 * rng.normal(size=leaf.shape), shapes)
 
 
@@ -82,20 +85,22 @@ def full_logits(config: ModelConfig, tokens_BT) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _full_logits(config, params, tokens_BT):
-    model, shape = Decoder(config, plain_kernels(config)), tokens_BT.shape
+    model, shape = Decoder(config, plain_kernels()), tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     ones = jnp.ones(shape, jnp.int32)
     batch = Batch(tokens_BT, tokens_BT, ones, positions_BT, ones)
     x_BTD = model.embed(params["embed"], batch)
-    x_BTD, _ = jax.lax.scan(
-        lambda x, layer: (model.block(layer, x, batch), None), x_BTD, params["layers"]
-    )
+    for index in range(config.num_layers):
+        layer = jax.tree.map(lambda x: x[index], params["layers"])  # noqa: B023
+        x_BTD = model.block(layer, x_BTD, batch, index % config.period)
     return model.logits(model.head_params(params), x_BTD)
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, GPT, LOCAL, PARALLEL], ids=["llama", "gpt", "local", "parallel"]
+)
 def test_the_cache_gives_the_logits_of_the_forward_pass(config):
-    model, params = Decoder(config, plain_kernels(config)), fresh(config)
+    model, params = Decoder(config, plain_kernels()), fresh(config)
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (2, 14))
 
     @jax.jit

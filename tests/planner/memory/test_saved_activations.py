@@ -29,6 +29,10 @@ MODELS = {
     "qk_norm": dataclasses.replace(LLAMA, qk_norm=True, compute_dtype="float32"),
     "gpt": GPT,
     "gpt qk_norm": dataclasses.replace(GPT, qk_norm=True),
+    "biases": ModelConfig(**SIZES, attention_bias="all", mlp_bias=True),
+    "gemma3": ModelConfig(**SIZES, family="gemma3"),
+    "olmo2": ModelConfig(**SIZES, family="olmo2"),
+    "gpt_neox": ModelConfig(**SIZES, family="gpt_neox", rope_share=0.4),
 }
 POLICIES = (
     "none",
@@ -90,6 +94,13 @@ def test_a_layer_keeps_these_values(name, remat):
         ("gpt", "save:query,key,value,attention_out"),
         ("gpt qk_norm", "full"),
         ("qk_norm", "none"),
+        ("biases", "save_matmuls"),
+        ("gemma3", "none"),
+        ("gemma3", "save:attention_out,mlp_up,mlp_gate"),
+        ("olmo2", "save:query,attention"),
+        ("gpt_neox", "full"),
+        ("gpt_neox", "save:mlp_up"),
+        ("gpt_neox", "save:query,key,value,attention_out"),
     ],
 )
 def test_a_pipeline_keeps_these_bytes(name, remat):
@@ -145,9 +156,17 @@ def compiled_products(model: ModelConfig, remat: str) -> float:
     return costs[program.entry] / (ROWS * TIME)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt"])
 @pytest.mark.parametrize(
-    "remat", ["full", "save_matmuls", "save_all_but_attention", "save:query,attention,mlp_up"]
+    ("name", "remat"),
+    [
+        ("llama", "full"),
+        ("llama", "save_matmuls"),
+        ("llama", "save_all_but_attention"),
+        ("gpt", "full"),
+        ("gpt", "save:query,attention,mlp_up"),
+        ("gemma3", "full"),  # a norm needs the result of the last matmul
+        ("gpt_neox", "full"),  # attention ends in the stream, too
+    ],
 )
 def test_a_policy_repeats_the_products_that_it_does_not_keep(name, remat):
     model = dataclasses.replace(MODELS[name], compute_dtype="float32")
