@@ -17,10 +17,14 @@ import argparse
 import json
 import pathlib
 import shutil
+import sys
 
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 from safetensors.torch import save_file  # pyright: ignore[reportMissingImports]
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+from tests.data.dialogues import PLAIN, write_tokenizer
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "tests" / "goldens"
 BATCH, TIME = 3, 24
@@ -67,6 +71,9 @@ YARN = {
 YARN_ALL = YARN | {"beta_fast": 3.0, "beta_slow": 0.25, "truncate": False, "attention_factor": 1.3}
 YARN_SCALES = YARN | {"mscale": 0.8, "mscale_all_dim": 0.4}
 
+CHATS = ("llama_chat",)
+"""Goldens with a tokenizer and a chat template."""
+
 CASES = {
     # Llama
     "llama": ("Llama", SIZES),
@@ -81,6 +88,7 @@ CASES = {
         "Llama",
         SIZES | {"rope_parameters": YARN_SCALES, "num_key_value_heads": 1, "hidden_act": "relu"},
     ),
+    "llama_chat": ("Llama", SIZES | {"vocab_size": 300, "tie_word_embeddings": True}),
     # Mistral
     "mistral": ("Mistral", SIZES | {"sliding_window": 5}),
     "mistral_whole": (
@@ -269,6 +277,20 @@ def write(name: str) -> None:
     """Makes the golden of one case."""
     kind, settings = CASES[name]
     model, folder = make_model(kind, settings), GOLDENS / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if name in CHATS:
+        write_tokenizer(folder, PLAIN)
+    write_logits(model, folder)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert size < 200_000, f"{name} takes {size} bytes"
+    kinds = json.loads((folder / "config.json").read_text())["model_type"]
+    print(f"{name}: {kinds}, {size} bytes")
+
+
+def write_logits(model: torch.nn.Module, folder: pathlib.Path) -> None:
+    """Writes tokens and the model's logits to `expected.safetensors`."""
     batch = make_batch(model.config.vocab_size)
     with torch.no_grad():
         logits = model(
@@ -276,22 +298,29 @@ def write(name: str) -> None:
             attention_mask=batch["mask"],
             position_ids=batch["positions"],
         ).logits
-    shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
     arrays = {key: value.to(torch.int32) for key, value in batch.items()}
     save_file({**arrays, "logits": logits.contiguous()}, folder / "expected.safetensors")
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    assert size < 200_000, f"{name} takes {size} bytes"
-    kinds = json.loads((folder / "config.json").read_text())["model_type"]
-    print(f"{name}: {kinds}, {size} bytes, logits up to {logits.abs().max():.2f}")
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="only these cases", metavar="NAME")
-    for name in parser.parse_args().names or CASES:
+    parser.add_argument(
+        "--logits",
+        metavar="DIR",
+        type=pathlib.Path,
+        help="write the logits of the model in this folder, such as one that "
+        "jaxscale.convert --to_hf wrote, there, and no goldens",
+    )
+    options = parser.parse_args()
+    if options.logits:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            options.logits, attn_implementation="eager", dtype=torch.float32
+        )
+        write_logits(model.eval(), options.logits)
+        return
+    for name in options.names or CASES:
         write(name)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxscale.hugging_face.checkpoint_rules import ParameterTensors
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor
-from jaxscale.hugging_face.tensor_blocks import Index, read_part
+from jaxscale.hugging_face.tensor_blocks import Index, read_part, whole_index
 from jaxscale.sharding.resolve import leaf_name
 
 
@@ -42,10 +42,8 @@ def _read_array(
     found: Mapping[str, StoredTensor], parameter: ParameterTensors, leaf: jax.ShapeDtypeStruct
 ) -> jax.Array:
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    places = {
-        device: tuple(slice(*place.indices(size)[:2]) for place, size in zip(index, leaf.shape))
-        for device, index in sharding.addressable_devices_indices_map(leaf.shape).items()
-    }
+    indices: Any = sharding.addressable_devices_indices_map(leaf.shape)
+    places = {device: whole_index(index, leaf.shape) for device, index in indices.items()}
     if not parameter.stacked:
         tensor = found[parameter.tensors[0]]
         shards = {index: (tensor, index) for index in places.values()}
@@ -68,7 +66,7 @@ def _put(
     leaf: jax.ShapeDtypeStruct,
     shape: tuple[int, ...],
     sharding: jax.sharding.Sharding,
-    places: Mapping[jax.Device, Index],
+    places: Mapping[Any, Index],
     shards: Mapping[Index, tuple[StoredTensor, Index]],
 ) -> jax.Array:
     """An array on devices, each shard read from a part of a tensor, in the narrower of the two
@@ -78,7 +76,7 @@ def _put(
       places: the index of each device.
       shards: the tensor, and the part of the parameter in it, for each index.
     """
-    devices_of: dict[Index, list[jax.Device]] = {}
+    devices_of: dict[Index, list[Any]] = {}
     for device, index in places.items():
         devices_of.setdefault(index, []).append(device)
     arrays, wanted = [], np.dtype(leaf.dtype)

@@ -5,7 +5,7 @@ The host holds the part asked for, in the order of ours, and one block of `BLOCK
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,11 @@ class _Block(NamedTuple):
     shape: tuple[int, ...]  # rows of the tensor's view, whole
     take: tuple[int | slice, ...]  # what belongs to the parameter
     rows: slice  # of the parameter, dims in the tensor's order
+
+
+def whole_index(index: Sequence[slice], shape: tuple[int, ...]) -> Index:
+    """The index of a shard with numbers in place of None."""
+    return tuple(slice(*place.indices(size)[:2]) for place, size in zip(index, shape))
 
 
 def taken_shape(rule: TensorRule) -> tuple[int, ...]:

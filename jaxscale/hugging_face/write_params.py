@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxscale.hugging_face.checkpoint_rules import ParameterTensors
 from jaxscale.hugging_face.safetensors_format import StoredTensor, lay_out
-from jaxscale.hugging_face.tensor_blocks import write_part
+from jaxscale.hugging_face.tensor_blocks import whole_index, write_part
 from jaxscale.sharding.resolve import leaf_name
 
 FILE_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -60,8 +60,7 @@ def _write_parameter(
         for shard in part.addressable_shards:
             if shard.replica_id:
                 continue
-            places = zip(shard.index, part.shape)
-            index = tuple(slice(*place.indices(size)[:2]) for place, size in places)
+            index = whole_index(shard.index, part.shape)
             values = np.asarray(shard.data)
             if not parameter.stacked:
                 write_part(stored[parameter.tensors[0]], parameter.rule, index, values)
