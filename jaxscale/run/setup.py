@@ -193,7 +193,7 @@ def keep_tokenizer(config: Config, tokenizer: Tokenizer, workdir: pathlib.Path) 
     can be moved, and exported to Hugging Face's format."""
     if not tokenizer.file:
         return
-    for name, data in {tokenizer.file_name: tokenizer.file, **tokenizer.beside}.items():
+    for name, data in {tokenizer.file_name: tokenizer.file}.items():
         if not (workdir / name).exists():
             (workdir / name).write_bytes(data)
     given = pathlib.Path(config.data.tokenizer)

@@ -22,5 +22,5 @@ def test_the_host_holds_one_tensor_at_a_time(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["params_bytes"] > 5 * found["largest_tensor_bytes"]
+    assert found["params_bytes"] > 4 * found["largest_tensor_bytes"]
     assert 0 < found["peak_bytes"] <= 1.1 * found["largest_tensor_bytes"], found
