@@ -44,7 +44,7 @@ def describe_layout(engine: Engine) -> str:
 
 
 def _summary(engine: Engine) -> str:
-    layout, config = engine.layout, engine.model.config
+    layout, config = engine.layout, engine.config.model
     axes = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1)
     rows = [
         ("devices", f"{layout.num_devices}: {axes or 'every axis 1'}"),
@@ -172,7 +172,7 @@ def _passes(engine: Engine, chosen: PipelineStages) -> list[str]:
 
     def open_with(remat: str) -> PipelineStages:
         changed = dataclasses.replace(layout, remat=remat)
-        return open_stages(changed, engine.model.config.num_layers, chosen.head_cost)
+        return open_stages(changed, chosen.stacks, chosen.head_cost)
 
     def seconds(stages: PipelineStages) -> float:
         return simulate(stages.table, stages.costs).lockstep_makespan

@@ -55,15 +55,19 @@ class Zero:
         parameters while they are updated."""
         return WEIGHTS if self.stage >= 1 else REPLICATED_WEIGHTS
 
-    @property
-    def layer_axes(self) -> Tree:
-        """The axes of one layer, a slice of the stack."""
-        return jax.tree.map(lambda axes: axes[1:], self.axes["layers"], is_leaf=is_axes)
+    def layer_axes(self, stack: str) -> Tree:
+        """The axes of one layer, a slice of a stack."""
+        return jax.tree.map(lambda axes: axes[1:], self.axes[stack], is_leaf=is_axes)
 
     @property
     def loss_dtype(self) -> jnp.dtype:
         """Of sums over tokens."""
         return jnp.promote_types(self.compute_dtype, jnp.float32)
+
+    @property
+    def one(self) -> jax.Array:
+        """The gradient of the loss with respect to itself."""
+        return jnp.ones((), self.loss_dtype)
 
     @property
     def gathers(self) -> bool:
@@ -148,11 +152,12 @@ class Zero:
 
         return jax.tree.map(one, axes, params, is_leaf=is_axes)
 
-    def running_sum(self, weights: Tree, axes: Tree, microbatches: jax.Array) -> Tree | None:
+    def running_sum(self, weights: Tree, axes: Tree, microbatches: Tree) -> Tree | None:
         """Accumulators for the gradients of whole weights over an accumulation group, [G, ...];
         None for a single micro-batch, whose gradients need no summing before they are reduced.
         """
-        return None if microbatches.shape[0] == 1 else self.accumulators(weights, axes)
+        single = jax.tree.leaves(microbatches)[0].shape[0] == 1
+        return None if single else self.accumulators(weights, axes)
 
     def accumulators(self, weights: Tree, axes: Tree) -> Tree:
         """Zeros for the gradients of whole weights."""

@@ -15,20 +15,23 @@ from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.device_batch import dealt, local_rows, shard_batch
 from jaxscale.layout import Layout
-from jaxscale.models.decoder import Decoder
+from jaxscale.models.decoder import Decoder, Kernels
+from jaxscale.models.protocol import Model, Sums
 from jaxscale.pipeline.layer_placement import LayerPlacement
+from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.sharding.resolve import Axes, Rules, layer_rules, resolve, resolve_tree, spread_outer
 from jaxscale.sharding.rules import check_divides, check_sequence
 from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
+from jaxscale.training import optimizer as optimizers
 from jaxscale.training.gradients import make_gradients, make_loss
 from jaxscale.training.kernels import attention_name, make_kernels
-from jaxscale.training.optimizer import make, state_axes
-from jaxscale.training.remat import from_host
+from jaxscale.training.remat import from_host, rematerialised_attention
 from jaxscale.training.xla_options import step_options
 
 Tree = Any
+MakeModel = Callable[[Any, Kernels], Model]
 
 
 class TrainState(NamedTuple):
@@ -46,6 +49,7 @@ class StepMetrics(NamedTuple):
     grad_norm: jax.Array  # before clipping
     tokens: jax.Array  # int32, that the model read: every position but padding
     loss_tokens: jax.Array  # that counted in the loss
+    others: dict[str, jax.Array]  # the model's own: means over `loss_tokens`, or of each layer
 
 
 class EvaluationSums(NamedTuple):
@@ -61,7 +65,7 @@ class Engine:
     """The jitted functions of a run and where their arguments live."""
 
     config: Config
-    model: Decoder
+    model: Model
     layout: Layout
     mesh: Mesh
     init: Callable[[jax.Array], TrainState]  # from a key
@@ -95,12 +99,19 @@ class Engine:
         return local_rows(self.batch_sharding, global_batch_size)
 
 
-def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> Engine:
+def make_engine(
+    config: Config,
+    mesh: Mesh,
+    *,
+    model: MakeModel = Decoder,
+    unroll_layers: bool = False,
+) -> Engine:
     """Builds what a run needs, compiling nothing yet.
 
     Args:
       config: its layout must be resolved: no -1.
       mesh: of that layout; its devices may be absent ones, to compile only.
+      model: makes the model from `config.model` and the kernels that the layout asks for.
       unroll_layers: unrolls the loops over layers, for XLA's cost analysis.
 
     Raises:
@@ -112,33 +123,35 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
     check_sequence(config)
     check_types(config)
     check_host_memory(config, mesh)
-    model = Decoder(config.model, make_kernels(config, platform, unroll=unroll_layers))
-    stages = _open_stages(config) if layout.pipeline > 1 else None
-    rows = stages.layer_of_row if stages else np.arange(config.model.num_layers)
-    zero = _make_zero(config, model, stages)
+    kernels = make_kernels(config, platform, unroll=unroll_layers)
+    built = model(config.model, kernels)
+    stages = _open_stages(config, built) if layout.pipeline > 1 else None
+    rows = stages.layer_of_row if stages else _canonical_rows(built)
+    zero = _make_zero(config, built, stages)
     by_layer = functools.partial(
-        _by_layer, mesh, [zero.update_rules, *layer_rules(layout.sizes, len(rows))]
+        _by_layer, mesh, zero.update_rules, functools.partial(layer_rules, layout.sizes)
     )
-    optimizer = make(
-        config.optimizer, steps=config.schedule_steps, axes=model.axes, by_layer=by_layer
+    optimizer = optimizers.make(
+        config.optimizer, steps=config.schedule_steps, axes=built.axes, by_layer=by_layer
     )
 
-    init = _make_init(model, optimizer, stages)
+    init = _make_init(built, optimizer, stages)
     shapes = jax.eval_shape(init, jax.random.key(0))
-    axes = TrainState((), model.axes, state_axes(optimizer, shapes.params, model.axes))
+    axes = TrainState((), built.axes, optimizers.state_axes(optimizer, shapes.params, built.axes))
     axes = spread_outer(axes, layout.sizes, config.model.d_model)
     state = _placed(config, mesh, zero, axes, shapes)
     batch = _abstract_batch(config, batch_sharding(mesh))
 
-    gradients = make_gradients(model, layout, zero, mesh, stages, unroll_layers=unroll_layers)
+    trained = model(config.model, rematerialised_attention(kernels, layout.remat_policy))
+    gradients = make_gradients(trained, layout, zero, mesh, stages, unroll_layers=unroll_layers)
     # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
     update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, shapes.params)
     step = _make_step(config, gradients, optimizer, _shardings(state), update_shardings)
-    evaluate = _make_evaluate(make_loss(model, layout, zero, mesh, stages))
+    evaluate = _make_evaluate(make_loss(built, layout, zero, mesh, stages))
     options = step_options(mesh, deterministic=config.run.deterministic)
     return Engine(
         config=config,
-        model=model,
+        model=built,
         layout=layout,
         mesh=mesh,
         init=_jit_init(init, state, platform),
@@ -155,7 +168,7 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
     )
 
 
-def _make_zero(config: Config, model: Decoder, stages: PipelineStages | None) -> Zero:
+def _make_zero(config: Config, model: Model, stages: PipelineStages | None) -> Zero:
     layout = config.layout
     single_visit = layout.accumulation == "layered" or layout.microbatches == 1
     return Zero(
@@ -191,7 +204,7 @@ def _shardings(abstract: Tree) -> Tree:
 
 
 def _make_init(
-    model: Decoder, optimizer: optax.GradientTransformation, stages: PipelineStages | None
+    model: Model, optimizer: optax.GradientTransformation, stages: PipelineStages | None
 ) -> Callable[[jax.Array], TrainState]:
     def init(key: jax.Array) -> TrainState:
         params = model.init(key, stages.layer_of_row if stages else None)
@@ -240,7 +253,8 @@ def _jit_evaluate(evaluate: Callable, state: TrainState, mesh: Mesh) -> Callable
 
 def _by_layer(
     mesh: Mesh,
-    rules: Sequence[Rules],
+    at_rest: Rules,
+    rules: Callable[[int], Sequence[Rules]],
     function: Callable[[jax.Array], jax.Array],
     stack: jax.Array,
     names: Axes,
@@ -249,9 +263,11 @@ def _by_layer(
     reshards back: an all-to-all each way over fsdp, instead of gathers between any two matmuls.
 
     Args:
-      rules: of the stack at rest, then of each step of the resharding (see `layer_rules`).
+      at_rest: rules of the stack between updates.
+      rules: of each step of the resharding, from the number of rows (see `layer_rules`).
     """
-    path = [NamedSharding(mesh, resolve(names, one, mesh.shape)) for one in rules]
+    steps = [at_rest, *rules(stack.shape[names.index("layers")])]
+    path = [NamedSharding(mesh, resolve(names, one, mesh.shape)) for one in steps]
     for sharding in path:
         stack = jax.lax.with_sharding_constraint(stack, sharding)
     stack = function(stack)
@@ -278,7 +294,7 @@ def _make_step(
     def step(state: TrainState, sharded: ShardedBatch) -> tuple[TrainState, StepMetrics]:
         batch = dealt(sharded)
         count = jnp.sum(batch.weights)
-        (_, nll_sum), grads = gradients(state.params, batch)
+        sums, grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
             grads, grad_norm = mean_and_norm(grads, count, config.optimizer.clip_norm)
             params = jax.lax.with_sharding_constraint(state.params, update_shardings)
@@ -287,10 +303,17 @@ def _make_step(
             params = optax.apply_updates(params, updates)
             params = jax.lax.with_sharding_constraint(params, shardings.params)
         tokens = jnp.sum(batch.segments != 0, dtype=jnp.int32)
-        metrics = StepMetrics(nll_sum / count, grad_norm, tokens, count)
+        loss, others = sums["nll"] / count, _others(sums, count)
+        metrics = StepMetrics(loss, grad_norm, tokens, count, others)
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return step
+
+
+def _others(sums: Sums, count: jax.Array) -> Sums:
+    """A model's own metrics: sums over tokens as means, those of each layer as they are."""
+    own = {name: value for name, value in sums.items() if name not in ("loss", "nll")}
+    return {name: value / count if value.ndim == 0 else value for name, value in own.items()}
 
 
 def _abstract_batch(config: Config, sharding: NamedSharding) -> ShardedBatch:
@@ -300,9 +323,13 @@ def _abstract_batch(config: Config, sharding: NamedSharding) -> ShardedBatch:
     return ShardedBatch(ints, ints, ints, ints, floats)
 
 
-def _open_stages(config: Config) -> PipelineStages:
-    head_cost = config.model.head_cost(config.data.seq_len)
-    return open_stages(config.layout, config.model.num_layers, head_cost)
+def _open_stages(config: Config, model: Model) -> PipelineStages:
+    stacks = [StackLayers(stack.name, stack.num_layers, stack.period) for stack in model.stacks]
+    return open_stages(config.layout, stacks, config.model.head_cost(config.data.seq_len))
+
+
+def _canonical_rows(model: Model) -> dict[str, np.ndarray]:
+    return {stack.name: np.arange(stack.num_layers) for stack in model.stacks}
 
 
 def check_types(config: Config) -> None:

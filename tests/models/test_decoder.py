@@ -11,6 +11,7 @@ import pytest
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig, load
 from jaxscale.models.decoder import Decoder, exact_normal, plain_kernels
+from jaxscale.models.protocol import head_params
 from jaxscale.sharding.resolve import is_axes
 
 CONFIGS = sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))
@@ -68,7 +69,8 @@ def test_rows_beyond_the_vocabulary_never_matter():
     batch = make_batch(np.arange(12)[None], np.ones((1, 12), int))
 
     def loss(params):
-        return model.loss(model.head_params(params), forward(model, params, batch), batch)[0]
+        stream = {"x": forward(model, params, batch)}
+        return model.loss(head_params(model, params), stream, batch)["loss"]
 
     value, grads = jax.value_and_grad(loss)(params)
     assert not np.any(grads["embed"]["tokens"][257:])
@@ -99,7 +101,7 @@ def test_operations_are_those_that_the_compiler_counts(family):
     def logits(params, batch):
         layer = jax.tree.map(lambda x: x[0], params["layers"])
         x = model.block(layer, model.embed(params["embed"], batch), batch)
-        return model.logits(model.head_params(params), x)
+        return model.logits(head_params(model, params), x)
 
     analysis = jax.jit(logits).lower(shapes, batch).compile().cost_analysis()
     counted = analysis["flops"] / 128

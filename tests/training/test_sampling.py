@@ -13,6 +13,7 @@ from jaxscale.config import Config, DataConfig, ModelConfig
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.protocol import head_params
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import sampling
 from jaxscale.training.step import Engine, make_engine
@@ -90,7 +91,7 @@ def _full_logits(config, params, tokens_BT):
     x_BTD, _ = jax.lax.scan(
         lambda x, layer: (model.block(layer, x, batch), None), x_BTD, params["layers"]
     )
-    return model.logits(model.head_params(params), x_BTD)
+    return model.logits(head_params(model, params), x_BTD)
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
@@ -101,7 +102,7 @@ def test_the_cache_gives_the_logits_of_the_forward_pass(config):
     @jax.jit
     def read(params, tokens_BT, positions_BT, cache):
         x_BTD, cache = model.decode(params, tokens_BT, positions_BT, cache)
-        return model.logits(model.head_params(params), x_BTD), cache
+        return model.logits(head_params(model, params), x_BTD), cache
 
     cache, found = model.empty_cache(2, 16), []
     # Ten tokens at a time, then one by one.
