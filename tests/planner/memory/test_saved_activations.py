@@ -134,11 +134,7 @@ def compiled_products(model: ModelConfig, remat: str) -> float:
         y, kept = jax.lax.optimization_barrier((y, kept))
         return y, backward(weights, batch, kept, y)
 
-    compiled = (
-        jax.jit(both)
-        .lower(weights, x, batch)
-        .compile(compiler_options={"xla_backend_optimization_level": 0})
-    )
+    compiled = jax.jit(both).lower(weights, x, batch).compile()
     program = hlo.parse_hlo(compiled.as_text() or "")
     costs = flops.computation_costs(program, flops.instruction_flops, unknown_trips=1)
     return costs[program.entry] / (ROWS * TIME)
