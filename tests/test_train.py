@@ -115,10 +115,12 @@ def test_the_rate_that_is_written_is_that_of_the_steps_own_update(whole):
     assert len(set(written)) > 3
 
 
-def test_a_finished_run_has_nothing_to_do(whole):
+def test_a_finished_run_has_nothing_to_do(whole, capsys):
+    from jaxscale import train as command  # noqa: PLC0415
+
     workdir, _ = whole
-    done = train(*TINY, "--workdir", workdir, "--config.run.steps=6")
-    assert "nothing to do: run.steps = 6" in done.stdout
+    assert command.main([*TINY, "--workdir", str(workdir), "--config.run.steps=6"]) == 0
+    assert "nothing to do: run.steps = 6" in capsys.readouterr().out
 
 
 def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):

@@ -57,7 +57,7 @@ def local_rows(sharding: NamedSharding, global_batch_size: int) -> tuple[int, ..
     return tuple(sorted({int(row) for index in indices if index for row in every_row[index[0]]}))
 
 
-def dealt(batch: Batch) -> Batch:
+def unpack_sharded(batch: Batch) -> Batch:
     """The fields of a sharded batch, for a traced step: the check runs at tracing only.
 
     Raises:

@@ -101,13 +101,7 @@ class Recorder:
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Writes an evaluation after `step`."""
-        self._evaluation = {
-            "step": step,
-            "eval_loss": evaluation.loss,
-            "eval_perplexity": evaluation.perplexity,
-            "eval_bits_per_byte": evaluation.bits_per_byte,
-            "eval_tokens": evaluation.tokens,
-        }
+        self._evaluation = {"step": step, **evaluation.metrics}
         self.metrics.write(self._evaluation)
         line = progress_line(self._evaluation, steps=self.steps, seconds_left=0)
         log.info(f"{line} | {evaluation.bits_per_byte:.3f} bits per byte")

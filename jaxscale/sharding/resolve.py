@@ -10,13 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
 from jaxscale.sharding.rules import (  # noqa: F401  Re-exported: used together with `resolve`.
     ACTIVATIONS,
-    DEALT_OVER,
+    LAYER_SHARD_AXES,
     REPLICATED_WEIGHTS,
     WEIGHTS,
     Axes,
     Rules,
-    deals_layers,
     mesh_axes,
+    shards_layers,
     spreads_outer,
 )
 
@@ -54,16 +54,16 @@ def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
 
 
 def layer_rules(sizes: Mapping[str, int], rows: int) -> list[Rules]:
-    """Rules that keep the matrices of a stack whole over fsdp, and shard its layers over mesh axes
-    whose ranks would otherwise repeat their update (`DEALT_OVER`): each rule over one more axis.
+    """Rules that keep the matrices of a stack whole over fsdp, and shard its layers over those of
+    `LAYER_SHARD_AXES` where that saves work: each rule over one more axis.
 
     Args:
       rows: layers in the stack, over all ranks of the pipeline.
     """
     found, axes = [], ()
-    for axis in DEALT_OVER:
+    for axis in LAYER_SHARD_AXES:
         ranks = math.prod(sizes[one] for one in axes)
-        if deals_layers(rows // sizes["pipeline"], sizes["pipeline"], ranks, sizes[axis]):
+        if shards_layers(rows // sizes["pipeline"], sizes["pipeline"], ranks, sizes[axis]):
             axes = (*axes, axis)
             found.append({**WEIGHTS, "embed": (), "layers": ("pipeline", *axes)})
     return found

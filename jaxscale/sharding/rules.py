@@ -101,11 +101,12 @@ def spreads_outer(pipeline: Any, fsdp: Any, d_model: int) -> Any:
     return (pipeline > 1) & (d_model % (pipeline * fsdp) == 0)
 
 
-DEALT_OVER = ("fsdp", "data", "context")
-"""Mesh axes whose ranks would all repeat the same update of a layer's whole matrices (Muon's)."""
+LAYER_SHARD_AXES = ("fsdp", "data", "context")
+"""Mesh axes over which the layers of a stack are sharded for updates of whole matrices (Muon's),
+which their ranks would otherwise all repeat."""
 
 
-def deals_layers(rows: Any, pipeline: Any, ranks: Any, size: Any) -> Any:
+def shards_layers(rows: Any, pipeline: Any, ranks: Any, size: Any) -> Any:
     """Whether a stack's layers are sharded over one more of these axes: of ints or arrays.
 
     A first one may leave ranks without a layer. A further one, and one beside a pipeline, must

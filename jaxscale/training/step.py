@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
-from jaxscale.data.device_batch import dealt, local_rows, shard_batch
+from jaxscale.data.device_batch import local_rows, shard_batch, unpack_sharded
 from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder, Kernels
 from jaxscale.models.protocol import Model, Sums
@@ -236,7 +236,7 @@ def _make_evaluate(
     nll: Callable[[Tree, Batch], jax.Array],
 ) -> Callable[[Tree, ShardedBatch, jax.Array], EvaluationSums]:
     def evaluate(params: Tree, sharded: ShardedBatch, token_bytes: jax.Array) -> EvaluationSums:
-        batch = dealt(sharded)
+        batch = unpack_sharded(sharded)
         num_bytes = jnp.sum(token_bytes[batch.targets] * batch.weights)
         return EvaluationSums(nll(params, batch), jnp.sum(batch.weights), num_bytes)
 
@@ -292,7 +292,7 @@ def _make_step(
     offloads = config.layout.offloads("optimizer")
 
     def step(state: TrainState, sharded: ShardedBatch) -> tuple[TrainState, StepMetrics]:
-        batch = dealt(sharded)
+        batch = unpack_sharded(sharded)
         count = jnp.sum(batch.weights)
         sums, grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):

@@ -131,10 +131,8 @@ def initial_state(config: Config) -> TrainState:
 
 
 def compile_step(engine: Engine) -> Any:
-    """The step of a test's batches, compiled in a hurry: what XLA makes of it is all there, and
-    LLVM does little."""
-    lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
-    return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    """The step of a test's batches."""
+    return engine.step.lower(engine.abstract_state, engine.abstract_batch).compile()
 
 
 def check_collectives(config: Config, compiled: Any) -> None:

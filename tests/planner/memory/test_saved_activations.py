@@ -144,11 +144,7 @@ def compiled_products(model: ModelConfig, remat: str) -> float:
         y, kept = jax.lax.optimization_barrier((y, kept))
         return y, backward(weights, {}, context, kept, y)
 
-    compiled = (
-        jax.jit(both)
-        .lower(weights, x, context)
-        .compile(compiler_options={"xla_backend_optimization_level": 0})
-    )
+    compiled = jax.jit(both).lower(weights, x, context).compile()
     program = hlo.parse_hlo(compiled.as_text() or "")
     costs = flops.computation_costs(program, flops.instruction_flops, unknown_trips=1)
     return costs[program.entry] / (ROWS * TIME)
