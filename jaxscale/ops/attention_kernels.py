@@ -80,9 +80,12 @@ def splash(
     from jax.experimental.pallas.ops.tpu import splash_attention  # noqa: PLC0415
 
     _, time, num_heads, _ = q_BTNH.shape
-    before = scoring.window - 1 if scoring.window else None
-    after = 0 if scoring.causal else before
-    mask = splash_attention.LocalMask((time, time), (before, after), offset=0)
+    if scoring.window or scoring.causal:
+        before = scoring.window - 1 if scoring.window else None
+        after = 0 if scoring.causal else before
+        mask = splash_attention.LocalMask((time, time), (before, after), offset=0)
+    else:
+        mask = splash_attention.FullMask((time, time))
     block = next(size for size in (512, 384, 256, LANES) if time % size == 0)
     kernel = splash_attention.make_splash_mha_single_device(
         splash_attention.MultiHeadMask([mask] * num_heads),
