@@ -3,6 +3,7 @@
 Shapes: as in `attention.py`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import cast
 
@@ -48,7 +49,13 @@ def maskless(attend: Callable[..., Array]) -> Callable[..., Array]:
     Not for a layer under a remat policy of its own, which drops the mask anyway: with one
     `jax.checkpoint` inside another, the output would be saved twice.
     """
-    return jax.checkpoint(attend, policy=is_cudnn_forward, prevent_cse=False)
+
+    def without_mask(*arrays: Array | None, **settings: float | None) -> Array:
+        # Settings are fixed at compile time; checkpointed arguments would be traced.
+        kernel = functools.partial(attend, **settings)
+        return jax.checkpoint(kernel, policy=is_cudnn_forward, prevent_cse=False)(*arrays)
+
+    return without_mask
 
 
 def is_cudnn_forward(primitive, *_, **__) -> bool:
