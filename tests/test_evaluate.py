@@ -59,7 +59,7 @@ def make(**layout) -> tuple[Engine, dict]:
 
 def plain_evaluation(params, heldout: Dataset, windows: range) -> setup.Evaluation:
     """From the logits of whole windows, one number per token."""
-    model = Decoder(MODEL, plain_kernels(MODEL))
+    model = Decoder(MODEL, plain_kernels())
 
     @jax.jit
     def log_probabilities(params, batch):

@@ -4,6 +4,7 @@ Letters: B batch, T query time, S key time, D embed, F mlp hidden, N query heads
 H head_dim, V vocab (padded), L layers.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,26 +46,30 @@ class Kernels:
     """The functions of a model that a layout may replace by others with the same result.
 
     The defaults run anywhere, with no mesh.
+
+    `attend(q, k, v, segments, **settings)` has the settings of `ops.attention.attention`, per call:
+    `sliding_window`, `causal`, `scale`, `soft_cap`, and for cross attention and T5's position bias
+    `segments_BS`, `bias_bN` and `max_distance`. Where `rotary_scales`, a model that rotates queries
+    and keys should multiply each by the root of the scale there (`factor`) and pass scale 1.
+
+    `key_heads` takes what has key/value heads as its last dimension but one: weights, biases,
+    scales. It repeats heads where ranks of tensor outnumber them.
     """
 
-    attend: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+    attend: Callable[..., jax.Array]
     lookup: Callable[[jax.Array, jax.Array, str, DTypeLike], jax.Array] = plain_lookup
     columns: Callable[[jax.Array, Sequence[jax.Array]], tuple[jax.Array, ...]] = columns
     rows: Callable[[jax.Array, jax.Array], jax.Array] = rows
     rotary: Callable[..., jax.Array] = rotary
+    rotary_scales: bool = False
+    key_heads: Callable[[jax.Array], jax.Array] = lambda x: x
     cross_entropy: Callable[..., tuple[jax.Array, jax.Array]] = cross_entropy
     shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x
 
 
-def plain_kernels(config: ModelConfig) -> Kernels:
+def plain_kernels() -> Kernels:
     """Kernels for a notebook: the reference attention, no mesh."""
-
-    def attend(q, k, v, segments):
-        return attention(
-            q, k, v, segments, implementation="reference", sliding_window=config.sliding_window
-        )
-
-    return Kernels(attend)
+    return Kernels(functools.partial(attention, implementation="reference"))
 
 
 class Weights:
@@ -155,14 +160,16 @@ class Attention(nnx.Module):
         positions_BT: jax.Array,
         columns: Callable = columns,
         rotary: Callable = rotary,
+        key_heads: Callable = lambda x: x,
     ) -> tuple[jax.Array, ...]:
         """Queries, keys and values, rotary positions applied."""
-        projected = columns(x_BTD, (self.q[...], self.k[...], self.v[...]))
+        weights = (self.q[...], key_heads(self.k[...]), key_heads(self.v[...]))
+        projected = columns(x_BTD, weights)
         q_BTNH, k_BTKH, v_BTKH = map(named, projected, ("query", "key", "value"))
         if self.gpt:
             q_BTNH = add_bias(q_BTNH, self.q_bias[...])
-            k_BTKH = add_bias(k_BTKH, self.k_bias[...])
-            v_BTKH = add_bias(v_BTKH, self.v_bias[...])
+            k_BTKH = add_bias(k_BTKH, key_heads(self.k_bias[...]))
+            v_BTKH = add_bias(v_BTKH, key_heads(self.v_bias[...]))
         if self.qk_norm:
             q_BTNH = rms_norm(q_BTNH, self.q_scale[...])
             k_BTKH = rms_norm(k_BTKH, self.k_scale[...])
@@ -178,13 +185,25 @@ class Attention(nnx.Module):
         return add_bias(y_BTD, self.out_bias[...]) if self.gpt else y_BTD
 
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> jax.Array:
+        rotary, scale = kernels.rotary, None
+        if kernels.rotary_scales and not self.gpt:
+            rotary = functools.partial(rotary, factor=self.q.shape[-1] ** -0.25)
+            scale = 1.0
         q_BTNH, k_BTKH, v_BTKH = self.project(
-            x_BTD, batch.positions, kernels.columns, kernels.rotary
+            x_BTD, batch.positions, kernels.columns, rotary, kernels.key_heads
         )
         q_BTNH = kernels.shard(q_BTNH, ("batch", "seq", "heads", "head_dim"))
         k_BTKH = kernels.shard(k_BTKH, ("batch", "seq", "kv_heads", "head_dim"))
         v_BTKH = kernels.shard(v_BTKH, ("batch", "seq", "kv_heads", "head_dim"))
-        return self.join(kernels.attend(q_BTNH, k_BTKH, v_BTKH, batch.segments), kernels.rows)
+        o_BTNH = kernels.attend(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            batch.segments,
+            sliding_window=self.sliding_window,
+            scale=scale,
+        )
+        return self.join(o_BTNH, kernels.rows)
 
     def decode(
         self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Cache, layer: jax.Array

@@ -1,8 +1,10 @@
-"""Causal self attention over packed documents: one reference, and the kernel of each platform.
+"""Attention over packed documents: one reference, and the kernel of each platform.
 
-Shapes: B batch, T query time, S key time (equal to T in training), N query heads, K key heads,
-G query heads per key head (N = K * G), H head_dim.
+Shapes: B batch, T query time, S key time, N query heads, K key heads, G query heads per key head
+(N = K * G), H head_dim, b buckets of a relative position bias.
 """
+
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxscale.ops import attention_kernels
+from jaxscale.ops.attention_blocks import Scoring, in_reach
 from jaxscale.ops.blockwise import blockwise_attention
+from jaxscale.ops.relative_bias import relative_buckets
 
 PLATFORM_KERNELS = {"cpu": "blockwise", "gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}
 """What "auto" selects if the kernel honours the run's settings; otherwise it is "blockwise"."""
+
+USES = {
+    "soft_cap": "no soft cap of scores",
+    "bias": "no relative position bias",
+    "cross": "no cross attention",
+}
+"""What a layer may ask for that not every kernel has -> how an error says so."""
 
 
 def attention(
@@ -22,57 +33,123 @@ def attention(
     k_BSKH: Array,
     v_BSKH: Array,
     segments_BT: Array,
+    segments_BS: Array | None = None,
+    bias_bN: Array | None = None,
     *,
     implementation: str,
-    sliding_window: int = 0,
+    **settings: float | None,
 ) -> Array:
-    """Causal self attention in which tokens see only their own segment.
+    """Attention in which tokens see only their own segment; causal self attention by default.
 
     Query head n reads key head n // (N / K). Segment 0, padding, is a segment like any other: its
-    outputs are finite and affect no other token. Scores are scaled by H**-0.5; the softmax is in
-    float32, or in the input's type where that is wider. The output and the residuals other
-    than the arguments carry the checkpoint name "attention", except with "cudnn", whose results a
-    remat policy recognises by `attention_kernels.is_cudnn_forward`.
+    outputs are finite and affect no other token. A query that sees no key, which cross attention
+    makes possible, has output zero. The softmax is in float32, or in the input's type where that is
+    wider. The output and the residuals other than the arguments carry the checkpoint name
+    "attention", except with "cudnn", whose results a remat policy recognises by
+    `attention_kernels.is_cudnn_forward`.
 
     Args:
+      segments_BS: the keys' segments, in cross attention, which is not causal and has neither
+        window nor bias; None where queries and keys are of the same tokens.
+      bias_bN: the table of T5's relative position bias (`relative_bias.py`), or None.
       implementation: "reference", "blockwise", "cudnn" or "splash"; see `choose` and `check`.
-      sliding_window: how many keys a query sees, itself included; 0 is all.
+      **settings: those of `score_settings`.
+
+    Raises:
+      ValueError: an unknown implementation, or settings that it or cross attention does not have.
     """
+    given = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN)
+    scoring = score_settings(*given, **settings)
+    if implementation not in ("reference", "blockwise", "cudnn", "splash"):
+        raise ValueError(
+            f"attention implementation {implementation!r} is not known; it can be "
+            "reference, blockwise, cudnn or splash"
+        )
+    asked = {
+        "soft_cap": scoring.soft_cap,
+        "bias": bias_bN is not None,
+        "cross": segments_BS is not None,
+    }
+    check_uses(implementation, [use for use, is_asked in asked.items() if is_asked])
     match implementation:
-        case "reference":
-            out_BTNH = _reference(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window)
-            return checkpoint_name(out_BTNH, "attention")
-        case "blockwise":
-            return blockwise_attention(
-                q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window=sliding_window
-            )
         case "cudnn":
-            return attention_kernels.cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window)
+            return attention_kernels.cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, scoring)
         case "splash":
-            return attention_kernels.splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window)
-    raise ValueError(
-        f"attention implementation {implementation!r} is not known; it can be "
-        "reference, blockwise, cudnn or splash"
-    )
+            return attention_kernels.splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, scoring)
+        case "blockwise":
+            return blockwise_attention(*given, scoring=scoring)
+    return checkpoint_name(_reference(*given, scoring), "attention")
+
+
+def score_settings(
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segments_BT: Array,
+    segments_BS: Array | None = None,
+    bias_bN: Array | None = None,
+    *,
+    sliding_window: int = 0,
+    causal: bool = True,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    max_distance: int = 128,
+) -> Scoring:
+    """The settings of one call of attention, which layers of one model may differ in.
+
+    Args:
+      sliding_window: how many keys a causal query sees, itself included; 0 is all. A query that is
+        not causal sees those less than this far before and after it: a reach of r tokens each way,
+        as other codes count it, is r + 1.
+      scale: of the scores; None is H**-0.5.
+      soft_cap: scores become cap * tanh(score / cap), after scaling; 0 is none.
+      max_distance: from where on all keys share a bucket of the bias, which is added last.
+
+    Raises:
+      ValueError: settings that contradict each other.
+    """
+    if segments_BS is not None and (causal or sliding_window or bias_bN is not None):
+        wrong = "causal order" if causal else "a window" if sliding_window else "a position bias"
+        raise ValueError(
+            f"cross attention with {wrong}: queries and keys of different sequences have no "
+            "distance; call it with causal=False, sliding_window=0 and no bias"
+        )
+    if segments_BS is None and q_BTNH.shape[1] != k_BSKH.shape[1]:
+        raise ValueError(
+            f"{q_BTNH.shape[1]} queries and {k_BSKH.shape[1]} keys: cross attention needs the "
+            "segments of its keys"
+        )
+    scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
+    return Scoring(scale, sliding_window, causal, soft_cap, max_distance)
 
 
 def choose(
-    implementation: str, platform: str, *, dtype: DTypeLike, head_dim: int, seq_len: int
+    implementation: str,
+    platform: str,
+    *,
+    dtype: DTypeLike,
+    head_dim: int,
+    seq_len: int,
+    uses: Collection[str] = (),
 ) -> str:
     """The name of the implementation that a run uses; only "auto" leaves a choice.
 
     "auto" is the platform's kernel in `PLATFORM_KERNELS` where `check` accepts it, and
     "blockwise" otherwise, so that every setting runs on every platform.
 
+    Args:
+      uses: of `USES`, all that any layer of the model asks for.
+
     Raises:
       ValueError: the named implementation cannot honour the settings.
     """
+    asked = {"dtype": dtype, "head_dim": head_dim, "seq_len": seq_len, "uses": uses}
     if implementation != "auto":
-        check(implementation, platform=platform, dtype=dtype, head_dim=head_dim, seq_len=seq_len)
+        check(implementation, platform=platform, **asked)
         return implementation
     kernel = PLATFORM_KERNELS.get(platform, "blockwise")
     try:
-        check(kernel, platform=platform, dtype=dtype, head_dim=head_dim, seq_len=seq_len)
+        check(kernel, platform=platform, **asked)
     except ValueError:
         return "blockwise"
     return kernel
@@ -85,6 +162,7 @@ def check(
     dtype: DTypeLike,
     head_dim: int,
     seq_len: int,
+    uses: Collection[str] = (),
 ) -> None:
     """Raises ValueError, naming the setting to change, if a kernel cannot honour the arguments."""
     if implementation in ("reference", "blockwise"):
@@ -100,6 +178,27 @@ def check(
         raise ValueError(
             f"model.attention = {implementation!r} {broken}; or set model.attention = 'auto'"
         )
+    check_uses(implementation, uses)
+
+
+def check_uses(implementation: str, uses: Collection[str]) -> None:
+    """Raises ValueError, naming those that can, if a kernel lacks something that a layer uses."""
+    for use in uses:
+        able = [name for name, lacks in LACKS.items() if use not in lacks]
+        if implementation not in able:
+            raise ValueError(
+                f"model.attention = {implementation!r} has {USES[use]}, and a layer of this model "
+                f"needs it; set model.attention = 'auto' or one that can: {', '.join(able)}"
+            )
+
+
+LACKS = {
+    "reference": (),
+    "blockwise": (),
+    "cudnn": ("soft_cap", "bias", "cross"),
+    "splash": ("bias", "cross"),
+}
+"""Of `USES`, what each implementation cannot do."""
 
 
 def decode_attention(
@@ -108,14 +207,18 @@ def decode_attention(
     v_BSKH: Array,
     query_positions_BT: Array,
     key_positions_BS: Array,
+    bias_bN: Array | None = None,
     *,
     sliding_window: int = 0,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    max_distance: int = 128,
 ) -> Array:
     """Attention over a cache: a query sees the keys at its own position and before.
 
     Args:
       key_positions_BS: position of the key in each slot; -1 marks an empty slot.
-      sliding_window: as in `attention`.
+      bias_bN, sliding_window, scale, soft_cap, max_distance: as in `attention`.
 
     Returns:
       [B, T, N, H]; zeros for a query that sees no key.
@@ -124,26 +227,45 @@ def decode_attention(
     mask_BTS = (distance_BTS >= 0) & (key_positions_BS >= 0)[:, None, :]
     if sliding_window:
         mask_BTS &= distance_BTS < sliding_window
-    return _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+    scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
+    scoring = Scoring(scale, sliding_window, True, soft_cap, max_distance)
+    bias = _biases(bias_bN, distance_BTS, scoring)
+    return _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias, scoring)
 
 
-def _reference(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int) -> Array:
-    time = jnp.arange(q_BTNH.shape[1])
-    distance_TS = time[:, None] - time[None, :]
-    mask_TS = distance_TS >= 0
-    if sliding_window:
-        mask_TS &= distance_TS < sliding_window
-    mask_BTS = mask_TS & (segments_BT[:, :, None] == segments_BT[:, None, :])
-    return _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+def _reference(
+    q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, scoring: Scoring
+) -> Array:
+    segments_BS = segments_BT if segments_BS is None else segments_BS
+    query_time, key_time = jnp.arange(q_BTNH.shape[1]), jnp.arange(k_BSKH.shape[1])
+    distance_TS = query_time[:, None] - key_time[None, :]
+    mask_TS = in_reach(distance_TS, scoring.window, scoring.causal)
+    mask_BTS = segments_BT[:, :, None] == segments_BS[:, None, :]
+    mask_BTS = mask_BTS if mask_TS is None else mask_TS & mask_BTS
+    bias = _biases(bias_bN, distance_TS[None], scoring)
+    return _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias, scoring)
 
 
-def _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS) -> Array:
+def _biases(bias_bN: Array | None, distance_BTS: Array, scoring: Scoring) -> Array | None:
+    """[B, N, T, S]."""
+    if bias_bN is None:
+        return None
+    buckets_BTS = relative_buckets(-distance_BTS, bias_bN.shape[0], **scoring.bucketing)
+    return jnp.moveaxis(bias_bN[buckets_BTS], 3, 1)
+
+
+def _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias_BNTS, scoring: Scoring) -> Array:
     batch, time, num_heads, head_dim = q_BTNH.shape
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     num_kv_heads = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(batch, time, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=wide)
-    scores_BKGTS *= head_dim**-0.5
+    scores_BKGTS *= scoring.scale
+    if scoring.soft_cap:
+        scores_BKGTS = scoring.soft_cap * jnp.tanh(scores_BKGTS / scoring.soft_cap)
+    if bias_BNTS is not None:
+        shape = (bias_BNTS.shape[0], *scores_BKGTS.shape[1:])
+        scores_BKGTS += bias_BNTS.astype(wide).reshape(shape)
     p_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1, where=mask_BTS[:, None, None])
     out_BTKGH = jnp.einsum(
         "BKGTS,BSKH->BTKGH", p_BKGTS.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=wide

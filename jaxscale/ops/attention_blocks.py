@@ -1,11 +1,12 @@
-"""The arithmetic of causal attention in blocks: some queries, some keys, anywhere in a sequence.
+"""The arithmetic of attention in blocks: some queries, some keys, anywhere in a sequence.
 
 The scores of one block of queries with one block of keys exist at a time (FlashAttention-2,
 arXiv 2307.08691). Blocks that no query may see, because of order, window or document, are never
 computed.
 
 Shapes: B batch, T time, N query heads, K key heads, G query heads per key head (N = K * G),
-H head_dim, I blocks of queries, J blocks of keys, t queries of a block, s keys of a block.
+H head_dim, I blocks of queries, J blocks of keys, t queries of a block, s keys of a block,
+b buckets of a relative position bias.
 """
 
 import functools
@@ -16,7 +17,26 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jaxscale.ops import relative_bias
 from jaxscale.ops.sizes import BLOCK_SCORES
+
+
+class Scoring(NamedTuple):
+    """How queries score keys, and which they see: settings of a layer, fixed at compile time.
+
+    Scores are scaled, capped to cap * tanh(score / cap), then biased.
+    """
+
+    scale: float
+    window: int = 0  # with `causal`: keys that a query sees, itself included; 0 is all
+    causal: bool = True  # otherwise a window reaches as far after the query as before it
+    soft_cap: float = 0.0  # 0 is none
+    max_distance: int = 128  # of a relative position bias
+
+    @property
+    def bucketing(self) -> dict:
+        """Of `relative_bias`."""
+        return {"causal": self.causal, "max_distance": self.max_distance}
 
 
 class Queries(NamedTuple):
@@ -51,10 +71,10 @@ class Output(NamedTuple):
 
 
 def block_size(q_BTNH: Array) -> int:
-    """Queries, and keys, of a block: a power of two by `BLOCK_SCORES`, or all there are."""
-    batch, time, num_heads, _ = q_BTNH.shape
+    """Queries, and keys, of a block: a power of two by `BLOCK_SCORES`."""
+    batch, _, num_heads, _ = q_BTNH.shape
     sizes = (size for size in (512, 256, 128) if batch * num_heads * size**2 <= BLOCK_SCORES)
-    return min(next(sizes, 64), time)
+    return next(sizes, 64)
 
 
 def start(q: Array) -> Softmax:
@@ -64,19 +84,25 @@ def start(q: Array) -> Softmax:
 
 
 def attend(
-    softmax: Softmax, queries: Queries, keys: Keys, *, offset: Array | int, window: int
+    softmax: Softmax,
+    queries: Queries,
+    keys: Keys,
+    bias_bN: Array | None = None,
+    *,
+    offset: Array | int,
+    scoring: Scoring,
 ) -> Softmax:
     """Adds to a softmax what its queries see among these keys.
 
     Args:
+      bias_bN: the table of a relative position bias.
       offset: places from the first key to the first query in the sequence.
-      window: how many keys a query sees, itself included; 0 is all.
     """
-    reach = reaches(queries, keys, offset=offset, window=window)
+    reach = reaches(queries, keys, offset=offset, scoring=scoring)
 
     def query_block(arguments):
         softmax, queries, reach = arguments
-        return attend_block(softmax, queries, reach, keys, window=window)
+        return attend_block(softmax, queries, reach, keys, bias_bN, scoring=scoring)
 
     return jax.lax.map(query_block, (softmax, queries, reach))
 
@@ -89,27 +115,38 @@ class Reach(NamedTuple):
     end: Array
 
 
-def reaches(queries: Queries, keys: Keys, *, offset: Array | int, window: int) -> Reach:
+def reaches(queries: Queries, keys: Keys, *, offset: Array | int, scoring: Scoring) -> Reach:
     """The reach of every block of queries; the arguments of `attend`."""
-    visible_IJ = visible(queries.segments, keys.segments, offset=offset, window=window)
+    visible_IJ = visible(queries.segments, keys.segments, offset=offset, scoring=scoring)
     distance_I = offset + queries.segments.shape[-1] * jnp.arange(len(queries.segments))
     return Reach(distance_I, *_ranges(visible_IJ))
 
 
 def attend_block(
-    softmax: Softmax, queries: Queries, reach: Reach, keys: Keys, *, window: int
+    softmax: Softmax,
+    queries: Queries,
+    reach: Reach,
+    keys: Keys,
+    bias_bN: Array | None = None,
+    *,
+    scoring: Scoring,
 ) -> Softmax:
     """`attend` for one block of queries, without the leading [I] of all but the keys."""
     q_BKGtH, segments_Bt = queries
     wide, block = _wide(q_BKGtH), keys.segments.shape[-1]
     matmul = functools.partial(jnp.einsum, preferred_element_type=wide)
-    scale = jnp.asarray(q_BKGtH.shape[-1] ** -0.5, wide)
+    scale = jnp.asarray(scoring.scale, wide)
 
     def key_block(j, softmax):
         out_BKGtH, high_BKGt, total_BKGt = softmax
         k_BKsH, v_BKsH, segments_Bs = (x[j] for x in keys)
-        mask_Bts = _mask(segments_Bt, segments_Bs, reach.distance - j * block, window)
+        distance = reach.distance - j * block
+        mask_Bts = _mask(segments_Bt, segments_Bs, distance, scoring)
         scores_BKGts = scale * matmul("BKGtH,BKsH->BKGts", q_BKGtH, k_BKsH)
+        if scoring.soft_cap:
+            scores_BKGts = scoring.soft_cap * jnp.tanh(scores_BKGts / scoring.soft_cap)
+        if bias_bN is not None:
+            scores_BKGts += _biases(bias_bN, distance, scores_BKGts.shape[1:], scoring)
         # A query that sees none of these keys, nor any before them, accumulates garbage, which its
         # first visible score multiplies by zero.
         scores_BKGts = jnp.where(mask_Bts[:, None, None], scores_BKGts, _masked(wide))
@@ -123,71 +160,125 @@ def attend_block(
     return jax.lax.fori_loop(reach.begin, reach.end, key_block, softmax)
 
 
-def finish_softmax(softmax: Softmax, dtype: DTypeLike) -> tuple[Array, Array]:
-    """The output in `dtype`, and log(sum(exp(score))), once every query has seen a key."""
+def finish_softmax(
+    softmax: Softmax, dtype: DTypeLike, *, blind: bool = False
+) -> tuple[Array, Array]:
+    """The output in `dtype`, and log(sum(exp(score))), once queries have seen their keys.
+
+    Args:
+      blind: whether a query may have seen no key, as in cross attention; its output is zero.
+    """
+    if blind:
+        seen = softmax.high > _masked(softmax.high.dtype)
+        total = jnp.where(seen, softmax.total, 1)
+        softmax = Softmax(jnp.where(seen[..., None], softmax.out, 0), softmax.high, total)
     out = (softmax.out / softmax.total[..., None]).astype(dtype)
     return out, softmax.high + jnp.log(softmax.total)
 
 
+class Sums(NamedTuple):
+    """Gradients that are summed over keys, in float32 or wider."""
+
+    q: Array  # [I, B, K, G, t, H]
+    bias: Array | None  # [b, N]
+
+
+def no_sums(queries: Queries, bias_bN: Array | None, wide: DTypeLike) -> Sums:
+    """Zeros for queries that have seen no key."""
+    bias = None if bias_bN is None else jnp.zeros(bias_bN.shape, wide)
+    return Sums(jnp.zeros(queries.q.shape, wide), bias)
+
+
 def gradients(
-    grad_q_IBKGtH: Array,
+    sums: Sums,
     queries: Queries,
     output: Output,
     keys: Keys,
+    bias_bN: Array | None = None,
     *,
     offset: Array | int,
-    window: int,
+    scoring: Scoring,
     dtype: DTypeLike,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Sums, Array, Array]:
     """The backward pass of `attend`, for queries that saw other keys too.
 
     Args:
-      grad_q_IBKGtH: the queries' gradients from other keys, in float32 or wider.
-      offset, window: as in `attend`.
+      sums: from other keys.
+      bias_bN, offset, scoring: as in `attend`.
       dtype: of the keys' and values' gradients.
 
     Returns:
-      The queries' gradients with the contribution of these keys added; those of the keys and of
-      the values from these queries alone, [J, B, K, s, H].
+      The sums with the contribution of these keys added; the gradients of the keys and of the
+      values from these queries alone, [J, B, K, s, H].
     """
-    wide, block = grad_q_IBKGtH.dtype, keys.segments.shape[-1]
+    wide, block = sums.q.dtype, keys.segments.shape[-1]
     matmul = functools.partial(jnp.einsum, preferred_element_type=wide)
-    scale = jnp.asarray(queries.q.shape[-1] ** -0.5, wide)
+    scale, soft_cap = jnp.asarray(scoring.scale, wide), scoring.soft_cap
 
-    def key_block(grad_q_IBKGtH, arguments):
+    def key_block(sums, arguments):
         j, begin, end, (k_BKsH, v_BKsH, segments_Bs) = arguments
 
         # Scores are transposed here, [s, t]: two of the three matmuls that consume them then read
         # them row by row, which is much faster on a CPU.
         def query_block(i, carry):
-            grad_q_IBKGtH, grad_k_BKsH, grad_v_BKsH = carry
+            (grad_q_IBKGtH, grad_bias_bN), grad_k_BKsH, grad_v_BKsH = carry
             q_BKGtH, segments_Bt, log_z_BKGt, grad_BKGtH, inner_BKGt = (
                 x[i] for x in (*queries, *output)
             )
-            mask_Bts = _mask(segments_Bt, segments_Bs, offset + (i - j) * block, window)
+            distance = offset + (i - j) * block
+            mask_Bts = _mask(segments_Bt, segments_Bs, distance, scoring)
             mask_B1s1t = jnp.swapaxes(mask_Bts, 1, 2)[:, None, :, None]
             scores_BKsGt = scale * matmul("BKsH,BKGtH->BKsGt", k_BKsH, q_BKGtH)
+            if soft_cap:
+                tanh_BKsGt = jnp.tanh(scores_BKsGt / soft_cap)
+                scores_BKsGt = soft_cap * tanh_BKsGt
+            if bias_bN is not None:
+                shape = q_BKGtH.shape[1:4] + segments_Bs.shape[1:]
+                biases_KGts = _biases(bias_bN, distance, shape, scoring)
+                scores_BKsGt += jnp.moveaxis(biases_KGts, 3, 1)
             p_BKsGt = jnp.exp(scores_BKsGt - log_z_BKGt[:, :, None])
             p_BKsGt = jnp.where(mask_B1s1t, p_BKsGt, 0)
             grad_p_BKsGt = matmul("BKsH,BKGtH->BKsGt", v_BKsH, grad_BKGtH)
             grad_scores_BKsGt = scale * p_BKsGt * (grad_p_BKsGt - inner_BKGt[:, :, None])
+            if bias_bN is not None:
+                grad_bias_bN += _bias_gradient(
+                    jnp.sum(grad_scores_BKsGt, axis=0) / scale, bias_bN, distance, scoring
+                )
+            if soft_cap:
+                grad_scores_BKsGt *= 1 - tanh_BKsGt**2
             grad_scores_BKsGt = grad_scores_BKsGt.astype(q_BKGtH.dtype)
             p_BKsGt = p_BKsGt.astype(v_BKsH.dtype)
             grad_q_BKGtH = matmul("BKsGt,BKsH->BKGtH", grad_scores_BKsGt, k_BKsH)
             grad_k_BKsH += matmul("BKsGt,BKGtH->BKsH", grad_scores_BKsGt, q_BKGtH)
             grad_v_BKsH += matmul("BKsGt,BKGtH->BKsH", p_BKsGt, grad_BKGtH)
-            return grad_q_IBKGtH.at[i].add(grad_q_BKGtH), grad_k_BKsH, grad_v_BKsH
+            sums = Sums(grad_q_IBKGtH.at[i].add(grad_q_BKGtH), grad_bias_bN)
+            return sums, grad_k_BKsH, grad_v_BKsH
 
         zero_BKsH = jnp.zeros(k_BKsH.shape, wide)
-        grad_q_IBKGtH, grad_k_BKsH, grad_v_BKsH = jax.lax.fori_loop(
-            begin, end, query_block, (grad_q_IBKGtH, zero_BKsH, zero_BKsH)
+        sums, grad_k_BKsH, grad_v_BKsH = jax.lax.fori_loop(
+            begin, end, query_block, (sums, zero_BKsH, zero_BKsH)
         )
-        return grad_q_IBKGtH, (grad_k_BKsH.astype(dtype), grad_v_BKsH.astype(dtype))
+        return sums, (grad_k_BKsH.astype(dtype), grad_v_BKsH.astype(dtype))
 
-    visible_IJ = visible(queries.segments, keys.segments, offset=offset, window=window)
+    visible_IJ = visible(queries.segments, keys.segments, offset=offset, scoring=scoring)
     xs = jnp.arange(len(keys.segments)), *_ranges(visible_IJ.T), keys
-    grad_q_IBKGtH, (grad_k_JBKsH, grad_v_JBKsH) = jax.lax.scan(key_block, grad_q_IBKGtH, xs)
-    return grad_q_IBKGtH, grad_k_JBKsH, grad_v_JBKsH
+    sums, (grad_k_JBKsH, grad_v_JBKsH) = jax.lax.scan(key_block, sums, xs)
+    return sums, grad_k_JBKsH, grad_v_JBKsH
+
+
+def _biases(bias_bN: Array, distance: Array, shape: tuple[int, ...], scoring: Scoring) -> Array:
+    """Of a block of scores, [K, G, t, s], which is `shape`."""
+    t, s = shape[2:]
+    line_NL = relative_bias.line(bias_bN, distance, t, s, **scoring.bucketing)
+    return relative_bias.spread_line(line_NL, t, s).reshape(shape)
+
+
+def _bias_gradient(grad_KsGt: Array, bias_bN: Array, distance: Array, scoring: Scoring) -> Array:
+    """The table's, [b, N], from the biases of a block, transposed as its scores are."""
+    t, s = grad_KsGt.shape[3], grad_KsGt.shape[1]
+    grad_Nts = jnp.moveaxis(grad_KsGt, 1, 3).reshape(-1, t, s)
+    grad_NL = relative_bias.sum_diagonals(grad_Nts)
+    return relative_bias.line_gradient(grad_NL, bias_bN, distance, t, s, **scoring.bucketing)
 
 
 def output(
@@ -203,6 +294,11 @@ def output(
     )
 
 
+def wide_bias(bias_bN: Array | None, q_BTNH: Array) -> Array | None:
+    """The table in the type of the scores, in which its gradient is summed."""
+    return None if bias_bN is None else bias_bN.astype(_wide(q_BTNH))
+
+
 def _wide(x: Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
@@ -212,28 +308,40 @@ def _masked(wide: jnp.dtype) -> Array:
     return jnp.asarray(jnp.finfo(wide).min / 2, wide)
 
 
-def _mask(segments_Bt: Array, segments_Bs: Array, distance: Array, window: int) -> Array:
+def _mask(segments_Bt: Array, segments_Bs: Array, distance: Array, scoring: Scoring) -> Array:
     """Which queries of a block see which keys of a block, [B, t, s].
 
     Args:
       distance: places from the block's first key to its first query in the sequence.
     """
     place_t, place_s = jnp.arange(segments_Bt.shape[1]), jnp.arange(segments_Bs.shape[1])
-    distance_ts = distance + place_t[:, None] - place_s
-    mask_ts = distance_ts >= 0
+    mask_ts = in_reach(distance + place_t[:, None] - place_s, scoring.window, scoring.causal)
+    in_segment_Bts = segments_Bt[:, :, None] == segments_Bs[:, None, :]
+    return in_segment_Bts if mask_ts is None else mask_ts & in_segment_Bts
+
+
+def in_reach(distance: Array, window: int, causal: bool) -> Array | None:
+    """Whether order and window let a query see a key that lies `distance` places before it; None
+    if they always do. The arguments are those of `Scoring`."""
+    seen = distance >= 0 if causal else None
     if window:
-        mask_ts &= distance_ts < window
-    return mask_ts & (segments_Bt[:, :, None] == segments_Bs[:, None, :])
+        near = distance < window if causal else jnp.abs(distance) < window
+        seen = near if seen is None else seen & near
+    return seen
 
 
-def visible(segments_IBt: Array, segments_JBs: Array, *, offset: Array | int, window: int) -> Array:
+def visible(
+    segments_IBt: Array, segments_JBs: Array, *, offset: Array | int, scoring: Scoring
+) -> Array:
     """Whether a query of block i may see a key of block j, [I, J]; never false where one does."""
     block = segments_JBs.shape[-1]
     i, j = jnp.arange(len(segments_IBt))[:, None], jnp.arange(len(segments_JBs))
     distance_IJ = offset + (i - j) * block
-    visible_IJ = distance_IJ > -block
-    if window:
-        visible_IJ &= distance_IJ - block + 1 < window
+    visible_IJ = distance_IJ > -block if scoring.causal else jnp.bool(True)
+    if scoring.window:
+        visible_IJ &= distance_IJ - block + 1 < scoring.window
+        if not scoring.causal:
+            visible_IJ &= distance_IJ + block - 1 > -scoring.window
     # Segments that do not overlap as ranges have no member in common.
     low_IB, high_IB = jnp.min(segments_IBt, axis=-1), jnp.max(segments_IBt, axis=-1)
     low_JB, high_JB = jnp.min(segments_JBs, axis=-1), jnp.max(segments_JBs, axis=-1)
@@ -248,13 +356,24 @@ def _ranges(visible: Array) -> tuple[Array, Array]:
 
 
 def in_blocks(
-    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array, block: int
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segments_BT: Array,
+    segments_BS: Array | None,
+    block: int,
 ) -> tuple[Queries, Keys]:
-    """Queries and keys of the same tokens; the last blocks are padded, with segment -1."""
-    segments = _time_blocks(segments_BT + 1, block) - 1
-    k_JBKsH, v_JBKsH = (jnp.moveaxis(_time_blocks(x, block), 3, 2) for x in (k_BTKH, v_BTKH))
-    queries = Queries(_query_blocks(q_BTNH, k_BTKH.shape[2], block), segments)
-    return queries, Keys(k_JBKsH, v_JBKsH, segments)
+    """Queries and keys; the last blocks are padded, with segment -1.
+
+    Args:
+      segments_BS: of the keys; None if they are of the same tokens.
+    """
+    segments = key_segments = _time_blocks(segments_BT + 1, block) - 1
+    if segments_BS is not None:
+        key_segments = _time_blocks(segments_BS + 1, block) - 1
+    k_JBKsH, v_JBKsH = (jnp.moveaxis(_time_blocks(x, block), 3, 2) for x in (k_BSKH, v_BSKH))
+    queries = Queries(_query_blocks(q_BTNH, k_BSKH.shape[2], block), segments)
+    return queries, Keys(k_JBKsH, v_JBKsH, key_segments)
 
 
 def from_query_blocks(q_IBKGtH: Array, time: int) -> Array:

@@ -3,6 +3,7 @@
 Shapes: as in `attention.py`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import cast
 
@@ -10,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxscale.ops.attention_blocks import Scoring
 from jaxscale.ops.sizes import LANES
 
 
-def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int) -> Array:
-    """cuDNN's flash attention; blocks above the diagonal are skipped.
+def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, scoring: Scoring) -> Array:
+    """cuDNN's flash attention; with causality, blocks above the diagonal are skipped.
 
     Documents and the window are enforced by an additive mask of B * T * T * 2 bytes, which
     `maskless` recomputes for the backward pass. (The kernel has a window of its own, but not every
@@ -24,11 +26,19 @@ def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, sliding_window: int) -> Array:
     On several devices call it inside a `shard_map` over all mesh axes.
     """
     mask_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
-    if sliding_window:
+    if scoring.window:
         time = jnp.arange(segments_BT.shape[1])
-        mask_BTS &= time[:, None] - time < sliding_window
+        distance_TS = time[:, None] - time
+        mask_BTS &= (distance_TS if scoring.causal else jnp.abs(distance_TS)) < scoring.window
     return jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], is_causal=True, implementation="cudnn"
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask=mask_BTS[:, None],
+        # Its own default differs from ours by the last bit of a float64, and it reads a float32.
+        scale=None if scoring.scale == q_BTNH.shape[-1] ** -0.5 else scoring.scale,
+        is_causal=scoring.causal,
+        implementation="cudnn",
     )
 
 
@@ -39,7 +49,13 @@ def maskless(attend: Callable[..., Array]) -> Callable[..., Array]:
     Not for a layer under a remat policy of its own, which drops the mask anyway: with one
     `jax.checkpoint` inside another, the output would be saved twice.
     """
-    return jax.checkpoint(attend, policy=is_cudnn_forward, prevent_cse=False)
+
+    def without_mask(*arrays: Array | None, **settings: float | None) -> Array:
+        # Settings are fixed at compile time; checkpointed arguments would be traced.
+        kernel = functools.partial(attend, **settings)
+        return jax.checkpoint(kernel, policy=is_cudnn_forward, prevent_cse=False)(*arrays)
+
+    return without_mask
 
 
 def is_cudnn_forward(primitive, *_, **__) -> bool:
@@ -53,17 +69,16 @@ def splash(
     k_BSKH,
     v_BSKH,
     segments_BT,
-    sliding_window: int,
+    scoring: Scoring,
     *,
-    scaled: bool = False,
     interpret: bool = False,
 ) -> Array:
     """Pallas splash attention; blocks that causality or the window hides are never computed.
 
-    The kernel does not scale scores: the queries or keys must be multiplied by head_dim**-0.5
-    before. Where that is no power of two, as for heads of 128, this rounds queries in bfloat16 once
-    more: an error of 0.0017 in a score of size 1, beside 0.0023 from the rounding of the queries
-    and keys themselves. `scaled` says that they were multiplied already, before they were rounded.
+    The kernel does not scale scores: the queries are multiplied by the scale before. Where that is
+    no power of two, as for heads of 128, this rounds queries in bfloat16 once more: an error of
+    0.0017 in a score of size 1, beside 0.0023 from the rounding of the queries and keys themselves.
+    A model that rotates them should scale them there, before they are rounded, and pass scale 1.
 
     Like every Pallas kernel it needs all mesh axes manual: call it inside a `shard_map` over all of
     them, of size 1 or not.
@@ -71,9 +86,13 @@ def splash(
     # Half a second to import, and only a TPU needs it.
     from jax.experimental.pallas.ops.tpu import splash_attention  # noqa: PLC0415
 
-    _, time, num_heads, head_dim = q_BTNH.shape
-    window = (sliding_window - 1, 0) if sliding_window else (None, 0)
-    mask = splash_attention.LocalMask((time, time), window, offset=0)
+    _, time, num_heads, _ = q_BTNH.shape
+    if scoring.window or scoring.causal:
+        before = scoring.window - 1 if scoring.window else None
+        after = 0 if scoring.causal else before
+        mask = splash_attention.LocalMask((time, time), (before, after), offset=0)
+    else:
+        mask = splash_attention.FullMask((time, time))
     block = next(size for size in (512, 384, 256, LANES) if time % size == 0)
     kernel = splash_attention.make_splash_mha_single_device(
         splash_attention.MultiHeadMask([mask] * num_heads),
@@ -85,13 +104,14 @@ def splash(
             block_q_dq=block,
             block_kv_dq=block,
         ),
+        attn_logits_soft_cap=scoring.soft_cap or None,
         residual_checkpoint_name="attention",
         interpret=interpret,
     )
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
     segments = splash_attention.SegmentIds(segments_BT, segments_BT)
-    if not scaled:
-        q_BNTH = (q_BNTH.astype(jnp.float32) * head_dim**-0.5).astype(q_BNTH.dtype)
+    if scoring.scale != 1:
+        q_BNTH = (q_BNTH.astype(jnp.float32) * scoring.scale).astype(q_BNTH.dtype)
     out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)
     return jnp.swapaxes(cast(Array, out_BNTH), 1, 2)
 

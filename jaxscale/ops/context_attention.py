@@ -1,9 +1,9 @@
-"""Causal attention over a sequence that is spread over a mesh axis: context parallelism.
+"""Attention over a sequence that is spread over a mesh axis: context parallelism.
 
 A sequence of 2n chunks is dealt to n ranks as in `balanced_order`: rank i holds chunks i and
 2n-1-i, which together see 2n+1 pairs of chunks whatever i is (Llama 3, arXiv 2407.21783, section
-3.3.2). The arithmetic of a pair is that of `attention_blocks.py`; the two methods differ in how a
-rank receives the keys:
+3.3.2); without causality they are 4n. The arithmetic of a pair is that of `attention_blocks.py`;
+the two methods differ in how a rank receives the keys:
 
 - "ring": keys are sent from rank to rank during the compute on those received before (arXiv
   2310.01889); in the backward pass their gradients follow. A rank holds two ranks' keys at a time.
@@ -26,7 +26,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.ops import attention_blocks
-from jaxscale.ops.attention_blocks import Keys, Queries
+from jaxscale.ops.attention_blocks import Keys, Queries, Scoring, Sums
 
 Tree = Any
 
@@ -45,37 +45,41 @@ def balanced_order(seq_len: int, ranks: int) -> np.ndarray:
 
 def context_attention(
     q_BTNH: Array,
-    k_BTKH: Array,
-    v_BTKH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
     segments_BT: Array,
+    segments_BS: Array | None = None,
+    bias_bN: Array | None = None,
     *,
     axis: str,
     method: str,
-    sliding_window: int = 0,
+    scoring: Scoring,
     block: int | None = None,
 ) -> Array:
     """`attention.attention` where each rank of `axis` passes its share, in `balanced_order`.
 
-    For use where `axis` is manual and has at least two ranks. Order and window go by the place in
-    the whole sequence. The residuals of a rank are its arguments, its output and one number per
-    query and head; the last two carry the checkpoint name "attention".
+    For use where `axis` is manual and has at least two ranks. Order, window and bias go by the
+    place in the whole sequence. The residuals of a rank are its arguments, its output and one
+    number per query and head; the last two carry the checkpoint name "attention".
 
     Args:
       axis: the mesh axis.
       method: "ring" or "gather".
       block: queries, and keys, of a block; None is by `attention_blocks.block_size`.
     """
-    chunk = q_BTNH.shape[1] // 2
-    block = min(block or attention_blocks.block_size(q_BTNH), chunk)
-    static = _Static(axis, method, sliding_window, chunk, block)
-    return _attention(static, q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    chunk, key_chunk = q_BTNH.shape[1] // 2, k_BSKH.shape[1] // 2
+    block = min(block or attention_blocks.block_size(q_BTNH), max(chunk, key_chunk))
+    static = _Static(axis, method, scoring, chunk, key_chunk, block)
+    bias_bN = attention_blocks.wide_bias(bias_bN, q_BTNH)
+    return _attention(static, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN)
 
 
 class _Static(NamedTuple):
     axis: str
     method: str
-    window: int
-    chunk: int  # places of a chunk
+    scoring: Scoring
+    chunk: int  # places of a chunk of queries
+    key_chunk: int
     block: int
 
     def offset(self, rank: Array, h: Array | int, key_chunk: Array) -> Array:
@@ -110,9 +114,9 @@ def _ring(
 ) -> tuple[Tree, Tree]:
     """At step r rank i holds the keys of rank i - r.
 
-    With the keys of another rank, the second chunk of queries sees the first chunk of keys. From a
-    lower rank the first queries see the first keys too, from a higher one the second queries the
-    second keys: one more pair either way, so that no rank waits for another.
+    With the keys of another rank, a causal second chunk of queries sees the first chunk of keys.
+    From a lower rank the first queries see the first keys too, from a higher one the second queries
+    the second keys: one more pair either way, so that no rank waits for another.
     """
     ranks, rank = jax.lax.axis_size(static.axis), jax.lax.axis_index(static.axis)
     onward = [(i, (i + 1) % ranks) for i in range(ranks)]
@@ -122,11 +126,12 @@ def _ring(
 
     def step(carry: Tree, keys: Keys, r: Array | int, *own: tuple[int, int]) -> tuple[Tree, Tree]:
         owner = (rank - r) % ranks
-        same = jnp.where(owner > rank, 1, 0)
-        table = [
-            (h, c, static.offset(rank, h, static.number(owner, c)))
-            for h, c in (*own, (1, 0), (same, same))
-        ]
+        if static.scoring.causal:
+            same = jnp.where(owner > rank, 1, 0)
+            pairs = (*own, (1, 0), (same, same))
+        else:
+            pairs = ((0, 0), (0, 1), (1, 0), (1, 1))
+        table = [(h, c, static.offset(rank, h, static.number(owner, c))) for h, c in pairs]
         return _visit_all(visit, carry, zeros, keys, table)
 
     def between(carries: tuple[Tree, Keys, Tree], r: Array) -> tuple[tuple[Tree, Keys, Tree], None]:
@@ -148,7 +153,7 @@ def _ring(
 def _gather(
     static: _Static, keys: Keys, visit: Callable, carry: Tree, zeros: Tree
 ) -> tuple[Tree, Tree]:
-    """All pairs of the first chunk of queries, then those of the second: 2n+1 on every rank."""
+    """All pairs of the first chunk of queries, then those of the second: as many on every rank."""
     ranks, rank = jax.lax.axis_size(static.axis), jax.lax.axis_index(static.axis)
 
     def gathered(x: Array) -> Array:
@@ -159,10 +164,10 @@ def _gather(
         x = jnp.stack([x[:ranks], x[: ranks - 1 : -1]], axis=1)
         return jax.lax.psum_scatter(x, static.axis)
 
-    table = []
-    for pair in range(2 * ranks + 1):
-        h = jnp.where(pair <= rank, 0, 1)
-        c = pair - h * (rank + 1)
+    table, causal = [], static.scoring.causal
+    for pair in range(2 * ranks + 1 if causal else 4 * ranks):
+        h = jnp.where(pair <= rank, 0, 1) if causal else pair // (2 * ranks)
+        c = pair - h * (rank + 1) if causal else pair % (2 * ranks)
         table.append((h, c, static.offset(rank, h, c)))
     zeros = jax.tree.map(lambda x: jnp.zeros((2 * ranks, *x.shape[1:]), x.dtype), zeros)
     carry, sums = _visit_all(visit, carry, zeros, jax.tree.map(gathered, keys), table)
@@ -181,73 +186,85 @@ def _visit_all(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Static, q_BTNH, k_BTKH, v_BTKH, segments_BT) -> Array:
-    return _forward(static, q_BTNH, k_BTKH, v_BTKH, segments_BT)[0]
+def _attention(static: _Static, *given: Array | None) -> Array:
+    return _forward(static, *given)[0]
 
 
-def _forward(static: _Static, q_BTNH, k_BTKH, v_BTKH, segments_BT) -> tuple[Array, Array]:
+def _forward(
+    static: _Static, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN
+) -> tuple[Array, Array]:
     """The output, and log(sum(exp(score))) as [h, I, B, K, G, t]."""
-    queries, keys = _in_blocks(static, q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    queries, keys = _in_blocks(static, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS)
 
     def visit(softmax, sums, keys, h, c, offset):
-        seen = _at(softmax, h), _at(queries, h), _at(keys, c)
+        seen = _at(softmax, h), _at(queries, h), _at(keys, c), bias_bN
         return _put(
-            softmax, h, attention_blocks.attend(*seen, offset=offset, window=static.window)
+            softmax, h, attention_blocks.attend(*seen, offset=offset, scoring=static.scoring)
         ), sums
 
     softmax, _ = _walk(static, keys, visit, attention_blocks.start(queries.q), ())
-    out_hIBKGtH, log_z_hIBKGt = attention_blocks.finish_softmax(softmax, q_BTNH.dtype)
-    return _joined(static, attention_blocks.from_query_blocks, out_hIBKGtH), log_z_hIBKGt
+    out_hIBKGtH, log_z_hIBKGt = attention_blocks.finish_softmax(
+        softmax, q_BTNH.dtype, blind=segments_BS is not None
+    )
+    out_BTNH = _joined(attention_blocks.from_query_blocks, out_hIBKGtH, static.chunk)
+    return out_BTNH, log_z_hIBKGt
 
 
-def _forward_rule(static: _Static, q_BTNH, k_BTKH, v_BTKH, segments_BT):
-    results = _forward(static, q_BTNH, k_BTKH, v_BTKH, segments_BT)
+def _forward_rule(static: _Static, *given: Array | None):
+    results = _forward(static, *given)
     out_BTNH, log_z_hIBKGt = checkpoint_name(results, "attention")
-    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, log_z_hIBKGt)
+    return out_BTNH, (*given, out_BTNH, log_z_hIBKGt)
 
 
 def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
-    q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, log_z_hIBKGt = residuals
-    queries, keys = _in_blocks(static, q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    *tokens, bias_bN, out_BTNH, log_z_hIBKGt = residuals
+    q_BTNH, k_BSKH, v_BSKH, *_ = tokens
+    queries, keys = _in_blocks(static, *tokens)
     output = jax.vmap(
         lambda *halves: attention_blocks.output(
-            *halves, num_kv_heads=k_BTKH.shape[2], block=static.block
+            *halves, num_kv_heads=k_BSKH.shape[2], block=static.block
         )
     )(_halves(out_BTNH), _halves(grad_BTNH), log_z_hIBKGt)
 
-    def visit(grad_q, sums, keys, h, c, offset):
-        more_q, *more = attention_blocks.gradients(
-            _at(grad_q, h),
+    def visit(sums, key_sums, keys, h, c, offset):
+        more, *key_more = attention_blocks.gradients(
+            Sums(_at(sums.q, h), sums.bias),
             _at(queries, h),
             _at(output, h),
             _at(keys, c),
+            bias_bN,
             offset=offset,
-            window=static.window,
+            scoring=static.scoring,
             dtype=wide,
         )
-        return _put(grad_q, h, more_q), _put(sums, c, _add(_at(sums, c), tuple(more)))
+        sums = Sums(_put(sums.q, h, more.q), more.bias)
+        return sums, _put(key_sums, c, _add(_at(key_sums, c), tuple(key_more)))
 
     wide = log_z_hIBKGt.dtype
-    zeros_q, *zeros = (jnp.zeros(x.shape, wide) for x in (queries.q, keys.k, keys.v))
-    grad_q, grads = _walk(static, keys, visit, zeros_q, tuple(zeros))
-    grad_k_BTKH, grad_v_BTKH = (
-        _joined(static, attention_blocks.from_key_blocks, grad) for grad in grads
+    sums = attention_blocks.no_sums(queries, bias_bN, wide)
+    zeros = tuple(jnp.zeros(x.shape, wide) for x in (keys.k, keys.v))
+    sums, grads = _walk(static, keys, visit, sums, zeros)
+    grad_k_BSKH, grad_v_BSKH = (
+        _joined(attention_blocks.from_key_blocks, grad, static.key_chunk) for grad in grads
     )
+    grad_q_BTNH = _joined(attention_blocks.from_query_blocks, sums.q, static.chunk)
     return (
-        _joined(static, attention_blocks.from_query_blocks, grad_q).astype(q_BTNH.dtype),
-        grad_k_BTKH.astype(k_BTKH.dtype),
-        grad_v_BTKH.astype(v_BTKH.dtype),
+        grad_q_BTNH.astype(q_BTNH.dtype),
+        grad_k_BSKH.astype(k_BSKH.dtype),
+        grad_v_BSKH.astype(v_BSKH.dtype),
         None,
+        None,
+        sums.bias,
     )
 
 
 _attention.defvjp(_forward_rule, _backward_rule)
 
 
-def _in_blocks(static: _Static, *arguments: Array) -> tuple[Queries, Keys]:
+def _in_blocks(static: _Static, *tokens: Array | None) -> tuple[Queries, Keys]:
     """`attention_blocks.in_blocks` of each of a rank's two chunks, with a leading [h]."""
     return jax.vmap(lambda *halves: attention_blocks.in_blocks(*halves, block=static.block))(
-        *map(_halves, arguments)
+        *(None if x is None else _halves(x) for x in tokens)
     )
 
 
@@ -256,9 +273,9 @@ def _halves(x_BT: Array) -> Array:
     return jnp.stack(jnp.split(x_BT, 2, axis=1))
 
 
-def _joined(static: _Static, from_blocks: Callable, x_h: Array) -> Array:
+def _joined(from_blocks: Callable, x_h: Array, chunk: int) -> Array:
     """[h, blocks, ...] -> [B, T, ...]."""
-    return jnp.concatenate([from_blocks(x, static.chunk) for x in x_h], axis=1)
+    return jnp.concatenate([from_blocks(x, chunk) for x in x_h], axis=1)
 
 
 def _at(tree: Tree, index: Array) -> Tree:

@@ -18,6 +18,7 @@ from jaxscale.sharding.rules import (  # noqa: F401  Re-exported: used together 
     mesh_axes,
     shards_layers,
     spreads_outer,
+    with_whole_kv_heads,
 )
 
 
@@ -51,6 +52,20 @@ def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
         return tuple("outer_embed" if name == "embed" else name for name in axes)
 
     return jax.tree.map(one, axes_tree, is_leaf=is_axes)
+
+
+def whole_kv_heads(axes_tree: Any, abstract: Any, sizes: Mapping[str, int]) -> Any:
+    """`rules.with_whole_kv_heads` for a tree of axes.
+
+    Args:
+      abstract: the arrays' shapes, in the same tree.
+    """
+    return jax.tree.map(
+        lambda axes, leaf: with_whole_kv_heads(axes, leaf.shape, sizes),
+        axes_tree,
+        abstract,
+        is_leaf=is_axes,
+    )
 
 
 def layer_rules(sizes: Mapping[str, int], rows: int) -> list[Rules]:

@@ -4,16 +4,17 @@ They run inside the `shard_map` in which pipeline, data and fsdp are manual.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxscale.config import Config
 from jaxscale.layout import AUTOMATIC_AXES, Layout
 from jaxscale.models.decoder import Kernels, plain_lookup
-from jaxscale.ops.attention import attention, choose
-from jaxscale.ops.attention_kernels import maskless, splash
+from jaxscale.ops.attention import attention, choose, score_settings
+from jaxscale.ops.attention_kernels import maskless
 from jaxscale.ops.context_attention import context_attention
 from jaxscale.ops.embedding import spread_lookup
 from jaxscale.ops.loss import cross_entropy
@@ -24,25 +25,28 @@ from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, constrain
 from jaxscale.sharding.specs import kernel_spec
 
 
-def make_kernels(config: Config, platform: str, *, unroll: bool = False) -> Kernels:
+def make_kernels(
+    layout: Layout, implementation: str, platform: str, *, unroll: bool = False
+) -> Kernels:
     """The model's kernels for a resolved layout.
 
     Args:
+      implementation: of attention, by `attention_name`.
       unroll: writes loops out, for XLA's cost analysis.
     """
-    layout, replaced = config.layout, {}
+    replaced = {}
     if layout.tensor > 1:
         spread = Spread("tensor", _mesh_axes(layout, ACTIVATIONS["seq"]), AUTOMATIC_AXES)
         replaced = {
             "columns": functools.partial(spread_columns, spread=spread),
             "rows": functools.partial(spread_rows, spread=spread),
         }
-    if _scales_before(config, platform):
-        # The softmax scale 1 / sqrt(head_dim), its square root on each of queries and keys.
-        turn = _rotary(layout) if config.model.head_dim == LANES else rotary
-        replaced["rotary"] = functools.partial(turn, factor=config.model.head_dim**-0.25)
+        replaced["key_heads"] = functools.partial(_key_heads, layout)
+    if implementation == "splash":
+        # Its kernel does not scale. Rotation does so in float32, with no rounding of its own.
+        replaced |= {"rotary": _rotary(layout), "rotary_scales": True}
     return Kernels(
-        attend=_attend(config, platform),
+        attend=_attend(layout, implementation),
         **replaced,
         lookup=functools.partial(_lookup, layout),
         cross_entropy=functools.partial(cross_entropy, shards=layout.context, unroll=unroll),
@@ -50,8 +54,11 @@ def make_kernels(config: Config, platform: str, *, unroll: bool = False) -> Kern
     )
 
 
-def attention_name(config: Config, platform: str) -> str:
+def attention_name(config: Config, platform: str, uses: Collection[str] = ()) -> str:
     """The implementation of attention that a run uses.
+
+    Args:
+      uses: of `ops.attention.USES`, all that any layer of the model asks for.
 
     Raises:
       ValueError: the one that is set cannot honour the settings.
@@ -64,6 +71,7 @@ def attention_name(config: Config, platform: str) -> str:
             dtype=model.compute_dtype,
             head_dim=model.head_dim,
             seq_len=config.data.seq_len,
+            uses=uses,
         )
     if model.attention not in ("auto", "blockwise"):
         raise ValueError(
@@ -74,40 +82,56 @@ def attention_name(config: Config, platform: str) -> str:
     return f"blockwise, by {layout.context_method}"
 
 
-def _scales_before(config: Config, platform: str) -> bool:
-    """Whether queries and keys are scaled before the attention kernel, and not the scores in it:
-    where they are rotated in float32 before, so that scaling adds no rounding of its own."""
-    return attention_name(config, platform) == "splash" and config.model.family == "llama"
-
-
-def _attend(config: Config, platform: str) -> Callable[..., jax.Array]:
+def _attend(layout: Layout, implementation: str) -> Callable[..., jax.Array]:
     """Attention with every axis manual, each rank for its heads and its part of a sequence:
     kernels know nothing of meshes, and the compiler cannot partition them."""
-    layout, implementation = config.layout, attention_name(config, platform)
-    if _scales_before(config, platform):
-        local = functools.partial(splash, scaled=True)
-    elif layout.context == 1:
-        local = functools.partial(attention, implementation=implementation)
-    else:
-        local = functools.partial(context_attention, axis="context", method=layout.context_method)
-
-    def attend(q, k, v, segments):
-        return local(q, k, v, segments, sliding_window=config.model.sliding_window)
-
-    # Where a table recomputes a pipeline's passes, the layer itself is under no policy.
-    under_policy = layout.remat_policy.by_names and layout.remat_policy.kept_passes is None
-    if implementation == "cudnn" and not under_policy:
-        attend = maskless(attend)
-
     queries = kernel_spec(("batch", "seq", "heads", "head_dim"), layout.sizes)
     keys = kernel_spec(("batch", "seq", "kv_heads", "head_dim"), layout.sizes)
-    return jax.shard_map(
-        attend,
-        in_specs=(queries, keys, keys, kernel_spec(("batch", "seq"), layout.sizes)),
-        out_specs=queries,
-        axis_names=set(AUTOMATIC_AXES),
-        check_vma=False,
-    )
+    segments = kernel_spec(("batch", "seq"), layout.sizes)
+    bias = kernel_spec(("buckets", "heads"), layout.sizes)
+    # Where a table recomputes a pipeline's passes, the layer itself is under no policy.
+    under_policy = layout.remat_policy.by_names and layout.remat_policy.kept_passes is None
+
+    def attend(q, k, v, segments_BT, segments_BS=None, bias_bN=None, **settings) -> jax.Array:
+        arrays = (q, k, v, segments_BT, segments_BS, bias_bN)
+        if layout.context == 1:
+            local = functools.partial(attention, implementation=implementation, **settings)
+        else:
+            local = functools.partial(
+                context_attention,
+                axis="context",
+                method=layout.context_method,
+                scoring=score_settings(*arrays, **settings),
+            )
+        if implementation == "cudnn" and not under_policy:
+            local = maskless(local)
+        return jax.shard_map(
+            local,
+            in_specs=(queries, keys, keys, segments, segments, bias),
+            out_specs=queries,
+            axis_names=set(AUTOMATIC_AXES),
+            check_vma=False,
+        )(*arrays)
+
+    return attend
+
+
+def _key_heads(layout: Layout, x: jax.Array) -> jax.Array:
+    """Weights with a key/value head for each rank of tensor, if there are fewer: the one that the
+    rank's query heads read, of weights that every rank has whole (`whole_kv_heads`).
+
+    Each rank projects its own head only. Against an even division, the weights, their gradients
+    and their optimizer state take memory tensor / num_kv_heads times, and keys and values that are
+    saved for the backward pass as well. The ranks' gradients of a head are summed, which costs an
+    all-reduce over tensor of the gradients of these weights, for each layer and micro-batch.
+    """
+    heads = x.shape[-2]
+    if heads % layout.tensor == 0:
+        return x
+    assert layout.tensor % heads == 0  # or `whole_kv_heads` has refused it
+    axes = ("embed",) * (x.ndim - 2) + ("kv_heads", "head_dim")
+    repeated = jnp.repeat(x, layout.tensor // heads, axis=-2)
+    return constrain(repeated, axes, layout.sizes)
 
 
 def _rotary(layout: Layout) -> Callable[..., jax.Array]:
@@ -115,6 +139,8 @@ def _rotary(layout: Layout) -> Callable[..., jax.Array]:
     heads = kernel_spec(("batch", "seq", "heads", "head_dim"), layout.sizes)
 
     def turn(x: jax.Array, positions: jax.Array, **settings: float) -> jax.Array:
+        if x.shape[-1] != LANES or x.shape[1] % LANES:
+            return rotary(x, positions, **settings)
         return jax.shard_map(
             functools.partial(rotary_on_tpu, **settings),
             in_specs=(heads, kernel_spec(("batch", "seq"), layout.sizes)),

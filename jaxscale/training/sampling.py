@@ -17,7 +17,14 @@ from jaxscale.config import check_seed
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.models.decoder import CACHE_AXES, Cache, Decoder
 from jaxscale.models.protocol import head_params
-from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, Axes, resolve, resolve_tree
+from jaxscale.sharding.resolve import (
+    ACTIVATIONS,
+    WEIGHTS,
+    Axes,
+    resolve,
+    resolve_tree,
+    whole_kv_heads,
+)
 from jaxscale.sharding.specs import replicated
 from jaxscale.training.step import Engine
 
@@ -120,7 +127,8 @@ def _without_pipeline(engine: Engine, params: Any) -> tuple[Any, Mesh]:
         sizes["data"], rules = ranks, engine.zero.param_rules
     devices = engine.mesh.devices.reshape([sizes[axis] for axis in engine.mesh.axis_names])
     mesh = Mesh(devices, engine.mesh.axis_names, axis_types=engine.mesh.axis_types)
-    shardings = resolve_tree(engine.model.axes, rules, mesh, params)
+    axes = whole_kv_heads(engine.model.axes, params, mesh.shape)
+    shardings = resolve_tree(axes, rules, mesh, params)
     return jax.device_put(params, shardings), mesh
 
 
@@ -232,13 +240,16 @@ def _draw(logits_BV, keys_B, step, temperature, top_k, top_p) -> jax.Array:
 def _placement(mesh: Mesh, batch: int) -> Place:
     """Spreads trees of arrays by logical axes: heads over tensor, and rows where they divide."""
     replicas = math.prod(mesh.shape[axis] for axis in ACTIVATIONS["batch"])
-    rules = {**ACTIVATIONS, "layers": (), "vocab": ()}
+    rules = {**ACTIVATIONS, "layers": (), "vocab": (), "whole_kv_heads": ()}
     if batch % replicas:
         rules["batch"] = ()
 
     def place(tree: Any, axes: Axes) -> Any:
-        sharding = NamedSharding(mesh, resolve(axes, rules, mesh.shape))
-        return jax.lax.with_sharding_constraint(tree, sharding)
+        def one(leaf: jax.Array) -> jax.Array:
+            spec = resolve(whole_kv_heads(axes, leaf, mesh.shape), rules, mesh.shape)
+            return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+        return jax.tree.map(one, tree)
 
     return place
 

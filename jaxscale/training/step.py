@@ -1,5 +1,6 @@
 """One train step from a model, a layout and an optimizer."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,15 @@ from jaxscale.models.protocol import Model, Sums
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import PipelineStages, open_stages
-from jaxscale.sharding.resolve import Axes, Rules, layer_rules, resolve, resolve_tree, spread_outer
+from jaxscale.sharding.resolve import (
+    Axes,
+    Rules,
+    layer_rules,
+    resolve,
+    resolve_tree,
+    spread_outer,
+    whole_kv_heads,
+)
 from jaxscale.sharding.rules import check_divides, check_sequence
 from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
@@ -123,7 +132,8 @@ def make_engine(
     check_sequence(config)
     check_types(config)
     check_host_memory(config, mesh)
-    kernels = make_kernels(config, platform, unroll=unroll_layers)
+    attention = attention_name(config, platform)
+    kernels = make_kernels(layout, attention, platform, unroll=unroll_layers)
     built = model(config.model, kernels)
     stages = _open_stages(config, built) if layout.pipeline > 1 else None
     rows = stages.layer_of_row if stages else _canonical_rows(built)
@@ -139,6 +149,8 @@ def make_engine(
     shapes = jax.eval_shape(init, jax.random.key(0))
     axes = TrainState((), built.axes, optimizers.state_axes(optimizer, shapes.params, built.axes))
     axes = spread_outer(axes, layout.sizes, config.model.d_model)
+    axes = whole_kv_heads(axes, shapes, layout.sizes)
+    zero = dataclasses.replace(zero, axes=axes.params)
     state = _placed(config, mesh, zero, axes, shapes)
     batch = _abstract_batch(config, batch_sharding(mesh))
 
@@ -164,7 +176,7 @@ def make_engine(
         zero=zero,
         stages=stages,
         batch_sharding=batch_sharding(mesh),
-        attention=attention_name(config, platform),
+        attention=attention,
     )
 
 

@@ -33,7 +33,7 @@ def forward(model, params, batch):
 @pytest.mark.parametrize("path", CONFIGS)
 def test_parameters_are_counted_exactly(path):
     config = load(path).model
-    model = Decoder(config, plain_kernels(config))
+    model = Decoder(config, plain_kernels())
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.num_params
     layer = sum(leaf.size for leaf in jax.tree.leaves(shapes["layers"]))
@@ -42,7 +42,7 @@ def test_parameters_are_counted_exactly(path):
 
 @pytest.mark.parametrize("config", [SMALL, GPT], ids=["llama", "gpt"])
 def test_every_dimension_has_a_name(config):
-    model = Decoder(config, plain_kernels(config))
+    model = Decoder(config, plain_kernels())
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     jax.tree.map(
         lambda axes, leaf: None if len(axes) == leaf.ndim else pytest.fail(f"{axes} {leaf.shape}"),
@@ -53,8 +53,19 @@ def test_every_dimension_has_a_name(config):
 
 
 @pytest.mark.parametrize("config", [SMALL, GPT], ids=["llama", "gpt"])
+def test_scores_may_be_scaled_where_heads_are_rotated(config):
+    batch = make_batch(np.arange(20)[None], np.ones((1, 20), int))
+    plain = Decoder(config, plain_kernels())
+    other = Decoder(config, dataclasses.replace(plain.kernels, rotary_scales=True))
+    layer = jax.tree.map(lambda x: x[0], plain.init(jax.random.key(0))["layers"])
+    x = jax.random.normal(jax.random.key(1), (1, 20, 64))
+    got, wanted = jax.jit(lambda *args: (other.block(*args), plain.block(*args)))(layer, x, batch)
+    np.testing.assert_allclose(got, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("config", [SMALL, GPT], ids=["llama", "gpt"])
 def test_packed_documents_do_not_see_each_other(config):
-    model = Decoder(config, plain_kernels(config))
+    model = Decoder(config, plain_kernels())
     params = model.init(jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 257, (1, 20))
     segments = np.array([[1] * 8 + [2] * 12])
@@ -64,7 +75,7 @@ def test_packed_documents_do_not_see_each_other(config):
 
 
 def test_rows_beyond_the_vocabulary_never_matter():
-    model = Decoder(GPT, plain_kernels(GPT))
+    model = Decoder(GPT, plain_kernels())
     params = model.init(jax.random.key(0))
     batch = make_batch(np.arange(12)[None], np.ones((1, 12), int))
 
@@ -93,7 +104,7 @@ def test_operations_are_those_that_the_compiler_counts(family):
         tied_embeddings=family == "gpt",
         compute_dtype="float32",
     )
-    model = Decoder(config, plain_kernels(config))
+    model = Decoder(config, plain_kernels())
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     ints = jax.ShapeDtypeStruct((1, 128), np.int32)
     batch = Batch(ints, ints, ints, ints, jax.ShapeDtypeStruct((1, 128), np.float32))

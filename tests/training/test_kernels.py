@@ -11,19 +11,24 @@ from jaxscale.planner.memory.step import step_memory
 from jaxscale.training.kernels import attention_name
 from tests.invariants.layouts import LLAMA, make_config, open_engine
 
-# LLAMA has 8 key heads and a width of 64; sequences are of 24 tokens where nothing else is said.
+# LLAMA has 4 key heads and a width of 64; sequences are of 24 tokens where nothing else is said.
 REFUSED = [
     (
         {"tensor": 3},
         {},
-        "model.num_kv_heads = 8 does not divide over layout.tensor = 3; the nearest"
+        "model.num_kv_heads = 4 does not divide over layout.tensor = 3; the nearest"
         " that does is layout.tensor = 2 or 4",
     ),
     (
         {"tensor": 8},
         {"num_kv_heads": 2, "num_heads": 2},
-        "model.num_kv_heads = 2 does not divide "
+        "model.num_heads = 2 does not divide "
         "over layout.tensor = 8; the nearest that does is layout.tensor = 2",
+    ),
+    (
+        {"tensor": 8},
+        {"num_kv_heads": 3, "num_heads": 24},
+        "model.num_kv_heads = 3 does not divide over layout.tensor = 8",
     ),
     (
         {"tensor": 8},

@@ -56,7 +56,7 @@ NUM_TOKENS = 18
 def fresh(config: ModelConfig) -> dict:
     """Parameters whose texts are not dull: one ends early, and no two are alike."""
     rng = np.random.default_rng(4)
-    shapes = jax.eval_shape(Decoder(config, plain_kernels(config)).init, jax.random.key(0))
+    shapes = jax.eval_shape(Decoder(config, plain_kernels()).init, jax.random.key(0))
     return jax.tree.map(lambda leaf: 0.3 * rng.normal(size=leaf.shape), shapes)
 
 
@@ -83,7 +83,7 @@ def full_logits(config: ModelConfig, tokens_BT) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _full_logits(config, params, tokens_BT):
-    model, shape = Decoder(config, plain_kernels(config)), tokens_BT.shape
+    model, shape = Decoder(config, plain_kernels()), tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     ones = jnp.ones(shape, jnp.int32)
     batch = Batch(tokens_BT, tokens_BT, ones, positions_BT, ones)
@@ -96,7 +96,7 @@ def _full_logits(config, params, tokens_BT):
 
 @pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_the_cache_gives_the_logits_of_the_forward_pass(config):
-    model, params = Decoder(config, plain_kernels(config)), fresh(config)
+    model, params = Decoder(config, plain_kernels()), fresh(config)
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (2, 14))
 
     @jax.jit
@@ -181,6 +181,7 @@ def test_a_prompt_alone_goes_on_as_in_a_batch():
     "layout",
     [
         {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3},
+        {"tensor": 4},  # more ranks than key heads
         {"fsdp": 8, "zero_stage": 1},  # more replicas than prompts
     ],
     ids=str,
@@ -193,7 +194,8 @@ def test_a_layout_changes_no_text(layout, capfd):
         )
         found.append([sample(temperature=0), sample(temperature=1.5, seed=3), sample(top_p=0.8)])
     assert found[0] == found[1]
-    assert "rematerialization" not in capfd.readouterr().err
+    # With whole key heads beside query heads that are sharded, the partitioner gathers a token's.
+    assert layout == {"tensor": 4} or "rematerialization" not in capfd.readouterr().err
 
 
 def test_the_seed_decides_and_settings_compile_nothing():

@@ -78,7 +78,7 @@ def steps():
     random = batches()[0]
     same = random._replace(targets=np.zeros_like(random.targets))
     config = make_config(MODEL, LAYOUT)
-    model = Decoder(config.model, plain_kernels(config.model))
+    model = Decoder(config.model, plain_kernels())
     params = jax.tree.map(np.asarray, first_state(open_engine(config)).params)
     expected = plain_steps(model, params, [same, random])
     between = float(np.sqrt(expected[0].norm * expected[1].norm))

@@ -19,7 +19,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_names_shapes_and_axes_are_the_models(name):
     config = MODELS[name]
-    model = Decoder(config, plain_kernels(config))
+    model = Decoder(config, plain_kernels())
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     axes = jax.tree.leaves(model.axes, is_leaf=is_axes)
     expected = {}

@@ -1,0 +1,76 @@
+"""Dropout whose noise does not depend on the layout.
+
+Shapes: B batch, T time, D features.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def dropout(
+    x_BTD: Array,
+    noise_B: Array,
+    layer: Array | int,
+    site: int,
+    rate: float,
+    place_T: Array,
+) -> Array:
+    """Sets each value to zero with probability `rate`, and divides the others by `1 - rate`.
+
+    What is dropped is a function of the integers (noise of the example, layer, site, place,
+    feature): the same in every layout, in which a device computes the noise of its own values. The
+    backward pass computes it again, so that nothing is saved for it.
+
+    Args:
+      noise_B: uint32, of each example.
+      layer: its index in the model, traced or not; below 2**24.
+      site: tells the dropouts of one layer apart; 0 .. 255.
+      rate: from 0, which returns x itself, to below 1.
+      place_T: of each token in its sequence before the sequence is dealt to the ranks of context;
+        [T] or [B, T].
+
+    Raises:
+      ValueError: a rate or a site out of range.
+    """
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout of rate {rate} must be at least 0 and below 1")
+    if not 0 <= site < SITES:
+        raise ValueError(f"dropout at site {site}: a layer has sites 0 to {SITES - 1}")
+    if rate == 0:
+        return x_BTD
+    where = jnp.asarray(layer, jnp.uint32) * jnp.uint32(SITES) + jnp.uint32(site)
+    threshold = jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def drop(x_BTD: Array, noise_B: Array, where: Array, place: Array) -> Array:
+        feature_D = jax.lax.broadcasted_iota(jnp.uint32, (1, 1, x_BTD.shape[2]), 2)
+        place = jnp.broadcast_to(place, x_BTD.shape[:2]).astype(jnp.uint32)[:, :, None]
+        words = _hash(noise_B.astype(jnp.uint32)[:, None, None], where, place, feature_D)
+        wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        kept_BTD = (x_BTD.astype(wide) * jnp.asarray(1 / (1 - rate), wide)).astype(x_BTD.dtype)
+        return jnp.where(words >= threshold, kept_BTD, jnp.zeros_like(x_BTD))
+
+    return drop(x_BTD, noise_B, where, place_T)
+
+
+SITES = 256
+"""Of a layer."""
+
+
+def _hash(x: Array, y: Array, z: Array, w: Array) -> Array:
+    """A random word of 32 bits for four: the hash "pcg4d" (Jarzynski and Olano, Hash Functions for
+    GPU Rendering, Journal of Computer Graphics Techniques 9(3), 2020), its last result."""
+    x, y, z, w = (v * jnp.uint32(1664525) + jnp.uint32(1013904223) for v in (x, y, z, w))
+    x, y, z, w = _mix(x, y, z, w)
+    x, y, z, w = (v ^ (v >> 16) for v in (x, y, z, w))
+    return _mix(x, y, z, w)[3]
+
+
+def _mix(x: Array, y: Array, z: Array, w: Array) -> tuple[Array, Array, Array, Array]:
+    x = x + y * w
+    y = y + z * x
+    z = z + x * y
+    return x, y, z, w + y * z
