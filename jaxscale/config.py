@@ -7,6 +7,7 @@ import ast
 import contextlib
 import dataclasses
 import inspect
+import json
 import math
 import pathlib
 import runpy
@@ -227,7 +228,8 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
 
     Args:
       path: a Python file with `get_config(arg="")`; "FILE.py:ARG" passes ARG to it. Keys that the
-        file leaves out keep the defaults of this module. Its section "layout" may be "auto".
+        file leaves out keep the defaults of this module. Its section "layout" may be "auto". Or the
+        config.json of a run.
       overrides: "section.key=value" each, as after `--config.` on the command line.
 
     Raises:
@@ -235,6 +237,8 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
         that are incompatible.
       FileNotFoundError: no such file.
     """
+    if path.endswith(".json"):
+        return from_dict(read_sections(_existing(path)), overrides)
     sections = {section.name: {} for section in dataclasses.fields(Config)}
     for name, values in _read(path).items():
         record = _section(name)
@@ -244,6 +248,13 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
             raise ValueError(f"{path}: config.{name} must be a ConfigDict, got {values!r}")
         for key, value in values.items():
             sections[name][key] = _convert(f"{name}.{key}", value, _field(record, name, key))
+    return from_dict(sections, overrides)
+
+
+def from_dict(sections: dict[str, dict], overrides: Sequence[str] = ()) -> Config:
+    """Builds a Config from nested dictionaries, such as a run's config.json; `load` has the
+    overrides."""
+    changed: dict[str, dict] = {}
     for override in overrides:
         override = f"layout.schedule={AUTO}" if override == "layout=auto" else override
         key, separator, text = override.partition("=")
@@ -251,28 +262,37 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
         record = _section(name)
         if not separator or not dot:
             raise ValueError(f"--config.{override}: expected --config.section.key=value")
-        annotation = _field(record, name, key)
-        sections[name][key] = _convert(f"{name}.{key}", _parse(text, annotation), annotation)
-    return from_dict(sections)
-
-
-def from_dict(sections: dict[str, dict]) -> Config:
-    """Builds a Config from nested dictionaries, such as a run's config.json."""
+        changed.setdefault(name, {})[key] = _parse(text, _field(record, name, key))
     built = {}
-    for name, values in sections.items():
-        record = _section(name)
+    for name in {**sections, **changed}:
+        record, values = _section(name), sections.get(name, {})
         if not isinstance(values, dict):
             raise ValueError(f"config.{name} = {values!r} is not a section of keys and values")
         values = _upgrade(values) if name == "model" else values
         built[name] = record(
             **{
                 key: _convert(f"{name}.{key}", value, _field(record, name, key))
-                for key, value in values.items()
+                for key, value in (values | changed.get(name, {})).items()
             }
         )
     config = Config(**built)
     _import_foreign(config)
     return config
+
+
+def read_sections(path: pathlib.Path) -> dict[str, dict]:
+    """The sections of a run's config.json.
+
+    Raises:
+      ValueError: the file is not one.
+    """
+    try:
+        sections = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
+        raise ValueError(f"{path} is not the config of a run: sections of keys and values")
+    return sections
 
 
 def _upgrade(model: dict) -> dict:
@@ -305,11 +325,7 @@ def to_dict(config: Config) -> dict[str, dict]:
 
 def _read(path: str) -> ml_collections.ConfigDict:
     name, _, argument = path.partition(":")
-    if not pathlib.Path(name).is_file():
-        places = (pathlib.Path(name).parent, pathlib.Path("configs"))
-        found = sorted({str(file) for place in places for file in place.glob("*.py")})
-        hint = did_you_mean(name, found, cutoff=0.5)
-        raise FileNotFoundError(f"--config {name}: there is no such file{hint}")
+    _existing(name)
     with _blame(name):
         get_config = runpy.run_path(name).get("get_config")
     if not callable(get_config):
@@ -321,6 +337,15 @@ def _read(path: str) -> ml_collections.ConfigDict:
     if not isinstance(values, ml_collections.ConfigDict):
         raise ValueError(f"{name}: get_config() must return a ConfigDict, got {values!r}")
     return values
+
+
+def _existing(name: str) -> pathlib.Path:
+    if not pathlib.Path(name).is_file():
+        places = (pathlib.Path(name).parent, pathlib.Path("configs"))
+        found = sorted({str(file) for place in places for file in place.glob("*.py")})
+        hint = did_you_mean(name, found, cutoff=0.5)
+        raise FileNotFoundError(f"--config {name}: there is no such file{hint}")
+    return pathlib.Path(name)
 
 
 @contextlib.contextmanager

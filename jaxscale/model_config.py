@@ -95,6 +95,7 @@ class ModelConfig:
     attention: str = "auto"
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
+    init_from: str = ""  # a Hugging Face model, or a run, whose weights a new run starts from
 
     def __post_init__(self) -> None:
         self._take_family()

@@ -79,9 +79,10 @@ def _tensors(model: Model) -> tuple[TensorRule, ...]:
     rules += norm_rules(model, "layers/mlp_norm", f"{LAYER}.ln_2")
     for index, letter in enumerate("qkv"):
         param, three = f"layers/attention/{letter}", (d_model, 3, d_model)
+        take, shape = (slice(None), index), (d_model, 3 * d_model)
         rules += [
-            TensorRule(param, f"{fused}.weight", three, (0, 1), (slice(None), index)),
-            TensorRule(f"{param}_bias", f"{fused}.bias", (3, d_model), (0,), (index,)),
+            TensorRule(param, f"{fused}.weight", three, (0, 1), take, shape),
+            TensorRule(f"{param}_bias", f"{fused}.bias", three[1:], (0,), take[1:], shape[1:]),
         ]
     # Its matrices are stored as ours, [inputs, outputs].
     for param, name, inputs, outputs in (

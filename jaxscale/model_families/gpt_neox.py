@@ -78,10 +78,11 @@ def _tensors(model: Model) -> tuple[TensorRule, ...]:
     # Query, key and value of a head lie side by side.
     for index, letter in enumerate("qkv"):
         param, take = f"layers/attention/{letter}", (slice(None), index)
-        view = (heads, 3, size, d_model)
-        rules.append(TensorRule(param, f"{fused}.weight", view, (2, 0, 1), take))
+        view, shape = (heads, 3, size, d_model), (heads * 3 * size, d_model)
+        rules.append(TensorRule(param, f"{fused}.weight", view, (2, 0, 1), take, shape))
         if bias:
-            rules.append(TensorRule(f"{param}_bias", f"{fused}.bias", view[:3], (0, 1), take))
+            name = f"{fused}.bias"
+            rules.append(TensorRule(f"{param}_bias", name, view[:3], (0, 1), take, shape[:1]))
     for param, name, inputs, outputs, biased in (
         ("attention/out", "attention.dense", heads * size, d_model, bias),
         ("mlp/up", "mlp.dense_h_to_4h", d_model, model.d_ff, True),

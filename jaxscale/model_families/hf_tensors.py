@@ -27,7 +27,7 @@ def vector(param: str, name: str, size: int) -> TensorRule:
 
 
 def outer(model: Model, tokens: str, norm: str, output: str) -> Iterator[TensorRule]:
-    """Embedding, final norm, and the output matrix where it is not the embedding.
+    """Embedding, final norm, and the output matrix, which may be a copy of the embedding.
 
     Args:
       tokens, output: names of the tensors.
@@ -35,7 +35,9 @@ def outer(model: Model, tokens: str, norm: str, output: str) -> Iterator[TensorR
     """
     yield stored("embed/tokens", tokens, model.vocab_size, model.d_model)
     yield from norm_rules(model, "head/norm", norm)
-    if not model.tied_embeddings:
+    if model.tied_embeddings:
+        yield stored("embed/tokens", output, model.vocab_size, model.d_model)
+    else:
         yield matrix("head/output", output, model.d_model, model.vocab_size)
 
 

@@ -1,31 +1,42 @@
-"""Logits are those of Hugging Face's transformers, for every family and setting."""
+"""Models of Hugging Face's transformers, of every family and in every setting: their logits, and
+their tensors back bit for bit."""
+
+import json
+import pathlib
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from jaxscale.batch import Batch
-from jaxscale.models.decoder import Decoder, plain_kernels
-from tests.model_families.golden import NAMES, make_params, open_golden, read_arrays
+from jaxscale.hugging_face.model_folder import open_model, write_model
+from jaxscale.run.pretrained import from_pretrained
+
+GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
+NAMES = sorted(path.name for path in GOLDENS.iterdir())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_transformers(name):
-    config, family = open_golden(name)
-    model = Decoder(config, plain_kernels())
-    params = make_params(model, family, read_arrays(name, "model.safetensors"))
-    expected = read_arrays(name, "expected.safetensors")
-    tokens, mask, positions = (expected[key] for key in ("tokens", "mask", "positions"))
-
-    def forward(params):
-        batch = Batch(tokens, tokens, mask, positions, mask)
-        x = model.embed(params["embed"], batch)
-        for index in range(config.num_layers):
-            layer = jax.tree.map(lambda leaf: leaf[index], params["layers"])  # noqa: B023
-            x = model.block(layer, x, batch, index % config.period)
-        return model.logits(model.head_params(params), x)
-
-    compiled = jax.jit(forward, compiler_options={"xla_backend_optimization_level": 0})
-    logits = np.asarray(compiled(params))
+def test_logits_and_tensors_are_those_of_transformers(name, tmp_path):
+    with jax.enable_x64(False):
+        model = from_pretrained(GOLDENS / name)
+        expected = load_file(GOLDENS / name / "expected.safetensors")
+        logits = np.asarray(model(expected["tokens"], expected["mask"]))
     assert logits.dtype == np.float32
-    np.testing.assert_allclose(logits[mask > 0], expected["logits"][mask > 0], rtol=0, atol=1e-4)
+    real = expected["mask"] > 0
+    np.testing.assert_allclose(logits[real], expected["logits"][real], rtol=0, atol=1e-4)
+
+    written = tmp_path / "written"
+    write_model(
+        written, model.config, model.model.axes, model.params, dtype="float32", beside=tmp_path
+    )
+    tensors = load_file(GOLDENS / name / "model.safetensors")
+    back = load_file(written / "model.safetensors")
+    assert {key: value.tobytes() for key, value in back.items()} == {
+        key: value.tobytes() for key, value in tensors.items()
+    }
+    assert open_model(written).settings == open_model(GOLDENS / name).settings
+    before, after = (
+        json.loads((folder / "config.json").read_text()) for folder in (GOLDENS / name, written)
+    )
+    assert after["architectures"] == before["architectures"]
