@@ -22,7 +22,8 @@ def get_config():
     model.d_ff = 8_192
     model.vocab_size = 128_256
     model.rope_theta = 500_000.0
-    model.rope_scaling = 32.0
+    model.rope_scaling = "llama3"
+    model.rope_factor = 32.0
     model.tied_embeddings = True
 
     data = ml_collections.ConfigDict()

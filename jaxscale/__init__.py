@@ -14,6 +14,7 @@ _HOMES = {
     "device_batches": "run.setup",
     "evaluate_loss": "run.setup",
     "fit": "run.trainer",
+    "from_pretrained": "run.pretrained",
     "load": "config",
     "make_engine": "training.step",
     "make_mesh": "sharding.mesh",

@@ -41,3 +41,12 @@ def check_choice(name: str, got: object, allowed: Iterable[str], *, equals: str 
             f"{name}{equals}{got!r} is not known; it can be {', '.join(allowed)}"
             f"{did_you_mean(got, allowed)}"
         )
+
+
+def check_at_least(section: str, record: object, **least: float) -> None:
+    """Raises ValueError for the first field of `record` that is below its lower bound."""
+    for name, bound in least.items():
+        if not getattr(record, name) >= bound:
+            raise ValueError(
+                f"{section}.{name} = {getattr(record, name)} is too small; at least {bound}"
+            )

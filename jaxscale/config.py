@@ -7,6 +7,7 @@ import ast
 import contextlib
 import dataclasses
 import inspect
+import json
 import math
 import pathlib
 import runpy
@@ -17,192 +18,17 @@ from dataclasses import dataclass, field
 
 import ml_collections
 
-from jaxscale.choices import check_choice, did_you_mean, nearest
+from jaxscale.choices import check_at_least, check_choice, did_you_mean, nearest
 from jaxscale.data_source import Source, to_plain, to_sources
-from jaxscale.layout import AUTO, BLOCK_TENSORS, Layout, parse_remat
+from jaxscale.layout import AUTO, Layout
+from jaxscale.model_config import DTYPES, ModelConfig
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
-
-DTYPES = ("float64", "float32", "bfloat16")
-VOCABULARY_MULTIPLE = 128
-"""Embedding rows are rounded up to this, so that the vocabulary divides over any usual tensor
-axis and the parameters do not depend on the layout."""
-
-
-def check_at_least(section: str, record: object, **least: float) -> None:
-    """Raises ValueError for the first field of `record` that is below its lower bound."""
-    for name, bound in least.items():
-        if not getattr(record, name) >= bound:
-            raise ValueError(
-                f"{section}.{name} = {getattr(record, name)} is too small; at least {bound}"
-            )
 
 
 def check_seed(name: str, seed: int) -> None:
     """Raises ValueError for a seed that the generators of JAX and Grain cannot take."""
     if not 0 <= seed < 2**32:
         raise ValueError(f"{name} = {seed} must be at least 0 and below 2**32")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder-only transformer.
-
-    `family` "llama" is RMSNorm, rotary positions, SwiGLU and no biases; "gpt" is LayerNorm with
-    bias, learned positions, GELU and a bias on every matmul.
-    """
-
-    num_layers: int = 2
-    d_model: int = 64
-    num_heads: int = 4
-    num_kv_heads: int = 4  # grouped-query attention when below num_heads
-    head_dim: int = 16
-    d_ff: int = 256
-    vocab_size: int = 257
-    family: str = "llama"
-    max_seq_len: int = 2048  # rows of the learned position table; rotary positions have no limit
-    rope_theta: float = 10_000.0
-    rope_scaling: float = 1.0  # the factor of Llama 3's frequency scaling; 1 is none
-    tied_embeddings: bool = False
-    qk_norm: bool = False
-    sliding_window: int = 0  # keys that a query attends to, itself included; 0 is all
-    logit_soft_cap: float = 0.0  # cap * tanh(logits / cap); 0 is none
-    z_loss: float = 0.0  # weight of log(Z)^2
-    attention: str = "auto"
-    compute_dtype: str = "bfloat16"
-    param_dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        check_choice("model.family", self.family, ("llama", "gpt"))
-        check_choice("model.attention", self.attention, ATTENTIONS)
-        check_choice("model.compute_dtype", self.compute_dtype, DTYPES)
-        check_choice("model.param_dtype", self.param_dtype, DTYPES)
-        check_at_least(
-            "model",
-            self,
-            num_layers=1,
-            d_model=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=1,
-            d_ff=1,
-            vocab_size=2,
-            max_seq_len=1,
-            rope_scaling=1,
-            sliding_window=0,
-            logit_soft_cap=0,
-            z_loss=0,
-        )
-        if self.rope_theta <= 0:
-            raise ValueError(f"model.rope_theta = {self.rope_theta} must be positive")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model.num_heads = {self.num_heads} is not a multiple of "
-                f"model.num_kv_heads = {self.num_kv_heads}"
-            )
-        if self.family == "llama" and self.head_dim % 2:
-            raise ValueError(
-                f"model.head_dim = {self.head_dim} is odd; rotary positions turn pairs"
-            )
-        if self.family == "gpt" and not self.tied_embeddings:
-            raise ValueError(
-                "model.family = 'gpt' shares the embedding with the head; "
-                "set model.tied_embeddings = True"
-            )
-        if self.family == "gpt" and self.rope_scaling != 1:
-            raise ValueError(
-                f"model.rope_scaling = {self.rope_scaling} scales rotary positions, which "
-                "model.family = 'gpt' does not have; leave it at 1"
-            )
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding: vocab_size rounded up; the rows beyond it are never predicted."""
-        return -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-
-    @property
-    def num_layer_params(self) -> int:
-        """Parameters of one layer, exact."""
-        heads = self.num_heads * self.head_dim
-        kv_heads = self.num_kv_heads * self.head_dim
-        matrices = 2 * self.d_model * (heads + kv_heads) + 2 * self.head_dim * self.qk_norm
-        if self.family == "llama":
-            return matrices + 3 * self.d_model * self.d_ff + 2 * self.d_model
-        biases = heads + 2 * kv_heads + self.d_model + self.d_ff + self.d_model
-        return matrices + 2 * self.d_model * self.d_ff + biases + 4 * self.d_model
-
-    @property
-    def num_params(self) -> int:
-        """Parameters of the whole model, exact, the padding rows of the vocabulary included."""
-        embedding = self.padded_vocab_size * self.d_model
-        head = 0 if self.tied_embeddings else embedding
-        gpt = self.family == "gpt"
-        positions = self.max_seq_len * self.d_model if gpt else 0
-        final_norm = self.d_model * (2 if gpt else 1)
-        return self.num_layers * self.num_layer_params + embedding + head + positions + final_norm
-
-    def flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
-        """Floating-point operations that one token of training needs: forward and backward.
-
-        Two per multiply-add; the matrix multiplications of the layers and of the head, and
-        attention over the keys that a query attends to (`causal=False` counts all, as several other
-        trainers do). Norms, activations, the softmax and the embedding lookup are left out.
-        This is the numerator of MFU.
-        """
-        return 3 * (
-            self.layer_forward_flops(seq_len, causal) * self.num_layers
-            + 2 * self.d_model * self.vocab_size
-        )
-
-    def hardware_flops_per_token(
-        self, seq_len: int, *, remat: str = "none", recomputed: float = 0.0, causal: bool = True
-    ) -> float:
-        """`flops_per_token` plus recompute: the numerator of HFU.
-
-        Args:
-          remat: the layout's policy; matmuls whose result it does not save are recomputed, but for
-            a layer's last, whose result no backward pass needs.
-          recomputed: in a pipeline whose schedule has recompute operations, the share of passes
-            that are recomputed (`PipelineStages.recomputed`), each as whole layers.
-        """
-        products, kept = self.layer_products(seq_len, causal), parse_remat(remat).names
-        repeated = sum(products[name] for name in BLOCK_TENSORS if name not in kept)
-        if recomputed:
-            repeated = recomputed * sum(products.values())
-        return self.flops_per_token(seq_len, causal=causal) + repeated * self.num_layers
-
-    def head_cost(self, seq_len: int) -> float:
-        """FLOPs of the head over those of a layer; layers are split into stages by it."""
-        return 2 * self.d_model * self.vocab_size / self.layer_forward_flops(seq_len)
-
-    def layer_forward_flops(self, seq_len: int, causal: bool = True) -> float:
-        """FLOPs of one layer's forward pass for a token."""
-        return sum(self.layer_products(seq_len, causal).values())
-
-    def layer_products(self, seq_len: int, causal: bool = True) -> dict[str, float]:
-        """The same for each matmul, by the names of `layout.BLOCK_TENSORS` and "mlp_down"."""
-        heads = self.num_heads * self.head_dim
-        kv_heads = self.num_kv_heads * self.head_dim
-        mlp = 2.0 * self.d_model * self.d_ff
-        return {
-            "query": 2.0 * self.d_model * heads,
-            "key": 2.0 * self.d_model * kv_heads,
-            "value": 2.0 * self.d_model * kv_heads,
-            "attention": 4 * heads * self._mean_keys(seq_len, causal),
-            "attention_out": 2.0 * self.d_model * heads,
-            "mlp_gate": mlp if self.family == "llama" else 0.0,
-            "mlp_up": mlp,
-            "mlp_down": mlp,
-        }
-
-    def _mean_keys(self, seq_len: int, causal: bool) -> float:
-        """Keys that a query of a full sequence attends to, on average."""
-        window = min(self.sliding_window or seq_len, seq_len)
-        if not causal:
-            return window
-        return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-
-
-ATTENTIONS = ("auto", "reference", "blockwise", "cudnn", "splash")
 
 
 @dataclass(frozen=True)
@@ -375,17 +201,17 @@ class Config:
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps} is more than "
                 f"{name} = {self.schedule_steps}"
             )
-        if self.model.family == "gpt" and self.data.seq_len > self.model.max_seq_len:
+        if self.model.positions == "learned" and self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"data.seq_len = {self.data.seq_len} is more than model.max_seq_len = "
                 f"{self.model.max_seq_len}, the learned positions there are"
             )
-        if self.model.family == "gpt" and "mlp_gate" in self.layout.remat:
+        if not self.model.gated and "mlp_gate" in self.layout.remat:
             raise ValueError(
                 f"layout.remat = {self.layout.remat!r} names mlp_gate, and the MLP of "
-                "model.family = 'gpt' has no gate; leave it out"
+                f"model.family = {self.model.family!r} has no gate; leave it out"
             )
-        if self.data.objective == "masked":
+        if self.data.objective == "masked" and self.model.causal:
             raise ValueError(
                 "data.objective = 'masked' needs bidirectional attention, and model.family = "
                 f"{self.model.family!r} is causal; choose causal, prefix or span_corruption"
@@ -402,7 +228,8 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
 
     Args:
       path: a Python file with `get_config(arg="")`; "FILE.py:ARG" passes ARG to it. Keys that the
-        file leaves out keep the defaults of this module. Its section "layout" may be "auto".
+        file leaves out keep the defaults of this module. Its section "layout" may be "auto". Or the
+        config.json of a run.
       overrides: "section.key=value" each, as after `--config.` on the command line.
 
     Raises:
@@ -410,6 +237,8 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
         that are incompatible.
       FileNotFoundError: no such file.
     """
+    if path.endswith(".json"):
+        return from_dict(read_sections(_existing(path)), overrides)
     sections = {section.name: {} for section in dataclasses.fields(Config)}
     for name, values in _read(path).items():
         record = _section(name)
@@ -419,6 +248,13 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
             raise ValueError(f"{path}: config.{name} must be a ConfigDict, got {values!r}")
         for key, value in values.items():
             sections[name][key] = _convert(f"{name}.{key}", value, _field(record, name, key))
+    return from_dict(sections, overrides)
+
+
+def from_dict(sections: dict[str, dict], overrides: Sequence[str] = ()) -> Config:
+    """Builds a Config from nested dictionaries, such as a run's config.json; `load` has the
+    overrides."""
+    changed: dict[str, dict] = {}
     for override in overrides:
         override = f"layout.schedule={AUTO}" if override == "layout=auto" else override
         key, separator, text = override.partition("=")
@@ -426,27 +262,46 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
         record = _section(name)
         if not separator or not dot:
             raise ValueError(f"--config.{override}: expected --config.section.key=value")
-        annotation = _field(record, name, key)
-        sections[name][key] = _convert(f"{name}.{key}", _parse(text, annotation), annotation)
-    return from_dict(sections)
-
-
-def from_dict(sections: dict[str, dict]) -> Config:
-    """Builds a Config from nested dictionaries, such as a run's config.json."""
+        changed.setdefault(name, {})[key] = _parse(text, _field(record, name, key))
     built = {}
-    for name, values in sections.items():
-        record = _section(name)
+    for name in {**sections, **changed}:
+        record, values = _section(name), sections.get(name, {})
         if not isinstance(values, dict):
             raise ValueError(f"config.{name} = {values!r} is not a section of keys and values")
+        values = _upgrade(values) if name == "model" else values
         built[name] = record(
             **{
                 key: _convert(f"{name}.{key}", value, _field(record, name, key))
-                for key, value in values.items()
+                for key, value in (values | changed.get(name, {})).items()
             }
         )
     config = Config(**built)
     _import_foreign(config)
     return config
+
+
+def read_sections(path: pathlib.Path) -> dict[str, dict]:
+    """The sections of a run's config.json.
+
+    Raises:
+      ValueError: the file is not one.
+    """
+    try:
+        sections = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
+        raise ValueError(f"{path} is not the config of a run: sections of keys and values")
+    return sections
+
+
+def _upgrade(model: dict) -> dict:
+    """The settings of a run that was written when rope_scaling was Llama 3's factor."""
+    factor = model.get("rope_scaling")
+    if isinstance(factor, bool) or not isinstance(factor, int | float):
+        return model
+    scaling = {"rope_scaling": "none"} if factor == 1 else {"rope_scaling": "llama3"}
+    return model | scaling | ({} if factor == 1 else {"rope_factor": factor})
 
 
 def _import_foreign(config: Config) -> None:
@@ -461,19 +316,16 @@ def _import_foreign(config: Config) -> None:
 
 
 def to_dict(config: Config) -> dict[str, dict]:
-    """The nested dictionaries of `from_dict`, every leaf included."""
+    """The nested dictionaries of `from_dict`: every leaf, but those of other model families."""
     sections = dataclasses.asdict(config)
+    sections["model"] = config.model.settings
     sections["data"]["source"] = tuple(to_plain(source) for source in config.data.source)
     return sections
 
 
 def _read(path: str) -> ml_collections.ConfigDict:
     name, _, argument = path.partition(":")
-    if not pathlib.Path(name).is_file():
-        places = (pathlib.Path(name).parent, pathlib.Path("configs"))
-        found = sorted({str(file) for place in places for file in place.glob("*.py")})
-        hint = did_you_mean(name, found, cutoff=0.5)
-        raise FileNotFoundError(f"--config {name}: there is no such file{hint}")
+    _existing(name)
     with _blame(name):
         get_config = runpy.run_path(name).get("get_config")
     if not callable(get_config):
@@ -485,6 +337,15 @@ def _read(path: str) -> ml_collections.ConfigDict:
     if not isinstance(values, ml_collections.ConfigDict):
         raise ValueError(f"{name}: get_config() must return a ConfigDict, got {values!r}")
     return values
+
+
+def _existing(name: str) -> pathlib.Path:
+    if not pathlib.Path(name).is_file():
+        places = (pathlib.Path(name).parent, pathlib.Path("configs"))
+        found = sorted({str(file) for place in places for file in place.glob("*.py")})
+        hint = did_you_mean(name, found, cutoff=0.5)
+        raise FileNotFoundError(f"--config {name}: there is no such file{hint}")
+    return pathlib.Path(name)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The config in a run's folder, which commands read before JAX is imported.
+"""The config and the tokenizer in a run's folder, which commands read before JAX is imported.
 
 A mistyped key must be refused in a fraction of a second, so nothing here imports JAX.
 """
@@ -6,9 +6,9 @@ A mistyped key must be refused in a fraction of a second, so nothing here import
 import argparse
 import ast
 import dataclasses
-import json
 import logging
 import pathlib
+import shutil
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -17,6 +17,24 @@ from jaxscale.config import Config
 from jaxscale.layout import MESH_AXES
 
 log = logging.getLogger("jaxscale")
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+HF_CONFIG = "hf_config.json"
+"""The config.json of the Hugging Face model that a run's weights come from, under another name."""
+
+BESIDE_TOKENIZER = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    HF_CONFIG,
+)
+"""Files that go with a tokenizer: into a run's folder, and out of it."""
 
 
 def add_workdir_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +45,7 @@ def add_workdir_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar=".SECTION.KEY=VALUE",
-        type=_refuse_file,
+        type=refuse_file,
         help="change a leaf of the run's config, such as --config.layout.fsdp=2; a mesh axis that "
         "is not named is then 1, and data takes the remaining devices",
     )
@@ -50,12 +68,7 @@ def load_config(workdir: pathlib.Path, overrides: Sequence[str] = ()) -> Config:
             f"--workdir {workdir} holds no run (no config.json); train one first: "
             f"python -m jaxscale.train --config FILE --workdir {workdir}"
         )
-    try:
-        sections = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
-        raise ValueError(f"{path} is not the config of a run: sections of keys and values")
+    sections = configs.read_sections(path)
     sections["layout"] = sections.get("layout", {}) | {"remat": "none", "offload": "none"}
     if named := _named_axes(overrides):
         sizes = {axis: 1 for axis in MESH_AXES if axis not in named}
@@ -67,13 +80,38 @@ def load_config(workdir: pathlib.Path, overrides: Sequence[str] = ()) -> Config:
     return configs.from_dict(sections)
 
 
+def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Copies a folder's tokenizer, and what goes with it; files that the target has are left."""
+    for name in (*TOKENIZERS, *BESIDE_TOKENIZER):
+        if (source / name).is_file() and not (target / name).exists():
+            shutil.copyfile(source / name, target / name)
+
+
+def kept_tokenizer(name: str, workdir: pathlib.Path) -> pathlib.Path | None:
+    """The copy of `data.tokenizer` that a run keeps in its folder, which may have been moved.
+
+    Raises:
+      ValueError: `name` is now another tokenizer.
+    """
+    given = pathlib.Path(name)
+    kept = workdir / TOKENIZERS[given.suffix == ".model"]
+    if given.suffix not in (".json", ".model") or not kept.is_file():
+        return None
+    if given.is_file() and given.read_bytes() != kept.read_bytes():
+        raise ValueError(
+            f"data.tokenizer = {name!r} is not the tokenizer of the run, which is in {kept}; "
+            "restore the setting, or start a new --workdir"
+        )
+    return kept
+
+
 def fit_devices(config: Config, num_devices: int, overrides: Sequence[str] = ()) -> Config:
     """A run's config for another number of devices than it was trained on: each holds a replica.
 
     A line is logged. A layout that fits, or that `overrides` chose, is not changed.
     """
     layout = config.layout
-    if _named_axes(overrides) or layout.num_devices == num_devices:
+    if _named_axes(overrides) or -1 in layout.sizes.values() or layout.num_devices == num_devices:
         return config
     trained = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size != 1)
     log.info(
@@ -85,7 +123,8 @@ def fit_devices(config: Config, num_devices: int, overrides: Sequence[str] = ())
     return dataclasses.replace(config, layout=dataclasses.replace(layout, **sizes))
 
 
-def _refuse_file(text: str) -> NoReturn:
+def refuse_file(text: str) -> NoReturn:
+    """The type of --config where a run has its own: only leaves of it may be changed."""
     raise argparse.ArgumentTypeError(
         f"the run has its own config; change leaves of it, --config.section.key=value (got {text})"
     )

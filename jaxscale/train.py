@@ -30,12 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Trains a model; resumes when the folder holds a checkpoint.",
         epilog="Any leaf of the config can be set: --config.optimizer.learning_rate=1e-3",
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="a file in configs/")
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="FILE",
+        help="a file in configs/, or the config.json of a run",
+    )
     parser.add_argument(
         "--workdir",
         metavar="DIR",
         type=pathlib.Path,
-        help="the run's folder; runs/NAME of the config by default",
+        help="the run's folder; by default runs/NAME of the config, or the folder of a config.json",
     )
     parser.add_argument(
         "--describe",
@@ -73,11 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--profile: step {options.profile[-1]} is beyond run.steps = {config.run.steps}"
             )
         place = launcher.find_processes(options)
-    workdir = options.workdir or pathlib.Path("runs") / pathlib.Path(options.config).stem
+    workdir = options.workdir or _default_workdir(pathlib.Path(options.config))
     command_line.log_to_stdout()
     settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
     with processes.together(place, settings, None if options.describe else workdir):
         return _train(options, config, workdir, started)
+
+
+def _default_workdir(config: pathlib.Path) -> pathlib.Path:
+    return config.parent if config.suffix == ".json" else pathlib.Path("runs") / config.stem
 
 
 def _train(
@@ -117,7 +126,7 @@ def _show_sample(trainer: Any, params: Any) -> None:
     from jaxscale.training import sampling  # noqa: PLC0415
 
     model = trainer.config.model
-    num_tokens = min(128, model.max_seq_len) if model.family == "gpt" else 128
+    num_tokens = min(128, model.max_seq_len) if model.positions == "learned" else 128
     tokenizer = trainer.text.tokenizer
     try:
         (text,) = sampling.sample(

@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension.
+"""Normalisation over the last dimensions.
 
 Shapes: B batch, T time, D features; any leading dimensions do.
 """
@@ -14,17 +14,24 @@ from jax import Array
 _recompute = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
-def rms_norm(x_BTD: Array, scale_D: Array, *, eps: float = 1e-5) -> Array:
+def rms_norm(
+    x_BTD: Array, scale_D: Array, *, eps: float = 1e-5, offset: float = 0.0, num_dims: int = 1
+) -> Array:
     """Divides by the root mean square and scales (arXiv 1910.07467).
 
     Statistics are in float32, or in the input's type where that is wider; the result has the
     type of `x_BTD`. Only the arguments are saved for the backward pass.
+
+    Args:
+      offset: added to the scale.
+      num_dims: the last dimensions that are normalised together; those of `scale_D`.
     """
 
     @_recompute
     def norm(x_BTD: Array, scale_D: Array) -> Array:
         wide_BTD = x_BTD.astype(_statistics_dtype(x_BTD))
-        return (_unit(wide_BTD, eps) * scale_D).astype(x_BTD.dtype)
+        scale = scale_D.astype(wide_BTD.dtype) + offset if offset else scale_D
+        return (_unit(wide_BTD, eps, num_dims) * scale).astype(x_BTD.dtype)
 
     return norm(x_BTD, scale_D)
 
@@ -44,8 +51,9 @@ def layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array, *, eps: float = 1e-5
     return norm(x_BTD, scale_D, bias_D)
 
 
-def _unit(x_BTD: Array, eps: float) -> Array:
-    return x_BTD * jax.lax.rsqrt(jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True) + eps)
+def _unit(x_BTD: Array, eps: float, num_dims: int = 1) -> Array:
+    axes = tuple(range(-num_dims, 0))
+    return x_BTD * jax.lax.rsqrt(jnp.mean(jnp.square(x_BTD), axis=axes, keepdims=True) + eps)
 
 
 def _statistics_dtype(x: Array) -> jnp.dtype:

@@ -5,6 +5,7 @@ Shapes: B batch, T time, N heads, H head_dim, h pairs (H / 2).
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,41 @@ from jax import Array
 
 from jaxscale.ops.sizes import LANES
 
-# Llama 3's frequency scaling: frequencies with fewer than LOW_TURNS turns in the context that the
-# model was first trained on are lowered, those with more than HIGH_TURNS turns are unchanged.
-ORIGINAL_CONTEXT = 8192
-LOW_TURNS = 1.0
-HIGH_TURNS = 4.0
+
+class RopeScaling(NamedTuple):
+    """How frequencies change for a context that is `factor` times the original one.
+
+    Kinds: "linear" lowers all (arXiv 2306.15595). "llama3" and "yarn" (arXiv 2309.00071) lower
+    those with fewer than `low_turns` turns in the original context, keep those with more than
+    `high_turns`, and go from one to the other in between: "llama3" linearly in turns, "yarn" in the
+    number of the feature. "yarn" also scales queries and keys by `attention_factor`, for which 0 is
+    1 + ln(factor) / 10.
+    """
+
+    kind: str
+    factor: float
+    original_context: int = 8192
+    low_turns: float = 1.0
+    high_turns: float = 4.0
+    attention_factor: float = 0.0
+    truncate: bool = True  # the bounds of "yarn" to whole features
+
+    @property
+    def multiplier(self) -> float:
+        """Of queries and keys."""
+        if self.kind != "yarn":
+            return 1.0
+        return self.attention_factor or 1 + 0.1 * math.log(self.factor)
 
 
 def rotary(
-    x_BTNH: Array, positions_BT: Array, *, theta: float, scaling: float = 1.0, factor: float = 1.0
+    x_BTNH: Array,
+    positions_BT: Array,
+    *,
+    theta: float,
+    scaling: RopeScaling | None = None,
+    rotary_dim: int = 0,
+    factor: float = 1.0,
 ) -> Array:
     """Rotates pairs of features by an angle proportional to the position (arXiv 2104.09864).
 
@@ -30,17 +57,21 @@ def rotary(
 
     Args:
       theta: base of the geometric series of wavelengths.
-      scaling: factor of Llama 3's frequency scaling (8 for Llama 3.1, 32 for 3.2); 1 is none.
+      rotary_dim: the first features, which are rotated; 0 is all.
       factor: of the result, before it is rounded to the input's type.
     """
-    frequencies_h = _frequencies(x_BTNH.shape[-1], theta, scaling)
+    head_dim = x_BTNH.shape[-1]
+    rotary_dim = rotary_dim or head_dim
+    frequencies_h = _frequencies(rotary_dim, theta, scaling)
+    turned_factor = factor * (scaling.multiplier if scaling else 1.0)
 
     # The backward pass recomputes the angles, so that they are not saved for every layer.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def turn(x_BTNH: Array, positions_BT: Array) -> Array:
         dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
         angles_BT1h = positions_BT.astype(dtype)[..., None, None] * frequencies_h.astype(dtype)
-        cos_BT1h, sin_BT1h = factor * jnp.cos(angles_BT1h), factor * jnp.sin(angles_BT1h)
+        cos_BT1h = turned_factor * jnp.cos(angles_BT1h)
+        sin_BT1h = turned_factor * jnp.sin(angles_BT1h)
         cos_BT1H = jnp.concatenate((cos_BT1h, cos_BT1h), axis=-1)
         sin_BT1H = jnp.concatenate((-sin_BT1h, sin_BT1h), axis=-1)
         # On whole heads, with the halves exchanged: a TPU would write separate halves to memory.
@@ -49,7 +80,12 @@ def rotary(
         turned_BTNH = x_BTNH.astype(dtype) * cos_BT1H + partner_BTNH * sin_BT1H
         return turned_BTNH.astype(x_BTNH.dtype)
 
-    return turn(x_BTNH, positions_BT)
+    if rotary_dim == head_dim:
+        return turn(x_BTNH, positions_BT)
+    rest = x_BTNH[..., rotary_dim:]
+    if factor != 1:
+        rest = (factor * rest.astype(jnp.promote_types(rest.dtype, jnp.float32))).astype(rest.dtype)
+    return jnp.concatenate((turn(x_BTNH[..., :rotary_dim], positions_BT), rest), axis=-1)
 
 
 _BLOCK_BYTES = 2 * 2**20
@@ -61,7 +97,8 @@ def rotary_on_tpu(
     positions_BT: Array,
     *,
     theta: float,
-    scaling: float = 1.0,
+    scaling: RopeScaling | None = None,
+    rotary_dim: int = LANES,
     factor: float = 1.0,
     interpret: bool = False,
 ) -> Array:
@@ -69,13 +106,24 @@ def rotary_on_tpu(
 
     It reads and writes each value once, forward and backward, where XLA for TPUs writes the halves
     of all heads to memory first, which is 4 % of its estimated time for a layer of Llama 2 7B. Like
-    every Pallas kernel it needs all mesh axes manual.
+    every Pallas kernel it needs all mesh axes manual. A part of a head is rotated by `rotary`.
     """
+    if rotary_dim != LANES:
+        return rotary(
+            x_BTNH,
+            positions_BT,
+            theta=theta,
+            scaling=scaling,
+            rotary_dim=rotary_dim,
+            factor=factor,
+        )
+    turned_factor = factor * (scaling.multiplier if scaling else 1.0)
     frequencies_h = _frequencies(LANES, theta, scaling).astype(np.float32)
 
     def tables(positions_BT: Array) -> tuple[Array, Array]:
         angles_BTh = positions_BT.astype(jnp.float32)[..., None] * frequencies_h
-        cos_BTh, sin_BTh = factor * jnp.cos(angles_BTh), factor * jnp.sin(angles_BTh)
+        cos_BTh = turned_factor * jnp.cos(angles_BTh)
+        sin_BTh = turned_factor * jnp.sin(angles_BTh)
         cos_BTH = jnp.concatenate((cos_BTh, cos_BTh), axis=-1)
         return cos_BTH, jnp.concatenate((-sin_BTh, sin_BTh), axis=-1)
 
@@ -125,9 +173,32 @@ def _turn(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array, interpret: bool) -> Arr
     )(x_BNTH, cos_BTH, sin_BTH)
 
 
-def _frequencies(head_dim: int, theta: float, scaling: float) -> np.ndarray:
+def _frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
     """Radians per position for each pair of features, in float64."""
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    turns = ORIGINAL_CONTEXT * frequencies / (2 * math.pi)
-    keep = np.clip((turns - LOW_TURNS) / (HIGH_TURNS - LOW_TURNS), 0, 1)
-    return frequencies * (keep + (1 - keep) / scaling)
+    frequencies = theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "llama3":
+        turns = scaling.original_context * frequencies / (2 * math.pi)
+        span = scaling.high_turns - scaling.low_turns
+        keep = np.clip((turns - scaling.low_turns) / span, 0, 1)
+    else:
+        keep = 1 - _yarn_ramp(rotary_dim, theta, scaling)
+    return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+def _yarn_ramp(rotary_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """0 for the pairs that keep their frequency, 1 for those that are scaled."""
+
+    def pair_with(turns: float) -> float:
+        waves = scaling.original_context / (turns * 2 * math.pi)
+        return rotary_dim * math.log(waves) / (2 * math.log(theta))
+
+    first, last = pair_with(scaling.high_turns), pair_with(scaling.low_turns)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    span = last - first or 0.001
+    return np.clip((np.arange(rotary_dim // 2) - first) / span, 0, 1)

@@ -16,16 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale import config as configs
+from jaxscale import run_folder
 from jaxscale.batch import ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.dataset import Examples
 from jaxscale.data.loader import batches
 from jaxscale.data.mixture import open_examples
 from jaxscale.data.tokens.corpus import open_corpus
-from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from jaxscale.data.tokens.tokenizer import Tokenizer, from_file, load_tokenizer
 from jaxscale.distributed import processes
 from jaxscale.formatting import gigabytes
 from jaxscale.hardware import find_chip
+from jaxscale.hugging_face.model_folder import copy_beside, is_hugging_face
 from jaxscale.layout import resolve_sizes
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints
@@ -173,7 +175,7 @@ def open_tokenizer(config: Config, workdir: pathlib.Path) -> Tokenizer:
             f"{path} is missing: the byte pairs of data.tokenizer = {name!r} that the run was "
             "trained with; restore the file"
         )
-    return _fitting(load_tokenizer(name, directory=workdir), config)
+    return _fitting(_kept(config, workdir) or load_tokenizer(name, directory=workdir), config)
 
 
 def open_text(config: Config, workdir: pathlib.Path) -> Text:
@@ -183,10 +185,10 @@ def open_text(config: Config, workdir: pathlib.Path) -> Text:
       ValueError: the data cannot be used with this model; names the setting.
     """
     data = config.data
-    tokenizer = _fitting(
-        load_tokenizer(data.tokenizer, data.source, workdir, heldout=data.heldout, seed=data.seed),
-        config,
+    tokenizer = _kept(config, workdir) or load_tokenizer(
+        data.tokenizer, data.source, workdir, heldout=data.heldout, seed=data.seed
     )
+    tokenizer = _fitting(tokenizer, config)
     corpus = open_corpus(data.source, tokenizer, workdir / "tokens")
     size = config.model.vocab_size
     train = open_examples(data, tokenizer, corpus, split="train", vocab_size=size)
@@ -194,6 +196,27 @@ def open_text(config: Config, workdir: pathlib.Path) -> Text:
     if data.heldout or config.run.eval_every:
         heldout = open_examples(data, tokenizer, corpus, split="heldout", vocab_size=size)
     return Text(tokenizer, train, heldout)
+
+
+def keep_tokenizer(config: Config, tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
+    """Copies the tokenizer of a new run into its folder, with what goes with it, so that the folder
+    can be moved, and exported to Hugging Face's format."""
+    if not tokenizer.file:
+        return
+    if not (workdir / tokenizer.file_name).exists():
+        (workdir / tokenizer.file_name).write_bytes(tokenizer.file)
+    given = pathlib.Path(config.data.tokenizer)
+    if given.name in run_folder.TOKENIZERS:
+        run_folder.copy_tokenizer(given.parent, workdir)
+    origin = config.model.init_from
+    if origin and is_hugging_face(pathlib.Path(origin)):
+        copy_beside(pathlib.Path(origin), workdir)
+
+
+def _kept(config: Config, workdir: pathlib.Path) -> Tokenizer | None:
+    """The tokenizer that a run has in its folder, if its name is that of a file."""
+    kept = run_folder.kept_tokenizer(config.data.tokenizer, workdir)
+    return from_file(str(kept), config.data.tokenizer) if kept else None
 
 
 def _fitting(tokenizer: Tokenizer, config: Config) -> Tokenizer:

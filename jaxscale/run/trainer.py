@@ -23,6 +23,7 @@ from jaxscale.config import Config
 from jaxscale.data.dataset import Examples
 from jaxscale.distributed import processes
 from jaxscale.formatting import duration, human_bytes
+from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
 from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.recorder import Recorder
 from jaxscale.run.setup import (
@@ -30,6 +31,7 @@ from jaxscale.run.setup import (
     check_memory,
     device_batches,
     evaluate_loss,
+    keep_tokenizer,
     open_text,
     resolve_layout,
 )
@@ -101,10 +103,14 @@ def open_trainer(
             "raise run.steps to train longer"
         )
         return None
+    weights = None if begin else open_initial(config, engine, workdir)
     text, step = _read_and_compile(config, engine, workdir)
     _log_epochs(config, text.train)
     if begin:
         state = _resume(engine, config, checkpoints, begin, text.train)
+    elif weights:
+        check_tokenizer(text.tokenizer, weights)
+        state = initial_state(engine, weights, jax.random.key(run.seed))
     else:
         state = engine.init(jax.random.key(run.seed))
     return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
@@ -136,6 +142,8 @@ def fit(
         resolved = json.dumps(configs.to_dict(trainer.config), indent=2)
         trainer.workdir.mkdir(parents=True, exist_ok=True)
         (trainer.workdir / "config.json").write_text(resolved + "\n")
+        if trainer.begin == 0:
+            keep_tokenizer(trainer.config, trainer.text.tokenizer, trainer.workdir)
     recorder = Recorder(
         trainer.workdir,
         trainer.config,

@@ -5,6 +5,7 @@ They run inside the `shard_map` in which pipeline, data and fsdp are manual.
 
 import functools
 from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxscale.config import Config
 from jaxscale.layout import AUTOMATIC_AXES, Layout
-from jaxscale.models.decoder import Kernels, plain_lookup
+from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose, score_settings
 from jaxscale.ops.attention_kernels import maskless
 from jaxscale.ops.context_attention import context_attention
@@ -64,6 +65,8 @@ def attention_name(config: Config, platform: str, uses: Collection[str] = ()) ->
       ValueError: the one that is set cannot honour the settings.
     """
     model, layout = config.model, config.layout
+    if model.attention_soft_cap:
+        uses = {*uses, "soft_cap"}
     if layout.context == 1:
         return choose(
             model.attention,
@@ -138,7 +141,7 @@ def _rotary(layout: Layout) -> Callable[..., jax.Array]:
     """Rotary positions with every axis manual: each rank rotates its own heads."""
     heads = kernel_spec(("batch", "seq", "heads", "head_dim"), layout.sizes)
 
-    def turn(x: jax.Array, positions: jax.Array, **settings: float) -> jax.Array:
+    def turn(x: jax.Array, positions: jax.Array, **settings: Any) -> jax.Array:
         if x.shape[-1] != LANES or x.shape[1] % LANES:
             return rotary(x, positions, **settings)
         return jax.shard_map(

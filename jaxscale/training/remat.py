@@ -9,7 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.layout import RematPolicy
-from jaxscale.models.decoder import Kernels
+from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import LayerFunction
 from jaxscale.ops.attention_kernels import is_cudnn_forward
 

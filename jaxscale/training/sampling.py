@@ -75,7 +75,7 @@ def sample(
     ids = [np.append(np.int32(boundary), tokens) for tokens in tokenizer.encode(prompts)]
     longest = max(map(len, ids))
     # The last token drawn is never read.
-    if config.family == "gpt" and longest + num_tokens - 1 > config.max_seq_len:
+    if config.positions == "learned" and longest + num_tokens - 1 > config.max_seq_len:
         raise ValueError(
             f"a prompt of {longest} tokens and --num_tokens {num_tokens} need "
             f"{longest + num_tokens - 1} learned positions, and the model has "

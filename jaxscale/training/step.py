@@ -16,7 +16,8 @@ from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.device_batch import local_rows, shard_batch, unpack_sharded
 from jaxscale.layout import Layout
-from jaxscale.models.decoder import Decoder, Kernels
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Model, Sums
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.pipeline.partition import StackLayers

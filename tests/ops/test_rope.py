@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.ops.rope import LANES, rotary, rotary_on_tpu
+from jaxscale.ops.rope import LANES, RopeScaling, rotary, rotary_on_tpu
 
 B, T, N, H = 2, 6, 3, 16
 
@@ -37,7 +37,7 @@ def complex_rotary(x, positions, theta, scaling):
 def test_rotary_is_multiplication_by_a_complex_number(theta, scaling):
     x, positions = arguments()
     np.testing.assert_allclose(
-        rotary(x, positions, theta=theta, scaling=scaling),
+        rotary(x, positions, theta=theta, scaling=RopeScaling("llama3", scaling)),
         complex_rotary(np.asarray(x), positions, theta, scaling),
         atol=1e-10,
     )
@@ -46,7 +46,7 @@ def test_rotary_is_multiplication_by_a_complex_number(theta, scaling):
 def test_llama_3_scaling_keeps_short_wavelengths_and_stretches_long_ones():
     x, positions = arguments()
     plain = rotary(x, positions, theta=5e5)
-    scaled = rotary(x, positions, theta=5e5, scaling=8.0)
+    scaled = rotary(x, positions, theta=5e5, scaling=RopeScaling("llama3", 8.0))
     pairs = np.arange(H // 2)
     wavelengths = 2 * np.pi * 5e5 ** (2 * pairs / H)
     short, long = pairs[wavelengths < 8192 / 4], pairs[wavelengths > 8192]
@@ -103,7 +103,8 @@ def test_the_kernel_turns_and_turns_back_as_rotary_does(heads):
 
     def value_and_gradient(function):
         def loss(x):
-            turned = function(x, positions, theta=1e4, scaling=8.0, factor=0.3)
+            scaling = RopeScaling("llama3", 8.0)
+            turned = function(x, positions, theta=1e4, scaling=scaling, factor=0.3)
             return jnp.sum(jnp.sin(turned)), turned
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))

@@ -12,7 +12,8 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.layout import parse_remat
-from jaxscale.models.decoder import Decoder, Kernels
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import layer_function
 from jaxscale.ops.attention import attention
 from jaxscale.ops.attention_kernels import maskless

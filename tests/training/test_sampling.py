@@ -32,6 +32,9 @@ LLAMA = ModelConfig(**SIZES, vocab_size=20, qk_norm=True, sliding_window=5)
 GPT = ModelConfig(
     **SIZES, vocab_size=20, family="gpt", tied_embeddings=True, max_seq_len=30, logit_soft_cap=30.0
 )
+WINDOWS = {"sliding_window": 4, "layer_pattern": "LG"}
+LOCAL = ModelConfig(**{**SIZES, **WINDOWS, "num_layers": 3}, vocab_size=20, family="gemma3")
+PARALLEL = ModelConfig(**SIZES, vocab_size=20, family="gpt_neox")
 
 LETTERS = "abcdefgh"
 BOUNDARY = len(LETTERS)
@@ -88,13 +91,15 @@ def _full_logits(config, params, tokens_BT):
     ones = jnp.ones(shape, jnp.int32)
     batch = Batch(tokens_BT, tokens_BT, ones, positions_BT, ones)
     x_BTD = model.embed(params["embed"], batch)
-    x_BTD, _ = jax.lax.scan(
-        lambda x, layer: (model.block(layer, x, batch), None), x_BTD, params["layers"]
-    )
+    for index in range(config.num_layers):
+        layer = jax.tree.map(lambda x: x[index], params["layers"])  # noqa: B023
+        x_BTD = model.block(layer, x_BTD, batch, index % config.period)
     return model.logits(head_params(model, params), x_BTD)
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, GPT, LOCAL, PARALLEL], ids=["llama", "gpt", "local", "parallel"]
+)
 def test_the_cache_gives_the_logits_of_the_forward_pass(config):
     model, params = Decoder(config, plain_kernels()), fresh(config)
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (2, 14))

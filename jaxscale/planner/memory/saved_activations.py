@@ -34,17 +34,21 @@ def saved_values(model: ModelConfig, remat: RematPolicy) -> list[SavedValue]:
         "key": keys,
         "value": keys,
         "attention": queries,
-        "attention_out": stream,
+        # Of a parallel block nothing but the sum of the stream needs it.
+        "attention_out": stream * (not model.parallel_block),
         "mlp_up": model.d_ff,
-        "mlp_gate": model.d_ff if model.family == "llama" else 0,
+        "mlp_gate": model.d_ff if model.gated else 0,
     }
     kept = {"input": stream} | {name: sizes[name] for name in names}
     if not remat.by_names:
-        # The inputs of all matmuls and norms. Instead of the attention block's output the
-        # residual stream after it is saved, and the kernel's result even if it is recomputed.
+        # The inputs of all matmuls and norms, which are as many where norms come after attention
+        # and MLP. Instead of the attention block's output the residual stream after it is saved,
+        # and the kernel's result even if it is recomputed.
         kept |= {"attention norm": stream, "mlp norm": stream, "attention": queries}
         if model.qk_norm:
             kept |= {"query before its norm": queries, "key before its norm": keys}
+        if model.norm_placement == "both":
+            kept |= {"attention before its norm": stream, "mlp before its norm": stream}
     found = [SavedValue(name, size, width) for name, size in kept.items() if size]
     if "attention" in names:
         # log(sum(exp(score))), of every head.
@@ -64,25 +68,31 @@ def stash_bytes(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:
     W needs no weights: it reads saved activations and what B computed. The suite compares this with
     `pipeline.backward_split`.
     """
-    names, gpt = set(remat.names), model.family == "gpt"
+    names = set(remat.names)
+    before, parallel = model.norm_placement in ("before", "both"), model.parallel_block
     stream, queries = model.d_model, model.num_heads * model.head_dim
-    keys, hidden = model.num_kv_heads * model.head_dim, model.d_ff
+    keys, matmuls = model.num_kv_heads * model.head_dim, ("mlp_up", "mlp_gate")[: 1 + model.gated]
+    hidden = len(matmuls) * model.d_ff
     sizes = {"query": queries, "key": keys, "value": keys}
     # Gradients of matmul outputs: of the last matmul of attention and MLP, and of the earlier ones.
-    cotangent = 2 * stream + queries + 2 * keys + hidden * (1 if gpt else 2)
+    cotangent = (1 if parallel else 2) * stream + queries + 2 * keys + hidden
     # The activation is recomputed from both its factors.
-    cotangent += 2 * hidden * gpt
+    cotangent += 2 * model.d_ff * model.mlp_bias
     if remat.kept_passes is not None or not remat.by_names:
-        residual_b = 2 * stream + queries + 2 * keys + hidden * gpt
+        residual_b = (1 if parallel else 2) * stream + queries + 2 * keys + hidden * model.mlp_bias
         residual_b += (queries + keys) * model.qk_norm
-        residual_w = 2 * stream + queries + 2 * hidden * (not gpt)
+        residual_b += 2 * stream * (model.norm_placement == "both")
+        residual_w = 2 * stream + queries + hidden * (not model.mlp_bias)
         sums = remat.kind != "save_all_but_attention"
     else:
         residual_b, residual_w = sum(sizes[name] for name in names & sizes.keys()), 0
-        normed = sizes.keys() <= names  # else B recomputes the norm that W reads
-        ungated = not gpt and {"mlp_up", "mlp_gate"} <= names
-        rest_of_mlp = ungated and "attention_out" in names  # likewise
-        input_for_w = normed or rest_of_mlp
+        there = [name for name in matmuls if name in names]
+        # Else B recomputes the norm that W reads.
+        normed = not before or sizes.keys() <= names
+        mlp_there = len(there) == len(matmuls)
+        rest_of_mlp = mlp_there and not model.mlp_bias and "attention_out" in names
+        rest_of_mlp = rest_of_mlp and model.norm_placement != "both"
+        input_for_w = normed or rest_of_mlp or (parallel and mlp_there)
         residual_w += stream * input_for_w
         residual_b += stream * (not input_for_w)
         cotangent += stream * (not normed)
@@ -91,15 +101,16 @@ def stash_bytes(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:
         cotangent += queries * (not sums)
         if rest_of_mlp:
             residual_w += stream
+        elif parallel:
+            cotangent += stream * (not mlp_there)
         else:
             residual_b += stream * ("attention_out" in names)
             cotangent += stream
-        if gpt:
-            residual_b += hidden * ("mlp_up" in names)
+        if model.mlp_bias:
+            residual_b += len(there) * model.d_ff
         else:
-            there = len(names & {"mlp_up", "mlp_gate"})
-            residual_w += there * hidden
-            cotangent += (2 - there) * hidden
+            residual_w += len(there) * model.d_ff
+            cotangent += hidden - len(there) * model.d_ff
     width = itemsize(model.compute_dtype)
     return {
         "residual_b": width * residual_b + max(width, 4) * model.num_heads * sums,

@@ -161,7 +161,7 @@ def step_memory(
     """
     buffers = buffers or config_buffers(config)
     model, layout, loop = config.model, config.layout, LayerLoop.of(config, buffers.rows)
-    transients = _transients(back_end, model.family)
+    transients = _transients(back_end, gated=model.gated)
     moments = moment_bytes(config, buffers.rows)
     host_optimizer = moments if layout.offloads("optimizer") else 0
     stash, host_stash = _stash(config, loop)
@@ -213,11 +213,11 @@ def step_memory(
     )
 
 
-def _transients(back_end: str, family: str) -> Transients:
+def _transients(back_end: str, *, gated: bool) -> Transients:
     known = sorted({name for name, _ in TRANSIENTS})
     if back_end not in known:
         raise ValueError(f"back end {back_end!r} has no memory model; there are {', '.join(known)}")
-    return TRANSIENTS[back_end, family]
+    return TRANSIENTS[back_end, "llama" if gated else "gpt"]
 
 
 def _layer_weights(

@@ -51,6 +51,7 @@ _TPU: dict[str, Any] = {
     "tile": 8,
 }
 _GPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 0, "matmuls": 1, "whole": 7, "late": True}
+# By the kind of MLP: "llama" has a gate, "gpt" has none.
 TRANSIENTS = {
     # Counted in the buffer assignments of XLA's CPU back end (jaxlib 0.12, float32). It
     # transposes matmul operands, copies what it reads from the stash, and allocates the initial
@@ -74,7 +75,7 @@ TRANSIENTS = {
 def hidden_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """The part of the working set that is as wide as the MLP."""
     model, names = config.model, config.layout.remat_policy.names
-    matmuls = ("mlp_up", "mlp_gate") if model.family == "llama" else ("mlp_up",)
+    matmuls = ("mlp_up", "mlp_gate") if model.gated else ("mlp_up",)
     recomputed = sum(name not in names for name in matmuls)
     arrays = transients.hidden + min(recomputed, transients.matmuls)
     return loop.compute * loop.tokens * arrays * model.d_ff // config.layout.tensor

@@ -96,7 +96,7 @@ Axes = Mapping[str, tuple[str, ...]]
 
 
 def _embedding(model: ModelConfig) -> Axes:
-    learned = {"positions": ("positions", "embed")} if model.family == "gpt" else {}
+    learned = {"positions": ("positions", "embed")} if model.positions == "learned" else {}
     return {"tokens": ("vocab", "embed"), **learned}
 
 
@@ -106,7 +106,13 @@ def _head(model: ModelConfig) -> Axes:
 
 
 def _layer(model: ModelConfig) -> Axes:
-    matrices = {
+    arrays: dict[str, tuple[str, ...]] = {}
+    for name in ("attention", "mlp"):
+        if model.norm_placement in ("before", "both"):
+            arrays |= _norm(model, f"{name}_norm")
+        if model.norm_placement != "before":
+            arrays |= _norm(model, f"{name}_post_norm")
+    arrays |= {
         "attention/q": ("embed", "heads", "head_dim"),
         "attention/k": ("embed", "kv_heads", "head_dim"),
         "attention/v": ("embed", "kv_heads", "head_dim"),
@@ -115,23 +121,26 @@ def _layer(model: ModelConfig) -> Axes:
         "mlp/down": ("mlp", "embed"),
     }
     if model.qk_norm:
-        matrices |= {"attention/q_scale": ("head_dim",), "attention/k_scale": ("head_dim",)}
-    if model.family == "llama":
-        matrices["mlp/gate"] = ("embed", "mlp")
-    else:
-        matrices |= {
-            "attention/q_bias": ("heads", "head_dim"),
-            "attention/k_bias": ("kv_heads", "head_dim"),
-            "attention/v_bias": ("kv_heads", "head_dim"),
-            "attention/out_bias": ("embed",),
-            "mlp/up_bias": ("mlp",),
-            "mlp/down_bias": ("embed",),
-        }
-    return {**_norm(model, "attention_norm"), **_norm(model, "mlp_norm"), **matrices}
+        heads, keys = (("heads",), ("kv_heads",)) if model.qk_norm_over_heads else ((), ())
+        arrays["attention/q_scale"] = (*heads, "head_dim")
+        arrays["attention/k_scale"] = (*keys, "head_dim")
+    if model.gated:
+        arrays["mlp/gate"] = ("embed", "mlp")
+    if model.attention_bias != "none":
+        arrays["attention/q_bias"] = ("heads", "head_dim")
+        arrays["attention/k_bias"] = ("kv_heads", "head_dim")
+        arrays["attention/v_bias"] = ("kv_heads", "head_dim")
+    if model.attention_bias == "all":
+        arrays["attention/out_bias"] = ("embed",)
+    if model.mlp_bias:
+        arrays |= {"mlp/up_bias": ("mlp",), "mlp/down_bias": ("embed",)}
+        if model.gated:
+            arrays["mlp/gate_bias"] = ("mlp",)
+    return arrays
 
 
 def _norm(model: ModelConfig, name: str) -> Axes:
-    bias = {f"{name}/bias": ("embed",)} if model.family == "gpt" else {}
+    bias = {f"{name}/bias": ("embed",)} if model.norm == "layer" else {}
     return {f"{name}/scale": ("embed",), **bias}
 
 

@@ -6,7 +6,7 @@ latent attention, an encoder) can be planned and compared.
 Letters: D d_model, H heads, K kv_heads, E head_dim, F d_ff.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxscale.config import Config
 
@@ -52,6 +52,7 @@ class ModelShape:
     window: int = 0  # sliding window in keys; 0 is full attention
     windowed_share: float = 1.0  # share of layers with the window
     biases: bool = False  # LayerNorm and a bias on every matrix
+    extra_params: int = 0  # of a decoder layer: other biases, more norms
     learned_positions: bool = False
     experts: int = 0  # per layer; 0 is a dense model
     top_k: int = 0
@@ -72,22 +73,27 @@ class ModelShape:
     @classmethod
     def of(cls, config: Config) -> "ModelShape":
         """The shape of a configuration's model at its sequence length."""
-        model, gpt = config.model, config.model.family == "gpt"
-        return cls(
+        model = config.model
+        windows = [model.window(index) for index in range(model.num_layers)]
+        shape = cls(
             layers=model.num_layers,
             d_model=model.d_model,
             heads=model.num_heads,
             kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             d_ff=model.d_ff,
-            gated=not gpt,
+            gated=model.gated,
             vocab=model.padded_vocab_size,
             tied=model.tied_embeddings,
             seq_len=config.data.seq_len,
-            window=model.sliding_window,
-            biases=gpt,
-            learned_positions=gpt,
+            causal=model.causal,
+            window=max(windows),
+            windowed_share=sum(map(bool, windows)) / len(windows),
+            biases=model.norm == "layer",
+            learned_positions=model.positions == "learned",
         )
+        usual = shape.attention_params + shape.mlp_params + shape.norm_params
+        return replace(shape, extra_params=model.num_layer_params - usual)
 
     # Layers of each kind.
 
@@ -199,7 +205,7 @@ class ModelShape:
         encoder = self.encoder_layers * (self.attention_params + self.mlp_params + self.norm_params)
         return (
             self.attending * self.attention_params
-            + self.layers * (self.norm_params + cross)
+            + self.layers * (self.norm_params + self.extra_params + cross)
             + (self.with_mlp - moe) * self.mlp_params
             + moe * (router + self.shared_params)
             + self.routed_params

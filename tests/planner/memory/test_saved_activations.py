@@ -13,7 +13,8 @@ from jaxscale.batch import Batch
 from jaxscale.compiled import flops, hlo
 from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS, parse_remat
-from jaxscale.models.decoder import Decoder, Kernels
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import layer_function
 from jaxscale.ops.attention import attention
 from jaxscale.ops.split_vjp import split_vjp
@@ -22,13 +23,18 @@ from jaxscale.planner.memory.saved_activations import saved_bytes, saved_values,
 from jaxscale.training.remat import rematerialised, rematerialised_attention
 
 ROWS, TIME = 2, 64
-LLAMA = ModelConfig(num_layers=2, d_model=24, num_heads=4, num_kv_heads=2, head_dim=10, d_ff=28)
-GPT = dataclasses.replace(LLAMA, family="gpt", tied_embeddings=True)
+SIZES = {"d_model": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 10, "d_ff": 28}
+LLAMA = ModelConfig(**SIZES)
+GPT = ModelConfig(**SIZES, family="gpt")
 MODELS = {
     "llama": LLAMA,
     "qk_norm": dataclasses.replace(LLAMA, qk_norm=True, compute_dtype="float32"),
     "gpt": GPT,
     "gpt qk_norm": dataclasses.replace(GPT, qk_norm=True),
+    "biases": ModelConfig(**SIZES, attention_bias="all", mlp_bias=True),
+    "gemma3": ModelConfig(**SIZES, family="gemma3"),
+    "olmo2": ModelConfig(**SIZES, family="olmo2"),
+    "gpt_neox": ModelConfig(**SIZES, family="gpt_neox", rope_share=0.4),
 }
 POLICIES = (
     "none",
@@ -41,7 +47,7 @@ POLICIES = (
 
 
 def decoder_of(model: ModelConfig) -> Decoder:
-    attend = functools.partial(attention, implementation="blockwise", sliding_window=0)
+    attend = functools.partial(attention, implementation="blockwise")
     return Decoder(model, Kernels(attend))
 
 
@@ -97,6 +103,13 @@ def test_a_layer_keeps_these_values(name, remat):
         ("gpt", "save:query,key,value,attention_out"),
         ("gpt qk_norm", "full"),
         ("qk_norm", "none"),
+        ("biases", "save_matmuls"),
+        ("gemma3", "none"),
+        ("gemma3", "save:attention_out,mlp_up,mlp_gate"),
+        ("olmo2", "save:query,attention"),
+        ("gpt_neox", "full"),
+        ("gpt_neox", "save:mlp_up"),
+        ("gpt_neox", "save:query,key,value,attention_out"),
     ],
 )
 def test_a_pipeline_keeps_these_bytes(name, remat):
@@ -150,9 +163,17 @@ def compiled_products(model: ModelConfig, remat: str) -> float:
     return costs[program.entry] / (ROWS * TIME)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt"])
 @pytest.mark.parametrize(
-    "remat", ["full", "save_matmuls", "save_all_but_attention", "save:query,attention,mlp_up"]
+    ("name", "remat"),
+    [
+        ("llama", "full"),
+        ("llama", "save_matmuls"),
+        ("llama", "save_all_but_attention"),
+        ("gpt", "full"),
+        ("gpt", "save:query,attention,mlp_up"),
+        ("gemma3", "full"),  # a norm needs the result of the last matmul
+        ("gpt_neox", "full"),  # attention ends in the stream, too
+    ],
 )
 def test_a_policy_repeats_the_products_that_it_does_not_keep(name, remat):
     model = dataclasses.replace(MODELS[name], compute_dtype="float32")

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from jaxscale.config import ModelConfig
+from jaxscale.model_families.shipped import SHIPPED
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.planner.model.param_shapes import parameters
 from jaxscale.sharding.resolve import is_axes, leaf_name
@@ -12,7 +13,12 @@ MODELS = {
     "llama": ModelConfig(num_kv_heads=2),
     "qk_norm": ModelConfig(qk_norm=True, vocab_size=300),
     "tied": ModelConfig(tied_embeddings=True),
-    "gpt": ModelConfig(family="gpt", tied_embeddings=True, max_seq_len=24),
+    "gpt": ModelConfig(family="gpt", max_seq_len=24),
+    "biases": ModelConfig(attention_bias="all", mlp_bias=True),
+} | {
+    family.name: ModelConfig(family=family.name, num_kv_heads=2)
+    for family in SHIPPED
+    if family.name not in ("llama", "gpt")
 }
 
 

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxscale.config import load
+from jaxscale.config import Config, ModelConfig, load
+from jaxscale.model_families.shipped import FAMILIES
 from jaxscale.planner.model.named_models import NAMED, published_shape
 from jaxscale.planner.model.shape import LatentAttention, ModelShape
 
@@ -20,6 +21,17 @@ def test_counts_are_those_of_the_model(name):
     assert shape.flops_per_token == pytest.approx(
         config.model.flops_per_token(config.data.seq_len), rel=1e-3
     )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_counts_are_those_of_every_family(name):
+    sizes = {"num_layers": 8, "d_model": 256, "sliding_window": 64, "d_ff": 512, "vocab_size": 384}
+    if "sliding_window" not in FAMILIES[name].settings:
+        del sizes["sliding_window"]
+    config = Config(model=ModelConfig(family=name, **sizes, max_seq_len=128))
+    shape = ModelShape.of(config)
+    assert shape.num_params == config.model.num_params
+    assert shape.flops_per_token == pytest.approx(config.model.flops_per_token(128), rel=1e-2)
 
 
 def mt5(d_model, d_ff, heads, layers):

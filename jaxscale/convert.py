@@ -1,0 +1,167 @@
+"""python -m jaxscale.convert --from_hf DIR --output RUN
+python -m jaxscale.convert --to_hf --workdir RUN --output DIR
+
+Converts a Hugging Face model to a run's folder, and a run to a Hugging Face model.
+"""
+
+import argparse
+import json
+import logging
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxscale import command_line, run_folder
+from jaxscale import config as configs
+from jaxscale.distributed import processes
+from jaxscale.formatting import human_bytes
+
+log = logging.getLogger("jaxscale")
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the status of the process: 0."""
+    options, overrides = command_line.parse(_parser(), sys.argv[1:] if argv is None else argv)
+    with command_line.refusals():
+        _check(options)
+    command_line.log_to_stdout()
+    processes.leave_absent_hardware_alone()
+    with command_line.refusals():
+        convert = _to_hugging_face if options.to_hf else _from_hugging_face
+        result = convert(options, overrides)
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    """Writes config.json, tokenizer and checkpoint 0 of a run that has not begun."""
+    # JAX is imported only now, so that a typo is refused at once.
+    from jaxscale.hugging_face.model_folder import copy_beside, open_model  # noqa: PLC0415
+    from jaxscale.run import setup  # noqa: PLC0415
+    from jaxscale.run.initial_weights import check_settings  # noqa: PLC0415
+    from jaxscale.training.checkpoint import Checkpoints  # noqa: PLC0415
+
+    model, output = open_model(options.from_hf), options.output
+    sections: dict[str, dict] = {"model": dict(model.settings)}
+    tokenizers = [name for name in run_folder.TOKENIZERS if (model.directory / name).is_file()]
+    if tokenizers:
+        sections["data"] = {"tokenizer": str(output / tokenizers[0])}
+    elif not any(override.startswith("data.tokenizer=") for override in overrides):
+        raise ValueError(
+            f"{model.directory} has no {' and no '.join(run_folder.TOKENIZERS)}; add one, or set "
+            "--config.data.tokenizer=FILE"
+        )
+    config = configs.from_dict(sections, overrides)
+    check_settings(config.model, model, "--config.model")
+    setup.open_tokenizer(config, model.directory)  # refuses one that does not fit the model
+    _, engine = setup.open_engine(config)
+    params = model.read(engine.model.axes, engine.placement.canonical.params)
+    output.mkdir(parents=True, exist_ok=True)
+    copy_beside(model.directory, output)
+    checkpoints = Checkpoints(output / "checkpoints", report=log.info)
+    data = {"fingerprint": "", "next_example": 0}
+    metadata = {"config": configs.to_dict(config), "data": data}
+    checkpoints.save(0, {"params": params}, metadata)
+    checkpoints.close()
+    # Written last: without it the folder is no run.
+    text = json.dumps(configs.to_dict(config), indent=2)
+    (output / "config.json").write_text(text + "\n")
+    log.info(
+        f"{model.directory}: {len(model.tensors)} tensors, {config.model.num_params:,} parameters "
+        f"(padding rows included), at most {human_bytes(model.largest_tensor_bytes)} in host "
+        f"memory at a time\n{_next_steps(output)}"
+    )
+    return {"tensors": len(model.tensors), "parameters": config.model.num_params}
+
+
+def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    """Writes a run's newest checkpoint as transformers reads it."""
+    import jax  # noqa: PLC0415
+
+    from jaxscale.hugging_face.model_folder import write_model  # noqa: PLC0415
+    from jaxscale.run import setup  # noqa: PLC0415
+
+    workdir, output = options.workdir, options.output
+    config = run_folder.load_config(workdir, overrides)
+    config = run_folder.fit_devices(config, jax.device_count(), overrides)
+    _, engine = setup.open_engine(setup.for_sampling(config))
+    step, params, _ = setup.restore_params(engine, workdir)
+    tensors = write_model(
+        output,
+        config.model,
+        engine.model.axes,
+        params,
+        dtype=options.dtype or config.model.param_dtype,
+        beside=workdir,
+        max_file_bytes=int(options.max_file_gb * 1e9),
+    )
+    log.info(f"step {step} of {workdir} written to {output}: {tensors} tensors")
+    return {"step": step, "tensors": tensors}
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.to_hf == (options.from_hf is not None):
+        raise ValueError("give --from_hf DIR, or --to_hf with --workdir RUN")
+    if options.to_hf and options.workdir is None:
+        raise ValueError("--to_hf needs --workdir RUN, the run to convert")
+    if options.from_hf and (options.workdir or options.dtype):
+        raise ValueError(
+            "--workdir and --dtype belong to --to_hf; --from_hf writes to --output, in the type of "
+            "--config.model.param_dtype"
+        )
+    if options.output.exists() and any(options.output.iterdir()):
+        raise ValueError(f"--output {options.output} is not empty; name a new folder")
+
+
+def _next_steps(output: pathlib.Path) -> str:
+    return f"""
+Next steps:
+  python -m jaxscale.generate --workdir {output} --prompt "..."
+  python -m jaxscale.train --config {output}/config.json --workdir {output}_tuned \\
+    --config.model.init_from={output} --config.data.source=..."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxscale.convert",
+        description="Converts a Hugging Face model to a run's folder, or a run to a Hugging Face "
+        "model, which transformers loads.",
+    )
+    parser.add_argument(
+        "--from_hf", metavar="DIR", type=pathlib.Path, help="the model's folder, to read"
+    )
+    parser.add_argument("--to_hf", action="store_true", help="write a model's folder from a run")
+    parser.add_argument("--workdir", metavar="RUN", type=pathlib.Path, help="the run, with --to_hf")
+    parser.add_argument(
+        "--output", required=True, metavar="DIR", type=pathlib.Path, help="a new folder"
+    )
+    parser.add_argument(
+        "--config",
+        metavar=".SECTION.KEY=VALUE",
+        type=run_folder.refuse_file,
+        help="change a leaf of the run's config, such as --config.layout.fsdp=8",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of the tensors written by --to_hf; that of the parameters by default",
+    )
+    parser.add_argument(
+        "--max_file_gb",
+        metavar="GB",
+        type=command_line.real(0, 1e6, above=True),
+        default=5.0,
+        help="size of a file of tensors; default 5",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=pathlib.Path, help="write the counts there too"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

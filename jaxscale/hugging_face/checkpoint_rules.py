@@ -1,0 +1,190 @@
+"""Which tensor of a checkpoint each parameter is in: every tensor and every parameter accounted for
+before any is read."""
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor
+from jaxscale.hugging_face.tensor_blocks import same_values, taken_shape
+from jaxscale.model_families.tensor_rule import TensorRule
+from jaxscale.sharding.resolve import Axes, is_axes, leaf_name
+
+LINES = 10
+"""Names that a message lists; it only counts the rest."""
+
+
+@dataclass(frozen=True)
+class ParameterTensors:
+    """Where a parameter is: of a stack one tensor per layer, else one."""
+
+    name: str  # of the parameter
+    rule: TensorRule
+    tensors: tuple[str, ...]  # names
+    copies: tuple[tuple[str, str], ...]  # a tensor, and one that must be equal where it is present
+    stacked: bool
+
+
+def parameter_tensors(
+    rules: Sequence[TensorRule], axes: Any, shapes: Any, vocab_size: int
+) -> tuple[ParameterTensors, ...]:
+    """The tensors of every parameter of a model, in the order of its rules.
+
+    Args:
+      axes: the tree of logical axes of the parameters.
+      shapes: the tree of their shapes, in canonical form.
+
+    Raises:
+      ValueError: a parameter without a rule, a rule without a parameter, or one of another shape:
+        a fault of the family's file, not of a checkpoint.
+    """
+    pairs = jax.tree_util.tree_map_with_path(
+        lambda path, names, leaf: _Parameter(leaf_name(path), names, leaf.shape),
+        axes,
+        shapes,
+        is_leaf=is_axes,
+    )
+    parameters = {one.name: one for one in jax.tree.leaves(pairs, is_leaf=_is_parameter)}
+    by_param: dict[str, list[TensorRule]] = {}
+    for rule in rules:
+        by_param.setdefault(rule.param, []).append(rule)
+    if odd := sorted(parameters.keys() ^ by_param.keys()):
+        raise ValueError(f"rules and parameters of the family differ: {', '.join(odd)}")
+    _check_whole(rules)
+    return tuple(
+        _tensors_of(parameters[name], found, vocab_size) for name, found in by_param.items()
+    )
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    name: str
+    axes: Axes
+    shape: tuple[int, ...]
+
+
+def _is_parameter(node: object) -> bool:
+    return isinstance(node, _Parameter)
+
+
+def _tensors_of(
+    parameter: _Parameter, rules: Sequence[TensorRule], vocab_size: int
+) -> ParameterTensors:
+    stacked = "layers" in parameter.axes
+    assert not stacked or parameter.axes[0] == "layers", parameter
+    axes, shape = parameter.axes[stacked:], parameter.shape[stacked:]
+    wanted = tuple(vocab_size if axis == "vocab" else size for axis, size in zip(axes, shape))
+    split = [_split(rule, wanted) for rule in rules]
+    count = parameter.shape[0] if stacked else 1
+    first, *others = [[rule.name.format(layer=i) for i in range(count)] for rule in rules]
+    copies = tuple((name, copy) for names in others for name, copy in zip(first, names))
+    return ParameterTensors(parameter.name, split[0], tuple(first), copies, stacked)
+
+
+def _split(rule: TensorRule, wanted: tuple[int, ...]) -> TensorRule:
+    """The rule with dims split in its view as they are in ours: without a last reshape.
+
+    Raises:
+      ValueError: it does not give the wanted shape.
+    """
+    shape = taken_shape(rule)
+    fault = ValueError(f"the rule of {rule.name} gives {shape}, and {rule.param} is {wanted}")
+    factors: dict[int, tuple[int, ...]] = {}  # by dim of what is taken
+    left = list(wanted)
+    for dim, size in zip(rule.order, shape):
+        factors[dim] = (left.pop(0) if left else 0,)
+        while left and math.prod(factors[dim]) < size:
+            factors[dim] += (left.pop(0),)
+        if math.prod(factors[dim]) != size:
+            raise fault
+    if left:
+        raise fault
+    view, take, places = [], [], []
+    taken = [*rule.take, *[slice(None)] * (len(rule.view) - len(rule.take))]
+    for size, one in zip(rule.view, taken):
+        if isinstance(one, int):
+            view, take = [*view, size], [*take, one]
+            continue
+        sizes = factors[len(places)]
+        inner, rows = math.prod(sizes[1:]), range(size)[one]
+        if size % inner or rows.start % inner or rows.step != 1:
+            raise fault
+        first = len(places) and places[-1][-1] + 1
+        places.append(range(first, first + len(sizes)))
+        view += [size // inner, *sizes[1:]]
+        take += [slice(rows.start // inner, rows.stop // inner), *[slice(None)] * (len(sizes) - 1)]
+    order = tuple(place for dim in rule.order for place in places[dim])
+    return TensorRule(rule.param, rule.name, tuple(view), order, tuple(take), shape_of(rule))
+
+
+def shape_of(rule: TensorRule) -> tuple[int, ...]:
+    """The shape of a rule's tensor."""
+    return rule.shape or rule.view
+
+
+def _check_whole(rules: Sequence[TensorRule]) -> None:
+    """Refuses rules that leave a part of a tensor out: it would be dropped silently."""
+    taken: dict[str, int] = {}
+    for rule in rules:
+        taken[rule.name] = taken.get(rule.name, 0) + math.prod(taken_shape(rule))
+    for rule in rules:
+        size = math.prod(shape_of(rule))
+        if not size == math.prod(rule.view) == taken[rule.name]:
+            raise ValueError(
+                f"the rules of {rule.name} take {taken[rule.name]} of the {size} values of its "
+                f"shape {shape_of(rule)}"
+            )
+
+
+def check_tensors(
+    found: Mapping[str, StoredTensor],
+    parameters: Sequence[ParameterTensors],
+    ignored: Sequence[str],
+    where: object,
+) -> None:
+    """Refuses a checkpoint with missing or unknown tensors, or tensors of another shape or type.
+
+    Args:
+      ignored: patterns of tensors that carry no parameter.
+      where: the folder, for messages.
+
+    Raises:
+      ValueError: names them.
+    """
+    required = {name: one.rule.shape for one in parameters for name in one.tensors}
+    copies = {copy: name for one in parameters for name, copy in one.copies}
+    missing = [f"{name} {shape}: missing" for name, shape in required.items() if name not in found]
+    unknown = [
+        f"{name} {tensor.shape}: unknown"
+        for name, tensor in found.items()
+        if name not in required
+        and name not in copies
+        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
+    ]
+    wrong = [
+        f"{name}: shape {found[name].shape}, and {shape} by config.json"
+        for name, shape in required.items()
+        if name in found and found[name].shape != shape
+    ]
+    wrong += [
+        f"{name}: type {found[name].dtype}; parameters can be {', '.join(DTYPES)}"
+        for name in required
+        if name in found and found[name].dtype not in DTYPES
+    ]
+    lines = missing + unknown + wrong
+    if not lines:
+        lines = [
+            f"{copy}: differs from {name}, with which the model shares it"
+            for copy, name in copies.items()
+            if copy in found and not same_values(found[copy], found[name])
+        ]
+    if lines:
+        more = [f"and {len(lines) - LINES} more"] if len(lines) > LINES else []
+        raise ValueError(
+            f"{where}: {len(lines)} tensors do not fit the model of its config.json:\n  "
+            + "\n  ".join([*lines[:LINES], *more])
+        )

@@ -1,0 +1,194 @@
+"""A model's folder as transformers writes it: config.json, tensors, tokenizer.
+
+Nothing in it is run: no code (`auto_map`), no pickles.
+"""
+
+import json
+import math
+import pathlib
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxscale.config import ModelConfig
+from jaxscale.hugging_face.checkpoint_rules import (
+    ParameterTensors,
+    check_tensors,
+    parameter_tensors,
+)
+from jaxscale.hugging_face.read_params import read_params
+from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor, open_tensors
+from jaxscale.hugging_face.write_params import write_params
+from jaxscale.model_families.shipped import SHIPPED, find_family
+from jaxscale.run_folder import HF_CONFIG, copy_tokenizer
+
+FAMILIES = {kind: family for family in SHIPPED for kind in family.hf_types}
+"""By `model_type` of config.json."""
+
+MAX_FILE_BYTES = 5_000_000_000  # as in transformers
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """A model's folder: its settings, and where its tensors are."""
+
+    directory: pathlib.Path
+    settings: Mapping[str, Any]  # ours
+    tensors: Mapping[str, StoredTensor]
+    ignored: tuple[str, ...]  # patterns of tensors without a parameter
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its settings, with the defaults of the others."""
+        return ModelConfig(**self.settings)
+
+    @property
+    def dtype(self) -> str:
+        """The type that holds every parameter: bfloat16 where all tensors are, else float32."""
+        narrow = all(one.dtype == "BF16" for one in self.tensors.values() if one.dtype in DTYPES)
+        return "bfloat16" if narrow else "float32"
+
+    @property
+    def largest_tensor_bytes(self) -> int:
+        """About what the host holds while the parameters are read."""
+        return max(
+            math.prod(one.shape) * DTYPES[one.dtype].itemsize
+            for one in self.tensors.values()
+            if one.dtype in DTYPES
+        )
+
+    def check(self, axes: Any, shapes: Any) -> tuple[ParameterTensors, ...]:
+        """The tensors of each parameter, all of them accounted for; reads headers only.
+
+        Args:
+          axes: the tree of logical axes of the parameters.
+          shapes: the tree of their shapes, in canonical form.
+
+        Raises:
+          ValueError: names missing and unknown tensors, and those of another shape or type.
+        """
+        parameters = parameters_of(self.config, axes, shapes)
+        check_tensors(self.tensors, parameters, self.ignored, self.directory)
+        return parameters
+
+    def read(self, axes: Any, abstract: Any) -> Any:
+        """The parameters, in canonical form, on the devices of `abstract`; as `check` and
+        `read_params`."""
+        return read_params(self.tensors, self.check(axes, abstract), abstract)
+
+
+def is_hugging_face(directory: pathlib.Path) -> bool:
+    """Whether a folder is a model's as transformers writes it, and not a run's.
+
+    Raises:
+      FileNotFoundError: it is neither.
+    """
+    return "model_type" in _read_json(directory / "config.json")
+
+
+def open_model(directory: pathlib.Path) -> HuggingFaceModel:
+    """Opens a folder; reads no values.
+
+    Raises:
+      FileNotFoundError: no config.json, or no checkpoint.
+      ValueError: a model, a setting or a file that is not supported; names it.
+    """
+    hf = _read_json(directory / "config.json")
+    for name in ("config.json", "tokenizer_config.json"):
+        if (directory / name).is_file() and "auto_map" in _read_json(directory / name):
+            raise ValueError(
+                f"{directory / name} has an auto_map: its model or tokenizer is code of its own, "
+                "which is not run here"
+            )
+    kind = hf.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{directory / 'config.json'}: model_type {kind!r} is not supported; it can be "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    if "quantization_config" in hf:
+        raise ValueError(f"{directory / 'config.json'}: quantized weights are not supported")
+    family = FAMILIES[kind]
+    try:
+        settings = family.from_hf(hf)
+        ModelConfig(**settings)
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'}: {error}") from error
+    tensors = open_tensors(directory)
+    if not any(name.startswith(family.hf_prefix) for name in tensors):
+        tensors = {family.hf_prefix + name: tensor for name, tensor in tensors.items()}
+    return HuggingFaceModel(directory, settings, tensors, family.ignored)
+
+
+def parameters_of(config: ModelConfig, axes: Any, shapes: Any) -> tuple[ParameterTensors, ...]:
+    """The tensors of each parameter of a model."""
+    rules = find_family(config.family).tensors(config)
+    return parameter_tensors(rules, axes, shapes, config.vocab_size)
+
+
+def write_model(
+    directory: pathlib.Path,
+    config: ModelConfig,
+    axes: Any,
+    params: Any,
+    *,
+    dtype: str,
+    beside: pathlib.Path,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> int:
+    """Writes a folder that transformers loads; it has its name only once it is complete.
+
+    Args:
+      params: in canonical form.
+      dtype: of the tensors: float32, bfloat16 or float16.
+      beside: a run's folder, whose tokenizer goes along.
+      max_file_bytes: of each file of tensors.
+
+    Returns:
+      The number of tensors.
+
+    Raises:
+      ValueError: the folder exists, the family has no such form, or values are too large.
+    """
+    if directory.exists():
+        raise ValueError(f"--output {directory} exists; name a new folder")
+    hf = find_family(config.family).to_hf(config)
+    unfinished = directory.with_name(directory.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    parameters = parameters_of(config, axes, params)
+    stored = write_params(unfinished, parameters, params, dtype, max_file_bytes)
+    written = {**_special_ids(beside), **hf, "torch_dtype": dtype}
+    (unfinished / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    copy_tokenizer(beside, unfinished)
+    (unfinished / HF_CONFIG).unlink(missing_ok=True)
+    unfinished.rename(directory)
+    return len(stored)
+
+
+def copy_beside(directory: pathlib.Path, workdir: pathlib.Path) -> None:
+    """Copies the tokenizer and the special tokens of a model into a run's folder."""
+    copy_tokenizer(directory, workdir)
+    if not (workdir / HF_CONFIG).exists():
+        shutil.copyfile(directory / "config.json", workdir / HF_CONFIG)
+
+
+def _special_ids(workdir: pathlib.Path) -> dict[str, Any]:
+    """The ids of special tokens in the config.json of the model that a run comes from."""
+    if not (workdir / HF_CONFIG).is_file():
+        return {}
+    hf = _read_json(workdir / HF_CONFIG)
+    return {name: value for name, value in hf.items() if name.endswith("_token_id")}
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} holds no model: no {path.name}")
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not a mapping of names to values")
+    return values

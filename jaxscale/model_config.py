@@ -1,0 +1,346 @@
+"""The record of a model: its sizes, what its blocks do, and how many parameters and operations
+that is.
+
+Nothing here imports JAX: a mistyped key must be refused in a fraction of a second.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxscale.choices import check_at_least, check_choice
+from jaxscale.layout import BLOCK_TENSORS, parse_remat
+from jaxscale.model_families.shipped import find_family, refuse_setting
+
+DTYPES = ("float64", "float32", "bfloat16")
+ATTENTIONS = ("auto", "reference", "blockwise", "cudnn", "splash")
+VOCABULARY_MULTIPLE = 128
+"""Embedding rows are rounded up to this, so that the vocabulary divides over any usual tensor
+axis and the parameters do not depend on the layout."""
+
+CHOICES = {
+    "norm": ("rms", "layer"),
+    "norm_placement": ("before", "after", "both", "after_residual"),
+    "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu"),
+    "attention_bias": ("none", "qkv", "all"),
+    "positions": ("rotary", "learned", "none"),
+    "rope_scaling": ("none", "linear", "llama3", "yarn"),
+    "attention": ATTENTIONS,
+    "compute_dtype": DTYPES,
+    "param_dtype": DTYPES,
+}
+USUAL_TURNS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
+
+
+def option(plain: Any) -> Any:
+    """A field that the family sets where the user does not; `plain` is the value of a plain Llama,
+    for families that do not mention it."""
+    return field(default=None, metadata={"plain": plain})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer, of any family of `jaxscale.model_families`.
+
+    Options left out take the family's value. Its record says which options a user may set; another
+    value for one of the others is refused.
+    """
+
+    num_layers: int = 2
+    d_model: int = 64
+    num_heads: int = 4
+    num_kv_heads: int = 4  # grouped-query attention when below num_heads
+    head_dim: int = 16
+    d_ff: int = 256
+    vocab_size: int = 257
+    family: str = "llama"
+    max_seq_len: int = 2048  # rows of the learned position table; rotary positions have no limit
+
+    norm: str = option("rms")  # "layer" subtracts the mean and has a bias
+    norm_eps: float = option(1e-5)
+    norm_offset: bool = option(False)  # scales are stored less one
+    norm_placement: str = option("before")  # of attention and MLP; or "after_residual", as in BERT
+    parallel_block: bool = option(False)  # attention and MLP of a layer read the same stream
+    activation: str = option("silu")
+    gated: bool = option(True)  # activation(gate) * up, not activation(up)
+    attention_bias: str = option("none")
+    mlp_bias: bool = option(False)
+    qk_norm: bool = option(False)
+    qk_norm_over_heads: bool = option(False)  # its mean is over all heads; each has its own scale
+    causal: bool = option(True)
+
+    positions: str = option("rotary")
+    rope_theta: float = option(10_000.0)
+    local_rope_theta: float = option(0.0)  # of local layers, unscaled; 0 is as in global ones
+    rope_share: float = option(1.0)  # of a head's features that are rotated, the first ones
+    rope_scaling: str = option("none")
+    rope_factor: float = option(1.0)  # of the context
+    rope_original_context: int = option(8192)  # before it was extended (llama3, yarn)
+    # Features that turn less often in that context are scaled, those that turn more often are not.
+    rope_low_turns: float = option(0.0)  # 0 is the usual: 1
+    rope_high_turns: float = option(0.0)  # 0 is the usual: 4 for llama3, 32 for yarn
+    rope_attention_factor: float = option(0.0)  # of queries and keys (yarn); 0: 1 + ln(factor) / 10
+    rope_truncate: bool = option(True)  # the two bounds to whole features (yarn)
+
+    sliding_window: int = option(0)  # keys that a query attends to, itself included; 0 is all
+    layer_pattern: str = option("")  # repeats: L local, with the window, G global; "": all local
+    attention_scale_dim: float = option(0.0)  # scores are over its square root; 0 is head_dim
+    attention_soft_cap: float = option(0.0)  # cap * tanh(score / cap); 0 is none
+    scaled_embedding: bool = option(False)  # by the square root of d_model
+    tied_embeddings: bool = option(False)
+    logit_soft_cap: float = option(0.0)  # cap * tanh(logits / cap); 0 is none
+
+    z_loss: float = 0.0  # weight of log(Z)^2
+    attention: str = "auto"
+    compute_dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    init_from: str = ""  # a Hugging Face model, or a run, whose weights a new run starts from
+
+    def __post_init__(self) -> None:
+        self._take_family()
+        for name, choices in CHOICES.items():
+            check_choice(f"model.{name}", getattr(self, name), choices)
+        check_at_least(
+            "model",
+            self,
+            num_layers=1,
+            d_model=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=1,
+            d_ff=1,
+            vocab_size=2,
+            max_seq_len=1,
+            norm_eps=0,
+            local_rope_theta=0,
+            rope_factor=1,
+            rope_original_context=1,
+            rope_low_turns=0,
+            rope_high_turns=0,
+            rope_attention_factor=0,
+            sliding_window=0,
+            attention_scale_dim=0,
+            attention_soft_cap=0,
+            logit_soft_cap=0,
+            z_loss=0,
+        )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_heads = {self.num_heads} is not a multiple of "
+                f"model.num_kv_heads = {self.num_kv_heads}"
+            )
+        self._check_positions()
+        if set(self.layer_pattern) - set("LG"):
+            raise ValueError(
+                f"model.layer_pattern = {self.layer_pattern!r} is of letters L (local, with the "
+                "sliding window) and G (global), such as 'LLG'"
+            )
+        if "L" in self.layer_pattern and not self.sliding_window:
+            raise ValueError(
+                f"model.layer_pattern = {self.layer_pattern!r} has local layers; set "
+                "model.sliding_window, or model.layer_pattern = ''"
+            )
+        if self.norm_placement == "after_residual" and self.parallel_block:
+            raise ValueError("a parallel block has no norm after each residual")
+
+    def _take_family(self) -> None:
+        """Fills in the options that are left out, and refuses those that the family does not
+        have."""
+        family = find_family(self.family)
+        for one in dataclasses.fields(self):
+            if "plain" not in one.metadata:
+                continue
+            given = getattr(self, one.name)
+            if one.name in family.settings:
+                value = family.settings[one.name] if given is None else given
+            else:
+                value = family.fixed.get(one.name, one.metadata["plain"])
+                if given is not None and given != value:
+                    raise ValueError(refuse_setting(family, one.name))
+            object.__setattr__(self, one.name, value)
+
+    def _check_positions(self) -> None:
+        if self.rope_theta <= 0:
+            raise ValueError(f"model.rope_theta = {self.rope_theta} must be positive")
+        if not 0 < self.rope_share <= 1:
+            raise ValueError(f"model.rope_share = {self.rope_share} must be above 0 and at most 1")
+        if self.positions == "rotary" and (self.rotary_dim % 2 or not self.rotary_dim):
+            share = "" if self.rope_share == 1 else f", of which {self.rotary_dim} are rotated,"
+            raise ValueError(
+                f"model.head_dim = {self.head_dim}{share} is odd; rotary positions turn pairs"
+            )
+        if self.rope_scaling == "none" and self.rope_factor != 1:
+            raise ValueError(
+                f"model.rope_factor = {self.rope_factor} scales nothing; set model.rope_scaling, "
+                "such as 'llama3'"
+            )
+        low, high = self.rope_turns
+        if low >= high:
+            raise ValueError(
+                f"model.rope_low_turns = {low} must be below model.rope_high_turns = {high}"
+            )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields that a user of this family may set, and their values."""
+        family = find_family(self.family)
+        return {
+            one.name: getattr(self, one.name)
+            for one in dataclasses.fields(self)
+            if "plain" not in one.metadata or one.name in family.settings
+        }
+
+    # What a layer does.
+
+    @property
+    def period(self) -> int:
+        """After so many layers their static settings repeat: a layer's kind is index % period."""
+        return len(self.layer_pattern) or 1
+
+    def window(self, index: int) -> int:
+        """The sliding window of a layer, by its index or kind; 0 is none."""
+        return 0 if self._is_global(index) else self.sliding_window
+
+    def theta(self, index: int) -> float:
+        """The base of a layer's rotary positions."""
+        return self.local_rope_theta if self._own_rope(index) else self.rope_theta
+
+    def scaling(self, index: int) -> str:
+        """The scaling of a layer's rotary positions."""
+        return "none" if self._own_rope(index) else self.rope_scaling
+
+    def _own_rope(self, index: int) -> bool:
+        return bool(self.local_rope_theta) and not self._is_global(index)
+
+    def _is_global(self, index: int) -> bool:
+        return bool(self.layer_pattern) and self.layer_pattern[index % self.period] == "G"
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that are rotated."""
+        return int(self.head_dim * self.rope_share)
+
+    @property
+    def rope_turns(self) -> tuple[float, float]:
+        """Turns in the original context below which features are scaled, and above which not."""
+        low, high = USUAL_TURNS.get(self.rope_scaling, (0.0, math.inf))
+        return self.rope_low_turns or low, self.rope_high_turns or high
+
+    @property
+    def attention_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return (self.attention_scale_dim or self.head_dim) ** -0.5
+
+    # Parameters and operations.
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: vocab_size rounded up; the rows beyond it are never predicted."""
+        return -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+    @property
+    def num_layer_params(self) -> int:
+        """Parameters of one layer, exact."""
+        heads = self.num_heads * self.head_dim
+        keys = self.num_kv_heads * self.head_dim
+        total = 2 * self.d_model * (heads + keys) + (2 + self.gated) * self.d_model * self.d_ff
+        if self.qk_norm:
+            total += heads + keys if self.qk_norm_over_heads else 2 * self.head_dim
+        if self.attention_bias != "none":
+            total += heads + 2 * keys
+        if self.attention_bias == "all":
+            total += self.d_model
+        if self.mlp_bias:
+            total += (1 + self.gated) * self.d_ff + self.d_model
+        return total + (4 if self.norm_placement == "both" else 2) * self._norm_params
+
+    @property
+    def _norm_params(self) -> int:
+        return self.d_model * (2 if self.norm == "layer" else 1)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the whole model, exact, the padding rows of the vocabulary included."""
+        embedding = self.padded_vocab_size * self.d_model
+        head = 0 if self.tied_embeddings else embedding
+        positions = self.max_seq_len * self.d_model if self.positions == "learned" else 0
+        layers = self.num_layers * self.num_layer_params
+        return layers + embedding + head + positions + self._norm_params
+
+    @property
+    def published_params(self) -> int:
+        """The same without the padding rows, as model cards count."""
+        padding = (self.padded_vocab_size - self.vocab_size) * self.d_model
+        return self.num_params - padding * (1 if self.tied_embeddings else 2)
+
+    def flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
+        """Floating-point operations that one token of training needs: forward and backward.
+
+        Two per multiply-add; the matrix multiplications of the layers and of the head, and
+        attention over the keys that a query attends to (`causal=False` counts all, as several other
+        trainers do). Norms, activations, the softmax and the embedding lookup are left out.
+        This is the numerator of MFU.
+        """
+        return 3 * (
+            self.layer_forward_flops(seq_len, causal) * self.num_layers
+            + 2 * self.d_model * self.vocab_size
+        )
+
+    def hardware_flops_per_token(
+        self, seq_len: int, *, remat: str = "none", recomputed: float = 0.0, causal: bool = True
+    ) -> float:
+        """`flops_per_token` plus recompute: the numerator of HFU.
+
+        Args:
+          remat: the layout's policy; matmuls whose result it does not save are recomputed, but for
+            those that end in the residual stream, whose result no backward pass needs: a layer's
+            last, and in a parallel block that of attention. A norm between does need it.
+          recomputed: in a pipeline whose schedule has recompute operations, the share of passes
+            that are recomputed (`PipelineStages.recomputed`), each as whole layers.
+        """
+        products, policy = self.layer_products(seq_len, causal), parse_remat(remat)
+        again = set(BLOCK_TENSORS) - set(policy.names)
+        if self.parallel_block:
+            again.discard("attention_out")
+        if policy.by_names and self.norm_placement != "before":
+            again.add("mlp_down")
+        repeated = sum(products[name] for name in products if name in again)
+        if recomputed:
+            repeated = recomputed * sum(products.values())
+        return self.flops_per_token(seq_len, causal=causal) + repeated * self.num_layers
+
+    def head_cost(self, seq_len: int) -> float:
+        """FLOPs of the head over those of a layer; layers are split into stages by it."""
+        return 2 * self.d_model * self.vocab_size / self.layer_forward_flops(seq_len)
+
+    def layer_forward_flops(self, seq_len: int, causal: bool = True) -> float:
+        """FLOPs of a mean layer's forward pass for a token."""
+        return sum(self.layer_products(seq_len, causal).values())
+
+    def layer_products(self, seq_len: int, causal: bool = True) -> dict[str, float]:
+        """The same for each matmul, by the names of `layout.BLOCK_TENSORS` and "mlp_down"."""
+        heads = self.num_heads * self.head_dim
+        kv_heads = self.num_kv_heads * self.head_dim
+        mlp = 2.0 * self.d_model * self.d_ff
+        return {
+            "query": 2.0 * self.d_model * heads,
+            "key": 2.0 * self.d_model * kv_heads,
+            "value": 2.0 * self.d_model * kv_heads,
+            "attention": 4 * heads * self._mean_keys(seq_len, causal),
+            "attention_out": 2.0 * self.d_model * heads,
+            "mlp_gate": mlp if self.gated else 0.0,
+            "mlp_up": mlp,
+            "mlp_down": mlp,
+        }
+
+    def _mean_keys(self, seq_len: int, causal: bool) -> float:
+        """Keys that a query of a full sequence attends to, on average over layers."""
+        local = sum(self.window(index) > 0 for index in range(self.num_layers))
+        window = min(self.sliding_window or seq_len, seq_len)
+        if not causal:
+            near, far = window, seq_len
+        else:
+            near = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+            far = (seq_len + 1) / 2
+        return (local * near + (self.num_layers - local) * far) / self.num_layers

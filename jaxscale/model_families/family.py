@@ -1,0 +1,67 @@
+"""The record of a model family: all that configs, checkpoints and the planner know of it.
+
+A family is a way of using the options of one general decoder, `jaxscale.model_config.ModelConfig`:
+which of them a user may set, and the values of the others.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxscale.model_families.tensor_rule import TensorRule
+
+Model = Any
+"""A `ModelConfig`, which is made with these records and so cannot be named here."""
+
+ROPE: Mapping[str, Any] = {
+    "rope_theta": 10_000.0,
+    "rope_scaling": "none",
+    "rope_factor": 1.0,
+    "rope_original_context": 8192,
+    "rope_low_turns": 0.0,
+    "rope_high_turns": 0.0,
+    "rope_attention_factor": 0.0,
+    "rope_truncate": True,
+}
+"""The settings of rotary positions, with their usual defaults."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family.
+
+    `settings` are the options that a user may set, with the family's defaults, beside the sizes
+    that every family has. `fixed` are the options that define it. Options in neither are as in a
+    plain Llama.
+    """
+
+    name: str
+    paper: str
+    settings: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+
+    # Its form at Hugging Face.
+    hf_types: tuple[str, ...]  # model_type of config.json; the first is written
+    hf_architectures: str
+    read_hf: Callable[[Mapping[str, Any]], dict[str, Any]]  # config.json -> settings
+    write_hf: Callable[[Model], dict[str, Any]]  # and back
+    tensors: Callable[[Model], tuple[TensorRule, ...]]
+    hf_prefix: str = "model."  # of names; checkpoints of a model without its head leave it out
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # globs of tensors without parameters
+
+    def from_hf(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `ModelConfig` for a config.json.
+
+        Raises:
+          ValueError: an unknown key, or a value that is not supported; names it.
+        """
+        return {"family": self.name, **self.read_hf(hf)}
+
+    def to_hf(self, model: Model) -> dict[str, Any]:
+        """The config.json of a model, without its special tokens.
+
+        Raises:
+          ValueError: an option that the format does not have; names it.
+        """
+        kind = {"architectures": [self.hf_architectures], "model_type": self.hf_types[0]}
+        return {**kind, **self.write_hf(model)}

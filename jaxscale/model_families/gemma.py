@@ -1,0 +1,161 @@
+"""Gemma 2 and 3: norms before and after attention and MLP, GeGLU, local and global layers."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.model_families.family import ROPE, Family, Model
+from jaxscale.model_families.hf_config import (
+    GLOBAL,
+    LOCAL,
+    activation_to_hf,
+    expect,
+    layer_types,
+    pattern_of,
+    pop,
+    pop_activation,
+    pop_bias,
+    pop_rope,
+    pop_sizes,
+    refuse_rest,
+    rope_from_hf,
+    rope_to_hf,
+    sizes_to_hf,
+)
+from jaxscale.model_families.hf_tensors import llama_tensors
+
+FIXED = {"norm_offset": True, "norm_placement": "both", "scaled_embedding": True}
+
+
+def _both_from_hf(rest: dict[str, Any], period: int, cap: float | None) -> dict[str, Any]:
+    rest.setdefault("num_key_value_heads", 4)
+    rest.setdefault("head_dim", 256)
+    sizes = pop_sizes(rest)
+    types = pop(rest, "layer_types", None) or [
+        LOCAL if (i + 1) % period else GLOBAL for i in range(sizes["num_layers"])
+    ]
+    window = pop(rest, "sliding_window", 4096) or 0
+    expect(rest, "use_bidirectional_attention", None, False)
+    ours = {
+        **sizes,
+        "activation": pop_activation(rest, "hidden_activation", "gelu_pytorch_tanh"),
+        "norm_eps": pop(rest, "rms_norm_eps", 1e-6),
+        "attention_bias": pop_bias(rest),
+        "attention_scale_dim": pop(rest, "query_pre_attn_scalar", 256),
+        "logit_soft_cap": pop(rest, "final_logit_softcapping", cap) or 0.0,
+        "sliding_window": window,
+        "layer_pattern": pattern_of(types) if window else "",
+        "tied_embeddings": pop(rest, "tie_word_embeddings", True),
+    }
+    refuse_rest(rest)
+    return ours
+
+
+def _gemma2_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rest = dict(hf)
+    # The older name of the activation, which transformers does not read.
+    rest.pop("hidden_act", None)
+    soft_cap = pop(rest, "attn_logit_softcapping", 50.0) or 0.0
+    rope = pop_rope(rest)
+    return {**rope, **_both_from_hf(rest, 2, 30.0), "attention_soft_cap": soft_cap}
+
+
+def _gemma3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rest = dict(hf)
+    expect(rest, "attn_logit_softcapping", None)
+    both = pop(rest, "rope_parameters", None) or {}
+    both = {GLOBAL: both, LOCAL: both} if "rope_type" in both else both
+    context = rest.get("max_position_embeddings", 131_072)
+    far = pop(rest, "rope_scaling", None) or both.get(GLOBAL) or {}
+    near = both.get(LOCAL) or {}
+    rope = rope_from_hf(far, pop(rest, "rope_theta", 1_000_000.0), context)
+    local = rope_from_hf(near, pop(rest, "rope_local_base_freq", 10_000.0), context)
+    if "rope_scaling" in local:
+        raise ValueError(
+            f"config.json scales rotary positions of local layers by rope_type = "
+            f"{local['rope_scaling']!r}; only those of global layers can be scaled"
+        )
+    period = pop(rest, "sliding_window_pattern", None) or pop(rest, "_sliding_window_pattern", 6)
+    rest.pop("_sliding_window_pattern", None)
+    ours = _both_from_hf(rest, period, None)
+    return {**rope, **ours, "local_rope_theta": local["rope_theta"]}
+
+
+def _both_to_hf(model: Model) -> dict[str, Any]:
+    return {
+        **sizes_to_hf(model),
+        **rope_to_hf(model),
+        "hidden_activation": activation_to_hf(model),
+        "rms_norm_eps": model.norm_eps,
+        "attention_bias": model.attention_bias == "all",
+        "query_pre_attn_scalar": model.attention_scale_dim or model.head_dim,
+        "final_logit_softcapping": model.logit_soft_cap or None,
+        "sliding_window": model.sliding_window or None,
+        "layer_types": layer_types(model),
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+
+
+def _gemma2_to_hf(model: Model) -> dict[str, Any]:
+    return {**_both_to_hf(model), "attn_logit_softcapping": model.attention_soft_cap or None}
+
+
+def _gemma3_to_hf(model: Model) -> dict[str, Any]:
+    return {**_both_to_hf(model), "rope_local_base_freq": model.local_rope_theta}
+
+
+_tensors = functools.partial(
+    llama_tensors,
+    norms={
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+)
+
+SETTINGS: Mapping[str, Any] = {
+    **ROPE,
+    "norm_eps": 1e-6,
+    "activation": "gelu_tanh",
+    "attention_bias": "none",
+    "attention_scale_dim": 0.0,
+    "tied_embeddings": True,
+}
+
+GEMMA2 = Family(
+    name="gemma2",
+    paper="Gemma 2, arXiv 2408.00118",
+    settings={
+        **SETTINGS,
+        "sliding_window": 4096,
+        "layer_pattern": "LG",
+        "attention_soft_cap": 50.0,
+        "logit_soft_cap": 30.0,
+    },
+    fixed=FIXED,
+    hf_types=("gemma2",),
+    hf_architectures="Gemma2ForCausalLM",
+    read_hf=_gemma2_from_hf,
+    write_hf=_gemma2_to_hf,
+    tensors=_tensors,
+)
+
+GEMMA3 = Family(
+    name="gemma3",
+    paper="Gemma 3, arXiv 2503.19786",
+    settings={
+        **SETTINGS,
+        "rope_theta": 1_000_000.0,
+        "local_rope_theta": 10_000.0,
+        "sliding_window": 1024,
+        "layer_pattern": "LLLLLG",
+        "logit_soft_cap": 0.0,
+    },
+    fixed={**FIXED, "qk_norm": True},
+    hf_types=("gemma3_text",),
+    hf_architectures="Gemma3ForCausalLM",
+    read_hf=_gemma3_from_hf,
+    write_hf=_gemma3_to_hf,
+    tensors=_tensors,
+)

@@ -1,0 +1,125 @@
+"""GPT-2: LayerNorm, learned positions, GELU without a gate, and a bias on every matrix."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.model_families.family import Family, Model
+from jaxscale.model_families.hf_config import (
+    activation_to_hf,
+    expect,
+    head_size_of,
+    pop,
+    pop_activation,
+    refuse_options,
+    refuse_rest,
+)
+from jaxscale.model_families.hf_tensors import norm_rules, outer, stored, vector
+from jaxscale.model_families.tensor_rule import TensorRule
+
+LAYER = "transformer.h.{layer}"
+
+
+def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rest = dict(hf)
+    d_model, heads = pop(rest, "n_embd"), pop(rest, "n_head")
+    positions = pop(rest, "n_positions", 1024)
+    rest.pop("n_ctx", None)  # an older name of n_positions
+    ours = {
+        "vocab_size": pop(rest, "vocab_size"),
+        "d_model": d_model,
+        "d_ff": pop(rest, "n_inner", None) or 4 * d_model,
+        "num_layers": pop(rest, "n_layer"),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": d_model // heads,
+        "max_seq_len": positions,
+        "activation": pop_activation(rest, "activation_function", "gelu_new"),
+        "norm_eps": pop(rest, "layer_norm_epsilon", 1e-5),
+        "attention_scale_dim": 0.0 if pop(rest, "scale_attn_weights", True) else 1.0,
+        "tied_embeddings": pop(rest, "tie_word_embeddings", True),
+    }
+    expect(rest, "scale_attn_by_inverse_layer_idx", False)
+    expect(rest, "add_cross_attention", False)
+    expect(rest, "is_encoder_decoder", False)
+    rest.pop("reorder_and_upcast_attn", None)  # scores are float32 here in any case
+    refuse_rest(rest)
+    return ours
+
+
+def _to_hf(model: Model) -> dict[str, Any]:
+    refuse_options(
+        model,
+        num_kv_heads=model.num_heads,
+        head_dim=head_size_of(model),
+        qk_norm=False,
+        sliding_window=0,
+        logit_soft_cap=0.0,
+    )
+    if model.attention_scale_dim not in (0, 1, model.head_dim):
+        refuse_options(model, attention_scale_dim=model.head_dim)
+    return {
+        "vocab_size": model.vocab_size,
+        "n_embd": model.d_model,
+        "n_inner": model.d_ff,
+        "n_layer": model.num_layers,
+        "n_head": model.num_heads,
+        "n_positions": model.max_seq_len,
+        "activation_function": activation_to_hf(model),
+        "layer_norm_epsilon": model.norm_eps,
+        "scale_attn_weights": model.attention_scale_dim != 1,
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+
+
+def _tensors(model: Model) -> tuple[TensorRule, ...]:
+    d_model, fused = model.d_model, f"{LAYER}.attn.c_attn"
+    rules = [*outer(model, "transformer.wte.weight", "transformer.ln_f", "lm_head.weight")]
+    rules.append(stored("embed/positions", "transformer.wpe.weight", model.max_seq_len, d_model))
+    rules += norm_rules(model, "layers/attention_norm", f"{LAYER}.ln_1")
+    rules += norm_rules(model, "layers/mlp_norm", f"{LAYER}.ln_2")
+    for index, letter in enumerate("qkv"):
+        param, three = f"layers/attention/{letter}", (d_model, 3, d_model)
+        take, shape = (slice(None), index), (d_model, 3 * d_model)
+        rules += [
+            TensorRule(param, f"{fused}.weight", three, (0, 1), take, shape),
+            TensorRule(f"{param}_bias", f"{fused}.bias", three[1:], (0,), take[1:], shape[1:]),
+        ]
+    # Its matrices are stored as ours, [inputs, outputs].
+    for param, name, inputs, outputs in (
+        ("attention/out", "attn.c_proj", d_model, d_model),
+        ("mlp/up", "mlp.c_fc", d_model, model.d_ff),
+        ("mlp/down", "mlp.c_proj", model.d_ff, d_model),
+    ):
+        rules.append(stored(f"layers/{param}", f"{LAYER}.{name}.weight", inputs, outputs))
+        rules.append(vector(f"layers/{param}_bias", f"{LAYER}.{name}.bias", outputs))
+    return tuple(rules)
+
+
+GPT = Family(
+    name="gpt",
+    paper="GPT-2, Language Models are Unsupervised Multitask Learners (2019)",
+    settings={
+        "norm_eps": 1e-5,
+        "activation": "gelu_tanh",
+        "attention_scale_dim": 0.0,
+        "tied_embeddings": True,
+        # For experiments; GPT-2 has none of these.
+        "qk_norm": False,
+        "sliding_window": 0,
+        "logit_soft_cap": 0.0,
+    },
+    fixed={
+        "norm": "layer",
+        "positions": "learned",
+        "gated": False,
+        "attention_bias": "all",
+        "mlp_bias": True,
+    },
+    hf_types=("gpt2",),
+    hf_architectures="GPT2LMHeadModel",
+    read_hf=_from_hf,
+    write_hf=_to_hf,
+    tensors=_tensors,
+    hf_prefix="transformer.",
+    ignored=("*.attn.bias", "*.attn.masked_bias"),
+)

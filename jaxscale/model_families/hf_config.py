@@ -1,0 +1,287 @@
+"""The parts of Hugging Face's config.json that families share.
+
+A reader takes what it knows out of a copy of the file with `pop`; `refuse_rest` refuses what is
+left, so that no setting is dropped silently. Keys and defaults are those of transformers 5.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.choices import check_choice
+from jaxscale.model_families.family import Model
+
+REQUIRED = object()
+
+UNUSED = [
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "architectures",
+    "attention_dropout",
+    "attn_pdrop",
+    "auto_map",
+    "bos_token_id",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "classifier_dropout",
+    "dtype",
+    "embd_pdrop",
+    "eos_token_id",
+    "hidden_dropout",
+    "id2label",
+    "initializer_range",
+    "keys_to_ignore_at_inference",
+    "label2id",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "resid_pdrop",
+    "return_dict",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "task_specific_params",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+]
+"""Keys without a part in the logits: dropout, initial values, special tokens, records."""
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "quick_gelu": "quick_gelu",
+}
+"""Theirs -> ours; of several names for one function the first is written."""
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
+
+def pop(rest: dict[str, Any], key: str, default: Any = REQUIRED) -> Any:
+    """Takes a key out of what is left of a config.json.
+
+    Raises:
+      ValueError: it is not there and has no default.
+    """
+    if key not in rest and default is REQUIRED:
+        raise ValueError(
+            f"config.json has no {key!r}, which a {rest.get('model_type')} model needs"
+        )
+    return rest.pop(key, default)
+
+
+def expect(rest: dict[str, Any], key: str, *allowed: Any) -> None:
+    """Takes out a key that may only have the values that this package trains.
+
+    Raises:
+      ValueError: it has another value.
+    """
+    got = rest.pop(key, allowed[0])
+    if got not in allowed:
+        raise ValueError(
+            f"config.json has {key} = {got!r}; for {rest.get('model_type')} it can be "
+            f"{' or '.join(repr(one) for one in allowed)}"
+        )
+
+
+def refuse_rest(rest: Mapping[str, Any]) -> None:
+    """Raises ValueError for the first key that no reader knows."""
+    for key, value in rest.items():
+        if key not in UNUSED:
+            raise ValueError(
+                f"config.json has {key} = {value!r}, which is not known for "
+                f"{rest.get('model_type')} models"
+            )
+
+
+def pop_sizes(rest: dict[str, Any]) -> dict[str, Any]:
+    """The sizes of a model, under the names of Llama."""
+    d_model, heads = pop(rest, "hidden_size"), pop(rest, "num_attention_heads")
+    expect(rest, "is_encoder_decoder", False)
+    return {
+        "vocab_size": pop(rest, "vocab_size"),
+        "d_model": d_model,
+        "d_ff": pop(rest, "intermediate_size"),
+        "num_layers": pop(rest, "num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": pop(rest, "num_key_value_heads", None) or heads,
+        "head_dim": pop(rest, "head_dim", None) or d_model // heads,
+        "max_seq_len": pop(rest, "max_position_embeddings", 2048),
+    }
+
+
+def sizes_to_hf(model: Model) -> dict[str, Any]:
+    """The inverse of `pop_sizes`."""
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.d_model,
+        "intermediate_size": model.d_ff,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "max_position_embeddings": model.max_seq_len,
+    }
+
+
+def pop_activation(rest: dict[str, Any], key: str, default: str) -> str:
+    """Our name of an activation."""
+    name = pop(rest, key, None) or default
+    check_choice(f"config.json: {key}", name, ACTIVATIONS)
+    return ACTIVATIONS[name]
+
+
+def activation_to_hf(model: Model) -> str:
+    """Their name of the activation."""
+    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation)
+
+
+def pop_rope(rest: dict[str, Any], theta: float = 10_000.0) -> dict[str, Any]:
+    """The settings of rotary positions, in the form of transformers 4 (`rope_theta` and
+    `rope_scaling`) or 5 (`rope_parameters`).
+
+    Args:
+      theta: the default base.
+    """
+    context = rest.get("max_position_embeddings", 2048)
+    given = pop(rest, "rope_parameters", None) or {}
+    given = pop(rest, "rope_scaling", None) or given
+    base = pop(rest, "rope_theta", theta)
+    return rope_from_hf(given, base, context)
+
+
+def rope_from_hf(given: Mapping[str, Any], theta: float, context: int) -> dict[str, Any]:
+    """Our settings for one dictionary of rotary positions.
+
+    Args:
+      theta: the base, where the dictionary has none.
+      context: max_position_embeddings of the model.
+
+    Raises:
+      ValueError: an unknown kind of scaling, or an unknown key.
+    """
+    left = dict(given)
+    kind = left.pop("rope_type", None) or left.pop("type", None) or "default"
+    left.pop("type", None)
+    ours = {"rope_theta": left.pop("rope_theta", theta)}
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ValueError(
+            f"config.json scales rotary positions by rope_type = {kind!r}; it can be default, "
+            "linear, llama3 or yarn"
+        )
+    if kind != "default":
+        ours |= {"rope_scaling": kind, "rope_factor": left.pop("factor")}
+    if kind in ("llama3", "yarn"):
+        ours["rope_original_context"] = left.pop("original_max_position_embeddings", context)
+    if kind == "llama3":
+        ours["rope_low_turns"] = left.pop("low_freq_factor")
+        ours["rope_high_turns"] = left.pop("high_freq_factor")
+    if kind == "yarn":
+        ours["rope_low_turns"] = left.pop("beta_slow", None) or 1.0
+        ours["rope_high_turns"] = left.pop("beta_fast", None) or 32.0
+        ours["rope_truncate"] = left.pop("truncate", True)
+        scales = left.pop("mscale", None), left.pop("mscale_all_dim", None)
+        factor = left.pop("attention_factor", None)
+        if factor is None and all(scales):
+            above, below = (1 + 0.1 * scale * math.log(ours["rope_factor"]) for scale in scales)
+            factor = above / below
+        ours["rope_attention_factor"] = factor or 0.0
+    if left.pop("partial_rotary_factor", 1.0) != 1:
+        raise ValueError("config.json has partial_rotary_factor for a model that rotates all")
+    if left:
+        key, value = next(iter(left.items()))
+        raise ValueError(f"config.json has {key} = {value!r} for rope_type = {kind!r}: not known")
+    return ours
+
+
+def rope_to_hf(model: Model) -> dict[str, Any]:
+    """The inverse of `pop_rope`, in the form that every version reads."""
+    scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_factor}
+    if model.rope_scaling in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = model.rope_original_context
+    low, high = model.rope_turns
+    if model.rope_scaling == "llama3":
+        scaling |= {"low_freq_factor": low, "high_freq_factor": high}
+    if model.rope_scaling == "yarn":
+        scaling |= {"beta_slow": low, "beta_fast": high, "truncate": model.rope_truncate}
+        if model.rope_attention_factor:
+            scaling["attention_factor"] = model.rope_attention_factor
+    return {
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None if model.rope_scaling == "none" else scaling,
+    }
+
+
+def pop_bias(rest: dict[str, Any], default: bool = False) -> str:
+    """Our name of where attention has biases."""
+    return "all" if pop(rest, "attention_bias", default) else "none"
+
+
+def pop_windows(rest: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Window and pattern of a Qwen, whose layers from max_window_layers on have it."""
+    window = pop(rest, "sliding_window", None)
+    window = window if pop(rest, "use_sliding_window", False) else None
+    first = pop(rest, "max_window_layers", 28)
+    types = pop(rest, "layer_types", None)
+    types = types or [LOCAL if window and i >= first else GLOBAL for i in range(num_layers)]
+    pattern = pattern_of(types)
+    return {"sliding_window": window, "layer_pattern": pattern} if window else {}
+
+
+def pattern_of(layer_types: list[str]) -> str:
+    """The shortest `layer_pattern` whose repetition is these layers; "" where all are local.
+
+    >>> pattern_of([LOCAL, GLOBAL, LOCAL, GLOBAL, LOCAL])
+    'LG'
+
+    Raises:
+      ValueError: a layer of another kind.
+    """
+    for kind in layer_types:
+        if kind not in (LOCAL, GLOBAL):
+            raise ValueError(
+                f"config.json has {kind!r} in layer_types; it can be {LOCAL}, {GLOBAL}"
+            )
+    letters = "".join("L" if kind == LOCAL else "G" for kind in layer_types)
+    if "G" not in letters:
+        return ""
+    repeats = (letters[:n] for n in range(1, len(letters) + 1))
+    return next(one for one in repeats if (one * len(letters)).startswith(letters))
+
+
+def layer_types(model: Model) -> list[str]:
+    """The kind of every layer."""
+    return [LOCAL if model.window(i) else GLOBAL for i in range(model.num_layers)]
+
+
+def refuse_options(model: Model, **usual: Any) -> None:
+    """Refuses options that a family here has, and its form at Hugging Face does not.
+
+    Raises:
+      ValueError: names the first that is not as usual.
+    """
+    for name, value in usual.items():
+        if getattr(model, name) != value:
+            raise ValueError(
+                f"model.{name} = {getattr(model, name)!r} cannot be written in Hugging Face's "
+                f"format of {model.family} models, where it is {value!r}"
+            )
+
+
+def head_size_of(model: Model) -> int:
+    """The head size of formats that do not store it."""
+    return model.d_model // model.num_heads

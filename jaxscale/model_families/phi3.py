@@ -1,0 +1,107 @@
+"""Phi-3: a Llama whose checkpoints fuse projections, and which may rotate a part of a head."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.model_families.family import Family, Model
+from jaxscale.model_families.hf_config import (
+    activation_to_hf,
+    expect,
+    pop,
+    pop_activation,
+    pop_sizes,
+    refuse_rest,
+    sizes_to_hf,
+)
+from jaxscale.model_families.hf_tensors import LAYER, NORMS, matrix, norm_rules, outer
+from jaxscale.model_families.tensor_rule import TensorRule
+
+
+def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rest = dict(hf)
+    rope = pop(rest, "rope_parameters", None) or {}
+    rope = dict(pop(rest, "rope_scaling", None) or rope)
+    rope.setdefault("rope_type", rope.pop("type", None) or "default")
+    rope.setdefault("rope_theta", pop(rest, "rope_theta", 10_000.0))
+    rope.setdefault("partial_rotary_factor", pop(rest, "partial_rotary_factor", 1.0))
+    rest.pop("original_max_position_embeddings", None)  # only longrope reads it
+    expect({**rope, "model_type": "phi3"}, "rope_type", "default")
+    ours = {
+        **pop_sizes(rest),
+        "rope_theta": rope["rope_theta"],
+        "rope_share": rope["partial_rotary_factor"],
+        "activation": pop_activation(rest, "hidden_act", "silu"),
+        "norm_eps": pop(rest, "rms_norm_eps", 1e-5),
+        "sliding_window": pop(rest, "sliding_window", None) or 0,
+        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
+    }
+    expect(rest, "attention_bias", False)
+    refuse_rest(rest)
+    return ours
+
+
+def _to_hf(model: Model) -> dict[str, Any]:
+    return {
+        **sizes_to_hf(model),
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None,
+        "partial_rotary_factor": model.rope_share,
+        "original_max_position_embeddings": model.max_seq_len,
+        "hidden_act": activation_to_hf(model),
+        "rms_norm_eps": model.norm_eps,
+        "sliding_window": model.sliding_window or None,
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+
+
+def _tensors(model: Model) -> tuple[TensorRule, ...]:
+    heads, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+
+    def parts(name: str, **widths: int) -> list[TensorRule]:
+        total, end, rules = sum(widths.values()), 0, []
+        for param, width in widths.items():
+            start, end = end, end + width
+            rules.append(
+                TensorRule(
+                    f"layers/{param}",
+                    f"{LAYER}.{name}.weight",
+                    (total, model.d_model),
+                    (1, 0),
+                    (slice(start, end),),
+                )
+            )
+        return rules
+
+    qkv = {"attention/q": heads, "attention/k": keys, "attention/v": keys}
+    return (
+        *outer(model, "model.embed_tokens.weight", "model.norm", "lm_head.weight"),
+        *(
+            rule
+            for ours, theirs in NORMS.items()
+            for rule in norm_rules(model, f"layers/{ours}", f"{LAYER}.{theirs}")
+        ),
+        *parts("self_attn.qkv_proj", **qkv),
+        matrix("layers/attention/out", f"{LAYER}.self_attn.o_proj.weight", heads, model.d_model),
+        *parts("mlp.gate_up_proj", **{"mlp/gate": model.d_ff, "mlp/up": model.d_ff}),
+        matrix("layers/mlp/down", f"{LAYER}.mlp.down_proj.weight", model.d_ff, model.d_model),
+    )
+
+
+PHI3 = Family(
+    name="phi3",
+    paper="Phi-3, arXiv 2404.14219",
+    settings={
+        "rope_theta": 10_000.0,
+        "rope_share": 1.0,
+        "norm_eps": 1e-5,
+        "activation": "silu",
+        "sliding_window": 0,
+        "tied_embeddings": False,
+    },
+    fixed={},
+    hf_types=("phi3",),
+    hf_architectures="Phi3ForCausalLM",
+    read_hf=_from_hf,
+    write_hf=_to_hf,
+    tensors=_tensors,
+)

@@ -1,0 +1,40 @@
+"""The model families that come with the package, and their lookup by name.
+
+A family is added with a file beside this one and a line in `SHIPPED`.
+"""
+
+from jaxscale.choices import check_choice, did_you_mean
+from jaxscale.model_families.family import Family
+from jaxscale.model_families.gemma import GEMMA2, GEMMA3
+from jaxscale.model_families.gpt import GPT
+from jaxscale.model_families.gpt_neox import GPT_NEOX
+from jaxscale.model_families.llama import LLAMA
+from jaxscale.model_families.mistral import MISTRAL
+from jaxscale.model_families.olmo2 import OLMO2
+from jaxscale.model_families.phi3 import PHI3
+from jaxscale.model_families.qwen import QWEN2, QWEN3
+
+SHIPPED = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT, GPT_NEOX)
+
+FAMILIES = {family.name: family for family in SHIPPED}
+
+
+def find_family(name: str) -> Family:
+    """A shipped family.
+
+    Raises:
+      ValueError: there is none; names the nearest.
+    """
+    check_choice("model.family", name, FAMILIES)
+    return FAMILIES[name]
+
+
+def refuse_setting(family: Family, option: str) -> str:
+    """The text of a refusal: an option that the family does not let a user set."""
+    others = [one.name for one in SHIPPED if option in one.settings]
+    where = f"; {option} is one of {', '.join(others)}" if others else ""
+    near = did_you_mean(option, family.settings)
+    return (
+        f"model.{option} is not a setting of model.family = {family.name!r}; its settings are the "
+        f"sizes and {', '.join(sorted(family.settings))}{where}{near}"
+    )

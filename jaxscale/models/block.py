@@ -1,0 +1,268 @@
+"""One layer of a decoder, in every way that `ModelConfig` can say.
+
+Letters: B batch, T query time, S key time, D embed, F mlp hidden, N query heads, K kv heads,
+H head_dim, V vocab (padded), L layers.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name as named  # for remat policies
+
+from jaxscale.batch import Batch
+from jaxscale.config import ModelConfig
+from jaxscale.models.kernels import Kernels
+from jaxscale.models.protocol import STREAM
+from jaxscale.models.weights import Weights
+from jaxscale.ops.attention import decode_attention
+from jaxscale.ops.norm import layer_norm, rms_norm
+from jaxscale.ops.rope import RopeScaling, rotary
+from jaxscale.ops.tensor_parallel import add_bias, columns, rows
+
+Cache = tuple[jax.Array, jax.Array]
+"""Keys and values of every layer, [layers, batch, slots, kv_heads, head_dim] each."""
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+}
+
+
+class Norm(nnx.Module):
+    """RMSNorm, or LayerNorm with bias, over the last dimension."""
+
+    def __init__(self, config: ModelConfig, weights: Weights):
+        self.scale = weights.zeros("embed") if config.norm_offset else weights.ones("embed")
+        self.bias = weights.zeros("embed") if config.norm == "layer" else None
+        self.eps, self.offset = config.norm_eps, float(config.norm_offset)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.bias is None:
+            return rms_norm(x, self.scale[...], eps=self.eps, offset=self.offset)
+        return layer_norm(x, self.scale[...], self.bias[...], eps=self.eps)
+
+
+class Attention(nnx.Module):
+    """Self-attention with grouped heads."""
+
+    def __init__(self, config: ModelConfig, weights: Weights):
+        self.config = config
+        self.q = weights.normal("embed", "heads", "head_dim")
+        self.k = weights.normal("embed", "kv_heads", "head_dim")
+        self.v = weights.normal("embed", "kv_heads", "head_dim")
+        self.out = weights.normal("heads", "head_dim", "embed", residual=True)
+        if config.attention_bias != "none":
+            self.q_bias = weights.zeros("heads", "head_dim")
+            self.k_bias = weights.zeros("kv_heads", "head_dim")
+            self.v_bias = weights.zeros("kv_heads", "head_dim")
+        if config.attention_bias == "all":
+            self.out_bias = weights.zeros("embed")
+        if config.qk_norm:
+            scale = weights.zeros if config.norm_offset else weights.ones
+            over_heads = config.qk_norm_over_heads
+            self.q_scale = scale(*(("heads",) if over_heads else ()), "head_dim")
+            self.k_scale = scale(*(("kv_heads",) if over_heads else ()), "head_dim")
+
+    def project(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        kind: int,
+        columns: Callable = columns,
+        rotary: Callable = rotary,
+        key_heads: Callable = lambda x: x,
+    ) -> tuple[jax.Array, ...]:
+        """Queries, keys and values, rotary positions applied."""
+        config = self.config
+        weights = (self.q[...], key_heads(self.k[...]), key_heads(self.v[...]))
+        projected = columns(x_BTD, weights)
+        q_BTNH, k_BTKH, v_BTKH = map(named, projected, ("query", "key", "value"))
+        if config.attention_bias != "none":
+            q_BTNH = add_bias(q_BTNH, self.q_bias[...])
+            k_BTKH = add_bias(k_BTKH, key_heads(self.k_bias[...]))
+            v_BTKH = add_bias(v_BTKH, key_heads(self.v_bias[...]))
+        if config.qk_norm:
+            over_heads = config.qk_norm_over_heads
+            norm: dict[str, Any] = {"eps": config.norm_eps, "offset": float(config.norm_offset)}
+            norm["num_dims"] = 2 if over_heads else 1
+            q_BTNH = rms_norm(q_BTNH, self.q_scale[...], **norm)
+            scale = key_heads(self.k_scale[...]) if over_heads else self.k_scale[...]
+            k_BTKH = rms_norm(k_BTKH, scale, **norm)
+        if config.positions == "rotary":
+            turn = rope_settings(config, kind)
+            q_BTNH = rotary(q_BTNH, positions_BT, **turn)
+            k_BTKH = rotary(k_BTKH, positions_BT, **turn)
+        return q_BTNH, k_BTKH, v_BTKH
+
+    def join(self, o_BTNH: jax.Array, rows: Callable = rows) -> jax.Array:
+        """The heads' outputs, projected back into the residual stream."""
+        y_BTD = named(rows(o_BTNH, self.out[...]), "attention_out")
+        return add_bias(y_BTD, self.out_bias[...]) if self.config.attention_bias == "all" else y_BTD
+
+    def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels, kind: int) -> jax.Array:
+        rotary, scale = kernels.rotary, self.config.attention_scale
+        if kernels.rotary_scales and self.config.positions == "rotary":
+            rotary, scale = functools.partial(rotary, factor=math.sqrt(scale)), 1.0
+        q_BTNH, k_BTKH, v_BTKH = self.project(
+            x_BTD, batch.positions, kind, kernels.columns, rotary, kernels.key_heads
+        )
+        q_BTNH = kernels.shard(q_BTNH, ("batch", "seq", "heads", "head_dim"))
+        k_BTKH = kernels.shard(k_BTKH, ("batch", "seq", "kv_heads", "head_dim"))
+        v_BTKH = kernels.shard(v_BTKH, ("batch", "seq", "kv_heads", "head_dim"))
+        o_BTNH = kernels.attend(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            batch.segments,
+            sliding_window=self.config.window(kind),
+            causal=self.config.causal,
+            scale=scale,
+            soft_cap=self.config.attention_soft_cap,
+        )
+        return self.join(o_BTNH, kernels.rows)
+
+    def decode(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Cache, layer: jax.Array, kind: int
+    ) -> tuple[jax.Array, Cache]:
+        """Writes these tokens to the cache at their positions, and attends to all that it holds."""
+        q_BTNH, *new = self.project(x_BTD, positions_BT, kind)
+
+        rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
+        k_LBSKH, v_LBSKH = (
+            old_LBSKH.at[layer, rows_B1, positions_BT].set(new_BTKH.astype(old_LBSKH.dtype))
+            for old_LBSKH, new_BTKH in zip(cache, new)
+        )
+        k_BSKH, v_BSKH = k_LBSKH[layer], v_LBSKH[layer]
+        # Slot i holds position i. Slots that are not written yet lie beyond every query.
+        slots_BS = jnp.broadcast_to(jnp.arange(k_BSKH.shape[1]), k_BSKH.shape[:2])
+        o_BTNH = decode_attention(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            positions_BT,
+            slots_BS,
+            sliding_window=self.config.window(kind),
+            scale=self.config.attention_scale,
+            soft_cap=self.config.attention_soft_cap,
+        )
+        return self.join(o_BTNH), (k_LBSKH, v_LBSKH)
+
+
+def rope_settings(config: ModelConfig, kind: int) -> dict[str, Any]:
+    """The keywords of `ops.rope.rotary` for a layer of a kind."""
+    settings: dict[str, Any] = {"theta": config.theta(kind), "rotary_dim": config.rotary_dim}
+    if (scaling := config.scaling(kind)) != "none":
+        settings["scaling"] = RopeScaling(
+            scaling,
+            config.rope_factor,
+            config.rope_original_context,
+            *config.rope_turns,
+            attention_factor=config.rope_attention_factor,
+            truncate=config.rope_truncate,
+        )
+    return settings
+
+
+class MLP(nnx.Module):
+    """Two matrices with an activation between them, or three with a gate (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig, weights: Weights):
+        self.activation, self.biased = config.activation, config.mlp_bias
+        self.up = weights.normal("embed", "mlp")
+        self.down = weights.normal("mlp", "embed", residual=True)
+        self.gate = weights.normal("embed", "mlp") if config.gated else None
+        if self.biased:
+            self.up_bias = weights.zeros("mlp")
+            self.down_bias = weights.zeros("embed")
+            self.gate_bias = weights.zeros("mlp") if config.gated else None
+
+    def __call__(
+        self, x_BTD: jax.Array, columns: Callable = columns, rows: Callable = rows
+    ) -> jax.Array:
+        if self.gate is None:
+            (up_BTF,) = columns(x_BTD, (self.up[...],))
+            inputs = (named(up_BTF, "mlp_up"),)
+        else:
+            up_BTF, gate_BTF = columns(x_BTD, (self.up[...], self.gate[...]))
+            inputs = named(up_BTF, "mlp_up"), named(gate_BTF, "mlp_gate")
+        if self.biased:
+            biases = (self.up_bias, self.gate_bias)[: len(inputs)]
+            inputs += tuple(bias[...] for bias in biases if bias is not None)
+        # The activation is recomputed for the backward pass: cheaper than saving its result,
+        # whatever the remat policy.
+        down = jax.checkpoint(
+            lambda weight, *inputs: rows(self.activate(*inputs), weight), prevent_cse=False
+        )
+        y_BTD = down(self.down[...], *inputs)
+        return add_bias(y_BTD, self.down_bias[...]) if self.biased else y_BTD
+
+    def activate(self, up_BTF: jax.Array, *others: jax.Array) -> jax.Array:
+        """The hidden values; `others` are the gate, and the biases of up and gate, where the MLP
+        has them."""
+        hidden, biases = (up_BTF, *others), ()
+        if self.biased:
+            hidden, biases = hidden[: len(hidden) // 2], hidden[len(hidden) // 2 :]
+        if biases:
+            hidden = tuple(map(add_bias, hidden, biases))
+        act = ACTIVATIONS[self.activation]
+        return act(hidden[0]) if self.gate is None else act(hidden[1]) * hidden[0]
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each around a residual, with norms before or after."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        weights = Weights(config, key)
+        self.placement, self.parallel = config.norm_placement, config.parallel_block
+        before, after = self.placement in ("before", "both"), self.placement != "before"
+        self.attention_norm = Norm(config, weights) if before else None
+        self.attention = Attention(config, weights)
+        self.attention_post_norm = Norm(config, weights) if after else None
+        self.mlp_norm = Norm(config, weights) if before else None
+        self.mlp = MLP(config, weights)
+        self.mlp_post_norm = Norm(config, weights) if after else None
+
+    def __call__(
+        self, x_BTD: jax.Array, batch: Batch, kernels: Kernels, kind: int = 0
+    ) -> jax.Array:
+        """The stream after the layer; `kind` is its index modulo `ModelConfig.period`."""
+        with jax.named_scope("attention"):
+            y_BTD = self.attention(_apply(self.attention_norm, x_BTD), batch, kernels, kind)
+            after_BTD = kernels.shard(self.add(x_BTD, y_BTD, self.attention_post_norm), STREAM)
+        with jax.named_scope("mlp"):
+            z_BTD = self.mlp(
+                _apply(self.mlp_norm, x_BTD if self.parallel else after_BTD),
+                kernels.columns,
+                kernels.rows,
+            )
+            return kernels.shard(self.add(after_BTD, z_BTD, self.mlp_post_norm), STREAM)
+
+    def add(self, x_BTD: jax.Array, y_BTD: jax.Array, norm: Norm | None) -> jax.Array:
+        """The stream and what attention or MLP add to it."""
+        if self.placement == "after_residual":
+            return _apply(norm, x_BTD + y_BTD)
+        return x_BTD + _apply(norm, y_BTD)
+
+    def decode(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Cache, layer: jax.Array, kind: int
+    ) -> tuple[jax.Array, Cache]:
+        """The same for tokens that are added to the cache of layer `layer`."""
+        y_BTD, cache = self.attention.decode(
+            _apply(self.attention_norm, x_BTD), positions_BT, cache, layer, kind
+        )
+        after_BTD = self.add(x_BTD, y_BTD, self.attention_post_norm)
+        z_BTD = self.mlp(_apply(self.mlp_norm, x_BTD if self.parallel else after_BTD))
+        return self.add(after_BTD, z_BTD, self.mlp_post_norm), cache
+
+
+def _apply(norm: Norm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)

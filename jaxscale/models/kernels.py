@@ -1,0 +1,46 @@
+"""The functions of a model that a layout may replace."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.typing import DTypeLike
+
+from jaxscale.ops.embedding import lookup
+from jaxscale.ops.loss import cross_entropy
+from jaxscale.ops.rope import rotary
+from jaxscale.ops.tensor_parallel import columns, rows
+
+
+def plain_lookup(
+    table_VD: jax.Array, indices_BT: jax.Array, rows: str, dtype: DTypeLike
+) -> jax.Array:
+    """Rows, in `dtype`, of a table that this device holds whole; `rows` names its first axis."""
+    del rows
+    return lookup(table_VD, indices_BT, dtype)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions of a model that a layout may replace by others with the same result.
+
+    The defaults run anywhere, with no mesh.
+
+    `attend(q, k, v, segments, **settings)` has the settings of `ops.attention.attention`, per call:
+    `sliding_window`, `causal`, `scale`, `soft_cap`, and for cross attention and T5's position bias
+    `segments_BS`, `bias_bN` and `max_distance`. Where `rotary_scales`, a model that rotates queries
+    and keys should multiply each by the root of the scale there (`factor`) and pass scale 1.
+
+    `key_heads` takes what has key/value heads as its last dimension but one: weights, biases,
+    scales. It repeats heads where ranks of tensor outnumber them.
+    """
+
+    attend: Callable[..., jax.Array]
+    lookup: Callable[[jax.Array, jax.Array, str, DTypeLike], jax.Array] = plain_lookup
+    columns: Callable[[jax.Array, Sequence[jax.Array]], tuple[jax.Array, ...]] = columns
+    rows: Callable[[jax.Array, jax.Array], jax.Array] = rows
+    rotary: Callable[..., jax.Array] = rotary
+    rotary_scales: bool = False
+    key_heads: Callable[[jax.Array], jax.Array] = lambda x: x
+    cross_entropy: Callable[..., tuple[jax.Array, jax.Array]] = cross_entropy
+    shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x

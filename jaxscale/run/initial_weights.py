@@ -1,0 +1,148 @@
+"""Weights that a run starts from, or that a notebook calls: a Hugging Face model's, or a run's.
+
+`open_weights` reads configs and headers only; values are read once their place is known.
+"""
+
+import dataclasses
+import logging
+import pathlib
+from typing import Any
+
+import jax
+
+from jaxscale import config as configs
+from jaxscale.config import Config, ModelConfig
+from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.distributed import processes
+from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face, open_model
+from jaxscale.run_folder import TOKENIZERS
+from jaxscale.training.checkpoint import Checkpoints
+from jaxscale.training.step import Engine, TrainState
+
+log = logging.getLogger("jaxscale")
+
+MAY_DIFFER = ("init_from", "attention", "compute_dtype", "param_dtype", "z_loss")
+"""Settings of a model that do not change what its weights mean."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunWeights:
+    """The parameters of a run's newest checkpoint."""
+
+    directory: pathlib.Path
+    config: ModelConfig
+    step: int
+
+    @property
+    def dtype(self) -> str:
+        """The type of the parameters."""
+        return self.config.param_dtype
+
+    def check(self, axes: Any, shapes: Any) -> None:
+        """Nothing: `read` compares names and shapes with those in the checkpoint."""
+
+    def read(self, axes: Any, abstract: Any) -> Any:
+        """The parameters in canonical form, with the types and devices of `abstract`."""
+        del axes
+        stored = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.dtype, sharding=leaf.sharding),
+            abstract,
+        )
+        checkpoints = Checkpoints(self.directory / "checkpoints")
+        try:
+            params = checkpoints.restore(self.step, {"params": stored}, part=True)["params"]
+        finally:
+            checkpoints.close()
+        return jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), params, abstract)
+
+
+Weights = HuggingFaceModel | RunWeights
+
+
+def open_weights(directory: pathlib.Path) -> Weights:
+    """A Hugging Face model's folder, or the newest checkpoint of a run's.
+
+    Raises:
+      FileNotFoundError: the folder holds neither.
+      ValueError: it cannot be used; says why.
+    """
+    if is_hugging_face(directory):
+        return open_model(directory)
+    sections = configs.read_sections(directory / "config.json")
+    config = configs.from_dict({"model": sections.get("model", {})})
+    checkpoints = Checkpoints(directory / "checkpoints")
+    step = processes.from_first("checkpoint of init_from", checkpoints.latest())
+    checkpoints.close()
+    if step is None:
+        raise FileNotFoundError(f"{directory} is a run's folder and holds no checkpoint yet")
+    return RunWeights(directory, config.model, step)
+
+
+def check_settings(model: ModelConfig, weights: Weights, why: str) -> None:
+    """Refuses weights of a model with other settings.
+
+    Args:
+      why: the setting that named the weights, for the message.
+
+    Raises:
+      ValueError: with a line for each setting that differs.
+    """
+    ours, theirs = dataclasses.asdict(model), dataclasses.asdict(weights.config)
+    lines = [
+        f"model.{name} = {value!r} here, {theirs[name]!r} there"
+        for name, value in ours.items()
+        if name not in MAY_DIFFER and value != theirs[name]
+    ]
+    if lines:
+        raise ValueError(
+            f"{why}: the weights in {weights.directory} are of a model with other settings:\n  "
+            + "\n  ".join(lines)
+        )
+
+
+def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weights | None:
+    """The weights that a new run starts from: those of `model.init_from`, or of the checkpoint 0
+    that `convert` left in its folder; None starts from random ones.
+
+    Raises:
+      ValueError: they do not fit the run.
+    """
+    name = config.model.init_from
+    if (workdir / "checkpoints" / "0").is_dir():
+        if name:
+            raise ValueError(
+                f"model.init_from = {name!r}, and {workdir} already holds weights to start from "
+                "(checkpoint 0); leave model.init_from empty, or start a new --workdir"
+            )
+        weights = open_weights(workdir)
+        check_settings(config.model, weights, f"--workdir {workdir}")
+        return weights
+    if not name:
+        return None
+    weights = open_weights(pathlib.Path(name))
+    check_settings(config.model, weights, f"model.init_from = {name!r}")
+    params = engine.placement.canonical.params
+    weights.check(engine.model.axes, params)
+    return weights
+
+
+def check_tokenizer(tokenizer: Tokenizer, weights: Weights) -> None:
+    """Logs a line where the tokenizer of a run is not the one that lies beside its weights."""
+    files = [weights.directory / name for name in TOKENIZERS]
+    theirs = next((file.read_bytes() for file in files if file.is_file()), b"")
+    if theirs != tokenizer.file:
+        log.info(
+            f"note: data.tokenizer = {tokenizer.name!r} is not the tokenizer in "
+            f"{weights.directory}: ids may mean other text than the weights were trained on"
+        )
+
+
+def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainState:
+    """The state of a new run with these parameters, a fresh optimizer, and step 0."""
+    state = engine.init(key)
+    for leaf in jax.tree.leaves(state.params):
+        leaf.delete()  # only the optimizer's state is needed
+    params = weights.read(engine.model.axes, engine.placement.canonical.params)
+    params = engine.placement.part("params").from_canonical(params, donate=True)
+    log.info(f"parameters read from {weights.directory}")
+    return state._replace(params=params)

@@ -1,0 +1,110 @@
+"""A trained model as a function of tokens, for notebooks: no mesh, no config."""
+
+import dataclasses
+import functools
+import pathlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.batch import Batch
+from jaxscale.config import ModelConfig
+from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.protocol import head_params
+from jaxscale.run.initial_weights import open_weights
+
+
+@dataclass(frozen=True, eq=False)
+class Pretrained:
+    """A model with its parameters, which `from_pretrained` reads."""
+
+    config: ModelConfig
+    params: Any  # in canonical form
+    model: Decoder
+
+    def __call__(self, tokens: Any, segments: Any = None) -> jax.Array:
+        """Float32 logits of the token after each, [batch, time, vocab_size].
+
+        Args:
+          tokens: [batch, time] whole numbers.
+          segments: [batch, time]; tokens attend only to those of the same segment, 0 is padding.
+            None is one segment in each row.
+
+        Raises:
+          ValueError: not [batch, time], or a token beyond the vocabulary.
+        """
+        tokens = jnp.asarray(tokens, jnp.int32)
+        segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
+        if tokens.ndim != 2 or segments.shape != tokens.shape:
+            raise ValueError(
+                f"tokens {tokens.shape} and segments {segments.shape} must be [batch, time] both"
+            )
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab_size:
+            raise ValueError(
+                f"tokens are from {tokens.min()} to {tokens.max()}, and the model has "
+                f"{self.config.vocab_size}"
+            )
+        # Float32 is otherwise rounded to fewer bits in the matmuls of GPUs and TPUs.
+        with jax.default_matmul_precision("float32"):
+            return _logits(self.model, self.params, tokens, segments)
+
+
+def from_pretrained(
+    directory: str | pathlib.Path,
+    *,
+    compute_dtype: str = "float32",
+    param_dtype: str | None = None,
+) -> Pretrained:
+    """Reads a Hugging Face model's folder, or the newest checkpoint of a run's, onto the default
+    device.
+
+    Args:
+      compute_dtype: "float32", or "bfloat16" for less memory and more speed.
+      param_dtype: None is the type of the folder: bfloat16 where all its tensors are, else float32.
+
+    Raises:
+      FileNotFoundError: the folder holds neither.
+      ValueError: an unknown setting or tensor; names it.
+    """
+    weights = open_weights(pathlib.Path(directory))
+    config = dataclasses.replace(
+        weights.config,
+        compute_dtype=compute_dtype,
+        param_dtype=param_dtype or weights.dtype,
+        attention="reference",
+    )
+    model = Decoder(config, plain_kernels())
+    params = weights.read(model.axes, jax.eval_shape(model.init, jax.random.key(0)))
+    return Pretrained(config, params, model)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(model: Decoder, params: Any, tokens: jax.Array, segments: jax.Array) -> jax.Array:
+    batch = Batch(tokens, tokens, segments, _positions(segments), jnp.ones(tokens.shape))
+    x = model.embed(params["embed"], batch)
+    period, num_layers = model.settings.period, model.settings.num_layers
+
+    def one_period(x, weights):
+        for kind in range(period):
+            x = model.block(jax.tree.map(lambda w: w[kind], weights), x, batch, kind)  # noqa: B023
+        return x, None
+
+    whole = num_layers - num_layers % period
+    x, _ = jax.lax.scan(
+        one_period,
+        x,
+        jax.tree.map(lambda w: w[:whole].reshape(-1, period, *w.shape[1:]), params["layers"]),
+    )
+    for layer in range(whole, num_layers):
+        weights = jax.tree.map(lambda w: w[layer], params["layers"])  # noqa: B023
+        x = model.block(weights, x, batch, layer % period)
+    return model.logits(head_params(model, params), x).astype(jnp.float32)
+
+
+def _positions(segments: jax.Array) -> jax.Array:
+    """Places of tokens in their segments, from 0."""
+    place = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return place - jax.lax.cummax(jnp.where(segments != before, place, 0), axis=1)

@@ -1,0 +1,26 @@
+"""What the host holds while a checkpoint is read."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.hugging_face import read_memory
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_host_holds_one_tensor_at_a_time(tmp_path):
+    read_memory.make_zeros(tmp_path / "model")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.hugging_face.read_memory", str(tmp_path / "model"), "2"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_ENABLE_X64": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["params_bytes"] > 5 * found["largest_tensor_bytes"]
+    assert 0 < found["peak_bytes"] <= 1.1 * found["largest_tensor_bytes"], found

@@ -1,0 +1,85 @@
+"""Folders that are refused before any value is read."""
+
+import json
+
+import pytest
+
+from jaxscale.hugging_face.model_folder import open_model
+from jaxscale.hugging_face.safetensors_format import read_header
+from tests.hugging_face import tiny_llama
+
+
+def config(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def index(weight_map):
+    def change(folder):
+        path = folder / "model.safetensors.index.json"
+        before = json.loads(path.read_text())["weight_map"]
+        path.write_text(json.dumps({"weight_map": weight_map(before)}))
+
+    return change
+
+
+def pickled(folder):
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def cut_short(folder):
+    path = folder / "a.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def wrong_size(folder):
+    path = folder / "a.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"shape":[16]', b'"shape":[15]', 1))
+
+
+REFUSED = {
+    "type": (config(model_type="lama"), "model_type 'lama' is not supported; it can be .*llama"),
+    "setting": (config(rope_turns=3), r"config.json: .*rope_turns"),
+    "code": (config(auto_map={"AutoModel": "x.Y"}), "auto_map: .* code of its own"),
+    "quantized": (config(quantization_config={}), "quantized weights"),
+    "pickle": (pickled, r"pickles \(pytorch_model.bin\).*safetensors first"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    "no index": (
+        lambda folder: (folder / "model.safetensors.index.json").unlink(),
+        "no model.safetensors and no model.safetensors.index.json",
+    ),
+    "cut short": (cut_short, r"a.safetensors has .* bytes and its header asks for"),
+    "wrong size": (wrong_size, r"does not have the bytes of its shape \(15,\)"),
+    "no header": (lambda folder: (folder / "a.safetensors").write_bytes(b"x" * 20), "not a safete"),
+    "index too long": (index(lambda files: {**files, "x": "a.safetensors"}), "x is in no file"),
+    "index too short": (index(lambda files: dict(list(files.items())[1:])), "in no file by"),
+    "outside": (index(lambda files: dict.fromkeys(files, "../a.safetensors")), "outside its"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_folder_that_cannot_be_used_is_refused(name, tmp_path):
+    folder = tiny_llama.save(tmp_path)
+    open_model(folder)
+    change, message = REFUSED[name]
+    change(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        open_model(folder)
+
+
+def test_headers_are_read_as_the_library_writes_them(tmp_path):
+    tiny_llama.save(tmp_path)
+    expected = tiny_llama.tensors(tiny_llama.CONFIG)
+    found = read_header(tmp_path / "a.safetensors") | read_header(tmp_path / "b.safetensors")
+    assert {name: one.shape for name, one in found.items()} == {
+        name: value.shape for name, value in expected.items()
+    }
+    one = found["model.norm.weight"]
+    data = one.path.read_bytes()[one.offset :]
+    assert data.startswith(expected["model.norm.weight"].tobytes())

@@ -1,0 +1,42 @@
+"""Models of Hugging Face's transformers, of every family and in every setting: their logits, and
+their tensors back bit for bit."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxscale.hugging_face.model_folder import open_model, write_model
+from jaxscale.run.pretrained import from_pretrained
+
+GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
+NAMES = sorted(path.name for path in GOLDENS.iterdir())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_tensors_are_those_of_transformers(name, tmp_path):
+    with jax.enable_x64(False):
+        model = from_pretrained(GOLDENS / name)
+        expected = load_file(GOLDENS / name / "expected.safetensors")
+        logits = np.asarray(model(expected["tokens"], expected["mask"]))
+    assert logits.dtype == np.float32
+    real = expected["mask"] > 0
+    np.testing.assert_allclose(logits[real], expected["logits"][real], rtol=0, atol=1e-4)
+
+    written = tmp_path / "written"
+    write_model(
+        written, model.config, model.model.axes, model.params, dtype="float32", beside=tmp_path
+    )
+    tensors = load_file(GOLDENS / name / "model.safetensors")
+    back = load_file(written / "model.safetensors")
+    assert {key: value.tobytes() for key, value in back.items()} == {
+        key: value.tobytes() for key, value in tensors.items()
+    }
+    assert open_model(written).settings == open_model(GOLDENS / name).settings
+    before, after = (
+        json.loads((folder / "config.json").read_text()) for folder in (GOLDENS / name, written)
+    )
+    assert after["architectures"] == before["architectures"]

@@ -1,0 +1,181 @@
+"""Families: published sizes, the settings that a user may set, and their Hugging Face side."""
+
+import json
+import pathlib
+import re
+
+import jax
+import pytest
+
+from jaxscale import config
+from jaxscale.config import Config, ModelConfig
+from jaxscale.model_families.shipped import FAMILIES, SHIPPED
+from jaxscale.models.decoder import Decoder, plain_kernels
+
+GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
+
+
+def sizes(layers, d_model, heads, kv_heads, head_dim, d_ff, vocab):
+    return {
+        "num_layers": layers,
+        "d_model": d_model,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "d_ff": d_ff,
+        "vocab_size": vocab,
+    }
+
+
+# The sizes of model cards, and the number of parameters there.
+PUBLISHED = {
+    "llama": (sizes(32, 4096, 32, 8, 128, 14336, 128256), 8_030_261_248),
+    "mistral": (sizes(32, 4096, 32, 8, 128, 14336, 32000), 7_241_732_096),
+    "qwen2": (sizes(28, 3584, 28, 4, 128, 18944, 152064), 7_615_616_512),
+    "qwen3": (sizes(36, 4096, 32, 8, 128, 12288, 151936), 8_190_735_360),
+    "gemma2": (sizes(26, 2304, 8, 4, 256, 9216, 256000), 2_614_341_888),
+    "gemma3": (sizes(26, 1152, 4, 1, 256, 6912, 262144), 999_885_952),
+    "olmo2": (sizes(32, 4096, 32, 32, 128, 11008, 100352), 7_298_617_344),
+    "phi3": (sizes(32, 3072, 32, 32, 96, 8192, 32064), 3_821_079_552),
+    "gpt": (sizes(12, 768, 12, 12, 64, 3072, 50257) | {"max_seq_len": 1024}, 124_439_808),
+    "gpt_neox": (sizes(16, 2048, 8, 8, 256, 8192, 50304), 1_011_781_632),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_are_those_of_a_published_model(name):
+    given, published = PUBLISHED[name]
+    model = ModelConfig(family=name, **given)
+    assert model.published_params == published
+    decoder = Decoder(model, plain_kernels())
+    shapes = jax.eval_shape(decoder.init, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == model.num_params
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_run_has_at_most_80_leaves_and_only_those_of_its_family(name):
+    run = Config(model=ModelConfig(family=name))
+    sections = config.to_dict(run)
+    assert sum(len(section) for section in sections.values()) <= 80
+    assert set(FAMILIES[name].settings) <= set(sections["model"])
+    assert not set(FAMILIES[name].fixed) & set(sections["model"])
+    assert config.from_dict(json.loads(json.dumps(sections))) == run
+
+
+def test_an_option_is_a_setting_or_fixed_and_never_both():
+    for family in SHIPPED:
+        assert not set(family.settings) & set(family.fixed), family.name
+        assert {*family.settings, *family.fixed} <= set(ModelConfig.__dataclass_fields__)
+
+
+# Changes of a golden's config.json that are refused, by a part of the message.
+REFUSED = [
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'; it can be"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 3}}, "has beta = 3"),
+    ("llama", {"hidden_act": "mish"}, "hidden_act = 'mish' is not known; it can be silu"),
+    ("llama", {"sliding_window": 7}, "has sliding_window = 7, which is not known for llama"),
+    ("llama", {"hidden_size": None}, "has no 'hidden_size', which a llama model needs"),
+    ("qwen2", {"use_sliding_window": True, "layer_types": ["chunked"]}, "has 'chunked' in layer"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True; for g"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "it can be None"),
+    ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope'; for phi3 it can be"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "for gpt2 it can be False"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "fragment"), REFUSED)
+def test_what_is_not_known_is_refused_by_name(name, change, fragment):
+    hf = json.loads((GOLDENS / name / "config.json").read_text())
+    family = next(one for one in SHIPPED if hf["model_type"] in one.hf_types)
+    hf = {key: value for key, value in {**hf, **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=re.escape(fragment)) as caught:
+        family.from_hf(hf)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_form_of_transformers_4_is_read_too():
+    """As published: without keys that have defaults, and rotary settings in their old place."""
+    sizes = {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 7}
+    common = {**sizes, "num_attention_heads": 4, "max_position_embeddings": 64}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    llama = FAMILIES["llama"].from_hf(
+        common | {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": scaling}
+    )
+    assert (llama["rope_theta"], llama["rope_scaling"], llama["rope_factor"]) == (5e5, "llama3", 8)
+    assert (llama["num_kv_heads"], llama["head_dim"], llama["norm_eps"]) == (4, 6, 1e-6)
+    gemma = FAMILIES["gemma3"].from_hf(
+        common
+        | {
+            "model_type": "gemma3_text",
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+        }
+    )
+    assert (gemma["layer_pattern"], gemma["local_rope_theta"]) == ("LLLLLG", 1e4)
+    assert (gemma["rope_scaling"], gemma["rope_factor"]) == ("linear", 8.0)
+    neox = FAMILIES["gpt_neox"].from_hf(
+        common | {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500}
+    )
+    assert (neox["rope_share"], neox["rope_theta"]) == (0.5, 500)
+    phi = FAMILIES["phi3"].from_hf(
+        common
+        | {
+            "model_type": "phi3",
+            "rope_scaling": None,
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 64,
+        }
+    )
+    assert (phi["rope_share"], phi["rope_theta"]) == (0.5, 500.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fragment"),
+    [
+        ({"qk_norm": True}, "model.qk_norm = True cannot be written in Hugging Face's format of"),
+        ({"attention_bias": "qkv"}, "set model.family = 'qwen2'"),
+        ({"family": "gpt", "num_kv_heads": 2}, "model.num_kv_heads = 2 cannot be written"),
+        ({"family": "gpt_neox", "head_dim": 32}, "model.head_dim = 32 cannot be written"),
+    ],
+)
+def test_what_their_format_does_not_have_is_refused(settings, fragment):
+    model = ModelConfig(**settings)
+    with pytest.raises(ValueError, match=re.escape(fragment)):
+        FAMILIES[model.family].to_hf(model)
+
+
+@pytest.mark.parametrize(
+    ("before", "kind", "factor"), [(8.0, "llama3", 8.0), (32, "llama3", 32.0), (1.0, "none", 1.0)]
+)
+def test_a_run_written_before_rope_scaling_had_kinds_still_loads(before, kind, factor):
+    model = {"rope_theta": 5e5, "rope_scaling": before, "tied_embeddings": True, "qk_norm": False}
+    loaded = config.from_dict({"model": model}).model
+    assert (loaded.rope_scaling, loaded.rope_factor, loaded.rope_theta) == (kind, factor, 5e5)
+    gpt = {"family": "gpt", "rope_theta": 10_000.0, "rope_scaling": 1.0, "tied_embeddings": True}
+    assert config.from_dict({"model": gpt}).model == ModelConfig(family="gpt")
+
+
+def test_layers_repeat_after_a_period():
+    gemma = ModelConfig(family="gemma3", num_layers=8, sliding_window=5)
+    assert gemma.period == 6
+    assert [gemma.window(index) for index in range(8)] == [5, 5, 5, 5, 5, 0, 5, 5]
+    assert {gemma.theta(index) for index in (0, 4, 6)} == {10_000.0}
+    assert gemma.theta(5) == 1_000_000.0
+    everywhere = ModelConfig(sliding_window=5)
+    assert (everywhere.period, everywhere.window(1), everywhere.theta(1)) == (1, 5, 10_000.0)
+    # One layer of eight sees everything.
+    seen = [min(i + 1, 5) for i in range(20)]
+    keys = (7 * sum(seen) / 20 + 10.5) / 8
+    products = gemma.layer_products(20)
+    assert products["attention"] == pytest.approx(4 * gemma.num_heads * gemma.head_dim * keys)

@@ -1,0 +1,180 @@
+"""From a Hugging Face folder to a run, trained in two layouts, and back."""
+
+import contextlib
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jaxscale
+from jaxscale import convert, generate, train
+from jaxscale.data.loader import batches
+from jaxscale.run.initial_weights import open_initial
+from jaxscale.run.setup import open_engine, open_text, open_tokenizer
+from jaxscale.run_folder import load_config
+from tests.hugging_face import tiny_llama
+from tests.hugging_face.test_round_trip import load_all
+
+DATA = ["--config.data.global_batch_size=8", "--config.data.seq_len=16"]
+TOKENS = np.random.default_rng(1).integers(0, 130, (2, 9))
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A model's folder, and the run that it was converted to."""
+    folder = tmp_path_factory.mktemp("convert")
+    tiny_llama.save(folder / "hf")
+    text = "".join(map(chr, np.random.default_rng(0).integers(34, 130, 40_000)))
+    (folder / "text.txt").write_text(text)
+    source = f"--config.data.source={folder / 'text.txt'}"
+    options = ["--from_hf", str(folder / "hf"), "--output", str(folder / "run")]
+    assert convert.main([*options, source, "--config.data.heldout=0", *DATA]) == 0
+    return folder
+
+
+def logits(directory):
+    return np.asarray(jaxscale.from_pretrained(directory)(TOKENS))
+
+
+def to_hf(run, output, *options):
+    assert convert.main(["--to_hf", "--workdir", str(run), "--output", str(output), *options]) == 0
+    return output
+
+
+def test_a_run_is_self_contained_and_comes_back_bit_for_bit(converted, tmp_path, capsys):
+    hf = converted / "hf"
+    run = tmp_path / "moved"
+    (converted / "run").rename(run)
+    try:
+        output = to_hf(run, tmp_path / "back", "--max_file_gb=1e-5")
+        assert (
+            generate.main(
+                ["--workdir", str(run), "--prompt", "ABC", "--num_tokens=3", "--temperature=0"]
+            )
+            == 0
+        )
+    finally:
+        run.rename(converted / "run")
+    assert "ABC" in capsys.readouterr().out
+    assert tiny_llama.bits(load_all(output)) == tiny_llama.bits(load_all(hf))
+    written = json.loads((output / "config.json").read_text())
+    assert {name: written.get(name) for name in tiny_llama.CONFIG} == tiny_llama.CONFIG
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (output / name).read_bytes() == (hf / name).read_bytes()
+    assert logits(output).dtype == np.float32
+    assert logits(output).shape == (2, 9, 130)
+    np.testing.assert_array_equal(logits(output), logits(hf))
+    np.testing.assert_array_equal(logits(converted / "run"), logits(hf))
+
+
+STEP = [
+    "--config.run.steps=1",
+    "--config.optimizer.learning_rate=0",
+    "--config.model.compute_dtype=float32",
+    "--config.layout.pipeline=2",
+    "--config.layout.fsdp=2",
+    "--config.layout.data=2",
+    "--config.layout.microbatches=2",
+    "--trackers=none",
+]
+
+
+def first_batch(workdir):
+    text = open_text(load_config(workdir), workdir)
+    with contextlib.closing(batches(text.train, global_batch_size=8)) as stream:
+        return next(stream)
+
+
+def test_training_starts_from_the_weights_in_a_pipeline(converted, tmp_path):
+    """With a learning rate of zero a step leaves every bit as it was, through a pipeline, a
+    checkpoint and an export; and the loss is that of the weights."""
+    run, hf, tuned = converted / "run", converted / "hf", tmp_path / "tuned"
+    init = f"--config.model.init_from={hf}"
+    assert train.main(["--config", f"{run}/config.json", "--workdir", str(tuned), init, *STEP]) == 0
+    exported = to_hf(tuned, tmp_path / "exported", "--config.layout.fsdp=2")
+    assert tiny_llama.bits(load_all(exported)) == tiny_llama.bits(load_all(hf))
+    assert (exported / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
+    assert json.loads((exported / "config.json").read_text())["bos_token_id"] == 1
+
+    batch = first_batch(run)
+    scores = jax.nn.log_softmax(jaxscale.from_pretrained(tuned)(batch.tokens, batch.segments))
+    nll = -np.take_along_axis(np.asarray(scores), batch.targets[..., None], -1)[..., 0]
+    (line,) = (tuned / "metrics.jsonl").read_text().splitlines()
+    loss = np.average(nll, weights=batch.weights)
+    assert json.loads(line)["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_run_starts_from_another_runs_weights(converted):
+    """From checkpoint 0 of its own folder, or from another run, in other types and on a layout."""
+    run, hf = converted / "run", converted / "hf"
+    config = load_config(run, ["model.param_dtype=bfloat16", "layout.fsdp=4", "layout.tensor=2"])
+    config, engine = open_engine(config)
+    weights = open_initial(config, engine, run)
+    assert weights is not None
+    params = weights.read(engine.model.axes, engine.placement.canonical.params)
+    for leaf, wanted in zip(
+        jax.tree.leaves(params), jax.tree.leaves(engine.placement.canonical.params)
+    ):
+        assert (leaf.dtype, leaf.sharding) == (np.dtype("bfloat16"), wanted.sharding)
+    expected = jaxscale.from_pretrained(hf, param_dtype="bfloat16").params
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+REFUSED = {
+    "settings": (
+        {"rope_theta": 1.0, "tied_embeddings": True, "init_from": "hf"},
+        r"(?s)init_from = .*other settings:\n  model.rope_theta = 1.0 here, 5000.0 there\n  "
+        "model.tied_embeddings = True here, False there",
+    ),
+    "shapes": ({"d_ff": 32, "init_from": "run"}, "model.d_ff = 32 here, 24 there"),
+    "twice": ({"init_from": "hf"}, "already holds weights to start from"),
+    "nowhere": ({"init_from": "nowhere"}, "nowhere holds no model: no config.json"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_weights_that_do_not_fit_are_refused(name, converted, tmp_path):
+    changes, message = REFUSED[name]
+    changes = {**changes, "init_from": str(converted / changes["init_from"])}
+    config = load_config(converted / "run")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+    config, engine = open_engine(config)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        open_initial(config, engine, converted / "run" if name == "twice" else tmp_path)
+
+
+BAD_COMMANDS = {
+    "neither": (["--output", "x"], "give --from_hf DIR, or --to_hf"),
+    "no run": (["--to_hf", "--output", "x"], "--to_hf needs --workdir"),
+    "mixed": (["--from_hf", "x", "--dtype=float32", "--output", "y"], "belong to --to_hf"),
+    "not empty": (["--from_hf", "{hf}", "--output", "{run}"], "is not empty; name a new folder"),
+    "other settings": (
+        ["--from_hf", "{hf}", "--output", "{hf}_", "--config.model.rope_theta=2"],
+        "model.rope_theta = 2.0 here, 5000.0 there",
+    ),
+    "tokenizer": (["--from_hf", "{bare}", "--output", "{hf}_"], "no tokenizer.json and no"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COMMANDS)
+def test_commands_that_cannot_work_are_refused_in_one_line(name, converted, tmp_path, capsys):
+    words, message = BAD_COMMANDS[name]
+    bare = tiny_llama.save(tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    places = {"hf": converted / "hf", "run": converted / "run", "bare": bare}
+    with pytest.raises(SystemExit) as stopped:
+        convert.main([word.format(**places) for word in words])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (converted / "hf_").exists()
+
+
+def test_the_runs_tokenizer_is_the_one_it_started_with(converted, tmp_path):
+    """Its copy is used where the file has gone, and another file is refused."""
+    config = load_config(converted / "run", [f"data.tokenizer={tmp_path / 'tokenizer.json'}"])
+    assert open_tokenizer(config, converted / "run").vocab_size == 100
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not the tokenizer of the run"):
+        open_tokenizer(config, converted / "run")

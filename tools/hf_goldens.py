@@ -1,0 +1,299 @@
+"""Writes tests/goldens/: tiny random models of Hugging Face's transformers, and their logits.
+
+In an environment of its own, since the package does without torch:
+
+    python3.11 -m venv /tmp/goldens
+    /tmp/goldens/bin/pip install torch==2.13.0 transformers==5.23.0
+    /tmp/goldens/bin/python tools/hf_goldens.py [NAME ...]
+
+A golden is a folder: `config.json` and `model.safetensors` as `save_pretrained` writes them, and
+`expected.safetensors` with tokens, attention mask and positions [batch, time], of which the second
+row ends and the third begins with padding, and float32 logits [batch, time, vocab] of eager
+attention. Each has the settings of one line of `CASES`; together the lines of a family turn every
+setting that its config has and `jaxscale.model_families` knows.
+"""
+
+import argparse
+import json
+import pathlib
+import shutil
+
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
+from safetensors.torch import save_file  # pyright: ignore[reportMissingImports]
+
+GOLDENS = pathlib.Path(__file__).parent.parent / "tests" / "goldens"
+BATCH, TIME = 3, 24
+
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FUSED = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 32}
+NEOX = {key: value for key, value in FUSED.items() if key != "num_key_value_heads"}
+GPT2 = {
+    "vocab_size": 67,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 500.0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1_000.0,
+}
+YARN_ALL = YARN | {"beta_fast": 3.0, "beta_slow": 0.25, "truncate": False, "attention_factor": 1.3}
+YARN_SCALES = YARN | {"mscale": 0.8, "mscale_all_dim": 0.4}
+
+CASES = {
+    # Llama
+    "llama": ("Llama", SIZES),
+    "llama_rope3": ("Llama", SIZES | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama_linear": (
+        "Llama",
+        SIZES | {"rope_parameters": LINEAR, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama_yarn": ("Llama", SIZES | {"rope_parameters": YARN, "rms_norm_eps": 0.1}),
+    "llama_yarn_all": ("Llama", SIZES | {"rope_parameters": YARN_ALL, "hidden_act": "gelu"}),
+    "llama_yarn_scales": (
+        "Llama",
+        SIZES | {"rope_parameters": YARN_SCALES, "num_key_value_heads": 1, "hidden_act": "relu"},
+    ),
+    # Mistral
+    "mistral": ("Mistral", SIZES | {"sliding_window": 5}),
+    "mistral_whole": (
+        "Mistral",
+        SIZES | {"sliding_window": None, "rms_norm_eps": 0.1, "tie_word_embeddings": True},
+    ),
+    "mistral_yarn": (
+        "Mistral",
+        SIZES | {"rope_parameters": YARN, "sliding_window": 7, "hidden_act": "gelu_new"},
+    ),
+    # Qwen
+    "qwen2": ("Qwen2", {**FUSED, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2_window": (
+        "Qwen2",
+        FUSED
+        | {
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 0.1,
+        },
+    ),
+    "qwen2_yarn": ("Qwen2", FUSED | {"rope_parameters": YARN, "hidden_act": "quick_gelu"}),
+    "qwen3": ("Qwen3", SIZES | {"rms_norm_eps": 0.1}),
+    "qwen3_window": (
+        "Qwen3",
+        SIZES
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN,
+        },
+    ),
+    # Gemma
+    "gemma2": (
+        "Gemma2",
+        SIZES
+        | {
+            "num_hidden_layers": 3,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma2_plain": (
+        "Gemma2",
+        SIZES
+        | {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 7,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "query_pre_attn_scalar": 8,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "hidden_activation": "gelu",
+            "rms_norm_eps": 0.1,
+            "rope_parameters": LINEAR,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        SIZES
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 12,
+            "rope_parameters": {
+                "full_attention": LINEAR | {"rope_theta": 1_000_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "gemma3_plain": (
+        "Gemma3Text",
+        SIZES
+        | {
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "full_attention"],
+            "query_pre_attn_scalar": 8,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 3.0,
+            "hidden_activation": "silu",
+            "rms_norm_eps": 0.1,
+        },
+    ),
+    # OLMo 2
+    "olmo2": ("Olmo2", FUSED | {"rms_norm_eps": 0.1}),
+    "olmo2_bias": (
+        "Olmo2",
+        FUSED
+        | {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN,
+            "hidden_act": "gelu",
+        },
+    ),
+    # Phi-3
+    "phi3": ("Phi3", FUSED),
+    "phi3_partial": (
+        "Phi3",
+        FUSED
+        | {
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 0.1,
+            "hidden_act": "gelu",
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    # GPT-2
+    "gpt2": ("GPT2", GPT2),
+    "gpt2_unscaled": (
+        "GPT2",
+        GPT2
+        | {
+            "scale_attn_weights": False,
+            "n_inner": 40,
+            "activation_function": "relu",
+            "layer_norm_epsilon": 0.1,
+            "tie_word_embeddings": False,
+            "reorder_and_upcast_attn": True,
+        },
+    ),
+    # GPT-NeoX
+    "gpt_neox": ("GPTNeoX", NEOX),
+    "gpt_neox_serial": (
+        "GPTNeoX",
+        NEOX
+        | {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "layer_norm_eps": 0.1,
+            "hidden_act": "gelu_new",
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "gpt_neox_linear": (
+        "GPTNeoX",
+        NEOX | {"rope_parameters": LINEAR | {"partial_rotary_factor": 1.0}},
+    ),
+}
+
+
+def make_model(kind: str, settings: dict) -> torch.nn.Module:
+    """A model in float32 whose every parameter is far from zero, and from one in norms."""
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(0.2 * torch.randn_like(parameter))
+    return model.float().eval()
+
+
+def make_batch(vocab_size: int) -> dict[str, torch.Tensor]:
+    """Tokens of three rows: whole, padded at the end, padded at the start."""
+    torch.manual_seed(1)
+    tokens = torch.randint(3, vocab_size, (BATCH, TIME))
+    mask = torch.ones_like(tokens)
+    mask[1, TIME - 5 :] = 0
+    mask[2, :7] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return {"tokens": tokens, "mask": mask, "positions": positions}
+
+
+def write(name: str) -> None:
+    """Makes the golden of one case."""
+    kind, settings = CASES[name]
+    model, folder = make_model(kind, settings), GOLDENS / name
+    batch = make_batch(model.config.vocab_size)
+    with torch.no_grad():
+        logits = model(
+            input_ids=batch["tokens"],
+            attention_mask=batch["mask"],
+            position_ids=batch["positions"],
+        ).logits
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    arrays = {key: value.to(torch.int32) for key, value in batch.items()}
+    save_file({**arrays, "logits": logits.contiguous()}, folder / "expected.safetensors")
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert size < 200_000, f"{name} takes {size} bytes"
+    kinds = json.loads((folder / "config.json").read_text())["model_type"]
+    print(f"{name}: {kinds}, {size} bytes, logits up to {logits.abs().max():.2f}")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="only these cases", metavar="NAME")
+    for name in parser.parse_args().names or CASES:
+        write(name)
+
+
+if __name__ == "__main__":
+    main()
