@@ -96,6 +96,10 @@ class Decoder:
         """None."""
         return ()
 
+    def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
+        """None."""
+        return {}
+
     def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
         """Fresh parameters; they depend on the key alone. None stacks all layers in order."""
         embed_key, layers_key, head_key = jax.random.split(key, 3)

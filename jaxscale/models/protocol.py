@@ -99,6 +99,11 @@ class Model(Protocol):
         """Names of the sums that `loss` returns besides "loss" and "nll"."""
         ...
 
+    def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
+        """The arrays of `Batch.extras` that the model reads, for sequences of a length: name ->
+        (length, type)."""
+        ...
+
     def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
         """Fresh parameters, which depend on the key alone; None stacks all layers in order."""
         ...

@@ -55,7 +55,7 @@ from jaxscale.pipeline.stages import (
     PipelineStages,
 )
 from jaxscale.pipeline_schedules.operations import B, F, R, W, X
-from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, constrain, is_axes
+from jaxscale.sharding.resolve import ACTIVATIONS, constrain, is_axes
 from jaxscale.sharding.zero import Zero
 
 Tree = Any
@@ -658,7 +658,9 @@ class _Rank:
 
     def _placed_zeros(self, shapes: Tree, axes: Tree) -> Tree:
         return jax.tree.map(
-            lambda axes, x: constrain(jnp.zeros(x.shape, x.dtype), axes, self.zero.sizes, WEIGHTS),
+            lambda axes, x: constrain(
+                jnp.zeros(x.shape, x.dtype), axes, self.zero.sizes, self.zero.rules
+            ),
             axes,
             shapes,
             is_leaf=is_axes,

@@ -68,7 +68,7 @@ def whole_kv_heads(axes_tree: Any, abstract: Any, sizes: Mapping[str, int]) -> A
     )
 
 
-def layer_rules(sizes: Mapping[str, int], rows: int) -> list[Rules]:
+def layer_rules(sizes: Mapping[str, int], rows: int, rules: Rules = WEIGHTS) -> list[Rules]:
     """Rules that keep the matrices of a stack whole over fsdp, and shard its layers over those of
     `LAYER_SHARD_AXES` where that saves work: each rule over one more axis.
 
@@ -80,7 +80,7 @@ def layer_rules(sizes: Mapping[str, int], rows: int) -> list[Rules]:
         ranks = math.prod(sizes[one] for one in axes)
         if shards_layers(rows // sizes["pipeline"], sizes["pipeline"], ranks, sizes[axis]):
             axes = (*axes, axis)
-            found.append({**WEIGHTS, "embed": (), "layers": ("pipeline", *axes)})
+            found.append({**rules, "embed": (), "layers": ("pipeline", *axes)})
     return found
 
 

@@ -135,6 +135,23 @@ def shards_layers(rows: Any, pipeline: Any, ranks: Any, size: Any) -> Any:
     return (size > 1) & (even | ((pipeline == 1) & (ranks == 1)))
 
 
+def own_rules(rules: Rules) -> Rules:
+    """Checked rules for the logical axes of a model of one's own.
+
+    Raises:
+      ValueError: a name that exists, or mesh axes that these rules cannot use.
+    """
+    for name, over in rules.items():
+        if name in WEIGHTS or name in ACTIVATIONS:
+            raise ValueError(f"rules: {name!r} is a logical axis already; choose another name")
+        if set(over) - {"tensor"}:
+            raise ValueError(
+                f"rules: {name!r} -> {over}; a logical axis of one's own can be sharded over "
+                "('tensor',), or be whole: (). Name a dimension 'embed' to shard it over fsdp"
+            )
+    return {name: tuple(over) for name, over in rules.items()}
+
+
 def nearest_divisors(size: int, parts: int) -> str:
     """The numbers nearest to `parts`, below and above, into which `size` divides: "2 or 4"."""
     found = divisors(size)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,28 +16,33 @@ from jax.sharding import Mesh, NamedSharding
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.device_batch import local_rows, shard_batch, unpack_sharded
-from jaxscale.layout import Layout
-from jaxscale.models.decoder import Decoder
+from jaxscale.layout import Layout, RematPolicy
+from jaxscale.model_config import ModelConfig
+from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Model, Sums
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.sharding.resolve import (
+    WEIGHTS,
     Axes,
     Rules,
+    is_axes,
     layer_rules,
     resolve,
     resolve_tree,
     spread_outer,
     whole_kv_heads,
 )
-from jaxscale.sharding.rules import check_divides, check_sequence
+from jaxscale.sharding.rules import check_divides, check_sequence, own_rules
 from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
 from jaxscale.training import optimizer as optimizers
+from jaxscale.training.flops import StepFlops, count_forward_flops, example, step_flops
 from jaxscale.training.gradients import make_gradients, make_loss
 from jaxscale.training.kernels import attention_name, make_kernels
+from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.remat import from_host, rematerialised_attention
 from jaxscale.training.xla_options import step_options
 
@@ -89,6 +95,8 @@ class Engine:
     stages: PipelineStages | None  # of a pipeline
     batch_sharding: NamedSharding
     attention: str  # the implementation in use
+    flops: StepFlops
+    learning_rate: Callable[[Any], Any] | None  # of an update's number; None: the optimizer's own
 
     def shard(self, batch: Batch, *, global_batch_size: int | None = None) -> ShardedBatch:
         """A batch of NumPy arrays as `step` and `evaluate` take it: sharded over the mesh, the
@@ -113,7 +121,9 @@ def make_engine(
     config: Config,
     mesh: Mesh,
     *,
-    model: MakeModel = Decoder,
+    model: MakeModel | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    rules: Rules | None = None,
     unroll_layers: bool = False,
 ) -> Engine:
     """Builds what a run needs, compiling nothing yet.
@@ -121,7 +131,11 @@ def make_engine(
     Args:
       config: its layout must be resolved: no -1.
       mesh: of that layout; its devices may be absent ones, to compile only.
-      model: makes the model from `config.model` and the kernels that the layout asks for.
+      model: makes the model from `config.model` and the kernels that the layout asks for; None is
+        the one of `model.family`.
+      optimizer: an update rule of one's own in place of `config.optimizer`'s rule and learning
+        rate; the gradients come in as means over tokens, clipped to `optimizer.clip_norm`.
+      rules: the mesh axes of a model's own logical axes, such as {"experts": ("tensor",)}.
       unroll_layers: unrolls the loops over layers, for XLA's cost analysis.
 
     Raises:
@@ -133,29 +147,35 @@ def make_engine(
     check_sequence(config)
     check_types(config)
     check_host_memory(config, mesh)
+    make = model or find_model(config.model)
+    own = own_rules(rules or {})
     attention = attention_name(config, platform)
-    kernels = make_kernels(layout, attention, platform, unroll=unroll_layers)
-    built = model(config.model, kernels)
-    stages = _open_stages(config, built) if layout.pipeline > 1 else None
+    kernels = make_kernels(layout, attention, platform, rules=own, unroll=unroll_layers)
+    built = make(config.model, kernels)
+    stages = _open_stages(config, make) if layout.pipeline > 1 else None
     rows = stages.layer_of_row if stages else _canonical_rows(built)
-    zero = _make_zero(config, built, stages)
+    zero = _make_zero(config, built, stages, {**WEIGHTS, **own})
     by_layer = functools.partial(
-        _by_layer, mesh, zero.update_rules, functools.partial(layer_rules, layout.sizes)
+        _by_layer,
+        mesh,
+        zero.update_rules,
+        functools.partial(layer_rules, layout.sizes, rules=zero.rules),
     )
-    optimizer = optimizers.make(
+    rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
+    optimizer = optimizer or optimizers.make(
         config.optimizer, steps=config.schedule_steps, axes=built.axes, by_layer=by_layer
     )
 
     init = _make_init(built, optimizer, stages)
     shapes = jax.eval_shape(init, jax.random.key(0))
     axes = TrainState((), built.axes, optimizers.state_axes(optimizer, shapes.params, built.axes))
-    axes = spread_outer(axes, layout.sizes, config.model.d_model)
+    axes = spread_outer(axes, layout.sizes, _width(built))
     axes = whole_kv_heads(axes, shapes, layout.sizes)
     zero = dataclasses.replace(zero, axes=axes.params)
     state = _placed(config, mesh, zero, axes, shapes)
-    batch = _abstract_batch(config, batch_sharding(mesh))
+    batch = _abstract_batch(config, built, batch_sharding(mesh))
 
-    trained = model(config.model, rematerialised_attention(kernels, layout.remat_policy))
+    trained = make(config.model, rematerialised_attention(kernels, layout.remat_policy))
     gradients = make_gradients(trained, layout, zero, mesh, stages, unroll_layers=unroll_layers)
     # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
     update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, shapes.params)
@@ -178,19 +198,29 @@ def make_engine(
         stages=stages,
         batch_sharding=batch_sharding(mesh),
         attention=attention,
+        flops=step_flops(
+            config, make(config.model, plain_kernels()), stages.recomputed if stages else 0.0
+        ),
+        learning_rate=rate,
     )
 
 
-def _make_zero(config: Config, model: Model, stages: PipelineStages | None) -> Zero:
+def find_model(settings: Any) -> MakeModel:
+    """The function that makes the model of `model.family`."""
+    return Decoder
+
+
+def _make_zero(config: Config, model: Model, stages: PipelineStages | None, rules: Rules) -> Zero:
     layout = config.layout
     single_visit = layout.accumulation == "layered" or layout.microbatches == 1
     return Zero(
         layout.zero_stage,
         single_visit and stages is None,
         layout.sizes,
-        spread_outer(model.axes, layout.sizes, config.model.d_model),
+        spread_outer(model.axes, layout.sizes, _width(model)),
         jnp.dtype(config.model.compute_dtype),
         jnp.dtype(config.optimizer.accumulation_dtype),
+        rules,
     )
 
 
@@ -329,16 +359,41 @@ def _others(sums: Sums, count: jax.Array) -> Sums:
     return {name: value / count if value.ndim == 0 else value for name, value in own.items()}
 
 
-def _abstract_batch(config: Config, sharding: NamedSharding) -> ShardedBatch:
-    shape = config.data.global_batch_size, config.data.seq_len
-    ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    floats = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-    return ShardedBatch(ints, ints, ints, ints, floats)
+def _abstract_batch(config: Config, model: Model, sharding: NamedSharding) -> ShardedBatch:
+    rows = config.data.global_batch_size
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype, sharding=sharding),
+        ShardedBatch(*example(config, model)),
+    )
 
 
-def _open_stages(config: Config, model: Model) -> PipelineStages:
+def _open_stages(config: Config, make: MakeModel) -> PipelineStages:
+    model = make(config.model, plain_kernels())
     stacks = [StackLayers(stack.name, stack.num_layers, stack.period) for stack in model.stacks]
-    return open_stages(config.layout, stacks, config.model.head_cost(config.data.seq_len))
+    return open_stages(config.layout, stacks, _head_cost(config, model))
+
+
+def _head_cost(config: Config, model: Model) -> float:
+    """FLOPs of the head over those of a mean layer."""
+    if isinstance(config.model, ModelConfig):
+        return config.model.head_cost(config.data.seq_len)
+    counted = count_forward_flops(model, example(config, model), RematPolicy("none", ()))
+    return counted.head * sum(stack.num_layers for stack in model.stacks) / counted.layers
+
+
+def _width(model: Model) -> int:
+    """The largest number that divides every "embed" dimension of the parameters outside the
+    layers."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    sizes = [
+        leaf.shape[axes.index("embed")]
+        for part in ("embed", "head")
+        for axes, leaf in zip(
+            jax.tree.leaves(model.axes[part], is_leaf=is_axes), jax.tree.leaves(shapes[part])
+        )
+        if "embed" in axes
+    ]
+    return math.gcd(*sizes)
 
 
 def _canonical_rows(model: Model) -> dict[str, np.ndarray]:
