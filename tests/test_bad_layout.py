@@ -28,7 +28,7 @@ REFUSED = [
     # heads, widths and the vocabulary over tensor
     (
         "layout.tensor=8 model.num_heads=4",
-        "model.num_heads = 4 does not divide over layout.tensor = 8",
+        "model.num_heads = 4 does not divide over",
     ),
     ("layout.tensor=8 model.num_heads=4", "the nearest that does is layout.tensor = 4"),
     ("layout.tensor=4 model.num_heads=12 model.num_kv_heads=3", "model.num_kv_heads = 3 does not"),
