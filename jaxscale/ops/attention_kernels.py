@@ -5,7 +5,7 @@ Shapes: as in `attention.py`.
 
 import functools
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def maskless(attend: Callable[..., Array]) -> Callable[..., Array]:
     `jax.checkpoint` inside another, the output would be saved twice.
     """
 
-    def without_mask(*arrays: Array | None, **settings: float | None) -> Array:
+    def without_mask(*arrays: Array | None, **settings: Any) -> Array:
         # Settings are fixed at compile time; checkpointed arguments would be traced.
         kernel = functools.partial(attend, **settings)
         return jax.checkpoint(kernel, policy=is_cudnn_forward, prevent_cse=False)(*arrays)
