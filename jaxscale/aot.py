@@ -140,7 +140,7 @@ def _hidden(report: Any) -> str:
     """How much of a step's communication is hidden behind matmuls."""
     from jaxscale.formatting import human_bytes  # noqa: PLC0415
 
-    share = report.beside_bytes / report.collective_bytes
+    share = report.overlapped_bytes / report.collective_bytes
     line = f"{share:.0%} of {human_bytes(report.collective_bytes)} overlap with matmuls"
     if report.link_seconds:
         hidden = 1 - report.wait_seconds / report.link_seconds
@@ -158,9 +158,9 @@ def _seconds(seconds: float | None) -> str:
 def _beside(one: Any) -> str:
     if not one.asynchronous:
         return "nothing: synchronous"
-    if not one.beside_flops:
+    if not one.overlapped_flops:
         return "no matmuls"
-    each = one.beside_flops / one.count
+    each = one.overlapped_flops / one.count
     amount = f"{each / 1e12:.3g} TFLOP" if each >= 1e12 else f"{each / 1e9:.3g} GFLOP"
     return f"{amount} of matmuls each, on average"
 
@@ -184,7 +184,7 @@ def numbers(report: Any) -> dict[str, Any]:
         "optimal_seconds": report.optimal_seconds,
         "compile_seconds": report.compile_seconds,
         "collective_bytes": report.collective_bytes,
-        "beside_bytes": report.beside_bytes,
+        "beside_bytes": report.overlapped_bytes,
         "link_seconds": report.link_seconds,
         "wait_seconds": report.wait_seconds,
         "buffers": [vars(use) for use in report.uses[:SHOWN]],
@@ -196,7 +196,7 @@ def numbers(report: Any) -> dict[str, Any]:
                 "count": one.count,
                 "bytes": one.num_bytes,
                 "async": one.asynchronous,
-                "beside_flops": one.beside_flops,
+                "beside_flops": one.overlapped_flops,
                 "link_seconds": one.link_seconds,
                 "wait_seconds": one.wait_seconds,
             }

@@ -30,7 +30,7 @@ def log_to_stdout() -> None:
     logger.propagate = False
 
 
-def speak_as(process_id: int, report: Callable[[str], str]) -> None:
+def set_process_log(process_id: int, report: Callable[[str], str]) -> None:
     """Sets up the log of one process of several: only process 0 logs what is the same in all.
 
     Args:

@@ -72,10 +72,7 @@ def _evaluate(options: argparse.Namespace, config: configs.Config, overrides: li
     )
     result = {
         "step": step,
-        "eval_loss": evaluation.loss,
-        "eval_perplexity": evaluation.perplexity,
-        "eval_bits_per_byte": evaluation.bits_per_byte,
-        "eval_tokens": evaluation.tokens,
+        **evaluation.metrics,
         "eval_bytes": round(evaluation.num_bytes),
     }
     part = "the held-out text" if options.max_batches is None else "part of the held-out text"

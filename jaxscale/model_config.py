@@ -40,6 +40,29 @@ def option(plain: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class ModelSettings:
+    """What the engine reads of any model's settings. The record of a model of one's own extends it
+    with fields of its own; they are the keys of the config's section "model"."""
+
+    family: str = ""  # "my_package.my_model:make"
+    vocab_size: int = 257
+    head_dim: int = 64  # of attention, which kernels depend on
+    attention: str = "auto"
+    compute_dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("attention", "compute_dtype", "param_dtype"):
+            check_choice(f"model.{name}", getattr(self, name), CHOICES[name])
+        check_at_least("model", self, vocab_size=2, head_dim=1)
+
+    @property
+    def attention_soft_cap(self) -> float:
+        """Attention's scores have none; a record whose model has one says so in a field."""
+        return 0.0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer, of any family of `jaxscale.model_families`.
 

@@ -13,7 +13,7 @@ import math
 import pathlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxscale import command_line
@@ -136,7 +136,15 @@ def _parser() -> argparse.ArgumentParser:
         "h100-sxm --devices 512 --pin tensor=8, or with --model mixtral-8x7b --seq_len 4096 "
         "--batch_tokens 4M instead of the config",
     )
-    add, path = parser.add_argument, pathlib.Path
+    _add_model_flags(parser.add_argument)
+    _add_search_flags(parser.add_argument)
+    _add_report_flags(parser.add_argument)
+    _add_check_flags(parser.add_argument)
+    return parser
+
+
+def _add_model_flags(add: Callable[..., Any]) -> None:
+    """What is trained, and on which cluster."""
     add("--config", metavar="FILE", help="a file in configs/; its layout is ignored")
     add(
         "--model",
@@ -159,6 +167,10 @@ def _parser() -> argparse.ArgumentParser:
         help="number of devices",
     )
     add("--batch_tokens", default="", metavar="4M", help="tokens per step; K is 1024, M is 1024 K")
+
+
+def _add_search_flags(add: Callable[..., Any]) -> None:
+    """Which layouts are considered."""
     add(
         "--pin",
         nargs="+",
@@ -169,6 +181,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--max_memory", default="", metavar="70GB", help="memory per device that a plan may use")
     add("--top", type=command_line.whole(1, 1000), default=10, metavar="N", help="plans to show")
+
+
+def _add_report_flags(add: Callable[..., Any]) -> None:
+    """What is explained, and written to files."""
+    path = pathlib.Path
     add(
         "--why_not",
         default="",
@@ -184,6 +201,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--write", type=path, metavar="FILE", help="write a config that trains with the best plan")
     add("--report", type=path, metavar="FILE", help="write an HTML page with tables and figures")
+    add("--json", type=path, metavar="FILE", help="write the numbers to a file")
+
+
+def _add_check_flags(add: Callable[..., Any]) -> None:
+    """Predictions against the compiler, measured runs, or trials on the local devices."""
     add(
         "--prove",
         type=command_line.whole(1, 1000),
@@ -207,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--storage",
-        type=path,
+        type=pathlib.Path,
         metavar="FILE.db",
         help="database of trials; a search resumes from it",
     )
@@ -218,8 +240,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="time limit of a trial",
     )
-    add("--json", type=path, metavar="FILE", help="write the numbers to a file")
-    return parser
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import KINDS, Collective, collectives
 from jaxscale.formatting import human_bytes
 from jaxscale.planner.search.plan import Plan
-from jaxscale.sharding.resolve import REPLICATED_WEIGHTS, resolve
+from jaxscale.sharding.resolve import resolve
 from jaxscale.training.step import Engine
 
 COLORS = {
@@ -85,7 +85,7 @@ def _arrays(engine: Engine, parameter: Sequence[str]) -> dict[str, tuple]:
     leaf, axes, zero = engine.abstract_state.params, engine.state_axes.params, engine.zero
     for name in parameter:
         leaf, axes = leaf[name], axes[name]
-    kept = zero.update_rules if zero.scatters else REPLICATED_WEIGHTS
+    kept = zero.update_rules if zero.scatters else zero.replicated_rules
     rules = {
         "weights": zero.param_rules,
         "gradients": kept,

@@ -9,7 +9,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxscale import command_line
@@ -153,14 +153,22 @@ def _num_cores() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    data = configs.DataConfig()
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.prepare",
         description="Tokenises text into shards for training, in parallel; a command that was "
         "killed resumes where it stopped. With --inspect it prints what is in shards, in text, or "
         "in the mixture of a configuration.",
     )
-    add = parser.add_argument
+    _add_path_flags(parser.add_argument)
+    _add_document_flags(parser.add_argument)
+    _add_work_flags(parser.add_argument)
+    _add_tokenizer_flags(parser.add_argument)
+    _add_inspect_flags(parser.add_argument)
+    return parser
+
+
+def _add_path_flags(add: Callable[..., Any]) -> None:
+    """What is read, and where the shards go."""
     add(
         "--input",
         nargs="+",
@@ -182,6 +190,10 @@ def _parser() -> argparse.ArgumentParser:
         help="print the contents of shards or text; with --config, of the data of a run",
     )
     add("--config", metavar="FILE", help="a configuration to inspect")
+
+
+def _add_document_flags(add: Callable[..., Any]) -> None:
+    """How files are read as documents."""
     add("--format", choices=FORMATS, help="format of the files; default by their suffix")
     add(
         "--field",
@@ -210,6 +222,10 @@ def _parser() -> argparse.ArgumentParser:
         type=command_line.real(0, 0.999),
         help="share of bad documents that may be left out; their number is reported; default 0",
     )
+
+
+def _add_work_flags(add: Callable[..., Any]) -> None:
+    """How the work is divided."""
     add(
         "--workers",
         metavar="N",
@@ -224,6 +240,11 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="bytes of input files in each shard; default by their total size",
     )
+
+
+def _add_tokenizer_flags(add: Callable[..., Any]) -> None:
+    """The text that a tokenizer is trained on."""
+    data = configs.DataConfig()
     add(
         "--training_bytes",
         metavar="N",
@@ -245,6 +266,10 @@ def _parser() -> argparse.ArgumentParser:
         default=data.seed,
         help=f"seed that selects the held-out share, as data.seed; default {data.seed}",
     )
+
+
+def _add_inspect_flags(add: Callable[..., Any]) -> None:
+    """What is printed and written."""
     add(
         "--examples",
         metavar="N",
@@ -254,7 +279,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--png", metavar="FILE", type=pathlib.Path, help="draw the lengths of documents")
     add("--json", metavar="FILE", type=pathlib.Path, help="also write the numbers to this file")
-    return parser
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def test_sequential_accumulation_gathers_in_every_microbatch():
 def test_the_collectives_of_a_layer_run_beside_one(name):
     """The gather of the next layer's weights and the reduction of the last one's gradients."""
     report = compiled(name, "layered", MICROBATCHES)
-    hidden = [one for one in report.collectives if one.asynchronous and one.beside_flops > 0]
+    hidden = [one for one in report.collectives if one.asynchronous and one.overlapped_flops > 0]
     assert {"all-gather", "reduce-scatter"} <= {one.asked for one in hidden}
 
 

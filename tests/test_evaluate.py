@@ -12,6 +12,7 @@ from jaxscale.data.dataset import Dataset, open_dataset
 from jaxscale.data.tokens.tokenizer import load_tokenizer
 from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.protocol import head_params
 from jaxscale.run import setup
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.step import Engine, make_engine
@@ -66,7 +67,7 @@ def plain_evaluation(params, heldout: Dataset, windows: range) -> setup.Evaluati
         x_BTD, _ = jax.lax.scan(
             lambda x, layer: (model.block(layer, x, batch), None), x_BTD, params["layers"]
         )
-        return jax.nn.log_softmax(model.logits(model.head_params(params), x_BTD))
+        return jax.nn.log_softmax(model.logits(head_params(model, params), x_BTD))
 
     batch = Batch(*(np.stack(field) for field in zip(*(heldout[i] for i in windows))))
     found_BTV = np.asarray(log_probabilities(jax.tree.map(np.asarray, params), batch))

@@ -9,9 +9,6 @@ import sys
 
 import pytest
 
-QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-"""To compile: what these programs run takes milliseconds."""
-
 README = pathlib.Path("README.md").read_text(encoding="utf-8")
 
 
@@ -43,13 +40,13 @@ def test_the_first_command_trains_shortened(tmp_path):
         "--config.optimizer.warmup_steps=1",
         "--config.data.source={stdlib}/email/**/*.py",
     ]
-    printed = run([sys.executable, *words[4:], *short], JAX_NUM_CPU_DEVICES="1", **QUICK)
+    printed = run([sys.executable, *words[4:], *short], JAX_NUM_CPU_DEVICES="1")
     assert "step 2/2" in printed
     assert "A sample at step 2" in printed
     # What it says to do next works too.
     for line in re.findall(r"^  python (-m jaxscale\.(?:evaluate|generate) .*)$", printed, re.M):
         arguments = line.replace('"def main("', "def").split()
-        assert run([sys.executable, *arguments], JAX_NUM_CPU_DEVICES="1", **QUICK)
+        assert run([sys.executable, *arguments], JAX_NUM_CPU_DEVICES="1")
 
 
 def test_the_second_command_is_this_suite():
@@ -69,7 +66,7 @@ def test_the_notebook_block_of_ten_lines_runs_and_runs_again(tmp_path):
         capture_output=True,
         text=True,
         timeout=600,
-        env={**os.environ, "PYTHONPATH": os.getcwd(), "JAX_NUM_CPU_DEVICES": "8", **QUICK},
+        env={**os.environ, "PYTHONPATH": os.getcwd(), "JAX_NUM_CPU_DEVICES": "8"},
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]

@@ -115,10 +115,12 @@ def test_the_rate_that_is_written_is_that_of_the_steps_own_update(whole):
     assert len(set(written)) > 3
 
 
-def test_a_finished_run_has_nothing_to_do(whole):
+def test_a_finished_run_has_nothing_to_do(whole, capsys):
+    from jaxscale import train as command  # noqa: PLC0415
+
     workdir, _ = whole
-    done = train(*TINY, "--workdir", workdir, "--config.run.steps=6")
-    assert "nothing to do: run.steps = 6" in done.stdout
+    assert command.main([*TINY, "--workdir", str(workdir), "--config.run.steps=6"]) == 0
+    assert "nothing to do: run.steps = 6" in capsys.readouterr().out
 
 
 def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):
@@ -185,7 +187,7 @@ def test_a_typo_is_answered_before_jax_is_imported(arguments, said):
     [
         ("layout.fsdp=16", "8 is not a multiple of 16"),
         ("layout.fsdp=3", "8 is not a multiple of 3"),
-        ("layout.tensor=4", "model.num_kv_heads = 2 does not divide over layout.tensor = 4"),
+        ("layout.tensor=8", "model.num_heads = 4 does not divide over layout.tensor = 8"),
         ("data.global_batch_size=12", "data.global_batch_size to 8 or 16"),
         ("layout.microbatches=3", "data.global_batch_size"),
         ("model.attention=cudnn", "model.attention"),

@@ -114,8 +114,8 @@ def _what(buffer: Buffer, engine: Engine, is_weight: bool, in_pipeline: str) -> 
     (dtype, dims), *_ = hlo.arrays(buffer.shape)
     if dtype == "f32" and is_weight:
         return "gradients"
-    layers = engine.model.config.num_layers
-    if len(dims) > 2 and dims[0] in (layers, layers - 1) and not engine.stages:
+    depths = {n for s in engine.model.stacks for n in (s.num_layers, s.num_layers - 1)}
+    if len(dims) > 2 and dims[0] in depths and not engine.stages:
         return SAVED
     return "temporaries"
 
@@ -123,7 +123,7 @@ def _what(buffer: Buffer, engine: Engine, is_weight: bool, in_pipeline: str) -> 
 def _weights(engine: Engine) -> Iterator[tuple[int, str]]:
     """Elements of a parameter, of a layer or chunk of it, or of a shard of any -> its module."""
     tensor = engine.layout.tensor
-    chunk = engine.stages.capacity if engine.stages else 1
+    chunk = engine.stages.capacity() if engine.stages else 1
     for path, leaf in jax.tree_util.tree_leaves_with_path(engine.abstract_state.params):
         module = find_module(leaf_name(path).replace("_norm", ""))
         for size in (leaf.size, math.prod(leaf.sharding.shard_shape(leaf.shape))):

@@ -43,7 +43,7 @@ class Collective:
     arrays: int  # that travel together
     num_bytes: float  # of one run: the whole arrays on one side, gathered or not yet scattered
     asynchronous: bool
-    beside_flops: float  # of one run: of matmuls between its start and its end, at least
+    overlapped_flops: float  # of one run: of matmuls between its start and its end, at least
     op_name: str
     computation: str  # that starts it
     first: int = 0  # index of its start there
@@ -96,7 +96,7 @@ def collectives(
                 arrays=_arrays(instruction),
                 num_bytes=_payload(instruction, kind),
                 asynchronous=place.last > place.first,
-                beside_flops=_flops_at(program, place, costs),
+                overlapped_flops=_flops_at(program, place, costs),
                 op_name=instruction.op_name,
                 computation=place.computation,
                 first=place.first,
@@ -127,7 +127,7 @@ def _between_slices(
                     arrays=1,
                     num_bytes=hlo.array_bytes(*hlo.arrays(instruction.shape)[0]),
                     asynchronous=True,
-                    beside_flops=_flops_at(program, where, costs),
+                    overlapped_flops=_flops_at(program, where, costs),
                     op_name=instruction.op_name,
                     computation=name,
                     first=where.first,
@@ -261,14 +261,14 @@ def _axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 def summed(found: Iterable[Collective]) -> list[Collective]:
     """Collectives of one kind, axes and asynchrony as one row: runs added up; bytes, seconds and
-    `beside_flops` of all runs.
+    `overlapped_flops` of all runs.
 
     Those that overlap with matmuls and those that do not are never in one row, so that either all
     bytes of a row are hidden or none.
     """
 
     def key(one: Collective) -> tuple:
-        return one.axes, one.kind, one.asked, one.asynchronous, one.beside_flops > 0
+        return one.axes, one.kind, one.asked, one.asynchronous, one.overlapped_flops > 0
 
     def total(members: list[Collective], field: str) -> Any:
         each = [getattr(one, field) for one in members]
@@ -288,7 +288,7 @@ def summed(found: Iterable[Collective]) -> list[Collective]:
                 arrays=sum(round(one.count * one.arrays) for one in members),
                 num_bytes=total(members, "num_bytes"),
                 asynchronous=asynchronous,
-                beside_flops=total(members, "beside_flops"),
+                overlapped_flops=total(members, "overlapped_flops"),
                 op_name="",
                 computation="",
                 link_seconds=total(members, "link_seconds"),

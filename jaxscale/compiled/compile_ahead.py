@@ -67,9 +67,9 @@ class CompileReport:
         return sum(one.num_bytes for one in self.collectives)
 
     @property
-    def beside_bytes(self) -> float:
+    def overlapped_bytes(self) -> float:
         """Of those runs that have matmuls between their start and their end, however small."""
-        return sum(one.num_bytes for one in self.collectives if one.beside_flops > 0)
+        return sum(one.num_bytes for one in self.collectives if one.overlapped_flops > 0)
 
     @property
     def link_seconds(self) -> float | None:

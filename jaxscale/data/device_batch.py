@@ -29,16 +29,23 @@ def shard_batch(
                 f"{len(held)} of global_batch_size = {rows}; load those of engine.local_rows"
             )
     _check_shape(config, rows, seq_len)
-    every_row, order = np.arange(rows), balanced_order(seq_len, config.layout.context)
+    for name, field in dict(batch.extras).items():
+        try:
+            _check_shape(config, rows, field.shape[1])
+        except ValueError as error:
+            raise ValueError(f"batch.extras[{name!r}], like any sequence: {error}") from None
+    every_row = np.arange(rows)
     place = {row: i for i, row in enumerate(held)}
 
     def on_devices(field: np.ndarray) -> jax.Array:
+        order = balanced_order(field.shape[1], config.layout.context)
+
         def part(index):
             return field[[place[row] for row in every_row[index[0]]]][:, order[index[1]]]
 
-        return jax.make_array_from_callback((rows, seq_len), sharding, part)
+        return jax.make_array_from_callback((rows, field.shape[1]), sharding, part)
 
-    return ShardedBatch(*map(on_devices, batch))
+    return ShardedBatch(*jax.tree.map(on_devices, batch))
 
 
 @functools.cache
@@ -50,7 +57,7 @@ def local_rows(sharding: NamedSharding, global_batch_size: int) -> tuple[int, ..
     return tuple(sorted({int(row) for index in indices if index for row in every_row[index[0]]}))
 
 
-def dealt(batch: Batch) -> Batch:
+def unpack_sharded(batch: Batch) -> Batch:
     """The fields of a sharded batch, for a traced step: the check runs at tracing only.
 
     Raises:
@@ -69,18 +76,38 @@ def _check_fields(batch: Any) -> None:
         raise ValueError("the batch is a ShardedBatch already: pass it to engine.step as it is")
     if not isinstance(batch, Batch):
         raise ValueError(f"the batch is a {type(batch).__name__}; pass a jaxscale.Batch")
-    for name, field in batch._asdict().items():
-        wanted = "float32" if name == "weights" else "int32"
-        if not isinstance(field, np.ndarray):
-            kind = f"{type(field).__module__}.{type(field).__name__}"
-            raise ValueError(f"batch.{name} is a {kind}; pass a NumPy array of {wanted}")
-        if field.dtype != wanted:
-            raise ValueError(f"batch.{name} is {field.dtype}; pass {wanted}")
-        if field.ndim != 2 or field.shape != batch.tokens.shape:
+    fields = batch._asdict()
+    extras = fields.pop("extras")
+    if extras != () and not isinstance(extras, dict):
+        raise ValueError(f"batch.extras is a {_kind(extras)}; pass a dictionary of arrays")
+    for name, field in fields.items():
+        _check_array(name, field, ("float32",) if name == "weights" else ("int32",))
+        if field.shape != batch.tokens.shape:
             raise ValueError(
                 f"batch.{name} has shape {field.shape}, and batch.tokens {batch.tokens.shape}; "
                 "every field is [batch, seq]"
             )
+    for name, field in dict(extras).items():
+        _check_array(f"extras[{name!r}]", field, ("int32", "float32"))
+        if len(field) != len(batch.tokens):
+            raise ValueError(
+                f"batch.extras[{name!r}] has shape {field.shape}, and batch.tokens "
+                f"{batch.tokens.shape}; it is [batch, a length of its own]"
+            )
+
+
+def _check_array(name: str, field: Any, wanted: tuple[str, ...]) -> None:
+    allowed = " or ".join(wanted)
+    if not isinstance(field, np.ndarray):
+        raise ValueError(f"batch.{name} is a {_kind(field)}; pass a NumPy array of {allowed}")
+    if field.dtype not in wanted:
+        raise ValueError(f"batch.{name} is {field.dtype}; pass {allowed}")
+    if field.ndim != 2:
+        raise ValueError(f"batch.{name} has shape {field.shape}; it is [batch, seq]")
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__name__}"
 
 
 def _check_shape(config: Config, rows: int, seq_len: int) -> None:

@@ -65,7 +65,7 @@ def together(
     with command_line.refusals():
         _channel = _join(cluster, settings)
     try:
-        command_line.speak_as(_channel.process_id, _report)
+        command_line.set_process_log(_channel.process_id, _report)
         with command_line.refusals():
             if workdir:
                 _check_folder(_channel, workdir)

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name as named  # for remat policies
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.models.kernels import Kernels
+from jaxscale.models.protocol import STREAM
 from jaxscale.models.weights import Weights
 from jaxscale.ops.attention import decode_attention
 from jaxscale.ops.norm import layer_norm, rms_norm
@@ -25,9 +26,6 @@ from jaxscale.ops.tensor_parallel import add_bias, columns, rows
 
 Cache = tuple[jax.Array, jax.Array]
 """Keys and values of every layer, [layers, batch, slots, kv_heads, head_dim] each."""
-
-STREAM = ("batch", "residual_seq", "embed")
-"""Axes of the residual stream."""
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,

@@ -6,24 +6,23 @@ H head_dim, V vocab (padded), L layers.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
-from jaxscale.models.block import STREAM, Block, Cache, Norm
+from jaxscale.layout import BLOCK_TENSORS
+from jaxscale.models.block import Block, Cache, Norm
 from jaxscale.models.kernels import Kernels, plain_lookup
+from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import Weights
 from jaxscale.ops.attention import attention
 from jaxscale.ops.loss import logits
-
-Params = Any  # nested dictionaries of arrays
 
 CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
@@ -67,49 +66,69 @@ class Head(nnx.Module):
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder as pure functions over its parameters: a model's interface to the step, the
-    pipeline and the checkpoint.
-
-    Parameters are {"embed": ..., "layers": ..., "head": ...}; those of the layers are stacked,
-    `[num_layers, ...]`. The methods take gathered weights: `layer` is one slice of the stack, and
-    `head` comes from `head_params`, which adds the embedding to a tied head.
+    """A decoder as pure functions over its parameters: a `models.protocol.Model` of one stack,
+    "layers", over the stream {"x": [batch, seq, d_model]}.
     """
 
-    config: ModelConfig
+    settings: ModelConfig
     kernels: Kernels
 
-    def init(self, key: jax.Array, rows: np.ndarray | None = None) -> Params:
-        """Fresh parameters; they depend on the key alone.
+    @property
+    def stacks(self) -> tuple[Stack]:
+        """The only one."""
 
-        Args:
-          rows: the layers to stack, in that order, -1 for zeros; None stacks all in order.
-        """
+        def enter(embed: Params, stream: Stream, batch: Batch) -> Stream:
+            del stream
+            return {"x": self.embed(embed, batch)}
+
+        def block(weights: Params, stream: Stream, batch: Batch, layer: Layer) -> tuple:
+            return {"x": self.block(weights, stream["x"], batch)}, {}
+
+        return (Stack("layers", self.settings.num_layers, enter, block, tensors=BLOCK_TENSORS),)
+
+    @property
+    def borrows(self) -> Mapping[str, tuple[str, ...]]:
+        """A tied head uses the embedding."""
+        return {"tied": ("embed", "tokens")} if self.settings.tied_embeddings else {}
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
+        """None."""
+        return {}
+
+    def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
+        """Fresh parameters; they depend on the key alone. None stacks all layers in order."""
         embed_key, layers_key, head_key = jax.random.split(key, 3)
-        layer_keys = jax.random.split(layers_key, self.config.num_layers)
-        make = jax.vmap(lambda key: _params(Block(self.config, key)))
+        layer_keys = jax.random.split(layers_key, self.settings.num_layers)
+        make = jax.vmap(lambda key: _params(Block(self.settings, key)))
         if rows is None:
             layers = make(layer_keys)
         else:
+            row = rows["layers"]
             layers = jax.tree.map(
-                lambda x: jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)) >= 0, x, 0),
-                make(layer_keys[rows]),
+                lambda x: jnp.where(row.reshape(-1, *(1,) * (x.ndim - 1)) >= 0, x, 0),
+                make(layer_keys[row]),
             )
         return {
-            "embed": _params(Embedding(self.config, embed_key)),
+            "embed": _params(Embedding(self.settings, embed_key)),
             "layers": layers,
-            "head": _params(Head(self.config, head_key)),
+            "head": _params(Head(self.settings, head_key)),
         }
 
     @property
     def axes(self) -> Params:
         """The tree of parameters with the tuple of logical axes in place of each array."""
-        blocks = _axes(Block, self.config)
+        blocks = _axes(Block, self.settings)
         return {
-            "embed": _axes(Embedding, self.config),
+            "embed": _axes(Embedding, self.settings),
             "layers": jax.tree.map(
                 lambda axes: ("layers", *axes), blocks, is_leaf=lambda node: type(node) is tuple
             ),
-            "head": _axes(Head, self.config),
+            "head": _axes(Head, self.settings),
         }
 
     def embed(self, embed: Params, batch: Batch) -> jax.Array:
@@ -124,34 +143,22 @@ class Decoder:
         """One layer; `kind` is its index modulo `config.period`."""
         return self._module(Block, layer)(x_BTD, batch, self.kernels, kind)
 
-    def head_params(self, params: Params) -> Params:
-        """The `head` of `loss` and `logits`, from the parameters or from their tree of axes."""
-        if not self.config.tied_embeddings:
-            return params["head"]
-        return {**params["head"], "tied": params["embed"]["tokens"]}
-
-    def outer_grads(self, embed: Params, head: Params) -> Params:
-        """Gradients of `embed` and of `head_params`, as {"embed": ..., "head": ...}."""
-        head = dict(head)
-        if self.config.tied_embeddings:
-            embed = {**embed, "tokens": embed["tokens"] + head.pop("tied")}
-        return {"embed": embed, "head": head}
-
-    def loss(self, head: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
         """The sum over weighted tokens of loss, and of the negative log-likelihood in nats."""
         with jax.named_scope("head"):
-            x_BTD, matrix = self._final(head, x_BTD)
+            x_BTD, matrix = self._final(head, stream["x"])
             x_BTD = self.kernels.shard(x_BTD, ("batch", "seq", "embed"))
-            return self.kernels.cross_entropy(
+            loss, nll = self.kernels.cross_entropy(
                 x_BTD,
                 matrix,
                 batch.targets,
                 batch.weights,
-                vocab_size=self.config.vocab_size,
-                soft_cap=self.config.logit_soft_cap,
-                z_loss=self.config.z_loss,
-                transposed=self.config.tied_embeddings,
+                vocab_size=self.settings.vocab_size,
+                soft_cap=self.settings.logit_soft_cap,
+                z_loss=self.settings.z_loss,
+                transposed=self.settings.tied_embeddings,
             )
+            return {"loss": loss, "nll": nll}
 
     def logits(self, head: Params, x_BTD: jax.Array) -> jax.Array:
         """Float32 [batch, seq, vocab_size]."""
@@ -159,14 +166,14 @@ class Decoder:
         return logits(
             x_BTD,
             matrix,
-            vocab_size=self.config.vocab_size,
-            soft_cap=self.config.logit_soft_cap,
-            transposed=self.config.tied_embeddings,
+            vocab_size=self.settings.vocab_size,
+            soft_cap=self.settings.logit_soft_cap,
+            transposed=self.settings.tied_embeddings,
         )
 
     def empty_cache(self, batch: int, slots: int) -> Cache:
         """A cache for `batch` sequences of at most `slots` tokens, in the compute type."""
-        config = self.config
+        config = self.settings
         shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
         return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
 
@@ -188,17 +195,17 @@ class Decoder:
             return block.decode(carry[0], positions_BT, carry[1], index, kind), None
 
         # The cache is carried, not scanned over: carried, it is updated in place.
-        layers = (params["layers"], jnp.arange(self.config.num_layers))
-        return _scan_periods(one, (x_BTD, cache), layers, self.config.period)
+        layers = (params["layers"], jnp.arange(self.settings.num_layers))
+        return _scan_periods(one, (x_BTD, cache), layers, self.settings.period)
 
     def _final(self, head: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         own = {name: value for name, value in head.items() if name != "tied"}
         module = self._module(Head, own)
-        matrix = head["tied"] if self.config.tied_embeddings else module.output[...]
+        matrix = head["tied"] if self.settings.tied_embeddings else module.output[...]
         return module.norm(x_BTD), matrix
 
     def _module(self, kind: type[nnx.Module], params: Params) -> Any:
-        return nnx.merge(_graph(kind, self.config)[0], params)
+        return nnx.merge(_graph(kind, self.settings)[0], params)
 
 
 def _scan_periods(function: Callable, carry: Any, layers: Any, period: int) -> Any:

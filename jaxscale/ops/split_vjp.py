@@ -14,32 +14,40 @@ Tree = Any
 
 
 def split_vjp(
-    function: Callable[[Tree, jax.Array, Tree], jax.Array],
-) -> tuple[Callable[..., tuple[jax.Array, list]], Callable[..., tuple[Tree, jax.Array]]]:
-    """The forward and the backward pass of `function(weights, x, context) -> y`, as two functions.
+    function: Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree]],
+) -> tuple[Callable[..., tuple[Tree, Tree, list]], Callable[..., tuple[Tree, Tree, Tree]]]:
+    """The forward and the backward pass of `function(weights, x, shared, context) -> (y, sums)`, as
+    two functions; the sums have no gradient.
 
     Returns:
-      `forward(weights, x, context) -> (y, residuals)`, where `residuals` lists the arrays that
-      the backward pass needs besides the weights and the context; and
-      `backward(weights, context, residuals, dy) -> (dweights, dx)`. Trace forward before backward.
+      `forward(weights, x, shared, context) -> (y, sums, residuals)`, where `residuals` lists the
+      arrays that the backward pass needs besides weights, shared and context; and
+      `backward(weights, shared, context, residuals, dy) -> (dweights, dx, dshared)`. Trace forward
+      before backward.
     """
     structure: list[tuple[Any, list[int | None]]] = []
 
-    def forward(weights: Tree, x: jax.Array, context: Tree) -> tuple[jax.Array, list]:
-        y, pullback = jax.vjp(lambda weights, x: function(weights, x, context), weights, x)
+    def forward(weights: Tree, x: Tree, shared: Tree, context: Tree) -> tuple[Tree, Tree, list]:
+        y, pullback, sums = jax.vjp(
+            lambda weights, x, shared: function(weights, x, shared, context),
+            weights,
+            x,
+            shared,
+            has_aux=True,
+        )
         # What vjp returns is a pytree of residuals; those that are the caller's own arrays are
         # recognised by identity, which no transformation of values could do as safely.
         leaves, treedef = jax.tree.flatten(pullback)
-        given = jax.tree.leaves((weights, context))
+        given = jax.tree.leaves((weights, shared, context))
         origin = [next((i for i, g in enumerate(given) if g is leaf), None) for leaf in leaves]
         structure[:] = [(treedef, origin)]
-        return y, [leaf for leaf, place in zip(leaves, origin) if place is None]
+        return y, sums, [leaf for leaf, place in zip(leaves, origin) if place is None]
 
     def backward(
-        weights: Tree, context: Tree, residuals: list, dy: jax.Array
-    ) -> tuple[Tree, jax.Array]:
+        weights: Tree, shared: Tree, context: Tree, residuals: list, dy: Tree
+    ) -> tuple[Tree, Tree, Tree]:
         treedef, origin = structure[0]
-        given, rest = jax.tree.leaves((weights, context)), iter(residuals)
+        given, rest = jax.tree.leaves((weights, shared, context)), iter(residuals)
         leaves = [next(rest) if place is None else given[place] for place in origin]
         return jax.tree.unflatten(treedef, leaves)(dy)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     DebugInfo,
@@ -39,55 +40,58 @@ PRODUCTS = ("dot_general", "conv_general_dilated", "scatter-add")
 
 @dataclass(frozen=True)
 class Split:
-    """The operations of a `function(weights, x, context) -> y`, y being like x.
+    """The operations of a layer, `function(weights, x, shared, context) -> ((y, loss), sums)`, y
+    being like x (see `models.protocol.layer_function`).
 
-    - `forward(weights, x, context) -> (y, kept_b, kept_w)`
-    - `input_gradient(weights, context, kept_b, kept_w, dy) -> (dx, saved)`, which is B
-    - `weight_gradient(context, kept_w, saved) -> dweights`, which is W
+    - `forward(weights, x, shared, context) -> ((y, loss), sums, kept_b, kept_w)`
+    - `input_gradient(weights, shared, context, kept_b, kept_w, dy) -> (dx, dshared, saved)`: B
+    - `weight_gradient(shared, context, kept_w, saved) -> dweights`: W
 
     `kept_b`, `kept_w` and `saved` are lists of arrays, of the shapes given here.
     """
 
-    forward: Callable[..., tuple[jax.Array, list, list]]
-    input_gradient: Callable[..., tuple[jax.Array, list]]
+    forward: Callable[..., tuple[Tree, Tree, list, list]]
+    input_gradient: Callable[..., tuple[Tree, Tree, list]]
     weight_gradient: Callable[..., Tree]
     kept_b: Shapes
     kept_w: Shapes
     saved: Shapes
 
 
-def split(function: Callable[..., jax.Array], weights: Tree, x: Any, context: Tree) -> Split:
-    """Traces a function for arguments of these shapes and types."""
-    forward, kept, backward = _passes(function, weights, x, context)
-    treedef = jax.tree.structure(weights)
-    program = TracedFunction.of(backward, weights, context, kept, x)
-    weights_in, context_in, kept_in, (dy,) = program.inputs
-    *dweights, dx = program.outputs
-    b_wanted, w_eqns = _divide(program, dweights, dx)
+def split(function: Callable, weights: Tree, x: Tree, shared: Tree, context: Tree) -> Split:
+    """Traces a layer for arguments of these shapes and types."""
+    forward, kept, backward = _passes(function, weights, x, shared, context)
+    program = TracedFunction.of(backward, weights, shared, context, kept, x)
+    weights_in, shared_in, context_in, kept_in, dy = program.inputs
+    dweights = program.outputs[: len(weights_in)]
+    gradients = program.outputs[len(weights_in) :]  # of x and of what is shared
+    b_wanted, w_eqns = _divide(program, dweights, gradients)
     w_reads = _given(w_eqns, dweights)
     b_eqns = program.needed(b_wanted)
-    made = [dy, *(v for eqn in b_eqns for v in eqn.outvars)]
+    made = [*dy, *(v for eqn in b_eqns for v in eqn.outvars)]
     saved = [v for v in made if v in w_reads]
     b_reads = _given(b_eqns, b_wanted)
     to_w = [i for i, v in enumerate(kept_in) if v in w_reads]
     to_b = [i for i, v in enumerate(kept_in) if v in b_reads and i not in to_w]
+    structures = [jax.tree.structure(tree) for tree in (weights, (x, shared))]
 
-    def split_forward(weights: Tree, x: jax.Array, context: Tree) -> tuple[jax.Array, list, list]:
-        y, kept = forward(weights, x, context)
-        return y, [kept[i] for i in to_b], [kept[i] for i in to_w]
+    def split_forward(weights: Tree, x: Tree, shared: Tree, context: Tree) -> tuple:
+        y, sums, kept = forward(weights, x, shared, context)
+        return y, sums, [kept[i] for i in to_b], [kept[i] for i in to_w]
 
     def input_gradient(
-        weights: Tree, context: Tree, kept_b: list, kept_w: list, dy_: jax.Array
-    ) -> tuple[jax.Array, list]:
-        given = [weights_in, context_in, [kept_in[i] for i in (*to_b, *to_w)], [dy]]
-        values = [weights, context, [*kept_b, *kept_w], dy_]
-        dx_, *saved_ = program.run(b_eqns, given, values, [dx, *saved])
-        return dx_, saved_
+        weights: Tree, shared: Tree, context: Tree, kept_b: list, kept_w: list, dy_: Tree
+    ) -> tuple[Tree, Tree, list]:
+        given = [weights_in, shared_in, context_in, [kept_in[i] for i in (*to_b, *to_w)], dy]
+        values = [weights, shared, context, [*kept_b, *kept_w], dy_]
+        found = program.run(b_eqns, given, values, [*gradients, *saved])
+        dx, dshared = jax.tree.unflatten(structures[1], found[: len(gradients)])
+        return dx, dshared, found[len(gradients) :]
 
-    def weight_gradient(context: Tree, kept_w: list, saved_: list) -> Tree:
-        given = [context_in, [kept_in[i] for i in to_w], saved]
-        leaves = program.run(w_eqns, given, [context, kept_w, saved_], dweights)
-        return jax.tree.unflatten(treedef, leaves)
+    def weight_gradient(shared: Tree, context: Tree, kept_w: list, saved_: list) -> Tree:
+        given = [shared_in, context_in, [kept_in[i] for i in to_w], saved]
+        leaves = program.run(w_eqns, given, [shared, context, kept_w, saved_], dweights)
+        return jax.tree.unflatten(structures[0], leaves)
 
     return Split(
         split_forward,
@@ -99,11 +103,11 @@ def split(function: Callable[..., jax.Array], weights: Tree, x: Any, context: Tr
     )
 
 
-def keep_nothing(function: Callable[..., jax.Array]) -> Split:
-    """The forward pass only, for evaluation."""
+def forward_only(function: Callable) -> Split:
+    """Without residuals, for evaluation."""
 
-    def forward(weights: Tree, x: jax.Array, context: Tree) -> tuple[jax.Array, list, list]:
-        return function(weights, x, context), [], []
+    def forward(weights: Tree, x: Tree, shared: Tree, context: Tree) -> tuple:
+        return *function(weights, x, shared, context), [], []
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("a forward pass that saves no residuals has no backward pass")
@@ -111,41 +115,52 @@ def keep_nothing(function: Callable[..., jax.Array]) -> Split:
     return Split(forward, refuse, refuse, [], [], [])
 
 
-def _passes(function: Callable, weights: Tree, x: Any, context: Tree):
-    """`forward(weights, x, context) -> (y, kept)`, the shapes of the residuals `kept`, and
-    `backward(weights, context, kept, dy) -> (dweights, dx)`. Residuals that do not depend on x are
-    recomputed."""
+def _passes(function: Callable, weights: Tree, x: Tree, shared: Tree, context: Tree):
+    """`forward(weights, x, shared, context) -> ((y, loss), sums, kept)`, the shapes of the
+    residuals `kept`, and `backward(weights, shared, context, kept, dy) -> (dweights, dx, dshared)`.
+    Residuals that do not depend on x or what is shared are recomputed."""
     vjp_forward, vjp_backward = split_vjp(function)
-    program = TracedFunction.of(vjp_forward, weights, x, context)
-    weights_in, x_in, context_in = program.inputs
-    y, *leaves = program.outputs
-    from_x = program.dependent(x_in)
+    program = TracedFunction.of(vjp_forward, weights, x, shared, context)
+    weights_in, x_in, shared_in, context_in = program.inputs
+    results = jax.eval_shape(function, weights, x, shared, context)
+    structure, (_, loss) = jax.tree.structure(results), results[0]
+    made, leaves = (
+        program.outputs[: structure.num_leaves],
+        program.outputs[structure.num_leaves :],
+    )
+    from_x = program.dependent([*x_in, *shared_in])
     kept = [v for v in dict.fromkeys(_variables(leaves)) if v in from_x]
     recomputed = [leaf for leaf in leaves if isinstance(leaf, Literal) or leaf not in from_x]
 
-    def forward(weights: Tree, x: jax.Array, context: Tree) -> tuple[jax.Array, list]:
-        eqns = program.needed([y, *kept])
-        y_, *kept_ = program.run(eqns, program.inputs, [weights, x, context], [y, *kept])
-        return y_, kept_
+    def forward(weights: Tree, x: Tree, shared: Tree, context: Tree) -> tuple[Tree, Tree, list]:
+        wanted = [*made, *kept]
+        values = program.run(
+            program.needed(wanted), program.inputs, [weights, x, shared, context], wanted
+        )
+        y, sums = jax.tree.unflatten(structure, values[: len(made)])
+        return y, sums, values[len(made) :]
 
-    def backward(weights: Tree, context: Tree, kept_: list, dy: jax.Array) -> tuple:
-        eqns, given = program.needed(recomputed), [weights_in, context_in]
-        values = iter(program.run(eqns, given, [weights, context], recomputed))
+    def backward(weights: Tree, shared: Tree, context: Tree, kept_: list, dy: Tree) -> tuple:
+        eqns, given = program.needed(recomputed), [weights_in, shared_in, context_in]
+        values = iter(program.run(eqns, given, [weights, shared, context], recomputed))
         known = dict(zip(kept, kept_))
         residuals = [
             next(values) if isinstance(leaf, Literal) or leaf not in from_x else known[leaf]
             for leaf in leaves
         ]
-        return vjp_backward(weights, context, residuals, dy)
+        seed = None if loss is None else jnp.ones((), loss.dtype)
+        return vjp_backward(weights, shared, context, residuals, (dy, seed))
 
     return forward, _shapes(kept), backward
 
 
-def _divide(program: "TracedFunction", dweights: list, dx: Any) -> tuple[list, list[JaxprEqn]]:
+def _divide(
+    program: "TracedFunction", dweights: list, gradients: list
+) -> tuple[list, list[JaxprEqn]]:
     """The outputs of B, and the equations of W."""
-    weights_in, context_in, kept_in, dy = program.inputs
+    weights_in, shared_in, context_in, kept_in, dy = program.inputs
     # Values that follow from residuals without a matmul are cheaper to recompute than to save.
-    cheap = set(context_in) | set(kept_in)
+    cheap = {*shared_in, *context_in, *kept_in}
     for eqn in program.eqns:
         if not _is_product(eqn) and all(v in cheap for v in _variables(eqn.invars)):
             cheap |= set(eqn.outvars)
@@ -156,8 +171,8 @@ def _divide(program: "TracedFunction", dweights: list, dx: Any) -> tuple[list, l
 
     # B computes the gradients of scales and biases too: sums of values that it has, and that would
     # take more memory if W needed them.
-    b_wanted = [dx]
-    b_wanted += [v for v in dweights if not any(map(_is_product, rest([dx], [v])))]
+    b_wanted = [*gradients]
+    b_wanted += [v for v in dweights if not any(map(_is_product, rest(gradients, [v])))]
     while True:
         w_eqns = rest(b_wanted, dweights)
         reading = [e for e in w_eqns if not set(weights_in).isdisjoint(_variables(e.invars))]

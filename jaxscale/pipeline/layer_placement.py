@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxscale.models.protocol import Rows
 from jaxscale.sharding.resolve import Axes, is_axes, leaf_name
 from jaxscale.sharding.specs import across_pipeline, mesh_axes_of
 
@@ -25,19 +27,23 @@ class LayerPlacement:
     sharded over `pipeline` along its layers: both functions take either.
     """
 
-    layer_of_row: np.ndarray  # the layer in each row of a stack; -1 for none
+    layer_of_row: Rows  # for each stack of the model the layer in each row; -1 for none
     axes: Tree  # logical axes of every array
     abstract: Tree  # shapes, types and shardings in the run
 
     @property
     def trivial(self) -> bool:
         """Whether the run's form is the canonical one."""
-        return np.array_equal(self.layer_of_row, np.arange(len(self.layer_of_row)))
+        return all(np.array_equal(r, np.arange(len(r))) for r in self.layer_of_row.values())
 
     @property
     def canonical(self) -> Tree:
         """Shapes, types and shardings of the canonical form."""
-        return self.abstract if self.trivial else self._map(self._canonical, self.abstract)
+        if self.trivial:
+            return self.abstract
+        return jax.tree_util.tree_map_with_path(
+            self._canonical, self.axes, self.abstract, is_leaf=is_axes
+        )
 
     def part(self, name: str) -> "LayerPlacement":
         """The placement of one part of the state, such as "params"."""
@@ -55,12 +61,11 @@ class LayerPlacement:
         """
         if self.trivial or not self._in_the_runs_form(state):
             return state
-        layers = np.flatnonzero(self.layer_of_row >= 0)
         wanted = self.canonical
         if on_host:
             wanted = self._map(_in_host_memory, wanted)
-        reorder = functools.partial(_reorder, layers[np.argsort(self.layer_of_row[layers])], donate)
-        return self._map(reorder, state, self.abstract, wanted)
+        rows = {name: _inverse(layers) for name, layers in self.layer_of_row.items()}
+        return self._reorder(rows, donate, state, self.abstract, wanted)
 
     def from_canonical(self, state: Tree, *, donate: bool = False) -> Tree:
         """The run's form of a state that has either form.
@@ -75,8 +80,7 @@ class LayerPlacement:
             return state
         given = self.canonical
         jax.tree_util.tree_map_with_path(_check_shape, state, given)
-        reorder = functools.partial(_reorder, self.layer_of_row, donate)
-        return self._map(reorder, state, given, self.abstract)
+        return self._reorder(self.layer_of_row, donate, state, given, self.abstract)
 
     def _in_the_runs_form(self, state: Tree) -> bool:
         """Whether its layers are sharded over the ranks."""
@@ -89,16 +93,38 @@ class LayerPlacement:
 
         return any(jax.tree.leaves(self._map(one, state)))
 
-    def _canonical(self, axes: Axes, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def _reorder(self, rows: Rows, donate: bool, *trees: Tree) -> Tree:
+        def one(path: tuple, axes: Axes, *leaves: Any) -> Any:
+            chosen = rows[stack_of(path, rows)] if "layers" in axes else None
+            return _reorder(chosen, donate, axes, *leaves)
+
+        return jax.tree_util.tree_map_with_path(one, self.axes, *trees, is_leaf=is_axes)
+
+    def _canonical(
+        self, path: tuple, axes: Axes, leaf: jax.ShapeDtypeStruct
+    ) -> jax.ShapeDtypeStruct:
         if "layers" not in axes:
             return leaf
-        dim, size = axes.index("layers"), int(self.layer_of_row.max()) + 1
+        layers = self.layer_of_row[stack_of(path, self.layer_of_row)]
+        dim, size = axes.index("layers"), int(layers.max()) + 1
         shape = (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
         sharding = across_pipeline(leaf.sharding, axes, shape)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     def _map(self, function: Any, *trees: Tree) -> Tree:
         return jax.tree.map(function, self.axes, *trees, is_leaf=is_axes)
+
+
+def stack_of(path: tuple, stacks: Collection[str]) -> str:
+    """The stack that an array of a state belongs to: the key of its parameters in the path."""
+    keys = [str(getattr(key, "key", "")) for key in path]
+    return next(key for key in keys if key in stacks)
+
+
+def _inverse(layer_of_row: np.ndarray) -> np.ndarray:
+    """The row of each layer."""
+    rows = np.flatnonzero(layer_of_row >= 0)
+    return rows[np.argsort(layer_of_row[rows])]
 
 
 def _in_host_memory(axes: Axes, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -118,7 +144,7 @@ def _check_shape(path: tuple, leaf: Any, wanted: jax.ShapeDtypeStruct) -> None:
 
 
 def _reorder(
-    rows: np.ndarray,
+    rows: np.ndarray | None,
     donate: bool,
     axes: Axes,
     array: Any,
@@ -126,7 +152,7 @@ def _reorder(
     wanted: jax.ShapeDtypeStruct,
 ) -> Any:
     """The rows of an array in another order, zeros where one is -1."""
-    if "layers" not in axes:
+    if rows is None:
         return array if isinstance(array, jax.Array) else jax.device_put(array, wanted.sharding)
     # XLA computes only with arrays in device memory.
     before, after = (leaf.sharding.with_memory_kind("device") for leaf in (given, wanted))

@@ -10,14 +10,24 @@ import numpy as np
 from jaxscale.layout import Layout
 from jaxscale.pipeline.buffer_slots import TickProgram, make_program
 from jaxscale.pipeline.orders import make_order
-from jaxscale.pipeline.simulator import Costs, simulate
+from jaxscale.pipeline.partition import (
+    StackLayers,
+    check_enough,
+    check_layers,
+    deal_stages,
+    partition_layers,
+    stack_shares,
+    stage_costs,
+)
+from jaxscale.pipeline.simulator import Costs
 from jaxscale.pipeline.table import Ops, Table, compile_order, replay
 from jaxscale.pipeline_schedules.operations import B, F, Order, R, W, X
 from jaxscale.pipeline_schedules.shipped import RUNNABLE
 
 OPERATIONS = {F: "pipeline_F", R: "pipeline_R", B: "pipeline_B", W: "pipeline_W", X: "pipeline_X"}
 GATHER, REDUCE = "pipeline_gather", "pipeline_reduce"
-HEAD, EMBEDDING, LAYERS = "pipeline_head", "pipeline_embedding", "pipeline_layers"
+HEAD, EMBEDDING = "pipeline_head", "pipeline_embedding"
+LAYERS, KIND = "pipeline_layers", "pipeline_kind"
 """Names, in a compiled program, of the executor's loops, whose trip counts the table gives."""
 
 
@@ -25,14 +35,16 @@ HEAD, EMBEDDING, LAYERS = "pipeline_head", "pipeline_embedding", "pipeline_layer
 class PipelineStages:
     """What every rank of the pipeline does and holds.
 
-    A rank's layers are stacked chunk by chunk, each chunk filled up to `capacity` layers: the
-    stack of the whole pipeline is that of rank 0, then that of rank 1, and so on.
+    A virtual stage has layers of one of the model's stacks. The parameters of a stack are stacked
+    rank by rank, and on each rank chunk by chunk, each chunk filled up to the stack's `capacity`.
     """
 
     table: Table
     program: TickProgram
     layers: tuple[int, ...]  # of each virtual stage
     head_cost: float = 0.0  # FLOPs of the head over those of a layer
+    stacks: tuple[StackLayers, ...] = ()  # of the model
+    stack_of_stage: tuple[int, ...] = ()  # the index of each virtual stage's stack
 
     @functools.cached_property
     def forward_program(self) -> TickProgram:
@@ -48,7 +60,7 @@ class PipelineStages:
     @property
     def costs(self) -> Costs:
         """Of each stage's operations, where a layer's forward pass costs 1."""
-        return _costs(self.table, self.layers, self.head_cost)
+        return stage_costs(self.table, self.layers, self.head_cost)
 
     @property
     def trips(self) -> dict[str, float]:
@@ -59,15 +71,22 @@ class PipelineStages:
             name: np.count_nonzero(columns["kind"] == kind) / cells
             for kind, name in OPERATIONS.items()
         }
-        for name, column in ((GATHER, "gather"), (REDUCE, "reduce")):
-            trips[name] = np.count_nonzero(columns[column] == 1) / cells
+        stack = self.stage_stacks[columns["stage"]]
+        for number in range(len(self.stacks)):
+            for name, column in ((GATHER, "gather"), (REDUCE, "reduce")):
+                here = (columns[column] == 1) & (stack == number)
+                trips[self.scope(name, number)] = np.count_nonzero(here) / cells
         # Of the operations of a kind, the last stage and the first have one in `stages` each.
-        return {
-            **trips,
-            HEAD: 1 / stages,
-            EMBEDDING: 1 / stages,
-            LAYERS: sum(self.layers) / stages,
-        }
+        trips |= {HEAD: 1 / stages, EMBEDDING: 1 / stages}
+        for number, one in enumerate(self.stacks):
+            mine = np.array(self.layers)[self.stage_stacks == number]
+            periods = -(-mine // one.period)
+            trips[self.scope(LAYERS, number)] = float(periods.sum()) / stages
+        return {**trips, KIND: 1.0}
+
+    def scope(self, name: str, number: int) -> str:
+        """The name, in a compiled program, of the loops of one stack."""
+        return name if len(self.stacks) == 1 else f"{name}_{self.stacks[number].name}"
 
     @property
     def recomputed(self) -> float:
@@ -76,9 +95,22 @@ class PipelineStages:
         return float(counts[R] / counts[F])
 
     @property
-    def capacity(self) -> int:
-        """Layers that a chunk has room for."""
-        return max(self.layers)
+    def stage_stacks(self) -> np.ndarray:
+        """int [stages], the index of each virtual stage's stack."""
+        return np.array(self.stack_of_stage, np.int64)
+
+    def capacity(self, number: int = 0) -> int:
+        """Layers of the stack of this number that a chunk has room for."""
+        return int(np.array(self.layers)[self.stage_stacks == number].max())
+
+    def whole_periods(self, number: int) -> bool:
+        """Whether each chunk of a stack has whole periods of its layers."""
+        mine = np.array(self.layers)[self.stage_stacks == number]
+        return not (mine % self.stacks[number].period).any()
+
+    def first_stage(self, number: int) -> int:
+        """The virtual stage that begins a stack."""
+        return self.stack_of_stage.index(number)
 
     @property
     def counts(self) -> np.ndarray:
@@ -87,23 +119,56 @@ class PipelineStages:
         return np.array(self.layers, np.int32)[chunk_stages(order)]
 
     @property
-    def layer_of_row(self) -> np.ndarray:
-        """int [ranks * chunks * capacity], the layer in each row of the stack; -1 for none."""
-        first = np.cumsum([0, *self.layers[:-1]])[chunk_stages(self.table.order)][..., None]
-        place = np.arange(self.capacity)
-        return np.where(place < self.counts[..., None], first + place, -1).reshape(-1)
+    def chunks(self) -> dict[str, np.ndarray]:
+        """Of each chunk, int32 [ranks, chunks]: `count`, its layers; `stack`, the index of their
+        stack; `first`, the first one in the stack; `begin`, its row among the rank's rows."""
+        chosen, stacks = chunk_stages(self.table.order), self.stage_stacks
+        first, begin = np.zeros(len(stacks), np.int64), np.zeros(chosen.shape, np.int64)
+        for number in range(len(self.stacks)):
+            mine = stacks == number
+            first[mine] = np.cumsum([0, *np.array(self.layers)[mine][:-1]])
+            held = stacks[chosen] == number
+            begin[held] = ((np.cumsum(held, axis=1) - 1) * self.capacity(number))[held]
+        found = {
+            "count": self.counts,
+            "stack": stacks[chosen],
+            "first": first[chosen],
+            "begin": begin,
+        }
+        return {name: array.astype(np.int32) for name, array in found.items()}
+
+    @property
+    def layer_of_row(self) -> dict[str, np.ndarray]:
+        """For each stack, int [ranks * chunks * capacity]: the layer in each row of its parameters,
+        -1 for none."""
+        chunks, rows = self.chunks, {}
+        ranks = len(self.counts)
+        for number, stack in enumerate(self.stacks):
+            held, capacity = chunks["stack"] == number, self.capacity(number)
+            table = np.full((ranks, int(held.sum(axis=1).max()) * capacity), -1, np.int64)
+            for rank, chunk in np.argwhere(held).tolist():
+                begin, first = chunks["begin"][rank, chunk], chunks["first"][rank, chunk]
+                count = chunks["count"][rank, chunk]
+                table[rank, begin : begin + count] = np.arange(first, first + count)
+            rows[stack.name] = table.reshape(-1)
+        return rows
 
 
-def open_stages(layout: Layout, num_layers: int, head_cost: float = 0.0) -> PipelineStages:
+def open_stages(
+    layout: Layout, stacks: int | Sequence[StackLayers], head_cost: float = 0.0
+) -> PipelineStages:
     """The pipeline of a resolved layout.
 
     Args:
+      stacks: of the model; a number stands for that many layers of one stack.
       head_cost: FLOPs of the head over those of a layer.
 
     Raises:
       ValueError: the schedule does not support the layout, or there are too few layers; names
         what to change.
     """
+    if isinstance(stacks, int):
+        stacks = [StackLayers("layers", stacks)]
     spec, keep = layout.schedule_spec, layout.remat_policy.kept_passes
     try:
         order = make_order(
@@ -121,17 +186,20 @@ def open_stages(layout: Layout, num_layers: int, head_cost: float = 0.0) -> Pipe
         raise ValueError(f"layout.schedule = {spec.name!r}{remat}: {said}") from None
     check_runnable(order)
     table = compile_order(order)
-    if num_layers < order.stages:
-        raise ValueError(
-            f"model.num_layers = {num_layers} is less than the {order.stages} stages of "
-            f"layout.pipeline = {order.ranks} x {order.virtual_stages} chunks; each has at least "
-            f"one layer: set model.num_layers = {order.stages}, or layout.pipeline = "
-            f"{max(1, num_layers // order.virtual_stages)}"
-        )
+    check_enough(stacks, order)
+    shares = deal_stages([stack.num_layers for stack in stacks], order.stages)
     if spec.layers:
-        _check_layers(spec.layers, order, num_layers)
-    layers = spec.layers or partition_layers(table, num_layers, head_cost)
-    return PipelineStages(table, make_program(table), layers, head_cost)
+        check_layers(spec.layers, order, stacks)
+        shares = stack_shares(spec.layers, stacks)
+    layers = spec.layers or partition_layers(table, stacks, shares, head_cost)
+    return PipelineStages(
+        table,
+        make_program(table),
+        layers,
+        head_cost,
+        tuple(stacks),
+        tuple(n for n, share in enumerate(shares) for _ in range(share)),
+    )
 
 
 def check_runnable(order: Order) -> None:
@@ -154,66 +222,12 @@ def check_runnable(order: Order) -> None:
             )
 
 
-def partition_layers(table: Table, num_layers: int, head_cost: float) -> tuple[int, ...]:
-    """Layers of each virtual stage: the shortest step and, of those, the most even partition.
-
-    The head's work, forward and backward, is in the last stage's B; with it, that stage may be
-    better off with fewer layers than the others. The simulator decides.
-
-    Args:
-      head_cost: FLOPs of the head over those of a layer.
-    """
-    found = candidate_partitions(num_layers, table.order.stages)
-    makespans = [simulate(table, _costs(table, n, head_cost)).lockstep_makespan for n in found]
-    return found[best_partition(found, makespans)]
-
-
-def candidate_partitions(num_layers: int, stages: int) -> list[tuple[int, ...]]:
-    """Ways to divide layers over stages: any number in the last, the others as even as possible."""
-
-    def partition(last: int) -> tuple[int, ...]:
-        each, more = divmod(num_layers - last, stages - 1)
-        # The first stage has the embedding, so it is the last to get one more.
-        extra = [int(n < more) for n in (*range(stages - 2), stages - 2)]
-        return (each + extra[-1], *(each + n for n in extra[:-1]), last)
-
-    return [partition(last) for last in range(1, -(-num_layers // stages) + 1)]
-
-
-def best_partition(partitions: Sequence[tuple[int, ...]], makespans: Sequence[float]) -> int:
-    """The one with the shortest makespan and, of those as short to nine digits, the most even."""
-    shortest = min(makespans)
-    short = [n for n, one in enumerate(makespans) if one <= shortest * (1 + 1e-9)]
-    return min(short, key=lambda n: max(partitions[n]) - min(partitions[n]))
-
-
-def _costs(table: Table, layers: tuple[int, ...], head_cost: float) -> Costs:
-    """A layer costs 1 in each of F, B and W, and in R where there is one."""
-    each = tuple(map(float, layers))
-    recompute = each if (table.ops.kind == R).any() else 0.0
-    return Costs(f=each, b=(*each[:-1], each[-1] + 3 * head_cost), w=each, r=recompute)
-
-
 def chunk_stages(order: Order) -> np.ndarray:
     """int [ranks, chunks], the virtual stage that is each chunk of each rank."""
     stages = np.zeros((order.ranks, order.virtual_stages), np.int64)
     for stage in range(order.stages):
         stages[order.rank_of(stage, 0), stage // order.ranks] = stage
     return stages
-
-
-def _check_layers(layers: tuple[int, ...], order: Order, num_layers: int) -> None:
-    got = ",".join(map(str, layers))
-    if len(layers) != order.stages:
-        raise ValueError(
-            f"layout.schedule deals layers {got} to {len(layers)} stages, and there are "
-            f"{order.stages}: layout.pipeline = {order.ranks} x {order.virtual_stages} chunks"
-        )
-    if sum(layers) != num_layers:
-        raise ValueError(
-            f"layout.schedule deals {got}, {sum(layers)} layers together, and model.num_layers = "
-            f"{num_layers}"
-        )
 
 
 def _as_settings(text: str) -> str:

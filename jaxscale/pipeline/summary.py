@@ -38,7 +38,7 @@ def advice(layout: Layout, stages: PipelineStages) -> str:
     for change in _changes(layout):
         try:
             other = open_stages(
-                dataclasses.replace(layout, **change), sum(stages.layers), stages.head_cost
+                dataclasses.replace(layout, **change), stages.stacks, stages.head_cost
             )
         except ValueError:
             continue

@@ -17,8 +17,6 @@ from jaxscale.planner.memory.step import Memory, step_memory
 from jaxscale.planner.model.param_shapes import parameters
 from jaxscale.planner.search.trainable_model import check_parameters
 from jaxscale.sharding.resolve import (
-    REPLICATED_WEIGHTS,
-    WEIGHTS,
     Axes,
     Rules,
     is_axes,
@@ -44,7 +42,7 @@ def describe_layout(engine: Engine) -> str:
 
 
 def _summary(engine: Engine) -> str:
-    layout, config = engine.layout, engine.model.config
+    layout, config = engine.layout, engine.config.model
     axes = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1)
     rows = [
         ("devices", f"{layout.num_devices}: {axes or 'every axis 1'}"),
@@ -106,7 +104,7 @@ def _pipeline(engine: Engine) -> list[str]:
     buffers = {name: _size(tree) for name, tree in buffers.items()}
     outer = {name: engine.abstract_state.params[name] for name in ("embed", "head")}
     axes = {name: zero.axes[name] for name in outer}
-    whole = {**WEIGHTS, "embed": (), "outer_embed": ()}
+    whole = {**zero.rules, "embed": (), "outer_embed": ()}
     buffers["embedding and head, gathered"] = tree_bytes(
         outer, axes, whole, zero.sizes, zero.compute_dtype.itemsize
     )
@@ -123,7 +121,7 @@ def _stages(engine: Engine) -> str:
     for stage in range(4):
         zero = dataclasses.replace(engine.zero, stage=stage)
         params = tree_bytes(state.params, axes.params, zero.param_rules, zero.sizes)
-        rules = zero.update_rules if zero.scatters else REPLICATED_WEIGHTS
+        rules = zero.update_rules if zero.scatters else zero.replicated_rules
         grads = tree_bytes(state.params, axes.params, rules, zero.sizes, width)
         moments = tree_bytes(state.opt_state, axes.opt_state, zero.update_rules, zero.sizes)
         chosen = " *" if stage == engine.zero.stage else ""
@@ -172,7 +170,7 @@ def _passes(engine: Engine, chosen: PipelineStages) -> list[str]:
 
     def open_with(remat: str) -> PipelineStages:
         changed = dataclasses.replace(layout, remat=remat)
-        return open_stages(changed, engine.model.config.num_layers, chosen.head_cost)
+        return open_stages(changed, chosen.stacks, chosen.head_cost)
 
     def seconds(stages: PipelineStages) -> float:
         return simulate(stages.table, stages.costs).lockstep_makespan

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.protocol import head_params
 from jaxscale.run.initial_weights import open_weights
 
 
@@ -83,7 +84,7 @@ def from_pretrained(
 def _logits(model: Decoder, params: Any, tokens: jax.Array, segments: jax.Array) -> jax.Array:
     batch = Batch(tokens, tokens, segments, _positions(segments), jnp.ones(tokens.shape))
     x = model.embed(params["embed"], batch)
-    period, num_layers = model.config.period, model.config.num_layers
+    period, num_layers = model.settings.period, model.settings.num_layers
 
     def one_period(x, weights):
         for kind in range(period):
@@ -99,7 +100,7 @@ def _logits(model: Decoder, params: Any, tokens: jax.Array, segments: jax.Array)
     for layer in range(whole, num_layers):
         weights = jax.tree.map(lambda w: w[layer], params["layers"])  # noqa: B023
         x = model.block(weights, x, batch, layer % period)
-    return model.logits(model.head_params(params), x).astype(jnp.float32)
+    return model.logits(head_params(model, params), x).astype(jnp.float32)
 
 
 def _positions(segments: jax.Array) -> jax.Array:

@@ -16,7 +16,6 @@ from jaxscale.config import Config
 from jaxscale.data.dataset import Examples, repeats
 from jaxscale.hardware import peak_flops
 from jaxscale.run.setup import Evaluation
-from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.metrics import Metrics, duration, progress_line, utilisation
 from jaxscale.training.step import Engine, StepMetrics
 
@@ -50,7 +49,7 @@ class Recorder:
         trackers: tuple[str, ...],
         started: float,
     ) -> None:
-        model, data, optimizer = config.model, config.data, config.optimizer
+        model, data = config.model, config.data
         self.workdir, self.begin, self.started = workdir, begin, started
         self.steps = config.run.steps
         self.metrics = Metrics(
@@ -59,13 +58,8 @@ class Recorder:
             trackers=trackers,
             config=configs.to_dict(config),
         )
-        self._rate = schedule_of(optimizer, config.schedule_steps)
-        self._model_flops = model.flops_per_token(data.seq_len)
-        self._hardware_flops = model.hardware_flops_per_token(
-            data.seq_len,
-            remat=config.layout.remat,
-            recomputed=engine.stages.recomputed if engine.stages else 0.0,
-        )
+        self._rate = engine.learning_rate
+        self._flops = engine.flops
         devices = engine.mesh.devices
         self._num_devices = devices.size
         self._peak = peak_flops(devices.flat[0].device_kind, model.compute_dtype)
@@ -101,13 +95,7 @@ class Recorder:
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Writes an evaluation after `step`."""
-        self._evaluation = {
-            "step": step,
-            "eval_loss": evaluation.loss,
-            "eval_perplexity": evaluation.perplexity,
-            "eval_bits_per_byte": evaluation.bits_per_byte,
-            "eval_tokens": evaluation.tokens,
-        }
+        self._evaluation = {"step": step, **evaluation.metrics}
         self.metrics.write(self._evaluation)
         line = progress_line(self._evaluation, steps=self.steps, seconds_left=0)
         log.info(f"{line} | {evaluation.bits_per_byte:.3f} bits per byte")
@@ -126,7 +114,8 @@ class Recorder:
         self.metrics.close()
 
     def _record(self, step: int, out: StepMetrics, data_seconds: float) -> None:
-        loss, grad_norm, tokens, loss_tokens = map(float, jax.device_get(out))
+        *scalars, others = jax.device_get(out)
+        loss, grad_norm, tokens, loss_tokens = map(float, scalars)
         now = time.monotonic()
         seconds, self._mark = now - self._mark, now
         tokens_per_second = tokens / seconds
@@ -135,15 +124,16 @@ class Recorder:
             "step": step,
             "loss": loss,
             "grad_norm": grad_norm,
-            "learning_rate": float(self._rate(step - 1)),
+            **({"learning_rate": float(self._rate(step - 1))} if self._rate else {}),
             "tokens": int(tokens),
             "loss_tokens": int(loss_tokens),
             "step_seconds": seconds,
             "data_seconds": data_seconds,
             "tokens_per_second": tokens_per_second,
             "loss_tokens_per_second": loss_tokens / seconds,
-            "mfu": self._utilisation(self._model_flops * tokens_per_second),
-            "hfu": self._utilisation(self._hardware_flops * tokens_per_second),
+            "mfu": self._utilisation(self._flops.model * tokens_per_second),
+            "hfu": self._utilisation(self._flops.hardware * tokens_per_second),
+            **{name: value.tolist() for name, value in others.items()},
             "examples": self._train.example_digest(range(first - self._batch_size, first)),
         }
         self._last = record

@@ -63,6 +63,16 @@ class Evaluation:
         """The loss of the same text in bits over its bytes: comparable between tokenizers."""
         return self.loss * self.tokens / math.log(2) / self.num_bytes
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """As `metrics.jsonl` and `evaluate --json` have it."""
+        return {
+            "eval_loss": self.loss,
+            "eval_perplexity": self.perplexity,
+            "eval_bits_per_byte": self.bits_per_byte,
+            "eval_tokens": self.tokens,
+        }
+
 
 def open_engine(config: Config, workdir: pathlib.Path | None = None) -> tuple[Config, Engine]:
     """The config with its layout resolved, and the engine; `resolve_layout` has the arguments."""

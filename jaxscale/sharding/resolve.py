@@ -10,14 +10,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
 from jaxscale.sharding.rules import (  # noqa: F401  Re-exported: used together with `resolve`.
     ACTIVATIONS,
-    DEALT_OVER,
+    LAYER_SHARD_AXES,
     REPLICATED_WEIGHTS,
     WEIGHTS,
     Axes,
     Rules,
-    deals_layers,
     mesh_axes,
+    shards_layers,
     spreads_outer,
+    with_whole_kv_heads,
 )
 
 
@@ -54,37 +55,32 @@ def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
 
 
 def whole_kv_heads(axes_tree: Any, abstract: Any, sizes: Mapping[str, int]) -> Any:
-    """A tree of axes in which each rank of tensor has all key/value heads of an array, where the
-    ranks are a multiple of the heads: a rank uses the one that its query heads read.
+    """`rules.with_whole_kv_heads` for a tree of axes.
 
     Args:
       abstract: the arrays' shapes, in the same tree.
     """
-
-    def one(axes: Axes, leaf: Any) -> Axes:
-        if "kv_heads" not in axes:
-            return axes
-        heads = leaf.shape[axes.index("kv_heads")]
-        if heads >= sizes["tensor"] or sizes["tensor"] % heads:
-            return axes
-        return tuple("whole_kv_heads" if name == "kv_heads" else name for name in axes)
-
-    return jax.tree.map(one, axes_tree, abstract, is_leaf=is_axes)
+    return jax.tree.map(
+        lambda axes, leaf: with_whole_kv_heads(axes, leaf.shape, sizes),
+        axes_tree,
+        abstract,
+        is_leaf=is_axes,
+    )
 
 
-def layer_rules(sizes: Mapping[str, int], rows: int) -> list[Rules]:
-    """Rules that keep the matrices of a stack whole over fsdp, and shard its layers over mesh axes
-    whose ranks would otherwise repeat their update (`DEALT_OVER`): each rule over one more axis.
+def layer_rules(sizes: Mapping[str, int], rows: int, rules: Rules = WEIGHTS) -> list[Rules]:
+    """Rules that keep the matrices of a stack whole over fsdp, and shard its layers over those of
+    `LAYER_SHARD_AXES` where that saves work: each rule over one more axis.
 
     Args:
       rows: layers in the stack, over all ranks of the pipeline.
     """
     found, axes = [], ()
-    for axis in DEALT_OVER:
+    for axis in LAYER_SHARD_AXES:
         ranks = math.prod(sizes[one] for one in axes)
-        if deals_layers(rows // sizes["pipeline"], sizes["pipeline"], ranks, sizes[axis]):
+        if shards_layers(rows // sizes["pipeline"], sizes["pipeline"], ranks, sizes[axis]):
             axes = (*axes, axis)
-            found.append({**WEIGHTS, "embed": (), "layers": ("pipeline", *axes)})
+            found.append({**rules, "embed": (), "layers": ("pipeline", *axes)})
     return found
 
 

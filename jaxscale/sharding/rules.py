@@ -21,7 +21,7 @@ WEIGHTS: Rules = {
     "outer_embed": ("pipeline", "fsdp"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
-    # Where there are fewer of them than ranks: `resolve.whole_kv_heads`.
+    # Where ranks outnumber them: `with_whole_kv_heads`.
     "whole_kv_heads": (),
     "head_dim": (),
     "mlp": ("tensor",),
@@ -98,16 +98,29 @@ def mesh_axes(
     return found
 
 
+def with_whole_kv_heads(axes: Axes, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Axes:
+    """The names of an array's dimensions, "kv_heads" as "whole_kv_heads" where the ranks of tensor
+    outnumber the heads and are a multiple of them: each rank has all heads then, and uses the one
+    that its query heads read (`training/kernels.py`)."""
+    if "kv_heads" not in axes:
+        return axes
+    heads, ranks = shape[axes.index("kv_heads")], sizes["tensor"]
+    if heads >= ranks or ranks % heads:
+        return axes
+    return tuple("whole_kv_heads" if name == "kv_heads" else name for name in axes)
+
+
 def spreads_outer(pipeline: Any, fsdp: Any, d_model: int) -> Any:
     """Whether parameters outside the layers are sharded over the pipeline: of ints or arrays."""
     return (pipeline > 1) & (d_model % (pipeline * fsdp) == 0)
 
 
-DEALT_OVER = ("fsdp", "data", "context")
-"""Mesh axes whose ranks would all repeat the same update of a layer's whole matrices (Muon's)."""
+LAYER_SHARD_AXES = ("fsdp", "data", "context")
+"""Mesh axes over which the layers of a stack are sharded for updates of whole matrices (Muon's),
+which their ranks would otherwise all repeat."""
 
 
-def deals_layers(rows: Any, pipeline: Any, ranks: Any, size: Any) -> Any:
+def shards_layers(rows: Any, pipeline: Any, ranks: Any, size: Any) -> Any:
     """Whether a stack's layers are sharded over one more of these axes: of ints or arrays.
 
     A first one may leave ranks without a layer. A further one, and one beside a pipeline, must
@@ -120,6 +133,23 @@ def deals_layers(rows: Any, pipeline: Any, ranks: Any, size: Any) -> Any:
     """
     even = rows % (ranks * size) == 0
     return (size > 1) & (even | ((pipeline == 1) & (ranks == 1)))
+
+
+def own_rules(rules: Rules) -> Rules:
+    """Checked rules for the logical axes of a model of one's own.
+
+    Raises:
+      ValueError: a name that exists, or mesh axes that these rules cannot use.
+    """
+    for name, over in rules.items():
+        if name in WEIGHTS or name in ACTIVATIONS:
+            raise ValueError(f"rules: {name!r} is a logical axis already; choose another name")
+        if set(over) - {"tensor"}:
+            raise ValueError(
+                f"rules: {name!r} -> {over}; a logical axis of one's own can be sharded over "
+                "('tensor',), or be whole: (). Name a dimension 'embed' to shard it over fsdp"
+            )
+    return {name: tuple(over) for name, over in rules.items()}
 
 
 def nearest_divisors(size: int, parts: int) -> str:

@@ -20,8 +20,8 @@ FSDP_ROWS = PartitionSpec("fsdp")
 """A matrix whose rows the ranks of fsdp share."""
 TABLE_COLUMNS = PartitionSpec(None, "pipeline")
 """The columns of a pipeline schedule's table, [ticks, ranks, 1]."""
-LAYER_COUNTS = PartitionSpec("pipeline")
-"""Layers in each chunk of each rank, [ranks, chunks]."""
+CHUNKS = PartitionSpec("pipeline")
+"""Facts about each chunk of each rank, [ranks, chunks]."""
 PER_MANUAL_RANK = PartitionSpec(MANUAL_AXES)
 """One entry of the first dimension for every rank of the manual axes."""
 

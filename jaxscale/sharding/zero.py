@@ -3,7 +3,7 @@ that follow. For use in a `shard_map` in which pipeline, data and fsdp are manua
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -43,27 +43,38 @@ class Zero:
     axes: Tree  # the parameters' tree of logical axes
     compute_dtype: jnp.dtype
     accumulation_dtype: jnp.dtype
+    # Of weights, with a model's own logical axes.
+    rules: Rules = field(default_factory=lambda: WEIGHTS)
+
+    @property
+    def replicated_rules(self) -> Rules:
+        """Of a tree that is replicated over the fsdp axis."""
+        return {**self.rules, **REPLICATED_WEIGHTS}
 
     @property
     def param_rules(self) -> Rules:
         """Of parameters at rest."""
-        return WEIGHTS if self.stage >= 3 else REPLICATED_WEIGHTS
+        return self.rules if self.stage >= 3 else self.replicated_rules
 
     @property
     def update_rules(self) -> Rules:
         """Of the optimizer's inputs and state: the reduced gradients of a step, moments, and the
         parameters while they are updated."""
-        return WEIGHTS if self.stage >= 1 else REPLICATED_WEIGHTS
+        return self.rules if self.stage >= 1 else self.replicated_rules
 
-    @property
-    def layer_axes(self) -> Tree:
-        """The axes of one layer, a slice of the stack."""
-        return jax.tree.map(lambda axes: axes[1:], self.axes["layers"], is_leaf=is_axes)
+    def layer_axes(self, stack: str) -> Tree:
+        """The axes of one layer, a slice of a stack."""
+        return jax.tree.map(lambda axes: axes[1:], self.axes[stack], is_leaf=is_axes)
 
     @property
     def loss_dtype(self) -> jnp.dtype:
         """Of sums over tokens."""
         return jnp.promote_types(self.compute_dtype, jnp.float32)
+
+    @property
+    def one(self) -> jax.Array:
+        """The gradient of the loss with respect to itself."""
+        return jnp.ones((), self.loss_dtype)
 
     @property
     def gathers(self) -> bool:
@@ -148,11 +159,12 @@ class Zero:
 
         return jax.tree.map(one, axes, params, is_leaf=is_axes)
 
-    def running_sum(self, weights: Tree, axes: Tree, microbatches: jax.Array) -> Tree | None:
+    def running_sum(self, weights: Tree, axes: Tree, microbatches: Tree) -> Tree | None:
         """Accumulators for the gradients of whole weights over an accumulation group, [G, ...];
         None for a single micro-batch, whose gradients need no summing before they are reduced.
         """
-        return None if microbatches.shape[0] == 1 else self.accumulators(weights, axes)
+        single = jax.tree.leaves(microbatches)[0].shape[0] == 1
+        return None if single else self.accumulators(weights, axes)
 
     def accumulators(self, weights: Tree, axes: Tree) -> Tree:
         """Zeros for the gradients of whole weights."""
@@ -166,7 +178,7 @@ class Zero:
 
     def _accumulator(self, shape: Sequence[int], axes: Axes) -> jax.Array:
         # Without the constraint the compiler would replicate it over the ranks of tensor.
-        return constrain(jnp.zeros(shape, self.accumulation_dtype), axes, self.sizes, WEIGHTS)
+        return constrain(jnp.zeros(shape, self.accumulation_dtype), axes, self.sizes, self.rules)
 
     def _sum_replicas(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """The sum over the axes that no reduce-scatter has summed over."""
@@ -208,7 +220,9 @@ class Zero:
         if all(self.sizes[axis] == 1 for axis in AUTOMATIC_AXES):
             return local(tree)
         specs = jax.tree.map(
-            lambda axes: automatic_part(resolve(axes, WEIGHTS, self.sizes)), axes, is_leaf=is_axes
+            lambda axes: automatic_part(resolve(axes, self.rules, self.sizes)),
+            axes,
+            is_leaf=is_axes,
         )
         return jax.shard_map(
             local,

@@ -1,5 +1,6 @@
 """Loss and gradients of a step, summed over micro-batches and replicas."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +11,23 @@ from jax.sharding import Mesh
 
 from jaxscale.batch import Batch
 from jaxscale.layout import MANUAL_AXES, Layout
-from jaxscale.models.decoder import Decoder
-from jaxscale.pipeline.executor import Columns, Counts, buffers, execute, execute_forward
+from jaxscale.models.protocol import (
+    Model,
+    Stack,
+    Stream,
+    Sums,
+    head_params,
+    layer_function,
+    split_stream,
+    zero_sums,
+)
+from jaxscale.ops.stacked import Index, at
+from jaxscale.pipeline.executor import Chunks, Columns, Remat, buffers, execute, execute_forward
 from jaxscale.pipeline.stages import PipelineStages
 from jaxscale.sharding.resolve import Rules, is_axes, manual_part, resolve
 from jaxscale.sharding.specs import (
     BATCH_ROWS,
-    LAYER_COUNTS,
+    CHUNKS,
     PER_MANUAL_RANK,
     REPLICATED,
     TABLE_COLUMNS,
@@ -29,15 +40,15 @@ Tree = Any
 
 
 def make_gradients(
-    model: Decoder,
+    model: Model,
     layout: Layout,
     zero: Zero,
     mesh: Mesh,
     stages: PipelineStages | None = None,
     *,
     unroll_layers: bool = False,
-) -> Callable[[Tree, Batch], tuple[tuple[jax.Array, jax.Array], Tree]]:
-    """`(params, batch) -> ((loss_sum, nll_sum), gradient sums)` for a resolved layout.
+) -> Callable[[Tree, Batch], tuple[Sums, Tree]]:
+    """`(params, batch) -> (sums, gradient sums)` for a resolved layout.
 
     Sums over every weighted token of the global batch, not yet divided by their number. Gradients
     leave in the accumulation type, sharded over fsdp from ZeRO stage 1 on.
@@ -47,10 +58,9 @@ def make_gradients(
     group_pass = make_group_pass(model, layout, zero, unroll_layers=unroll_layers)
     group = 1 if layout.accumulation == "sequential" else layout.microbatches
 
-    def local(params: Tree, batch: Batch) -> tuple[tuple[jax.Array, jax.Array], Tree]:
+    def local(params: Tree, batch: Batch) -> tuple[Sums, Tree]:
         groups = split_batch(batch, layout.microbatches // group, group)
-        sums = (jnp.zeros((), zero.loss_dtype),) * 2
-        carry = (sums, zero.zeros(params, zero.axes))
+        carry = (zero_sums(model, zero.loss_dtype), zero.zeros(params, zero.axes))
         carry, _ = each(
             lambda carry, batch: (group_pass(params, batch, *carry), None), carry, groups
         )
@@ -67,22 +77,22 @@ def make_gradients(
 
 
 def _pipelined(
-    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages
-) -> Callable[[Tree, Batch], tuple[tuple[jax.Array, jax.Array], Tree]]:
+    model: Model, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages
+) -> Callable[[Tree, Batch], tuple[Sums, Tree]]:
     """`make_gradients`, by the table of a pipeline."""
-    block = _pipelined_block(model, layout)
+    remat = _pipelined_remat(layout)
     row_major = mesh.devices.flat[0].platform == "tpu"
 
-    def local(params: Tree, batch: Batch, columns: Columns, counts: Counts):
+    def local(params: Tree, batch: Batch, columns: Columns, chunks: Chunks):
         sums, grads = execute(
             model,
-            block,
+            remat,
             zero,
             stages,
             params,
             split_batch(batch, layout.microbatches),
             columns,
-            counts,
+            chunks,
             row_major=row_major,
         )
         return zero.total(sums), zero.finish(grads)
@@ -90,22 +100,23 @@ def _pipelined(
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS, TABLE_COLUMNS, LAYER_COUNTS),
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS, TABLE_COLUMNS, CHUNKS),
         out_specs=(REPLICATED, _manual_specs(zero, zero.update_rules)),
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
-    return lambda params, batch: run(params, batch, stages.program.columns, stages.counts)
+    return lambda params, batch: run(params, batch, stages.program.columns, stages.chunks)
 
 
-def _pipelined_block(model: Decoder, layout: Layout) -> Callable:
+def _pipelined_remat(layout: Layout) -> Remat:
     # The table may have operations that recompute the residuals of a chunk.
-    by_table = layout.remat_policy.kept_passes is not None
-    return model.block if by_table else rematerialised(model, layout.remat_policy)
+    if layout.remat_policy.kept_passes is not None:
+        return lambda layer: layer
+    return functools.partial(rematerialised, remat=layout.remat_policy)
 
 
 def pipeline_buffers(
-    model: Decoder,
+    model: Model,
     layout: Layout,
     zero: Zero,
     mesh: Mesh,
@@ -119,27 +130,27 @@ def pipeline_buffers(
     Args:
       params, batch: shapes.
     """
-    block = _pipelined_block(model, layout)
+    remat = _pipelined_remat(layout)
 
-    def local(params: Tree, batch: Batch, counts: Counts) -> dict[str, Tree]:
+    def local(params: Tree, batch: Batch, chunks: Chunks) -> dict[str, Tree]:
         groups = split_batch(batch, layout.microbatches)
-        carried = buffers(model, block, zero, stages, params, groups, counts)
+        carried = buffers(model, remat, zero, stages, params, groups, chunks)
         return jax.tree.map(lambda x: x[None], carried)
 
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS, LAYER_COUNTS),
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS, CHUNKS),
         out_specs=PER_MANUAL_RANK,
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
-    carried = jax.eval_shape(run, params, batch, stages.counts)
+    carried = jax.eval_shape(run, params, batch, stages.chunks)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), carried)
 
 
 def make_loss(
-    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages | None = None
+    model: Model, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages | None = None
 ) -> Callable[[Tree, Batch], jax.Array]:
     """`(params, batch) -> nll_sum`: the forward pass alone, for evaluation."""
     if stages is not None:
@@ -147,13 +158,9 @@ def make_loss(
 
     def local(params: Tree, batch: Batch) -> jax.Array:
         def one(nll_sum, batch):
-            def layer(x, shards):
-                return model.block(zero.gather(shards, zero.layer_axes), x, batch), None
-
-            x = model.embed(zero.gather(params["embed"], zero.axes["embed"]), batch)
-            x, _ = jax.lax.scan(layer, x, params["layers"])
-            head = zero.gather(model.head_params(params), model.head_params(zero.axes))
-            return nll_sum + model.loss(head, x, batch)[1], None
+            head = zero.gather(head_params(model, params), head_params(model, zero.axes))
+            losses = model.loss(head, _forward(model, zero, params, batch), batch)
+            return nll_sum + losses["nll"], None
 
         groups = split_batch(batch, layout.microbatches)
         return zero.total(each(one, jnp.zeros((), zero.loss_dtype), groups)[0])
@@ -168,24 +175,64 @@ def make_loss(
     )
 
 
+def _forward(model: Model, zero: Zero, params: Tree, batch: Batch) -> Stream:
+    """The last stack's stream of one micro-batch."""
+    embed, stream = zero.gather(params["embed"], zero.axes["embed"]), {}
+    for stack in model.stacks:
+        x, shared = split_stream(stack, stack.enter(embed, stream, batch))
+        x = _forward_layers(stack, zero, params[stack.name], batch, x, shared)
+        stream = {**x, **shared}
+    return stream
+
+
+def _forward_layers(
+    stack: Stack, zero: Zero, layers: Tree, batch: Batch, x: Stream, shared: Stream
+) -> Stream:
+    functions = [layer_function(stack, kind) for kind in range(stack.period)]
+    axes, whole = zero.layer_axes(stack.name), stack.num_layers // stack.period
+
+    def layer(x: Stream, shards: Tree, index: Index, kind: int) -> Stream:
+        return functions[kind](zero.gather(shards, axes), x, shared, (batch, index))[0][0]
+
+    def one_period(x: Stream, xs: tuple[Tree, jax.Array]) -> tuple[Stream, None]:
+        shards, first = xs
+        for kind in range(stack.period):
+            x = layer(x, at(shards, kind), first + kind, kind)
+        return x, None
+
+    def in_periods(array: jax.Array) -> jax.Array:
+        rows = array[: whole * stack.period]
+        return rows.reshape(whole, stack.period, *array.shape[1:])
+
+    if stack.period == 1:
+        xs = layers, jnp.arange(stack.num_layers)
+        return jax.lax.scan(lambda x, xs: (layer(x, *xs, 0), None), x, xs)[0]
+    xs = jax.tree.map(in_periods, layers), jnp.arange(whole) * stack.period
+    x, _ = jax.lax.scan(one_period, x, xs)
+    for index in range(whole * stack.period, stack.num_layers):
+        x = layer(x, at(layers, index), index, index % stack.period)
+    return x
+
+
 def _pipelined_loss(
-    model: Decoder, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages
+    model: Model, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages
 ) -> Callable[[Tree, Batch], jax.Array]:
     """`make_loss`, by the forward part of a pipeline's table."""
 
-    def local(params: Tree, batch: Batch, columns: Columns, counts: Counts) -> jax.Array:
+    def local(params: Tree, batch: Batch, columns: Columns, chunks: Chunks) -> jax.Array:
         groups = split_batch(batch, layout.microbatches)
-        return zero.total(execute_forward(model, zero, stages, params, groups, columns, counts)[1])
+        sums = execute_forward(model, zero, stages, params, groups, columns, chunks)
+        return zero.total(sums["nll"])
 
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS, TABLE_COLUMNS, LAYER_COUNTS),
+        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS, TABLE_COLUMNS, CHUNKS),
         out_specs=REPLICATED,
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
-    return lambda params, batch: run(params, batch, stages.forward_program.columns, stages.counts)
+    return lambda params, batch: run(params, batch, stages.forward_program.columns, stages.chunks)
 
 
 def _manual_specs(zero: Zero, rules: Rules) -> Tree:
@@ -196,6 +243,6 @@ def _manual_specs(zero: Zero, rules: Rules) -> Tree:
 
 def split_batch(batch: Batch, *groups: int) -> Batch:
     """Splits the rows of a batch into leading dimensions: [b, T] to [*groups, b / ..., T]."""
-    return Batch(
-        *(x.reshape(*groups, x.shape[0] // math.prod(groups), *x.shape[1:]) for x in batch)
+    return jax.tree.map(
+        lambda x: x.reshape(*groups, x.shape[0] // math.prod(groups), *x.shape[1:]), batch
     )

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxscale.config import Config
 from jaxscale.layout import AUTOMATIC_AXES, Layout
-from jaxscale.models.decoder import Kernels, plain_lookup
+from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose, score_settings
 from jaxscale.ops.attention_kernels import maskless
 from jaxscale.ops.context_attention import context_attention
@@ -22,17 +22,23 @@ from jaxscale.ops.loss import cross_entropy
 from jaxscale.ops.rope import rotary, rotary_on_tpu
 from jaxscale.ops.sizes import LANES
 from jaxscale.ops.tensor_parallel import Spread, spread_columns, spread_rows
-from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, constrain
+from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, Rules, constrain
 from jaxscale.sharding.specs import kernel_spec
 
 
 def make_kernels(
-    layout: Layout, implementation: str, platform: str, *, unroll: bool = False
+    layout: Layout,
+    implementation: str,
+    platform: str,
+    *,
+    rules: Rules | None = None,
+    unroll: bool = False,
 ) -> Kernels:
     """The model's kernels for a resolved layout.
 
     Args:
       implementation: of attention, by `attention_name`.
+      rules: of a model's own logical axes.
       unroll: writes loops out, for XLA's cost analysis.
     """
     replaced = {}
@@ -51,7 +57,7 @@ def make_kernels(
         **replaced,
         lookup=functools.partial(_lookup, layout),
         cross_entropy=functools.partial(cross_entropy, shards=layout.context, unroll=unroll),
-        shard=lambda x, axes: constrain(x, axes, layout.sizes),
+        shard=lambda x, axes: constrain(x, axes, layout.sizes, {**ACTIVATIONS, **(rules or {})}),
     )
 
 

@@ -17,10 +17,12 @@ The last layer's backward pass reuses the weights of its forward pass: 2L - 1 ga
 weights and L reductions of layer gradients per group. Residuals that are offloaded to host memory
 are prefetched with the weights. A layout without collectives and offload prefetches nothing.
 
-Letters: G micro-batches, L layers.
+A model with several stacks goes through them one after the other, and back. Layers whose static
+settings repeat with a period are looped over a period at a time.
+
+Letters: G micro-batches, L layers of a stack.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,7 +32,19 @@ import jax.numpy as jnp
 
 from jaxscale.batch import Batch
 from jaxscale.layout import Layout
-from jaxscale.models.decoder import Decoder
+from jaxscale.models.protocol import (
+    Model,
+    Stack,
+    Stream,
+    Sums,
+    add_layer_sums,
+    head_gradients,
+    head_params,
+    layer_function,
+    return_borrowed,
+    split_stream,
+    sum_shapes,
+)
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.ops.stacked import add, add_at, at
 from jaxscale.sharding.zero import Zero
@@ -38,32 +52,36 @@ from jaxscale.training.remat import from_host, rematerialised, to_host
 
 Tree = Any
 Index = int | jax.Array
-Sums = tuple[jax.Array, jax.Array]  # of the loss, and of the loss without z-loss
 Residuals = list[jax.Array]
-Forward = Callable[[Tree, jax.Array, Batch], tuple[jax.Array, Residuals]]
-Backward = Callable[[Tree, Batch, Residuals, jax.Array], tuple[Tree, jax.Array]]
 GroupPass = Callable[[Tree, Batch, Sums, Tree], tuple[Sums, Tree]]
 
 
 @dataclass(frozen=True)
 class _Loop:
-    """What is fixed before a pass: the model, the collectives, and one layer's two passes."""
+    """What is fixed before the passes over a stack: the collectives, and a layer's two passes."""
 
-    model: Decoder
+    stack: Stack
     zero: Zero
-    forward: Forward  # of one layer and one micro-batch, under the remat policy
-    backward: Backward
+    passes: tuple[tuple[Callable, Callable], ...]  # `split_vjp` of each kind of layer
     offload: bool  # whether residuals are in host memory between the passes
     unroll: bool
 
     @property
-    def num_layers(self) -> int:
-        return self.model.config.num_layers
+    def axes(self) -> Tree:
+        """Of one layer's weights."""
+        return self.zero.layer_axes(self.stack.name)
 
     @property
     def prefetches(self) -> bool:
         """Whether a layer needs weights or residuals that take time to arrive."""
         return self.zero.gathers or self.offload
+
+
+class _Place(NamedTuple):
+    """Where a layer is in its stack."""
+
+    index: Index
+    kind: int
 
 
 class _Prefetched(NamedTuple):
@@ -78,20 +96,39 @@ class _Inputs(NamedTuple):
 
     layers: Tree  # parameters as they are sharded, [L, ...]
     batch: Batch  # [G, ...]
-    residuals: Residuals | None  # of the forward pass, [L, G, ...]; without prefetched ones
+    shared: Stream  # [G, ...]
+    residuals: "_Saved | None"  # of the forward pass; without prefetched ones
+
+
+class _Saved(NamedTuple):
+    """Residuals of the layers from the first one on: of the whole periods, for each kind [periods,
+    G, ...], and of each layer after them, [G, ...]."""
+
+    periods: tuple[Residuals, ...]
+    rest: tuple[Residuals, ...]
+
+    def at(self, place: _Place) -> Residuals:
+        period = len(self.periods)
+        if isinstance(place.index, int) and self.rest:
+            first = jax.tree.leaves(self.periods)[0].shape[0] * period if period else 0
+            if place.index >= first:
+                return self.rest[place.index - first]
+        index = place.index // period if period > 1 else place.index
+        return at(self.periods[place.kind], index)
 
 
 class _Carry(NamedTuple):
     """What the backward pass hands from a layer to the one below."""
 
-    dx: jax.Array  # [G, ...]
+    dx: Stream  # [G, ...]
+    dshared: Stream  # [G, ...], summed over the layers above
     prefetched: _Prefetched
     unreduced: Tree  # gradients of the layer above, reduced during this one; None: there are none
     grads: Tree  # accumulators, [L, ...]
 
 
 def make_group_pass(
-    model: Decoder, layout: Layout, zero: Zero, *, unroll_layers: bool = False
+    model: Model, layout: Layout, zero: Zero, *, unroll_layers: bool = False
 ) -> GroupPass:
     """`(params, batch, sums, grads) -> (sums, grads)`: adds the losses and gradients of a group.
 
@@ -102,151 +139,223 @@ def make_group_pass(
       unroll_layers: unrolls the loops over layers, for XLA's cost analysis, which counts the body
         of a loop once.
     """
-    forward, backward = split_vjp(rematerialised(model, layout.remat_policy))
     offload = layout.offloads("activations")
-    return functools.partial(
-        _group_pass, _Loop(model, zero, forward, backward, offload, unroll_layers)
-    )
+
+    def make_loop(stack: Stack) -> _Loop:
+        layers = [layer_function(stack, kind) for kind in range(stack.period)]
+        passes = [split_vjp(rematerialised(layer, layout.remat_policy)) for layer in layers]
+        return _Loop(stack, zero, tuple(passes), offload, unroll_layers)
+
+    loops = [make_loop(stack) for stack in model.stacks]
+
+    def group_pass(params: Tree, batch: Batch, sums: Sums, grads: Tree) -> tuple[Sums, Tree]:
+        return _group_pass(model, zero, loops, params, batch, sums, grads)
+
+    return group_pass
 
 
 def _group_pass(
-    loop: _Loop, params: Tree, batch: Batch, sums: Sums, grads: Tree
+    model: Model,
+    zero: Zero,
+    loops: Sequence[_Loop],
+    params: Tree,
+    batch: Batch,
+    sums: Sums,
+    grads: Tree,
 ) -> tuple[Sums, Tree]:
-    model, zero = loop.model, loop.zero
     if zero.gathers:
         params, batch = _only_after(params, batch)
     embed = zero.gather(params["embed"], zero.axes["embed"])
-    _, x = each(lambda _, batch: (None, model.embed(embed, batch)), None, batch)
-    x, last_layer, residuals = _forward_pass(loop, params["layers"], batch, x)
-    sums, dhead, dx = _head_pass(model, zero, params, batch, x, sums)
-    layers = params["layers"]
-    if zero.gathers:
-        layers, dx = _only_after(layers, dx)
-    carry = _Carry(dx, last_layer, None, grads["layers"])
-    dx, layer_grads = _backward_pass(loop, _Inputs(layers, batch, residuals), carry)
-    outer = model.outer_grads(_embed_backward(model, zero, embed, batch, dx), dhead)
+    stream, entered, passed = {}, [], []
+    for loop in loops:
+        entered.append(stream)
+        x, shared = split_stream(loop.stack, _enter(loop, embed, stream, batch))
+        layers = params[loop.stack.name]
+        own = {name: sums[name] for name in sum_shapes(loop.stack)}
+        x, own, *kept = _forward_pass(loop, _Inputs(layers, batch, shared, None), x, own)
+        sums = {**sums, **own}
+        stream = {**x, **shared}
+        passed.append((shared, *kept))
+
+    sums, dhead, dstream = _head_pass(model, zero, params, batch, stream, sums)
+    stacks, dembed = {}, None
+    for loop in reversed(loops):
+        name, (shared, last_layer, residuals) = loop.stack.name, passed.pop()
+        layers = params[name]
+        if zero.gathers:
+            layers, dstream = _only_after(layers, dstream)
+        dx, dshared = split_stream(loop.stack, dstream)
+        carry = _Carry(dx, zero.widen(dshared), last_layer, None, grads[name])
+        inputs = _Inputs(layers, batch, shared, residuals)
+        dx, dshared, stacks[name] = _backward_pass(loop, inputs, carry)
+        dstream, dembed = _enter_backward(
+            loop, embed, entered.pop(), batch, {**dx, **dshared}, dembed
+        )
+    outer = return_borrowed(model, zero.reduce(dembed, zero.axes["embed"]), dhead)
     outer = {name: add(grads[name], grad) for name, grad in outer.items()}
-    return sums, {**outer, "layers": layer_grads}
+    return sums, {**outer, **stacks}
 
 
 def _forward_pass(
-    loop: _Loop, layers: Tree, batch: Batch, x: jax.Array
-) -> tuple[jax.Array, _Prefetched, Residuals | None]:
+    loop: _Loop, inputs: _Inputs, x: Stream, sums: Sums
+) -> tuple[Stream, Sums, _Prefetched, _Saved | None]:
     """Every layer, forward.
 
     Returns:
-      x [G, ...]; the weights and residuals of the last layer, where its backward pass reuses them;
-      and the residuals of the other layers, [L - 1, G, ...], or of all.
+      x [G, ...]; the sums; the weights and residuals of the last layer, where its backward pass
+      reuses them; and the residuals of the other layers, or of all.
     """
     if loop.prefetches:
-        return _forward_pass_with_prefetch(loop, layers, batch, x)
+        return _forward_pass_with_prefetch(loop, inputs, x, sums)
 
-    def layer(x, index):
-        return _layer_forward(loop, _gather(loop, layers, index), batch, x)
+    def layer(carry, place):
+        x, sums = carry
+        x, sums, residuals = _layer_forward(
+            loop, _gather(loop, inputs.layers, place.index), inputs, x, sums, place
+        )
+        return (x, sums), residuals
 
-    x, residuals = over(layer, x, range(loop.num_layers), loop.unroll)
-    return x, _Prefetched(), residuals
+    (x, sums), residuals = ascend(layer, (x, sums), loop.stack.num_layers, loop)
+    return x, sums, _Prefetched(), residuals
 
 
 def _forward_pass_with_prefetch(
-    loop: _Loop, layers: Tree, batch: Batch, x: jax.Array
-) -> tuple[jax.Array, _Prefetched, Residuals | None]:
-    def layer(carry, index):
-        x, weights = carry
-        next_weights = _gather(loop, layers, index + 1)
-        x, residuals = _layer_forward(loop, weights, batch, x)
-        return (x, next_weights), to_host(residuals) if loop.offload else residuals
+    loop: _Loop, inputs: _Inputs, x: Stream, sums: Sums
+) -> tuple[Stream, Sums, _Prefetched, _Saved | None]:
+    last = loop.stack.num_layers - 1
 
-    carry = x, _gather(loop, layers, 0)
-    (x, weights), residuals = over(layer, carry, range(loop.num_layers - 1), loop.unroll)
-    x, last_residuals = _layer_forward(loop, weights, batch, x)
+    def layer(carry, place):
+        x, sums, weights = carry
+        next_weights = _gather(loop, inputs.layers, place.index + 1)
+        x, sums, residuals = _layer_forward(loop, weights, inputs, x, sums, place)
+        return (x, sums, next_weights), to_host(residuals) if loop.offload else residuals
+
+    carry = x, sums, _gather(loop, inputs.layers, 0)
+    (x, sums, weights), residuals = ascend(layer, carry, last, loop)
+    x, sums, last_residuals = _layer_forward(
+        loop, weights, inputs, x, sums, _Place(last, last % loop.stack.period)
+    )
     # This layer's forward and backward pass are in one region: without the barrier the compiler
     # would merge what the backward pass recomputes with the forward pass, and save it.
-    return x, _Prefetched(weights, jax.lax.optimization_barrier(last_residuals)), residuals
+    last_residuals = jax.lax.optimization_barrier(last_residuals)
+    return x, sums, _Prefetched(weights, last_residuals), residuals
 
 
-def _backward_pass(loop: _Loop, inputs: _Inputs, carry: _Carry) -> tuple[jax.Array, Tree]:
-    """Every layer, backward: the gradients of x, [G, ...], and of the layers, [L, ...]."""
+def _backward_pass(loop: _Loop, inputs: _Inputs, carry: _Carry) -> tuple[Stream, Stream, Tree]:
+    """Every layer, backward: the gradients of x and of what is shared, [G, ...], and of the layers,
+    [L, ...]."""
 
-    def layer(carry, index):
-        return _layer_backward(loop, inputs, carry, index, prefetch=loop.prefetches), None
+    def layer(carry, place):
+        return _layer_backward(loop, inputs, carry, place, prefetch=loop.prefetches)
 
     # The last layer has no gradients above it to reduce, and the first one nothing to prefetch:
     # they are outside the loop. Without collectives there is only the loop.
-    middle, first = list(range(loop.num_layers - 1, -1, -1)), None
+    top, bottom, period = loop.stack.num_layers - 1, 0, loop.stack.period
     if loop.prefetches or loop.zero.reduces:
-        last = middle.pop(0)
-        prefetch = loop.prefetches and last > 0
-        carry = _layer_backward(loop, inputs, carry, last, prefetch=prefetch)
-    if loop.prefetches and middle:
-        first = middle.pop()
-    carry, _ = over(layer, carry, middle, loop.unroll)
-    if first is not None:
-        carry = _layer_backward(loop, inputs, carry, first, prefetch=False)
-    if carry.unreduced is None:
-        return carry.dx, carry.grads
-    return carry.dx, _reduce_into(loop, carry.grads, 0, carry.unreduced)
+        prefetch = loop.prefetches and top > 0
+        carry = _layer_backward(loop, inputs, carry, _Place(top, top % period), prefetch=prefetch)
+        top -= 1
+    if loop.prefetches and top >= 0:
+        bottom = 1
+    carry = descend(layer, carry, top, bottom, loop)
+    if bottom:
+        carry = _layer_backward(loop, inputs, carry, _Place(0, 0), prefetch=False)
+    grads = carry.grads
+    if carry.unreduced is not None:
+        grads = _reduce_into(loop, grads, 0, carry.unreduced)
+    return carry.dx, carry.dshared, grads
 
 
 def _layer_forward(
-    loop: _Loop, weights: Tree, batch: Batch, x: jax.Array
-) -> tuple[jax.Array, Residuals]:
-    """One layer, forward, for each micro-batch: x and the residuals, [G, ...]."""
-    return each(lambda _, xs: (None, loop.forward(weights, *xs)), None, (x, batch))[1]
+    loop: _Loop, weights: Tree, inputs: _Inputs, x: Stream, sums: Sums, place: _Place
+) -> tuple[Stream, Sums, Residuals]:
+    """One layer, forward, for each micro-batch: x, the sums, and the residuals, [G, ...]."""
+    forward, _ = loop.passes[place.kind]
+
+    def microbatch(sums, xs):
+        x, shared, batch = xs
+        (x, loss), others, residuals = forward(weights, x, shared, (batch, place.index))
+        return add_layer_sums(loop.stack, sums, place.index, loss, others), (x, residuals)
+
+    sums, (x, residuals) = each(microbatch, sums, (x, inputs.shared, inputs.batch))
+    return x, sums, residuals
 
 
 def _layer_backward(
-    loop: _Loop, inputs: _Inputs, carry: _Carry, index: Index, *, prefetch: bool
+    loop: _Loop, inputs: _Inputs, carry: _Carry, place: _Place, *, prefetch: bool
 ) -> _Carry:
     """One layer, backward, for each micro-batch, during the collectives of its neighbours.
 
     Args:
       prefetch: whether to fetch what the layer below needs.
     """
-    _, (weights, residuals), unreduced, grads = carry
+    _, dshared, (weights, residuals), unreduced, grads = carry
+    index = place.index
     # A layer begins when its dx is available: otherwise the compiler would start to recompute a
     # layer that is outside the loop during the head.
     residuals, dx, now = jax.lax.optimization_barrier(
         (residuals, carry.dx, jnp.asarray(index, jnp.int32))
     )
     weights = _gather(loop, inputs.layers, now) if weights is None else weights
-    residuals = at(inputs.residuals, now) if residuals is None else residuals
-    prefetched = _prefetch(loop, inputs, index - 1) if prefetch else _Prefetched()
+    if residuals is None:
+        assert inputs.residuals is not None, "residuals are saved or prefetched"
+        here = _Place(index if loop.stack.period > 1 else now, place.kind)
+        residuals = inputs.residuals.at(here)
+    prefetched = _prefetch(loop, inputs, place) if prefetch else _Prefetched()
     if unreduced is not None:
         grads = _reduce_into(loop, grads, index + 1, unreduced)
-    dweights, dx = _sum_gradients(loop, weights, inputs.batch, residuals, dx)
+    here = _Place(now, place.kind)
+    dweights, dx, dshared = _sum_gradients(loop, weights, inputs, residuals, dx, dshared, here)
     if loop.zero.reduces:
-        return _Carry(dx, prefetched, dweights, grads)
-    return _Carry(dx, prefetched, None, _reduce_into(loop, grads, index, dweights))
+        return _Carry(dx, dshared, prefetched, dweights, grads)
+    return _Carry(dx, dshared, prefetched, None, _reduce_into(loop, grads, index, dweights))
 
 
 def _sum_gradients(
-    loop: _Loop, weights: Tree, batch: Batch, residuals: Residuals, dx: jax.Array
-) -> tuple[Tree, jax.Array]:
-    """The gradients of one layer's weights, summed over micro-batches, and of x, [G, ...]."""
+    loop: _Loop,
+    weights: Tree,
+    inputs: _Inputs,
+    residuals: Residuals,
+    dx: Stream,
+    dshared: Stream,
+    place: _Place,
+) -> tuple[Tree, Stream, Stream]:
+    """The gradients of one layer's weights, summed over micro-batches, of x, and those of what is
+    shared, added to `dshared`, [G, ...]."""
+    _, backward = loop.passes[place.kind]
+    seed = loop.zero.one if "loss" in loop.stack.sums else None
 
     def microbatch(total, xs):
-        batch, residuals, dx = xs
-        dweights, dx = loop.backward(weights, batch, residuals, dx)
-        return add(total, dweights), dx
+        batch, shared, residuals, dx, dshared = xs
+        context = batch, place.index
+        dweights, dx, more = backward(weights, shared, context, residuals, (dx, seed))
+        return add(total, dweights), (dx, add(dshared, more))
 
-    total = loop.zero.running_sum(weights, loop.zero.layer_axes, dx)
-    return each(microbatch, total, (batch, residuals, dx))
+    total = loop.zero.running_sum(weights, loop.axes, inputs.batch)
+    xs = inputs.batch, inputs.shared, residuals, dx, dshared
+    total, (dx, dshared) = each(microbatch, total, xs)
+    return total, dx, dshared
 
 
 def _gather(loop: _Loop, layers: Tree, index: Index) -> Tree:
     """The weights of one layer, whole over fsdp."""
-    return loop.zero.gather(at(layers, index), loop.zero.layer_axes)
+    return loop.zero.gather(at(layers, index), loop.axes)
 
 
-def _prefetch(loop: _Loop, inputs: _Inputs, index: Index) -> _Prefetched:
-    weights = _gather(loop, inputs.layers, index)
-    return _Prefetched(weights, from_host(at(inputs.residuals, index)) if loop.offload else None)
+def _prefetch(loop: _Loop, inputs: _Inputs, above: _Place) -> _Prefetched:
+    """What the layer below this one needs."""
+    period = loop.stack.period
+    below = _Place(above.index - 1, (above.kind - 1) % period)
+    weights = _gather(loop, inputs.layers, below.index)
+    if not loop.offload:
+        return _Prefetched(weights)
+    assert inputs.residuals is not None, "offloaded residuals are saved"
+    return _Prefetched(weights, from_host(inputs.residuals.at(below)))
 
 
 def _reduce_into(loop: _Loop, grads: Tree, index: Index, dweights: Tree) -> Tree:
     """Reduces the gradients of one layer and adds them to its accumulators."""
-    return add_at(grads, index, loop.zero.reduce(dweights, loop.zero.layer_axes))
+    return add_at(grads, index, loop.zero.reduce(dweights, loop.axes))
 
 
 def _only_after(weights: Tree, x: Tree) -> tuple[Tree, Tree]:
@@ -258,36 +367,53 @@ def _only_after(weights: Tree, x: Tree) -> tuple[Tree, Tree]:
     return jax.lax.optimization_barrier((weights, x))
 
 
+def _enter(loop: _Loop, embed: Tree, stream: Stream, batch: Batch) -> Stream:
+    """The stream that enters a stack, [G, ...]."""
+    return each(lambda _, xs: (None, loop.stack.enter(embed, *xs)), None, (stream, batch))[1]
+
+
+def _enter_backward(
+    loop: _Loop, embed: Tree, stream: Stream, batch: Batch, dstream: Stream, total: Tree
+) -> tuple[Stream, Tree]:
+    """The gradients of the stream before a stack, and those of the embedding added to `total`."""
+    zero = loop.zero
+
+    def one(total, xs):
+        stream, batch, dstream = xs
+        # The forward pass of the embedding's vjp is a lookup whose result is not used: XLA drops
+        # it.
+        entered, pullback = jax.vjp(
+            lambda embed, stream: loop.stack.enter(embed, stream, batch),
+            zero.widen(embed),
+            stream,
+        )
+        dstream = jax.tree.map(lambda d, x: d.astype(x.dtype), dstream, entered)
+        dembed, dstream = pullback(dstream)
+        return add(total, dembed), dstream
+
+    if total is None:
+        total = zero.running_sum(embed, zero.axes["embed"], batch)
+    total, dstream = each(one, total, (stream, batch, dstream))
+    return dstream, total
+
+
 def _head_pass(
-    model: Decoder, zero: Zero, params: Tree, batch: Batch, x: jax.Array, sums: Tree
-) -> tuple[Tree, Tree, jax.Array]:
-    """The head, forward and backward: adds the losses to `sums`; the gradients of head and x."""
-    axes = model.head_params(zero.axes)
-    head = zero.gather(model.head_params(params), axes)
+    model: Model, zero: Zero, params: Tree, batch: Batch, stream: Stream, sums: Sums
+) -> tuple[Sums, Tree, Stream]:
+    """The head, forward and backward: adds the losses to `sums`; the gradients of head and
+    stream."""
+    axes = head_params(model, zero.axes)
+    head = zero.gather(head_params(model, params), axes)
 
     def one(carry, xs):
         sums, total = carry
-        x, batch = xs
-        losses, pullback = jax.vjp(lambda head, x: model.loss(head, x, batch), zero.widen(head), x)
-        dhead, dx = pullback((jnp.ones_like(losses[0]), jnp.zeros_like(losses[1])))
-        return (add(sums, losses), add(total, dhead)), dx
+        stream, batch = xs
+        losses, dhead, dstream = head_gradients(model, zero.widen(head), stream, batch)
+        return ({**sums, **add({n: sums[n] for n in losses}, losses)}, add(total, dhead)), dstream
 
-    (sums, total), dx = each(one, (sums, zero.running_sum(head, axes, x)), (x, batch))
-    return sums, zero.reduce(total, axes), dx
-
-
-def _embed_backward(model: Decoder, zero: Zero, embed: Tree, batch: Batch, dx: jax.Array) -> Tree:
-    """The gradients of the embedding."""
-
-    def one(total, xs):
-        batch, dx = xs
-        # The forward pass of this vjp is a lookup whose result is not used: XLA drops it.
-        _, pullback = jax.vjp(lambda embed: model.embed(embed, batch), zero.widen(embed))
-        return add(total, pullback(dx)[0]), None
-
-    axes = zero.axes["embed"]
-    total, _ = each(one, zero.running_sum(embed, axes, dx), (batch, dx))
-    return zero.reduce(total, axes)
+    carry = sums, zero.running_sum(head, axes, batch)
+    (sums, total), dstream = each(one, carry, (stream, batch))
+    return sums, zero.reduce(total, axes), dstream
 
 
 def each(function: Callable, carry: Tree, xs: Tree, unroll: bool = False) -> tuple[Tree, Tree]:
@@ -298,8 +424,53 @@ def each(function: Callable, carry: Tree, xs: Tree, unroll: bool = False) -> tup
     return carry, jax.tree.map(lambda x: x[None], y)
 
 
-def over(function: Callable, carry: Tree, layers: Sequence[int], unroll: bool) -> tuple[Tree, Tree]:
-    """`each` over some layers by index; without any, the carry and None."""
-    if not layers:
+def ascend(
+    function: Callable, carry: Tree, num_layers: int, loop: _Loop
+) -> tuple[Tree, _Saved | None]:
+    """`function(carry, place) -> (carry, y)` for the first layers of a stack, in order."""
+    if num_layers == 0:
         return carry, None
-    return each(function, carry, jnp.array(layers), unroll)
+    period = loop.stack.period
+    whole, ys = num_layers // period, ()
+
+    def one_period(carry, number):
+        ys = []
+        for kind in range(period):
+            index = number * period + kind if period > 1 else number
+            carry, y = function(carry, _Place(index, kind))
+            ys.append(y)
+        return carry, tuple(ys)
+
+    if whole:
+        carry, ys = each(one_period, carry, jnp.array(range(whole)), loop.unroll)
+    rest = []
+    for index in range(whole * period, num_layers):
+        carry, y = function(carry, _Place(index, index % period))
+        rest.append(y)
+    return carry, _Saved(ys, tuple(rest))
+
+
+def descend(function: Callable, carry: Tree, top: int, bottom: int, loop: _Loop) -> Tree:
+    """`function(carry, place) -> carry` for the layers from `top` down to `bottom`."""
+    period = loop.stack.period
+    first, end = -(-bottom // period), (top + 1) // period  # whole periods in between
+    if first >= end:
+        first = end = 0
+
+    def singly(carry, indices):
+        for index in indices:
+            carry = function(carry, _Place(index, index % period))
+        return carry
+
+    def one_period(carry, number):
+        for kind in reversed(range(period)):
+            index = number * period + kind if period > 1 else number
+            carry = function(carry, _Place(index, kind))
+        return carry, None
+
+    if first == end:
+        return singly(carry, range(top, bottom - 1, -1))
+    carry = singly(carry, range(top, end * period - 1, -1))
+    numbers = jnp.array(range(end - 1, first - 1, -1))
+    carry, _ = each(one_period, carry, numbers, loop.unroll)
+    return singly(carry, range(first * period - 1, bottom - 1, -1))

@@ -9,28 +9,17 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.layout import RematPolicy
-from jaxscale.models.decoder import Decoder
+from jaxscale.models.kernels import Kernels
+from jaxscale.models.protocol import LayerFunction
 from jaxscale.ops.attention_kernels import is_cudnn_forward
 
 Tree = Any
 
 
-def rematerialised(
-    model: Decoder, remat: RematPolicy
-) -> Callable[[Tree, jax.Array, Any], jax.Array]:
-    """`model.block` under a policy of `Layout.remat`."""
-    if remat.kind == "none":
-        return model.block
-    if remat.kind == "save_all_but_attention":
-        # Only the attention kernel is recomputed, from the saved queries, keys and values
-        # (selective recomputation, arXiv 2205.05198, section 5).
-        def attend(*arrays, **settings):
-            kernel = functools.partial(model.kernels.attend, **settings)
-            return _checkpoint(kernel, jax.checkpoint_policies.nothing_saveable)(*arrays)
-
-        return dataclasses.replace(
-            model, kernels=dataclasses.replace(model.kernels, attend=attend)
-        ).block
+def rematerialised(layer: LayerFunction, remat: RematPolicy) -> LayerFunction:
+    """A layer under a policy of `Layout.remat`."""
+    if remat.kind in ("none", "save_all_but_attention"):
+        return layer
     if remat.offloads:
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
@@ -42,7 +31,21 @@ def rematerialised(
         policy = jax.checkpoint_policies.save_only_these_names(*remat.names)
     if "attention" in remat.names:
         policy = _with_cudnn(policy)
-    return _checkpoint(model.block, policy)
+    return _checkpoint(layer, policy)
+
+
+def rematerialised_attention(kernels: Kernels, remat: RematPolicy) -> Kernels:
+    """The kernels of a model that trains under a policy: where it is "save_all_but_attention", only
+    the attention kernel is recomputed, from the saved queries, keys and values (selective
+    recomputation, arXiv 2205.05198, section 5)."""
+    if remat.kind != "save_all_but_attention":
+        return kernels
+
+    def attend(*arrays: jax.Array, **settings: Any) -> jax.Array:
+        local = functools.partial(kernels.attend, **settings)
+        return _checkpoint(local, jax.checkpoint_policies.nothing_saveable)(*arrays)
+
+    return dataclasses.replace(kernels, attend=attend)
 
 
 def _with_cudnn(policy: Callable) -> Callable:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxscale.config import check_seed
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.models.decoder import CACHE_AXES, Cache, Decoder
+from jaxscale.models.protocol import head_params
 from jaxscale.sharding.resolve import (
     ACTIVATIONS,
     WEIGHTS,
@@ -66,7 +67,7 @@ def sample(
     Raises:
       ValueError: a setting out of its range, or a sequence beyond the model's learned positions.
     """
-    config, boundary = engine.model.config, tokenizer.boundary
+    config, boundary = engine.config.model, tokenizer.boundary
     vocab_size = min(config.vocab_size, tokenizer.vocab_size)
     _check_settings(num_tokens, temperature, top_k, top_p, seed, vocab_size)
     if not prompts:
@@ -120,7 +121,7 @@ def _without_pipeline(engine: Engine, params: Any) -> tuple[Any, Mesh]:
     sizes = engine.layout.sizes
     ranks = sizes["pipeline"] * sizes["data"]
     all_ranks, sizes["pipeline"] = ranks * sizes["fsdp"], 1
-    if engine.model.config.d_model % all_ranks == 0:
+    if engine.config.model.d_model % all_ranks == 0:
         sizes["data"], sizes["fsdp"], rules = 1, all_ranks, WEIGHTS
     else:
         sizes["data"], rules = ranks, engine.zero.param_rules
@@ -183,7 +184,7 @@ def _extend(
     """
     batch, slots = tokens_BS.shape
     place = _placement(mesh, batch)
-    params = jax.tree.map(lambda x: x.astype(model.config.compute_dtype), params)
+    params = jax.tree.map(lambda x: x.astype(model.settings.compute_dtype), params)
     cache = place(model.empty_cache(batch, slots), CACHE_AXES)
     cache = _prefill(model, params, tokens_BS[:, :width], cache, place)
     rows_B = jnp.arange(batch)
@@ -198,7 +199,7 @@ def _extend(
         places_B = lengths_B - 1 + step
         last_B1 = tokens_BS[rows_B, places_B][:, None]
         x_B1D, cache = model.decode(params, last_B1, places_B[:, None], cache)
-        logits_B1V = model.logits(model.head_params(params), x_B1D)
+        logits_B1V = model.logits(head_params(model, params), x_B1D)
         logits_BV = place(logits_B1V[:, 0, :vocab_size], ("batch", "vocab"))
         next_B = _draw(logits_BV, keys_B, step, temperature, top_k, top_p)
         tokens_BS = tokens_BS.at[rows_B, places_B + 1].set(next_B)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,30 +15,39 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
-from jaxscale.data.device_batch import dealt, local_rows, shard_batch
-from jaxscale.layout import Layout
-from jaxscale.models.decoder import Decoder
+from jaxscale.data.device_batch import local_rows, shard_batch, unpack_sharded
+from jaxscale.layout import Layout, RematPolicy
+from jaxscale.model_config import ModelConfig
+from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.kernels import Kernels
+from jaxscale.models.protocol import Model, Sums
 from jaxscale.pipeline.layer_placement import LayerPlacement
+from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.sharding.resolve import (
+    WEIGHTS,
     Axes,
     Rules,
+    is_axes,
     layer_rules,
     resolve,
     resolve_tree,
     spread_outer,
     whole_kv_heads,
 )
-from jaxscale.sharding.rules import check_divides, check_sequence
+from jaxscale.sharding.rules import check_divides, check_sequence, own_rules
 from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
+from jaxscale.training import optimizer as optimizers
+from jaxscale.training.flops import StepFlops, count_forward_flops, example, step_flops
 from jaxscale.training.gradients import make_gradients, make_loss
 from jaxscale.training.kernels import attention_name, make_kernels
-from jaxscale.training.optimizer import make, state_axes
-from jaxscale.training.remat import from_host
+from jaxscale.training.learning_rate import schedule_of
+from jaxscale.training.remat import from_host, rematerialised_attention
 from jaxscale.training.xla_options import step_options
 
 Tree = Any
+MakeModel = Callable[[Any, Kernels], Model]
 
 
 class TrainState(NamedTuple):
@@ -55,6 +65,7 @@ class StepMetrics(NamedTuple):
     grad_norm: jax.Array  # before clipping
     tokens: jax.Array  # int32, that the model read: every position but padding
     loss_tokens: jax.Array  # that counted in the loss
+    others: dict[str, jax.Array]  # the model's own: means over `loss_tokens`, or of each layer
 
 
 class EvaluationSums(NamedTuple):
@@ -70,7 +81,7 @@ class Engine:
     """The jitted functions of a run and where their arguments live."""
 
     config: Config
-    model: Decoder
+    model: Model
     layout: Layout
     mesh: Mesh
     init: Callable[[jax.Array], TrainState]  # from a key
@@ -84,6 +95,8 @@ class Engine:
     stages: PipelineStages | None  # of a pipeline
     batch_sharding: NamedSharding
     attention: str  # the implementation in use
+    flops: StepFlops
+    learning_rate: Callable[[Any], Any] | None  # of an update's number; None: the optimizer's own
 
     def shard(self, batch: Batch, *, global_batch_size: int | None = None) -> ShardedBatch:
         """A batch of NumPy arrays as `step` and `evaluate` take it: sharded over the mesh, the
@@ -104,12 +117,25 @@ class Engine:
         return local_rows(self.batch_sharding, global_batch_size)
 
 
-def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> Engine:
+def make_engine(
+    config: Config,
+    mesh: Mesh,
+    *,
+    model: MakeModel | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    rules: Rules | None = None,
+    unroll_layers: bool = False,
+) -> Engine:
     """Builds what a run needs, compiling nothing yet.
 
     Args:
       config: its layout must be resolved: no -1.
       mesh: of that layout; its devices may be absent ones, to compile only.
+      model: makes the model from `config.model` and the kernels that the layout asks for; None is
+        the one of `model.family`.
+      optimizer: an update rule of one's own in place of `config.optimizer`'s rule and learning
+        rate; the gradients come in as means over tokens, clipped to `optimizer.clip_norm`.
+      rules: the mesh axes of a model's own logical axes, such as {"experts": ("tensor",)}.
       unroll_layers: unrolls the loops over layers, for XLA's cost analysis.
 
     Raises:
@@ -121,36 +147,44 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
     check_sequence(config)
     check_types(config)
     check_host_memory(config, mesh)
+    make = model or find_model(config.model)
+    own = own_rules(rules or {})
     attention = attention_name(config, platform)
-    model = Decoder(config.model, make_kernels(layout, attention, platform, unroll=unroll_layers))
-    stages = _open_stages(config) if layout.pipeline > 1 else None
-    rows = stages.layer_of_row if stages else np.arange(config.model.num_layers)
-    zero = _make_zero(config, model, stages)
+    kernels = make_kernels(layout, attention, platform, rules=own, unroll=unroll_layers)
+    built = make(config.model, kernels)
+    stages = _open_stages(config, make) if layout.pipeline > 1 else None
+    rows = stages.layer_of_row if stages else _canonical_rows(built)
+    zero = _make_zero(config, built, stages, {**WEIGHTS, **own})
     by_layer = functools.partial(
-        _by_layer, mesh, [zero.update_rules, *layer_rules(layout.sizes, len(rows))]
+        _by_layer,
+        mesh,
+        zero.update_rules,
+        functools.partial(layer_rules, layout.sizes, rules=zero.rules),
     )
-    optimizer = make(
-        config.optimizer, steps=config.schedule_steps, axes=model.axes, by_layer=by_layer
+    rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
+    optimizer = optimizer or optimizers.make(
+        config.optimizer, steps=config.schedule_steps, axes=built.axes, by_layer=by_layer
     )
 
-    init = _make_init(model, optimizer, stages)
+    init = _make_init(built, optimizer, stages)
     shapes = jax.eval_shape(init, jax.random.key(0))
-    axes = TrainState((), model.axes, state_axes(optimizer, shapes.params, model.axes))
-    axes = spread_outer(axes, layout.sizes, config.model.d_model)
+    axes = TrainState((), built.axes, optimizers.state_axes(optimizer, shapes.params, built.axes))
+    axes = spread_outer(axes, layout.sizes, _width(built))
     axes = whole_kv_heads(axes, shapes, layout.sizes)
     zero = dataclasses.replace(zero, axes=axes.params)
     state = _placed(config, mesh, zero, axes, shapes)
-    batch = _abstract_batch(config, batch_sharding(mesh))
+    batch = _abstract_batch(config, built, batch_sharding(mesh))
 
-    gradients = make_gradients(model, layout, zero, mesh, stages, unroll_layers=unroll_layers)
+    trained = make(config.model, rematerialised_attention(kernels, layout.remat_policy))
+    gradients = make_gradients(trained, layout, zero, mesh, stages, unroll_layers=unroll_layers)
     # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
     update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, shapes.params)
     step = _make_step(config, gradients, optimizer, _shardings(state), update_shardings)
-    evaluate = _make_evaluate(make_loss(model, layout, zero, mesh, stages))
+    evaluate = _make_evaluate(make_loss(built, layout, zero, mesh, stages))
     options = step_options(mesh, deterministic=config.run.deterministic)
     return Engine(
         config=config,
-        model=model,
+        model=built,
         layout=layout,
         mesh=mesh,
         init=_jit_init(init, state, platform),
@@ -164,19 +198,29 @@ def make_engine(config: Config, mesh: Mesh, *, unroll_layers: bool = False) -> E
         stages=stages,
         batch_sharding=batch_sharding(mesh),
         attention=attention,
+        flops=step_flops(
+            config, make(config.model, plain_kernels()), stages.recomputed if stages else 0.0
+        ),
+        learning_rate=rate,
     )
 
 
-def _make_zero(config: Config, model: Decoder, stages: PipelineStages | None) -> Zero:
+def find_model(settings: Any) -> MakeModel:
+    """The function that makes the model of `model.family`."""
+    return Decoder
+
+
+def _make_zero(config: Config, model: Model, stages: PipelineStages | None, rules: Rules) -> Zero:
     layout = config.layout
     single_visit = layout.accumulation == "layered" or layout.microbatches == 1
     return Zero(
         layout.zero_stage,
         single_visit and stages is None,
         layout.sizes,
-        spread_outer(model.axes, layout.sizes, config.model.d_model),
+        spread_outer(model.axes, layout.sizes, _width(model)),
         jnp.dtype(config.model.compute_dtype),
         jnp.dtype(config.optimizer.accumulation_dtype),
+        rules,
     )
 
 
@@ -203,7 +247,7 @@ def _shardings(abstract: Tree) -> Tree:
 
 
 def _make_init(
-    model: Decoder, optimizer: optax.GradientTransformation, stages: PipelineStages | None
+    model: Model, optimizer: optax.GradientTransformation, stages: PipelineStages | None
 ) -> Callable[[jax.Array], TrainState]:
     def init(key: jax.Array) -> TrainState:
         params = model.init(key, stages.layer_of_row if stages else None)
@@ -235,7 +279,7 @@ def _make_evaluate(
     nll: Callable[[Tree, Batch], jax.Array],
 ) -> Callable[[Tree, ShardedBatch, jax.Array], EvaluationSums]:
     def evaluate(params: Tree, sharded: ShardedBatch, token_bytes: jax.Array) -> EvaluationSums:
-        batch = dealt(sharded)
+        batch = unpack_sharded(sharded)
         num_bytes = jnp.sum(token_bytes[batch.targets] * batch.weights)
         return EvaluationSums(nll(params, batch), jnp.sum(batch.weights), num_bytes)
 
@@ -252,7 +296,8 @@ def _jit_evaluate(evaluate: Callable, state: TrainState, mesh: Mesh) -> Callable
 
 def _by_layer(
     mesh: Mesh,
-    rules: Sequence[Rules],
+    at_rest: Rules,
+    rules: Callable[[int], Sequence[Rules]],
     function: Callable[[jax.Array], jax.Array],
     stack: jax.Array,
     names: Axes,
@@ -261,9 +306,11 @@ def _by_layer(
     reshards back: an all-to-all each way over fsdp, instead of gathers between any two matmuls.
 
     Args:
-      rules: of the stack at rest, then of each step of the resharding (see `layer_rules`).
+      at_rest: rules of the stack between updates.
+      rules: of each step of the resharding, from the number of rows (see `layer_rules`).
     """
-    path = [NamedSharding(mesh, resolve(names, one, mesh.shape)) for one in rules]
+    steps = [at_rest, *rules(stack.shape[names.index("layers")])]
+    path = [NamedSharding(mesh, resolve(names, one, mesh.shape)) for one in steps]
     for sharding in path:
         stack = jax.lax.with_sharding_constraint(stack, sharding)
     stack = function(stack)
@@ -288,9 +335,9 @@ def _make_step(
     offloads = config.layout.offloads("optimizer")
 
     def step(state: TrainState, sharded: ShardedBatch) -> tuple[TrainState, StepMetrics]:
-        batch = dealt(sharded)
+        batch = unpack_sharded(sharded)
         count = jnp.sum(batch.weights)
-        (_, nll_sum), grads = gradients(state.params, batch)
+        sums, grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
             grads, grad_norm = mean_and_norm(grads, count, config.optimizer.clip_norm)
             params = jax.lax.with_sharding_constraint(state.params, update_shardings)
@@ -299,22 +346,58 @@ def _make_step(
             params = optax.apply_updates(params, updates)
             params = jax.lax.with_sharding_constraint(params, shardings.params)
         tokens = jnp.sum(batch.segments != 0, dtype=jnp.int32)
-        metrics = StepMetrics(nll_sum / count, grad_norm, tokens, count)
+        loss, others = sums["nll"] / count, _others(sums, count)
+        metrics = StepMetrics(loss, grad_norm, tokens, count, others)
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return step
 
 
-def _abstract_batch(config: Config, sharding: NamedSharding) -> ShardedBatch:
-    shape = config.data.global_batch_size, config.data.seq_len
-    ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    floats = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-    return ShardedBatch(ints, ints, ints, ints, floats)
+def _others(sums: Sums, count: jax.Array) -> Sums:
+    """A model's own metrics: sums over tokens as means, those of each layer as they are."""
+    own = {name: value for name, value in sums.items() if name not in ("loss", "nll")}
+    return {name: value / count if value.ndim == 0 else value for name, value in own.items()}
 
 
-def _open_stages(config: Config) -> PipelineStages:
-    head_cost = config.model.head_cost(config.data.seq_len)
-    return open_stages(config.layout, config.model.num_layers, head_cost)
+def _abstract_batch(config: Config, model: Model, sharding: NamedSharding) -> ShardedBatch:
+    rows = config.data.global_batch_size
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype, sharding=sharding),
+        ShardedBatch(*example(config, model)),
+    )
+
+
+def _open_stages(config: Config, make: MakeModel) -> PipelineStages:
+    model = make(config.model, plain_kernels())
+    stacks = [StackLayers(stack.name, stack.num_layers, stack.period) for stack in model.stacks]
+    return open_stages(config.layout, stacks, _head_cost(config, model))
+
+
+def _head_cost(config: Config, model: Model) -> float:
+    """FLOPs of the head over those of a mean layer."""
+    if isinstance(config.model, ModelConfig):
+        return config.model.head_cost(config.data.seq_len)
+    counted = count_forward_flops(model, example(config, model), RematPolicy("none", ()))
+    return counted.head * sum(stack.num_layers for stack in model.stacks) / counted.layers
+
+
+def _width(model: Model) -> int:
+    """The largest number that divides every "embed" dimension of the parameters outside the
+    layers."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    sizes = [
+        leaf.shape[axes.index("embed")]
+        for part in ("embed", "head")
+        for axes, leaf in zip(
+            jax.tree.leaves(model.axes[part], is_leaf=is_axes), jax.tree.leaves(shapes[part])
+        )
+        if "embed" in axes
+    ]
+    return math.gcd(*sizes)
+
+
+def _canonical_rows(model: Model) -> dict[str, np.ndarray]:
+    return {stack.name: np.arange(stack.num_layers) for stack in model.stacks}
 
 
 def check_types(config: Config) -> None:

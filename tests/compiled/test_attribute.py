@@ -42,7 +42,7 @@ def test_what_waits_for_the_backward_pass_is_found(layout, settings):
     )
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
-    program = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    program = lowered.compile()
     scopes = engine.stages.trips if engine.stages else {}
     uses = attribute_buffers(live_at_peak(hlo.parse_hlo(program.as_text(), scopes)), engine)
     assert uses == sorted(uses, key=lambda use: -use.num_bytes)

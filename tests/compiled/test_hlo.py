@@ -151,9 +151,9 @@ def test_a_gather_that_starts_early_runs_beside_the_loop():
     )
     assert gather.num_bytes == 2 * 256 * 256
     assert gather.asynchronous
-    assert gather.beside_flops == 3 * 2 * 128 * 256 * 256
+    assert gather.overlapped_flops == 3 * 2 * 128 * 256 * 256
     assert (total.kind, total.axes, total.asynchronous) == ("all-reduce", ("data",), False)
-    assert total.beside_flops == 0
+    assert total.overlapped_flops == 0
 
 
 def test_a_reduce_scatter_on_the_sparse_cores_runs_beside_the_loop():
@@ -162,7 +162,7 @@ def test_a_reduce_scatter_on_the_sparse_cores_runs_beside_the_loop():
     assert scatter.axes == ("fsdp",)
     assert scatter.num_bytes == 4 * 256 * 256
     assert scatter.asynchronous
-    assert scatter.beside_flops == 3 * 2 * 128 * 256 * 256
+    assert scatter.overlapped_flops == 3 * 2 * 128 * 256 * 256
     assert scatter.computation == "main"
 
 
@@ -170,7 +170,7 @@ def test_the_pieces_of_a_gather_are_one():
     (gather,) = collectives(hlo.parse_hlo(PIECES), MESH)
     assert gather.count == 1
     assert gather.asynchronous
-    assert gather.beside_flops == 2 * 128 * 128 * 256
+    assert gather.overlapped_flops == 2 * 128 * 128 * 256
 
 
 def test_cycles_are_summed_without_what_the_compiler_does_not_know():

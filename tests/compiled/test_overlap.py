@@ -67,8 +67,8 @@ SHARED = f"""{HEAD}
 def test_bytes_beside_a_matmul_are_counted_run_by_run():
     rows = summed(collectives(hlo.parse_hlo(ONE_OF_THREE), MESH))
     assert sum(one.num_bytes for one in rows) == 5 * GATHERED
-    assert sum(one.num_bytes for one in rows if one.beside_flops > 0) == GATHERED
-    assert sorted((one.asynchronous, one.count, one.beside_flops) for one in rows) == [
+    assert sum(one.num_bytes for one in rows if one.overlapped_flops > 0) == GATHERED
+    assert sorted((one.asynchronous, one.count, one.overlapped_flops) for one in rows) == [
         (False, 3, 0),
         (True, 1, 0),
         (True, 1, DOT),

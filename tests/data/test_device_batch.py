@@ -21,14 +21,16 @@ def test_it_is_dealt_and_placed(engine):
     (batch, *_), order = batches(), balanced_order(SEQ_LEN, 2)
     sharded = engine.shard(batch)
     assert type(sharded) is ShardedBatch is jaxscale.ShardedBatch
-    for host, placed, abstract in zip(batch, sharded, engine.abstract_batch, strict=True):
+    for host, placed, abstract in zip(
+        batch[:5], sharded[:5], engine.abstract_batch[:5], strict=True
+    ):
         np.testing.assert_array_equal(placed, host[:, order])
         assert (placed.sharding, placed.dtype) == (abstract.sharding, abstract.dtype)
     assert engine.local_rows(BATCH) == tuple(range(BATCH))
     again = engine.shard(batch, global_batch_size=BATCH)
     jax.tree.map(np.testing.assert_array_equal, again, sharded)
     # Of another size than the config's, where it divides.
-    half = engine.shard(Batch(*(field[:4, :16] for field in batch)))
+    half = engine.shard(Batch(*(field[:4, :16] for field in batch[:5])))
     assert half.tokens.shape == (4, 16)
 
 
@@ -59,9 +61,12 @@ def changed(**fields):
         (lambda engine: changed(targets=np.ones((BATCH, SEQ_LEN))), "float64; pass int32"),
         (lambda engine: changed(weights=np.ones((BATCH, SEQ_LEN))), "float64; pass float32"),
         (lambda engine: changed(segments=np.ones((BATCH, 3), np.int32)), r"\(16, 3\), and"),
-        (lambda engine: changed(tokens=np.ones(BATCH, np.int32)), "every field is"),
-        (lambda engine: Batch(*(x[:6] for x in batches()[0])), "data.global_batch_size to 4 or 8"),
-        (lambda engine: Batch(*(x[:, :6] for x in batches()[0])), "set data.seq_len = 4 or 8"),
+        (lambda engine: changed(tokens=np.ones(BATCH, np.int32)), r"it is \[batch, seq\]"),
+        (
+            lambda engine: Batch(*(x[:6] for x in batches()[0][:5])),
+            "data.global_batch_size to 4 or 8",
+        ),
+        (lambda engine: Batch(*(x[:, :6] for x in batches()[0][:5])), "set data.seq_len = 4 or 8"),
     ],
 )
 def test_what_is_no_batch_is_refused(make, said, engine):

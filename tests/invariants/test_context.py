@@ -132,7 +132,7 @@ def test_a_ring_gathers_nothing_and_sums_each_gradient_once():
     engine, _ = compiled(context=4)
     found = context_bytes(context=4)
     assert set(found) == {"collective-permute", "all-reduce"}
-    assert found["all-reduce"] == pytest.approx(4 * engine.model.config.num_params, abs=64)
+    assert found["all-reduce"] == pytest.approx(4 * engine.config.model.num_params, abs=64)
 
 
 def test_gathering_gathers_keys_alone():
@@ -143,4 +143,4 @@ def test_gathering_gathers_keys_alone():
     keys = SEQ_LEN * 4 * (2 * 2 * 16 + 1)  # keys, values and segments, in four bytes each
     assert set(found) == {"all-gather", "reduce-scatter", "all-reduce"}
     assert found["all-gather"] <= 6 * keys
-    assert found["all-reduce"] == pytest.approx(4 * engine.model.config.num_params, abs=64)
+    assert found["all-reduce"] == pytest.approx(4 * engine.config.model.num_params, abs=64)

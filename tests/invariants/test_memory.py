@@ -167,7 +167,7 @@ MORE_CASES = {
 def check(config: Config) -> None:
     engine = open_engine(config)
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
-    compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    compiled = lowered.compile()
     analysis, predicted = compiled.memory_analysis(), step_memory(config)
     assert predicted.arguments == analysis.argument_size_in_bytes
     assert predicted.temporaries == pytest.approx(analysis.temp_size_in_bytes, rel=0.1)

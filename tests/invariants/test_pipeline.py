@@ -113,7 +113,7 @@ def check_pipeline(layout: dict[str, Any], family: str = "llama", optimizer: str
 
 def on_ranks(engine, state):
     """A canonical state of NumPy arrays as the engine has it."""
-    rows = engine.placement.layer_of_row
+    rows = engine.placement.layer_of_row["layers"]
 
     def one(axes, x, leaf):
         if "layers" in axes:
@@ -125,7 +125,7 @@ def on_ranks(engine, state):
 
 def in_order(engine, params):
     """The layers of NumPy arrays in the order of the model; the rows beside them are zeros."""
-    rows = engine.placement.layer_of_row
+    rows = engine.placement.layer_of_row["layers"]
     place = np.argsort(np.where(rows < 0, len(rows), rows), kind="stable")
     layers = np.sum(rows >= 0)
     for leaf in jax.tree.leaves(params["layers"]):

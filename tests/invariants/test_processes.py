@@ -36,13 +36,6 @@ TINY = (
     "run.checkpoint_every=2",
 )
 
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_ENABLE_X64": "1",
-    # Their programs run for milliseconds: quick to compile is best.
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
-}
-
 
 class Group:
     """Real processes that do `commands` in turn, and what they print, as it comes."""
@@ -62,7 +55,7 @@ class Group:
                 "tests.invariants.several",
                 str(file),
             ],
-            env=os.environ | ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(devices)},
+            env=os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -11,6 +11,7 @@ import pytest
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig, load
 from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.protocol import head_params
 from jaxscale.models.weights import exact_normal
 from jaxscale.sharding.resolve import is_axes
 
@@ -55,6 +56,17 @@ def test_every_dimension_has_a_name(config):
 
 
 @pytest.mark.parametrize("config", [SMALL, GPT], ids=["llama", "gpt"])
+def test_scores_may_be_scaled_where_heads_are_rotated(config):
+    batch = make_batch(np.arange(20)[None], np.ones((1, 20), int))
+    plain = Decoder(config, plain_kernels())
+    other = Decoder(config, dataclasses.replace(plain.kernels, rotary_scales=True))
+    layer = jax.tree.map(lambda x: x[0], plain.init(jax.random.key(0))["layers"])
+    x = jax.random.normal(jax.random.key(1), (1, 20, 64))
+    got, wanted = jax.jit(lambda *args: (other.block(*args), plain.block(*args)))(layer, x, batch)
+    np.testing.assert_allclose(got, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("config", [SMALL, GPT], ids=["llama", "gpt"])
 def test_packed_documents_do_not_see_each_other(config):
     model = Decoder(config, plain_kernels())
     params = model.init(jax.random.key(0))
@@ -71,7 +83,8 @@ def test_rows_beyond_the_vocabulary_never_matter():
     batch = make_batch(np.arange(12)[None], np.ones((1, 12), int))
 
     def loss(params):
-        return model.loss(model.head_params(params), forward(model, params, batch), batch)[0]
+        stream = {"x": forward(model, params, batch)}
+        return model.loss(head_params(model, params), stream, batch)["loss"]
 
     value, grads = jax.value_and_grad(loss)(params)
     assert not np.any(grads["embed"]["tokens"][257:])
@@ -102,7 +115,7 @@ def test_operations_are_those_that_the_compiler_counts(family):
     def logits(params, batch):
         layer = jax.tree.map(lambda x: x[0], params["layers"])
         x = model.block(layer, model.embed(params["embed"], batch), batch)
-        return model.logits(model.head_params(params), x)
+        return model.logits(head_params(model, params), x)
 
     analysis = jax.jit(logits).lower(shapes, batch).compile().cost_analysis()
     counted = analysis["flops"] / 128

@@ -1,5 +1,6 @@
 """B and then W are the backward pass, for blocks that know nothing of it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,10 +11,11 @@ import pytest
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.layout import parse_remat
-from jaxscale.models.decoder import Decoder, Kernels
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.kernels import Kernels
 from jaxscale.ops.attention import attention
 from jaxscale.pipeline.backward_split import split
-from jaxscale.training.remat import rematerialised
+from jaxscale.training.remat import rematerialised, rematerialised_attention
 
 SEQ_LEN = 16
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -44,19 +46,26 @@ def arguments(model: Decoder, batch_size: int = 2, seq_len: int = SEQ_LEN):
     leaves, structure = jax.tree.flatten(jax.tree.map(lambda x: x[0], layers))
     keys = jax.random.split(jax.random.key(1), len(leaves))
     leaves = [x + 0.1 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves)]
-    x = jax.random.normal(jax.random.key(2), (batch_size, seq_len, model.config.d_model), "float64")
+    x = jax.random.normal(
+        jax.random.key(2), (batch_size, seq_len, model.settings.d_model), "float64"
+    )
     place = np.broadcast_to(np.arange(seq_len, dtype=np.int32), (batch_size, seq_len))
     batch = Batch(place, place, 1 + place // 7, place % 7, np.ones_like(place, np.float32))
     return jax.tree.unflatten(structure, leaves), x, batch
 
 
+def as_layer(function):
+    """A function of weights, an array and a context as a layer without sums."""
+    return lambda weights, x, shared, context: ((function(weights, x, context), None), {})
+
+
 def assert_split_is_whole(function, weights, x, context, tolerance=1e-13):
     """Every gradient, by a forward pass, B and W, each compiled for itself."""
-    parts = split(function, weights, x, context)
+    parts = split(as_layer(function), weights, x, {}, context)
     dy = jnp.cos(x)
-    y, kept_b, kept_w = jit(parts.forward)(weights, x, context)
-    dx, saved = jit(parts.input_gradient)(weights, context, kept_b, kept_w, dy)
-    dweights = jit(parts.weight_gradient)(context, kept_w, saved)
+    (y, _), _, kept_b, kept_w = jit(parts.forward)(weights, x, {}, context)
+    dx, _, saved = jit(parts.input_gradient)(weights, {}, context, kept_b, kept_w, dy)
+    dweights = jit(parts.weight_gradient)({}, context, kept_w, saved)
 
     @jit
     def whole(weights, x, context):
@@ -87,8 +96,12 @@ def assert_split_is_whole(function, weights, x, context, tolerance=1e-13):
     ],
 )
 def test_a_layer(family, implementation, remat):
-    model = make_model(family, implementation)
-    assert_split_is_whole(rematerialised(model, parse_remat(remat)), *arguments(model))
+    policy, model = parse_remat(remat), make_model(family, implementation)
+    kernels = rematerialised_attention(model.kernels, policy)
+    layer = rematerialised(as_layer(dataclasses.replace(model, kernels=kernels).block), policy)
+    assert_split_is_whole(
+        lambda weights, x, batch: layer(weights, x, {}, batch)[0][0], *arguments(model)
+    )
 
 
 def test_weights_that_w_would_need():
@@ -110,7 +123,7 @@ def test_a_loop_that_makes_both_gradients_is_cut():
 
     weights = jax.random.normal(jax.random.key(0), (8, 8), "float64")
     parts = assert_split_is_whole(function, weights, jnp.ones((3, 4, 8)), None)
-    products = jax.make_jaxpr(parts.weight_gradient)(None, parts.kept_w, parts.saved)
+    products = jax.make_jaxpr(parts.weight_gradient)({}, None, parts.kept_w, parts.saved)
     assert "dot_general" in str(products)
 
 
@@ -124,7 +137,8 @@ def test_nothing_that_is_kept_is_a_weight_or_the_same_for_every_input(family):
     beside it."""
     model, kept, saved = make_model(family, "blockwise"), [], []
     for batch_size in (3, 6):
-        parts = split(model.block, *arguments(model, batch_size))
+        weights, x, batch = arguments(model, batch_size)
+        parts = split(as_layer(model.block), weights, x, {}, batch)
         kept.append(num_bytes(parts.kept_b) + num_bytes(parts.kept_w))
         saved.append(num_bytes(s for s in parts.saved if s.shape[0] == batch_size))
     assert kept[1] == 2 * kept[0]
@@ -134,13 +148,13 @@ def test_nothing_that_is_kept_is_a_weight_or_the_same_for_every_input(family):
 def test_both_halves_are_about_as_long_as_the_forward_pass():
     model = make_model("llama", "reference", d_model=128)
     weights, x, batch = jax.eval_shape(lambda: arguments(model, seq_len=64))
-    parts = split(model.block, weights, x, batch)
+    parts = split(as_layer(model.block), weights, x, {}, batch)
     forward, b, w = (
         dict(jax.jit(run).lower(*args).compile().cost_analysis() or {})["flops"]
         for run, args in (
-            (parts.forward, (weights, x, batch)),
-            (parts.input_gradient, (weights, batch, parts.kept_b, parts.kept_w, x)),
-            (parts.weight_gradient, (batch, parts.kept_w, parts.saved)),
+            (parts.forward, (weights, x, {}, batch)),
+            (parts.input_gradient, (weights, {}, batch, parts.kept_b, parts.kept_w, x)),
+            (parts.weight_gradient, ({}, batch, parts.kept_w, parts.saved)),
         )
     )
     assert b == pytest.approx(forward, rel=0.25)

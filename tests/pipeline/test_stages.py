@@ -5,9 +5,10 @@ import pytest
 
 from jaxscale.layout import Layout
 from jaxscale.pipeline.orders import make_order
+from jaxscale.pipeline.partition import StackLayers, best_partition, partition_layers
 from jaxscale.pipeline.schedule_csv import write_csv
 from jaxscale.pipeline.simulator import Costs, simulate
-from jaxscale.pipeline.stages import best_partition, open_stages, partition_layers
+from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline.table import compile_order
 from jaxscale.pipeline_schedules.operations import F
 
@@ -38,9 +39,9 @@ def stages_of(schedule, pipeline, microbatches, num_layers, virtual_stages=0, he
 def test_rows_of_the_stack(schedule, virtual_stages, rows):
     """Rank 0's chunks, then rank 1's, each filled up to the largest."""
     stages = stages_of(schedule, 2, 4, 8, virtual_stages)
-    assert stages.layer_of_row.tolist() == rows
+    assert stages.layer_of_row["layers"].tolist() == rows
     assert stages.counts.sum() == 8
-    assert len(rows) == stages.counts.size * stages.capacity
+    assert len(rows) == stages.counts.size * stages.capacity()
 
 
 def test_layers_that_do_not_divide_are_dealt_evenly():
@@ -59,7 +60,7 @@ def test_the_last_stage_gets_as_few_layers_as_make_the_step_shortest(head):
         return simulate(table, Costs(f=each, b=b, w=each)).lockstep_makespan
 
     every = [(a, b, 12 - a - b) for a in range(1, 11) for b in range(1, 12 - a)]
-    chosen = partition_layers(table, 12, head)
+    chosen = partition_layers(table, [StackLayers("layers", 12)], [table.order.stages], head)
     assert sum(chosen) == 12
     assert seconds(chosen) == min(map(seconds, every))
 

@@ -42,8 +42,6 @@ def execute(monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
     # As a reader has it, not as the suite.
     monkeypatch.delenv("JAX_ENABLE_X64", raising=False)
-    # Their programs run for milliseconds: quick to compile is best.
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

@@ -1,6 +1,7 @@
 """What policies keep of attention, with the kernels whose results have names and with cuDNN's."""
 
 import collections
+import dataclasses
 import functools
 
 import jax
@@ -11,12 +12,14 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.layout import parse_remat
-from jaxscale.models.decoder import Decoder, Kernels
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.kernels import Kernels
+from jaxscale.models.protocol import layer_function
 from jaxscale.ops.attention import attention
 from jaxscale.ops.attention_kernels import maskless
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.planner.memory.saved_activations import saved_values
-from jaxscale.training.remat import rematerialised
+from jaxscale.training.remat import rematerialised, rematerialised_attention
 
 MODEL = ModelConfig(
     num_layers=1, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=64
@@ -51,7 +54,11 @@ def cudnn(monkeypatch):
 )
 def test_cudnns_kernel_runs_again_where_its_result_is_not_kept(cudnn, remat, runs):
     decoder = cudnn(remat)
-    block = rematerialised(decoder, parse_remat(remat))
+    policy = parse_remat(remat)
+    decoder = dataclasses.replace(
+        decoder, kernels=rematerialised_attention(decoder.kernels, policy)
+    )
+    layer = rematerialised(layer_function(decoder.stacks[0]), policy)
     layers = jax.eval_shape(decoder.init, jax.random.key(0))["layers"]
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], jnp.bfloat16), layers)
     x = jax.ShapeDtypeStruct((2, 64, MODEL.d_model), jnp.bfloat16)
@@ -59,14 +66,16 @@ def test_cudnns_kernel_runs_again_where_its_result_is_not_kept(cudnn, remat, run
     batch = Batch(ints, ints, ints, ints, jax.ShapeDtypeStruct((2, 64), jnp.float32))
 
     def loss(weights, x, batch):
-        return block(weights, x, batch).astype(jnp.float32).sum()
+        (stream, _), _ = layer(weights, {"x": x}, {}, (batch, 0))
+        return stream["x"].astype(jnp.float32).sum()
 
     traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(weights, x, batch)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count(FORWARD) == runs
     assert text.count(BACKWARD) == 1
     if not remat.startswith("offload:"):
-        _, kept = jax.eval_shape(split_vjp(block)[0], weights, x, batch)
+        arguments = weights, {"x": x}, {}, (batch, jax.ShapeDtypeStruct((), jnp.int32))
+        _, _, kept = jax.eval_shape(split_vjp(layer)[0], *arguments)
         found = collections.Counter(leaf.size // (2 * 64) for leaf in kept if leaf.size > 64)
         assert found == collections.Counter(
             one.elements for one in saved_values(MODEL, parse_remat(remat))

@@ -13,6 +13,7 @@ from jaxscale.config import Config, DataConfig, ModelConfig
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.protocol import head_params
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import sampling
 from jaxscale.training.step import Engine, make_engine
@@ -93,7 +94,7 @@ def _full_logits(config, params, tokens_BT):
     for index in range(config.num_layers):
         layer = jax.tree.map(lambda x: x[index], params["layers"])  # noqa: B023
         x_BTD = model.block(layer, x_BTD, batch, index % config.period)
-    return model.logits(model.head_params(params), x_BTD)
+    return model.logits(head_params(model, params), x_BTD)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_the_cache_gives_the_logits_of_the_forward_pass(config):
     @jax.jit
     def read(params, tokens_BT, positions_BT, cache):
         x_BTD, cache = model.decode(params, tokens_BT, positions_BT, cache)
-        return model.logits(model.head_params(params), x_BTD), cache
+        return model.logits(head_params(model, params), x_BTD), cache
 
     cache, found = model.empty_cache(2, 16), []
     # Ten tokens at a time, then one by one.
@@ -185,6 +186,7 @@ def test_a_prompt_alone_goes_on_as_in_a_batch():
     "layout",
     [
         {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3},
+        {"tensor": 4},  # more ranks than key heads
         {"fsdp": 8, "zero_stage": 1},  # more replicas than prompts
     ],
     ids=str,
@@ -197,7 +199,8 @@ def test_a_layout_changes_no_text(layout, capfd):
         )
         found.append([sample(temperature=0), sample(temperature=1.5, seed=3), sample(top_p=0.8)])
     assert found[0] == found[1]
-    assert "rematerialization" not in capfd.readouterr().err
+    # With whole key heads beside query heads that are sharded, the partitioner gathers a token's.
+    assert layout == {"tensor": 4} or "rematerialization" not in capfd.readouterr().err
 
 
 def test_the_seed_decides_and_settings_compile_nothing():

@@ -14,6 +14,7 @@ import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.protocol import head_params
 from jaxscale.training.step import Engine, TrainState
 from tests.invariants.layouts import batches, compile_step, make_config, open_engine
 
@@ -53,14 +54,14 @@ def first_state(engine: Engine) -> TrainState:
 
 def plain_steps(model: Decoder, params, some: list[Batch]) -> list[Plain]:
     """Cross entropy and z-loss from whole logits, and their mean over the tokens that count."""
-    config = model.config
+    config = model.settings
 
     def mean_loss(params, batch):
         weights = batch.weights.astype(jnp.float64) / batch.weights.sum()
         x = model.embed(params["embed"], batch)
         for layer in range(config.num_layers):
             x = model.block(jax.tree.map(lambda a, i=layer: a[i], params["layers"]), x, batch)
-        logits = model.logits(model.head_params(params), x)
+        logits = model.logits(head_params(model, params), x)
         log_z = jax.nn.logsumexp(logits, axis=-1)
         nll = log_z - jnp.take_along_axis(logits, batch.targets[..., None], -1)[..., 0]
         return jnp.sum(weights * (nll + config.z_loss * log_z**2)), jnp.sum(weights * nll)

@@ -212,6 +212,7 @@ def usual(options: argparse.Namespace, microbatches: int, remat: bool = False) -
 
     from jaxscale.data.synthetic import synthetic_batch  # noqa: PLC0415
     from jaxscale.models.decoder import Decoder, Kernels  # noqa: PLC0415
+    from jaxscale.models.protocol import head_params  # noqa: PLC0415
     from jaxscale.ops.attention import attention  # noqa: PLC0415
     from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415
 
@@ -240,9 +241,10 @@ def usual(options: argparse.Namespace, microbatches: int, remat: bool = False) -
 
         zeros = jnp.zeros((RANKS, *embedded.shape[1:]), embedded.dtype)
         _, outs = jax.lax.scan(tick, zeros, jnp.arange(microbatches + RANKS - 1))
-        head = model.head_params(params)
+        head = head_params(model, params)
         return jax.lax.map(
-            lambda args: model.loss(head, *args)[0], (outs[RANKS - 1 :], batches)
+            lambda args: model.loss(head, {"x": args[0]}, args[1])["loss"],
+            (outs[RANKS - 1 :], batches),
         ).sum()
 
     params = model.init(jax.random.key(0))

@@ -43,7 +43,7 @@ from jaxscale.planner.memory.transients import (
 )
 from jaxscale.planner.model.param_shapes import Ints, maximum, parameters, select
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, config_buffers
-from jaxscale.sharding.rules import DEALT_OVER, deals_layers
+from jaxscale.sharding.rules import LAYER_SHARD_AXES, shards_layers
 
 
 @dataclass(frozen=True)
@@ -364,9 +364,9 @@ def _orthogonalised(config: Config, rows: Ints) -> Ints:
     output of a Newton-Schulz iteration, and two products of the largest with itself. Where they
     are not sharded those of all layers are gathered beside the gradients."""
     layout, ranks = config.layout, 1
-    for axis in DEALT_OVER:
+    for axis in LAYER_SHARD_AXES:
         size = getattr(layout, axis)
-        more = deals_layers(rows, layout.pipeline, ranks, size)
+        more = shards_layers(rows, layout.pipeline, ranks, size)
         ranks = np.where(more, ranks * size, ranks)
     matrices = [one for one in parameters(config.model) if one.part == "layers" and sides(one)]
     squares = [min(math.prod(side) for side in sides(one)) ** 2 for one in matrices]
@@ -375,5 +375,5 @@ def _orthogonalised(config: Config, rows: Ints) -> Ints:
     shards = (layout.zero_stage >= 1) & (np.asarray(layout.fsdp) > 1)
     # The compiler's own way through shards: every matrix, and its Gram matrix.
     alone = rows * (2 * whole + sum(squares))
-    dealt = mine + select((ranks > 1) & np.logical_not(shards), rows * whole)
-    return select(shards & (ranks == 1), alone, dealt)
+    sharded = mine + select((ranks > 1) & np.logical_not(shards), rows * whole)
+    return select(shards & (ranks == 1), alone, sharded)

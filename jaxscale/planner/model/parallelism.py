@@ -1,14 +1,14 @@
 """A layout as the cost formulas read it, with the traits of the trainer that runs it."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-from jaxscale.layout import MESH_AXES
-
-Ints = Any  # an int, or int [N]; the fields of one Parallelism broadcast
+from jaxscale.layout import MESH_AXES, Layout
+from jaxscale.planner.model.layout_batch import LayoutBatch
+from jaxscale.planner.model.param_shapes import Ints
 
 
 @dataclass(frozen=True)
@@ -60,50 +60,32 @@ JAXSCALE = TrainerTraits()
 
 
 @dataclass(frozen=True)
-class Parallelism:
+class Parallelism(LayoutBatch):
     """What the cost formulas read: a layout or N of them, with the micro-batch size, what is parsed
-    from its strings, and the trainer. Every number may be an int array [N]; strings are common."""
+    from its strings, and the trainer. `schedule` is a name alone."""
 
-    pipeline: Ints = 1
-    data: Ints = 1
-    fsdp: Ints = 1
-    expert: Ints = 1
-    context: Ints = 1
-    tensor: Ints = 1
-    zero_stage: Ints = 3
-    microbatch: Ints = 1  # sequences per micro-batch and shard of the batch
-    microbatches: Ints = 1  # per step
     virtual_stages: Ints = 1
-    sequence_chunks: Ints = 1
-    schedule: str = "1f1b"
+    microbatch: Ints = 1  # sequences per micro-batch and shard of the batch
     fused: bool = False  # the backward pass is one operation
-    remat: str = "none"
     remat_share: Any = 1.0  # share of layers with the policy; the others save everything
-    offload: str = "none"
-    accumulation: str = "sequential"
-    context_method: str = "ring"
     traits: TrainerTraits = field(default=JAXSCALE)
 
     @classmethod
-    def of(cls, layout: Any, global_batch_size: int, **changes: Any) -> "Parallelism":
+    def of(
+        cls, layout: Layout | LayoutBatch, global_batch_size: int, **changes: Any
+    ) -> "Parallelism":
         """Of a resolved `Layout` or a `LayoutBatch`; `changes` are fields of this class."""
         schedule, remat = layout.schedule_spec, layout.remat_policy
         shards = layout.batch_shards * layout.expert
         return cls(
             **{
-                **{axis: getattr(layout, axis) for axis in MESH_AXES},
-                "zero_stage": layout.zero_stage,
-                "microbatch": np.maximum(1, global_batch_size // (shards * layout.microbatches)),
-                "microbatches": layout.microbatches,
+                **{one.name: getattr(layout, one.name) for one in fields(LayoutBatch)},
                 "virtual_stages": np.maximum(1, layout.virtual_stages),
-                "sequence_chunks": layout.sequence_chunks,
+                "microbatch": np.maximum(1, global_batch_size // (shards * layout.microbatches)),
                 "schedule": schedule.name,
                 "fused": schedule.fused,
                 # With "keep:N" the table says which passes are recomputed.
                 "remat": layout.remat if remat.kept_passes is None else "full",
-                "offload": layout.offload,
-                "accumulation": layout.accumulation,
-                "context_method": layout.context_method,
                 **changes,
             }
         )
@@ -131,8 +113,3 @@ class Parallelism:
     def global_batch(self) -> Ints:
         """Sequences per step."""
         return self.batch_shards * self.microbatch * self.microbatches
-
-    @property
-    def count(self) -> int:
-        """Number of layouts."""
-        return len(np.atleast_1d(self.num_devices))

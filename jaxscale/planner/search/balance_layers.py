@@ -1,6 +1,6 @@
 """Balances the layers of pipeline stages by predicted seconds.
 
-The engine's default balances FLOPs (`pipeline.stages.partition_layers`): all stages have the same
+The default balances FLOPs (`pipeline.partition.partition_layers`): all stages have the same
 number of layers but the last, which also has the head. Here single layers move between stages as
 long as the makespan gets shorter.
 """

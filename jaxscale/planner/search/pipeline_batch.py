@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
+from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.parallelism import Parallelism
-from jaxscale.planner.search.layout_batch import LayoutBatch
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import Query
 from jaxscale.planner.search.trainable_model import TrainableModel

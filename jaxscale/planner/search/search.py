@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxscale.layout import Layout
-from jaxscale.planner.search.layout_batch import LayoutBatch
+from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.search.partial_remat import TimedLayout, search_partial_remat
 from jaxscale.planner.search.pipeline_batch import (
     PipelineBatch,

@@ -12,10 +12,10 @@ from typing import NoReturn
 from jaxscale.layout import Layout
 from jaxscale.planner.memory import analytic
 from jaxscale.planner.memory.step import Memory
+from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.remat_flops import recomputed_flops
 from jaxscale.planner.model.shape import ModelShape
-from jaxscale.planner.search.layout_batch import LayoutBatch
 from jaxscale.planner.tables.pipeline_slots import RankBuffers
 from jaxscale.sharding.rules import nearest_divisors
 

@@ -22,8 +22,8 @@ from jaxscale.layout import ACCUMULATIONS, MESH_AXES, Layout, parse_remat, parse
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, SHIPPED, find_schedule, is_foreign
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.memory.step import Memory
+from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.shape import ModelShape
-from jaxscale.planner.search.layout_batch import LayoutBatch
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.trainable_model import TrainableModel
 from jaxscale.planner.tables.pipeline_slots import most_slots

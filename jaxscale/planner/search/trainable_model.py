@@ -5,13 +5,14 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from jaxscale.config import Config
 from jaxscale.layout import OFFLOADS, Layout
-from jaxscale.planner.memory.step import Memory
+from jaxscale.planner.memory.step import Memory, step_memory
+from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.param_shapes import parameters
 from jaxscale.planner.model.shape import ModelShape
-from jaxscale.planner.search.layout_batch import LayoutBatch, batch_memory
 from jaxscale.planner.tables.pipeline_slots import RankBuffers
 from jaxscale.sharding.rules import (
     REPLICATED_WEIGHTS,
@@ -19,6 +20,7 @@ from jaxscale.sharding.rules import (
     check_divides,
     check_sequence,
     mesh_axes,
+    with_whole_kv_heads,
 )
 
 REMATS = (
@@ -142,4 +144,33 @@ def check_parameters(config: Config) -> None:
     layout = config.layout
     rules = WEIGHTS if layout.zero_stage >= 1 else REPLICATED_WEIGHTS
     for array in parameters(config.model):
-        mesh_axes(array.axes, rules, layout.sizes, array.shape, name=f"{array.part}/{array.name}")
+        axes = with_whole_kv_heads(array.axes, array.shape, layout.sizes)
+        mesh_axes(axes, rules, layout.sizes, array.shape, name=f"{array.part}/{array.name}")
+
+
+@dataclass(frozen=True)
+class _ConfigBatch:
+    """A config with a batch of layouts: the fields that the memory formulas read."""
+
+    model: Any
+    data: Any
+    optimizer: Any
+    layout: Any
+
+
+def batch_memory(
+    config: Config,
+    layouts: LayoutBatch | Layout,
+    buffers: RankBuffers | None,
+    back_end: str,
+    *,
+    own_host: bool,
+) -> Memory:
+    """`step_memory` of a config with one layout or a batch: fields are int, or int [N].
+
+    Args:
+      buffers: of a pipeline's busiest rank; None without a pipeline.
+    """
+    many: Any = _ConfigBatch(config.model, config.data, config.optimizer, layouts)
+    buffers = buffers or RankBuffers(rows=config.model.num_layers)
+    return step_memory(many, back_end, own_host=own_host, buffers=buffers)

@@ -11,12 +11,8 @@ import numpy as np
 
 from jaxscale.config import Config
 from jaxscale.pipeline.buffer_slots import count_slots
-from jaxscale.pipeline.stages import (
-    best_partition,
-    candidate_partitions,
-    chunk_stages,
-    open_stages,
-)
+from jaxscale.pipeline.partition import best_partition, candidate_partitions
+from jaxscale.pipeline.stages import chunk_stages, open_stages
 from jaxscale.planner.model.param_shapes import Ints
 from jaxscale.planner.tables.table_makespan import (
     OperationSeconds,
@@ -77,7 +73,7 @@ def config_buffers(config: Config) -> RankBuffers:
     order = stages.table.order
     slots = {name: stages.program.slots[name] for name in SLOTS}
     return RankBuffers(
-        rows=order.virtual_stages * stages.capacity, capacity=stages.capacity, **slots
+        rows=order.virtual_stages * stages.capacity(), capacity=stages.capacity(), **slots
     )
 
 
@@ -95,7 +91,7 @@ def most_slots(spec: TableSpec) -> dict[str, int]:
 
 def default_stage_layers(spec: TableSpec, num_layers: int, head_cost: float) -> tuple[int, ...]:
     """The layers of each virtual stage where the layout leaves them to the engine
-    (`pipeline.stages.partition_layers`).
+    (`pipeline.partition.partition_layers`).
 
     Args:
       head_cost: FLOPs of the head over those of a layer.

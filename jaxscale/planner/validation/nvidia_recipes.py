@@ -21,7 +21,7 @@ class Recipe:
     operands: str = ""
     since: float = 0.0  # release
     traits: tuple[tuple[str, Any], ...] = ()
-    again: tuple[str, ...] = ()  # recomputed modules
+    recompute_modules: tuple[str, ...] = ()
     fsdp: bool = False  # weights are sharded too, where neither tensor nor pipeline splits them
 
 
@@ -35,35 +35,35 @@ without biases)."""
 MODULES = (("graph", "modules"),)
 """Attention, mixers and routers are captured in CUDA graphs (`cuda_graph_scope`), experts not."""
 
-BESIDE = (("overlap_experts", True),)
+A2A_OVERLAP = (("overlap_experts", True),)
 """The all-to-alls of one micro-batch overlap with the compute of another ("a2a overlap")."""
 
-STEP = (*BESIDE, ("graph", "step"))
+STEP = (*A2A_OVERLAP, ("graph", "step"))
 """And the whole step is captured in a CUDA graph (`cuda_graph_impl` "full_iteration")."""
 
 RECIPES = (  # the last match applies
     Recipe("llama3-70b", fsdp=True),
-    Recipe("deepseek-v3", again=("mla_up_proj",)),
-    Recipe("deepseek-v3", "gb", traits=MODULES, again=("mla_up_proj",)),
-    Recipe("deepseek-v3", "b300", traits=MODULES, again=("mla_up_proj",)),
-    Recipe("deepseek-v3", "b200", "mxfp8", 26.04, (*BESIDE, *MODULES), ("mla_up_proj",)),
+    Recipe("deepseek-v3", recompute_modules=("mla_up_proj",)),
+    Recipe("deepseek-v3", "gb", traits=MODULES, recompute_modules=("mla_up_proj",)),
+    Recipe("deepseek-v3", "b300", traits=MODULES, recompute_modules=("mla_up_proj",)),
+    Recipe("deepseek-v3", "b200", "mxfp8", 26.04, (*A2A_OVERLAP, *MODULES), ("mla_up_proj",)),
     Recipe("deepseek-v3", "gb200", "mxfp8", 26.06, STEP, ("mla_up_proj",)),
     Recipe("deepseek-v3", "b300", "mxfp8", 26.06, STEP, ("mla_up_proj",)),
     Recipe("deepseek-v3", "gb300", "mxfp8", 26.06, STEP),
-    Recipe("kimi-k2", again=("mla_up_proj",)),
+    Recipe("kimi-k2", recompute_modules=("mla_up_proj",)),
     Recipe("kimi-k2", "gb300", "mxfp8", 26.06, STEP),
     Recipe("gpt-oss-120b", traits=PLAIN_EXPERTS),
     Recipe("gpt-oss-120b", "gb300", traits=(*PLAIN_EXPERTS, *MODULES)),
     Recipe("gpt-oss-120b", "b300", traits=(("plain_experts", True), *MODULES)),
     Recipe("gpt-oss-120b", "", "mxfp8", 26.06, STEP),
-    Recipe("gpt-oss-120b", "b300", "mxfp8", 26.06, (*BESIDE, *MODULES)),
+    Recipe("gpt-oss-120b", "b300", "mxfp8", 26.06, (*A2A_OVERLAP, *MODULES)),
     Recipe("qwen3-30b", "b", traits=MODULES),
     Recipe("qwen3-235b", "b", traits=PLAIN_EXCHANGE),
-    Recipe("qwen3-235b", "h100", traits=(*PLAIN_EXCHANGE, *BESIDE)),
+    Recipe("qwen3-235b", "h100", traits=(*PLAIN_EXCHANGE, *A2A_OVERLAP)),
     Recipe("qwen3", "gb", traits=MODULES),
     Recipe("qwen3", "", "mxfp8", 26.06, STEP),
     Recipe("nemotron-3", traits=MODULES),
-    Recipe("nemotron-3-nano", "h100", traits=MODULES, again=("moe",)),
+    Recipe("nemotron-3-nano", "h100", traits=MODULES, recompute_modules=("moe",)),
     Recipe("nemotron-3-super", operands="nvfp4", traits=(*MODULES, ("wide_layers", 14))),
 )
 

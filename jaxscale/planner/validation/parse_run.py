@@ -260,7 +260,7 @@ def _remat(get: Columns) -> str:
     Raises:
       UnhandledError: its trainer is not known to have a policy of that name.
     """
-    text, recomputed = get("recompute"), recipe(get).again
+    text, recomputed = get("recompute"), recipe(get).recompute_modules
     if text.startswith("per-recipe") or _offloads_inputs(get):
         return f"modules:{','.join(recomputed)}" if recomputed else "none"
     policy = policy_of(text, get("framework"))

@@ -11,9 +11,9 @@ from jaxscale import config as configs
 from jaxscale.layout import Layout
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.memory.step import Memory
+from jaxscale.planner.model.layout_batch import stack_layouts
 from jaxscale.planner.model.named_models import NAMED
 from jaxscale.planner.model.shape import ModelShape
-from jaxscale.planner.search.layout_batch import stack_layouts
 from jaxscale.planner.search.pipeline_batch import batch_buffers, make_pipelines
 from jaxscale.planner.search.plan import predict_plan
 from jaxscale.planner.search.sized_model import SizedModel

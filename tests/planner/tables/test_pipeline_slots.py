@@ -37,7 +37,7 @@ def test_layers_are_dealt_as_the_engine_deals_them(name, chunks, head_cost):
         stages = open_stages(layout, num_layers, head_cost)
         assert layers == stages.layers
         one = pipeline_slots.busiest_rank_buffers(spec, layers)
-        assert (one.rows, one.capacity) == (chunks * stages.capacity, stages.capacity)
+        assert (one.rows, one.capacity) == (chunks * stages.capacity(), stages.capacity())
         each = pipeline_slots.buffers_by_rank(spec, layers)
         assert [rank.rows for rank in each] == [sum(row) for row in stages.counts]
         for field in dataclasses.fields(pipeline_slots.RankBuffers)[1:]:

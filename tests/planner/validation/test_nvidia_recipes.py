@@ -7,7 +7,7 @@ from jaxscale.planner.validation.nvidia_recipes import RECIPES, recipe_of
 
 
 @pytest.mark.parametrize(
-    ("run", "overlaps", "again"),
+    ("run", "overlaps", "recomputed"),
     [
         (("deepseek-v3", "GB300", "MXFP8", "Megatron-Bridge 26.06.01"), True, ()),
         (("deepseek-v3", "GB300", "MXFP8", "Megatron-Bridge 26.04"), False, ("mla_up_proj",)),
@@ -18,13 +18,13 @@ from jaxscale.planner.validation.nvidia_recipes import RECIPES, recipe_of
         (("llama3-70b", "GB200", "MXFP8", "Megatron-Bridge 26.06"), False, ()),
     ],
 )
-def test_model_device_operands_and_release_choose(run, overlaps, again):
+def test_model_device_operands_and_release_choose(run, overlaps, recomputed):
     found = recipe_of(*run)
     assert dict(found.traits).get("overlap_experts", False) == overlaps
-    assert found.again == again
+    assert found.recompute_modules == recomputed
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda one: f"{one.model} {one.device}")
 def test_recipes_name_traits_and_modules_that_exist(recipe):
     assert set(dict(recipe.traits)) <= set(TrainerTraits.__dataclass_fields__)
-    assert set(recipe.again) <= {"moe", "mla_up_proj"}
+    assert set(recipe.recompute_modules) <= {"moe", "mla_up_proj"}

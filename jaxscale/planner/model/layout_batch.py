@@ -2,28 +2,14 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from jaxscale.config import Config
-from jaxscale.layout import Layout
-from jaxscale.planner.memory.step import Memory, step_memory
+from jaxscale.layout import MESH_AXES, Layout
 from jaxscale.planner.model.param_shapes import Ints
-from jaxscale.planner.tables.pipeline_slots import RankBuffers
 
-INTEGER_FIELDS = (
-    "pipeline",
-    "data",
-    "fsdp",
-    "expert",
-    "context",
-    "tensor",
-    "zero_stage",
-    "microbatches",
-    "virtual_stages",
-    "sequence_chunks",
-)
+INTEGER_FIELDS = (*MESH_AXES, "zero_stage", "microbatches", "virtual_stages", "sequence_chunks")
 
 
 @dataclass(frozen=True)
@@ -52,15 +38,15 @@ class LayoutBatch:
     batch_shards = Layout.batch_shards
 
     def __len__(self) -> int:
-        return max(np.size(getattr(self, name)) for name in INTEGER_FIELDS)
+        return max(np.size(value) for value in vars(self).values())
 
-    def take(self, index: Any) -> "LayoutBatch":
+    def take(self, index: Any) -> Self:
         """The layouts of an index or a mask."""
         count = len(self)
         taken: dict[str, Any] = {
-            name: np.broadcast_to(getattr(self, name), (count,))[index]
-            for name in INTEGER_FIELDS
-            if np.ndim(getattr(self, name))
+            name: np.broadcast_to(value, (count,))[index]
+            for name, value in vars(self).items()
+            if np.ndim(value)
         }
         return dataclasses.replace(self, **taken)
 
@@ -70,7 +56,9 @@ class LayoutBatch:
         Raises:
           ValueError: `Layout` refuses its fields.
         """
-        fields: dict[str, Any] = dataclasses.asdict(self)
+        fields: dict[str, Any] = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(Layout)
+        }
         for name in INTEGER_FIELDS:
             fields[name] = int(np.broadcast_to(fields[name], (len(self),))[n])
         return Layout(**fields)
@@ -87,31 +75,3 @@ def stack_layouts(layouts: list[Layout]) -> LayoutBatch:
         name: np.array([getattr(one, name) for one in layouts]) for name in INTEGER_FIELDS
     }
     return LayoutBatch(**common, **integers)
-
-
-@dataclass(frozen=True)
-class _ConfigBatch:
-    """A config with a batch of layouts: the fields that the memory formulas read."""
-
-    model: Any
-    data: Any
-    optimizer: Any
-    layout: Any
-
-
-def batch_memory(
-    config: Config,
-    layouts: LayoutBatch | Layout,
-    buffers: RankBuffers | None,
-    back_end: str,
-    *,
-    own_host: bool,
-) -> Memory:
-    """`memory.step.step_memory` of a config with one layout or a batch: fields are int, or int [N].
-
-    Args:
-      buffers: of a pipeline's busiest rank; None without a pipeline.
-    """
-    many: Any = _ConfigBatch(config.model, config.data, config.optimizer, layouts)
-    buffers = buffers or RankBuffers(rows=config.model.num_layers)
-    return step_memory(many, back_end, own_host=own_host, buffers=buffers)

@@ -10,7 +10,8 @@ import pytest
 from jaxscale.config import from_dict
 from jaxscale.layout import Layout
 from jaxscale.planner.memory.step import step_memory
-from jaxscale.planner.search.layout_batch import batch_memory, stack_layouts
+from jaxscale.planner.model.layout_batch import stack_layouts
+from jaxscale.planner.search.trainable_model import batch_memory
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, config_buffers
 
 CONFIG = from_dict(

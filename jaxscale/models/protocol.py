@@ -1,0 +1,217 @@
+"""What a model is to the step, the pipeline, the checkpoint and the planner.
+
+A model is a sequence of *stacks* of like layers over a *stream*. Each stack begins with `enter`:
+the first one's is the embedding, a later one's is what happens between two stacks. A head turns the
+last stack's stream into sums of losses. All are pure functions of gathered weights and of one
+micro-batch; none of them mentions a mesh axis.
+
+Parameters have one canonical form, `{"embed": ..., <stack's name>: [layers, ...], "head": ...}`; a
+model with one stack calls it "layers".
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.batch import Batch
+from jaxscale.ops.stacked import add, add_at
+
+Params = Any  # nested dictionaries of arrays
+Stream = dict[str, jax.Array]
+"""Float arrays of one micro-batch that go from layer to layer, and from rank to rank."""
+Sums = dict[str, jax.Array]
+"""Sums over examples, in float32 or wider, by name. Only "loss" is differentiated."""
+Axes = tuple[str, ...]
+Rows = Mapping[str, np.ndarray]
+"""For each stack the layer in each of its rows, -1 for rows of zeros."""
+
+STREAM: Axes = ("batch", "residual_seq", "embed")
+"""Logical axes of a residual stream."""
+
+
+class Layer(NamedTuple):
+    """Which layer of a stack a block computes."""
+
+    index: Any  # int32 scalar, traced
+    kind: int  # index % period, static
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Consecutive layers whose parameters have the same shapes.
+
+    - `enter(embed, stream, batch) -> stream`: from the parameters "embed" and the stream of the
+      stack before ({} for the first) to the stream of this one.
+    - `block(weights, stream, batch, layer) -> (carried, sums)`: one layer. It returns new values of
+      all `carried` arrays, and the sums that `sums` names.
+
+    Settings of a layer that are static, such as a window, may repeat with a `period`: a loop over
+    layers has one period in its body.
+    """
+
+    name: str
+    num_layers: int
+    enter: Callable[[Params, Stream, Batch], Stream]
+    block: Callable[[Params, Stream, Batch, Layer], tuple[Stream, Sums]]
+    carried: Mapping[str, Axes] = field(default_factory=lambda: {"x": STREAM})
+    shared: Mapping[str, Axes] = field(default_factory=dict)
+    """Arrays that every layer reads and none replaces, such as an encoder's output: they are kept
+    once for all layers, and their gradients are summed over them."""
+    sums: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the sums of a layer. "loss", a scalar, is added to the loss over all layers (it
+    must be a sum over tokens as the head's is: an auxiliary loss is its coefficient times a mean
+    times the tokens counted); the others are reported as [num_layers, ...]."""
+    period: int = 1
+    tensors: tuple[str, ...] = ()
+    """Names that the block gives to its activations (`checkpoint_name`), for `layout.remat`."""
+
+
+class Model(Protocol):
+    """A model, as `make(settings, kernels)` returns it; hashable, since it is static under jit."""
+
+    @property
+    def settings(self) -> Any:
+        """A frozen record with at least vocab_size, compute_dtype and param_dtype."""
+        ...
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """In the order in which the stream passes them."""
+        ...
+
+    @property
+    def axes(self) -> Params:
+        """The tree of parameters in canonical form, with a tuple of logical axes for each array."""
+        ...
+
+    @property
+    def borrows(self) -> Mapping[str, tuple[str, ...]]:
+        """Parameters of the embedding that the head uses too: name in `head` -> path, such as
+        {"tied": ("embed", "tokens")}. Their gradients are added to the embedding's."""
+        ...
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the sums that `loss` returns besides "loss" and "nll"."""
+        ...
+
+    def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
+        """The arrays of `Batch.extras` that the model reads, for sequences of a length: name ->
+        (length, type)."""
+        ...
+
+    def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
+        """Fresh parameters, which depend on the key alone; None stacks all layers in order."""
+        ...
+
+    def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
+        """Sums over weighted tokens: "loss", which is minimised, "nll", the negative log-likelihood
+        in nats, and those of `metrics`."""
+        ...
+
+
+def head_params(model: Model, params: Params) -> Params:
+    """The `head` of `Model.loss`, from the parameters or from their tree of axes."""
+    return {**params["head"], **{name: _find(params, p) for name, p in model.borrows.items()}}
+
+
+def return_borrowed(model: Model, embed: Params, head: Params) -> Params:
+    """Gradients of `embed` and of `head_params`, as {"embed": ..., "head": ...}."""
+    grads = {"embed": embed, "head": dict(head)}
+    for name, path in model.borrows.items():
+        borrowed = grads["head"].pop(name)
+        grads = _add_to(grads, path, borrowed)
+    return grads
+
+
+def _find(tree: Params, path: tuple[str, ...]) -> Params:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _add_to(tree: Params, path: tuple[str, ...], grad: jax.Array) -> Params:
+    key, *rest = path
+    return {**tree, key: _add_to(tree[key], tuple(rest), grad) if rest else tree[key] + grad}
+
+
+def sum_shapes(stack: Stack) -> dict[str, tuple[int, ...]]:
+    """The sums of a whole stack by their names in a step: "loss", and "layers/load" for its "load",
+    [num_layers, ...]."""
+    return {
+        name if name == "loss" else f"{stack.name}/{name}": (
+            () if name == "loss" else (stack.num_layers, *shape)
+        )
+        for name, shape in stack.sums.items()
+    }
+
+
+def zero_sums(model: Model, dtype: Any) -> Sums:
+    """The sums of a step, of nothing yet."""
+    shapes = {"loss": (), "nll": (), **dict.fromkeys(model.metrics, ())}
+    for stack in model.stacks:
+        shapes |= sum_shapes(stack)
+    return {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+
+
+LayerFunction = Callable[[Params, Stream, Stream, tuple[Batch, Any]], tuple[tuple, Sums]]
+
+
+def layer_function(stack: Stack, kind: int = 0) -> LayerFunction:
+    """`(weights, carried, shared, (batch, index)) -> ((carried, loss), sums)`: one layer of a kind.
+
+    The loss is None, and has no gradient, where the layers of the stack have none.
+
+    Raises:
+      ValueError: the block returns other arrays or sums than its stack names.
+    """
+
+    def layer(weights: Params, carried: Stream, shared: Stream, context: tuple) -> tuple:
+        batch, index = context
+        stream, sums = stack.block(weights, {**carried, **shared}, batch, Layer(index, kind))
+        _check_names(f"the block of stack {stack.name!r} returns", stream, stack.carried)
+        _check_names(f"the block of stack {stack.name!r} returns the sums", sums, stack.sums)
+        return (stream, sums.get("loss")), {n: s for n, s in sums.items() if n != "loss"}
+
+    return layer
+
+
+def split_stream(stack: Stack, stream: Stream) -> tuple[Stream, Stream]:
+    """The arrays that the layers replace, and those that they only read.
+
+    Raises:
+      ValueError: `enter` returned other arrays than the stack names.
+    """
+    _check_names(
+        f"`enter` of stack {stack.name!r} returns", stream, (*stack.carried, *stack.shared)
+    )
+    return {n: stream[n] for n in stack.carried}, {n: stream[n] for n in stack.shared}
+
+
+def _check_names(what: str, got: Iterable[str], wanted: Iterable[str]) -> None:
+    if set(got) != set(wanted):
+        raise ValueError(f"{what} {sorted(got)}; the stack names {sorted(wanted)}")
+
+
+def head_gradients(
+    model: Model, head: Params, stream: Stream, batch: Batch
+) -> tuple[Sums, Params, Stream]:
+    """The loss sums of a micro-batch, and their gradients with respect to head and stream."""
+    losses, pullback = jax.vjp(lambda head, stream: model.loss(head, stream, batch), head, stream)
+    seeds = {n: jnp.ones_like(s) if n == "loss" else jnp.zeros_like(s) for n, s in losses.items()}
+    return losses, *pullback(seeds)
+
+
+def add_layer_sums(
+    stack: Stack, sums: Sums, index: Any, loss: jax.Array | None, others: Sums
+) -> Sums:
+    """Adds the sums of one layer to a stack's, which have the names of `sum_shapes`."""
+    added = {} if loss is None else {"loss": add(sums["loss"], loss)}
+    for name, value in others.items():
+        key = f"{stack.name}/{name}"
+        added[key] = add_at(sums[key], index, value)
+    return {**sums, **added}

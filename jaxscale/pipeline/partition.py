@@ -1,0 +1,161 @@
+"""Which layers each virtual stage of a pipeline holds. NumPy only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxscale.pipeline.simulator import Costs, simulate
+from jaxscale.pipeline.table import Table
+from jaxscale.pipeline_schedules.operations import Order, R
+
+
+@dataclass(frozen=True)
+class StackLayers:
+    """The layers of a model's stack that a pipeline divides, whole periods at a time."""
+
+    name: str
+    num_layers: int
+    period: int = 1
+
+
+def check_enough(stacks: Sequence[StackLayers], order: Order) -> None:
+    """Refuses a pipeline with a stage that would have no layer."""
+    stages = f"layout.pipeline = {order.ranks} x {order.virtual_stages} chunks"
+    if order.stages < len(stacks):
+        names = ", ".join(stack.name for stack in stacks)
+        raise ValueError(
+            f"{stages} makes {order.stages} stages, and each holds layers of one of the model's "
+            f"{len(stacks)} stacks ({names}); raise layout.pipeline or layout.virtual_stages"
+        )
+    if len(stacks) == 1 and stacks[0].period == 1:
+        (stack,) = stacks
+        if stack.num_layers < order.stages:
+            raise ValueError(
+                f"model.num_layers = {stack.num_layers} is less than the {order.stages} stages of "
+                f"{stages}; each has at least one layer: set model.num_layers = {order.stages}, or "
+                f"layout.pipeline = {max(1, stack.num_layers // order.virtual_stages)}"
+            )
+    shares = deal_stages([stack.num_layers for stack in stacks], order.stages)
+    for stack, share in zip(stacks, shares):
+        if stack.num_layers // stack.period < share:
+            raise ValueError(
+                f"{stages}: the {stack.num_layers} layers of {stack.name!r}, whose settings repeat "
+                f"every {stack.period}, make {stack.num_layers // stack.period} whole periods for "
+                f"{share} stages; each has at least one: lower layout.pipeline or "
+                "layout.virtual_stages"
+            )
+
+
+def stack_shares(layers: tuple[int, ...], stacks: Sequence[StackLayers]) -> tuple[int, ...]:
+    """Virtual stages of each stack, from the layers of each stage."""
+    ends = np.searchsorted(np.cumsum(layers), np.cumsum([s.num_layers for s in stacks])) + 1
+    return tuple(np.diff(ends, prepend=0).tolist())
+
+
+def check_layers(layers: tuple[int, ...], order: Order, stacks: Sequence[StackLayers]) -> None:
+    """Refuses layers of each stage that do not add up, or do not fit the stacks."""
+    got, num_layers = ",".join(map(str, layers)), sum(stack.num_layers for stack in stacks)
+    if len(layers) != order.stages:
+        raise ValueError(
+            f"layout.schedule deals layers {got} to {len(layers)} stages, and there are "
+            f"{order.stages}: layout.pipeline = {order.ranks} x {order.virtual_stages} chunks"
+        )
+    if sum(layers) != num_layers:
+        raise ValueError(
+            f"layout.schedule deals {got}, {sum(layers)} layers together, and model.num_layers = "
+            f"{num_layers}"
+        )
+    ends, done = set(np.cumsum(layers).tolist()), 0
+    for stack in stacks:
+        done += stack.num_layers
+        if done not in ends:
+            raise ValueError(
+                f"layout.schedule deals {got}: no stage ends with layer {done}, the last of "
+                f"{stack.name!r}, and a stage holds layers of one stack"
+            )
+    for stack, share, begin in zip(
+        stacks, (shares := stack_shares(layers, stacks)), _starts(shares)
+    ):
+        if any(n % stack.period for n in layers[begin : begin + share - 1]):
+            raise ValueError(
+                f"layout.schedule deals {got}: the settings of {stack.name!r} repeat every "
+                f"{stack.period} layers, and a stage holds whole periods of them"
+            )
+
+
+def _starts(shares: Sequence[int]) -> list[int]:
+    return np.cumsum([0, *shares[:-1]]).tolist()
+
+
+def deal_stages(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
+    """How many consecutive virtual stages each stack gets: in proportion to its layers, at least
+    one each. Two equal stacks with an even number of chunks on a rank have half of each rank's."""
+    shares = [1] * len(sizes)
+    for _ in range(stages - len(sizes)):
+        neediest = max(range(len(sizes)), key=lambda n: sizes[n] / shares[n])
+        shares[neediest] += 1
+    return tuple(shares)
+
+
+def partition_layers(
+    table: Table, stacks: Sequence[StackLayers], shares: Sequence[int], head_cost: float
+) -> tuple[int, ...]:
+    """Layers of each virtual stage: the shortest step and, of those, the most even partition.
+
+    The head's work, forward and backward, is in the last stage's B; with it, that stage may be
+    better off with fewer layers than the others. The simulator decides.
+
+    Args:
+      shares: virtual stages of each stack.
+      head_cost: FLOPs of the head over those of a layer.
+    """
+    before = tuple(
+        layers
+        for stack, share in zip(stacks[:-1], shares)
+        for layers in _even_partition(stack, share)
+    )
+    found = [(*before, *one) for one in _partitions(stacks[-1], shares[-1])]
+    makespans = [simulate(table, stage_costs(table, n, head_cost)).lockstep_makespan for n in found]
+    return found[best_partition(found, makespans)]
+
+
+def _partitions(stack: StackLayers, stages: int) -> list[tuple[int, ...]]:
+    """Candidates of whole periods; the layers after the last period are in the last stage."""
+    periods, rest = divmod(stack.num_layers, stack.period)
+    if stages == 1:
+        return [(stack.num_layers,)]
+    return [
+        (*(n * stack.period for n in one[:-1]), one[-1] * stack.period + rest)
+        for one in candidate_partitions(periods, stages)
+    ]
+
+
+def _even_partition(stack: StackLayers, stages: int) -> tuple[int, ...]:
+    return min(_partitions(stack, stages), key=lambda one: max(one) - min(one))
+
+
+def candidate_partitions(num_layers: int, stages: int) -> list[tuple[int, ...]]:
+    """Ways to divide layers over stages: any number in the last, the others as even as possible."""
+
+    def partition(last: int) -> tuple[int, ...]:
+        each, more = divmod(num_layers - last, stages - 1)
+        # The first stage has the embedding, so it is the last to get one more.
+        extra = [int(n < more) for n in (*range(stages - 2), stages - 2)]
+        return (each + extra[-1], *(each + n for n in extra[:-1]), last)
+
+    return [partition(last) for last in range(1, -(-num_layers // stages) + 1)]
+
+
+def best_partition(partitions: Sequence[tuple[int, ...]], makespans: Sequence[float]) -> int:
+    """The one with the shortest makespan and, of those as short to nine digits, the most even."""
+    shortest = min(makespans)
+    short = [n for n, one in enumerate(makespans) if one <= shortest * (1 + 1e-9)]
+    return min(short, key=lambda n: max(partitions[n]) - min(partitions[n]))
+
+
+def stage_costs(table: Table, layers: tuple[int, ...], head_cost: float) -> Costs:
+    """A layer costs 1 in each of F, B and W, and in R where there is one."""
+    each = tuple(map(float, layers))
+    recompute = each if (table.ops.kind == R).any() else 0.0
+    return Costs(f=each, b=(*each[:-1], each[-1] + 3 * head_cost), w=each, r=recompute)

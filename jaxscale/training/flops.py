@@ -1,0 +1,122 @@
+"""FLOPs of a step for each token, the numerators of MFU and HFU."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
+
+from jaxscale.batch import Batch
+from jaxscale.config import Config
+from jaxscale.layout import RematPolicy
+from jaxscale.model_config import ModelConfig
+from jaxscale.models.protocol import Model, Stack, head_params, layer_function, split_stream
+from jaxscale.ops.split_vjp import split_vjp
+from jaxscale.training.remat import rematerialised
+
+Tree = Any
+
+
+class StepFlops(NamedTuple):
+    """Of a token, forward and backward."""
+
+    model: float  # what the model needs
+    hardware: float  # with what is recomputed
+
+
+class ForwardFlops(NamedTuple):
+    """Of one example, forward."""
+
+    layers: float  # of all stacks
+    head: float
+    recomputed: float  # by the backward pass, under a remat policy
+
+
+def step_flops(config: Config, model: Model, recomputed: float = 0.0) -> StepFlops:
+    """The FLOPs of a token in a step: by `ModelConfig`'s formulas, or as counted in the traced
+    program of a model of one's own, where attention counts all keys, masked or not.
+
+    Args:
+      model: with plain kernels where it is one's own.
+      recomputed: in a pipeline whose schedule has recompute operations, the share of passes that
+        are recomputed.
+    """
+    settings, seq_len = config.model, config.data.seq_len
+    if isinstance(settings, ModelConfig):
+        hardware = settings.hardware_flops_per_token(
+            seq_len, remat=config.layout.remat, recomputed=recomputed
+        )
+        return StepFlops(settings.flops_per_token(seq_len), hardware)
+    counted = count_forward_flops(model, example(config, model), config.layout.remat_policy)
+    needed = 3 * (counted.layers + counted.head)
+    repeated = recomputed * counted.layers if recomputed else counted.recomputed
+    return StepFlops(needed / seq_len, (needed + repeated) / seq_len)
+
+
+def example(config: Config, model: Model) -> Batch:
+    """The shapes of one example of a run."""
+    ints = jax.ShapeDtypeStruct((1, config.data.seq_len), np.int32)
+    floats = jax.ShapeDtypeStruct((1, config.data.seq_len), np.float32)
+    extras = {
+        name: jax.ShapeDtypeStruct((1, length), dtype)
+        for name, (length, dtype) in model.extras(config.data.seq_len).items()
+    }
+    return Batch(ints, ints, ints, ints, floats, extras or ())
+
+
+def count_forward_flops(model: Model, batch: Batch, remat: RematPolicy) -> ForwardFlops:
+    """Counts the matmuls of a model for a batch of these shapes."""
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    stream, layers, repeated = {}, 0.0, 0.0
+    for stack in model.stacks:
+        stream = jax.eval_shape(stack.enter, params["embed"], stream, batch)
+        weights = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params[stack.name]
+        )
+        for kind in range(stack.period):
+            share = len(range(kind, stack.num_layers, stack.period))
+            forward, again = _layer_flops(stack, kind, weights, stream, batch, remat)
+            layers, repeated = layers + share * forward, repeated + share * again
+    head = count_flops(model.loss, head_params(model, params), stream, batch)
+    return ForwardFlops(layers, head, repeated)
+
+
+def _layer_flops(
+    stack: Stack, kind: int, weights: Tree, stream: Tree, batch: Batch, remat: RematPolicy
+) -> tuple[float, float]:
+    """A layer's forward pass, and what its backward pass repeats of it."""
+    layer, context = layer_function(stack, kind), (batch, jax.ShapeDtypeStruct((), np.int32))
+    arguments = weights, *split_stream(stack, stream), context
+
+    def both(function, weights, x, shared, context):
+        forward, backward = split_vjp(function)
+        (y, loss), _, residuals = forward(weights, x, shared, context)
+        return backward(weights, shared, context, residuals, (y, loss))
+
+    plain = count_flops(functools.partial(both, layer), *arguments)
+    under = count_flops(functools.partial(both, rematerialised(layer, remat)), *arguments)
+    return count_flops(layer, *arguments), under - plain
+
+
+def count_flops(function: Any, *arguments: Tree) -> float:
+    """Two per multiply-add of every matmul in a traced function. Bodies of scans count as often as
+    they run, those of other loops once."""
+    return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+
+def _count(jaxpr: Any) -> float:
+    return sum(map(_equation_flops, jaxpr.eqns))
+
+
+def _equation_flops(eqn: Any) -> float:
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        inner = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+        return 2.0 * inner * math.prod(eqn.outvars[0].aval.shape)
+    inside = [_count(getattr(one, "jaxpr", one)) for one in jaxprs_in_params(eqn.params)]
+    if eqn.primitive.name == "cond":
+        return max(inside, default=0.0)
+    times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    return times * sum(inside)
