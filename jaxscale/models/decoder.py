@@ -425,7 +425,12 @@ class Decoder:
         return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
 
     def decode(
-        self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache
+        self,
+        params: Params,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        cache: Cache,
+        shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x,
     ) -> tuple[jax.Array, Cache]:
         """The stream after every layer, and the cache with these tokens in it.
 
@@ -433,6 +438,8 @@ class Decoder:
           params: of the whole model.
           tokens_BT: the next tokens of each sequence.
           positions_BT: their positions, which are also their slots in the cache.
+          shard: constrains the stream that enters each layer. Otherwise the partitioner would
+            shard d_model over fsdp, as the weights, and replicate keys and values to write them.
         """
         x_BTD = self._module(Embedding, params["embed"])(tokens_BT, positions_BT, plain_lookup)
 
@@ -440,7 +447,7 @@ class Decoder:
         def one(carry, layer):
             weights, index = layer
             return self._module(Block, weights).decode(
-                carry[0], positions_BT, carry[1], index
+                shard(carry[0], ("batch",)), positions_BT, carry[1], index
             ), None
 
         layers = (params["layers"], jnp.arange(self.settings.num_layers))
