@@ -198,7 +198,7 @@ def _extend(
         step, tokens_BS, done_B, cache = carry
         places_B = lengths_B - 1 + step
         last_B1 = tokens_BS[rows_B, places_B][:, None]
-        x_B1D, cache = model.decode(params, last_B1, places_B[:, None], cache)
+        x_B1D, cache = model.decode(params, last_B1, places_B[:, None], cache, place)
         logits_B1V = model.logits(head_params(model, params), x_B1D)
         logits_BV = place(logits_B1V[:, 0, :vocab_size], ("batch", "vocab"))
         next_B = _draw(logits_BV, keys_B, step, temperature, top_k, top_p)
@@ -223,7 +223,8 @@ def _prefill(
     def one(cache, start):
         part_BT = jax.lax.dynamic_slice_in_dim(tokens_BT, start, chunk, axis=1)
         positions_BT = jnp.broadcast_to(start + jnp.arange(chunk), part_BT.shape)
-        return place(model.decode(params, part_BT, positions_BT, cache)[1], CACHE_AXES), None
+        _, cache = model.decode(params, part_BT, positions_BT, cache, place)
+        return place(cache, CACHE_AXES), None
 
     return jax.lax.scan(one, cache, jnp.arange(0, width, chunk))[0]
 

@@ -187,6 +187,7 @@ def test_a_prompt_alone_goes_on_as_in_a_batch():
     [
         {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3},
         {"tensor": 4},  # more ranks than key heads
+        {"fsdp": 2, "tensor": 2, "zero_stage": 3},  # fsdp splits both the rows and the weights
         {"fsdp": 8, "zero_stage": 1},  # more replicas than prompts
     ],
     ids=str,
