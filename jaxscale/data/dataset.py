@@ -172,6 +172,11 @@ def open_dataset(
         )
     vocabulary = _vocabulary(config, tokenizer, vocab_size)
     corpus = corpus or open_corpus(config.source, tokenizer, directory)
+    if corpus.counted and not OBJECTIVES[config.objective].keeps_marks:
+        raise ValueError(
+            f"data.objective = {config.objective!r} chooses what is predicted, and so do the "
+            "prompts and responses, or messages, of data.source; set data.objective = 'causal'"
+        )
     name = "data.source" if entry is None else entry_name(config, entry)
     first, last = _documents(corpus, entry)
     if first == last:
@@ -205,7 +210,12 @@ def open_dataset(
         name=name,
         # The boundary at which a document begins ends the one before; that of document 0 ends the
         # last one.
-        stream=Stream(corpus, corpus.offsets[first + np.append(chosen, 0)], offsets),
+        stream=Stream(
+            corpus,
+            corpus.offsets[first + np.append(chosen, 0)],
+            offsets,
+            closed=tokenizer.bos is not None,
+        ),
         split=split,
         seq_len=config.seq_len,
         seed=config.seed,

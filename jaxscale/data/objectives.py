@@ -71,21 +71,21 @@ def causal(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
     """Each token from those before it; the target of a document's last is the boundary."""
     del draw, vocabulary
     segments, positions = number(window.lengths)
-    weights = np.ones(len(segments), np.float32)
-    return Batch(window.ids[:-1], window.ids[1:], segments, positions, weights)
+    return Batch(window.ids[:-1], window.ids[1:], segments, positions, window.weights)
 
 
 def prefix(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
     """`causal`, with loss only after a prefix of each piece.
 
-    A piece of n tokens has n targets and a prefix of 1 to n tokens, uniformly distributed: the
-    first target with loss is the one that the whole prefix predicts.
+    A piece with n targets has a prefix of 1 to n tokens, uniformly distributed: the first target
+    with loss is the one that the whole prefix predicts.
     """
     example = causal(window, draw, vocabulary)
     lengths = window.lengths
-    begins = np.floor(draw(len(lengths)) * lengths)
+    targets = lengths - (example.weights[window.bounds[1:] - 1] == 0)  # of some none follows
+    begins = np.floor(draw(len(lengths)) * targets)
     counted = example.positions >= np.repeat(begins, lengths)
-    return example._replace(weights=counted.astype(np.float32))
+    return example._replace(weights=example.weights * counted)
 
 
 def span_corruption(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
@@ -208,11 +208,12 @@ class Objective:
     window: Callable[[int], int]  # tokens of its windows
     num_marks: Callable[[int], int]  # ids in addition to those of the tokenizer
     shortest: int = 1  # least tokens of a window that has a target
+    keeps_marks: bool = False  # whether only tokens that the source marks carry loss
 
 
 OBJECTIVES = {
-    "causal": Objective(causal, lambda seq_len: seq_len, lambda seq_len: 0),
-    "prefix": Objective(prefix, lambda seq_len: seq_len, lambda seq_len: 0),
+    "causal": Objective(causal, lambda seq_len: seq_len, lambda seq_len: 0, keeps_marks=True),
+    "prefix": Objective(prefix, lambda seq_len: seq_len, lambda seq_len: 0, keeps_marks=True),
     "span_corruption": Objective(
         span_corruption,
         joined_tokens,

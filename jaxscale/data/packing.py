@@ -17,11 +17,19 @@ class Window(NamedTuple):
 
     ids: np.ndarray  # int32 [n + 1]: n tokens, and the one that follows them
     bounds: np.ndarray  # int64 [pieces + 1], from 0 to n: where each piece begins
+    counted: np.ndarray | None = None  # bool [n], whether the next token carries loss; None: all
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each piece."""
         return np.diff(self.bounds)
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Of each token's successor as a target, float32 [n]."""
+        if self.counted is None:
+            return np.ones(len(self.ids) - 1, np.float32)
+        return self.counted.astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +37,14 @@ class Stream:
     """Documents of a corpus, each [boundary, tokens...], concatenated in a chosen order.
 
     The last entry of both arrays ends the stream: it points at a boundary, the token after the
-    last document.
+    last document. Of `closed` documents, [bos, tokens..., boundary], nothing follows the last
+    token.
     """
 
     corpus: Corpus
     starts: np.ndarray  # int64 [num_documents + 1], where each begins in the corpus
     offsets: np.ndarray  # int64 [num_documents + 1], where each begins in this stream
+    closed: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -48,17 +58,22 @@ class Stream:
             return Window(np.zeros(1, np.int32), np.zeros(1, np.int64))
         # The token at `stop` is read too; at the stream's end it is the boundary that ends it.
         first, last = np.searchsorted(self.offsets, [start, stop], side="right") - 1
-        bounds = np.concatenate([[start], self.offsets[first + 1 : last + 1], [stop + 1]])
+        inner = self.offsets[first + 1 : last + 1]
+        bounds = np.concatenate([[start], inner, [stop + 1]])
         begins = bounds[:-1] + (self.starts[first : last + 1] - self.offsets[first : last + 1])
         lengths = np.diff(bounds)
-        pieces = [
-            self.corpus.read(begin, begin + length)
-            for begin, length in zip(begins.tolist(), lengths.tolist())
-        ]
+        places = [(b, b + length) for b, length in zip(begins.tolist(), lengths.tolist())]
+        pieces = [self.corpus.read(begin, end) for begin, end in places]
+        counted = None
+        if self.corpus.counted or self.closed:
+            counted = np.concatenate([self.corpus.read_counted(*place) for place in places])[:-1]
+            if self.closed:
+                counted[inner - start - 1] = False
         bounds[-1] = stop
         if bounds[-2] == stop:
             bounds = bounds[:-1]  # of the last document only the next token was read
-        return Window(np.concatenate(pieces).astype(np.int32, copy=False), bounds - start)
+        ids = np.concatenate(pieces).astype(np.int32, copy=False)
+        return Window(ids, bounds - start, counted)
 
 
 def number(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
