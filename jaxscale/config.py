@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import ml_collections
 
 from jaxscale.choices import check_choice, did_you_mean, nearest
-from jaxscale.data_source import Source, to_plain, to_sources
+from jaxscale.data_source import Source, to_plain, to_sources, to_validation
 from jaxscale.layout import AUTO, BLOCK_TENSORS, Layout, parse_remat
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 
@@ -224,12 +224,20 @@ class DataConfig:
     seed: int = 0
     objective: str = "causal"
     workers: int = 0  # processes that prefetch batches; 0 prefetches in a thread
+    validation: tuple[Source, ...] = ()  # sets with a name, evaluated as a whole
 
     def __post_init__(self) -> None:
         check_choice("data.objective", self.objective, OBJECTIVES)
         check_at_least("data", self, global_batch_size=1, seq_len=2, workers=0)
         check_seed("data.seed", self.seed)
         object.__setattr__(self, "source", to_sources(self.source))
+        object.__setattr__(self, "validation", to_validation(self.validation))
+        for i, source in enumerate(self.source):
+            if source.name:
+                raise ValueError(
+                    f"data.source[{i}]['name'] = {source.name!r} is for entries of "
+                    "data.validation; leave it out"
+                )
         if not 0 <= self.heldout < 1:
             raise ValueError(f"data.heldout = {self.heldout} must be at least 0 and below 1")
 
@@ -463,7 +471,8 @@ def _import_foreign(config: Config) -> None:
 def to_dict(config: Config) -> dict[str, dict]:
     """The nested dictionaries of `from_dict`, every leaf included."""
     sections = dataclasses.asdict(config)
-    sections["data"]["source"] = tuple(to_plain(source) for source in config.data.source)
+    for key in ("source", "validation"):
+        sections["data"][key] = tuple(map(to_plain, getattr(config.data, key)))
     return sections
 
 
@@ -551,7 +560,8 @@ def _convert(name: str, value: object, annotation: typing.Any) -> object:
         if isinstance(value, dict):
             value = (value,)
         if isinstance(value, list | tuple):
-            return to_sources(value)
+            key = name.partition(".")[2]
+            return to_validation(value) if key == "validation" else to_sources(value)
     elif annotation is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     elif annotation is float and isinstance(value, float) and not math.isfinite(value):

@@ -5,6 +5,7 @@ Nothing here imports JAX or reads a file: a mistyped key must be refused in a fr
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ TEXT = "text"
 """The field of a record that is a document, unless an entry names another."""
 BOUNDARIES = ("file", "line", "paragraph", "record")
 LONG_DOCUMENTS = ("split", "refuse")
+
+NAME = re.compile(r"[A-Za-z0-9_.-]+")
+"""Of a validation set; it becomes a part of the names of metrics."""
 
 Weight = float | tuple[tuple[int, float], ...]
 
@@ -42,6 +46,7 @@ class Source:
     long_documents: str = "split"  # or "refuse"; what happens to documents beyond the limit
     skip_share: float = 0.0  # share of an entry's documents that may be bad, and are left out
     weight: Weight | None = None
+    name: str = ""  # of a validation set
 
     def __post_init__(self) -> None:
         if not self.path or "" in self.path:
@@ -129,6 +134,28 @@ def to_sources(value: Sequence[object]) -> tuple[Source, ...]:
     if not value:
         raise ValueError(f"data.source = {value} has an empty path or none; give files or globs")
     return tuple(_to_source(f"data.source[{i}]", entry) for i, entry in enumerate(value))
+
+
+def to_validation(value: Sequence[object]) -> tuple[Source, ...]:
+    """The same for `data.validation`, where every entry has a name of its own and no weight.
+
+    Raises:
+      ValueError: as `to_sources`, or a name is missing, repeated, or not one word.
+    """
+    sources = tuple(_to_source(f"data.validation[{i}]", entry) for i, entry in enumerate(value))
+    names = [source.name for source in sources]
+    for i, source in enumerate(sources):
+        key = f"data.validation[{i}]"
+        if not NAME.fullmatch(source.name):
+            raise ValueError(
+                f"{key}['name'] = {source.name!r} must be letters, digits, _, - and ., such as "
+                "{'name': 'code', 'path': 'code/**/*.py'}"
+            )
+        if names.index(source.name) < i:
+            raise ValueError(f"{key}['name'] = {source.name!r} is the name of an earlier entry")
+        if source.weight is not None:
+            raise ValueError(f"{key}['weight']: a validation set is read as a whole; leave it out")
+    return sources
 
 
 def to_plain(source: Source) -> str | dict[str, Any]:

@@ -22,6 +22,7 @@ from jaxscale.data.packing import Stream, pad
 from jaxscale.data.text.text_files import draw
 from jaxscale.data.tokens.corpus import Corpus, open_corpus
 from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.data_source import Source
 
 PACKING = 2
 """A version number: it changes whenever the same corpus and settings would give other examples."""
@@ -172,11 +173,6 @@ def open_dataset(
         )
     vocabulary = _vocabulary(config, tokenizer, vocab_size)
     corpus = corpus or open_corpus(config.source, tokenizer, directory)
-    if corpus.counted and not OBJECTIVES[config.objective].keeps_marks:
-        raise ValueError(
-            f"data.objective = {config.objective!r} chooses what is predicted, and so do the "
-            "prompts and responses, or messages, of data.source; set data.objective = 'causal'"
-        )
     name = "data.source" if entry is None else entry_name(config, entry)
     first, last = _documents(corpus, entry)
     if first == last:
@@ -187,33 +183,72 @@ def open_dataset(
     chosen = order[(drawn[order] < config.heldout) == (split == "heldout")]
     if not len(chosen):
         raise ValueError(_nothing_chosen(name, split, config.heldout, drawn))
-    offsets = np.append(0, np.cumsum(np.diff(corpus.offsets[first : last + 1])[chosen]))
-    if offsets[-1] < config.seq_len:
+    settings = [config.heldout, config.seq_len, config.seed, config.objective, vocabulary, entry]
+    dataset = _packed(config, tokenizer, corpus, name, split, first + chosen, vocabulary, settings)
+    if dataset.num_tokens < config.seq_len:
         change = "raise data.heldout" if split == "heldout" else "lower data.heldout"
         raise ValueError(
-            f"the {split} documents of {name} hold {offsets[-1]} tokens, fewer than one "
+            f"the {split} documents of {name} hold {dataset.num_tokens} tokens, fewer than one "
             f"sequence of data.seq_len = {config.seq_len}; add text to data.source, lower "
             f"data.seq_len, or {change} (now {config.heldout})"
         )
-    settings = [
-        PACKING,
-        corpus.fingerprint,
-        split,
-        config.heldout,
-        config.seq_len,
-        config.seed,
-        config.objective,
-        vocabulary,
-        entry,
-    ]
+    return dataset
+
+
+def open_validation(
+    config: DataConfig,
+    source: Source,
+    tokenizer: Tokenizer,
+    directory: pathlib.Path | None = None,
+    *,
+    vocab_size: int | None = None,
+) -> Dataset:
+    """All documents of one of `config.validation`, in their order, as packed held-out examples.
+
+    Args:
+      directory: where tokens are cached; without it they stay in memory.
+      vocab_size: as in `open_dataset`.
+
+    Raises:
+      ValueError: as `open_corpus`, or as `open_dataset` of the objective.
+    """
+    vocabulary = _vocabulary(config, tokenizer, vocab_size)
+    corpus = open_corpus([source], tokenizer, directory)
+    settings = [config.seq_len, config.seed, config.objective, vocabulary]
+    chosen, name = np.arange(corpus.num_documents), f"data.validation {source.name!r}"
+    return _packed(config, tokenizer, corpus, name, "heldout", chosen, vocabulary, settings)
+
+
+def _packed(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    name: str,
+    split: Split,
+    chosen: np.ndarray,
+    vocabulary: Vocabulary,
+    settings: list[object],
+) -> Dataset:
+    """A data set of the documents `chosen` of a corpus, in this order.
+
+    Args:
+      settings: everything else that determines its examples.
+    """
+    if corpus.counted and not OBJECTIVES[config.objective].keeps_marks:
+        raise ValueError(
+            f"data.objective = {config.objective!r} chooses what is predicted, and so do the "
+            f"prompts and responses, or messages, of {name}; set data.objective = 'causal'"
+        )
+    lengths = np.diff(corpus.offsets)[chosen]
     return Dataset(
         name=name,
-        # The boundary at which a document begins ends the one before; that of document 0 ends the
-        # last one.
+        # The boundary at which a document begins ends the one before; that of the first one chosen
+        # ends the last.
         stream=Stream(
             corpus,
-            corpus.offsets[first + np.append(chosen, 0)],
-            offsets,
+            corpus.offsets[np.append(chosen, chosen[0])],
+            np.append(0, np.cumsum(lengths)),
+            tokenizer.boundary,
             closed=tokenizer.bos is not None,
         ),
         split=split,
@@ -224,7 +259,7 @@ def open_dataset(
         token_bytes=np.pad(
             corpus.token_bytes, (0, vocabulary.model_size - len(corpus.token_bytes))
         ),
-        fingerprint=digest(settings).hex(),
+        fingerprint=digest([PACKING, corpus.fingerprint, split, *settings]).hex(),
     )
 
 

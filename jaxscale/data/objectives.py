@@ -69,9 +69,11 @@ def uniform(seed: int, index: int) -> Uniform:
 
 def causal(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
     """Each token from those before it; the target of a document's last is the boundary."""
-    del draw, vocabulary
+    del draw
     segments, positions = number(window.lengths)
-    return Batch(window.ids[:-1], window.ids[1:], segments, positions, window.weights)
+    targets = window.ids[1:].copy()
+    targets[window.bounds[1:-1] - 1] = vocabulary.boundary  # not what begins the next document
+    return Batch(window.ids[:-1], targets, segments, positions, window.weights)
 
 
 def prefix(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:

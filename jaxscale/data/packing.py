@@ -38,12 +38,13 @@ class Stream:
 
     The last entry of both arrays ends the stream: it points at a boundary, the token after the
     last document. Of `closed` documents, [bos, tokens..., boundary], nothing follows the last
-    token.
+    token; what follows the last of others is the boundary, whatever the next one begins with.
     """
 
     corpus: Corpus
     starts: np.ndarray  # int64 [num_documents + 1], where each begins in the corpus
     offsets: np.ndarray  # int64 [num_documents + 1], where each begins in this stream
+    boundary: int
     closed: bool = False
 
     @property
@@ -70,9 +71,10 @@ class Stream:
             if self.closed:
                 counted[inner - start - 1] = False
         bounds[-1] = stop
+        ids = np.concatenate(pieces).astype(np.int32)
         if bounds[-2] == stop:
             bounds = bounds[:-1]  # of the last document only the next token was read
-        ids = np.concatenate(pieces).astype(np.int32, copy=False)
+            ids[-1] = self.boundary
         return Window(ids, bounds - start, counted)
 
 

@@ -156,7 +156,7 @@ def test_a_synthetic_index_of_a_billion_examples(members):
     (small, *_) = members
     size = 16 * 10**9
     vast = dataclasses.replace(
-        small, stream=Stream(Endless(size), np.array([0, 0]), np.array([0, size]))
+        small, stream=Stream(Endless(size), np.array([0, 0]), np.array([0, size]), 256)
     )
     start = time.perf_counter()
     assert len(vast) == 10**9

@@ -7,14 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.data.text.chat_template import Messages, Span
-from jaxscale.data.text.formats import (
-    Conversation,
-    Exchange,
-    boundary,
-    is_splittable,
-    read_records,
-    where,
-)
+from jaxscale.data.text.dialogue import Conversation, Exchange
+from jaxscale.data.text.formats import boundary, is_splittable, read_records, where
 from jaxscale.data.text.text_files import File, draw, hash_identity
 
 _SAMPLE_PLACES = 64  # pieces that a sample is drawn from, if there are so many

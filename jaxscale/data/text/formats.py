@@ -9,25 +9,20 @@ import io
 import json
 import pathlib
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
 
 from jaxscale.choices import did_you_mean
+from jaxscale.data.text.dialogue import (
+    Conversation,
+    Exchange,
+    name_of_type,
+    problem_of_messages,
+)
 from jaxscale.data.text.file_io import compression, opened
 from jaxscale.data.text.tables import TABLES
 from jaxscale.data.text.text_files import File
 from jaxscale.data_source import Source
-
-
-class Exchange(NamedTuple):
-    """A prompt and the response to it."""
-
-    prompt: str
-    response: str
-
-
-Conversation = list[dict[str, Any]]
-"""Messages, each with a role and what a chat template needs."""
 
 Records = Iterator[tuple[int, str | Exchange | Conversation | ValueError]]
 """Positions, each with its content, or with an error that a caller may skip."""
@@ -204,7 +199,7 @@ def _text_of(record: Any, field: str, key: str, *, empty: bool = False) -> str |
         return value
     if isinstance(value, str):
         return ValueError(f"has nothing in its field {field!r}")
-    return ValueError(f"has {_name(value)} in its field {field!r} instead of text")
+    return ValueError(f"has {name_of_type(value)} in its field {field!r} instead of text")
 
 
 def _messages_of(record: Any, field: str) -> Conversation | ValueError:
@@ -221,21 +216,11 @@ def _messages_of(record: Any, field: str) -> Conversation | ValueError:
     return messages
 
 
-def problem_of_messages(messages: Any) -> str:
-    """What makes a value no list of messages, as in "has ..."; nothing where it is one."""
-    if not isinstance(messages, Sequence) or not messages:
-        return f"has {_name(messages)} instead of a list of messages"
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            return f"has a message ({i}, from 0) that is not an object with a 'role'"
-    return ""
-
-
 def _value_of(record: Any, field: str, key: str) -> Any:
     if isinstance(record, ValueError):
         return record
     if not isinstance(record, Mapping):
-        return ValueError(f"is {_name(record)}, not an object with fields")
+        return ValueError(f"is {name_of_type(record)}, not an object with fields")
     value = record
     for name in [field] if field in record else field.split("."):
         if not isinstance(value, Mapping) or name not in value:
@@ -246,10 +231,6 @@ def _value_of(record: Any, field: str, key: str) -> Any:
             )
         value = value[name]
     return value
-
-
-def _name(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
 
 
 def _decoded(data: bytes, encoding: str = "utf-8") -> str | ValueError:

@@ -1,6 +1,5 @@
 """Documents as ids, with their first and last tokens, and which of them carry loss."""
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,18 +27,19 @@ def encode_documents(
 ) -> EncodedDocuments:
     """Encodes each as [start, tokens...], closed by the boundary if the start is another token.
 
-    A prompt and its response are encoded apart, as they are when a model continues a prompt. A
-    conversation is exactly what its template renders, with no token before or after it.
+    A prompt and its response are those of `encode_pairs`. A conversation is exactly what its
+    template renders, with no token before or after it.
 
     Args:
       marked: whether `counted` is wanted; it must be where a document has loss on parts of it.
     """
-    parts = [_parts(document) for document in documents]
-    encoded = iter(tokenizer.encode([text for texts in parts for text in texts]))
+    texts = [document.text for document in documents if document.loss is None]
+    encoded = iter(tokenizer.encode(texts))
+    pairs = iter(encode_pairs(tokenizer, [_pair(d) for d in documents if d.loss and not d.chat]))
     end = [] if tokenizer.bos is None else [tokenizer.boundary]
     whole: list[Sequence[int] | np.ndarray] = []
     lengths, counted, num_bytes = [], [], 0
-    for document, texts in zip(documents, parts):
+    for document in documents:
         num_bytes += document.num_bytes
         if document.chat:
             ids, own, special_bytes = _encode_chat(document, tokenizer)
@@ -48,7 +48,7 @@ def encode_documents(
             counted.append(own)
             num_bytes -= special_bytes
             continue
-        pieces = list(itertools.islice(encoded, len(texts)))
+        pieces = (next(encoded),) if document.loss is None else next(pairs)
         whole += [[tokenizer.start], *pieces, end]
         lengths.append(1 + sum(map(len, pieces)) + len(end))
         if marked:
@@ -59,12 +59,27 @@ def encode_documents(
     return EncodedDocuments(flat, lengths, np.concatenate(counted) if marked else None, num_bytes)
 
 
-def _parts(document: Document) -> tuple[str, ...]:
-    """The texts of a document that are encoded apart."""
-    if document.chat:
-        return ()
-    if document.loss is None:
-        return (document.text,)
+def encode_pairs(
+    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Ids of texts and of what follows each, as a model that is given the first continues it.
+
+    The ids of the first are what they are alone. Those of the second come from both texts encoded
+    together where that leaves the first as it is, and else from the second alone.
+    """
+    firsts = tokenizer.encode([first for first, _ in pairs])
+    wholes = tokenizer.encode([first + second for first, second in pairs])
+    alone = tokenizer.encode([second for _, second in pairs])
+    encoded = []
+    for first, whole, second in zip(firsts, wholes, alone):
+        if np.array_equal(whole[: len(first)], first) and len(whole) > len(first):
+            second = whole[len(first) :]
+        encoded.append((first, second))
+    return encoded
+
+
+def _pair(document: Document) -> tuple[str, str]:
+    assert document.loss is not None, "of a prompt with a response"
     ((begin, _),) = document.loss
     return document.text[:begin], document.text[begin:]
 
