@@ -318,7 +318,7 @@ def test_messages_are_rendered_up_to_where_the_assistant_speaks(tmp_path):
     assert ids[0] == tokenizer.special["<|im_start|>"]
     assert tokenizer.decode(ids) == "user\nhello\nassistant\n"
     assert (ids == tokenizer.special["<|im_end|>"]).sum() == 1
-    with pytest.raises(ValueError, match=r"--messages: .*'letters' has no chat template"):
+    with pytest.raises(ValueError, match=r"--messages: .*'bytes' has no chat template"):
         sampling.encode_messages(TOKENIZER, CONVERSATIONS[1])
     with pytest.raises(ValueError, match=r"the conversation is refused by the chat template"):
         sampling.encode_messages(tokenizer, [{"role": "user", "content": 3}])
