@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 
 class Batch(NamedTuple):
-    """Packed sequences; every field is [batch, seq] (NumPy or JAX arrays).
+    """Packed sequences; every field but `extras` is [batch, seq] (NumPy or JAX arrays).
 
     Tokens attend only to tokens of the same segment; segment 0 is padding. The loss of a position
     is multiplied by its weight, which is 0 where there is nothing to predict.
@@ -15,6 +15,7 @@ class Batch(NamedTuple):
     segments: Any  # int32, from 1 in each row; 0 is padding
     positions: Any  # int32, from 0 in each document
     weights: Any  # float32
+    extras: Any = ()  # or more arrays by name, [batch, a length of their own], for the model
 
 
 class ShardedBatch(Batch):

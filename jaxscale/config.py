@@ -219,7 +219,8 @@ class DataConfig:
     source: tuple[Source, ...] = (Source(("{stdlib}/**/*.py",)),)
     tokenizer: str = "bytes"
     global_batch_size: int = 8  # sequences a step
-    seq_len: int = 128
+    seq_len: int = 128  # of an encoder, where there is one
+    target_len: int = 0  # tokens of its decoder; 0: no encoder
     heldout: float = 0.05  # share of the documents, for evaluation only
     seed: int = 0
     objective: str = "causal"
@@ -228,7 +229,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_choice("data.objective", self.objective, OBJECTIVES)
-        check_at_least("data", self, global_batch_size=1, seq_len=2, workers=0)
+        check_at_least("data", self, global_batch_size=1, seq_len=2, target_len=0, workers=0)
+        if self.target_len and self.objective not in PAIRED_OBJECTIVES:
+            raise ValueError(
+                f"data.target_len = {self.target_len} is of an encoder's decoder, which "
+                f"data.objective = {self.objective!r} does not train; choose "
+                f"{' or '.join(PAIRED_OBJECTIVES)}, or set data.target_len = 0"
+            )
         check_seed("data.seed", self.seed)
         object.__setattr__(self, "source", to_sources(self.source))
         object.__setattr__(self, "validation", to_validation(self.validation))
@@ -247,7 +254,9 @@ class DataConfig:
         return self.global_batch_size * self.seq_len
 
 
-OBJECTIVES = ("causal", "prefix", "span_corruption", "masked")
+OBJECTIVES = ("causal", "prefix", "span_corruption", "ul2", "masked")
+PAIRED_OBJECTIVES = ("prefix", "span_corruption", "ul2")
+"""Those that also train an encoder with a decoder."""
 
 FACTORED_SIZE = 128
 """Adafactor keeps whole second moments of matrices with a smaller side (arXiv 1804.04235)."""
@@ -396,7 +405,12 @@ class Config:
         if self.data.objective == "masked":
             raise ValueError(
                 "data.objective = 'masked' needs bidirectional attention, and model.family = "
-                f"{self.model.family!r} is causal; choose causal, prefix or span_corruption"
+                f"{self.model.family!r} is causal; choose causal, prefix, span_corruption or ul2"
+            )
+        if self.data.target_len:
+            raise ValueError(
+                f"data.target_len = {self.data.target_len} is of a decoder with an encoder, which "
+                f"model.family = {self.model.family!r} does not have; set data.target_len = 0"
             )
 
     @property
