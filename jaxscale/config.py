@@ -23,6 +23,9 @@ from jaxscale.layout import AUTO, BLOCK_TENSORS, Layout, parse_remat
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 
 DTYPES = ("float64", "float32", "bfloat16")
+SHIPPED = pathlib.Path(__file__).parent / "configs"
+"""The configurations that the package comes with: those of the repository's configs/."""
+
 VOCABULARY_MULTIPLE = 128
 """Embedding rows are rounded up to this, so that the vocabulary divides over any usual tensor
 axis and the parameters do not depend on the layout."""
@@ -423,8 +426,9 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     """Reads a configuration file, applies overrides, and checks everything once.
 
     Args:
-      path: a Python file with `get_config(arg="")`; "FILE.py:ARG" passes ARG to it. Keys that the
-        file leaves out keep the defaults of this module. Its section "layout" may be "auto".
+      path: a Python file with `get_config(arg="")`, or the name of a shipped one ("quickstart");
+        "FILE.py:ARG" passes ARG to it. Keys that the file leaves out keep the defaults of this
+        module. Its section "layout" may be "auto".
       overrides: "section.key=value" each, as after `--config.` on the command line.
 
     Raises:
@@ -492,11 +496,17 @@ def to_dict(config: Config) -> dict[str, dict]:
 
 def _read(path: str) -> ml_collections.ConfigDict:
     name, _, argument = path.partition(":")
+    shipped = {file.stem: str(file) for file in sorted(SHIPPED.glob("*.py"))}
     if not pathlib.Path(name).is_file():
-        places = (pathlib.Path(name).parent, pathlib.Path("configs"))
-        found = sorted({str(file) for place in places for file in place.glob("*.py")})
-        hint = did_you_mean(name, found, cutoff=0.5)
-        raise FileNotFoundError(f"--config {name}: there is no such file{hint}")
+        if name not in shipped:
+            found = {str(file) for file in pathlib.Path(name).parent.glob("*.py")}
+            found |= {f"configs/{stem}.py" for stem in shipped} | shipped.keys()
+            hint = did_you_mean(name, sorted(found), cutoff=0.5)
+            raise FileNotFoundError(
+                f"--config {name}: there is no such file, nor is it the name of a shipped "
+                f"configuration ({', '.join(shipped)}){hint}"
+            )
+        name = shipped[name]
     with _blame(name):
         get_config = runpy.run_path(name).get("get_config")
     if not callable(get_config):

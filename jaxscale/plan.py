@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         "--batch_tokens 4M instead of the config",
     )
     add, path = parser.add_argument, pathlib.Path
-    add("--config", metavar="FILE", help="a file in configs/; its layout is ignored")
+    add("--config", metavar="FILE", help="a file or a shipped name; its layout is ignored")
     add(
         "--model",
         default="",

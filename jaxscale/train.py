@@ -30,7 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Trains a model; resumes when the folder holds a checkpoint.",
         epilog="Any leaf of the config can be set: --config.optimizer.learning_rate=1e-3",
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="a file in configs/")
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="FILE",
+        help="a file, or the name of a shipped one: quickstart, ...",
+    )
     parser.add_argument(
         "--workdir",
         metavar="DIR",

@@ -185,8 +185,10 @@ FILES = [
 
 # What stands after --config.
 NAMES = [
-    ("configs/quickstrat.py", "there is no such file; did you mean 'configs/quickstart.py'?"),
-    ("quickstart", "did you mean 'configs/quickstart.py'?"),
+    ("configs/quickstrat.py", "there is no such file"),
+    ("configs/quickstrat.py", "llama3_8b, quickstart, quickstart_pipeline, tiny, "),
+    ("configs/quickstrat.py", "did you mean 'configs/quickstart.py'?"),
+    ("quickstrat", "did you mean 'quickstart'?"),
     ("no/such/folder.py", "--config no/such/folder.py: there is no such file"),
     ("configs", "--config configs: there is no such file"),
     ("", "--config : there is no such file"),

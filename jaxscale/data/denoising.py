@@ -74,7 +74,7 @@ def texts_of(window: Window, vocabulary: Vocabulary) -> Pieces:
     return Pieces(ids[kept], pieces[kept])
 
 
-def fit(texts: Pieces, denoiser: Denoiser, lengths: Lengths) -> Pieces:
+def cut_to_fit(texts: Pieces, denoiser: Denoiser, lengths: Lengths) -> Pieces:
     """The longest beginning of the texts, about, whose corrupted form fits in an example.
 
     Texts in which there is no room for a span are left out.

@@ -33,7 +33,7 @@ from jaxscale.data.denoising import (
     Pieces,
     arrange,
     corrupt,
-    fit,
+    cut_to_fit,
     longest,
     noise_mask,
     num_sentinels,
@@ -155,7 +155,7 @@ def denoised(
     that do not fit are left out, and so are texts too short to lose a token.
     """
     chosen = denoisers[int(draw(1)[0] * len(denoisers))] if len(denoisers) > 1 else denoisers[0]
-    texts = fit(texts_of(window, vocabulary), chosen, lengths)
+    texts = cut_to_fit(texts_of(window, vocabulary), chosen, lengths)
     present, sizes = np.unique(texts.pieces, return_counts=True)
     noise = noise_mask(sizes, *chosen.allot(sizes), draw)
     inputs, targets = corrupt(texts, noise, vocabulary)

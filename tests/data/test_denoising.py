@@ -127,13 +127,13 @@ def test_ul2_mixes_its_denoisers_in_equal_shares():
         for i, d in enumerate(UL2)
     }
     assert len(kinds) == 7
-    for i in range(3500):
+    for i in range(1500):
         example = objective.example(window, uniform(1, i), VOCABULARY)
         read = example.extras["encoder_tokens"]
         spans = int((read >= 1003).sum())
         noise = len(example.targets) - 1 - spans
-        counts[kinds[int(read[0]) - 1000, noise, spans]] += 1 / 3500
-    np.testing.assert_allclose(counts, 1 / 7, atol=0.02)
+        counts[kinds[int(read[0]) - 1000, noise, spans]] += 1 / 1500
+    np.testing.assert_allclose(counts, 1 / 7, atol=4 * np.sqrt(6 / 49 / 1500))
 
 
 def test_ul2_for_a_decoder_alone():
@@ -174,7 +174,7 @@ def test_a_run_of_pairs_resumes_and_evaluates():
     seen = [next(whole) for _ in range(4)]
     assert seen[0].tokens.shape == (4, 24)
     assert seen[0].extras["encoder_tokens"].shape == (4, 64)
-    assert_same(next(batches(dataset, global_batch_size=4, start_step=3, workers=1)), seen[3])
+    assert_same(next(batches(dataset, global_batch_size=4, start_step=3)), seen[3])
     heldout = opened(
         numbered(60, 60), "heldout", seq_len=64, target_len=24, objective="span_corruption"
     )
