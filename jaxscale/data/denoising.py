@@ -70,7 +70,8 @@ def texts_of(window: Window, vocabulary: Vocabulary) -> Pieces:
     """The tokens of a window, without those that begin and end its documents."""
     ids = window.ids[:-1]
     pieces = np.repeat(np.arange(len(window.lengths)), window.lengths)
-    kept = ~np.isin(ids, [vocabulary.boundary, vocabulary.start])
+    begin = vocabulary.boundary if vocabulary.start is None else vocabulary.start
+    kept = (ids != vocabulary.boundary) & (ids != begin)
     return Pieces(ids[kept], pieces[kept])
 
 

@@ -143,12 +143,13 @@ def pad(example: Batch, length: int, extra_length: int = 0) -> Batch:
         return np.concatenate([field, np.zeros(length - len(field), field.dtype)])
 
     extras = {name: filled(x, extra_length) for name, x in dict(example.extras).items()}
-    return Batch(*(filled(field, length) for field in example[:5]), extras or ())
+    row = Batch(*(filled(field, length) for field in example[:5]))
+    return row._replace(extras=extras) if extras else row
 
 
 def stack(examples: Sequence[Batch]) -> Batch:
     """Examples as the rows of a batch."""
-    fields = (np.stack(field) for field in zip(*(example[:5] for example in examples)))
+    batch = Batch(*(np.stack(field) for field in zip(*(example[:5] for example in examples))))
     names = dict(examples[0].extras)
     extras = {name: np.stack([example.extras[name] for example in examples]) for name in names}
-    return Batch(*fields, extras or ())
+    return batch._replace(extras=extras) if extras else batch

@@ -191,7 +191,7 @@ class _Generation(ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja wants it
 
-    def parse(self, parser: parser.Parser) -> nodes.CallBlock:
+    def parse(self, parser: parser.Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
