@@ -48,6 +48,11 @@ REFUSED = [
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content if loop.last else '' }};{% endfor %}",
         r"message 2, from 0\) that the chat template renders in another way",
     ),
+    (
+        "{% for m in messages %}{{ m.role[0] ~ ':' ~ m.content }}"
+        "{% if loop.last and m.role == 'assistant' %}</s>{% endif %};{% endfor %}",
+        r"message 2, from 0\) that the chat template renders in another way.*from character 34 on",
+    ),
     ("{{ raise_exception('no system turn') }}", "refused by the chat template: no system turn"),
     ("{{ messages[0].content + 1 }}", "refused by the chat template: "),
     ("{{ messages.append(1) }}", "refused by the chat template: .*append.* is unsafe"),
