@@ -70,6 +70,11 @@ class ModelSettings:
         """The fields and their values."""
         return dataclasses.asdict(self)
 
+    @property
+    def has_formulas(self) -> bool:
+        """Whether the planner has formulas for the model's memory and time."""
+        return False
+
 
 def is_own_family(family: str) -> bool:
     """Whether `model.family` is "module:function", from outside the package."""
@@ -91,8 +96,9 @@ def find_make(family: str) -> Callable[[Any, Any], Any]:
         raise ValueError(f"model.family = {family!r} cannot be imported: {error}") from None
 
 
-def settings_record(family: str) -> type[ModelSettings]:
-    """The record of a family of one's own: the type of its function's first parameter.
+def settings_record(family: str) -> type:
+    """The record of a family of one's own: the type of its function's first parameter, or of the
+    first field of its class.
 
     Raises:
       ValueError: it cannot be imported, or names no record.
@@ -103,12 +109,15 @@ def settings_record(family: str) -> type[ModelSettings]:
         if callable(make)
         else []
     )
-    if not hints or not (isinstance(hints[0], type) and issubclass(hints[0], ModelSettings)):
+    if not hints or not (
+        isinstance(hints[0], type) and issubclass(hints[0], ModelSettings | ModelConfig)
+    ):
         raise ValueError(
             f"model.family = {family!r} must be a function make(settings: YourSettings, kernels), "
-            "where YourSettings is a frozen dataclass that extends jaxscale.ModelSettings"
+            "where YourSettings is a frozen dataclass that extends jaxscale.ModelSettings, or "
+            "jaxscale.ModelConfig"
         )
-    return hints[0]
+    return record
 
 
 @dataclass(frozen=True)
@@ -219,12 +228,14 @@ class ModelConfig:
     def _take_family(self) -> None:
         """Fills in the options that are left out, and refuses those that the family does not
         have."""
-        family = find_family(self.family)
+        family = None if is_own_family(self.family) else find_family(self.family)
         for one in dataclasses.fields(self):
             if "plain" not in one.metadata:
                 continue
             given = getattr(self, one.name)
-            if one.name in family.settings:
+            if family is None:
+                value = one.metadata["plain"] if given is None else given
+            elif one.name in family.settings:
                 value = family.settings[one.name] if given is None else given
             else:
                 value = family.fixed.get(one.name, one.metadata["plain"])
@@ -256,12 +267,19 @@ class ModelConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """The fields that a user of this family may set, and their values."""
+        if is_own_family(self.family):
+            return dataclasses.asdict(self)
         family = find_family(self.family)
         return {
             one.name: getattr(self, one.name)
             for one in dataclasses.fields(self)
             if "plain" not in one.metadata or one.name in family.settings
         }
+
+    @property
+    def has_formulas(self) -> bool:
+        """Whether the planner has formulas for the model's memory and time."""
+        return not is_own_family(self.family)
 
     # What a layer does.
 
@@ -372,7 +390,7 @@ class ModelConfig:
             that are recomputed (`PipelineStages.recomputed`), each as whole layers.
         """
         products, policy = self.layer_products(seq_len, causal), parse_remat(remat)
-        again = set(BLOCK_TENSORS) - set(policy.names)
+        again: set[str] = set(BLOCK_TENSORS) - set(policy.names)
         if self.parallel_block:
             again.discard("attention_out")
         if policy.by_names and self.norm_placement != "before":

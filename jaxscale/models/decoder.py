@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,7 @@ class Decoder:
 
     settings: ModelConfig
     kernels: Kernels
+    block_type: ClassVar[Any] = Block  # a module, made by (settings, key)
 
     @property
     def stacks(self) -> tuple[Stack]:
@@ -104,7 +105,7 @@ class Decoder:
         """Fresh parameters; they depend on the key alone. None stacks all layers in order."""
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         layer_keys = jax.random.split(layers_key, self.settings.num_layers)
-        make = jax.vmap(lambda key: _params(Block(self.settings, key)))
+        make = jax.vmap(lambda key: _params(type(self).block_type(self.settings, key)))
         if rows is None:
             layers = make(layer_keys)
         else:
@@ -122,7 +123,7 @@ class Decoder:
     @property
     def axes(self) -> Params:
         """The tree of parameters with the tuple of logical axes in place of each array."""
-        blocks = _axes(Block, self.settings)
+        blocks = _axes(type(self).block_type, self.settings)
         return {
             "embed": _axes(Embedding, self.settings),
             "layers": jax.tree.map(
@@ -141,7 +142,7 @@ class Decoder:
 
     def block(self, layer: Params, x_BTD: jax.Array, batch: Batch, kind: int = 0) -> jax.Array:
         """One layer; `kind` is its index modulo `config.period`."""
-        return self._module(Block, layer)(x_BTD, batch, self.kernels, kind)
+        return self._module(type(self).block_type, layer)(x_BTD, batch, self.kernels, kind)
 
     def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
         """The sum over weighted tokens of loss, and of the negative log-likelihood in nats."""
@@ -198,7 +199,7 @@ class Decoder:
 
         def one(carry, layer, kind=0):
             weights, index = layer
-            block, x_BTD = self._module(Block, weights), shard(carry[0], ("batch",))
+            block, x_BTD = self._module(type(self).block_type, weights), shard(carry[0], ("batch",))
             return block.decode(x_BTD, positions_BT, carry[1], index, kind), None
 
         # The cache is carried, not scanned over: carried, it is updated in place.

@@ -11,7 +11,6 @@ from jax.extend.core import jaxprs_in_params  # pyright: ignore[reportPrivateImp
 from jaxscale.batch import Batch
 from jaxscale.config import Config
 from jaxscale.layout import RematPolicy
-from jaxscale.model_config import ModelConfig
 from jaxscale.models.protocol import Model, Stack, head_params, layer_function, split_stream
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.training.remat import rematerialised
@@ -44,7 +43,7 @@ def step_flops(config: Config, model: Model, recomputed: float = 0.0) -> StepFlo
         are recomputed.
     """
     settings, seq_len = config.model, config.data.seq_len
-    if isinstance(settings, ModelConfig):
+    if settings.has_formulas:
         hardware = settings.hardware_flops_per_token(
             seq_len, remat=config.layout.remat, recomputed=recomputed
         )

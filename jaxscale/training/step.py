@@ -17,7 +17,7 @@ from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.device_batch import local_rows, shard_batch, unpack_sharded
 from jaxscale.layout import Layout, RematPolicy
-from jaxscale.model_config import ModelConfig, find_make, is_own_family
+from jaxscale.model_config import find_make, is_own_family
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Model, Sums
@@ -375,7 +375,7 @@ def _open_stages(config: Config, make: MakeModel) -> PipelineStages:
 
 def _head_cost(config: Config, model: Model) -> float:
     """FLOPs of the head over those of a mean layer."""
-    if isinstance(config.model, ModelConfig):
+    if config.model.has_formulas:
         return config.model.head_cost(config.data.seq_len)
     counted = count_forward_flops(model, example(config, model), RematPolicy("none", ()))
     return counted.head * sum(stack.num_layers for stack in model.stacks) / counted.layers
