@@ -300,7 +300,7 @@ class ModelConfig:
             that are recomputed (`PipelineStages.recomputed`), each as whole layers.
         """
         products, policy = self.layer_products(seq_len, causal), parse_remat(remat)
-        again = set(BLOCK_TENSORS) - set(policy.names)
+        again: set[str] = set(BLOCK_TENSORS) - set(policy.names)
         if self.parallel_block:
             again.discard("attention_out")
         if policy.by_names and self.norm_placement != "before":
