@@ -26,9 +26,12 @@ REFUSED = [
     ("layout.fsdp=4 layout.microbatches=4", "= 32 parts; set data.global_batch_size to 32"),
     ("layout.accumulation=layered layout.microbatches=5", "set data.global_batch_size to 40"),
     # heads, widths and the vocabulary over tensor
-    ("layout.tensor=8", "model.num_kv_heads = 4 does not divide over layout.tensor = 8"),
-    ("layout.tensor=8", "the nearest that does is layout.tensor = 4"),
-    ("layout.tensor=4 model.num_kv_heads=2", "the nearest that does is layout.tensor = 2"),
+    (
+        "layout.tensor=8 model.num_heads=4",
+        "model.num_heads = 4 does not divide over",
+    ),
+    ("layout.tensor=8 model.num_heads=4", "the nearest that does is layout.tensor = 4"),
+    ("layout.tensor=4 model.num_heads=12 model.num_kv_heads=3", "model.num_kv_heads = 3 does not"),
     ("layout.tensor=4 model.num_heads=6 model.num_kv_heads=6", "is layout.tensor = 3 or 6"),
     ("layout.tensor=4 model.d_ff=90", "model.d_ff = 90 does not divide over layout.tensor = 4"),
     ("layout.tensor=4 model.d_ff=90", "the nearest that does is layout.tensor = 3 or 5"),

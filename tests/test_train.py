@@ -185,7 +185,7 @@ def test_a_typo_is_answered_before_jax_is_imported(arguments, said):
     [
         ("layout.fsdp=16", "8 is not a multiple of 16"),
         ("layout.fsdp=3", "8 is not a multiple of 3"),
-        ("layout.tensor=4", "model.num_kv_heads = 2 does not divide over layout.tensor = 4"),
+        ("layout.tensor=8", "model.num_heads = 4 does not divide over layout.tensor = 8"),
         ("data.global_batch_size=12", "data.global_batch_size to 8 or 16"),
         ("layout.microbatches=3", "data.global_batch_size"),
         ("model.attention=cudnn", "model.attention"),

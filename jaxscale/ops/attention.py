@@ -5,6 +5,7 @@ Shapes: B batch, T query time, S key time, N query heads, K key heads, G query h
 """
 
 from collections.abc import Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ def attention(
     bias_bN: Array | None = None,
     *,
     implementation: str,
-    **settings: float | None,
+    **settings: Any,
 ) -> Array:
     """Attention in which tokens see only their own segment; causal self attention by default.
 
@@ -119,8 +120,8 @@ def score_settings(
             f"{q_BTNH.shape[1]} queries and {k_BSKH.shape[1]} keys: cross attention needs the "
             "segments of its keys"
         )
-    scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
-    return Scoring(scale, sliding_window, causal, soft_cap, max_distance)
+    factor = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
+    return Scoring(factor, sliding_window, causal, soft_cap, max_distance)
 
 
 def choose(
@@ -227,8 +228,8 @@ def decode_attention(
     mask_BTS = (distance_BTS >= 0) & (key_positions_BS >= 0)[:, None, :]
     if sliding_window:
         mask_BTS &= distance_BTS < sliding_window
-    scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
-    scoring = Scoring(scale, sliding_window, True, soft_cap, max_distance)
+    factor = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
+    scoring = Scoring(factor, sliding_window, True, soft_cap, max_distance)
     bias = _biases(bias_bN, distance_BTS, scoring)
     return _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias, scoring)
 

@@ -3,8 +3,9 @@
 Shapes: as in `attention.py`.
 """
 
+import functools
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,13 @@ def maskless(attend: Callable[..., Array]) -> Callable[..., Array]:
     Not for a layer under a remat policy of its own, which drops the mask anyway: with one
     `jax.checkpoint` inside another, the output would be saved twice.
     """
-    return jax.checkpoint(attend, policy=is_cudnn_forward, prevent_cse=False)
+
+    def without_mask(*arrays: Array | None, **settings: Any) -> Array:
+        # Settings are fixed at compile time; checkpointed arguments would be traced.
+        kernel = functools.partial(attend, **settings)
+        return jax.checkpoint(kernel, policy=is_cudnn_forward, prevent_cse=False)(*arrays)
+
+    return without_mask
 
 
 def is_cudnn_forward(primitive, *_, **__) -> bool:
@@ -80,9 +87,12 @@ def splash(
     from jax.experimental.pallas.ops.tpu import splash_attention  # noqa: PLC0415
 
     _, time, num_heads, _ = q_BTNH.shape
-    before = scoring.window - 1 if scoring.window else None
-    after = 0 if scoring.causal else before
-    mask = splash_attention.LocalMask((time, time), (before, after), offset=0)
+    if scoring.window or scoring.causal:
+        before = scoring.window - 1 if scoring.window else None
+        after = 0 if scoring.causal else before
+        mask = splash_attention.LocalMask((time, time), (before, after), offset=0)
+    else:
+        mask = splash_attention.FullMask((time, time))
     block = next(size for size in (512, 384, 256, LANES) if time % size == 0)
     kernel = splash_attention.make_splash_mha_single_device(
         splash_attention.MultiHeadMask([mask] * num_heads),

@@ -47,7 +47,7 @@ def _forward(
 ) -> tuple[Array, Array]:
     """The output, and log(sum(exp(score))) as [I, B, K, G, t]."""
     tokens = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS)
-    queries, keys = attention_blocks.in_blocks(*tokens, block)
+    queries, keys = attention_blocks.in_blocks(*tokens, block=block)
     reach = attention_blocks.reaches(queries, keys, offset=0, scoring=scoring)
 
     def query_block(arguments):
@@ -74,7 +74,7 @@ def _backward_rule(block: int, scoring: Scoring, residuals, grad_BTNH: Array):
     *tokens, bias_bN, out_BTNH, log_z_IBKGt = residuals
     q_BTNH, k_BSKH, *_ = tokens
     num_kv_heads = k_BSKH.shape[2]
-    queries, keys = attention_blocks.in_blocks(*tokens, block)
+    queries, keys = attention_blocks.in_blocks(*tokens, block=block)
     output = attention_blocks.output(out_BTNH, grad_BTNH, log_z_IBKGt, num_kv_heads, block)
     sums, grad_k_JBKsH, grad_v_JBKsH = attention_blocks.gradients(
         attention_blocks.no_sums(queries, bias_bN, log_z_IBKGt.dtype),

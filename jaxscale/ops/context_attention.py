@@ -82,7 +82,7 @@ class _Static(NamedTuple):
     key_chunk: int
     block: int
 
-    def offset(self, rank: Array, h: Array | int, key_chunk: Array) -> Array:
+    def offset(self, rank: Array, h: Array | int, key_chunk: Array | int) -> Array:
         """Places from the first key of a chunk of the sequence to a rank's first query of `h`."""
         return self.chunk * (self.number(rank, h) - key_chunk)
 

@@ -62,11 +62,11 @@ SITES = 256
 
 def _hash(x: Array, y: Array, z: Array, w: Array) -> Array:
     """A random word of 32 bits for four: the hash "pcg4d" (Jarzynski and Olano, Hash Functions for
-    GPU Rendering, Journal of Computer Graphics Techniques 9(3), 2020), its third result."""
+    GPU Rendering, Journal of Computer Graphics Techniques 9(3), 2020), its last result."""
     x, y, z, w = (v * jnp.uint32(1664525) + jnp.uint32(1013904223) for v in (x, y, z, w))
     x, y, z, w = _mix(x, y, z, w)
     x, y, z, w = (v ^ (v >> 16) for v in (x, y, z, w))
-    return _mix(x, y, z, w)[2]
+    return _mix(x, y, z, w)[3]
 
 
 def _mix(x: Array, y: Array, z: Array, w: Array) -> tuple[Array, Array, Array, Array]:

@@ -18,6 +18,7 @@ from jaxscale.sharding.rules import (  # noqa: F401  Re-exported: used together 
     deals_layers,
     mesh_axes,
     spreads_outer,
+    with_whole_kv_heads,
 )
 
 
@@ -54,22 +55,17 @@ def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
 
 
 def whole_kv_heads(axes_tree: Any, abstract: Any, sizes: Mapping[str, int]) -> Any:
-    """A tree of axes in which each rank of tensor has all key/value heads of an array, where the
-    ranks are a multiple of the heads: a rank uses the one that its query heads read.
+    """`rules.with_whole_kv_heads` for a tree of axes.
 
     Args:
       abstract: the arrays' shapes, in the same tree.
     """
-
-    def one(axes: Axes, leaf: Any) -> Axes:
-        if "kv_heads" not in axes:
-            return axes
-        heads = leaf.shape[axes.index("kv_heads")]
-        if heads >= sizes["tensor"] or sizes["tensor"] % heads:
-            return axes
-        return tuple("whole_kv_heads" if name == "kv_heads" else name for name in axes)
-
-    return jax.tree.map(one, axes_tree, abstract, is_leaf=is_axes)
+    return jax.tree.map(
+        lambda axes, leaf: with_whole_kv_heads(axes, leaf.shape, sizes),
+        axes_tree,
+        abstract,
+        is_leaf=is_axes,
+    )
 
 
 def layer_rules(sizes: Mapping[str, int], rows: int) -> list[Rules]:

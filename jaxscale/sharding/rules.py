@@ -21,7 +21,7 @@ WEIGHTS: Rules = {
     "outer_embed": ("pipeline", "fsdp"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
-    # Where there are fewer of them than ranks: `resolve.whole_kv_heads`.
+    # Where ranks outnumber them: `with_whole_kv_heads`.
     "whole_kv_heads": (),
     "head_dim": (),
     "mlp": ("tensor",),
@@ -96,6 +96,18 @@ def mesh_axes(
                 )
         found.append(over)
     return found
+
+
+def with_whole_kv_heads(axes: Axes, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Axes:
+    """The names of an array's dimensions, "kv_heads" as "whole_kv_heads" where the ranks of tensor
+    outnumber the heads and are a multiple of them: each rank has all heads then, and uses the one
+    that its query heads read (`training/kernels.py`)."""
+    if "kv_heads" not in axes:
+        return axes
+    heads, ranks = shape[axes.index("kv_heads")], sizes["tensor"]
+    if heads >= ranks or ranks % heads:
+        return axes
+    return tuple("whole_kv_heads" if name == "kv_heads" else name for name in axes)
 
 
 def spreads_outer(pipeline: Any, fsdp: Any, d_model: int) -> Any:

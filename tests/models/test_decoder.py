@@ -55,6 +55,17 @@ def test_every_dimension_has_a_name(config):
 
 
 @pytest.mark.parametrize("config", [SMALL, GPT], ids=["llama", "gpt"])
+def test_scores_may_be_scaled_where_heads_are_rotated(config):
+    batch = make_batch(np.arange(20)[None], np.ones((1, 20), int))
+    plain = Decoder(config, plain_kernels())
+    other = Decoder(config, dataclasses.replace(plain.kernels, rotary_scales=True))
+    layer = jax.tree.map(lambda x: x[0], plain.init(jax.random.key(0))["layers"])
+    x = jax.random.normal(jax.random.key(1), (1, 20, 64))
+    got, wanted = jax.jit(lambda *args: (other.block(*args), plain.block(*args)))(layer, x, batch)
+    np.testing.assert_allclose(got, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("config", [SMALL, GPT], ids=["llama", "gpt"])
 def test_packed_documents_do_not_see_each_other(config):
     model = Decoder(config, plain_kernels())
     params = model.init(jax.random.key(0))

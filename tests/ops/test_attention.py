@@ -10,38 +10,73 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.config import from_dict
-from jaxscale.ops import attention_kernels, blockwise
-from jaxscale.ops.attention import attention, check, choose, decode_attention
+from jaxscale.ops import attention_kernels
+from jaxscale.ops.attention import attention, check, choose, decode_attention, score_settings
 from jaxscale.ops.attention_kernels import maskless
+from jaxscale.ops.blockwise import blockwise_attention
 from jaxscale.ops.rope import rotary
-from jaxscale.training.kernels import make_kernels
 
 reference = functools.partial(attention, implementation="reference")
 
 
-def arguments(time, heads, kv_heads, *, head_dim=8, packing="packed", dtype=jnp.float64, batch=2):
-    """q, k, v, segments."""
+def blockwise(*args, block=16, **settings):
+    """In small blocks."""
+    return blockwise_attention(*args, scoring=score_settings(*args, **settings), block=block)
+
+
+def arguments(
+    time,
+    heads,
+    kv_heads,
+    *,
+    head_dim=8,
+    packing="packed",
+    dtype=jnp.float64,
+    batch=2,
+    key_time=0,
+    buckets=0,
+):
+    """q, k, v, segments; then the keys' segments and the table of a bias, if there are any."""
     rng = np.random.default_rng(0)
+    batch = 4 if packing == "every" else batch
+
+    def documents(time):
+        ways = {
+            "one": np.ones((batch, time)),
+            "packed": 1 + np.sort(rng.integers(0, 4, size=(batch, time))),
+            "padded": np.where(np.arange(time) < 2 * time // 3, 1, 0) * np.ones((batch, 1)),
+            "mixed": rng.integers(0, 3, size=(batch, time)),  # documents in no order
+        }
+        ways["every"] = np.concatenate([way[:1] for way in ways.values()])  # a row of each
+        return jnp.asarray(ways[packing], jnp.int32)
+
+    keys = key_time or time
     q, k, v = (
-        jnp.asarray(rng.normal(size=(batch, time, n, head_dim)), dtype)
-        for n in (heads, kv_heads, kv_heads)
+        jnp.asarray(rng.normal(size=(batch, t, n, head_dim)), dtype)
+        for t, n in ((time, heads), (keys, kv_heads), (keys, kv_heads))
     )
-    segments = {
-        "one": np.ones((batch, time)),
-        "packed": 1 + np.sort(rng.integers(0, 4, size=(batch, time))),
-        "padded": np.where(np.arange(time) < 2 * time // 3, 1, 0) * np.ones((batch, 1)),
-        "mixed": rng.integers(0, 3, size=(batch, time)),  # documents in no order
-    }[packing]
-    return q, k, v, jnp.asarray(segments, jnp.int32)
+    segments = documents(time)
+    if not (key_time or buckets):
+        return q, k, v, segments
+    table = jnp.asarray(rng.normal(size=(buckets, heads)), dtype) if buckets else None
+    return q, k, v, segments, documents(key_time) if key_time else None, table
 
 
 def with_gradients(function):
-    """The output and the three gradients, for a cotangent that differs everywhere."""
+    """`differentiated`, compiled in a hurry: these programs run once."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(differentiated(function), compiler_options=options)
 
-    @jax.jit
-    def run(q, k, v, segments):
-        out, pullback = jax.vjp(lambda q, k, v: function(q, k, v, segments), q, k, v)
+
+def differentiated(function):
+    """The output and the gradients of q, k, v and bias, for a cotangent that differs everywhere."""
+
+    def run(q, k, v, segments, key_segments=None, bias=None):
+        more = () if key_segments is bias is None else (key_segments,)
+        biases = () if bias is None else (bias,)
+        out, pullback = jax.vjp(
+            lambda q, k, v, *bias: function(q, k, v, segments, *more, *bias), q, k, v, *biases
+        )
         cotangent = jnp.sin(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype)
         return (out, *pullback(cotangent))
 
@@ -49,56 +84,84 @@ def with_gradients(function):
 
 
 def assert_close(got, expected, tolerance):
-    for one, other in zip(got, expected):
+    for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(
             np.asarray(one, np.float64), np.asarray(other, np.float64), atol=tolerance
         )
 
 
-@pytest.mark.parametrize("window", [0, 3])
-def test_the_reference_is_a_softmax_over_what_each_query_sees(window):
-    q, k, v, segments = (np.asarray(arg) for arg in arguments(9, 4, 2, packing="mixed"))
-    out = reference(q, k, v, segments, sliding_window=window)
+@pytest.mark.parametrize(
+    ("settings", "before", "after"),
+    [
+        ({}, 9, 0),
+        ({"sliding_window": 3}, 2, 0),
+        ({"sliding_window": 3, "causal": False, "soft_cap": 0.5}, 2, 2),
+        ({"causal": False, "scale": 0.7, "key_time": 6}, 9, 9),
+        ({"scale": 1.0, "buckets": 4, "max_distance": 5}, 9, 0),
+    ],
+)
+def test_the_reference_is_a_softmax_over_what_each_query_sees(settings, before, after):
+    """Before and after: how far a query sees."""
+    settings = dict(settings)
+    extra = {name: settings.pop(name, 0) for name in ("key_time", "buckets")}
+    args = arguments(9, 4, 2, packing="mixed", **extra)
+    out = reference(*args, **settings)
+    q, k, v, segments, key_segments, table = (*map(np.asarray, args), None, None)[:6]
+    key_segments = key_segments if extra["key_time"] else segments
     for row, query, head in np.ndindex(2, 9, 4):
-        first = max(0, query - window + 1) if window else 0
         seen = [
-            key for key in range(first, query + 1) if segments[row, key] == segments[row, query]
+            key
+            for key in range(max(0, query - before), min(query + after + 1, k.shape[1]))
+            if key_segments[row, key] == segments[row, query]
         ]
-        scores = k[row, seen, head // 2] @ q[row, query, head] / np.sqrt(8)
-        p = np.exp(scores) / np.exp(scores).sum()
+        scores = k[row, seen, head // 2] @ q[row, query, head] * settings.get("scale", 8**-0.5)
+        if cap := settings.get("soft_cap"):
+            scores = cap * np.tanh(scores / cap)
+        if extra["buckets"]:
+            # Distances 0, 1, 2 and 3, then 4 and more.
+            scores += table[np.digitize(query - np.array(seen), [1, 2, 4]), head]
+        p = np.exp(scores) / np.exp(scores).sum() if seen else np.zeros(0)
         np.testing.assert_allclose(out[row, query, head], p @ v[row, seen, head // 2], atol=1e-14)
 
 
-BLOCKWISE = {
-    "heads": {"time": 48, "heads": 2, "kv_heads": 2, "packing": "one"},
-    "grouped": {"time": 48, "heads": 4, "kv_heads": 2},
-    "one kv head": {"time": 48, "heads": 3, "kv_heads": 1},
-    "padding": {"time": 48, "heads": 2, "kv_heads": 1, "packing": "padded"},
-    "documents in no order": {"time": 48, "heads": 2, "kv_heads": 1, "packing": "mixed"},
-    "a broken last block": {"time": 41, "heads": 2, "kv_heads": 1},
-    "less than a block": {"time": 5, "heads": 2, "kv_heads": 1},
-    "window of a block and one": {
-        "time": 48,
-        "heads": 2,
-        "kv_heads": 1,
-        "window": 17,
-        "packing": "one",
-    },
-    "window of one": {"time": 41, "heads": 2, "kv_heads": 1, "window": 1},
-    "window, packed, grouped": {"time": 41, "heads": 4, "kv_heads": 2, "window": 20},
+CASES: dict[str, dict] = {
+    "causal": {},
+    "as many key heads": {"heads": 2},
+    "one key head, window of a block and one": {"kv_heads": 1, "sliding_window": 17},
+    "window of one": {"sliding_window": 1},
+    "capped and scaled, window": {"soft_cap": 0.7, "scale": 0.6, "sliding_window": 20},
+    "both ways": {"causal": False},
+    "both ways, window, capped": {"causal": False, "sliding_window": 18, "soft_cap": 0.7},
+    "bias": {"buckets": 6, "max_distance": 11, "scale": 1.0},
+    "bias, both ways, capped": {"buckets": 8, "max_distance": 25, "causal": False, "soft_cap": 2.0},
+    "cross": {"key_time": 23, "causal": False, "scale": 0.4},
+    "cross, more keys, capped": {"key_time": 60, "causal": False, "soft_cap": 0.7},
 }
+"""Settings of `attention`; documents are packed in every way in each. Key time is that of cross
+attention; buckets are of a position bias."""
 
 
-@pytest.mark.parametrize("case", BLOCKWISE.values(), ids=BLOCKWISE)
+def parity(case, function, time=41, dtype=jnp.float64):
+    """What `function` makes of a case, and the reference of the same numbers in float64; outputs
+    and gradients."""
+    case = {"heads": 4, "kv_heads": 2, **case}
+    sizes = [case.pop(name) for name in ("heads", "kv_heads")]
+    extra = {name: case.pop(name, 0) for name in ("key_time", "buckets")}
+    args = arguments(time, *sizes, packing="every", dtype=dtype, **extra)
+    got = with_gradients(functools.partial(function, **case))(*args)
+    exact = [x if x is None or x.dtype == jnp.int32 else x.astype(jnp.float64) for x in args]
+    return got, with_gradients(functools.partial(reference, **case))(*exact)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_blockwise_is_the_reference(case):
-    case = dict(case)
-    window = case.pop("window", 0)
-    args = arguments(**case)
-    got = with_gradients(
-        functools.partial(blockwise.blockwise_attention, sliding_window=window, block=16)
-    )(*args)
-    expected = with_gradients(functools.partial(reference, sliding_window=window))(*args)
-    assert_close(got, expected, 1e-12)
+    assert_close(*parity(case, blockwise), 1e-12)
+
+
+def test_less_than_a_block():
+    args = arguments(5, 2, 1)
+    got = with_gradients(functools.partial(attention, implementation="blockwise"))(*args)
+    assert_close(got, with_gradients(reference)(*args), 1e-12)
 
 
 @pytest.mark.parametrize(("batch", "time"), [(1, 150), (8, 130)])
@@ -118,23 +181,31 @@ def test_narrow_types_are_close_to_float64_and_kept(implementation, dtype):
     assert_close(got, expected, 12 * float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_splash_is_the_reference(window, kv_heads):
+@pytest.mark.parametrize(
+    ("kv_heads", "settings"),
+    [
+        (1, {}),
+        (2, {"sliding_window": 100, "scale": 0.2, "soft_cap": 0.7}),
+        (1, {"causal": False, "scale": 1.0}),
+        (1, {"causal": False, "sliding_window": 70}),
+    ],
+)
+def test_splash_is_the_reference(kv_heads, settings):
     with jax.enable_x64(False):
         args = arguments(256, 2, kv_heads, head_dim=16, dtype=jnp.float32, batch=1)
-        kernel = functools.partial(attention_kernels.splash, sliding_window=window, interpret=True)
-        expected = with_gradients(functools.partial(reference, sliding_window=window))(*args)
-        assert_close(with_gradients(kernel)(*args), expected, 1e-5)
+        expected = with_gradients(functools.partial(reference, **settings))(*args)
+        run = functools.partial(splash, **settings)
+        assert_close(with_gradients(run)(*args), expected, 1e-5)
 
 
-def test_on_a_tpu_scores_have_no_rounding_but_that_of_queries_and_keys():
-    """Heads of 128: their scale is no power of two. Errors of scores of size 1, beside those of
-    queries and keys that are rounded and then scaled exactly."""
-    config = from_dict(
-        {"model": {"head_dim": 128, "compute_dtype": "bfloat16"}, "data": {"seq_len": 128}}
-    )
-    turn = make_kernels(config, "tpu").rotary.keywords  # of the kernel, which a CPU does not have
+def splash(*args, **settings):
+    """Its kernel, on a CPU."""
+    return attention_kernels.splash(*args, score_settings(*args, **settings), interpret=True)
+
+
+def test_scaling_in_the_rotation_adds_no_rounding_to_that_of_queries_and_keys():
+    """As on a TPU. Heads of 128: their scale is no power of two. Errors of scores of size 1, beside
+    those of queries and keys that are rounded and then scaled exactly."""
     rng = np.random.default_rng(0)
     positions = jnp.asarray(rng.integers(0, 5000, (1, 256)), jnp.int32)
     q, k = (jnp.asarray(rng.normal(size=(1, 256, 1, 128)), jnp.bfloat16) for _ in "qk")
@@ -146,17 +217,10 @@ def test_on_a_tpu_scores_have_no_rounding_but_that_of_queries_and_keys():
     exact = scores(lambda x: turned(x.astype(jnp.float64)), 128**-0.5)
     rounded, ours = (
         np.std(one - exact)
-        for one in (scores(turned, 128**-0.5), scores(functools.partial(turned, **turn)))
+        for one in (scores(turned, 128**-0.5), scores(functools.partial(turned, factor=128**-0.25)))
     )
     assert rounded > 1e-3
     assert ours < 1.05 * rounded  # once more rounded: 1.22
-
-
-def test_splash_takes_what_is_scaled_before():
-    with jax.enable_x64(False):
-        q, *rest = arguments(128, 2, 1, head_dim=16, dtype=jnp.float32, batch=1)
-        run = functools.partial(attention_kernels.splash, sliding_window=0, interpret=True)
-        np.testing.assert_array_equal(run(q, *rest), run(q / 4, *rest, scaled=True))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
@@ -185,7 +249,7 @@ def test_a_packed_document_is_attended_to_as_if_it_were_alone(implementation):
 
 def test_large_scores_do_not_overflow():
     q, k, v, segments = arguments(40, 2, 1, dtype=jnp.float32)
-    run = with_gradients(functools.partial(blockwise.blockwise_attention, block=16))
+    run = with_gradients(blockwise)
     for value in run(300 * q, 300 * k, v, segments):
         assert bool(jnp.all(jnp.isfinite(value)))
 
@@ -217,7 +281,7 @@ def test_a_policy_on_the_name_attention_saves_the_forward_pass():
 
     def loops(policy):
         saved = jax.checkpoint(run, policy=policy)
-        text = str(jax.make_jaxpr(with_gradients(saved))(*args))
+        text = str(jax.make_jaxpr(differentiated(saved))(*args))
         return text.count("while[")
 
     assert loops(policy) == loops(jax.checkpoint_policies.everything_saveable)
@@ -241,7 +305,7 @@ def test_blockwise_memory_grows_with_the_sequence_not_with_its_square():
 def test_heads_may_be_sharded_where_other_axes_are_manual(nested):
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     args = arguments(40, 4, 2, batch=4)
-    run = functools.partial(blockwise.blockwise_attention, block=16)
+    run = blockwise
     if nested:
         heads = P(None, None, "tensor")
         run = jax.shard_map(
@@ -253,7 +317,7 @@ def test_heads_may_be_sharded_where_other_axes_are_manual(nested):
         )
     step = jax.jit(
         jax.shard_map(
-            lambda q, k, v, s: with_gradients(run)(q, k, v, s),
+            differentiated(run),
             mesh=mesh,
             in_specs=P("fsdp"),
             out_specs=P("fsdp"),
@@ -276,15 +340,24 @@ def cudnn_anywhere(monkeypatch):
 @pytest.mark.usefixtures("cudnn_anywhere")
 def test_cudnn_lowers_to_its_kernels_and_keeps_no_mask():
     args, expected = shapes(128, 4, 2, jnp.bfloat16)
-    run = maskless(functools.partial(attention, implementation="cudnn", sliding_window=32))
-    text = with_gradients(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@__cudnn$fmhaScaleBiasSoftmax(") == 1
-    assert text.count("@__cudnn$fmhaScaleBiasSoftmaxBackward(") == 1
-    assert kept_bytes(run, *args) == expected
+
+    def text(run):
+        run = with_gradients(run).trace(*args).lower(lowering_platforms=("cuda",))
+        return run.as_text().replace("\\22", '"')
+
+    cudnn = functools.partial(attention, implementation="cudnn", sliding_window=32)
+    causal = text(maskless(cudnn))
+    assert causal.count("@__cudnn$fmhaScaleBiasSoftmax(") == 1
+    assert causal.count("@__cudnn$fmhaScaleBiasSoftmaxBackward(") == 1
+    assert kept_bytes(maskless(cudnn), *args) == expected
+    both_ways = text(functools.partial(cudnn, causal=False, scale=1.5))
+    for program, kernel in ((causal, "CAUSAL"), (both_ways, "NO_MASK")):
+        assert f'"mask_type": "{kernel}"' in program
+    assert '"fmha_scale": 1.5' in both_ways
 
 
 def test_auto_is_the_platforms_kernel_where_it_honours_the_settings():
-    settings = {"dtype": "bfloat16", "head_dim": 128, "seq_len": 4096}
+    settings: dict = {"dtype": "bfloat16", "head_dim": 128, "seq_len": 4096}
     assert choose("auto", "cpu", **settings) == "blockwise"
     assert choose("auto", "gpu", **settings) == "cudnn"
     assert choose("auto", "tpu", **settings) == "splash"
@@ -292,6 +365,10 @@ def test_auto_is_the_platforms_kernel_where_it_honours_the_settings():
     assert choose("auto", "gpu", **{**settings, "head_dim": 256}) == "blockwise"
     assert choose("auto", "tpu", **{**settings, "seq_len": 100}) == "blockwise"
     assert choose("reference", "tpu", **settings) == "reference"
+    assert choose("auto", "gpu", **settings, uses=["soft_cap"]) == "blockwise"
+    assert choose("auto", "tpu", **settings, uses=["soft_cap"]) == "splash"
+    assert choose("auto", "tpu", **settings, uses=["soft_cap", "cross"]) == "blockwise"
+    assert choose("blockwise", "tpu", **settings, uses=["bias", "cross"]) == "blockwise"
 
 
 @pytest.mark.parametrize(
@@ -306,6 +383,9 @@ def test_auto_is_the_platforms_kernel_where_it_honours_the_settings():
         ("splash", "tpu", {"dtype": "float64"}, "model.compute_dtype = 'float64'"),
         ("splash", "tpu", {"seq_len": 200}, "data.seq_len .* multiple of 128, and it is 200"),
         ("flash", "gpu", {}, "model.attention = 'flash' is not known"),
+        ("cudnn", "gpu", {"uses": ["soft_cap"]}, "no soft cap .* reference, blockwise, splash"),
+        ("cudnn", "gpu", {"uses": ["cross"]}, "has no cross attention"),
+        ("splash", "tpu", {"uses": ["bias"]}, "no relative position bias.* reference, blockwise"),
     ],
 )
 def test_a_kernel_that_cannot_honour_the_settings_is_refused(
@@ -322,24 +402,54 @@ def test_a_kernel_that_cannot_honour_the_settings_is_refused(
             function()
 
 
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="'flash' is not known"):
-        attention(*arguments(4, 1, 1), implementation="flash")
+@pytest.mark.parametrize(
+    ("implementation", "settings", "message"),
+    [
+        ("flash", {}, "'flash' is not known"),
+        ("cudnn", {"soft_cap": 30.0}, "'cudnn' has no soft cap of scores, .* 'auto'"),
+        ("splash", {"buckets": 8}, "'splash' has no relative position bias"),
+        ("blockwise", {"key_time": 6}, "cross attention with causal order"),
+        ("blockwise", {"key_time": 6, "causal": False, "sliding_window": 2}, "with a window"),
+        (
+            "blockwise",
+            {"key_time": 6, "causal": False, "buckets": 8},
+            "with a position bias.* no distance",
+        ),
+        ("reference", {"buckets": 3, "causal": False}, "bias of 3 buckets .* at least 4"),
+        ("blockwise", {"buckets": 32, "max_distance": 16}, "a distance above 16"),
+    ],
+)
+def test_what_attention_cannot_do_is_refused_where_it_is_called(implementation, settings, message):
+    settings = dict(settings)
+    extra = {name: settings.pop(name, 0) for name in ("key_time", "buckets")}
+    with pytest.raises(ValueError, match=message):
+        attention(*arguments(4, 1, 1, **extra), implementation=implementation, **settings)
 
 
-@pytest.mark.parametrize("window", [0, 4])
-def test_decoding_from_a_cache_is_attention(window):
+def test_keys_of_another_length_need_segments():
+    q, k, v, segments = arguments(4, 1, 1)
+    with pytest.raises(ValueError, match="4 queries and 3 keys: cross attention needs"):
+        attention(q, k[:, 1:], v[:, 1:], segments, implementation="blockwise", causal=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"sliding_window": 4, "soft_cap": 0.7}, {"scale": 1.0, "max_distance": 6}],
+    ids=str,
+)
+def test_decoding_from_a_cache_is_attention(settings):
     time, slots = 11, 16
-    q, k, v, segments = arguments(time, 4, 2, packing="one")
-    expected = jax.jit(functools.partial(reference, sliding_window=window))(q, k, v, segments)
+    q, k, v, segments, _, bias = arguments(time, 4, 2, packing="one", buckets=6)
+    bias = bias if "max_distance" in settings else None
+    expected = jax.jit(functools.partial(reference, **settings))(q, k, v, segments, None, bias)
     # Keys lie in the cache in any order; the other slots hold what was never a key.
     order = np.random.default_rng(2).permutation(slots)[:time]
     positions = jnp.full((2, slots), -1).at[:, order].set(jnp.arange(time))
     cache_k, cache_v = (jnp.full((2, slots, 2, 8), 1e3).at[:, order].set(value) for value in (k, v))
     for first, last in ((0, time), (4, 7)):
         queries = jnp.broadcast_to(jnp.arange(first, last), (2, last - first))
-        decode = jax.jit(functools.partial(decode_attention, sliding_window=window))
-        got = decode(q[:, first:last], cache_k, cache_v, queries, positions)
+        decode = jax.jit(functools.partial(decode_attention, **settings))
+        got = decode(q[:, first:last], cache_k, cache_v, queries, positions, bias)
         np.testing.assert_allclose(got, expected[:, first:last], atol=1e-13)
 
 

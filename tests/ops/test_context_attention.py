@@ -11,31 +11,32 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.ops import attention_blocks
+from jaxscale.ops.attention import score_settings
 from jaxscale.ops.context_attention import balanced_order, context_attention
-from tests.ops.test_attention import arguments, assert_close, reference, with_gradients
+from tests.ops.test_attention import arguments, assert_close, differentiated, parity, with_gradients
 
 METHODS = ("ring", "gather")
 
 
-def spread(ranks, method, *, window=0, block=None, seq_len):
+def spread(ranks, method, *, block=None):
     """`context_attention` as a function of whole sequences in their own order."""
     mesh = jax.make_mesh(
         (ranks,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
     )
-    local = functools.partial(
-        context_attention, axis="context", method=method, sliding_window=window, block=block
-    )
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=P(None, "context"),
-        out_specs=P(None, "context"),
-        check_vma=False,
-    )
-    order = balanced_order(seq_len, ranks)
+    time = P(None, "context")
 
-    def attend(*args):
-        return run(*(x[:, order] for x in args))[:, np.argsort(order)]
+    def attend(*args, **settings):
+        scoring = score_settings(*args, **settings)
+        local = functools.partial(
+            context_attention, axis="context", method=method, scoring=scoring, block=block
+        )
+        *tokens, bias = (*args, None, None)[:6]
+        run = jax.shard_map(
+            local, mesh=mesh, in_specs=(*[time] * 5, P()), out_specs=time, check_vma=False
+        )
+        orders = [None if x is None else balanced_order(x.shape[1], ranks) for x in tokens]
+        dealt = [None if x is None else x[:, order] for x, order in zip(tokens, orders)]
+        return run(*dealt, bias)[:, np.argsort(orders[0])]
 
     return attend
 
@@ -51,34 +52,33 @@ def test_the_balanced_order_deals_each_rank_an_early_and_a_late_chunk(seq_len, r
     np.testing.assert_array_equal(shares, np.sort(shares, axis=1))
 
 
-CASES = {
-    "grouped, packed": {"ranks": 2, "packing": "packed"},
-    "one document": {"ranks": 4, "packing": "one"},
-    "padding": {"ranks": 2, "packing": "padded", "block": 5},
-    "documents in no order": {"ranks": 4, "packing": "mixed", "block": 3},
-    "window less than a chunk": {"ranks": 4, "packing": "one", "window": 3},
-    "window of some chunks, packed": {"ranks": 2, "packing": "packed", "window": 19, "block": 4},
-    "eight ranks": {"ranks": 8, "packing": "packed", "window": 10},
+CASES: dict[str, dict] = {
+    "eight ranks, window of some chunks": {"ranks": 8, "sliding_window": 10},
+    "window less than a chunk, capped": {"ranks": 4, "sliding_window": 3, "soft_cap": 0.7},
+    "broken blocks": {"ranks": 2, "block": 5, "scale": 0.4},
+    "both ways, bias": {"ranks": 2, "block": 7, "causal": False, "buckets": 8, "max_distance": 25},
+    "both ways, window": {"ranks": 4, "causal": False, "sliding_window": 17},
+    "bias": {"ranks": 4, "buckets": 6, "max_distance": 15},
+    "cross": {"ranks": 2, "block": 5, "causal": False, "key_time": 32},
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_spread_sequence_is_the_reference(case, method):
-    args = arguments(48, 4, 2, packing=case["packing"])
-    window = case.get("window", 0)
-    run = spread(case["ranks"], method, window=window, block=case.get("block"), seq_len=48)
-    expected = with_gradients(functools.partial(reference, sliding_window=window))(*args)
-    assert_close(with_gradients(run)(*args), expected, 1e-12)
+    case = dict(case)
+    run = spread(case.pop("ranks"), method, block=case.pop("block", None))
+    assert_close(*parity(case, run, time=48), 1e-12)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_bfloat16_is_close_to_float64_and_kept(method):
-    args = arguments(48, 4, 1, dtype=jnp.bfloat16)
-    got = with_gradients(spread(4, method, seq_len=48))(*args)
-    expected = with_gradients(reference)(*(arg.astype(jnp.float64) for arg in args[:3]), args[3])
-    assert [value.dtype for value in got] == [jnp.bfloat16] * 4
-    assert_close(got, expected, 12 * float(jnp.finfo(jnp.bfloat16).eps))
+    case = {"kv_heads": 1, "causal": False, "buckets": 8, "max_distance": 25}
+    got, expected = parity(case, spread(2, method), time=48, dtype=jnp.bfloat16)
+    assert [value.dtype for value in got] == [jnp.bfloat16] * 5
+    # The last is the table's gradient, a sum of about 4 x 48 x 48 / 8 terms of rounded scores.
+    assert_close(got[:4], expected[:4], 12 * float(jnp.finfo(jnp.bfloat16).eps))
+    assert_close(got[4:], expected[4:], 0.1)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -98,7 +98,7 @@ def test_every_rank_computes_the_same_number_of_blocks(method, monkeypatch):
 
     monkeypatch.setattr(attention_blocks, "_mask", counting(attention_blocks._mask))
     args = arguments(2 * ranks * chunk, 2, 1, packing="one", batch=1)
-    run = spread(ranks, method, block=block, seq_len=2 * ranks * chunk)
+    run = spread(ranks, method, block=block)
     jax.block_until_ready(with_gradients(run)(*args))
     jax.effects_barrier()
     in_chunk = chunk // block
@@ -121,7 +121,7 @@ def equations(jaxpr, times=1):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_ring_sends_keys_to_neighbours_and_never_gathers(ranks):
     args = arguments(48, 4, 2)
-    run = spread(ranks, "ring", seq_len=48)
+    run = spread(ranks, "ring")
 
     def sent(function):
         counts = collections.Counter()
@@ -136,4 +136,4 @@ def test_the_ring_sends_keys_to_neighbours_and_never_gathers(ranks):
     forward = 3 * (ranks - 1)  # keys, values and segments
     assert sent(run) == forward
     # Once more in the backward pass, where two gradients go all the way round.
-    assert sent(with_gradients(run)) == 2 * forward + 2 * ranks
+    assert sent(differentiated(run)) == 2 * forward + 2 * ranks

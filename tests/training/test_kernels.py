@@ -1,15 +1,24 @@
 """What a layout asks of a model and its sequences; refusals name what would do."""
 
 import dataclasses
+import functools
 import math
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxscale.layout import MANUAL_AXES
+from jaxscale.models.decoder import plain_kernels
+from jaxscale.ops.context_attention import balanced_order
 from jaxscale.planner.memory.step import step_memory
-from jaxscale.training.kernels import attention_name
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.sharding.specs import BATCH_ROWS, REPLICATED
+from jaxscale.training.kernels import attention_name, make_kernels
 from tests.invariants.layouts import LLAMA, make_config, open_engine
+from tests.ops.test_attention import arguments
 
 # LLAMA has 8 key heads and a width of 64; sequences are of 24 tokens where nothing else is said.
 REFUSED = [
@@ -22,8 +31,13 @@ REFUSED = [
     (
         {"tensor": 8},
         {"num_kv_heads": 2, "num_heads": 2},
-        "model.num_kv_heads = 2 does not divide "
+        "model.num_heads = 2 does not divide "
         "over layout.tensor = 8; the nearest that does is layout.tensor = 2",
+    ),
+    (
+        {"tensor": 8},
+        {"num_kv_heads": 3, "num_heads": 24},
+        "model.num_kv_heads = 3 does not divide over layout.tensor = 8",
     ),
     (
         {"tensor": 8},
@@ -92,3 +106,51 @@ def test_what_is_outside_the_layers_is_spread_over_a_pipeline_where_it_divides(w
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(params)
     )
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "tensor": 4}, {"data": 2, "context": 2, "tensor": 2}], ids=str
+)
+def test_layers_of_one_model_attend_in_their_own_ways(sizes):
+    """A causal window with a bias, then both ways with a cap, then across from 16 places to 24, in
+    one program; the table's gradient is counted once over the ranks of context and tensor."""
+    q, k, v, segments, _, table = arguments(16, 4, 4, batch=4, buckets=6)
+    _, far_k, far_v, _, far_segments, _ = arguments(16, 4, 4, batch=4, key_time=24)
+    arrays = {"q": q, "k": k, "v": v, "far_k": far_k, "far_v": far_v, "table": table}
+    cotangent = jnp.sin(jnp.arange(q.size)).reshape(q.shape)
+
+    def loss(attend, arrays, segments, far_segments, cotangent):
+        near, far = (arrays["k"], arrays["v"]), (arrays["far_k"], arrays["far_v"])
+        bias = arrays["table"]
+        x = attend(arrays["q"], *near, segments, None, bias, sliding_window=7, scale=1.0)
+        x = attend(x, *near, segments, causal=False, soft_cap=0.7)
+        x = attend(x, *far, segments, far_segments, causal=False)
+        return jnp.sum(x * cotangent)
+
+    def dealt(x):
+        order = balanced_order(x.shape[1], layout.context)
+        return x[:, order] if x.ndim > 2 or x.dtype == jnp.int32 else x
+
+    layout = make_config(LLAMA, sizes).layout
+    mesh = make_mesh(layout, jax.devices())
+    specs = dict.fromkeys(arrays, BATCH_ROWS) | {"table": REPLICATED}
+    attend = make_kernels(layout, "blockwise", "cpu").attend
+
+    def local(*given):
+        grads = jax.grad(functools.partial(loss, attend))(*given)
+        return {**grads, "table": jax.lax.psum(grads["table"], "data")}
+
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs, *[BATCH_ROWS] * 3),
+        out_specs=specs,
+        axis_names=set(MANUAL_AXES),
+        check_vma=False,
+    )
+    given = (arrays, segments, far_segments, cotangent)
+    options = {"xla_backend_optimization_level": 0}
+    got = jax.jit(run, compiler_options=options)(*jax.tree.map(dealt, given))
+    wanted = jax.jit(jax.grad(functools.partial(loss, plain_kernels().attend)))(*given)
+    for name, one in jax.tree.map(dealt, wanted).items():
+        np.testing.assert_allclose(got[name], one, atol=1e-12, err_msg=name)

@@ -185,6 +185,7 @@ def test_a_prompt_alone_goes_on_as_in_a_batch():
     "layout",
     [
         {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3},
+        {"tensor": 4},  # more ranks than key heads
         {"fsdp": 8, "zero_stage": 1},  # more replicas than prompts
     ],
     ids=str,
@@ -197,7 +198,8 @@ def test_a_layout_changes_no_text(layout, capfd):
         )
         found.append([sample(temperature=0), sample(temperature=1.5, seed=3), sample(top_p=0.8)])
     assert found[0] == found[1]
-    assert "rematerialization" not in capfd.readouterr().err
+    # With whole key heads beside query heads that are sharded, the partitioner gathers a token's.
+    assert layout == {"tensor": 4} or "rematerialization" not in capfd.readouterr().err
 
 
 def test_the_seed_decides_and_settings_compile_nothing():

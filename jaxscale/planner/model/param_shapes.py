@@ -61,8 +61,12 @@ class ParamShape:
             width = self.shape[self.axes.index("embed")]
             spread = spreads_outer(layout.pipeline, layout.fsdp, width)
             divisor = divisor * select(spread, layout.pipeline, 1)
-        if {"heads", "kv_heads", "mlp", "vocab"} & set(self.axes):
+        if {"heads", "mlp", "vocab"} & set(self.axes):
             divisor = divisor * layout.tensor
+        if "kv_heads" in self.axes:
+            # Where ranks outnumber the heads, each has all of them.
+            heads = self.shape[self.axes.index("kv_heads")]
+            divisor = divisor * select(heads < layout.tensor, 1, layout.tensor)
         return self.size // divisor
 
 

@@ -19,6 +19,7 @@ from jaxscale.sharding.rules import (
     check_divides,
     check_sequence,
     mesh_axes,
+    with_whole_kv_heads,
 )
 
 REMATS = (
@@ -142,4 +143,5 @@ def check_parameters(config: Config) -> None:
     layout = config.layout
     rules = WEIGHTS if layout.zero_stage >= 1 else REPLICATED_WEIGHTS
     for array in parameters(config.model):
-        mesh_axes(array.axes, rules, layout.sizes, array.shape, name=f"{array.part}/{array.name}")
+        axes = with_whole_kv_heads(array.axes, array.shape, layout.sizes)
+        mesh_axes(axes, rules, layout.sizes, array.shape, name=f"{array.part}/{array.name}")

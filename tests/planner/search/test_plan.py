@@ -112,7 +112,9 @@ def test_why_not_says_what_is_wrong_and_what_would_do():
 
 
 def test_why_not_of_settings():
-    found = plan_layouts(CONFIG, "a100-40", 8, pins={"pipeline": 1}, top=1)
+    model = dataclasses.replace(CONFIG.model, num_heads=4)
+    config = dataclasses.replace(CONFIG, model=model)
+    found = plan_layouts(config, "a100-40", 8, pins={"pipeline": 1}, top=1)
     assert "the best plan has it" in why_not.explain_why_not(
         found, {"remat": found.plans[0].layout.remat}
     )
