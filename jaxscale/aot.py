@@ -30,7 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "can be set: --config.layout.tensor=4",
     )
     add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="a file in configs/")
+    add(
+        "--config",
+        required=True,
+        metavar="FILE",
+        help="a file, or the name of a shipped one: quickstart, ...",
+    )
     add("--topology", required=True, metavar="NAME", help="the machine: v5p:8x8x8, h200:8x8, ...")
     add(
         "--unroll_layers",

@@ -15,14 +15,23 @@ import traceback
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import ml_collections
 
 from jaxscale.choices import check_at_least, check_choice, did_you_mean, nearest
-from jaxscale.data_source import Source, to_plain, to_sources
+from jaxscale.data_source import Source, to_plain, to_sources, to_validation
 from jaxscale.layout import AUTO, Layout
-from jaxscale.model_config import DTYPES, ModelConfig
+from jaxscale.model_config import (
+    DTYPES,
+    ModelConfig,
+    is_own_family,
+    settings_record,
+)
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
+
+SHIPPED = pathlib.Path(__file__).parent / "configs"
+"""The configurations that the package comes with: those of the repository's configs/."""
 
 
 def check_seed(name: str, seed: int) -> None:
@@ -45,17 +54,32 @@ class DataConfig:
     source: tuple[Source, ...] = (Source(("{stdlib}/**/*.py",)),)
     tokenizer: str = "bytes"
     global_batch_size: int = 8  # sequences a step
-    seq_len: int = 128
+    seq_len: int = 128  # of an encoder, where there is one
+    target_len: int = 0  # tokens of its decoder; 0: no encoder
     heldout: float = 0.05  # share of the documents, for evaluation only
     seed: int = 0
     objective: str = "causal"
     workers: int = 0  # processes that prefetch batches; 0 prefetches in a thread
+    validation: tuple[Source, ...] = ()  # sets with a name, evaluated as a whole
 
     def __post_init__(self) -> None:
         check_choice("data.objective", self.objective, OBJECTIVES)
-        check_at_least("data", self, global_batch_size=1, seq_len=2, workers=0)
+        check_at_least("data", self, global_batch_size=1, seq_len=2, target_len=0, workers=0)
+        if self.target_len and self.objective not in PAIRED_OBJECTIVES:
+            raise ValueError(
+                f"data.target_len = {self.target_len} is of an encoder's decoder, which "
+                f"data.objective = {self.objective!r} does not train; choose "
+                f"{' or '.join(PAIRED_OBJECTIVES)}, or set data.target_len = 0"
+            )
         check_seed("data.seed", self.seed)
         object.__setattr__(self, "source", to_sources(self.source))
+        object.__setattr__(self, "validation", to_validation(self.validation))
+        for i, source in enumerate(self.source):
+            if source.name:
+                raise ValueError(
+                    f"data.source[{i}]['name'] = {source.name!r} is for entries of "
+                    "data.validation; leave it out"
+                )
         if not 0 <= self.heldout < 1:
             raise ValueError(f"data.heldout = {self.heldout} must be at least 0 and below 1")
 
@@ -65,7 +89,9 @@ class DataConfig:
         return self.global_batch_size * self.seq_len
 
 
-OBJECTIVES = ("causal", "prefix", "span_corruption", "masked")
+OBJECTIVES = ("causal", "prefix", "span_corruption", "ul2", "masked")
+PAIRED_OBJECTIVES = ("prefix", "span_corruption", "ul2")
+"""Those that also train an encoder with a decoder."""
 
 FACTORED_SIZE = 128
 """Adafactor keeps whole second moments of matrices with a smaller side (arXiv 1804.04235)."""
@@ -181,7 +207,8 @@ class RunConfig:
 class Config:
     """Everything that defines a run."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    # Of a shipped family; or the record of a model of one's own, which extends `ModelSettings`.
+    model: Any = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     layout: Layout = field(default_factory=Layout)
@@ -201,20 +228,29 @@ class Config:
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps} is more than "
                 f"{name} = {self.schedule_steps}"
             )
-        if self.model.positions == "learned" and self.data.seq_len > self.model.max_seq_len:
+        if isinstance(self.model, ModelConfig):
+            self._check_family(self.model)
+
+    def _check_family(self, model: ModelConfig) -> None:
+        if model.positions == "learned" and self.data.seq_len > model.max_seq_len:
             raise ValueError(
                 f"data.seq_len = {self.data.seq_len} is more than model.max_seq_len = "
-                f"{self.model.max_seq_len}, the learned positions there are"
+                f"{model.max_seq_len}, the learned positions there are"
             )
-        if not self.model.gated and "mlp_gate" in self.layout.remat:
+        if not model.gated and "mlp_gate" in self.layout.remat:
             raise ValueError(
                 f"layout.remat = {self.layout.remat!r} names mlp_gate, and the MLP of "
-                f"model.family = {self.model.family!r} has no gate; leave it out"
+                f"model.family = {model.family!r} has no gate; leave it out"
             )
-        if self.data.objective == "masked" and self.model.causal:
+        if self.data.objective == "masked" and model.causal:
             raise ValueError(
                 "data.objective = 'masked' needs bidirectional attention, and model.family = "
-                f"{self.model.family!r} is causal; choose causal, prefix or span_corruption"
+                f"{model.family!r} is causal; choose causal, prefix, span_corruption or ul2"
+            )
+        if self.data.target_len:
+            raise ValueError(
+                f"data.target_len = {self.data.target_len} is of a decoder with an encoder, which "
+                f"model.family = {model.family!r} does not have; set data.target_len = 0"
             )
 
     @property
@@ -227,9 +263,9 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     """Reads a configuration file, applies overrides, and checks everything once.
 
     Args:
-      path: a Python file with `get_config(arg="")`; "FILE.py:ARG" passes ARG to it. Keys that the
-        file leaves out keep the defaults of this module. Its section "layout" may be "auto". Or the
-        config.json of a run.
+      path: a Python file with `get_config(arg="")`, or the name of a shipped one ("quickstart");
+        "FILE.py:ARG" passes ARG to it. Keys that the file leaves out keep the defaults of this
+        module. Its section "layout" may be "auto". Or the config.json of a run.
       overrides: "section.key=value" each, as after `--config.` on the command line.
 
     Raises:
@@ -239,45 +275,77 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     """
     if path.endswith(".json"):
         return from_dict(read_sections(_existing(path)), overrides)
-    sections = {section.name: {} for section in dataclasses.fields(Config)}
+    sections: dict[str, dict] = {section.name: {} for section in dataclasses.fields(Config)}
     for name, values in _read(path).items():
-        record = _section(name)
+        _section(name)
         if (name, values) == ("layout", "auto"):
             values = ml_collections.ConfigDict({"schedule": AUTO})
         if not isinstance(values, ml_collections.ConfigDict):
             raise ValueError(f"{path}: config.{name} must be a ConfigDict, got {values!r}")
-        for key, value in values.items():
-            sections[name][key] = _convert(f"{name}.{key}", value, _field(record, name, key))
+        sections[name] = dict(values.items())
     return from_dict(sections, overrides)
 
 
-def from_dict(sections: dict[str, dict], overrides: Sequence[str] = ()) -> Config:
+def from_dict(
+    sections: dict[str, dict], overrides: Sequence[str] = (), *, trust_foreign: bool = True
+) -> Config:
     """Builds a Config from nested dictionaries, such as a run's config.json; `load` has the
-    overrides."""
-    changed: dict[str, dict] = {}
-    for override in overrides:
-        override = f"layout.schedule={AUTO}" if override == "layout=auto" else override
-        key, separator, text = override.partition("=")
-        name, dot, key = key.partition(".")
-        record = _section(name)
-        if not separator or not dot:
-            raise ValueError(f"--config.{override}: expected --config.section.key=value")
-        changed.setdefault(name, {})[key] = _parse(text, _field(record, name, key))
+    overrides.
+
+    Args:
+      trust_foreign: whether to import the code from outside the package that `model.family` or
+        `layout.schedule` names: somebody else may have written a run's config.json.
+    """
+    changed = [_split_override(override) for override in overrides]
+    texts = {f"{name}.{key}": text for name, key, text in changed}
+    given = sections.get("model", {})
+    family = texts.get("model.family") or str(
+        (isinstance(given, dict) and given.get("family")) or ""
+    )
+    _check_trust("model.family", family, trust_foreign)
+    model = settings_record(family) if is_own_family(family) else ModelConfig
+    values = {name: dict(given) for name, given in sections.items() if isinstance(given, dict)}
+    for name, given in sections.items():
+        _section(name)
+        if not isinstance(given, dict):
+            raise ValueError(f"config.{name} = {given!r} is not a section of keys and values")
+    if "model" in values:
+        values["model"] = _upgrade(values["model"])
+    for name, key, text in changed:
+        record = model if name == "model" else _section(name)
+        values.setdefault(name, {})[key] = _parse(text, _field(record, name, key))
     built = {}
-    for name in {**sections, **changed}:
-        record, values = _section(name), sections.get(name, {})
-        if not isinstance(values, dict):
-            raise ValueError(f"config.{name} = {values!r} is not a section of keys and values")
-        values = _upgrade(values) if name == "model" else values
+    for name, given in values.items():
+        record: Any = model if name == "model" else _section(name)
         built[name] = record(
             **{
                 key: _convert(f"{name}.{key}", value, _field(record, name, key))
-                for key, value in (values | changed.get(name, {})).items()
+                for key, value in given.items()
             }
         )
     config = Config(**built)
-    _import_foreign(config)
+    _check_trust("layout.schedule", config.layout.schedule_spec.name, trust_foreign)
+    _import_schedule(config)
     return config
+
+
+def _split_override(override: str) -> tuple[str, str, str]:
+    """The section, the key, and the text of the value."""
+    override = f"layout.schedule={AUTO}" if override == "layout=auto" else override
+    key, separator, text = override.partition("=")
+    name, dot, key = key.partition(".")
+    _section(name)
+    if not separator or not dot:
+        raise ValueError(f"--config.{override}: expected --config.section.key=value")
+    return name, key, text
+
+
+def _check_trust(setting: str, name: str, trust: bool) -> None:
+    if is_foreign(name) and not trust:
+        raise ValueError(
+            f"the run's config.json names code from outside the package, {setting} = {name!r}; "
+            "where you trust it, pass --trust_family to import it"
+        )
 
 
 def read_sections(path: pathlib.Path) -> dict[str, dict]:
@@ -304,10 +372,9 @@ def _upgrade(model: dict) -> dict:
     return model | scaling | ({} if factor == 1 else {"rope_factor": factor})
 
 
-def _import_foreign(config: Config) -> None:
-    """Imports the code from outside the package that a config names, so that what cannot be found
-    is refused here. That runs code that the config names: also for the config.json of a run, which
-    somebody else may have written."""
+def _import_schedule(config: Config) -> None:
+    """Imports a schedule from outside the package, so that one that cannot be found is refused
+    here."""
     if is_foreign(name := config.layout.schedule_spec.name):
         try:
             find_schedule(name)
@@ -319,13 +386,14 @@ def to_dict(config: Config) -> dict[str, dict]:
     """The nested dictionaries of `from_dict`: every leaf, but those of other model families."""
     sections = dataclasses.asdict(config)
     sections["model"] = config.model.settings
-    sections["data"]["source"] = tuple(to_plain(source) for source in config.data.source)
+    for key in ("source", "validation"):
+        sections["data"][key] = tuple(map(to_plain, getattr(config.data, key)))
     return sections
 
 
 def _read(path: str) -> ml_collections.ConfigDict:
     name, _, argument = path.partition(":")
-    _existing(name)
+    name = str(_existing(name))
     with _blame(name):
         get_config = runpy.run_path(name).get("get_config")
     if not callable(get_config):
@@ -340,12 +408,19 @@ def _read(path: str) -> ml_collections.ConfigDict:
 
 
 def _existing(name: str) -> pathlib.Path:
-    if not pathlib.Path(name).is_file():
-        places = (pathlib.Path(name).parent, pathlib.Path("configs"))
-        found = sorted({str(file) for place in places for file in place.glob("*.py")})
-        hint = did_you_mean(name, found, cutoff=0.5)
-        raise FileNotFoundError(f"--config {name}: there is no such file{hint}")
-    return pathlib.Path(name)
+    """The file of this name, or the shipped configuration."""
+    if pathlib.Path(name).is_file():
+        return pathlib.Path(name)
+    shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.py"))}
+    if name not in shipped:
+        found = {str(file) for file in pathlib.Path(name).parent.glob("*.py")}
+        found |= {f"configs/{stem}.py" for stem in shipped} | shipped.keys()
+        hint = did_you_mean(name, sorted(found), cutoff=0.5)
+        raise FileNotFoundError(
+            f"--config {name}: there is no such file, nor is it the name of a shipped "
+            f"configuration ({', '.join(shipped)}){hint}"
+        )
+    return shipped[name]
 
 
 @contextlib.contextmanager
@@ -361,7 +436,10 @@ def _blame(name: str) -> Iterator[None]:
 
 
 def _section(name: str) -> type:
-    records = {section.name: section.type for section in dataclasses.fields(Config)}
+    records: dict[str, typing.Any] = {
+        section.name: section.type for section in dataclasses.fields(Config)
+    }
+    records["model"] = ModelConfig
     if name not in records:
         leaves = [leaf for leaf in _leaves() if leaf.partition(".")[2] == name]
         raise ValueError(f"unknown section {_nearest(name, leaves or records)}")
@@ -372,7 +450,9 @@ def _leaves() -> list[str]:
     return [
         f"{section.name}.{leaf.name}"
         for section in dataclasses.fields(Config)
-        for leaf in dataclasses.fields(typing.cast(type, section.type))
+        for leaf in dataclasses.fields(
+            ModelConfig if section.name == "model" else typing.cast(type, section.type)
+        )
     ]
 
 
@@ -412,7 +492,8 @@ def _convert(name: str, value: object, annotation: typing.Any) -> object:
         if isinstance(value, dict):
             value = (value,)
         if isinstance(value, list | tuple):
-            return to_sources(value)
+            key = name.partition(".")[2]
+            return to_validation(value) if key == "validation" else to_sources(value)
     elif annotation is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     elif annotation is float and isinstance(value, float) and not math.isfinite(value):

@@ -5,6 +5,7 @@ Nothing here imports JAX or reads a file: a mistyped key must be refused in a fr
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,13 @@ from jaxscale.choices import check_choice, did_you_mean
 
 RECORD_FORMATS = ("jsonl", "parquet", "arrow", "arrayrecord", "fasta")
 FORMATS = ("text", *RECORD_FORMATS, "shards")
+TEXT = "text"
+"""The field of a record that is a document, unless an entry names another."""
 BOUNDARIES = ("file", "line", "paragraph", "record")
 LONG_DOCUMENTS = ("split", "refuse")
+
+NAME = re.compile(r"[A-Za-z0-9_.-]+")
+"""Of a validation set; it becomes a part of the names of metrics."""
 
 Weight = float | tuple[tuple[int, float], ...]
 
@@ -31,12 +37,16 @@ class Source:
 
     path: tuple[str, ...]
     format: str | None = None  # None goes by the suffix
-    field: str = "text"  # of a record; "a.b" is b inside a
+    field: str = TEXT  # of a record; "a.b" is b inside a
+    prompt: str = ""  # fields of a record: loss is on the response only
+    response: str = ""
+    messages: str = ""  # field of a conversation: loss is on the turns of the assistant
     boundary: str | None = None
     max_document_bytes: int = 0  # of UTF-8; 0 is no limit
     long_documents: str = "split"  # or "refuse"; what happens to documents beyond the limit
     skip_share: float = 0.0  # share of an entry's documents that may be bad, and are left out
     weight: Weight | None = None
+    name: str = ""  # of a validation set
 
     def __post_init__(self) -> None:
         if not self.path or "" in self.path:
@@ -69,8 +79,50 @@ class Source:
                 "data.source boundary = 'record' needs records; text has 'file', 'line' or "
                 "'paragraph'"
             )
+        if self.marks_loss:
+            self._check_dialogue()
         if self.weight is not None:
             _check_weight(self.weight)
+
+    @property
+    def marks_loss(self) -> bool:
+        """Whether only some tokens of a document carry loss."""
+        return bool(self.prompt or self.response or self.messages)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of a record that are read."""
+        if self.messages:
+            return (self.messages,)
+        return (self.prompt, self.response) if self.marks_loss else (self.field,)
+
+    def _check_dialogue(self) -> None:
+        """Refuses settings of plain text beside `prompt` and `response`, or `messages`."""
+        named = f"prompt = {self.prompt!r}, response = {self.response!r}"
+        if self.messages and (self.prompt or self.response):
+            raise ValueError(
+                f"data.source messages = {self.messages!r} excludes {named}; an entry has either"
+            )
+        if not self.messages and not (self.prompt and self.response):
+            raise ValueError(f"data.source {named}; give the fields of both")
+        if self.field != TEXT:
+            raise ValueError(
+                f"data.source field = {self.field!r} is for plain text; leave it out of an entry "
+                "with prompt and response, or messages"
+            )
+        for field in self.fields:
+            if "" in field.split("."):
+                raise ValueError(f"data.source {field!r} must be a name, or names with .")
+        if self.format in ("text", "fasta", "shards"):
+            raise ValueError(
+                f"data.source format = {self.format!r} has no fields for prompt and response, or "
+                "messages; it can be jsonl, parquet, arrow or arrayrecord"
+            )
+        if self.max_document_bytes and self.long_documents == "split":
+            raise ValueError(
+                f"data.source max_document_bytes = {self.max_document_bytes} would split a "
+                "response from its prompt; set long_documents = 'refuse', or leave it out"
+            )
 
 
 def to_sources(value: Sequence[object]) -> tuple[Source, ...]:
@@ -82,6 +134,28 @@ def to_sources(value: Sequence[object]) -> tuple[Source, ...]:
     if not value:
         raise ValueError(f"data.source = {value} has an empty path or none; give files or globs")
     return tuple(_to_source(f"data.source[{i}]", entry) for i, entry in enumerate(value))
+
+
+def to_validation(value: Sequence[object]) -> tuple[Source, ...]:
+    """The same for `data.validation`, where every entry has a name of its own and no weight.
+
+    Raises:
+      ValueError: as `to_sources`, or a name is missing, repeated, or not one word.
+    """
+    sources = tuple(_to_source(f"data.validation[{i}]", entry) for i, entry in enumerate(value))
+    names = [source.name for source in sources]
+    for i, source in enumerate(sources):
+        key = f"data.validation[{i}]"
+        if not NAME.fullmatch(source.name):
+            raise ValueError(
+                f"{key}['name'] = {source.name!r} must be letters, digits, _, - and ., such as "
+                "{'name': 'code', 'path': 'code/**/*.py'}"
+            )
+        if names.index(source.name) < i:
+            raise ValueError(f"{key}['name'] = {source.name!r} is the name of an earlier entry")
+        if source.weight is not None:
+            raise ValueError(f"{key}['weight']: a validation set is read as a whole; leave it out")
+    return sources
 
 
 def to_plain(source: Source) -> str | dict[str, Any]:

@@ -1,6 +1,7 @@
 """python -m jaxscale.evaluate --workdir DIR [--config.section.key=value ...]
 
-Evaluates a run's newest checkpoint on all of its held-out text.
+Evaluates a run's newest checkpoint on its held-out text and its validation sets, or with
+--choices FILE.jsonl on questions of multiple choice.
 """
 
 import argparse
@@ -9,9 +10,11 @@ import logging
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from jaxscale import command_line, run_folder
 from jaxscale import config as configs
+from jaxscale.data.text.dialogue import Question, read_questions
 from jaxscale.distributed import launcher, processes
 
 log = logging.getLogger("jaxscale")
@@ -29,7 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--max_batches",
         metavar="N",
         type=command_line.whole(1, 2**40),
-        help="stop after this many; all held-out text by default",
+        help="stop after this many of each set; all of it by default",
+    )
+    parser.add_argument(
+        "--choices",
+        metavar="FILE.jsonl",
+        type=pathlib.Path,
+        help='answer questions instead, one {"prompt": TEXT, "choices": [TEXT, ...], "answer": '
+        "INDEX} a line, by the likelihood of each choice after the prompt",
     )
     parser.add_argument(
         "--json", metavar="FILE", type=pathlib.Path, help="write the numbers there too"
@@ -37,59 +47,84 @@ def main(argv: Sequence[str] | None = None) -> int:
     launcher.add_process_flags(parser)
     options, overrides = command_line.parse(parser, sys.argv[1:] if argv is None else argv)
     with command_line.refusals():
-        config = run_folder.load_config(options.workdir, overrides)
-        if not config.data.heldout:
+        config = run_folder.load_config(
+            options.workdir, overrides, trust_foreign=options.trust_family
+        )
+        questions = read_questions(options.choices) if options.choices else None
+        if not (questions or config.data.heldout or config.data.validation):
             raise ValueError(
                 "data.heldout = 0: this run held out no text, so there is none to evaluate on; "
-                "train with data.heldout above 0"
+                "train with data.heldout above 0, or name validation sets in data.validation"
             )
         place = launcher.find_processes(options)
     command_line.log_to_stdout()
     settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
-    with processes.together(place, settings):
-        return _evaluate(options, config, overrides)
+    with processes.together(place, settings | {"questions": str(questions)}):
+        # JAX is imported only now, so that a typo is refused at once.
+        import jax  # noqa: PLC0415
+
+        with command_line.refusals():
+            config = run_folder.fit_devices(config, jax.device_count(), overrides)
+        result = _answer(options, config, questions) if questions else _evaluate(options, config)
+        if options.json and jax.process_index() == 0:
+            with command_line.refusals():
+                options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
 
 
-def _evaluate(options: argparse.Namespace, config: configs.Config, overrides: list[str]) -> int:
-    # JAX is imported only now, so that a typo is refused at once.
-    import jax  # noqa: PLC0415
+def _answer(
+    options: argparse.Namespace, config: configs.Config, questions: list[Question]
+) -> dict[str, Any]:
+    from jaxscale.run import setup  # noqa: PLC0415
+    from jaxscale.training.likelihood import score_choices  # noqa: PLC0415
 
+    with command_line.refusals():
+        tokenizer = setup.open_tokenizer(config, options.workdir)
+        _, engine = setup.open_engine(setup.for_sampling(config))
+        step, params, _ = setup.restore_params(engine, options.workdir)
+        scores = score_choices(engine, params, tokenizer, questions)
+    result: dict[str, Any] = {"step": step, "questions": len(questions)}
+    lines = [f"  questions           {len(questions):,}"]
+    for name, title in (("accuracy", "accuracy"), ("accuracy_by_length", "  by length in bytes")):
+        value = getattr(scores, name)
+        error = scores.standard_error(value)
+        result |= {name: value, f"{name}_stderr": error}
+        lines.append(f"  {title:<19} {value:.4f} +- {'n/a' if error is None else f'{error:.4f}'}")
+    log.info(f"step {step} of {options.workdir} on {options.choices}:\n" + "\n".join(lines))
+    return result
+
+
+def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, Any]:
     from jaxscale.run import setup  # noqa: PLC0415
 
     with command_line.refusals():
-        config = run_folder.fit_devices(config, jax.device_count(), overrides)
         config, engine = setup.open_engine(config)
         step, params, metadata = setup.restore_params(engine, options.workdir)
         text = processes.first("text", lambda: setup.open_text(config, options.workdir))
-    assert text.heldout is not None, "refused above"
-    if metadata["data"]["fingerprint"] != text.train.fingerprint:
+    if text.heldout and metadata["data"]["fingerprint"] != text.train.fingerprint:
         log.info(
             "note: the text or its settings differ from those of training: these numbers are not "
             "comparable with the run's own, and the model may have been trained on the text"
         )
-    evaluation = setup.evaluate_loss(
-        engine, params, text.heldout, config.data.global_batch_size, options.max_batches
-    )
-    result = {
-        "step": step,
-        **evaluation.metrics,
-        "eval_bytes": round(evaluation.num_bytes),
-    }
-    part = "the held-out text" if options.max_batches is None else "part of the held-out text"
-    log.info(f"step {step} of {options.workdir} on {part}:\n{_table(result)}")
-    if options.json and jax.process_index() == 0:
-        with command_line.refusals():
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+    result: dict[str, Any] = {"step": step}
+    part = "" if options.max_batches is None else "part of "
+    for name, examples in text.evaluations.items():
+        evaluation = setup.evaluate_loss(
+            engine, params, examples, config.data.global_batch_size, options.max_batches
+        )
+        result |= evaluation.record(name)
+        title = f"validation set {name!r}" if name else "the held-out text"
+        log.info(f"step {step} of {options.workdir} on {part}{title}:\n{_table(evaluation)}")
+    return result
 
 
-def _table(result: dict[str, float]) -> str:
+def _table(evaluation: Any) -> str:
     return f"""\
-  loss           {result["eval_loss"]:.4f} nats per token
-  perplexity     {result["eval_perplexity"]:.4g}
-  bits per byte  {result["eval_bits_per_byte"]:.4f}
-  tokens         {result["eval_tokens"]:,}
-  bytes          {result["eval_bytes"]:,}"""
+  loss           {evaluation.loss:.4f} nats per token
+  perplexity     {evaluation.perplexity:.4g}
+  bits per byte  {evaluation.bits_per_byte:.4f}
+  tokens         {evaluation.tokens:,}
+  bytes          {evaluation.num_bytes:,.0f}"""
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from jaxscale import command_line, run_folder
 from jaxscale import config as configs
+from jaxscale.data.text.dialogue import Conversation, read_conversations
 from jaxscale.distributed import launcher, processes
 
 log = logging.getLogger("jaxscale")
@@ -21,8 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the status of the process: 0."""
     options, overrides = command_line.parse(_parser(), sys.argv[1:] if argv is None else argv)
     with command_line.refusals():
-        prompts = _prompts(options.prompt, options.prompt_file)
-        config = run_folder.load_config(options.workdir, overrides)
+        prompts = _prompts(options)
+        config = run_folder.load_config(
+            options.workdir, overrides, trust_foreign=options.trust_family
+        )
         place = launcher.find_processes(options)
     command_line.log_to_stdout()
     settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
@@ -31,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(
-    options: argparse.Namespace, config: configs.Config, overrides: list[str], prompts: list[str]
+    options: argparse.Namespace,
+    config: configs.Config,
+    overrides: list[str],
+    prompts: list[str | Conversation],
 ) -> int:
     # JAX is imported only now, so that a typo is refused at once.
     import jax  # noqa: PLC0415
@@ -45,19 +51,28 @@ def _generate(
         "top_k": options.top_k,
         "top_p": options.top_p,
         "seed": options.seed,
+        "stop": options.stop,
     }
     with command_line.refusals():
         config = run_folder.fit_devices(config, jax.device_count(), overrides)
         tokenizer = setup.open_tokenizer(config, options.workdir)
         _, engine = setup.open_engine(setup.for_sampling(config))
         step, params, _ = setup.restore_params(engine, options.workdir)
-        texts = sampling.sample(engine, params, tokenizer, prompts, **settings)
+        given = [
+            prompt if isinstance(prompt, str) else sampling.encode_messages(tokenizer, prompt)
+            for prompt in prompts
+        ]
+        texts = sampling.sample(engine, params, tokenizer, given, **settings)
     chosen = ", ".join(f"{name} {value}" for name, value in settings.items())
     log.info(f"step {step} of {options.workdir}: {chosen}")
     for number, (prompt, text) in enumerate(zip(prompts, texts), 1):
-        log.info(f"\n--- {number} of {len(prompts)}\n{sampling.printable(prompt + text)}")
+        shown = prompt if isinstance(prompt, str) else _shown(prompt)
+        log.info(f"\n--- {number} of {len(prompts)}\n{sampling.printable(shown + text)}")
     if options.json and jax.process_index() == 0:
-        samples = [{"prompt": p, "continuation": text} for p, text in zip(prompts, texts)]
+        samples = [
+            {"prompt" if isinstance(p, str) else "messages": p, "continuation": text}
+            for p, text in zip(prompts, texts)
+        ]
         with command_line.refusals():
             result = {"step": step, **settings, "samples": samples}
             options.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -80,6 +95,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--prompt_file", metavar="FILE", type=pathlib.Path, help="a prompt on each line"
+    )
+    parser.add_argument(
+        "--messages",
+        metavar="FILE.json",
+        type=pathlib.Path,
+        help='a conversation, [{"role": "user", "content": TEXT}, ...], or a list of several, '
+        "for the tokenizer's chat template",
+    )
+    parser.add_argument(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="end a continuation before this text; may be repeated",
     )
     parser.add_argument(
         "--num_tokens",
@@ -122,15 +151,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prompts(given: list[str], file: pathlib.Path | None) -> list[str]:
+def _prompts(options: argparse.Namespace) -> list[str | Conversation]:
+    file = options.prompt_file
     lines = file.read_text().removesuffix("\n").split("\n") if file else []
-    if not given and not any(lines):
+    conversations = read_conversations(options.messages) if options.messages else []
+    if not options.prompt and not any(lines) and not conversations:
         raise ValueError(
             f"--prompt_file {file} is empty; it holds a prompt on each line"
             if file
-            else "give --prompt TEXT ('' begins a new document) or --prompt_file FILE"
+            else "give --prompt TEXT ('' begins a new document), --prompt_file FILE or --messages "
+            "FILE.json"
         )
-    return given + lines
+    return [*options.prompt, *lines, *conversations]
+
+
+def _shown(messages: Conversation) -> str:
+    return "".join(f"{message['role']}: {message.get('content')}\n" for message in messages)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,11 @@ Nothing here imports JAX: a mistyped key must be refused in a fraction of a seco
 """
 
 import dataclasses
+import functools
+import importlib
 import math
+import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +64,51 @@ class ModelSettings:
     def attention_soft_cap(self) -> float:
         """Attention's scores have none; a record whose model has one says so in a field."""
         return 0.0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields and their values."""
+        return dataclasses.asdict(self)
+
+
+def is_own_family(family: str) -> bool:
+    """Whether `model.family` is "module:function", from outside the package."""
+    module, colon, function = family.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), function))
+
+
+@functools.cache
+def find_make(family: str) -> Callable[[Any, Any], Any]:
+    """The function `make(settings, kernels)` that a family of one's own names; imports its module.
+
+    Raises:
+      ValueError: it cannot be imported.
+    """
+    module, _, function = family.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model.family = {family!r} cannot be imported: {error}") from None
+
+
+def settings_record(family: str) -> type[ModelSettings]:
+    """The record of a family of one's own: the type of its function's first parameter.
+
+    Raises:
+      ValueError: it cannot be imported, or names no record.
+    """
+    make = find_make(family)
+    hints = (
+        [hint for name, hint in typing.get_type_hints(make).items() if name != "return"]
+        if callable(make)
+        else []
+    )
+    if not hints or not (isinstance(hints[0], type) and issubclass(hints[0], ModelSettings)):
+        raise ValueError(
+            f"model.family = {family!r} must be a function make(settings: YourSettings, kernels), "
+            "where YourSettings is a frozen dataclass that extends jaxscale.ModelSettings"
+        )
+    return hints[0]
 
 
 @dataclass(frozen=True)

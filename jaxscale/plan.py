@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_model_flags(add: Callable[..., Any]) -> None:
     """What is trained, and on which cluster."""
-    add("--config", metavar="FILE", help="a file in configs/; its layout is ignored")
+    add("--config", metavar="FILE", help="a file or a shipped name; its layout is ignored")
     add(
         "--model",
         default="",

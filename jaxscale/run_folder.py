@@ -49,14 +49,24 @@ def add_workdir_flags(parser: argparse.ArgumentParser) -> None:
         help="change a leaf of the run's config, such as --config.layout.fsdp=2; a mesh axis that "
         "is not named is then 1, and data takes the remaining devices",
     )
+    parser.add_argument(
+        "--trust_family",
+        action="store_true",
+        help="import the code from outside the package that the run's config names",
+    )
 
 
-def load_config(workdir: pathlib.Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    workdir: pathlib.Path, overrides: Sequence[str] = (), *, trust_foreign: bool = False
+) -> Config:
     """The config in a run's folder, with "section.key=value" overrides.
 
     The folder's config has the size of every mesh axis. An override of one resets the others: to 1,
     and `data` to the remaining devices. These commands do not train, so remat and offload are
     reset to "none": they need not fit the new layout.
+
+    Args:
+      trust_foreign: imports code from outside the package that the config names.
 
     Raises:
       FileNotFoundError: the folder holds no run.
@@ -77,7 +87,7 @@ def load_config(workdir: pathlib.Path, overrides: Sequence[str] = ()) -> Config:
         sections["layout"] |= sizes
     for override in overrides:
         _set(sections, override)
-    return configs.from_dict(sections)
+    return configs.from_dict(sections, trust_foreign=trust_foreign)
 
 
 def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--config",
         required=True,
         metavar="FILE",
-        help="a file in configs/, or the config.json of a run",
+        help="a file, the name of a shipped one (quickstart, ...), or a run's config.json",
     )
     parser.add_argument(
         "--workdir",

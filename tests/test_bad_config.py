@@ -34,6 +34,28 @@ OVERRIDES = [
     ("optimizer.learning_rate=1e999", "config.optimizer.learning_rate = inf is not a finite"),
     ("data.source=(1,2)", "data.source[0] = 1 is of type int; expected a path, or a mapping"),
     ("data.source=[", "config.data.source = '['"),
+    (
+        "data.source=[{'path':'a','name':'b'}]",
+        "data.source[0]['name'] = 'b' is for entries of data",
+    ),
+    ("data.source=[{'path':'a','prompt':'b'}]", "prompt = 'b', response = ''; give the fields of"),
+    ("data.source=[{'path':'a','messages':'b','response':'c'}]", "messages = 'b' excludes prompt"),
+    ("data.source=[{'path':'a','messages':'b','field':'c'}]", "field = 'c' is for plain text"),
+    ("data.source=[{'path':'a','messages':'b','format':'fasta'}]", "'fasta' has no fields for"),
+    (
+        "data.source=[{'path':'a','messages':'b','max_document_bytes':9}]",
+        "max_document_bytes = 9 would split a response from its prompt; set long_documents",
+    ),
+    ("data.validation=a.txt", "data.validation[0]['name'] = '' must be letters, digits"),
+    ("data.validation=[{'path':'a','name':'b/c'}]", "data.validation[0]['name'] = 'b/c' must be"),
+    (
+        "data.validation=[{'path':'a','name':'b'},{'path':'c','name':'b'}]",
+        "data.validation[1]['name'] = 'b' is the name of an earlier entry",
+    ),
+    (
+        "data.validation=[{'path':'a','name':'b','weight':2}]",
+        "data.validation[0]['weight']: a validation set is read as a whole",
+    ),
     # the model
     ("model.num_layers=0", "model.num_layers = 0 is too small; at least 1"),
     ("model.vocab_size=1", "model.vocab_size = 1 is too small; at least 2"),
@@ -181,8 +203,10 @@ FILES = [
 
 # What stands after --config.
 NAMES = [
-    ("configs/quickstrat.py", "there is no such file; did you mean 'configs/quickstart.py'?"),
-    ("quickstart", "did you mean 'configs/quickstart.py'?"),
+    ("configs/quickstrat.py", "there is no such file"),
+    ("configs/quickstrat.py", "llama3_8b, quickstart, quickstart_pipeline, tiny, "),
+    ("configs/quickstrat.py", "did you mean 'configs/quickstart.py'?"),
+    ("quickstrat", "did you mean 'quickstart'?"),
     ("no/such/folder.py", "--config no/such/folder.py: there is no such file"),
     ("configs", "--config configs: there is no such file"),
     ("", "--config : there is no such file"),

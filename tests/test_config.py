@@ -63,8 +63,10 @@ def test_a_configuration_is_one_page_and_says_what_to_expect(path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_configuration_survives_its_json(path):
+def test_a_configuration_survives_its_json(path, tmp_path, monkeypatch):
     loaded = config.load(str(path))
+    monkeypatch.chdir(tmp_path)  # where nobody has cloned the repository
+    assert config.load(path.stem) == loaded
     assert config.from_dict(config.to_dict(loaded)) == loaded
 
 

@@ -130,8 +130,11 @@ def command(name: str, *words: str, num_devices: int = 1) -> subprocess.Complete
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> pathlib.Path:
-    """A run of three steps on one device."""
+    """A run of three steps on one device, with two validation sets."""
     path = tmp_path_factory.mktemp("runs") / "tiny"
+    sets = [{"name": "page", "path": "README.md"}, {"name": "qa", "path": str(path) + ".jsonl"}]
+    sets[1] |= {"prompt": "q", "response": "a"}
+    pathlib.Path(sets[1]["path"]).write_text('{"q": "one and ", "a": "two"}\n')
     done = command(
         "train",
         "--config",
@@ -144,6 +147,7 @@ def trained(tmp_path_factory) -> pathlib.Path:
         "--config.model.num_layers=1",
         "--config.data.tokenizer=bpe:270",
         "--config.model.vocab_size=280",
+        f"--config.data.validation={sets}",
     )
     assert done.returncode == 0, done.stderr
     assert "A sample at step 3:" in done.stdout
@@ -157,20 +161,24 @@ def test_evaluate_a_run_on_other_devices(trained, tmp_path):
     assert "trained on 1 devices" in done.stdout
     assert "note:" not in done.stdout
     result = json.loads(file.read_text())
-    assert list(result) == [
-        "step",
-        "eval_loss",
-        "eval_perplexity",
-        "eval_bits_per_byte",
-        "eval_tokens",
-        "eval_bytes",
+    numbers = [
+        f"eval_{name}" for name in ("loss", "perplexity", "bits_per_byte", "tokens", "bytes")
     ]
+    named = [f"{number}/{name}" for name in ("page", "qa") for number in numbers]
+    assert list(result) == ["step", *numbers, *named]
     # All of the held-out text, so at least what training looked at, and a loss close to its own.
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if "eval_loss" in line][-1]
     assert result["step"] == last["step"] == 3
     assert result["eval_tokens"] > last["eval_tokens"]
     assert result["eval_loss"] == pytest.approx(last["eval_loss"], rel=0.1)
+    # Validation sets are read as a whole, and of pairs only the response and its end.
+    assert result["eval_bytes/page"] == pathlib.Path("README.md").stat().st_size
+    assert 1 < result["eval_tokens/qa"] <= 4
+    for number in ("loss", "bits_per_byte"):
+        key = f"eval_{number}/qa"
+        assert result[key] == pytest.approx(last[key], rel=1e-5)
+    assert f"validation set 'page':\n  loss           {result['eval_loss/page']:.4f}" in done.stdout
     assert f"{result['eval_bits_per_byte']:.4f}" in done.stdout
     assert f"{result['eval_tokens']:,}" in done.stdout
 

@@ -4,7 +4,6 @@ Example i of a data set is a pure function of the seed and i: nothing about proc
 workers enters.
 """
 
-import functools
 import hashlib
 import json
 import pathlib
@@ -17,11 +16,13 @@ import numpy as np
 
 from jaxscale.batch import Batch
 from jaxscale.config import DataConfig
-from jaxscale.data.objectives import OBJECTIVES, Vocabulary, uniform
-from jaxscale.data.packing import Stream, pad
+from jaxscale.data.denoising import Lengths
+from jaxscale.data.objectives import Objective, find_objective, nothing
+from jaxscale.data.packing import Stream, Vocabulary, pad, uniform
 from jaxscale.data.text.text_files import draw
 from jaxscale.data.tokens.corpus import Corpus, open_corpus
 from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.data_source import Source
 
 PACKING = 2
 """A version number: it changes whenever the same corpus and settings would give other examples."""
@@ -84,16 +85,17 @@ class Dataset:
     name: str
     stream: Stream
     split: Split
-    seq_len: int  # tokens of an example, padding included
+    seq_len: int  # tokens of an example, padding included; of the encoder's, where there is one
     seed: int
     objective: str
     vocabulary: Vocabulary
     token_bytes: np.ndarray
     fingerprint: str
+    target_len: int = 0  # of the decoder's of an encoder
 
     def __len__(self) -> int:
         """Windows: examples of one epoch."""
-        beyond = OBJECTIVES[self.objective].shortest - 1  # drops a last window without targets
+        beyond = self._objective.shortest - 1  # drops a last window without targets
         return -(-(self.num_tokens - beyond) // self.window_tokens)
 
     @property
@@ -101,13 +103,18 @@ class Dataset:
         """Tokens of the split; for the causal objective each is a target once in an epoch."""
         return self.stream.num_tokens
 
-    @functools.cached_property
+    @property
     def window_tokens(self) -> int:
         """Tokens of the text that an example is made of."""
-        return OBJECTIVES[self.objective].window(self.seq_len)
+        return self._objective.window
+
+    @property
+    def _objective(self) -> Objective:
+        return find_objective(self.objective, self.seq_len, self.target_len)
 
     def __getitem__(self, index: int, /) -> Batch:
-        """Example `index`: a Batch whose fields are [seq_len].
+        """Example `index`: a Batch whose fields are [seq_len], or those of a decoder [target_len]
+        and the extra arrays of its encoder [seq_len].
 
         A row cut from the middle of a document begins at position 0. Random choices of an
         objective depend on `index`: another epoch masks other tokens.
@@ -115,12 +122,12 @@ class Dataset:
         if index < 0:
             raise IndexError(f"example {index}; examples are numbered from 0")
         window = self.stream.window(self.window(index) * self.window_tokens, self.window_tokens)
-        if not len(window.lengths):
-            nothing = np.zeros(self.seq_len, np.int32)
-            return Batch(nothing, nothing, nothing, nothing, nothing.astype(np.float32))
-        random = uniform(self.seed, index)
-        example = OBJECTIVES[self.objective].example(window, random, self.vocabulary)
-        return pad(example, self.seq_len)
+        if len(window.lengths):
+            random = uniform(self.seed, index)
+            example = self._objective.example(window, random, self.vocabulary)
+        else:
+            example = nothing(Lengths(self.seq_len, self.target_len))
+        return pad(example, self.target_len or self.seq_len, self.seq_len)
 
     def window(self, index: int) -> int:
         """Which window of the split example `index` is."""
@@ -182,30 +189,75 @@ def open_dataset(
     chosen = order[(drawn[order] < config.heldout) == (split == "heldout")]
     if not len(chosen):
         raise ValueError(_nothing_chosen(name, split, config.heldout, drawn))
-    offsets = np.append(0, np.cumsum(np.diff(corpus.offsets[first : last + 1])[chosen]))
-    if offsets[-1] < config.seq_len:
+    settings = [config.heldout, *_settings(config, vocabulary), entry]
+    dataset = _packed(config, tokenizer, corpus, name, split, first + chosen, vocabulary, settings)
+    if dataset.num_tokens < config.seq_len:
         change = "raise data.heldout" if split == "heldout" else "lower data.heldout"
         raise ValueError(
-            f"the {split} documents of {name} hold {offsets[-1]} tokens, fewer than one "
+            f"the {split} documents of {name} hold {dataset.num_tokens} tokens, fewer than one "
             f"sequence of data.seq_len = {config.seq_len}; add text to data.source, lower "
             f"data.seq_len, or {change} (now {config.heldout})"
         )
-    settings = [
-        PACKING,
-        corpus.fingerprint,
-        split,
-        config.heldout,
-        config.seq_len,
-        config.seed,
-        config.objective,
-        vocabulary,
-        entry,
-    ]
+    return dataset
+
+
+def open_validation(
+    config: DataConfig,
+    source: Source,
+    tokenizer: Tokenizer,
+    directory: pathlib.Path | None = None,
+    *,
+    vocab_size: int | None = None,
+) -> Dataset:
+    """All documents of one of `config.validation`, in their order, as packed held-out examples.
+
+    Args:
+      directory: where tokens are cached; without it they stay in memory.
+      vocab_size: as in `open_dataset`.
+
+    Raises:
+      ValueError: as `open_corpus`, or as `open_dataset` of the objective.
+    """
+    vocabulary = _vocabulary(config, tokenizer, vocab_size)
+    corpus = open_corpus([source], tokenizer, directory)
+    settings = _settings(config, vocabulary)
+    chosen, name = np.arange(corpus.num_documents), f"data.validation {source.name!r}"
+    return _packed(config, tokenizer, corpus, name, "heldout", chosen, vocabulary, settings)
+
+
+def _packed(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    name: str,
+    split: Split,
+    chosen: np.ndarray,
+    vocabulary: Vocabulary,
+    settings: list[object],
+) -> Dataset:
+    """A data set of the documents `chosen` of a corpus, in this order.
+
+    Args:
+      settings: everything else that determines its examples.
+    """
+    objective = find_objective(config.objective, config.seq_len, config.target_len)
+    if corpus.counted and not objective.keeps_marks:
+        raise ValueError(
+            f"data.objective = {config.objective!r} chooses what is predicted, and so do the "
+            f"prompts and responses, or messages, of {name}; set data.objective = 'causal'"
+        )
+    lengths = np.diff(corpus.offsets)[chosen]
     return Dataset(
         name=name,
-        # The boundary at which a document begins ends the one before; that of document 0 ends the
-        # last one.
-        stream=Stream(corpus, corpus.offsets[first + np.append(chosen, 0)], offsets),
+        # The boundary at which a document begins ends the one before; that of the first one chosen
+        # ends the last.
+        stream=Stream(
+            corpus,
+            corpus.offsets[np.append(chosen, chosen[0])],
+            np.append(0, np.cumsum(lengths)),
+            tokenizer.boundary,
+            closed=tokenizer.bos is not None,
+        ),
         split=split,
         seq_len=config.seq_len,
         seed=config.seed,
@@ -214,8 +266,15 @@ def open_dataset(
         token_bytes=np.pad(
             corpus.token_bytes, (0, vocabulary.model_size - len(corpus.token_bytes))
         ),
-        fingerprint=digest(settings).hex(),
+        fingerprint=digest([PACKING, corpus.fingerprint, split, *settings]).hex(),
+        target_len=config.target_len,
     )
+
+
+def _settings(config: DataConfig, vocabulary: Vocabulary) -> list[object]:
+    """What the examples of some documents depend on."""
+    lengths = [config.seq_len, config.target_len] if config.target_len else config.seq_len
+    return [lengths, config.seed, config.objective, vocabulary.settings]
 
 
 def entry_name(config: DataConfig, entry: int) -> str:
@@ -238,23 +297,47 @@ def _documents(corpus: Corpus, entry: int | None) -> tuple[int, int]:
 
 
 def _vocabulary(config: DataConfig, tokenizer: Tokenizer, vocab_size: int | None) -> Vocabulary:
-    """The ids of a model's examples; beyond the tokenizer's there are enough for every mark."""
-    objective = OBJECTIVES[config.objective]
-    if not objective.window(config.seq_len):
+    """The ids of a model's examples; beyond the tokenizer's there are enough for every mark that it
+    does not have itself."""
+    objective = find_objective(config.objective, config.seq_len, config.target_len)
+    lengths = f"data.seq_len = {config.seq_len}"
+    if config.target_len:
+        lengths += f", data.target_len = {config.target_len}"
+    if not objective.window:
+        least = "at least 4" + (" and 4" if config.target_len else "")
         raise ValueError(
-            f"data.seq_len = {config.seq_len} is too short for data.objective = "
-            f"{config.objective!r}; at least 4"
+            f"{lengths} is too short for data.objective = {config.objective!r}; {least}"
         )
-    needed = tokenizer.vocab_size + objective.num_marks(config.seq_len)
+    sentinels = tokenizer.sentinels if objective.num_sentinels else ()
+    if sentinels and len(sentinels) < objective.num_sentinels:
+        raise ValueError(
+            f"data.objective = {config.objective!r} needs {objective.num_sentinels} sentinels with "
+            f"{lengths}, and data.tokenizer = {config.tokenizer!r} has {len(sentinels)}; lower "
+            "the lengths"
+        )
+    own_mask = tokenizer.mask if objective.masks else None
+    needed = tokenizer.vocab_size + objective.num_modes
+    needed += 0 if sentinels else objective.num_sentinels
+    needed += objective.masks and own_mask is None
     size = needed if vocab_size is None else vocab_size
     if size < needed:
         raise ValueError(
             f"model.vocab_size = {size} is too small: data.objective = {config.objective!r} needs "
             f"{needed - tokenizer.vocab_size} ids beside the {tokenizer.vocab_size} of "
-            f"data.tokenizer = {config.tokenizer!r} with data.seq_len = {config.seq_len}; set "
-            f"model.vocab_size = {needed}"
+            f"data.tokenizer = {config.tokenizer!r} with {lengths}; set model.vocab_size = {needed}"
         )
-    return Vocabulary(tokenizer.vocab_size, tokenizer.boundary, size)
+    special = tokenizer.special
+    pad = special.get("<pad>", special.get("[PAD]"))
+    return Vocabulary(
+        tokenizer.vocab_size,
+        tokenizer.boundary,
+        size,
+        start=tokenizer.bos if objective.shortest > 1 else None,
+        pad=pad if config.target_len else None,
+        sentinels=sentinels,
+        mask=own_mask,
+        special=tuple(sorted(special.values())) if objective.masks else (),
+    )
 
 
 def _nothing_chosen(name: str, split: Split, heldout: float, drawn: np.ndarray) -> str:

@@ -14,6 +14,7 @@ from jaxscale.data.mixture import open_examples
 from jaxscale.data.text.documents import sample_documents
 from jaxscale.data.text.text_files import File, find_files
 from jaxscale.data.tokens.corpus import Corpus, open_corpus, open_folder
+from jaxscale.data.tokens.encode import encode_documents
 from jaxscale.data.tokens.index import find_prepared, read_index
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer, of_folder
 from jaxscale.data_source import Source
@@ -155,7 +156,7 @@ def describe_data(one: Survey) -> str:
         (
             "tokenizer",
             f"{tokenizer.name}: {tokenizer.vocab_size:,} ids, a document begins with "
-            f"{_shown(tokenizer, [tokenizer.boundary])} = {tokenizer.boundary}",
+            f"{_shown(tokenizer, [tokenizer.start])} = {tokenizer.start}",
         ),
         ("special", special + (f" and {more} more" if more > 0 else "")),
         ("mask", "none" if tokenizer.mask is None else str(tokenizer.mask)),
@@ -267,14 +268,13 @@ def png(path: str, surveys: Sequence[Survey]) -> None:
 
 def _sampled(files: Sequence[File], tokenizer: Tokenizer) -> Corpus:
     """A corpus of documents from all over the files."""
-    documents = list(sample_documents(files, SAMPLE_BYTES))
-    encoded = tokenizer.encode([document.text for document in documents])
-    num_bytes = sum(document.num_bytes for document in documents)
-    tokens = np.concatenate([x for ids in encoded for x in ([tokenizer.boundary], ids)])
+    render = tokenizer.template.render_with_loss if tokenizer.template else None
+    documents = list(sample_documents(files, SAMPLE_BYTES, render=render))
+    tokens, lengths, _, num_bytes = encode_documents(documents, tokenizer, marked=False)
     written = tokenizer.token_bytes[tokens].sum()
     return Corpus(
         shards=(tokens.astype(np.uint32),),
-        offsets=np.cumsum([0, *(len(ids) + 1 for ids in encoded)]),
+        offsets=np.cumsum([0, *lengths]),
         hashes=np.array([document.hash for document in documents], np.uint64),
         token_bytes=tokenizer.token_bytes * (num_bytes / max(written, 1)),
         num_bytes=num_bytes,

@@ -11,10 +11,10 @@ from collections.abc import Generator, Sequence
 
 import absl.flags
 import grain
-import numpy as np
 
 from jaxscale.batch import Batch
 from jaxscale.data.dataset import Examples
+from jaxscale.data.packing import stack
 
 _PREFETCH_BATCHES = 4
 
@@ -79,4 +79,4 @@ def _closing(iterator: grain.DatasetIterator[Batch]) -> Generator[Batch]:
 def _load(dataset: Examples, global_batch_size: int, rows: tuple[int, ...], step: int) -> Batch:
     first = int(step) * global_batch_size
     examples = [dataset[first + row] for row in rows]
-    return Batch(*(np.stack(field) for field in zip(*examples)))
+    return stack(examples)

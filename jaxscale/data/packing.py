@@ -1,12 +1,55 @@
 """Windows of documents that follow one another, and rows of equal length made of them."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxscale.batch import Batch
 from jaxscale.data.tokens.corpus import Corpus
+
+
+class Vocabulary(NamedTuple):
+    """The ids of examples; those from `size` on are in the model, but not in the tokenizer."""
+
+    size: int
+    boundary: int  # the id that ends a document, and begins one unless `start` does
+    model_size: int
+    start: int | None = None  # begins a document, if not the boundary
+    pad: int | None = None  # begins what a decoder writes, as T5's does; None: the boundary
+    sentinels: tuple[int, ...] = ()  # the tokenizer's own, for the spans of a text, in order
+    mask: int | None = None  # the tokenizer's own
+    special: tuple[int, ...] = ()  # that no text has, and that never stand for a masked token
+
+    def sentinel(self, i: Any) -> Any:
+        """The id of sentinel `i`; without their own they are the last of the model, downwards."""
+        return np.array(self.sentinels)[i] if self.sentinels else self.model_size - 1 - i
+
+    def mode(self, i: int) -> int:
+        """The id of mode token `i`: the first ids after the tokenizer's."""
+        return self.size + i
+
+    @property
+    def settings(self) -> Mapping[str, Any] | list[Any]:
+        """As plain values, for a fingerprint."""
+        plain = self._asdict()
+        changed = {k: v for k, v in plain.items() if v not in (None, ())}
+        return list(self[:3]) if len(changed) == 3 else changed
+
+
+Uniform = Callable[[int], np.ndarray]
+"""Returns the next `count` random numbers in [0, 1) of an example."""
+
+
+def uniform(seed: int, index: int) -> Uniform:
+    """The random numbers of example `index`: a function of both, on any machine and version.
+
+    Philox (Salmon et al. 2011) is counter-based: each example has a key of its own. NumPy
+    guarantees its raw words across versions, but not the distributions made from them.
+    """
+    words = np.random.Philox(key=np.array([seed, index], np.uint64))
+    return lambda count: (words.random_raw(count) >> np.uint64(11)) * 2.0**-53
 
 
 class Window(NamedTuple):
@@ -17,11 +60,19 @@ class Window(NamedTuple):
 
     ids: np.ndarray  # int32 [n + 1]: n tokens, and the one that follows them
     bounds: np.ndarray  # int64 [pieces + 1], from 0 to n: where each piece begins
+    counted: np.ndarray | None = None  # bool [n], whether the next token carries loss; None: all
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each piece."""
         return np.diff(self.bounds)
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Of each token's successor as a target, float32 [n]."""
+        if self.counted is None:
+            return np.ones(len(self.ids) - 1, np.float32)
+        return self.counted.astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +80,15 @@ class Stream:
     """Documents of a corpus, each [boundary, tokens...], concatenated in a chosen order.
 
     The last entry of both arrays ends the stream: it points at a boundary, the token after the
-    last document.
+    last document. Of `closed` documents, [bos, tokens..., boundary], nothing follows the last
+    token; what follows the last of others is the boundary, whatever the next one begins with.
     """
 
     corpus: Corpus
     starts: np.ndarray  # int64 [num_documents + 1], where each begins in the corpus
     offsets: np.ndarray  # int64 [num_documents + 1], where each begins in this stream
+    boundary: int
+    closed: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -48,17 +102,23 @@ class Stream:
             return Window(np.zeros(1, np.int32), np.zeros(1, np.int64))
         # The token at `stop` is read too; at the stream's end it is the boundary that ends it.
         first, last = np.searchsorted(self.offsets, [start, stop], side="right") - 1
-        bounds = np.concatenate([[start], self.offsets[first + 1 : last + 1], [stop + 1]])
+        inner = self.offsets[first + 1 : last + 1]
+        bounds = np.concatenate([[start], inner, [stop + 1]])
         begins = bounds[:-1] + (self.starts[first : last + 1] - self.offsets[first : last + 1])
         lengths = np.diff(bounds)
-        pieces = [
-            self.corpus.read(begin, begin + length)
-            for begin, length in zip(begins.tolist(), lengths.tolist())
-        ]
+        places = [(b, b + length) for b, length in zip(begins.tolist(), lengths.tolist())]
+        pieces = [self.corpus.read(begin, end) for begin, end in places]
+        counted = None
+        if self.corpus.counted or self.closed:
+            counted = np.concatenate([self.corpus.read_counted(*place) for place in places])[:-1]
+            if self.closed:
+                counted[inner - start - 1] = False
         bounds[-1] = stop
+        ids = np.concatenate(pieces).astype(np.int32)
         if bounds[-2] == stop:
             bounds = bounds[:-1]  # of the last document only the next token was read
-        return Window(np.concatenate(pieces).astype(np.int32, copy=False), bounds - start)
+            ids[-1] = self.boundary
+        return Window(ids, bounds - start, counted)
 
 
 def number(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -75,10 +135,21 @@ def number(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return segments, positions.astype(np.int32)
 
 
-def pad(example: Batch, seq_len: int) -> Batch:
-    """Fills every field up to `seq_len` with zeros: padding is segment 0 with weight 0."""
-    padded = (np.zeros(seq_len, field.dtype) for field in example)
-    row = Batch(*padded)
-    for whole, field in zip(row, example):
-        whole[: len(field)] = field
-    return row
+def pad(example: Batch, length: int, extra_length: int = 0) -> Batch:
+    """Fills every field up to `length` with zeros, and the extra arrays up to `extra_length`:
+    padding is segment 0 with weight 0."""
+
+    def filled(field: np.ndarray, length: int) -> np.ndarray:
+        return np.concatenate([field, np.zeros(length - len(field), field.dtype)])
+
+    extras = {name: filled(x, extra_length) for name, x in dict(example.extras).items()}
+    row = Batch(*(filled(field, length) for field in example[:5]))
+    return row._replace(extras=extras) if extras else row
+
+
+def stack(examples: Sequence[Batch]) -> Batch:
+    """Examples as the rows of a batch."""
+    batch = Batch(*(np.stack(field) for field in zip(*(example[:5] for example in examples))))
+    names = dict(examples[0].extras)
+    extras = {name: np.stack([example.extras[name] for example in examples]) for name in names}
+    return batch._replace(extras=extras) if extras else batch

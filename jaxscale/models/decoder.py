@@ -178,7 +178,12 @@ class Decoder:
         return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
 
     def decode(
-        self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache
+        self,
+        params: Params,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        cache: Cache,
+        shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x,
     ) -> tuple[jax.Array, Cache]:
         """The stream after every layer, and the cache with these tokens in it.
 
@@ -186,13 +191,15 @@ class Decoder:
           params: of the whole model.
           tokens_BT: the next tokens of each sequence.
           positions_BT: their positions, which are also their slots in the cache.
+          shard: constrains the stream that enters each layer. Otherwise the partitioner would
+            shard d_model over fsdp, as the weights, and replicate keys and values to write them.
         """
         x_BTD = self._module(Embedding, params["embed"])(tokens_BT, positions_BT, plain_lookup)
 
         def one(carry, layer, kind=0):
             weights, index = layer
-            block = self._module(Block, weights)
-            return block.decode(carry[0], positions_BT, carry[1], index, kind), None
+            block, x_BTD = self._module(Block, weights), shard(carry[0], ("batch",))
+            return block.decode(x_BTD, positions_BT, carry[1], index, kind), None
 
         # The cache is carried, not scanned over: carried, it is updated in place.
         layers = (params["layers"], jnp.arange(self.settings.num_layers))

@@ -247,7 +247,7 @@ class _Rank:
         zero, slots = self.zero, self.program.slots
 
         def streams(slots: int) -> Stream:
-            rules = {**ACTIVATIONS, "slots": ()}
+            rules = {**zero.rules, **ACTIVATIONS, "slots": ()}
             return {
                 name: constrain(
                     jnp.zeros((slots, *x.shape), x.dtype),

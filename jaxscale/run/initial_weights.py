@@ -69,7 +69,7 @@ def open_weights(directory: pathlib.Path) -> Weights:
     if is_hugging_face(directory):
         return open_model(directory)
     sections = configs.read_sections(directory / "config.json")
-    config = configs.from_dict({"model": sections.get("model", {})})
+    config = configs.from_dict({"model": sections.get("model", {})}, trust_foreign=False)
     checkpoints = Checkpoints(directory / "checkpoints")
     step = processes.from_first("checkpoint of init_from", checkpoints.latest())
     checkpoints.close()

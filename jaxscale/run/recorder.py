@@ -5,7 +5,7 @@ import logging
 import math
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,13 @@ from jaxscale.config import Config
 from jaxscale.data.dataset import Examples, repeats
 from jaxscale.hardware import peak_flops
 from jaxscale.run.setup import Evaluation
-from jaxscale.training.metrics import Metrics, duration, progress_line, utilisation
+from jaxscale.training.metrics import (
+    Metrics,
+    duration,
+    evaluation_line,
+    progress_line,
+    utilisation,
+)
 from jaxscale.training.step import Engine, StepMetrics
 
 log = logging.getLogger("jaxscale")
@@ -93,12 +99,14 @@ class Recorder:
         if pending:
             self._record(*pending)
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Writes an evaluation after `step`."""
-        self._evaluation = {"step": step, **evaluation.metrics}
+    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation]) -> None:
+        """Writes the evaluations after `step`: of the held-out text, "", and of validation sets."""
+        self._evaluation = {"step": step}
+        for name, evaluation in evaluations.items():
+            self._evaluation |= evaluation.record(name)
+            line = evaluation_line(step, self.steps, name, evaluation.loss)
+            log.info(f"{line} | {evaluation.bits_per_byte:.3f} bits per byte")
         self.metrics.write(self._evaluation)
-        line = progress_line(self._evaluation, steps=self.steps, seconds_left=0)
-        log.info(f"{line} | {evaluation.bits_per_byte:.3f} bits per byte")
         self._mark = time.monotonic()
 
     def finish(self) -> dict[str, Any]:

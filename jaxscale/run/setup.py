@@ -7,8 +7,8 @@ import json
 import logging
 import math
 import pathlib
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxscale import config as configs
 from jaxscale import run_folder
 from jaxscale.batch import ShardedBatch
 from jaxscale.config import Config
-from jaxscale.data.dataset import Examples
+from jaxscale.data.dataset import Examples, open_validation
 from jaxscale.data.loader import batches
 from jaxscale.data.mixture import open_examples
 from jaxscale.data.tokens.corpus import open_corpus
@@ -38,11 +38,18 @@ log = logging.getLogger("jaxscale")
 
 @dataclass(frozen=True)
 class Text:
-    """A run's tokenizer and its two splits; `heldout` is None when nothing is held out."""
+    """A run's tokenizer, its two splits, and its validation sets by name; `heldout` is None when
+    nothing is held out."""
 
     tokenizer: Tokenizer
     train: Examples
     heldout: Examples | None
+    validation: Mapping[str, Examples] = field(default_factory=dict)
+
+    @property
+    def evaluations(self) -> dict[str, Examples]:
+        """What the model is evaluated on, by name; the held-out text has none."""
+        return ({"": self.heldout} if self.heldout else {}) | dict(self.validation)
 
 
 @dataclass(frozen=True)
@@ -63,15 +70,17 @@ class Evaluation:
         """The loss of the same text in bits over its bytes: comparable between tokenizers."""
         return self.loss * self.tokens / math.log(2) / self.num_bytes
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """As `metrics.jsonl` and `evaluate --json` have it."""
-        return {
+    def record(self, name: str = "") -> dict[str, float]:
+        """Its numbers by the names that metrics.jsonl has: `eval_loss`, or `eval_loss/NAME` of a
+        validation set."""
+        values = {
             "eval_loss": self.loss,
             "eval_perplexity": self.perplexity,
             "eval_bits_per_byte": self.bits_per_byte,
             "eval_tokens": self.tokens,
+            "eval_bytes": round(self.num_bytes),
         }
+        return {f"{key}/{name}" if name else key: value for key, value in values.items()}
 
 
 def open_engine(config: Config, workdir: pathlib.Path | None = None) -> tuple[Config, Engine]:
@@ -193,9 +202,15 @@ def open_text(config: Config, workdir: pathlib.Path) -> Text:
     size = config.model.vocab_size
     train = open_examples(data, tokenizer, corpus, split="train", vocab_size=size)
     heldout = None
-    if data.heldout or config.run.eval_every:
+    if data.heldout or (config.run.eval_every and not data.validation):
         heldout = open_examples(data, tokenizer, corpus, split="heldout", vocab_size=size)
-    return Text(tokenizer, train, heldout)
+    validation = {
+        source.name: open_validation(
+            data, source, tokenizer, workdir / "validation" / source.name, vocab_size=size
+        )
+        for source in data.validation
+    }
+    return Text(tokenizer, train, heldout, validation)
 
 
 def keep_tokenizer(config: Config, tokenizer: Tokenizer, workdir: pathlib.Path) -> None:

@@ -250,13 +250,16 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
             state, out = trainer.step(state, batch)
             recorder.push(step, out)
             last, stop = step == run.steps, processes.stops(step, received())
-            if text.heldout and (last or _due(step, run.eval_every)):
+            if text.evaluations and (last or _due(step, run.eval_every)):
                 recorder.flush()
                 with jax.transfer_guard("allow"):  # its batches, and the sums
-                    evaluation = evaluate_loss(
-                        engine, state.params, text.heldout, data.global_batch_size, run.eval_batches
-                    )
-                recorder.evaluated(step, evaluation)
+                    evaluations = {
+                        name: evaluate_loss(
+                            engine, state.params, one, data.global_batch_size, run.eval_batches
+                        )
+                        for name, one in text.evaluations.items()
+                    }
+                recorder.evaluated(step, evaluations)
             if last or stop or _due(step, run.checkpoint_every):
                 # Raises where loss or gradient norm is not finite: such a state is not saved.
                 recorder.flush()

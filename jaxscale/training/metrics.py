@@ -123,19 +123,16 @@ def utilisation(
 
 
 def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float) -> str:
-    """One line for a person about one step, or about one evaluation.
+    """One line for a person about one step.
 
     Args:
       record: as in metrics.jsonl.
       steps: of the whole run.
       seconds_left: until its end.
     """
-    place = f"step {record['step']:>{len(str(steps))}}/{steps}"
-    if "eval_loss" in record:
-        return f"{place} | eval loss {record['eval_loss']:.4f}"
     mfu = record["mfu"]
     parts = (
-        place,
+        _place(record["step"], steps),
         f"loss {record['loss']:.4f}",
         f"grad norm {record['grad_norm']:.3f}",
         f"lr {record['learning_rate']:.2e}" if "learning_rate" in record else "",
@@ -145,6 +142,15 @@ def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float)
         f"{duration(seconds_left)} left",
     )
     return " | ".join(parts)
+
+
+def evaluation_line(step: int, steps: int, name: str, loss: float) -> str:
+    """One line about an evaluation after `step` of `steps`; a validation set has a name."""
+    return f"{_place(step, steps)} | eval loss{f' {name}' if name else ''} {loss:.4f}"
+
+
+def _place(step: int, steps: int) -> str:
+    return f"step {step:>{len(str(steps))}}/{steps}"
 
 
 def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
@@ -159,7 +165,7 @@ def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     train = [record for record in records if record.get("loss") is not None]
-    evaluations = [record for record in records if record.get("eval_loss") is not None]
+    evaluations = _evaluations(records)
     if not train and not evaluations:
         return
     figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
@@ -169,15 +175,8 @@ def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
     losses = [record["loss"] for record in train]
     top.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="train")
     top.plot(steps, smoothed(losses), color="#08519c", linewidth=1.8, label="train, smoothed")
-    top.plot(
-        [record["step"] for record in evaluations],
-        [record["eval_loss"] for record in evaluations],
-        color="#d95f0e",
-        marker="o",
-        markersize=4,
-        linewidth=1.2,
-        label="evaluation",
-    )
+    for (name, (at, found)), color in zip(evaluations.items(), itertools.cycle(_COLORS)):
+        top.plot(at, found, color=color, marker="o", markersize=4, linewidth=1.2, label=name)
     top.set_ylabel("loss (nats per token)")
     top.legend(frameon=False)
     rates = [record for record in train if record.get("learning_rate") is not None]
@@ -196,6 +195,22 @@ def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
         panel.margins(x=0.01)
     figure.align_ylabels()
     figure.savefig(path)
+
+
+_COLORS = ("#d95f0e", "#31a354", "#756bb1", "#e7298a", "#636363", "#a6761d")
+
+
+def _evaluations(records: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """Steps and losses of every evaluated set, by its name in the plot."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for record in records:
+        for key, value in record.items():
+            title, _, name = key.partition("/")
+            if title == "eval_loss" and value is not None:
+                steps, losses = found.setdefault(name or "evaluation", ([], []))
+                steps.append(record["step"])
+                losses.append(value)
+    return found
 
 
 def smoothed(values: list[float]) -> list[float]:

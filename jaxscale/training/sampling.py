@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.config import check_seed
+from jaxscale.data.text.chat_template import Messages
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.models.decoder import CACHE_AXES, Cache, Decoder
 from jaxscale.models.protocol import head_params
@@ -39,13 +40,14 @@ def sample(
     engine: Engine,
     params: Any,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[str | np.ndarray],
     *,
     num_tokens: int,
     temperature: float = 0.8,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
+    stop: Sequence[str] = (),
 ) -> list[str]:
     """Continues each prompt with the model, up to the end of the document.
 
@@ -54,12 +56,15 @@ def sample(
 
     Args:
       params: of the engine's state, or in canonical form, as `fit` and checkpoints give them.
-      prompts: each begins a document; "" is a document not yet begun.
+      prompts: each begins a document; "" is a document not yet begun. Ids, such as those of
+        `encode_messages`, are taken as they are.
       num_tokens: at most this many are added to each prompt.
       temperature: divides the logits; 0 takes the likeliest token.
       top_k: samples only from the k likeliest tokens; 0 is all.
       top_p: samples only from the likeliest tokens that together reach this share of the
         probability, after temperature and top_k (nucleus sampling, arXiv 1904.09751); 1 is all.
+      stop: a text ends before the first of these that appears in it. They are looked for at the
+        end: what is drawn does not depend on them.
 
     Returns:
       The text after each prompt, without it.
@@ -67,12 +72,14 @@ def sample(
     Raises:
       ValueError: a setting out of its range, or a sequence beyond the model's learned positions.
     """
-    config, boundary = engine.config.model, tokenizer.boundary
+    config, ends = engine.config.model, (tokenizer.boundary, *tokenizer.ends)
     vocab_size = min(config.vocab_size, tokenizer.vocab_size)
     _check_settings(num_tokens, temperature, top_k, top_p, seed, vocab_size)
     if not prompts:
         raise ValueError("there is no prompt; give --prompt TEXT or --prompt_file FILE")
-    ids = [np.append(np.int32(boundary), tokens) for tokens in tokenizer.encode(prompts)]
+    if "" in stop:
+        raise ValueError("--stop '' is in every text; name at least one character")
+    ids = [_prompt_ids(tokenizer, prompt) for prompt in prompts]
     longest = max(map(len, ids))
     # The last token drawn is never read.
     if config.positions == "learned" and longest + num_tokens - 1 > config.max_seq_len:
@@ -81,10 +88,10 @@ def sample(
             f"{longest + num_tokens - 1} learned positions, and the model has "
             f"model.max_seq_len = {config.max_seq_len}; shorten the prompt or lower --num_tokens"
         )
-    params, mesh = _without_pipeline(engine, params)
-    width = _round_up(longest - 1)
-    slots = max(width, _round_up(longest + num_tokens))
-    rows = np.full((len(ids), slots), boundary, np.int32)
+    params, mesh = without_pipeline(engine, params)
+    width = round_up(longest - 1)
+    slots = max(width, round_up(longest + num_tokens))
+    rows = np.full((len(ids), slots), tokenizer.boundary, np.int32)
     for row, tokens in zip(rows, ids):
         row[: len(tokens)] = tokens
     rows = _extend(
@@ -100,15 +107,42 @@ def sample(
         mesh=mesh,
         width=width,
         vocab_size=vocab_size,
-        boundary=boundary,
+        ends=ends,
     )
-    return [
+    texts = [
         _continuation(tokenizer, row[: len(tokens) + num_tokens], len(tokens))
         for row, tokens in zip(np.asarray(rows), ids)
     ]
+    return [
+        text[: min((i for s in stop if (i := text.find(s)) >= 0), default=None)] for text in texts
+    ]
 
 
-def _without_pipeline(engine: Engine, params: Any) -> tuple[Any, Mesh]:
+def encode_messages(tokenizer: Tokenizer, messages: Messages) -> np.ndarray:
+    """The ids of a conversation by the tokenizer's chat template, up to where the assistant speaks.
+
+    Raises:
+      ValueError: there is no template, or it refuses the conversation.
+    """
+    if tokenizer.template is None or tokenizer.encode_chat is None:
+        raise ValueError(
+            f"--messages: data.tokenizer = {tokenizer.name!r} has no chat template; it is read "
+            "from the chat_template.jinja or tokenizer_config.json beside a tokenizer.json"
+        )
+    try:
+        text = tokenizer.template.render(messages, add_generation_prompt=True)
+    except ValueError as error:
+        raise ValueError(f"--messages: the conversation {error}") from error
+    return tokenizer.encode_chat(text).ids
+
+
+def _prompt_ids(tokenizer: Tokenizer, prompt: str | np.ndarray) -> np.ndarray:
+    if not isinstance(prompt, str):
+        return np.asarray(prompt, np.int32)
+    return np.append(np.int32(tokenizer.start), tokenizer.encode([prompt])[0])
+
+
+def without_pipeline(engine: Engine, params: Any) -> tuple[Any, Mesh]:
     """The parameters, in canonical form, and a mesh of the same devices without a pipeline axis:
     its ranks shard every layer instead, as those of fsdp do.
 
@@ -161,7 +195,7 @@ def filtered_logits(
     return jnp.where(scaled_BV >= least_B1, scaled_BV, -jnp.inf)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "mesh", "width", "vocab_size", "boundary"))
+@functools.partial(jax.jit, static_argnames=("model", "mesh", "width", "vocab_size", "ends"))
 def _extend(
     params: Any,
     tokens_BS: jax.Array,
@@ -176,14 +210,14 @@ def _extend(
     mesh: Mesh,
     width: int,
     vocab_size: int,
-    boundary: int,
+    ends: tuple[int, ...],
 ) -> jax.Array:
-    """The rows with the tokens drawn after the first `lengths_B`, filled up with the boundary.
+    """The rows with the tokens drawn after the first `lengths_B`; one of `ends` ends a text.
 
     The first `width` tokens of each row are prefilled; they cover every prompt but its last token.
     """
     batch, slots = tokens_BS.shape
-    place = _placement(mesh, batch)
+    place = row_placement(mesh, batch)
     params = jax.tree.map(lambda x: x.astype(model.settings.compute_dtype), params)
     cache = place(model.empty_cache(batch, slots), CACHE_AXES)
     cache = _prefill(model, params, tokens_BS[:, :width], cache, place)
@@ -198,16 +232,22 @@ def _extend(
         step, tokens_BS, done_B, cache = carry
         places_B = lengths_B - 1 + step
         last_B1 = tokens_BS[rows_B, places_B][:, None]
-        x_B1D, cache = model.decode(params, last_B1, places_B[:, None], cache)
-        logits_B1V = model.logits(head_params(model, params), x_B1D)
+        x_B1D, cache = model.decode(params, last_B1, places_B[:, None], cache, place)
+        logits_B1V = logits_of(model, params, x_B1D)
         logits_BV = place(logits_B1V[:, 0, :vocab_size], ("batch", "vocab"))
         next_B = _draw(logits_BV, keys_B, step, temperature, top_k, top_p)
         tokens_BS = tokens_BS.at[rows_B, places_B + 1].set(next_B)
-        return step + 1, tokens_BS, done_B | (next_B == boundary), place(cache, CACHE_AXES)
+        done_B |= jnp.isin(next_B, jnp.array(ends))
+        return step + 1, tokens_BS, done_B, place(cache, CACHE_AXES)
 
     start = (jnp.zeros((), jnp.int32), tokens_BS, jnp.zeros(batch, bool), cache)
     tokens_BS = jax.lax.while_loop(unfinished, one, start)[1]
     return jax.lax.with_sharding_constraint(tokens_BS, replicated(mesh))
+
+
+def logits_of(model: Decoder, params: Any, x_BTD: jax.Array) -> jax.Array:
+    """The model's logits of what its layers return, float32 [B, T, V]."""
+    return model.logits(head_params(model, params), x_BTD)
 
 
 def _prefill(
@@ -223,7 +263,8 @@ def _prefill(
     def one(cache, start):
         part_BT = jax.lax.dynamic_slice_in_dim(tokens_BT, start, chunk, axis=1)
         positions_BT = jnp.broadcast_to(start + jnp.arange(chunk), part_BT.shape)
-        return place(model.decode(params, part_BT, positions_BT, cache)[1], CACHE_AXES), None
+        _, cache = model.decode(params, part_BT, positions_BT, cache, place)
+        return place(cache, CACHE_AXES), None
 
     return jax.lax.scan(one, cache, jnp.arange(0, width, chunk))[0]
 
@@ -237,7 +278,7 @@ def _draw(logits_BV, keys_B, step, temperature, top_k, top_p) -> jax.Array:
     return jnp.where(greedy, jnp.argmax(logits_BV, axis=-1), drawn_B).astype(jnp.int32)
 
 
-def _placement(mesh: Mesh, batch: int) -> Place:
+def row_placement(mesh: Mesh, batch: int) -> Place:
     """Spreads trees of arrays by logical axes: heads over tensor, and rows where they divide."""
     replicas = math.prod(mesh.shape[axis] for axis in ACTIVATIONS["batch"])
     rules = {**ACTIVATIONS, "layers": (), "vocab": (), "whole_kv_heads": ()}
@@ -254,7 +295,7 @@ def _placement(mesh: Mesh, batch: int) -> Place:
     return place
 
 
-def _round_up(length: int) -> int:
+def round_up(length: int) -> int:
     """To a power of two up to a chunk, then to whole chunks, so that few shapes are compiled."""
     if length > CHUNK:
         return -(-length // CHUNK) * CHUNK
@@ -262,7 +303,7 @@ def _round_up(length: int) -> int:
 
 
 def _continuation(tokenizer: Tokenizer, row: np.ndarray, length: int) -> str:
-    ends = np.flatnonzero(row[length:] == tokenizer.boundary)
+    ends = np.flatnonzero(np.isin(row[length:], (tokenizer.boundary, *tokenizer.ends)))
     end = length + int(ends[0]) if len(ends) else len(row)
     # Decoded together: a token alone may lose a space, or half of a character, at its edge.
     return tokenizer.decode(row[:end])[len(tokenizer.decode(row[:length])) :]

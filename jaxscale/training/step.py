@@ -17,7 +17,7 @@ from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.device_batch import local_rows, shard_batch, unpack_sharded
 from jaxscale.layout import Layout, RematPolicy
-from jaxscale.model_config import ModelConfig
+from jaxscale.model_config import ModelConfig, find_make, is_own_family
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Model, Sums
@@ -207,7 +207,7 @@ def make_engine(
 
 def find_model(settings: Any) -> MakeModel:
     """The function that makes the model of `model.family`."""
-    return Decoder
+    return find_make(settings.family) if is_own_family(settings.family) else Decoder
 
 
 def _make_zero(config: Config, model: Model, stages: PipelineStages | None, rules: Rules) -> Zero:

@@ -49,6 +49,10 @@ def documents_of(corpus: Corpus, split: str, heldout: float, seed: int) -> list[
 
 
 def assert_same(a: Batch, b: Batch) -> None:
-    for name, left, right in zip(Batch._fields, a, b):
+    left_extras, right_extras = dict(a.extras), dict(b.extras)
+    assert left_extras.keys() == right_extras.keys()
+    fields = [*zip(Batch._fields[:5], a, b)]
+    fields += [(name, left, right_extras[name]) for name, left in left_extras.items()]
+    for name, left, right in fields:
         np.testing.assert_array_equal(left, right, err_msg=name)
         assert left.dtype == right.dtype

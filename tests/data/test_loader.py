@@ -35,10 +35,10 @@ def test_rows_of_any_processes_make_the_same_batches(rows):
     parts = [take(5, dataset, rows=part) for part in rows]
     for step, batch in enumerate(whole):
         for part, taken in zip(rows, parts):
-            assert_same(Batch(*(field[part] for field in batch)), taken[step])
+            assert_same(Batch(*(field[part] for field in batch[:5])), taken[step])
         for row in range(6):
             expected = dataset[step * 6 + row]
-            assert_same(Batch(*(field[row] for field in batch)), expected)
+            assert_same(Batch(*(field[row] for field in batch[:5])), expected)
 
 
 def test_continuing_at_any_step_is_never_having_stopped():
@@ -66,7 +66,7 @@ def test_any_number_of_processes_and_shards_makes_the_same_batches(mixture, proc
         rows = range(process, 6, processes)
         for step, batch in enumerate(take(4, copy, rows=rows, start_step=3)):
             for place, row in enumerate(rows):
-                assert_same(Batch(*(field[place] for field in batch)), whole[step][row])
+                assert_same(Batch(*(field[place] for field in batch[:5])), whole[step][row])
         assert [copy.example_digest(range(s * 6, s * 6 + 6)) for s in range(3, 7)] == digests
 
 

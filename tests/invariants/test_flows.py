@@ -163,6 +163,16 @@ def test_the_commands_after_an_uneven_pipeline_are_one_devices(tmp_path, monkeyp
     assert json.loads(out.read_text())["eval_loss"] == pytest.approx(expected.loss, rel=1e-12)
 
     asked = ["--prompt", "def ", "--num_tokens", "6", "--temperature", "0"]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "def ", "choices": ["f(x)", "~~~~"], "answer": 0}\n' * 3)
+    chosen = ["--workdir", workdir, "--choices", str(questions), "--json", str(out)]
+    assert evaluate.main(chosen) == 0
+    answers = json.loads(out.read_text())
+    assert (answers["questions"], answers["accuracy"] in (0, 1)) == (3, True)
+    assert (
+        f"  questions           3\n  accuracy            {answers['accuracy']:.4f} +- 0.0000"
+        in (capsys.readouterr().out)
+    )
     assert generate.main(["--workdir", workdir, "--json", str(out), *asked]) == 0
     expected = sampling.sample(
         engine, params, text.tokenizer, ["def "], num_tokens=6, temperature=0

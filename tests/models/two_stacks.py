@@ -13,6 +13,7 @@ from jaxscale.batch import Batch
 from jaxscale.model_config import ModelSettings
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
+from jaxscale.models.weights import exact_normal
 
 WIDTH, HIDDEN, HEADS, HEAD_DIM, SOURCE_LEN = 32, 48, 4, 8, 16
 SETTINGS = {"vocab_size": 64, "head_dim": HEAD_DIM}
@@ -85,7 +86,7 @@ class TwoStacks:
         def draw(name: str, axes: tuple[str, ...]) -> jax.Array:
             depth = {"layers": getattr(self.settings, name, 0)}
             shape = tuple({**sizes, **depth}[axis] for axis in axes)
-            return 0.3 * jax.random.normal(next(keys), shape, self.settings.param_dtype)
+            return exact_normal(next(keys), shape, 0.3).astype(self.settings.param_dtype)
 
         params = {
             part: {leaf: draw(part, axes) for leaf, axes in tree.items()}

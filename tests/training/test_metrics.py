@@ -233,10 +233,8 @@ def test_progress_line_never_guesses() -> None:
 
 
 def test_progress_line_of_an_evaluation() -> None:
-    record = {"step": 100, "eval_loss": 2.5}
-    assert metrics.progress_line(record, steps=100, seconds_left=0) == (
-        "step 100/100 | eval loss 2.5000"
-    )
+    assert metrics.evaluation_line(7, 100, "", 2.5) == "step   7/100 | eval loss 2.5000"
+    assert metrics.evaluation_line(7, 100, "code", 2.5) == "step   7/100 | eval loss code 2.5000"
 
 
 def test_utilisation() -> None:

@@ -1,7 +1,9 @@
 """Sampling: the cache changes nothing, batches and layouts change nothing, draws are the filtered
 distribution's."""
 
+import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,15 @@ import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.config import Config, DataConfig, ModelConfig
-from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.data.text.dialogue import read_conversations
+from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import sampling
 from jaxscale.training.step import Engine, make_engine
+from tests.data.dialogues import CONVERSATIONS, PLAIN, write_tokenizer
 
 SIZES = {
     "num_layers": 2,
@@ -187,6 +191,7 @@ def test_a_prompt_alone_goes_on_as_in_a_batch():
     [
         {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3},
         {"tensor": 4},  # more ranks than key heads
+        {"fsdp": 2, "tensor": 2, "zero_stage": 3},  # fsdp splits both the rows and the weights
         {"fsdp": 8, "zero_stage": 1},  # more replicas than prompts
     ],
     ids=str,
@@ -288,3 +293,57 @@ def test_bad_settings_are_refused(settings, message):
     settings = {"prompts": ["a"], "num_tokens": 1, **settings}
     with pytest.raises(ValueError, match=message):
         sampling.sample(engine, params, TOKENIZER, **settings)
+
+
+def test_several_ends_stop_strings_and_a_first_token():
+    """Each ends a text where it appears first; ids of a prompt are taken as they are."""
+    engine, params = one_device(LLAMA)
+
+    def sample(prompts, tokenizer=TOKENIZER, **settings):
+        settings = {"num_tokens": NUM_TOKENS, "temperature": 0} | settings
+        return sampling.sample(engine, params, tokenizer, prompts, **settings)
+
+    whole = sample(PROMPTS)
+    longest = max(whole, key=len)
+    middle = longest[len(longest) // 2]
+    end = LETTERS.index(middle)
+    several = dataclasses.replace(TOKENIZER, ends=(end,))
+    assert sample(PROMPTS, several) == [text.partition(middle)[0] for text in whole]
+    pair = longest[2:4]
+    assert sample(PROMPTS, stop=["never", pair, middle]) == [
+        min((text.partition(s)[0] for s in (pair, middle)), key=len) for text in whole
+    ]
+    begun = dataclasses.replace(TOKENIZER, bos=0)
+    ids = [np.append(0, *encode([prompt])) for prompt in PROMPTS]
+    assert sample(PROMPTS, begun) == sample(ids)
+    assert sample(PROMPTS, begun) != whole
+    with pytest.raises(ValueError, match="--stop '' is in every text"):
+        sample(PROMPTS, stop=["a", ""])
+
+
+def test_messages_are_rendered_up_to_where_the_assistant_speaks(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, PLAIN))
+    ids = sampling.encode_messages(tokenizer, CONVERSATIONS[1][:1])
+    assert ids[0] == tokenizer.special["<|im_start|>"]
+    assert tokenizer.decode(ids) == "user\nhello\nassistant\n"
+    assert (ids == tokenizer.special["<|im_end|>"]).sum() == 1
+    with pytest.raises(ValueError, match=r"--messages: .*'bytes' has no chat template"):
+        sampling.encode_messages(TOKENIZER, CONVERSATIONS[1])
+    with pytest.raises(ValueError, match=r"the conversation is refused by the chat template"):
+        sampling.encode_messages(tokenizer, [{"role": "user", "content": 3}])
+
+
+def test_conversations_of_a_file(tmp_path):
+    file = tmp_path / "m.json"
+    file.write_text(json.dumps(CONVERSATIONS[0]))
+    assert read_conversations(file) == CONVERSATIONS[:1]
+    file.write_text(json.dumps(CONVERSATIONS))
+    assert read_conversations(file) == CONVERSATIONS
+    for text, match in [
+        ("{", "m.json is not JSON"),
+        ("[]", "m.json has a list instead of a list of messages"),
+        ('[{"content": "a"}]', r"message \(0, from 0\) .*; a message is {'role': 'user'"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(ValueError, match=match):
+            read_conversations(file)

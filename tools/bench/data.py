@@ -20,11 +20,15 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
-from jaxscale.config import Config, DataConfig, load  # noqa: E402
+from jaxscale.config import (  # noqa: E402
+    OBJECTIVES,
+    Config,
+    DataConfig,
+    load,
+)
 from jaxscale.data.dataset import Examples, open_dataset  # noqa: E402
 from jaxscale.data.loader import batches  # noqa: E402
 from jaxscale.data.mixture import mix  # noqa: E402
-from jaxscale.data.objectives import OBJECTIVES  # noqa: E402
 from jaxscale.data.tokens.corpus import Corpus, open_corpus  # noqa: E402
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from jaxscale.run.setup import device_batches, open_engine  # noqa: E402

@@ -1,11 +1,13 @@
 """Documents of the files of a source, in pieces that can be read independently."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxscale.data.text.chat_template import Messages, Span
+from jaxscale.data.text.dialogue import Conversation, Exchange
 from jaxscale.data.text.formats import boundary, is_splittable, read_records, where
 from jaxscale.data.text.text_files import File, draw, hash_identity
 
@@ -31,6 +33,12 @@ class Document(NamedTuple):
     text: str
     num_bytes: int  # of UTF-8
     hash: int  # of the identity, the same for all parts
+    loss: tuple[Span, ...] | None = None  # what is predicted; None is all of it
+    chat: bool = False  # rendered by a chat template, special tokens written out
+
+
+Render = Callable[[Messages], tuple[str, list[Span]]]
+"""A conversation as text, and the parts of it that carry loss."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +61,13 @@ def cut(files: Sequence[File], piece_bytes: int) -> Iterator[Piece]:
             yield Piece(file, start, min(start + step, file.num_bytes))
 
 
-def read_documents(piece: Piece) -> Iterator[Document | Bad]:
+def read_documents(piece: Piece, render: Render | None = None) -> Iterator[Document | Bad]:
     """The documents of a piece; those that are too long are split.
 
     A document's identity is that of its file, with its position if the file holds several.
+
+    Args:
+      render: a chat template's; without one, messages are joined as they are.
 
     Raises:
       ValueError: while reading; the file is damaged, or a whole file holds no document.
@@ -65,19 +76,21 @@ def read_documents(piece: Piece) -> Iterator[Document | Bad]:
     whole = boundary(file) == "file"
     position, found = None, False
     try:
-        for position, text in read_records(*piece):
+        for position, content in read_records(*piece):
             found = True
-            if isinstance(text, ValueError):
-                yield Bad(file, position, str(text))
-                continue
             try:
+                text, loss = _text_of(content, render)
                 num_bytes = len(text.encode())
             except UnicodeEncodeError:
                 yield Bad(file, position, "holds half of a surrogate pair, which is not text")
                 continue
+            except ValueError as error:
+                yield Bad(file, position, str(error))
+                continue
             identity = file.identity if whole else f"{file.identity}#{position}"
             if not limit or num_bytes <= limit:
-                yield Document(text, num_bytes, hash_identity(identity))
+                chat = bool(file.source.messages)
+                yield Document(text, num_bytes, hash_identity(identity), loss, chat)
             elif file.source.long_documents == "split":
                 yield from _split(text, limit, hash_identity(identity))
             else:
@@ -95,7 +108,12 @@ def read_documents(piece: Piece) -> Iterator[Document | Bad]:
 
 
 def sample_documents(
-    files: Sequence[File], num_bytes: int, *, heldout: float = 0.0, seed: int = 0
+    files: Sequence[File],
+    num_bytes: int,
+    *,
+    heldout: float = 0.0,
+    seed: int = 0,
+    render: Render | None = None,
 ) -> Iterator[Document]:
     """Documents of about `num_bytes` in all, or every document; deterministic.
 
@@ -114,7 +132,7 @@ def sample_documents(
     if total > num_bytes:
         most = -(-num_bytes // min(len(pieces), _SAMPLE_PLACES))
     for i in np.argsort(draw(np.array(hashes, np.uint64), seed), kind="stable"):
-        documents = list(_first(pieces[i], most / (1 - heldout)))
+        documents = list(_first(pieces[i], most / (1 - heldout), render))
         drawn = draw(np.array([document.hash for document in documents], np.uint64), seed)
         for document, number in zip(documents, drawn):
             if number >= heldout and taken < num_bytes:
@@ -124,16 +142,38 @@ def sample_documents(
             return
 
 
-def _first(piece: Piece, num_bytes: float) -> Iterator[Document]:
+def _first(piece: Piece, num_bytes: float, render: Render | None) -> Iterator[Document]:
     """The first documents of a piece, until they have `num_bytes`."""
     taken = 0
-    for document in read_documents(piece):
+    for document in read_documents(piece, render):
         if isinstance(document, Bad):  # reported when all files are read
             continue
         yield document
         taken += document.num_bytes
         if taken >= num_bytes:
             return
+
+
+def _text_of(
+    content: str | Exchange | Conversation | ValueError, render: Render | None
+) -> tuple[str, tuple[Span, ...] | None]:
+    """The text of a record, and the parts of it that carry loss, if they are not all.
+
+    Raises:
+      ValueError: it cannot be used.
+    """
+    match content:
+        case ValueError():
+            raise content
+        case str():
+            return content, None
+        case Exchange(prompt, response):
+            return prompt + response, ((len(prompt), len(prompt + response)),)
+        case _ if render is None:
+            texts = [message.get("content") for message in content]
+            return "\n".join(text for text in texts if isinstance(text, str)), None
+    text, spans = render(content)
+    return text, tuple(spans)
 
 
 def _split(text: str, limit: int, hash: int) -> Iterator[Document]:

@@ -83,6 +83,15 @@ def read_file(path: str) -> bytes:
         return file.read()
 
 
+def exists(path: str) -> bool:
+    """Whether there is such a file, here or at an address."""
+    if not is_remote(path):
+        return pathlib.Path(path).expanduser().is_file()
+    fs, name = filesystem(path)
+    with reading(path):
+        return fs.exists(name)
+
+
 def read_range(path: str, start: int, stop: int) -> bytes:
     """The bytes from `start` to `stop` of an address, and no others."""
     fs, name = filesystem(path)

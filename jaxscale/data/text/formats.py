@@ -13,12 +13,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 from jaxscale.choices import did_you_mean
+from jaxscale.data.text.dialogue import (
+    Conversation,
+    Exchange,
+    name_of_type,
+    problem_of_messages,
+)
 from jaxscale.data.text.file_io import compression, opened
 from jaxscale.data.text.tables import TABLES
 from jaxscale.data.text.text_files import File
+from jaxscale.data_source import Source
 
-Records = Iterator[tuple[int, str | ValueError]]
-"""Positions, each with its text, or with an error that a caller may skip."""
+Records = Iterator[tuple[int, str | Exchange | Conversation | ValueError]]
+"""Positions, each with its content, or with an error that a caller may skip."""
 
 
 def is_splittable(file: File) -> bool:
@@ -33,6 +40,11 @@ def boundary(file: File) -> str:
       ValueError: the entry of `data.source` asks for one that this format does not have.
     """
     wanted = file.source.boundary
+    if file.format in ("text", "fasta") and file.source.marks_loss:
+        raise ValueError(
+            f"{file.path} is {file.format}, which has no fields for prompt and response, or "
+            "messages; give records in data.source: jsonl, parquet, arrow or arrayrecord"
+        )
     if file.format == "text":
         if wanted == "record":
             raise ValueError(
@@ -58,14 +70,14 @@ def read_records(file: File, start: int, stop: int) -> Records:
     if file.format in TABLES:
         if compression(file.path):
             raise ValueError(f"{file.path}: {file.format} is compressed internally; unpack it")
-        for position, record in TABLES[file.format](file.path, file.source.field, start, stop):
-            yield position, _text_of(record, file.source.field)
+        for position, record in TABLES[file.format](file.path, file.source.fields, start, stop):
+            yield position, _content(record, file.source)
         return
     with opened(file.path) as stream:
         if compression(file.path):
             stop = 1 << 62  # `stop` counts stored bytes; the decompressed file is one part
         if file.format == "jsonl":
-            yield from _json_lines(_lines(stream, start, stop), file.source.field)
+            yield from _json_lines(_lines(stream, start, stop), file.source)
         elif file.format == "fasta":
             yield from _sequences(file.path, stream, start, stop)
         elif kind == "line":
@@ -149,45 +161,76 @@ def _sequence(lines: list[bytes]) -> str | ValueError:
     return text.decode() or ValueError("has no sequence under its header")
 
 
-def _json_lines(lines: Iterator[tuple[int, bytes]], field: str) -> Records:
+def _json_lines(lines: Iterator[tuple[int, bytes]], source: Source) -> Records:
     for position, line in lines:
         if not line.strip():
             continue
-        text = _decoded(line.rstrip(b"\r\n"))
-        if isinstance(text, str):
+        content = _decoded(line.rstrip(b"\r\n"))
+        if isinstance(content, str):
             try:
-                text = _text_of(json.loads(text), field)
+                content = _content(json.loads(content), source)
             except json.JSONDecodeError as error:
                 problem = error.msg.removesuffix(" at")
-                text = ValueError(f"is not JSON: {problem} at character {error.colno}")
+                content = ValueError(f"is not JSON: {problem} at character {error.colno}")
             except (ValueError, RecursionError) as error:  # too large a number, too many brackets
-                text = ValueError(f"is not JSON that can be read: {error}")
-        yield position, text
+                content = ValueError(f"is not JSON that can be read: {error}")
+        yield position, content
 
 
-def _text_of(record: Any, field: str) -> str | ValueError:
+def _content(record: Any, source: Source) -> str | Exchange | Conversation | ValueError:
+    """What an entry of `data.source` reads of a record."""
+    if source.messages:
+        return _messages_of(record, source.messages)
+    if not source.marks_loss:
+        return _text_of(record, source.field, "field")
+    prompt = _text_of(record, source.prompt, "prompt", empty=True)
+    response = _text_of(record, source.response, "response")
+    if isinstance(prompt, ValueError) or isinstance(response, ValueError):
+        return prompt if isinstance(prompt, ValueError) else response
+    return Exchange(prompt, response)
+
+
+def _text_of(record: Any, field: str, key: str, *, empty: bool = False) -> str | ValueError:
+    """A text of a record, that the key of an entry names; `empty` allows one of no characters."""
+    value = _value_of(record, field, key)
+    if isinstance(value, bytes):
+        value = _decoded(value)
+    if isinstance(value, ValueError) or (isinstance(value, str) and (value or empty)):
+        return value
+    if isinstance(value, str):
+        return ValueError(f"has nothing in its field {field!r}")
+    return ValueError(f"has {name_of_type(value)} in its field {field!r} instead of text")
+
+
+def _messages_of(record: Any, field: str) -> Conversation | ValueError:
+    messages = _value_of(record, field, "messages")
+    if isinstance(messages, str | bytes):  # ArrayRecord and some tables hold the list as JSON
+        try:
+            messages = json.loads(messages)
+        except (ValueError, RecursionError):
+            return ValueError(f"has text in its field {field!r} instead of a list of messages")
+    if isinstance(messages, ValueError):
+        return messages
+    if problem := problem_of_messages(messages):
+        return ValueError(f"{problem} in its field {field!r}")
+    return messages
+
+
+def _value_of(record: Any, field: str, key: str) -> Any:
     if isinstance(record, ValueError):
         return record
     if not isinstance(record, Mapping):
-        return ValueError(f"is {_name(record)}, not an object with fields")
+        return ValueError(f"is {name_of_type(record)}, not an object with fields")
     value = record
     for name in [field] if field in record else field.split("."):
         if not isinstance(value, Mapping) or name not in value:
             names = list(value) if isinstance(value, Mapping) else []
             return ValueError(
-                f"has no field {field!r}; it has {', '.join(names) or 'none'}; set 'field' in "
+                f"has no field {field!r}; it has {', '.join(names) or 'none'}; set {key!r} in "
                 f"data.source{did_you_mean(name, names)}"
             )
         value = value[name]
-    if isinstance(value, bytes):
-        value = _decoded(value)
-    if isinstance(value, str | ValueError):
-        return value or ValueError(f"has nothing in its field {field!r}")
-    return ValueError(f"has {_name(value)} in its field {field!r} instead of text")
-
-
-def _name(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+    return value
 
 
 def _decoded(data: bytes, encoding: str = "utf-8") -> str | ValueError:

@@ -1,14 +1,14 @@
 """Records of Parquet, Arrow and ArrayRecord files, read in part.
 
-Each reader takes a path, the name of a field, and a range of the stored bytes, and yields the
-number of each record with a mapping that holds the field, or with an error.
+Each reader takes a path, the names of fields, and a range of the stored bytes, and yields the
+number of each record with a mapping that holds the fields, or with an error.
 """
 
 import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from array_record.python import array_record_module  # pyright: ignore
@@ -50,21 +50,21 @@ message_type {
 Rows = Iterator[tuple[int, dict[str, Any] | ValueError]]
 
 
-def read_parquet(path: str, field: str, start: int, stop: int) -> Rows:
-    """Rows of the row groups that begin in the range; only the wanted column is read."""
+def read_parquet(path: str, fields: Sequence[str], start: int, stop: int) -> Rows:
+    """Rows of the row groups that begin in the range; only the wanted columns are read."""
     arrow = _arrow(path)
     with _arrow_file(path) as source:
         file = arrow.parquet.ParquetFile(source, page_checksum_verification=True)
-        column = _column(path, field, file.schema_arrow)
+        columns = [_column(path, field, file.schema_arrow) for field in fields]
         row = 0
         for i in range(file.num_row_groups):
             group = file.metadata.row_group(i)
             if start <= _begin(group) < stop:
-                yield from _rows(file.iter_batches(_ROWS, row_groups=[i], columns=[column]), row)
+                yield from _rows(file.iter_batches(_ROWS, row_groups=[i], columns=columns), row)
             row += group.num_rows
 
 
-def read_arrow(path: str, field: str, start: int, stop: int) -> Rows:
+def read_arrow(path: str, fields: Sequence[str], start: int, stop: int) -> Rows:
     """Rows of an Arrow stream or file, which is one part."""
     del start, stop
     arrow = _arrow(path)
@@ -77,12 +77,12 @@ def read_arrow(path: str, field: str, start: int, stop: int) -> Rows:
             source.seek(0)
             batches = arrow.ipc.open_stream(source)
             schema = batches.schema
-        column = _column(path, field, schema)
-        column = column if column in schema.names else column.partition(".")[0]
-        yield from _rows((batch.select([column]) for batch in batches), 0, validate=True)
+        wanted = [_column(path, field, schema) for field in fields]
+        columns = {name if name in schema.names else name.partition(".")[0] for name in wanted}
+        yield from _rows((batch.select(sorted(columns)) for batch in batches), 0, validate=True)
 
 
-def read_arrayrecord(path: str, field: str, start: int, stop: int) -> Rows:
+def read_arrayrecord(path: str, fields: Sequence[str], start: int, stop: int) -> Rows:
     """The range's share of the records of an ArrayRecord file: text, JSON, or tf.train.Example.
 
     The first record determines which of the three; all others must be the same.
@@ -96,7 +96,7 @@ def read_arrayrecord(path: str, field: str, start: int, stop: int) -> Rows:
         count = reader.num_records()
         if not reader.ok() or not count:
             raise ValueError(f"{path} is not a complete ArrayRecord file: it holds no records")
-        decode = _decoder(reader.read([0])[0], field)
+        decode = _decoder(reader.read([0])[0], fields)
         last = -(-count * min(stop, size) // size)
         for first in range(-(-count * start // size), last, _ROWS):
             records = reader.read(first, min(first + _ROWS, last))
@@ -163,14 +163,18 @@ def _rows(batches: Iterable[Any], first: int, *, validate: bool = False) -> Rows
     for batch in batches:
         if validate:  # otherwise bad offsets of a damaged file are read out of bounds
             batch.validate(full=True)
-        name, values = batch.schema.names[0], batch.column(0)
-        try:
-            plain = values.to_pylist()
-        except UnicodeDecodeError:
-            plain = [_decoded(value) for value in values]
-        for i, value in enumerate(plain):
-            yield first + i, value if isinstance(value, ValueError) else {name: value}
+        columns = [_plain(column) for column in batch.columns]
+        for i, values in enumerate(zip(*columns)):
+            bad = next((value for value in values if isinstance(value, ValueError)), None)
+            yield first + i, bad or dict(zip(batch.schema.names, values))
         first += batch.num_rows
+
+
+def _plain(column: Any) -> list[Any]:
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [_decoded(value) for value in column]
 
 
 def _decoded(value: Any) -> Any:
@@ -180,11 +184,11 @@ def _decoded(value: Any) -> Any:
         return ValueError(f"is not UTF-8 text: {error.reason} at byte {error.start}")
 
 
-def _decoder(first: bytes, field: str) -> Callable[[bytes], dict[str, Any] | ValueError]:
+def _decoder(first: bytes, fields: Sequence[str]) -> Callable[[bytes], dict[str, Any] | ValueError]:
     for decode in (_from_example, _from_json):
         if not isinstance(decode(first), ValueError):
             return decode
-    return lambda record: {field: record}
+    return lambda record: dict.fromkeys(fields[:1], record)
 
 
 def _from_example(record: bytes) -> dict[str, Any] | ValueError:

@@ -68,7 +68,7 @@ def find_files(source: Sequence[str | Source]) -> list[File]:
       ValueError: an entry that matches nothing, or a file that is empty or cannot be read. Only an
         empty `__init__.py`, which marks a Python package, is passed over, and counted in the log.
     """
-    found: dict[tuple[str, str], File] = {}
+    found: dict[tuple[str, tuple[str, ...]], File] = {}
     num_repeated, markers = 0, 0
     for entry, one in enumerate(to_sources(source)):
         for path in one.path:
@@ -79,10 +79,10 @@ def find_files(source: Sequence[str | Source]) -> list[File]:
                     "'text/**/*.txt'"
                 )
             for file in files:
-                if (file.path, one.field) in found:
+                if (file.path, one.fields) in found:
                     num_repeated += 1
                 elif file.num_bytes:
-                    found[file.path, one.field] = file
+                    found[file.path, one.fields] = file
                 elif pathlib.PurePosixPath(file.path).name == "__init__.py":
                     markers += 1
                 else:

@@ -46,6 +46,9 @@ class Corpus:
     num_bytes: int
     fingerprint: str
     entries: tuple[int, ...] = (0,)  # the first document of each entry of the source
+    # uint8 for each shard, 1 where the next token carries loss, or None where every one does;
+    # nothing at all where that holds for all shards.
+    counted: tuple[np.ndarray | ArrayFile | None, ...] = ()
 
     @property
     def num_documents(self) -> int:
@@ -71,20 +74,35 @@ class Corpus:
         """
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
-        first, last = np.searchsorted(self._starts, [start, max(start, stop - 1)], "right") - 1
-        parts = [
-            self.shards[i][max(start - self._starts[i], 0) : stop - self._starts[i]]
-            for i in range(first, last + 1)
-        ]
+        parts = [self.shards[i][part] for i, part in self._parts(start, stop)]
         ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if ids.max(initial=0) >= len(self.token_bytes):
-            shard = self.shards[first]
+            shard = self.shards[self._parts(start, stop)[0][0]]
             where = shard.path if isinstance(shard, ArrayFile) else "the corpus"
             raise ValueError(
                 f"{where} is damaged: tokens {start} to {stop} hold the id {ids.max()}, and the "
                 f"vocabulary has {len(self.token_bytes)}; prepare the text again"
             )
         return ids
+
+    def read_counted(self, start: int, stop: int) -> np.ndarray:
+        """Whether the token after each in its document carries loss, bool [stop - start]."""
+        found = np.ones(stop - start, bool)
+        place = 0
+        for i, part in self._parts(start, stop) if self.counted else ():
+            marks, length = self.counted[i], min(part.stop, len(self.shards[i])) - part.start
+            if marks is not None:
+                found[place : place + length] = marks[part]
+            place += length
+        return found
+
+    def _parts(self, start: int, stop: int) -> list[tuple[int, slice]]:
+        """The shards that hold tokens from `start` to `stop`, and which of theirs those are."""
+        first, last = np.searchsorted(self._starts, [start, max(start, stop - 1)], "right") - 1
+        return [
+            (i, slice(max(start - int(self._starts[i]), 0), stop - int(self._starts[i])))
+            for i in range(first, last + 1)
+        ]
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
@@ -175,12 +193,13 @@ def open_folder(
         )
     _check_sizes(folder, index)
     shards = tuple(
-        ArrayFile(
-            path_in(folder, shard.file),
-            index.dtype,
-            shard.num_tokens,
-            shard.file_bytes - shard.num_tokens * np.dtype(index.dtype).itemsize,
-        )
+        _array_file(folder, shard.file, index.dtype, shard.num_tokens, shard.file_bytes)
+        for shard in index.shards
+    )
+    counted = tuple(
+        _array_file(folder, shard.loss_file, "uint8", shard.num_tokens, shard.loss_bytes)
+        if shard.loss_file
+        else None
         for shard in index.shards
     )
     offsets, hashes = (_array(folder, name, index, directory, map) for name in ARRAYS)
@@ -188,12 +207,25 @@ def open_folder(
         raise ValueError(f"{path_in(folder, 'offsets.npy')} is damaged; prepare the text again")
     return Corpus(
         shards=shards if map else tuple(shard[:].copy() for shard in shards),
+        counted=_unless_none(
+            counted if map else tuple(one if one is None else one[:].copy() for one in counted)
+        ),
         offsets=offsets,
         hashes=hashes,
         token_bytes=tokenizer.token_bytes * (index.num_bytes / index.written_bytes),
         num_bytes=index.num_bytes,
         fingerprint=index.fingerprint,
     )
+
+
+def _array_file(folder: str, name: str, dtype: str, length: int, num_bytes: int) -> ArrayFile:
+    header_bytes = num_bytes - length * np.dtype(dtype).itemsize
+    return ArrayFile(path_in(folder, name), dtype, length, header_bytes)
+
+
+def _unless_none[Marks](counted: tuple[Marks | None, ...]) -> tuple[Marks | None, ...]:
+    """Nothing if every shard has no marks."""
+    return counted if any(one is not None for one in counted) else ()
 
 
 def _tokenized(
@@ -244,6 +276,9 @@ def _joined(parts: Sequence[Corpus | None], tokenizer: Tokenizer) -> Corpus:
         hashes=np.concatenate([corpus.hashes for corpus in corpora]),
         token_bytes=tokenizer.token_bytes * (num_bytes / written),
         num_bytes=num_bytes,
+        counted=_unless_none(
+            tuple(m for c in corpora for m in c.counted or (None,) * len(c.shards))
+        ),
         fingerprint=_digest([corpus.fingerprint for corpus in corpora]),
         entries=tuple(np.cumsum([0, *counts[:-1]]).tolist()),
     )
@@ -258,16 +293,16 @@ def _check_sizes(folder: str, index: Index) -> None:
             sizes = {about["name"].rsplit("/", 1)[-1]: about["size"] for about in fs.ls(name)}
         else:
             sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
-    for shard in index.shards:
-        path = path_in(folder, shard.file)
-        if shard.file not in sizes:
+    for file, num_bytes in (item for shard in index.shards for item in shard.files.items()):
+        path = path_in(folder, file)
+        if file not in sizes:
             raise ValueError(
                 f"{path} is missing, one of the {len(index.shards)} shards of that folder; put it "
                 "back, or prepare the text again"
             )
-        if sizes[shard.file] != shard.file_bytes:
+        if sizes[file] != num_bytes:
             raise ValueError(
-                f"{path} has {sizes[shard.file]} bytes, and {shard.file_bytes} were written; put "
+                f"{path} has {sizes[file]} bytes, and {num_bytes} were written; put "
                 "the whole file back, or prepare the text again"
             )
 

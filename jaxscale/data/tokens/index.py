@@ -7,7 +7,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from jaxscale.data.text.file_io import filesystem, is_remote, read_file, reading
+from jaxscale.data.text.file_io import exists, is_remote, read_file
 from jaxscale.data_source import Source
 
 FORMAT = "jaxscale shards 1"
@@ -27,6 +27,15 @@ class Shard:
     num_documents: int
     file_bytes: int
     digest: str  # of the file
+    loss_file: str = ""  # where only some tokens carry loss: bytes, 1 where the next one does
+    loss_bytes: int = 0
+    loss_digest: str = ""
+
+    @property
+    def files(self) -> dict[str, int]:
+        """The names of its files, with their bytes."""
+        marks = {self.loss_file: self.loss_bytes} if self.loss_file else {}
+        return {self.file: self.file_bytes} | marks
 
 
 @dataclass(frozen=True)
@@ -128,17 +137,13 @@ def _checked[Record: Shard | Index](record: Record) -> Record:
 
 def _is_prepared(path: str) -> bool:
     place = path_in(path, INDEX)
-    if is_remote(path):
-        fs, name = filesystem(place)
-        with reading(place):
-            there = fs.exists(name)
-    else:
-        there = pathlib.Path(place).expanduser().is_file()
-        if not there and (pathlib.Path(path).expanduser() / UNFINISHED).is_dir():
-            raise ValueError(
-                f"{path} holds shards that are not finished; run the command that prepares them "
-                "again, and it resumes where it stopped"
-            )
+    there = exists(place)
+    unfinished = pathlib.Path(path).expanduser() / UNFINISHED
+    if not there and not is_remote(path) and unfinished.is_dir():
+        raise ValueError(
+            f"{path} holds shards that are not finished; run the command that prepares them "
+            "again, and it resumes where it stopped"
+        )
     return there and _load(place) is not None
 
 

@@ -4,6 +4,7 @@ A shard is a slice of the files that depends on their sizes alone. Its record is
 that a shard with a record is complete.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,9 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.data.text.documents import Bad, Document, Piece, cut, read_documents
+from jaxscale.data.text.documents import Bad, Document, Piece, Render, cut, read_documents
 from jaxscale.data.text.file_io import compression
 from jaxscale.data.text.text_files import File
+from jaxscale.data.tokens.encode import encode_documents
 from jaxscale.data.tokens.index import FORMAT, INDEX, UNFINISHED, Index, Shard
 from jaxscale.data.tokens.npy_files import ArrayWriter
 from jaxscale.data.tokens.tokenizer import Tokenizer
@@ -71,6 +73,9 @@ def plan(
     Args:
       shard_bytes: of the files, as stored, in each; 0 chooses.
     """
+    for file in files:
+        if file.source.messages:
+            _check_template(file, tokenizer)
     total = sum(file.num_bytes for file in files)
     most = shard_bytes or min(max(total // _NUM_SHARDS, _LEAST_BYTES), _MOST_BYTES)
     slices: list[list[Piece]] = [[]]
@@ -81,8 +86,11 @@ def plan(
             num_bytes = 0
         slices[-1].append(piece)
         num_bytes += piece.num_bytes
+    made_by = [FORMAT, tokenizer.fingerprint]
+    if tokenizer.template and any(file.source.messages for file in files):
+        made_by += [tokenizer.template.source, sorted(tokenizer.template.tokens.items())]
     return [
-        Work(i, tuple(pieces), folder, _digest([FORMAT, tokenizer.fingerprint, *map(_key, pieces)]))
+        Work(i, tuple(pieces), folder, _digest([*made_by, *map(_key, pieces)]))
         for i, pieces in enumerate(slices)
     ]
 
@@ -99,6 +107,7 @@ def make_shard(work: Work, tokenizer: Tokenizer, report: Report) -> None:
       ValueError: as `read_documents`; or a document is bad, and its entry allows none.
     """
     unfinished = work.folder / UNFINISHED
+    marked = any(piece.file.source.marks_loss for piece in work.pieces)
     lengths: list[int] = []
     hashes: list[int] = []
     counts: dict[str, list[int]] = {}
@@ -106,21 +115,26 @@ def make_shard(work: Work, tokenizer: Tokenizer, report: Report) -> None:
     occurrences = np.zeros(tokenizer.vocab_size, np.int64)
     num_bytes = 0
     part = unfinished / f"{work.number:05d}-{os.getpid()}.part"
-    with ArrayWriter(part, np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32) as tokens:
-        for batch in _batches(_good(work.pieces, counts, examples, report)):
-            encoded = tokenizer.encode([document.text for document in batch])
-            flat = np.concatenate([x for ids in encoded for x in ([tokenizer.boundary], ids)])
-            occurrences += np.bincount(flat, minlength=len(occurrences))
-            tokens.append(flat)
-            lengths += [len(ids) + 1 for ids in encoded]
+    render = tokenizer.template.render_with_loss if tokenizer.template else None
+    with contextlib.ExitStack() as stack:
+        dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+        tokens = stack.enter_context(ArrayWriter(part, dtype))
+        loss = ArrayWriter(part.with_suffix(".loss.part"), np.uint8)
+        if marked:
+            stack.enter_context(loss)
+        for batch in _batches(_good(work.pieces, render, counts, examples, report)):
+            encoded = encode_documents(batch, tokenizer, marked=marked)
+            occurrences += np.bincount(encoded.ids, minlength=len(occurrences))
+            tokens.append(encoded.ids)
+            if encoded.counted is not None:
+                loss.append(encoded.counted)
+            lengths += encoded.lengths
             hashes += [document.hash for document in batch]
-            num_bytes += sum(document.num_bytes for document in batch)
-    name = f"tokens-{work.number:05d}.npy"
-    file_bytes = part.stat().st_size
-    part.rename(work.folder / name)
+            num_bytes += encoded.num_bytes
+    shard = _finished(work, tokens, loss if marked else None, len(lengths))
     made = Made(
         key=work.key,
-        shard=Shard(name, tokens.length, len(lengths), file_bytes, tokens.digest),
+        shard=shard,
         num_bytes=num_bytes,
         written_bytes=float(occurrences @ tokenizer.token_bytes),
         max_id=int(np.flatnonzero(occurrences).max(initial=0)),
@@ -137,16 +151,35 @@ def make_shard(work: Work, tokenizer: Tokenizer, report: Report) -> None:
     part.rename(_record(work))
 
 
+def _finished(
+    work: Work, tokens: ArrayWriter, loss: ArrayWriter | None, num_documents: int
+) -> Shard:
+    """Moves the files of a shard to their places."""
+
+    def move(array: ArrayWriter, name: str) -> tuple[str, int]:
+        num_bytes = array.path.stat().st_size
+        array.path.rename(work.folder / name)
+        return name, num_bytes
+
+    marks = ("", 0, "")
+    if loss is not None:
+        marks = (*move(loss, f"loss-{work.number:05d}.npy"), loss.digest)
+    name, file_bytes = move(tokens, f"tokens-{work.number:05d}.npy")
+    return Shard(name, tokens.length, num_documents, file_bytes, tokens.digest, *marks)
+
+
 def find_made(work: Work) -> Made | None:
     """The record of a shard, if it is complete and made from the same files and settings."""
     try:
         with np.load(_record(work)) as arrays:
             values = json.loads(str(arrays["record"]))
         made = Made(**values | {"shard": Shard(**values["shard"])})
-        size = (work.folder / made.shard.file).stat().st_size
+        there = all(
+            (work.folder / file).stat().st_size == size for file, size in made.shard.files.items()
+        )
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
         return None
-    return made if made.key == work.key and size == made.shard.file_bytes else None
+    return made if made.key == work.key and there else None
 
 
 def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
@@ -178,10 +211,12 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
                 start = int(ends[-1]) if len(ends) else start
     for array in (offsets, hashes):
         array.path.rename(folder / f"{array.path.stem}.npy")
-    for path in folder.glob("tokens-*.npy"):  # left by another way to cut
-        if path.name not in {one.shard.file for one in made}:
+    files = {file for one in made for file in one.shard.files}
+    for path in [*folder.glob("tokens-*.npy"), *folder.glob("loss-*.npy")]:
+        if path.name not in files:  # left by another way to cut
             path.unlink()
     digests = [offsets.digest, hashes.digest, *(one.shard.digest for one in made)]
+    digests += [one.shard.loss_digest for one in made if one.shard.loss_digest]
     index = Index(
         tokenizer=tokenizer.name,
         tokenizer_file=tokenizer.file_name,
@@ -214,13 +249,17 @@ def write_file(path: pathlib.Path, data: bytes) -> None:
 
 
 def _good(
-    pieces: Iterable[Piece], counts: dict[str, list[int]], examples: list[str], report: Report
+    pieces: Iterable[Piece],
+    render: Render | None,
+    counts: dict[str, list[int]],
+    examples: list[str],
+    report: Report,
 ) -> Iterator[Document]:
     """The documents that are not bad; counts all of them, and reports the bytes read."""
     for piece in pieces:
         count = counts.setdefault(str(piece.file.entry), [0, 0])
         reported = text = 0  # of this piece: stored bytes, and bytes of text since then
-        for document in read_documents(piece):
+        for document in read_documents(piece, render):
             count[0] += 1
             if isinstance(document, Bad):
                 count[1] += 1
@@ -292,11 +331,21 @@ def _key(piece: Piece) -> list[object]:
         file.format,
         piece.start,
         piece.stop,
-        source.field,
+        [*source.fields, bool(source.messages)] if source.marks_loss else source.field,
         source.boundary,
         source.max_document_bytes,
         source.long_documents,
     ]
+
+
+def _check_template(file: File, tokenizer: Tokenizer) -> None:
+    """Raises where conversations cannot be rendered."""
+    if tokenizer.template is None or tokenizer.encode_chat is None:
+        raise ValueError(
+            f"{file.path} holds messages, and data.tokenizer = {tokenizer.name!r} has no chat "
+            "template; name a tokenizer.json with a tokenizer_config.json that has one, or a "
+            "chat_template.jinja, beside it"
+        )
 
 
 def _digest(values: object) -> str:

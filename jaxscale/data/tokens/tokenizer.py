@@ -1,10 +1,13 @@
-"""Text to ids and back: bytes, any Hugging Face tokenizer.json, SentencePiece, or BPE trained on
-the source.
+"""Text to ids and back: bytes, ESM-2's residues, any Hugging Face tokenizer.json, SentencePiece, or
+BPE trained on the source.
 
 A document becomes [boundary, tokens...], and the token after its last one is the boundary again:
-a model starts a text from the boundary and ends it by predicting the boundary.
+a model starts a text from the boundary and ends it by predicting the boundary. With a tokenizer
+that begins texts with a token of its own (`bos`) it becomes [bos, tokens..., boundary].
 """
 
+import dataclasses
+import functools
 import hashlib
 import logging
 import os
@@ -13,14 +16,15 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxscale.data.text.chat_template import ChatTemplate, find_template, read_json, token_text
 from jaxscale.data.text.documents import sample_documents
-from jaxscale.data.text.file_io import is_remote, read_file
+from jaxscale.data.text.file_io import exists, is_remote, read_file
 from jaxscale.data.text.text_files import find_files
 from jaxscale.data.tokens.bpe_cache import Words, can_pretokenize
 from jaxscale.data.tokens.index import Index, find_prepared, path_in, read_index
@@ -42,10 +46,27 @@ MASKS = ("[MASK]", "<mask>", "<|mask|>")
 SENTINEL = "<extra_id_{}>"
 """The token that replaces the i-th corrupted span of a text (T5, arXiv 1910.10683)."""
 
+BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+"""Files that are read where they lie in the folder of a tokenizer.json: the chat template, the
+token that begins a text, and those that end a generation."""
+
 TRAINING_BYTES = 8_000_000
 """Bytes of text that a BPE tokenizer is trained on; more changes little and takes longer."""
 
 _log = logging.getLogger("jaxscale")
+
+
+class Encoded(NamedTuple):
+    """Ids of a text, and the characters that each stands for; the fields are [tokens], int32."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +88,16 @@ class Tokenizer:
     name: str = "bytes"  # as `data.tokenizer` has it
     file: bytes = b""  # the content of its file; empty for "bytes"
     special: Mapping[str, int] = field(default_factory=dict)  # ids by name, never in text
+    bos: int | None = None  # begins a text; None: the boundary does
+    ends: tuple[int, ...] = ()  # besides the boundary, ids that end what a model generates
+    beside: Mapping[str, bytes] = field(default_factory=dict)  # the files of `BESIDE` there are
+    template: ChatTemplate | None = None
+    encode_chat: Callable[[str], Encoded] | None = None  # text with special tokens written out
+
+    @property
+    def start(self) -> int:
+        """The id that begins a document."""
+        return self.boundary if self.bos is None else self.bos
 
     @property
     def file_name(self) -> str:
@@ -112,8 +143,8 @@ def load_tokenizer(
     Raises:
       ValueError: an unknown name, a file that is no tokenizer, or one without a boundary token.
     """
-    if name == "bytes":
-        return _bytes()
+    if name in SHIPPED:
+        return SHIPPED[name]()
     if name.startswith("bpe:"):
         size = name.removeprefix("bpe:")
         if not size.isdecimal() or int(size) < 257:
@@ -132,7 +163,7 @@ def load_tokenizer(
         return made
     if not is_remote(name) and not pathlib.Path(name).is_file():
         raise ValueError(
-            f"data.tokenizer = {name!r} is neither a file nor a name; it can be 'bytes', "
+            f"data.tokenizer = {name!r} is neither a file nor a name; it can be 'bytes', 'esm2', "
             "'bpe:4096' or another size, or the path of a tokenizer.json or a SentencePiece model"
         )
     return from_file(name, name)
@@ -147,7 +178,37 @@ def from_file(path: str, name: str) -> Tokenizer:
     data = read_file(path)
     if path.endswith(".model"):
         return _from_sentencepiece(data, path, name)
-    return _from_json(data, path, name)
+    return _with_files_beside(_from_json(data, path, name), path)
+
+
+def _with_files_beside(tokenizer: Tokenizer, path: str) -> Tokenizer:
+    """The tokenizer with what the files beside its own say.
+
+    Raises:
+      ValueError: one of them cannot be used.
+    """
+    folder = path.rpartition("/")[0] or "."
+    places = {name: path_in(folder, name) for name in BESIDE}
+    beside = {name: read_file(place) for name, place in places.items() if exists(place)}
+    config = read_json(beside, "tokenizer_config.json", path)
+    bos, fingerprint = tokenizer.bos, tokenizer.fingerprint
+    if config.get("add_bos_token") is not None:
+        found = tokenizer.special.get(token_text(config.get("bos_token")) or "")
+        bos = found if config["add_bos_token"] and found != tokenizer.boundary else None
+    if bos != tokenizer.bos:
+        fingerprint = _fingerprint(fingerprint.encode(), bos)
+    ends = read_json(beside, "generation_config.json", path).get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    ends = [*ends, tokenizer.special.get(token_text(config.get("eos_token")) or "")]
+    known = {end for end in ends if isinstance(end, int) and end < tokenizer.vocab_size}
+    return dataclasses.replace(
+        tokenizer,
+        bos=bos,
+        fingerprint=fingerprint,
+        ends=tuple(sorted(known - {tokenizer.boundary})),
+        beside=beside,
+        template=find_template(beside, path),
+    )
 
 
 def _bytes() -> Tokenizer:
@@ -163,10 +224,52 @@ def _bytes() -> Tokenizer:
     return Tokenizer(257, boundary, token_bytes, "bytes", encode, decode, special={END: boundary})
 
 
+ESM2 = (
+    *("<cls>", "<pad>", "<eos>", "<unk>"),
+    *"LAGVSERTIDPKQNFYMHWCXBUZO.-",
+    *("<null_1>", "<mask>"),
+)
+"""The vocabulary of ESM-1b and ESM-2 (Lin et al. 2023), in its published order."""
+
+
+def _esm2() -> Tokenizer:
+    """Residues of proteins, one a token; lower case, which marks some in FASTA, is the same."""
+    unknown = ESM2.index("<unk>")
+    table = np.full(256, unknown, np.int32)
+    for i, token in enumerate(ESM2):
+        if len(token) == 1:
+            table[[ord(token), ord(token.lower())]] = i
+
+    def encode(texts: Sequence[str]) -> list[np.ndarray]:
+        # A character that is none of ASCII is one unknown residue.
+        return [table[np.frombuffer(t.encode("ascii", "replace"), np.uint8)] for t in texts]
+
+    def decode(ids: Sequence[int] | np.ndarray) -> str:
+        return "".join(ESM2[int(i)] for i in ids if len(ESM2[int(i)]) == 1 or i == unknown)
+
+    special = {token: i for i, token in enumerate(ESM2) if len(token) > 1}
+    token_bytes = np.array([float(len(token) == 1 or token == "<unk>") for token in ESM2])
+    return Tokenizer(
+        len(ESM2),
+        special["<eos>"],
+        token_bytes,
+        _fingerprint(" ".join(ESM2).encode()),
+        encode,
+        decode,
+        "esm2",
+        special=special,
+        bos=special["<cls>"],
+    )
+
+
+SHIPPED = {"bytes": _bytes, "esm2": _esm2}
+"""Tokenizers that need no file."""
+
+
 def of_folder(folder: str, index: Index) -> Tokenizer:
     """The tokenizer that a prepared folder was made with, whose file it contains."""
     if not index.tokenizer_file:
-        return _bytes()
+        return load_tokenizer(index.tokenizer)
     return from_file(path_in(folder, index.tokenizer_file), index.tokenizer)
 
 
@@ -257,6 +360,19 @@ def _from_json(data: bytes, where: str, name: str) -> Tokenizer:
     def decode(ids: Sequence[int] | np.ndarray) -> str:
         return tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    @functools.cache
+    def with_special_tokens() -> tokenizers.Tokenizer:
+        other = tokenizers.Tokenizer.from_buffer(data)
+        other.no_truncation()
+        other.no_padding()
+        return other
+
+    def encode_chat(text: str) -> Encoded:
+        encoding = with_special_tokens().encode(text, add_special_tokens=False)
+        places = np.array(encoding.offsets, np.int32).reshape(-1, 2)
+        return Encoded(np.array(encoding.ids, np.int32), places[:, 0], places[:, 1])
+
+    bos = _find_bos(tokenizer, boundary)
     vocab_size = max(vocabulary.values()) + 1
     text = tokenizer.to_str()
     token_bytes = _token_bytes(tokenizer, vocab_size, byte_level='"ByteLevel"' in text)
@@ -264,13 +380,22 @@ def _from_json(data: bytes, where: str, name: str) -> Tokenizer:
         vocab_size,
         boundary,
         token_bytes,
-        _fingerprint(text.encode()),
+        _fingerprint(text.encode(), bos),
         Words(encode) if can_pretokenize(text) else lambda texts: _arrays(encode(texts)),
         decode,
         name,
         data,
         special,
+        bos,
+        encode_chat=encode_chat,
     )
+
+
+def _find_bos(tokenizer: tokenizers.Tokenizer, boundary: int) -> int | None:
+    """The token that the tokenizer itself puts before a text, if it is not the boundary."""
+    encoding = tokenizer.encode("a")
+    first = encoding.ids[0] if encoding.ids and encoding.special_tokens_mask[0] else boundary
+    return None if first == boundary else first
 
 
 def _from_sentencepiece(data: bytes, where: str, name: str) -> Tokenizer:
@@ -328,7 +453,8 @@ def _arrays(lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
     return [np.array(ids, np.int32) for ids in lists]
 
 
-def _fingerprint(data: bytes) -> str:
+def _fingerprint(data: bytes, bos: int | None = None) -> str:
+    data += b"" if bos is None else f" {bos}".encode()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 

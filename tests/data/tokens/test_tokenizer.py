@@ -174,7 +174,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["byte", "gone.json", "gpt2", "bpe"])
 def test_an_unknown_name_says_what_there_is(name):
-    with pytest.raises(ValueError, match=f"data.tokenizer = '{name}'.*'bytes', 'bpe:4096'"):
+    with pytest.raises(ValueError, match=f"data.tokenizer = '{name}'.*'bytes', 'esm2', 'bpe:4096'"):
         load_tokenizer(name)
 
 

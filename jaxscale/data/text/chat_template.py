@@ -1,0 +1,237 @@
+"""Conversations as text: the tokenizer's own Jinja template, and which parts carry loss.
+
+The environment is that of transformers' `apply_chat_template`: an immutable sandbox, blocks
+trimmed, loop controls, `{% generation %}`, `tojson` without HTML escapes, `raise_exception` and
+`strftime_now`.
+"""
+
+import datetime
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+from jinja2 import ext, nodes, parser, sandbox
+
+Messages = Sequence[Mapping[str, Any]]
+Span = tuple[int, int]
+"""Characters of a text, from the first to behind the last."""
+
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # code points that no text has: Unicode keeps them for programs
+_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template, and the special tokens that it may name (`bos_token`, ...)."""
+
+    source: str
+    tokens: Mapping[str, str] = field(default_factory=dict)
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
+        """The text of a conversation, special tokens written out.
+
+        Args:
+          add_generation_prompt: ends with what begins a turn of the assistant.
+
+        Raises:
+          ValueError: the template refuses the conversation, or is at fault.
+        """
+        return _without_marks(self._render(messages, add_generation_prompt))[0]
+
+    def render_with_loss(self, messages: Messages) -> tuple[str, list[Span]]:
+        """The text, and the parts of it that the assistant says.
+
+        By the template's `{% generation %}` blocks where it has them. Otherwise a turn is what it
+        adds to the conversation before it, rendered with the prompt for a generation.
+
+        Raises:
+          ValueError: as `render`; or the assistant says nothing, or the conversation up to a turn
+            is not how the whole one begins.
+        """
+        marked = self._render(messages, False)
+        if marked.count(_BEGIN) + marked.count(_END):
+            text, spans = _without_marks(marked)
+        elif _compile(self.source)[1]:
+            text, spans = marked, []
+        else:
+            text, spans = marked, list(self._turns(messages, marked))
+        spans = [span for span in spans if span[0] < span[1]]
+        if not spans:
+            raise ValueError("has no turn of the assistant, so that nothing in it carries loss")
+        return text, spans
+
+    def _turns(self, messages: Messages, whole: str) -> Iterator[Span]:
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.render(messages[:i], add_generation_prompt=True)
+            until = self.render(messages[: i + 1])
+            if not (whole.startswith(before) and whole.startswith(until)):
+                place = next(
+                    (n for n, (a, b) in enumerate(zip(until, whole)) if a != b), len(before)
+                )
+                raise ValueError(
+                    f"has a turn of the assistant (message {i}, from 0) that the chat template "
+                    f"renders in another way without what follows it (from character {place} on), "
+                    "so that what it says cannot be found; mark it in the template with "
+                    "{% generation %} ... {% endgeneration %}"
+                )
+            yield len(before), len(until)
+
+    def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
+        if any(mark in json.dumps(list(messages), ensure_ascii=False) for mark in (_BEGIN, _END)):
+            raise ValueError("holds U+FDD0 or U+FDD1, which are not characters of any text")
+        try:
+            return _compile(self.source)[0].render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.tokens,
+            )
+        except Exception as error:  # a template may raise whatever Python does
+            reason = str(error).splitlines() or [type(error).__name__]
+            raise ValueError(f"is refused by the chat template: {reason[0]}") from error
+
+
+def find_template(beside: Mapping[str, bytes], where: str) -> ChatTemplate | None:
+    """The template of a tokenizer: chat_template.jinja, else tokenizer_config.json's.
+
+    Args:
+      beside: the contents of the files beside the tokenizer's, by name.
+      where: names the tokenizer in messages.
+
+    Raises:
+      ValueError: a file is not JSON, there are several templates and none is called "default", or
+        the template is not valid Jinja.
+    """
+    config = read_json(beside, "tokenizer_config.json", where)
+    source = config.get("chat_template")
+    if "chat_template.jinja" in beside:
+        source = beside["chat_template.jinja"].decode()
+    if isinstance(source, list):
+        named = {one["name"]: one["template"] for one in source}
+        if "default" not in named:
+            raise ValueError(
+                f"{where} has chat templates named {', '.join(named)}, and none is called "
+                "'default'; keep the one to use, in chat_template.jinja beside it"
+            )
+        source = named["default"]
+    if not source:
+        return None
+    older = read_json(beside, "special_tokens_map.json", where)
+    tokens = {
+        f"{name}_token": text
+        for name in _TOKENS
+        if (text := token_text(config.get(f"{name}_token") or older.get(f"{name}_token")))
+    }
+    try:
+        _compile(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(
+            f"the chat template of {where} is not valid: {error.message}, line {error.lineno}"
+        ) from error
+    return ChatTemplate(source, tokens)
+
+
+def token_text(token: Any) -> str | None:
+    """A special token as tokenizer_config.json names it: its text, or an object with "content"."""
+    token = token.get("content") if isinstance(token, Mapping) else token
+    return token if isinstance(token, str) else None
+
+
+def read_json(beside: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]:
+    """The object in a file beside a tokenizer; empty where there is no such file.
+
+    Raises:
+      ValueError: it holds something else.
+    """
+    try:
+        value = json.loads(beside.get(name, b"{}"))
+    except ValueError as error:
+        raise ValueError(f"{name} beside {where} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} beside {where} is not a JSON object")
+    return value
+
+
+def _without_marks(marked: str) -> tuple[str, list[Span]]:
+    """The text without the marks of generation blocks, and where they stood."""
+    parts, spans, length, begins = [], [], 0, []
+    for begin, part in _split(marked):
+        if begin == _BEGIN:
+            begins.append(length)
+        elif begin == _END and begins:
+            start = begins.pop()
+            if not begins:  # the outermost block
+                spans.append((start, length))
+        parts.append(part)
+        length += len(part)
+    return "".join(parts), spans
+
+
+def _split(marked: str) -> Iterator[tuple[str, str]]:
+    """Parts of a text, each with the mark before it."""
+    begin = ""
+    while True:
+        places = [i for i in (marked.find(_BEGIN), marked.find(_END)) if i >= 0]
+        if not places:
+            yield begin, marked
+            return
+        place = min(places)
+        yield begin, marked[:place]
+        begin, marked = marked[place], marked[place + 1 :]
+
+
+class _Generation(ext.Extension):
+    """`{% generation %} ... {% endgeneration %}`: what is inside is rendered between two marks."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja wants it
+
+    def parse(self, parser: parser.Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(source: str) -> tuple[jinja2.Template, bool]:
+    """A template, and whether it marks what the assistant says."""
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    marks = any(
+        isinstance(call.call.node, nodes.ExtensionAttribute)
+        for call in environment.parse(source).find_all(nodes.CallBlock)
+    )
+    return environment.from_string(source), marks
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

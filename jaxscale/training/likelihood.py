@@ -1,0 +1,129 @@
+"""The probability that a model gives to texts, and multiple choice by it.
+
+Letters: B batch, S slots (places in a sequence and in the cache), T time, V vocabulary.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxscale.data.text.dialogue import Question
+from jaxscale.data.tokens.encode import encode_pairs
+from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.models.decoder import CACHE_AXES, Decoder
+from jaxscale.sharding.specs import replicated
+from jaxscale.training.sampling import CHUNK, logits_of, round_up, row_placement, without_pipeline
+from jaxscale.training.step import Engine
+
+ROWS = 16
+"""Sequences at a time, about."""
+
+
+@dataclass(frozen=True)
+class ChoiceScores:
+    """How often the likeliest choice is the right one."""
+
+    num_questions: int
+    accuracy: float  # by log-likelihood
+    accuracy_by_length: float  # by log-likelihood per UTF-8 byte of the choice
+
+    def standard_error(self, accuracy: float) -> float | None:
+        """Of a share of the questions; None for one question."""
+        n = self.num_questions
+        return math.sqrt(accuracy * (1 - accuracy) / (n - 1)) if n > 1 else None
+
+
+def score_choices(
+    engine: Engine, params: Any, tokenizer: Tokenizer, questions: Sequence[Question]
+) -> ChoiceScores:
+    """Answers each question with the choice that the model finds likeliest after its prompt.
+
+    Args:
+      params: of the engine's state, or in canonical form, as `fit` and checkpoints give them.
+
+    Raises:
+      ValueError: as `log_likelihoods`.
+    """
+    pairs = [(one.prompt, choice) for one in questions for choice in one.choices]
+    scores = log_likelihoods(engine, params, tokenizer, pairs)
+    num_bytes = np.array([len(choice.encode()) for _, choice in pairs])
+    ends = np.cumsum([len(one.choices) for one in questions])[:-1]
+
+    def accuracy(values: np.ndarray) -> float:
+        found = [part.argmax() for part in np.split(values, ends)]
+        return float(np.mean([i == one.answer for i, one in zip(found, questions)]))
+
+    return ChoiceScores(len(questions), accuracy(scores), accuracy(scores / num_bytes))
+
+
+def log_likelihoods(
+    engine: Engine, params: Any, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]
+) -> np.ndarray:
+    """The log-probability of each second text after the first, in nats; [pairs].
+
+    The first begins a document. The second need not end it.
+
+    Raises:
+      ValueError: a text beyond the model's learned positions.
+    """
+    encoded = encode_pairs(tokenizer, pairs)
+    given = [1 + len(first) for first, _ in encoded]  # with the token that begins a document
+    ids = [np.concatenate([[tokenizer.start], *pair]).astype(np.int32) for pair in encoded]
+    config, longest = engine.config.model, max(map(len, ids)) - 1
+    if config.family == "gpt" and longest > config.max_seq_len:
+        raise ValueError(
+            f"a prompt and its choice of {longest} tokens need as many learned positions, and the "
+            f"model has model.max_seq_len = {config.max_seq_len}; shorten the prompt"
+        )
+    params, mesh = without_pipeline(engine, params)
+    replicas = mesh.size // (mesh.shape["tensor"] * mesh.shape["context"])
+    num_rows = replicas * max(1, ROWS // replicas)
+    found = np.zeros(len(ids))
+    order = np.argsort([len(row) for row in ids], kind="stable")  # rows of a batch are alike
+    for first in range(0, len(ids), num_rows):
+        chosen = order[first : first + num_rows].tolist()
+        width = round_up(max(len(ids[i]) for i in chosen) - 1)
+        rows = np.zeros((num_rows, width + 1), np.int32)
+        bounds = np.zeros((num_rows, 2), np.int32)  # the targets of each row
+        for row, i in enumerate(chosen):
+            rows[row, : len(ids[i])] = ids[i]
+            bounds[row] = given[i] - 1, len(ids[i]) - 1
+        scores = _score(params, rows, bounds, model=engine.model, mesh=mesh)
+        found[chosen] = np.asarray(scores, np.float64)[: len(chosen)]
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=("model", "mesh"))
+def _score(
+    params: Any, tokens_BS: jax.Array, bounds_B2: jax.Array, *, model: Decoder, mesh: Mesh
+) -> jax.Array:
+    """Sums of the log-probabilities of the targets within each row's bounds, [B]."""
+    batch, width = tokens_BS.shape[0], tokens_BS.shape[1] - 1
+    place = row_placement(mesh, batch)
+    params = jax.tree.map(lambda x: x.astype(model.settings.compute_dtype), params)
+    cache = place(model.empty_cache(batch, width), CACHE_AXES)
+    chunk = min(width, CHUNK)
+
+    def one(cache, start):
+        part_BT = jax.lax.dynamic_slice_in_dim(tokens_BS, start, chunk, axis=1)
+        targets_BT = jax.lax.dynamic_slice_in_dim(tokens_BS, start + 1, chunk, axis=1)
+        positions_BT = jnp.broadcast_to(start + jnp.arange(chunk), part_BT.shape)
+        x_BTD, cache = model.decode(params, part_BT, positions_BT, cache)
+        logits_BTV = logits_of(model, params, x_BTD)
+        # Compared and summed: a gather along a sharded vocabulary would fetch all of it.
+        is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
+        own_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), axis=-1)
+        log_p_BT = own_BT - jax.nn.logsumexp(logits_BTV, axis=-1)
+        inside_BT = (positions_BT >= bounds_B2[:, :1]) & (positions_BT < bounds_B2[:, 1:])
+        sum_B = jnp.sum(jnp.where(inside_BT, log_p_BT, 0), axis=-1)
+        return place(cache, CACHE_AXES), sum_B
+
+    _, sums_CB = jax.lax.scan(one, cache, jnp.arange(0, width, chunk))
+    return jax.lax.with_sharding_constraint(jnp.sum(sums_CB, axis=0), replicated(mesh))

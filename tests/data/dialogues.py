@@ -1,0 +1,67 @@
+"""A tokenizer with a chat template, and conversations."""
+
+import json
+import pathlib
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
+PLAIN = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = """\
+{%- for message in messages %}
+    {%- if message['role'] == 'assistant' %}
+{{- '<|im_start|>assistant\n' }}
+        {%- generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}
+    {%- else %}
+{{- '<|im_start|>' ~ message['role'] ~ '\n' ~ message['content'] | trim ~ '<|im_end|>' }}
+    {%- endif %}
+{{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+"""Blocks on lines of their own, which the environment has to trim as transformers does."""
+
+CONVERSATIONS = [
+    [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "what is 2 + 2 ?"},
+        {"role": "assistant", "content": "4 é"},
+        {"role": "user", "content": "and 3 ?"},
+        {"role": "assistant", "content": "5 of course"},
+    ],
+    [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello you"}],
+]
+
+
+def write_tokenizer(
+    folder: pathlib.Path, template: str | list | None = PLAIN, *, bos: bool = False, **config
+) -> str:
+    """Byte-level BPE in a tokenizer.json, and the files beside it; returns the path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["hello you and be brief of course what is user assistant"], trainer)
+    if bos:
+        made.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
+        )
+    made.save(str(folder / "tokenizer.json"))
+    values = {"chat_template": template} if template else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values | config))
+    return str(folder / "tokenizer.json")
+
+
+def write_lines(path: pathlib.Path, records: list) -> pathlib.Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path

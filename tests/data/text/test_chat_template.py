@@ -1,0 +1,103 @@
+"""Conversations are rendered as transformers renders them, and only the assistant's words count."""
+
+import pytest
+
+from jaxscale.data.text.chat_template import ChatTemplate, find_template
+from tests.data.dialogues import CONVERSATIONS, MARKED, PLAIN
+
+# Those of transformers 5 for the same templates and messages.
+RENDERED = (
+    "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nwhat is 2 + 2 ?<|im_end|>\n"
+    "<|im_start|>assistant\n4 é<|im_end|>\n<|im_start|>user\nand 3 ?<|im_end|>\n"
+    "<|im_start|>assistant\n5 of course<|im_end|>\n"
+)
+
+
+def said(source: str, messages, **tokens: str) -> list[str]:
+    text, spans = ChatTemplate(source, tokens).render_with_loss(messages)
+    return [text[begin:end] for begin, end in spans]
+
+
+@pytest.mark.parametrize("source", [PLAIN, MARKED])
+def test_a_conversation_is_the_text_that_transformers_renders(source):
+    template = ChatTemplate(source)
+    assert template.render_with_loss(CONVERSATIONS[0])[0] == RENDERED
+    assert template.render(CONVERSATIONS[0]) == RENDERED
+    begun = template.render(CONVERSATIONS[0][:2], add_generation_prompt=True)
+    assert RENDERED.startswith(begun)
+    assert begun.endswith("<|im_start|>assistant\n")
+
+
+def test_marks_of_a_template_say_what_the_assistant_says():
+    assert said(MARKED, CONVERSATIONS[0]) == ["4 é<|im_end|>", "5 of course<|im_end|>"]
+    # In a macro and a loop, and one inside another: the outer one.
+    source = (
+        "{% macro turn(m) %}<{% generation %}{% generation %}{{ m.content }}{% endgeneration %}!"
+        "{% endgeneration %}>{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
+    )
+    assert said(source, CONVERSATIONS[1]) == ["hello!", "hello you!"]
+
+
+def test_without_marks_a_turn_is_what_it_adds():
+    assert said(PLAIN, CONVERSATIONS[0]) == ["4 é<|im_end|>\n", "5 of course<|im_end|>\n"]
+
+
+REFUSED = [
+    # Earlier turns of the assistant are shortened, as templates of reasoning models do.
+    (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content if loop.last else '' }};{% endfor %}",
+        r"message 2, from 0\) that the chat template renders in another way",
+    ),
+    (
+        "{% for m in messages %}{{ m.role[0] ~ ':' ~ m.content }}"
+        "{% if loop.last and m.role == 'assistant' %}</s>{% endif %};{% endfor %}",
+        r"message 2, from 0\) that the chat template renders in another way.*from character 34 on",
+    ),
+    ("{{ raise_exception('no system turn') }}", "refused by the chat template: no system turn"),
+    ("{{ messages[0].content + 1 }}", "refused by the chat template: "),
+    ("{{ messages.append(1) }}", "refused by the chat template: .*append.* is unsafe"),
+    ("{{ ''.__class__.__mro__ }}", "refused by the chat template: .*__class__.* is unsafe"),
+    ("{% generation %}{% endgeneration %}", "has no turn of the assistant"),
+]
+
+
+@pytest.mark.parametrize(("source", "match"), REFUSED)
+def test_what_cannot_be_rendered_is_refused(source, match):
+    with pytest.raises(ValueError, match=match):
+        ChatTemplate(source).render_with_loss(CONVERSATIONS[0])
+
+
+def test_the_marks_of_the_renderer_cannot_come_from_a_text():
+    with pytest.raises(ValueError, match=r"U\+FDD0"):
+        ChatTemplate(MARKED).render([{"role": "user", "content": "a\ufdd0b"}])
+    with pytest.raises(ValueError, match="has no turn of the assistant"):
+        ChatTemplate(PLAIN).render_with_loss(CONVERSATIONS[0][:2])
+
+
+def test_globals_and_filters_of_transformers():
+    source = (
+        "{{ {'a': '<é>'} | tojson }} {{ [1] | tojson(indent=1) }} {{ bos_token }}{{ eos_token }}"
+    )
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    assert template.render(CONVERSATIONS[1]) == '{"a": "<é>"} [\n 1\n] <s>'
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render(CONVERSATIONS[1]).isdecimal()
+    loop = "{% for m in messages %}{% break %}{% endfor %}{{ tools }}"
+    assert ChatTemplate(loop).render(CONVERSATIONS[1]) == "None"
+
+
+def test_the_template_of_a_tokenizer():
+    config = b'{"chat_template": "old", "eos_token": {"content": "</s>"}, "pad_token": null}'
+    found = find_template({"tokenizer_config.json": config}, "t.json")
+    assert found == ChatTemplate("old", {"eos_token": "</s>"})
+    beside = {"tokenizer_config.json": config, "chat_template.jinja": b"new"}
+    assert find_template(beside, "t.json") == ChatTemplate("new", {"eos_token": "</s>"})
+    assert find_template({}, "t.json") is None
+    several = b'{"chat_template": [{"name": "%s", "template": "it"}]}'
+    found = find_template({"tokenizer_config.json": several % b"default"}, "t.json")
+    assert found == ChatTemplate("it")
+    with pytest.raises(ValueError, match=r"t.json has chat templates named rag, .*'default'"):
+        find_template({"tokenizer_config.json": several % b"rag"}, "t.json")
+    with pytest.raises(ValueError, match=r"template of t.json is not valid: .*line 2"):
+        find_template({"chat_template.jinja": b"\n{% if %}"}, "t.json")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json beside t.json is not JSON"):
+        find_template({"tokenizer_config.json": b"{"}, "t.json")

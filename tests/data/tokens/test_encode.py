@@ -1,0 +1,219 @@
+"""Prompts with responses, and conversations: loss on what is to be learned, and nothing else."""
+
+import json
+import pathlib
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from jaxscale.config import DataConfig
+from jaxscale.data.dataset import Dataset, open_dataset
+from jaxscale.data.loader import batches
+from jaxscale.data.text.text_files import find_files
+from jaxscale.data.tokens.corpus import open_corpus, open_folder
+from jaxscale.data.tokens.prepare import prepare
+from jaxscale.data.tokens.shards import plan
+from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from tests.data.dialogues import CONVERSATIONS, MARKED, write_lines, write_tokenizer
+
+PAIRS = [{"question": "what is " * (1 + i), "answer": "of course " * (1 + i % 3)} for i in range(9)]
+BYTES = load_tokenizer("bytes")
+
+
+def dataset_of(source, tokenizer: Tokenizer, **settings) -> Dataset:
+    corpus = open_corpus([source], tokenizer)
+    length = min(settings.pop("seq_len", 16), corpus.num_tokens)  # a window is a sequence at least
+    config = DataConfig(source=(source,), heldout=0, seq_len=length, **settings)
+    return open_dataset(config, tokenizer, split="train", corpus=corpus)
+
+
+def learned(dataset: Dataset, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """Every segment of every example: what is read, and what is predicted of it."""
+    names = {tokenizer.boundary: "$", tokenizer.start: "^" if tokenizer.bos else "$"}
+    shown = []
+    for i in range(len(dataset)):
+        row = dataset[i]
+        for segment in range(1, row.segments.max() + 1):
+            ours = row.segments == segment
+            counted = ours & (row.weights > 0)
+            texts = (row.tokens[ours], row.targets[counted])
+            shown.append(
+                tuple(
+                    "".join(names.get(t, "") or tokenizer.decode([t]) for t in ids) for ids in texts
+                )
+            )
+    return shown
+
+
+def pairs(path: pathlib.Path) -> dict:
+    return {"path": str(path), "prompt": "question", "response": "answer"}
+
+
+def test_loss_is_on_responses_and_their_ends(tmp_path):
+    source = pairs(write_lines(tmp_path / "a.jsonl", PAIRS))
+    dataset = dataset_of(source, BYTES, seq_len=1024)
+    found = set(learned(dataset, BYTES))
+    assert found == {("$" + one["question"] + one["answer"], one["answer"] + "$") for one in PAIRS}
+    # In short windows each target is still there once, whatever cuts a document.
+    short = dataset_of(source, BYTES)
+    assert sum(short[i].weights.sum() for i in range(len(short))) == sum(
+        len(one["answer"]) + 1 for one in PAIRS
+    )
+    bits = BYTES.token_bytes[short[0].targets] * short[0].weights
+    assert bits.sum() <= short[0].weights.sum()
+
+
+def test_a_tokenizer_with_a_first_token_closes_documents(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", bos=True))
+    assert tokenizer.bos == tokenizer.start == tokenizer.special["<s>"]
+    plain = load_tokenizer(write_tokenizer(tmp_path / "u"))
+    assert (plain.bos, plain.start) == (None, plain.boundary)
+    assert plain.fingerprint != tokenizer.fingerprint
+    lines = write_lines(tmp_path / "a.jsonl", [{"text": "hello"}, {"text": "you"}])
+    found = learned(dataset_of(str(lines), tokenizer, seq_len=4), tokenizer)
+    whole = learned(dataset_of(str(lines), tokenizer, seq_len=64), tokenizer)
+    assert sorted(whole) == [("^hello$", "hello$"), ("^you$", "you$")]
+    assert "".join(sorted(text for _, text in found)).count("$") == 2
+    source = pairs(write_lines(tmp_path / "b.jsonl", PAIRS[:1]))
+    assert learned(dataset_of(source, tokenizer, seq_len=32), tokenizer) == [
+        ("^what is of course $", "of course $")
+    ]
+    # tokenizer_config.json decides where it says anything.
+    off = load_tokenizer(write_tokenizer(tmp_path / "v", bos=True, add_bos_token=False))
+    on = load_tokenizer(write_tokenizer(tmp_path / "w", add_bos_token=True, bos_token="<s>"))
+    assert (off.bos, on.bos) == (None, tokenizer.bos)
+
+
+def test_conversations_are_what_the_template_renders(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", MARKED, eos_token="<|im_end|>"))
+    assert tokenizer.ends == (tokenizer.special["<|im_end|>"],)
+    records = [{"chat": {"messages": messages}} for messages in CONVERSATIONS]
+    source = {
+        "path": str(write_lines(tmp_path / "a.jsonl", records)),
+        "messages": "chat.messages",
+    }
+    dataset = dataset_of(source, tokenizer, seq_len=256)
+    found = {
+        tokenizer.decode(row.targets[(row.weights > 0) & (row.segments == segment)])
+        for row in (dataset[i] for i in range(len(dataset)))
+        for segment in range(1, row.segments.max() + 1)
+    }
+    assert found == {"4 é5 of course", "hello you"}
+    row = dataset[0]
+    ends = row.targets == tokenizer.special["<|im_end|>"]
+    assert row.weights[ends].sum() == 3  # of the assistant's turns, not of the others
+    assert ends.sum() == sum(map(len, CONVERSATIONS))
+    # Bits per byte count what is said, not the names of special tokens.
+    corpus = open_corpus([source], tokenizer)
+    said = sum(len(m["content"].encode()) for messages in CONVERSATIONS for m in messages)
+    roles = sum(len(m["role"]) + 2 for messages in CONVERSATIONS for m in messages)
+    assert corpus.num_bytes == said + roles
+
+
+def test_prepared_marks_are_those_of_the_text(tmp_path):
+    """Shards in processes, in memory, mapped and mixed with text give the same examples."""
+    path = write_tokenizer(tmp_path / "t", MARKED)
+    tokenizer = load_tokenizer(path)
+    parquet.write_table(
+        pyarrow.table({"id": range(40), "messages": CONVERSATIONS * 20}),
+        tmp_path / "a.parquet",
+        row_group_size=7,
+    )
+    source = {"path": str(tmp_path / "a.parquet"), "messages": "messages"}
+    folder = tmp_path / "out"
+    index = prepare(plan(find_files([source]), tokenizer, folder, 300), tokenizer, workers=2)
+    assert len(index.shards) > 2
+    assert (folder / "tokenizer_config.json").is_file()
+    again = load_tokenizer(str(folder / "tokenizer.json"))
+    assert (again.fingerprint, again.template) == (tokenizer.fingerprint, tokenizer.template)
+    text = write_lines(tmp_path / "b.jsonl", [{"text": "hello you " * 30}])
+    fresh = open_corpus([source, str(text)], tokenizer)
+    mapped = open_corpus([str(folder), str(text)], again, tmp_path / "run")
+    assert fresh.num_tokens == mapped.num_tokens
+    marks = fresh.read_counted(0, fresh.num_tokens)
+    assert 0 < marks[: fresh.offsets[40]].mean() < 0.5
+    assert marks[fresh.offsets[40] :].all()
+    for corpus in (mapped, open_corpus([str(folder), str(text)], again, tmp_path / "run")):
+        np.testing.assert_array_equal(corpus.tokens, fresh.tokens)
+        np.testing.assert_array_equal(corpus.read_counted(0, corpus.num_tokens), marks)
+        for start in range(0, corpus.num_tokens, 97):
+            stop = min(start + 150, corpus.num_tokens)
+            np.testing.assert_array_equal(corpus.read_counted(start, stop), marks[start:stop])
+    missing = folder / index.shards[0].loss_file
+    missing.unlink()
+    with pytest.raises(ValueError, match=r"loss-00000.npy is missing"):
+        open_folder(str(folder), again)
+
+
+def test_a_run_resumes_with_the_same_marks(tmp_path):
+    source = pairs(write_lines(tmp_path / "a.jsonl", PAIRS))
+    dataset = dataset_of(source, BYTES)
+    whole = batches(dataset, global_batch_size=2)
+    seen = [next(whole) for _ in range(5)]
+    later = next(batches(dataset, global_batch_size=2, start_step=4, workers=1))
+    np.testing.assert_array_equal(later.weights, seen[4].weights)
+    np.testing.assert_array_equal(later.targets, seen[4].targets)
+    other = dict(source, prompt="answer", response="question")
+    assert dataset_of(other, BYTES).fingerprint != dataset.fingerprint
+
+
+BAD = [
+    ({"question": "a"}, "line 2 has no field 'answer'; it has question; set 'response'"),
+    ({"question": 3, "answer": "b"}, "line 2 has a int in its field 'question' instead of text"),
+    ({"question": "a", "answer": ""}, "line 2 has nothing in its field 'answer'"),
+]
+BAD_MESSAGES = [
+    ([], "line 1 has a list instead of a list of messages in its field 'messages'"),
+    ("hi", "line 1 has text in its field 'messages' instead of a list of messages"),
+    ([{"content": "a"}], r"line 1 has a message \(0, from 0\) that is not an object with a 'role'"),
+    (CONVERSATIONS[0][:2], "line 1 has no turn of the assistant"),
+    ([{"role": "user", "content": 3}], "line 1 is refused by the chat template: .*int"),
+]
+
+
+@pytest.mark.parametrize(("record", "match"), BAD)
+def test_a_bad_pair_is_named(tmp_path, record, match):
+    path = write_lines(tmp_path / "a.jsonl", [*PAIRS[:1], record])
+    with pytest.raises(ValueError, match=rf"a.jsonl, {match}"):
+        open_corpus([pairs(path)], BYTES)
+    kept = open_corpus([pairs(path) | {"skip_share": 0.5}], BYTES)
+    assert kept.num_documents == 1
+
+
+@pytest.mark.parametrize(("messages", "match"), BAD_MESSAGES)
+def test_bad_messages_are_named(tmp_path, messages, match):
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t"))
+    with pytest.raises(ValueError, match=rf"a.jsonl, {match}"):
+        open_corpus([{"path": str(path), "messages": "messages"}], tokenizer)
+
+
+def test_messages_need_a_template_and_an_objective_that_keeps_marks(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": CONVERSATIONS[0]}])
+    source = {"path": str(path), "messages": "messages"}
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", None))
+    for one in (BYTES, tokenizer):
+        with pytest.raises(ValueError, match=r"a.jsonl holds messages, .*has no chat template"):
+            open_corpus([source], one)
+    text = tmp_path / "a.txt"
+    text.write_text("no fields")
+    with pytest.raises(ValueError, match=r"a.txt is text, which has no fields for prompt"):
+        open_corpus([pairs(text)], BYTES)
+    with pytest.raises(ValueError, match=r"'span_corruption' chooses .*set data.objective = 'caus"):
+        dataset_of(
+            pairs(write_lines(tmp_path / "b.jsonl", PAIRS)), BYTES, objective="span_corruption"
+        )
+
+
+def test_messages_may_be_json_in_a_text_column(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", MARKED))
+    texts = [json.dumps(messages) for messages in CONVERSATIONS]
+    parquet.write_table(pyarrow.table({"messages": texts}), tmp_path / "a.parquet")
+    lines = write_lines(tmp_path / "a.jsonl", [{"messages": one} for one in CONVERSATIONS])
+    found = [
+        open_corpus([{"path": str(path), "messages": "messages"}], tokenizer).tokens
+        for path in (tmp_path / "a.parquet", lines)
+    ]
+    np.testing.assert_array_equal(*found)
