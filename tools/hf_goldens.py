@@ -23,9 +23,6 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 from safetensors.torch import save_file  # pyright: ignore[reportMissingImports]
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
-from tests.data.dialogues import PLAIN, write_tokenizer
-
 GOLDENS = pathlib.Path(__file__).parent.parent / "tests" / "goldens"
 BATCH, TIME = 3, 24
 
@@ -281,6 +278,9 @@ def write(name: str) -> None:
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     if name in CHATS:
+        sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+        from tests.data.dialogues import PLAIN, write_tokenizer  # noqa: PLC0415
+
         write_tokenizer(folder, PLAIN)
     write_logits(model, folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
