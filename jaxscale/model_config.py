@@ -104,14 +104,9 @@ def settings_record(family: str) -> type:
       ValueError: it cannot be imported, or names no record.
     """
     make = find_make(family)
-    hints = (
-        [hint for name, hint in typing.get_type_hints(make).items() if name != "return"]
-        if callable(make)
-        else []
-    )
-    if not hints or not (
-        isinstance(hints[0], type) and issubclass(hints[0], ModelSettings | ModelConfig)
-    ):
+    hints = typing.get_type_hints(make) if callable(make) else {}
+    record = next(iter(hints.values()), None)
+    if not isinstance(record, type) or not issubclass(record, ModelSettings | ModelConfig):
         raise ValueError(
             f"model.family = {family!r} must be a function make(settings: YourSettings, kernels), "
             "where YourSettings is a frozen dataclass that extends jaxscale.ModelSettings, or "
@@ -390,7 +385,7 @@ class ModelConfig:
             that are recomputed (`PipelineStages.recomputed`), each as whole layers.
         """
         products, policy = self.layer_products(seq_len, causal), parse_remat(remat)
-        again: set[str] = set(BLOCK_TENSORS) - set(policy.names)
+        again = {str(name) for name in BLOCK_TENSORS if name not in policy.names}
         if self.parallel_block:
             again.discard("attention_out")
         if policy.by_names and self.norm_placement != "before":
