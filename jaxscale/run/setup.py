@@ -56,7 +56,7 @@ class Text:
 class Evaluation:
     """Held-out loss; `tokens` counted, standing for `num_bytes` bytes of text."""
 
-    loss: float  # nats per token
+    loss: float  # nats per token; NaN where no token counts
     tokens: int
     num_bytes: float
 
@@ -68,6 +68,8 @@ class Evaluation:
     @property
     def bits_per_byte(self) -> float:
         """The loss of the same text in bits over its bytes: comparable between tokenizers."""
+        if not self.num_bytes:
+            return math.nan
         return self.loss * self.tokens / math.log(2) / self.num_bytes
 
     def record(self, name: str = "") -> dict[str, float]:
@@ -322,4 +324,4 @@ def evaluate_loss(
             out = jax.device_get(engine.evaluate(params, batch, token_bytes))
             sums += np.array(out, np.float64)
     nll, tokens, num_bytes = sums.tolist()
-    return Evaluation(nll / tokens, int(tokens), num_bytes)
+    return Evaluation(nll / tokens if tokens else math.nan, int(tokens), num_bytes)
