@@ -18,6 +18,7 @@ from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS
 from jaxscale.models.block import Block, Cache, Norm
+from jaxscale.models.forward import scan_periods
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import Weights
@@ -73,6 +74,7 @@ class Decoder:
     settings: ModelConfig
     kernels: Kernels
     block_type: ClassVar[Any] = Block  # a module, made by (settings, key)
+    head_type: ClassVar[Any] = Head  # likewise
 
     @property
     def stacks(self) -> tuple[Stack]:
@@ -83,9 +85,10 @@ class Decoder:
             return {"x": self.embed(embed, batch)}
 
         def block(weights: Params, stream: Stream, batch: Batch, layer: Layer) -> tuple:
-            return {"x": self.block(weights, stream["x"], batch)}, {}
+            return {"x": self.block(weights, stream["x"], batch, layer.kind)}, {}
 
-        return (Stack("layers", self.settings.num_layers, enter, block, tensors=BLOCK_TENSORS),)
+        num_layers, period = self.settings.num_layers, self.settings.period
+        return (Stack("layers", num_layers, enter, block, period=period, tensors=BLOCK_TENSORS),)
 
     @property
     def borrows(self) -> Mapping[str, tuple[str, ...]]:
@@ -96,6 +99,11 @@ class Decoder:
     def metrics(self) -> tuple[str, ...]:
         """None."""
         return ()
+
+    @property
+    def rules(self) -> Mapping[str, tuple[str, ...]]:
+        """None."""
+        return {}
 
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
         """None."""
@@ -117,7 +125,7 @@ class Decoder:
         return {
             "embed": _params(Embedding(self.settings, embed_key)),
             "layers": layers,
-            "head": _params(Head(self.settings, head_key)),
+            "head": _params(type(self).head_type(self.settings, head_key)),
         }
 
     @property
@@ -129,7 +137,7 @@ class Decoder:
             "layers": jax.tree.map(
                 lambda axes: ("layers", *axes), blocks, is_leaf=lambda node: type(node) is tuple
             ),
-            "head": _axes(Head, self.settings),
+            "head": _axes(type(self).head_type, self.settings),
         }
 
     def embed(self, embed: Params, batch: Batch) -> jax.Array:
@@ -197,42 +205,24 @@ class Decoder:
         """
         x_BTD = self._module(Embedding, params["embed"])(tokens_BT, positions_BT, plain_lookup)
 
-        def one(carry, layer, kind=0):
+        def one(carry, layer, kind):
             weights, index = layer
-            block, x_BTD = self._module(type(self).block_type, weights), shard(carry[0], ("batch",))
-            return block.decode(x_BTD, positions_BT, carry[1], index, kind), None
+            block = self._module(type(self).block_type, weights)
+            x_BTD = shard(carry[0], ("batch",))
+            return block.decode(x_BTD, positions_BT, carry[1], index, kind)
 
         # The cache is carried, not scanned over: carried, it is updated in place.
         layers = (params["layers"], jnp.arange(self.settings.num_layers))
-        return _scan_periods(one, (x_BTD, cache), layers, self.settings.period)
+        return scan_periods(one, (x_BTD, cache), layers, self.settings.period)
 
     def _final(self, head: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         own = {name: value for name, value in head.items() if name != "tied"}
-        module = self._module(Head, own)
+        module = self._module(type(self).head_type, own)
         matrix = head["tied"] if self.settings.tied_embeddings else module.output[...]
         return module.norm(x_BTD), matrix
 
     def _module(self, kind: type[nnx.Module], params: Params) -> Any:
         return nnx.merge(_graph(kind, self.settings)[0], params)
-
-
-def _scan_periods(function: Callable, carry: Any, layers: Any, period: int) -> Any:
-    """The carry after `function(carry, layer, kind)` for each of stacked layers, where kind is
-    index % period: a scan over whole periods, and the remainder after it."""
-    if period == 1:
-        return jax.lax.scan(function, carry, layers)[0]
-    num_layers = jax.tree.leaves(layers)[0].shape[0]
-    whole = num_layers - num_layers % period
-
-    def one(carry, layers, num_kinds=period):
-        for kind in range(num_kinds):
-            layer = jax.tree.map(lambda x: x[kind], layers)  # noqa: B023
-            carry, _ = function(carry, layer, kind)
-        return carry, None
-
-    periods = jax.tree.map(lambda x: x[:whole].reshape(-1, period, *x.shape[1:]), layers)
-    carry, _ = jax.lax.scan(one, carry, periods)
-    return one(carry, jax.tree.map(lambda x: x[whole:], layers), num_layers - whole)[0]
 
 
 def _params(module: nnx.Module) -> Params:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.forward import forward
 from jaxscale.models.protocol import head_params
 from jaxscale.run.initial_weights import open_weights
 
@@ -83,24 +84,8 @@ def from_pretrained(
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(model: Decoder, params: Any, tokens: jax.Array, segments: jax.Array) -> jax.Array:
     batch = Batch(tokens, tokens, segments, _positions(segments), jnp.ones(tokens.shape))
-    x = model.embed(params["embed"], batch)
-    period, num_layers = model.settings.period, model.settings.num_layers
-
-    def one_period(x, weights):
-        for kind in range(period):
-            x = model.block(jax.tree.map(lambda w: w[kind], weights), x, batch, kind)  # noqa: B023
-        return x, None
-
-    whole = num_layers - num_layers % period
-    x, _ = jax.lax.scan(
-        one_period,
-        x,
-        jax.tree.map(lambda w: w[:whole].reshape(-1, period, *w.shape[1:]), params["layers"]),
-    )
-    for layer in range(whole, num_layers):
-        weights = jax.tree.map(lambda w: w[layer], params["layers"])  # noqa: B023
-        x = model.block(weights, x, batch, layer % period)
-    return model.logits(head_params(model, params), x).astype(jnp.float32)
+    stream = forward(model, params, batch)
+    return model.logits(head_params(model, params), stream["x"]).astype(jnp.float32)
 
 
 def _positions(segments: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from jaxscale.training.step import make_engine
 from tests.models import two_stacks
 
 BATCH, SEQ_LEN, STEPS = 8, 16, 3
-RULES = {"own": ("tensor",), "buckets": ()}
+RULES = {"buckets": ()}
 
 
 def make_config(**layout) -> Config:
