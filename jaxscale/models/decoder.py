@@ -101,6 +101,11 @@ class Decoder:
         return ()
 
     @property
+    def num_classes(self) -> int:
+        """That the head chooses from."""
+        return self.settings.vocab_size
+
+    @property
     def rules(self) -> Mapping[str, tuple[str, ...]]:
         """None."""
         return {}
@@ -162,7 +167,7 @@ class Decoder:
                 matrix,
                 batch.targets,
                 batch.weights,
-                vocab_size=self.settings.vocab_size,
+                vocab_size=self.num_classes,
                 soft_cap=self.settings.logit_soft_cap,
                 z_loss=self.settings.z_loss,
                 transposed=self.settings.tied_embeddings,
@@ -175,10 +180,15 @@ class Decoder:
         return logits(
             x_BTD,
             matrix,
-            vocab_size=self.settings.vocab_size,
+            vocab_size=self.num_classes,
             soft_cap=self.settings.logit_soft_cap,
             transposed=self.settings.tied_embeddings,
         )
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether tokens can be drawn one after the other."""
+        return self.settings.causal and hasattr(type(self).block_type, "decode")
 
     def empty_cache(self, batch: int, slots: int) -> Cache:
         """A cache for `batch` sequences of at most `slots` tokens, in the compute type."""

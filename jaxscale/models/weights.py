@@ -10,10 +10,15 @@ from jaxscale.config import ModelConfig
 
 
 class Weights:
-    """Makes the parameters of one module: shape, scale and placement follow from the axes."""
+    """Makes the parameters of one module: shape, scale and placement follow from the axes.
 
-    def __init__(self, config: ModelConfig, key: jax.Array):
+    Args:
+      sizes: of axes of one's own.
+    """
+
+    def __init__(self, config: ModelConfig, key: jax.Array, **sizes: int):
         self.sizes = {
+            **sizes,
             "embed": config.d_model,
             "heads": config.num_heads,
             "kv_heads": config.num_kv_heads,

@@ -1,10 +1,17 @@
-"""Every model gives the same losses and gradients in every kind of layout."""
+"""Every kind of model gives the same losses, gradients and evaluations in every kind of layout."""
 
 import dataclasses
 import functools
+import importlib.util
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jaxscale.batch import Batch
@@ -13,13 +20,56 @@ from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.step import make_engine
 from tests.models import two_stacks
 
-BATCH, SEQ_LEN, STEPS = 8, 16, 3
-RULES = {"buckets": ()}
+BATCH, SEQ_LEN, STEPS, VOCABULARY = 8, 16, 3, 64
+FLOAT64 = {"compute_dtype": "float64", "param_dtype": "float64"}
+SIZES = {"d_model": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "d_ff": 48}
+OWN_MODEL = pathlib.Path("docs/my_model.py")
 
 
-def make_config(**layout) -> Config:
-    config = from_dict(
+def import_own_model() -> str:
+    """The model of docs/own_model.md, as a family."""
+    if OWN_MODEL.stem not in sys.modules:
+        spec = importlib.util.spec_from_file_location(OWN_MODEL.stem, OWN_MODEL)
+        assert spec
+        assert spec.loader
+        sys.modules[OWN_MODEL.stem] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return "my_model:MyModel"
+
+
+class Case(NamedTuple):
+    """A model, and what `make_engine` needs beside its settings."""
+
+    settings: dict
+    own: Callable[[], dict[str, Any]] = dict
+
+
+CASES = {
+    "two stacks": Case(
+        {"family": "tests.models.two_stacks:make", **two_stacks.SETTINGS},
+        lambda: {"rules": {"buckets": ()}},
+    ),
+    "local and global layers": Case(
         {
+            "family": "gemma3",
+            "num_layers": 5,
+            "layer_pattern": "LG",
+            "sliding_window": 3,
+            "local_rope_theta": 100.0,
+            **SIZES,
+        }
+    ),
+    "own block and loss": Case(
+        {"family": import_own_model(), "num_layers": 4, **SIZES},
+        lambda: {"optimizer": optax.lamb(1e-3)},
+    ),
+}
+
+
+def make_config(case: Case, **layout) -> Config:
+    return from_dict(
+        {
+            "model": {**case.settings, **FLOAT64, "vocab_size": VOCABULARY},
             "data": {"global_batch_size": BATCH, "seq_len": SEQ_LEN},
             "optimizer": {
                 "accumulation_dtype": "float64",
@@ -29,74 +79,103 @@ def make_config(**layout) -> Config:
             "layout": {"data": 1, **layout},
         }
     )
-    settings = two_stacks.TwoStacksSettings(
-        **two_stacks.SETTINGS, compute_dtype="float64", param_dtype="float64"
-    )
-    return dataclasses.replace(config, model=settings)
 
 
-def batches() -> list[Batch]:
+def make_batches(extras: dict) -> list[Batch]:
     random, found = np.random.default_rng(0), []
+
+    def draw(length: int) -> np.ndarray:
+        return random.integers(0, VOCABULARY, (BATCH, length), np.int32)
+
     for _ in range(STEPS):
-        tokens = random.integers(0, 64, (BATCH, SEQ_LEN), np.int32)
+        tokens = draw(SEQ_LEN)
         place = np.broadcast_to(np.arange(SEQ_LEN, dtype=np.int32), tokens.shape)
         weights = (random.random(tokens.shape) < 0.8).astype(np.float32)
-        source = random.integers(0, 64, (BATCH, two_stacks.SOURCE_LEN), np.int32)
-        found.append(
-            Batch(
-                tokens, np.roll(tokens, -1), 1 + place // 9, place % 9, weights, {"source": source}
-            )
-        )
+        more = {name: draw(length) for name, (length, _) in extras.items()}
+        batch = Batch(tokens, np.roll(tokens, -1), 1 + place // 9, place % 9, weights, more or ())
+        found.append(batch)
     return found
 
 
-def run(**layout):
-    """Metrics of some steps, and the last parameters in canonical form."""
-    config = make_config(**layout)
+def run(name: str, **layout):
+    """Metrics of some steps, the last parameters in canonical form, and an evaluation's sums."""
+    case = CASES[name]
+    config = make_config(case, **layout)
     mesh = make_mesh(config.layout, jax.devices()[: config.layout.num_devices])
-    engine = make_engine(config, mesh, model=two_stacks.make, rules=RULES)
+    engine = make_engine(config, mesh, **case.own())
     canonical = jax.jit(engine.model.init)(jax.random.key(0))
     state = engine.init(jax.random.key(0))
+    to_canonical = engine.placement.part("params").to_canonical
     jax.tree.map(
-        np.testing.assert_array_equal,
-        jax.device_get(engine.placement.part("params").to_canonical(state.params)),
-        jax.device_get(canonical),
+        np.testing.assert_array_equal, *jax.device_get((to_canonical(state.params), canonical))
     )
-    found = []
-    for batch in batches():
+    found, batches = [], make_batches(dict(engine.model.extras(SEQ_LEN)))
+    for batch in batches:
         state, metrics = engine.step(state, engine.shard(batch))
-        found.append(jax.device_get(metrics))
-    params = engine.placement.part("params").to_canonical(state.params)
-    sums = engine.evaluate(state.params, engine.shard(batches()[0]), np.ones(64, np.float32))
-    return found, jax.device_get(params), jax.device_get(sums)
+        found.append(metrics)
+    sums = engine.evaluate(state.params, engine.shard(batches[0]), np.ones(VOCABULARY, np.float32))
+    return jax.device_get((found, to_canonical(state.params), tuple(sums)))
 
 
 @functools.cache
-def one_device():
-    return run()
+def on_one_device(name: str):
+    return run(name)
 
 
-LAYOUTS = [
-    {
-        "data": 2,
-        "fsdp": 2,
-        "tensor": 2,
-        "zero_stage": 3,
-        "accumulation": "layered",
-        "microbatches": 2,
-    },
-    {"fsdp": 4, "context": 2, "zero_stage": 2, "microbatches": 2, "remat": "full"},
-    {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "1f1b", "zero_stage": 3},
-    {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "interleaved", "virtual_stages": 2},
-    {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"},
-]
+LAYERED = {"zero_stage": 3, "accumulation": "layered", "microbatches": 2}
+LAYOUTS = {
+    "two stacks": [
+        {"data": 2, "fsdp": 2, "tensor": 2, **LAYERED},
+        {"fsdp": 4, "context": 2, "zero_stage": 2, "microbatches": 2, "remat": "full"},
+        {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "1f1b"},
+        {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "interleaved"},
+        {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"},
+    ],
+    "local and global layers": [
+        {"data": 2, "fsdp": 2, "context": 2, **LAYERED},
+        {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"},
+    ],
+    "own block and loss": [
+        {"fsdp": 2, "tensor": 2, "context": 2, **LAYERED, "remat": "save_matmuls"},
+        {"pipeline": 2, "data": 2, "fsdp": 2, "microbatches": 2, "schedule": "interleaved"},
+    ],
+}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_model_of_two_stacks_is_one_device_in_float64(layout):
-    (expected, params, sums), (found, others, evaluated) = one_device(), run(**layout)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, id=f"{name}-{layout}")
+        for name, layouts in LAYOUTS.items()
+        for layout in layouts
+    ],
+)
+def test_a_model_is_one_device_in_float64(name, layout):
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12),
-        (found, others, tuple(evaluated)),
-        (expected, params, tuple(sums)),
+        run(name, **layout),
+        on_one_device(name),
     )
+
+
+def test_the_page_shows_the_own_model_and_its_code_runs():
+    page = pathlib.Path("docs/own_model.md").read_text()
+    model, *others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert model.splitlines() == OWN_MODEL.read_text().splitlines()[2:]
+    assert len(model.splitlines()) < 60
+    found = dict(vars(sys.modules[OWN_MODEL.stem]))
+    for block in others:
+        exec(block, found)
+    assert found["engine"].model.settings.late_weight == 2
+
+    # The classifier, with labels for targets.
+    settings = found["LabelSettings"](family="my_model:Classifier", vocab_size=VOCABULARY, **SIZES)
+    config = make_config(Case({**SIZES, "num_layers": 2}), tensor=2)
+    config = dataclasses.replace(config, model=settings)
+    engine = make_engine(
+        config, make_mesh(config.layout, jax.devices()[:2]), model=found["Classifier"]
+    )
+    (batch, *_), state = make_batches({}), engine.init(jax.random.key(0))
+    for _ in range(20):
+        state, metrics = engine.step(state, engine.shard(batch._replace(targets=batch.tokens % 3)))
+    assert metrics.loss < 0.9 * np.log(3)
