@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ from jaxscale.training.kernels import attention_name, make_kernels
 from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.remat import from_host, rematerialised_attention
 from jaxscale.training.xla_options import step_options
+
+log = logging.getLogger("jaxscale")
 
 Tree = Any
 MakeModel = Callable[[Any, Kernels], Model]
@@ -169,7 +172,9 @@ def make_engine(
 
     init = _make_init(built, optimizer, stages)
     shapes = jax.eval_shape(init, jax.random.key(0))
-    axes = TrainState((), built.axes, optimizers.state_axes(optimizer, shapes.params, built.axes))
+    said = functools.partial(_replicated_state, stages is not None)
+    axes = optimizers.state_axes(optimizer, shapes.params, built.axes, said)
+    axes = TrainState((), built.axes, axes)
     axes = spread_outer(axes, layout.sizes, _width(built))
     axes = whole_kv_heads(axes, shapes, layout.sizes)
     zero = dataclasses.replace(zero, axes=axes.params)
@@ -381,6 +386,26 @@ def _head_cost(config: Config, model: Model) -> float:
         return config.model.head_cost(config.data.seq_len)
     counted = count_forward_flops(model, example(config, model), RematPolicy("none", ()))
     return counted.head * sum(stack.num_layers for stack in model.stacks) / counted.layers
+
+
+def _replicated_state(
+    in_pipeline: bool, name: str, shape: tuple, param_shape: tuple, in_layers: bool
+) -> None:
+    """Says that an array of an optimizer's state is replicated.
+
+    Raises:
+      ValueError: it has a part for each layer perhaps, which a pipeline cannot place.
+    """
+    if in_pipeline and in_layers:
+        raise ValueError(
+            f"the optimizer's {name} has shape {shape}, and its parameter {param_shape}: a "
+            "pipeline places the layers of arrays of the parameter's shape only; set "
+            "layout.pipeline = 1, or use another optimizer"
+        )
+    log.info(
+        f"the optimizer's {name} {list(shape)} is replicated: it has not the shape of its "
+        f"parameter, {list(param_shape)}"
+    )
 
 
 def _width(model: Model) -> int:
