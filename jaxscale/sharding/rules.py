@@ -27,6 +27,7 @@ WEIGHTS: Rules = {
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "positions": (),
+    "buckets": (),
 }
 ACTIVATIONS: Rules = {
     "batch": ("data", "fsdp"),
@@ -40,6 +41,7 @@ ACTIVATIONS: Rules = {
     "head_dim": (),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
+    "buckets": (),
 }
 SETTINGS = {
     "embed": "model.d_model",
