@@ -86,7 +86,12 @@ class DataConfig:
     @property
     def tokens_per_step(self) -> int:
         """Positions of a global batch, padding included."""
-        return self.global_batch_size * self.seq_len
+        return self.global_batch_size * (self.seq_len + self.target_len)
+
+    @property
+    def output_len(self) -> int:
+        """Tokens of the sequence that has targets: the decoder's."""
+        return self.target_len or self.seq_len
 
 
 OBJECTIVES = ("causal", "prefix", "span_corruption", "ul2", "masked")
@@ -247,10 +252,16 @@ class Config:
                 "data.objective = 'masked' needs bidirectional attention, and model.family = "
                 f"{model.family!r} is causal; choose causal, prefix, span_corruption or ul2"
             )
-        if self.data.target_len:
+        if self.data.target_len and not model.num_encoder_layers:
             raise ValueError(
                 f"data.target_len = {self.data.target_len} is of a decoder with an encoder, which "
                 f"model.family = {model.family!r} does not have; set data.target_len = 0"
+            )
+        if model.num_encoder_layers and not self.data.target_len:
+            raise ValueError(
+                f"model.family = {model.family!r} has an encoder, which reads data.seq_len = "
+                f"{self.data.seq_len} tokens, and a decoder; set data.target_len, the tokens that "
+                f"it writes, and data.objective to {' or '.join(PAIRED_OBJECTIVES)}"
             )
 
     @property

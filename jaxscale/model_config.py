@@ -29,6 +29,7 @@ CHOICES = {
     "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu"),
     "attention_bias": ("none", "qkv", "all"),
     "positions": ("rotary", "learned", "none"),
+    "relative_bias": ("none", "shared", "layer"),
     "rope_scaling": ("none", "linear", "llama3", "yarn"),
     "attention": ATTENTIONS,
     "compute_dtype": DTYPES,
@@ -64,6 +65,11 @@ class ModelSettings:
     def attention_soft_cap(self) -> float:
         """Attention's scores have none; a record whose model has one says so in a field."""
         return 0.0
+
+    @property
+    def attention_uses(self) -> tuple[str, ...]:
+        """What a layer asks of attention, of `ops.attention.USES`."""
+        return ("soft_cap",) if self.attention_soft_cap else ()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -117,7 +123,8 @@ def settings_record(family: str) -> type:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer, of any family of `jaxscale.model_families`.
+    """A transformer of any family of `jaxscale.model_families`: a decoder, or an encoder and a
+    decoder where `num_encoder_layers` is not zero.
 
     Options left out take the family's value. Its record says which options a user may set; another
     value for one of the others is refused.
@@ -146,6 +153,11 @@ class ModelConfig:
     qk_norm_over_heads: bool = option(False)  # its mean is over all heads; each has its own scale
     causal: bool = option(True)
 
+    num_encoder_layers: int = option(0)  # beside num_layers of the decoder that reads it
+    relative_bias: str = option("none")  # of attention by distance: one table, or one a layer (T5)
+    relative_buckets: int = option(32)  # of the distances with a bias of their own
+    relative_max_distance: int = option(128)  # from where on all have the same
+
     positions: str = option("rotary")
     rope_theta: float = option(10_000.0)
     local_rope_theta: float = option(0.0)  # of local layers, unscaled; 0 is as in global ones
@@ -165,6 +177,7 @@ class ModelConfig:
     attention_soft_cap: float = option(0.0)  # cap * tanh(score / cap); 0 is none
     scaled_embedding: bool = option(False)  # by the square root of d_model
     tied_embeddings: bool = option(False)
+    scaled_head: bool = option(False)  # its inputs are over the square root of d_model (T5 1.0)
     logit_soft_cap: float = option(0.0)  # cap * tanh(logits / cap); 0 is none
 
     z_loss: float = 0.0  # weight of log(Z)^2
@@ -188,6 +201,8 @@ class ModelConfig:
             d_ff=1,
             vocab_size=2,
             max_seq_len=1,
+            num_encoder_layers=int(self.relative_bias != "none"),
+            relative_buckets=4,
             norm_eps=0,
             local_rope_theta=0,
             rope_factor=1,
@@ -274,9 +289,19 @@ class ModelConfig:
     @property
     def has_formulas(self) -> bool:
         """Whether the planner has formulas for the model's memory and time."""
-        return not is_own_family(self.family)
+        return not (is_own_family(self.family) or self.num_encoder_layers)
 
     # What a layer does.
+
+    @property
+    def attention_uses(self) -> tuple[str, ...]:
+        """What a layer asks of attention, of `ops.attention.USES`."""
+        asked = {
+            "soft_cap": self.attention_soft_cap,
+            "bias": self.relative_bias != "none",
+            "cross": self.num_encoder_layers,
+        }
+        return tuple(use for use, is_asked in asked.items() if is_asked)
 
     @property
     def period(self) -> int:
@@ -326,7 +351,7 @@ class ModelConfig:
 
     @property
     def num_layer_params(self) -> int:
-        """Parameters of one layer, exact."""
+        """Parameters of one layer, exact; where there is an encoder, of one of its layers."""
         heads = self.num_heads * self.head_dim
         keys = self.num_kv_heads * self.head_dim
         total = 2 * self.d_model * (heads + keys) + (2 + self.gated) * self.d_model * self.d_ff
@@ -338,7 +363,22 @@ class ModelConfig:
             total += self.d_model
         if self.mlp_bias:
             total += (1 + self.gated) * self.d_ff + self.d_model
+        if self.relative_bias == "layer":
+            total += self.relative_buckets * self.num_heads
         return total + (4 if self.norm_placement == "both" else 2) * self._norm_params
+
+    @property
+    def _encoder_params(self) -> int:
+        """What an encoder adds: its layers and norm, cross attention in each layer of the decoder,
+        and the tables of relative positions that the layers share."""
+        if not self.num_encoder_layers:
+            return 0
+        heads = self.num_heads * self.head_dim
+        keys = self.num_kv_heads * self.head_dim
+        cross = 2 * self.d_model * (heads + keys) + self._norm_params
+        tables = 2 * self.relative_buckets * self.num_heads * (self.relative_bias == "shared")
+        layers = self.num_encoder_layers * self.num_layer_params
+        return layers + self._norm_params + self.num_layers * cross + tables
 
     @property
     def _norm_params(self) -> int:
@@ -351,7 +391,7 @@ class ModelConfig:
         head = 0 if self.tied_embeddings else embedding
         positions = self.max_seq_len * self.d_model if self.positions == "learned" else 0
         layers = self.num_layers * self.num_layer_params
-        return layers + embedding + head + positions + self._norm_params
+        return layers + embedding + head + positions + self._norm_params + self._encoder_params
 
     @property
     def published_params(self) -> int:

@@ -9,7 +9,7 @@ In an environment of its own, since the package does without torch:
 A golden is a folder: `config.json` and `model.safetensors` as `save_pretrained` writes them, and
 `expected.safetensors` with tokens, attention mask and positions [batch, time], of which the second
 row ends and the third begins with padding, and float32 logits [batch, time, vocab] of eager
-attention. Each has the settings of one line of `CASES`; together the lines of a family turn every
+attention; of an encoder-decoder also tokens and mask of the decoder, whose logits they are. Each has the settings of one line of `CASES`; together the lines of a family turn every
 setting that its config has and `jaxscale.model_families` knows.
 """
 
@@ -50,6 +50,20 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+T5 = {
+    "vocab_size": 67,
+    "d_model": 24,
+    "d_kv": 8,
+    "d_ff": 40,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "feed_forward_proj": "gated-gelu",
+    "decoder_start_token_id": 0,
+}
+T5_FIRST = {"feed_forward_proj": "relu", "layer_norm_epsilon": 0.1}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -241,15 +255,36 @@ CASES = {
         "GPTNeoX",
         NEOX | {"rope_parameters": LINEAR | {"partial_rotary_factor": 1.0}},
     ),
+    # T5
+    "t5": ("T5", T5 | {"tie_word_embeddings": False}),
+    "t5_first": ("T5", T5 | T5_FIRST),
+    "mt5": ("MT5", T5 | {"num_layers": 3, "num_decoder_layers": 2}),
+    "mt5_tied": ("MT5", T5 | T5_FIRST),
+    "umt5": ("UMT5", T5),
+    "umt5_tied": ("UMT5", T5 | T5_FIRST | {"feed_forward_proj": "gated-silu"}),
 }
 
+PAIRS = ("T5", "MT5", "UMT5")
+"""Encoder-decoders."""
 
-def make_model(kind: str, settings: dict) -> torch.nn.Module:
+UNTIED = ("t5", "mt5", "umt5")
+"""Goldens whose head is a matrix of its own: transformers 5 ties those of new T5s always, and reads
+untied ones from their files."""
+
+
+def make_model(kind: str, settings: dict, untied: bool) -> torch.nn.Module:
     """A model in float32 whose every parameter is far from zero, and from one in norms."""
     config = getattr(transformers, f"{kind}Config")(**settings)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    auto = (
+        transformers.AutoModelForSeq2SeqLM if kind in PAIRS else transformers.AutoModelForCausalLM
+    )
+    model = auto.from_config(config, attn_implementation="eager")
+    if untied:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+        # As in published files. UMT5 scales the inputs of its head unless this says no.
+        model.config.tie_word_embeddings = False
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -273,7 +308,7 @@ def make_batch(vocab_size: int) -> dict[str, torch.Tensor]:
 def write(name: str) -> None:
     """Makes the golden of one case."""
     kind, settings = CASES[name]
-    model, folder = make_model(kind, settings), GOLDENS / name
+    model, folder = make_model(kind, settings, name in UNTIED), GOLDENS / name
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -292,12 +327,17 @@ def write(name: str) -> None:
 def write_logits(model: torch.nn.Module, folder: pathlib.Path) -> None:
     """Writes tokens and the model's logits to `expected.safetensors`."""
     batch = make_batch(model.config.vocab_size)
+    given = {"input_ids": batch["tokens"], "attention_mask": batch["mask"]}
+    if model.config.is_encoder_decoder:
+        del batch["positions"]
+        batch["decoder_tokens"] = batch["tokens"].flip(0, 1)[:, 2:].contiguous()
+        batch["decoder_mask"] = batch["mask"].roll(1, 0)[:, 2:].contiguous()
+        given["decoder_input_ids"] = batch["decoder_tokens"]
+        given["decoder_attention_mask"] = batch["decoder_mask"]
+    else:
+        given["position_ids"] = batch["positions"]
     with torch.no_grad():
-        logits = model(
-            input_ids=batch["tokens"],
-            attention_mask=batch["mask"],
-            position_ids=batch["positions"],
-        ).logits
+        logits = model(**given).logits
     arrays = {key: value.to(torch.int32) for key, value in batch.items()}
     save_file({**arrays, "logits": logits.contiguous()}, folder / "expected.safetensors")
 
@@ -315,7 +355,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.logits:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(options.logits)
+        pairs = config.is_encoder_decoder
+        auto = transformers.AutoModelForSeq2SeqLM if pairs else transformers.AutoModelForCausalLM
+        model = auto.from_pretrained(
             options.logits, attn_implementation="eager", dtype=torch.float32
         )
         write_logits(model.eval(), options.logits)

@@ -21,7 +21,7 @@ from jaxscale.models.block import Block, Cache, Norm
 from jaxscale.models.forward import scan_periods
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
-from jaxscale.models.weights import Weights
+from jaxscale.models.weights import Weights, axes_of, module_of, params_of, stack_axes, stack_params
 from jaxscale.ops.attention import attention
 from jaxscale.ops.loss import logits
 
@@ -117,32 +117,23 @@ class Decoder:
     def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
         """Fresh parameters; they depend on the key alone. None stacks all layers in order."""
         embed_key, layers_key, head_key = jax.random.split(key, 3)
-        layer_keys = jax.random.split(layers_key, self.settings.num_layers)
-        make = jax.vmap(lambda key: _params(type(self).block_type(self.settings, key)))
-        if rows is None:
-            layers = make(layer_keys)
-        else:
-            row = rows["layers"]
-            layers = jax.tree.map(
-                lambda x: jnp.where(row.reshape(-1, *(1,) * (x.ndim - 1)) >= 0, x, 0),
-                make(layer_keys[row]),
-            )
+        keys = jax.random.split(layers_key, self.settings.num_layers)
+        row = None if rows is None else rows["layers"]
         return {
-            "embed": _params(Embedding(self.settings, embed_key)),
-            "layers": layers,
-            "head": _params(type(self).head_type(self.settings, head_key)),
+            "embed": params_of(Embedding(self.settings, embed_key)),
+            "layers": stack_params(
+                functools.partial(type(self).block_type, self.settings), keys, row
+            ),
+            "head": params_of(type(self).head_type(self.settings, head_key)),
         }
 
     @property
     def axes(self) -> Params:
         """The tree of parameters with the tuple of logical axes in place of each array."""
-        blocks = _axes(type(self).block_type, self.settings)
         return {
-            "embed": _axes(Embedding, self.settings),
-            "layers": jax.tree.map(
-                lambda axes: ("layers", *axes), blocks, is_leaf=lambda node: type(node) is tuple
-            ),
-            "head": _axes(type(self).head_type, self.settings),
+            "embed": axes_of(Embedding, self.settings),
+            "layers": stack_axes(type(self).block_type, self.settings),
+            "head": axes_of(type(self).head_type, self.settings),
         }
 
     def embed(self, embed: Params, batch: Batch) -> jax.Array:
@@ -232,19 +223,4 @@ class Decoder:
         return module.norm(x_BTD), matrix
 
     def _module(self, kind: type[nnx.Module], params: Params) -> Any:
-        return nnx.merge(_graph(kind, self.settings)[0], params)
-
-
-def _params(module: nnx.Module) -> Params:
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
-
-
-def _graph(kind: Callable[..., nnx.Module], config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: kind(config, jax.random.key(0))), nnx.Param)
-
-
-def _axes(kind: Callable[..., nnx.Module], config: ModelConfig) -> Params:
-    state = _graph(kind, config)[1]
-    return nnx.to_pure_dict(
-        jax.tree.map(lambda param: param.axes, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
-    )
+        return module_of(kind, self.settings, params)

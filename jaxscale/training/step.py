@@ -20,6 +20,7 @@ from jaxscale.data.device_batch import local_rows, shard_batch, unpack_sharded
 from jaxscale.layout import Layout, RematPolicy
 from jaxscale.model_config import find_make, is_own_family
 from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Model, Sums
 from jaxscale.pipeline.layer_placement import LayerPlacement
@@ -213,7 +214,9 @@ def make_engine(
 
 def find_model(settings: Any) -> MakeModel:
     """The function that makes the model of `model.family`."""
-    return find_make(settings.family) if is_own_family(settings.family) else Decoder
+    if is_own_family(settings.family):
+        return find_make(settings.family)
+    return EncoderDecoder if settings.num_encoder_layers else Decoder
 
 
 def _make_zero(config: Config, model: Model, stages: PipelineStages | None, rules: Rules) -> Zero:
@@ -352,12 +355,18 @@ def _make_step(
             updates, opt_state = optimizer.update(grads, opt_state, params)
             params = optax.apply_updates(params, updates)
             params = jax.lax.with_sharding_constraint(params, shardings.params)
-        tokens = jnp.sum(batch.segments != 0, dtype=jnp.int32)
+        tokens = count_tokens(batch)
         loss, others = sums["nll"] / count, _others(sums, count)
         metrics = StepMetrics(loss, grad_norm, tokens, count, others)
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return step
+
+
+def count_tokens(batch: Batch) -> jax.Array:
+    """Positions that are no padding, an encoder's too."""
+    both = [batch.segments, dict(batch.extras).get("encoder_segments")]
+    return sum(jnp.sum(x != 0, dtype=jnp.int32) for x in both if x is not None)
 
 
 def _others(sums: Sums, count: jax.Array) -> Sums:

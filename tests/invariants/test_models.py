@@ -38,10 +38,22 @@ def import_own_model() -> str:
 
 
 class Case(NamedTuple):
-    """A model, and what `make_engine` needs beside its settings."""
+    """A model, its data, and what `make_engine` needs beside its settings."""
 
     settings: dict
     own: Callable[[], dict[str, Any]] = dict
+    data: dict = {}  # noqa: RUF012
+
+
+T5 = {
+    "family": "t5",
+    "num_layers": 4,
+    "num_encoder_layers": 4,
+    **{**SIZES, "num_kv_heads": 4},
+    "relative_buckets": 8,
+    "relative_max_distance": 12,
+}
+PAIRS = {"target_len": 8, "objective": "span_corruption"}
 
 
 CASES = {
@@ -59,6 +71,10 @@ CASES = {
             **SIZES,
         }
     ),
+    "t5": Case(T5, data=PAIRS),
+    "umt5": Case(
+        {**T5, "family": "umt5", "tied_embeddings": True, "scaled_head": True}, data=PAIRS
+    ),
     "own block and loss": Case(
         {"family": import_own_model(), "num_layers": 4, **SIZES},
         lambda: {"optimizer": optax.lamb(1e-3)},
@@ -70,7 +86,7 @@ def make_config(case: Case, **layout) -> Config:
     return from_dict(
         {
             "model": {**case.settings, **FLOAT64, "vocab_size": VOCABULARY},
-            "data": {"global_batch_size": BATCH, "seq_len": SEQ_LEN},
+            "data": {"global_batch_size": BATCH, "seq_len": SEQ_LEN, **case.data},
             "optimizer": {
                 "accumulation_dtype": "float64",
                 "moment_dtype": "float64",
@@ -81,19 +97,25 @@ def make_config(case: Case, **layout) -> Config:
     )
 
 
-def make_batches(extras: dict) -> list[Batch]:
+def make_batches(extras: dict, length: int = SEQ_LEN) -> list[Batch]:
+    """Two documents a row, and padding at the end of an encoder's."""
     random, found = np.random.default_rng(0), []
 
-    def draw(length: int) -> np.ndarray:
+    def draw(name: str, length: int) -> np.ndarray:
+        place = np.broadcast_to(np.arange(length, dtype=np.int32), (BATCH, length))
+        if name.endswith("segments"):
+            return np.where(place == length - 1, 0, 1 + place // 6 % 2).astype(np.int32)
+        if name.endswith("positions"):
+            return place % 6
         return random.integers(0, VOCABULARY, (BATCH, length), np.int32)
 
     for _ in range(STEPS):
-        tokens = draw(SEQ_LEN)
-        place = np.broadcast_to(np.arange(SEQ_LEN, dtype=np.int32), tokens.shape)
+        tokens, cut = draw("tokens", length), length // 2 + 1
+        place = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
         weights = (random.random(tokens.shape) < 0.8).astype(np.float32)
-        more = {name: draw(length) for name, (length, _) in extras.items()}
-        batch = Batch(tokens, np.roll(tokens, -1), 1 + place // 9, place % 9, weights, more or ())
-        found.append(batch)
+        more = {name: draw(name, size) for name, (size, _) in extras.items()} or ()
+        documents = 1 + place // cut, place % cut
+        found.append(Batch(tokens, np.roll(tokens, -1), *documents, weights, more))
     return found
 
 
@@ -109,7 +131,8 @@ def run(name: str, **layout):
     jax.tree.map(
         np.testing.assert_array_equal, *jax.device_get((to_canonical(state.params), canonical))
     )
-    found, batches = [], make_batches(dict(engine.model.extras(SEQ_LEN)))
+    extras = dict(engine.model.extras(SEQ_LEN))
+    found, batches = [], make_batches(extras, config.data.output_len)
     for batch in batches:
         state, metrics = engine.step(state, engine.shard(batch))
         found.append(metrics)
@@ -135,6 +158,12 @@ LAYOUTS = {
         {"data": 2, "fsdp": 2, "context": 2, **LAYERED},
         {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"},
     ],
+    "t5": [
+        {"data": 2, "fsdp": 2, **LAYERED},
+        {"tensor": 2, "context": 2, "fsdp": 2, "zero_stage": 3},
+        {"pipeline": 2, "tensor": 2, "microbatches": 4, "schedule": "interleaved"},
+    ],
+    "umt5": [{"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"}],
     "own block and loss": [
         {"fsdp": 2, "tensor": 2, "context": 2, **LAYERED, "remat": "save_matmuls"},
         {"pipeline": 2, "data": 2, "fsdp": 2, "microbatches": 2, "schedule": "interleaved"},
