@@ -71,6 +71,15 @@ YARN = {
 YARN_ALL = YARN | {"beta_fast": 3.0, "beta_slow": 0.25, "truncate": False, "attention_factor": 1.3}
 YARN_SCALES = YARN | {"mscale": 0.8, "mscale_all_dim": 0.4}
 
+BERT = {key: value for key, value in NEOX.items() if not key.endswith("_token_id")}
+ESM = BERT | {
+    "vocab_size": 33,
+    "mask_token_id": 32,
+    "pad_token_id": 1,
+    "position_embedding_type": "rotary",
+}
+MASKED = ("Bert", "Esm")
+
 CHATS = ("llama_chat",)
 """Goldens with a tokenizer and a chat template."""
 
@@ -244,6 +253,18 @@ CASES = {
         "GPTNeoX",
         NEOX | {"rope_parameters": LINEAR | {"partial_rotary_factor": 1.0}},
     ),
+    # BERT
+    "bert": ("Bert", BERT),
+    "bert_types": (
+        "Bert",
+        BERT | {"type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 0.1},
+    ),
+    # ESM-2
+    "esm": ("Esm", ESM | {"token_dropout": True, "layer_norm_eps": 1e-5}),
+    "esm_plain": (
+        "Esm",
+        ESM | {"emb_layer_norm_before": True, "rope_theta": 100.0, "layer_norm_eps": 0.1},
+    ),
 }
 
 
@@ -252,7 +273,8 @@ def make_model(kind: str, settings: dict) -> torch.nn.Module:
     config = getattr(transformers, f"{kind}Config")(**settings)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    auto = "AutoModelForMaskedLM" if kind in MASKED else "AutoModelForCausalLM"
+    model = getattr(transformers, auto).from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -289,14 +311,28 @@ def write(name: str) -> None:
     print(f"{name}: {kinds}, {size} bytes")
 
 
+def make_masked_batch(config: transformers.PretrainedConfig) -> dict[str, torch.Tensor]:
+    """The same with mask tokens, the last id, and of BERT with every token type."""
+    batch = make_batch(config.vocab_size - 1)
+    batch["tokens"][0, ::5] = config.vocab_size - 1
+    batch["tokens"][2, 7::4] = config.vocab_size - 1
+    if config.model_type == "bert":
+        types = torch.arange(TIME) * config.type_vocab_size // TIME
+        batch["token_types"] = types.expand(BATCH, TIME).contiguous()
+    return batch
+
+
 def write_logits(model: torch.nn.Module, folder: pathlib.Path) -> None:
     """Writes tokens and the model's logits to `expected.safetensors`."""
-    batch = make_batch(model.config.vocab_size)
+    masked = type(model).__name__.startswith(MASKED)
+    batch = make_masked_batch(model.config) if masked else make_batch(model.config.vocab_size)
+    types = {"token_type_ids": batch["token_types"]} if "token_types" in batch else {}
     with torch.no_grad():
         logits = model(
             input_ids=batch["tokens"],
             attention_mask=batch["mask"],
             position_ids=batch["positions"],
+            **types,
         ).logits
     arrays = {key: value.to(torch.int32) for key, value in batch.items()}
     save_file({**arrays, "logits": logits.contiguous()}, folder / "expected.safetensors")
@@ -315,7 +351,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.logits:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        kind = transformers.AutoConfig.from_pretrained(options.logits).model_type
+        masked = kind.capitalize() in MASKED
+        auto = "AutoModelForMaskedLM" if masked else "AutoModelForCausalLM"
+        model = getattr(transformers, auto).from_pretrained(
             options.logits, attn_implementation="eager", dtype=torch.float32
         )
         write_logits(model.eval(), options.logits)

@@ -21,7 +21,7 @@ from jaxscale.training.step import Engine, TrainState
 
 log = logging.getLogger("jaxscale")
 
-MAY_DIFFER = ("init_from", "attention", "compute_dtype", "param_dtype", "z_loss")
+MAY_DIFFER = ("init_from", "attention", "causal", "compute_dtype", "param_dtype", "z_loss")
 """Settings of a model that do not change what its weights mean."""
 
 

@@ -27,6 +27,8 @@ WEIGHTS: Rules = {
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "positions": (),
+    "token_types": (),
+    "transform": (),  # of a head, between its two matrices: each rank transforms its own tokens
 }
 ACTIVATIONS: Rules = {
     "batch": ("data", "fsdp"),

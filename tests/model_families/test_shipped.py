@@ -39,6 +39,9 @@ PUBLISHED = {
     "phi3": (sizes(32, 3072, 32, 32, 96, 8192, 32064), 3_821_079_552),
     "gpt": (sizes(12, 768, 12, 12, 64, 3072, 50257) | {"max_seq_len": 1024}, 124_439_808),
     "gpt_neox": (sizes(16, 2048, 8, 8, 256, 8192, 50304), 1_011_781_632),
+    # Without the pooler, and without the contact head and its 121 parameters.
+    "bert": (sizes(12, 768, 12, 12, 64, 3072, 30522) | {"max_seq_len": 512}, 109_514_298),
+    "esm": (sizes(6, 320, 20, 20, 16, 1280, 33), 7_512_353),
 }
 
 
