@@ -369,12 +369,12 @@ class ModelConfig:
 
         Two per multiply-add; the matrix multiplications of the layers and of the head, and
         attention over the keys that a query attends to (`causal=False` counts all, as several other
-        trainers do, and as a model that is not causal does). Norms, activations, the softmax and the embedding lookup are left out.
+        trainers do, and as is right for a model that is not causal). Norms, activations, the
+        softmax and the embedding lookup are left out.
         This is the numerator of MFU.
         """
         return 3 * (
-            self.layer_forward_flops(seq_len, causal) * self.num_layers
-            + self.head_forward_flops
+            self.layer_forward_flops(seq_len, causal) * self.num_layers + self.head_forward_flops
         )
 
     def hardware_flops_per_token(

@@ -4,12 +4,13 @@ A family is added with a file beside this one and a line in `SHIPPED`.
 """
 
 from jaxscale.choices import check_choice, did_you_mean
+from jaxscale.model_families.bert import BERT
+from jaxscale.model_families.esm import ESM
 from jaxscale.model_families.family import Family
 from jaxscale.model_families.gemma import GEMMA2, GEMMA3
 from jaxscale.model_families.gpt import GPT
 from jaxscale.model_families.gpt_neox import GPT_NEOX
 from jaxscale.model_families.llama import LLAMA
-from jaxscale.model_families.masked import BERT, ESM
 from jaxscale.model_families.mistral import MISTRAL
 from jaxscale.model_families.olmo2 import OLMO2
 from jaxscale.model_families.phi3 import PHI3

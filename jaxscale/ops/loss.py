@@ -211,9 +211,7 @@ def _loss_forward(
     def step(carry, chunk):
         x_CD, x_DC, targets_C, weights_C = chunk
         loss_sum, nll_sum, grad_head_DV, grad_bias_V = carry
-        loss, nll, logits_gradient = _chunk_loss(
-            static, x_CD, narrow, bias_V, targets_C, weights_C
-        )
+        loss, nll, logits_gradient = _chunk_loss(static, x_CD, narrow, bias_V, targets_C, weights_C)
         grad_CV = logits_gradient()
         grad_x_CD = matmul("CV,VD->CD" if static.transposed else "CV,DV->CD", grad_CV, narrow)
         grad_head_DV += matmul("DC,CV->DV", x_DC, grad_CV)

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxscale import config
-from jaxscale.config import Config, ModelConfig
+from jaxscale.config import Config, DataConfig, ModelConfig
 from jaxscale.model_families.shipped import FAMILIES, SHIPPED
 from jaxscale.models.decoder import Decoder, plain_kernels
 
@@ -57,7 +57,8 @@ def test_parameters_are_those_of_a_published_model(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_has_at_most_80_leaves_and_only_those_of_its_family(name):
-    run = Config(model=ModelConfig(family=name))
+    model = ModelConfig(family=name)
+    run = Config(model=model, data=DataConfig(objective="causal" if model.causal else "masked"))
     sections = config.to_dict(run)
     assert sum(len(section) for section in sections.values()) <= 80
     assert set(FAMILIES[name].settings) <= set(sections["model"])

@@ -1,4 +1,4 @@
-"""BERT and ESM-2: both sides of a masked token predict it."""
+"""BERT: norms after each residual, and both sides of a masked token predict it."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from jaxscale.model_families.hf_config import (
     refuse_rest,
     sizes_to_hf,
 )
-from jaxscale.model_families.hf_tensors import matrix, norm_rules, outer, stored, vector
+from jaxscale.model_families.hf_tensors import matrix, norm_rules, stored, vector
 from jaxscale.model_families.tensor_rule import TensorRule
 
 FIXED: Mapping[str, Any] = {
@@ -31,7 +31,8 @@ RENAMED = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNo
 """The names of BERT's own code, which transformers still writes for some models."""
 
 
-def _pop_both(rest: dict[str, Any]) -> dict[str, Any]:
+def pop_encoder(rest: dict[str, Any]) -> dict[str, Any]:
+    """The settings that BERT and ESM share."""
     rest.setdefault("max_position_embeddings", 512)
     expect(rest, "is_decoder", False)
     expect(rest, "add_cross_attention", False)
@@ -41,10 +42,9 @@ def _pop_both(rest: dict[str, Any]) -> dict[str, Any]:
     return {**pop_sizes(rest), "norm_eps": pop(rest, "layer_norm_eps", 1e-12)}
 
 
-def _both_to_hf(model: Model) -> dict[str, Any]:
-    refuse_options(
-        model, causal=False, num_kv_heads=model.num_heads, head_dim=head_size_of(model)
-    )
+def encoder_to_hf(model: Model) -> dict[str, Any]:
+    """The inverse of `pop_encoder`."""
+    refuse_options(model, causal=False, num_kv_heads=model.num_heads, head_dim=head_size_of(model))
     sizes = sizes_to_hf(model)
     del sizes["num_key_value_heads"], sizes["head_dim"]
     return {**sizes, "layer_norm_eps": model.norm_eps}
@@ -53,7 +53,7 @@ def _both_to_hf(model: Model) -> dict[str, Any]:
 def _bert_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     rest = dict(hf)
     ours = {
-        **_pop_both(rest),
+        **pop_encoder(rest),
         "activation": pop_activation(rest, "hidden_act", "gelu"),
         "token_types": pop(rest, "type_vocab_size", 2),
     }
@@ -65,54 +65,13 @@ def _bert_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bert_to_hf(model: Model) -> dict[str, Any]:
     return {
-        **_both_to_hf(model),
+        **encoder_to_hf(model),
         "hidden_act": activation_to_hf(model),
         "type_vocab_size": model.token_types,
     }
 
 
-def _esm_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = dict(hf)
-    mask = pop(rest, "mask_token_id", None)
-    if "rope_parameters" in rest:
-        rest["rope_theta"] = (rest.pop("rope_parameters") or {}).get("rope_theta", 10_000.0)
-    ours = {
-        **_pop_both(rest),
-        "rope_theta": pop(rest, "rope_theta", 10_000.0),
-        "embedding_norm": bool(pop(rest, "emb_layer_norm_before", None)),
-        "dropped_token": -1,
-    }
-    if pop(rest, "token_dropout", False):
-        if mask is None:
-            raise ValueError("config.json has token_dropout = true and no mask_token_id")
-        ours["dropped_token"] = mask
-    # ESM-1 and ESM-1b have a table of positions.
-    if pop(rest, "position_embedding_type", "absolute") != "rotary":
-        raise ValueError(
-            "config.json has position_embedding_type = 'absolute', as ESM-1b; for esm it can be "
-            "'rotary', as ESM-2"
-        )
-    expect(rest, "hidden_act", "gelu")
-    expect(rest, "is_folding_model", False)
-    for name in ("esmfold_config", "vocab_list"):
-        expect(rest, name, None)
-    refuse_rest(rest)
-    return ours
-
-
-def _esm_to_hf(model: Model) -> dict[str, Any]:
-    drops = model.dropped_token >= 0
-    return {
-        **_both_to_hf(model),
-        "rope_theta": model.rope_theta,
-        "position_embedding_type": "rotary",
-        "emb_layer_norm_before": model.embedding_norm,
-        "token_dropout": drops,
-        **({"mask_token_id": model.dropped_token} if drops else {}),
-    }
-
-
-def _layer_tensors(model: Model, layer: str, norms: Mapping[str, str]) -> Iterator[TensorRule]:
+def layer_tensors(model: Model, layer: str, norms: Mapping[str, str]) -> Iterator[TensorRule]:
     """Attention, MLP and norms of a layer.
 
     Args:
@@ -133,7 +92,8 @@ def _layer_tensors(model: Model, layer: str, norms: Mapping[str, str]) -> Iterat
         yield vector(f"layers/{param}_bias", f"{layer}.{name}.bias", outputs)
 
 
-def _head_tensors(model: Model, dense: str, norm: str, bias: str) -> Iterator[TensorRule]:
+def head_tensors(model: Model, dense: str, norm: str, bias: str) -> Iterator[TensorRule]:
+    """The head but for the output matrix; names without ".weight", and that of the bias."""
     yield matrix("head/transform", f"{dense}.weight", model.d_model, model.d_model)
     yield vector("head/transform_bias", f"{dense}.bias", model.d_model)
     yield from norm_rules(model, "head/transform_norm", norm)
@@ -146,7 +106,11 @@ def _bert_tensors(model: Model) -> tuple[TensorRule, ...]:
         "attention_post_norm": "attention.output.LayerNorm",
         "mlp_post_norm": "output.LayerNorm",
     }
-    width, decoder, tokens = model.d_model, f"{head}.decoder", f"{embeddings}.word_embeddings.weight"
+    width, decoder, tokens = (
+        model.d_model,
+        f"{head}.decoder",
+        f"{embeddings}.word_embeddings.weight",
+    )
     return (
         stored("embed/tokens", tokens, model.vocab_size, width),
         stored("embed/tokens", f"{decoder}.weight", model.vocab_size, width),
@@ -160,24 +124,11 @@ def _bert_tensors(model: Model) -> tuple[TensorRule, ...]:
             width,
         ),
         *norm_rules(model, "embed/norm", f"{embeddings}.LayerNorm"),
-        *_layer_tensors(model, "bert.encoder.layer.{layer}", norms),
-        *_head_tensors(
+        *layer_tensors(model, "bert.encoder.layer.{layer}", norms),
+        *head_tensors(
             model, f"{head}.transform.dense", f"{head}.transform.LayerNorm", f"{head}.bias"
         ),
         vector("head/output_bias", f"{decoder}.bias", model.vocab_size),
-    )
-
-
-def _esm_tensors(model: Model) -> tuple[TensorRule, ...]:
-    embeddings, decoder = "esm.embeddings", "lm_head.decoder.weight"
-    norms = {"attention_norm": "attention.LayerNorm", "mlp_norm": "LayerNorm"}
-    before = norm_rules(model, "embed/norm", f"{embeddings}.layer_norm")
-    final = "esm.encoder.emb_layer_norm_after"
-    return (
-        *outer(model, f"{embeddings}.word_embeddings.weight", final, decoder),
-        *(before if model.embedding_norm else ()),
-        *_layer_tensors(model, "esm.encoder.layer.{layer}", norms),
-        *_head_tensors(model, "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
     )
 
 
@@ -205,33 +156,4 @@ BERT = Family(
     hf_renamed=RENAMED,
     # The pooler and the head of the next-sentence objective have no part in masked prediction.
     ignored=("bert.pooler.dense.*", "cls.seq_relationship.*", "bert.embeddings.position_ids"),
-)
-
-ESM = Family(
-    name="esm",
-    paper="ESM-2, Science 379 (2023), 10.1126/science.ade2574",
-    settings={
-        "rope_theta": 10_000.0,
-        "norm_eps": 1e-5,
-        "embedding_norm": False,
-        "dropped_token": 32,
-        "causal": False,  # True continues a masked model as a causal one
-    },
-    fixed={**FIXED, "activation": "gelu"},
-    hf_types=("esm",),
-    hf_architectures="EsmForMaskedLM",
-    read_hf=_esm_from_hf,
-    write_hf=_esm_to_hf,
-    tensors=_esm_tensors,
-    hf_prefix="esm.",
-    hf_renamed=RENAMED,
-    # The pooler and the contact head have no part in masked prediction; with rotary positions the
-    # published checkpoints still hold a table of positions that nothing reads.
-    ignored=(
-        "esm.pooler.dense.*",
-        "esm.contact_head.*",
-        "esm.embeddings.position_ids",
-        "esm.embeddings.position_embeddings.weight",
-        "*rotary_embeddings.inv_freq",
-    ),
 )
