@@ -28,6 +28,7 @@ from jaxscale.model_config import (
     is_own_family,
     settings_record,
 )
+from jaxscale.model_families.shipped import find_family
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 
 SHIPPED = pathlib.Path(__file__).parent / "configs"
@@ -247,10 +248,17 @@ class Config:
                 f"layout.remat = {self.layout.remat!r} names mlp_gate, and the MLP of "
                 f"model.family = {model.family!r} has no gate; leave it out"
             )
-        if self.data.objective == "masked" and model.causal:
+        if (self.data.objective == "masked") == model.causal:
+            needs, is_now, others = (
+                ("bidirectional", "causal", "causal, prefix, span_corruption or ul2")
+                if model.causal
+                else ("causal", "not causal", "masked")
+            )
+            setting = "causal" in find_family(model.family).settings
             raise ValueError(
-                "data.objective = 'masked' needs bidirectional attention, and model.family = "
-                f"{model.family!r} is causal; choose causal, prefix, span_corruption or ul2"
+                f"data.objective = {self.data.objective!r} needs {needs} attention, and "
+                f"model.family = {model.family!r} is {is_now} here; choose {others}"
+                + (f", or set model.causal = {not model.causal}" if setting else "")
             )
         if self.data.target_len and not model.num_encoder_layers:
             raise ValueError(

@@ -151,7 +151,7 @@ class ModelConfig:
     mlp_bias: bool = option(False)
     qk_norm: bool = option(False)
     qk_norm_over_heads: bool = option(False)  # its mean is over all heads; each has its own scale
-    causal: bool = option(True)
+    causal: bool = option(True)  # otherwise tokens attend to both sides: for masked objectives
 
     num_encoder_layers: int = option(0)  # beside num_layers of the decoder that reads it
     relative_bias: str = option("none")  # of attention by distance: one table, or one a layer (T5)
@@ -176,6 +176,12 @@ class ModelConfig:
     attention_scale_dim: float = option(0.0)  # scores are over its square root; 0 is head_dim
     attention_soft_cap: float = option(0.0)  # cap * tanh(score / cap); 0 is none
     scaled_embedding: bool = option(False)  # by the square root of d_model
+    token_types: int = option(0)  # rows of BERT's table; tokens are of type 0 where none is given
+    embedding_norm: bool = option(False)
+    # The id whose embedding is zero; the others of its text grow in its place (ESM-2's mask, which
+    # is there in training only). -1 is none.
+    dropped_token: int = option(-1)
+    head_transform: bool = option(False)  # BERT's: a layer before the output matrix, and its bias
     tied_embeddings: bool = option(False)
     scaled_head: bool = option(False)  # its inputs are over the square root of d_model (T5 1.0)
     logit_soft_cap: float = option(0.0)  # cap * tanh(logits / cap); 0 is none
@@ -214,6 +220,8 @@ class ModelConfig:
             attention_scale_dim=0,
             attention_soft_cap=0,
             logit_soft_cap=0,
+            token_types=0,
+            dropped_token=-1,
             z_loss=0,
         )
         if self.num_heads % self.num_kv_heads:
@@ -327,6 +335,11 @@ class ModelConfig:
         return bool(self.layer_pattern) and self.layer_pattern[index % self.period] == "G"
 
     @property
+    def final_norm(self) -> bool:
+        """Whether a norm follows the layers; where each ends with one, none does."""
+        return self.norm_placement != "after_residual"
+
+    @property
     def rotary_dim(self) -> int:
         """Features of a head that are rotated."""
         return int(self.head_dim * self.rope_share)
@@ -391,25 +404,31 @@ class ModelConfig:
         head = 0 if self.tied_embeddings else embedding
         positions = self.max_seq_len * self.d_model if self.positions == "learned" else 0
         layers = self.num_layers * self.num_layer_params
-        return layers + embedding + head + positions + self._norm_params + self._encoder_params
+        types = self.token_types * self.d_model
+        norms = self.final_norm + self.embedding_norm + self.head_transform
+        if self.head_transform:
+            head += self.d_model**2 + self.d_model + self.padded_vocab_size
+        outer = embedding + head + positions + types + norms * self._norm_params
+        return layers + outer + self._encoder_params
 
     @property
     def published_params(self) -> int:
         """The same without the padding rows, as model cards count."""
-        padding = (self.padded_vocab_size - self.vocab_size) * self.d_model
-        return self.num_params - padding * (1 if self.tied_embeddings else 2)
+        rows = self.padded_vocab_size - self.vocab_size
+        width = self.d_model * (1 if self.tied_embeddings else 2) + self.head_transform
+        return self.num_params - rows * width
 
     def flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
         """Floating-point operations that one token of training needs: forward and backward.
 
         Two per multiply-add; the matrix multiplications of the layers and of the head, and
         attention over the keys that a query attends to (`causal=False` counts all, as several other
-        trainers do). Norms, activations, the softmax and the embedding lookup are left out.
+        trainers do, and as is right for a model that is not causal). Norms, activations, the
+        softmax and the embedding lookup are left out.
         This is the numerator of MFU.
         """
         return 3 * (
-            self.layer_forward_flops(seq_len, causal) * self.num_layers
-            + 2 * self.d_model * self.vocab_size
+            self.layer_forward_flops(seq_len, causal) * self.num_layers + self.head_forward_flops
         )
 
     def hardware_flops_per_token(
@@ -437,7 +456,12 @@ class ModelConfig:
 
     def head_cost(self, seq_len: int) -> float:
         """FLOPs of the head over those of a layer; layers are split into stages by it."""
-        return 2 * self.d_model * self.vocab_size / self.layer_forward_flops(seq_len)
+        return self.head_forward_flops / self.layer_forward_flops(seq_len)
+
+    @property
+    def head_forward_flops(self) -> float:
+        """FLOPs of the head's forward pass for a token."""
+        return 2.0 * self.d_model * (self.vocab_size + self.d_model * self.head_transform)
 
     def layer_forward_flops(self, seq_len: int, causal: bool = True) -> float:
         """FLOPs of a mean layer's forward pass for a token."""
@@ -463,7 +487,9 @@ class ModelConfig:
         """Keys that a query of a full sequence attends to, on average over layers."""
         local = sum(self.window(index) > 0 for index in range(self.num_layers))
         window = min(self.sliding_window or seq_len, seq_len)
-        if not causal:
+        if not self.causal and self.sliding_window:  # it reaches as far forward as back
+            window = min(2 * self.sliding_window - 1, seq_len)
+        if not (causal and self.causal):
             near, far = window, seq_len
         else:
             near = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len

@@ -9,8 +9,9 @@ In an environment of its own, since the package does without torch:
 A golden is a folder: `config.json` and `model.safetensors` as `save_pretrained` writes them, and
 `expected.safetensors` with tokens, attention mask and positions [batch, time], of which the second
 row ends and the third begins with padding, and float32 logits [batch, time, vocab] of eager
-attention; of an encoder-decoder also tokens and mask of the decoder, whose logits they are. Each has the settings of one line of `CASES`; together the lines of a family turn every
-setting that its config has and `jaxscale.model_families` knows.
+attention; of an encoder-decoder also tokens and mask of the decoder, whose logits they are. Each
+has the settings of one line of `CASES`; together the lines of a family turn every setting that its
+config has and `jaxscale.model_families` knows.
 """
 
 import argparse
@@ -81,6 +82,15 @@ YARN = {
 }
 YARN_ALL = YARN | {"beta_fast": 3.0, "beta_slow": 0.25, "truncate": False, "attention_factor": 1.3}
 YARN_SCALES = YARN | {"mscale": 0.8, "mscale_all_dim": 0.4}
+
+BERT = {key: value for key, value in NEOX.items() if not key.endswith("_token_id")}
+ESM = BERT | {
+    "vocab_size": 33,
+    "mask_token_id": 32,
+    "pad_token_id": 1,
+    "position_embedding_type": "rotary",
+}
+MASKED = ("Bert", "Esm")
 
 CHATS = ("llama_chat",)
 """Goldens with a tokenizer and a chat template."""
@@ -262,6 +272,18 @@ CASES = {
     "mt5_tied": ("MT5", T5 | T5_FIRST),
     "umt5": ("UMT5", T5),
     "umt5_tied": ("UMT5", T5 | T5_FIRST | {"feed_forward_proj": "gated-silu"}),
+    # BERT
+    "bert": ("Bert", BERT),
+    "bert_types": (
+        "Bert",
+        BERT | {"type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 0.1},
+    ),
+    # ESM-2
+    "esm": ("Esm", ESM | {"token_dropout": True, "layer_norm_eps": 1e-5}),
+    "esm_plain": (
+        "Esm",
+        ESM | {"emb_layer_norm_before": True, "rope_theta": 100.0, "layer_norm_eps": 0.1},
+    ),
 }
 
 PAIRS = ("T5", "MT5", "UMT5")
@@ -277,9 +299,7 @@ def make_model(kind: str, settings: dict, untied: bool) -> torch.nn.Module:
     config = getattr(transformers, f"{kind}Config")(**settings)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    auto = (
-        transformers.AutoModelForSeq2SeqLM if kind in PAIRS else transformers.AutoModelForCausalLM
-    )
+    auto = getattr(transformers, auto_class(kind))
     model = auto.from_config(config, attn_implementation="eager")
     if untied:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
@@ -324,10 +344,31 @@ def write(name: str) -> None:
     print(f"{name}: {kinds}, {size} bytes")
 
 
+def auto_class(kind: str) -> str:
+    """The class of transformers that makes models of a kind."""
+    if kind in PAIRS:
+        return "AutoModelForSeq2SeqLM"
+    return "AutoModelForMaskedLM" if kind in MASKED else "AutoModelForCausalLM"
+
+
+def make_masked_batch(config: transformers.PretrainedConfig) -> dict[str, torch.Tensor]:
+    """The same with mask tokens, the last id, and of BERT with every token type."""
+    batch = make_batch(config.vocab_size - 1)
+    batch["tokens"][0, ::5] = config.vocab_size - 1
+    batch["tokens"][2, 7::4] = config.vocab_size - 1
+    if config.model_type == "bert":
+        types = torch.arange(TIME) * config.type_vocab_size // TIME
+        batch["token_types"] = types.expand(BATCH, TIME).contiguous()
+    return batch
+
+
 def write_logits(model: torch.nn.Module, folder: pathlib.Path) -> None:
     """Writes tokens and the model's logits to `expected.safetensors`."""
-    batch = make_batch(model.config.vocab_size)
+    masked = type(model).__name__.startswith(MASKED)
+    batch = make_masked_batch(model.config) if masked else make_batch(model.config.vocab_size)
     given = {"input_ids": batch["tokens"], "attention_mask": batch["mask"]}
+    if "token_types" in batch:
+        given["token_type_ids"] = batch["token_types"]
     if model.config.is_encoder_decoder:
         del batch["positions"]
         batch["decoder_tokens"] = batch["tokens"].flip(0, 1)[:, 2:].contiguous()
@@ -355,10 +396,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.logits:
-        config = transformers.AutoConfig.from_pretrained(options.logits)
-        pairs = config.is_encoder_decoder
-        auto = transformers.AutoModelForSeq2SeqLM if pairs else transformers.AutoModelForCausalLM
-        model = auto.from_pretrained(
+        kind = str(transformers.AutoConfig.from_pretrained(options.logits).model_type)
+        names = {name.lower(): name for name in (*PAIRS, *MASKED)}
+        model = getattr(transformers, auto_class(names.get(kind, kind))).from_pretrained(
             options.logits, attn_implementation="eager", dtype=torch.float32
         )
         write_logits(model.eval(), options.logits)

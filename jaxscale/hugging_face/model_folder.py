@@ -116,9 +116,15 @@ def open_model(directory: pathlib.Path) -> HuggingFaceModel:
         ModelConfig(**settings)
     except ValueError as error:
         raise ValueError(f"{directory / 'config.json'}: {error}") from error
+    for old, new in family.hf_renamed.items():
+        tensors = {_with_end(name, old, new): tensor for name, tensor in tensors.items()}
     if not any(name.startswith(family.hf_prefix) for name in tensors):
         tensors = {family.hf_prefix + name: tensor for name, tensor in tensors.items()}
     return HuggingFaceModel(directory, settings, tensors, family.ignored)
+
+
+def _with_end(name: str, old: str, new: str) -> str:
+    return name.removesuffix(old) + new if name.endswith(old) else name
 
 
 def parameters_of(config: ModelConfig, axes: Any, shapes: Any) -> tuple[ParameterTensors, ...]:

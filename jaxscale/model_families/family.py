@@ -5,7 +5,7 @@ which of them a user may set, and the values of the others.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxscale.model_families.tensor_rule import TensorRule
@@ -47,6 +47,7 @@ class Family:
     write_hf: Callable[[Model], dict[str, Any]]  # and back
     tensors: Callable[[Model], tuple[TensorRule, ...]]
     hf_prefix: str = "model."  # of names; checkpoints of a model without its head leave it out
+    hf_renamed: Mapping[str, str] = field(default_factory=dict)  # older ends of names -> theirs now
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # globs of tensors without parameters
     untied: str = ""  # the tensor of a head of its own, where config.json does not say if it is one
 

@@ -1,4 +1,5 @@
-"""A decoder-only transformer: embedding, a stack of blocks, head.
+"""A transformer with one stack: embedding, blocks, head. A decoder, or a masked model that reads
+to both sides.
 
 Letters: B batch, T query time, S key time, D embed, F mlp hidden, N query heads, K kv heads,
 H head_dim, V vocab (padded), L layers.
@@ -17,13 +18,14 @@ from flax import nnx
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS
-from jaxscale.models.block import Block, Cache, Norm
+from jaxscale.models.block import ACTIVATIONS, Block, Cache, Norm
 from jaxscale.models.forward import scan_periods
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import Weights, axes_of, module_of, params_of, stack_axes, stack_params
 from jaxscale.ops.attention import attention
 from jaxscale.ops.loss import logits
+from jaxscale.ops.tensor_parallel import add_bias
 
 CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
@@ -33,36 +35,93 @@ def plain_kernels() -> Kernels:
     return Kernels(functools.partial(attention, implementation="reference"))
 
 
+TRAINING_MASKS = 0.15 * 0.8
+"""The share of tokens that ESM-2's training masked."""
+
+
 class Embedding(nnx.Module):
-    """Tokens, and learned positions where there are any, to the residual stream."""
+    """Tokens, and learned positions and token types where there are any, to the residual stream."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         weights = Weights(config, key)
         self.tokens = weights.normal("vocab", "embed")
         learned = config.positions == "learned"
         self.positions = weights.normal("positions", "embed") if learned else None
+        types = config.token_types
+        self.token_types = weights.normal("token_types", "embed") if types else None
+        self.norm = Norm(config, weights) if config.embedding_norm else None
         self.scale = math.sqrt(config.d_model) if config.scaled_embedding else None
-        self.compute_dtype = config.compute_dtype
+        self.compute_dtype, self.dropped = config.compute_dtype, config.dropped_token
 
     def __call__(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, lookup: Callable
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        lookup: Callable,
+        segments_BT: jax.Array | None = None,
+        types_BT: jax.Array | None = None,
     ) -> jax.Array:
+        """The stream [batch, time, d_model].
+
+        Args:
+          segments_BT: texts, for `dropped_token`; None where no token is dropped.
+          types_BT: token types; None is type 0 everywhere.
+        """
         x_BTD = lookup(self.tokens[...], tokens_BT, "vocab", self.compute_dtype)
+        if self.dropped >= 0:
+            x_BTD *= dropped_scale(tokens_BT == self.dropped, segments_BT).astype(x_BTD.dtype)
         if self.scale is not None:
             # The factor is rounded to the compute type, as in Gemma's own code.
             x_BTD *= jnp.asarray(self.scale, x_BTD.dtype)
-        if self.positions is None:
-            return x_BTD
-        return x_BTD + lookup(self.positions[...], positions_BT, "positions", self.compute_dtype)
+        if self.token_types is not None and types_BT is not None:
+            table = self.token_types[...]
+            x_BTD += lookup(table, types_BT, "token_types", self.compute_dtype)
+        elif self.token_types is not None:
+            x_BTD += self.token_types[...][0].astype(x_BTD.dtype)
+        if self.positions is not None:
+            table = self.positions[...]
+            x_BTD += lookup(table, positions_BT, "positions", self.compute_dtype)
+        return x_BTD if self.norm is None else self.norm(x_BTD)
+
+
+def dropped_scale(dropped_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+    """Factors of the embeddings, [batch, time, 1]: 0 of the dropped tokens, and of the others of a
+    text such that the text has the sum that it would have with the share dropped in training
+    (`token_dropout` of ESM-2, Lin et al. 2023)."""
+    kept_BT = 1.0 - TRAINING_MASKS
+    if segments_BT is not None:
+        # Compared, not scattered: tokens of a text may lie on several ranks, in any order.
+        same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
+        length_BT = jnp.sum(same_BTS, axis=-1)
+        left_BT = jnp.sum(same_BTS & ~dropped_BT[:, None, :], axis=-1)
+        kept_BT *= length_BT / jnp.maximum(left_BT, 1)
+    return jnp.where(dropped_BT, 0.0, kept_BT)[..., None]
 
 
 class Head(nnx.Module):
-    """The final norm and the projection to the vocabulary; a tied head uses the embedding."""
+    """The final norm and the projection to the vocabulary; a tied head uses the embedding. A head
+    may transform the stream first, and have a bias, as BERT's."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         weights = Weights(config, key)
-        self.norm = Norm(config, weights)
+        self.norm = Norm(config, weights) if config.final_norm else None
         self.output = None if config.tied_embeddings else weights.normal("embed", "vocab")
+        self.activation = config.activation
+        if config.head_transform:
+            self.transform = weights.normal("embed", "transform")
+            self.transform_bias = weights.zeros("embed")
+            self.transform_norm = Norm(config, weights)
+            self.output_bias = weights.zeros("vocab")
+        else:
+            self.transform = self.output_bias = None
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """What the output matrix takes."""
+        x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
+        if self.transform is None:
+            return x_BTD
+        y_BTD = add_bias(x_BTD @ self.transform[...].astype(x_BTD.dtype), self.transform_bias[...])
+        return self.transform_norm(ACTIVATIONS[self.activation](y_BTD))
 
 
 @dataclass(frozen=True)
@@ -140,7 +199,11 @@ class Decoder:
         """Tokens to [batch, seq, d_model] in the compute type, whatever the type of `embed`."""
         with jax.named_scope("embed"):
             x_BTD = self._module(Embedding, embed)(
-                batch.tokens, batch.positions, self.kernels.lookup
+                batch.tokens,
+                batch.positions,
+                self.kernels.lookup,
+                batch.segments,
+                dict(batch.extras).get("token_types"),
             )
             return self.kernels.shard(x_BTD, STREAM)
 
@@ -151,7 +214,7 @@ class Decoder:
     def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
         """The sum over weighted tokens of loss, and of the negative log-likelihood in nats."""
         with jax.named_scope("head"):
-            x_BTD, matrix = self._final(head, stream["x"])
+            x_BTD, matrix, bias_V = self._final(head, stream["x"])
             x_BTD = self.kernels.shard(x_BTD, ("batch", "seq", "embed"))
             loss, nll = self.kernels.cross_entropy(
                 x_BTD,
@@ -159,6 +222,7 @@ class Decoder:
                 batch.targets,
                 batch.weights,
                 vocab_size=self.num_classes,
+                bias_V=bias_V,
                 soft_cap=self.settings.logit_soft_cap,
                 z_loss=self.settings.z_loss,
                 transposed=self.settings.tied_embeddings,
@@ -167,11 +231,12 @@ class Decoder:
 
     def logits(self, head: Params, x_BTD: jax.Array) -> jax.Array:
         """Float32 [batch, seq, vocab_size]."""
-        x_BTD, matrix = self._final(head, x_BTD)
+        x_BTD, matrix, bias_V = self._final(head, x_BTD)
         return logits(
             x_BTD,
             matrix,
             vocab_size=self.num_classes,
+            bias_V=bias_V,
             soft_cap=self.settings.logit_soft_cap,
             transposed=self.settings.tied_embeddings,
         )
@@ -216,11 +281,14 @@ class Decoder:
         layers = (params["layers"], jnp.arange(self.settings.num_layers))
         return scan_periods(one, (x_BTD, cache), layers, self.settings.period)
 
-    def _final(self, head: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _final(
+        self, head: Params, x_BTD: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         own = {name: value for name, value in head.items() if name != "tied"}
         module = self._module(type(self).head_type, own)
         matrix = head["tied"] if self.settings.tied_embeddings else module.output[...]
-        return module.norm(x_BTD), matrix
+        bias = None if module.output_bias is None else module.output_bias[...]
+        return module(x_BTD), matrix, bias
 
     def _module(self, kind: type[nnx.Module], params: Params) -> Any:
         return module_of(kind, self.settings, params)

@@ -33,6 +33,8 @@ class Weights:
             "vocab": config.padded_vocab_size,
             "positions": config.max_seq_len,
             "buckets": config.relative_buckets,
+            "token_types": config.token_types,
+            "transform": config.d_model,
         }
         self.dtype = jnp.dtype(config.param_dtype)
         # "Small init" (Nguyen and Salazar 2019, arXiv 1910.05895); the outputs into the residual

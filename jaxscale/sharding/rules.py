@@ -28,6 +28,8 @@ WEIGHTS: Rules = {
     "vocab": ("tensor",),
     "positions": (),
     "buckets": (),
+    "token_types": (),
+    "transform": (),  # of a head, between its two matrices: each rank transforms its own tokens
 }
 ACTIVATIONS: Rules = {
     "batch": ("data", "fsdp"),

@@ -216,7 +216,8 @@ def find_model(settings: Any) -> MakeModel:
     """The function that makes the model of `model.family`."""
     if is_own_family(settings.family):
         return find_make(settings.family)
-    return EncoderDecoder if settings.num_encoder_layers else Decoder
+    kind: Any = EncoderDecoder if settings.num_encoder_layers else Decoder
+    return kind
 
 
 def _make_zero(config: Config, model: Model, stages: PipelineStages | None, rules: Rules) -> Zero:
@@ -365,8 +366,10 @@ def _make_step(
 
 def count_tokens(batch: Batch) -> jax.Array:
     """Positions that are no padding, an encoder's too."""
-    both = [batch.segments, dict(batch.extras).get("encoder_segments")]
-    return sum(jnp.sum(x != 0, dtype=jnp.int32) for x in both if x is not None)
+    tokens = jnp.sum(batch.segments != 0, dtype=jnp.int32)
+    if "encoder_segments" not in batch.extras:
+        return tokens
+    return tokens + jnp.sum(batch.extras["encoder_segments"] != 0, dtype=jnp.int32)
 
 
 def _others(sums: Sums, count: jax.Array) -> Sums:

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxscale import config
-from jaxscale.config import Config, ModelConfig
+from jaxscale.config import Config, DataConfig, ModelConfig
 from jaxscale.model_families.shipped import FAMILIES, SHIPPED
 from jaxscale.models.decoder import Decoder, plain_kernels
 
@@ -39,6 +39,9 @@ PUBLISHED = {
     "phi3": (sizes(32, 3072, 32, 32, 96, 8192, 32064), 3_821_079_552),
     "gpt": (sizes(12, 768, 12, 12, 64, 3072, 50257) | {"max_seq_len": 1024}, 124_439_808),
     "gpt_neox": (sizes(16, 2048, 8, 8, 256, 8192, 50304), 1_011_781_632),
+    # Without the pooler, and without the contact head and its 121 parameters.
+    "bert": (sizes(12, 768, 12, 12, 64, 3072, 30522) | {"max_seq_len": 512}, 109_514_298),
+    "esm": (sizes(6, 320, 20, 20, 16, 1280, 33), 7_512_353),
 }
 
 
@@ -54,7 +57,8 @@ def test_parameters_are_those_of_a_published_model(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_has_at_most_80_leaves_and_only_those_of_its_family(name):
-    run = Config(model=ModelConfig(family=name))
+    model = ModelConfig(family=name)
+    run = Config(model=model, data=DataConfig(objective="causal" if model.causal else "masked"))
     sections = config.to_dict(run)
     assert sum(len(section) for section in sections.values()) <= 80
     assert set(FAMILIES[name].settings) <= set(sections["model"])
