@@ -59,7 +59,7 @@ PAIRS = {"target_len": 8, "objective": "span_corruption"}
 CASES = {
     "two stacks": Case(
         {"family": "tests.models.two_stacks:make", **two_stacks.SETTINGS},
-        lambda: {"rules": {"buckets": ()}},
+        lambda: {"rules": {"distances": ()}},
     ),
     "local and global layers": Case(
         {
