@@ -27,6 +27,9 @@ from jaxscale.ops.attention import attention
 from jaxscale.ops.loss import logits
 from jaxscale.ops.tensor_parallel import add_bias
 
+EMBEDDING_LAYER = 2**24 - 1
+"""The number of the embedding among the layers whose activations are dropped."""
+
 CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
 
@@ -144,7 +147,7 @@ class Decoder:
             return {"x": self.embed(embed, batch)}
 
         def block(weights: Params, stream: Stream, batch: Batch, layer: Layer) -> tuple:
-            return {"x": self.block(weights, stream["x"], batch, layer.kind)}, {}
+            return {"x": self.block(weights, stream["x"], batch, layer.kind, layer.index)}, {}
 
         num_layers, period = self.settings.num_layers, self.settings.period
         return (Stack("layers", num_layers, enter, block, period=period, tensors=BLOCK_TENSORS),)
@@ -205,11 +208,32 @@ class Decoder:
                 batch.segments,
                 dict(batch.extras).get("token_types"),
             )
+            if self._drops(batch):
+                x_BTD = self._dropout(batch, EMBEDDING_LAYER)(x_BTD, 0)
             return self.kernels.shard(x_BTD, STREAM)
 
-    def block(self, layer: Params, x_BTD: jax.Array, batch: Batch, kind: int = 0) -> jax.Array:
-        """One layer; `kind` is its index modulo `config.period`."""
-        return self._module(type(self).block_type, layer)(x_BTD, batch, self.kernels, kind)
+    def block(
+        self,
+        layer: Params,
+        x_BTD: jax.Array,
+        batch: Batch,
+        kind: int = 0,
+        index: jax.Array | int = 0,
+    ) -> jax.Array:
+        """One layer; `kind` is its index modulo `config.period`, and dropout depends on `index`."""
+        block = self._module(type(self).block_type, layer)
+        drop = {"drop": self._dropout(batch, index)} if self._drops(batch) else {}
+        return block(x_BTD, batch, self.kernels, kind, **drop)
+
+    def _drops(self, batch: Batch) -> bool:
+        """Whether activations are dropped: in a step, not in an evaluation."""
+        return self.settings.dropout > 0 and not isinstance(batch.noise, tuple)
+
+    def _dropout(
+        self, batch: Batch, layer: jax.Array | int
+    ) -> Callable[[jax.Array, int], jax.Array]:
+        rate = self.settings.dropout
+        return lambda x, site: self.kernels.dropout(x, batch.noise, layer, site, rate)
 
     def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
         """The sum over weighted tokens of loss, and of the negative log-likelihood in nats."""

@@ -348,6 +348,8 @@ def _make_step(
         batch = unpack_sharded(sharded)
         # A batch of long prompts may have no token that counts; its gradients are zero.
         count = jnp.maximum(jnp.sum(batch.weights), 1)
+        if getattr(config.model, "dropout", 0):
+            batch = batch._replace(noise=step_noise(config, state.step))
         sums, grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
             grads, grad_norm = mean_and_norm(grads, count, config.optimizer.clip_norm)
@@ -362,6 +364,13 @@ def _make_step(
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return step
+
+
+def step_noise(config: Config, step: jax.Array) -> jax.Array:
+    """uint32 for each row of a step's batch: of the run's seed, the step and the row, whatever the
+    layout. What a model drops depends on it."""
+    key = jax.random.fold_in(jax.random.key(config.run.seed), step)
+    return jax.random.bits(key, (config.data.global_batch_size,), jnp.uint32)
 
 
 def count_tokens(batch: Batch) -> jax.Array:

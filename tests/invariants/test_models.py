@@ -68,6 +68,7 @@ CASES = {
             "layer_pattern": "LG",
             "sliding_window": 3,
             "local_rope_theta": 100.0,
+            "dropout": 0.2,
             **SIZES,
         }
     ),
