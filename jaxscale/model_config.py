@@ -102,24 +102,23 @@ def find_make(family: str) -> Callable[[Any, Any], Any]:
         raise ValueError(f"model.family = {family!r} cannot be imported: {error}") from None
 
 
-def settings_record(family: str) -> type[ModelSettings]:
-    """The record of a family of one's own: the type of its function's first parameter.
+def settings_record(family: str) -> type:
+    """The record of a family of one's own: the type of its function's first parameter, or of the
+    first field of its class.
 
     Raises:
       ValueError: it cannot be imported, or names no record.
     """
     make = find_make(family)
-    hints = (
-        [hint for name, hint in typing.get_type_hints(make).items() if name != "return"]
-        if callable(make)
-        else []
-    )
-    if not hints or not (isinstance(hints[0], type) and issubclass(hints[0], ModelSettings)):
+    hints = typing.get_type_hints(make) if callable(make) else {}
+    record = next(iter(hints.values()), None)
+    if not isinstance(record, type) or not issubclass(record, ModelSettings | ModelConfig):
         raise ValueError(
             f"model.family = {family!r} must be a function make(settings: YourSettings, kernels), "
-            "where YourSettings is a frozen dataclass that extends jaxscale.ModelSettings"
+            "where YourSettings is a frozen dataclass that extends jaxscale.ModelSettings, or "
+            "jaxscale.ModelConfig"
         )
-    return hints[0]
+    return record
 
 
 @dataclass(frozen=True)
@@ -239,12 +238,14 @@ class ModelConfig:
     def _take_family(self) -> None:
         """Fills in the options that are left out, and refuses those that the family does not
         have."""
-        family = find_family(self.family)
+        family = None if is_own_family(self.family) else find_family(self.family)
         for one in dataclasses.fields(self):
             if "plain" not in one.metadata:
                 continue
             given = getattr(self, one.name)
-            if one.name in family.settings:
+            if family is None:
+                value = one.metadata["plain"] if given is None else given
+            elif one.name in family.settings:
                 value = family.settings[one.name] if given is None else given
             else:
                 value = family.fixed.get(one.name, one.metadata["plain"])
@@ -276,6 +277,8 @@ class ModelConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """The fields that a user of this family may set, and their values."""
+        if is_own_family(self.family):
+            return dataclasses.asdict(self)
         family = find_family(self.family)
         return {
             one.name: getattr(self, one.name)
@@ -286,7 +289,7 @@ class ModelConfig:
     @property
     def has_formulas(self) -> bool:
         """Whether the planner has formulas for the model's memory and time."""
-        return not self.num_encoder_layers
+        return not self.num_encoder_layers and not is_own_family(self.family)
 
     # What a layer does.
 
@@ -422,7 +425,7 @@ class ModelConfig:
             that are recomputed (`PipelineStages.recomputed`), each as whole layers.
         """
         products, policy = self.layer_products(seq_len, causal), parse_remat(remat)
-        again = set(BLOCK_TENSORS) - set(policy.names)
+        again = {str(name) for name in BLOCK_TENSORS if name not in policy.names}
         if self.parallel_block:
             again.discard("attention_out")
         if policy.by_names and self.norm_placement != "before":

@@ -23,9 +23,6 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 from safetensors.torch import save_file  # pyright: ignore[reportMissingImports]
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
-from tests.data.dialogues import PLAIN, write_tokenizer
-
 GOLDENS = pathlib.Path(__file__).parent.parent / "tests" / "goldens"
 BATCH, TIME = 3, 24
 
@@ -280,7 +277,9 @@ def make_model(kind: str, settings: dict, untied: bool) -> torch.nn.Module:
     config = getattr(transformers, f"{kind}Config")(**settings)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    auto = transformers.AutoModelForSeq2SeqLM if kind in PAIRS else transformers.AutoModelForCausalLM
+    auto = (
+        transformers.AutoModelForSeq2SeqLM if kind in PAIRS else transformers.AutoModelForCausalLM
+    )
     model = auto.from_config(config, attn_implementation="eager")
     if untied:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
@@ -314,6 +313,9 @@ def write(name: str) -> None:
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     if name in CHATS:
+        sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+        from tests.data.dialogues import PLAIN, write_tokenizer  # noqa: PLC0415
+
         write_tokenizer(folder, PLAIN)
     write_logits(model, folder)
     size = sum(path.stat().st_size for path in folder.iterdir())

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS
 from jaxscale.models.block import Block, Cache, Norm
+from jaxscale.models.forward import scan_periods
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import Weights, axes_of, module_of, params_of, stack_axes, stack_params
@@ -72,6 +73,8 @@ class Decoder:
 
     settings: ModelConfig
     kernels: Kernels
+    block_type: ClassVar[Any] = Block  # a module, made by (settings, key)
+    head_type: ClassVar[Any] = Head  # likewise
 
     @property
     def stacks(self) -> tuple[Stack]:
@@ -82,9 +85,10 @@ class Decoder:
             return {"x": self.embed(embed, batch)}
 
         def block(weights: Params, stream: Stream, batch: Batch, layer: Layer) -> tuple:
-            return {"x": self.block(weights, stream["x"], batch)}, {}
+            return {"x": self.block(weights, stream["x"], batch, layer.kind)}, {}
 
-        return (Stack("layers", self.settings.num_layers, enter, block, tensors=BLOCK_TENSORS),)
+        num_layers, period = self.settings.num_layers, self.settings.period
+        return (Stack("layers", num_layers, enter, block, period=period, tensors=BLOCK_TENSORS),)
 
     @property
     def borrows(self) -> Mapping[str, tuple[str, ...]]:
@@ -96,6 +100,16 @@ class Decoder:
         """None."""
         return ()
 
+    @property
+    def num_classes(self) -> int:
+        """That the head chooses from."""
+        return self.settings.vocab_size
+
+    @property
+    def rules(self) -> Mapping[str, tuple[str, ...]]:
+        """None."""
+        return {}
+
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
         """None."""
         return {}
@@ -104,11 +118,12 @@ class Decoder:
         """Fresh parameters; they depend on the key alone. None stacks all layers in order."""
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         keys = jax.random.split(layers_key, self.settings.num_layers)
+        make = functools.partial(type(self).block_type, self.settings)
         row = None if rows is None else rows["layers"]
         return {
             "embed": params_of(Embedding(self.settings, embed_key)),
-            "layers": stack_params(functools.partial(Block, self.settings), keys, row),
-            "head": params_of(Head(self.settings, head_key)),
+            "layers": stack_params(make, keys, row),
+            "head": params_of(type(self).head_type(self.settings, head_key)),
         }
 
     @property
@@ -116,8 +131,8 @@ class Decoder:
         """The tree of parameters with the tuple of logical axes in place of each array."""
         return {
             "embed": axes_of(Embedding, self.settings),
-            "layers": stack_axes(Block, self.settings),
-            "head": axes_of(Head, self.settings),
+            "layers": stack_axes(type(self).block_type, self.settings),
+            "head": axes_of(type(self).head_type, self.settings),
         }
 
     def embed(self, embed: Params, batch: Batch) -> jax.Array:
@@ -130,7 +145,7 @@ class Decoder:
 
     def block(self, layer: Params, x_BTD: jax.Array, batch: Batch, kind: int = 0) -> jax.Array:
         """One layer; `kind` is its index modulo `config.period`."""
-        return self._module(Block, layer)(x_BTD, batch, self.kernels, kind)
+        return self._module(type(self).block_type, layer)(x_BTD, batch, self.kernels, kind)
 
     def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
         """The sum over weighted tokens of loss, and of the negative log-likelihood in nats."""
@@ -142,7 +157,7 @@ class Decoder:
                 matrix,
                 batch.targets,
                 batch.weights,
-                vocab_size=self.settings.vocab_size,
+                vocab_size=self.num_classes,
                 soft_cap=self.settings.logit_soft_cap,
                 z_loss=self.settings.z_loss,
                 transposed=self.settings.tied_embeddings,
@@ -155,10 +170,15 @@ class Decoder:
         return logits(
             x_BTD,
             matrix,
-            vocab_size=self.settings.vocab_size,
+            vocab_size=self.num_classes,
             soft_cap=self.settings.logit_soft_cap,
             transposed=self.settings.tied_embeddings,
         )
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether tokens can be drawn one after the other."""
+        return self.settings.causal and hasattr(type(self).block_type, "decode")
 
     def empty_cache(self, batch: int, slots: int) -> Cache:
         """A cache for `batch` sequences of at most `slots` tokens, in the compute type."""
@@ -185,39 +205,21 @@ class Decoder:
         """
         x_BTD = self._module(Embedding, params["embed"])(tokens_BT, positions_BT, plain_lookup)
 
-        def one(carry, layer, kind=0):
+        def one(carry, layer, kind):
             weights, index = layer
-            block, x_BTD = self._module(Block, weights), shard(carry[0], ("batch",))
-            return block.decode(x_BTD, positions_BT, carry[1], index, kind), None
+            block = self._module(type(self).block_type, weights)
+            x_BTD = shard(carry[0], ("batch",))
+            return block.decode(x_BTD, positions_BT, carry[1], index, kind)
 
         # The cache is carried, not scanned over: carried, it is updated in place.
         layers = (params["layers"], jnp.arange(self.settings.num_layers))
-        return _scan_periods(one, (x_BTD, cache), layers, self.settings.period)
+        return scan_periods(one, (x_BTD, cache), layers, self.settings.period)
 
     def _final(self, head: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         own = {name: value for name, value in head.items() if name != "tied"}
-        module = self._module(Head, own)
+        module = self._module(type(self).head_type, own)
         matrix = head["tied"] if self.settings.tied_embeddings else module.output[...]
         return module.norm(x_BTD), matrix
 
     def _module(self, kind: type[nnx.Module], params: Params) -> Any:
         return module_of(kind, self.settings, params)
-
-
-def _scan_periods(function: Callable, carry: Any, layers: Any, period: int) -> Any:
-    """The carry after `function(carry, layer, kind)` for each of stacked layers, where kind is
-    index % period: a scan over whole periods, and the remainder after it."""
-    if period == 1:
-        return jax.lax.scan(function, carry, layers)[0]
-    num_layers = jax.tree.leaves(layers)[0].shape[0]
-    whole = num_layers - num_layers % period
-
-    def one(carry, layers, num_kinds=period):
-        for kind in range(num_kinds):
-            layer = jax.tree.map(lambda x: x[kind], layers)  # noqa: B023
-            carry, _ = function(carry, layer, kind)
-        return carry, None
-
-    periods = jax.tree.map(lambda x: x[:whole].reshape(-1, period, *x.shape[1:]), layers)
-    carry, _ = jax.lax.scan(one, carry, periods)
-    return one(carry, jax.tree.map(lambda x: x[whole:], layers), num_layers - whole)[0]

@@ -13,11 +13,18 @@ from jaxscale.config import ModelConfig
 
 
 class Weights:
-    """Makes the parameters of one module: shape, scale and placement follow from the axes."""
+    """Makes the parameters of one module: shape, scale and placement follow from the axes.
 
-    def __init__(self, config: ModelConfig, key: jax.Array, branches: int | None = None):
-        """`branches`: sums into the residual stream of a whole stack; None is two a layer."""
+    Args:
+      branches: sums into the residual stream by all layers of the stack; None is two by each.
+      sizes: of axes of one's own.
+    """
+
+    def __init__(
+        self, config: ModelConfig, key: jax.Array, *, branches: int | None = None, **sizes: int
+    ):
         self.sizes = {
+            **sizes,
             "embed": config.d_model,
             "heads": config.num_heads,
             "kv_heads": config.num_kv_heads,

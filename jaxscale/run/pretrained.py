@@ -12,8 +12,11 @@ import jax.numpy as jnp
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.encoder_decoder import EncoderDecoder
+from jaxscale.models.forward import forward
 from jaxscale.models.protocol import head_params
 from jaxscale.run.initial_weights import open_weights
+from jaxscale.training.step import find_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,33 +25,63 @@ class Pretrained:
 
     config: ModelConfig
     params: Any  # in canonical form
-    model: Decoder
+    model: Decoder | EncoderDecoder
 
-    def __call__(self, tokens: Any, segments: Any = None) -> jax.Array:
+    def __call__(
+        self,
+        tokens: Any,
+        decoder_tokens: Any = None,
+        *,
+        segments: Any = None,
+        decoder_segments: Any = None,
+    ) -> jax.Array:
         """Float32 logits of the token after each, [batch, time, vocab_size].
 
         Args:
-          tokens: [batch, time] whole numbers.
-          segments: [batch, time]; tokens attend only to those of the same segment, 0 is padding.
-            None is one segment in each row.
+          tokens: [batch, time] whole numbers; of an encoder-decoder those that the encoder reads.
+          decoder_tokens: [batch, time of their own]; those whose logits an encoder-decoder gives.
+          segments, decoder_segments: of each of the tokens. They attend only to those of the same
+            segment, 0 is padding. None is one segment in each row.
 
         Raises:
-          ValueError: not [batch, time], or a token beyond the vocabulary.
+          ValueError: not [batch, time], a token beyond the vocabulary, or tokens for another kind
+            of model.
         """
+        if (decoder_tokens is None) == bool(self.config.num_encoder_layers):
+            needs = "tokens, decoder_tokens" if self.config.num_encoder_layers else "tokens"
+            raise ValueError(f"a {self.config.family} model is called with ({needs})")
+        given = self._checked("tokens", tokens, segments)
+        extras = {}
+        if decoder_tokens is not None:
+            names = ("encoder_tokens", "encoder_segments", "encoder_positions")
+            extras = dict(zip(names, given))
+            given = self._checked("decoder_tokens", decoder_tokens, decoder_segments)
+            if len(given[0]) != len(extras["encoder_tokens"]):
+                raise ValueError(
+                    f"decoder_tokens have {len(given[0])} rows, and tokens "
+                    f"{len(extras['encoder_tokens'])}"
+                )
+        tokens, segments, positions = given
+        weights = jnp.ones(tokens.shape)
+        batch = Batch(tokens, tokens, segments, positions, weights, extras or ())
+        # Float32 is otherwise rounded to fewer bits in the matmuls of GPUs and TPUs.
+        with jax.default_matmul_precision("float32"):
+            return _logits(self.model, self.params, batch)
+
+    def _checked(self, name: str, tokens: Any, segments: Any) -> tuple[jax.Array, ...]:
+        """Tokens, their segments and positions."""
         tokens = jnp.asarray(tokens, jnp.int32)
         segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
         if tokens.ndim != 2 or segments.shape != tokens.shape:
             raise ValueError(
-                f"tokens {tokens.shape} and segments {segments.shape} must be [batch, time] both"
+                f"{name} {tokens.shape} and segments {segments.shape} must be [batch, time] both"
             )
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab_size:
             raise ValueError(
-                f"tokens are from {tokens.min()} to {tokens.max()}, and the model has "
+                f"{name} are from {tokens.min()} to {tokens.max()}, and the model has "
                 f"{self.config.vocab_size}"
             )
-        # Float32 is otherwise rounded to fewer bits in the matmuls of GPUs and TPUs.
-        with jax.default_matmul_precision("float32"):
-            return _logits(self.model, self.params, tokens, segments)
+        return tokens, segments, _positions(segments)
 
 
 def from_pretrained(
@@ -75,32 +108,15 @@ def from_pretrained(
         param_dtype=param_dtype or weights.dtype,
         attention="reference",
     )
-    model = Decoder(config, plain_kernels())
+    model: Any = find_model(config)(config, plain_kernels())
     params = weights.read(model.axes, jax.eval_shape(model.init, jax.random.key(0)))
     return Pretrained(config, params, model)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(model: Decoder, params: Any, tokens: jax.Array, segments: jax.Array) -> jax.Array:
-    batch = Batch(tokens, tokens, segments, _positions(segments), jnp.ones(tokens.shape))
-    x = model.embed(params["embed"], batch)
-    period, num_layers = model.settings.period, model.settings.num_layers
-
-    def one_period(x, weights):
-        for kind in range(period):
-            x = model.block(jax.tree.map(lambda w: w[kind], weights), x, batch, kind)  # noqa: B023
-        return x, None
-
-    whole = num_layers - num_layers % period
-    x, _ = jax.lax.scan(
-        one_period,
-        x,
-        jax.tree.map(lambda w: w[:whole].reshape(-1, period, *w.shape[1:]), params["layers"]),
-    )
-    for layer in range(whole, num_layers):
-        weights = jax.tree.map(lambda w: w[layer], params["layers"])  # noqa: B023
-        x = model.block(weights, x, batch, layer % period)
-    return model.logits(head_params(model, params), x).astype(jnp.float32)
+def _logits(model: Decoder | EncoderDecoder, params: Any, batch: Batch) -> jax.Array:
+    stream = forward(model, params, batch)
+    return model.logits(head_params(model, params), stream["x"]).astype(jnp.float32)
 
 
 def _positions(segments: jax.Array) -> jax.Array:

@@ -70,8 +70,14 @@ def sample(
       The text after each prompt, without it.
 
     Raises:
-      ValueError: a setting out of its range, or a sequence beyond the model's learned positions.
+      ValueError: a setting out of its range, a sequence beyond the model's learned positions, or a
+        model that draws no tokens.
     """
+    if not getattr(engine.model, "can_decode", False):
+        raise ValueError(
+            f"a model of model.family = {engine.config.model.family!r} draws no text: it is not "
+            "causal, or its block has no decode()"
+        )
     config, ends = engine.config.model, (tokenizer.boundary, *tokenizer.ends)
     vocab_size = min(config.vocab_size, tokenizer.vocab_size)
     _check_settings(num_tokens, temperature, top_k, top_p, seed, vocab_size)

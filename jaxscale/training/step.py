@@ -136,7 +136,8 @@ def make_engine(
         the one of `model.family`.
       optimizer: an update rule of one's own in place of `config.optimizer`'s rule and learning
         rate; the gradients come in as means over tokens, clipped to `optimizer.clip_norm`.
-      rules: the mesh axes of a model's own logical axes, such as {"experts": ("tensor",)}.
+      rules: the mesh axes of logical axes of one's own, such as {"rank": ("tensor",)}, beside the
+        model's `rules`.
       unroll_layers: unrolls the loops over layers, for XLA's cost analysis.
 
     Raises:
@@ -149,7 +150,7 @@ def make_engine(
     check_types(config)
     check_host_memory(config, mesh)
     make = model or find_model(config.model)
-    own = own_rules(rules or {})
+    own = own_rules({**make(config.model, plain_kernels()).rules, **(rules or {})})
     attention = attention_name(config, platform)
     kernels = make_kernels(layout, attention, platform, rules=own, unroll=unroll_layers)
     built = make(config.model, kernels)
@@ -339,7 +340,8 @@ def _make_step(
 
     def step(state: TrainState, sharded: ShardedBatch) -> tuple[TrainState, StepMetrics]:
         batch = unpack_sharded(sharded)
-        count = jnp.sum(batch.weights)
+        # A batch of long prompts may have no token that counts; its gradients are zero.
+        count = jnp.maximum(jnp.sum(batch.weights), 1)
         sums, grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
             grads, grad_norm = mean_and_norm(grads, count, config.optimizer.clip_norm)

@@ -1,11 +1,17 @@
-"""Every model gives the same losses and gradients in every kind of layout."""
+"""Every kind of model gives the same losses, gradients and evaluations in every kind of layout."""
 
 import dataclasses
 import functools
-from typing import Any
+import importlib.util
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jaxscale.batch import Batch
@@ -14,35 +20,68 @@ from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.step import make_engine
 from tests.models import two_stacks
 
-BATCH, SEQ_LEN, TARGET_LEN, STEPS = 8, 16, 8, 3
-RULES = {"own": ("tensor",), "distances": ()}
-WIDE = {"compute_dtype": "float64", "param_dtype": "float64"}
-T5 = {
-    "family": "t5",
-    "num_layers": 4,
-    "num_encoder_layers": 4,
-    "d_model": 16,
-    "num_heads": 4,
-    "head_dim": 8,
-    "d_ff": 32,
-    "vocab_size": 64,
-    "relative_buckets": 8,
-    "relative_max_distance": 12,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "t5": T5,
-    "umt5": {**T5, "family": "umt5", "tied_embeddings": True, "scaled_head": True},
-}
+BATCH, SEQ_LEN, STEPS, VOCABULARY = 8, 16, 3, 64
+FLOAT64 = {"compute_dtype": "float64", "param_dtype": "float64"}
+SIZES = {"d_model": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "d_ff": 48}
+OWN_MODEL = pathlib.Path("docs/my_model.py")
 
 
-def make_config(name: str, **layout) -> Config:
-    data: dict[str, Any] = {"global_batch_size": BATCH, "seq_len": SEQ_LEN}
-    if name in MODELS:
-        data |= {"target_len": TARGET_LEN, "objective": "span_corruption"}
-    config = from_dict(
+def import_own_model() -> str:
+    """The model of docs/own_model.md, as a family."""
+    if OWN_MODEL.stem not in sys.modules:
+        spec = importlib.util.spec_from_file_location(OWN_MODEL.stem, OWN_MODEL)
+        assert spec
+        assert spec.loader
+        sys.modules[OWN_MODEL.stem] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return "my_model:MyModel"
+
+
+class Case(NamedTuple):
+    """A model, and what `make_engine` needs beside its settings."""
+
+    settings: dict
+    own: Callable[[], dict[str, Any]] = dict
+    target_len: int = 0
+
+
+T5 = {"family": "t5", "num_layers": 2, "num_encoder_layers": 2, "d_model": 16, "num_heads": 4}
+T5 |= {"head_dim": 8, "d_ff": 32, "relative_buckets": 8, "relative_max_distance": 12}
+
+CASES = {
+    "two stacks": Case(
+        {"family": "tests.models.two_stacks:make", **two_stacks.SETTINGS},
+        lambda: {"rules": {"distances": ()}},
+    ),
+    "local and global layers": Case(
         {
-            "data": data,
-            "model": {**MODELS[name], **WIDE} if name in MODELS else {},
+            "family": "gemma3",
+            "num_layers": 5,
+            "layer_pattern": "LG",
+            "sliding_window": 3,
+            "local_rope_theta": 100.0,
+            **SIZES,
+        }
+    ),
+    "own block and loss": Case(
+        {"family": import_own_model(), "num_layers": 4, **SIZES},
+        lambda: {"optimizer": optax.lamb(1e-3)},
+    ),
+    "encoder and decoder": Case({**T5, "attention": "reference"}, target_len=8),
+    "a bias in every layer": Case({**T5, "family": "umt5"}, target_len=8),
+}
+
+
+def make_config(case: Case, **layout) -> Config:
+    return from_dict(
+        {
+            "model": {**case.settings, **FLOAT64, "vocab_size": VOCABULARY},
+            "data": {
+                "global_batch_size": BATCH,
+                "seq_len": SEQ_LEN,
+                "target_len": case.target_len,
+                "objective": "span_corruption" if case.target_len else "causal",
+            },
             "optimizer": {
                 "accumulation_dtype": "float64",
                 "moment_dtype": "float64",
@@ -51,102 +90,121 @@ def make_config(name: str, **layout) -> Config:
             "layout": {"data": 1, **layout},
         }
     )
-    if name in MODELS:
-        return config
-    settings = two_stacks.TwoStacksSettings(**two_stacks.SETTINGS, **WIDE)
-    return dataclasses.replace(config, model=settings)
 
 
-def batches(name: str) -> list[Batch]:
-    """Two documents a row, and a place of padding in the encoder's."""
+def make_batches(extras: dict, seq_len: int = SEQ_LEN) -> list[Batch]:
+    """Two documents a row, of which an encoder also has padding."""
     random, found = np.random.default_rng(0), []
-    length = TARGET_LEN if name in MODELS else SEQ_LEN
+
+    def draw(length: int) -> np.ndarray:
+        return random.integers(0, VOCABULARY, (BATCH, length), np.int32)
+
     for _ in range(STEPS):
-        tokens = random.integers(0, 64, (BATCH, length), np.int32)
-        place = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+        tokens = draw(seq_len)
+        place = np.broadcast_to(np.arange(seq_len, dtype=np.int32), tokens.shape)
         weights = (random.random(tokens.shape) < 0.8).astype(np.float32)
-        source = random.integers(0, 64, (BATCH, two_stacks.SOURCE_LEN), np.int32)
-        extras = {"source": source}
-        if name in MODELS:
-            at = np.broadcast_to(np.arange(SEQ_LEN, dtype=np.int32), source.shape)
-            segments = np.where(at == SEQ_LEN - 1, 0, 1 + at // 6 % 2).astype(np.int32)
-            extras = {
-                "encoder_tokens": source,
-                "encoder_segments": segments,
-                "encoder_positions": at % 6,
-            }
-        cut = length // 2 + 1
-        found.append(
-            Batch(tokens, np.roll(tokens, -1), 1 + place // cut, place % cut, weights, extras)
-        )
+        more = {name: draw(length) for name, (length, _) in extras.items()}
+        if "encoder_segments" in more:
+            more["encoder_segments"] = np.sort(more["encoder_segments"] % 3)[:, ::-1].copy()
+        cut = seq_len // 2 + 1
+        segments, positions = 1 + place // cut, place % cut
+        batch = Batch(tokens, np.roll(tokens, -1), segments, positions, weights, more or ())
+        found.append(batch)
     return found
 
 
 def run(name: str, **layout):
-    """Metrics of some steps, and the last parameters in canonical form."""
-    config = make_config(name, **layout)
+    """Metrics of some steps, the last parameters in canonical form, and an evaluation's sums."""
+    case = CASES[name]
+    config = make_config(case, **layout)
     mesh = make_mesh(config.layout, jax.devices()[: config.layout.num_devices])
-    own: Any = {} if name in MODELS else {"model": two_stacks.make, "rules": RULES}
-    engine = make_engine(config, mesh, **own)
+    engine = make_engine(config, mesh, **case.own())
     canonical = jax.jit(engine.model.init)(jax.random.key(0))
     state = engine.init(jax.random.key(0))
+    to_canonical = engine.placement.part("params").to_canonical
     jax.tree.map(
-        np.testing.assert_array_equal,
-        jax.device_get(engine.placement.part("params").to_canonical(state.params)),
-        jax.device_get(canonical),
+        np.testing.assert_array_equal, *jax.device_get((to_canonical(state.params), canonical))
     )
     found = []
-    for batch in batches(name):
+    batches = make_batches(dict(engine.model.extras(SEQ_LEN)), config.data.output_len)
+    for batch in batches:
         state, metrics = engine.step(state, engine.shard(batch))
-        found.append(jax.device_get(metrics))
-    params = engine.placement.part("params").to_canonical(state.params)
-    sums = engine.evaluate(state.params, engine.shard(batches(name)[0]), np.ones(64, np.float32))
-    return found, jax.device_get(params), jax.device_get(sums)
+        found.append(metrics)
+    sums = engine.evaluate(state.params, engine.shard(batches[0]), np.ones(VOCABULARY, np.float32))
+    return jax.device_get((found, to_canonical(state.params), tuple(sums)))
 
 
 @functools.cache
-def one_device(name: str):
+def on_one_device(name: str):
     return run(name)
 
 
-LAYOUTS = [
-    {
-        "data": 2,
-        "fsdp": 2,
-        "tensor": 2,
-        "zero_stage": 3,
-        "accumulation": "layered",
-        "microbatches": 2,
-    },
-    {"fsdp": 4, "context": 2, "zero_stage": 2, "microbatches": 2, "remat": "full"},
-    {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "1f1b", "zero_stage": 3},
-    {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "interleaved", "virtual_stages": 2},
-    {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"},
-]
-OF_FAMILIES = [
-    (
-        "t5",
+LAYERED = {"zero_stage": 3, "accumulation": "layered", "microbatches": 2}
+LAYOUTS = {
+    "two stacks": [
+        {"data": 2, "fsdp": 2, "tensor": 2, **LAYERED},
+        {"fsdp": 4, "context": 2, "zero_stage": 2, "microbatches": 2, "remat": "full"},
+        {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "1f1b"},
+        {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "interleaved"},
+        {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"},
+    ],
+    "local and global layers": [
+        {"data": 2, "fsdp": 2, "context": 2, **LAYERED},
+        {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"},
+    ],
+    "own block and loss": [
+        {"fsdp": 2, "tensor": 2, "context": 2, **LAYERED, "remat": "save_matmuls"},
+        {"pipeline": 2, "data": 2, "fsdp": 2, "microbatches": 2, "schedule": "interleaved"},
+    ],
+    "encoder and decoder": [
+        {"data": 2, "fsdp": 2, **LAYERED},
         {
-            "data": 2,
-            "fsdp": 2,
-            "zero_stage": 3,
-            "accumulation": "layered",
-            "microbatches": 2,
+            "pipeline": 2,
+            "tensor": 2,
+            "microbatches": 4,
+            "schedule": "interleaved",
+            "virtual_stages": 2,
         },
-    ),
-    ("t5", {"tensor": 2, "context": 2, "fsdp": 2, "zero_stage": 3}),
-    ("t5", {**LAYOUTS[3], "data": 1, "tensor": 2}),
-    ("umt5", LAYOUTS[4]),
-]
+        {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"},
+    ],
+    "a bias in every layer": [{"tensor": 2, "context": 2}],
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [*(("own", layout) for layout in LAYOUTS), *OF_FAMILIES], ids=str
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, id=f"{name}-{layout}")
+        for name, layouts in LAYOUTS.items()
+        for layout in layouts
+    ],
 )
-def test_a_model_of_two_stacks_is_one_device_in_float64(name, layout):
-    (expected, params, sums), (found, others, evaluated) = one_device(name), run(name, **layout)
+def test_a_model_is_one_device_in_float64(name, layout):
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12),
-        (found, others, tuple(evaluated)),
-        (expected, params, tuple(sums)),
+        run(name, **layout),
+        on_one_device(name),
     )
+
+
+def test_the_page_shows_the_own_model_and_its_code_runs():
+    page = pathlib.Path("docs/own_model.md").read_text()
+    model, *others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert model.splitlines() == OWN_MODEL.read_text().splitlines()[2:]
+    assert len(model.splitlines()) < 60
+    found = dict(vars(sys.modules[OWN_MODEL.stem]))
+    for block in others:
+        exec(block, found)
+    assert found["engine"].model.settings.late_weight == 2
+
+    # The classifier, with labels for targets.
+    settings = found["LabelSettings"](family="my_model:Classifier", vocab_size=VOCABULARY, **SIZES)
+    config = make_config(Case({**SIZES, "num_layers": 2}), tensor=2)
+    config = dataclasses.replace(config, model=settings)
+    engine = make_engine(
+        config, make_mesh(config.layout, jax.devices()[:2]), model=found["Classifier"]
+    )
+    (batch, *_), state = make_batches({}), engine.init(jax.random.key(0))
+    for _ in range(20):
+        state, metrics = engine.step(state, engine.shard(batch._replace(targets=batch.tokens % 3)))
+    assert metrics.loss < 0.9 * np.log(3)

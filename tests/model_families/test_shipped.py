@@ -140,6 +140,43 @@ def test_the_form_of_transformers_4_is_read_too():
     assert (phi["rope_share"], phi["rope_theta"]) == (0.5, 500.0)
 
 
+def test_keys_of_published_files_are_known():
+    """Those of GPT-2 XL and Qwen2.5 7B beside the sizes: nothing there changes the logits."""
+    gpt = {
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "n_ctx": 1024,
+        "n_positions": 1024,
+        "n_embd": 1600,
+        "n_head": 25,
+        "n_layer": 48,
+        "vocab_size": 50257,
+        "n_special": 0,
+        "output_past": True,
+        "predict_special_tokens": True,
+        "resid_pdrop": 0.1,
+        "summary_first_dropout": 0.1,
+        "task_specific_params": {"text-generation": {"max_length": 50}},
+    }
+    assert ModelConfig(**FAMILIES["gpt"].from_hf(gpt)).published_params == 1_557_611_200
+    qwen = {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 28,
+        "sliding_window": 131072,
+        "use_sliding_window": False,
+        "rope_theta": 1000000.0,
+        "use_mrope": False,
+    }
+    assert ModelConfig(**FAMILIES["qwen2"].from_hf(qwen)).published_params == 7_615_616_512
+
+
 @pytest.mark.parametrize(
     ("settings", "fragment"),
     [

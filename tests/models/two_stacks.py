@@ -75,6 +75,10 @@ class TwoStacks:
     def metrics(self) -> tuple[str, ...]:
         return ("confident",)
 
+    @property
+    def rules(self) -> Mapping[str, tuple[str, ...]]:
+        return {"own": ("tensor",)}
+
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
         return {"source": (SOURCE_LEN, jnp.int32)}
 
