@@ -9,8 +9,9 @@ In an environment of its own, since the package does without torch:
 A golden is a folder: `config.json` and `model.safetensors` as `save_pretrained` writes them, and
 `expected.safetensors` with tokens, attention mask and positions [batch, time], of which the second
 row ends and the third begins with padding, and float32 logits [batch, time, vocab] of eager
-attention; of an encoder-decoder also tokens and mask of the decoder, whose logits they are. Each has the settings of one line of `CASES`; together the lines of a family turn every
-setting that its config has and `jaxscale.model_families` knows.
+attention; of an encoder-decoder also tokens and mask of the decoder, whose logits they are. Each
+has the settings of one line of `CASES`; together the lines of a family turn every setting that its
+config has and `jaxscale.model_families` knows.
 """
 
 import argparse
@@ -264,12 +265,16 @@ CASES = {
     "umt5_tied": ("UMT5", T5 | T5_FIRST | {"feed_forward_proj": "gated-silu"}),
 }
 
-PAIRS = ("T5", "MT5", "UMT5")
-"""Encoder-decoders."""
-
 UNTIED = ("t5", "mt5", "umt5")
 """Goldens whose head is a matrix of its own: transformers 5 ties those of new T5s always, and reads
 untied ones from their files."""
+
+
+def auto_class(config: transformers.PreTrainedConfig) -> type:
+    """The class of models with a head that predicts tokens."""
+    if config.is_encoder_decoder:
+        return transformers.AutoModelForSeq2SeqLM
+    return transformers.AutoModelForCausalLM
 
 
 def make_model(kind: str, settings: dict, untied: bool) -> torch.nn.Module:
@@ -277,10 +282,7 @@ def make_model(kind: str, settings: dict, untied: bool) -> torch.nn.Module:
     config = getattr(transformers, f"{kind}Config")(**settings)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    auto = (
-        transformers.AutoModelForSeq2SeqLM if kind in PAIRS else transformers.AutoModelForCausalLM
-    )
-    model = auto.from_config(config, attn_implementation="eager")
+    model = auto_class(config).from_config(config, attn_implementation="eager")
     if untied:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
         # As in published files. UMT5 scales the inputs of its head unless this says no.
@@ -356,9 +358,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.logits:
         config = transformers.AutoConfig.from_pretrained(options.logits)
-        pairs = config.is_encoder_decoder
-        auto = transformers.AutoModelForSeq2SeqLM if pairs else transformers.AutoModelForCausalLM
-        model = auto.from_pretrained(
+        model = auto_class(config).from_pretrained(
             options.logits, attn_implementation="eager", dtype=torch.float32
         )
         write_logits(model.eval(), options.logits)

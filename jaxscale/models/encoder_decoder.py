@@ -211,6 +211,11 @@ class EncoderDecoder:
         return {"tied": ("embed", "tokens")} if self.settings.tied_embeddings else {}
 
     @property
+    def rules(self) -> Mapping[str, tuple[str, ...]]:
+        """None."""
+        return {}
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """None."""
         return ()
