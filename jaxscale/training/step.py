@@ -360,8 +360,9 @@ def _make_step(
 
 def count_tokens(batch: Batch) -> jax.Array:
     """Positions that are no padding, an encoder's too."""
-    both = [batch.segments, dict(batch.extras).get("encoder_segments")]
-    return sum(jnp.sum(x != 0, dtype=jnp.int32) for x in both if x is not None)
+    tokens = jnp.sum(batch.segments != 0, dtype=jnp.int32)
+    encoder = dict(batch.extras).get("encoder_segments")
+    return tokens if encoder is None else tokens + jnp.sum(encoder != 0, dtype=jnp.int32)
 
 
 def _others(sums: Sums, count: jax.Array) -> Sums:
