@@ -56,7 +56,7 @@ class DataConfig:
     tokenizer: str = "bytes"
     global_batch_size: int = 8  # sequences a step
     seq_len: int = 128  # of an encoder, where there is one
-    target_len: int = 0  # tokens of its decoder; 0: no encoder
+    target_len: int = 0  # tokens of its decoder; 0 where there is no encoder
     heldout: float = 0.05  # share of the documents, for evaluation only
     seed: int = 0
     objective: str = "causal"
@@ -264,12 +264,6 @@ class Config:
             raise ValueError(
                 f"data.target_len = {self.data.target_len} is of a decoder with an encoder, which "
                 f"model.family = {model.family!r} does not have; set data.target_len = 0"
-            )
-        if model.num_encoder_layers and not self.data.target_len:
-            raise ValueError(
-                f"model.family = {model.family!r} has an encoder, which reads data.seq_len = "
-                f"{self.data.seq_len} tokens, and a decoder; set data.target_len, the tokens that "
-                f"it writes, and data.objective to {' or '.join(PAIRED_OBJECTIVES)}"
             )
 
     @property

@@ -306,7 +306,7 @@ class ModelConfig:
     @property
     def has_formulas(self) -> bool:
         """Whether the planner has formulas for the model's memory and time."""
-        return not (is_own_family(self.family) or self.num_encoder_layers)
+        return not self.num_encoder_layers and not is_own_family(self.family)
 
     # What a layer does.
 

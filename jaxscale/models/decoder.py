@@ -180,12 +180,11 @@ class Decoder:
         """Fresh parameters; they depend on the key alone. None stacks all layers in order."""
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         keys = jax.random.split(layers_key, self.settings.num_layers)
+        make = functools.partial(type(self).block_type, self.settings)
         row = None if rows is None else rows["layers"]
         return {
             "embed": params_of(Embedding(self.settings, embed_key)),
-            "layers": stack_params(
-                functools.partial(type(self).block_type, self.settings), keys, row
-            ),
+            "layers": stack_params(make, keys, row),
             "head": params_of(type(self).head_type(self.settings, head_key)),
         }
 

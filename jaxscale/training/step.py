@@ -376,9 +376,8 @@ def step_noise(config: Config, step: jax.Array) -> jax.Array:
 def count_tokens(batch: Batch) -> jax.Array:
     """Positions that are no padding, an encoder's too."""
     tokens = jnp.sum(batch.segments != 0, dtype=jnp.int32)
-    if "encoder_segments" not in batch.extras:
-        return tokens
-    return tokens + jnp.sum(batch.extras["encoder_segments"] != 0, dtype=jnp.int32)
+    encoder = dict(batch.extras).get("encoder_segments")
+    return tokens if encoder is None else tokens + jnp.sum(encoder != 0, dtype=jnp.int32)
 
 
 def _others(sums: Sums, count: jax.Array) -> Sums:
