@@ -120,6 +120,7 @@ class OptimizerConfig:
     moment_dtype: str = "float32"  # of first moments
     second_moment_dtype: str = "float32"
     accumulation_dtype: str = "float32"  # of gradients, summed over micro-batches and replicas
+    keep_state: bool = False  # a new run also takes the moments of the run in model.init_from
 
     def __post_init__(self) -> None:
         check_choice("optimizer.name", self.name, OPTIMIZERS)
@@ -236,6 +237,12 @@ class Config:
             )
         if isinstance(self.model, ModelConfig):
             self._check_family(self.model)
+        if self.optimizer.keep_state and not getattr(self.model, "init_from", ""):
+            raise ValueError(
+                "optimizer.keep_state = True keeps the optimizer's state of the run in "
+                "model.init_from, which is empty; name a run there, or set "
+                "optimizer.keep_state = False"
+            )
 
     def _check_family(self, model: ModelConfig) -> None:
         if model.positions == "learned" and self.data.seq_len > model.max_seq_len:

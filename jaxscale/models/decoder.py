@@ -55,6 +55,7 @@ class Embedding(nnx.Module):
         self.norm = Norm(config, weights) if config.embedding_norm else None
         self.scale = math.sqrt(config.d_model) if config.scaled_embedding else None
         self.compute_dtype, self.dropped = config.compute_dtype, config.dropped_token
+        self.causal = config.causal
 
     def __call__(
         self,
@@ -67,12 +68,14 @@ class Embedding(nnx.Module):
         """The stream [batch, time, d_model].
 
         Args:
-          segments_BT: texts, for `dropped_token`; None where no token is dropped.
+          segments_BT: texts, for `dropped_token`; None where the model is causal.
           types_BT: token types; None is type 0 everywhere.
         """
         x_BTD = lookup(self.tokens[...], tokens_BT, "vocab", self.compute_dtype)
         if self.dropped >= 0:
-            x_BTD *= dropped_scale(tokens_BT == self.dropped, segments_BT).astype(x_BTD.dtype)
+            # A causal model must not know how many tokens after it are masked.
+            texts_BT = None if self.causal else segments_BT
+            x_BTD *= dropped_scale(tokens_BT == self.dropped, texts_BT).astype(x_BTD.dtype)
         if self.scale is not None:
             # The factor is rounded to the compute type, as in Gemma's own code.
             x_BTD *= jnp.asarray(self.scale, x_BTD.dtype)
@@ -89,8 +92,8 @@ class Embedding(nnx.Module):
 
 def dropped_scale(dropped_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
     """Factors of the embeddings, [batch, time, 1]: 0 of the dropped tokens, and of the others of a
-    text such that the text has the sum that it would have with the share dropped in training
-    (`token_dropout` of ESM-2, Lin et al. 2023)."""
+    text such that together they weigh as much as with the share dropped in training
+    (`token_dropout` of ESM-2, Lin et al. 2023). Without segments none counts as dropped."""
     kept_BT = 1.0 - TRAINING_MASKS
     if segments_BT is not None:
         # Compared, not scattered: tokens of a text may lie on several ranks, in any order.

@@ -54,10 +54,10 @@ class Pretrained:
             needs = "tokens, decoder_tokens" if self.config.num_encoder_layers else "tokens"
             raise ValueError(f"a {self.config.family} model is called with ({needs})")
         given = self._checked("tokens", tokens, segments)
-        extras = {}
+        extras: dict[str, jax.Array] = {}
         if decoder_tokens is not None:
             names = ("encoder_tokens", "encoder_segments", "encoder_positions")
-            extras = dict(zip(names, given))
+            extras |= dict(zip(names, given))
             given = self._checked("decoder_tokens", decoder_tokens, decoder_segments)
             if len(given[0]) != len(extras["encoder_tokens"]):
                 raise ValueError(

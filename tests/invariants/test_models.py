@@ -44,6 +44,7 @@ class Case(NamedTuple):
     settings: dict
     own: Callable[[], dict[str, Any]] = dict
     target_len: int = 0
+    objective: str = "causal"
 
 
 T5 = {"family": "t5", "num_layers": 2, "num_encoder_layers": 2, "d_model": 16, "num_heads": 4}
@@ -69,7 +70,7 @@ CASES = {
         {"family": import_own_model(), "num_layers": 4, **SIZES},
         lambda: {"optimizer": optax.lamb(1e-3)},
     ),
-    "encoder and decoder": Case(T5, target_len=8),
+    "encoder and decoder": Case(T5, target_len=8, objective="span_corruption"),
 }
 
 
@@ -81,7 +82,7 @@ def make_config(case: Case, **layout) -> Config:
                 "global_batch_size": BATCH,
                 "seq_len": SEQ_LEN,
                 "target_len": case.target_len,
-                "objective": "span_corruption" if case.target_len else "causal",
+                "objective": case.objective,
             },
             "optimizer": {
                 "accumulation_dtype": "float64",
