@@ -76,6 +76,8 @@ def run(**layout):
         jax.device_get(engine.placement.part("params").to_canonical(state.params)),
         fresh_params(),
     )
+    turn = state.params["writers"]["turn"]  # along an axis of the model's own
+    assert turn.sharding.shard_shape(turn.shape)[-1] * config.layout.tensor == turn.shape[-1]
     found = []
     for batch in batches():
         state, metrics = engine.step(state, engine.shard(batch))
