@@ -10,6 +10,7 @@ _HOMES = {
     "Config": "config",
     "Layout": "layout",
     "ModelConfig": "config",
+    "ModelSettings": "model_config",
     "describe_layout": "run.layout_report",
     "device_batches": "run.setup",
     "evaluate_loss": "run.setup",

@@ -28,6 +28,7 @@ from jaxscale.model_config import (
     is_own_family,
     settings_record,
 )
+from jaxscale.model_families.shipped import find_family
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 
 SHIPPED = pathlib.Path(__file__).parent / "configs"
@@ -86,7 +87,12 @@ class DataConfig:
     @property
     def tokens_per_step(self) -> int:
         """Positions of a global batch, padding included."""
-        return self.global_batch_size * self.seq_len
+        return self.global_batch_size * (self.seq_len + self.target_len)
+
+    @property
+    def output_len(self) -> int:
+        """Tokens of the sequence that has targets: the decoder's."""
+        return self.target_len or self.seq_len
 
 
 OBJECTIVES = ("causal", "prefix", "span_corruption", "ul2", "masked")
@@ -242,15 +248,28 @@ class Config:
                 f"layout.remat = {self.layout.remat!r} names mlp_gate, and the MLP of "
                 f"model.family = {model.family!r} has no gate; leave it out"
             )
-        if self.data.objective == "masked" and model.causal:
-            raise ValueError(
-                "data.objective = 'masked' needs bidirectional attention, and model.family = "
-                f"{model.family!r} is causal; choose causal, prefix, span_corruption or ul2"
+        if (self.data.objective == "masked") == model.causal:
+            needs, is_now, others = (
+                ("bidirectional", "causal", "causal, prefix, span_corruption or ul2")
+                if model.causal
+                else ("causal", "not causal", "masked")
             )
-        if self.data.target_len:
+            setting = "causal" in find_family(model.family).settings
+            raise ValueError(
+                f"data.objective = {self.data.objective!r} needs {needs} attention, and "
+                f"model.family = {model.family!r} is {is_now} here; choose {others}"
+                + (f", or set model.causal = {not model.causal}" if setting else "")
+            )
+        if self.data.target_len and not model.num_encoder_layers:
             raise ValueError(
                 f"data.target_len = {self.data.target_len} is of a decoder with an encoder, which "
                 f"model.family = {model.family!r} does not have; set data.target_len = 0"
+            )
+        if model.num_encoder_layers and not self.data.target_len:
+            raise ValueError(
+                f"model.family = {model.family!r} has an encoder, which reads data.seq_len = "
+                f"{self.data.seq_len} tokens, and a decoder; set data.target_len, the tokens that "
+                f"it writes, and data.objective to {' or '.join(PAIRED_OBJECTIVES)}"
             )
 
     @property

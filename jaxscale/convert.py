@@ -46,10 +46,12 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     from jaxscale.training.checkpoint import Checkpoints  # noqa: PLC0415
 
     model, output = open_model(options.from_hf), options.output
-    sections: dict[str, dict] = {"model": dict(model.settings)}
+    causal = model.config.causal
+    data = {} if causal else {"objective": "masked"}
+    sections: dict[str, dict] = {"model": dict(model.settings), "data": data}
     tokenizers = [name for name in run_folder.TOKENIZERS if (model.directory / name).is_file()]
     if tokenizers:
-        sections["data"] = {"tokenizer": str(output / tokenizers[0])}
+        sections["data"]["tokenizer"] = str(output / tokenizers[0])
     elif not any(override.startswith("data.tokenizer=") for override in overrides):
         raise ValueError(
             f"{model.directory} has no {' and no '.join(run_folder.TOKENIZERS)}; add one, or set "
@@ -73,7 +75,7 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     log.info(
         f"{model.directory}: {len(model.tensors)} tensors, {config.model.num_params:,} parameters "
         f"(padding rows included), at most {human_bytes(model.largest_tensor_bytes)} in host "
-        f"memory at a time\n{_next_steps(output)}"
+        f"memory at a time\n{_next_steps(output, causal)}"
     )
     return {"tensors": len(model.tensors), "parameters": config.model.num_params}
 
@@ -118,10 +120,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--output {options.output} is not empty; name a new folder")
 
 
-def _next_steps(output: pathlib.Path) -> str:
+def _next_steps(output: pathlib.Path, causal: bool) -> str:
+    generate = f'\n  python -m jaxscale.generate --workdir {output} --prompt "..."'
     return f"""
-Next steps:
-  python -m jaxscale.generate --workdir {output} --prompt "..."
+Next steps:{generate if causal else ""}
   python -m jaxscale.train --config {output}/config.json --workdir {output}_tuned \\
     --config.model.init_from={output} --config.data.source=..."""
 

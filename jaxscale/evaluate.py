@@ -85,7 +85,7 @@ def _answer(
         scores = score_choices(engine, params, tokenizer, questions)
     result: dict[str, Any] = {"step": step, "questions": len(questions)}
     lines = [f"  questions           {len(questions):,}"]
-    for name, title in (("accuracy", "accuracy"), ("accuracy_by_length", "  by length in bytes")):
+    for name, title in (("accuracy", "accuracy"), ("accuracy_by_length", "by length in bytes")):
         value = getattr(scores, name)
         error = scores.standard_error(value)
         result |= {name: value, f"{name}_stderr": error}

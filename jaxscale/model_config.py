@@ -29,6 +29,7 @@ CHOICES = {
     "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu"),
     "attention_bias": ("none", "qkv", "all"),
     "positions": ("rotary", "learned", "none"),
+    "relative_bias": ("none", "shared", "layer"),
     "rope_scaling": ("none", "linear", "llama3", "yarn"),
     "attention": ATTENTIONS,
     "compute_dtype": DTYPES,
@@ -66,9 +67,19 @@ class ModelSettings:
         return 0.0
 
     @property
+    def attention_uses(self) -> tuple[str, ...]:
+        """What a layer asks of attention, of `ops.attention.USES`."""
+        return ("soft_cap",) if self.attention_soft_cap else ()
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The fields and their values."""
         return dataclasses.asdict(self)
+
+    @property
+    def has_formulas(self) -> bool:
+        """Whether the planner has formulas for the model's memory and time."""
+        return False
 
 
 def is_own_family(family: str) -> bool:
@@ -91,29 +102,29 @@ def find_make(family: str) -> Callable[[Any, Any], Any]:
         raise ValueError(f"model.family = {family!r} cannot be imported: {error}") from None
 
 
-def settings_record(family: str) -> type[ModelSettings]:
-    """The record of a family of one's own: the type of its function's first parameter.
+def settings_record(family: str) -> type:
+    """The record of a family of one's own: the type of its function's first parameter, or of the
+    first field of its class.
 
     Raises:
       ValueError: it cannot be imported, or names no record.
     """
     make = find_make(family)
-    hints = (
-        [hint for name, hint in typing.get_type_hints(make).items() if name != "return"]
-        if callable(make)
-        else []
-    )
-    if not hints or not (isinstance(hints[0], type) and issubclass(hints[0], ModelSettings)):
+    hints = typing.get_type_hints(make) if callable(make) else {}
+    record = next(iter(hints.values()), None)
+    if not isinstance(record, type) or not issubclass(record, ModelSettings | ModelConfig):
         raise ValueError(
             f"model.family = {family!r} must be a function make(settings: YourSettings, kernels), "
-            "where YourSettings is a frozen dataclass that extends jaxscale.ModelSettings"
+            "where YourSettings is a frozen dataclass that extends jaxscale.ModelSettings, or "
+            "jaxscale.ModelConfig"
         )
-    return hints[0]
+    return record
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer, of any family of `jaxscale.model_families`.
+    """A transformer of any family of `jaxscale.model_families`: a decoder, or an encoder and a
+    decoder where `num_encoder_layers` is not zero.
 
     Options left out take the family's value. Its record says which options a user may set; another
     value for one of the others is refused.
@@ -140,7 +151,12 @@ class ModelConfig:
     mlp_bias: bool = option(False)
     qk_norm: bool = option(False)
     qk_norm_over_heads: bool = option(False)  # its mean is over all heads; each has its own scale
-    causal: bool = option(True)
+    causal: bool = option(True)  # otherwise tokens attend to both sides: for masked objectives
+
+    num_encoder_layers: int = option(0)  # beside num_layers of the decoder that reads it
+    relative_bias: str = option("none")  # of attention by distance: one table, or one a layer (T5)
+    relative_buckets: int = option(32)  # of the distances with a bias of their own
+    relative_max_distance: int = option(128)  # from where on all have the same
 
     positions: str = option("rotary")
     rope_theta: float = option(10_000.0)
@@ -160,7 +176,14 @@ class ModelConfig:
     attention_scale_dim: float = option(0.0)  # scores are over its square root; 0 is head_dim
     attention_soft_cap: float = option(0.0)  # cap * tanh(score / cap); 0 is none
     scaled_embedding: bool = option(False)  # by the square root of d_model
+    token_types: int = option(0)  # rows of BERT's table; tokens are of type 0 where none is given
+    embedding_norm: bool = option(False)
+    # The id whose embedding is zero; the others of its text grow in its place (ESM-2's mask, which
+    # is there in training only). -1 is none.
+    dropped_token: int = option(-1)
+    head_transform: bool = option(False)  # BERT's: a layer before the output matrix, and its bias
     tied_embeddings: bool = option(False)
+    scaled_head: bool = option(False)  # its inputs are over the square root of d_model (T5 1.0)
     logit_soft_cap: float = option(0.0)  # cap * tanh(logits / cap); 0 is none
 
     z_loss: float = 0.0  # weight of log(Z)^2
@@ -184,6 +207,8 @@ class ModelConfig:
             d_ff=1,
             vocab_size=2,
             max_seq_len=1,
+            num_encoder_layers=int(self.relative_bias != "none"),
+            relative_buckets=4,
             norm_eps=0,
             local_rope_theta=0,
             rope_factor=1,
@@ -195,6 +220,8 @@ class ModelConfig:
             attention_scale_dim=0,
             attention_soft_cap=0,
             logit_soft_cap=0,
+            token_types=0,
+            dropped_token=-1,
             z_loss=0,
         )
         if self.num_heads % self.num_kv_heads:
@@ -219,12 +246,14 @@ class ModelConfig:
     def _take_family(self) -> None:
         """Fills in the options that are left out, and refuses those that the family does not
         have."""
-        family = find_family(self.family)
+        family = None if is_own_family(self.family) else find_family(self.family)
         for one in dataclasses.fields(self):
             if "plain" not in one.metadata:
                 continue
             given = getattr(self, one.name)
-            if one.name in family.settings:
+            if family is None:
+                value = one.metadata["plain"] if given is None else given
+            elif one.name in family.settings:
                 value = family.settings[one.name] if given is None else given
             else:
                 value = family.fixed.get(one.name, one.metadata["plain"])
@@ -256,6 +285,8 @@ class ModelConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """The fields that a user of this family may set, and their values."""
+        if is_own_family(self.family):
+            return dataclasses.asdict(self)
         family = find_family(self.family)
         return {
             one.name: getattr(self, one.name)
@@ -263,7 +294,22 @@ class ModelConfig:
             if "plain" not in one.metadata or one.name in family.settings
         }
 
+    @property
+    def has_formulas(self) -> bool:
+        """Whether the planner has formulas for the model's memory and time."""
+        return not (is_own_family(self.family) or self.num_encoder_layers)
+
     # What a layer does.
+
+    @property
+    def attention_uses(self) -> tuple[str, ...]:
+        """What a layer asks of attention, of `ops.attention.USES`."""
+        asked = {
+            "soft_cap": self.attention_soft_cap,
+            "bias": self.relative_bias != "none",
+            "cross": self.num_encoder_layers,
+        }
+        return tuple(use for use, is_asked in asked.items() if is_asked)
 
     @property
     def period(self) -> int:
@@ -287,6 +333,11 @@ class ModelConfig:
 
     def _is_global(self, index: int) -> bool:
         return bool(self.layer_pattern) and self.layer_pattern[index % self.period] == "G"
+
+    @property
+    def final_norm(self) -> bool:
+        """Whether a norm follows the layers; where each ends with one, none does."""
+        return self.norm_placement != "after_residual"
 
     @property
     def rotary_dim(self) -> int:
@@ -313,7 +364,7 @@ class ModelConfig:
 
     @property
     def num_layer_params(self) -> int:
-        """Parameters of one layer, exact."""
+        """Parameters of one layer, exact; where there is an encoder, of one of its layers."""
         heads = self.num_heads * self.head_dim
         keys = self.num_kv_heads * self.head_dim
         total = 2 * self.d_model * (heads + keys) + (2 + self.gated) * self.d_model * self.d_ff
@@ -325,7 +376,22 @@ class ModelConfig:
             total += self.d_model
         if self.mlp_bias:
             total += (1 + self.gated) * self.d_ff + self.d_model
+        if self.relative_bias == "layer":
+            total += self.relative_buckets * self.num_heads
         return total + (4 if self.norm_placement == "both" else 2) * self._norm_params
+
+    @property
+    def _encoder_params(self) -> int:
+        """What an encoder adds: its layers and norm, cross attention in each layer of the decoder,
+        and the tables of relative positions that the layers share."""
+        if not self.num_encoder_layers:
+            return 0
+        heads = self.num_heads * self.head_dim
+        keys = self.num_kv_heads * self.head_dim
+        cross = 2 * self.d_model * (heads + keys) + self._norm_params
+        tables = 2 * self.relative_buckets * self.num_heads * (self.relative_bias == "shared")
+        layers = self.num_encoder_layers * self.num_layer_params
+        return layers + self._norm_params + self.num_layers * cross + tables
 
     @property
     def _norm_params(self) -> int:
@@ -338,25 +404,31 @@ class ModelConfig:
         head = 0 if self.tied_embeddings else embedding
         positions = self.max_seq_len * self.d_model if self.positions == "learned" else 0
         layers = self.num_layers * self.num_layer_params
-        return layers + embedding + head + positions + self._norm_params
+        types = self.token_types * self.d_model
+        norms = self.final_norm + self.embedding_norm + self.head_transform
+        if self.head_transform:
+            head += self.d_model**2 + self.d_model + self.padded_vocab_size
+        outer = embedding + head + positions + types + norms * self._norm_params
+        return layers + outer + self._encoder_params
 
     @property
     def published_params(self) -> int:
         """The same without the padding rows, as model cards count."""
-        padding = (self.padded_vocab_size - self.vocab_size) * self.d_model
-        return self.num_params - padding * (1 if self.tied_embeddings else 2)
+        rows = self.padded_vocab_size - self.vocab_size
+        width = self.d_model * (1 if self.tied_embeddings else 2) + self.head_transform
+        return self.num_params - rows * width
 
     def flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
         """Floating-point operations that one token of training needs: forward and backward.
 
         Two per multiply-add; the matrix multiplications of the layers and of the head, and
         attention over the keys that a query attends to (`causal=False` counts all, as several other
-        trainers do). Norms, activations, the softmax and the embedding lookup are left out.
+        trainers do, and as is right for a model that is not causal). Norms, activations, the
+        softmax and the embedding lookup are left out.
         This is the numerator of MFU.
         """
         return 3 * (
-            self.layer_forward_flops(seq_len, causal) * self.num_layers
-            + 2 * self.d_model * self.vocab_size
+            self.layer_forward_flops(seq_len, causal) * self.num_layers + self.head_forward_flops
         )
 
     def hardware_flops_per_token(
@@ -372,7 +444,7 @@ class ModelConfig:
             that are recomputed (`PipelineStages.recomputed`), each as whole layers.
         """
         products, policy = self.layer_products(seq_len, causal), parse_remat(remat)
-        again = set(BLOCK_TENSORS) - set(policy.names)
+        again = {str(name) for name in BLOCK_TENSORS if name not in policy.names}
         if self.parallel_block:
             again.discard("attention_out")
         if policy.by_names and self.norm_placement != "before":
@@ -384,7 +456,12 @@ class ModelConfig:
 
     def head_cost(self, seq_len: int) -> float:
         """FLOPs of the head over those of a layer; layers are split into stages by it."""
-        return 2 * self.d_model * self.vocab_size / self.layer_forward_flops(seq_len)
+        return self.head_forward_flops / self.layer_forward_flops(seq_len)
+
+    @property
+    def head_forward_flops(self) -> float:
+        """FLOPs of the head's forward pass for a token."""
+        return 2.0 * self.d_model * (self.vocab_size + self.d_model * self.head_transform)
 
     def layer_forward_flops(self, seq_len: int, causal: bool = True) -> float:
         """FLOPs of a mean layer's forward pass for a token."""
@@ -410,7 +487,9 @@ class ModelConfig:
         """Keys that a query of a full sequence attends to, on average over layers."""
         local = sum(self.window(index) > 0 for index in range(self.num_layers))
         window = min(self.sliding_window or seq_len, seq_len)
-        if not causal:
+        if not self.causal and self.sliding_window:  # it reaches as far forward as back
+            window = min(2 * self.sliding_window - 1, seq_len)
+        if not (causal and self.causal):
             near, far = window, seq_len
         else:
             near = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len

@@ -22,7 +22,17 @@ from jaxscale.data.tokens.shards import plan
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxscale.data_source import BOUNDARIES, FORMATS, LONG_DOCUMENTS, Source, to_sources
 
-_SOURCE_KEYS = ("format", "field", "boundary", "max_document_bytes", "long_documents", "skip_share")
+_SOURCE_KEYS = (
+    "format",
+    "field",
+    "prompt",
+    "response",
+    "messages",
+    "boundary",
+    "max_document_bytes",
+    "long_documents",
+    "skip_share",
+)
 
 
 MOST_BYTES = 2**60
@@ -179,8 +189,8 @@ def _add_path_flags(add: Callable[..., Any]) -> None:
     add(
         "--tokenizer",
         metavar="NAME_OR_FILE",
-        help="bytes, a tokenizer.json, a SentencePiece .model, or bpe:32000 to train one of that "
-        "size first",
+        help="bytes, esm2, a tokenizer.json, a SentencePiece .model, or bpe:32000 to train one of "
+        "that size first",
     )
     add("--output", metavar="DIR", help="where the shards go")
     add(
@@ -199,6 +209,14 @@ def _add_document_flags(add: Callable[..., Any]) -> None:
         "--field",
         metavar="NAME",
         help="field of a record that holds the text, a.b for b inside a; default text",
+    )
+    add("--prompt", metavar="NAME", help="field of a prompt, which carries no loss")
+    add("--response", metavar="NAME", help="field of the response to it")
+    add(
+        "--messages",
+        metavar="NAME",
+        help="field of a conversation, for the chat template beside the tokenizer.json; loss is on "
+        "what the assistant says",
     )
     add(
         "--boundary",

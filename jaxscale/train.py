@@ -126,6 +126,9 @@ def _show_sample(trainer: Any, params: Any) -> None:
     from jaxscale.training import sampling  # noqa: PLC0415
 
     model = trainer.config.model
+    if not _is_causal(trainer.config):
+        log.info("\nno sample: the model is not causal; it fills in masked tokens")
+        return
     num_tokens = min(128, model.max_seq_len) if model.positions == "learned" else 128
     tokenizer = trainer.text.tokenizer
     try:
@@ -139,11 +142,16 @@ def _show_sample(trainer: Any, params: Any) -> None:
     log.info(f"\nA sample at step {trainer.config.run.steps}:\n\n{sampling.printable(text)}")
 
 
+def _is_causal(config: configs.Config) -> bool:
+    """Whether the model continues texts; one of one's own need not say."""
+    return getattr(config.model, "causal", True)
+
+
 def _next_steps(path: str, workdir: pathlib.Path, config: configs.Config) -> str:
+    generate = f'\n  python -m jaxscale.generate --workdir {workdir} --prompt "def main("'
     return f"""
 Next steps:
-  python -m jaxscale.evaluate --workdir {workdir}
-  python -m jaxscale.generate --workdir {workdir} --prompt "def main("
+  python -m jaxscale.evaluate --workdir {workdir}{generate if _is_causal(config) else ""}
 {_how_to_train_longer(config)}
   another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train --config {path} \\
                        --workdir {workdir}_8 --config.layout.fsdp=4 --config.layout.tensor=2

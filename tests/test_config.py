@@ -24,10 +24,12 @@ EMPTY = "import ml_collections\n\n\ndef get_config():\n    return ml_collections
         ("llama32_1b", 1_235_814_400),
         # From the parameters per rank in the authors' log, those that all ranks hold counted once.
         ("gpt_175b", 174_609_555_456),
+        ("bert_base", 109_514_298),
+        ("esm2_8m", 7_512_353),
     ],
 )
 def test_parameter_counts_are_those_published(name, published):
-    assert config.load(f"configs/{name}.py").model.num_params == published
+    assert config.load(f"configs/{name}.py").model.published_params == published
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ In an environment of its own, since the package does without torch:
 A golden is a folder: `config.json` and `model.safetensors` as `save_pretrained` writes them, and
 `expected.safetensors` with tokens, attention mask and positions [batch, time], of which the second
 row ends and the third begins with padding, and float32 logits [batch, time, vocab] of eager
-attention. Each has the settings of one line of `CASES`; together the lines of a family turn every
-setting that its config has and `jaxscale.model_families` knows.
+attention; of an encoder-decoder also tokens and mask of the decoder, whose logits they are. Each
+has the settings of one line of `CASES`; together the lines of a family turn every setting that its
+config has and `jaxscale.model_families` knows.
 """
 
 import argparse
@@ -22,9 +23,6 @@ import sys
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 from safetensors.torch import save_file  # pyright: ignore[reportMissingImports]
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
-from tests.data.dialogues import PLAIN, write_tokenizer
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "tests" / "goldens"
 BATCH, TIME = 3, 24
@@ -53,6 +51,20 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+T5 = {
+    "vocab_size": 67,
+    "d_model": 24,
+    "d_kv": 8,
+    "d_ff": 40,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "feed_forward_proj": "gated-gelu",
+    "decoder_start_token_id": 0,
+}
+T5_FIRST = {"feed_forward_proj": "relu", "layer_norm_epsilon": 0.1}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -70,6 +82,15 @@ YARN = {
 }
 YARN_ALL = YARN | {"beta_fast": 3.0, "beta_slow": 0.25, "truncate": False, "attention_factor": 1.3}
 YARN_SCALES = YARN | {"mscale": 0.8, "mscale_all_dim": 0.4}
+
+BERT = {key: value for key, value in NEOX.items() if not key.endswith("_token_id")}
+ESM = BERT | {
+    "vocab_size": 33,
+    "mask_token_id": 32,
+    "pad_token_id": 1,
+    "position_embedding_type": "rotary",
+}
+MASKED = ("Bert", "Esm")
 
 CHATS = ("llama_chat",)
 """Goldens with a tokenizer and a chat template."""
@@ -244,15 +265,46 @@ CASES = {
         "GPTNeoX",
         NEOX | {"rope_parameters": LINEAR | {"partial_rotary_factor": 1.0}},
     ),
+    # T5
+    "t5": ("T5", T5 | {"tie_word_embeddings": False}),
+    "t5_first": ("T5", T5 | T5_FIRST),
+    "mt5": ("MT5", T5 | {"num_layers": 3, "num_decoder_layers": 2}),
+    "mt5_tied": ("MT5", T5 | T5_FIRST),
+    "umt5": ("UMT5", T5),
+    "umt5_tied": ("UMT5", T5 | T5_FIRST | {"feed_forward_proj": "gated-silu"}),
+    # BERT
+    "bert": ("Bert", BERT),
+    "bert_types": (
+        "Bert",
+        BERT | {"type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 0.1},
+    ),
+    # ESM-2
+    "esm": ("Esm", ESM | {"token_dropout": True, "layer_norm_eps": 1e-5}),
+    "esm_plain": (
+        "Esm",
+        ESM | {"emb_layer_norm_before": True, "rope_theta": 100.0, "layer_norm_eps": 0.1},
+    ),
 }
 
+PAIRS = ("T5", "MT5", "UMT5")
+"""Encoder-decoders."""
 
-def make_model(kind: str, settings: dict) -> torch.nn.Module:
+UNTIED = ("t5", "mt5", "umt5")
+"""Goldens whose head is a matrix of its own: transformers 5 ties those of new T5s always, and reads
+untied ones from their files."""
+
+
+def make_model(kind: str, settings: dict, untied: bool) -> torch.nn.Module:
     """A model in float32 whose every parameter is far from zero, and from one in norms."""
     config = getattr(transformers, f"{kind}Config")(**settings)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    auto = getattr(transformers, auto_class(kind))
+    model = auto.from_config(config, attn_implementation="eager")
+    if untied:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+        # As in published files. UMT5 scales the inputs of its head unless this says no.
+        model.config.tie_word_embeddings = False
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -276,11 +328,14 @@ def make_batch(vocab_size: int) -> dict[str, torch.Tensor]:
 def write(name: str) -> None:
     """Makes the golden of one case."""
     kind, settings = CASES[name]
-    model, folder = make_model(kind, settings), GOLDENS / name
+    model, folder = make_model(kind, settings, name in UNTIED), GOLDENS / name
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     if name in CHATS:
+        sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+        from tests.data.dialogues import PLAIN, write_tokenizer  # noqa: PLC0415
+
         write_tokenizer(folder, PLAIN)
     write_logits(model, folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
@@ -289,15 +344,41 @@ def write(name: str) -> None:
     print(f"{name}: {kinds}, {size} bytes")
 
 
+def auto_class(kind: str) -> str:
+    """The class of transformers that makes models of a kind."""
+    if kind in PAIRS:
+        return "AutoModelForSeq2SeqLM"
+    return "AutoModelForMaskedLM" if kind in MASKED else "AutoModelForCausalLM"
+
+
+def make_masked_batch(config: transformers.PretrainedConfig) -> dict[str, torch.Tensor]:
+    """The same with mask tokens, the last id, and of BERT with every token type."""
+    batch = make_batch(config.vocab_size - 1)
+    batch["tokens"][0, ::5] = config.vocab_size - 1
+    batch["tokens"][2, 7::4] = config.vocab_size - 1
+    if config.model_type == "bert":
+        types = torch.arange(TIME) * config.type_vocab_size // TIME
+        batch["token_types"] = types.expand(BATCH, TIME).contiguous()
+    return batch
+
+
 def write_logits(model: torch.nn.Module, folder: pathlib.Path) -> None:
     """Writes tokens and the model's logits to `expected.safetensors`."""
-    batch = make_batch(model.config.vocab_size)
+    masked = type(model).__name__.startswith(MASKED)
+    batch = make_masked_batch(model.config) if masked else make_batch(model.config.vocab_size)
+    given = {"input_ids": batch["tokens"], "attention_mask": batch["mask"]}
+    if "token_types" in batch:
+        given["token_type_ids"] = batch["token_types"]
+    if model.config.is_encoder_decoder:
+        del batch["positions"]
+        batch["decoder_tokens"] = batch["tokens"].flip(0, 1)[:, 2:].contiguous()
+        batch["decoder_mask"] = batch["mask"].roll(1, 0)[:, 2:].contiguous()
+        given["decoder_input_ids"] = batch["decoder_tokens"]
+        given["decoder_attention_mask"] = batch["decoder_mask"]
+    else:
+        given["position_ids"] = batch["positions"]
     with torch.no_grad():
-        logits = model(
-            input_ids=batch["tokens"],
-            attention_mask=batch["mask"],
-            position_ids=batch["positions"],
-        ).logits
+        logits = model(**given).logits
     arrays = {key: value.to(torch.int32) for key, value in batch.items()}
     save_file({**arrays, "logits": logits.contiguous()}, folder / "expected.safetensors")
 
@@ -315,7 +396,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.logits:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        kind = str(transformers.AutoConfig.from_pretrained(options.logits).model_type)
+        names = {name.lower(): name for name in (*PAIRS, *MASKED)}
+        model = getattr(transformers, auto_class(names.get(kind, kind))).from_pretrained(
             options.logits, attn_implementation="eager", dtype=torch.float32
         )
         write_logits(model.eval(), options.logits)

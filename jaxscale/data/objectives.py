@@ -237,11 +237,9 @@ def _one_sequence(inputs: Pieces, targets: Pieces, vocabulary: Vocabulary) -> Ba
     """[inputs, targets, boundary] of each piece, with loss behind the first of the targets."""
     present = np.unique(targets.pieces)
     ends = _each(present, vocabulary.boundary)
-    ids, pieces = arrange(inputs, targets, ends)
-    zeros, ones = (
-        Pieces(np.full(len(p.ids), i), p.pieces) for i, p in enumerate((inputs, targets))
-    )
-    predicted = arrange(zeros, ones, ends._replace(ids=np.ones(len(present)))).ids > 0
+    ids, pieces = (np.concatenate(field) for field in zip(inputs, targets, ends))
+    order = np.argsort(pieces, kind="stable")
+    ids, pieces, predicted = ids[order].astype(np.int32), pieces[order], order >= len(inputs.ids)
     # The last token of a piece has no target, and its first token is no target.
     same = pieces[1:] == pieces[:-1]
     segments, positions = number(np.bincount(pieces[1:][same])[present])

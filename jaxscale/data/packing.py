@@ -114,7 +114,7 @@ class Stream:
             if self.closed:
                 counted[inner - start - 1] = False
         bounds[-1] = stop
-        ids = np.concatenate(pieces).astype(np.int32)
+        ids = np.concatenate(pieces, dtype=np.int32)  # a copy: what is read may be a mapped file
         if bounds[-2] == stop:
             bounds = bounds[:-1]  # of the last document only the next token was read
             ids[-1] = self.boundary

@@ -110,15 +110,21 @@ def open_model(directory: pathlib.Path) -> HuggingFaceModel:
     if "quantization_config" in hf:
         raise ValueError(f"{directory / 'config.json'}: quantized weights are not supported")
     family = FAMILIES[kind]
+    tensors = open_tensors(directory)
     try:
-        settings = family.from_hf(hf)
+        settings = family.from_hf(hf, tensors)
         ModelConfig(**settings)
     except ValueError as error:
         raise ValueError(f"{directory / 'config.json'}: {error}") from error
-    tensors = open_tensors(directory)
+    for old, new in family.hf_renamed.items():
+        tensors = {_with_end(name, old, new): tensor for name, tensor in tensors.items()}
     if not any(name.startswith(family.hf_prefix) for name in tensors):
         tensors = {family.hf_prefix + name: tensor for name, tensor in tensors.items()}
     return HuggingFaceModel(directory, settings, tensors, family.ignored)
+
+
+def _with_end(name: str, old: str, new: str) -> str:
+    return name.removesuffix(old) + new if name.endswith(old) else name
 
 
 def parameters_of(config: ModelConfig, axes: Any, shapes: Any) -> tuple[ParameterTensors, ...]:

@@ -4,8 +4,8 @@ A family is a way of using the options of one general decoder, `jaxscale.model_c
 which of them a user may set, and the values of the others.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxscale.model_families.tensor_rule import TensorRule
@@ -47,15 +47,18 @@ class Family:
     write_hf: Callable[[Model], dict[str, Any]]  # and back
     tensors: Callable[[Model], tuple[TensorRule, ...]]
     hf_prefix: str = "model."  # of names; checkpoints of a model without its head leave it out
+    hf_renamed: Mapping[str, str] = field(default_factory=dict)  # older ends of names -> theirs now
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # globs of tensors without parameters
+    untied: str = ""  # the tensor of a head of its own, where config.json does not say if it is one
 
-    def from_hf(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `ModelConfig` for a config.json.
+    def from_hf(self, hf: Mapping[str, Any], tensors: Collection[str] = ()) -> dict[str, Any]:
+        """The arguments of `ModelConfig` for a config.json, and the names of the tensors beside it.
 
         Raises:
           ValueError: an unknown key, or a value that is not supported; names it.
         """
-        return {"family": self.name, **self.read_hf(hf)}
+        head = {"tied_embeddings": self.untied not in tensors} if self.untied else {}
+        return {"family": self.name, **self.read_hf(hf), **head}
 
     def to_hf(self, model: Model) -> dict[str, Any]:
         """The config.json of a model, without its special tokens.

@@ -6,6 +6,7 @@ from typing import Any
 from jaxscale.model_families.family import ROPE, Family, Model
 from jaxscale.model_families.hf_config import (
     activation_to_hf,
+    expect,
     layer_types,
     pop,
     pop_activation,
@@ -29,6 +30,7 @@ def _both_from_hf(rest: dict[str, Any]) -> dict[str, Any]:
         "norm_eps": pop(rest, "rms_norm_eps", 1e-6),
         "tied_embeddings": pop(rest, "tie_word_embeddings", False),
     }
+    expect(rest, "use_mrope", False)
     refuse_rest(rest)
     return ours
 

@@ -4,6 +4,8 @@ A family is added with a file beside this one and a line in `SHIPPED`.
 """
 
 from jaxscale.choices import check_choice, did_you_mean
+from jaxscale.model_families.bert import BERT
+from jaxscale.model_families.esm import ESM
 from jaxscale.model_families.family import Family
 from jaxscale.model_families.gemma import GEMMA2, GEMMA3
 from jaxscale.model_families.gpt import GPT
@@ -13,8 +15,10 @@ from jaxscale.model_families.mistral import MISTRAL
 from jaxscale.model_families.olmo2 import OLMO2
 from jaxscale.model_families.phi3 import PHI3
 from jaxscale.model_families.qwen import QWEN2, QWEN3
+from jaxscale.model_families.t5 import MT5, T5, UMT5
 
-SHIPPED = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT, GPT_NEOX)
+DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT, GPT_NEOX)
+SHIPPED = (*DECODERS, BERT, ESM, T5, MT5, UMT5)
 
 FAMILIES = {family.name: family for family in SHIPPED}
 

@@ -115,19 +115,34 @@ class Attention(nnx.Module):
         q_BTNH, k_BTKH, v_BTKH = self.project(
             x_BTD, batch.positions, kind, kernels.columns, rotary, kernels.key_heads
         )
-        q_BTNH = kernels.shard(q_BTNH, ("batch", "seq", "heads", "head_dim"))
-        k_BTKH = kernels.shard(k_BTKH, ("batch", "seq", "kv_heads", "head_dim"))
-        v_BTKH = kernels.shard(v_BTKH, ("batch", "seq", "kv_heads", "head_dim"))
-        o_BTNH = kernels.attend(
-            q_BTNH,
-            k_BTKH,
-            v_BTKH,
-            batch.segments,
+        return self.attend(
+            (q_BTNH, k_BTKH, v_BTKH),
+            (batch.segments,),
+            kernels,
             sliding_window=self.config.window(kind),
             causal=self.config.causal,
             scale=scale,
-            soft_cap=self.config.attention_soft_cap,
         )
+
+    def attend(
+        self,
+        projected: tuple[jax.Array, ...],
+        given: tuple[jax.Array | None, ...],
+        kernels: Kernels,
+        **settings: Any,
+    ) -> jax.Array:
+        """What attention adds to the residual stream.
+
+        Args:
+          projected: queries, keys and values.
+          given, settings: the other arguments of `Kernels.attend`.
+        """
+        q_BTNH, k_BSKH, v_BSKH = projected
+        q_BTNH = kernels.shard(q_BTNH, ("batch", "seq", "heads", "head_dim"))
+        k_BSKH = kernels.shard(k_BSKH, ("batch", "seq", "kv_heads", "head_dim"))
+        v_BSKH = kernels.shard(v_BSKH, ("batch", "seq", "kv_heads", "head_dim"))
+        soft_cap = self.config.attention_soft_cap
+        o_BTNH = kernels.attend(q_BTNH, k_BSKH, v_BSKH, *given, soft_cap=soft_cap, **settings)
         return self.join(o_BTNH, kernels.rows)
 
     def decode(

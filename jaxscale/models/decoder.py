@@ -1,4 +1,5 @@
-"""A decoder-only transformer: embedding, a stack of blocks, head.
+"""A transformer with one stack: embedding, blocks, head. A decoder, or a masked model that reads
+to both sides.
 
 Letters: B batch, T query time, S key time, D embed, F mlp hidden, N query heads, K kv heads,
 H head_dim, V vocab (padded), L layers.
@@ -8,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,14 @@ from flax import nnx
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS
-from jaxscale.models.block import Block, Cache, Norm
+from jaxscale.models.block import ACTIVATIONS, Block, Cache, Norm
+from jaxscale.models.forward import scan_periods
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
-from jaxscale.models.weights import Weights
+from jaxscale.models.weights import Weights, axes_of, module_of, params_of, stack_axes, stack_params
 from jaxscale.ops.attention import attention
 from jaxscale.ops.loss import logits
+from jaxscale.ops.tensor_parallel import add_bias
 
 CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
@@ -32,36 +35,93 @@ def plain_kernels() -> Kernels:
     return Kernels(functools.partial(attention, implementation="reference"))
 
 
+TRAINING_MASKS = 0.15 * 0.8
+"""The share of tokens that ESM-2's training masked."""
+
+
 class Embedding(nnx.Module):
-    """Tokens, and learned positions where there are any, to the residual stream."""
+    """Tokens, and learned positions and token types where there are any, to the residual stream."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         weights = Weights(config, key)
         self.tokens = weights.normal("vocab", "embed")
         learned = config.positions == "learned"
         self.positions = weights.normal("positions", "embed") if learned else None
+        types = config.token_types
+        self.token_types = weights.normal("token_types", "embed") if types else None
+        self.norm = Norm(config, weights) if config.embedding_norm else None
         self.scale = math.sqrt(config.d_model) if config.scaled_embedding else None
-        self.compute_dtype = config.compute_dtype
+        self.compute_dtype, self.dropped = config.compute_dtype, config.dropped_token
 
     def __call__(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, lookup: Callable
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        lookup: Callable,
+        segments_BT: jax.Array | None = None,
+        types_BT: jax.Array | None = None,
     ) -> jax.Array:
+        """The stream [batch, time, d_model].
+
+        Args:
+          segments_BT: texts, for `dropped_token`; None where no token is dropped.
+          types_BT: token types; None is type 0 everywhere.
+        """
         x_BTD = lookup(self.tokens[...], tokens_BT, "vocab", self.compute_dtype)
+        if self.dropped >= 0:
+            x_BTD *= dropped_scale(tokens_BT == self.dropped, segments_BT).astype(x_BTD.dtype)
         if self.scale is not None:
             # The factor is rounded to the compute type, as in Gemma's own code.
             x_BTD *= jnp.asarray(self.scale, x_BTD.dtype)
-        if self.positions is None:
-            return x_BTD
-        return x_BTD + lookup(self.positions[...], positions_BT, "positions", self.compute_dtype)
+        if self.token_types is not None and types_BT is not None:
+            table = self.token_types[...]
+            x_BTD += lookup(table, types_BT, "token_types", self.compute_dtype)
+        elif self.token_types is not None:
+            x_BTD += self.token_types[...][0].astype(x_BTD.dtype)
+        if self.positions is not None:
+            table = self.positions[...]
+            x_BTD += lookup(table, positions_BT, "positions", self.compute_dtype)
+        return x_BTD if self.norm is None else self.norm(x_BTD)
+
+
+def dropped_scale(dropped_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+    """Factors of the embeddings, [batch, time, 1]: 0 of the dropped tokens, and of the others of a
+    text such that the text has the sum that it would have with the share dropped in training
+    (`token_dropout` of ESM-2, Lin et al. 2023)."""
+    kept_BT = 1.0 - TRAINING_MASKS
+    if segments_BT is not None:
+        # Compared, not scattered: tokens of a text may lie on several ranks, in any order.
+        same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
+        length_BT = jnp.sum(same_BTS, axis=-1)
+        left_BT = jnp.sum(same_BTS & ~dropped_BT[:, None, :], axis=-1)
+        kept_BT *= length_BT / jnp.maximum(left_BT, 1)
+    return jnp.where(dropped_BT, 0.0, kept_BT)[..., None]
 
 
 class Head(nnx.Module):
-    """The final norm and the projection to the vocabulary; a tied head uses the embedding."""
+    """The final norm and the projection to the vocabulary; a tied head uses the embedding. A head
+    may transform the stream first, and have a bias, as BERT's."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         weights = Weights(config, key)
-        self.norm = Norm(config, weights)
+        self.norm = Norm(config, weights) if config.final_norm else None
         self.output = None if config.tied_embeddings else weights.normal("embed", "vocab")
+        self.activation = config.activation
+        if config.head_transform:
+            self.transform = weights.normal("embed", "transform")
+            self.transform_bias = weights.zeros("embed")
+            self.transform_norm = Norm(config, weights)
+            self.output_bias = weights.zeros("vocab")
+        else:
+            self.transform = self.output_bias = None
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """What the output matrix takes."""
+        x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
+        if self.transform is None:
+            return x_BTD
+        y_BTD = add_bias(x_BTD @ self.transform[...].astype(x_BTD.dtype), self.transform_bias[...])
+        return self.transform_norm(ACTIVATIONS[self.activation](y_BTD))
 
 
 @dataclass(frozen=True)
@@ -72,6 +132,8 @@ class Decoder:
 
     settings: ModelConfig
     kernels: Kernels
+    block_type: ClassVar[Any] = Block  # a module, made by (settings, key)
+    head_type: ClassVar[Any] = Head  # likewise
 
     @property
     def stacks(self) -> tuple[Stack]:
@@ -82,9 +144,10 @@ class Decoder:
             return {"x": self.embed(embed, batch)}
 
         def block(weights: Params, stream: Stream, batch: Batch, layer: Layer) -> tuple:
-            return {"x": self.block(weights, stream["x"], batch)}, {}
+            return {"x": self.block(weights, stream["x"], batch, layer.kind)}, {}
 
-        return (Stack("layers", self.settings.num_layers, enter, block, tensors=BLOCK_TENSORS),)
+        num_layers, period = self.settings.num_layers, self.settings.period
+        return (Stack("layers", num_layers, enter, block, period=period, tensors=BLOCK_TENSORS),)
 
     @property
     def borrows(self) -> Mapping[str, tuple[str, ...]]:
@@ -96,6 +159,16 @@ class Decoder:
         """None."""
         return ()
 
+    @property
+    def num_classes(self) -> int:
+        """That the head chooses from."""
+        return self.settings.vocab_size
+
+    @property
+    def rules(self) -> Mapping[str, tuple[str, ...]]:
+        """None."""
+        return {}
+
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
         """None."""
         return {}
@@ -103,57 +176,53 @@ class Decoder:
     def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
         """Fresh parameters; they depend on the key alone. None stacks all layers in order."""
         embed_key, layers_key, head_key = jax.random.split(key, 3)
-        layer_keys = jax.random.split(layers_key, self.settings.num_layers)
-        make = jax.vmap(lambda key: _params(Block(self.settings, key)))
-        if rows is None:
-            layers = make(layer_keys)
-        else:
-            row = rows["layers"]
-            layers = jax.tree.map(
-                lambda x: jnp.where(row.reshape(-1, *(1,) * (x.ndim - 1)) >= 0, x, 0),
-                make(layer_keys[row]),
-            )
+        keys = jax.random.split(layers_key, self.settings.num_layers)
+        row = None if rows is None else rows["layers"]
         return {
-            "embed": _params(Embedding(self.settings, embed_key)),
-            "layers": layers,
-            "head": _params(Head(self.settings, head_key)),
+            "embed": params_of(Embedding(self.settings, embed_key)),
+            "layers": stack_params(
+                functools.partial(type(self).block_type, self.settings), keys, row
+            ),
+            "head": params_of(type(self).head_type(self.settings, head_key)),
         }
 
     @property
     def axes(self) -> Params:
         """The tree of parameters with the tuple of logical axes in place of each array."""
-        blocks = _axes(Block, self.settings)
         return {
-            "embed": _axes(Embedding, self.settings),
-            "layers": jax.tree.map(
-                lambda axes: ("layers", *axes), blocks, is_leaf=lambda node: type(node) is tuple
-            ),
-            "head": _axes(Head, self.settings),
+            "embed": axes_of(Embedding, self.settings),
+            "layers": stack_axes(type(self).block_type, self.settings),
+            "head": axes_of(type(self).head_type, self.settings),
         }
 
     def embed(self, embed: Params, batch: Batch) -> jax.Array:
         """Tokens to [batch, seq, d_model] in the compute type, whatever the type of `embed`."""
         with jax.named_scope("embed"):
             x_BTD = self._module(Embedding, embed)(
-                batch.tokens, batch.positions, self.kernels.lookup
+                batch.tokens,
+                batch.positions,
+                self.kernels.lookup,
+                batch.segments,
+                dict(batch.extras).get("token_types"),
             )
             return self.kernels.shard(x_BTD, STREAM)
 
     def block(self, layer: Params, x_BTD: jax.Array, batch: Batch, kind: int = 0) -> jax.Array:
         """One layer; `kind` is its index modulo `config.period`."""
-        return self._module(Block, layer)(x_BTD, batch, self.kernels, kind)
+        return self._module(type(self).block_type, layer)(x_BTD, batch, self.kernels, kind)
 
     def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
         """The sum over weighted tokens of loss, and of the negative log-likelihood in nats."""
         with jax.named_scope("head"):
-            x_BTD, matrix = self._final(head, stream["x"])
+            x_BTD, matrix, bias_V = self._final(head, stream["x"])
             x_BTD = self.kernels.shard(x_BTD, ("batch", "seq", "embed"))
             loss, nll = self.kernels.cross_entropy(
                 x_BTD,
                 matrix,
                 batch.targets,
                 batch.weights,
-                vocab_size=self.settings.vocab_size,
+                vocab_size=self.num_classes,
+                bias_V=bias_V,
                 soft_cap=self.settings.logit_soft_cap,
                 z_loss=self.settings.z_loss,
                 transposed=self.settings.tied_embeddings,
@@ -162,14 +231,20 @@ class Decoder:
 
     def logits(self, head: Params, x_BTD: jax.Array) -> jax.Array:
         """Float32 [batch, seq, vocab_size]."""
-        x_BTD, matrix = self._final(head, x_BTD)
+        x_BTD, matrix, bias_V = self._final(head, x_BTD)
         return logits(
             x_BTD,
             matrix,
-            vocab_size=self.settings.vocab_size,
+            vocab_size=self.num_classes,
+            bias_V=bias_V,
             soft_cap=self.settings.logit_soft_cap,
             transposed=self.settings.tied_embeddings,
         )
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether tokens can be drawn one after the other."""
+        return self.settings.causal and hasattr(type(self).block_type, "decode")
 
     def empty_cache(self, batch: int, slots: int) -> Cache:
         """A cache for `batch` sequences of at most `slots` tokens, in the compute type."""
@@ -196,54 +271,24 @@ class Decoder:
         """
         x_BTD = self._module(Embedding, params["embed"])(tokens_BT, positions_BT, plain_lookup)
 
-        def one(carry, layer, kind=0):
+        def one(carry, layer, kind):
             weights, index = layer
-            block, x_BTD = self._module(Block, weights), shard(carry[0], ("batch",))
-            return block.decode(x_BTD, positions_BT, carry[1], index, kind), None
+            block = self._module(type(self).block_type, weights)
+            x_BTD = shard(carry[0], ("batch",))
+            return block.decode(x_BTD, positions_BT, carry[1], index, kind)
 
         # The cache is carried, not scanned over: carried, it is updated in place.
         layers = (params["layers"], jnp.arange(self.settings.num_layers))
-        return _scan_periods(one, (x_BTD, cache), layers, self.settings.period)
+        return scan_periods(one, (x_BTD, cache), layers, self.settings.period)
 
-    def _final(self, head: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _final(
+        self, head: Params, x_BTD: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         own = {name: value for name, value in head.items() if name != "tied"}
-        module = self._module(Head, own)
+        module = self._module(type(self).head_type, own)
         matrix = head["tied"] if self.settings.tied_embeddings else module.output[...]
-        return module.norm(x_BTD), matrix
+        bias = None if module.output_bias is None else module.output_bias[...]
+        return module(x_BTD), matrix, bias
 
     def _module(self, kind: type[nnx.Module], params: Params) -> Any:
-        return nnx.merge(_graph(kind, self.settings)[0], params)
-
-
-def _scan_periods(function: Callable, carry: Any, layers: Any, period: int) -> Any:
-    """The carry after `function(carry, layer, kind)` for each of stacked layers, where kind is
-    index % period: a scan over whole periods, and the remainder after it."""
-    if period == 1:
-        return jax.lax.scan(function, carry, layers)[0]
-    num_layers = jax.tree.leaves(layers)[0].shape[0]
-    whole = num_layers - num_layers % period
-
-    def one(carry, layers, num_kinds=period):
-        for kind in range(num_kinds):
-            layer = jax.tree.map(lambda x: x[kind], layers)  # noqa: B023
-            carry, _ = function(carry, layer, kind)
-        return carry, None
-
-    periods = jax.tree.map(lambda x: x[:whole].reshape(-1, period, *x.shape[1:]), layers)
-    carry, _ = jax.lax.scan(one, carry, periods)
-    return one(carry, jax.tree.map(lambda x: x[whole:], layers), num_layers - whole)[0]
-
-
-def _params(module: nnx.Module) -> Params:
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
-
-
-def _graph(kind: Callable[..., nnx.Module], config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: kind(config, jax.random.key(0))), nnx.Param)
-
-
-def _axes(kind: Callable[..., nnx.Module], config: ModelConfig) -> Params:
-    state = _graph(kind, config)[1]
-    return nnx.to_pure_dict(
-        jax.tree.map(lambda param: param.axes, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
-    )
+        return module_of(kind, self.settings, params)

@@ -99,6 +99,11 @@ class Model(Protocol):
         """Names of the sums that `loss` returns besides "loss" and "nll"."""
         ...
 
+    @property
+    def rules(self) -> Mapping[str, tuple[str, ...]]:
+        """The mesh axes of logical axes of its own: ("tensor",), or () for whole."""
+        ...
+
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
         """The arrays of `Batch.extras` that the model reads, for sequences of a length: name ->
         (length, type)."""

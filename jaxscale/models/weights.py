@@ -1,19 +1,30 @@
 """Initial parameters, the same on any layout and back end."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxscale.config import ModelConfig
 
 
 class Weights:
-    """Makes the parameters of one module: shape, scale and placement follow from the axes."""
+    """Makes the parameters of one module: shape, scale and placement follow from the axes.
 
-    def __init__(self, config: ModelConfig, key: jax.Array):
+    Args:
+      branches: sums into the residual stream of a whole stack; None is two a layer.
+      sizes: of axes of one's own.
+    """
+
+    def __init__(
+        self, config: ModelConfig, key: jax.Array, branches: int | None = None, **sizes: int
+    ):
         self.sizes = {
+            **sizes,
             "embed": config.d_model,
             "heads": config.num_heads,
             "kv_heads": config.num_kv_heads,
@@ -21,17 +32,20 @@ class Weights:
             "mlp": config.d_ff,
             "vocab": config.padded_vocab_size,
             "positions": config.max_seq_len,
+            "buckets": config.relative_buckets,
+            "token_types": config.token_types,
+            "transform": config.d_model,
         }
         self.dtype = jnp.dtype(config.param_dtype)
         # "Small init" (Nguyen and Salazar 2019, arXiv 1910.05895); the outputs into the residual
         # stream shrink with depth as in GPT-2.
         self.std = math.sqrt(2 / (5 * config.d_model))
-        self.depth_scale = 1 / math.sqrt(2 * config.num_layers)
+        self.depth_scale = 1 / math.sqrt(branches or 2 * config.num_layers)
         self.keys = nnx.RngStream(key, tag="params")
 
-    def normal(self, *axes: str, residual: bool = False) -> nnx.Param:
+    def normal(self, *axes: str, residual: bool = False, scale: float = 1.0) -> nnx.Param:
         """A matrix; `residual` marks those that write into the residual stream."""
-        std = self.std * (self.depth_scale if residual else 1.0)
+        std = self.std * (self.depth_scale if residual else 1.0) * scale
         value = exact_normal(self.keys(), self.shape(axes), std)
         return nnx.Param(value.astype(self.dtype), axes=axes)
 
@@ -56,3 +70,56 @@ def exact_normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Arra
     total = jnp.sum((words >> 16) + (words & 0xFFFF), axis=0, dtype=jnp.uint32).astype(jnp.int32)
     centred = (total - 2 * 0xFFFF).astype(jnp.float32)
     return centred * jnp.float32(std / math.sqrt(4 * (2**32 - 1) / 12))
+
+
+Make = Callable[..., nnx.Module]
+"""`make(config, key) -> module`."""
+
+
+def params_of(module: nnx.Module) -> Any:
+    """The parameters of a module, as a tree of arrays."""
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def module_of(make: Make, config: ModelConfig, params: Any) -> Any:
+    """The module with these parameters."""
+    return nnx.merge(_graph(make, config)[0], params)
+
+
+def axes_of(make: Make, config: ModelConfig) -> Any:
+    """The tree of a module's parameters with the tuple of logical axes in place of each array."""
+    state = _graph(make, config)[1]
+    return nnx.to_pure_dict(
+        jax.tree.map(lambda param: param.axes, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    )
+
+
+def stack_params(
+    make: Callable[[jax.Array], nnx.Module], keys: jax.Array, rows: np.ndarray | None
+) -> Any:
+    """The parameters of a stack of layers, [layers, ...] each.
+
+    Args:
+      make: from a layer's key.
+      keys: of every layer.
+      rows: the layer in each row, -1 for rows of zeros; None is all layers in order.
+    """
+    many = jax.vmap(lambda key: params_of(make(key)))
+    if rows is None:
+        return many(keys)
+    return jax.tree.map(
+        lambda x: jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)) >= 0, x, 0), many(keys[rows])
+    )
+
+
+def stack_axes(make: Make, config: ModelConfig) -> Any:
+    """`axes_of` for a stack of layers."""
+    return jax.tree.map(
+        lambda axes: ("layers", *axes),
+        axes_of(make, config),
+        is_leaf=lambda node: type(node) is tuple,
+    )
+
+
+def _graph(make: Make, config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: make(config, jax.random.key(0))), nnx.Param)

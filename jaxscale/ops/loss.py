@@ -32,6 +32,7 @@ def cross_entropy(
     weights_BT: Array,
     *,
     vocab_size: int,
+    bias_V: Array | None = None,
     soft_cap: float = 0.0,
     z_loss: float = 0.0,
     chunk_tokens: int | None = None,
@@ -52,6 +53,7 @@ def cross_entropy(
         be wider than `x_BTD`; its gradient is then not rounded to the narrower type.
       targets_BT: token ids below `vocab_size`.
       weights_BT: the weight of each token; data, so no gradient flows to it.
+      bias_V: added to the logits, before the soft cap.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 is none.
       z_loss: weight of log(Z)^2, which keeps the logits near zero (arXiv 2204.02311).
       chunk_tokens: tokens whose logits exist together; None is by `CHUNK_BYTES`.
@@ -77,9 +79,9 @@ def cross_entropy(
     )
     x_SND, targets_SN, weights_SN = (_shards(x, shards) for x in (x_BTD, targets_BT, weights_BT))
     if shards == 1:
-        return _loss(static, x_SND[0], head, targets_SN[0], weights_SN[0])
-    losses_S, nlls_S = jax.vmap(functools.partial(_loss, static), (0, None, 0, 0))(
-        x_SND, head, targets_SN, weights_SN
+        return _loss(static, x_SND[0], head, bias_V, targets_SN[0], weights_SN[0])
+    losses_S, nlls_S = jax.vmap(functools.partial(_loss, static), (0, None, None, 0, 0))(
+        x_SND, head, bias_V, targets_SN, weights_SN
     )
     return jnp.sum(losses_S), jnp.sum(nlls_S)
 
@@ -95,11 +97,12 @@ def logits(
     head: Array,
     *,
     vocab_size: int,
+    bias_V: Array | None = None,
     soft_cap: float = 0.0,
     transposed: bool = False,
 ) -> Array:
     """Logits of every token, float32 or wider, [..., vocab_size]; arguments of `cross_entropy`."""
-    raw_BTV = _project(x_BTD, head, transposed)[..., :vocab_size]
+    raw_BTV = _project(x_BTD, head, bias_V, transposed)[..., :vocab_size]
     return soft_cap * jnp.tanh(raw_BTV / soft_cap) if soft_cap else raw_BTV
 
 
@@ -116,17 +119,25 @@ def _chunk_size(num_tokens: int, vocab: int, chunk_tokens: int | None) -> int:
     return -(-num_tokens // num_chunks)
 
 
-def _project(x_CD: Array, head: Array, transposed: bool) -> Array:
+def _project(x_CD: Array, head: Array, bias_V: Array | None, transposed: bool) -> Array:
     """Logits, accumulated in float32 or wider."""
     contract = "...D,VD->...V" if transposed else "...D,DV->...V"
-    return jnp.einsum(
+    raw_CV = jnp.einsum(
         contract, x_CD, head.astype(x_CD.dtype), preferred_element_type=_softmax_dtype(x_CD)
     )
+    return raw_CV if bias_V is None else raw_CV + bias_V.astype(raw_CV.dtype)
 
 
-def _chunk_loss(static: _Static, x_CD: Array, head: Array, targets_C: Array, weights_C: Array):
+def _chunk_loss(
+    static: _Static,
+    x_CD: Array,
+    head: Array,
+    bias_V: Array | None,
+    targets_C: Array,
+    weights_C: Array,
+):
     """One chunk's loss and nll, and a function that returns the gradient for its logits."""
-    capped_CV = _project(x_CD, head, static.transposed)
+    capped_CV = _project(x_CD, head, bias_V, static.transposed)
     if static.soft_cap:
         capped_CV = static.soft_cap * jnp.tanh(capped_CV / static.soft_cap)
     # The vocabulary may be sharded over an automatic axis, where XLA's partitioner would refuse a
@@ -159,13 +170,20 @@ def _chunks(static: _Static, *arrays: Array) -> list[Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(static: _Static, x_ND: Array, head: Array, targets_N: Array, weights_N: Array):
+def _loss(
+    static: _Static,
+    x_ND: Array,
+    head: Array,
+    bias_V: Array | None,
+    targets_N: Array,
+    weights_N: Array,
+):
     head = head.astype(x_ND.dtype)
     weights_N = weights_N.astype(_softmax_dtype(x_ND))
 
     def step(sums, chunk):
         x_CD, targets_C, weights_C = chunk
-        loss, nll, _ = _chunk_loss(static, x_CD, head, targets_C, weights_C)
+        loss, nll, _ = _chunk_loss(static, x_CD, head, bias_V, targets_C, weights_C)
         return (sums[0] + loss, sums[1] + nll), None
 
     zero = jnp.zeros((), _softmax_dtype(x_ND))
@@ -174,7 +192,14 @@ def _loss(static: _Static, x_ND: Array, head: Array, targets_N: Array, weights_N
     )[0]
 
 
-def _loss_forward(static: _Static, x_ND: Array, head: Array, targets_N: Array, weights_N: Array):
+def _loss_forward(
+    static: _Static,
+    x_ND: Array,
+    head: Array,
+    bias_V: Array | None,
+    targets_N: Array,
+    weights_N: Array,
+):
     matmul = functools.partial(jnp.einsum, preferred_element_type=_softmax_dtype(x_ND))
     narrow = head.astype(x_ND.dtype)
     weights_N = weights_N.astype(_softmax_dtype(x_ND))
@@ -185,32 +210,42 @@ def _loss_forward(static: _Static, x_ND: Array, head: Array, targets_N: Array, w
 
     def step(carry, chunk):
         x_CD, x_DC, targets_C, weights_C = chunk
-        loss_sum, nll_sum, grad_head_DV = carry
-        loss, nll, logits_gradient = _chunk_loss(static, x_CD, narrow, targets_C, weights_C)
+        loss_sum, nll_sum, grad_head_DV, grad_bias_V = carry
+        loss, nll, logits_gradient = _chunk_loss(static, x_CD, narrow, bias_V, targets_C, weights_C)
         grad_CV = logits_gradient()
         grad_x_CD = matmul("CV,VD->CD" if static.transposed else "CV,DV->CD", grad_CV, narrow)
         grad_head_DV += matmul("DC,CV->DV", x_DC, grad_CV)
-        return (loss_sum + loss, nll_sum + nll, grad_head_DV), grad_x_CD.astype(x_CD.dtype)
+        if bias_V is not None:
+            grad_bias_V += jnp.sum(grad_CV.astype(grad_bias_V.dtype), axis=0)
+        sums = (loss_sum + loss, nll_sum + nll, grad_head_DV, grad_bias_V)
+        return sums, grad_x_CD.astype(x_CD.dtype)
 
     zero = jnp.zeros((), _softmax_dtype(x_ND))
     shape_DV = head.shape[::-1] if static.transposed else head.shape
-    start = (zero, zero, jnp.zeros(shape_DV, static.accumulation_dtype))
-    (loss, nll, grad_head_DV), grad_x_JCD = jax.lax.scan(
-        step, start, (x_JCD, x_JDC, targets_JC, weights_JC), unroll=static.unroll
+    head_start = jnp.zeros(shape_DV, static.accumulation_dtype)
+    bias_start = None if bias_V is None else jnp.zeros(bias_V.shape, static.accumulation_dtype)
+    (loss, nll, grad_head_DV, grad_bias_V), grad_x_JCD = jax.lax.scan(
+        step,
+        (zero, zero, head_start, bias_start),
+        (x_JCD, x_JDC, targets_JC, weights_JC),
+        unroll=static.unroll,
     )
     grad_x_ND = grad_x_JCD.reshape(-1, x_ND.shape[1])[: x_ND.shape[0]]
-    return (loss, nll), (grad_x_ND, grad_head_DV, jnp.zeros((), head.dtype))
+    like_bias = None if bias_V is None else jnp.zeros((), bias_V.dtype)
+    residuals = grad_x_ND, grad_head_DV, grad_bias_V, jnp.zeros((), head.dtype), like_bias
+    return (loss, nll), residuals
 
 
 def _loss_backward(static: _Static, residuals, cotangents):
-    grad_x_ND, grad_head_DV, like_head = residuals
+    grad_x_ND, grad_head_DV, grad_bias_V, like_head, like_bias = residuals
     scale = cotangents[0]
     grad_head = (grad_head_DV * scale).astype(like_head.dtype)
     if static.transposed:
         # XLA would fold this transpose into the matmul of a single chunk, and its CPU back end has
         # no matmul from bfloat16 to float32 that reads its left operand by columns.
         grad_head = jax.lax.optimization_barrier(grad_head).T
-    return (grad_x_ND * scale).astype(grad_x_ND.dtype), grad_head, None, None
+    grad_bias = None if like_bias is None else (grad_bias_V * scale).astype(like_bias.dtype)
+    return (grad_x_ND * scale).astype(grad_x_ND.dtype), grad_head, grad_bias, None, None
 
 
 _loss.defvjp(_loss_forward, _loss_backward)

@@ -21,7 +21,7 @@ from jaxscale.training.step import Engine, TrainState
 
 log = logging.getLogger("jaxscale")
 
-MAY_DIFFER = ("init_from", "attention", "compute_dtype", "param_dtype", "z_loss")
+MAY_DIFFER = ("init_from", "attention", "causal", "compute_dtype", "param_dtype", "z_loss")
 """Settings of a model that do not change what its weights mean."""
 
 
@@ -69,7 +69,10 @@ def open_weights(directory: pathlib.Path) -> Weights:
     if is_hugging_face(directory):
         return open_model(directory)
     sections = configs.read_sections(directory / "config.json")
-    config = configs.from_dict({"model": sections.get("model", {})}, trust_foreign=False)
+    # The objective goes along since a model need not be causal.
+    data = {key: value for key, value in sections.get("data", {}).items() if key == "objective"}
+    given = {"model": sections.get("model", {}), "data": data}
+    config = configs.from_dict(given, trust_foreign=False)
     checkpoints = Checkpoints(directory / "checkpoints")
     step = processes.from_first("checkpoint of init_from", checkpoints.latest())
     checkpoints.close()

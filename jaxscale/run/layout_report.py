@@ -34,10 +34,12 @@ LARGE_BYTES = 1 << 20
 def describe_layout(engine: Engine) -> str:
     """The layout, the memory of it and of its alternatives, and a line for every parameter.
 
-    Bytes are predicted by `planner.memory`, without compiling.
+    Bytes are predicted by `planner.memory`, without compiling; of a model without formulas only
+    those at rest are known.
     """
-    parts = [_summary(engine), *_pipeline(engine), _stages(engine), *_remats(engine)]
-    parts += _offloads(engine)
+    parts = [_summary(engine), *_pipeline(engine), _stages(engine)]
+    if engine.config.model.has_formulas:
+        parts += [*_remats(engine), *_offloads(engine)]
     return "\n\n".join([*parts, _parameters(engine), *_warnings(engine)])
 
 
@@ -55,7 +57,7 @@ def _summary(engine: Engine) -> str:
             f"parameters {config.param_dtype}, compute {config.compute_dtype}, "
             f"gradients {engine.zero.accumulation_dtype}",
         ),
-        ("parameters", f"{config.num_params:,}"),
+        ("parameters", f"{_num_params(engine):,}"),
         *_optimizer(engine),
         ("memory", _peak(engine)),
     ]
@@ -64,7 +66,7 @@ def _summary(engine: Engine) -> str:
 
 def _optimizer(engine: Engine) -> list[tuple[str, str]]:
     """FLOPs of Muon's update on each device."""
-    if engine.config.optimizer.name != "muon":
+    if engine.config.optimizer.name != "muon" or not engine.config.model.has_formulas:
         return []
     sizes, model = engine.layout.sizes, engine.config.model
     stack = next(leaf for name, _, leaf in _leaves(engine) if name.startswith("layers/"))
@@ -130,7 +132,17 @@ def _stages(engine: Engine) -> str:
     return "bytes at rest on each device\n" + table(rows)
 
 
+def _num_params(engine: Engine) -> int:
+    canonical = engine.placement.part("params").canonical
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(canonical))
+
+
 def _peak(engine: Engine) -> str:
+    if not engine.config.model.has_formulas:
+        return (
+            "of a step not predicted: the planner has no formulas for this model; "
+            "python -m jaxscale.aot compiles the step and says"
+        )
     needs = _predict(engine)
     return (
         f"{human_bytes(needs.peak)} on each device: {human_bytes(needs.arguments)} between steps, "
@@ -251,7 +263,8 @@ def _warnings(engine: Engine) -> list[str]:
         if shards and leaf.size * leaf.dtype.itemsize >= LARGE_BYTES
         if not any(leaf.sharding.spec)
     ]
-    found += _replicated(engine)
+    if engine.config.model.has_formulas:
+        found += _replicated(engine)
     if engine.stages and (advice := summary.advice(engine.layout, engine.stages)):
         found.append(advice)
     return ["\n".join(found)] if found else []

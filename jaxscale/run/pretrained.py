@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.forward import forward
 from jaxscale.models.protocol import head_params
 from jaxscale.run.initial_weights import open_weights
 
@@ -24,16 +25,19 @@ class Pretrained:
     params: Any  # in canonical form
     model: Decoder
 
-    def __call__(self, tokens: Any, segments: Any = None) -> jax.Array:
-        """Float32 logits of the token after each, [batch, time, vocab_size].
+    def __call__(self, tokens: Any, segments: Any = None, token_types: Any = None) -> jax.Array:
+        """Float32 logits [batch, time, vocab_size] of the token after each, or, of a model that is
+        not causal, of the token itself.
 
         Args:
           tokens: [batch, time] whole numbers.
           segments: [batch, time]; tokens attend only to those of the same segment, 0 is padding.
             None is one segment in each row.
+          token_types: [batch, time], for a model that has them; None is type 0.
 
         Raises:
-          ValueError: not [batch, time], or a token beyond the vocabulary.
+          ValueError: not [batch, time], a token beyond the vocabulary, or a type that the model
+            does not have.
         """
         tokens = jnp.asarray(tokens, jnp.int32)
         segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
@@ -46,9 +50,18 @@ class Pretrained:
                 f"tokens are from {tokens.min()} to {tokens.max()}, and the model has "
                 f"{self.config.vocab_size}"
             )
+        types = () if token_types is None else {"token_types": jnp.asarray(token_types, jnp.int32)}
+        for given in dict(types).values():
+            if given.shape != tokens.shape or not 0 <= given.min() <= given.max() < (
+                self.config.token_types
+            ):
+                raise ValueError(
+                    f"token_types {given.shape} must be [batch, time] as tokens {tokens.shape}, "
+                    f"and below model.token_types = {self.config.token_types}"
+                )
         # Float32 is otherwise rounded to fewer bits in the matmuls of GPUs and TPUs.
         with jax.default_matmul_precision("float32"):
-            return _logits(self.model, self.params, tokens, segments)
+            return _logits(self.model, self.params, tokens, segments, types)
 
 
 def from_pretrained(
@@ -81,26 +94,13 @@ def from_pretrained(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(model: Decoder, params: Any, tokens: jax.Array, segments: jax.Array) -> jax.Array:
-    batch = Batch(tokens, tokens, segments, _positions(segments), jnp.ones(tokens.shape))
-    x = model.embed(params["embed"], batch)
-    period, num_layers = model.settings.period, model.settings.num_layers
-
-    def one_period(x, weights):
-        for kind in range(period):
-            x = model.block(jax.tree.map(lambda w: w[kind], weights), x, batch, kind)  # noqa: B023
-        return x, None
-
-    whole = num_layers - num_layers % period
-    x, _ = jax.lax.scan(
-        one_period,
-        x,
-        jax.tree.map(lambda w: w[:whole].reshape(-1, period, *w.shape[1:]), params["layers"]),
-    )
-    for layer in range(whole, num_layers):
-        weights = jax.tree.map(lambda w: w[layer], params["layers"])  # noqa: B023
-        x = model.block(weights, x, batch, layer % period)
-    return model.logits(head_params(model, params), x).astype(jnp.float32)
+def _logits(
+    model: Decoder, params: Any, tokens: jax.Array, segments: jax.Array, extras: Any
+) -> jax.Array:
+    weights = jnp.ones(tokens.shape)
+    batch = Batch(tokens, tokens, segments, _positions(segments), weights, extras)
+    stream = forward(model, params, batch)
+    return model.logits(head_params(model, params), stream["x"]).astype(jnp.float32)
 
 
 def _positions(segments: jax.Array) -> jax.Array:

@@ -56,7 +56,7 @@ class Text:
 class Evaluation:
     """Held-out loss; `tokens` counted, standing for `num_bytes` bytes of text."""
 
-    loss: float  # nats per token
+    loss: float  # nats per token; NaN where no token counts
     tokens: int
     num_bytes: float
 
@@ -68,6 +68,8 @@ class Evaluation:
     @property
     def bits_per_byte(self) -> float:
         """The loss of the same text in bits over its bytes: comparable between tokenizers."""
+        if not self.num_bytes:
+            return math.nan
         return self.loss * self.tokens / math.log(2) / self.num_bytes
 
     def record(self, name: str = "") -> dict[str, float]:
@@ -83,10 +85,17 @@ class Evaluation:
         return {f"{key}/{name}" if name else key: value for key, value in values.items()}
 
 
-def open_engine(config: Config, workdir: pathlib.Path | None = None) -> tuple[Config, Engine]:
-    """The config with its layout resolved, and the engine; `resolve_layout` has the arguments."""
+def open_engine(
+    config: Config, workdir: pathlib.Path | None = None, **own: Any
+) -> tuple[Config, Engine]:
+    """The config with its layout resolved, and the engine.
+
+    Args:
+      config, workdir: of `resolve_layout`.
+      own: `model`, `optimizer` and `rules` of `make_engine`.
+    """
     config = resolve_layout(config, workdir)
-    return config, make_engine(config, make_mesh(config.layout))
+    return config, make_engine(config, make_mesh(config.layout), **own)
 
 
 def resolve_layout(config: Config, workdir: pathlib.Path | None = None) -> Config:
@@ -108,6 +117,8 @@ def check_memory(engine: Engine) -> None:
     Raises:
       ValueError: with the number of micro-batches that fits.
     """
+    if not engine.config.model.has_formulas:
+        return
     # Imported here as in `planned`.
     from jaxscale.planner.memory.room import check_room  # noqa: PLC0415
     from jaxscale.planner.search.space import MEMORY_FRACTION  # noqa: PLC0415
@@ -124,6 +135,11 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
     """The config with the layout that the planner chooses, where layout is "auto"."""
     if not config.layout.auto:
         return config
+    if not config.model.has_formulas:
+        raise ValueError(
+            f"layout = 'auto' plans with formulas, and there are none for model.family = "
+            f"{config.model.family!r}; set the layout"
+        )
     # Imported here: twenty modules that most runs do not need.
     from jaxscale.planner.auto_layout import choose_layout  # noqa: PLC0415
     from jaxscale.planner.report.text_report import layout_text  # noqa: PLC0415
@@ -308,4 +324,4 @@ def evaluate_loss(
             out = jax.device_get(engine.evaluate(params, batch, token_bytes))
             sums += np.array(out, np.float64)
     nll, tokens, num_bytes = sums.tolist()
-    return Evaluation(nll / tokens, int(tokens), num_bytes)
+    return Evaluation(nll / tokens if tokens else math.nan, int(tokens), num_bytes)

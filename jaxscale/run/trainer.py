@@ -71,12 +71,13 @@ class Trainer:
 
 
 def open_trainer(
-    config: Config, workdir: pathlib.Path, *, skip_memory_check: bool = False
+    config: Config, workdir: pathlib.Path, *, skip_memory_check: bool = False, **own: Any
 ) -> Trainer | None:
     """Checks everything, reads the text, compiles the step, and restores the newest checkpoint.
 
     Args:
       skip_memory_check: compiles a step even when the predicted memory exceeds the devices'.
+      own: `model`, `optimizer` and `rules` of `make_engine`.
 
     Returns:
       None when the run is complete already.
@@ -92,7 +93,7 @@ def open_trainer(
     begin = processes.from_first("newest checkpoint", checkpoints.latest() or 0)
     config = with_schedule(config, checkpoints.metadata(begin)["config"] if begin else {})
     config = resolve_layout(config, workdir)
-    engine = make_engine(config, make_mesh(config.layout))
+    engine = make_engine(config, make_mesh(config.layout), **own)
     log.info(describe_layout(engine))
     if not skip_memory_check:
         check_memory(engine)

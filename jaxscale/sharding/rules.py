@@ -27,6 +27,9 @@ WEIGHTS: Rules = {
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "positions": (),
+    "buckets": (),
+    "token_types": (),
+    "transform": (),  # of a head, between its two matrices: each rank transforms its own tokens
 }
 ACTIVATIONS: Rules = {
     "batch": ("data", "fsdp"),
@@ -40,6 +43,7 @@ ACTIVATIONS: Rules = {
     "head_dim": (),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
+    "buckets": (),
 }
 SETTINGS = {
     "embed": "model.d_model",
@@ -189,15 +193,17 @@ def check_sequence(config: Config) -> None:
     Raises:
       ValueError: with the nearest lengths that they can.
     """
-    layout, seq_len = config.layout, config.data.seq_len
+    layout = config.layout
     chunks = 2 * layout.context if layout.context > 1 else 1
     unit = math.lcm(chunks, layout.context * layout.tensor)
-    if seq_len % unit:
-        below, above = seq_len // unit * unit, -(-seq_len // unit) * unit
-        nearest = f"{below} or {above}" if below else f"{above}"
-        two = " (two chunks a rank)" if layout.context > 1 else ""
-        raise ValueError(
-            f"data.seq_len = {seq_len} does not split over layout.context = {layout.context}{two} "
-            f"x layout.tensor = {layout.tensor}, which takes multiples of {unit}; set "
-            f"data.seq_len = {nearest}, or change the layout"
-        )
+    for name in ("seq_len", "target_len"):
+        length = getattr(config.data, name)
+        if length % unit:
+            below, above = length // unit * unit, -(-length // unit) * unit
+            nearest = f"{below} or {above}" if below else f"{above}"
+            two = " (two chunks a rank)" if layout.context > 1 else ""
+            raise ValueError(
+                f"data.{name} = {length} does not split over layout.context = {layout.context}"
+                f"{two} x layout.tensor = {layout.tensor}, which takes multiples of {unit}; set "
+                f"data.{name} = {nearest}, or change the layout"
+            )

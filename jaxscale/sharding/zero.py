@@ -105,6 +105,10 @@ class Zero:
 
         return self._collectively(one, axes, shards)
 
+    def gather_part(self, shards: Tree, part: str) -> Tree:
+        """`gather` of the parameters outside the layers, or of one layer of a stack."""
+        return self.gather(shards, self.axes[part] if part == "embed" else self.layer_axes(part))
+
     def widen(self, weights: Tree) -> Tree:
         """The same weights in the type of sums over tokens, for gradients that are such sums: a
         gradient has the type of its argument, so these are not rounded to the compute type."""

@@ -11,7 +11,6 @@ from jax.extend.core import jaxprs_in_params  # pyright: ignore[reportPrivateImp
 from jaxscale.batch import Batch
 from jaxscale.config import Config
 from jaxscale.layout import RematPolicy
-from jaxscale.model_config import ModelConfig
 from jaxscale.models.protocol import Model, Stack, head_params, layer_function, split_stream
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.training.remat import rematerialised
@@ -44,7 +43,7 @@ def step_flops(config: Config, model: Model, recomputed: float = 0.0) -> StepFlo
         are recomputed.
     """
     settings, seq_len = config.model, config.data.seq_len
-    if isinstance(settings, ModelConfig):
+    if settings.has_formulas:
         hardware = settings.hardware_flops_per_token(
             seq_len, remat=config.layout.remat, recomputed=recomputed
         )
@@ -52,13 +51,14 @@ def step_flops(config: Config, model: Model, recomputed: float = 0.0) -> StepFlo
     counted = count_forward_flops(model, example(config, model), config.layout.remat_policy)
     needed = 3 * (counted.layers + counted.head)
     repeated = recomputed * counted.layers if recomputed else counted.recomputed
-    return StepFlops(needed / seq_len, (needed + repeated) / seq_len)
+    tokens = config.data.tokens_per_step / config.data.global_batch_size
+    return StepFlops(needed / tokens, (needed + repeated) / tokens)
 
 
 def example(config: Config, model: Model) -> Batch:
     """The shapes of one example of a run."""
-    ints = jax.ShapeDtypeStruct((1, config.data.seq_len), np.int32)
-    floats = jax.ShapeDtypeStruct((1, config.data.seq_len), np.float32)
+    ints = jax.ShapeDtypeStruct((1, config.data.output_len), np.int32)
+    floats = jax.ShapeDtypeStruct((1, config.data.output_len), np.float32)
     extras = {
         name: jax.ShapeDtypeStruct((1, length), dtype)
         for name, (length, dtype) in model.extras(config.data.seq_len).items()

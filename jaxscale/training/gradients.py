@@ -11,17 +11,13 @@ from jax.sharding import Mesh
 
 from jaxscale.batch import Batch
 from jaxscale.layout import MANUAL_AXES, Layout
+from jaxscale.models.forward import forward
 from jaxscale.models.protocol import (
     Model,
-    Stack,
-    Stream,
     Sums,
     head_params,
-    layer_function,
-    split_stream,
     zero_sums,
 )
-from jaxscale.ops.stacked import Index, at
 from jaxscale.pipeline.executor import Chunks, Columns, Remat, buffers, execute, execute_forward
 from jaxscale.pipeline.stages import PipelineStages
 from jaxscale.sharding.resolve import Rules, is_axes, manual_part, resolve
@@ -158,8 +154,9 @@ def make_loss(
 
     def local(params: Tree, batch: Batch) -> jax.Array:
         def one(nll_sum, batch):
+            stream = forward(model, params, batch, zero.gather_part)
             head = zero.gather(head_params(model, params), head_params(model, zero.axes))
-            losses = model.loss(head, _forward(model, zero, params, batch), batch)
+            losses = model.loss(head, stream, batch)
             return nll_sum + losses["nll"], None
 
         groups = split_batch(batch, layout.microbatches)
@@ -173,45 +170,6 @@ def make_loss(
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
-
-
-def _forward(model: Model, zero: Zero, params: Tree, batch: Batch) -> Stream:
-    """The last stack's stream of one micro-batch."""
-    embed, stream = zero.gather(params["embed"], zero.axes["embed"]), {}
-    for stack in model.stacks:
-        x, shared = split_stream(stack, stack.enter(embed, stream, batch))
-        x = _forward_layers(stack, zero, params[stack.name], batch, x, shared)
-        stream = {**x, **shared}
-    return stream
-
-
-def _forward_layers(
-    stack: Stack, zero: Zero, layers: Tree, batch: Batch, x: Stream, shared: Stream
-) -> Stream:
-    functions = [layer_function(stack, kind) for kind in range(stack.period)]
-    axes, whole = zero.layer_axes(stack.name), stack.num_layers // stack.period
-
-    def layer(x: Stream, shards: Tree, index: Index, kind: int) -> Stream:
-        return functions[kind](zero.gather(shards, axes), x, shared, (batch, index))[0][0]
-
-    def one_period(x: Stream, xs: tuple[Tree, jax.Array]) -> tuple[Stream, None]:
-        shards, first = xs
-        for kind in range(stack.period):
-            x = layer(x, at(shards, kind), first + kind, kind)
-        return x, None
-
-    def in_periods(array: jax.Array) -> jax.Array:
-        rows = array[: whole * stack.period]
-        return rows.reshape(whole, stack.period, *array.shape[1:])
-
-    if stack.period == 1:
-        xs = layers, jnp.arange(stack.num_layers)
-        return jax.lax.scan(lambda x, xs: (layer(x, *xs, 0), None), x, xs)[0]
-    xs = jax.tree.map(in_periods, layers), jnp.arange(whole) * stack.period
-    x, _ = jax.lax.scan(one_period, x, xs)
-    for index in range(whole * stack.period, stack.num_layers):
-        x = layer(x, at(layers, index), index, index % stack.period)
-    return x
 
 
 def _pipelined_loss(

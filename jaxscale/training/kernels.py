@@ -4,7 +4,7 @@ They run inside the `shard_map` in which pipeline, data and fsdp are manual.
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,18 +61,13 @@ def make_kernels(
     )
 
 
-def attention_name(config: Config, platform: str, uses: Collection[str] = ()) -> str:
+def attention_name(config: Config, platform: str) -> str:
     """The implementation of attention that a run uses.
-
-    Args:
-      uses: of `ops.attention.USES`, all that any layer of the model asks for.
 
     Raises:
       ValueError: the one that is set cannot honour the settings.
     """
     model, layout = config.model, config.layout
-    if model.attention_soft_cap:
-        uses = {*uses, "soft_cap"}
     if layout.context == 1:
         return choose(
             model.attention,
@@ -80,7 +75,7 @@ def attention_name(config: Config, platform: str, uses: Collection[str] = ()) ->
             dtype=model.compute_dtype,
             head_dim=model.head_dim,
             seq_len=config.data.seq_len,
-            uses=uses,
+            uses=model.attention_uses,
         )
     if model.attention not in ("auto", "blockwise"):
         raise ValueError(

@@ -19,7 +19,14 @@ from jaxscale.data.tokens.encode import encode_pairs
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.models.decoder import CACHE_AXES, Decoder
 from jaxscale.sharding.specs import replicated
-from jaxscale.training.sampling import CHUNK, logits_of, round_up, row_placement, without_pipeline
+from jaxscale.training.sampling import (
+    CHUNK,
+    check_causal,
+    logits_of,
+    round_up,
+    row_placement,
+    without_pipeline,
+)
 from jaxscale.training.step import Engine
 
 ROWS = 16
@@ -71,13 +78,14 @@ def log_likelihoods(
     The first begins a document. The second need not end it.
 
     Raises:
-      ValueError: a text beyond the model's learned positions.
+      ValueError: a text beyond the model's learned positions, or a model that is not causal.
     """
+    check_causal(engine)
     encoded = encode_pairs(tokenizer, pairs)
     given = [1 + len(first) for first, _ in encoded]  # with the token that begins a document
     ids = [np.concatenate([[tokenizer.start], *pair]).astype(np.int32) for pair in encoded]
     config, longest = engine.config.model, max(map(len, ids)) - 1
-    if config.family == "gpt" and longest > config.max_seq_len:
+    if config.positions == "learned" and longest > config.max_seq_len:
         raise ValueError(
             f"a prompt and its choice of {longest} tokens need as many learned positions, and the "
             f"model has model.max_seq_len = {config.max_seq_len}; shorten the prompt"

@@ -19,7 +19,7 @@ import optax
 import optax.contrib
 
 from jaxscale.config import FACTORED_SIZE, OptimizerConfig
-from jaxscale.sharding.resolve import is_axes
+from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.training.learning_rate import schedule_of
 
 STACKS = ("layers", "expert")
@@ -79,7 +79,12 @@ def make(
     return _at_rest(rule, jnp.dtype(config.moment_dtype), jnp.dtype(config.second_moment_dtype))
 
 
-def state_axes(optimizer: optax.GradientTransformation, abstract_params: Any, axes: Any) -> Any:
+def state_axes(
+    optimizer: optax.GradientTransformation,
+    abstract_params: Any,
+    axes: Any,
+    report: Callable[..., None] = lambda name, shape, param_shape, in_layers: None,
+) -> Any:
     """The logical axes of every leaf of the optimizer's state, as a tree of its structure.
 
     A moment has the axes of its parameter, Adafactor's rows and columns those that they are not
@@ -89,6 +94,8 @@ def state_axes(optimizer: optax.GradientTransformation, abstract_params: Any, ax
       optimizer: as `make` returns it.
       abstract_params: tree of `jax.ShapeDtypeStruct`.
       axes: tree of the parameters with a tuple of logical axes for each.
+      report: called with the name and shape of each array that is replicated because it has not the
+        shape of its parameter, that shape, and whether the parameter is one of the layers.
     """
     names = dict(_leaves(axes, is_leaf=is_axes))
     shapes = {path: leaf.shape for path, leaf in _leaves(abstract_params)}
@@ -98,6 +105,9 @@ def state_axes(optimizer: optax.GradientTransformation, abstract_params: Any, ax
         if owner is None or leaf.shape == (1,) != shapes[owner]:
             return ()
         left = _kept(names[owner], _field(path, owner))
+        if leaf.shape != tuple(shapes[owner][i] for i in left):
+            report(leaf_name(path), leaf.shape, shapes[owner], "layers" in names[owner])
+            return ()
         return tuple(names[owner][i] for i in left)
 
     state = jax.eval_shape(optimizer.init, abstract_params)

@@ -70,8 +70,15 @@ def sample(
       The text after each prompt, without it.
 
     Raises:
-      ValueError: a setting out of its range, or a sequence beyond the model's learned positions.
+      ValueError: a setting out of its range, a sequence beyond the model's learned positions, or a
+        model that is not causal.
     """
+    check_causal(engine)
+    if not getattr(engine.model, "can_decode", False):
+        raise ValueError(
+            f"model.family = {engine.config.model.family!r} draws no text: its blocks have no "
+            "decode()"
+        )
     config, ends = engine.config.model, (tokenizer.boundary, *tokenizer.ends)
     vocab_size = min(config.vocab_size, tokenizer.vocab_size)
     _check_settings(num_tokens, temperature, top_k, top_p, seed, vocab_size)
@@ -116,6 +123,20 @@ def sample(
     return [
         text[: min((i for s in stop if (i := text.find(s)) >= 0), default=None)] for text in texts
     ]
+
+
+def check_causal(engine: Engine) -> None:
+    """Refuses a model that does not predict a token from those before it.
+
+    Raises:
+      ValueError: with what such a model can do.
+    """
+    model = engine.config.model
+    if not getattr(model, "causal", True):
+        raise ValueError(
+            f"model.family = {model.family!r} is not causal here: it fills in masked tokens, and "
+            "neither continues a text nor scores continuations; call jaxscale.from_pretrained(DIR)"
+        )
 
 
 def encode_messages(tokenizer: Tokenizer, messages: Messages) -> np.ndarray:

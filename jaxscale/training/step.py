@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.device_batch import local_rows, shard_batch, unpack_sharded
 from jaxscale.layout import Layout, RematPolicy
-from jaxscale.model_config import ModelConfig, find_make, is_own_family
+from jaxscale.model_config import find_make, is_own_family
 from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Model, Sums
 from jaxscale.pipeline.layer_placement import LayerPlacement
@@ -45,6 +47,8 @@ from jaxscale.training.kernels import attention_name, make_kernels
 from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.remat import from_host, rematerialised_attention
 from jaxscale.training.xla_options import step_options
+
+log = logging.getLogger("jaxscale")
 
 Tree = Any
 MakeModel = Callable[[Any, Kernels], Model]
@@ -135,7 +139,8 @@ def make_engine(
         the one of `model.family`.
       optimizer: an update rule of one's own in place of `config.optimizer`'s rule and learning
         rate; the gradients come in as means over tokens, clipped to `optimizer.clip_norm`.
-      rules: the mesh axes of a model's own logical axes, such as {"experts": ("tensor",)}.
+      rules: the mesh axes of logical axes of one's own, such as {"rank": ("tensor",)}, beside the
+        model's `rules`.
       unroll_layers: unrolls the loops over layers, for XLA's cost analysis.
 
     Raises:
@@ -148,7 +153,7 @@ def make_engine(
     check_types(config)
     check_host_memory(config, mesh)
     make = model or find_model(config.model)
-    own = own_rules(rules or {})
+    own = own_rules({**make(config.model, plain_kernels()).rules, **(rules or {})})
     attention = attention_name(config, platform)
     kernels = make_kernels(layout, attention, platform, rules=own, unroll=unroll_layers)
     built = make(config.model, kernels)
@@ -168,7 +173,9 @@ def make_engine(
 
     init = _make_init(built, optimizer, stages)
     shapes = jax.eval_shape(init, jax.random.key(0))
-    axes = TrainState((), built.axes, optimizers.state_axes(optimizer, shapes.params, built.axes))
+    said = functools.partial(_replicated_state, stages is not None)
+    axes = optimizers.state_axes(optimizer, shapes.params, built.axes, said)
+    axes = TrainState((), built.axes, axes)
     axes = spread_outer(axes, layout.sizes, _width(built))
     axes = whole_kv_heads(axes, shapes, layout.sizes)
     zero = dataclasses.replace(zero, axes=axes.params)
@@ -207,7 +214,10 @@ def make_engine(
 
 def find_model(settings: Any) -> MakeModel:
     """The function that makes the model of `model.family`."""
-    return find_make(settings.family) if is_own_family(settings.family) else Decoder
+    if is_own_family(settings.family):
+        return find_make(settings.family)
+    kind: Any = EncoderDecoder if settings.num_encoder_layers else Decoder
+    return kind
 
 
 def _make_zero(config: Config, model: Model, stages: PipelineStages | None, rules: Rules) -> Zero:
@@ -336,7 +346,8 @@ def _make_step(
 
     def step(state: TrainState, sharded: ShardedBatch) -> tuple[TrainState, StepMetrics]:
         batch = unpack_sharded(sharded)
-        count = jnp.sum(batch.weights)
+        # A batch of long prompts may have no token that counts; its gradients are zero.
+        count = jnp.maximum(jnp.sum(batch.weights), 1)
         sums, grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
             grads, grad_norm = mean_and_norm(grads, count, config.optimizer.clip_norm)
@@ -345,12 +356,20 @@ def _make_step(
             updates, opt_state = optimizer.update(grads, opt_state, params)
             params = optax.apply_updates(params, updates)
             params = jax.lax.with_sharding_constraint(params, shardings.params)
-        tokens = jnp.sum(batch.segments != 0, dtype=jnp.int32)
+        tokens = count_tokens(batch)
         loss, others = sums["nll"] / count, _others(sums, count)
         metrics = StepMetrics(loss, grad_norm, tokens, count, others)
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return step
+
+
+def count_tokens(batch: Batch) -> jax.Array:
+    """Positions that are no padding, an encoder's too."""
+    tokens = jnp.sum(batch.segments != 0, dtype=jnp.int32)
+    if "encoder_segments" not in batch.extras:
+        return tokens
+    return tokens + jnp.sum(batch.extras["encoder_segments"] != 0, dtype=jnp.int32)
 
 
 def _others(sums: Sums, count: jax.Array) -> Sums:
@@ -375,10 +394,30 @@ def _open_stages(config: Config, make: MakeModel) -> PipelineStages:
 
 def _head_cost(config: Config, model: Model) -> float:
     """FLOPs of the head over those of a mean layer."""
-    if isinstance(config.model, ModelConfig):
+    if config.model.has_formulas:
         return config.model.head_cost(config.data.seq_len)
     counted = count_forward_flops(model, example(config, model), RematPolicy("none", ()))
     return counted.head * sum(stack.num_layers for stack in model.stacks) / counted.layers
+
+
+def _replicated_state(
+    in_pipeline: bool, name: str, shape: tuple, param_shape: tuple, in_layers: bool
+) -> None:
+    """Says that an array of an optimizer's state is replicated.
+
+    Raises:
+      ValueError: it has a part for each layer perhaps, which a pipeline cannot place.
+    """
+    if in_pipeline and in_layers:
+        raise ValueError(
+            f"the optimizer's {name} has shape {shape}, and its parameter {param_shape}: a "
+            "pipeline places the layers of arrays of the parameter's shape only; set "
+            "layout.pipeline = 1, or use another optimizer"
+        )
+    log.info(
+        f"the optimizer's {name} {list(shape)} is replicated: it has not the shape of its "
+        f"parameter, {list(param_shape)}"
+    )
 
 
 def _width(model: Model) -> int:

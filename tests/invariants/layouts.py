@@ -22,7 +22,7 @@ LLAMA = {
     "num_layers": 4,
     "d_model": 64,
     "num_heads": 16,
-    "num_kv_heads": 4,  # fewer than the most ranks of tensor
+    "num_kv_heads": 8,
     "head_dim": 4,
     "d_ff": 96,
     "vocab_size": VOCABULARY,
@@ -34,7 +34,7 @@ GPT = {
     "num_layers": 2,
     "d_model": 64,
     "num_heads": 8,
-    "num_kv_heads": 2,
+    "num_kv_heads": 2,  # fewer than the most ranks of tensor
     "head_dim": 8,
     "d_ff": 128,
     "vocab_size": VOCABULARY,

@@ -1,7 +1,13 @@
-"""Every model gives the same losses and gradients in every kind of layout."""
+"""Every kind of model gives the same losses, gradients and evaluations in every kind of layout."""
 
 import dataclasses
 import functools
+import importlib.util
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +23,79 @@ from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.step import make_engine
 from tests.models import two_stacks
 
-BATCH, SEQ_LEN, STEPS = 8, 16, 3
-RULES = {"own": ("tensor",), "buckets": ()}
+BATCH, SEQ_LEN, STEPS, VOCABULARY = 8, 16, 3, 64
+FLOAT64 = {"compute_dtype": "float64", "param_dtype": "float64"}
+SIZES = {"d_model": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "d_ff": 48}
+OWN_MODEL = pathlib.Path("docs/my_model.py")
 
 
-def make_config(**layout) -> Config:
-    config = from_dict(
+def import_own_model() -> str:
+    """The model of docs/own_model.md, as a family."""
+    if OWN_MODEL.stem not in sys.modules:
+        spec = importlib.util.spec_from_file_location(OWN_MODEL.stem, OWN_MODEL)
+        assert spec
+        assert spec.loader
+        sys.modules[OWN_MODEL.stem] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return "my_model:MyModel"
+
+
+class Case(NamedTuple):
+    """A model, its data, and what `make_engine` needs beside its settings."""
+
+    settings: dict
+    own: Callable[[], dict[str, Any]] = dict
+    data: dict = {}  # noqa: RUF012
+
+
+T5 = {
+    "family": "t5",
+    "num_layers": 4,
+    "num_encoder_layers": 4,
+    **{**SIZES, "num_kv_heads": 4},
+    "relative_buckets": 8,
+    "relative_max_distance": 12,
+}
+PAIRS = {"target_len": 8, "objective": "span_corruption"}
+
+
+CASES = {
+    "two stacks": Case(
+        # One reader more than two stages share, and one writer more than whole periods.
         {
-            "data": {"global_batch_size": BATCH, "seq_len": SEQ_LEN},
+            "family": "tests.models.two_stacks:make",
+            **two_stacks.SETTINGS,
+            "readers": 3,
+            "writers": 5,
+        },
+        lambda: {"rules": {"distances": ()}},
+    ),
+    "local and global layers": Case(
+        {
+            "family": "gemma3",
+            "num_layers": 5,
+            "layer_pattern": "LG",
+            "sliding_window": 3,
+            "local_rope_theta": 100.0,
+            **SIZES,
+        }
+    ),
+    "t5": Case(T5, data=PAIRS),
+    "umt5": Case(
+        {**T5, "family": "umt5", "tied_embeddings": True, "scaled_head": True}, data=PAIRS
+    ),
+    "own block and loss": Case(
+        {"family": import_own_model(), "num_layers": 4, **SIZES},
+        lambda: {"optimizer": optax.lamb(1e-3)},
+    ),
+}
+
+
+def make_config(case: Case, **layout) -> Config:
+    return from_dict(
+        {
+            "model": {**case.settings, **FLOAT64, "vocab_size": VOCABULARY},
+            "data": {"global_batch_size": BATCH, "seq_len": SEQ_LEN, **case.data},
             "optimizer": {
                 "accumulation_dtype": "float64",
                 "moment_dtype": "float64",
@@ -33,97 +104,112 @@ def make_config(**layout) -> Config:
             "layout": {"data": 1, **layout},
         }
     )
-    settings = two_stacks.TwoStacksSettings(
-        **two_stacks.SETTINGS,
-        readers=3,  # one more than stages, and one layer more than whole periods
-        writers=5,
-        compute_dtype="float64",
-        param_dtype="float64",
-    )
-    return dataclasses.replace(config, model=settings)
 
 
-def batches() -> list[Batch]:
+def make_batches(extras: dict, length: int = SEQ_LEN) -> list[Batch]:
+    """Two documents a row, and padding at the end of an encoder's."""
     random, found = np.random.default_rng(0), []
+
+    def draw(name: str, length: int) -> np.ndarray:
+        place = np.broadcast_to(np.arange(length, dtype=np.int32), (BATCH, length))
+        if name.endswith("segments"):
+            return np.where(place == length - 1, 0, 1 + place // 6 % 2).astype(np.int32)
+        if name.endswith("positions"):
+            return place % 6
+        return random.integers(0, VOCABULARY, (BATCH, length), np.int32)
+
     for _ in range(STEPS):
-        tokens = random.integers(0, 64, (BATCH, SEQ_LEN), np.int32)
-        place = np.broadcast_to(np.arange(SEQ_LEN, dtype=np.int32), tokens.shape)
+        tokens, cut = draw("tokens", length), length // 2 + 1
+        place = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
         weights = (random.random(tokens.shape) < 0.8).astype(np.float32)
-        source = random.integers(0, 64, (BATCH, two_stacks.SOURCE_LEN), np.int32)
-        found.append(
-            Batch(
-                tokens, np.roll(tokens, -1), 1 + place // 9, place % 9, weights, {"source": source}
-            )
-        )
+        more = {name: draw(name, size) for name, (size, _) in extras.items()} or ()
+        documents = 1 + place // cut, place % cut
+        found.append(Batch(tokens, np.roll(tokens, -1), *documents, weights, more))
     return found
 
 
 @functools.cache
-def fresh_params():
-    """In canonical form, from the seed of the runs."""
-    model = two_stacks.make(make_config().model, plain_kernels())
-    return jax.device_get(jax.jit(model.init)(jax.random.key(0)))
+def fresh(name: str):
+    """Parameters in canonical form, from the seed of the runs."""
+    case = CASES[name]
+    config = make_config(case)
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:1]), **case.own())
+    return jax.device_get(jax.jit(engine.model.init)(jax.random.key(0)))
 
 
-def run(**layout):
-    """Metrics of some steps, and the last parameters in canonical form."""
-    config = make_config(**layout)
+def run(name: str, **layout):
+    """Metrics of some steps, the last parameters in canonical form, and an evaluation's sums."""
+    case = CASES[name]
+    config = make_config(case, **layout)
     mesh = make_mesh(config.layout, jax.devices()[: config.layout.num_devices])
-    engine = make_engine(config, mesh, model=two_stacks.make, rules=RULES)
+    engine = make_engine(config, mesh, **case.own())
     state = engine.init(jax.random.key(0))
+    to_canonical = engine.placement.part("params").to_canonical
     jax.tree.map(
-        np.testing.assert_array_equal,
-        jax.device_get(engine.placement.part("params").to_canonical(state.params)),
-        fresh_params(),
+        np.testing.assert_array_equal, jax.device_get(to_canonical(state.params)), fresh(name)
     )
-    turn = state.params["writers"]["turn"]  # along an axis of the model's own
-    assert turn.sharding.shard_shape(turn.shape)[-1] * config.layout.tensor == turn.shape[-1]
-    found = []
-    for batch in batches():
+    extras = dict(engine.model.extras(SEQ_LEN))
+    found, batches = [], make_batches(extras, config.data.output_len)
+    for batch in batches:
         state, metrics = engine.step(state, engine.shard(batch))
-        found.append(jax.device_get(metrics))
-    params = engine.placement.part("params").to_canonical(state.params)
-    sums = engine.evaluate(state.params, engine.shard(batches()[0]), np.ones(64, np.float32))
-    return found, jax.device_get(params), jax.device_get(sums)
+        found.append(metrics)
+    sums = engine.evaluate(state.params, engine.shard(batches[0]), np.ones(VOCABULARY, np.float32))
+    return jax.device_get((found, to_canonical(state.params), tuple(sums)))
 
 
 @functools.cache
-def one_device():
-    return run()
+def on_one_device(name: str):
+    return run(name)
 
 
-LAYOUTS = [
-    {
-        "data": 2,
-        "fsdp": 2,
-        "tensor": 2,
-        "zero_stage": 3,
-        "accumulation": "layered",
-        "microbatches": 2,
-        "remat": "full",
-    },
-    {"fsdp": 4, "context": 2, "zero_stage": 2, "microbatches": 2},
-    {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "1f1b", "zero_stage": 3},
-    {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "interleaved", "virtual_stages": 2},
-    {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"},
-]
+LAYERED = {"zero_stage": 3, "accumulation": "layered", "microbatches": 2}
+LAYOUTS = {
+    "two stacks": [
+        {"data": 2, "fsdp": 2, "tensor": 2, **LAYERED, "remat": "full"},
+        {"fsdp": 4, "context": 2, "zero_stage": 2, "microbatches": 2},
+        {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "1f1b"},
+        {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "interleaved"},
+        {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"},
+    ],
+    "local and global layers": [
+        {"data": 2, "fsdp": 2, "context": 2, **LAYERED},
+        {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"},
+    ],
+    "t5": [
+        {"data": 2, "fsdp": 2, **LAYERED},
+        {"tensor": 2, "context": 2, "fsdp": 2, "zero_stage": 3},
+        {"pipeline": 2, "tensor": 2, "microbatches": 4, "schedule": "interleaved"},
+    ],
+    "umt5": [{"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"}],
+    "own block and loss": [
+        {"fsdp": 2, "tensor": 2, "context": 2, **LAYERED, "remat": "save_matmuls"},
+        {"pipeline": 2, "data": 2, "fsdp": 2, "microbatches": 2, "schedule": "interleaved"},
+    ],
+}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_model_of_two_stacks_is_one_device_in_float64(layout):
-    (expected, params, sums), (found, others, evaluated) = one_device(), run(**layout)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, id=f"{name}-{layout}")
+        for name, layouts in LAYOUTS.items()
+        for layout in layouts
+    ],
+)
+def test_a_model_is_one_device_in_float64(name, layout):
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12),
-        (found, others, tuple(evaluated)),
-        (expected, params, tuple(sums)),
+        run(name, **layout),
+        on_one_device(name),
     )
 
 
-def test_one_device_is_a_few_lines_of_plain_jax():
+def test_two_stacks_are_a_few_lines_of_plain_jax():
     """What all layouts agree on is the model: its loss, the gradient of that with auxiliary losses
     and a borrowed parameter, and its sums."""
-    settings, batch = make_config().model, batches()[0]
+    settings = make_config(CASES["two stacks"]).model
     model = two_stacks.make(settings, plain_kernels())
+    batch = make_batches(dict(model.extras(SEQ_LEN)))[0]
     count = batch.weights.sum(dtype=np.float64)
 
     def mean_loss(params):
@@ -144,15 +230,46 @@ def test_one_device_is_a_few_lines_of_plain_jax():
         return loss / count, (losses, jnp.stack([one["size"] for one in sums]))
 
     gradient = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
-    (_, (losses, sizes)), grads = gradient(fresh_params())
+    (_, (losses, sizes)), grads = gradient(fresh("two stacks"))
     expected = {
         "loss": losses["nll"] / count,
         "grad_norm": optax.tree.norm(grads),
         "others": {"confident": losses["confident"] / count, "writers/size": sizes},
     }
-    found = one_device()[0][0]._asdict()
+    found = on_one_device("two stacks")[0][0]._asdict()
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-10),
         {name: found[name] for name in expected},
         expected,
     )
+
+
+def test_an_axis_of_its_own_is_sharded_as_the_model_says():
+    case = CASES["two stacks"]
+    config = make_config(case, tensor=2)
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]), **case.own())
+    turn = engine.abstract_state.params["writers"]["turn"]
+    assert 2 * turn.sharding.shard_shape(turn.shape)[-1] == turn.shape[-1]
+
+
+def test_the_page_shows_the_own_model_and_its_code_runs():
+    page = pathlib.Path("docs/own_model.md").read_text()
+    model, *others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert model.splitlines() == OWN_MODEL.read_text().splitlines()[2:]
+    assert len(model.splitlines()) < 60
+    found = dict(vars(sys.modules[OWN_MODEL.stem]))
+    for block in others:
+        exec(block, found)
+    assert found["engine"].model.settings.late_weight == 2
+
+    # The classifier, with labels for targets.
+    settings = found["LabelSettings"](family="my_model:Classifier", vocab_size=VOCABULARY, **SIZES)
+    config = make_config(Case({**SIZES, "num_layers": 2}), tensor=2)
+    config = dataclasses.replace(config, model=settings)
+    engine = make_engine(
+        config, make_mesh(config.layout, jax.devices()[:2]), model=found["Classifier"]
+    )
+    (batch, *_), state = make_batches({}), engine.init(jax.random.key(0))
+    for _ in range(20):
+        state, metrics = engine.step(state, engine.shard(batch._replace(targets=batch.tokens % 3)))
+    assert metrics.loss < 0.9 * np.log(3)

@@ -170,6 +170,7 @@ class ManyReaders:
         "head": {"scale": ("embed",)},
     }
     borrows: ClassVar = {}
+    rules: ClassVar = {}
     metrics: ClassVar = ()
 
     @property

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxscale import config
-from jaxscale.config import Config, ModelConfig
+from jaxscale.config import Config, DataConfig, ModelConfig
 from jaxscale.model_families.shipped import FAMILIES, SHIPPED
 from jaxscale.models.decoder import Decoder, plain_kernels
 
@@ -39,6 +39,9 @@ PUBLISHED = {
     "phi3": (sizes(32, 3072, 32, 32, 96, 8192, 32064), 3_821_079_552),
     "gpt": (sizes(12, 768, 12, 12, 64, 3072, 50257) | {"max_seq_len": 1024}, 124_439_808),
     "gpt_neox": (sizes(16, 2048, 8, 8, 256, 8192, 50304), 1_011_781_632),
+    # Without the pooler, and without the contact head and its 121 parameters.
+    "bert": (sizes(12, 768, 12, 12, 64, 3072, 30522) | {"max_seq_len": 512}, 109_514_298),
+    "esm": (sizes(6, 320, 20, 20, 16, 1280, 33), 7_512_353),
 }
 
 
@@ -54,7 +57,8 @@ def test_parameters_are_those_of_a_published_model(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_has_at_most_80_leaves_and_only_those_of_its_family(name):
-    run = Config(model=ModelConfig(family=name))
+    model = ModelConfig(family=name)
+    run = Config(model=model, data=DataConfig(objective="causal" if model.causal else "masked"))
     sections = config.to_dict(run)
     assert sum(len(section) for section in sections.values()) <= 80
     assert set(FAMILIES[name].settings) <= set(sections["model"])
@@ -138,6 +142,43 @@ def test_the_form_of_transformers_4_is_read_too():
         }
     )
     assert (phi["rope_share"], phi["rope_theta"]) == (0.5, 500.0)
+
+
+def test_keys_of_published_files_are_known():
+    """Those of GPT-2 XL and Qwen2.5 7B beside the sizes: nothing there changes the logits."""
+    gpt = {
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "n_ctx": 1024,
+        "n_positions": 1024,
+        "n_embd": 1600,
+        "n_head": 25,
+        "n_layer": 48,
+        "vocab_size": 50257,
+        "n_special": 0,
+        "output_past": True,
+        "predict_special_tokens": True,
+        "resid_pdrop": 0.1,
+        "summary_first_dropout": 0.1,
+        "task_specific_params": {"text-generation": {"max_length": 50}},
+    }
+    assert ModelConfig(**FAMILIES["gpt"].from_hf(gpt)).published_params == 1_557_611_200
+    qwen = {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 28,
+        "sliding_window": 131072,
+        "use_sliding_window": False,
+        "rope_theta": 1000000.0,
+        "use_mrope": False,
+    }
+    assert ModelConfig(**FAMILIES["qwen2"].from_hf(qwen)).published_params == 7_615_616_512
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class TwoStacks:
     @property
     def stacks(self) -> tuple[Stack, ...]:
         source = ("batch", "residual_seq", "embed")
-        table = ("buckets", "heads")
+        table = ("distances", "heads")
         return (
             Stack(
                 "readers", self.settings.readers, self.enter_readers, self.read, {"source": source}
@@ -75,12 +75,16 @@ class TwoStacks:
     def metrics(self) -> tuple[str, ...]:
         return ("confident",)
 
+    @property
+    def rules(self) -> Mapping[str, tuple[str, ...]]:
+        return {"own": ("tensor",)}
+
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
         return {"source": (SOURCE_LEN, jnp.int32)}
 
     def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
         sizes = {"embed": WIDTH, "mlp": HIDDEN, "heads": HEADS, "head_dim": HEAD_DIM, "own": 8}
-        sizes |= {"vocab": 128, "buckets": 3, "readers": self.settings.readers}
+        sizes |= {"vocab": 128, "distances": 3, "readers": self.settings.readers}
         keys = iter(jax.random.split(key, 32))
 
         def draw(name: str, axes: tuple[str, ...]) -> jax.Array:
@@ -146,7 +150,7 @@ class TwoStacks:
 
 
 def table_axes() -> tuple[str, ...]:
-    return ("buckets", "heads")
+    return ("distances", "heads")
 
 
 def make(settings: TwoStacksSettings, kernels: Kernels) -> TwoStacks:

@@ -96,14 +96,44 @@ def test_the_gradient_turns_back_and_keeps_no_array_of_the_inputs_size():
     assert max(kept, default=0) <= B * T
 
 
-@pytest.mark.parametrize("heads", [1, 6])
-def test_the_kernel_turns_and_turns_back_as_rotary_does(heads):
+YARN = RopeScaling("yarn", 4.0, original_context=64, high_turns=32.0)
+
+
+def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_scales_all():
+    x, positions = arguments()
+    scaled = rotary(x, positions, theta=1e4, scaling=YARN) / (1 + 0.1 * np.log(4))
+    turns = 64 * 1e4 ** (-2 * np.arange(H // 2) / H) / (2 * np.pi)
+    assert turns[0] < 32  # no pair is fast enough for the usual bound, but the first is kept
+    plain, stretched = (rotary(x, positions / by, theta=1e4) for by in (1, 4))
+    np.testing.assert_allclose(scaled[..., 0], plain[..., 0], atol=1e-9)
+    slow = np.flatnonzero(turns < 0.1)
+    assert len(slow)
+    np.testing.assert_allclose(scaled[..., slow], stretched[..., slow], atol=1e-9)
+
+
+def test_linear_scaling_divides_positions():
+    x, positions = arguments()
+    scaled = rotary(x, positions, theta=1e4, scaling=RopeScaling("linear", 4.0))
+    np.testing.assert_allclose(scaled, rotary(x, positions / 4, theta=1e4), atol=1e-9)
+
+
+def test_the_features_beyond_the_rotated_ones_are_only_scaled():
+    x, positions = arguments()
+    turned = rotary(x, positions, theta=1e4, rotary_dim=4, factor=0.5)
+    np.testing.assert_array_equal(turned[..., 4:], 0.5 * x[..., 4:])
+    alone = rotary(x[..., :4], positions, theta=1e4, factor=0.5)
+    np.testing.assert_array_equal(turned[..., :4], alone)
+
+
+@pytest.mark.parametrize(
+    ("heads", "scaling"), [(1, RopeScaling("llama3", 8.0)), (6, YARN)], ids=["llama3", "yarn"]
+)
+def test_the_kernel_turns_and_turns_back_as_rotary_does(heads, scaling):
     """Interpreted here: the same products and sums in float32, up to their order."""
     rng = np.random.default_rng(0)
 
     def value_and_gradient(function):
         def loss(x):
-            scaling = RopeScaling("llama3", 8.0)
             turned = function(x, positions, theta=1e4, scaling=scaling, factor=0.3)
             return jnp.sum(jnp.sin(turned)), turned
 

@@ -20,12 +20,12 @@ from jaxscale.training.kernels import attention_name, make_kernels
 from tests.invariants.layouts import LLAMA, make_config, open_engine
 from tests.ops.test_attention import arguments
 
-# LLAMA has 4 key heads and a width of 64; sequences are of 24 tokens where nothing else is said.
+# LLAMA has 8 key heads and a width of 64; sequences are of 24 tokens where nothing else is said.
 REFUSED = [
     (
         {"tensor": 3},
         {},
-        "model.num_kv_heads = 4 does not divide over layout.tensor = 3; the nearest"
+        "model.num_kv_heads = 8 does not divide over layout.tensor = 3; the nearest"
         " that does is layout.tensor = 2 or 4",
     ),
     (

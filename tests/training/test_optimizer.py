@@ -433,3 +433,19 @@ def test_an_unknown_name_is_refused() -> None:
     object.__setattr__(unknown, "name", "sgd")
     with pytest.raises(ValueError, match=r"optimizer\.name = 'sgd'.*muon"):
         optim.make(unknown, steps=1, axes=AXES)
+
+
+def test_own_state_of_another_shape_is_replicated_and_said():
+    axes = {"layers": {"w": ("layers", "embed", "mlp")}, "head": {"b": ("embed",)}}
+    shapes = {
+        "layers": {"w": jax.ShapeDtypeStruct((2, 256, 128), jnp.float32)},
+        "head": {"b": jax.ShapeDtypeStruct((256,), jnp.float32)},
+    }
+    rule, said = optax.chain(optax.scale_by_factored_rms(), optax.trace(0.9)), []
+    found = optim.state_axes(rule, shapes, axes, lambda *one: said.append(one))
+    assert found[1].trace == axes
+    assert found[0].v_row["layers"]["w"] == ()
+    assert [(name.split("/")[1], shape, in_layers) for name, shape, _, in_layers in said] == [
+        ("v_row", (2, 128), True),
+        ("v_col", (2, 256), True),
+    ]

@@ -4,7 +4,6 @@ Whole logits, attention by `jax.nn.dot_product_attention`, every residual kept. 
 `train.py` compares with, so it uses nothing of this project but the sizes in a config.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -93,6 +92,23 @@ class Model(nnx.Module):
         return self.head(self.norm(x))[..., : self.vocab_size].astype(jnp.float32)
 
 
+SIZES = (
+    "num_layers",
+    "d_model",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "d_ff",
+    "vocab_size",
+    "max_seq_len",
+    "rope_theta",
+    "attention",
+    "compute_dtype",
+    "param_dtype",
+)
+"""The model options that this plain version has."""
+
+
 def build(config: Config, variant: str) -> Case:
     """The train step; `variant` is "scan" or "loop", over the layers.
 
@@ -100,16 +116,7 @@ def build(config: Config, variant: str) -> Case:
       ValueError: an option that this plain version does not have.
     """
     model, optimizer = config.model, config.optimizer
-    plain = dataclasses.replace(
-        model,
-        family="llama",
-        rope_scaling=1.0,
-        tied_embeddings=False,
-        qk_norm=False,
-        sliding_window=0,
-        logit_soft_cap=0.0,
-        z_loss=0.0,
-    )
+    plain = ModelConfig(**{name: getattr(model, name) for name in SIZES})
     if plain != model or optimizer.name != "adamw":
         raise ValueError("the plain baseline has only the default model options, and adamw")
     rate = optax.cosine_decay_schedule(optimizer.learning_rate, config.run.steps, 0.1)

@@ -80,6 +80,8 @@ def parameters(model: ModelConfig) -> list[ParamShape]:
         "mlp": model.d_ff,
         "vocab": model.padded_vocab_size,
         "positions": model.max_seq_len,
+        "token_types": model.token_types,
+        "transform": model.d_model,
     }
     named = (
         {("embed", name): axes for name, axes in _embedding(model).items()}
@@ -96,13 +98,20 @@ Axes = Mapping[str, tuple[str, ...]]
 
 
 def _embedding(model: ModelConfig) -> Axes:
-    learned = {"positions": ("positions", "embed")} if model.positions == "learned" else {}
-    return {"tokens": ("vocab", "embed"), **learned}
+    arrays: dict[str, tuple[str, ...]] = {"tokens": ("vocab", "embed")}
+    if model.positions == "learned":
+        arrays["positions"] = ("positions", "embed")
+    if model.token_types:
+        arrays["token_types"] = ("token_types", "embed")
+    return {**arrays, **(_norm(model, "norm") if model.embedding_norm else {})}
 
 
 def _head(model: ModelConfig) -> Axes:
-    output = {} if model.tied_embeddings else {"output": ("embed", "vocab")}
-    return {**_norm(model, "norm"), **output}
+    arrays = dict(_norm(model, "norm")) if model.final_norm else {}
+    if model.head_transform:
+        arrays |= {"transform": ("embed", "transform"), "transform_bias": ("embed",)}
+        arrays |= {**_norm(model, "transform_norm"), "output_bias": ("vocab",)}
+    return arrays if model.tied_embeddings else {**arrays, "output": ("embed", "vocab")}
 
 
 def _layer(model: ModelConfig) -> Axes:

@@ -53,6 +53,8 @@ class ModelShape:
     windowed_share: float = 1.0  # share of layers with the window
     biases: bool = False  # LayerNorm and a bias on every matrix
     extra_params: int = 0  # of a decoder layer: other biases, more norms
+    extra_head_params: int = 0  # its bias and transform; norms and token types of the embedding
+    head_transform: bool = False  # a matrix [d_model, d_model] before the output matrix
     learned_positions: bool = False
     experts: int = 0  # per layer; 0 is a dense model
     top_k: int = 0
@@ -91,9 +93,16 @@ class ModelShape:
             windowed_share=sum(map(bool, windows)) / len(windows),
             biases=model.norm == "layer",
             learned_positions=model.positions == "learned",
+            head_transform=model.head_transform,
         )
         usual = shape.attention_params + shape.mlp_params + shape.norm_params
-        return replace(shape, extra_params=model.num_layer_params - usual)
+        unused = (model.max_seq_len - shape.seq_len) * shape.d_model * shape.learned_positions
+        outer = model.num_params - model.num_layers * model.num_layer_params - unused
+        return replace(
+            shape,
+            extra_params=model.num_layer_params - usual,
+            extra_head_params=outer - shape.embedding_params - shape.head_params,
+        )
 
     # Layers of each kind.
 
@@ -187,8 +196,10 @@ class ModelShape:
 
     @property
     def head_params(self) -> int:
-        """The final norm, and the output matrix where it is not the embedding."""
-        return self.norm_params // 2 + (0 if self.tied else self.vocab * self.d_model)
+        """The final norm, the output matrix where it is not the embedding, and
+        `extra_head_params`."""
+        matrix = 0 if self.tied else self.vocab * self.d_model
+        return self.norm_params // 2 + matrix + self.extra_head_params
 
     @property
     def layer_params(self) -> float:
@@ -273,7 +284,7 @@ class ModelShape:
     @property
     def head_flops(self) -> float:
         """The logits of one token."""
-        return 2.0 * self.d_model * self.vocab
+        return 2.0 * self.d_model * (self.vocab + self.d_model * self.head_transform)
 
     @property
     def block_flops(self) -> float:

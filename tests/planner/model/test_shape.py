@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxscale.config import Config, ModelConfig, load
+from jaxscale.config import Config, DataConfig, ModelConfig, load
 from jaxscale.model_families.shipped import FAMILIES
 from jaxscale.planner.model.named_models import NAMED, published_shape
 from jaxscale.planner.model.shape import LatentAttention, ModelShape
@@ -28,7 +28,9 @@ def test_counts_are_those_of_every_family(name):
     sizes = {"num_layers": 8, "d_model": 256, "sliding_window": 64, "d_ff": 512, "vocab_size": 384}
     if "sliding_window" not in FAMILIES[name].settings:
         del sizes["sliding_window"]
-    config = Config(model=ModelConfig(family=name, **sizes, max_seq_len=128))
+    model = ModelConfig(family=name, **sizes, max_seq_len=128)
+    objective = "causal" if model.causal else "masked"
+    config = Config(model=model, data=DataConfig(objective=objective))
     shape = ModelShape.of(config)
     assert shape.num_params == config.model.num_params
     assert shape.flops_per_token == pytest.approx(config.model.flops_per_token(128), rel=1e-2)

@@ -1,0 +1,159 @@
+"""BERT: norms after each residual, and both sides of a masked token predict it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxscale.model_families.family import Family, Model
+from jaxscale.model_families.hf_config import (
+    activation_to_hf,
+    expect,
+    head_size_of,
+    pop,
+    pop_activation,
+    pop_sizes,
+    refuse_options,
+    refuse_rest,
+    sizes_to_hf,
+)
+from jaxscale.model_families.hf_tensors import matrix, norm_rules, stored, vector
+from jaxscale.model_families.tensor_rule import TensorRule
+
+FIXED: Mapping[str, Any] = {
+    "norm": "layer",
+    "gated": False,
+    "attention_bias": "all",
+    "mlp_bias": True,
+    "tied_embeddings": True,
+    "head_transform": True,
+}
+
+RENAMED = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
+"""The names of BERT's own code, which transformers still writes for some models."""
+
+
+def pop_encoder(rest: dict[str, Any]) -> dict[str, Any]:
+    """The settings that BERT and ESM share."""
+    rest.setdefault("max_position_embeddings", 512)
+    expect(rest, "is_decoder", False)
+    expect(rest, "add_cross_attention", False)
+    expect(rest, "tie_word_embeddings", True)
+    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+        rest.pop(name, None)
+    return {**pop_sizes(rest), "norm_eps": pop(rest, "layer_norm_eps", 1e-12)}
+
+
+def encoder_to_hf(model: Model) -> dict[str, Any]:
+    """The inverse of `pop_encoder`."""
+    refuse_options(model, causal=False, num_kv_heads=model.num_heads, head_dim=head_size_of(model))
+    sizes = sizes_to_hf(model)
+    del sizes["num_key_value_heads"], sizes["head_dim"]
+    return {**sizes, "layer_norm_eps": model.norm_eps}
+
+
+def _bert_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rest = dict(hf)
+    ours = {
+        **pop_encoder(rest),
+        "activation": pop_activation(rest, "hidden_act", "gelu"),
+        "token_types": pop(rest, "type_vocab_size", 2),
+    }
+    expect(rest, "position_embedding_type", "absolute")
+    rest.pop("gradient_checkpointing", None)
+    refuse_rest(rest)
+    return ours
+
+
+def _bert_to_hf(model: Model) -> dict[str, Any]:
+    return {
+        **encoder_to_hf(model),
+        "hidden_act": activation_to_hf(model),
+        "type_vocab_size": model.token_types,
+    }
+
+
+def layer_tensors(model: Model, layer: str, norms: Mapping[str, str]) -> Iterator[TensorRule]:
+    """Attention, MLP and norms of a layer.
+
+    Args:
+      norms: ours -> theirs.
+    """
+    heads = model.num_heads * model.head_dim
+    for ours, theirs in norms.items():
+        yield from norm_rules(model, f"layers/{ours}", f"{layer}.{theirs}")
+    for param, name, inputs, outputs in (
+        ("attention/q", "attention.self.query", model.d_model, heads),
+        ("attention/k", "attention.self.key", model.d_model, heads),
+        ("attention/v", "attention.self.value", model.d_model, heads),
+        ("attention/out", "attention.output.dense", heads, model.d_model),
+        ("mlp/up", "intermediate.dense", model.d_model, model.d_ff),
+        ("mlp/down", "output.dense", model.d_ff, model.d_model),
+    ):
+        yield matrix(f"layers/{param}", f"{layer}.{name}.weight", inputs, outputs)
+        yield vector(f"layers/{param}_bias", f"{layer}.{name}.bias", outputs)
+
+
+def head_tensors(model: Model, dense: str, norm: str, bias: str) -> Iterator[TensorRule]:
+    """The head but for the output matrix; names without ".weight", and that of the bias."""
+    yield matrix("head/transform", f"{dense}.weight", model.d_model, model.d_model)
+    yield vector("head/transform_bias", f"{dense}.bias", model.d_model)
+    yield from norm_rules(model, "head/transform_norm", norm)
+    yield vector("head/output_bias", bias, model.vocab_size)
+
+
+def _bert_tensors(model: Model) -> tuple[TensorRule, ...]:
+    embeddings, head = "bert.embeddings", "cls.predictions"
+    norms = {
+        "attention_post_norm": "attention.output.LayerNorm",
+        "mlp_post_norm": "output.LayerNorm",
+    }
+    width, decoder, tokens = (
+        model.d_model,
+        f"{head}.decoder",
+        f"{embeddings}.word_embeddings.weight",
+    )
+    return (
+        stored("embed/tokens", tokens, model.vocab_size, width),
+        stored("embed/tokens", f"{decoder}.weight", model.vocab_size, width),
+        stored(
+            "embed/positions", f"{embeddings}.position_embeddings.weight", model.max_seq_len, width
+        ),
+        stored(
+            "embed/token_types",
+            f"{embeddings}.token_type_embeddings.weight",
+            model.token_types,
+            width,
+        ),
+        *norm_rules(model, "embed/norm", f"{embeddings}.LayerNorm"),
+        *layer_tensors(model, "bert.encoder.layer.{layer}", norms),
+        *head_tensors(
+            model, f"{head}.transform.dense", f"{head}.transform.LayerNorm", f"{head}.bias"
+        ),
+        vector("head/output_bias", f"{decoder}.bias", model.vocab_size),
+    )
+
+
+BERT = Family(
+    name="bert",
+    paper="BERT, arXiv 1810.04805",
+    settings={
+        "norm_eps": 1e-12,
+        "activation": "gelu",
+        "token_types": 2,
+        "causal": False,  # True continues a masked model as a causal one
+    },
+    fixed={
+        **FIXED,
+        "norm_placement": "after_residual",
+        "positions": "learned",
+        "embedding_norm": True,
+    },
+    hf_types=("bert",),
+    hf_architectures="BertForMaskedLM",
+    read_hf=_bert_from_hf,
+    write_hf=_bert_to_hf,
+    tensors=_bert_tensors,
+    hf_prefix="bert.",
+    hf_renamed=RENAMED,
+    # The pooler and the head of the next-sentence objective have no part in masked prediction.
+    ignored=("bert.pooler.dense.*", "cls.seq_relationship.*", "bert.embeddings.position_ids"),
+)

@@ -1,0 +1,101 @@
+"""ESM-2: a masked model of proteins, with norms before attention and MLP and rotary positions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.model_families.bert import (
+    FIXED,
+    RENAMED,
+    encoder_to_hf,
+    head_tensors,
+    layer_tensors,
+    pop_encoder,
+)
+from jaxscale.model_families.family import Family, Model
+from jaxscale.model_families.hf_config import expect, pop, refuse_rest
+from jaxscale.model_families.hf_tensors import norm_rules, outer
+from jaxscale.model_families.tensor_rule import TensorRule
+
+
+def _esm_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rest = dict(hf)
+    mask = pop(rest, "mask_token_id", None)
+    if "rope_parameters" in rest:
+        rest["rope_theta"] = (rest.pop("rope_parameters") or {}).get("rope_theta", 10_000.0)
+    ours = {
+        **pop_encoder(rest),
+        "rope_theta": pop(rest, "rope_theta", 10_000.0),
+        "embedding_norm": bool(pop(rest, "emb_layer_norm_before", None)),
+        "dropped_token": -1,
+    }
+    if pop(rest, "token_dropout", False):
+        if mask is None:
+            raise ValueError("config.json has token_dropout = true and no mask_token_id")
+        ours["dropped_token"] = mask
+    # ESM-1 and ESM-1b have a table of positions.
+    if pop(rest, "position_embedding_type", "absolute") != "rotary":
+        raise ValueError(
+            "config.json has position_embedding_type = 'absolute', as ESM-1b; for esm it can be "
+            "'rotary', as ESM-2"
+        )
+    expect(rest, "hidden_act", "gelu")
+    expect(rest, "is_folding_model", False)
+    for name in ("esmfold_config", "vocab_list"):
+        expect(rest, name, None)
+    refuse_rest(rest)
+    return ours
+
+
+def _esm_to_hf(model: Model) -> dict[str, Any]:
+    drops = model.dropped_token >= 0
+    return {
+        **encoder_to_hf(model),
+        "rope_theta": model.rope_theta,
+        "position_embedding_type": "rotary",
+        "emb_layer_norm_before": model.embedding_norm,
+        "token_dropout": drops,
+        **({"mask_token_id": model.dropped_token} if drops else {}),
+    }
+
+
+def _esm_tensors(model: Model) -> tuple[TensorRule, ...]:
+    embeddings, decoder = "esm.embeddings", "lm_head.decoder.weight"
+    norms = {"attention_norm": "attention.LayerNorm", "mlp_norm": "LayerNorm"}
+    before = norm_rules(model, "embed/norm", f"{embeddings}.layer_norm")
+    final = "esm.encoder.emb_layer_norm_after"
+    return (
+        *outer(model, f"{embeddings}.word_embeddings.weight", final, decoder),
+        *(before if model.embedding_norm else ()),
+        *layer_tensors(model, "esm.encoder.layer.{layer}", norms),
+        *head_tensors(model, "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
+    )
+
+
+ESM = Family(
+    name="esm",
+    paper="ESM-2, Science 379 (2023), 10.1126/science.ade2574",
+    settings={
+        "rope_theta": 10_000.0,
+        "norm_eps": 1e-5,
+        "embedding_norm": False,
+        "dropped_token": 32,
+        "causal": False,  # True continues a masked model as a causal one
+    },
+    fixed={**FIXED, "activation": "gelu"},
+    hf_types=("esm",),
+    hf_architectures="EsmForMaskedLM",
+    read_hf=_esm_from_hf,
+    write_hf=_esm_to_hf,
+    tensors=_esm_tensors,
+    hf_prefix="esm.",
+    hf_renamed=RENAMED,
+    # The pooler and the contact head have no part in masked prediction; with rotary positions the
+    # published checkpoints still hold a table of positions that nothing reads.
+    ignored=(
+        "esm.pooler.dense.*",
+        "esm.contact_head.*",
+        "esm.embeddings.position_ids",
+        "esm.embeddings.position_embeddings.weight",
+        "*rotary_embeddings.inv_freq",
+    ),
+)

@@ -1,0 +1,180 @@
+"""T5 (1.1 by default), mT5 and UMT5: an encoder and a decoder, which know distances by a bias of
+attention's scores.
+
+Whether the head is tied is not to be read from a config.json: transformers 5 writes
+tie_word_embeddings = true for all of them, and leaves the head of an untied one where it is. So the
+tensors decide (`Family.untied`).
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxscale.choices import check_choice
+from jaxscale.model_families.family import Family, Model
+from jaxscale.model_families.hf_config import (
+    ACTIVATIONS,
+    activation_to_hf,
+    expect,
+    pop,
+    refuse_options,
+    refuse_rest,
+)
+from jaxscale.model_families.hf_tensors import matrix, outer, stored, vector
+from jaxscale.model_families.tensor_rule import TensorRule
+
+UNUSED = ("dropout_rate", "initializer_factor", "decoder_start_token_id", "tokenizer_class")
+"""Keys without a part in the logits, beside those of every family."""
+
+
+def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rest = dict(hf)
+    for name in (*UNUSED, "output_past", "n_positions", "is_decoder"):
+        rest.pop(name, None)
+    layers, heads = pop(rest, "num_layers"), pop(rest, "num_heads")
+    scaled = pop(rest, "tie_word_embeddings", None) is not False
+    gated, _, activation = pop(rest, "feed_forward_proj", "relu").rpartition("-")
+    if gated == "gated" and activation == "gelu":
+        activation = "gelu_new"  # that of T5 1.1 is by tanh, whatever its name says
+    check_choice("config.json: feed_forward_proj", activation, ACTIVATIONS)
+    for name in ("dense_act_fn", "is_gated_act"):  # follow from the former
+        rest.pop(name, None)
+    ours = {
+        "vocab_size": pop(rest, "vocab_size"),
+        "d_model": pop(rest, "d_model"),
+        "d_ff": pop(rest, "d_ff"),
+        "num_encoder_layers": layers,
+        "num_layers": pop(rest, "num_decoder_layers", None) or layers,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": pop(rest, "d_kv"),
+        "gated": gated == "gated",
+        "activation": ACTIVATIONS[activation],
+        "norm_eps": pop(rest, "layer_norm_epsilon", 1e-6),
+        "relative_buckets": pop(rest, "relative_attention_num_buckets", 32),
+        "relative_max_distance": pop(rest, "relative_attention_max_distance", 128),
+    }
+    if hf.get("model_type") == "t5":
+        ours["scaled_head"] = pop(rest, "scale_decoder_outputs", scaled)
+    elif hf.get("model_type") == "umt5":
+        ours["scaled_head"] = scaled
+    expect(rest, "is_encoder_decoder", True)
+    refuse_rest(rest)
+    return ours
+
+
+def _to_hf(model: Model) -> dict[str, Any]:
+    refuse_options(model, num_kv_heads=model.num_heads)
+    activation = "gelu" if model.activation == "gelu_tanh" else activation_to_hf(model)
+    if model.gated and model.activation == "gelu":
+        raise ValueError(
+            "model.activation = 'gelu' cannot be written in Hugging Face's format of "
+            f"{model.family} models with a gate, where gated-gelu is 'gelu_tanh'"
+        )
+    scale = {"scale_decoder_outputs": model.scaled_head} if model.family == "t5" else {}
+    return {
+        **scale,
+        "vocab_size": model.vocab_size,
+        "d_model": model.d_model,
+        "d_ff": model.d_ff,
+        "num_layers": model.num_encoder_layers,
+        "num_decoder_layers": model.num_layers,
+        "num_heads": model.num_heads,
+        "d_kv": model.head_dim,
+        "feed_forward_proj": f"gated-{activation}" if model.gated else activation_to_hf(model),
+        "layer_norm_epsilon": model.norm_eps,
+        "relative_attention_num_buckets": model.relative_buckets,
+        "relative_attention_max_distance": model.relative_max_distance,
+        "is_encoder_decoder": True,
+        "decoder_start_token_id": 0,
+        "tie_word_embeddings": model.scaled_head if scale or model.family == "umt5" else False,
+    }
+
+
+def _tensors(model: Model) -> tuple[TensorRule, ...]:
+    tokens = "shared.weight"
+    rules = [*outer(model, tokens, "decoder.final_layer_norm", "lm_head.weight")]
+    copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    size = model.vocab_size, model.d_model
+    rules += [stored("embed/tokens", copy, *size) for copy in copies]
+    norm = "encoder.final_layer_norm.weight"
+    rules.append(vector("embed/encoder_norm/scale", norm, model.d_model))
+    for stack, mlp in (("encoder", 1), ("decoder", 2)):
+        layer = f"{stack}.block.{{layer}}.layer"
+        rules += _attention(model, f"{stack}/attention", f"{layer}.0", "SelfAttention")
+        rules += _bias(model, stack)
+        if stack == "decoder":
+            rules += _attention(model, "decoder/cross", f"{layer}.1", "EncDecAttention")
+        rules += _mlp(model, stack, f"{layer}.{mlp}")
+    return tuple(rules)
+
+
+def _attention(model: Model, ours: str, theirs: str, kind: str) -> Iterator[TensorRule]:
+    width = model.num_heads * model.head_dim
+    for part in "qkv":
+        yield matrix(f"{ours}/{part}", f"{theirs}.{kind}.{part}.weight", model.d_model, width)
+    yield matrix(f"{ours}/out", f"{theirs}.{kind}.o.weight", width, model.d_model)
+    yield vector(f"{ours}_norm/scale", f"{theirs}.layer_norm.weight", model.d_model)
+
+
+def _bias(model: Model, stack: str) -> Iterator[TensorRule]:
+    """The tables of a stack: one, or one in each layer."""
+    own = model.relative_bias == "layer"
+    layer = "{layer}" if own else "0"
+    param = f"{stack}/attention/bias" if own else f"embed/{stack}_bias"
+    name = f"{stack}.block.{layer}.layer.0.SelfAttention.relative_attention_bias.weight"
+    yield stored(param, name, model.relative_buckets, model.num_heads)
+
+
+def _mlp(model: Model, stack: str, layer: str) -> Iterator[TensorRule]:
+    yield vector(f"{stack}/mlp_norm/scale", f"{layer}.layer_norm.weight", model.d_model)
+    inner = {"gate": "wi_0", "up": "wi_1"} if model.gated else {"up": "wi"}
+    for ours, theirs in inner.items():
+        name = f"{layer}.DenseReluDense.{theirs}.weight"
+        yield matrix(f"{stack}/mlp/{ours}", name, model.d_model, model.d_ff)
+    name = f"{layer}.DenseReluDense.wo.weight"
+    yield matrix(f"{stack}/mlp/down", name, model.d_ff, model.d_model)
+
+
+T5 = Family(
+    name="t5",
+    paper="T5, arXiv 1910.10683; version 1.1, arXiv 2002.05202",
+    settings={
+        "num_encoder_layers": 2,
+        "norm_eps": 1e-6,
+        "activation": "gelu_tanh",
+        "gated": True,
+        "relative_buckets": 32,
+        "relative_max_distance": 128,
+        "tied_embeddings": False,
+        "scaled_head": False,
+    },
+    fixed={"positions": "none", "attention_scale_dim": 1.0, "relative_bias": "shared"},
+    hf_types=("t5",),
+    hf_architectures="T5ForConditionalGeneration",
+    read_hf=_from_hf,
+    write_hf=_to_hf,
+    tensors=_tensors,
+    hf_prefix="",
+    # Early checkpoints have a table that no code reads.
+    ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+    untied="lm_head.weight",
+)
+
+MT5 = dataclasses.replace(
+    T5,
+    name="mt5",
+    paper="mT5, arXiv 2010.11934",
+    settings={name: value for name, value in T5.settings.items() if name != "scaled_head"},
+    hf_types=("mt5",),
+    hf_architectures="MT5ForConditionalGeneration",
+)
+
+UMT5 = dataclasses.replace(
+    T5,
+    name="umt5",
+    paper="UMT5, arXiv 2304.09151",
+    fixed={**T5.fixed, "relative_bias": "layer"},
+    hf_types=("umt5",),
+    hf_architectures="UMT5ForConditionalGeneration",
+)

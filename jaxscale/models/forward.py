@@ -1,0 +1,68 @@
+"""A model's forward pass without a backward pass: for evaluation, and for notebooks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.batch import Batch
+from jaxscale.models.protocol import (
+    Model,
+    Params,
+    Stack,
+    Stream,
+    layer_function,
+    split_stream,
+)
+from jaxscale.ops.stacked import Index, at
+
+Gather = Callable[[Params, str], Params]
+"""(shards, part) -> weights; `part` is "embed", or a stack's name with the shards of one layer."""
+
+
+def forward(
+    model: Model, params: Params, batch: Batch, gather: Gather = lambda shards, part: shards
+) -> Stream:
+    """The last stack's stream of one micro-batch."""
+    embed, stream = gather(params["embed"], "embed"), {}
+    for stack in model.stacks:
+        x, shared = split_stream(stack, stack.enter(embed, stream, batch))
+        stream = {**_layers(stack, params[stack.name], batch, x, shared, gather), **shared}
+    return stream
+
+
+def _layers(
+    stack: Stack, layers: Params, batch: Batch, x: Stream, shared: Stream, gather: Gather
+) -> Stream:
+    functions = [layer_function(stack, kind) for kind in range(stack.period)]
+
+    def one(x: Stream, layer: tuple[Params, Index], kind: int) -> Stream:
+        shards, index = layer
+        return functions[kind](gather(shards, stack.name), x, shared, (batch, index))[0][0]
+
+    return scan_periods(one, x, (layers, jnp.arange(stack.num_layers)), stack.period)
+
+
+def scan_periods(
+    function: Callable[[Any, Any, int], Any], carry: Any, layers: Any, period: int
+) -> Any:
+    """The carry after `carry = function(carry, layer, kind)` for each of stacked layers, where kind
+    is index % period: a scan over whole periods, and the remainder after it."""
+    if period == 1:
+        return jax.lax.scan(lambda carry, layer: (function(carry, layer, 0), None), carry, layers)[
+            0
+        ]
+    num_layers = jax.tree.leaves(layers)[0].shape[0]
+    whole = num_layers - num_layers % period
+
+    def one_period(carry: Any, layers: Any) -> tuple[Any, None]:
+        for kind in range(period):
+            carry = function(carry, at(layers, kind), kind)
+        return carry, None
+
+    periods = jax.tree.map(lambda x: x[:whole].reshape(-1, period, *x.shape[1:]), layers)
+    carry, _ = jax.lax.scan(one_period, carry, periods)
+    for index in range(whole, num_layers):
+        carry = function(carry, at(layers, index), index % period)
+    return carry

@@ -1,0 +1,429 @@
+"""What a rank of a pipeline holds: its share of each stack, its buffers, and how they are read.
+
+For use in a `shard_map` in which pipeline, data and fsdp are manual.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Layout as DimensionOrder
+from jax.experimental.layout import with_layout_constraint
+
+from jaxscale.batch import Batch
+from jaxscale.models.protocol import (
+    LayerFunction,
+    Model,
+    Stack,
+    Stream,
+    Sums,
+    add_layer_sums,
+    head_params,
+    layer_function,
+    split_stream,
+    sum_shapes,
+    zero_sums,
+)
+from jaxscale.ops.stacked import Index, add_rows, at, put
+from jaxscale.pipeline.backward_split import Split, forward_only, split
+from jaxscale.pipeline.buffer_slots import TickProgram
+from jaxscale.pipeline.stages import (
+    KIND,
+    LAYERS,
+    PipelineStages,
+)
+from jaxscale.sharding.resolve import ACTIVATIONS, constrain, is_axes
+from jaxscale.sharding.zero import Zero
+
+Tree = Any
+Row = Mapping[str, jax.Array]  # a rank's cell of every column, int32 scalars
+Columns = Mapping[str, jax.Array | np.ndarray]
+Chunks = Mapping[str, jax.Array | np.ndarray]
+Remat = Callable[[LayerFunction], LayerFunction]
+
+
+class State(NamedTuple):
+    """What a rank carries from tick to tick."""
+
+    made: Stream  # the result of this tick, for the rank before or after
+    buffers: dict[str, Tree]  # [slots, ...]
+    weights: Tree  # of a chunk of each stack, gathered; None where nothing is to be gathered
+    pending: Tree  # their gradients, not reduced yet; None where nothing is to be reduced
+    grads: dict[str, Tree]  # accumulators
+    sums: Sums
+
+
+def _outer(model: Model, zero: Zero, params: Tree) -> tuple[Tree, Tree]:
+    """The parameters of embedding and head, gathered, in the compute type."""
+    names = ("embed", "head")
+    outer = zero.gather({name: params[name] for name in names}, {n: zero.axes[n] for n in names})
+    return outer["embed"], head_params(model, outer)
+
+
+class StackPart(NamedTuple):
+    """A stack of the model on one rank."""
+
+    number: int
+    stack: Stack
+    kinds: tuple[Split, ...]  # the operations of each kind of layer
+    layers: Tree  # parameters, [chunks * capacity, ...]
+
+    @property
+    def name(self) -> str:
+        return self.stack.name
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank: what is fixed during a step, and access to what is not."""
+
+    model: Model
+    zero: Zero
+    program: TickProgram
+    stages: PipelineStages
+    parts: tuple[StackPart, ...]
+    embed: Tree  # gathered
+    head: Tree  # gathered
+    stream: dict[str, jax.ShapeDtypeStruct]  # of all stacks
+    batches: Batch
+    chunks: Mapping[str, jax.Array]  # [chunks] each
+    row_major: bool
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        zero: Zero,
+        stages: PipelineStages,
+        program: TickProgram,
+        remat: Remat | None,
+        params: Tree,
+        batches: Batch,
+        chunks: Chunks,
+        row_major: bool,
+    ) -> "Rank":
+        """Traces a layer of each stack, and gathers the parameters outside the layers.
+
+        Args:
+          remat: None for forward passes only.
+        """
+        embed, head = _outer(model, zero, params)
+        first, stream, union, parts = at(batches, 0), {}, {}, []
+        for number, stack in enumerate(model.stacks):
+            stream = jax.eval_shape(stack.enter, embed, stream, first)
+            union = _union(union, stream)
+            layers = params[stack.name]
+            axes = zero.layer_axes(stack.name)
+            layer = jax.eval_shape(lambda x, a=axes: zero.gather(at(x, 0), a), layers)
+            context = first, jax.ShapeDtypeStruct((), jnp.int32)
+            kinds = tuple(
+                split(remat(one), layer, *split_stream(stack, stream), context)
+                if remat
+                else forward_only(one)
+                for one in (layer_function(stack, kind) for kind in range(stack.period))
+            )
+            _check_alike(stack, kinds)
+            parts.append(StackPart(number, stack, kinds, layers))
+        held = {name: jnp.asarray(values[0]) for name, values in chunks.items()}
+        return cls(
+            model,
+            zero,
+            program,
+            stages,
+            tuple(parts),
+            embed,
+            head,
+            union,
+            batches,
+            held,
+            row_major,
+        )
+
+    @property
+    def keeps_received(self) -> bool:
+        """Whether backward passes read the stream that the forward pass began with."""
+        return len(self.parts) > 1 or any(part.stack.shared for part in self.parts)
+
+    def accumulators(self, params: Tree) -> dict[str, Tree]:
+        """Zeros to sum the gradients in."""
+        model, zero, axes = self.model, self.zero, self.zero.axes
+        return {
+            **{part.name: zero.zeros(part.layers, axes[part.name]) for part in self.parts},
+            "embed": zero.zeros(params["embed"], axes["embed"]),
+            "head": zero.zeros(head_params(model, params), head_params(model, axes)),
+        }
+
+    def initial_state(self, grads: dict[str, Tree]) -> State:
+        """Empty buffers; `grads` are the accumulators, and {} where there are no gradients."""
+        zero, slots = self.zero, self.program.slots
+
+        def streams(slots: int) -> Stream:
+            rules = {**zero.rules, **ACTIVATIONS, "slots": ()}
+            return {
+                name: constrain(
+                    jnp.zeros((slots, *x.shape), x.dtype),
+                    ("slots", *self._stream_axes(name)),
+                    zero.sizes,
+                    rules,
+                )
+                for name, x in self.stream.items()
+            }
+
+        def of_layers(name: str, kept: str) -> Tree:
+            def of_stack(part: StackPart) -> list[jax.Array]:
+                shape = slots[name], self.stages.capacity(part.number)
+                return [
+                    jnp.zeros((*shape, *s.shape), s.dtype) for s in getattr(part.kinds[0], kept)
+                ]
+
+            return {part.name: of_stack(part) for part in self.parts}
+
+        chunk = {p.name: jax.eval_shape(lambda p=p: self.chunk_weights(p, 0)) for p in self.parts}
+        axes = {part.name: zero.axes[part.name] for part in self.parts}
+        found = {
+            "inbox": streams(slots["inbox"] + 1),  # the last one is never read
+            "input": streams(slots["input"]),
+            "residual_b": of_layers("residual_b", "kept_b"),
+            "residual_w": of_layers("residual_w", "kept_w"),
+            "cotangent": of_layers("cotangent", "saved"),
+        }
+        if self.keeps_received and grads:
+            found["received"] = streams(slots["residual_w"])
+        return State(
+            made={name: jnp.zeros(x.shape, x.dtype) for name, x in self.stream.items()},
+            buffers=found,
+            weights=self._placed_zeros(chunk, axes) if zero.gathers else None,
+            pending=zero.accumulators(chunk, axes) if zero.reduces and grads else None,
+            grads=grads,
+            sums=zero_sums(self.model, zero.loss_dtype),
+        )
+
+    def _stream_axes(self, name: str) -> tuple[str, ...]:
+        return next(
+            axes[name]
+            for part in self.parts
+            for axes in (part.stack.carried, part.stack.shared)
+            if name in axes
+        )
+
+    def entered(self, received: Stream, row: Row) -> Stream:
+        """The stream that a chunk's layers begin with: what was received or, in the first stage of
+        a stack, what enters it."""
+        batch = at(self.batches, row["microbatch"])
+
+        def enter(part: StackPart, stream: Stream) -> Stream:
+            before = self.own_stream(self.parts[part.number - 1], stream) if part.number else {}
+            return self.full_stream(part.stack.enter(self.embed, before, batch))
+
+        for part in self.parts:
+            begins = row["stage"] == self.stages.first_stage(part.number)
+            received = jax.lax.cond(
+                begins, lambda s=received, p=part: enter(p, s), lambda s=received: s
+            )
+        return received
+
+    def count_sums(
+        self,
+        state: State,
+        part: StackPart,
+        index: jax.Array,
+        loss: jax.Array | None,
+        others: Sums,
+        again: jax.Array | bool,
+    ) -> State:
+        """The sums with those of a layer, once for each micro-batch."""
+        if not part.stack.sums:
+            return state
+        own = {name: state.sums[name] for name in sum_shapes(part.stack)}
+        more = add_layer_sums(part.stack, own, index, loss, others)
+        more = jax.tree.map(lambda new, old: jnp.where(again, old, new), more, own)
+        return state._replace(sums={**state.sums, **more})
+
+    def shared(self, state: State, row: Row) -> dict[str, Stream]:
+        """For each stack what its layers share, in a backward pass."""
+        if not any(part.stack.shared for part in self.parts):
+            return {part.name: {} for part in self.parts}
+        received = at(state.buffers["received"], row["residual_w"])
+        stream = self.entered(received, row)
+        return {part.name: {n: stream[n] for n in part.stack.shared} for part in self.parts}
+
+    def own_stream(self, part: StackPart, stream: Stream) -> Stream:
+        """A stack's own arrays of the union."""
+        return {name: stream[name] for name in (*part.stack.carried, *part.stack.shared)}
+
+    def full_stream(self, stream: Stream) -> Stream:
+        """The union of all stacks' arrays, with zeros for those that are not in `stream`."""
+        return self.cast_stream(
+            {
+                name: stream[name] if name in stream else jnp.zeros(x.shape, x.dtype)
+                for name, x in self.stream.items()
+            }
+        )
+
+    def cast_stream(self, stream: Stream) -> Stream:
+        return {name: x.astype(self.stream[name].dtype) for name, x in stream.items()}
+
+    def is_here(self, row: Row, part: StackPart, condition: jax.Array) -> jax.Array:
+        """The condition, where the row's chunk is of this stack."""
+        if len(self.parts) == 1:
+            return condition
+        return condition & (self.chunks["stack"][row["chunk"]] == part.number)
+
+    def scope(self, name: str, part: StackPart) -> str:
+        return self.stages.scope(name, part.number)
+
+    def each_layer(
+        self, row: Row, part: StackPart, one: Callable, carry: Tree, downward: bool = False
+    ) -> Tree:
+        """`one(index, kind, carry)` for each layer of the row's chunk, if it is of this stack."""
+        period, count = part.stack.period, self.chunks["count"][row["chunk"]]
+        if len(self.parts) > 1:
+            count = jnp.where(self.chunks["stack"][row["chunk"]] == part.number, count, 0)
+
+        def one_period(number, carry):
+            for kind in reversed(range(period)) if downward else range(period):
+                index = number * period + kind
+                if self.stages.whole_periods(part.number):
+                    carry = one(index, kind, carry)
+                else:
+                    body = functools.partial(one, index, kind)
+                    carry = when(index < count, body, carry, KIND)
+            return carry
+
+        def body(i, carry):
+            if period == 1:
+                return one(count - 1 - i if downward else i, 0, carry)
+            return one_period(periods - 1 - i if downward else i, carry)
+
+        periods = count if period == 1 else -(-count // period)
+        with jax.named_scope(self.scope(LAYERS, part)):
+            return jax.lax.fori_loop(0, periods, body, carry)
+
+    def layer_index(self, row: Row, index: jax.Array) -> jax.Array:
+        """A layer's index in its stack, from that in its chunk."""
+        return self.chunks["first"][row["chunk"]] + index
+
+    def first_row(self, row: Row) -> Index:
+        """The first row of the chunk among its stack's rows on this rank."""
+        if len(self.parts) == 1:
+            return row["chunk"] * self.stages.capacity()
+        return self.chunks["begin"][row["chunk"]]
+
+    def layer_weights(self, state: State, row: Row, part: StackPart, index: jax.Array) -> Tree:
+        """One layer of the chunk, gathered."""
+        if state.weights is not None:
+            return at(state.weights[part.name], index)
+        shards = at(part.layers, self.first_row(row) + index)
+        return self.zero.gather(shards, self.zero.layer_axes(part.name))
+
+    def chunk_weights(self, part: StackPart, begin: Index) -> Tree:
+        size = self.stages.capacity(part.number)
+        shards = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, begin, size), part.layers)
+        return self.zero.gather(shards, self.zero.axes[part.name])
+
+    def _placed_zeros(self, shapes: Tree, axes: Tree) -> Tree:
+        return jax.tree.map(
+            lambda axes, x: constrain(
+                jnp.zeros(x.shape, x.dtype), axes, self.zero.sizes, self.zero.rules
+            ),
+            axes,
+            shapes,
+            is_leaf=is_axes,
+        )
+
+    def add_gradients(
+        self, state: State, row: Row, part: StackPart, index: jax.Array, dweights: Tree
+    ) -> State:
+        """Adds a layer's gradients to their accumulators."""
+        name = part.name
+        if state.pending is not None:
+            rows = jax.tree.map(lambda grad: grad[None], dweights)
+            pending = add_rows(state.pending[name], index, rows)
+            return state._replace(pending={**state.pending, name: pending})
+        grads = self.zero.reduce(dweights, self.zero.layer_axes(name))
+        rows = jax.tree.map(lambda grad: grad[None], grads)
+        summed = add_rows(state.grads[name], self.first_row(row) + index, rows)
+        return state._replace(grads={**state.grads, name: summed})
+
+    def read(
+        self, state: State, row: Row, name: str, part: StackPart, index: jax.Array
+    ) -> list[jax.Array]:
+        return [
+            self._in_order(at(buffer, row[name], index))
+            for buffer in state.buffers[name][part.name]
+        ]
+
+    def write(
+        self,
+        state: State,
+        row: Row,
+        name: str,
+        part: StackPart,
+        index: jax.Array,
+        values: list[jax.Array],
+    ) -> State:
+        written = [
+            put(buffer, self._in_order(value), row[name], index)
+            for buffer, value in zip(state.buffers[name][part.name], values, strict=True)
+        ]
+        buffers = {**state.buffers[name], part.name: written}
+        return state._replace(buffers={**state.buffers, name: buffers})
+
+    def _in_order(self, x: jax.Array) -> jax.Array:
+        return (
+            with_layout_constraint(x, DimensionOrder(major_to_minor=tuple(range(x.ndim))))
+            if self.row_major
+            else x
+        )
+
+
+def _union(
+    union: dict[str, jax.ShapeDtypeStruct], stream: dict[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Both streams' arrays.
+
+    Raises:
+      ValueError: they have arrays of one name and different shapes or types.
+    """
+    for name in union.keys() & stream.keys():
+        one, other = union[name], stream[name]
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            raise ValueError(
+                f"two stacks have arrays {name!r} in their streams, {one.shape} {one.dtype} and "
+                f"{other.shape} {other.dtype}; in a pipeline, which sends both, give them two names"
+            )
+    return {**union, **stream}
+
+
+def _check_alike(stack: Stack, kinds: Sequence[Split]) -> None:
+    """Refuses kinds of layers that keep arrays of other shapes: they share buffers.
+
+    Raises:
+      ValueError: they do.
+    """
+    shapes = [(kind.kept_b, kind.kept_w, kind.saved) for kind in kinds]
+    if any(one != shapes[0] for one in shapes):
+        raise ValueError(
+            f"the layers of stack {stack.name!r} save arrays of different shapes for the backward "
+            "pass, which a pipeline has no buffers for; set layout.pipeline = 1, or layout.remat "
+            "= 'full'"
+        )
+
+
+def when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, scope: str) -> Tree:
+    """`function(state)` where the condition holds, else `state`; in place, and of the same types.
+
+    Args:
+      scope: its name in the compiled program.
+    """
+    trips = condition.astype(jnp.int32)
+    with jax.named_scope(scope):
+        return jax.lax.while_loop(
+            lambda carry: carry[0] < trips,
+            lambda carry: (carry[0] + 1, function(carry[1])),
+            (jnp.zeros((), jnp.int32), state),
+        )[1]
