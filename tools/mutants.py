@@ -184,8 +184,8 @@ def copy_of(root: pathlib.Path):
     """A temporary copy of a checkout, without what is hidden or made by runs."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as place:
         copy = pathlib.Path(place) / "checkout"
-        ignored = shutil.ignore_patterns(".?*", "runs", "build", "dist", "*.egg-info")
-        shutil.copytree(root, copy, ignore=ignored)
+        made = shutil.ignore_patterns(".?*", "runs", "build", "dist", "*.egg-info", "kernel-ipc-*")
+        shutil.copytree(root, copy, ignore=made)
         yield copy
 
 

@@ -40,6 +40,7 @@ def split_vjp(
         leaves, treedef = jax.tree.flatten(pullback)
         given = jax.tree.leaves((weights, shared, context))
         origin = [next((i for i, g in enumerate(given) if g is leaf), None) for leaf in leaves]
+        assert not structure or structure[0][1] == origin, "layers of a kind differ in residuals"
         structure[:] = [(treedef, origin)]
         return y, sums, [leaf for leaf, place in zip(leaves, origin) if place is None]
 

@@ -271,10 +271,13 @@ def _layer_forward(
 ) -> tuple[Stream, Sums, Residuals]:
     """One layer, forward, for each micro-batch: x, the sums, and the residuals, [G, ...]."""
     forward, _ = loop.passes[place.kind]
+    # A value as in a loop: a constant would become part of the one backward pass that all layers of
+    # a kind have.
+    index = jax.lax.optimization_barrier(jnp.asarray(place.index, jnp.int32))
 
     def microbatch(sums, xs):
         x, shared, batch = xs
-        (x, loss), others, residuals = forward(weights, x, shared, (batch, place.index))
+        (x, loss), others, residuals = forward(weights, x, shared, (batch, index))
         return add_layer_sums(loop.stack, sums, place.index, loss, others), (x, residuals)
 
     sums, (x, residuals) = each(microbatch, sums, (x, inputs.shared, inputs.batch))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from jaxscale.batch import Batch
 from jaxscale.config import Config, from_dict
 from jaxscale.models.decoder import plain_kernels
+from jaxscale.models.protocol import Layer
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.step import find_model, make_engine
 from tests.models import two_stacks
@@ -52,7 +54,13 @@ T5 |= {"head_dim": 8, "d_ff": 32, "relative_buckets": 8, "relative_max_distance"
 
 CASES = {
     "two stacks": Case(
-        {"family": "tests.models.two_stacks:make", **two_stacks.SETTINGS},
+        # One reader more than two stages share, and one writer more than whole periods.
+        {
+            "family": "tests.models.two_stacks:make",
+            **two_stacks.SETTINGS,
+            "readers": 3,
+            "writers": 5,
+        },
         lambda: {"rules": {"distances": ()}},
     ),
     "local and global layers": Case(
@@ -153,8 +161,8 @@ def on_one_device(name: str):
 LAYERED = {"zero_stage": 3, "accumulation": "layered", "microbatches": 2}
 LAYOUTS = {
     "two stacks": [
-        {"data": 2, "fsdp": 2, "tensor": 2, **LAYERED},
-        {"fsdp": 4, "context": 2, "zero_stage": 2, "microbatches": 2, "remat": "full"},
+        {"data": 2, "fsdp": 2, "tensor": 2, **LAYERED, "remat": "full"},
+        {"fsdp": 4, "context": 2, "zero_stage": 2, "microbatches": 2},
         {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "1f1b"},
         {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "interleaved"},
         {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"},
@@ -188,6 +196,54 @@ def test_a_model_is_one_device_in_float64(name, layout):
         run(name, **layout),
         on_one_device(name),
     )
+
+
+def test_two_stacks_are_a_few_lines_of_plain_jax():
+    """What all layouts agree on is the model: its loss, the gradient of that with auxiliary losses
+    and a borrowed parameter, and its sums."""
+    settings = make_config(CASES["two stacks"]).model
+    model = two_stacks.make(settings, plain_kernels())
+    batch = make_batches(dict(model.extras(SEQ_LEN)))[0]
+    count = batch.weights.sum(dtype=np.float64)
+
+    def mean_loss(params):
+        def layer(name, index):
+            return jax.tree.map(lambda x: x[index], params[name])
+
+        embed, sums = params["embed"], []
+        stream = model.enter_readers(embed, {}, batch)
+        for index in range(settings.readers):
+            stream, _ = model.read(layer("readers", index), stream, batch, Layer(index, 0))
+        stream = model.enter_writers(embed, stream, batch)
+        for index in range(settings.writers):
+            place = Layer(index, index % 2)
+            x, found = model.write(layer("writers", index), stream, batch, place)
+            stream, sums = {**stream, **x}, [*sums, found]
+        losses = model.loss({**params["head"], "tied": embed["tokens"]}, stream, batch)
+        loss = losses["loss"] + sum(one["loss"] for one in sums)
+        return loss / count, (losses, jnp.stack([one["size"] for one in sums]))
+
+    gradient = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
+    (_, (losses, sizes)), grads = gradient(initial_params("two stacks"))
+    expected = {
+        "loss": losses["nll"] / count,
+        "grad_norm": optax.tree.norm(grads),
+        "others": {"confident": losses["confident"] / count, "writers/size": sizes},
+    }
+    found = on_one_device("two stacks")[0][0]._asdict()
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-10),
+        {name: found[name] for name in expected},
+        expected,
+    )
+
+
+def test_an_axis_of_its_own_is_sharded_as_the_model_says():
+    case = CASES["two stacks"]
+    config = make_config(case, tensor=2)
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]), **case.own())
+    turn = engine.abstract_state.params["writers"]["turn"]
+    assert 2 * turn.sharding.shard_shape(turn.shape)[-1] == turn.shape[-1]
 
 
 def test_the_page_shows_the_own_model_and_its_code_runs():

@@ -1,8 +1,10 @@
 """What bfloat16 costs: every parameter's gradient over long batches, against float64."""
 
+import dataclasses
 import functools
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,11 @@ import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.config import from_dict
+from jaxscale.model_config import ModelSettings
+from jaxscale.models.kernels import Kernels
+from jaxscale.models.protocol import Layer, Stack
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training import step as training
 from jaxscale.training.step import mean_and_norm
 from tests.invariants.layouts import compile_step, open_engine
 
@@ -146,3 +153,70 @@ def test_what_is_accumulated_in_bfloat16_is_counted_and_measured_in_float32():
     np.testing.assert_allclose(got_norm, norm, rtol=1e-6)
     for one, other in zip(got, exact):
         np.testing.assert_allclose(one, other * limit / norm, rtol=1e-6)
+
+
+DEPTH, WIDTH = 600, 8
+
+
+@dataclass(frozen=True)
+class ManyReaders:
+    """Every layer adds the same array to the stream, by way of a matrix of its own."""
+
+    settings: ModelSettings
+    kernels: Kernels
+    axes: ClassVar = {
+        "embed": {"bias": ("embed",)},
+        "layers": {"mix": ("layers", "embed", "mlp")},
+        "head": {"scale": ("embed",)},
+    }
+    borrows: ClassVar = {}
+    rules: ClassVar = {}
+    metrics: ClassVar = ()
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        return (Stack("layers", DEPTH, self.enter, self.read, shared={"bias": ("embed",)}),)
+
+    def extras(self, seq_len: int) -> dict:
+        return {}
+
+    def init(self, key: jax.Array, rows: Any = None) -> dict:
+        mix = jnp.where((np.arange(DEPTH) if rows is None else rows["layers"]) >= 0, 1.0, 0.0)
+        mix = mix[:, None, None] * jnp.eye(WIDTH)
+        return {
+            "embed": {"bias": jnp.ones(WIDTH)},
+            "layers": {"mix": mix},
+            "head": {"scale": jnp.ones(WIDTH)},
+        }
+
+    def enter(self, embed: Any, stream: Any, batch: Batch) -> dict:
+        bias = embed["bias"].astype(self.settings.compute_dtype)
+        return {"x": jnp.zeros((*batch.tokens.shape, WIDTH), bias.dtype), "bias": bias}
+
+    def read(self, weights: Any, stream: Any, batch: Batch, layer: Layer) -> tuple:
+        return {"x": stream["x"] + stream["bias"] @ weights["mix"]}, {}
+
+    def loss(self, head: Any, stream: Any, batch: Batch) -> dict:
+        loss = jnp.sum(stream["x"].astype(jnp.float32) * head["scale"])
+        return {"loss": loss, "nll": loss}
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "schedule": "1f1b"}], ids=str)
+def test_what_many_layers_share_has_its_gradient_summed_in_float32(layout):
+    """Of 600 equal terms, bfloat16 would add up 256."""
+    config = from_dict(
+        {
+            "data": {"global_batch_size": 4, "seq_len": 2},
+            "optimizer": {"b1": 0.0, "clip_norm": 0.0, "accumulation_dtype": "float32"},
+            "layout": {"data": 1, "microbatches": 2, **layout},
+        }
+    )
+    config = dataclasses.replace(config, model=ModelSettings())
+    mesh = make_mesh(config.layout, jax.devices()[: config.layout.num_devices])
+    engine = training.make_engine(config, mesh, model=ManyReaders)
+    ones = np.ones((4, 2), np.int32)
+    there = engine.shard(Batch(ones, ones, ones, ones, ones.astype(np.float32)))
+    state, _ = engine.step(engine.init(jax.random.key(0)), there)
+    # A mean over the eight tokens, rounded once between the stages.
+    (gradient,) = jax.tree.leaves(optax.tree.get(state.opt_state, "mu")["embed"])
+    np.testing.assert_allclose(gradient, DEPTH, rtol=2**-8)

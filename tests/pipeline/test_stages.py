@@ -5,7 +5,12 @@ import pytest
 
 from jaxscale.layout import Layout
 from jaxscale.pipeline.orders import make_order
-from jaxscale.pipeline.partition import StackLayers, best_partition, partition_layers
+from jaxscale.pipeline.partition import (
+    StackLayers,
+    best_partition,
+    deal_stages,
+    partition_layers,
+)
 from jaxscale.pipeline.schedule_csv import write_csv
 from jaxscale.pipeline.simulator import Costs, simulate
 from jaxscale.pipeline.stages import open_stages
@@ -70,6 +75,18 @@ def test_of_dealings_that_are_as_short_the_most_even_is_chosen():
     dealt = [(1, 5, 3), (3, 2, 4), (4, 4, 1), (3, 3, 3)]
     assert best_partition(dealt, [7.0, 7.0 + 1e-12, 7.0, 8.0]) == 1
     assert best_partition(dealt, [7.0, 7.1, 6.9, 8.0]) == 2
+
+
+def test_stacks_share_the_stages_by_their_layers_in_whole_periods():
+    assert deal_stages([12, 12], 4) == (2, 2)
+    assert deal_stages([2, 4], 6) == (2, 4)
+    assert deal_stages([1, 9], 4) == (1, 3)
+    # The one layer after the last whole period is in the last stage.
+    stacks = [StackLayers("encoder", 5), StackLayers("decoder", 7, period=2)]
+    stages = stages_of("interleaved", 2, 4, stacks, 2)
+    assert stages.layers == (3, 2, 4, 3)
+    assert stages.layer_of_row["encoder"].tolist() == [0, 1, 2, 3, 4, -1]
+    assert stages.layer_of_row["decoder"].tolist() == [0, 1, 2, 3, 4, 5, 6, -1]
 
 
 def test_the_forward_program_evaluates_every_microbatch_at_every_stage():

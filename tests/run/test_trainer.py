@@ -11,9 +11,11 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale.config import from_dict, load
+from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.run import recorder, trainer
 from jaxscale.run.setup import open_text
 from jaxscale.training.checkpoint import Checkpoints
+from jaxscale.training.flops import step_flops
 from jaxscale.training.step import StepMetrics
 
 SMALL = (
@@ -65,8 +67,11 @@ def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path
     """Of 1,000 tokens in two seconds, 400 with loss, on two H200; half the passes recomputed."""
     config = load("configs/llama32_1b.py", ["layout.pipeline=2", "layout.remat=keep:2"])
     devices = np.array([SimpleNamespace(device_kind="NVIDIA H200")] * 2)
+    model = Decoder(config.model, plain_kernels())
     engine = SimpleNamespace(
-        mesh=SimpleNamespace(devices=devices), stages=SimpleNamespace(recomputed=0.5)
+        mesh=SimpleNamespace(devices=devices),
+        flops=step_flops(config, model, recomputed=0.5),
+        learning_rate=None,
     )
     train = SimpleNamespace(example_digest=lambda rows: "", progress=lambda last: [])
     clock = iter([10.0, 12.0])
@@ -75,7 +80,7 @@ def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path
         written = recorder.Recorder(
             tmp_path, config, engine, train, begin=0, trackers=(), started=0.0
         )
-        written._record(2, StepMetrics(*map(np.float32, (2.0, 1.0, 1000, 400))), 0.0)
+        written._record(2, StepMetrics(*map(np.float32, (2.0, 1.0, 1000, 400)), {}), 0.0)
     written.close()
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (record["tokens"], record["loss_tokens"]) == (1000, 400)
@@ -95,7 +100,7 @@ SETTINGS = ["layout.fsdp=2", "model.num_layers=1", "data.seq_len=32", "run.steps
 def count(state, batch):
     """A step that compiles at once: what crosses is around a step."""
     tokens = batch.weights.sum()
-    return state._replace(step=state.step + 1), StepMetrics(tokens, tokens, tokens, tokens)
+    return state._replace(step=state.step + 1), StepMetrics(*[tokens] * 4, {})
 
 
 @pytest.fixture(scope="module")

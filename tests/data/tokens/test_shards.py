@@ -268,7 +268,7 @@ def test_more_bad_documents_than_allowed_are_counted_and_shown(texts, tmp_path):
     )
     with pytest.raises(ValueError, match=message):
         prepare(works_of(texts, tmp_path / "out", skip_share=0.05), BYTES)
-    index = prepare(works_of(texts, tmp_path / "out", skip_share=0.06), BYTES)
+    index = prepare(works_of(texts, tmp_path / "out", skip_share=3 / 52), BYTES)
     assert index.num_left_out == 3
 
 
