@@ -76,7 +76,7 @@ def sample(
     if not getattr(engine.model, "can_decode", False):
         raise ValueError(
             f"a model of model.family = {engine.config.model.family!r} draws no text: it is not "
-            "causal, or its block has no decode()"
+            "causal, or has an encoder, or its block has no decode()"
         )
     config, ends = engine.config.model, (tokenizer.boundary, *tokenizer.ends)
     vocab_size = min(config.vocab_size, tokenizer.vocab_size)
