@@ -95,6 +95,7 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
     config = run_folder.fit_devices(config, jax.device_count(), overrides)
     _, engine = setup.open_engine(setup.for_sampling(config))
     step, params, _ = setup.restore_params(engine, workdir)
+    tokenizer = setup.open_tokenizer(config, workdir)
     tensors = write_model(
         output,
         config.model,
@@ -102,7 +103,8 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
         params,
         dtype=options.dtype or config.model.param_dtype,
         beside=workdir,
-        end_of_text=setup.open_tokenizer(config, workdir).boundary,
+        end_of_text=tokenizer.boundary,
+        decoder_start=tokenizer.decoder_start,
         max_file_bytes=int(options.max_file_gb * 1e9),
     )
     log.info(f"step {step} of {workdir} written to {output}: {tensors} tensors")

@@ -327,13 +327,12 @@ def _vocabulary(config: DataConfig, tokenizer: Tokenizer, vocab_size: int | None
             f"data.tokenizer = {config.tokenizer!r} with {lengths}; set model.vocab_size = {needed}"
         )
     special = tokenizer.special
-    pad = special.get("<pad>", special.get("[PAD]"))
     return Vocabulary(
         tokenizer.vocab_size,
         tokenizer.boundary,
         size,
         start=tokenizer.bos if objective.shortest > 1 else None,
-        pad=pad if config.target_len else None,
+        pad=tokenizer.decoder_start if config.target_len else None,
         sentinels=sentinels,
         mask=own_mask,
         special=tuple(sorted(special.values())) if objective.masks else (),

@@ -142,6 +142,7 @@ def write_model(
     dtype: str,
     beside: pathlib.Path,
     end_of_text: int | None = None,
+    decoder_start: int | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> int:
     """Writes a folder that transformers loads; it has its name only once it is complete.
@@ -151,6 +152,7 @@ def write_model(
       dtype: of the tensors: float32, bfloat16 or float16.
       beside: a run's folder, whose tokenizer goes along.
       end_of_text: the id of that token, where the weights do not come from a model that says it.
+      decoder_start: likewise, of an encoder-decoder.
       max_file_bytes: of each file of tensors.
 
     Returns:
@@ -168,6 +170,8 @@ def write_model(
     parameters = parameters_of(config, axes, params)
     stored = write_params(unfinished, parameters, params, dtype, max_file_bytes)
     ids = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": None}
+    if config.num_encoder_layers:
+        ids["decoder_start_token_id"] = decoder_start
     written = {**hf, **ids, **_special_ids(beside), "torch_dtype": dtype}
     (unfinished / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     copy_tokenizer(beside, unfinished)

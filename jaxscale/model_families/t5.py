@@ -86,7 +86,6 @@ def _to_hf(model: Model) -> dict[str, Any]:
         "relative_attention_num_buckets": model.relative_buckets,
         "relative_attention_max_distance": model.relative_max_distance,
         "is_encoder_decoder": True,
-        "decoder_start_token_id": 0,
         "tie_word_embeddings": model.scaled_head if scale or model.family == "umt5" else False,
     }
 

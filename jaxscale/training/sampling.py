@@ -76,8 +76,8 @@ def sample(
     check_causal(engine)
     if not getattr(engine.model, "can_decode", False):
         raise ValueError(
-            f"model.family = {engine.config.model.family!r} draws no text: its blocks have no "
-            "decode()"
+            f"model.family = {engine.config.model.family!r} draws no text: it has an "
+            "encoder, or its blocks have no decode()"
         )
     config, ends = engine.config.model, (tokenizer.boundary, *tokenizer.ends)
     vocab_size = min(config.vocab_size, tokenizer.vocab_size)

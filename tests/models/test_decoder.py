@@ -14,6 +14,7 @@ from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
 from jaxscale.models.weights import exact_normal
 from jaxscale.sharding.resolve import is_axes
+from jaxscale.training.step import find_model
 
 CONFIGS = sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))
 SMALL = ModelConfig(num_kv_heads=2, compute_dtype="float64", param_dtype="float64")
@@ -36,11 +37,12 @@ def forward(model, params, batch):
 @pytest.mark.parametrize("path", CONFIGS)
 def test_parameters_are_counted_exactly(path):
     config = load(path).model
-    model = Decoder(config, plain_kernels())
+    model = find_model(config)(config, plain_kernels())
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.num_params
-    layer = sum(leaf.size for leaf in jax.tree.leaves(shapes["layers"]))
-    assert layer == config.num_layers * config.num_layer_params
+    first = model.stacks[0]
+    layers = sum(leaf.size for leaf in jax.tree.leaves(shapes[first.name]))
+    assert layers == first.num_layers * config.num_layer_params
 
 
 @pytest.mark.parametrize("config", [SMALL, GPT], ids=["llama", "gpt"])

@@ -107,6 +107,11 @@ class Tokenizer:
         return "tokenizer.json" if self.file.lstrip()[:1] == b"{" else "tokenizer.model"
 
     @property
+    def decoder_start(self) -> int:
+        """What a decoder with an encoder reads first: the padding token, as T5, or the boundary."""
+        return self.special.get("<pad>", self.special.get("[PAD]", self.boundary))
+
+    @property
     def mask(self) -> int | None:
         """The id of the mask token, if there is one."""
         return next((self.special[name] for name in MASKS if name in self.special), None)
