@@ -6,6 +6,13 @@ import pytest
 
 from jaxscale.distributed import consistency
 
+
+@pytest.fixture(autouse=True)
+def no_flags(monkeypatch):
+    """The suite itself sets some for XLA."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
 SETTINGS = {
     "config": {"optimizer": {"learning_rate": 0.1}, "data": {"source": ({"path": "a"},)}},
     "flags": {"--trackers": "none"},
