@@ -34,6 +34,7 @@ PACKAGES = (
     "grain",
     "array-record",
     "fsspec",
+    "jinja2",
     "ml_collections",
     "tokenizers",
     "numpy",
