@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 
 class Batch(NamedTuple):
-    """Packed sequences; every field but `extras` is [batch, seq] (NumPy or JAX arrays).
+    """Packed sequences; every field but the last two is [batch, seq] (NumPy or JAX arrays).
 
     Tokens attend only to tokens of the same segment; segment 0 is padding. The loss of a position
     is multiplied by its weight, which is 0 where there is nothing to predict.
@@ -16,6 +16,7 @@ class Batch(NamedTuple):
     positions: Any  # int32, from 0 in each document
     weights: Any  # float32
     extras: Any = ()  # or more arrays by name, [batch, a length of their own], for the model
+    noise: Any = ()  # or uint32 [batch], made by a step whose model drops activations
 
 
 class ShardedBatch(Batch):

@@ -56,7 +56,7 @@ class DataConfig:
     tokenizer: str = "bytes"
     global_batch_size: int = 8  # sequences a step
     seq_len: int = 128  # of an encoder, where there is one
-    target_len: int = 0  # tokens of its decoder; 0: no encoder
+    target_len: int = 0  # tokens of its decoder; 0 where there is no encoder
     heldout: float = 0.05  # share of the documents, for evaluation only
     seed: int = 0
     objective: str = "causal"
@@ -120,6 +120,7 @@ class OptimizerConfig:
     moment_dtype: str = "float32"  # of first moments
     second_moment_dtype: str = "float32"
     accumulation_dtype: str = "float32"  # of gradients, summed over micro-batches and replicas
+    keep_state: bool = False  # a new run also takes the moments of the run in model.init_from
 
     def __post_init__(self) -> None:
         check_choice("optimizer.name", self.name, OPTIMIZERS)
@@ -236,6 +237,12 @@ class Config:
             )
         if isinstance(self.model, ModelConfig):
             self._check_family(self.model)
+        if self.optimizer.keep_state and not getattr(self.model, "init_from", ""):
+            raise ValueError(
+                "optimizer.keep_state = True keeps the optimizer's state of the run in "
+                "model.init_from, which is empty; name a run there, or set "
+                "optimizer.keep_state = False"
+            )
 
     def _check_family(self, model: ModelConfig) -> None:
         if model.positions == "learned" and self.data.seq_len > model.max_seq_len:
@@ -264,12 +271,6 @@ class Config:
             raise ValueError(
                 f"data.target_len = {self.data.target_len} is of a decoder with an encoder, which "
                 f"model.family = {model.family!r} does not have; set data.target_len = 0"
-            )
-        if model.num_encoder_layers and not self.data.target_len:
-            raise ValueError(
-                f"model.family = {model.family!r} has an encoder, which reads data.seq_len = "
-                f"{self.data.seq_len} tokens, and a decoder; set data.target_len, the tokens that "
-                f"it writes, and data.objective to {' or '.join(PAIRED_OBJECTIVES)}"
             )
 
     @property

@@ -57,6 +57,9 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
             f"{model.directory} has no {' and no '.join(run_folder.TOKENIZERS)}; add one, or set "
             "--config.data.tokenizer=FILE"
         )
+    if model.config.num_encoder_layers:  # so that the folder can be trained as it is
+        paired = {"objective": "span_corruption", "target_len": configs.DataConfig.seq_len}
+        sections["data"] = {**sections.get("data", {}), **paired}
     config = configs.from_dict(sections, overrides)
     check_settings(config.model, model, "--config.model")
     setup.open_tokenizer(config, model.directory)  # refuses one that does not fit the model

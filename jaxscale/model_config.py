@@ -187,6 +187,7 @@ class ModelConfig:
     logit_soft_cap: float = option(0.0)  # cap * tanh(logits / cap); 0 is none
 
     z_loss: float = 0.0  # weight of log(Z)^2
+    dropout: float = 0.0  # share of embeddings and of what attention and MLP add that a step drops
     attention: str = "auto"
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
@@ -223,7 +224,15 @@ class ModelConfig:
             token_types=0,
             dropped_token=-1,
             z_loss=0,
+            dropout=0,
         )
+        if self.dropout >= 1:
+            raise ValueError(f"model.dropout = {self.dropout} must be below 1")
+        if self.dropout and self.num_encoder_layers:
+            raise ValueError(
+                f"model.dropout = {self.dropout} is not available for encoder-decoders "
+                f"(model.family = {self.family!r}); set model.dropout = 0"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model.num_heads = {self.num_heads} is not a multiple of "
@@ -297,7 +306,7 @@ class ModelConfig:
     @property
     def has_formulas(self) -> bool:
         """Whether the planner has formulas for the model's memory and time."""
-        return not (is_own_family(self.family) or self.num_encoder_layers)
+        return not self.num_encoder_layers and not is_own_family(self.family)
 
     # What a layer does.
 

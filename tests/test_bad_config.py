@@ -204,7 +204,7 @@ FILES = [
 # What stands after --config.
 NAMES = [
     ("configs/quickstrat.py", "there is no such file"),
-    ("configs/quickstrat.py", "llama3_8b, quickstart, quickstart_pipeline, tiny, "),
+    ("configs/quickstrat.py", "mt5_xxl, quickstart, quickstart_pipeline, tiny, "),
     ("configs/quickstrat.py", "did you mean 'configs/quickstart.py'?"),
     ("quickstrat", "did you mean 'quickstart'?"),
     ("no/such/folder.py", "--config no/such/folder.py: there is no such file"),

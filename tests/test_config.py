@@ -22,6 +22,11 @@ EMPTY = "import ml_collections\n\n\ndef get_config():\n    return ml_collections
         ("llama2_70b", 68_976_648_192),
         ("llama3_8b", 8_030_261_248),
         ("llama32_1b", 1_235_814_400),
+        ("mt5_small", 300_176_768),
+        ("mt5_base", 582_401_280),
+        ("mt5_large", 1_229_581_312),
+        ("mt5_xl", 3_742_619_648),
+        ("mt5_xxl", 12_921_057_280),
         # From the parameters per rank in the authors' log, those that all ranks hold counted once.
         ("gpt_175b", 174_609_555_456),
         ("bert_base", 109_514_298),

@@ -99,7 +99,9 @@ def test_training_starts_from_the_weights_in_a_pipeline(converted, tmp_path):
     assert json.loads((exported / "config.json").read_text())["bos_token_id"] == 1
 
     batch = first_batch(run)
-    scores = jax.nn.log_softmax(jaxscale.from_pretrained(tuned)(batch.tokens, batch.segments))
+    scores = jax.nn.log_softmax(
+        jaxscale.from_pretrained(tuned)(batch.tokens, segments=batch.segments)
+    )
     nll = -np.take_along_axis(np.asarray(scores), batch.targets[..., None], -1)[..., 0]
     (line,) = (tuned / "metrics.jsonl").read_text().splitlines()
     loss = np.average(nll, weights=batch.weights)

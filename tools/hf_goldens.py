@@ -286,12 +286,18 @@ CASES = {
     ),
 }
 
-PAIRS = ("T5", "MT5", "UMT5")
-"""Encoder-decoders."""
-
 UNTIED = ("t5", "mt5", "umt5")
 """Goldens whose head is a matrix of its own: transformers 5 ties those of new T5s always, and reads
 untied ones from their files."""
+
+
+def auto_class(config: transformers.PreTrainedConfig) -> type:
+    """The class of models with a head that predicts tokens."""
+    if config.is_encoder_decoder:
+        return transformers.AutoModelForSeq2SeqLM
+    if config.model_type.capitalize() in MASKED:
+        return transformers.AutoModelForMaskedLM
+    return transformers.AutoModelForCausalLM
 
 
 def make_model(kind: str, settings: dict, untied: bool) -> torch.nn.Module:
@@ -299,8 +305,7 @@ def make_model(kind: str, settings: dict, untied: bool) -> torch.nn.Module:
     config = getattr(transformers, f"{kind}Config")(**settings)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    auto = getattr(transformers, auto_class(kind))
-    model = auto.from_config(config, attn_implementation="eager")
+    model = auto_class(config).from_config(config, attn_implementation="eager")
     if untied:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
         # As in published files. UMT5 scales the inputs of its head unless this says no.
@@ -342,13 +347,6 @@ def write(name: str) -> None:
     assert size < 200_000, f"{name} takes {size} bytes"
     kinds = json.loads((folder / "config.json").read_text())["model_type"]
     print(f"{name}: {kinds}, {size} bytes")
-
-
-def auto_class(kind: str) -> str:
-    """The class of transformers that makes models of a kind."""
-    if kind in PAIRS:
-        return "AutoModelForSeq2SeqLM"
-    return "AutoModelForMaskedLM" if kind in MASKED else "AutoModelForCausalLM"
 
 
 def make_masked_batch(config: transformers.PretrainedConfig) -> dict[str, torch.Tensor]:
@@ -396,9 +394,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.logits:
-        kind = str(transformers.AutoConfig.from_pretrained(options.logits).model_type)
-        names = {name.lower(): name for name in (*PAIRS, *MASKED)}
-        model = getattr(transformers, auto_class(names.get(kind, kind))).from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(options.logits)
+        model = auto_class(config).from_pretrained(
             options.logits, attn_implementation="eager", dtype=torch.float32
         )
         write_logits(model.eval(), options.logits)

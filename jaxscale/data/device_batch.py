@@ -77,7 +77,9 @@ def _check_fields(batch: Any) -> None:
     if not isinstance(batch, Batch):
         raise ValueError(f"the batch is a {type(batch).__name__}; pass a jaxscale.Batch")
     fields = batch._asdict()
-    extras = fields.pop("extras")
+    extras, noise = fields.pop("extras"), fields.pop("noise")
+    if noise != ():
+        raise ValueError("batch.noise is given; leave it out: a step makes its own")
     if extras != () and not isinstance(extras, dict):
         raise ValueError(f"batch.extras is a {_kind(extras)}; pass a dictionary of arrays")
     for name, field in fields.items():

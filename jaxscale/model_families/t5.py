@@ -94,9 +94,10 @@ def _to_hf(model: Model) -> dict[str, Any]:
 def _tensors(model: Model) -> tuple[TensorRule, ...]:
     tokens = "shared.weight"
     rules = [*outer(model, tokens, "decoder.final_layer_norm", "lm_head.weight")]
-    copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-    size = model.vocab_size, model.d_model
-    rules += [stored("embed/tokens", copy, *size) for copy in copies]
+    rules += [
+        stored("embed/tokens", f"{stack}.embed_tokens.weight", model.vocab_size, model.d_model)
+        for stack in ("encoder", "decoder")
+    ]
     norm = "encoder.final_layer_norm.weight"
     rules.append(vector("embed/encoder_norm/scale", norm, model.d_model))
     for stack, mlp in (("encoder", 1), ("decoder", 2)):

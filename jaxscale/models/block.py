@@ -247,11 +247,22 @@ class Block(nnx.Module):
         self.mlp_post_norm = Norm(config, weights) if after else None
 
     def __call__(
-        self, x_BTD: jax.Array, batch: Batch, kernels: Kernels, kind: int = 0
+        self,
+        x_BTD: jax.Array,
+        batch: Batch,
+        kernels: Kernels,
+        kind: int = 0,
+        drop: Callable[[jax.Array, int], jax.Array] = lambda x, site: x,
     ) -> jax.Array:
-        """The stream after the layer; `kind` is its index modulo `ModelConfig.period`."""
+        """The stream after the layer.
+
+        Args:
+          kind: its index modulo `ModelConfig.period`.
+          drop: dropout of a branch, (x, site) -> x.
+        """
         with jax.named_scope("attention"):
             y_BTD = self.attention(_apply(self.attention_norm, x_BTD), batch, kernels, kind)
+            y_BTD = drop(y_BTD, 0)
             after_BTD = kernels.shard(self.add(x_BTD, y_BTD, self.attention_post_norm), STREAM)
         with jax.named_scope("mlp"):
             z_BTD = self.mlp(
@@ -259,6 +270,7 @@ class Block(nnx.Module):
                 kernels.columns,
                 kernels.rows,
             )
+            z_BTD = drop(z_BTD, 1)
             return kernels.shard(self.add(after_BTD, z_BTD, self.mlp_post_norm), STREAM)
 
     def add(self, x_BTD: jax.Array, y_BTD: jax.Array, norm: Norm | None) -> jax.Array:

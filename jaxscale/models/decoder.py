@@ -27,6 +27,9 @@ from jaxscale.ops.attention import attention
 from jaxscale.ops.loss import logits
 from jaxscale.ops.tensor_parallel import add_bias
 
+EMBEDDING_LAYER = 2**24 - 1
+"""The number of the embedding among the layers whose activations are dropped."""
+
 CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
 
@@ -52,6 +55,7 @@ class Embedding(nnx.Module):
         self.norm = Norm(config, weights) if config.embedding_norm else None
         self.scale = math.sqrt(config.d_model) if config.scaled_embedding else None
         self.compute_dtype, self.dropped = config.compute_dtype, config.dropped_token
+        self.causal = config.causal
 
     def __call__(
         self,
@@ -64,12 +68,14 @@ class Embedding(nnx.Module):
         """The stream [batch, time, d_model].
 
         Args:
-          segments_BT: texts, for `dropped_token`; None where no token is dropped.
+          segments_BT: texts, for `dropped_token`; None where the model is causal.
           types_BT: token types; None is type 0 everywhere.
         """
         x_BTD = lookup(self.tokens[...], tokens_BT, "vocab", self.compute_dtype)
         if self.dropped >= 0:
-            x_BTD *= dropped_scale(tokens_BT == self.dropped, segments_BT).astype(x_BTD.dtype)
+            # A causal model must not know how many tokens after it are masked.
+            texts_BT = None if self.causal else segments_BT
+            x_BTD *= dropped_scale(tokens_BT == self.dropped, texts_BT).astype(x_BTD.dtype)
         if self.scale is not None:
             # The factor is rounded to the compute type, as in Gemma's own code.
             x_BTD *= jnp.asarray(self.scale, x_BTD.dtype)
@@ -86,8 +92,8 @@ class Embedding(nnx.Module):
 
 def dropped_scale(dropped_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
     """Factors of the embeddings, [batch, time, 1]: 0 of the dropped tokens, and of the others of a
-    text such that the text has the sum that it would have with the share dropped in training
-    (`token_dropout` of ESM-2, Lin et al. 2023)."""
+    text such that together they weigh as much as with the share dropped in training
+    (`token_dropout` of ESM-2, Lin et al. 2023). Without segments none counts as dropped."""
     kept_BT = 1.0 - TRAINING_MASKS
     if segments_BT is not None:
         # Compared, not scattered: tokens of a text may lie on several ranks, in any order.
@@ -144,7 +150,7 @@ class Decoder:
             return {"x": self.embed(embed, batch)}
 
         def block(weights: Params, stream: Stream, batch: Batch, layer: Layer) -> tuple:
-            return {"x": self.block(weights, stream["x"], batch, layer.kind)}, {}
+            return {"x": self.block(weights, stream["x"], batch, layer.kind, layer.index)}, {}
 
         num_layers, period = self.settings.num_layers, self.settings.period
         return (Stack("layers", num_layers, enter, block, period=period, tensors=BLOCK_TENSORS),)
@@ -177,12 +183,11 @@ class Decoder:
         """Fresh parameters; they depend on the key alone. None stacks all layers in order."""
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         keys = jax.random.split(layers_key, self.settings.num_layers)
+        make = functools.partial(type(self).block_type, self.settings)
         row = None if rows is None else rows["layers"]
         return {
             "embed": params_of(Embedding(self.settings, embed_key)),
-            "layers": stack_params(
-                functools.partial(type(self).block_type, self.settings), keys, row
-            ),
+            "layers": stack_params(make, keys, row),
             "head": params_of(type(self).head_type(self.settings, head_key)),
         }
 
@@ -205,11 +210,32 @@ class Decoder:
                 batch.segments,
                 dict(batch.extras).get("token_types"),
             )
+            if self._drops(batch):
+                x_BTD = self._dropout(batch, EMBEDDING_LAYER)(x_BTD, 0)
             return self.kernels.shard(x_BTD, STREAM)
 
-    def block(self, layer: Params, x_BTD: jax.Array, batch: Batch, kind: int = 0) -> jax.Array:
-        """One layer; `kind` is its index modulo `config.period`."""
-        return self._module(type(self).block_type, layer)(x_BTD, batch, self.kernels, kind)
+    def block(
+        self,
+        layer: Params,
+        x_BTD: jax.Array,
+        batch: Batch,
+        kind: int = 0,
+        index: jax.Array | int = 0,
+    ) -> jax.Array:
+        """One layer; `kind` is its index modulo `config.period`, and dropout depends on `index`."""
+        block = self._module(type(self).block_type, layer)
+        drop = {"drop": self._dropout(batch, index)} if self._drops(batch) else {}
+        return block(x_BTD, batch, self.kernels, kind, **drop)
+
+    def _drops(self, batch: Batch) -> bool:
+        """Whether activations are dropped: in a step, not in an evaluation."""
+        return self.settings.dropout > 0 and not isinstance(batch.noise, tuple)
+
+    def _dropout(
+        self, batch: Batch, layer: jax.Array | int
+    ) -> Callable[[jax.Array, int], jax.Array]:
+        rate = self.settings.dropout
+        return lambda x, site: self.kernels.dropout(x, batch.noise, layer, site, rate)
 
     def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
         """The sum over weighted tokens of loss, and of the negative log-likelihood in nats."""

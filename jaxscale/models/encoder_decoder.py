@@ -156,7 +156,7 @@ class DecoderBlock(nnx.Module):
             return kernels.shard(x_BTD, STREAM)
 
 
-class Embedding(nnx.Module):
+class PairEmbedding(nnx.Module):
     """Tokens to both streams, the encoder's final norm, and tables that layers share."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
@@ -228,7 +228,7 @@ class EncoderDecoder:
     def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
         """Fresh parameters; they depend on the key alone. None stacks all layers in order."""
         embed_key, head_key, *keys = jax.random.split(key, 4)
-        params = {"embed": params_of(Embedding(self.settings, embed_key))}
+        params = {"embed": params_of(PairEmbedding(self.settings, embed_key))}
         for stack, make, key in zip(self.stacks, (EncoderBlock, DecoderBlock), keys):
             layer_keys = jax.random.split(key, stack.num_layers)
             row = None if rows is None else rows[stack.name]
@@ -240,7 +240,7 @@ class EncoderDecoder:
     def axes(self) -> Params:
         """The tree of parameters with the tuple of logical axes in place of each array."""
         return {
-            "embed": axes_of(Embedding, self.settings),
+            "embed": axes_of(PairEmbedding, self.settings),
             "encoder": stack_axes(EncoderBlock, self.settings),
             "decoder": stack_axes(DecoderBlock, self.settings),
             "head": axes_of(Head, self.settings),
@@ -256,7 +256,7 @@ class EncoderDecoder:
     def enter_decoder(self, embed: Params, stream: Stream, batch: Batch) -> Stream:
         """Embeds the decoder's tokens beside the encoder's output."""
         with jax.named_scope("embed"):
-            norm = module_of(Embedding, self.settings, embed).encoder_norm
+            norm = module_of(PairEmbedding, self.settings, embed).encoder_norm
             return {
                 "x": self._lookup(embed, batch.tokens),
                 "encoded": self.kernels.shard(norm(stream["encoded"]), STREAM),

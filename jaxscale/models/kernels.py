@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxscale.ops.dropout import dropout
 from jaxscale.ops.embedding import lookup
 from jaxscale.ops.loss import cross_entropy
 from jaxscale.ops.rope import rotary
@@ -18,6 +20,13 @@ def plain_lookup(
     """Rows, in `dtype`, of a table that this device holds whole; `rows` names its first axis."""
     del rows
     return lookup(table_VD, indices_BT, dtype)
+
+
+def plain_dropout(
+    x_BTD: jax.Array, noise_B: jax.Array, layer: jax.Array | int, site: int, rate: float
+) -> jax.Array:
+    """`ops.dropout.dropout` where tokens are in the order of the text."""
+    return dropout(x_BTD, noise_B, layer, site, rate, jnp.arange(x_BTD.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -43,4 +52,5 @@ class Kernels:
     rotary_scales: bool = False
     key_heads: Callable[[jax.Array], jax.Array] = lambda x: x
     cross_entropy: Callable[..., tuple[jax.Array, jax.Array]] = cross_entropy
+    dropout: Callable[..., jax.Array] = plain_dropout
     shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x

@@ -16,12 +16,12 @@ class Weights:
     """Makes the parameters of one module: shape, scale and placement follow from the axes.
 
     Args:
-      branches: sums into the residual stream of a whole stack; None is two a layer.
+      branches: sums into the residual stream by all layers of the stack; None is two by each.
       sizes: of axes of one's own.
     """
 
     def __init__(
-        self, config: ModelConfig, key: jax.Array, branches: int | None = None, **sizes: int
+        self, config: ModelConfig, key: jax.Array, *, branches: int | None = None, **sizes: int
     ):
         self.sizes = {
             **sizes,

@@ -72,7 +72,7 @@ def execute(
         would choose an order for each loop, and copy the buffers from one to the other.
     """
     rank = Rank.of(model, zero, stages, stages.program, remat, params, batches, chunks, row_major)
-    state = run(rank, rank.initial_state(rank.accumulators(params)), columns)
+    state = _run(rank, rank.initial_state(rank.accumulators(params)), columns)
     outer_grads = return_borrowed(model, state.grads["embed"], state.grads["head"])
     return state.sums, {**state.grads, **outer_grads}
 
@@ -90,7 +90,7 @@ def execute_forward(
     `columns` of `stages.forward_program`."""
     program = stages.forward_program
     rank = Rank.of(model, zero, stages, program, None, params, batches, chunks, False)
-    return run(rank, rank.initial_state({}), columns).sums
+    return _run(rank, rank.initial_state({}), columns).sums
 
 
 def buffers(
@@ -108,28 +108,28 @@ def buffers(
     return {**state.buffers, "weights": state.weights, "gradients": (state.pending, state.grads)}
 
 
-def run(rank: Rank, state: State, columns: Columns) -> State:
+def _run(rank: Rank, state: State, columns: Columns) -> State:
     """All ticks."""
     rows = {name: jnp.asarray(column).reshape(-1) for name, column in columns.items()}
-    return jax.lax.scan(lambda state, row: (tick(rank, state, row), None), state, rows)[0]
+    return jax.lax.scan(lambda state, row: (_tick(rank, state, row), None), state, rows)[0]
 
 
-def tick(rank: Rank, state: State, row: Row) -> State:
+def _tick(rank: Rank, state: State, row: Row) -> State:
     """One tick."""
     kinds = np.unique(rank.program.columns["kind"])
     operations = {
-        F: functools.partial(forward, rank),
-        R: functools.partial(recompute, rank),
-        B: functools.partial(input_gradient, rank),
-        W: functools.partial(weight_gradient, rank),
-        X: functools.partial(backward, rank),
+        F: functools.partial(_forward, rank),
+        R: functools.partial(_recompute, rank),
+        B: functools.partial(_input_gradient, rank),
+        W: functools.partial(_weight_gradient, rank),
+        X: functools.partial(_backward, rank),
     }
     if state.weights is not None:
         for part in rank.parts:
             gathers = rank.is_here(row, part, row["gather"] == 1)
             state = when(
                 gathers,
-                lambda s, p=part: gather(rank, s, row, p),
+                lambda s, p=part: _gather(rank, s, row, p),
                 state,
                 rank.scope(GATHER, part),
             )
@@ -142,23 +142,23 @@ def tick(rank: Rank, state: State, row: Row) -> State:
             reduces = rank.is_here(row, part, row["reduce"] == 1)
             state = when(
                 reduces,
-                lambda s, p=part: reduce(rank, s, row, p),
+                lambda s, p=part: _reduce(rank, s, row, p),
                 state,
                 rank.scope(REDUCE, part),
             )
-    return pass_on(rank, state, row)
+    return _pass_on(rank, state, row)
 
 
-def forward(rank: Rank, state: State, row: Row) -> State:
+def _forward(rank: Rank, state: State, row: Row) -> State:
     received = at(state.buffers["inbox"], row["inbox"])
     stream = rank.entered(received, row)
     if R in rank.program.columns["kind"]:
         return _chunk_forward(rank, state, row, received, stream, saves_residuals=False)
     state = _chunk_forward(rank, state, row, received, stream, saves_residuals=True)
-    return state if state.grads else add_losses(rank, state, row)
+    return state if state.grads else _add_losses(rank, state, row)
 
 
-def add_losses(rank: Rank, state: State, row: Row) -> State:
+def _add_losses(rank: Rank, state: State, row: Row) -> State:
     """Without a backward pass, the losses are computed in the last stage's F."""
     batch, last = at(rank.batches, row["microbatch"]), rank.stages.table.order.stages - 1
 
@@ -169,7 +169,7 @@ def add_losses(rank: Rank, state: State, row: Row) -> State:
     return state._replace(sums=when(row["stage"] == last, losses, state.sums, HEAD))
 
 
-def recompute(rank: Rank, state: State, row: Row) -> State:
+def _recompute(rank: Rank, state: State, row: Row) -> State:
     """From the input that its F saved; or the F itself, where it saves its residuals."""
     made, kept = state.made, at(state.buffers["input"], row["input"])
     columns, first = rank.program.columns, row["input"] < 0
@@ -187,15 +187,15 @@ def recompute(rank: Rank, state: State, row: Row) -> State:
     return state._replace(made=made)
 
 
-def input_gradient(rank: Rank, state: State, row: Row) -> State:
+def _input_gradient(rank: Rank, state: State, row: Row) -> State:
     return _chunk_backward(rank, state, row, fused=False)
 
 
-def backward(rank: Rank, state: State, row: Row) -> State:
+def _backward(rank: Rank, state: State, row: Row) -> State:
     return _chunk_backward(rank, state, row, fused=True)
 
 
-def weight_gradient(rank: Rank, state: State, row: Row) -> State:
+def _weight_gradient(rank: Rank, state: State, row: Row) -> State:
     batch = at(rank.batches, row["microbatch"])
     shared = rank.shared(state, row)
     for part in rank.parts:
@@ -218,12 +218,12 @@ def weight_gradient(rank: Rank, state: State, row: Row) -> State:
     return state._replace(made=made)
 
 
-def gather(rank: Rank, state: State, row: Row, part: StackPart) -> State:
+def _gather(rank: Rank, state: State, row: Row, part: StackPart) -> State:
     weights = {**state.weights, part.name: rank.chunk_weights(part, rank.first_row(row))}
     return state._replace(weights=weights)
 
 
-def reduce(rank: Rank, state: State, row: Row, part: StackPart) -> State:
+def _reduce(rank: Rank, state: State, row: Row, part: StackPart) -> State:
     pending, name = state.pending[part.name], part.name
     shards = rank.zero.reduce(pending, rank.zero.axes[name])
     # Where a rank has one chunk, a TPU's compiler would move a reduction whose result is only
@@ -234,7 +234,7 @@ def reduce(rank: Rank, state: State, row: Row, part: StackPart) -> State:
     return state._replace(grads=grads, pending={**state.pending, name: zeros})
 
 
-def pass_on(rank: Rank, state: State, row: Row) -> State:
+def _pass_on(rank: Rank, state: State, row: Row) -> State:
     """Sends the tick's result to both neighbours; each stores it in the slot of its table."""
     columns, inbox = rank.program.columns, state.buffers["inbox"]
     ranks, nowhere = columns["kind"].shape[1], rank.program.slots["inbox"]

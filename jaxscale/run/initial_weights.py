@@ -9,6 +9,7 @@ import pathlib
 from typing import Any
 
 import jax
+import optax
 
 from jaxscale import config as configs
 from jaxscale.config import Config, ModelConfig
@@ -48,12 +49,20 @@ class RunWeights:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.dtype, sharding=leaf.sharding),
             abstract,
         )
+        params = self.restore("params", stored)
+        return jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), params, abstract)
+
+    def restore(self, part: str, abstract: Any) -> Any:
+        """A part of the state in canonical form: "params" or "opt_state".
+
+        Raises:
+          ValueError: it has other names, shapes or types than `abstract`.
+        """
         checkpoints = Checkpoints(self.directory / "checkpoints")
         try:
-            params = checkpoints.restore(self.step, {"params": stored}, part=True)["params"]
+            return checkpoints.restore(self.step, {part: abstract}, part=True)[part]
         finally:
             checkpoints.close()
-        return jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), params, abstract)
 
 
 Weights = HuggingFaceModel | RunWeights
@@ -126,6 +135,11 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
     check_settings(config.model, weights, f"model.init_from = {name!r}")
     params = engine.placement.canonical.params
     weights.check(engine.model.axes, params)
+    if config.optimizer.keep_state and not isinstance(weights, RunWeights):
+        raise ValueError(
+            f"optimizer.keep_state = True, and model.init_from = {name!r} is a Hugging Face model, "
+            "which has no optimizer state; set optimizer.keep_state = False"
+        )
     return weights
 
 
@@ -141,11 +155,27 @@ def check_tokenizer(tokenizer: Tokenizer, weights: Weights) -> None:
 
 
 def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainState:
-    """The state of a new run with these parameters, a fresh optimizer, and step 0."""
+    """The state of a new run with these parameters, and step 0. The optimizer is fresh, but for the
+    moments where `optimizer.keep_state`: the learning rate's schedule begins anew in any case."""
     state = engine.init(key)
     for leaf in jax.tree.leaves(state.params):
         leaf.delete()  # only the optimizer's state is needed
     params = weights.read(engine.model.axes, engine.placement.canonical.params)
     params = engine.placement.part("params").from_canonical(params, donate=True)
     log.info(f"parameters read from {weights.directory}")
-    return state._replace(params=params)
+    state = state._replace(params=params)
+    if engine.config.optimizer.keep_state and isinstance(weights, RunWeights):
+        kept = weights.restore("opt_state", engine.placement.canonical.opt_state)
+        kept = engine.placement.part("opt_state").from_canonical(kept, donate=True)
+        state = state._replace(opt_state=_with_schedule_of(state.opt_state, kept))
+        log.info(f"the optimizer's moments are those of step {weights.step} there")
+    return state
+
+
+def _with_schedule_of(fresh: Any, kept: Any) -> Any:
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    return jax.tree.map(
+        lambda new, old: new if is_schedule(new) else old, fresh, kept, is_leaf=is_schedule
+    )

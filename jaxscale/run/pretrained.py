@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.forward import forward
 from jaxscale.models.protocol import head_params
 from jaxscale.run.initial_weights import open_weights
+from jaxscale.training.step import find_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,45 +25,78 @@ class Pretrained:
 
     config: ModelConfig
     params: Any  # in canonical form
-    model: Decoder
+    model: Decoder | EncoderDecoder
 
-    def __call__(self, tokens: Any, segments: Any = None, token_types: Any = None) -> jax.Array:
+    def __call__(
+        self,
+        tokens: Any,
+        decoder_tokens: Any = None,
+        *,
+        segments: Any = None,
+        decoder_segments: Any = None,
+        token_types: Any = None,
+    ) -> jax.Array:
         """Float32 logits [batch, time, vocab_size] of the token after each, or, of a model that is
         not causal, of the token itself.
 
         Args:
-          tokens: [batch, time] whole numbers.
-          segments: [batch, time]; tokens attend only to those of the same segment, 0 is padding.
-            None is one segment in each row.
+          tokens: [batch, time] whole numbers; of an encoder-decoder those that the encoder reads.
+          decoder_tokens: [batch, time of their own]; those whose logits an encoder-decoder gives.
+          segments, decoder_segments: of each of the tokens. They attend only to those of the same
+            segment, 0 is padding. None is one segment in each row.
           token_types: [batch, time], for a model that has them; None is type 0.
 
         Raises:
-          ValueError: not [batch, time], a token beyond the vocabulary, or a type that the model
-            does not have.
+          ValueError: not [batch, time], a token beyond the vocabulary, or tokens for another kind
+            of model.
         """
+        if (decoder_tokens is None) == bool(self.config.num_encoder_layers):
+            needs = "tokens, decoder_tokens" if self.config.num_encoder_layers else "tokens"
+            raise ValueError(f"a {self.config.family} model is called with ({needs})")
+        given = self._checked("tokens", tokens, segments)
+        extras: dict[str, jax.Array] = {}
+        if decoder_tokens is not None:
+            names = ("encoder_tokens", "encoder_segments", "encoder_positions")
+            extras |= dict(zip(names, given))
+            given = self._checked("decoder_tokens", decoder_tokens, decoder_segments)
+            if len(given[0]) != len(extras["encoder_tokens"]):
+                raise ValueError(
+                    f"decoder_tokens have {len(given[0])} rows, and tokens "
+                    f"{len(extras['encoder_tokens'])}"
+                )
+        tokens, segments, positions = given
+        if token_types is not None:
+            extras["token_types"] = self._checked_types(token_types, tokens)
+        weights = jnp.ones(tokens.shape)
+        batch = Batch(tokens, tokens, segments, positions, weights, extras or ())
+        # Float32 is otherwise rounded to fewer bits in the matmuls of GPUs and TPUs.
+        with jax.default_matmul_precision("float32"):
+            return _logits(self.model, self.params, batch)
+
+    def _checked_types(self, token_types: Any, tokens: jax.Array) -> jax.Array:
+        types = jnp.asarray(token_types, jnp.int32)
+        known = self.config.token_types
+        if types.shape != tokens.shape or not 0 <= types.min() <= types.max() < known:
+            raise ValueError(
+                f"token_types {types.shape} must be [batch, time] as tokens {tokens.shape}, and "
+                f"below model.token_types = {known}"
+            )
+        return types
+
+    def _checked(self, name: str, tokens: Any, segments: Any) -> tuple[jax.Array, ...]:
+        """Tokens, their segments and positions."""
         tokens = jnp.asarray(tokens, jnp.int32)
         segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
         if tokens.ndim != 2 or segments.shape != tokens.shape:
             raise ValueError(
-                f"tokens {tokens.shape} and segments {segments.shape} must be [batch, time] both"
+                f"{name} {tokens.shape} and segments {segments.shape} must be [batch, time] both"
             )
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab_size:
             raise ValueError(
-                f"tokens are from {tokens.min()} to {tokens.max()}, and the model has "
+                f"{name} are from {tokens.min()} to {tokens.max()}, and the model has "
                 f"{self.config.vocab_size}"
             )
-        types = () if token_types is None else {"token_types": jnp.asarray(token_types, jnp.int32)}
-        for given in dict(types).values():
-            if given.shape != tokens.shape or not 0 <= given.min() <= given.max() < (
-                self.config.token_types
-            ):
-                raise ValueError(
-                    f"token_types {given.shape} must be [batch, time] as tokens {tokens.shape}, "
-                    f"and below model.token_types = {self.config.token_types}"
-                )
-        # Float32 is otherwise rounded to fewer bits in the matmuls of GPUs and TPUs.
-        with jax.default_matmul_precision("float32"):
-            return _logits(self.model, self.params, tokens, segments, types)
+        return tokens, segments, _positions(segments)
 
 
 def from_pretrained(
@@ -88,17 +123,13 @@ def from_pretrained(
         param_dtype=param_dtype or weights.dtype,
         attention="reference",
     )
-    model = Decoder(config, plain_kernels())
+    model: Any = find_model(config)(config, plain_kernels())
     params = weights.read(model.axes, jax.eval_shape(model.init, jax.random.key(0)))
     return Pretrained(config, params, model)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(
-    model: Decoder, params: Any, tokens: jax.Array, segments: jax.Array, extras: Any
-) -> jax.Array:
-    weights = jnp.ones(tokens.shape)
-    batch = Batch(tokens, tokens, segments, _positions(segments), weights, extras)
+def _logits(model: Decoder | EncoderDecoder, params: Any, batch: Batch) -> jax.Array:
     stream = forward(model, params, batch)
     return model.logits(head_params(model, params), stream["x"]).astype(jnp.float32)
 

@@ -175,13 +175,15 @@ def for_sampling(config: Config) -> Config:
         )
         without = {"pipeline": 1, "remat": "none", "zero_stage": 3, axis: size}
         layout = dataclasses.replace(layout, **without)
+    length = 2 * layout.context * layout.tensor
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, attention="auto"),
         data=dataclasses.replace(
             config.data,
             global_batch_size=layout.batch_shards,
-            seq_len=2 * layout.context * layout.tensor,
+            seq_len=length,
+            target_len=length if config.data.target_len else 0,
         ),
         layout=dataclasses.replace(layout, microbatches=1),
     )
@@ -210,6 +212,12 @@ def open_text(config: Config, workdir: pathlib.Path) -> Text:
       ValueError: the data cannot be used with this model; names the setting.
     """
     data = config.data
+    if getattr(config.model, "num_encoder_layers", 0) and not data.target_len:
+        raise ValueError(
+            f"model.family = {config.model.family!r} has an encoder, which reads data.seq_len = "
+            f"{data.seq_len} tokens, and a decoder; set data.target_len, the tokens that it "
+            f"writes, and data.objective to {' or '.join(configs.PAIRED_OBJECTIVES)}"
+        )
     tokenizer = _kept(config, workdir) or load_tokenizer(
         data.tokenizer, data.source, workdir, heldout=data.heldout, seed=data.seed
     )

@@ -16,7 +16,8 @@ from jaxscale.layout import AUTOMATIC_AXES, Layout
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose, score_settings
 from jaxscale.ops.attention_kernels import maskless
-from jaxscale.ops.context_attention import context_attention
+from jaxscale.ops.context_attention import balanced_order, context_attention
+from jaxscale.ops.dropout import dropout
 from jaxscale.ops.embedding import spread_lookup
 from jaxscale.ops.loss import cross_entropy
 from jaxscale.ops.rope import rotary, rotary_on_tpu
@@ -56,6 +57,7 @@ def make_kernels(
         attend=_attend(layout, implementation),
         **replaced,
         lookup=functools.partial(_lookup, layout),
+        dropout=functools.partial(_dropout, layout),
         cross_entropy=functools.partial(cross_entropy, shards=layout.context, unroll=unroll),
         shard=lambda x, axes: constrain(x, axes, layout.sizes, {**ACTIVATIONS, **(rules or {})}),
     )
@@ -118,6 +120,18 @@ def _attend(layout: Layout, implementation: str) -> Callable[..., jax.Array]:
         )(*arrays)
 
     return attend
+
+
+def _dropout(
+    layout: Layout,
+    x: jax.Array,
+    noise: jax.Array,
+    layer: jax.Array | int,
+    site: int,
+    rate: float,
+) -> jax.Array:
+    place = jnp.asarray(balanced_order(x.shape[1], layout.context))
+    return dropout(x, noise, layer, site, rate, place)
 
 
 def _key_heads(layout: Layout, x: jax.Array) -> jax.Array:

@@ -348,6 +348,8 @@ def _make_step(
         batch = unpack_sharded(sharded)
         # A batch of long prompts may have no token that counts; its gradients are zero.
         count = jnp.maximum(jnp.sum(batch.weights), 1)
+        if getattr(config.model, "dropout", 0):
+            batch = batch._replace(noise=step_noise(config, state.step))
         sums, grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
             grads, grad_norm = mean_and_norm(grads, count, config.optimizer.clip_norm)
@@ -364,12 +366,18 @@ def _make_step(
     return step
 
 
+def step_noise(config: Config, step: jax.Array) -> jax.Array:
+    """uint32 for each row of a step's batch: of the run's seed, the step and the row, whatever the
+    layout. What a model drops depends on it."""
+    key = jax.random.fold_in(jax.random.key(config.run.seed), step)
+    return jax.random.bits(key, (config.data.global_batch_size,), jnp.uint32)
+
+
 def count_tokens(batch: Batch) -> jax.Array:
     """Positions that are no padding, an encoder's too."""
     tokens = jnp.sum(batch.segments != 0, dtype=jnp.int32)
-    if "encoder_segments" not in batch.extras:
-        return tokens
-    return tokens + jnp.sum(batch.extras["encoder_segments"] != 0, dtype=jnp.int32)
+    encoder = dict(batch.extras).get("encoder_segments")
+    return tokens if encoder is None else tokens + jnp.sum(encoder != 0, dtype=jnp.int32)
 
 
 def _others(sums: Sums, count: jax.Array) -> Sums:

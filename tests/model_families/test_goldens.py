@@ -30,10 +30,12 @@ def test_logits_and_tensors_are_those_of_transformers(name, tmp_path):
     with jax.enable_x64(False):
         model = from_pretrained(GOLDENS / name)
         expected = load_file(GOLDENS / name / "expected.safetensors")
-        types = expected.get("token_types")
-        logits = np.asarray(model(expected["tokens"], expected["mask"], types))
+        names = ("decoder_tokens",) if "decoder_tokens" in expected else ()
+        given = {"segments": expected["mask"], "decoder_segments": expected.get("decoder_mask")}
+        given["token_types"] = expected.get("token_types")
+        logits = np.asarray(model(expected["tokens"], *(expected[n] for n in names), **given))
     assert logits.dtype == np.float32
-    real = expected["mask"] > 0
+    real = expected.get("decoder_mask", expected["mask"]) > 0
     np.testing.assert_allclose(logits[real], expected["logits"][real], rtol=0, atol=1e-4)
 
     written = tmp_path / "written"

@@ -10,7 +10,8 @@ import pytest
 from jaxscale import config
 from jaxscale.config import Config, DataConfig, ModelConfig
 from jaxscale.model_families.shipped import FAMILIES, SHIPPED
-from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.decoder import plain_kernels
+from jaxscale.training.step import find_model
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
 
@@ -38,6 +39,18 @@ PUBLISHED = {
     "olmo2": (sizes(32, 4096, 32, 32, 128, 11008, 100352), 7_298_617_344),
     "phi3": (sizes(32, 3072, 32, 32, 96, 8192, 32064), 3_821_079_552),
     "gpt": (sizes(12, 768, 12, 12, 64, 3072, 50257) | {"max_seq_len": 1024}, 124_439_808),
+    "t5": (
+        sizes(8, 512, 6, 6, 64, 1024, 32128) | {"num_encoder_layers": 8},
+        76_961_152,
+    ),
+    "mt5": (
+        sizes(24, 1024, 16, 16, 64, 2816, 250112) | {"num_encoder_layers": 24},
+        1_229_581_312,
+    ),
+    "umt5": (
+        sizes(8, 512, 6, 6, 64, 1024, 256384) | {"num_encoder_layers": 8},
+        306_601_984,
+    ),
     "gpt_neox": (sizes(16, 2048, 8, 8, 256, 8192, 50304), 1_011_781_632),
     # Without the pooler, and without the contact head and its 121 parameters.
     "bert": (sizes(12, 768, 12, 12, 64, 3072, 30522) | {"max_seq_len": 512}, 109_514_298),
@@ -50,8 +63,8 @@ def test_parameters_are_those_of_a_published_model(name):
     given, published = PUBLISHED[name]
     model = ModelConfig(family=name, **given)
     assert model.published_params == published
-    decoder = Decoder(model, plain_kernels())
-    shapes = jax.eval_shape(decoder.init, jax.random.key(0))
+    made = find_model(model)(model, plain_kernels())
+    shapes = jax.eval_shape(made.init, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == model.num_params
 
 
@@ -84,6 +97,9 @@ REFUSED = [
     ("gemma3", {"attn_logit_softcapping": 50.0}, "it can be None"),
     ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope'; for phi3 it can be"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "for gpt2 it can be False"),
+    ("t5", {"feed_forward_proj": "gated-mish"}, "feed_forward_proj = 'mish' is not known"),
+    ("mt5", {"is_encoder_decoder": False}, "is_encoder_decoder = False; for mt5 it can be True"),
+    ("umt5", {"scale_decoder_outputs": True}, "scale_decoder_outputs = True, which is not known"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True"),
 ]
 
@@ -186,6 +202,8 @@ def test_keys_of_published_files_are_known():
     [
         ({"qk_norm": True}, "model.qk_norm = True cannot be written in Hugging Face's format of"),
         ({"attention_bias": "qkv"}, "set model.family = 'qwen2'"),
+        ({"family": "t5", "num_kv_heads": 2}, "model.num_kv_heads = 2 cannot be written"),
+        ({"family": "mt5", "activation": "gelu"}, "model.activation = 'gelu' cannot be written"),
         ({"family": "gpt", "num_kv_heads": 2}, "model.num_kv_heads = 2 cannot be written"),
         ({"family": "gpt_neox", "head_dim": 32}, "model.head_dim = 32 cannot be written"),
     ],

@@ -79,6 +79,33 @@ def test_shards_of_the_sequence_change_nothing(chunk_tokens):
         np.testing.assert_allclose(grad, expected_grad, rtol=1e-12, atol=1e-12)
 
 
+def test_a_bias_is_another_row_of_the_head():
+    """Of a column of ones; on shards, in chunks, capped."""
+    x, head, targets, weights = arguments(time=8)
+    bias = jnp.asarray(np.random.default_rng(2).normal(size=PADDED))
+    more = {"z_loss": 0.3, "soft_cap": 3.0}
+
+    def longer(x, head, bias):
+        ones = jnp.ones((*x.shape[:2], 1))
+        rows = jnp.concatenate([x, ones], -1), jnp.concatenate([head, bias[None]])
+        return plain(*rows, targets, weights, **more)
+
+    options = {"chunk_tokens": 3, "shards": 4, "transposed": True, **more}
+
+    def biased(x, head, bias):
+        return chunked(x, head, targets, weights, bias_V=bias, **options)
+
+    (expected, wanted), (got, grads) = (
+        jax.jit(jax.value_and_grad(function, (0, 1, 2), has_aux=True))(x, head, bias)
+        for function in (longer, biased)
+    )
+    np.testing.assert_allclose(got, expected, rtol=1e-13)
+    for grad, expected_grad in zip(grads, wanted):
+        np.testing.assert_allclose(grad, expected_grad, rtol=1e-12, atol=1e-12)
+    raw = logits(x, head, vocab_size=V, bias_V=bias)
+    np.testing.assert_allclose(raw, (x @ head + bias)[..., :V], rtol=1e-13)
+
+
 def test_gradients_scale_with_the_cotangent_of_the_loss_alone():
     args = arguments()
     _, pullback = jax.vjp(lambda x, head: chunked(x, head, *args[2:]), *args[:2])

@@ -54,7 +54,17 @@ class Query:
 
     @functools.cached_property
     def planned_model(self) -> TrainableModel | SizedModel:
-        """The model with its checks and its memory."""
+        """The model with its checks and its memory.
+
+        Raises:
+          ValueError: there are no formulas for it.
+        """
+        if isinstance(self.model, Config) and not self.model.model.has_formulas:
+            raise ValueError(
+                "layouts are planned with formulas, and there are none for model.family = "
+                f"{self.model.model.family!r}; python -m jaxscale.aot compiles a layout's step for "
+                "absent devices and says what it needs"
+            )
         return TrainableModel(self.model) if isinstance(self.model, Config) else self.model
 
     @property

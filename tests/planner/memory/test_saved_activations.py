@@ -35,6 +35,7 @@ MODELS = {
     "gemma3": ModelConfig(**SIZES, family="gemma3"),
     "olmo2": ModelConfig(**SIZES, family="olmo2"),
     "gpt_neox": ModelConfig(**SIZES, family="gpt_neox", rope_share=0.4),
+    "bert": ModelConfig(**SIZES, family="bert"),
 }
 POLICIES = (
     "none",
@@ -110,6 +111,8 @@ def test_a_layer_keeps_these_values(name, remat):
         ("gpt_neox", "full"),
         ("gpt_neox", "save:mlp_up"),
         ("gpt_neox", "save:query,key,value,attention_out"),
+        ("bert", "none"),
+        ("bert", "save:query,attention"),
     ],
 )
 def test_a_pipeline_keeps_these_bytes(name, remat):
@@ -173,6 +176,7 @@ def compiled_products(model: ModelConfig, remat: str) -> float:
         ("gpt", "save:query,attention,mlp_up"),
         ("gemma3", "full"),  # a norm needs the result of the last matmul
         ("gpt_neox", "full"),  # attention ends in the stream, too
+        ("bert", "save:query,attention"),
     ],
 )
 def test_a_policy_repeats_the_products_that_it_does_not_keep(name, remat):
