@@ -69,7 +69,7 @@ def plain_evaluation(params, heldout: Dataset, windows: range) -> setup.Evaluati
         )
         return jax.nn.log_softmax(model.logits(head_params(model, params), x_BTD))
 
-    batch = Batch(*(np.stack(field) for field in zip(*(heldout[i] for i in windows))))
+    batch = jax.tree.map(lambda *rows: np.stack(rows), *(Batch(*heldout[i]) for i in windows))
     found_BTV = np.asarray(log_probabilities(jax.tree.map(np.asarray, params), batch))
     real = batch.weights > 0
     loss = -np.take_along_axis(found_BTV, batch.targets[..., None], -1)[real].mean()
