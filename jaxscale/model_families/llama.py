@@ -35,7 +35,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_hf(model: Model) -> dict[str, Any]:
-    refuse_options(model, qk_norm=False, sliding_window=0, logit_soft_cap=0.0)
+    refuse_options(model, qk_norm=False, sliding_window=0, logit_soft_cap=0.0, causal=True)
     if model.attention_bias == "qkv":
         raise ValueError(
             "model.attention_bias = 'qkv' cannot be written in Hugging Face's format of llama "
@@ -66,6 +66,7 @@ LLAMA = Family(
         "qk_norm": False,
         "sliding_window": 0,
         "logit_soft_cap": 0.0,
+        "causal": True,
     },
     fixed={},
     hf_types=("llama",),

@@ -266,6 +266,13 @@ def _fitting(tokenizer: Tokenizer, config: Config) -> Tokenizer:
             f"{tokenizer.vocab_size} tokens of data.tokenizer = {config.data.tokenizer!r}; set "
             f"model.vocab_size = {tokenizer.vocab_size}"
         )
+    dropped = getattr(config.model, "dropped_token", -1)
+    if config.data.objective == "masked" and dropped not in (-1, tokenizer.mask):
+        raise ValueError(
+            f"model.dropped_token = {dropped} is not the mask of data.tokenizer = "
+            f"{config.data.tokenizer!r}, which is {tokenizer.mask}; set model.dropped_token = "
+            f"{-1 if tokenizer.mask is None else tokenizer.mask}"
+        )
     return tokenizer
 
 

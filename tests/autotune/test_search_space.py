@@ -28,16 +28,16 @@ def test_choices_and_layouts_are_one_to_one(pool):
 
 
 def test_every_mesh_that_divides_is_there_and_no_other(pool):
-    """Two key heads: tensor 4 and 8 have nothing to share."""
+    """Four heads: eight ranks of tensor have nothing to share; two key heads are replicated."""
     meshes = {tuple(c[a] for a in ("pipeline", "fsdp", "context", "tensor")) for c in pool}
-    assert {mesh[3] for mesh in meshes} == {1, 2}
+    assert {mesh[3] for mesh in meshes} == {1, 2, 4}
     sizes = (1, 2, 4, 8)
     expected = {
         (p, f, c, t)
         for p in sizes
         for f in sizes
         for c in sizes
-        for t in (1, 2)
+        for t in (1, 2, 4)
         if 8 % (p * f * c * t) == 0
     }
     assert meshes == expected
@@ -62,7 +62,7 @@ def test_the_engine_accepts_what_is_not_refused(pool):
 @pytest.mark.parametrize(
     ("layout", "why"),
     [
-        (Layout(data=1, tensor=4, fsdp=2), "model.num_kv_heads = 2"),
+        (Layout(data=1, tensor=8), "model.num_heads = 4"),
         (Layout(data=8, microbatches=4), "data.global_batch_size = 16 does not split"),
         (Layout(data=4, pipeline=2, schedule="zb_v", microbatches=2), "zb_v needs microbatches"),
         (

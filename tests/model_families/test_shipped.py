@@ -101,6 +101,12 @@ REFUSED = [
     ("mt5", {"is_encoder_decoder": False}, "is_encoder_decoder = False; for mt5 it can be True"),
     ("umt5", {"scale_decoder_outputs": True}, "scale_decoder_outputs = True, which is not known"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True"),
+    ("bert", {"is_decoder": True}, "is_decoder = True; for bert it can be False"),
+    ("bert", {"tie_word_embeddings": False}, "for bert it can be True"),
+    ("bert", {"position_embedding_type": "relative_key"}, "for bert it can be 'absolute'"),
+    ("esm", {"position_embedding_type": "absolute"}, "as ESM-1b; for esm it can be 'rotary'"),
+    ("esm", {"is_folding_model": True}, "is_folding_model = True; for esm it can be False"),
+    ("esm", {"mask_token_id": None}, "token_dropout = true and no mask_token_id"),
 ]
 
 
@@ -206,6 +212,7 @@ def test_keys_of_published_files_are_known():
         ({"family": "mt5", "activation": "gelu"}, "model.activation = 'gelu' cannot be written"),
         ({"family": "gpt", "num_kv_heads": 2}, "model.num_kv_heads = 2 cannot be written"),
         ({"family": "gpt_neox", "head_dim": 32}, "model.head_dim = 32 cannot be written"),
+        ({"family": "esm", "causal": True}, "model.causal = True cannot be written"),
     ],
 )
 def test_what_their_format_does_not_have_is_refused(settings, fragment):
@@ -238,3 +245,12 @@ def test_layers_repeat_after_a_period():
     keys = (7 * sum(seen) / 20 + 10.5) / 8
     products = gemma.layer_products(20)
     assert products["attention"] == pytest.approx(4 * gemma.num_heads * gemma.head_dim * keys)
+
+
+def test_a_model_that_is_not_causal_attends_to_all_keys_and_its_head_has_two_matrices():
+    esm = ModelConfig(family="esm")
+    queries = esm.num_heads * esm.head_dim
+    assert esm.layer_products(20)["attention"] == 4 * queries * 20
+    forward = esm.num_layers * esm.layer_forward_flops(20)
+    head = 2 * esm.d_model * (esm.d_model + esm.vocab_size)
+    assert esm.flops_per_token(20) == 3 * (forward + head)

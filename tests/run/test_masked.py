@@ -16,6 +16,7 @@ from jaxscale.config import load
 from jaxscale.run import trainer
 from jaxscale.run.initial_weights import initial_state, open_initial
 from jaxscale.run.pretrained import from_pretrained
+from jaxscale.run.setup import open_tokenizer
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.step import make_engine
@@ -163,5 +164,8 @@ def test_an_objective_that_does_not_fit_the_model_is_refused(proteins):
     ):
         with pytest.raises(ValueError, match=said):
             load("configs/esm2_8m.py", [f"data.objective={objective}", f"model.causal={causal}"])
+    config = load("configs/esm2_8m.py", overrides(proteins, "masked", "model.dropped_token=31"))
+    with pytest.raises(ValueError, match=r"31 is not the mask of .*'esm2', which is 32; set model"):
+        open_tokenizer(config, proteins.parent)
     with pytest.raises(ValueError, match=r"keep_state = True keeps .*init_from, which is empty"):
         load("configs/esm2_8m.py", ["optimizer.keep_state=True"])
