@@ -17,6 +17,12 @@ from jaxscale.training.step import Engine, TrainState, make_engine
 
 SEQ_LEN, BATCH, VOCABULARY, STEPS = 32, 16, 257, 5
 LEARNING_RATE = 1e-2
+CLIP_NORM = 5e-4
+"""Tight enough to act at every step, and to leave Adam nothing to magnify: it divides rounding
+errors, 1e-16 of the largest gradient, by its epsilon of 1e-8 where an element of the gradient
+happens to be no larger."""
+LEAST_GRADIENT = 2e-6 * CLIP_NORM
+"""Smaller arrays of gradients are compared relative to this."""
 
 LLAMA = {
     "num_layers": 4,
@@ -47,13 +53,13 @@ GPT = {
 
 
 def make_config(model: dict, layout: dict, dtype: str = "float64", **optimizer) -> Config:
-    """Clipping is on, and tight enough to act at every step."""
+    """In `dtype`, and sums and parameters in float64."""
     return from_dict(
         {
             "model": {**model, "compute_dtype": dtype, "param_dtype": "float64"},
             "data": {"global_batch_size": BATCH, "seq_len": SEQ_LEN},
             "optimizer": {
-                "clip_norm": 0.5,
+                "clip_norm": CLIP_NORM,
                 "moment_dtype": "float64",
                 "second_moment_dtype": "float64",
                 "accumulation_dtype": "float64",

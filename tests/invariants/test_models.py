@@ -159,12 +159,13 @@ def on_one_device(name: str):
 
 
 LAYERED = {"zero_stage": 3, "accumulation": "layered", "microbatches": 2}
+TWO_CHUNKS = {"schedule": "interleaved", "virtual_stages": 2}
 LAYOUTS = {
     "two stacks": [
         {"data": 2, "fsdp": 2, "tensor": 2, **LAYERED, "remat": "full"},
         {"fsdp": 4, "context": 2, "zero_stage": 2, "microbatches": 2},
         {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "1f1b"},
-        {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "interleaved"},
+        {"pipeline": 2, "data": 2, "microbatches": 4, **TWO_CHUNKS},
         {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"},
     ],
     "local and global layers": [
@@ -173,7 +174,7 @@ LAYOUTS = {
     ],
     "own block and loss": [
         {"fsdp": 2, "tensor": 2, "context": 2, **LAYERED, "remat": "save_matmuls"},
-        {"pipeline": 2, "data": 2, "fsdp": 2, "microbatches": 2, "schedule": "interleaved"},
+        {"pipeline": 2, "data": 2, "fsdp": 2, "microbatches": 2, **TWO_CHUNKS},
     ],
     "encoder and decoder": [
         {"fsdp": 2, "context": 2, "tensor": 2, **LAYERED},

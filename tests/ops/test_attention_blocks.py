@@ -18,7 +18,9 @@ def test_blocks_that_nobody_sees_are_left_out_and_no_others(offset):
     rng = np.random.default_rng(1)
     ordered = np.sort(rng.integers(0, 9, size=(1, 96)))
     mixed = rng.integers(0, 6, size=(2, 96))
-    cases = itertools.product(((ordered, 0), (ordered, 9), (mixed, 17)), (True, False))
+    cases = itertools.product(
+        ((ordered, 0), (ordered, 9), (ordered, 12), (mixed, 17)), (True, False)
+    )
     for (segments, window), causal in cases:
         here = {"query": slice(offset, offset + 64), "key": slice(0, 64)}
         split = {

@@ -18,6 +18,7 @@ from jaxscale.planner.search.search import search_layouts
 from jaxscale.planner.search.space import Query
 from jaxscale.planner.tables.table_makespan import OperationSeconds, TableSpec, makespan
 from tests.invariants.layouts import (
+    LEAST_GRADIENT,
     compile_step,
     initial_state,
     make_config,
@@ -50,7 +51,7 @@ def test_it_gives_the_gradients_of_one_device():
     np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-10, atol=0)
     np.testing.assert_allclose(got.norms, expected.norms, rtol=1e-10, atol=0)
     assert relative_error(got.params, expected.params) < 1e-10
-    assert relative_error(got.gradients[0], expected.gradients[0], 1e-6) < 1e-10
+    assert relative_error(got.gradients[0], expected.gradients[0], LEAST_GRADIENT) < 1e-10
 
 
 def test_it_is_drawn_and_simulated():
