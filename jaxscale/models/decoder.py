@@ -313,7 +313,8 @@ class Decoder:
         own = {name: value for name, value in head.items() if name != "tied"}
         module = self._module(type(self).head_type, own)
         matrix = head["tied"] if self.settings.tied_embeddings else module.output[...]
-        bias = None if module.output_bias is None else module.output_bias[...]
+        bias = getattr(module, "output_bias", None)
+        bias = None if bias is None else bias[...]
         return module(x_BTD), matrix, bias
 
     def _module(self, kind: type[nnx.Module], params: Params) -> Any:
