@@ -23,12 +23,12 @@ from jaxscale.choices import check_at_least, check_choice, did_you_mean, nearest
 from jaxscale.data_source import Source, to_plain, to_sources, to_validation
 from jaxscale.layout import AUTO, Layout
 from jaxscale.model_config import (
-    DTYPES,
     ModelConfig,
     is_own_family,
     settings_record,
 )
 from jaxscale.model_families.shipped import find_family
+from jaxscale.optimizer_config import OptimizerConfig, ParamGroup, to_param_groups
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 
 SHIPPED = pathlib.Path(__file__).parent / "configs"
@@ -98,82 +98,6 @@ class DataConfig:
 OBJECTIVES = ("causal", "prefix", "span_corruption", "ul2", "masked")
 PAIRED_OBJECTIVES = ("prefix", "span_corruption", "ul2")
 """Those that also train an encoder with a decoder."""
-
-FACTORED_SIZE = 128
-"""Adafactor keeps whole second moments of matrices with a smaller side (arXiv 1804.04235)."""
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """The update rule and its schedule."""
-
-    name: str = "adamw"
-    learning_rate: float = 1e-3  # at the peak
-    schedule: str = "cosine"
-    schedule_steps: int | None = None  # its length; None is `run.steps` of the first start
-    warmup_steps: int = 0
-    final_learning_rate: float = 0.1  # at the end, as a share of the peak
-    b1: float = 0.9
-    b2: float = 0.95
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0  # on the global gradient norm; 0 is none
-    moment_dtype: str = "float32"  # of first moments
-    second_moment_dtype: str = "float32"
-    accumulation_dtype: str = "float32"  # of gradients, summed over micro-batches and replicas
-    keep_state: bool = False  # a new run also takes the moments of the run in model.init_from
-
-    def __post_init__(self) -> None:
-        check_choice("optimizer.name", self.name, OPTIMIZERS)
-        check_choice("optimizer.schedule", self.schedule, SCHEDULES)
-        check_choice("optimizer.moment_dtype", self.moment_dtype, DTYPES)
-        check_choice("optimizer.second_moment_dtype", self.second_moment_dtype, DTYPES)
-        check_choice("optimizer.accumulation_dtype", self.accumulation_dtype, DTYPES)
-        check_at_least(
-            "optimizer",
-            self,
-            learning_rate=0,
-            warmup_steps=0,
-            final_learning_rate=0,
-            b1=0,
-            b2=0,
-            weight_decay=0,
-            clip_norm=0,
-        )
-        if self.schedule_steps is not None:
-            check_at_least("optimizer", self, schedule_steps=1)
-        for name in ("b1", "b2"):
-            if getattr(self, name) >= 1:
-                raise ValueError(f"optimizer.{name} = {getattr(self, name)} must be below 1")
-        self._check_moments()
-        if self.final_learning_rate > 1:
-            raise ValueError(
-                f"optimizer.final_learning_rate = {self.final_learning_rate} is a share of "
-                "optimizer.learning_rate; at most 1"
-            )
-
-    def _check_moments(self) -> None:
-        """Refuses moments that rounding would freeze: adding less than 2^-8 of a bfloat16 number to
-        it may not change it."""
-        if self.second_moment_dtype == "bfloat16":
-            raise ValueError(
-                "optimizer.second_moment_dtype = 'bfloat16' would freeze second moments, which "
-                "change by less than its precision in a step; it can be float32 or float64 "
-                "(optimizer.moment_dtype, of first moments, can be bfloat16)"
-            )
-        decay = "b2" if self.name == "lion" else "b1"
-        narrow = (
-            self.moment_dtype == "bfloat16" and self.name != "adafactor"
-        )  # which has no first moment
-        if narrow and getattr(self, decay) > 1 - 2**-8:
-            raise ValueError(
-                f"optimizer.moment_dtype = 'bfloat16' would freeze a moment that decays by "
-                f"optimizer.{decay} = {getattr(self, decay)}; at most {1 - 2**-8:.3f}, or set "
-                "optimizer.moment_dtype = 'float32'"
-            )
-
-
-OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
-SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
 @dataclass(frozen=True)
@@ -405,9 +329,11 @@ def _import_schedule(config: Config) -> None:
 def to_dict(config: Config) -> dict[str, dict]:
     """The nested dictionaries of `from_dict`: every leaf, but those of other model families."""
     sections = dataclasses.asdict(config)
-    sections["model"] = config.model.settings
+    sections["model"], sections["optimizer"] = config.model.settings, config.optimizer.settings
     for key in ("source", "validation"):
         sections["data"][key] = tuple(map(to_plain, getattr(config.data, key)))
+    if config.data.objective not in PAIRED_OBJECTIVES:
+        del sections["data"]["target_len"]  # always 0
     return sections
 
 
@@ -514,6 +440,11 @@ def _convert(name: str, value: object, annotation: typing.Any) -> object:
         if isinstance(value, list | tuple):
             key = name.partition(".")[2]
             return to_validation(value) if key == "validation" else to_sources(value)
+    elif annotation == tuple[ParamGroup, ...]:
+        if isinstance(value, dict):
+            value = (value,)
+        if isinstance(value, list | tuple):
+            return to_param_groups(value)
     elif annotation is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     elif annotation is float and isinstance(value, float) and not math.isfinite(value):
@@ -522,7 +453,13 @@ def _convert(name: str, value: object, annotation: typing.Any) -> object:
         return int(value)
     elif isinstance(value, annotation) and (annotation is bool or not isinstance(value, bool)):
         return value
-    names = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
+    names: dict[typing.Any, str] = {
+        int: "a whole number",
+        float: "a number",
+        bool: "True or False",
+        str: "text",
+        tuple[ParamGroup, ...]: "a list of mappings with a 'params'",
+    }
     expected = names.get(annotation, "a list of paths, or of mappings with a 'path'")
     raise ValueError(
         f"config.{name} = {value!r} is of type {type(value).__name__}; expected {expected}"

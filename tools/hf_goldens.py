@@ -11,7 +11,7 @@ A golden is a folder: `config.json` and `model.safetensors` as `save_pretrained`
 row ends and the third begins with padding, and float32 logits [batch, time, vocab] of eager
 attention; of an encoder-decoder also tokens and mask of the decoder, whose logits they are. Each
 has the settings of one line of `CASES`; together the lines of a family turn every setting that its
-config has and `jaxscale.model_families` knows.
+config has and `jaxscale.model_families` knows. The golden "adamw" is one file, of torch's AdamW.
 """
 
 import argparse
@@ -381,6 +381,35 @@ def write_logits(model: torch.nn.Module, folder: pathlib.Path) -> None:
     save_file({**arrays, "logits": logits.contiguous()}, folder / "expected.safetensors")
 
 
+def write_adamw() -> None:
+    """Ten updates by torch of a matrix, with decay, and a vector, without and at a tenth of the
+    rate: the parameters before and after each [11, ...], and the gradients [10, ...]."""
+    torch.manual_seed(0)
+    params = {"matrix": torch.randn(16, 24), "vector": torch.randn(24)}
+    grads = {
+        name: torch.randn(10, *x.shape) * 10 ** torch.linspace(-3, 1, 10).reshape(-1, *[1] * x.ndim)
+        for name, x in params.items()
+    }
+    settings = {"lr": 0.01, "betas": (0.8, 0.97), "eps": 1e-5, "weight_decay": 0.3}
+    groups = [
+        {"params": [params["matrix"]]},
+        {"params": [params["vector"]], "weight_decay": 0.0, "lr": 0.001},
+    ]
+    adamw, passed = (
+        torch.optim.AdamW(groups, **settings),
+        {name: [x.clone()] for name, x in params.items()},
+    )
+    for step in range(10):
+        for name, x in params.items():
+            x.grad = grads[name][step]
+        adamw.step()
+        for name, x in params.items():
+            passed[name].append(x.clone())
+    arrays = {f"params/{name}": torch.stack(steps) for name, steps in passed.items()}
+    arrays |= {f"grads/{name}": x for name, x in grads.items()}
+    save_file(arrays, GOLDENS / "adamw.safetensors")
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -400,8 +429,11 @@ def main() -> None:
         )
         write_logits(model.eval(), options.logits)
         return
-    for name in options.names or CASES:
-        write(name)
+    for name in options.names or (*CASES, "adamw"):
+        if name == "adamw":
+            write_adamw()
+        else:
+            write(name)
 
 
 if __name__ == "__main__":

@@ -166,6 +166,11 @@ class Decoder:
         return ()
 
     @property
+    def frozen(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    @property
     def num_classes(self) -> int:
         """That the head chooses from."""
         return self.settings.vocab_size

@@ -220,6 +220,11 @@ class EncoderDecoder:
         """None."""
         return ()
 
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
         """The encoder's tokens."""
         names = ("encoder_tokens", "encoder_segments", "encoder_positions")

@@ -95,6 +95,11 @@ class Model(Protocol):
         ...
 
     @property
+    def frozen(self) -> tuple[str, ...]:
+        """Names of parameters that no step changes, such as "layers/attention/base"."""
+        ...
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the sums that `loss` returns besides "loss" and "nll"."""
         ...

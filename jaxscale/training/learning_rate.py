@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.config import Config, OptimizerConfig
+from jaxscale.config import Config
+from jaxscale.optimizer_config import OptimizerConfig
 
 DECAY_SHARE = 0.2
 """Last share of a wsd run, in which the rate falls (arXiv 2405.18392 finds 20 % enough)."""

@@ -8,8 +8,10 @@ The updates of all rules but Lion have about the size of Adam's, so that a learn
 over; Lion wants a third to a tenth of it (arXiv 2302.06675).
 """
 
+import fnmatch
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +20,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from jaxscale.config import FACTORED_SIZE, OptimizerConfig
+from jaxscale.optimizer_config import FACTORED_SIZE, OptimizerConfig, ParamGroup, find_group
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.training.learning_rate import schedule_of
 
@@ -46,37 +48,73 @@ def make(
     *,
     steps: int,
     axes: Any,
+    frozen: Any = None,
     by_layer: ByLayer = lambda function, stack, names: function(stack),
 ) -> optax.GradientTransformation:
     """The update rule of a run, on global arrays; the gradients come in clipped.
 
-    Weight decay is decoupled and for matrices only: parameters with "embed" and one more axis
-    besides "layers". Arithmetic is in float32 or wider, whatever the parameters are. Between
-    updates first moments (of AdamW, Lion and Muon) are kept in `config.moment_dtype`, and second
-    moments (of AdamW, also beside Muon, and Adafactor) in `config.second_moment_dtype`.
+    Weight decay is decoupled and, where no group says otherwise, for matrices only: parameters
+    with "embed" and one more axis besides "layers". Arithmetic is in float32 or wider, whatever the
+    parameters are. Between updates first moments (of AdamW, Lion and Muon) are kept in
+    `config.moment_dtype`, and second moments (of AdamW, also beside Muon, and Adafactor) in
+    `config.second_moment_dtype`.
 
     Args:
       config: names the rule; `b1` and `b2` are those of AdamW (also beside Muon) and Lion.
       steps: updates that the learning rate's schedule spans.
       axes: tree of the parameters with a tuple of logical axes for each.
+      frozen: tree of the parameters with whether each is left as it is, without moments; None is
+        none.
       by_layer: how Muon's matmuls are distributed over devices.
     """
     rate = schedule_of(config, steps)
+    adam = functools.partial(optax.scale_by_adam, config.b1, config.b2, config.epsilon)
     directions = {
-        "adamw": lambda: optax.scale_by_adam(config.b1, config.b2),
+        "adamw": adam,
         "lion": lambda: optax.scale_by_lion(config.b1, config.b2),
         "adafactor": lambda: _adafactor(axes),
-        "muon": lambda: _muon(axes, optax.scale_by_adam(config.b1, config.b2), by_layer),
+        "muon": lambda: _muon(axes, adam(), by_layer),
     }
     if config.name not in directions:
         raise ValueError(f"optimizer.name = {config.name!r}; it can be {', '.join(directions)}")
-    matrices = _map_axes(lambda names: _matrix(names) is not None, axes)
     rule = optax.chain(
         directions[config.name](),
-        optax.add_decayed_weights(config.weight_decay, mask=matrices),
+        _by_group(config, axes),
         optax.scale_by_learning_rate(rate),
     )
+    if frozen is not None and any(jax.tree.leaves(frozen)):
+        labels = jax.tree.map(lambda still: "frozen" if still else "trained", frozen)
+        rule = optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, labels)
     return _at_rest(rule, jnp.dtype(config.moment_dtype), jnp.dtype(config.second_moment_dtype))
+
+
+def frozen_params(groups: Sequence[ParamGroup], axes: Any, names: Sequence[str] = ()) -> Any:
+    """Tree of the parameters with whether each is left as it is.
+
+    Args:
+      groups: of `config.optimizer`.
+      axes: tree of the parameters with a tuple of logical axes for each.
+      names: parameters that the model itself wants frozen.
+
+    Raises:
+      ValueError: a group or a name matches no parameter.
+    """
+    known = [leaf_name(path) for path, _ in _leaves(axes, is_leaf=is_axes)]
+    for i, group in enumerate(groups):
+        if not fnmatch.filter(known, group.params):
+            raise ValueError(
+                f"optimizer.groups[{i}] = {group.params!r} matches no parameter; they are "
+                f"{', '.join(known)}"
+            )
+    if unknown := set(names) - set(known):
+        raise ValueError(
+            f"the model's frozen {sorted(unknown)} are none of its parameters: {known}"
+        )
+
+    def frozen(path: tuple, _: Any) -> bool:
+        return leaf_name(path) in names or find_group(leaf_name(path), groups).frozen
+
+    return jax.tree_util.tree_map_with_path(frozen, axes, is_leaf=is_axes)
 
 
 def state_axes(
@@ -112,6 +150,31 @@ def state_axes(
 
     state = jax.eval_shape(optimizer.init, abstract_params)
     return jax.tree_util.tree_map_with_path(axes_of, state)
+
+
+def _by_group(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
+    """Adds each parameter's weight decay, and scales by its group's share of the learning rate."""
+
+    def coefficients(path: tuple, names: tuple[str, ...]) -> tuple[float, float]:
+        group = find_group(leaf_name(path), config.groups)
+        default = 0.0 if _matrix(names) is None else config.weight_decay
+        decay = default if group.weight_decay is None else group.weight_decay
+        return decay, group.learning_rate_scale
+
+    def one(pair: tuple[float, float], update: Any, param: Any) -> Any:
+        if _is_masked(update):
+            return update
+        decay, scale = pair
+        update = update + decay * param if decay else update
+        return update if scale == 1 else scale * update
+
+    by_param = jax.tree_util.tree_map_with_path(coefficients, axes, is_leaf=is_axes)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        done = jax.tree.map(one, by_param, updates, params, is_leaf=lambda x: isinstance(x, tuple))
+        return done, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def _at_rest(
@@ -238,11 +301,11 @@ def _adafactor(axes: Any) -> optax.GradientTransformation:
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         decay = 1 - (state.count + 1.0) ** -0.8
-        leaves, structure = jax.tree.flatten(updates)
+        leaves, structure = jax.tree.flatten(updates, is_leaf=_is_masked)
         names = jax.tree.leaves(axes, is_leaf=is_axes)
-        moments = (jax.tree.leaves(getattr(state, field)) for field in fields)
+        moments = (jax.tree.leaves(getattr(state, field), is_leaf=_is_masked) for field in fields)
         done = [
-            _factored_update(*arrays, decay=decay, names=name)
+            arrays if _is_masked(arrays[0]) else _factored_update(*arrays, decay=decay, names=name)
             for *arrays, name in zip(leaves, *moments, names, strict=True)
         ]
         trees = [jax.tree.unflatten(structure, column) for column in zip(*done, strict=True)]
@@ -308,11 +371,15 @@ def _map_axes(function: Callable, axes: Any) -> Any:
 def _map_with_axes(function: Callable, tree: Any, axes: Any) -> Any:
     """Maps (leaf, its axes); leaves that `tree` masks out stay masked."""
     return jax.tree.map(
-        lambda names, leaf: leaf if isinstance(leaf, optax.MaskedNode) else function(leaf, names),
+        lambda names, leaf: leaf if _is_masked(leaf) else function(leaf, names),
         axes,
         tree,
         is_leaf=is_axes,
     )
+
+
+def _is_masked(leaf: Any) -> bool:
+    return isinstance(leaf, optax.MaskedNode)
 
 
 def _leaves(tree: Any, is_leaf: Callable | None = None) -> list[tuple[tuple, Any]]:

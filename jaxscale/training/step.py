@@ -167,8 +167,13 @@ def make_engine(
         functools.partial(layer_rules, layout.sizes, rules=zero.rules),
     )
     rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
+    frozen = optimizers.frozen_params(config.optimizer.groups, built.axes, built.frozen)
     optimizer = optimizer or optimizers.make(
-        config.optimizer, steps=config.schedule_steps, axes=built.axes, by_layer=by_layer
+        config.optimizer,
+        steps=config.schedule_steps,
+        axes=built.axes,
+        frozen=frozen,
+        by_layer=by_layer,
     )
 
     init = _make_init(built, optimizer, stages)
@@ -186,7 +191,7 @@ def make_engine(
     gradients = make_gradients(trained, layout, zero, mesh, stages, unroll_layers=unroll_layers)
     # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
     update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, shapes.params)
-    step = _make_step(config, gradients, optimizer, _shardings(state), update_shardings)
+    step = _make_step(config, gradients, optimizer, frozen, _shardings(state), update_shardings)
     evaluate = _make_evaluate(make_loss(built, layout, zero, mesh, stages))
     options = step_options(mesh, deterministic=config.run.deterministic)
     return Engine(
@@ -333,12 +338,14 @@ def _make_step(
     config: Config,
     gradients: Callable,
     optimizer: optax.GradientTransformation,
+    frozen: Tree,
     shardings: TrainState,
     update_shardings: Tree,
 ) -> Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]:
     """Gradients, clipped, and the optimizer's update.
 
     Args:
+      frozen: tree of the parameters with whether each is left as it is.
       shardings: of the state between steps.
       update_shardings: of the parameters during the update.
     """
@@ -352,11 +359,13 @@ def _make_step(
             batch = batch._replace(noise=step_noise(config, state.step))
         sums, grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
+            grads = jax.tree.map(lambda x, still: jnp.zeros_like(x) if still else x, grads, frozen)
             grads, grad_norm = mean_and_norm(grads, count, config.optimizer.clip_norm)
             params = jax.lax.with_sharding_constraint(state.params, update_shardings)
             opt_state = from_host(state.opt_state) if offloads else state.opt_state
             updates, opt_state = optimizer.update(grads, opt_state, params)
-            params = optax.apply_updates(params, updates)
+            updated = optax.apply_updates(params, updates)
+            params = jax.tree.map(lambda x, y, still: x if still else y, params, updated, frozen)
             params = jax.lax.with_sharding_constraint(params, shardings.params)
         tokens = count_tokens(batch)
         loss, others = sums["nll"] / count, _others(sums, count)

@@ -72,6 +72,10 @@ class TwoStacks:
         return {"tied": ("embed", "tokens")}
 
     @property
+    def frozen(self) -> tuple[str, ...]:
+        return ("readers/scale",)
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         return ("confident",)
 

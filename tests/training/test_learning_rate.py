@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxscale import train
-from jaxscale.config import SCHEDULES, from_dict, to_dict
+from jaxscale.config import from_dict, to_dict
+from jaxscale.optimizer_config import SCHEDULES
 from jaxscale.training import learning_rate
 from jaxscale.training.learning_rate import rate_change, schedule_of, with_schedule
 

@@ -1,6 +1,7 @@
 """Properties that every update rule must have, and what is special to Muon and Adafactor."""
 
 import functools
+import pathlib
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ import optax
 import optax.contrib
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file
 
-from jaxscale.config import OPTIMIZERS, OptimizerConfig
+from jaxscale.optimizer_config import OPTIMIZERS, OptimizerConfig
 from jaxscale.sharding.resolve import is_axes
 from jaxscale.training import optimizer as optim
 
@@ -118,6 +120,97 @@ def test_decay_only_shrinks_matrices(name: str) -> None:
         np.testing.assert_allclose(new, old * (1 - 0.05 * 0.5 * decays), rtol=1e-15)
 
     map_axes(check, AXES, params, after)
+
+
+GROUPS = (
+    {"params": "layers/attention/*", "frozen": True},
+    {"params": "layers/mlp/up", "learning_rate_scale": 0.5, "weight_decay": 0.0},
+    {"params": "*/positions", "weight_decay": 0.25},
+    {"params": "head/*", "learning_rate_scale": 0.0},
+    {"params": "head/output", "weight_decay": 9.0},  # the line before has matched it
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_groups_change_their_parameters_only(name: str) -> None:
+    """After one step from the same moments the update of a group is the rule's own, with its decay,
+    times its scale."""
+    params, gradients = random_params(), [random_params(seed=1), random_params(seed=2)]
+    settings = config(name, schedule="constant", weight_decay=0.5, groups=GROUPS)
+    frozen = optim.frozen_params(settings.groups, AXES)
+    rule = optim.make(settings, steps=STEPS, axes=AXES, frozen=frozen)
+    got, state = train(rule, params, gradients[:1])
+    plain, _ = train(
+        make(config(name, schedule="constant", weight_decay=0.5)), params, gradients[:1]
+    )
+    bare, _ = train(
+        make(config(name, schedule="constant", weight_decay=0.0)), params, gradients[:1]
+    )
+
+    def part(tree: Any, *path: str) -> Any:
+        return functools.reduce(lambda found, key: found[key], path, tree)
+
+    def change(tree: Any, *path: str) -> Any:
+        return part(tree, *path) - part(params, *path)
+
+    still = part(frozen, "layers", "attention")
+    assert all(still.values())
+    assert_trees_equal(part(got, "layers", "attention"), part(params, "layers", "attention"))
+    assert_trees_equal(part(got, "head"), part(params, "head"))
+    for path in (("layers", "attention_norm"), ("layers", "mlp", "down"), ("embed", "tokens")):
+        assert_trees_equal(part(got, *path), part(plain, *path))
+    up = ("layers", "mlp", "up")
+    assert_trees_equal(change(got, *up), 0.5 * change(bare, *up), 1e-14)
+    table = ("embed", "positions")
+    halfway = (change(plain, *table) + change(bare, *table)) / 2
+    assert_trees_equal(change(got, *table), halfway, 1e-14)
+    shapes = {x.shape for x in jax.tree.leaves(state)}
+    assert part(params, "layers", "attention", "q").shape not in shapes  # no moments
+    axes = optim.state_axes(rule, params, AXES)
+    jax.tree.map(
+        lambda names, leaf: len(names) in (leaf.ndim, 0) or pytest.fail(f"{names}: {leaf.shape}"),
+        axes,
+        state,
+        is_leaf=is_axes,
+    )
+    train(rule, got, gradients[1:], state)
+
+
+def test_groups_that_match_nothing_are_refused() -> None:
+    groups = config("adamw", groups=[{"params": "layers/*"}, {"params": "hed/*"}]).groups
+    with pytest.raises(
+        ValueError, match=r"groups\[1\] = 'hed/\*' matches no parameter; they are emb"
+    ):
+        optim.frozen_params(groups, AXES)
+    with pytest.raises(ValueError, match=r"the model's frozen \['head/none'\] are none of its"):
+        optim.frozen_params((), AXES, ("head/none",))
+    assert optim.frozen_params((), AXES, ("head/output",))["head"]["output"]
+
+
+def test_adamw_is_torchs() -> None:
+    """Ten steps, of gradients from 0.001 to 10; `tools/hf_goldens.py` wrote the file. An update is
+    ten roundings or so in either: 16 of the size of the parameter, or of the rate."""
+    golden = load_file(pathlib.Path("tests/goldens/adamw.safetensors"))
+    settings = OptimizerConfig(
+        learning_rate=0.01,
+        schedule="constant",
+        b1=0.8,
+        b2=0.97,
+        epsilon=1e-5,
+        weight_decay=0.3,
+        groups=({"params": "vector", "learning_rate_scale": 0.1},),
+    )
+    rule = optim.make(settings, steps=10, axes={"matrix": ("embed", "mlp"), "vector": ("embed",)})
+    names = ("matrix", "vector")
+    params = {name: jnp.asarray(golden[f"params/{name}"][0]) for name in names}
+    state = rule.init(params)
+    for step in range(10):
+        grads = {name: jnp.asarray(golden[f"grads/{name}"][step]) for name in names}
+        params, state = compiled(rule)(params, state, grads)
+        for name, got in params.items():
+            bound = (step + 1) * 16 * 2**-24 * np.maximum(np.abs(got), 0.01)
+            assert np.all(np.abs(got - golden[f"params/{name}"][step + 1]) <= bound), (step, name)
+        assert params["matrix"].dtype == jnp.float32
 
 
 # Of each rule: first moments, and second moments.

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 
-from jaxscale.config import FACTORED_SIZE, Config
+from jaxscale.config import Config
+from jaxscale.optimizer_config import FACTORED_SIZE
 from jaxscale.planner.model.param_shapes import Ints, ParamShape, itemsize, parameters
 
 BATCH_BYTES = 5 * 4  # per token: the fields of `Batch`

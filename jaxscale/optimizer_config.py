@@ -1,0 +1,194 @@
+"""The update rule of a run, and the groups of parameters that differ from it.
+
+Nothing here imports JAX: a mistyped key must be refused in a fraction of a second.
+"""
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxscale.choices import check_at_least, check_choice
+from jaxscale.model_config import DTYPES
+
+OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+
+FACTORED_SIZE = 128
+"""Adafactor keeps whole second moments of matrices with a smaller side (arXiv 1804.04235)."""
+
+UNUSED = {
+    "lion": ("epsilon", "second_moment_dtype"),
+    "adafactor": ("b1", "b2", "epsilon", "moment_dtype"),
+}
+"""Settings that a rule has no use for."""
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Parameters, by name, whose update differs from that of the others."""
+
+    params: str  # a pattern of names such as layers/attention/*; * stands for any characters
+    learning_rate_scale: float = 1.0  # on the learning rate of every step, and so on the decay
+    weight_decay: float | None = None  # None: optimizer.weight_decay, on matrices only
+    frozen: bool = False  # no update and no moments; no part of the gradient norm
+
+    def __post_init__(self) -> None:
+        if not self.params:
+            raise ValueError("optimizer.groups: params = '' names no parameter")
+        for name in ("learning_rate_scale", "weight_decay"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(
+                    f"optimizer.groups: {name} = {value} must be finite and at least 0"
+                )
+        if self.frozen and (self.learning_rate_scale != 1 or self.weight_decay is not None):
+            raise ValueError(
+                f"optimizer.groups: {self.params!r} is frozen = True, which leaves nothing for "
+                "learning_rate_scale and weight_decay to change; leave them out"
+            )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The update rule and its schedule.
+
+    `groups` are `ParamGroup`s, or mappings with their keys; of those that match a parameter the
+    first counts.
+    """
+
+    name: str = "adamw"
+    learning_rate: float = 1e-3  # at the peak
+    schedule: str = "cosine"
+    schedule_steps: int | None = None  # its length; None is `run.steps` of the first start
+    warmup_steps: int = 0
+    final_learning_rate: float = 0.1  # at the end, as a share of the peak
+    b1: float = 0.9
+    b2: float = 0.95
+    epsilon: float = 1e-8  # beside the root of AdamW's second moment
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0  # on the global gradient norm; 0 is none
+    moment_dtype: str = "float32"  # of first moments
+    second_moment_dtype: str = "float32"
+    accumulation_dtype: str = "float32"  # of gradients, summed over micro-batches and replicas
+    keep_state: bool = False  # a new run also takes the moments of the run in model.init_from
+    groups: tuple[ParamGroup, ...] = ()  # parameters with a rate or decay of their own, or frozen
+
+    def __post_init__(self) -> None:
+        check_choice("optimizer.name", self.name, OPTIMIZERS)
+        check_choice("optimizer.schedule", self.schedule, SCHEDULES)
+        check_choice("optimizer.moment_dtype", self.moment_dtype, DTYPES)
+        check_choice("optimizer.second_moment_dtype", self.second_moment_dtype, DTYPES)
+        check_choice("optimizer.accumulation_dtype", self.accumulation_dtype, DTYPES)
+        check_at_least(
+            "optimizer",
+            self,
+            learning_rate=0,
+            warmup_steps=0,
+            final_learning_rate=0,
+            b1=0,
+            b2=0,
+            weight_decay=0,
+            clip_norm=0,
+            epsilon=0,
+        )
+        if "epsilon" in UNUSED.get(self.name, ()) and self.epsilon != OptimizerConfig.epsilon:
+            raise ValueError(
+                f"optimizer.epsilon = {self.epsilon} is of adamw and muon; leave it out with "
+                f"optimizer.name = {self.name!r}"
+            )
+        object.__setattr__(self, "groups", to_param_groups(self.groups))
+        if self.schedule_steps is not None:
+            check_at_least("optimizer", self, schedule_steps=1)
+        for name in ("b1", "b2"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"optimizer.{name} = {getattr(self, name)} must be below 1")
+        self._check_moments()
+        if self.final_learning_rate > 1:
+            raise ValueError(
+                f"optimizer.final_learning_rate = {self.final_learning_rate} is a share of "
+                "optimizer.learning_rate; at most 1"
+            )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields and their values, without defaults that the rule has no use for."""
+        unused = UNUSED.get(self.name, ())
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in unused or getattr(self, field.name) != field.default
+        } | {"groups": tuple(map(_to_plain, self.groups))}
+
+    def _check_moments(self) -> None:
+        """Refuses moments that rounding would freeze: adding less than 2^-8 of a bfloat16 number to
+        it may not change it."""
+        if self.second_moment_dtype == "bfloat16":
+            raise ValueError(
+                "optimizer.second_moment_dtype = 'bfloat16' would freeze second moments, which "
+                "change by less than its precision in a step; it can be float32 or float64 "
+                "(optimizer.moment_dtype, of first moments, can be bfloat16)"
+            )
+        decay = "b2" if self.name == "lion" else "b1"
+        narrow = (
+            self.moment_dtype == "bfloat16" and self.name != "adafactor"
+        )  # which has no first moment
+        if narrow and getattr(self, decay) > 1 - 2**-8:
+            raise ValueError(
+                f"optimizer.moment_dtype = 'bfloat16' would freeze a moment that decays by "
+                f"optimizer.{decay} = {getattr(self, decay)}; at most {1 - 2**-8:.3f}, or set "
+                "optimizer.moment_dtype = 'float32'"
+            )
+
+
+def to_param_groups(value: Sequence[object]) -> tuple[ParamGroup, ...]:
+    """Entries as a configuration has them: mappings with a key `params`, or records.
+
+    Raises:
+      ValueError: an unknown key (the nearest is named) or a value that is not allowed.
+    """
+    return tuple(_to_group(f"optimizer.groups[{i}]", entry) for i, entry in enumerate(value))
+
+
+def find_group(name: str, groups: Sequence[ParamGroup]) -> ParamGroup:
+    """The first group whose pattern matches a parameter's name, or one that changes nothing.
+
+    >>> find_group("embed/tokens", [ParamGroup("embed/*", frozen=True), ParamGroup("*")]).frozen
+    True
+    """
+    matching = (group for group in groups if fnmatch.fnmatchcase(name, group.params))
+    return next(matching, ParamGroup("*"))
+
+
+def _to_plain(group: ParamGroup) -> dict[str, Any]:
+    """The keys that differ from defaults."""
+    return {
+        field.name: getattr(group, field.name)
+        for field in dataclasses.fields(group)
+        if getattr(group, field.name) != field.default
+    }
+
+
+def _to_group(name: str, entry: object) -> ParamGroup:
+    if isinstance(entry, ParamGroup):
+        return entry
+    if not isinstance(entry, Mapping) or "params" not in entry:
+        raise ValueError(
+            f"{name} = {entry!r} is no mapping with the key 'params', such as "
+            "{'params': 'embed/*', 'learning_rate_scale': 0.1} or {'params': 'head/*', "
+            "'frozen': True}"
+        )
+    known = [field.name for field in dataclasses.fields(ParamGroup)]
+    expected = {"params": "text", "frozen": "True or False"}
+    for key, value in entry.items():
+        check_choice(f"{name} key ", key, known, equals="")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        fits = {"params": isinstance(value, str), "frozen": isinstance(value, bool)}
+        if not fits.get(key, number or (value is None and key == "weight_decay")):
+            raise ValueError(
+                f"{name}[{key!r}] = {value!r} is of type {type(value).__name__}; expected "
+                f"{expected.get(key, 'a number')}"
+            )
+    return ParamGroup(**entry)
