@@ -29,7 +29,8 @@ from jaxscale.sharding.specs import (
     TABLE_COLUMNS,
 )
 from jaxscale.sharding.zero import Zero
-from jaxscale.training.layer_loop import each, make_group_pass
+from jaxscale.training.layer_loop import make_group_pass
+from jaxscale.training.layer_scan import each
 from jaxscale.training.remat import rematerialised
 
 Tree = Any

@@ -48,11 +48,11 @@ from jaxscale.models.protocol import (
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.ops.stacked import add, add_at, at
 from jaxscale.sharding.zero import Zero
+from jaxscale.training.layer_scan import Place, Residuals, SavedLayers, ascend, descend, each
 from jaxscale.training.remat import from_host, rematerialised, to_host
 
 Tree = Any
 Index = int | jax.Array
-Residuals = list[jax.Array]
 GroupPass = Callable[[Tree, Batch, Sums, Tree], tuple[Sums, Tree]]
 
 
@@ -77,13 +77,6 @@ class _Loop:
         return self.zero.gathers or self.offload
 
 
-class _Place(NamedTuple):
-    """Where a layer is in its stack."""
-
-    index: Index
-    kind: int
-
-
 class _Prefetched(NamedTuple):
     """What was fetched for a layer during the compute before it; None: read when it begins."""
 
@@ -97,24 +90,7 @@ class _Inputs(NamedTuple):
     layers: Tree  # parameters as they are sharded, [L, ...]
     batch: Batch  # [G, ...]
     shared: Stream  # [G, ...]
-    residuals: "_Saved | None"  # of the forward pass; without prefetched ones
-
-
-class _Saved(NamedTuple):
-    """Residuals of the layers from the first one on: of the whole periods, for each kind [periods,
-    G, ...], and of each layer after them, [G, ...]."""
-
-    periods: tuple[Residuals, ...]
-    rest: tuple[Residuals, ...]
-
-    def at(self, place: _Place) -> Residuals:
-        period = len(self.periods)
-        if isinstance(place.index, int) and self.rest:
-            first = jax.tree.leaves(self.periods)[0].shape[0] * period if period else 0
-            if place.index >= first:
-                return self.rest[place.index - first]
-        index = place.index // period if period > 1 else place.index
-        return at(self.periods[place.kind], index)
+    residuals: SavedLayers | None  # of the forward pass; without prefetched ones
 
 
 class _Carry(NamedTuple):
@@ -198,7 +174,7 @@ def _group_pass(
 
 def _forward_pass(
     loop: _Loop, inputs: _Inputs, x: Stream, sums: Sums
-) -> tuple[Stream, Sums, _Prefetched, _Saved | None]:
+) -> tuple[Stream, Sums, _Prefetched, SavedLayers | None]:
     """Every layer, forward.
 
     Returns:
@@ -215,13 +191,15 @@ def _forward_pass(
         )
         return (x, sums), residuals
 
-    (x, sums), residuals = ascend(layer, (x, sums), loop.stack.num_layers, loop)
+    (x, sums), residuals = ascend(
+        layer, (x, sums), loop.stack.num_layers, loop.stack.period, loop.unroll
+    )
     return x, sums, _Prefetched(), residuals
 
 
 def _forward_pass_with_prefetch(
     loop: _Loop, inputs: _Inputs, x: Stream, sums: Sums
-) -> tuple[Stream, Sums, _Prefetched, _Saved | None]:
+) -> tuple[Stream, Sums, _Prefetched, SavedLayers | None]:
     last = loop.stack.num_layers - 1
 
     def layer(carry, place):
@@ -231,9 +209,11 @@ def _forward_pass_with_prefetch(
         return (x, sums, next_weights), to_host(residuals) if loop.offload else residuals
 
     carry = x, sums, _gather(loop, inputs.layers, 0)
-    (x, sums, weights), residuals = ascend(layer, carry, last, loop)
+    (x, sums, weights), residuals = ascend(
+        layer, carry, last, loop.stack.period, unroll=loop.unroll
+    )
     x, sums, last_residuals = _layer_forward(
-        loop, weights, inputs, x, sums, _Place(last, last % loop.stack.period)
+        loop, weights, inputs, x, sums, Place(last, last % loop.stack.period)
     )
     # This layer's forward and backward pass are in one region: without the barrier the compiler
     # would merge what the backward pass recomputes with the forward pass, and save it.
@@ -253,13 +233,13 @@ def _backward_pass(loop: _Loop, inputs: _Inputs, carry: _Carry) -> tuple[Stream,
     top, bottom, period = loop.stack.num_layers - 1, 0, loop.stack.period
     if loop.prefetches or loop.zero.reduces:
         prefetch = loop.prefetches and top > 0
-        carry = _layer_backward(loop, inputs, carry, _Place(top, top % period), prefetch=prefetch)
+        carry = _layer_backward(loop, inputs, carry, Place(top, top % period), prefetch=prefetch)
         top -= 1
     if loop.prefetches and top >= 0:
         bottom = 1
-    carry = descend(layer, carry, top, bottom, loop)
+    carry = descend(layer, carry, top, bottom, loop.stack.period, unroll=loop.unroll)
     if bottom:
-        carry = _layer_backward(loop, inputs, carry, _Place(0, 0), prefetch=False)
+        carry = _layer_backward(loop, inputs, carry, Place(0, 0), prefetch=False)
     grads = carry.grads
     if carry.unreduced is not None:
         grads = _reduce_into(loop, grads, 0, carry.unreduced)
@@ -267,7 +247,7 @@ def _backward_pass(loop: _Loop, inputs: _Inputs, carry: _Carry) -> tuple[Stream,
 
 
 def _layer_forward(
-    loop: _Loop, weights: Tree, inputs: _Inputs, x: Stream, sums: Sums, place: _Place
+    loop: _Loop, weights: Tree, inputs: _Inputs, x: Stream, sums: Sums, place: Place
 ) -> tuple[Stream, Sums, Residuals]:
     """One layer, forward, for each micro-batch: x, the sums, and the residuals, [G, ...]."""
     forward, _ = loop.passes[place.kind]
@@ -285,7 +265,7 @@ def _layer_forward(
 
 
 def _layer_backward(
-    loop: _Loop, inputs: _Inputs, carry: _Carry, place: _Place, *, prefetch: bool
+    loop: _Loop, inputs: _Inputs, carry: _Carry, place: Place, *, prefetch: bool
 ) -> _Carry:
     """One layer, backward, for each micro-batch, during the collectives of its neighbours.
 
@@ -302,12 +282,12 @@ def _layer_backward(
     weights = _gather(loop, inputs.layers, now) if weights is None else weights
     if residuals is None:
         assert inputs.residuals is not None, "residuals are saved or prefetched"
-        here = _Place(index if loop.stack.period > 1 else now, place.kind)
+        here = Place(index if loop.stack.period > 1 else now, place.kind)
         residuals = inputs.residuals.at(here)
     prefetched = _prefetch(loop, inputs, place) if prefetch else _Prefetched()
     if unreduced is not None:
         grads = _reduce_into(loop, grads, index + 1, unreduced)
-    here = _Place(now, place.kind)
+    here = Place(now, place.kind)
     dweights, dx, dshared = _sum_gradients(loop, weights, inputs, residuals, dx, dshared, here)
     if loop.zero.reduces:
         return _Carry(dx, dshared, prefetched, dweights, grads)
@@ -321,7 +301,7 @@ def _sum_gradients(
     residuals: Residuals,
     dx: Stream,
     dshared: Stream,
-    place: _Place,
+    place: Place,
 ) -> tuple[Tree, Stream, Stream]:
     """The gradients of one layer's weights, summed over micro-batches, of x, and those of what is
     shared, added to `dshared`, [G, ...]."""
@@ -345,10 +325,10 @@ def _gather(loop: _Loop, layers: Tree, index: Index) -> Tree:
     return loop.zero.gather(at(layers, index), loop.axes)
 
 
-def _prefetch(loop: _Loop, inputs: _Inputs, above: _Place) -> _Prefetched:
+def _prefetch(loop: _Loop, inputs: _Inputs, above: Place) -> _Prefetched:
     """What the layer below this one needs."""
     period = loop.stack.period
-    below = _Place(above.index - 1, (above.kind - 1) % period)
+    below = Place(above.index - 1, (above.kind - 1) % period)
     weights = _gather(loop, inputs.layers, below.index)
     if not loop.offload:
         return _Prefetched(weights)
@@ -417,63 +397,3 @@ def _head_pass(
     carry = sums, zero.running_sum(head, axes, batch)
     (sums, total), dstream = each(one, carry, (stream, batch))
     return sums, zero.reduce(total, axes), dstream
-
-
-def each(function: Callable, carry: Tree, xs: Tree, unroll: bool = False) -> tuple[Tree, Tree]:
-    """`lax.scan`, but without a loop when there is one item: XLA schedules that better."""
-    if jax.tree.leaves(xs)[0].shape[0] > 1:
-        return jax.lax.scan(function, carry, xs, unroll=unroll)
-    carry, y = function(carry, jax.tree.map(lambda x: x[0], xs))
-    return carry, jax.tree.map(lambda x: x[None], y)
-
-
-def ascend(
-    function: Callable, carry: Tree, num_layers: int, loop: _Loop
-) -> tuple[Tree, _Saved | None]:
-    """`function(carry, place) -> (carry, y)` for the first layers of a stack, in order."""
-    if num_layers == 0:
-        return carry, None
-    period = loop.stack.period
-    whole, ys = num_layers // period, ()
-
-    def one_period(carry, number):
-        ys = []
-        for kind in range(period):
-            index = number * period + kind if period > 1 else number
-            carry, y = function(carry, _Place(index, kind))
-            ys.append(y)
-        return carry, tuple(ys)
-
-    if whole:
-        carry, ys = each(one_period, carry, jnp.array(range(whole)), loop.unroll)
-    rest = []
-    for index in range(whole * period, num_layers):
-        carry, y = function(carry, _Place(index, index % period))
-        rest.append(y)
-    return carry, _Saved(ys, tuple(rest))
-
-
-def descend(function: Callable, carry: Tree, top: int, bottom: int, loop: _Loop) -> Tree:
-    """`function(carry, place) -> carry` for the layers from `top` down to `bottom`."""
-    period = loop.stack.period
-    first, end = -(-bottom // period), (top + 1) // period  # whole periods in between
-    if first >= end:
-        first = end = 0
-
-    def singly(carry, indices):
-        for index in indices:
-            carry = function(carry, _Place(index, index % period))
-        return carry
-
-    def one_period(carry, number):
-        for kind in reversed(range(period)):
-            index = number * period + kind if period > 1 else number
-            carry = function(carry, _Place(index, kind))
-        return carry, None
-
-    if first == end:
-        return singly(carry, range(top, bottom - 1, -1))
-    carry = singly(carry, range(top, end * period - 1, -1))
-    numbers = jnp.array(range(end - 1, first - 1, -1))
-    carry, _ = each(one_period, carry, numbers, loop.unroll)
-    return singly(carry, range(first * period - 1, bottom - 1, -1))

@@ -1,17 +1,12 @@
 """The layer loop's collectives, as its timing diagram has them."""
 
 import re
-from types import SimpleNamespace
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxscale.config import from_dict
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.layer_loop import ascend, descend
 from jaxscale.training.step import make_engine
 
 MODEL = {
@@ -63,28 +58,3 @@ def test_each_layer_is_prefetched_and_reduced_during_its_neighbours_compute(accu
 
 def test_a_single_layer_is_gathered_once():
     assert timeline(lowered_step(num_layers=1)) == "g.r"
-
-
-@pytest.mark.parametrize(("num_layers", "period"), [(8, 3), (6, 3), (2, 3), (5, 1)])
-def test_each_layer_of_a_period_has_its_own_settings_up_and_down(num_layers, period):
-    """Layers after the last whole period are written out: they have theirs, too."""
-    loop: Any = SimpleNamespace(stack=SimpleNamespace(period=period), unroll=False)
-
-    def visit(carry, place):
-        seen, count = carry
-        both = jnp.array([place.index, place.kind], jnp.int32)
-        return seen.at[count].set(both), count + 1
-
-    def up(carry, place):
-        return visit(carry, place), (jnp.asarray(10 * place.index + place.kind, jnp.int32),)
-
-    begin = jnp.full((num_layers, 2), -1, jnp.int32), 0
-    wanted = np.array([(index, index % period) for index in range(num_layers)])
-    (seen, _), kept = ascend(up, begin, num_layers, loop)
-    np.testing.assert_array_equal(seen, wanted)
-    assert kept
-    places = [SimpleNamespace(index=index, kind=kind) for index, kind in wanted.tolist()]
-    assert [int(kept.at(place)[0]) for place in places] == (wanted @ [10, 1]).tolist()
-    for top, bottom in ((num_layers - 1, 0), (num_layers - 2, 1)):
-        seen, count = descend(visit, begin, top, bottom, loop)
-        np.testing.assert_array_equal(seen[:count], wanted[bottom : top + 1][::-1])
