@@ -192,7 +192,7 @@ def _forward_pass(
         return (x, sums), residuals
 
     (x, sums), residuals = ascend(
-        layer, (x, sums), loop.stack.num_layers, loop.stack.period, loop.unroll
+        layer, (x, sums), loop.stack.num_layers, loop.stack.period, unroll=loop.unroll
     )
     return x, sums, _Prefetched(), residuals
 
