@@ -226,6 +226,8 @@ def test_two_stacks_are_a_few_lines_of_plain_jax():
 
     gradient = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
     (_, (losses, sizes)), grads = gradient(initial_params("two stacks"))
+    assert model.frozen == ("readers/scale",)
+    assert np.abs(grads["readers"].pop("scale")).min() > 0
     expected = {
         "loss": losses["nll"] / count,
         "grad_norm": optax.tree.norm(grads),
