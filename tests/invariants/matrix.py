@@ -4,7 +4,7 @@ settings."""
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 Choice = dict[str, Any]
@@ -66,6 +66,11 @@ def pairwise_layouts() -> list[Choice]:
             chosen.append(best(everything))
             missing -= _pairs(chosen[-1])
     return chosen
+
+
+def sample(layouts: Iterable[Choice], count: int = 96) -> list[Choice]:
+    """Of the whole product, which takes `tools/matrix.py --whole` hours; always the same ones."""
+    return random.Random(1).sample(list(layouts), count)
 
 
 def name(layout: Choice) -> str:

@@ -75,8 +75,8 @@ def test_everything_travels_in_its_own_type():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", list(matrix.every_layout()), ids=matrix.name)
-def test_the_whole_product_is_one_device_in_float64(layout):
+@pytest.mark.parametrize("layout", matrix.sample(matrix.every_layout()), ids=matrix.name)
+def test_a_sample_of_all_layouts_is_one_device_in_float64(layout):
     check_layout(layout)
 
 
