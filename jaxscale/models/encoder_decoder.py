@@ -48,7 +48,7 @@ class CrossCache(NamedTuple):
 
     own: Cache  # of the decoder's tokens
     cross: Cache  # of the encoder's output: written once, and only read
-    places_BS: jax.Array  # 0 for a token of the encoder, -1 for padding
+    places: jax.Array  # [batch, source]: 0 for a token of the encoder, -1 for padding
 
 
 class RelativeAttention(Attention):
@@ -207,7 +207,7 @@ class DecoderBlock(nnx.Module):
             bias_bN=self.attention.table(bias_bN),
         )
         x_BTD += y_BTD
-        x_BTD += self.cross.read(self.cross_norm(x_BTD), cache.cross, cache.places_BS)
+        x_BTD += self.cross.read(self.cross_norm(x_BTD), cache.cross, cache.places)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD)), own
 
 

@@ -94,15 +94,14 @@ def test_greedy_text_is_what_the_forward_pass_finds_likeliest(name):
     assert len(set(texts)) == len(texts), "each prompt has a text of its own"
     if name == "umt5":  # whose tables are in each layer
         assert any(len(text) < NUM_TOKENS for text in texts)
-        assert [sample([prompt])[0] for prompt in PROMPTS[:3]] == texts[:3]
+        assert [sample([prompt])[0] for prompt in PROMPTS[:2]] == texts[:2]
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("t5", {"fsdp": 2, "tensor": 2, "zero_stage": 3}),
+        ("t5", {"context": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3}),
         ("umt5", {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 2}),
-        ("t5", {"data": 2, "context": 2, "tensor": 2, "zero_stage": 1}),
     ],
     ids=str,
 )
@@ -135,16 +134,12 @@ def test_several_ends_and_stop_strings():
 PAIRS = [("ABC", "d"), ("ABC", "hgfedC"), ("", "abcabc"), ("HGFEDCBAHGFEDCBAHG", "a"), ("c", "ab")]
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [("umt5", {}), ("t5", {"context": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3})],
-    ids=str,
-)
-def test_log_likelihoods_are_those_of_the_forward_pass(name, layout, monkeypatch):
+def test_log_likelihoods_are_those_of_the_forward_pass(monkeypatch):
     monkeypatch.setattr(likelihood, "ROWS", 4)  # two batches, the last not full
     monkeypatch.setattr(likelihood, "CHUNK", 8)  # in parts of several tokens
     monkeypatch.setattr(likelihood, "round_up", lambda length: 16)
-    engine, params = make(name, **layout)
+    name = "umt5"
+    engine, params = make(name, data=2, fsdp=2, tensor=2, zero_stage=3)
     found = likelihood.log_likelihoods(engine, params, TOKENIZER, PAIRS)
     for (first, second), value in zip(PAIRS, found):
         ids = encode([second])[0].tolist()
