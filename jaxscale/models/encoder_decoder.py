@@ -44,11 +44,11 @@ TABLE = ("buckets", "heads")
 
 
 class CrossCache(NamedTuple):
-    """Keys and values for a decoder with an encoder."""
+    """Keys and values for a decoder with an encoder; or the axes of each."""
 
-    own: Cache  # of the decoder's tokens
-    cross: Cache  # of the encoder's output: written once, and only read
-    places: jax.Array  # [batch, source]: 0 for a token of the encoder, -1 for padding
+    own: Any  # a `Cache` of the decoder's tokens
+    cross: Any  # a `Cache` of the encoder's output: written once, and only read
+    places: Any  # [batch, source]: 0 for a token of the encoder, -1 for padding
 
 
 class RelativeAttention(Attention):

@@ -8,9 +8,10 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxscale.config import Config, DataConfig
-from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxscale.layout import Layout
 from jaxscale.run.pretrained import Pretrained, from_pretrained
 from jaxscale.sharding.mesh import make_mesh
@@ -129,6 +130,20 @@ def test_several_ends_and_stop_strings():
     assert sample(several) == sample(TOKENIZER, stop=[middle]) == expected
     ids = [np.append(encode([prompt])[0], END) for prompt in PROMPTS]
     assert sample(TOKENIZER, prompts=ids) == whole
+
+
+def test_a_sentinel_in_a_prompt_is_read_as_in_training(tmp_path):
+    names = ["<pad>", "</s>", "<extra_id_0>", "a", "b", "<unk>"]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(names[:3])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, engine = load_tokenizer(str(tmp_path / "tokenizer.json")), one_device("t5")[0]
+    for prompt, expected in (("a <extra_id_0> b", [3, 2, 4, END]), ("b a", [4, 3, END])):
+        assert sampling.prompt_ids(engine, tokenizer, prompt).tolist() == expected
+    (plain,) = tokenizer.encode(["a <extra_id_0> b"])  # as a document has it
+    assert 2 not in plain
 
 
 PAIRS = [("ABC", "d"), ("ABC", "hgfedC"), ("", "abcabc"), ("HGFEDCBAHGFEDCBAHG", "a"), ("c", "ab")]
