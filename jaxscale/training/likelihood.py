@@ -122,7 +122,7 @@ def _encode(
     """Of each pair: what an encoder reads, and of what is scored how much is given, and its ids."""
     if has_encoder(engine):
         sources = [prompt_ids(engine, tokenizer, first) for first, _ in pairs]
-        texts = tokenizer.encode([second for _, second in pairs])
+        texts = tokenizer.encode([second for _, second in pairs])  # apart, as in training
         start = np.int32(tokenizer.decoder_start)
         return sources, [1] * len(pairs), [np.append(start, text) for text in texts]
     encoded = encode_pairs(tokenizer, pairs)

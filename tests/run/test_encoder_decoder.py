@@ -1,4 +1,5 @@
-"""A run of an encoder-decoder by the commands: trained, sampled, evaluated, generated from."""
+"""A run of an encoder-decoder by the commands: trained on prompts and responses, sampled, evaluated
+and generated from."""
 
 import json
 
@@ -16,7 +17,7 @@ SETTINGS = {
     "model.d_ff": 24,
     "model.vocab_size": 270,
     "data.tokenizer": "bytes",
-    "data.source": "README.md",
+    "data.objective": "prefix",
     "data.global_batch_size": 8,
     "data.seq_len": 32,
     "data.target_len": 16,
@@ -39,15 +40,18 @@ def refusal(command, arguments, capsys) -> str:
 
 
 def test_a_run_is_sampled_evaluated_and_generated_from(tmp_path, capsys):
-    workdir = ["--workdir", str(tmp_path / "run")]
-    settings = (f"--config.{name}={value}" for name, value in SETTINGS.items())
+    workdir, pairs = ["--workdir", str(tmp_path / "run")], tmp_path / "pairs.jsonl"
+    pairs.write_text('{"q": "say jax", "a": "jaxscale"}\n' * 9)
+    source = {"path": str(pairs), "prompt": "q", "response": "a"}
+    settings = {**SETTINGS, "data.source": repr(source)}
+    settings = (f"--config.{name}={value}" for name, value in settings.items())
     assert (
         train.main(["--config", "configs/mt5_small.py", *workdir, "--trackers=none", *settings])
         == 0
     )
     printed = capsys.readouterr().out
     sample = printed.partition("A sample at step 1:\n\n")[2].partition("\nNext steps")[0]
-    assert "\n-> " in sample
+    assert sample.startswith("say jax\n-> ")
     assert "jaxscale.generate" in printed
 
     out = ["--json", str(tmp_path / "out.json")]
