@@ -40,6 +40,7 @@ class Source:
     field: str = TEXT  # of a record; "a.b" is b inside a
     prompt: str = ""  # fields of a record: loss is on the response only
     response: str = ""
+    apart: bool = False  # tokenises a response on its own, as an encoder's decoder writes it
     messages: str = ""  # field of a conversation: loss is on the turns of the assistant
     boundary: str | None = None
     max_document_bytes: int = 0  # of UTF-8; 0 is no limit
@@ -79,6 +80,8 @@ class Source:
                 "data.source boundary = 'record' needs records; text has 'file', 'line' or "
                 "'paragraph'"
             )
+        if self.apart and not self.response:
+            raise ValueError("data.source apart = True needs the fields of prompt and response")
         if self.marks_loss:
             self._check_dialogue()
         if self.weight is not None:
@@ -212,6 +215,10 @@ def _convert(name: str, key: str, value: Any) -> Any:
             return float(value)
         if pairs and all(_is_pair(pair) for pair in value):
             return tuple((int(step), float(weight)) for step, weight in value)
+    elif key == "apart":
+        expected = "True or False"
+        if isinstance(value, bool):
+            return value
     elif key == "max_document_bytes":
         expected = "a whole number"
         if number and _is_whole(value):

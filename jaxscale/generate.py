@@ -1,6 +1,6 @@
 """python -m jaxscale.generate --workdir DIR --prompt TEXT [--prompt TEXT ...]
 
-Continues prompts with a run's newest checkpoint.
+Continues prompts with a run's newest checkpoint; one with an encoder reads a prompt, and writes.
 """
 
 import argparse
@@ -53,7 +53,13 @@ def _generate(
         "seed": options.seed,
         "stop": options.stop,
     }
+    encoder = getattr(config.model, "num_encoder_layers", 0)
     with command_line.refusals():
+        if encoder and not all(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError(
+                f"--messages: model.family = {config.model.family!r} has an encoder, which reads "
+                "texts and no conversations; use --prompt"
+            )
         config = run_folder.fit_devices(config, jax.device_count(), overrides)
         tokenizer = setup.open_tokenizer(config, options.workdir)
         _, engine = setup.open_engine(setup.for_sampling(config))
@@ -67,6 +73,7 @@ def _generate(
     log.info(f"step {step} of {options.workdir}: {chosen}")
     for number, (prompt, text) in enumerate(zip(prompts, texts), 1):
         shown = prompt if isinstance(prompt, str) else _shown(prompt)
+        shown += "\n-> " if encoder else ""
         log.info(f"\n--- {number} of {len(prompts)}\n{sampling.printable(shown + text)}")
     if options.json and jax.process_index() == 0:
         samples = [

@@ -27,6 +27,7 @@ _SOURCE_KEYS = (
     "field",
     "prompt",
     "response",
+    "apart",
     "messages",
     "boundary",
     "max_document_bytes",
@@ -212,6 +213,12 @@ def _add_document_flags(add: Callable[..., Any]) -> None:
     )
     add("--prompt", metavar="NAME", help="field of a prompt, which carries no loss")
     add("--response", metavar="NAME", help="field of the response to it")
+    add(
+        "--apart",
+        action="store_const",
+        const=True,
+        help="tokenise responses on their own, for an encoder and its decoder",
+    )
     add(
         "--messages",
         metavar="NAME",

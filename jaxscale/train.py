@@ -130,16 +130,27 @@ def _show_sample(trainer: Any, params: Any) -> None:
         log.info("\nno sample: the model is not causal; it fills in masked tokens")
         return
     num_tokens = min(128, model.max_seq_len) if model.positions == "learned" else 128
-    tokenizer = trainer.text.tokenizer
+    tokenizer, prompt, read = trainer.text.tokenizer, "", ""
     try:
+        if getattr(model, "num_encoder_layers", 0):
+            prompt = _encoders_text(trainer.text)
+            read = tokenizer.decode(prompt[prompt < tokenizer.vocab_size]) + "\n-> "
         (text,) = sampling.sample(
-            trainer.engine, params, tokenizer, [""], num_tokens=num_tokens, top_p=0.95
+            trainer.engine, params, tokenizer, [prompt], num_tokens=num_tokens, top_p=0.95
         )
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         log.warning(f"\nwarning: no sample of the trained model could be drawn ({reason})")
         return
-    log.info(f"\nA sample at step {trainer.config.run.steps}:\n\n{sampling.printable(text)}")
+    text = sampling.printable(read + text)
+    log.info(f"\nA sample at step {trainer.config.run.steps}:\n\n{text}")
+
+
+def _encoders_text(text: Any) -> Any:
+    """The ids of the first text that the encoder reads in an example: an empty prompt would say
+    little about the model."""
+    example = (text.heldout or text.train)[0]
+    return example.extras["encoder_tokens"][example.extras["encoder_segments"] == 1]
 
 
 def _is_causal(config: configs.Config) -> bool:

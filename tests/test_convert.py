@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+from typing import cast
 
 import jax
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 
 import jaxscale
 from jaxscale import convert, generate, train
+from jaxscale.config import from_dict
 from jaxscale.data.loader import batches
 from jaxscale.run.initial_weights import open_initial
 from jaxscale.run.setup import open_engine, open_text, open_tokenizer
 from jaxscale.run_folder import load_config
+from jaxscale.training.step import Engine
 from tests.hugging_face import tiny_llama
 from tests.hugging_face.test_round_trip import load_all
 
@@ -145,6 +148,20 @@ def test_weights_that_do_not_fit_are_refused(name, converted, tmp_path):
     config, engine = open_engine(config)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         open_initial(config, engine, converted / "run" if name == "twice" else tmp_path)
+
+
+def test_no_optimizers_state_to_keep_is_refused_before_a_step_is_compiled(converted, tmp_path):
+    run = converted / "run"
+    for origin in (run, converted / "hf"):
+        keep = [f"model.init_from={origin}", "optimizer.keep_state=True"]
+        config, engine = open_engine(load_config(run, keep))
+        with pytest.raises(ValueError, match=r"keep_state = True, and model.init_from = .* comes"):
+            open_initial(config, engine, tmp_path)
+
+
+def test_a_model_of_ones_own_without_such_a_setting_starts_anew(tmp_path):
+    config = from_dict({"model": {"family": "tests.models.two_stacks:make"}})
+    assert open_initial(config, cast(Engine, None), tmp_path) is None
 
 
 BAD_COMMANDS = {

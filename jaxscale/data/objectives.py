@@ -6,7 +6,8 @@ window's pieces apart: each is a segment of its own, with positions from 0.
 - "causal": every token from those before it in its document.
 - "prefix": the same, but a first part of each piece, of random length, carries no loss. The prefix
   is read causally, as the rest; a prefix that sees itself in both directions (T5's prefix language
-  model) is what an encoder reads.
+  model) is what an encoder reads. Where the source has prompts and responses, an encoder reads the
+  prompt, and its decoder writes the response.
 - "span_corruption": T5's (see `denoising`).
 - "ul2": UL2's mixture of denoisers, one of the seven for each example.
 - "masked": BERT's (Devlin et al. 2019, arXiv 1810.04805, section 3.1): 15 % of the tokens are to be
@@ -164,6 +165,20 @@ def denoised(
         return _two_sequences(arrange(*modes, inputs), targets, vocabulary)
     begin = vocabulary.boundary if vocabulary.start is None else vocabulary.start
     return _one_sequence(arrange(_each(present, begin), *modes, inputs), targets, vocabulary)
+
+
+def pairs_for_encoder(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
+    """Whole prompts with their responses: an encoder reads a prompt, a decoder writes the rest."""
+    del draw
+    assert window.counted is not None, "prompts carry no loss"
+    begin = vocabulary.boundary if vocabulary.start is None else vocabulary.start
+    ids, pieces = window.ids[:-1], np.repeat(np.arange(len(window.lengths)), window.lengths)
+    text = (ids != vocabulary.boundary) & (ids != begin)
+    written = text & np.append(False, window.counted[:-1])
+    read = text & ~written
+    return _two_sequences(
+        Pieces(ids[read], pieces[read]), Pieces(ids[written], pieces[written]), vocabulary
+    )
 
 
 def prefix_for_encoder(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:

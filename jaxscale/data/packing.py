@@ -121,6 +121,23 @@ class Stream:
         return Window(ids, bounds - start, counted)
 
 
+def pack_whole(sizes: np.ndarray, most: Sequence[int]) -> np.ndarray:
+    """Where each example begins, and the last one ends, when each takes as many of the following
+    items as fit.
+
+    Args:
+      sizes: of each item in each of an example's sequences, [items, sequences]; each fits alone.
+      most: the length of each sequence.
+    """
+    begins, used = [0], [0] * len(most)
+    for item, size in enumerate(sizes.tolist()):
+        used = [before + more for before, more in zip(used, size)]
+        if any(got > limit for got, limit in zip(used, most)):
+            begins.append(item)
+            used = size
+    return np.array([*begins, len(sizes)])
+
+
 def number(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Segments, from 1, and positions, from 0 in each, of consecutive pieces.
 

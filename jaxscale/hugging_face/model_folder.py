@@ -4,6 +4,7 @@ Nothing in it is run: no code (`auto_map`), no pickles.
 """
 
 import json
+import logging
 import math
 import pathlib
 import shutil
@@ -23,6 +24,8 @@ from jaxscale.hugging_face.write_params import write_params
 from jaxscale.model_families.shipped import SHIPPED, find_family
 from jaxscale.run_folder import HF_CONFIG, copy_tokenizer
 
+log = logging.getLogger("jaxscale")
+
 FAMILIES = {kind: family for family in SHIPPED for kind in family.hf_types}
 """By `model_type` of config.json."""
 
@@ -37,6 +40,8 @@ class HuggingFaceModel:
     settings: Mapping[str, Any]  # ours
     tensors: Mapping[str, StoredTensor]
     ignored: tuple[str, ...]  # patterns of tensors without a parameter
+
+    has_state = False  # of an optimizer
 
     @property
     def config(self) -> ModelConfig:
@@ -95,18 +100,19 @@ def open_model(directory: pathlib.Path) -> HuggingFaceModel:
       ValueError: a model, a setting or a file that is not supported; names it.
     """
     hf = _read_json(directory / "config.json")
-    for name in ("config.json", "tokenizer_config.json"):
-        if (directory / name).is_file() and "auto_map" in _read_json(directory / name):
-            raise ValueError(
-                f"{directory / name} has an auto_map: its model or tokenizer is code of its own, "
-                "which is not run here"
-            )
     kind = hf.get("model_type")
     if kind not in FAMILIES:
+        own = " (its auto_map names code of its own, which is not run)" if "auto_map" in hf else ""
         raise ValueError(
-            f"{directory / 'config.json'}: model_type {kind!r} is not supported; it can be "
+            f"{directory / 'config.json'}: model_type {kind!r} is not supported{own}; it can be "
             f"{', '.join(sorted(FAMILIES))}"
         )
+    for name in ("config.json", "tokenizer_config.json"):
+        if (directory / name).is_file() and "auto_map" in _read_json(directory / name):
+            log.warning(
+                f"note: {directory / name} names code of its own (auto_map), which is not run: the "
+                f"model is jaxscale's {FAMILIES[kind].name}, and the tokenizer that of its file"
+            )
     if "quantization_config" in hf:
         raise ValueError(f"{directory / 'config.json'}: quantized weights are not supported")
     family = FAMILIES[kind]

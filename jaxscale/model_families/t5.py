@@ -23,7 +23,7 @@ from jaxscale.model_families.hf_config import (
 from jaxscale.model_families.hf_tensors import matrix, outer, stored, vector
 from jaxscale.model_families.tensor_rule import TensorRule
 
-UNUSED = ("dropout_rate", "initializer_factor", "decoder_start_token_id", "tokenizer_class")
+UNUSED = ("dropout_rate", "initializer_factor", "tokenizer_class")
 """Keys without a part in the logits, beside those of every family."""
 
 
@@ -31,6 +31,12 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     rest = dict(hf)
     for name in (*UNUSED, "output_past", "n_positions", "is_decoder"):
         rest.pop(name, None)
+    start, padding = pop(rest, "decoder_start_token_id", None), rest.get("pad_token_id")
+    if None not in (start, padding) and start != padding:
+        raise ValueError(
+            f"config.json has decoder_start_token_id = {start} and pad_token_id = {padding}; here "
+            "a decoder begins with the padding token"
+        )
     layers, heads = pop(rest, "num_layers"), pop(rest, "num_heads")
     scaled = pop(rest, "tie_word_embeddings", None) is not False
     gated, _, activation = pop(rest, "feed_forward_proj", "relu").rpartition("-")

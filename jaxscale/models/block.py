@@ -146,7 +146,13 @@ class Attention(nnx.Module):
         return self.join(o_BTNH, kernels.rows)
 
     def decode(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Cache, layer: jax.Array, kind: int
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        cache: Cache,
+        layer: jax.Array,
+        kind: int = 0,
+        bias_bN: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Writes these tokens to the cache at their positions, and attends to all that it holds."""
         q_BTNH, *new = self.project(x_BTD, positions_BT, kind)
@@ -165,9 +171,11 @@ class Attention(nnx.Module):
             v_BSKH,
             positions_BT,
             slots_BS,
+            bias_bN,
             sliding_window=self.config.window(kind),
             scale=self.config.attention_scale,
             soft_cap=self.config.attention_soft_cap,
+            max_distance=self.config.relative_max_distance,
         )
         return self.join(o_BTNH), (k_LBSKH, v_LBSKH)
 

@@ -30,7 +30,8 @@ from jaxscale.ops.tensor_parallel import add_bias
 EMBEDDING_LAYER = 2**24 - 1
 """The number of the embedding among the layers whose activations are dropped."""
 
-CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
+CACHE_AXES = ("layers", "batch", "slots", "kv_heads", "head_dim")
+"""Of keys and values in a cache; "slots" has a rule in `training.sampling` only."""
 
 
 def plain_kernels() -> Kernels:
@@ -88,6 +89,12 @@ class Embedding(nnx.Module):
             table = self.positions[...]
             x_BTD += lookup(table, positions_BT, "positions", self.compute_dtype)
         return x_BTD if self.norm is None else self.norm(x_BTD)
+
+
+def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
+    """Keys and values of no token yet, for every layer of a decoder."""
+    shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
+    return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
 
 
 def dropped_scale(dropped_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
@@ -277,11 +284,14 @@ class Decoder:
         """Whether tokens can be drawn one after the other."""
         return self.settings.causal and hasattr(type(self).block_type, "decode")
 
+    @property
+    def cache_axes(self) -> Any:
+        """The logical axes of a cache's arrays."""
+        return CACHE_AXES
+
     def empty_cache(self, batch: int, slots: int) -> Cache:
         """A cache for `batch` sequences of at most `slots` tokens, in the compute type."""
-        config = self.settings
-        shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
-        return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
+        return empty_cache(self.settings, batch, slots)
 
     def decode(
         self,

@@ -8,10 +8,11 @@ scaled: the initial queries are smaller instead, by the square root of head_dim.
 Letters: as in `block.py`; T a place of the decoder, S of the encoder, b a bucket of distances.
 """
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,10 @@ from jax.ad_checkpoint import checkpoint_name as named
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS
-from jaxscale.models.block import MLP, Attention, Norm
-from jaxscale.models.decoder import Head
-from jaxscale.models.kernels import Kernels
+from jaxscale.models.block import MLP, Attention, Cache, Norm
+from jaxscale.models.decoder import CACHE_AXES, Head, empty_cache
+from jaxscale.models.forward import apply_stack, scan_periods
+from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import (
     Weights,
@@ -33,10 +35,20 @@ from jaxscale.models.weights import (
     stack_axes,
     stack_params,
 )
+from jaxscale.ops.attention import attention, decode_attention
 from jaxscale.ops.loss import logits
+from jaxscale.ops.tensor_parallel import columns
 
 TABLE = ("buckets", "heads")
 """Logical axes of a table of biases."""
+
+
+class CrossCache(NamedTuple):
+    """Keys and values for a decoder with an encoder; or the axes of each."""
+
+    own: Any  # a `Cache` of the decoder's tokens
+    cross: Any  # a `Cache` of the encoder's output: written once, and only read
+    places: Any  # [batch, source]: 0 for a token of the encoder, -1 for padding
 
 
 class RelativeAttention(Attention):
@@ -64,12 +76,16 @@ class RelativeAttention(Attention):
         )
         return self.attend(
             projected,
-            (segments_BT, None, bias_bN if self.bias is None else self.bias[...]),
+            (segments_BT, None, self.table(bias_bN)),
             kernels,
             causal=causal,
             scale=self.config.attention_scale,
             max_distance=self.config.relative_max_distance,
         )
+
+    def table(self, shared_bN: jax.Array | None) -> jax.Array | None:
+        """The layer's own table of biases, or the one that all layers share."""
+        return shared_bN if self.bias is None else self.bias[...]
 
 
 class CrossAttention(Attention):
@@ -89,9 +105,7 @@ class CrossAttention(Attention):
         kernels: Kernels,
     ) -> jax.Array:
         (q_BTNH,) = kernels.columns(x_BTD, (self.q[...],))
-        weights = kernels.key_heads(self.k[...]), kernels.key_heads(self.v[...])
-        k_BSKH, v_BSKH = kernels.columns(encoded_BSD, weights)
-        projected = q_BTNH, k_BSKH, v_BSKH
+        projected = q_BTNH, *self.keys(encoded_BSD, kernels)
         return self.attend(
             tuple(map(named, projected, ("query", "key", "value"))),
             (segments_BT, segments_BS),
@@ -99,6 +113,23 @@ class CrossAttention(Attention):
             causal=False,
             scale=self.config.attention_scale,
         )
+
+    def keys(self, encoded_BSD: jax.Array, kernels: Kernels) -> tuple[jax.Array, ...]:
+        """Keys and values of the encoder's output."""
+        weights = kernels.key_heads(self.k[...]), kernels.key_heads(self.v[...])
+        return kernels.columns(encoded_BSD, weights)
+
+    def read(self, x_BTD: jax.Array, keys: Cache, places_BS: jax.Array) -> jax.Array:
+        """The same from keys and values that `keys` computed before, by one row's text each.
+
+        Args:
+          places_BS: as in `CrossCache`.
+        """
+        (q_BTNH,) = columns(x_BTD, (self.q[...],))
+        # To queries at place 0 every key at place 0 is visible, and padding is not.
+        places_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32)
+        scale = self.config.attention_scale
+        return self.join(decode_attention(q_BTNH, *keys, places_BT, places_BS, scale=scale))
 
 
 class EncoderBlock(nnx.Module):
@@ -154,6 +185,30 @@ class DecoderBlock(nnx.Module):
         with jax.named_scope("mlp"):
             x_BTD += self.mlp(self.mlp_norm(x_BTD), kernels.columns, kernels.rows)
             return kernels.shard(x_BTD, STREAM)
+
+    def decode(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        cache: CrossCache,
+        layer: jax.Array,
+        bias_bN: jax.Array | None,
+    ) -> tuple[jax.Array, Cache]:
+        """The same for tokens that are added to the cache of layer `layer`, and that cache.
+
+        Args:
+          cache: `own` of all layers, `cross` of this one.
+        """
+        y_BTD, own = self.attention.decode(
+            self.attention_norm(x_BTD),
+            positions_BT,
+            cache.own,
+            layer,
+            bias_bN=self.attention.table(bias_bN),
+        )
+        x_BTD += y_BTD
+        x_BTD += self.cross.read(self.cross_norm(x_BTD), cache.cross, cache.places)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), own
 
 
 class SharedEmbedding(nnx.Module):
@@ -261,10 +316,9 @@ class EncoderDecoder:
     def enter_decoder(self, embed: Params, stream: Stream, batch: Batch) -> Stream:
         """Embeds the decoder's tokens beside the encoder's output."""
         with jax.named_scope("embed"):
-            norm = module_of(SharedEmbedding, self.settings, embed).encoder_norm
             return {
                 "x": self._lookup(embed, batch.tokens),
-                "encoded": self.kernels.shard(norm(stream["encoded"]), STREAM),
+                "encoded": self._encoded(embed, stream),
                 **self._table(embed, "decoder_bias"),
             }
 
@@ -277,7 +331,7 @@ class EncoderDecoder:
 
     def decoder_block(self, weights: Params, stream: Stream, batch: Batch, layer: Layer) -> tuple:
         """One layer of the decoder."""
-        block = module_of(DecoderBlock, self.settings, weights)
+        block = self._decoder_block(weights)
         x = block(stream["x"], stream["encoded"], batch, stream.get("bias"), self.kernels)
         return {"x": x}, {}
 
@@ -301,6 +355,80 @@ class EncoderDecoder:
         x_BTD, matrix = self._final(head, x_BTD)
         size, tied = self.settings.vocab_size, self.settings.tied_embeddings
         return logits(x_BTD, matrix, vocab_size=size, transposed=tied)
+
+    @property
+    def can_decode(self) -> bool:
+        """Tokens can be drawn one after the other, once the encoder has read a text."""
+        return True
+
+    @property
+    def cache_axes(self) -> Any:
+        """The logical axes of a cache's arrays."""
+        return CrossCache(CACHE_AXES, CACHE_AXES, ("batch", "slots"))
+
+    def encode(
+        self,
+        params: Params,
+        tokens_BS: jax.Array,
+        segments_BS: jax.Array,
+        slots: int,
+        shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x,
+    ) -> CrossCache:
+        """What a decoder of at most `slots` tokens reads of the encoder's text, in each row one.
+
+        Attention is in blocks, and keys and values are made once for all tokens to come.
+
+        Args:
+          params: of the whole model.
+          segments_BS: 1 for a token, 0 for padding.
+          shard: as in `decode`.
+        """
+        kernels = Kernels(functools.partial(attention, implementation="blockwise"), shard=shard)
+        plain = dataclasses.replace(self, kernels=kernels)
+        given = {"encoder_tokens": tokens_BS, "encoder_segments": segments_BS}
+        batch = Batch(tokens_BS, tokens_BS, segments_BS, segments_BS, segments_BS, given)
+        embed, encoder = params["embed"], params["encoder"]
+        stream = apply_stack(plain.stacks[0], embed, encoder, {}, batch)
+        encoded_BSD = plain._encoded(embed, stream)
+
+        def keys(weights: Params) -> Cache:
+            return self._decoder_block(weights).cross.keys(encoded_BSD, kernels)
+
+        cross = jax.lax.map(keys, params["decoder"])
+        own = empty_cache(self.settings, len(tokens_BS), slots)
+        return CrossCache(own, cross, jnp.where(segments_BS > 0, 0, -1))
+
+    def decode(
+        self,
+        params: Params,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        cache: CrossCache,
+        shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x,
+    ) -> tuple[jax.Array, CrossCache]:
+        """`Decoder.decode`, with a cache that `encode` made."""
+        embed, dtype = params["embed"], jnp.dtype(self.settings.compute_dtype)
+        x_BTD = plain_lookup(embed["tokens"], tokens_BT, "vocab", dtype)
+        bias_bN = self._table(embed, "decoder_bias").get("bias")
+
+        def one(carry, layer, kind):
+            weights, cross, index = layer
+            x_BTD, own = shard(carry[0], ("batch",)), carry[1]
+            block = self._decoder_block(weights)
+            read = cache._replace(own=own, cross=cross)
+            return block.decode(x_BTD, positions_BT, read, index, bias_bN)
+
+        layers = (params["decoder"], cache.cross, jnp.arange(self.settings.num_layers))
+        x_BTD, own = scan_periods(one, (x_BTD, cache.own), layers, 1)
+        return x_BTD, cache._replace(own=own)
+
+    def _decoder_block(self, weights: Params) -> Any:
+        return module_of(DecoderBlock, self.settings, weights)
+
+    def _encoded(self, embed: Params, stream: Stream) -> jax.Array:
+        """The encoder's output, as the layers of the decoder read it."""
+        norm = module_of(SharedEmbedding, self.settings, embed).encoder_norm
+        return self.kernels.shard(norm(stream["encoded"]), STREAM)
 
     def _final(self, head: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         own = {name: value for name, value in head.items() if name != "tied"}

@@ -27,21 +27,33 @@ def forward(
     """The last stack's stream of one micro-batch."""
     embed, stream = gather(params["embed"], "embed"), {}
     for stack in model.stacks:
-        x, shared = split_stream(stack, stack.enter(embed, stream, batch))
-        stream = {**_layers(stack, params[stack.name], batch, x, shared, gather), **shared}
+        stream = apply_stack(stack, embed, params[stack.name], stream, batch, gather)
     return stream
 
 
-def _layers(
-    stack: Stack, layers: Params, batch: Batch, x: Stream, shared: Stream, gather: Gather
+def apply_stack(
+    stack: Stack,
+    embed: Params,
+    layers: Params,
+    stream: Stream,
+    batch: Batch,
+    gather: Gather = lambda shards, part: shards,
 ) -> Stream:
+    """The stream after a stack, from that of the stack before it ({} for the first).
+
+    Args:
+      embed: gathered.
+      layers: the shards of the stack's layers.
+    """
+    x, shared = split_stream(stack, stack.enter(embed, stream, batch))
     functions = [layer_function(stack, kind) for kind in range(stack.period)]
 
     def one(x: Stream, layer: tuple[Params, Index], kind: int) -> Stream:
         shards, index = layer
         return functions[kind](gather(shards, stack.name), x, shared, (batch, index))[0][0]
 
-    return scan_periods(one, x, (layers, jnp.arange(stack.num_layers)), stack.period)
+    x = scan_periods(one, x, (layers, jnp.arange(stack.num_layers)), stack.period)
+    return {**x, **shared}
 
 
 def scan_periods(
@@ -49,10 +61,12 @@ def scan_periods(
 ) -> Any:
     """The carry after `carry = function(carry, layer, kind)` for each of stacked layers, where kind
     is index % period: a scan over whole periods, and the remainder after it."""
+
+    def one_layer(carry: Any, layer: Any) -> tuple[Any, None]:
+        return function(carry, layer, 0), None
+
     if period == 1:
-        return jax.lax.scan(lambda carry, layer: (function(carry, layer, 0), None), carry, layers)[
-            0
-        ]
+        return jax.lax.scan(one_layer, carry, layers)[0]
     num_layers = jax.tree.leaves(layers)[0].shape[0]
     whole = num_layers - num_layers % period
 

@@ -3,6 +3,7 @@
 `open_weights` reads configs and headers only; values are read once their place is known.
 """
 
+import contextlib
 import dataclasses
 import logging
 import pathlib
@@ -33,6 +34,7 @@ class RunWeights:
     directory: pathlib.Path
     config: ModelConfig
     step: int
+    has_state: bool  # of an optimizer; a converted model has none
 
     @property
     def dtype(self) -> str:
@@ -82,12 +84,12 @@ def open_weights(directory: pathlib.Path) -> Weights:
     data = {key: value for key, value in sections.get("data", {}).items() if key == "objective"}
     given = {"model": sections.get("model", {}), "data": data}
     config = configs.from_dict(given, trust_foreign=False)
-    checkpoints = Checkpoints(directory / "checkpoints")
-    step = processes.from_first("checkpoint of init_from", checkpoints.latest())
-    checkpoints.close()
-    if step is None:
-        raise FileNotFoundError(f"{directory} is a run's folder and holds no checkpoint yet")
-    return RunWeights(directory, config.model, step)
+    with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
+        step = processes.from_first("checkpoint of init_from", checkpoints.latest())
+        if step is None:
+            raise FileNotFoundError(f"{directory} is a run's folder and holds no checkpoint yet")
+        has_state = "opt_state" in checkpoints.parts(step)
+    return RunWeights(directory, config.model, step, has_state)
 
 
 def check_settings(model: ModelConfig, weights: Weights, why: str) -> None:
@@ -100,10 +102,11 @@ def check_settings(model: ModelConfig, weights: Weights, why: str) -> None:
       ValueError: with a line for each setting that differs.
     """
     ours, theirs = dataclasses.asdict(model), dataclasses.asdict(weights.config)
+    none = "no such setting"
     lines = [
-        f"model.{name} = {value!r} here, {theirs[name]!r} there"
-        for name, value in ours.items()
-        if name not in MAY_DIFFER and value != theirs[name]
+        f"model.{name} = {ours.get(name, none)!r} here, {theirs.get(name, none)!r} there"
+        for name in {**ours, **theirs}
+        if name not in MAY_DIFFER and ours.get(name, none) != theirs.get(name, none)
     ]
     if lines:
         raise ValueError(
@@ -119,26 +122,24 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
     Raises:
       ValueError: they do not fit the run.
     """
-    name = config.model.init_from
+    name = getattr(config.model, "init_from", "")  # a model of one's own need not have it
     if (workdir / "checkpoints" / "0").is_dir():
         if name:
             raise ValueError(
                 f"model.init_from = {name!r}, and {workdir} already holds weights to start from "
                 "(checkpoint 0); leave model.init_from empty, or start a new --workdir"
             )
-        weights = open_weights(workdir)
-        check_settings(config.model, weights, f"--workdir {workdir}")
-        return weights
-    if not name:
+        why, weights = f"--workdir {workdir}", open_weights(workdir)
+    elif name:
+        why, weights = f"model.init_from = {name!r}", open_weights(pathlib.Path(name))
+    else:
         return None
-    weights = open_weights(pathlib.Path(name))
-    check_settings(config.model, weights, f"model.init_from = {name!r}")
-    params = engine.placement.canonical.params
-    weights.check(engine.model.axes, params)
-    if config.optimizer.keep_state and not isinstance(weights, RunWeights):
+    check_settings(config.model, weights, why)
+    weights.check(engine.model.axes, engine.placement.canonical.params)
+    if config.optimizer.keep_state and not weights.has_state:
         raise ValueError(
-            f"optimizer.keep_state = True, and model.init_from = {name!r} is a Hugging Face model, "
-            "which has no optimizer state; set optimizer.keep_state = False"
+            f"optimizer.keep_state = True, and {why} is a model without an optimizer's state, as "
+            "it comes from Hugging Face; set optimizer.keep_state = False"
         )
     return weights
 
@@ -164,7 +165,8 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
     params = engine.placement.part("params").from_canonical(params, donate=True)
     log.info(f"parameters read from {weights.directory}")
     state = state._replace(params=params)
-    if engine.config.optimizer.keep_state and isinstance(weights, RunWeights):
+    if engine.config.optimizer.keep_state:
+        assert isinstance(weights, RunWeights), "`open_initial` refuses others"
         kept = weights.restore("opt_state", engine.placement.canonical.opt_state)
         kept = engine.placement.part("opt_state").from_canonical(kept, donate=True)
         state = state._replace(opt_state=_with_schedule_of(state.opt_state, kept))

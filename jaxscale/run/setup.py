@@ -248,7 +248,7 @@ def keep_tokenizer(config: Config, tokenizer: Tokenizer, workdir: pathlib.Path) 
     given = pathlib.Path(config.data.tokenizer)
     if given.name in run_folder.TOKENIZERS:
         run_folder.copy_tokenizer(given.parent, workdir)
-    origin = config.model.init_from
+    origin = getattr(config.model, "init_from", "")
     if origin and is_hugging_face(pathlib.Path(origin)):
         copy_beside(pathlib.Path(origin), workdir)
 

@@ -151,6 +151,14 @@ class Checkpoints:
         """
         return self._description(step)["metadata"]
 
+    def parts(self, step: int) -> set[str]:
+        """The parts of a state that a checkpoint holds, such as "params" and "opt_state".
+
+        Raises:
+          ValueError: there is no such checkpoint, or it cannot be used.
+        """
+        return {name.partition("/")[0] for name in self._description(step)["arrays"]}
+
     def restore(
         self,
         step: int,

@@ -17,14 +17,20 @@ from jax.sharding import Mesh
 from jaxscale.data.text.dialogue import Question
 from jaxscale.data.tokens.encode import encode_pairs
 from jaxscale.data.tokens.tokenizer import Tokenizer
-from jaxscale.models.decoder import CACHE_AXES, Decoder
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.sharding.specs import replicated
 from jaxscale.training.sampling import (
     CHUNK,
-    check_causal,
+    Source,
+    begin_cache,
+    check_decodes,
+    has_encoder,
     logits_of,
+    prompt_ids,
     round_up,
     row_placement,
+    source_rows,
     without_pipeline,
 )
 from jaxscale.training.step import Engine
@@ -75,15 +81,13 @@ def log_likelihoods(
 ) -> np.ndarray:
     """The log-probability of each second text after the first, in nats; [pairs].
 
-    The first begins a document. The second need not end it.
+    The first begins a document, or is one that an encoder reads. The second need not end it.
 
     Raises:
-      ValueError: a text beyond the model's learned positions, or a model that is not causal.
+      ValueError: a text beyond the model's learned positions, or a model that does not decode.
     """
-    check_causal(engine)
-    encoded = encode_pairs(tokenizer, pairs)
-    given = [1 + len(first) for first, _ in encoded]  # with the token that begins a document
-    ids = [np.concatenate([[tokenizer.start], *pair]).astype(np.int32) for pair in encoded]
+    check_decodes(engine)
+    sources, given, ids = _encode(engine, tokenizer, pairs)
     config, longest = engine.config.model, max(map(len, ids)) - 1
     if config.positions == "learned" and longest > config.max_seq_len:
         raise ValueError(
@@ -94,7 +98,8 @@ def log_likelihoods(
     replicas = mesh.size // (mesh.shape["tensor"] * mesh.shape["context"])
     num_rows = replicas * max(1, ROWS // replicas)
     found = np.zeros(len(ids))
-    order = np.argsort([len(row) for row in ids], kind="stable")  # rows of a batch are alike
+    # Rows of a batch are alike.
+    order = np.argsort([len(a) + len(b) for a, b in zip(sources, ids)], kind="stable")
     for first in range(0, len(ids), num_rows):
         chosen = order[first : first + num_rows].tolist()
         width = round_up(max(len(ids[i]) for i in chosen) - 1)
@@ -103,27 +108,52 @@ def log_likelihoods(
         for row, i in enumerate(chosen):
             rows[row, : len(ids[i])] = ids[i]
             bounds[row] = given[i] - 1, len(ids[i]) - 1
-        scores = _score(params, rows, bounds, model=engine.model, mesh=mesh)
+        source = None
+        if has_encoder(engine):
+            source = source_rows([sources[i] for i in chosen], num_rows)
+        scores = _score(params, source, rows, bounds, model=engine.model, mesh=mesh)
         found[chosen] = np.asarray(scores, np.float64)[: len(chosen)]
     return found
 
 
+def _encode(
+    engine: Engine, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]
+) -> tuple[list[np.ndarray], list[int], list[np.ndarray]]:
+    """Of each pair: what an encoder reads, and of what is scored how much is given, and its ids."""
+    if has_encoder(engine):
+        sources = [prompt_ids(engine, tokenizer, first) for first, _ in pairs]
+        texts = tokenizer.encode([second for _, second in pairs])  # apart, as in training
+        start = np.int32(tokenizer.decoder_start)
+        return sources, [1] * len(pairs), [np.append(start, text) for text in texts]
+    encoded = encode_pairs(tokenizer, pairs)
+    start = np.array([tokenizer.start], np.int32)  # begins a document
+    ids = [np.concatenate([start, *pair]) for pair in encoded]
+    nothing = [np.zeros(0, np.int32)] * len(pairs)
+    return nothing, [1 + len(first) for first, _ in encoded], ids
+
+
 @functools.partial(jax.jit, static_argnames=("model", "mesh"))
 def _score(
-    params: Any, tokens_BS: jax.Array, bounds_B2: jax.Array, *, model: Decoder, mesh: Mesh
+    params: Any,
+    source: Source | None,
+    tokens_BS: jax.Array,
+    bounds_B2: jax.Array,
+    *,
+    model: Decoder | EncoderDecoder,
+    mesh: Mesh,
 ) -> jax.Array:
     """Sums of the log-probabilities of the targets within each row's bounds, [B]."""
     batch, width = tokens_BS.shape[0], tokens_BS.shape[1] - 1
     place = row_placement(mesh, batch)
     params = jax.tree.map(lambda x: x.astype(model.settings.compute_dtype), params)
-    cache = place(model.empty_cache(batch, width), CACHE_AXES)
+    cache = begin_cache(model, params, source, batch, width, place)
     chunk = min(width, CHUNK)
 
     def one(cache, start):
         part_BT = jax.lax.dynamic_slice_in_dim(tokens_BS, start, chunk, axis=1)
         targets_BT = jax.lax.dynamic_slice_in_dim(tokens_BS, start + 1, chunk, axis=1)
         positions_BT = jnp.broadcast_to(start + jnp.arange(chunk), part_BT.shape)
-        x_BTD, cache = model.decode(params, part_BT, positions_BT, cache)
+        x_BTD, cache = model.decode(params, part_BT, positions_BT, cache, place)
         logits_BTV = logits_of(model, params, x_BTD)
         # Compared and summed: a gather along a sharded vocabulary would fetch all of it.
         is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
@@ -131,7 +161,7 @@ def _score(
         log_p_BT = own_BT - jax.nn.logsumexp(logits_BTV, axis=-1)
         inside_BT = (positions_BT >= bounds_B2[:, :1]) & (positions_BT < bounds_B2[:, 1:])
         sum_B = jnp.sum(jnp.where(inside_BT, log_p_BT, 0), axis=-1)
-        return place(cache, CACHE_AXES), sum_B
+        return place(cache, model.cache_axes), sum_B
 
     _, sums_CB = jax.lax.scan(one, cache, jnp.arange(0, width, chunk))
     return jax.lax.with_sharding_constraint(jnp.sum(sums_CB, axis=0), replicated(mesh))

@@ -1,5 +1,8 @@
 """Text from a model: a batch of prompts, a cache of keys and values, any layout.
 
+A decoder continues a prompt. Of an encoder-decoder the encoder reads it, as in training with an end
+of document, and the decoder begins with one token, the tokenizer's `decoder_start`.
+
 Letters: B batch, S slots (places in a sequence and in the cache), T time, V vocabulary.
 """
 
@@ -15,13 +18,15 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.config import check_seed
 from jaxscale.data.text.chat_template import Messages
-from jaxscale.data.tokens.tokenizer import Tokenizer
-from jaxscale.models.decoder import CACHE_AXES, Cache, Decoder
+from jaxscale.data.tokens.tokenizer import SENTINEL, Tokenizer
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.protocol import head_params
 from jaxscale.sharding.resolve import (
     ACTIVATIONS,
     WEIGHTS,
     Axes,
+    is_axes,
     resolve,
     resolve_tree,
     whole_kv_heads,
@@ -32,7 +37,9 @@ from jaxscale.training.step import Engine
 CHUNK = 256
 """Tokens of each prompt that are prefilled at a time; bounds the memory of their attention."""
 
-Place = Callable[[Any, Axes], Any]
+Place = Callable[[Any, Any], Any]
+Source = tuple[Any, Any]
+"""Tokens that an encoder reads, and their segments: 1, or 0 for padding; [B, length] both."""
 Scalar = float | jax.Array
 
 
@@ -49,15 +56,16 @@ def sample(
     seed: int = 0,
     stop: Sequence[str] = (),
 ) -> list[str]:
-    """Continues each prompt with the model, up to the end of the document.
+    """Continues each prompt with the model, up to the end of the document; with an encoder, writes
+    what follows from it.
 
     Everything is compiled once for each shape: of the batch, and of the lengths rounded up. What
     is drawn for a prompt depends on the seed and its place in the batch, not on the others.
 
     Args:
       params: of the engine's state, or in canonical form, as `fit` and checkpoints give them.
-      prompts: each begins a document; "" is a document not yet begun. Ids, such as those of
-        `encode_messages`, are taken as they are.
+      prompts: each begins a document; "" is a document not yet begun. An encoder's are whole
+        documents. Ids, such as those of `encode_messages`, are taken as they are.
       num_tokens: at most this many are added to each prompt.
       temperature: divides the logits; 0 takes the likeliest token.
       top_k: samples only from the k likeliest tokens; 0 is all.
@@ -71,22 +79,21 @@ def sample(
 
     Raises:
       ValueError: a setting out of its range, a sequence beyond the model's learned positions, or a
-        model that is not causal.
+        model that does not decode.
     """
-    check_causal(engine)
-    if not getattr(engine.model, "can_decode", False):
-        raise ValueError(
-            f"model.family = {engine.config.model.family!r} draws no text: it has an "
-            "encoder, or its blocks have no decode()"
-        )
+    check_decodes(engine)
     config, ends = engine.config.model, (tokenizer.boundary, *tokenizer.ends)
-    vocab_size = min(config.vocab_size, tokenizer.vocab_size)
+    vocab_size = config.vocab_size  # an encoder-decoder's sentinels may not be the tokenizer's
+    if not has_encoder(engine):
+        vocab_size = min(vocab_size, tokenizer.vocab_size)
     _check_settings(num_tokens, temperature, top_k, top_p, seed, vocab_size)
     if not prompts:
         raise ValueError("there is no prompt; give --prompt TEXT or --prompt_file FILE")
     if "" in stop:
         raise ValueError("--stop '' is in every text; name at least one character")
-    ids = [_prompt_ids(tokenizer, prompt) for prompt in prompts]
+    source, ids = None, [prompt_ids(engine, tokenizer, prompt) for prompt in prompts]
+    if has_encoder(engine):
+        source, ids = source_rows(ids), [np.array([tokenizer.decoder_start])] * len(ids)
     longest = max(map(len, ids))
     # The last token drawn is never read.
     if config.positions == "learned" and longest + num_tokens - 1 > config.max_seq_len:
@@ -96,13 +103,14 @@ def sample(
             f"model.max_seq_len = {config.max_seq_len}; shorten the prompt or lower --num_tokens"
         )
     params, mesh = without_pipeline(engine, params)
-    width = round_up(longest - 1)
+    width = round_up(longest - 1) if longest > 1 else 0
     slots = max(width, round_up(longest + num_tokens))
     rows = np.full((len(ids), slots), tokenizer.boundary, np.int32)
     for row, tokens in zip(rows, ids):
         row[: len(tokens)] = tokens
     rows = _extend(
         params,
+        source,
         rows,
         np.array([len(tokens) for tokens in ids], np.int32),
         jax.random.key(seed),
@@ -125,8 +133,13 @@ def sample(
     ]
 
 
-def check_causal(engine: Engine) -> None:
-    """Refuses a model that does not predict a token from those before it.
+def has_encoder(engine: Engine) -> bool:
+    """Whether the model reads a prompt with an encoder."""
+    return isinstance(engine.model, EncoderDecoder)
+
+
+def check_decodes(engine: Engine) -> None:
+    """Refuses a model that does not predict one token after the other.
 
     Raises:
       ValueError: with what such a model can do.
@@ -136,6 +149,11 @@ def check_causal(engine: Engine) -> None:
         raise ValueError(
             f"model.family = {model.family!r} is not causal here: it fills in masked tokens, and "
             "neither continues a text nor scores continuations; call jaxscale.from_pretrained(DIR)"
+        )
+    if not getattr(engine.model, "can_decode", False):
+        raise ValueError(
+            f"model.family = {model.family!r} neither draws nor scores text: its blocks have no "
+            "decode()"
         )
 
 
@@ -157,10 +175,29 @@ def encode_messages(tokenizer: Tokenizer, messages: Messages) -> np.ndarray:
     return tokenizer.encode_chat(text).ids
 
 
-def _prompt_ids(tokenizer: Tokenizer, prompt: str | np.ndarray) -> np.ndarray:
+def prompt_ids(engine: Engine, tokenizer: Tokenizer, prompt: str | np.ndarray) -> np.ndarray:
+    """The ids of a prompt as in training: behind the token that begins a document, or, for an
+    encoder, before the one that ends it. In what an encoder reads, the name of a sentinel is it."""
     if not isinstance(prompt, str):
         return np.asarray(prompt, np.int32)
-    return np.append(np.int32(tokenizer.start), tokenizer.encode([prompt])[0])
+    (ids,) = tokenizer.encode([prompt])
+    if not has_encoder(engine):
+        return np.append(np.int32(tokenizer.start), ids)
+    names = map(SENTINEL.format, range(len(tokenizer.sentinels)))
+    if tokenizer.encode_chat and any(name in prompt for name in names):
+        ids = tokenizer.encode_chat(prompt).ids
+    return np.append(ids, np.int32(tokenizer.boundary))
+
+
+def source_rows(prompts: Sequence[np.ndarray], num_rows: int = 0) -> Source:
+    """What an encoder reads, from the ids of each prompt; further rows, up to `num_rows`, are
+    padding."""
+    width = round_up(max(map(len, prompts)))
+    tokens = np.zeros((max(num_rows, len(prompts)), width), np.int32)
+    segments = np.zeros_like(tokens)
+    for row, ids in enumerate(prompts):
+        tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
+    return tokens, segments
 
 
 def without_pipeline(engine: Engine, params: Any) -> tuple[Any, Mesh]:
@@ -219,6 +256,7 @@ def filtered_logits(
 @functools.partial(jax.jit, static_argnames=("model", "mesh", "width", "vocab_size", "ends"))
 def _extend(
     params: Any,
+    source: Source | None,
     tokens_BS: jax.Array,
     lengths_B: jax.Array,
     key: jax.Array,
@@ -227,7 +265,7 @@ def _extend(
     top_k: int,
     top_p: float,
     *,
-    model: Decoder,
+    model: Decoder | EncoderDecoder,
     mesh: Mesh,
     width: int,
     vocab_size: int,
@@ -240,8 +278,9 @@ def _extend(
     batch, slots = tokens_BS.shape
     place = row_placement(mesh, batch)
     params = jax.tree.map(lambda x: x.astype(model.settings.compute_dtype), params)
-    cache = place(model.empty_cache(batch, slots), CACHE_AXES)
-    cache = _prefill(model, params, tokens_BS[:, :width], cache, place)
+    cache = begin_cache(model, params, source, batch, slots, place)
+    if width:
+        cache = _prefill(model, params, tokens_BS[:, :width], cache, place)
     rows_B = jnp.arange(batch)
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
 
@@ -259,21 +298,38 @@ def _extend(
         next_B = _draw(logits_BV, keys_B, step, temperature, top_k, top_p)
         tokens_BS = tokens_BS.at[rows_B, places_B + 1].set(next_B)
         done_B |= jnp.isin(next_B, jnp.array(ends))
-        return step + 1, tokens_BS, done_B, place(cache, CACHE_AXES)
+        return step + 1, tokens_BS, done_B, place(cache, model.cache_axes)
 
     start = (jnp.zeros((), jnp.int32), tokens_BS, jnp.zeros(batch, bool), cache)
     tokens_BS = jax.lax.while_loop(unfinished, one, start)[1]
     return jax.lax.with_sharding_constraint(tokens_BS, replicated(mesh))
 
 
-def logits_of(model: Decoder, params: Any, x_BTD: jax.Array) -> jax.Array:
+def begin_cache(
+    model: Decoder | EncoderDecoder,
+    params: Any,
+    source: Source | None,
+    batch: int,
+    slots: int,
+    place: Place,
+) -> Any:
+    """A cache without a token of the decoder; `source` is what an encoder reads."""
+    if isinstance(model, EncoderDecoder):
+        assert source is not None, "it has an encoder"
+        cache = model.encode(params, *source, slots, place)
+    else:
+        cache = model.empty_cache(batch, slots)
+    return place(cache, model.cache_axes)
+
+
+def logits_of(model: Decoder | EncoderDecoder, params: Any, x_BTD: jax.Array) -> jax.Array:
     """The model's logits of what its layers return, float32 [B, T, V]."""
     return model.logits(head_params(model, params), x_BTD)
 
 
 def _prefill(
-    model: Decoder, params: Any, tokens_BT: jax.Array, cache: Cache, place: Place
-) -> Cache:
+    model: Decoder | EncoderDecoder, params: Any, tokens_BT: jax.Array, cache: Any, place: Place
+) -> Any:
     """The cache filled with the prompts, and with the padding of the shorter ones.
 
     The slot of a padding token is overwritten before any query attends to it.
@@ -285,7 +341,7 @@ def _prefill(
         part_BT = jax.lax.dynamic_slice_in_dim(tokens_BT, start, chunk, axis=1)
         positions_BT = jnp.broadcast_to(start + jnp.arange(chunk), part_BT.shape)
         _, cache = model.decode(params, part_BT, positions_BT, cache, place)
-        return place(cache, CACHE_AXES), None
+        return place(cache, model.cache_axes), None
 
     return jax.lax.scan(one, cache, jnp.arange(0, width, chunk))[0]
 
@@ -300,18 +356,28 @@ def _draw(logits_BV, keys_B, step, temperature, top_k, top_p) -> jax.Array:
 
 
 def row_placement(mesh: Mesh, batch: int) -> Place:
-    """Spreads trees of arrays by logical axes: heads over tensor, and rows where they divide."""
+    """Spreads arrays by logical axes: heads over tensor, slots of a cache over context, and rows
+    where they divide.
+
+    What it returns takes a tree of arrays, and their axes: those of all of them, or a tree of axes
+    for parts of it.
+    """
     replicas = math.prod(mesh.shape[axis] for axis in ACTIVATIONS["batch"])
     rules = {**ACTIVATIONS, "layers": (), "vocab": (), "whole_kv_heads": ()}
+    # The tokens of a row that are read together are not spread, those in the cache are.
+    rules |= {"slots": ACTIVATIONS["seq"], "seq": (), "residual_seq": ()}
     if batch % replicas:
         rules["batch"] = ()
 
-    def place(tree: Any, axes: Axes) -> Any:
-        def one(leaf: jax.Array) -> jax.Array:
-            spec = resolve(whole_kv_heads(axes, leaf, mesh.shape), rules, mesh.shape)
-            return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+    def constrain(axes: Axes, leaf: jax.Array) -> jax.Array:
+        spec = resolve(whole_kv_heads(axes, leaf, mesh.shape), rules, mesh.shape)
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
-        return jax.tree.map(one, tree)
+    def place(tree: Any, axes: Any) -> Any:
+        def part(axes: Axes, leaves: Any) -> Any:
+            return jax.tree.map(functools.partial(constrain, axes), leaves)
+
+        return jax.tree.map(part, axes, tree, is_leaf=is_axes)
 
     return place
 
@@ -326,8 +392,9 @@ def round_up(length: int) -> int:
 def _continuation(tokenizer: Tokenizer, row: np.ndarray, length: int) -> str:
     ends = np.flatnonzero(np.isin(row[length:], (tokenizer.boundary, *tokenizer.ends)))
     end = length + int(ends[0]) if len(ends) else len(row)
+    given, whole = (ids[ids < tokenizer.vocab_size] for ids in (row[:length], row[:end]))
     # Decoded together: a token alone may lose a space, or half of a character, at its edge.
-    return tokenizer.decode(row[:end])[len(tokenizer.decode(row[:length])) :]
+    return tokenizer.decode(whole)[len(tokenizer.decode(given)) :]
 
 
 def _check_settings(

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from jaxscale.hugging_face import model_folder
 from jaxscale.hugging_face.model_folder import open_model
 from jaxscale.hugging_face.safetensors_format import read_header
 from tests.hugging_face import tiny_llama
@@ -46,7 +47,10 @@ def wrong_size(folder):
 REFUSED = {
     "type": (config(model_type="lama"), "model_type 'lama' is not supported; it can be .*llama"),
     "setting": (config(rope_turns=3), r"config.json: .*rope_turns"),
-    "code": (config(auto_map={"AutoModel": "x.Y"}), "auto_map: .* code of its own"),
+    "code": (
+        config(model_type="lama", auto_map={"AutoModel": "x.Y"}),
+        r"model_type 'lama' is not supported \(its auto_map names code .* not run\); it can be",
+    ),
     "quantized": (config(quantization_config={}), "quantized weights"),
     "pickle": (pickled, r"pickles \(pytorch_model.bin\).*safetensors first"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
@@ -71,6 +75,20 @@ def test_a_folder_that_cannot_be_used_is_refused(name, tmp_path):
     change(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         open_model(folder)
+
+
+def test_code_of_its_own_is_not_run_and_a_line_says_so(tmp_path, monkeypatch):
+    """The family is one of ours: its own implementation reads the same tensors."""
+    said = []
+    monkeypatch.setattr(model_folder.log, "warning", said.append)
+    folder = tiny_llama.save(tmp_path)
+    plain = open_model(folder)
+    assert said == []
+    config(auto_map={"AutoModel": "x.Y"})(folder)
+    assert open_model(folder).settings == plain.settings
+    (line,) = said
+    assert f"{folder / 'config.json'} names code of its own (auto_map), which is not run" in line
+    assert "jaxscale's llama" in line
 
 
 def test_headers_are_read_as_the_library_writes_them(tmp_path):

@@ -35,6 +35,7 @@ class Document(NamedTuple):
     hash: int  # of the identity, the same for all parts
     loss: tuple[Span, ...] | None = None  # what is predicted; None is all of it
     chat: bool = False  # rendered by a chat template, special tokens written out
+    apart: bool = False  # what carries loss is tokenised on its own
 
 
 Render = Callable[[Messages], tuple[str, list[Span]]]
@@ -89,8 +90,8 @@ def read_documents(piece: Piece, render: Render | None = None) -> Iterator[Docum
                 continue
             identity = file.identity if whole else f"{file.identity}#{position}"
             if not limit or num_bytes <= limit:
-                chat = bool(file.source.messages)
-                yield Document(text, num_bytes, hash_identity(identity), loss, chat)
+                chat, apart = bool(file.source.messages), file.source.apart
+                yield Document(text, num_bytes, hash_identity(identity), loss, chat, apart)
             elif file.source.long_documents == "split":
                 yield from _split(text, limit, hash_identity(identity))
             else:

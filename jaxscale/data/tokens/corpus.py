@@ -96,6 +96,11 @@ class Corpus:
             place += length
         return found
 
+    def marks(self, start: int, stop: int) -> set[bool]:
+        """Whether the shards of these tokens mark which of them carry loss."""
+        counted = self.counted or (None,) * len(self.shards)
+        return {counted[i] is not None for i, _ in self._parts(start, stop)}
+
     def _parts(self, start: int, stop: int) -> list[tuple[int, slice]]:
         """The shards that hold tokens from `start` to `stop`, and which of theirs those are."""
         first, last = np.searchsorted(self._starts, [start, max(start, stop - 1)], "right") - 1

@@ -35,7 +35,9 @@ def encode_documents(
     """
     texts = [document.text for document in documents if document.loss is None]
     encoded = iter(tokenizer.encode(texts))
-    pairs = iter(encode_pairs(tokenizer, [_pair(d) for d in documents if d.loss and not d.chat]))
+    exchanges = [d for d in documents if d.loss and not d.chat]
+    apart = [document.apart for document in exchanges]
+    pairs = iter(encode_pairs(tokenizer, list(map(_pair, exchanges)), apart))
     end = [] if tokenizer.bos is None else [tokenizer.boundary]
     whole: list[Sequence[int] | np.ndarray] = []
     lengths, counted, num_bytes = [], [], 0
@@ -60,19 +62,22 @@ def encode_documents(
 
 
 def encode_pairs(
-    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]
+    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], apart: Sequence[bool] = ()
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Ids of texts and of what follows each, as a model that is given the first continues it.
 
     The ids of the first are what they are alone. Those of the second come from both texts encoded
     together where that leaves the first as it is, and else from the second alone.
+
+    Args:
+      apart: of each pair, whether its second is encoded alone in any case; none by default.
     """
     firsts = tokenizer.encode([first for first, _ in pairs])
     wholes = tokenizer.encode([first + second for first, second in pairs])
     alone = tokenizer.encode([second for _, second in pairs])
     encoded = []
-    for first, whole, second in zip(firsts, wholes, alone):
-        if np.array_equal(whole[: len(first)], first) and len(whole) > len(first):
+    for first, whole, second, own in zip(firsts, wholes, alone, apart or [False] * len(pairs)):
+        if not own and np.array_equal(whole[: len(first)], first) and len(whole) > len(first):
             second = whole[len(first) :]
         encoded.append((first, second))
     return encoded

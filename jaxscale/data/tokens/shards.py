@@ -335,6 +335,7 @@ def _key(piece: Piece) -> list[object]:
         source.boundary,
         source.max_document_bytes,
         source.long_documents,
+        *(["apart"] if source.apart else []),
     ]
 
 

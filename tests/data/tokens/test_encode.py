@@ -1,5 +1,6 @@
 """Prompts with responses, and conversations: loss on what is to be learned, and nothing else."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -13,10 +14,12 @@ from jaxscale.data.dataset import Dataset, open_dataset
 from jaxscale.data.loader import batches
 from jaxscale.data.text.text_files import find_files
 from jaxscale.data.tokens.corpus import open_corpus, open_folder
+from jaxscale.data.tokens.encode import encode_pairs
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import plan
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from tests.data.dialogues import CONVERSATIONS, MARKED, write_lines, write_tokenizer
+from tests.data.documents import assert_same
 
 PAIRS = [{"question": "what is " * (1 + i), "answer": "of course " * (1 + i % 3)} for i in range(9)]
 BYTES = load_tokenizer("bytes")
@@ -217,3 +220,65 @@ def test_messages_may_be_json_in_a_text_column(tmp_path):
         for path in (tmp_path / "a.parquet", lines)
     ]
     np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["boundary", "bos"])
+def test_an_encoder_reads_prompts_and_its_decoder_writes_responses(begun, tmp_path):
+    """Whole pairs, as many as fit in a row, each once in an epoch; too long ones are left out."""
+    tokenizer = dataclasses.replace(BYTES, bos=255 if begun else None)
+    long = [{"question": "q" * 80, "answer": "a"}, {"question": "q", "answer": "a" * 40}]
+    source = pairs(write_lines(tmp_path / "a.jsonl", [*PAIRS, *long, {**PAIRS[0], "question": ""}]))
+    settings = {"seq_len": 80, "target_len": 40, "objective": "prefix", "heldout": 0}
+    config = DataConfig(source=(source,), **settings)
+    assert config.source[0].apart
+    dataset = open_dataset(config, tokenizer, split="train")
+    found, rows = [], [dataset[i] for i in range(2 * len(dataset))]
+    for row in rows:
+        read, segments = (row.extras[f"encoder_{name}"] for name in ("tokens", "segments"))
+        for segment in range(1, row.segments.max() + 1):
+            ours = row.segments == segment
+            *prompt, end = read[segments == segment]
+            *response, last = row.targets[ours]
+            assert end == last == tokenizer.boundary
+            assert row.tokens[ours].tolist() == [tokenizer.decoder_start, *response]
+            assert (row.weights[ours] == 1).all()
+            found.append((bytes(prompt).decode(), bytes(response).decode()))
+        assert segments.max() == row.segments.max() > 0
+    expected = [(one["question"], one["answer"]) for one in PAIRS] + [("", PAIRS[0]["answer"])]
+    assert sorted(found) == sorted(2 * expected)
+    assert len(dataset) < len(expected), "rows hold several"
+    again = open_dataset(config, tokenizer, split="train")
+    assert again.fingerprint == dataset.fingerprint
+    assert_same(again[len(rows) - 1], rows[-1])
+    beyond = dataclasses.replace(dataset, split="heldout")[len(dataset) + 3]
+    assert not beyond.weights.any()
+
+
+def test_pairs_that_an_encoder_cannot_read_are_refused(tmp_path):
+    source = pairs(write_lines(tmp_path / "a.jsonl", PAIRS))
+    short = {"seq_len": 4, "target_len": 4, "heldout": 0, "objective": "prefix"}
+    for own, change, said in (
+        (
+            [source],
+            {},
+            "all 9 prompts and responses do not fit in data.seq_len = 4 and",
+        ),
+        ([source], {"objective": "ul2"}, "'ul2' chooses what a decoder writes, .* = 'prefix'"),
+        ([{"path": "a.jsonl", "messages": "m"}], {}, "are conversations, and data.target_len = 4"),
+        ([source, "README.md"], {}, "beside other texts, .*; give each entry a weight"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            open_dataset(DataConfig(source=own, **{**short, **change}), BYTES, split="train")
+
+
+def test_a_response_apart_has_the_ids_that_it_has_alone():
+    """As a decoder writes it, in front of which there is no text."""
+
+    def encode(texts):  # like SentencePiece, which marks the begin of a text
+        return [np.array([1000 + ord(text[0]), *map(ord, text[1:])]) for text in texts]
+
+    tokenizer, pairs = dataclasses.replace(BYTES, encode=encode), [("ab", "cd")]
+    ((_, together),) = encode_pairs(tokenizer, pairs)
+    ((_, apart),) = encode_pairs(tokenizer, pairs, [True])
+    assert together.tolist() == [ord("c"), ord("d")]
+    assert apart.tolist() == encode(["cd"])[0].tolist() == [1000 + ord("c"), ord("d")]
