@@ -3,6 +3,7 @@ of a decoder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,9 +26,9 @@ class Mixer:
 
     settings: MixerSettings
     kernels: Kernels
-    borrows = {"tied": ("embed", "tokens")}
+    borrows = MappingProxyType({"tied": ("embed", "tokens")})
     metrics = ()
-    rules = {}
+    rules = MappingProxyType({})
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -51,7 +52,8 @@ class Mixer:
             name: 0.1 * jax.random.normal(jax.random.fold_in(key, len(shape)), shape, dtype)
             for name, shape in shapes.items()
         }
-        return {"embed": {"tokens": draw["embed"]}, "layers": {"weight": draw["layers"]}, "head": {}}
+        layers = {"weight": draw["layers"]}
+        return {"embed": {"tokens": draw["embed"]}, "layers": layers, "head": {}}
 
     def enter(self, embed: Params, stream: Stream, batch: Batch) -> Stream:
         x = self.kernels.lookup(embed["tokens"], batch.tokens, "vocab", self.settings.compute_dtype)
