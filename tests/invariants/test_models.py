@@ -42,15 +42,16 @@ from tests.models import two_stacks
 
 LAYERED = {"zero_stage": 3, "accumulation": "layered", "microbatches": 2}
 SHARDED_GRADS = {"zero_stage": 2, "microbatches": 2}
+GATHER = {"context_method": "gather"}
 INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
 LAYOUTS = {
     "two stacks": [
         {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, **INTERLEAVED},
-        {"data": 2, "fsdp": 2, "context": 2, **LAYERED, "remat": "full"},
+        {"data": 2, "fsdp": 2, "context": 2, **LAYERED, **GATHER, "remat": "full"},
         {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"},
     ],
     "local and global layers": [
-        {"data": 2, "fsdp": 2, "context": 2, **LAYERED, "context_method": "gather"},
+        {"data": 2, "fsdp": 2, "context": 2, **LAYERED, **GATHER},
         {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"},
     ],
     "own block and loss": [
@@ -59,7 +60,7 @@ LAYOUTS = {
     ],
     "encoder and decoder": [
         {"pipeline": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"},
-        {"fsdp": 2, "context": 2, "tensor": 2, **LAYERED, "context_method": "gather"},
+        {"fsdp": 2, "context": 2, "tensor": 2, **LAYERED, **GATHER},
     ],
     "esm": [{"fsdp": 2, "tensor": 2, "context": 2, "zero_stage": 3, "microbatches": 2}],
     "bert": [
