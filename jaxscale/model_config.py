@@ -55,6 +55,7 @@ class ModelSettings:
     attention: str = "auto"
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
+    init_from: str = ""  # a run of the same model, whose weights a new run starts from
 
     def __post_init__(self) -> None:
         for name in ("attention", "compute_dtype", "param_dtype"):

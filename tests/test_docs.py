@@ -2,6 +2,7 @@
 what any page names is there."""
 
 import functools
+import importlib
 import os
 import pathlib
 import re
@@ -9,7 +10,13 @@ import shlex
 import subprocess
 import sys
 
+import jax
 import pytest
+
+from jaxscale import train
+from jaxscale.run import trainer
+from jaxscale.training import metrics
+from tests.invariants.layouts import compile_step
 
 PAGES = sorted(pathlib.Path("docs").glob("*.md"))
 TEXTS = {
@@ -22,34 +29,68 @@ SHORTER = {  # page -> what makes its command shorter, or smaller than what it s
 INDEX = {name for name in TEXTS if name != "README.md"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "worked_example.md"], ids=lambda path: path.stem
+)
 def test_a_page_opens_with_a_command_that_runs(page, tmp_path):
-    title, _, purpose, *rest = TEXTS[page.name].splitlines()
+    for line in opening(page.name).splitlines():
+        run(line, tmp_path, *SHORTER.get(page.name, []))
+
+
+def opening(name: str) -> str:
+    title, _, purpose, *rest = TEXTS[name].splitlines()
     assert title.startswith("# ")
     assert purpose
     block = re.search(r"```bash\n(.*?)```", "\n".join(rest[:20]), re.DOTALL)
     assert block, "no command near the top of the page"
-    for line in block.group(1).splitlines():
-        words = shlex.split(line)
-        variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
-        words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
-        assert words.pop(0) == "python"
-        words = [re.sub(r"^runs/", f"{tmp_path}/", word) for word in words]
-        here = pathlib.Path(sys.executable).parent  # so that its own `python` is this one
-        done = subprocess.run(
-            [sys.executable, *words, *SHORTER.get(page.name, [])],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env={
-                **os.environ,
-                "PATH": f"{here}{os.pathsep}{os.environ['PATH']}",
-                "JAX_NUM_CPU_DEVICES": "1",
-                "JAX_ENABLE_X64": "0",
-                **variables,
-            },
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    return block.group(1)
+
+
+def run(line: str, folder: pathlib.Path, *more: str) -> None:
+    """A command of a page, with its runs in a folder."""
+    words = shlex.split(line)
+    variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+    words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+    assert words.pop(0) == "python"
+    words = [re.sub(r"^runs/", f"{folder}/", word) for word in words]
+    here = pathlib.Path(sys.executable).parent  # so that its own `python` is this one
+    done = subprocess.run(
+        [sys.executable, *words, *more],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={
+            **os.environ,
+            "PATH": f"{here}{os.pathsep}{os.environ['PATH']}",
+            "JAX_NUM_CPU_DEVICES": "1",
+            "JAX_ENABLE_X64": "0",
+            **variables,
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_worked_example_works(tmp_path, monkeypatch):
+    """All its commands and Python, in this process, which has the eight devices that they ask for
+    and JAX imported."""
+    monkeypatch.setattr(train, "_show_sample", lambda *arguments: None)  # seconds to compile
+    monkeypatch.setattr(trainer, "compile_step", compile_step)  # in a hurry
+    monkeypatch.setattr(metrics, "plot", lambda *arguments: None)
+    assert opening("worked_example.md")
+    text = TEXTS["worked_example.md"].replace("runs/", f"{tmp_path}/")
+    blocks = re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 7
+    with jax.enable_x64(False):
+        for language, block in blocks:
+            if language == "python":
+                exec(block, {})
+                continue
+            words = shlex.split(block.replace("\\\n", ""))
+            words = words[words.index("python") :]
+            assert words[:2] == ["python", "-m"]
+            command = importlib.import_module(words[2])
+            more = ["--trackers", "none", "--config.data.heldout=0"] if command is train else []
+            assert command.main([*words[3:], *more]) == 0
 
 
 @functools.cache

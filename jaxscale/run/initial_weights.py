@@ -17,6 +17,7 @@ from jaxscale.config import Config, ModelConfig
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.distributed import processes
 from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face, open_model
+from jaxscale.model_config import is_own_family
 from jaxscale.run_folder import TOKENIZERS
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.step import Engine, TrainState
@@ -70,8 +71,11 @@ class RunWeights:
 Weights = HuggingFaceModel | RunWeights
 
 
-def open_weights(directory: pathlib.Path) -> Weights:
+def open_weights(directory: pathlib.Path, trusted_family: str = "") -> Weights:
     """A Hugging Face model's folder, or the newest checkpoint of a run's.
+
+    Args:
+      trusted_family: a family of one's own that may be imported; that of the new run, say.
 
     Raises:
       FileNotFoundError: the folder holds neither.
@@ -83,7 +87,13 @@ def open_weights(directory: pathlib.Path) -> Weights:
     # The objective goes along since a model need not be causal.
     data = {key: value for key, value in sections.get("data", {}).items() if key == "objective"}
     given = {"model": sections.get("model", {}), "data": data}
-    config = configs.from_dict(given, trust_foreign=False)
+    family = given["model"].get("family", "")
+    if is_own_family(family) and family != trusted_family:
+        raise ValueError(
+            f"{directory} holds a model of code from outside the package, model.family = "
+            f"{family!r}; only a run with the same model.family can start from it"
+        )
+    config = configs.from_dict(given)
     with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
         step = processes.from_first("checkpoint of init_from", checkpoints.latest())
         if step is None:
@@ -129,11 +139,12 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
                 f"model.init_from = {name!r}, and {workdir} already holds weights to start from "
                 "(checkpoint 0); leave model.init_from empty, or start a new --workdir"
             )
-        why, weights = f"--workdir {workdir}", open_weights(workdir)
+        why, folder = f"--workdir {workdir}", workdir
     elif name:
-        why, weights = f"model.init_from = {name!r}", open_weights(pathlib.Path(name))
+        why, folder = f"model.init_from = {name!r}", pathlib.Path(name)
     else:
         return None
+    weights = open_weights(folder, config.model.family)
     check_settings(config.model, weights, why)
     weights.check(engine.model.axes, engine.placement.canonical.params)
     if config.optimizer.keep_state and not weights.has_state:

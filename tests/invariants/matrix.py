@@ -1,5 +1,5 @@
-"""The layouts that the suite proves: every factorisation of eight devices, and every pair of
-settings."""
+"""The layouts that are proven: of a decoder, every factorisation of eight devices and every pair of
+settings; of each other kind of model, every pair of settings on eight devices."""
 
 import itertools
 import math
@@ -20,6 +20,8 @@ REMATS = (
     "save:query,attention,mlp_up",
     "offload:key,value,mlp_gate",
 )
+SCHEDULES = ("1f1b", "interleaved", "zb_v")
+MODEL_REMATS = ("none", "full", "save_matmuls")
 OFFLOADS = ("none", "optimizer", "activations", "optimizer,activations")
 METHODS = ("ring", "gather")
 
@@ -73,6 +75,36 @@ def sample(layouts: Iterable[Choice], count: int = 96) -> list[Choice]:
     return random.Random(1).sample(list(layouts), count)
 
 
+def every_model_layout() -> Iterator[Choice]:
+    """Three axes of eight devices, of which one may be that of a pipeline."""
+    for several in itertools.combinations(("pipeline", *AXES), 3):
+        axes = {axis: 2 if axis in several else 1 for axis in ("pipeline", *AXES)}
+        for stage, remat in itertools.product(_stages(axes), MODEL_REMATS):
+            if axes["pipeline"] == 1:
+                for accumulation, method in itertools.product(ACCUMULATIONS[1:], _methods(axes)):
+                    yield _layout(axes, stage, accumulation, remat, "none", method)
+                continue
+            # A row for each micro-batch of eight rows, of which zb_v needs three.
+            microbatches = min(4, 8 // (axes["data"] * axes["fsdp"]))
+            for schedule in SCHEDULES if microbatches > 2 else SCHEDULES[:-1]:
+                accumulation = ("sequential", microbatches)
+                method = "gather" if axes["context"] > 1 else "ring"
+                layout = _layout(axes, stage, accumulation, remat, "none", method)
+                yield {**layout, "schedule": schedule}
+
+
+def pairwise_model_layouts() -> list[Choice]:
+    """Every two settings, the size of an axis being one, together in some layout."""
+    everything, chosen = list(every_model_layout()), []
+    random.Random(0).shuffle(everything)
+    missing = set().union(*map(_pairs, everything))
+    while missing:
+        gains = [len(_pairs(layout) & missing) for layout in everything]
+        chosen.append(everything[gains.index(max(gains))])
+        missing -= _pairs(chosen[-1])
+    return chosen
+
+
 def name(layout: Choice) -> str:
     """For a test's identity: what is not as usual."""
     shown = {key: value for key, value in layout.items() if value not in (1, "none")}
@@ -103,6 +135,8 @@ def _methods(axes: Choice) -> tuple[str, ...]:
 def _pairs(layout: Choice) -> set[tuple]:
     settings = {**layout, "accumulation": (layout["accumulation"], layout["microbatches"])}
     del settings["microbatches"]
+    if "schedule" in settings:
+        settings["accumulation"] = settings.pop("schedule")
     if layout["fsdp"] == 1:
         del settings["zero_stage"]
     if layout["context"] == 1:

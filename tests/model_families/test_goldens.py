@@ -66,6 +66,12 @@ def test_masked_texts_that_share_a_row_do_not_see_each_other(name):
         model, mask = from_pretrained(GOLDENS / name), 32
         texts = [np.array(text) for text in ([5, mask, 7, 8, 9], [4, 4, mask, mask], [mask], [11])]
         segments = np.concatenate([np.full(len(text), i + 1) for i, text in enumerate(texts)])
-        packed = model(np.concatenate(texts)[None], segments=segments[None])[0]
-        alone = np.concatenate([model(text[None])[0] for text in texts])
+        # The first row has all texts, the others one each, and padding.
+        rows = [(np.concatenate(texts), segments), *((text, text > 0) for text in texts)]
+        tokens, segments = (
+            np.stack([np.pad(row[part], (0, len(segments) - len(row[part]))) for row in rows])
+            for part in (0, 1)
+        )
+        packed, *alone = model(tokens, segments=segments.astype(np.int32))
+    alone = np.concatenate([logits[: len(text)] for logits, text in zip(alone, texts)])
     np.testing.assert_allclose(packed, alone, rtol=0, atol=1e-5)

@@ -1,0 +1,207 @@
+"""One of each kind of model, and short runs of it in float64, for the proofs over layouts."""
+
+import functools
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jaxscale.batch import Batch
+from jaxscale.config import Config, from_dict
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.step import Engine, TrainState, make_engine
+from tests.models import two_stacks
+
+BATCH, SEQ_LEN, STEPS, VOCABULARY = 8, 16, 3, 64
+FLOAT64 = {"compute_dtype": "float64", "param_dtype": "float64"}
+SIZES = {"d_model": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "d_ff": 48}
+OWN_MODEL = pathlib.Path(__file__).parents[2] / "docs" / "my_model.py"
+
+Layout = dict[str, Any]
+
+
+def import_own_model() -> str:
+    """The model of docs/own_model.md, as a family."""
+    if OWN_MODEL.stem not in sys.modules:
+        spec = importlib.util.spec_from_file_location(OWN_MODEL.stem, OWN_MODEL)
+        assert spec
+        assert spec.loader
+        sys.modules[OWN_MODEL.stem] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return "my_model:MyModel"
+
+
+class Kind(NamedTuple):
+    """A model, and what `make_engine` needs beside its settings."""
+
+    settings: dict
+    own: Callable[[], dict[str, Any]] = dict
+    target_len: int = 0
+    objective: str = "causal"
+
+
+T5 = {"family": "t5", "num_layers": 2, "num_encoder_layers": 2, "d_model": 16, "num_heads": 4}
+T5 |= {"head_dim": 8, "d_ff": 32, "relative_buckets": 8, "relative_max_distance": 12}
+MASKED = SIZES | {"num_layers": 4, "num_kv_heads": 4}
+
+KINDS = {
+    "two stacks": Kind(
+        # One reader more than two stages share, and one writer more than whole periods.
+        {
+            "family": "tests.models.two_stacks:make",
+            **two_stacks.SETTINGS,
+            "readers": 3,
+            "writers": 5,
+        },
+        lambda: {"rules": {"distances": ()}},
+    ),
+    "local and global layers": Kind(
+        {
+            "family": "gemma3",
+            "num_layers": 9,  # a period for each of four stages, and one layer more
+            "layer_pattern": "LG",
+            "sliding_window": 3,
+            "local_rope_theta": 100.0,
+            "dropout": 0.2,
+            **SIZES,
+        }
+    ),
+    "own block and loss": Kind(
+        {"family": import_own_model(), "num_layers": 4, **SIZES},
+        lambda: {"optimizer": optax.lamb(1e-3)},
+    ),
+    "encoder and decoder": Kind(T5, target_len=8, objective="span_corruption"),
+    "bert": Kind(MASKED | {"family": "bert", "max_seq_len": SEQ_LEN}, objective="masked"),
+    "esm": Kind(
+        MASKED | {"family": "esm", "dropped_token": 3, "embedding_norm": True}, objective="masked"
+    ),
+}
+
+
+def make_config(kind: Kind, **layout) -> Config:
+    return from_dict(
+        {
+            "model": {**kind.settings, **FLOAT64, "vocab_size": VOCABULARY},
+            "data": {
+                "global_batch_size": BATCH,
+                "seq_len": SEQ_LEN,
+                "target_len": kind.target_len,
+                "objective": kind.objective,
+            },
+            "optimizer": {
+                "accumulation_dtype": "float64",
+                "moment_dtype": "float64",
+                "second_moment_dtype": "float64",
+            },
+            "layout": {"data": 1, **layout},
+        }
+    )
+
+
+def make_batches(extras: dict, seq_len: int = SEQ_LEN, *, masked: bool = False) -> Iterator[Batch]:
+    """Two documents a row, of which an encoder also has padding; of masked texts a seventh of the
+    tokens is the one that ESM-2 drops."""
+    random = np.random.default_rng(0)
+
+    def draw(length: int) -> np.ndarray:
+        return random.integers(0, VOCABULARY, (BATCH, length), np.int32)
+
+    for _ in range(STEPS):
+        tokens = draw(seq_len)
+        targets = np.roll(tokens, -1)
+        if masked:
+            dropped = random.random(tokens.shape) < 1 / 7
+            tokens, targets = np.where(dropped, np.int32(3), tokens), tokens
+        place = np.broadcast_to(np.arange(seq_len, dtype=np.int32), tokens.shape)
+        weights = (random.random(tokens.shape) < 0.8).astype(np.float32)
+        more = {name: draw(length) for name, (length, _) in extras.items()}
+        if "encoder_segments" in more:
+            more["encoder_segments"] = np.sort(more["encoder_segments"] % 3)[:, ::-1].copy()
+        cut = seq_len // 2 + 1
+        segments, positions = 1 + place // cut, place % cut
+        yield Batch(tokens, targets, segments, positions, weights, more or ())
+
+
+def batches(engine: Engine) -> list[Batch]:
+    data = engine.config.data
+    extras = dict(engine.model.extras(SEQ_LEN))
+    return list(make_batches(extras, data.output_len, masked=data.objective == "masked"))
+
+
+def open_engine(name: str, layout: Layout) -> Engine:
+    """The engine of a kind on as many of the eight devices as the layout needs."""
+    config = make_config(KINDS[name], **layout)
+    mesh = make_mesh(config.layout, jax.devices()[: config.layout.num_devices])
+    return make_engine(config, mesh, **KINDS[name].own())
+
+
+@functools.cache
+def one_device(name: str) -> Engine:
+    return open_engine(name, {})
+
+
+@functools.cache
+def first_state(name: str) -> TrainState:
+    """Of one device, as NumPy arrays: making it on every layout would cost a program each."""
+    return jax.device_get(one_device(name).init(jax.random.key(0)))
+
+
+def on_ranks(engine: Engine, state: TrainState) -> TrainState:
+    """A state in canonical form, as the engine takes it."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, engine.placement.canonical)
+    return engine.placement.from_canonical(jax.device_put(state, shardings))
+
+
+def advance(engine: Engine, state: TrainState, begin: int = 0, end: int = STEPS):
+    """The state after the steps from `begin` to `end`, and their metrics."""
+    found = []
+    for batch in batches(engine)[begin:end]:
+        state, metrics = engine.step(state, engine.shard(batch))
+        found.append(jax.device_get(metrics))
+    return state, found
+
+
+def canonical(engine: Engine, state: TrainState) -> TrainState:
+    return jax.device_get(engine.placement.to_canonical(state))
+
+
+@functools.cache
+def on_one_device(name: str):
+    """Metrics of the steps, the last state, and an evaluation's sums."""
+    engine = one_device(name)
+    state, found = advance(engine, on_ranks(engine, first_state(name)))
+    return found, jax.device_get(state), evaluate(engine, state)
+
+
+def evaluate(engine: Engine, state: TrainState):
+    batch, num_bytes = engine.shard(batches(engine)[0]), np.ones(VOCABULARY, np.float32)
+    return jax.device_get(tuple(engine.evaluate(state.params, batch, num_bytes)))
+
+
+def relative_error(got: Any, wanted: Any) -> float:
+    """The largest difference of two trees, relative to its entry and 1e-2: parameters near zero are
+    compared to what some updates move."""
+
+    def error(a, b) -> float:
+        assert np.shape(a) == np.shape(b)
+        return np.max(np.abs(a - b) / (np.abs(b) + 1e-2))
+
+    return max(jax.tree.leaves(jax.tree.map(error, got, wanted)))
+
+
+def check_model_layout(name: str, layout: Layout) -> dict[str, float]:
+    """Some steps against one device; returns the relative errors."""
+    engine, (expected, last, _) = open_engine(name, layout), on_one_device(name)
+    state, found = advance(engine, on_ranks(engine, first_state(name)))
+    errors = {
+        "loss": max(abs(a.loss / b.loss - 1) for a, b in zip(found, expected)),
+        "gradient norm": max(abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(found, expected)),
+        "parameters": relative_error(canonical(engine, state).params, last.params),
+    }
+    assert max(errors.values()) < 1e-10, errors
+    return errors

@@ -1,0 +1,64 @@
+"""Runs of a model of one's own: another run starts from its weights, on another layout, and it is
+evaluated where its code is trusted."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxscale import evaluate
+from jaxscale.config import from_dict
+from jaxscale.run import trainer
+from jaxscale.run.initial_weights import open_weights
+
+FAMILY = "tests.models.mixer:make"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts") / "text.txt"
+    path.write_text("the quick brown fox jumps over it\n\n" * 99)
+    return path
+
+
+def train(texts, workdir, layout: dict, **changes):
+    """The parameters after a step."""
+    sections = {
+        "model": {"family": FAMILY, "width": 8, "compute_dtype": "float32", **changes},
+        "data": {
+            "source": [{"path": str(texts), "boundary": "paragraph"}],
+            "tokenizer": "bytes",
+            "seq_len": 16,
+            "global_batch_size": 8,
+            "heldout": 0.5,
+        },
+        "optimizer": {"warmup_steps": 0, "learning_rate": 0.0 if changes else 0.1},
+        "layout": layout,
+        "run": {"steps": 1, "eval_batches": 1},
+    }
+    ready = trainer.open_trainer(from_dict(sections), workdir)
+    assert ready
+    state, _ = trainer.fit(ready, trackers=())
+    return jax.device_get(state.params)
+
+
+def test_a_run_starts_from_a_run_of_the_same_model_and_is_evaluated(texts, tmp_path, capsys):
+    first = train(texts, tmp_path / "first", {"data": 8})
+    init = {"init_from": str(tmp_path / "first")}
+    second = train(texts, tmp_path / "second", {"data": 2, "fsdp": 2, "tensor": 2}, **init)
+    jax.tree.map(np.testing.assert_array_equal, second, first)
+
+    asked = ["--workdir", str(tmp_path / "second"), "--max_batches", "1"]
+    with pytest.raises(SystemExit) as refused:
+        evaluate.main(asked)
+    assert refused.value.code == 2
+    assert f"model.family = '{FAMILY}'" in capsys.readouterr().err
+    out = tmp_path / "out.json"
+    assert evaluate.main([*asked, "--trust_family", "--json", str(out)]) == 0
+    lines = (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()
+    logged = [line["eval_loss"] for line in map(json.loads, lines) if "eval_loss" in line]
+    assert logged == [pytest.approx(json.loads(out.read_text())["eval_loss"], rel=1e-6)]
+
+    with pytest.raises(ValueError, match=r"first holds a model of code from outside the package"):
+        open_weights(tmp_path / "first", "docs.my_model:MyModel")
