@@ -82,6 +82,12 @@ class ModelSettings:
         """Whether the planner has formulas for the model's memory and time."""
         return False
 
+    @property
+    def has_flops_formula(self) -> bool:
+        """Whether the record counts the operations of a token; else they are counted in the traced
+        program."""
+        return False
+
 
 def is_own_family(family: str) -> bool:
     """Whether `model.family` is "module:function", from outside the package."""
@@ -307,7 +313,12 @@ class ModelConfig:
     @property
     def has_formulas(self) -> bool:
         """Whether the planner has formulas for the model's memory and time."""
-        return not self.num_encoder_layers and not is_own_family(self.family)
+        return not is_own_family(self.family)
+
+    @property
+    def has_flops_formula(self) -> bool:
+        """Whether `flops_per_token` counts the model's operations: those of a decoder alone."""
+        return self.has_formulas and not self.num_encoder_layers
 
     # What a layer does.
 

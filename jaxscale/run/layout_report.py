@@ -9,11 +9,12 @@ import jax
 
 from jaxscale.formatting import human_bytes, table
 from jaxscale.layout import REMATS, parse_remat
+from jaxscale.models.decoder import plain_kernels
 from jaxscale.pipeline import summary
 from jaxscale.pipeline.simulator import simulate
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.planner.memory.at_rest import sides
-from jaxscale.planner.memory.step import Memory, step_memory
+from jaxscale.planner.memory.step import Memory, is_predicted, step_memory
 from jaxscale.planner.model.param_shapes import parameters
 from jaxscale.planner.search.trainable_model import check_parameters
 from jaxscale.sharding.resolve import (
@@ -24,8 +25,9 @@ from jaxscale.sharding.resolve import (
     leaf_name,
     resolve,
 )
+from jaxscale.training.flops import step_flops
 from jaxscale.training.gradients import pipeline_buffers
-from jaxscale.training.step import Engine
+from jaxscale.training.step import Engine, find_model
 
 LARGE_BYTES = 1 << 20
 """A replicated parameter of at least this size gets a warning."""
@@ -38,7 +40,7 @@ def describe_layout(engine: Engine) -> str:
     those at rest are known.
     """
     parts = [_summary(engine), *_pipeline(engine), _stages(engine)]
-    if engine.config.model.has_formulas:
+    if is_predicted(engine.config):
         parts += [*_remats(engine), *_offloads(engine)]
     return "\n\n".join([*parts, _parameters(engine), *_warnings(engine)])
 
@@ -66,7 +68,7 @@ def _summary(engine: Engine) -> str:
 
 def _optimizer(engine: Engine) -> list[tuple[str, str]]:
     """FLOPs of Muon's update on each device."""
-    if engine.config.optimizer.name != "muon" or not engine.config.model.has_formulas:
+    if engine.config.optimizer.name != "muon" or not engine.config.model.has_flops_formula:
         return []
     sizes, model = engine.layout.sizes, engine.config.model
     stack = next(leaf for name, _, leaf in _leaves(engine) if name.startswith("layers/"))
@@ -138,9 +140,9 @@ def _num_params(engine: Engine) -> int:
 
 
 def _peak(engine: Engine) -> str:
-    if not engine.config.model.has_formulas:
+    if not is_predicted(engine.config):
         return (
-            "of a step not predicted: the planner has no formulas for this model; "
+            "of a step not predicted: the planner has no formulas for this model and layout; "
             "python -m jaxscale.aot compiles the step and says"
         )
     needs = _predict(engine)
@@ -159,10 +161,12 @@ def _remats(engine: Engine) -> list[str]:
     predicted = {remat: _predict(engine, remat=remat) for remat in policies}
     policies.sort(key=lambda remat: -predicted[remat].stash)
     rows = [("", "saved by layers", "whole step", "FLOPs")]
+    plain = find_model(config.model)(config.model, plain_kernels())
     for remat in policies:
         chosen, needs = " *" if remat == layout.remat else "", predicted[remat]
-        more = config.model.hardware_flops_per_token(config.data.seq_len, remat=remat)
-        more /= config.model.flops_per_token(config.data.seq_len)
+        changed = dataclasses.replace(layout, remat=remat)
+        flops = step_flops(dataclasses.replace(config, layout=changed), plain)
+        more = flops.hardware / flops.model
         rows.append(
             (
                 f"{remat}{chosen}",
@@ -263,7 +267,7 @@ def _warnings(engine: Engine) -> list[str]:
         if shards and leaf.size * leaf.dtype.itemsize >= LARGE_BYTES
         if not any(leaf.sharding.spec)
     ]
-    if engine.config.model.has_formulas:
+    if is_predicted(engine.config):
         found += _replicated(engine)
     if engine.stages and (advice := summary.advice(engine.layout, engine.stages)):
         found.append(advice)

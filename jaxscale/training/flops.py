@@ -43,7 +43,7 @@ def step_flops(config: Config, model: Model, recomputed: float = 0.0) -> StepFlo
         are recomputed.
     """
     settings, seq_len = config.model, config.data.seq_len
-    if settings.has_formulas:
+    if settings.has_flops_formula:
         hardware = settings.hardware_flops_per_token(
             seq_len, remat=config.layout.remat, recomputed=recomputed
         )

@@ -32,15 +32,34 @@ def test_there_are_enough_cases_and_each_is_its_own():
     assert len({case.name for case in tool.CASES}) == len(tool.CASES) >= 24
 
 
-@pytest.mark.parametrize("case", tool.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*tool.CASES, *tool.STAGES], ids=lambda case: case.name)
 def test_a_case_names_a_config_a_machine_and_settings_of_the_layout(case):
     assert (ROOT / "configs" / f"{case.model}.py").is_file()
     assert f"{case.topology.partition(':')[0]}:" in topology.describe_topologies()
     names = [setting.partition("=")[0] for setting in case.layout.split()]
+    names = [name for name in names if "." not in name]
     assert set(names) <= set(vars(Layout()))
     sequences = case.sequences * tool.num_devices(case.topology)
     assert sequences == round(sequences)
     assert config.load(str(ROOT / "configs" / f"{case.model}.py")).model.num_layers > 1
+
+
+def test_a_step_of_every_zero_stage_is_shown_whether_it_fits_or_not():
+    kept = {case.name: FITS for case in tool.STAGES}
+    kept[tool.STAGES[0].name] = FITS | {"fits": False, "peak_bytes": 20e9}
+    first, *others = tool.stage_table(kept).splitlines()[2:]
+    assert "4.0 GB too much" in first
+    assert len(others) == 3
+    assert all("fits" in line for line in others)
+    # 16, 4 + 12 / n, 2 + 14 / n and 16 / n bytes a parameter.
+    assert [round(tool.zero_bytes(10**9, stage, 4) / 1e9, 2) for stage in range(4)] == [
+        16.0,
+        7.0,
+        5.5,
+        4.0,
+    ]
+    text = tool.put("a\n<!-- x -->\nold\n<!-- y -->\nb", "<!-- x -->", "new", "<!-- y -->")
+    assert text == "a\n<!-- x -->\nnew\n<!-- y -->\nb"
 
 
 def test_a_row_says_whether_it_fits_and_by_how_much_not():

@@ -42,7 +42,8 @@ def compare_table(path: str | pathlib.Path) -> list[MemoryComparison]:
 
 def case_config(case: dict) -> Config:
     """The config that a case compiled."""
-    config = configs.load(case["config"])
+    others = [f"{name}={value}" for name, value in case.get("others", {}).items()]
+    config = configs.load(case["config"], others)
     data = dataclasses.replace(config.data, global_batch_size=case["global_batch_size"])
     # The table may have fields that no longer exist: they were at their defaults.
     known = {field.name for field in dataclasses.fields(Layout)} & set(case["layout"])

@@ -5,9 +5,18 @@ import math
 
 from jaxscale.config import Config
 from jaxscale.optimizer_config import FACTORED_SIZE
-from jaxscale.planner.model.param_shapes import Ints, ParamShape, itemsize, parameters
+from jaxscale.planner.model.param_shapes import (
+    Ints,
+    ParamShape,
+    Rows,
+    itemsize,
+    parameters,
+    select,
+)
 
 BATCH_BYTES = 5 * 4  # per token: the fields of `Batch`
+SOURCE_BYTES = 3 * 4  # per token of an encoder: those of `Batch.extras`
+POSITION_BYTES = 4  # per token, of these
 COUNT_BYTES = 4  # an int32 scalar
 COUNTS = {"adamw": 2, "lion": 2, "adafactor": 2, "muon": 3}
 """Scalars of an optimizer's state: step counts of its own (Muon uses AdamW for vectors), and of the
@@ -15,11 +24,11 @@ learning-rate schedule."""
 MUON_COEFFICIENTS = 3 * 4  # float32, in its state
 
 
-def parameter_bytes(config: Config, rows: Ints) -> Ints:
+def parameter_bytes(config: Config, rows: Rows) -> Ints:
     """The parameters, sharded over fsdp in ZeRO stage 3.
 
     Args:
-      rows: layers that a device allocates.
+      rows: layers of each stack that a device allocates.
     """
     layout, stage = config.layout, config.layout.zero_stage
     elements = sum(
@@ -29,7 +38,7 @@ def parameter_bytes(config: Config, rows: Ints) -> Ints:
     return itemsize(config.model.param_dtype) * elements
 
 
-def moment_bytes(config: Config, rows: Ints) -> Ints:
+def moment_bytes(config: Config, rows: Rows) -> Ints:
     """The optimizer's moments, sharded over fsdp from ZeRO stage 1; `rows` as above."""
     layout, optimizer = config.layout, config.optimizer
     stage, widths = layout.zero_stage, (optimizer.moment_dtype, optimizer.second_moment_dtype)
@@ -51,28 +60,35 @@ def count_bytes(config: Config) -> int:
 
 def batch_bytes(config: Config) -> Ints:
     """A device's shard of the batch, and the step counter."""
-    layout = config.layout
-    tokens = config.data.tokens_per_step // (layout.batch_shards * layout.context)
-    return BATCH_BYTES * tokens + COUNT_BYTES
+    layout, data = config.layout, config.data
+    shards = layout.batch_shards * layout.context
+    tokens = data.global_batch_size * data.output_len // shards
+    found = BATCH_BYTES * tokens + COUNT_BYTES
+    if not config.model.num_encoder_layers:
+        return found
+    source = data.global_batch_size * data.seq_len // shards
+    # Nothing reads positions but the barrier before weights are gathered.
+    gathers = (layout.fsdp > 1) & (layout.zero_stage == 3)
+    return found + SOURCE_BYTES * source - select(gathers, 0, POSITION_BYTES * (tokens + source))
 
 
 def _stacks(config: Config) -> list[ParamShape]:
     """Every parameter; those of the layers with the stack's dimension, of size 1."""
     return [
         dataclasses.replace(array, axes=("layers", *array.axes), shape=(1, *array.shape))
-        if array.part == "layers"
+        if array.in_layers
         else array
         for array in parameters(config.model)
     ]
 
 
-def _repeats(array: ParamShape, rows: Ints) -> Ints:
-    return rows if array.axes[0] == "layers" else 1
+def _repeats(array: ParamShape, rows: Rows) -> Ints:
+    return rows.get(array.part, 1) if array.axes[0] == "layers" else 1
 
 
 def _moments(name: str, array: ParamShape) -> tuple[list[ParamShape], list[ParamShape]]:
     """The first and the second moments that an optimizer keeps of a parameter."""
-    if name == "lion" or (name == "muon" and array.part == "layers" and sides(array)):
+    if name == "lion" or (name == "muon" and array.in_layers and sides(array)):
         return [array], []
     if name != "adafactor":
         return [array], [array]

@@ -4,16 +4,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.planner.memory.saved_activations import saved_bytes
+from jaxscale.planner.memory.saved_activations import saved_bytes, saved_source_bytes
 from jaxscale.planner.memory.zero_traffic import num_layer_passes
-from jaxscale.planner.model.param_shapes import Ints, itemsize, parameters, select
+from jaxscale.planner.model.param_shapes import (
+    Ints,
+    Rows,
+    StackSize,
+    itemsize,
+    parameters,
+    select,
+)
 
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """How a step loops over its layers: see `training.layer_loop` and `pipeline.executor`."""
+    """How a step loops over the layers of a stack: see `training.layer_loop` and
+    `pipeline.executor`."""
 
+    part: str  # the stack, as in `ParamShape`
+    num_layers: int  # of the stack
+    length: int  # tokens of a sequence
     tokens: Ints  # of a micro-batch on a device, of all tensor ranks together
+    source: Ints  # tokens that its cross attention reads, counted likewise; 0 where it has none
     group: Ints  # micro-batches of an accumulation group: one loop over the layers
     single: Any  # whether a step computes each layer's gradients once
     gathers: Any  # whether weights are all-gathered
@@ -23,26 +35,33 @@ class LayerLoop:
     compute: int  # bytes of an element
     accumulated: int  # bytes of an element
     weights: Ints  # elements of a layer, whole over fsdp
-    sums: Ints  # elements of the gradient accumulators
+    sums: Ints  # elements of the gradient accumulators of the whole model
 
     @classmethod
-    def of(cls, config: Config, rows: Ints) -> "LayerLoop":
+    def of(cls, config: Config, rows: Rows, stack: StackSize) -> "LayerLoop":
         """Of a config whose layout is resolved.
 
         Args:
-          rows: layers that a device allocates.
+          rows: layers of each stack that a device allocates.
         """
         layout, count = config.layout, num_layer_passes(config.layout)
         whole = layout.pipeline == 1
         several, stage, single = layout.fsdp > 1, layout.zero_stage, (count == 1) & whole
         shards = layout.batch_shards * layout.microbatches * layout.context
+        data = config.data
+        length = data.seq_len if stack.part == "encoder" else data.output_len
+        source = data.seq_len if stack.part == "decoder" else 0
         gathers = several & (stage == 3)
         scatters = several & ((stage >= 2) | ((stage == 1) & single))
-        sums = rows * elements(config, "layers", scatters)
+        sums = sum(count * elements(config, part, scatters) for part, count in rows.items())
         # With a single visit the gradients of embedding and head need no accumulator.
         sums = sums + select(single, 0, elements(config, "embed head", scatters))
         return cls(
-            tokens=config.data.tokens_per_step // shards,
+            part=stack.part,
+            num_layers=stack.num_layers,
+            length=length,
+            tokens=data.global_batch_size * length // shards,
+            source=data.global_batch_size * source // shards,
             group=layout.microbatches // count,
             single=single,
             gathers=gathers,
@@ -51,13 +70,13 @@ class LayerLoop:
             beside=(gathers | layout.offloads("activations")) & whole,
             compute=itemsize(config.model.compute_dtype),
             accumulated=itemsize(config.optimizer.accumulation_dtype),
-            weights=elements(config, "layers"),
+            weights=elements(config, stack.part),
             sums=sums,
         )
 
 
 def elements(config: Config, parts: str, over_fsdp: Any = False) -> Ints:
-    """Parameters of some parts of the model on a device; "layers" is one layer."""
+    """Parameters of some parts of the model on a device; of a stack those of one layer."""
     return sum(
         array.shard_size(config.layout, over_fsdp=over_fsdp)
         for array in parameters(config.model)
@@ -65,12 +84,21 @@ def elements(config: Config, parts: str, over_fsdp: Any = False) -> Ints:
     )
 
 
-def mlp_weights(config: Config) -> Ints:
+def head_elements(config: Config, over_fsdp: Any = False) -> Ints:
+    """Parameters that the head reads: a tied one reads the embedding."""
+    return elements(config, "head", over_fsdp) + sum(
+        array.shard_size(config.layout, over_fsdp=over_fsdp)
+        for array in parameters(config.model)
+        if config.model.tied_embeddings and array.name == "tokens"
+    )
+
+
+def mlp_weights(config: Config, part: str = "layers") -> Ints:
     """Parameters of a layer's MLP, not sharded over fsdp."""
     return sum(
         array.shard_size(config.layout, over_fsdp=False)
         for array in parameters(config.model)
-        if "mlp" in array.axes
+        if array.part == part and "mlp" in array.axes
     )
 
 
@@ -81,5 +109,9 @@ def stream_bytes(config: Config, loop: LayerLoop) -> Ints:
 
 def layer_saved_bytes(config: Config, loop: LayerLoop) -> Ints:
     """Saved activations of a layer and a micro-batch."""
-    each = saved_bytes(config.model, config.layout.remat_policy)
-    return loop.tokens * each // config.layout.tensor
+    model, remat = config.model, config.layout.remat_policy
+    each = saved_bytes(model, remat, cross=loop.part == "decoder")
+    if loop.part != "decoder":
+        return loop.tokens * each // config.layout.tensor
+    more = loop.source * saved_source_bytes(model, remat)
+    return (loop.tokens * each + more) // config.layout.tensor

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from jaxscale.config import Config
 from jaxscale.formatting import gigabytes
-from jaxscale.planner.memory.step import Memory, step_memory
+from jaxscale.planner.memory.step import Memory, is_predicted, step_memory
 from jaxscale.sharding.rules import divisors
 
 MARGIN = 1.15
@@ -26,7 +26,7 @@ def check_room(config: Config, back_end: str, limit_bytes: float, device: str) -
     Raises:
       ValueError: with the number of micro-batches that fits, where one does.
     """
-    if not config.model.has_formulas:
+    if not is_predicted(config):
         return
     needs = _needs(config, back_end)
     if needs.peak <= MARGIN * limit_bytes:

@@ -24,8 +24,15 @@ class SavedValue:
         return self.elements * self.element_bytes
 
 
-def saved_values(model: ModelConfig, remat: RematPolicy) -> list[SavedValue]:
-    """The activations that a policy of `Layout.remat` saves, without a few constants per layer."""
+def saved_values(
+    model: ModelConfig, remat: RematPolicy, *, cross: bool = False
+) -> list[SavedValue]:
+    """The activations that a policy of `Layout.remat` saves, without a few constants per layer.
+
+    Args:
+      cross: of a layer with cross attention; what it saves of each token that attention reads is
+        `saved_source_values`.
+    """
     width, names = itemsize(model.compute_dtype), remat.names
     stream, queries = model.d_model, model.num_heads * model.head_dim
     keys = model.num_kv_heads * model.head_dim
@@ -49,16 +56,31 @@ def saved_values(model: ModelConfig, remat: RematPolicy) -> list[SavedValue]:
             kept |= {"query before its norm": queries, "key before its norm": keys}
         if model.norm_placement == "both":
             kept |= {"attention before its norm": stream, "mlp before its norm": stream}
+    if cross:
+        both = {"query", "attention", "attention_out", "attention norm"} & kept.keys()
+        kept |= {f"cross {name}": kept[name] for name in both}
     found = [SavedValue(name, size, width) for name, size in kept.items() if size]
     if "attention" in names:
         # log(sum(exp(score))), of every head.
-        found.append(SavedValue("attention sums", model.num_heads, max(width, 4)))
+        sums = SavedValue("attention sums", model.num_heads, max(width, 4))
+        found += [sums] * (1 + cross)
     return found
 
 
-def saved_bytes(model: ModelConfig, remat: RematPolicy) -> int:
-    """Saved bytes per layer and token, of all tensor ranks together."""
-    return sum(one.num_bytes for one in saved_values(model, remat))
+def saved_source_values(model: ModelConfig, remat: RematPolicy) -> list[SavedValue]:
+    """Keys and values of cross attention, for each token that it reads."""
+    width, keys = itemsize(model.compute_dtype), model.num_kv_heads * model.head_dim
+    return [SavedValue(name, keys, width) for name in ("key", "value") if name in remat.names]
+
+
+def saved_bytes(model: ModelConfig, remat: RematPolicy, *, cross: bool = False) -> int:
+    """Saved bytes per layer and token, of all tensor ranks together; `cross` as above."""
+    return sum(one.num_bytes for one in saved_values(model, remat, cross=cross))
+
+
+def saved_source_bytes(model: ModelConfig, remat: RematPolicy) -> int:
+    """The same per token that cross attention reads."""
+    return sum(one.num_bytes for one in saved_source_values(model, remat))
 
 
 def stash_bytes(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:

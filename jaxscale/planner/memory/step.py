@@ -8,9 +8,8 @@ Letters: D d_model, Q heads x head_dim, K kv_heads x head_dim, F d_ff, G micro-b
 an accumulation group.
 """
 
-import math
+import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,28 +21,42 @@ from jaxscale.planner.memory.at_rest import (
     count_bytes,
     moment_bytes,
     parameter_bytes,
-    sides,
 )
+from jaxscale.planner.memory.end_of_step import reduction_bytes, update_bytes
 from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
     elements,
+    head_elements,
     layer_saved_bytes,
     mlp_weights,
     stream_bytes,
 )
 from jaxscale.planner.memory.saved_activations import saved_bytes, stash_bytes
+from jaxscale.planner.memory.stacks import (
+    held_between_bytes,
+    larger,
+    stack_rows,
+    stacks_head_bytes,
+    stacks_outer_gradients,
+)
 from jaxscale.planner.memory.transients import (
     TRANSIENTS,
     Transients,
+    biased_attention_bytes,
     carried_bytes,
     hidden_bytes,
     ragged,
     walk_end_bytes,
     working_set_bytes,
 )
-from jaxscale.planner.model.param_shapes import Ints, maximum, parameters, select
+from jaxscale.planner.model.param_shapes import (
+    Ints,
+    Rows,
+    maximum,
+    select,
+    stack_sizes,
+)
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, config_buffers
-from jaxscale.sharding.rules import LAYER_SHARD_AXES, shards_layers
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,9 @@ class Memory:
     converted: Ints = 0  # sharded parameters of the layers, cast to the compute type
     carried: Ints = 0  # gradients of the previous layer, before and after reduction
     walk_end: Ints = 0  # gradients queued for reduction at the end of the loop
+    # With an encoder.
+    attention: Ints = 0  # activations and their gradients, at attention's kernel
+    between_stacks: Ints = 0  # its output and last layer; the gradients of what the decoder read
 
     @property
     def arguments(self) -> Ints:
@@ -128,17 +144,26 @@ _ALWAYS = (
     "pending",
     "parameters_copy",
     "converted",
+    "between_stacks",
 )
 _LAYER = (*_ALWAYS, "layer_weights", "outer_gradients", "carried")
 PHASES = {
     "forward": (*_LAYER, "forward_loop"),
     "head": (*_ALWAYS, "head"),
     "activations of a layer": (*_LAYER, "group", "working_set"),
+    "attention of a layer": (*_LAYER, "group", "attention"),
     "gradients of a layer": (*_LAYER, "group", "layer_gradients"),
     "end of the layer loop": ("gradients", "moments_copy", "parameters_copy", "walk_end"),
     "end of the step": ("gradients", "outer_gradients", "moments_copy", "parameters_copy", "end"),
 }
 """The parts that are live in each phase of a step, beside the arguments."""
+
+
+def is_predicted(config: Config) -> bool:
+    """Whether there are formulas for the memory of a config's step: there are none for models of
+    one's own, nor for pipelines of an encoder and a decoder."""
+    model, layout = config.model, config.layout
+    return model.has_formulas and (model.has_flops_formula or layout.pipeline == 1)
 
 
 def step_memory(
@@ -157,17 +182,43 @@ def step_memory(
       buffers: of a pipeline's busiest rank; by default from the schedule's table.
 
     Raises:
-      ValueError: an unknown back end, or no such pipeline exists.
+      ValueError: an unknown back end, no such pipeline exists, or not `is_predicted`.
     """
+    if buffers is None and not is_predicted(config):
+        raise ValueError("there are no formulas for the memory of this model and layout")
     buffers = buffers or config_buffers(config)
-    model, layout, loop = config.model, config.layout, LayerLoop.of(config, buffers.rows)
-    transients = _transients(back_end, gated=model.gated)
-    moments = moment_bytes(config, buffers.rows)
+    transients = _transients(back_end, gated=config.model.gated)
+    rows = stack_rows(config, buffers.rows)
+    loops = [LayerLoop.of(config, rows, stack) for stack in stack_sizes(config.model)]
+    # While the layers of one stack compute, those of the stacks after it are done.
+    passes = [
+        _stack_memory(config, loops[: n + 1], rows, transients, buffers, own_host)
+        for n in range(len(loops))
+    ]
+    return functools.reduce(larger, passes)
+
+
+def _stack_memory(
+    config: Config,
+    loops: list[LayerLoop],
+    rows: Rows,
+    transients: Transients,
+    buffers: RankBuffers,
+    own_host: bool,
+) -> Memory:
+    """Memory of a step, its phases those of one stack.
+
+    Args:
+      loops: of the stacks up to this one.
+    """
+    model, layout, loop = config.model, config.layout, loops[-1]
+    is_last = len(loops) == len(rows)
+    moments = moment_bytes(config, rows)
     host_optimizer = moments if layout.offloads("optimizer") else 0
-    stash, host_stash = _stash(config, loop)
+    stash, host_stash = (sum(each) for each in zip(*(_stash(config, one) for one in loops)))
     pipelined = layout.pipeline > 1
     attention = (model.num_heads + model.num_kv_heads) * model.head_dim
-    at_rest = parameter_bytes(config, buffers.rows)
+    at_rest = parameter_bytes(config, rows)
     return Memory(
         parameters=at_rest,
         optimizer=moments + count_bytes(config) - own_host * host_optimizer,
@@ -181,18 +232,21 @@ def step_memory(
         * loop.tokens
         * attention
         // layout.tensor,
-        outer_gradients=_outer_gradients(config, loop, transients),
+        outer_gradients=_outer_gradients(config, loop, transients)
+        if len(rows) == 1
+        else stacks_outer_gradients(config, loop, transients, is_last=is_last),
         group=_group(config, loop),
         working_set=working_set_bytes(config, loop, transients),
+        attention=biased_attention_bytes(config, loop, transients),
         layer_gradients=select(
             pipelined,
             (loop.compute if transients.carries else loop.accumulated) * loop.weights,
             _layer_gradients(config, loop, transients),
         ),
         forward_loop=_forward_loop(config, loop),
-        head=_head(config, loop, transients),
-        reduction=_reduction(config, loop, buffers.rows),
-        update=_update(config, buffers.rows),
+        head=_head(config, loop, transients) if is_last else 0,
+        reduction=reduction_bytes(config, loop, transients, rows),
+        update=update_bytes(config, rows),
         moments_copy=moments if config.optimizer.name == "lion" else 0,
         host_optimizer=host_optimizer,
         host_stash=host_stash,
@@ -206,10 +260,10 @@ def step_memory(
         ),
         converted=transients.ahead
         * loop.compute
-        * buffers.rows
-        * elements(config, "layers", loop.gathers),
+        * sum(count * elements(config, part, loop.gathers) for part, count in rows.items()),
         carried=carried_bytes(config, loop, transients),
         walk_end=walk_end_bytes(config, loop, transients),
+        between_stacks=held_between_bytes(config, loops),
     )
 
 
@@ -226,7 +280,7 @@ def _layer_weights(
     """Of the current layer, and prefetched."""
     gathered = loop.weights * select(config.layout.pipeline > 1, buffers.capacity, 2)
     # An all-gather of shards that are not whole tiles pads every row with an empty one.
-    gathered = gathered + select(ragged(config, transients), mlp_weights(config))
+    gathered = gathered + select(ragged(config, transients), mlp_weights(config, loop.part))
     return loop.compute * select(loop.gathers, gathered, 0 if transients.ahead else loop.weights)
 
 
@@ -239,7 +293,7 @@ def _slots(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
 
 def _held_weights(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
     """Gathered weights of embedding, head and the next chunk."""
-    outer = elements(config, "embed") + _head_elements(config)
+    outer = elements(config, "embed") + head_elements(config)
     return loop.compute * (outer + select(loop.gathers, buffers.capacity * loop.weights))
 
 
@@ -251,23 +305,14 @@ def _pending(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
 
 def _tied_sums(config: Config, loop: LayerLoop) -> Ints:
     """A pipeline accumulates the gradients of a tied head separately from the embedding's."""
-    tied = _head_elements(config, loop.scatters) - elements(config, "head", loop.scatters)
+    tied = head_elements(config, loop.scatters) - elements(config, "head", loop.scatters)
     return select(config.layout.pipeline > 1, tied)
-
-
-def _head_elements(config: Config, over_fsdp: Any = False) -> Ints:
-    """Parameters that the head reads: a tied one reads the embedding."""
-    return elements(config, "head", over_fsdp) + sum(
-        array.shard_size(config.layout, over_fsdp=over_fsdp)
-        for array in parameters(config.model)
-        if config.model.tied_embeddings and array.name == "tokens"
-    )
 
 
 def _stash(config: Config, loop: LayerLoop) -> tuple[Ints, Ints]:
     """Saved activations of all layers, and the part in host memory. Those of a layer outside the
     loop are freed before the loop runs backward."""
-    layout, layers = config.layout, config.model.num_layers - loop.beside
+    layout, layers = config.layout, loop.num_layers - loop.beside
     stash = layers * loop.group * layer_saved_bytes(config, loop)
     if layout.offloads("activations"):
         return stash, stash
@@ -280,8 +325,8 @@ def _stash(config: Config, loop: LayerLoop) -> tuple[Ints, Ints]:
 def _outer_gradients(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients of head and embedding; with several passes over the layers both are among the
     accumulators. `late` ones are live whole, before reduction."""
-    head = loop.accumulated * _head_elements(config, loop.scatters)
-    whole = loop.accumulated * _head_elements(config)
+    head = loop.accumulated * head_elements(config, loop.scatters)
+    whole = loop.accumulated * head_elements(config)
     embed = elements(config, "embed")
     if not transients.late:
         return select(loop.single, head + max(loop.compute, 4) * embed)
@@ -295,18 +340,20 @@ def _group(config: Config, loop: LayerLoop) -> Ints:
     # Gradient accumulators of the layer, and of the last one outside the loop; attention's
     # weights, which the CPU back end transposes in every micro-batch.
     sums = loop.accumulated * loop.weights * (1 + loop.beside)
-    transposed = loop.compute * (loop.weights - mlp_weights(config))
+    transposed = loop.compute * (loop.weights - mlp_weights(config, loop.part))
     return select(loop.group == 1, 0, loop.group * activations + sums + transposed)
 
 
 def _layer_gradients(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     # Gradients to be reduced are live until all of them are computed.
     waiting = select(loop.reduces & (not transients.carries), loop.accumulated * loop.weights)
+    waiting = waiting * (1 + transients.queued)
     # The MLP's weights are freed by then; gathered ones stay in the loop's carry.
-    done = select(loop.gathers, 0, loop.compute * mlp_weights(config))
+    done = select(loop.gathers, 0, loop.compute * mlp_weights(config, loop.part))
     alone = waiting - done + 4 * stream_bytes(config, loop)
     rest = working_set_bytes(config, loop, transients) - hidden_bytes(config, loop, transients)
-    return select(loop.group == 1, alone, loop.accumulated * mlp_weights(config) + rest)
+    sums = loop.accumulated * mlp_weights(config, loop.part)
+    return select(loop.group == 1, alone, sums + rest)
 
 
 def _forward_loop(config: Config, loop: LayerLoop) -> Ints:
@@ -321,9 +368,12 @@ def _forward_loop(config: Config, loop: LayerLoop) -> Ints:
 
 def _head(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     model, layout = config.model, config.layout
-    vocab, matrix = model.padded_vocab_size, _head_elements(config)
+    vocab, matrix = model.padded_vocab_size, head_elements(config)
     tokens = loop.tokens * layout.context
     chunks = -(-tokens // maximum(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS))
+    if loop.part == "decoder" and transients.in_place:
+        size = loop.tokens * vocab // chunks // layout.tensor
+        return stacks_head_bytes(config, loop, chunks, size)
     logits = transients.logits * max(loop.compute, 4) * loop.tokens * vocab // chunks
     matrices = max(loop.compute, 4) * matrix + loop.gathers * loop.compute * matrix
     # Input, normalised, transposed, and its gradient; gathered over tensor.
@@ -332,48 +382,3 @@ def _head(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     matrices = matrices + select(together, loop.accumulated * matrix)
     stream = stream + select(together, 2 * loop.group * stream_bytes(config, loop))
     return logits // layout.tensor + matrices + stream
-
-
-def _reduction(config: Config, loop: LayerLoop, rows: Ints) -> Ints:
-    layout, stage = config.layout, config.layout.zero_stage
-    # Inputs and outputs of the reductions of the last layer, embedding and head.
-    last = loop.weights + elements(config, "embed head")
-    once = select(loop.reduces & np.logical_not(loop.scatters), 2 * loop.accumulated * last)
-    # The stacks that are not reduced per visit.
-    left = (layout.data > 1) | ((layout.fsdp > 1) & (stage <= 1))
-    layers = rows * elements(config, "layers", stage >= 1)
-    stacks = loop.accumulated * (layers + elements(config, "embed head", stage >= 1))
-    return select(loop.single, once, select(left, stacks))
-
-
-def _update(config: Config, rows: Ints) -> Ints:
-    """Temporaries of the optimizer; AdamW and Lion are elementwise and have none."""
-    layout, wide = config.layout, 4
-    if config.optimizer.name == "adafactor":
-        # All squared gradients, before the means over rows and columns.
-        over_fsdp = layout.zero_stage >= 1
-        layer = config.model.num_layers * elements(config, "layers", over_fsdp)
-        return wide * (layer + elements(config, "embed head", over_fsdp))
-    if config.optimizer.name == "muon":
-        return wide * _orthogonalised(config, rows)
-    return 0
-
-
-def _orthogonalised(config: Config, rows: Ints) -> Ints:
-    """Elements of the matrices that a rank makes orthogonal (see `sharding.layer_rules`): input and
-    output of a Newton-Schulz iteration, and two products of the largest with itself. Where they
-    are not sharded those of all layers are gathered beside the gradients."""
-    layout, ranks = config.layout, 1
-    for axis in LAYER_SHARD_AXES:
-        size = getattr(layout, axis)
-        more = shards_layers(rows, layout.pipeline, ranks, size)
-        ranks = np.where(more, ranks * size, ranks)
-    matrices = [one for one in parameters(config.model) if one.part == "layers" and sides(one)]
-    squares = [min(math.prod(side) for side in sides(one)) ** 2 for one in matrices]
-    whole = sum(array.shard_size(layout, over_fsdp=False) for array in matrices)
-    mine = -(-rows // ranks) * (2 * whole + 2 * max(squares))
-    shards = (layout.zero_stage >= 1) & (np.asarray(layout.fsdp) > 1)
-    # The compiler's own way through shards: every matrix, and its Gram matrix.
-    alone = rows * (2 * whole + sum(squares))
-    sharded = mine + select((ranks > 1) & np.logical_not(shards), rows * whole)
-    return select(shards & (ranks == 1), alone, sharded)

@@ -33,6 +33,10 @@ class Transients:
     carries: bool = False  # a layer's gradients are carried to the next iteration
     copies: bool = False  # parameters that an all-gather replaces are copied
     tile: int = 1  # rows of a tile in collectives
+    queued: bool = False  # a layer's gradients are still being reduced while the next are computed
+    in_place: bool = False  # whole gradients are summed and reduced where they are
+    # At the kernel of attention with a position bias: of stream, queries and keys, hidden.
+    biased: tuple[float, float, float] = (0, 0, 0)
 
 
 _TPU: dict[str, Any] = {
@@ -51,13 +55,17 @@ _TPU: dict[str, Any] = {
     "tile": 8,
 }
 _GPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 0, "matmuls": 1, "whole": 7, "late": True}
+# Counted in steps of mT5 (mt5_xxl on 64 A100, mt5_base): with few tokens weights are most of it.
+_GPU |= {"queued": True, "in_place": True}
+BIASED = (18, 9.2, 2.5)
+"""Slopes of six encoders of 4 layers over d_model, heads, head_dim and d_ff (CPU, float32)."""
 # By the kind of MLP: "llama" has a gate, "gpt" has none.
 TRANSIENTS = {
     # Counted in the buffer assignments of XLA's CPU back end (jaxlib 0.12, float32). It
     # transposes matmul operands, copies what it reads from the stash, and allocates the initial
     # zeros of a loop early.
-    ("cpu", "llama"): Transients(5, 4, 4, 5, remade=2, ring=6, logits=3, zeros=2),
-    ("cpu", "gpt"): Transients(5, 4, 4, 3, remade=4, ring=6, logits=3, zeros=2),
+    ("cpu", "llama"): Transients(5, 4, 4, 5, remade=2, ring=6, logits=3, zeros=2, biased=BIASED),
+    ("cpu", "gpt"): Transients(5, 4, 4, 3, remade=4, ring=6, logits=3, zeros=2, biased=BIASED),
     # Counted in steps of llama3_8b with 4 layers compiled for 8 H200 (jaxlib 0.12), by seven
     # layouts: 1 and 4 sequences, remat, tensor, layered. The attention kernel saves its
     # log-sum-exp, and the head's gradient is reduced only after the layers.
@@ -107,17 +115,42 @@ def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -
     each = each + (transients.whole + named) * width * model.d_model * (layout.tensor - 1)
     return (
         loop.tokens * each // layout.tensor
+        + cross_bytes(config, loop, transients)
         + hidden_bytes(config, loop, transients)
-        + _scores(config)
+        + _scores(config, loop)
     )
 
 
-def _scores(config: Config) -> Ints:
+def biased_attention_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+    """Activations of a micro-batch and their gradients at the kernel of attention, where the bias
+    of positions has it keep more blocks than the MLP has hidden values."""
+    model = config.model
+    if model.relative_bias == "none":
+        return 0
+    wide = (model.num_heads + model.num_kv_heads) * model.head_dim
+    stream, heads, hidden = transients.biased
+    each = int(stream * model.d_model + heads * wide + hidden * model.d_ff)
+    return loop.compute * loop.tokens * each // config.layout.tensor + select(
+        stream > 0, cross_bytes(config, loop, transients)
+    )
+
+
+def cross_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+    """What cross attention adds to a layer's working set."""
+    if loop.part != "decoder":
+        return 0
+    model, width = config.model, loop.compute
+    here = 2 * model.d_model + 2 * model.num_heads * model.head_dim
+    there = 2 * model.num_kv_heads * model.head_dim
+    return width * (loop.tokens * here + loop.source * there) // config.layout.tensor
+
+
+def _scores(config: Config, loop: LayerLoop) -> Ints:
     """A block of attention scores (`ops.attention_blocks.block_size`)."""
     layout = config.layout
     sequences = config.data.global_batch_size // (layout.batch_shards * layout.microbatches)
     heads = sequences * config.model.num_heads // layout.tensor
-    time = config.data.seq_len // select(layout.context > 1, 2 * layout.context, 1)
+    time = loop.length // select(layout.context > 1, 2 * layout.context, 1)
     block: Ints = 64
     for size in (128, 256, 512):
         block = select(heads * size**2 <= BLOCK_SCORES, size, block)
@@ -143,7 +176,7 @@ def walk_end_bytes(config: Config, loop: LayerLoop, transients: Transients) -> I
     outer, embed = elements(config, "embed head"), elements(config, "embed")
     layers = select(loop.gathers, 2, 1)
     # Attention's are never ragged: heads are a dimension of their own.
-    results = select(ragged(config, transients), outer + layers * mlp_weights(config))
+    results = select(ragged(config, transients), outer + layers * mlp_weights(config, loop.part))
     # The embedding's also before the cast. And the loop's carry leaves fragments too small for a
     # whole matrix: 8 GB for gpt_175b.
     narrow = embed + select(loop.gathers, 2 * loop.weights)

@@ -1,14 +1,15 @@
 """The parameters of a model as shapes and logical axes, without building the model.
 
-Names, shapes and axes are those of `models.decoder`; the suite compares them. In all memory
-formulas the integers of a layout may be int arrays [N], for N layouts at once.
+Names, shapes and axes are those of `models.decoder` and `models.encoder_decoder`; the suite
+compares them. In all memory formulas the integers of a layout may be int arrays [N], for N layouts
+at once.
 """
 
 import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from jaxscale.sharding.rules import spreads_outer
 
 Ints = Any
 """An int, or int [N] for N layouts."""
+Rows = Mapping[str, Ints]
+"""Layers of each stack, by its name."""
 
 
 def select(condition: Any, yes: Ints, no: Ints = 0) -> Ints:
@@ -39,10 +42,15 @@ def maximum(*sizes: Ints) -> Ints:
 class ParamShape:
     """One parameter; a layer's is that of one layer, without the stack's dimension."""
 
-    part: str  # "embed", "layers" or "head"
+    part: str  # "embed", a stack of `stack_sizes`, or "head"
     name: str  # as in a checkpoint: "attention/q"
     axes: tuple[str, ...]
     shape: tuple[int, ...]
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether every layer of a stack has one."""
+        return self.part not in ("embed", "head")
 
     @property
     def size(self) -> int:
@@ -57,7 +65,7 @@ class ParamShape:
             divide.
         """
         divisor = select(over_fsdp, layout.fsdp, 1) if "embed" in self.axes else 1
-        if at_rest and self.part != "layers" and "embed" in self.axes:
+        if at_rest and not self.in_layers and "embed" in self.axes:
             width = self.shape[self.axes.index("embed")]
             spread = spreads_outer(layout.pipeline, layout.fsdp, width)
             divisor = divisor * select(spread, layout.pipeline, 1)
@@ -70,8 +78,25 @@ class ParamShape:
         return self.size // divisor
 
 
+class StackSize(NamedTuple):
+    """Layers of one kind, in the order in which a step passes them."""
+
+    part: str  # "layers"; or "encoder" and "decoder"
+    num_layers: int
+
+
+def stack_sizes(model: ModelConfig) -> tuple[StackSize, ...]:
+    """The stacks of a model."""
+    if not model.num_encoder_layers:
+        return (StackSize("layers", model.num_layers),)
+    return (
+        StackSize("encoder", model.num_encoder_layers),
+        StackSize("decoder", model.num_layers),
+    )
+
+
 def parameters(model: ModelConfig) -> list[ParamShape]:
-    """Every parameter of the embedding, of one layer, and of the head."""
+    """Every parameter of the embedding, of one layer of each stack, and of the head."""
     sizes = {
         "embed": model.d_model,
         "heads": model.num_heads,
@@ -82,25 +107,30 @@ def parameters(model: ModelConfig) -> list[ParamShape]:
         "positions": model.max_seq_len,
         "token_types": model.token_types,
         "transform": model.d_model,
+        "buckets": model.relative_buckets,
     }
-    named = (
-        {("embed", name): axes for name, axes in _embedding(model).items()}
-        | {("layers", name): axes for name, axes in _layer(model).items()}
-        | {("head", name): axes for name, axes in _head(model).items()}
-    )
+    layers = {stack.part: _layer(model, stack.part) for stack in stack_sizes(model)}
     return [
         ParamShape(part, name, axes, tuple(sizes[axis] for axis in axes))
-        for (part, name), axes in named.items()
+        for part, arrays in {"embed": _embedding(model), **layers, "head": _head(model)}.items()
+        for name, axes in arrays.items()
     ]
 
 
 Axes = Mapping[str, tuple[str, ...]]
+
+TABLE = ("buckets", "heads")
+"""Of biases of attention by distance."""
 
 
 def _embedding(model: ModelConfig) -> Axes:
     arrays: dict[str, tuple[str, ...]] = {"tokens": ("vocab", "embed")}
     if model.positions == "learned":
         arrays["positions"] = ("positions", "embed")
+    if model.num_encoder_layers:
+        arrays |= _norm(model, "encoder_norm")
+    if model.relative_bias == "shared":
+        arrays |= {"encoder_bias": TABLE, "decoder_bias": TABLE}
     if model.token_types:
         arrays["token_types"] = ("token_types", "embed")
     return {**arrays, **(_norm(model, "norm") if model.embedding_norm else {})}
@@ -114,33 +144,44 @@ def _head(model: ModelConfig) -> Axes:
     return arrays if model.tied_embeddings else {**arrays, "output": ("embed", "vocab")}
 
 
-def _layer(model: ModelConfig) -> Axes:
+def _layer(model: ModelConfig, part: str) -> Axes:
     arrays: dict[str, tuple[str, ...]] = {}
-    for name in ("attention", "mlp"):
+    for name in ("attention", *(("cross",) if part == "decoder" else ()), "mlp"):
         if model.norm_placement in ("before", "both"):
             arrays |= _norm(model, f"{name}_norm")
         if model.norm_placement != "before":
             arrays |= _norm(model, f"{name}_post_norm")
-    arrays |= {
-        "attention/q": ("embed", "heads", "head_dim"),
-        "attention/k": ("embed", "kv_heads", "head_dim"),
-        "attention/v": ("embed", "kv_heads", "head_dim"),
-        "attention/out": ("heads", "head_dim", "embed"),
-        "mlp/up": ("embed", "mlp"),
-        "mlp/down": ("mlp", "embed"),
+        arrays |= _mlp(model) if name == "mlp" else _attention(model, name)
+    if model.relative_bias == "layer":
+        arrays["attention/bias"] = TABLE
+    return arrays
+
+
+def _attention(model: ModelConfig, name: str) -> Axes:
+    arrays: dict[str, tuple[str, ...]] = {
+        "q": ("embed", "heads", "head_dim"),
+        "k": ("embed", "kv_heads", "head_dim"),
+        "v": ("embed", "kv_heads", "head_dim"),
+        "out": ("heads", "head_dim", "embed"),
     }
     if model.qk_norm:
         heads, keys = (("heads",), ("kv_heads",)) if model.qk_norm_over_heads else ((), ())
-        arrays["attention/q_scale"] = (*heads, "head_dim")
-        arrays["attention/k_scale"] = (*keys, "head_dim")
+        arrays |= {"q_scale": (*heads, "head_dim"), "k_scale": (*keys, "head_dim")}
+    if model.attention_bias != "none":
+        arrays |= {"q_bias": ("heads", "head_dim"), "k_bias": ("kv_heads", "head_dim")}
+        arrays["v_bias"] = ("kv_heads", "head_dim")
+    if model.attention_bias == "all":
+        arrays["out_bias"] = ("embed",)
+    return {f"{name}/{array}": axes for array, axes in arrays.items()}
+
+
+def _mlp(model: ModelConfig) -> Axes:
+    arrays: dict[str, tuple[str, ...]] = {
+        "mlp/up": ("embed", "mlp"),
+        "mlp/down": ("mlp", "embed"),
+    }
     if model.gated:
         arrays["mlp/gate"] = ("embed", "mlp")
-    if model.attention_bias != "none":
-        arrays["attention/q_bias"] = ("heads", "head_dim")
-        arrays["attention/k_bias"] = ("kv_heads", "head_dim")
-        arrays["attention/v_bias"] = ("kv_heads", "head_dim")
-    if model.attention_bias == "all":
-        arrays["attention/out_bias"] = ("embed",)
     if model.mlp_bias:
         arrays |= {"mlp/up_bias": ("mlp",), "mlp/down_bias": ("embed",)}
         if model.gated:

@@ -1,7 +1,7 @@
 """The sizes of a model, with its parameter and FLOP counts.
 
 Sizes alone describe a model to the planner, so models that this package cannot train yet (experts,
-latent attention, an encoder) can be planned and compared.
+latent attention) can be planned and compared.
 
 Letters: D d_model, H heads, K kv_heads, E head_dim, F d_ff.
 """
@@ -87,22 +87,20 @@ class ModelShape:
             gated=model.gated,
             vocab=model.padded_vocab_size,
             tied=model.tied_embeddings,
-            seq_len=config.data.seq_len,
+            seq_len=config.data.output_len,
             causal=model.causal,
             window=max(windows),
             windowed_share=sum(map(bool, windows)) / len(windows),
             biases=model.norm == "layer",
             learned_positions=model.positions == "learned",
             head_transform=model.head_transform,
+            encoder_layers=model.num_encoder_layers,
+            encoder_seq_len=config.data.seq_len if model.num_encoder_layers else 0,
         )
         usual = shape.attention_params + shape.mlp_params + shape.norm_params
         unused = (model.max_seq_len - shape.seq_len) * shape.d_model * shape.learned_positions
-        outer = model.num_params - model.num_layers * model.num_layer_params - unused
-        return replace(
-            shape,
-            extra_params=model.num_layer_params - usual,
-            extra_head_params=outer - shape.embedding_params - shape.head_params,
-        )
+        shape = replace(shape, extra_params=model.num_layer_params - usual)
+        return replace(shape, extra_head_params=model.num_params - unused - shape.num_params)
 
     # Layers of each kind.
 

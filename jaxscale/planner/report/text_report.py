@@ -50,6 +50,8 @@ PARTS = {
     "carried": "gradients of the previous layer",
     "walk_end": "gradients waiting for reduction",
     "zeros": "attention accumulators",
+    "between_stacks": "encoder's output, and its gradient",
+    "attention": "activations of attention's backward",
     "moments_copy": "copy of the moments",
     "group": "accumulation group of micro-batches",
     "working_set": "activations of one layer's backward",

@@ -67,7 +67,8 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.planned_model.sequences * self.planned_model.shape.seq_len / self.step_seconds
+        """Of a step's tokens, an encoder's and its decoder's together."""
+        return self.planned_model.step_tokens / self.step_seconds
 
     @property
     def mfu(self) -> float:
@@ -118,9 +119,8 @@ class Plan:
 
     def run_cost(self, tokens: float) -> RunCost:
         """Time, energy and cost of a run of `tokens` tokens, failures included."""
-        shape = self.planned_model.shape
-        per_step = self.planned_model.sequences * shape.seq_len
-        return run_cost(shape, self.cluster, self.seconds, per_step, tokens)
+        per_step = self.planned_model.step_tokens
+        return run_cost(self.planned_model.shape, self.cluster, self.seconds, per_step, tokens)
 
     @property
     def watts(self) -> float:

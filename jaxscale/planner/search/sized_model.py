@@ -27,7 +27,7 @@ OFFLOADS = ("none", "optimizer")
 """Without activations: there is no formula for what they would transfer."""
 
 ENCODER_EXCLUDES = {
-    "pipeline": "no schedule supports encoder and decoder stages",
+    "pipeline": "there are no formulas for pipelines of an encoder and a decoder",
     "context": "there is no formula for cross attention under context parallelism",
 }
 """Axes that must be 1 for an encoder-decoder, and why."""
@@ -49,6 +49,11 @@ class SizedModel:
     batch_reason = "the batch does not split"
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of a step that the model predicts."""
+        return self.sequences * self.shape.seq_len
+
+    @property
     def untrainable_parts(self) -> str:
         """Parts that this version cannot train; "" for a dense decoder."""
         shape = self.shape
@@ -56,14 +61,15 @@ class SizedModel:
             "experts": shape.experts,
             "latent attention": shape.latent,
             "state-space mixers": shape.mixer,
-            "an encoder": shape.encoder_layers,
         }
         return " and ".join(name for name, has in parts.items() if has)
 
     @property
     def note(self) -> str:
         """A caveat that is printed with the plan."""
-        if self.untrainable_parts:
+        if self.shape.encoder_layers:
+            trains = "an encoder-decoder by a config (--config mt5_xxl) has the memory of our step"
+        elif self.untrainable_parts:
             trains = f"this version cannot train a model with {self.untrainable_parts}"
         else:
             trains = (

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,9 @@ from jaxscale.layout import OFFLOADS, Layout
 from jaxscale.planner.memory.step import Memory, step_memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.param_shapes import parameters
+from jaxscale.planner.model.remat_flops import recomputed_flops
 from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.search import sized_model
 from jaxscale.planner.tables.pipeline_slots import RankBuffers
 from jaxscale.sharding.rules import (
     REPLICATED_WEIGHTS,
@@ -35,6 +38,13 @@ REMATS = (
 )
 """Policies that the search tries; a list of names can say many more."""
 
+ENCODER_NOTE = (
+    "Seconds of an encoder with a decoder are not validated: no measured step was compared. Their "
+    "memory was compared with compiled steps on GPUs, without tensor ranks and layered "
+    "accumulation; --prove compiles the plans shown."
+)
+"""Caveat of a plan for an encoder-decoder."""
+
 
 @dataclass(frozen=True)
 class TrainableModel:
@@ -42,10 +52,18 @@ class TrainableModel:
 
     config: Config  # its layout is ignored
 
-    note = ""
     batch_reason = "data.global_batch_size does not split"
 
     @property
+    def note(self) -> str:
+        """A caveat that is printed with the plan."""
+        return ENCODER_NOTE if self._has_encoder else ""
+
+    @property
+    def _has_encoder(self) -> bool:
+        return not self.config.model.has_flops_formula
+
+    @functools.cached_property
     def shape(self) -> ModelShape:
         return ModelShape.of(self.config)
 
@@ -59,6 +77,11 @@ class TrainableModel:
         return self.config.data.global_batch_size
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, an encoder's and its decoder's together."""
+        return self.config.data.tokens_per_step
+
+    @property
     def run_tokens(self) -> float:
         """Tokens of the whole run."""
         return self.config.run.steps * self.config.data.tokens_per_step
@@ -66,26 +89,38 @@ class TrainableModel:
     @property
     def head_cost(self) -> float:
         """FLOPs of the head over those of a layer."""
+        if self._has_encoder:
+            return self.shape.head_flops / self.shape.layer_forward_flops
         return self.config.model.head_cost(self.config.data.seq_len)
 
     @property
     def remats(self) -> tuple[str, ...]:
         """Policies to try."""
-        return REMATS
+        return sized_model.REMATS if self._has_encoder else REMATS
 
     @property
     def offloads(self) -> tuple[str, ...]:
         """Offload policies to try."""
-        return OFFLOADS
+        return sized_model.OFFLOADS if self._has_encoder else OFFLOADS
+
+    @property
+    def _predicted_share(self) -> float:
+        """Of a step's tokens, those of the decoder: the FLOPs of a shape are for each of them."""
+        return self.sequences * self.shape.seq_len / self.step_tokens
 
     @property
     def flops_per_token(self) -> float:
         """Of training, without recompute, attention over visible keys only."""
+        if self._has_encoder:
+            return self.shape.flops_per_token * self._predicted_share
         return self.config.model.flops_per_token(self.config.data.seq_len)
 
     def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
         """Of training, with recompute; `recomputed` is the share of a pipeline's passes that R
         operations recompute."""
+        if self._has_encoder:
+            every = self.shape.flops_per_token + recomputed_flops(self.shape, remat)
+            return every * self._predicted_share
         return self.config.model.hardware_flops_per_token(
             self.config.data.seq_len, remat=remat, recomputed=recomputed
         )
@@ -102,13 +137,17 @@ class TrainableModel:
         """Refuses a remat policy or an axis that the model does not support.
 
         Raises:
-          ValueError: the engine's message.
+          ValueError: the engine's message, or that there is no formula.
         """
+        if said := self._unknown(layout):
+            raise ValueError(said)
         self.with_layout(Layout(pipeline=layout.pipeline, expert=layout.expert, remat=layout.remat))
 
     def refusal(self, layout: Layout) -> tuple[str, str]:
         """Why the engine refuses a layout, as a short reason and its message; "" where it does
-        not."""
+        not. Of an encoder-decoder, also why it has no formula."""
+        if said := self._unknown(layout):
+            return said.partition(": ")[2].partition(";")[0], said
         try:
             config = self.with_layout(layout)
         except ValueError as error:
@@ -123,6 +162,22 @@ class TrainableModel:
             except ValueError as error:
                 return reason, str(error)
         return "", ""
+
+    def _unknown(self, layout: Layout) -> str:
+        """Which setting of an encoder-decoder's layout has no formula; "" where all have one."""
+        if not self._has_encoder:
+            return ""
+        for axis, reason in sized_model.ENCODER_EXCLUDES.items():
+            if getattr(layout, axis) > 1:
+                size = getattr(layout, axis)
+                return f"layout.{axis} = {size}: {reason}; set layout.{axis} = 1"
+        for name, known in (("remat", self.remats), ("offload", self.offloads)):
+            if getattr(layout, name) not in known:
+                return (
+                    f"layout.{name} = {getattr(layout, name)!r}: there is no formula for its FLOPs "
+                    f"in an encoder-decoder; it can be {', '.join(known)}"
+                )
+        return ""
 
     def memory(
         self, layouts: LayoutBatch | Layout, buffers: RankBuffers | None, back_end: str

@@ -6,7 +6,8 @@ import pytest
 from jaxscale.config import ModelConfig
 from jaxscale.model_families.shipped import PLANNED
 from jaxscale.models.decoder import Decoder, plain_kernels
-from jaxscale.planner.model.param_shapes import parameters
+from jaxscale.models.encoder_decoder import EncoderDecoder
+from jaxscale.planner.model.param_shapes import parameters, stack_sizes
 from jaxscale.sharding.resolve import is_axes, leaf_name
 
 MODELS = {
@@ -20,12 +21,17 @@ MODELS = {
     for family in PLANNED
     if family.name not in ("llama", "gpt")
 }
+MODELS |= {
+    family: ModelConfig(family=family, num_layers=3, num_encoder_layers=2)
+    for family in ("mt5", "umt5")
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_names_shapes_and_axes_are_the_models(name):
     config = MODELS[name]
-    model = Decoder(config, plain_kernels())
+    kind = EncoderDecoder if config.num_encoder_layers else Decoder
+    model = kind(config, plain_kernels())
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     axes = jax.tree.leaves(model.axes, is_leaf=is_axes)
     expected = {}
@@ -41,8 +47,6 @@ def test_names_shapes_and_axes_are_the_models(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_their_sizes_add_up(name):
     config = MODELS[name]
-    total = sum(
-        array.size * (config.num_layers if array.part == "layers" else 1)
-        for array in parameters(config)
-    )
+    layers = dict(stack_sizes(config))
+    total = sum(array.size * layers.get(array.part, 1) for array in parameters(config))
     assert total == config.num_params

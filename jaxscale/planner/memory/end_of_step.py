@@ -1,0 +1,78 @@
+"""Temporaries at the end of a step: of the last reductions of gradients, and of the optimizer."""
+
+import math
+
+import numpy as np
+
+from jaxscale.config import Config
+from jaxscale.planner.memory.at_rest import sides
+from jaxscale.planner.memory.layer_loop import LayerLoop, elements
+from jaxscale.planner.memory.transients import Transients
+from jaxscale.planner.model.param_shapes import (
+    Ints,
+    Rows,
+    maximum,
+    parameters,
+    select,
+    stack_sizes,
+)
+from jaxscale.sharding.rules import LAYER_SHARD_AXES, shards_layers
+
+
+def reduction_bytes(config: Config, loop: LayerLoop, transients: Transients, rows: Rows) -> Ints:
+    """Outputs of reductions over replicas."""
+    layout, stage = config.layout, config.layout.zero_stage
+    # Inputs and outputs of the reductions of the last layer, embedding and head.
+    last = loop.weights + elements(config, "embed head")
+    once = select(loop.reduces & np.logical_not(loop.scatters), 2 * loop.accumulated * last)
+    # The stacks that are not reduced per visit.
+    left = (layout.data > 1) | ((layout.fsdp > 1) & (stage <= 1))
+    layers = sum(count * elements(config, part, stage >= 1) for part, count in rows.items())
+    stacks = loop.accumulated * (layers + elements(config, "embed head", stage >= 1))
+    if transients.in_place:
+        # Two of the largest are in flight.
+        largest = maximum(
+            *(
+                rows.get(array.part, 1) * array.shard_size(layout, over_fsdp=stage >= 1)
+                for array in parameters(config.model)
+            )
+        )
+        stacks = 2 * loop.accumulated * largest
+    return select(loop.single, once, select(left, stacks))
+
+
+def update_bytes(config: Config, rows: Rows) -> Ints:
+    """Temporaries of the optimizer; AdamW and Lion are elementwise and have none."""
+    layout, wide = config.layout, 4
+    if config.optimizer.name == "adafactor":
+        # All squared gradients, before the means over rows and columns.
+        over_fsdp = layout.zero_stage >= 1
+        layers = sum(
+            stack.num_layers * elements(config, stack.part, over_fsdp)
+            for stack in stack_sizes(config.model)
+        )
+        return wide * (layers + elements(config, "embed head", over_fsdp))
+    if config.optimizer.name == "muon":
+        return wide * sum(_orthogonalised(config, part, count) for part, count in rows.items())
+    return 0
+
+
+def _orthogonalised(config: Config, part: str, rows: Ints) -> Ints:
+    """Elements of the matrices of a stack that a rank makes orthogonal (see
+    `sharding.layer_rules`): input and output of a Newton-Schulz iteration, and two products of the
+    largest with itself. Where they are not sharded those of all layers are gathered beside the
+    gradients."""
+    layout, ranks = config.layout, 1
+    for axis in LAYER_SHARD_AXES:
+        size = getattr(layout, axis)
+        more = shards_layers(rows, layout.pipeline, ranks, size)
+        ranks = np.where(more, ranks * size, ranks)
+    matrices = [one for one in parameters(config.model) if one.part == part and sides(one)]
+    squares = [min(math.prod(side) for side in sides(one)) ** 2 for one in matrices]
+    whole = sum(array.shard_size(layout, over_fsdp=False) for array in matrices)
+    mine = -(-rows // ranks) * (2 * whole + 2 * max(squares))
+    shards = (layout.zero_stage >= 1) & (np.asarray(layout.fsdp) > 1)
+    # The compiler's own way through shards: every matrix, and its Gram matrix.
+    alone = rows * (2 * whole + sum(squares))
+    sharded = mine + select((ranks > 1) & np.logical_not(shards), rows * whole)
+    return select(shards & (ranks == 1), alone, sharded)

@@ -1,0 +1,84 @@
+"""What an encoder leaves in memory while the decoder computes, and the decoder while the encoder
+does: see `training.layer_loop`."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxscale.config import Config
+from jaxscale.planner.memory.layer_loop import (
+    LayerLoop,
+    elements,
+    head_elements,
+    layer_saved_bytes,
+    stream_bytes,
+)
+from jaxscale.planner.memory.transients import Transients
+from jaxscale.planner.model.param_shapes import Ints, Rows, maximum, select, stack_sizes
+
+
+def stack_rows(config: Config, rows: Ints) -> Rows:
+    """Layers of each stack that a device allocates.
+
+    Args:
+      rows: those of a pipeline's rank, where the model has one stack.
+    """
+    sizes = stack_sizes(config.model)
+    return {sizes[0].part: rows} if len(sizes) == 1 else dict(sizes)
+
+
+def held_between_bytes(config: Config, loops: list[LayerLoop]) -> Ints:
+    """Of the stacks before the last of `loops`: the output as it leaves the layers and as the
+    decoder reads it, with its gradient; the last layer, whose backward pass reuses its weights and
+    whose activations are outside the loop."""
+    held: Ints = 0
+    for loop in loops[:-1]:
+        gradient = max(4 // loop.compute, 1)
+        held = held + (2 + gradient) * loop.group * stream_bytes(config, loop)
+        held = held + loop.beside * loop.group * layer_saved_bytes(config, loop)
+        held = held + select(loop.gathers, loop.compute * loop.weights)
+    return held
+
+
+def stacks_outer_gradients(
+    config: Config, loop: LayerLoop, transients: Transients, *, is_last: bool
+) -> Ints:
+    """Gradients of the head during the decoder, and of the embedding, by the decoder's tokens,
+    during the encoder: whole, unless they are added to whole accumulators in place."""
+    wide = max(loop.compute, 4)
+    embed = 0 if is_last else wide * elements(config, "embed")
+    whole = loop.accumulated * head_elements(config)
+    shard = loop.single * loop.accumulated * head_elements(config, loop.scatters)
+    if not transients.late:
+        return shard + embed
+    # While weights are gathered the head's are reduced.
+    head = whole if is_last else select(loop.gathers, shard, whole)
+    in_place = transients.in_place & np.logical_not(loop.scatters | loop.single)
+    return select(in_place, 0, head + embed)
+
+
+def stacks_head_bytes(config: Config, loop: LayerLoop, chunks: Ints, logits: Ints) -> Ints:
+    """The decoder's head on a GPU: logits of a chunk in the compute type and in float32, and the
+    output matrix; its gradient, which accumulates beside that of the last chunk. With one chunk the
+    gradient is there only when the float32 logits are gone; in a single visit also transposed.
+
+    Args:
+      chunks, logits: their number, and the elements of one.
+    """
+    matrix = head_elements(config)
+    wide, narrow = loop.accumulated * matrix, loop.compute * matrix
+    summed = 2 * select(loop.scatters | loop.single, wide, 0)
+    several = (4 + loop.compute) * logits + narrow + summed
+    gradient = select(loop.single, 2, select(loop.scatters, 1, 0)) * wide
+    one = maximum((4 + loop.compute) * logits + narrow, gradient + loop.compute * logits)
+    return select(chunks == 1, one, several)
+
+
+def larger(first: Any, second: Any) -> Any:
+    """Of two records of `Memory` the one that needs more; for N layouts each of its own."""
+    more = second.temporaries > first.temporaries
+    fields = (field.name for field in dataclasses.fields(first))
+    return type(first)(
+        **{name: select(more, getattr(second, name), getattr(first, name)) for name in fields}
+    )
