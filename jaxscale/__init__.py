@@ -17,7 +17,7 @@ _HOMES = {
     "fit": "run.trainer",
     "from_pretrained": "run.pretrained",
     "load": "config",
-    "make_engine": "training.step",
+    "make_engine": "training.engine",
     "make_mesh": "sharding.mesh",
     "open_engine": "run.setup",
     "open_text": "run.setup",

@@ -464,7 +464,7 @@ class ModelConfig:
           recomputed: in a pipeline whose schedule has recompute operations, the share of passes
             that are recomputed (`PipelineStages.recomputed`), each as whole layers.
         """
-        products, policy = self.layer_products(seq_len, causal), parse_remat(remat)
+        products, policy = self.layer_matmul_flops(seq_len, causal), parse_remat(remat)
         again = {str(name) for name in BLOCK_TENSORS if name not in policy.names}
         if self.parallel_block:
             again.discard("attention_out")
@@ -486,9 +486,9 @@ class ModelConfig:
 
     def layer_forward_flops(self, seq_len: int, causal: bool = True) -> float:
         """FLOPs of a mean layer's forward pass for a token."""
-        return sum(self.layer_products(seq_len, causal).values())
+        return sum(self.layer_matmul_flops(seq_len, causal).values())
 
-    def layer_products(self, seq_len: int, causal: bool = True) -> dict[str, float]:
+    def layer_matmul_flops(self, seq_len: int, causal: bool = True) -> dict[str, float]:
         """The same for each matmul, by the names of `layout.BLOCK_TENSORS` and "mlp_down"."""
         heads = self.num_heads * self.head_dim
         kv_heads = self.num_kv_heads * self.head_dim

@@ -17,7 +17,7 @@ from jaxscale.compiled.collectives import KINDS, Collective, collectives
 from jaxscale.formatting import human_bytes
 from jaxscale.planner.search.plan import Plan
 from jaxscale.sharding.resolve import resolve
-from jaxscale.training.step import Engine
+from jaxscale.training.engine import Engine
 
 COLORS = {
     "blue": "#0072b2",

@@ -16,7 +16,7 @@ from jaxscale.data.loader import batches
 from jaxscale.run.initial_weights import open_initial
 from jaxscale.run.setup import open_engine, open_text, open_tokenizer
 from jaxscale.run_folder import load_config
-from jaxscale.training.step import Engine
+from jaxscale.training.engine import Engine
 from tests.hugging_face import tiny_llama
 from tests.hugging_face.test_round_trip import load_all
 

@@ -15,7 +15,7 @@ from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
 from jaxscale.run import setup
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.step import Engine, make_engine
+from jaxscale.training.engine import Engine, make_engine
 
 MODEL = ModelConfig(
     num_layers=2,

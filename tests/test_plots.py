@@ -9,7 +9,7 @@ from jaxscale import plots
 from jaxscale.layout import Layout
 from jaxscale.planner.plan_layouts import plan_layouts
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.step import make_engine
+from jaxscale.training.engine import make_engine
 
 
 def engine_of(*overrides):

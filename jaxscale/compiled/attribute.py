@@ -10,8 +10,8 @@ import jax
 from jaxscale.compiled import hlo
 from jaxscale.compiled.live_buffers import Buffer
 from jaxscale.sharding.resolve import leaf_name
+from jaxscale.training.engine import Engine
 from jaxscale.training.gradients import pipeline_buffers
-from jaxscale.training.step import Engine
 
 MODULES = ("attention", "mlp", "head", "embed", "optimizer")
 """Named scopes of the model and the step."""

@@ -24,7 +24,7 @@ from jaxscale.pipeline import summary
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.collectives import collective_seconds
 from jaxscale.sharding.mesh import axes_between_slices, make_mesh
-from jaxscale.training.step import Engine, make_engine
+from jaxscale.training.engine import Engine, make_engine
 
 OUT_OF_MEMORY = re.compile(
     r"total memory required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds|"

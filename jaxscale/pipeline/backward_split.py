@@ -43,18 +43,19 @@ class Split:
     """The operations of a layer, `function(weights, x, shared, context) -> ((y, loss), sums)`, y
     being like x (see `models.protocol.layer_function`).
 
-    - `forward(weights, x, shared, context) -> ((y, loss), sums, kept_b, kept_w)`
-    - `input_gradient(weights, shared, context, kept_b, kept_w, dy) -> (dx, dshared, saved)`: B
-    - `weight_gradient(shared, context, kept_w, saved) -> dweights`: W
+    - `forward(weights, x, shared, context) -> ((y, loss), sums, residuals_b, residuals_w)`
+    - `input_gradient(weights, shared, context, residuals_b, residuals_w, dy)
+      -> (dx, dshared, saved)`: B
+    - `weight_gradient(shared, context, residuals_w, saved) -> dweights`: W
 
-    `kept_b`, `kept_w` and `saved` are lists of arrays, of the shapes given here.
+    `residuals_b`, `residuals_w` and `saved` are lists of arrays, of the shapes given here.
     """
 
     forward: Callable[..., tuple[Tree, Tree, list, list]]
     input_gradient: Callable[..., tuple[Tree, Tree, list]]
     weight_gradient: Callable[..., Tree]
-    kept_b: Shapes
-    kept_w: Shapes
+    residuals_b: Shapes
+    residuals_w: Shapes
     saved: Shapes
 
 
@@ -80,17 +81,17 @@ def split(function: Callable, weights: Tree, x: Tree, shared: Tree, context: Tre
         return y, sums, [kept[i] for i in to_b], [kept[i] for i in to_w]
 
     def input_gradient(
-        weights: Tree, shared: Tree, context: Tree, kept_b: list, kept_w: list, dy_: Tree
+        weights: Tree, shared: Tree, context: Tree, residuals_b: list, residuals_w: list, dy_: Tree
     ) -> tuple[Tree, Tree, list]:
         given = [weights_in, shared_in, context_in, [kept_in[i] for i in (*to_b, *to_w)], dy]
-        values = [weights, shared, context, [*kept_b, *kept_w], dy_]
+        values = [weights, shared, context, [*residuals_b, *residuals_w], dy_]
         found = program.run(b_eqns, given, values, [*gradients, *saved])
         dx, dshared = jax.tree.unflatten(structures[1], found[: len(gradients)])
         return dx, dshared, found[len(gradients) :]
 
-    def weight_gradient(shared: Tree, context: Tree, kept_w: list, saved_: list) -> Tree:
+    def weight_gradient(shared: Tree, context: Tree, residuals_w: list, saved_: list) -> Tree:
         given = [shared_in, context_in, [kept_in[i] for i in to_w], saved]
-        leaves = program.run(w_eqns, given, [shared, context, kept_w, saved_], dweights)
+        leaves = program.run(w_eqns, given, [shared, context, residuals_w, saved_], dweights)
         return jax.tree.unflatten(structures[0], leaves)
 
     return Split(

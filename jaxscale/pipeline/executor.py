@@ -276,7 +276,8 @@ def _chunk_forward(
             state, x = carry
             context = batch, rank.layer_index(row, index)
             weights = rank.layer_weights(state, row, part, index)
-            (x, loss), sums, kept_b, kept_w = part.kinds[kind].forward(weights, x, shared, context)
+            split = part.kinds[kind]
+            (x, loss), sums, residuals_b, residuals_w = split.forward(weights, x, shared, context)
             state = rank.count_sums(state, part, context[1], loss, sums, again)
             if not saves_residuals:
                 # In every layer: on a CPU (jaxlib 0.12) a loop over layers that does not write
@@ -284,8 +285,8 @@ def _chunk_forward(
                 inputs = put(state.buffers["input"], begins, row["input"])
                 state = state._replace(buffers={**state.buffers, "input": inputs})
             else:
-                state = rank.write(state, row, "residual_b", part, index, kept_b)
-                state = rank.write(state, row, "residual_w", part, index, kept_w)
+                state = rank.write(state, row, "residual_b", part, index, residuals_b)
+                state = rank.write(state, row, "residual_w", part, index, residuals_w)
             return state, x
 
         state, x = rank.each_layer(row, part, one, (state, x))
@@ -318,16 +319,18 @@ def _chunk_backward(rank: Rank, state: State, row: Row, fused: bool) -> State:
         def one(index, kind, carry, part=part):
             state, dx, dshared = carry
             weights = rank.layer_weights(state, row, part, index)
-            kept_b, kept_w = (
+            residuals_b, residuals_w = (
                 rank.read(state, row, name, part, index) for name in ("residual_b", "residual_w")
             )
             split, here = part.kinds[kind], shared[part.name]
             context = batch, rank.layer_index(row, index)
-            dx, more, saved = split.input_gradient(weights, here, context, kept_b, kept_w, dx)
+            dx, more, saved = split.input_gradient(
+                weights, here, context, residuals_b, residuals_w, dx
+            )
             dshared = add(dshared, more)
             if not fused:
                 return rank.write(state, row, "cotangent", part, index, saved), dx, dshared
-            dweights = split.weight_gradient(here, context, kept_w, saved)
+            dweights = split.weight_gradient(here, context, residuals_w, saved)
             return rank.add_gradients(state, row, part, index, dweights), dx, dshared
 
         dx, dshared = split_stream(part.stack, rank.own_stream(part, dstream))

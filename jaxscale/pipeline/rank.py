@@ -187,8 +187,8 @@ class Rank:
         found = {
             "inbox": streams(slots["inbox"] + 1),  # the last one is never read
             "input": streams(slots["input"]),
-            "residual_b": of_layers("residual_b", "kept_b"),
-            "residual_w": of_layers("residual_w", "kept_w"),
+            "residual_b": of_layers("residual_b", "residuals_b"),
+            "residual_w": of_layers("residual_w", "residuals_w"),
             "cotangent": of_layers("cotangent", "saved"),
         }
         if self.keeps_received and grads:
@@ -405,7 +405,7 @@ def _check_alike(stack: Stack, kinds: Sequence[Split]) -> None:
     Raises:
       ValueError: they do.
     """
-    shapes = [(kind.kept_b, kind.kept_w, kind.saved) for kind in kinds]
+    shapes = [(kind.residuals_b, kind.residuals_w, kind.saved) for kind in kinds]
     if any(one != shapes[0] for one in shapes):
         raise ValueError(
             f"the layers of stack {stack.name!r} save arrays of different shapes for the backward "

@@ -20,7 +20,8 @@ from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face
 from jaxscale.model_config import is_own_family
 from jaxscale.run_folder import TOKENIZERS
 from jaxscale.training.checkpoint import Checkpoints
-from jaxscale.training.step import Engine, TrainState
+from jaxscale.training.engine import Engine
+from jaxscale.training.step import TrainState
 
 log = logging.getLogger("jaxscale")
 

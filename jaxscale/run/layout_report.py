@@ -25,9 +25,9 @@ from jaxscale.sharding.resolve import (
     leaf_name,
     resolve,
 )
+from jaxscale.training.engine import Engine, find_model
 from jaxscale.training.flops import step_flops
 from jaxscale.training.gradients import pipeline_buffers
-from jaxscale.training.step import Engine, find_model
 
 LARGE_BYTES = 1 << 20
 """A replicated parameter of at least this size gets a warning."""

@@ -16,7 +16,7 @@ from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.forward import forward
 from jaxscale.models.protocol import head_params
 from jaxscale.run.initial_weights import open_weights
-from jaxscale.training.step import find_model
+from jaxscale.training.engine import find_model
 
 
 @dataclass(frozen=True, eq=False)

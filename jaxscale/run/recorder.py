@@ -16,6 +16,7 @@ from jaxscale.config import Config
 from jaxscale.data.dataset import Examples, repeats
 from jaxscale.hardware import peak_flops
 from jaxscale.run.setup import Evaluation
+from jaxscale.training.engine import Engine
 from jaxscale.training.metrics import (
     Metrics,
     duration,
@@ -23,7 +24,7 @@ from jaxscale.training.metrics import (
     progress_line,
     utilisation,
 )
-from jaxscale.training.step import Engine, StepMetrics
+from jaxscale.training.step import StepMetrics
 
 log = logging.getLogger("jaxscale")
 

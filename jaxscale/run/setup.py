@@ -31,7 +31,7 @@ from jaxscale.hugging_face.model_folder import copy_beside, is_hugging_face
 from jaxscale.layout import resolve_sizes
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints
-from jaxscale.training.step import Engine, make_engine
+from jaxscale.training.engine import Engine, make_engine
 
 log = logging.getLogger("jaxscale")
 

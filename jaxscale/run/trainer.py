@@ -38,8 +38,9 @@ from jaxscale.run.setup import (
 from jaxscale.run.signals import held_signals
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints, describe_difference
+from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.learning_rate import rate_change, with_schedule
-from jaxscale.training.step import Engine, StepMetrics, TrainState, make_engine
+from jaxscale.training.step import StepMetrics, TrainState
 
 log = logging.getLogger("jaxscale")
 

@@ -20,6 +20,7 @@ from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.sharding.specs import replicated
+from jaxscale.training.engine import Engine
 from jaxscale.training.sampling import (
     CHUNK,
     Source,
@@ -33,7 +34,6 @@ from jaxscale.training.sampling import (
     source_rows,
     without_pipeline,
 )
-from jaxscale.training.step import Engine
 
 ROWS = 16
 """Sequences at a time, about."""

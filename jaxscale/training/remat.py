@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 
-from jaxscale.layout import RematPolicy
+from jaxscale.layout import Layout, RematPolicy
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import LayerFunction
 from jaxscale.ops.attention_kernels import is_cudnn_forward
@@ -74,3 +75,23 @@ def to_host(tree: Tree) -> Tree:
 def from_host(tree: Tree) -> Tree:
     """Moves them back."""
     return jax.device_put(tree, jax.memory.Space.Device)
+
+
+def check_host_memory(layout: Layout, mesh: Mesh) -> None:
+    """Refuses offloading where the back end has no host memory of its own.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    device = mesh.devices.flat[0]
+    offloads = layout.offload != "none" or layout.remat_policy.offloads
+    if not offloads or not isinstance(device, jax.Device):
+        return
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if "pinned_host" not in kinds:
+        raise ValueError(
+            f"layout.offload = {layout.offload!r}, layout.remat = {layout.remat!r}: "
+            f"the {device.platform} back end has no pinned host memory, only "
+            f"{', '.join(sorted(kinds))}; set layout.offload = 'none', and layout.remat = 'full' "
+            "or another policy without 'offload:'"
+        )

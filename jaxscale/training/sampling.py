@@ -32,7 +32,7 @@ from jaxscale.sharding.resolve import (
     whole_kv_heads,
 )
 from jaxscale.sharding.specs import replicated
-from jaxscale.training.step import Engine
+from jaxscale.training.engine import Engine
 
 CHUNK = 256
 """Tokens of each prompt that are prefilled at a time; bounds the memory of their attention."""

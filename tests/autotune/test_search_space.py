@@ -9,7 +9,7 @@ from jaxscale import config as configs
 from jaxscale.autotune.search_space import candidate_of, candidates, layout_of, refusal
 from jaxscale.layout import Layout
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.step import make_engine
+from jaxscale.training.engine import make_engine
 
 SETTINGS = ("data.global_batch_size=16", "model.num_layers=8")
 CONFIG = configs.load("configs/tiny.py", SETTINGS)

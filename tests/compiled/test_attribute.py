@@ -8,7 +8,7 @@ from jaxscale.compiled.attribute import SAVED, attribute_buffers
 from jaxscale.compiled.live_buffers import live_at_peak
 from jaxscale.config import from_dict
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.step import make_engine
+from jaxscale.training.engine import make_engine
 
 MODEL = {
     "num_layers": 8,

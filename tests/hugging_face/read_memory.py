@@ -17,7 +17,7 @@ from jaxscale.hugging_face.model_folder import open_model, parameters_of
 from jaxscale.hugging_face.safetensors_format import lay_out
 from jaxscale.layout import Layout
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.step import Engine, make_engine
+from jaxscale.training.engine import Engine, make_engine
 from tests.hugging_face import tiny_llama
 
 LARGE = {

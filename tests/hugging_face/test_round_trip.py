@@ -13,7 +13,7 @@ from jaxscale.hugging_face import tensor_blocks
 from jaxscale.hugging_face.model_folder import open_model, write_model
 from jaxscale.layout import Layout
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.step import make_engine
+from jaxscale.training.engine import make_engine
 from tests.hugging_face import tiny_llama
 
 LAYOUTS = [

@@ -14,7 +14,8 @@ import optax
 from jaxscale.batch import Batch
 from jaxscale.config import Config, from_dict
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.step import Engine, TrainState, make_engine
+from jaxscale.training.engine import Engine, make_engine
+from jaxscale.training.step import TrainState
 from tests.models import two_stacks
 
 BATCH, SEQ_LEN, STEPS, VOCABULARY = 8, 16, 3, 64

@@ -19,7 +19,7 @@ from jaxscale.run import setup, trainer
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import sampling
 from jaxscale.training.checkpoint import Checkpoints
-from jaxscale.training.step import make_engine
+from jaxscale.training.engine import make_engine
 from tests.invariants.layouts import (
     BATCH,
     LLAMA,

@@ -18,7 +18,7 @@ from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.protocol import Layer
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints
-from jaxscale.training.step import make_engine
+from jaxscale.training.engine import make_engine
 from tests.invariants.models import (
     KINDS,
     OWN_MODEL,

@@ -18,7 +18,7 @@ from jaxscale.model_config import ModelSettings
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Layer, Stack
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training import step as training
+from jaxscale.training import engine as engines
 from jaxscale.training.step import mean_and_norm
 from tests.invariants.layouts import compile_step, open_engine
 
@@ -213,7 +213,7 @@ def test_what_many_layers_share_has_its_gradient_summed_in_float32(layout):
     )
     config = dataclasses.replace(config, model=ModelSettings())
     mesh = make_mesh(config.layout, jax.devices()[: config.layout.num_devices])
-    engine = training.make_engine(config, mesh, model=ManyReaders)
+    engine = engines.make_engine(config, mesh, model=ManyReaders)
     ones = np.ones((4, 2), np.int32)
     there = engine.shard(Batch(ones, ones, ones, ones, ones.astype(np.float32)))
     state, _ = engine.step(engine.init(jax.random.key(0)), there)

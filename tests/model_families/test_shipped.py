@@ -11,7 +11,7 @@ from jaxscale import config
 from jaxscale.config import Config, DataConfig, ModelConfig
 from jaxscale.model_families.shipped import FAMILIES, SHIPPED
 from jaxscale.models.decoder import plain_kernels
-from jaxscale.training.step import find_model
+from jaxscale.training.engine import find_model
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
 
@@ -244,14 +244,14 @@ def test_layers_repeat_after_a_period():
     # One layer of eight sees everything.
     seen = [min(i + 1, 5) for i in range(20)]
     keys = (7 * sum(seen) / 20 + 10.5) / 8
-    products = gemma.layer_products(20)
+    products = gemma.layer_matmul_flops(20)
     assert products["attention"] == pytest.approx(4 * gemma.num_heads * gemma.head_dim * keys)
 
 
 def test_a_model_that_is_not_causal_attends_to_all_keys_and_its_head_has_two_matrices():
     esm = ModelConfig(family="esm")
     queries = esm.num_heads * esm.head_dim
-    assert esm.layer_products(20)["attention"] == 4 * queries * 20
+    assert esm.layer_matmul_flops(20)["attention"] == 4 * queries * 20
     forward = esm.num_layers * esm.layer_forward_flops(20)
     head = 2 * esm.d_model * (esm.d_model + esm.vocab_size)
     assert esm.flops_per_token(20) == 3 * (forward + head)

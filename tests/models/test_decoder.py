@@ -14,7 +14,7 @@ from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
 from jaxscale.models.weights import exact_normal
 from jaxscale.sharding.resolve import is_axes
-from jaxscale.training.step import find_model
+from jaxscale.training.engine import find_model
 
 CONFIGS = sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))
 SMALL = ModelConfig(num_kv_heads=2, compute_dtype="float64", param_dtype="float64")

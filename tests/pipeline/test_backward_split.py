@@ -63,9 +63,9 @@ def assert_split_is_whole(function, weights, x, context, tolerance=1e-13):
     """Every gradient, by a forward pass, B and W, each compiled for itself."""
     parts = split(as_layer(function), weights, x, {}, context)
     dy = jnp.cos(x)
-    (y, _), _, kept_b, kept_w = jit(parts.forward)(weights, x, {}, context)
-    dx, _, saved = jit(parts.input_gradient)(weights, {}, context, kept_b, kept_w, dy)
-    dweights = jit(parts.weight_gradient)({}, context, kept_w, saved)
+    (y, _), _, residuals_b, residuals_w = jit(parts.forward)(weights, x, {}, context)
+    dx, _, saved = jit(parts.input_gradient)(weights, {}, context, residuals_b, residuals_w, dy)
+    dweights = jit(parts.weight_gradient)({}, context, residuals_w, saved)
 
     @jit
     def whole(weights, x, context):
@@ -81,8 +81,9 @@ def assert_split_is_whole(function, weights, x, context, tolerance=1e-13):
         assert got.dtype == expected.dtype
         scale = max(np.max(np.abs(expected)), 1e-3)
         np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * scale)
-    shapes = [(leaf.shape, leaf.dtype) for leaf in (*kept_b, *kept_w, *saved)]
-    assert shapes == [(s.shape, s.dtype) for s in (*parts.kept_b, *parts.kept_w, *parts.saved)]
+    shapes = [(leaf.shape, leaf.dtype) for leaf in (*residuals_b, *residuals_w, *saved)]
+    lists = parts.residuals_b, parts.residuals_w, parts.saved
+    assert shapes == [(s.shape, s.dtype) for values in lists for s in values]
     return parts
 
 
@@ -123,7 +124,7 @@ def test_a_loop_that_makes_both_gradients_is_cut():
 
     weights = jax.random.normal(jax.random.key(0), (8, 8), "float64")
     parts = assert_split_is_whole(function, weights, jnp.ones((3, 4, 8)), None)
-    products = jax.make_jaxpr(parts.weight_gradient)({}, None, parts.kept_w, parts.saved)
+    products = jax.make_jaxpr(parts.weight_gradient)({}, None, parts.residuals_w, parts.saved)
     assert "dot_general" in str(products)
 
 
@@ -139,7 +140,7 @@ def test_nothing_that_is_kept_is_a_weight_or_the_same_for_every_input(family):
     for batch_size in (3, 6):
         weights, x, batch = arguments(model, batch_size)
         parts = split(as_layer(model.block), weights, x, {}, batch)
-        kept.append(num_bytes(parts.kept_b) + num_bytes(parts.kept_w))
+        kept.append(num_bytes(parts.residuals_b) + num_bytes(parts.residuals_w))
         saved.append(num_bytes(s for s in parts.saved if s.shape[0] == batch_size))
     assert kept[1] == 2 * kept[0]
     assert saved[1] == 2 * saved[0]
@@ -153,8 +154,8 @@ def test_both_halves_are_about_as_long_as_the_forward_pass():
         dict(jax.jit(run).lower(*args).compile().cost_analysis() or {})["flops"]
         for run, args in (
             (parts.forward, (weights, x, {}, batch)),
-            (parts.input_gradient, (weights, {}, batch, parts.kept_b, parts.kept_w, x)),
-            (parts.weight_gradient, ({}, batch, parts.kept_w, parts.saved)),
+            (parts.input_gradient, (weights, {}, batch, parts.residuals_b, parts.residuals_w, x)),
+            (parts.weight_gradient, ({}, batch, parts.residuals_w, parts.saved)),
         )
     )
     assert b == pytest.approx(forward, rel=0.25)

@@ -10,8 +10,8 @@ import pytest
 from jaxscale.compiled import hlo
 from jaxscale.config import from_dict
 from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.engine import make_engine
 from jaxscale.training.gradients import pipeline_buffers
-from jaxscale.training.step import make_engine
 
 RANKS, SEQ_LEN = 4, 64
 

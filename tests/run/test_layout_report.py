@@ -11,7 +11,7 @@ from jaxscale.formatting import human_bytes
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.run.layout_report import describe_layout
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.step import make_engine
+from jaxscale.training.engine import make_engine
 
 MUON = from_dict(
     {

@@ -19,7 +19,7 @@ from jaxscale.run.pretrained import from_pretrained
 from jaxscale.run.setup import open_tokenizer
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints
-from jaxscale.training.step import make_engine
+from jaxscale.training.engine import make_engine
 
 TINY = {
     "num_layers": 2,

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxscale import config
 from jaxscale.data.synthetic import synthetic_batch
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.step import make_engine
+from jaxscale.training.engine import make_engine
 
 SETTINGS = (
     "layout.data=1",

@@ -16,7 +16,7 @@ from jaxscale.layout import Layout
 from jaxscale.run.pretrained import Pretrained, from_pretrained
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import likelihood, sampling
-from jaxscale.training.step import Engine, make_engine
+from jaxscale.training.engine import Engine, make_engine
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
 PAD, END = 0, 1

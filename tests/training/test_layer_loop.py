@@ -7,7 +7,7 @@ import pytest
 
 from jaxscale.config import from_dict
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.step import make_engine
+from jaxscale.training.engine import make_engine
 
 MODEL = {
     "d_model": 16,

@@ -19,7 +19,7 @@ from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import sampling
-from jaxscale.training.step import Engine, make_engine
+from jaxscale.training.engine import Engine, make_engine
 from tests.data.dialogues import CONVERSATIONS, PLAIN, write_tokenizer
 
 SIZES = {

@@ -15,7 +15,8 @@ import pytest
 from jaxscale.batch import Batch
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
-from jaxscale.training.step import Engine, TrainState
+from jaxscale.training.engine import Engine
+from jaxscale.training.step import TrainState
 from tests.invariants.layouts import batches, compile_step, make_config, open_engine
 
 MODEL = {

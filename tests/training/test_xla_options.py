@@ -10,7 +10,7 @@ from jaxscale.config import from_dict
 from jaxscale.layout import Layout
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import xla_options
-from jaxscale.training.step import make_engine
+from jaxscale.training.engine import make_engine
 from jaxscale.training.xla_options import step_options
 
 

@@ -72,7 +72,7 @@ def make(options: argparse.Namespace, accumulation: str, zero_stage: int) -> Cas
     from jaxscale.config import from_dict  # noqa: PLC0415
     from jaxscale.data.synthetic import synthetic_batch  # noqa: PLC0415
     from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415
-    from jaxscale.training.step import make_engine  # noqa: PLC0415
+    from jaxscale.training.engine import make_engine  # noqa: PLC0415
 
     width, rows = options.d_model, options.fsdp * options.data * options.microbatches
     config = from_dict(

@@ -139,8 +139,8 @@ def ours(
 
     from jaxscale.data.synthetic import synthetic_batch  # noqa: PLC0415
     from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415
+    from jaxscale.training.engine import make_engine  # noqa: PLC0415
     from jaxscale.training.gradients import make_gradients  # noqa: PLC0415
-    from jaxscale.training.step import make_engine  # noqa: PLC0415
 
     config = make_config(options, schedule, microbatches, remat)
     engine = make_engine(config, make_mesh(config.layout))

@@ -61,8 +61,8 @@ def line(
 
     from jaxscale.config import from_dict  # noqa: PLC0415
     from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415
+    from jaxscale.training.engine import make_engine  # noqa: PLC0415
     from jaxscale.training.gradients import pipeline_buffers  # noqa: PLC0415
-    from jaxscale.training.step import make_engine  # noqa: PLC0415
 
     width = options.d_model
     config = from_dict(

@@ -126,7 +126,11 @@ def check_split(name, remat):
     if remat != "full":
         layer = layer_under(decoder, remat)
     parts = split(layer, *passes(model, remat)[1])
-    shapes = {"residual_b": parts.kept_b, "residual_w": parts.kept_w, "cotangent": parts.saved}
+    shapes = {
+        "residual_b": parts.residuals_b,
+        "residual_w": parts.residuals_w,
+        "cotangent": parts.saved,
+    }
     found = {
         name: sum(
             leaf.size // (ROWS * TIME) * leaf.dtype.itemsize

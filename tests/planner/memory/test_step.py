@@ -12,7 +12,7 @@ from jaxscale.planner.memory import step as formulas
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.report import text_report
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.step import make_engine
+from jaxscale.training.engine import make_engine
 
 MODEL = {
     "num_layers": 8,

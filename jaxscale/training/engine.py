@@ -1,0 +1,405 @@
+"""The engine: the jitted functions of a run, from a model, a layout and an optimizer."""
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxscale.batch import Batch, ShardedBatch
+from jaxscale.config import Config
+from jaxscale.data.device_batch import local_rows, shard_batch, unpack_sharded
+from jaxscale.layout import Layout, RematPolicy
+from jaxscale.model_config import find_make, is_own_family
+from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.encoder_decoder import EncoderDecoder
+from jaxscale.models.kernels import Kernels
+from jaxscale.models.protocol import Model
+from jaxscale.pipeline.layer_placement import LayerPlacement
+from jaxscale.pipeline.partition import StackLayers
+from jaxscale.pipeline.stages import PipelineStages, open_stages
+from jaxscale.sharding.resolve import (
+    WEIGHTS,
+    Axes,
+    Rules,
+    is_axes,
+    layer_rules,
+    resolve,
+    resolve_tree,
+    spread_outer,
+    whole_kv_heads,
+)
+from jaxscale.sharding.rules import check_divides, check_sequence, own_rules
+from jaxscale.sharding.specs import batch_sharding, replicated
+from jaxscale.sharding.zero import Zero
+from jaxscale.training import optimizer as optimizers
+from jaxscale.training.flops import StepFlops, count_forward_flops, example, step_flops
+from jaxscale.training.gradients import make_gradients, make_loss
+from jaxscale.training.kernels import attention_name, make_kernels
+from jaxscale.training.learning_rate import schedule_of
+from jaxscale.training.remat import check_host_memory, rematerialised_attention
+from jaxscale.training.step import StepMetrics, TrainState, make_step
+from jaxscale.training.xla_options import step_options
+
+log = logging.getLogger("jaxscale")
+
+Tree = Any
+MakeModel = Callable[[Any, Kernels], Model]
+
+
+class EvaluationSums(NamedTuple):
+    """Sums over a held-out batch, computed on the device."""
+
+    nll: jax.Array  # nats
+    tokens: jax.Array
+    num_bytes: jax.Array  # of the text that the tokens stand for
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The jitted functions of a run and where their arguments live."""
+
+    config: Config
+    model: Model
+    layout: Layout
+    mesh: Mesh
+    init: Callable[[jax.Array], TrainState]  # from a key
+    step: Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]  # donates the state
+    evaluate: Callable[[Tree, ShardedBatch, jax.Array], EvaluationSums]
+    abstract_state: TrainState  # shapes, types and shardings
+    abstract_batch: ShardedBatch  # likewise
+    placement: LayerPlacement  # of the state's layers; checkpoints have the canonical form
+    state_axes: TrainState  # logical axes of every array in it
+    zero: Zero
+    stages: PipelineStages | None  # of a pipeline
+    batch_sharding: NamedSharding
+    attention: str  # the implementation in use
+    flops: StepFlops
+    learning_rate: Callable[[Any], Any] | None  # of an update's number; None: the optimizer's own
+
+    def shard(self, batch: Batch, *, global_batch_size: int | None = None) -> ShardedBatch:
+        """A batch of NumPy arrays as `step` and `evaluate` take it: sharded over the mesh, the
+        tokens of each sequence split over the ranks of context in their balanced order.
+
+        Args:
+          batch: [rows, time] each, in the order of the text: all rows of a step.
+          global_batch_size: the rows of all processes, where `batch` has only those that this
+            process's devices hold, in the order of `local_rows`.
+
+        Raises:
+          ValueError: it is not a batch on the host, or does not divide over the layout.
+        """
+        return shard_batch(batch, self.config, self.batch_sharding, global_batch_size)
+
+    def local_rows(self, global_batch_size: int) -> tuple[int, ...]:
+        """The rows of a step's batch that this process's devices hold, in order."""
+        return local_rows(self.batch_sharding, global_batch_size)
+
+
+def make_engine(
+    config: Config,
+    mesh: Mesh,
+    *,
+    model: MakeModel | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    rules: Rules | None = None,
+    unroll_layers: bool = False,
+) -> Engine:
+    """Builds what a run needs, compiling nothing yet.
+
+    Args:
+      config: its layout must be resolved: no -1.
+      mesh: of that layout; its devices may be absent ones, to compile only.
+      model: makes the model from `config.model` and the kernels that the layout asks for; None is
+        the one of `model.family`.
+      optimizer: an update rule of one's own in place of `config.optimizer`'s rule and learning
+        rate; the gradients come in as means over tokens, clipped to `optimizer.clip_norm`.
+      rules: the mesh axes of logical axes of one's own, such as {"rank": ("tensor",)}, beside the
+        model's `rules`.
+      unroll_layers: unrolls the loops over layers, for XLA's cost analysis.
+
+    Raises:
+      ValueError: a dimension that does not divide over its mesh axes, or a kernel that cannot
+        honour the model's settings.
+    """
+    layout, platform = config.layout, mesh.devices.flat[0].platform
+    check_divides(config)
+    check_sequence(config)
+    check_types(config)
+    check_host_memory(layout, mesh)
+    make = model or find_model(config.model)
+    own = own_rules({**make(config.model, plain_kernels()).rules, **(rules or {})})
+    attention = attention_name(config, platform)
+    kernels = make_kernels(layout, attention, platform, rules=own, unroll=unroll_layers)
+    built = make(config.model, kernels)
+    stages = _open_stages(config, make) if layout.pipeline > 1 else None
+    rows = stages.layer_of_row if stages else _canonical_rows(built)
+    zero = _make_zero(config, built, stages, {**WEIGHTS, **own})
+    by_layer = functools.partial(
+        _by_layer,
+        mesh,
+        zero.update_rules,
+        functools.partial(layer_rules, layout.sizes, rules=zero.rules),
+    )
+    rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
+    frozen = optimizers.frozen_params(config.optimizer.groups, built.axes, built.frozen)
+    optimizer = optimizer or optimizers.make(
+        config.optimizer,
+        steps=config.schedule_steps,
+        axes=built.axes,
+        frozen=frozen,
+        by_layer=by_layer,
+    )
+
+    init = _make_init(built, optimizer, stages)
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    said = functools.partial(_replicated_state, stages is not None)
+    axes = optimizers.state_axes(optimizer, shapes.params, built.axes, said)
+    axes = TrainState((), built.axes, axes)
+    axes = spread_outer(axes, layout.sizes, _width(built))
+    axes = whole_kv_heads(axes, shapes, layout.sizes)
+    zero = dataclasses.replace(zero, axes=axes.params)
+    state = _placed(config, mesh, zero, axes, shapes)
+    batch = _abstract_batch(config, built, batch_sharding(mesh))
+
+    trained = make(config.model, rematerialised_attention(kernels, layout.remat_policy))
+    gradients = make_gradients(trained, layout, zero, mesh, stages, unroll_layers=unroll_layers)
+    # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
+    update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, shapes.params)
+    step = make_step(config, gradients, optimizer, frozen, _shardings(state), update_shardings)
+    evaluate = _make_evaluate(make_loss(built, layout, zero, mesh, stages))
+    options = step_options(mesh, deterministic=config.run.deterministic)
+    return Engine(
+        config=config,
+        model=built,
+        layout=layout,
+        mesh=mesh,
+        init=_jit_init(init, state, platform),
+        step=_jit_step(step, state, mesh, options),
+        evaluate=_jit_evaluate(evaluate, state, mesh),
+        abstract_state=state,
+        abstract_batch=batch,
+        placement=LayerPlacement(rows, axes, state),
+        state_axes=axes,
+        zero=zero,
+        stages=stages,
+        batch_sharding=batch_sharding(mesh),
+        attention=attention,
+        flops=step_flops(
+            config, make(config.model, plain_kernels()), stages.recomputed if stages else 0.0
+        ),
+        learning_rate=rate,
+    )
+
+
+def find_model(settings: Any) -> MakeModel:
+    """The function that makes the model of `model.family`."""
+    if is_own_family(settings.family):
+        return find_make(settings.family)
+    kind: Any = EncoderDecoder if settings.num_encoder_layers else Decoder
+    return kind
+
+
+def _make_zero(config: Config, model: Model, stages: PipelineStages | None, rules: Rules) -> Zero:
+    layout = config.layout
+    single_visit = layout.accumulation == "layered" or layout.microbatches == 1
+    return Zero(
+        layout.zero_stage,
+        single_visit and stages is None,
+        layout.sizes,
+        spread_outer(model.axes, layout.sizes, _width(model)),
+        jnp.dtype(config.model.compute_dtype),
+        jnp.dtype(config.optimizer.accumulation_dtype),
+        rules,
+    )
+
+
+def _placed(
+    config: Config, mesh: Mesh, zero: Zero, axes: TrainState, shapes: TrainState
+) -> TrainState:
+    """The shapes of a state with the shardings that it has between steps."""
+    shardings = TrainState(
+        replicated(mesh),
+        resolve_tree(axes.params, zero.param_rules, mesh, shapes.params),
+        resolve_tree(axes.opt_state, zero.update_rules, mesh, shapes.opt_state),
+    )
+    if config.layout.offloads("optimizer"):
+        shardings = shardings._replace(opt_state=_on_host(shardings.opt_state, shapes.opt_state))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def _shardings(abstract: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def _make_init(
+    model: Model, optimizer: optax.GradientTransformation, stages: PipelineStages | None
+) -> Callable[[jax.Array], TrainState]:
+    def init(key: jax.Array) -> TrainState:
+        params = model.init(key, stages.layer_of_row if stages else None)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    return init
+
+
+def _jit_init(init: Callable, state: TrainState, platform: str) -> Callable:
+    return jax.jit(
+        init,
+        out_shardings=_shardings(state),
+        # LLVM spends seconds on optimising the random-bit generators, and gains nothing.
+        compiler_options={"xla_backend_optimization_level": 1} if platform == "cpu" else None,
+    )
+
+
+def _jit_step(step: Callable, state: TrainState, mesh: Mesh, options: dict) -> Callable:
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        in_shardings=(_shardings(state), batch_sharding(mesh)),
+        out_shardings=(_shardings(state), replicated(mesh)),
+        compiler_options=options,
+    )
+
+
+def _make_evaluate(
+    nll: Callable[[Tree, Batch], jax.Array],
+) -> Callable[[Tree, ShardedBatch, jax.Array], EvaluationSums]:
+    def evaluate(params: Tree, sharded: ShardedBatch, token_bytes: jax.Array) -> EvaluationSums:
+        batch = unpack_sharded(sharded)
+        num_bytes = jnp.sum(token_bytes[batch.targets] * batch.weights)
+        return EvaluationSums(nll(params, batch), jnp.sum(batch.weights), num_bytes)
+
+    return evaluate
+
+
+def _jit_evaluate(evaluate: Callable, state: TrainState, mesh: Mesh) -> Callable:
+    return jax.jit(
+        evaluate,
+        in_shardings=(_shardings(state.params), batch_sharding(mesh), replicated(mesh)),
+        out_shardings=replicated(mesh),
+    )
+
+
+def _by_layer(
+    mesh: Mesh,
+    at_rest: Rules,
+    rules: Callable[[int], Sequence[Rules]],
+    function: Callable[[jax.Array], jax.Array],
+    stack: jax.Array,
+    names: Axes,
+) -> jax.Array:
+    """Reshards a stack so that each rank has some layers' whole matrices, computes there, and
+    reshards back: an all-to-all each way over fsdp, instead of gathers between any two matmuls.
+
+    Args:
+      at_rest: rules of the stack between updates.
+      rules: of each step of the resharding, from the number of rows (see `layer_rules`).
+    """
+    steps = [at_rest, *rules(stack.shape[names.index("layers")])]
+    path = [NamedSharding(mesh, resolve(names, one, mesh.shape)) for one in steps]
+    for sharding in path:
+        stack = jax.lax.with_sharding_constraint(stack, sharding)
+    stack = function(stack)
+    for sharding in reversed(path):
+        stack = jax.lax.with_sharding_constraint(stack, sharding)
+    return stack
+
+
+def _abstract_batch(config: Config, model: Model, sharding: NamedSharding) -> ShardedBatch:
+    rows = config.data.global_batch_size
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype, sharding=sharding),
+        ShardedBatch(*example(config, model)),
+    )
+
+
+def _open_stages(config: Config, make: MakeModel) -> PipelineStages:
+    model = make(config.model, plain_kernels())
+    stacks = [StackLayers(stack.name, stack.num_layers, stack.period) for stack in model.stacks]
+    return open_stages(config.layout, stacks, _head_cost(config, model))
+
+
+def _head_cost(config: Config, model: Model) -> float:
+    """FLOPs of the head over those of a mean layer."""
+    if config.model.has_flops_formula:
+        return config.model.head_cost(config.data.seq_len)
+    counted = count_forward_flops(model, example(config, model), RematPolicy("none", ()))
+    return counted.head * sum(stack.num_layers for stack in model.stacks) / counted.layers
+
+
+def _replicated_state(
+    in_pipeline: bool, name: str, shape: tuple, param_shape: tuple, in_layers: bool
+) -> None:
+    """Says that an array of an optimizer's state is replicated.
+
+    Raises:
+      ValueError: it has a part for each layer perhaps, which a pipeline cannot place.
+    """
+    if in_pipeline and in_layers:
+        raise ValueError(
+            f"the optimizer's {name} has shape {shape}, and its parameter {param_shape}: a "
+            "pipeline places the layers of arrays of the parameter's shape only; set "
+            "layout.pipeline = 1, or use another optimizer"
+        )
+    log.info(
+        f"the optimizer's {name} {list(shape)} is replicated: it has not the shape of its "
+        f"parameter, {list(param_shape)}"
+    )
+
+
+def _width(model: Model) -> int:
+    """The largest number that divides every "embed" dimension of the parameters outside the
+    layers."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    sizes = [
+        leaf.shape[axes.index("embed")]
+        for part in ("embed", "head")
+        for axes, leaf in zip(
+            jax.tree.leaves(model.axes[part], is_leaf=is_axes), jax.tree.leaves(shapes[part])
+        )
+        if "embed" in axes
+    ]
+    return math.gcd(*sizes)
+
+
+def _canonical_rows(model: Model) -> dict[str, np.ndarray]:
+    return {stack.name: np.arange(stack.num_layers) for stack in model.stacks}
+
+
+def check_types(config: Config) -> None:
+    """Refuses float64 where JAX would silently compute in float32.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    wide = {
+        f"{section}.{name}"
+        for section in ("model", "optimizer")
+        for name, value in vars(getattr(config, section)).items()
+        if value == "float64"
+    }
+    if wide and not jax.config.jax_enable_x64:
+        raise ValueError(
+            f"{', '.join(sorted(wide))} = 'float64' needs JAX_ENABLE_X64=1 in the environment"
+        )
+
+
+def _on_host(shardings: Tree, abstract: Tree) -> Tree:
+    """The same shards in host memory; scalars stay, as the compiler wants them on the device."""
+    return jax.tree.map(
+        lambda sharding, leaf: sharding.with_memory_kind("pinned_host") if leaf.ndim else sharding,
+        shardings,
+        abstract,
+    )
