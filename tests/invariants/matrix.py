@@ -46,27 +46,24 @@ def every_layout() -> Iterator[Choice]:
 
 
 def pairwise_layouts() -> list[Choice]:
-    """Every factorisation with every ZeRO stage that it can tell apart; and every two settings,
-    the size of an axis being one, together in some layout."""
-    rng, missing, chosen = random.Random(0), set(), []
-    for layout in every_layout():
-        missing |= _pairs(layout)
+    """Every factorisation; and every two settings, whether an axis divides being one, together in
+    some layout."""
+    rng, chosen, everything = random.Random(0), [], list(every_layout())
+    missing = set().union(*map(_pairs, everything))
 
     def best(candidates: list[Choice]) -> Choice:
         gains = [len(_pairs(layout) & missing) for layout in candidates]
         return candidates[gains.index(max(gains))]
 
     for axes in factorisations():
-        for stage in _stages(axes):
-            rest = list(itertools.product(ACCUMULATIONS, REMATS, OFFLOADS, _methods(axes)))
-            rng.shuffle(rest)
-            chosen.append(best([_layout(axes, stage, *settings) for settings in rest]))
-            missing -= _pairs(chosen[-1])
-    if missing:
-        everything = list(every_layout())
-        while missing:
-            chosen.append(best(everything))
-            missing -= _pairs(chosen[-1])
+        settings = itertools.product(_stages(axes), ACCUMULATIONS, REMATS, OFFLOADS, _methods(axes))
+        candidates = [_layout(axes, *one) for one in settings]
+        rng.shuffle(candidates)
+        chosen.append(best(candidates))
+        missing -= _pairs(chosen[-1])
+    while missing:
+        chosen.append(best(everything))
+        missing -= _pairs(chosen[-1])
     return chosen
 
 
@@ -141,4 +138,5 @@ def _pairs(layout: Choice) -> set[tuple]:
         del settings["zero_stage"]
     if layout["context"] == 1:
         del settings["context_method"]
+    settings |= {axis: layout[axis] > 1 for axis in AXES}
     return set(itertools.combinations(sorted(settings.items()), 2))
