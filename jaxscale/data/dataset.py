@@ -315,8 +315,9 @@ def _fitting_pairs(
         found = np.add.reduceat(~counted, offsets[:-1] - offsets[0], dtype=np.int64) - closed
         prompts[begin - first :][: len(found)] = found
         ends = np.cumsum(np.diff(offsets)) - 1 - closed
-        falls = np.flatnonzero(counted[:-1] & ~counted[1:])
-        if np.setdiff1d(falls, np.concatenate([ends, ends + closed])).size:
+        falls = np.flatnonzero(counted[:-1] & ~counted[1:])  # where a part with loss ends
+        begin_token = int(corpus.read(int(offsets[0]), int(offsets[0]) + 1)[0])
+        if begin_token != tokenizer.start or np.setdiff1d(falls, ends).size:
             raise ValueError(
                 f"{name} has conversations, and an encoder with its decoder learns from prompts "
                 "with one response each; prepare the text with --prompt and --response"

@@ -271,6 +271,15 @@ def test_pairs_that_an_encoder_cannot_read_are_refused(tmp_path):
             open_dataset(DataConfig(source=own, **{**short, **change}), BYTES, split="train")
 
 
+def test_prepared_conversations_are_no_pairs(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, MARKED))
+    lines = write_lines(tmp_path / "a.jsonl", [{"messages": one} for one in CONVERSATIONS])
+    corpus = open_corpus([{"path": str(lines), "messages": "messages"}], tokenizer)
+    config = DataConfig(seq_len=64, target_len=64, objective="prefix", heldout=0)
+    with pytest.raises(ValueError, match=r"has conversations, and .* one response each; prepare"):
+        open_dataset(config, tokenizer, split="train", corpus=corpus)
+
+
 def test_a_response_apart_has_the_ids_that_it_has_alone():
     """As a decoder writes it, in front of which there is no text."""
 
