@@ -1,226 +1,44 @@
 """An encoder and a decoder that reads its output: T5 1.1, mT5, UMT5 (arXiv 1910.10683, 2010.11934,
 2304.09151).
 
-Attention knows distances by a bias for each head and bucket of them, from one table for all layers
-of a stack (T5, mT5) or from one in each layer (UMT5); cross attention has none. Scores are not
-scaled: the initial queries are smaller instead, by the square root of head_dim.
+Its layers are in `encoder_decoder_block.py`.
 
-Letters: as in `block.py`; T a place of the decoder, S of the encoder, b a bucket of distances.
+Letters: as in `block.py`; T a place of the decoder, S of the encoder.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.ad_checkpoint import checkpoint_name as named
 
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS
-from jaxscale.models.block import MLP, Attention, Cache, Norm
+from jaxscale.models.block import Cache
 from jaxscale.models.decoder import CACHE_AXES, Head, empty_cache
+from jaxscale.models.encoder_decoder_block import (
+    TABLE,
+    CrossCache,
+    DecoderBlock,
+    EncoderBlock,
+    SharedEmbedding,
+)
 from jaxscale.models.forward import apply_stack, scan_periods
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import (
-    Weights,
     axes_of,
     module_of,
     params_of,
     stack_axes,
     stack_params,
 )
-from jaxscale.ops.attention import attention, decode_attention
+from jaxscale.ops.attention import attention
 from jaxscale.ops.loss import logits
-from jaxscale.ops.tensor_parallel import columns
-
-TABLE = ("buckets", "heads")
-"""Logical axes of a table of biases."""
-
-
-class CrossCache(NamedTuple):
-    """Keys and values for a decoder with an encoder; or the axes of each."""
-
-    own: Any  # a `Cache` of the decoder's tokens
-    cross: Any  # a `Cache` of the encoder's output: written once, and only read
-    places: Any  # [batch, source]: 0 for a token of the encoder, -1 for padding
-
-
-class RelativeAttention(Attention):
-    """Self-attention with a bias for the distance between a query and a key."""
-
-    def __init__(self, config: ModelConfig, weights: Weights):
-        super().__init__(config, weights)
-        # Of scores that are not scaled, as T5's: divided by what the scale would have been.
-        size = config.head_dim**-0.5 / config.attention_scale
-        self.q = weights.normal("embed", "heads", "head_dim", scale=size)
-        self.bias = weights.normal(*TABLE) if config.relative_bias == "layer" else None
-
-    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        x_BTD: jax.Array,
-        segments_BT: jax.Array,
-        bias_bN: jax.Array | None,
-        kernels: Kernels,
-        *,
-        causal: bool,
-    ) -> jax.Array:
-        """`bias_bN` is the table that all layers share, if they do."""
-        projected = self.project(
-            x_BTD, segments_BT, 0, kernels.columns, kernels.rotary, kernels.key_heads
-        )
-        return self.attend(
-            projected,
-            (segments_BT, None, self.table(bias_bN)),
-            kernels,
-            causal=causal,
-            scale=self.config.attention_scale,
-            max_distance=self.config.relative_max_distance,
-        )
-
-    def table(self, shared_bN: jax.Array | None) -> jax.Array | None:
-        """The layer's own table of biases, or the one that all layers share."""
-        return shared_bN if self.bias is None else self.bias[...]
-
-
-class CrossAttention(Attention):
-    """Attention of the decoder to the encoder's output, within a segment."""
-
-    def __init__(self, config: ModelConfig, weights: Weights):
-        super().__init__(config, weights)
-        size = config.head_dim**-0.5 / config.attention_scale
-        self.q = weights.normal("embed", "heads", "head_dim", scale=size)
-
-    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        x_BTD: jax.Array,
-        encoded_BSD: jax.Array,
-        segments_BT: jax.Array,
-        segments_BS: jax.Array,
-        kernels: Kernels,
-    ) -> jax.Array:
-        (q_BTNH,) = kernels.columns(x_BTD, (self.q[...],))
-        projected = q_BTNH, *self.keys(encoded_BSD, kernels)
-        return self.attend(
-            tuple(map(named, projected, ("query", "key", "value"))),
-            (segments_BT, segments_BS),
-            kernels,
-            causal=False,
-            scale=self.config.attention_scale,
-        )
-
-    def keys(self, encoded_BSD: jax.Array, kernels: Kernels) -> tuple[jax.Array, ...]:
-        """Keys and values of the encoder's output."""
-        weights = kernels.key_heads(self.k[...]), kernels.key_heads(self.v[...])
-        return kernels.columns(encoded_BSD, weights)
-
-    def read(self, x_BTD: jax.Array, keys: Cache, places_BS: jax.Array) -> jax.Array:
-        """The same from keys and values that `keys` computed before, by one row's text each.
-
-        Args:
-          places_BS: as in `CrossCache`.
-        """
-        (q_BTNH,) = columns(x_BTD, (self.q[...],))
-        # To queries at place 0 every key at place 0 is visible, and padding is not.
-        places_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32)
-        scale = self.config.attention_scale
-        return self.join(decode_attention(q_BTNH, *keys, places_BT, places_BS, scale=scale))
-
-
-class EncoderBlock(nnx.Module):
-    """A layer of the encoder: attention in both directions, and MLP."""
-
-    def __init__(self, config: ModelConfig, key: jax.Array):
-        weights = Weights(config, key, branches=2 * config.num_encoder_layers)
-        self.attention_norm = Norm(config, weights)
-        self.attention = RelativeAttention(config, weights)
-        self.mlp_norm = Norm(config, weights)
-        self.mlp = MLP(config, weights)
-
-    def __call__(
-        self, x_BSD: jax.Array, segments_BS: jax.Array, bias_bN: jax.Array | None, kernels: Kernels
-    ) -> jax.Array:
-        with jax.named_scope("attention"):
-            y_BSD = self.attention_norm(x_BSD)
-            x_BSD += self.attention(y_BSD, segments_BS, bias_bN, kernels, causal=False)
-            x_BSD = kernels.shard(x_BSD, STREAM)
-        with jax.named_scope("mlp"):
-            x_BSD += self.mlp(self.mlp_norm(x_BSD), kernels.columns, kernels.rows)
-            return kernels.shard(x_BSD, STREAM)
-
-
-class DecoderBlock(nnx.Module):
-    """A layer of the decoder: causal attention, attention to the encoder's output, and MLP."""
-
-    def __init__(self, config: ModelConfig, key: jax.Array):
-        weights = Weights(config, key, branches=3 * config.num_layers)
-        self.attention_norm = Norm(config, weights)
-        self.attention = RelativeAttention(config, weights)
-        self.cross_norm = Norm(config, weights)
-        self.cross = CrossAttention(config, weights)
-        self.mlp_norm = Norm(config, weights)
-        self.mlp = MLP(config, weights)
-
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        encoded_BSD: jax.Array,
-        batch: Batch,
-        bias_bN: jax.Array | None,
-        kernels: Kernels,
-    ) -> jax.Array:
-        with jax.named_scope("attention"):
-            y_BTD = self.attention_norm(x_BTD)
-            x_BTD += self.attention(y_BTD, batch.segments, bias_bN, kernels, causal=True)
-            x_BTD = kernels.shard(x_BTD, STREAM)
-        with jax.named_scope("cross"):
-            segments = batch.segments, batch.extras["encoder_segments"]
-            x_BTD += self.cross(self.cross_norm(x_BTD), encoded_BSD, *segments, kernels)
-            x_BTD = kernels.shard(x_BTD, STREAM)
-        with jax.named_scope("mlp"):
-            x_BTD += self.mlp(self.mlp_norm(x_BTD), kernels.columns, kernels.rows)
-            return kernels.shard(x_BTD, STREAM)
-
-    def decode(
-        self,
-        x_BTD: jax.Array,
-        positions_BT: jax.Array,
-        cache: CrossCache,
-        layer: jax.Array,
-        bias_bN: jax.Array | None,
-    ) -> tuple[jax.Array, Cache]:
-        """The same for tokens that are added to the cache of layer `layer`, and that cache.
-
-        Args:
-          cache: `own` of all layers, `cross` of this one.
-        """
-        y_BTD, own = self.attention.decode(
-            self.attention_norm(x_BTD),
-            positions_BT,
-            cache.own,
-            layer,
-            bias_bN=self.attention.table(bias_bN),
-        )
-        x_BTD += y_BTD
-        x_BTD += self.cross.read(self.cross_norm(x_BTD), cache.cross, cache.places)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), own
-
-
-class SharedEmbedding(nnx.Module):
-    """Tokens to both streams, the encoder's final norm, and tables that layers share."""
-
-    def __init__(self, config: ModelConfig, key: jax.Array):
-        weights = Weights(config, key)
-        self.tokens = weights.normal("vocab", "embed")
-        self.encoder_norm = Norm(config, weights)
-        shared = config.relative_bias == "shared"
-        self.encoder_bias = weights.normal(*TABLE) if shared else None
-        self.decoder_bias = weights.normal(*TABLE) if shared else None
 
 
 @dataclass(frozen=True)
