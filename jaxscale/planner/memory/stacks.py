@@ -63,8 +63,9 @@ def stacks_outer_gradients(
 
 def stacks_head_bytes(config: Config, loop: LayerLoop, chunks: Ints, logits: Ints) -> Ints:
     """The decoder's head on a GPU: logits of a chunk in the compute type and in float32, and the
-    output matrix; its gradient, which accumulates beside that of the last chunk. With one chunk the
-    gradient is there only when the float32 logits are gone; in a single visit also transposed.
+    output matrix; its gradient, beside that of the last chunk where weights are gathered. With one
+    chunk the gradient is there only when the float32 logits are gone; in a single visit also
+    transposed.
 
     Args:
       chunks, logits: their number, and the elements of one.
@@ -75,7 +76,7 @@ def stacks_head_bytes(config: Config, loop: LayerLoop, chunks: Ints, logits: Int
     keys = loop.source * model.num_kv_heads * model.head_dim // config.layout.tensor
     ahead = loop.beside * CROSS_ARRAYS * loop.compute * keys
     wide, narrow = loop.accumulated * matrix, loop.compute * matrix
-    summed = 2 * select(loop.scatters | loop.single, wide, 0)
+    summed = (1 + loop.gathers) * select(loop.scatters | loop.single, wide, 0)
     several = (4 + loop.compute) * logits + narrow + summed
     gradient = select(loop.single, 2, select(loop.scatters, 1, 0)) * wide
     one = maximum((4 + loop.compute) * logits + narrow, gradient + loop.compute * logits)
