@@ -32,6 +32,7 @@ ROWS, TIME = 2, 64
 SIZES = {"d_model": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 10, "d_ff": 28}
 LLAMA = ModelConfig(**SIZES)
 GPT = ModelConfig(**SIZES, family="gpt")
+MT5 = ModelConfig(**SIZES, family="mt5")
 MODELS = {
     "llama": LLAMA,
     "qk_norm": dataclasses.replace(LLAMA, qk_norm=True, compute_dtype="float32"),
@@ -99,8 +100,8 @@ def test_a_layer_keeps_these_values(name, remat):
 
 @pytest.mark.parametrize("remat", POLICIES)
 def test_layers_of_an_encoder_and_a_decoder_keep_these_values(remat):
-    source, sizes = TIME - 16, SIZES | {"num_kv_heads": 4}
-    settings = ModelConfig(**sizes, family="mt5", num_layers=1, num_encoder_layers=1)
+    source = TIME - 16
+    settings = dataclasses.replace(MT5, num_layers=1, num_encoder_layers=1)
     policy, dtype = parse_remat(remat), jnp.dtype(settings.compute_dtype)
     attend = functools.partial(attention, implementation="blockwise")
     model = EncoderDecoder(settings, rematerialised_attention(Kernels(attend), policy))
