@@ -98,6 +98,29 @@ PIPELINES = {
         model={"num_layers": 8, "vocab_size": 4096},
     ),
 }
+MT5 = {"family": "mt5", "num_encoder_layers": 6, "num_kv_heads": 4}
+
+
+def paired(layout: dict, sequences: int = 16, target_len: int = 64, **optimizer) -> Config:
+    """A case of an encoder and a decoder."""
+    data = {"objective": "span_corruption", "target_len": target_len}
+    return from_dict(
+        {
+            "model": LLAMA | MT5,
+            "data": {"global_batch_size": sequences, "seq_len": 64} | data,
+            "layout": {"data": 1} | layout,
+            "optimizer": optimizer,
+        }
+    )
+
+
+ENCODERS = {"encoder, stage 3": paired(fsdp(3), 32, 16)}
+MORE_ENCODERS = {
+    "encoder, stage 0": paired(fsdp(0)),
+    "encoder, stage 3, none": paired(fsdp(3, "none"), 64),
+    "encoder, stage 2, names": paired(fsdp(2, f"save:{QKVA}", microbatches=2), 64),
+    "encoder, one device": paired({"remat": "full", "microbatches": 4}),
+}
 MORE_PIPELINES = {
     "1f1b, full": case(
         {"pipeline": 4, "microbatches": 8, "remat": "full"}, 32, model={"num_layers": 8}
@@ -171,6 +194,17 @@ def check(config: Config) -> None:
     analysis, predicted = compiled.memory_analysis(), step_memory(config)
     assert predicted.arguments == analysis.argument_size_in_bytes
     assert predicted.temporaries == pytest.approx(analysis.temp_size_in_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_compiled_step_of_an_encoder_decoder_needs_what_the_formulas_say(name):
+    check(ENCODERS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_ENCODERS)
+def test_other_compiled_steps_of_an_encoder_decoder_need_what_the_formulas_say(name):
+    check(MORE_ENCODERS[name])
 
 
 @pytest.mark.parametrize("name", CASES)

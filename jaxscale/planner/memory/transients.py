@@ -57,6 +57,7 @@ _TPU: dict[str, Any] = {
 _GPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 0, "matmuls": 1, "whole": 7, "late": True}
 # Counted in steps of mT5 (mt5_xxl on 64 A100, mt5_base): with few tokens weights are most of it.
 _GPU |= {"queued": True, "in_place": True}
+HEADS = ("queries", "keys")
 BIASED = (18, 9.2, 2.5)
 """Slopes of six encoders of 4 layers over d_model, heads, head_dim and d_ff (CPU, float32)."""
 # By the kind of MLP: "llama" has a gate, "gpt" has none.
@@ -113,10 +114,17 @@ def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -
     each = each + transients.sums * 4 * LANES * model.num_heads
     # The input of the MLP, its gradient, and the input of attention; on a GPU also transposed.
     each = each + (transients.whole + named) * width * model.d_model * (layout.tensor - 1)
+    hidden = hidden_bytes(config, loop, transients)
+    if transients.in_place and model.relative_bias != "none":
+        # No fused kernel of a GPU has the bias. Attention in blocks begins when the MLP is done,
+        # during which of its arrays only queries, keys, values and the output are there.
+        ours = sum(sizes[name] * (arrays[name] * width + wide[name] * wider) for name in HEADS)
+        ours = ours - 2 * width * sum(sizes[name] for name in HEADS)
+        hidden = maximum(hidden - loop.tokens * ours // layout.tensor, 0)
     return (
         loop.tokens * each // layout.tensor
         + cross_bytes(config, loop, transients)
-        + hidden_bytes(config, loop, transients)
+        + hidden
         + _scores(config, loop)
     )
 

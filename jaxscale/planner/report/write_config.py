@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from jaxscale import config as configs
-from jaxscale.config import Config
+from jaxscale.config import Config, ModelConfig
 from jaxscale.layout import Layout
 from jaxscale.planner.search.plan import Plan
 
@@ -41,6 +41,10 @@ def write_plan(path: pathlib.Path, plan: Plan, source: str) -> None:
 def config_text(path: pathlib.Path, plan: Plan, source: str) -> str:
     """The text of the file."""
     given, defaults = configs.to_dict(plan.config), configs.to_dict(Config())
+    # A family has defaults of its own, and settings that others do not have.
+    family = plan.config.model.family
+    usual = {"family": defaults["model"]["family"]}
+    defaults["model"] = ModelConfig(family=family).settings | usual
     # Every axis is written, so that another number of devices is refused.
     defaults["layout"] = dict.fromkeys(dataclasses.asdict(Layout()))
     sections = "\n".join(

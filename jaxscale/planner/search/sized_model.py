@@ -114,7 +114,7 @@ class SizedModel:
         dense = f"{self.name} is given by its sizes; describe it by a config (--config FILE)"
         parts = f"{self.name} has {self.untrainable_parts}; --json FILE writes the plan"
         raise ValueError(
-            "this version trains dense decoders described by a config; "
+            "this version trains dense models described by a config; "
             + (parts if self.untrainable_parts else dense)
         )
 

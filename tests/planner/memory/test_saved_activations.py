@@ -14,18 +14,25 @@ from jaxscale.compiled import flops, hlo
 from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS, parse_remat
 from jaxscale.models.decoder import Decoder
+from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.kernels import Kernels
-from jaxscale.models.protocol import layer_function
+from jaxscale.models.protocol import layer_function, split_stream
 from jaxscale.ops.attention import attention
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.pipeline.backward_split import split
-from jaxscale.planner.memory.saved_activations import saved_bytes, saved_values, stash_bytes
+from jaxscale.planner.memory.saved_activations import (
+    saved_bytes,
+    saved_source_values,
+    saved_values,
+    stash_bytes,
+)
 from jaxscale.training.remat import rematerialised, rematerialised_attention
 
 ROWS, TIME = 2, 64
 SIZES = {"d_model": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 10, "d_ff": 28}
 LLAMA = ModelConfig(**SIZES)
 GPT = ModelConfig(**SIZES, family="gpt")
+MT5 = ModelConfig(**SIZES, family="mt5")
 MODELS = {
     "llama": LLAMA,
     "qk_norm": dataclasses.replace(LLAMA, qk_norm=True, compute_dtype="float32"),
@@ -89,6 +96,38 @@ def test_a_layer_keeps_these_values(name, remat):
         (one.elements, one.element_bytes) for one in saved_values(model, parse_remat(remat))
     )
     assert found == expected
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_layers_of_an_encoder_and_a_decoder_keep_these_values(remat):
+    source = TIME - 16
+    settings = dataclasses.replace(MT5, num_layers=1, num_encoder_layers=1)
+    policy, dtype = parse_remat(remat), jnp.dtype(settings.compute_dtype)
+    attend = functools.partial(attention, implementation="blockwise")
+    model = EncoderDecoder(settings, rematerialised_attention(Kernels(attend), policy))
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    ints, far = (jax.ShapeDtypeStruct((ROWS, time), np.int32) for time in (TIME, source))
+    extras = dict.fromkeys(("encoder_tokens", "encoder_segments", "encoder_positions"), far)
+    batch, stream = Batch(ints, ints, ints, ints, ints, extras), {}
+    for stack, length, cross in zip(model.stacks, (source, TIME), (False, True)):
+        stream = jax.eval_shape(stack.enter, params["embed"], stream, batch)
+        weights = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype), params[stack.name]
+        )
+        forward, _ = split_vjp(rematerialised(layer_function(stack), policy))
+        context = batch, jax.ShapeDtypeStruct((), np.int32)
+        _, _, kept = jax.eval_shape(forward, weights, *split_stream(stack, stream), context)
+        values = [(one, length) for one in saved_values(settings, policy, cross=cross)]
+        values += [(one, source) for one in cross * saved_source_values(settings, policy)]
+        # The first distances of the buckets are a constant of every layer.
+        found = collections.Counter(
+            (leaf.size, leaf.dtype.itemsize)
+            for leaf in kept
+            if leaf.size > settings.relative_buckets
+        )
+        assert found == collections.Counter(
+            (ROWS * time * one.elements, one.element_bytes) for one, time in values
+        )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 from jaxscale import config as configs
 from jaxscale.planner.cost.cluster import make_cluster
@@ -36,6 +37,22 @@ def test_a_written_config_trains(tmp_path):
     loaded = configs.load(str(tmp_path / "mine.py"))
     assert loaded == plan.config
     np.testing.assert_allclose(losses(loaded), losses(one), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        ("configs/mt5_base.py", []),
+        # The default of another family, which is not that of this one.
+        ("configs/tiny.py", ["model.family=gemma3", "model.tied_embeddings=False"]),
+    ],
+)
+def test_a_written_config_has_the_settings_of_its_family(path, changes, tmp_path):
+    config = configs.load(path, changes)
+    query = Query(config, make_cluster("a100-80", 8), {"remat": "full", "pipeline": 1})
+    plan = predict_plan(query, search_layouts(query, 1).layouts[0])
+    write_plan(tmp_path / "mine.py", plan, path)
+    assert configs.load(str(tmp_path / "mine.py")) == plan.config
 
 
 def test_layers_are_dealt_where_that_saves_time():

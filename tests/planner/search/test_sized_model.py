@@ -35,7 +35,7 @@ GPT = SizedModel(NAMED["gpt3-175b"], 512)
         ),
         (MIXTRAL, {"expert": 8, "fsdp": 128}, "the batch", "= 1024 parts; set --batch_tokens to 4"),
         (MIXTRAL, {"context": 4096}, "the sequence", "seq_len = 4096 .* multiples of 8192"),
-        (MT5, {"pipeline": 2}, "no schedule supports encoder", "set layout.pipeline = 1"),
+        (MT5, {"pipeline": 2}, "there are no formulas for pipelines", "set layout.pipeline = 1"),
         (MT5, {"context": 2}, "there is no formula for cross", "set layout.context = 1"),
         (MT5, {"expert": 2}, "a dimension", "layout.expert = 2, but the model has no experts"),
         (DEEPSEEK, {"tensor": 256}, "a dimension", "^heads = 128 does not divide"),
@@ -118,7 +118,7 @@ def test_why_not_of_experts():
 def test_what_has_to_be_known_is_said_once():
     assert "cannot train a model with experts and latent attention" in DEEPSEEK.note
     assert "experts and state-space mixers" in NEMOTRON.note
-    assert "an encoder" in MT5.note
+    assert "an encoder-decoder by a config" in MT5.note
     dense = SizedModel(NAMED["llama3-8b"], 512)
     assert "describe it by a config (--config FILE)" in dense.note
     answer = plan_layouts(
@@ -127,8 +127,10 @@ def test_what_has_to_be_known_is_said_once():
     text = text_report.ranking_text(answer)
     assert text.count("not checked against the compiler") == 1
     assert "2048 sequences of 512 tokens and 1024 encoder tokens per step" in text
-    with pytest.raises(ValueError, match=r"dense decoders .* mt5-xxl has an encoder; --json FILE"):
+    with pytest.raises(ValueError, match=r"mt5-xxl is given by its sizes; describe it by a config"):
         answer.plans[0].config  # noqa: B018  It raises.
+    with pytest.raises(ValueError, match=r"has experts and latent attention; --json FILE"):
+        DEEPSEEK.with_layout(Layout())
     with pytest.raises(ValueError, match=r"describe it by a config \(--config FILE\)"):
         dense.with_layout(Layout())
 
