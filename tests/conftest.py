@@ -5,8 +5,11 @@ passes, and with them memory and collectives, are as always. Eight devices share
 a collective may wait long for its last rank.
 """
 
+import ctypes
+import gc
 import os
 import pathlib
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +23,17 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_terminate_timeout_seconds=300",
     )
 )
+
+# Compilers allocate millions of small objects, and here many processes' worth of them in one.
+gc.set_threshold(100_000, 50, 100)
+if sys.platform == "linux":
+    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
+    for option, num_bytes in (
+        (M_TRIM_THRESHOLD, 2**30),
+        (M_TOP_PAD, 2**26),
+        (M_MMAP_THRESHOLD, 2**30),
+    ):
+        ctypes.CDLL(None).mallopt(option, num_bytes)
 
 MAPS = pathlib.Path("/proc/self/maps")
 MOST_MAPS = 20_000
@@ -35,3 +49,4 @@ def few_compiled_programs() -> Iterator[None]:
         import jax  # noqa: PLC0415 - after the environment is set, and not in tests without it
 
         jax.clear_caches()
+        gc.collect()
