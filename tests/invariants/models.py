@@ -56,8 +56,8 @@ KINDS = {
         {
             "family": "tests.models.two_stacks:make",
             **two_stacks.SETTINGS,
-            "readers": 3,
-            "writers": 5,
+            "readers": 5,
+            "writers": 9,
         },
         lambda: {"rules": {"distances": ()}},
     ),

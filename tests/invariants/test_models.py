@@ -43,7 +43,7 @@ from tests.models import two_stacks
 LAYERED = {"zero_stage": 3, "accumulation": "layered", "microbatches": 2}
 SHARDED_GRADS = {"zero_stage": 2, "microbatches": 2}
 GATHER = {"context_method": "gather"}
-INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
+INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 3}  # two of them of one stack
 LAYOUTS = {
     "two stacks": [
         {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, **INTERLEAVED},

@@ -172,6 +172,7 @@ class ManyReaders:
     borrows: ClassVar = {}
     rules: ClassVar = {}
     metrics: ClassVar = ()
+    frozen: ClassVar = ()
 
     @property
     def stacks(self) -> tuple[Stack, ...]:

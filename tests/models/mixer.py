@@ -28,6 +28,7 @@ class Mixer:
     kernels: Kernels
     borrows = MappingProxyType({"tied": ("embed", "tokens")})
     metrics = ()
+    frozen = ()
     rules = MappingProxyType({})
 
     @property
