@@ -1,6 +1,7 @@
 """A layout as text (`--describe`): where every parameter is, and the memory a step needs."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import jax
 
 from jaxscale.formatting import human_bytes, table
-from jaxscale.layout import REMATS, parse_remat
+from jaxscale.layout import REMATS, RematPolicy, parse_remat
 from jaxscale.models.decoder import plain_kernels
+from jaxscale.ops.attention import attention
 from jaxscale.pipeline import summary
 from jaxscale.pipeline.simulator import simulate
 from jaxscale.pipeline.stages import PipelineStages, open_stages
@@ -26,8 +28,9 @@ from jaxscale.sharding.resolve import (
     resolve,
 )
 from jaxscale.training.engine import Engine, find_model
-from jaxscale.training.flops import step_flops
+from jaxscale.training.flops import example, forward_cost, step_flops
 from jaxscale.training.gradients import pipeline_buffers
+from jaxscale.training.remat import rematerialised_attention
 
 LARGE_BYTES = 1 << 20
 """A replicated parameter of at least this size gets a warning."""
@@ -36,8 +39,8 @@ LARGE_BYTES = 1 << 20
 def describe_layout(engine: Engine) -> str:
     """The layout, the memory of it and of its alternatives, and a line for every parameter.
 
-    Bytes are predicted by `planner.memory`, without compiling; of a model without formulas only
-    those at rest are known.
+    Bytes are predicted by `planner.memory`, without compiling; for a model without formulas the
+    program is traced, and the peak is a rough sum that nothing has validated.
     """
     parts = [_summary(engine), *_pipeline(engine), _stages(engine)]
     if is_predicted(engine.config):
@@ -95,17 +98,7 @@ def _pipeline(engine: Engine) -> list[str]:
     """The schedule of a rank, and the buffers that it holds between ticks."""
     if engine.stages is None:
         return []
-    zero = engine.zero
-    buffers = pipeline_buffers(
-        engine.model,
-        engine.layout,
-        zero,
-        engine.mesh,
-        engine.stages,
-        engine.abstract_state.params,
-        engine.abstract_batch,
-    )
-    buffers = {name: _size(tree) for name, tree in buffers.items()}
+    zero, buffers = engine.zero, _buffers(engine)
     outer = {name: engine.abstract_state.params[name] for name in ("embed", "head")}
     axes = {name: zero.axes[name] for name in outer}
     whole = {**zero.rules, "embed": (), "outer_embed": ()}
@@ -115,6 +108,21 @@ def _pipeline(engine: Engine) -> list[str]:
     rows = [*summary.table_rows(engine.stages)]
     rows += [(f"buffer: {name}", human_bytes(size)) for name, size in buffers.items() if size]
     return ["pipeline\n" + table(rows)]
+
+
+def _buffers(engine: Engine) -> dict[str, int]:
+    """Bytes of what a rank of a pipeline holds between ticks, by name."""
+    assert engine.stages, "of a pipeline"
+    buffers = pipeline_buffers(
+        engine.model,
+        engine.layout,
+        engine.zero,
+        engine.mesh,
+        engine.stages,
+        engine.abstract_state.params,
+        engine.abstract_batch,
+    )
+    return {name: _size(tree) for name, tree in buffers.items()}
 
 
 def _stages(engine: Engine) -> str:
@@ -141,8 +149,11 @@ def _num_params(engine: Engine) -> int:
 
 def _peak(engine: Engine) -> str:
     if not is_predicted(engine.config):
+        between, inside = traced_memory(engine)
         return (
-            "of a step not predicted: the planner has no formulas for this model and layout; "
+            f"about {human_bytes(between + inside)} on each device: {human_bytes(between)} between "
+            f"steps, and {human_bytes(inside)} of gradients and saved values, as traced. This is "
+            "not validated: the planner has no formulas for this model and layout; "
             "python -m jaxscale.aot compiles the step and says"
         )
     needs = _predict(engine)
@@ -150,6 +161,42 @@ def _peak(engine: Engine) -> str:
         f"{human_bytes(needs.peak)} on each device: {human_bytes(needs.arguments)} between steps, "
         f"{human_bytes(needs.temporaries)} in a step"
     )
+
+
+def state_bytes(engine: Engine) -> int:
+    """Parameters and optimizer state of a device, between steps."""
+    leaves = jax.tree.leaves(engine.abstract_state)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def traced_memory(engine: Engine) -> tuple[int, int]:
+    """Bytes on a device: of the state, and of what a step adds to it, roughly.
+
+    Those are gradients, and what a pass saves for its backward pass: the buffers of a pipeline's
+    executor, else the residuals of the layers, all of which tensor is taken to divide.
+    """
+    between, zero, layout, config = state_bytes(engine), engine.zero, engine.layout, engine.config
+    rules = zero.update_rules if zero.scatters else zero.replicated_rules
+    width = zero.accumulation_dtype.itemsize
+    grads = tree_bytes(
+        engine.abstract_state.params, engine.state_axes.params, rules, zero.sizes, width
+    )
+    if engine.stages:
+        return between, grads + sum(_buffers(engine).values())
+    # Of one device, with attention that does not save its scores, as every kernel's.
+    attend = functools.partial(attention, implementation="blockwise")
+    kernels = dataclasses.replace(plain_kernels(), attend=attend)
+    kernels = rematerialised_attention(kernels, layout.remat_policy)
+    model = find_model(config.model)(config.model, kernels)
+    one, policy = example(config, model), layout.remat_policy
+    saved = forward_cost(model, one, policy).saved_bytes
+    if policy.kind != "none":  # a layer at work has what it recomputes, too
+        everything = forward_cost(model, one, RematPolicy("none", ())).saved_bytes
+        saved += (everything - saved) / sum(stack.num_layers for stack in model.stacks)
+    passes = 1 if layout.accumulation == "layered" else layout.microbatches
+    ranks = layout.batch_shards * layout.context * layout.tensor
+    examples = config.data.global_batch_size / (ranks * passes)
+    return between, grads + round(saved * examples)
 
 
 def _remats(engine: Engine) -> list[str]:

@@ -112,22 +112,27 @@ def resolve_layout(config: Config, workdir: pathlib.Path | None = None) -> Confi
 
 def check_memory(engine: Engine) -> None:
     """Refuses, before anything is compiled, a step that is predicted not to fit the memory of these
-    devices, where their memory is known.
+    devices, where their memory is known; of a model without formulas, a state that does not fit.
 
     Raises:
       ValueError: with the number of micro-batches that fits.
     """
-    if not engine.config.model.has_formulas:
-        return
     # Imported here as in `planned`.
     from jaxscale.planner.memory.room import check_room  # noqa: PLC0415
     from jaxscale.planner.search.space import MEMORY_FRACTION  # noqa: PLC0415
+    from jaxscale.run.layout_report import state_bytes  # noqa: PLC0415
 
     device = engine.mesh.devices.flat[0]
     back_end = "gpu" if device.platform == "cuda" else device.platform
     chip = find_chip(device.device_kind)
     if chip and back_end in MEMORY_FRACTION:
         limit = chip.memory_bytes * MEMORY_FRACTION[back_end]
+        if (needs := state_bytes(engine)) > limit:
+            raise ValueError(
+                f"parameters and optimizer state alone need {gigabytes(needs)} on each device, and "
+                f"a program may have {gigabytes(limit)} of {chip.name}: raise layout.fsdp with "
+                "layout.zero_stage = 3, layout.tensor or layout.pipeline"
+            )
         check_room(engine.config, back_end, limit, chip.name)
 
 

@@ -41,7 +41,7 @@ from jaxscale.sharding.rules import check_divides, check_sequence, own_rules
 from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
 from jaxscale.training import optimizer as optimizers
-from jaxscale.training.flops import StepFlops, count_forward_flops, example, step_flops
+from jaxscale.training.flops import StepFlops, example, forward_cost, step_flops
 from jaxscale.training.gradients import make_gradients, make_loss
 from jaxscale.training.kernels import attention_name, make_kernels
 from jaxscale.training.learning_rate import schedule_of
@@ -335,7 +335,7 @@ def _head_cost(config: Config, model: Model) -> float:
     """FLOPs of the head over those of a mean layer."""
     if config.model.has_flops_formula:
         return config.model.head_cost(config.data.seq_len)
-    counted = count_forward_flops(model, example(config, model), RematPolicy("none", ()))
+    counted = forward_cost(model, example(config, model), RematPolicy("none", ()))
     return counted.head * sum(stack.num_layers for stack in model.stacks) / counted.layers
 
 

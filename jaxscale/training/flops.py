@@ -1,10 +1,12 @@
-"""FLOPs of a step for each token, the numerators of MFU and HFU."""
+"""FLOPs of a step for each token, the numerators of MFU and HFU; and what the traced program of a
+model of one's own saves."""
 
 import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 
@@ -25,12 +27,13 @@ class StepFlops(NamedTuple):
     hardware: float  # with what is recomputed
 
 
-class ForwardFlops(NamedTuple):
+class ForwardCost(NamedTuple):
     """Of one example, forward."""
 
-    layers: float  # of all stacks
-    head: float
-    recomputed: float  # by the backward pass, under a remat policy
+    layers: float  # FLOPs of all stacks
+    head: float  # FLOPs
+    recomputed: float  # FLOPs that the backward pass repeats, under a remat policy
+    saved_bytes: float  # residuals of all layers, under that policy
 
 
 def step_flops(config: Config, model: Model, recomputed: float = 0.0) -> StepFlops:
@@ -48,7 +51,7 @@ def step_flops(config: Config, model: Model, recomputed: float = 0.0) -> StepFlo
             seq_len, remat=config.layout.remat, recomputed=recomputed
         )
         return StepFlops(settings.flops_per_token(seq_len), hardware)
-    counted = count_forward_flops(model, example(config, model), config.layout.remat_policy)
+    counted = forward_cost(model, example(config, model), config.layout.remat_policy)
     needed = 3 * (counted.layers + counted.head)
     repeated = recomputed * counted.layers if recomputed else counted.recomputed
     tokens = config.data.tokens_per_step / config.data.global_batch_size
@@ -66,10 +69,15 @@ def example(config: Config, model: Model) -> Batch:
     return Batch(ints, ints, ints, ints, floats, extras or ())
 
 
-def count_forward_flops(model: Model, batch: Batch, remat: RematPolicy) -> ForwardFlops:
-    """Counts the matmuls of a model for a batch of these shapes."""
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    stream, layers, repeated = {}, 0.0, 0.0
+def forward_cost(model: Model, batch: Batch, remat: RematPolicy) -> ForwardCost:
+    """Counts the matmuls and the residuals of a model for a batch of these shapes."""
+    # Weights are gathered in the compute type.
+    dtype = jnp.dtype(model.settings.compute_dtype)
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, dtype),
+        jax.eval_shape(model.init, jax.random.key(0)),
+    )
+    stream, layers, repeated, saved = {}, 0.0, 0.0, 0.0
     for stack in model.stacks:
         stream = jax.eval_shape(stack.enter, params["embed"], stream, batch)
         weights = jax.tree.map(
@@ -77,16 +85,18 @@ def count_forward_flops(model: Model, batch: Batch, remat: RematPolicy) -> Forwa
         )
         for kind in range(stack.period):
             share = len(range(kind, stack.num_layers, stack.period))
-            forward, again = _layer_flops(stack, kind, weights, stream, batch, remat)
+            forward, again, kept = _layer_cost(stack, kind, weights, stream, batch, remat)
             layers, repeated = layers + share * forward, repeated + share * again
+            saved += share * kept
     head = count_flops(model.loss, head_params(model, params), stream, batch)
-    return ForwardFlops(layers, head, repeated)
+    return ForwardCost(layers, head, repeated, saved)
 
 
-def _layer_flops(
+def _layer_cost(
     stack: Stack, kind: int, weights: Tree, stream: Tree, batch: Batch, remat: RematPolicy
-) -> tuple[float, float]:
-    """A layer's forward pass, and what its backward pass repeats of it."""
+) -> tuple[float, float, float]:
+    """FLOPs of a layer's forward pass, those that its backward pass repeats, and the bytes that it
+    reads."""
     layer, context = layer_function(stack, kind), (batch, jax.ShapeDtypeStruct((), np.int32))
     arguments = weights, *split_stream(stack, stream), context
 
@@ -95,9 +105,12 @@ def _layer_flops(
         (y, loss), _, residuals = forward(weights, x, shared, context)
         return backward(weights, shared, context, residuals, (y, loss))
 
+    saving = rematerialised(layer, remat)
     plain = count_flops(functools.partial(both, layer), *arguments)
-    under = count_flops(functools.partial(both, rematerialised(layer, remat)), *arguments)
-    return count_flops(layer, *arguments), under - plain
+    under = count_flops(functools.partial(both, saving), *arguments)
+    _, _, residuals = jax.eval_shape(split_vjp(saving)[0], *arguments)
+    saved = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
+    return count_flops(layer, *arguments), under - plain, float(saved)
 
 
 def count_flops(function: Any, *arguments: Tree) -> float:

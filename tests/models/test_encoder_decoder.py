@@ -9,7 +9,7 @@ from jaxscale.layout import RematPolicy
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.forward import forward
-from jaxscale.training.flops import count_forward_flops
+from jaxscale.training.flops import forward_cost
 
 SIZES = {"num_layers": 2, "num_encoder_layers": 3, "d_model": 16, "num_heads": 4, "head_dim": 8}
 T5 = ModelConfig(
@@ -59,7 +59,7 @@ def test_a_packed_text_is_as_alone_in_its_row():
 def test_flops_are_of_both_sequences():
     ints, source = np.zeros((1, TARGET), np.int32), np.zeros((1, SOURCE), np.int32)
     batch = make_batch(np.concatenate([source] * 2), np.concatenate([ints] * 2))
-    counted = count_forward_flops(MODEL, batch, RematPolicy("none", ()))
+    counted = forward_cost(MODEL, batch, RematPolicy("none", ()))
     matrix, mlp = 2 * 16 * 4 * 8, 3 * 2 * 16 * 24  # FLOPs a token
     scores = 4 * 4 * 8  # of a query and a key
     encoder = SOURCE * (4 * matrix + mlp + scores * SOURCE)

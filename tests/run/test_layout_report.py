@@ -8,10 +8,15 @@ import pytest
 
 from jaxscale.config import from_dict
 from jaxscale.formatting import human_bytes
+from jaxscale.hardware import find_chip
+from jaxscale.planner.memory.at_rest import COUNT_BYTES, batch_bytes
 from jaxscale.planner.memory.step import step_memory
-from jaxscale.run.layout_report import describe_layout
+from jaxscale.planner.search import space
+from jaxscale.run import setup
+from jaxscale.run.layout_report import describe_layout, state_bytes, traced_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
+from tests.models import two_stacks
 
 MUON = from_dict(
     {
@@ -50,6 +55,46 @@ def rows(config):
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
     lines = [line.strip().split("  ") for line in describe_layout(engine).splitlines()]
     return {line[0]: [cell.strip() for cell in line[1:] if cell] for line in lines}
+
+
+def test_the_state_between_steps(config):
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
+    needs = step_memory(engine.config, "cpu", own_host=False)
+    assert state_bytes(engine) + batch_bytes(config) - COUNT_BYTES == needs.arguments
+
+
+def test_a_model_without_formulas_is_traced():
+    """Gradients, and residuals that grow with the sequences of a pass."""
+
+    def inside(**changes) -> int:
+        config = from_dict(
+            {
+                "model": {"family": "tests.models.two_stacks:make", **two_stacks.SETTINGS},
+                "data": {"global_batch_size": 16, "seq_len": 16},
+                "layout": {"data": 2, "fsdp": 2, **changes},
+            }
+        )
+        mesh = make_mesh(config.layout, jax.devices()[:4])
+        engine = make_engine(config, mesh, rules={"distances": ()})
+        (line,) = (one for one in describe_layout(engine).splitlines() if "not validated" in one)
+        between, inside = traced_memory(engine)
+        assert human_bytes(between + inside) in line
+        assert between == state_bytes(engine)
+        return inside
+
+    whole, half, quarter = (inside(microbatches=n) for n in (1, 2, 4))
+    assert whole - half == 2 * (half - quarter) > 0
+    assert inside(remat="full") < whole
+    assert inside(microbatches=2, accumulation="layered") == whole
+
+
+def test_a_state_that_does_not_fit_is_refused(config, monkeypatch):
+    chip = dataclasses.replace(find_chip("NVIDIA H100 80GB HBM3"), memory_bytes=1e5)
+    monkeypatch.setattr(setup, "find_chip", lambda kind: chip)
+    monkeypatch.setitem(space.MEMORY_FRACTION, "cpu", 0.9)
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
+    with pytest.raises(ValueError, match=r"state alone need .* on each device, and a program may"):
+        setup.check_memory(engine)
 
 
 def with_layout(config, **changes):
