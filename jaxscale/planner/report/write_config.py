@@ -48,7 +48,7 @@ def config_text(path: pathlib.Path, plan: Plan, source: str) -> str:
     # Every axis is written, so that another number of devices is refused.
     defaults["layout"] = dict.fromkeys(dataclasses.asdict(Layout()))
     sections = "\n".join(
-        _section(name, {k: v for k, v in leaves.items() if v != defaults[name][k]})
+        _section(name, {k: v for k, v in leaves.items() if v != defaults[name].get(k)})
         for name, leaves in given.items()
     )
     return TEMPLATE.format(
