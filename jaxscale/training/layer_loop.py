@@ -38,8 +38,6 @@ from jaxscale.models.protocol import (
     Stream,
     Sums,
     add_layer_sums,
-    head_gradients,
-    head_params,
     layer_function,
     return_borrowed,
     split_stream,
@@ -49,6 +47,7 @@ from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.ops.stacked import add, add_at, at
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.layer_scan import Place, Residuals, SavedLayers, ascend, descend, each
+from jaxscale.training.outer_passes import enter, enter_backward, head_pass
 from jaxscale.training.remat import from_host, rematerialised, to_host
 
 Tree = Any
@@ -91,6 +90,15 @@ class _Inputs(NamedTuple):
     batch: Batch  # [G, ...]
     shared: Stream  # [G, ...]
     residuals: SavedLayers | None  # of the forward pass; without prefetched ones
+
+
+class _Passed(NamedTuple):
+    """What the forward pass of a stack leaves for its backward pass."""
+
+    entered: Stream  # before the stack, [G, ...]
+    shared: Stream  # [G, ...]
+    last_layer: _Prefetched
+    residuals: SavedLayers | None
 
 
 class _Carry(NamedTuple):
@@ -142,34 +150,55 @@ def _group_pass(
     if zero.gathers:
         params, batch = _only_after(params, batch)
     embed = zero.gather(params["embed"], zero.axes["embed"])
-    stream, entered, passed = {}, [], []
-    for loop in loops:
-        entered.append(stream)
-        x, shared = split_stream(loop.stack, _enter(loop, embed, stream, batch))
-        layers = params[loop.stack.name]
-        own = {name: sums[name] for name in sum_shapes(loop.stack)}
-        x, own, *kept = _forward_pass(loop, _Inputs(layers, batch, shared, None), x, own)
-        sums = {**sums, **own}
-        stream = {**x, **shared}
-        passed.append((shared, *kept))
-
-    sums, dhead, dstream = _head_pass(model, zero, params, batch, stream, sums)
-    stacks, dembed = {}, None
-    for loop in reversed(loops):
-        name, (shared, last_layer, residuals) = loop.stack.name, passed.pop()
-        layers = params[name]
-        if zero.gathers:
-            layers, dstream = _only_after(layers, dstream)
-        dx, dshared = split_stream(loop.stack, dstream)
-        carry = _Carry(dx, zero.widen(dshared), last_layer, None, grads[name])
-        inputs = _Inputs(layers, batch, shared, residuals)
-        dx, dshared, stacks[name] = _backward_pass(loop, inputs, carry)
-        dstream, dembed = _enter_backward(
-            loop, embed, entered.pop(), batch, {**dx, **dshared}, dembed
-        )
+    stream, sums, passed = _stacks_forward(loops, params, embed, batch, sums)
+    sums, dhead, dstream = head_pass(model, zero, params, batch, stream, sums)
+    dembed, stacks = _stacks_backward(loops, params, embed, batch, dstream, passed, grads)
     outer = return_borrowed(model, zero.reduce(dembed, zero.axes["embed"]), dhead)
     outer = {name: add(grads[name], grad) for name, grad in outer.items()}
     return sums, {**outer, **stacks}
+
+
+def _stacks_forward(
+    loops: Sequence[_Loop], params: Tree, embed: Tree, batch: Batch, sums: Sums
+) -> tuple[Stream, Sums, list[_Passed]]:
+    """The last stack's stream [G, ...], the sums, and what each stack's backward pass needs."""
+    stream, passed = {}, []
+    for loop in loops:
+        entered, layers = stream, params[loop.stack.name]
+        x, shared = split_stream(loop.stack, enter(loop.stack, embed, stream, batch))
+        own = {name: sums[name] for name in sum_shapes(loop.stack)}
+        x, own, last_layer, residuals = _forward_pass(
+            loop, _Inputs(layers, batch, shared, None), x, own
+        )
+        sums, stream = {**sums, **own}, {**x, **shared}
+        passed.append(_Passed(entered, shared, last_layer, residuals))
+    return stream, sums, passed
+
+
+def _stacks_backward(
+    loops: Sequence[_Loop],
+    params: Tree,
+    embed: Tree,
+    batch: Batch,
+    dstream: Stream,
+    passed: list[_Passed],
+    grads: Tree,
+) -> tuple[Tree, Tree]:
+    """The gradients of the embedding, and those of each stack's layers added to `grads`."""
+    stacks, dembed = {}, None
+    for loop, (entered, shared, last_layer, residuals) in reversed(list(zip(loops, passed))):
+        name = loop.stack.name
+        layers = params[name]
+        if loop.zero.gathers:
+            layers, dstream = _only_after(layers, dstream)
+        dx, dshared = split_stream(loop.stack, dstream)
+        carry = _Carry(dx, loop.zero.widen(dshared), last_layer, None, grads[name])
+        inputs = _Inputs(layers, batch, shared, residuals)
+        dx, dshared, stacks[name] = _backward_pass(loop, inputs, carry)
+        dstream = {**dx, **dshared}
+        outer = loop.stack, loop.zero, embed, entered, batch
+        dstream, dembed = enter_backward(*outer, dstream, dembed)
+    return dembed, stacks
 
 
 def _forward_pass(
@@ -348,52 +377,3 @@ def _only_after(weights: Tree, x: Tree) -> tuple[Tree, Tree]:
     once, before the loop over micro-batches or in the forward pass, and keep them whole.
     """
     return jax.lax.optimization_barrier((weights, x))
-
-
-def _enter(loop: _Loop, embed: Tree, stream: Stream, batch: Batch) -> Stream:
-    """The stream that enters a stack, [G, ...]."""
-    return each(lambda _, xs: (None, loop.stack.enter(embed, *xs)), None, (stream, batch))[1]
-
-
-def _enter_backward(
-    loop: _Loop, embed: Tree, stream: Stream, batch: Batch, dstream: Stream, total: Tree
-) -> tuple[Stream, Tree]:
-    """The gradients of the stream before a stack, and those of the embedding added to `total`."""
-    zero = loop.zero
-
-    def one(total, xs):
-        stream, batch, dstream = xs
-        # The forward pass of the embedding's vjp is a lookup whose result is not used: XLA drops
-        # it.
-        entered, pullback = jax.vjp(
-            lambda embed, stream: loop.stack.enter(embed, stream, batch),
-            zero.widen(embed),
-            stream,
-        )
-        dstream = jax.tree.map(lambda d, x: d.astype(x.dtype), dstream, entered)
-        dembed, dstream = pullback(dstream)
-        return add(total, dembed), dstream
-
-    if total is None:
-        total = zero.running_sum(embed, zero.axes["embed"], batch)
-    total, dstream = each(one, total, (stream, batch, dstream))
-    return dstream, total
-
-
-def _head_pass(
-    model: Model, zero: Zero, params: Tree, batch: Batch, stream: Stream, sums: Sums
-) -> tuple[Sums, Tree, Stream]:
-    """The head, forward and backward: adds the losses to `sums`; the gradients of head and
-    stream."""
-    axes = head_params(model, zero.axes)
-    head = zero.gather(head_params(model, params), axes)
-
-    def one(carry, xs):
-        sums, total = carry
-        stream, batch = xs
-        losses, dhead, dstream = head_gradients(model, zero.widen(head), stream, batch)
-        return ({**sums, **add({n: sums[n] for n in losses}, losses)}, add(total, dhead)), dstream
-
-    carry = sums, zero.running_sum(head, axes, batch)
-    (sums, total), dstream = each(one, carry, (stream, batch))
-    return sums, zero.reduce(total, axes), dstream
