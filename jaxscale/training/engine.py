@@ -143,21 +143,9 @@ def make_engine(
     stages = _open_stages(config, make) if layout.pipeline > 1 else None
     rows = stages.layer_of_row if stages else _canonical_rows(built)
     zero = _make_zero(config, built, stages, {**WEIGHTS, **own})
-    by_layer = functools.partial(
-        _by_layer,
-        mesh,
-        zero.update_rules,
-        functools.partial(layer_rules, layout.sizes, rules=zero.rules),
-    )
     rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
     frozen = optimizers.frozen_params(config.optimizer.groups, built.axes, built.frozen)
-    optimizer = optimizer or optimizers.make(
-        config.optimizer,
-        steps=config.schedule_steps,
-        axes=built.axes,
-        frozen=frozen,
-        by_layer=by_layer,
-    )
+    optimizer = optimizer or _make_optimizer(config, mesh, zero, built.axes, frozen)
 
     init = _make_init(built, optimizer, stages)
     shapes = jax.eval_shape(init, jax.random.key(0))
@@ -206,6 +194,19 @@ def find_model(settings: Any) -> MakeModel:
         return find_make(settings.family)
     kind: Any = EncoderDecoder if settings.num_encoder_layers else Decoder
     return kind
+
+
+def _make_optimizer(
+    config: Config, mesh: Mesh, zero: Zero, axes: Tree, frozen: Tree
+) -> optax.GradientTransformation:
+    rules = functools.partial(layer_rules, zero.sizes, rules=zero.rules)
+    return optimizers.make(
+        config.optimizer,
+        steps=config.schedule_steps,
+        axes=axes,
+        frozen=frozen,
+        by_layer=functools.partial(_by_layer, mesh, zero.update_rules, rules),
+    )
 
 
 def _make_zero(config: Config, model: Model, stages: PipelineStages | None, rules: Rules) -> Zero:
