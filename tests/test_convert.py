@@ -24,7 +24,7 @@ DATA = ["--config.data.global_batch_size=8", "--config.data.seq_len=16"]
 TOKENS = np.random.default_rng(1).integers(0, 130, (2, 9))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def converted(tmp_path_factory):
     """A model's folder, and the run that it was converted to."""
     folder = tmp_path_factory.mktemp("convert")

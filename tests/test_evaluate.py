@@ -32,7 +32,7 @@ MODEL = ModelConfig(
 BATCH, SEQ_LEN = 4, 16
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def heldout(tmp_path_factory) -> Dataset:
     """Documents of many lengths; their windows do not fill the last batch."""
     folder = tmp_path_factory.mktemp("text")

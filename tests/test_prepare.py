@@ -13,7 +13,7 @@ from jaxscale.data.tokens.corpus import open_corpus
 from jaxscale.data.tokens.tokenizer import load_tokenizer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def texts(tmp_path_factory):
     """Two hundred records, and a text of paragraphs."""
     folder = tmp_path_factory.mktemp("texts")
@@ -27,7 +27,7 @@ def texts(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def prepared(texts, tmp_path_factory):
     """What the command made of the records, and the JSON it wrote."""
     folder = tmp_path_factory.mktemp("prepared")

@@ -42,7 +42,7 @@ def records(workdir: pathlib.Path) -> list[dict]:
     ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(tmp_path_factory):
     """A short run, uninterrupted."""
     workdir = tmp_path_factory.mktemp("whole")

@@ -29,7 +29,7 @@ CONFIG = configs.load("configs/tiny.py", SETTINGS)
 TRIALS = 40
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def found(tmp_path_factory):
     """A search whose seconds are a formula of the layout, that begins with three that fail."""
     storage = tmp_path_factory.mktemp("search") / "layouts.db"

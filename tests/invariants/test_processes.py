@@ -141,12 +141,12 @@ def assert_same_run(found: pathlib.Path, expected: pathlib.Path) -> None:
         )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> pathlib.Path:
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def one(folder) -> pathlib.Path:
     """One process with eight devices."""
     command = fit(folder / "one", f"run.eval_every={STEPS}")
@@ -154,7 +154,7 @@ def one(folder) -> pathlib.Path:
     return folder / "one"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two(folder, one):
     """Two processes with four devices each: every command in turn, then a stop and a death.
 

@@ -44,7 +44,7 @@ def advance(engine, text, state, begin, end=STEPS, seen=lambda step, state: None
     return losses, state
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def straight(tmp_path_factory):
     """An uninterrupted run with a checkpoint at every step."""
     directory = tmp_path_factory.mktemp("straight")

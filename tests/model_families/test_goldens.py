@@ -15,7 +15,7 @@ from jaxscale.model_families.shipped import find_family
 from jaxscale.run.pretrained import from_pretrained
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
-NAMES = sorted(path.name for path in GOLDENS.iterdir())
+NAMES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
 
 
 def newer_name(name: str, renamed: dict[str, str]) -> str:

@@ -31,7 +31,7 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def proteins(tmp_path_factory):
     """A file of proteins in which each residue says what its neighbours are."""
     random, lines = np.random.default_rng(0), []
@@ -87,7 +87,7 @@ def schedules(opt_state):
     return [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=is_schedule) if is_schedule(leaf)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runs(proteins, tmp_path_factory):
     """A causal run, one that goes on from it masked, and what the second printed."""
     base = tmp_path_factory.mktemp("runs")

@@ -15,7 +15,7 @@ from jaxscale.run.initial_weights import open_weights
 FAMILY = "tests.models.mixer:make"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def texts(tmp_path_factory):
     path = tmp_path_factory.mktemp("texts") / "text.txt"
     path.write_text("the quick brown fox jumps over it\n\n" * 99)

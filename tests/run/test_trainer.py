@@ -103,7 +103,7 @@ def count(state, batch):
     return state._replace(step=state.step + 1), StepMetrics(*[tokens] * 4, {})
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def opened(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "compile_step", lambda engine: count)

@@ -72,7 +72,7 @@ def plain_steps(model: Decoder, params, some: list[Batch]) -> list[Plain]:
     return [Plain(float(nll), grad, float(optax.tree.norm(grad))) for (_, nll), grad in found]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def steps():
     """(what the engine did, what it should have done) for a batch whose gradient is to be clipped
     and for one whose is not: all targets of the first are one token."""
