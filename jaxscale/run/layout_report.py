@@ -164,9 +164,12 @@ def _peak(engine: Engine) -> str:
 
 
 def state_bytes(engine: Engine) -> int:
-    """Parameters and optimizer state of a device, between steps."""
-    leaves = jax.tree.leaves(engine.abstract_state)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    """Parameters and optimizer state in a device's memory between steps; not what is offloaded."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(engine.abstract_state)
+        if x.sharding.memory_kind != "pinned_host"
+    )
 
 
 def traced_memory(engine: Engine) -> tuple[int, int]:

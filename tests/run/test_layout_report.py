@@ -57,9 +57,12 @@ def rows(config):
     return {line[0]: [cell.strip() for cell in line[1:] if cell] for line in lines}
 
 
-def test_the_state_between_steps(config):
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_the_state_between_steps(config, offload):
+    """In a device's memory: what is offloaded is on the host."""
+    config = with_layout(config, offload=offload)
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
-    needs = step_memory(engine.config, "cpu", own_host=False)
+    needs = step_memory(config, "cpu", own_host=True)
     assert state_bytes(engine) + batch_bytes(config) - COUNT_BYTES == needs.arguments
 
 
