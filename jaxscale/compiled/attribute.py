@@ -11,7 +11,6 @@ from jaxscale.compiled import hlo
 from jaxscale.compiled.live_buffers import Buffer
 from jaxscale.sharding.resolve import leaf_name
 from jaxscale.training.engine import Engine
-from jaxscale.training.gradients import pipeline_buffers
 
 MODULES = ("attention", "mlp", "head", "embed", "optimizer")
 """Named scopes of the model and the step."""
@@ -137,15 +136,7 @@ def _pipeline(engine: Engine) -> Iterator[tuple[tuple[str, int], str]]:
     """Type and elements of a pipeline rank's buffers between ticks -> a key of SHRINKS."""
     if engine.stages is None:
         return
-    kept = pipeline_buffers(
-        engine.model,
-        engine.layout,
-        engine.zero,
-        engine.mesh,
-        engine.stages,
-        engine.abstract_state.params,
-        engine.abstract_batch,
-    )
+    kept = engine.pipeline_buffers()
     short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
     for name, tree in kept.items():
         for leaf in jax.tree.leaves(tree):

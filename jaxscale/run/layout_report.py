@@ -29,7 +29,6 @@ from jaxscale.sharding.resolve import (
 )
 from jaxscale.training.engine import Engine, find_model
 from jaxscale.training.flops import example, forward_cost, step_flops
-from jaxscale.training.gradients import pipeline_buffers
 from jaxscale.training.remat import rematerialised_attention
 
 LARGE_BYTES = 1 << 20
@@ -112,17 +111,7 @@ def _pipeline(engine: Engine) -> list[str]:
 
 def _buffers(engine: Engine) -> dict[str, int]:
     """Bytes of what a rank of a pipeline holds between ticks, by name."""
-    assert engine.stages, "of a pipeline"
-    buffers = pipeline_buffers(
-        engine.model,
-        engine.layout,
-        engine.zero,
-        engine.mesh,
-        engine.stages,
-        engine.abstract_state.params,
-        engine.abstract_batch,
-    )
-    return {name: _size(tree) for name, tree in buffers.items()}
+    return {name: _size(tree) for name, tree in engine.pipeline_buffers().items()}
 
 
 def _stages(engine: Engine) -> str:

@@ -42,7 +42,7 @@ from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
 from jaxscale.training import optimizer as optimizers
 from jaxscale.training.flops import StepFlops, example, forward_cost, step_flops
-from jaxscale.training.gradients import make_gradients, make_loss
+from jaxscale.training.gradients import make_gradients, make_loss, pipeline_buffers
 from jaxscale.training.kernels import attention_name, make_kernels
 from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.remat import check_host_memory, rematerialised_attention
@@ -102,6 +102,16 @@ class Engine:
     def local_rows(self, global_batch_size: int) -> tuple[int, ...]:
         """The rows of a step's batch that this process's devices hold, in order."""
         return local_rows(self.batch_sharding, global_batch_size)
+
+    def pipeline_buffers(self) -> dict[str, Tree]:
+        """The shapes of what a rank of a pipeline carries between ticks, by the names of
+        `pipeline.executor`; {} without a pipeline."""
+        if self.stages is None:
+            return {}
+        params, batch = self.abstract_state.params, self.abstract_batch
+        return pipeline_buffers(
+            self.model, self.layout, self.zero, self.mesh, self.stages, params, batch
+        )
 
 
 def make_engine(

@@ -11,7 +11,6 @@ from jaxscale.compiled import hlo
 from jaxscale.config import from_dict
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
-from jaxscale.training.gradients import pipeline_buffers
 
 RANKS, SEQ_LEN = 4, 64
 
@@ -55,18 +54,7 @@ def temporaries(*args, **layout) -> int:
 def kept(*args, **layout) -> list[jax.ShapeDtypeStruct]:
     """The arrays that a rank keeps between ticks."""
     engine, _ = compiled(*args, **layout)
-    params = engine.abstract_state.params
-    return jax.tree.leaves(
-        pipeline_buffers(
-            engine.model,
-            engine.layout,
-            engine.zero,
-            engine.mesh,
-            engine.stages,
-            params,
-            engine.abstract_batch,
-        )
-    )
+    return jax.tree.leaves(engine.pipeline_buffers())
 
 
 def predicted(*args, **layout) -> int:

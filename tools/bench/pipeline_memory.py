@@ -62,7 +62,6 @@ def line(
     from jaxscale.config import from_dict  # noqa: PLC0415
     from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415
     from jaxscale.training.engine import make_engine  # noqa: PLC0415
-    from jaxscale.training.gradients import pipeline_buffers  # noqa: PLC0415
 
     width = options.d_model
     config = from_dict(
@@ -90,15 +89,7 @@ def line(
     )
     engine = make_engine(config, make_mesh(config.layout))
     assert engine.stages is not None
-    kept = pipeline_buffers(
-        engine.model,
-        engine.layout,
-        engine.zero,
-        engine.mesh,
-        engine.stages,
-        engine.abstract_state.params,
-        engine.abstract_batch,
-    )
+    kept = engine.pipeline_buffers()
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     program = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
