@@ -168,12 +168,6 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        # Layouts have the axis for the planner, which also ranks models that are not trained here.
-        if self.layout.expert != 1:
-            raise ValueError(
-                f"layout.expert = {self.layout.expert} is not available in this version; "
-                "set layout.expert = 1"
-            )
         if self.optimizer.warmup_steps > self.schedule_steps:
             given = self.optimizer.schedule_steps is not None
             name = "optimizer.schedule_steps" if given else "run.steps"
@@ -191,6 +185,12 @@ class Config:
             )
 
     def _check_family(self, model: ModelConfig) -> None:
+        expert = self.layout.expert
+        if expert != 1 and not model.num_experts:
+            raise ValueError(
+                f"layout.expert = {expert}, but model.family = {model.family!r} has no experts "
+                "here; set layout.expert = 1"
+            )
         if model.positions == "learned" and self.data.seq_len > model.max_seq_len:
             raise ValueError(
                 f"data.seq_len = {self.data.seq_len} is more than model.max_seq_len = "

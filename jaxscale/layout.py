@@ -12,10 +12,10 @@ from jaxscale.pipeline_schedules.shipped import check_known, is_foreign
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """From the slowest links to the fastest."""
 
-MANUAL_AXES = ("pipeline", "data", "fsdp")
+MANUAL_AXES = ("pipeline", "data", "fsdp", "expert")
 """Axes whose collectives we write ourselves."""
 
-AUTOMATIC_AXES = ("expert", "context", "tensor")
+AUTOMATIC_AXES = ("context", "tensor")
 """Axes whose collectives the compiler writes, from the constraints that it is given."""
 
 ACCUMULATIONS = ("sequential", "layered")
@@ -160,8 +160,8 @@ class Layout:
 
     @property
     def batch_shards(self) -> int:
-        """Ways in which the global batch is split: data x fsdp."""
-        return self.data * self.fsdp
+        """Ways in which the global batch is split: data x fsdp x expert."""
+        return self.data * self.fsdp * self.expert
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name as named  # for remat policies
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.models.kernels import Kernels
-from jaxscale.models.protocol import STREAM
+from jaxscale.models.protocol import STREAM, Sums
 from jaxscale.models.weights import Weights
 from jaxscale.ops.attention import decode_attention
 from jaxscale.ops.norm import layer_norm, rms_norm
@@ -196,17 +196,21 @@ def rope_settings(config: ModelConfig, kind: int) -> dict[str, Any]:
 
 
 class MLP(nnx.Module):
-    """Two matrices with an activation between them, or three with a gate (arXiv 2002.05202)."""
+    """Two matrices with an activation between them, or three with a gate (arXiv 2002.05202).
 
-    def __init__(self, config: ModelConfig, weights: Weights):
+    Args:
+      hidden: the logical axis between the matrices.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, hidden: str = "mlp"):
         self.activation, self.biased = config.activation, config.mlp_bias
-        self.up = weights.normal("embed", "mlp")
-        self.down = weights.normal("mlp", "embed", residual=True)
-        self.gate = weights.normal("embed", "mlp") if config.gated else None
+        self.up = weights.normal("embed", hidden)
+        self.down = weights.normal(hidden, "embed", residual=True)
+        self.gate = weights.normal("embed", hidden) if config.gated else None
         if self.biased:
-            self.up_bias = weights.zeros("mlp")
+            self.up_bias = weights.zeros(hidden)
             self.down_bias = weights.zeros("embed")
-            self.gate_bias = weights.zeros("mlp") if config.gated else None
+            self.gate_bias = weights.zeros(hidden) if config.gated else None
 
     def __call__(
         self, x_BTD: jax.Array, columns: Callable = columns, rows: Callable = rows
@@ -251,7 +255,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, weights)
         self.attention_post_norm = Norm(config, weights) if after else None
         self.mlp_norm = Norm(config, weights) if before else None
-        self.mlp = MLP(config, weights)
+        self.mlp = self._make_mlp(config, weights)
         self.mlp_post_norm = Norm(config, weights) if after else None
 
     def __call__(
@@ -268,18 +272,34 @@ class Block(nnx.Module):
           kind: its index modulo `ModelConfig.period`.
           drop: dropout of a branch, (x, site) -> x.
         """
+        return self.layer(x_BTD, batch, kernels, kind, drop)[0]
+
+    def layer(
+        self,
+        x_BTD: jax.Array,
+        batch: Batch,
+        kernels: Kernels,
+        kind: int = 0,
+        drop: Callable[[jax.Array, int], jax.Array] = lambda x, site: x,
+    ) -> tuple[jax.Array, Sums]:
+        """The stream after the layer, and the layer's sums."""
         with jax.named_scope("attention"):
             y_BTD = self.attention(_apply(self.attention_norm, x_BTD), batch, kernels, kind)
             y_BTD = drop(y_BTD, 0)
             after_BTD = kernels.shard(self.add(x_BTD, y_BTD, self.attention_post_norm), STREAM)
         with jax.named_scope("mlp"):
-            z_BTD = self.mlp(
-                _apply(self.mlp_norm, x_BTD if self.parallel else after_BTD),
-                kernels.columns,
-                kernels.rows,
-            )
+            inputs_BTD = _apply(self.mlp_norm, x_BTD if self.parallel else after_BTD)
+            z_BTD, sums = self._feed(inputs_BTD, batch, kernels)
             z_BTD = drop(z_BTD, 1)
-            return kernels.shard(self.add(after_BTD, z_BTD, self.mlp_post_norm), STREAM)
+            return kernels.shard(self.add(after_BTD, z_BTD, self.mlp_post_norm), STREAM), sums
+
+    def _make_mlp(self, config: ModelConfig, weights: Weights) -> Any:
+        return MLP(config, weights)
+
+    def _feed(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> tuple[jax.Array, Sums]:
+        """What the MLP adds to the stream, and its sums."""
+        del batch
+        return self.mlp(x_BTD, kernels.columns, kernels.rows), {}
 
     def add(self, x_BTD: jax.Array, y_BTD: jax.Array, norm: Norm | None) -> jax.Array:
         """The stream and what attention or MLP add to it."""
@@ -295,8 +315,11 @@ class Block(nnx.Module):
             _apply(self.attention_norm, x_BTD), positions_BT, cache, layer, kind
         )
         after_BTD = self.add(x_BTD, y_BTD, self.attention_post_norm)
-        z_BTD = self.mlp(_apply(self.mlp_norm, x_BTD if self.parallel else after_BTD))
+        z_BTD = self._decode_mlp(_apply(self.mlp_norm, x_BTD if self.parallel else after_BTD))
         return self.add(after_BTD, z_BTD, self.mlp_post_norm), cache
+
+    def _decode_mlp(self, x_BTD: jax.Array) -> jax.Array:
+        return self.mlp(x_BTD)
 
 
 def _apply(norm: Norm | None, x: jax.Array) -> jax.Array:

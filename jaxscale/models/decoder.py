@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS
 from jaxscale.models.block import ACTIVATIONS, Block, Cache, Norm
+from jaxscale.models.experts import ExpertBlock, sum_shapes
 from jaxscale.models.forward import scan_periods
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
@@ -137,10 +138,20 @@ class Head(nnx.Module):
         return self.transform_norm(ACTIVATIONS[self.activation](y_BTD))
 
 
+class Part(NamedTuple):
+    """Consecutive layers with one type of block."""
+
+    name: str  # of their stack
+    block: Any  # a module, made by (settings, key)
+    first: int  # layers before
+    num_layers: int
+
+
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder as pure functions over its parameters: a `models.protocol.Model` of one stack,
-    "layers", over the stream {"x": [batch, seq, d_model]}.
+    """A decoder as pure functions over its parameters: a `models.protocol.Model` over the stream
+    {"x": [batch, seq, d_model]}, of one stack, "layers", or where only the later layers have
+    experts of two, "dense_layers" and "expert_layers".
     """
 
     settings: ModelConfig
@@ -149,18 +160,43 @@ class Decoder:
     head_type: ClassVar[Any] = Head  # likewise
 
     @property
-    def stacks(self) -> tuple[Stack]:
-        """The only one."""
+    def stacks(self) -> tuple[Stack, ...]:
+        """One of all layers, or one without experts and one with them."""
+        return tuple(self._stack(part) for part in self.parts)
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The stacks' names, types of block, and layers."""
+        config, own = self.settings, type(self).block_type
+        if not config.num_experts:
+            return (Part("layers", own, 0, config.num_layers),)
+        if not config.dense_layers:
+            return (Part("layers", ExpertBlock, 0, config.num_layers),)
+        dense, experts = config.dense_layers, config.num_expert_layers
+        return (
+            Part("dense_layers", own, 0, dense),
+            Part("expert_layers", ExpertBlock, dense, experts),
+        )
+
+    def _stack(self, part: Part) -> Stack:
         def enter(embed: Params, stream: Stream, batch: Batch) -> Stream:
-            del stream
-            return {"x": self.embed(embed, batch)}
+            return {"x": stream["x"] if part.first else self.embed(embed, batch)}
 
         def block(weights: Params, stream: Stream, batch: Batch, layer: Layer) -> tuple:
-            return {"x": self.block(weights, stream["x"], batch, layer.kind, layer.index)}, {}
+            index = part.first + layer.index if part.first else layer.index
+            x, sums = self._layer(part, weights, stream["x"], batch, layer.kind, index)
+            return {"x": x}, sums
 
-        num_layers, period = self.settings.num_layers, self.settings.period
-        return (Stack("layers", num_layers, enter, block, period=period, tensors=BLOCK_TENSORS),)
+        sums = sum_shapes(self.settings) if part.block is ExpertBlock else {}
+        return Stack(
+            part.name,
+            part.num_layers,
+            enter,
+            block,
+            sums=sums,
+            period=self.settings.period,
+            tensors=BLOCK_TENSORS,
+        )
 
     @property
     def borrows(self) -> Mapping[str, tuple[str, ...]]:
@@ -174,8 +210,31 @@ class Decoder:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """None."""
-        return ()
+        """The biases of routers, which `adjust` changes."""
+        return tuple(f"{name}/mlp/router_bias" for name in self._biased)
+
+    @property
+    def _biased(self) -> tuple[str, ...]:
+        """Stacks whose routers have a bias for balancing."""
+        if not self.settings.router_bias:
+            return ()
+        return tuple(part.name for part in self.parts if part.block is ExpertBlock)
+
+    def adjust(self, params: Params, sums: Sums) -> Params:
+        """Balancing without an auxiliary loss (arXiv 2408.15664): the bias of an expert that more
+        tokens chose than the mean falls by `balance_rate`, and that of one with fewer rises.
+
+        Args:
+          sums: of the whole step, in the order of the layers' rows.
+        """
+        for name in self._biased:
+            load_LE = sums[f"{name}/load"]
+            uneven_LE = jnp.sign(jnp.mean(load_LE, axis=-1, keepdims=True) - load_LE)
+            bias_LE = params[name]["mlp"]["router_bias"]
+            bias_LE += (self.settings.balance_rate * uneven_LE).astype(bias_LE.dtype)
+            mlp = {**params[name]["mlp"], "router_bias": bias_LE}
+            params = {**params, name: {**params[name], "mlp": mlp}}
+        return params
 
     @property
     def num_classes(self) -> int:
@@ -195,11 +254,18 @@ class Decoder:
         """Fresh parameters; they depend on the key alone. None stacks all layers in order."""
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         keys = jax.random.split(layers_key, self.settings.num_layers)
-        make = functools.partial(type(self).block_type, self.settings)
-        row = None if rows is None else rows["layers"]
+        embed = params_of(Embedding(self.settings, embed_key))
+        layers = {
+            part.name: stack_params(
+                functools.partial(part.block, self.settings),
+                keys[part.first : part.first + part.num_layers],
+                None if rows is None else rows[part.name],
+            )
+            for part in self.parts
+        }
         return {
-            "embed": params_of(Embedding(self.settings, embed_key)),
-            "layers": stack_params(make, keys, row),
+            "embed": embed,
+            **layers,
             "head": params_of(type(self).head_type(self.settings, head_key)),
         }
 
@@ -208,7 +274,7 @@ class Decoder:
         """The tree of parameters with the tuple of logical axes in place of each array."""
         return {
             "embed": axes_of(Embedding, self.settings),
-            "layers": stack_axes(type(self).block_type, self.settings),
+            **{part.name: stack_axes(part.block, self.settings) for part in self.parts},
             "head": axes_of(type(self).head_type, self.settings),
         }
 
@@ -234,10 +300,22 @@ class Decoder:
         kind: int = 0,
         index: jax.Array | int = 0,
     ) -> jax.Array:
-        """One layer; `kind` is its index modulo `config.period`, and dropout depends on `index`."""
-        block = self._module(type(self).block_type, layer)
+        """A layer of the first stack; `kind` is its index modulo `config.period`, and dropout
+        depends on `index`."""
+        return self._layer(self.parts[0], layer, x_BTD, batch, kind, index)[0]
+
+    def _layer(
+        self,
+        part: Part,
+        layer: Params,
+        x_BTD: jax.Array,
+        batch: Batch,
+        kind: int,
+        index: jax.Array | int,
+    ) -> tuple[jax.Array, Sums]:
+        block = self._module(part.block, layer)
         drop = {"drop": self._dropout(batch, index)} if self._drops(batch) else {}
-        return block(x_BTD, batch, self.kernels, kind, **drop)
+        return block.layer(x_BTD, batch, self.kernels, kind, **drop)
 
     def _drops(self, batch: Batch) -> bool:
         """Whether activations are dropped: in a step, not in an evaluation."""
@@ -312,15 +390,19 @@ class Decoder:
         """
         x_BTD = self._module(Embedding, params["embed"])(tokens_BT, positions_BT, plain_lookup)
 
-        def one(carry, layer, kind):
+        def one(part, carry, layer, kind):
             weights, index = layer
-            block = self._module(type(self).block_type, weights)
+            block = self._module(part.block, weights)
             x_BTD = shard(carry[0], ("batch",))
             return block.decode(x_BTD, positions_BT, carry[1], index, kind)
 
         # The cache is carried, not scanned over: carried, it is updated in place.
-        layers = (params["layers"], jnp.arange(self.settings.num_layers))
-        return scan_periods(one, (x_BTD, cache), layers, self.settings.period)
+        carry = x_BTD, cache
+        for part in self.parts:
+            layers = params[part.name], jnp.arange(part.first, part.first + part.num_layers)
+            function = functools.partial(one, part)
+            carry = scan_periods(function, carry, layers, self.settings.period)
+        return carry
 
     def _final(
         self, head: Params, x_BTD: jax.Array

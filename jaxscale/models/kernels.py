@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxscale.ops.dispatch import ONE_DEVICE, Dispatch
 from jaxscale.ops.dropout import dropout
 from jaxscale.ops.embedding import lookup
 from jaxscale.ops.loss import cross_entropy
@@ -42,6 +43,9 @@ class Kernels:
 
     `key_heads` takes what has key/value heads as its last dimension but one: weights, biases,
     scales. It repeats heads where ranks of tensor outnumber them.
+
+    `dispatch` says over which ranks tokens find their experts. `all_rows` sums over all rows of a
+    micro-batch what each rank has summed over its own.
     """
 
     attend: Callable[..., jax.Array]
@@ -53,4 +57,6 @@ class Kernels:
     key_heads: Callable[[jax.Array], jax.Array] = lambda x: x
     cross_entropy: Callable[..., tuple[jax.Array, jax.Array]] = cross_entropy
     dropout: Callable[..., jax.Array] = plain_dropout
+    dispatch: Dispatch = ONE_DEVICE
+    all_rows: Callable[[jax.Array], jax.Array] = lambda x: x
     shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x

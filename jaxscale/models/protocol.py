@@ -71,7 +71,12 @@ class Stack:
 
 
 class Model(Protocol):
-    """A model, as `make(settings, kernels)` returns it; hashable, since it is static under jit."""
+    """A model, as `make(settings, kernels)` returns it; hashable, since it is static under jit.
+
+    A model may also have `adjust(params, sums) -> params`, which follows the update of a step: for
+    parameters that change by another rule than a gradient's, which `frozen` should name. `sums` are
+    those of the whole step; those of layers are in the order of the parameters' rows.
+    """
 
     @property
     def settings(self) -> Any:

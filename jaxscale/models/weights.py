@@ -35,6 +35,10 @@ class Weights:
             "buckets": config.relative_buckets,
             "token_types": config.token_types,
             "transform": config.d_model,
+            "experts": config.num_experts,
+            "expert_mlp": config.expert_d_ff or config.d_ff,
+            "shared_mlp": config.shared_d_ff,
+            "routes": config.num_experts,
         }
         self.dtype = jnp.dtype(config.param_dtype)
         # "Small init" (Nguyen and Salazar 2019, arXiv 1910.05895); the outputs into the residual

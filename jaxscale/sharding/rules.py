@@ -29,10 +29,15 @@ WEIGHTS: Rules = {
     "positions": (),
     "buckets": (),
     "token_types": (),
+    # Each rank of expert has some of the experts, whole but for their columns.
+    "experts": ("expert",),
+    "expert_mlp": ("tensor",),
+    "shared_mlp": ("tensor",),
+    "routes": (),  # of a router, which every rank has whole: a score for each expert
     "transform": (),  # of a head, between its two matrices: each rank transforms its own tokens
 }
 ACTIVATIONS: Rules = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "seq": ("context",),
     # Between the matmuls of attention and MLP, which need all tokens of a rank of context, the
     # tokens are sharded over tensor too (sequence parallelism, arXiv 2205.05198, section 4.2).
@@ -51,6 +56,9 @@ SETTINGS = {
     "kv_heads": "model.num_kv_heads",
     "mlp": "model.d_ff",
     "layers": "model.num_layers",
+    "experts": "model.num_experts",
+    "expert_mlp": "model.expert_d_ff",
+    "shared_mlp": "model.shared_d_ff",
 }
 """The setting that gives the size of a dimension, where there is one."""
 
@@ -180,10 +188,11 @@ def check_divides(config: Config) -> None:
     if batch % parts:
         below, above = batch // parts * parts, -(-batch // parts) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
+        experts = f"layout.expert {layout.expert} x " if layout.expert > 1 else ""
         raise ValueError(
             f"data.global_batch_size = {batch} does not split into layout.data {layout.data} x "
-            f"layout.fsdp {layout.fsdp} x layout.microbatches {layout.microbatches} = {parts} "
-            f"parts; set data.global_batch_size to {nearest}, or change the layout"
+            f"layout.fsdp {layout.fsdp} x {experts}layout.microbatches {layout.microbatches} = "
+            f"{parts} parts; set data.global_batch_size to {nearest}, or change the layout"
         )
 
 

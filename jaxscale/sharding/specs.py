@@ -14,7 +14,7 @@ from jaxscale.sharding.resolve import ACTIVATIONS, Axes, automatic_part, resolve
 
 REPLICATED = PartitionSpec()
 """Every device has the whole array."""
-BATCH_ROWS = PartitionSpec(("data", "fsdp"))
+BATCH_ROWS = PartitionSpec(("data", "fsdp", "expert"))
 """A batch [batch, seq] in a `shard_map` over the manual axes."""
 FSDP_ROWS = PartitionSpec("fsdp")
 """A matrix whose rows the ranks of fsdp share."""

@@ -1,5 +1,5 @@
 """The ZeRO stages (arXiv 1910.02054): what each rank of the fsdp axis holds, and the collectives
-that follow. For use in a `shard_map` in which pipeline, data and fsdp are manual.
+that follow. For use in a `shard_map` in which pipeline, data, fsdp and expert are manual.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +31,9 @@ class Zero:
     A parameter is sharded along its "embed" dimension. One that has none stays whole on every
     rank, and its gradient is summed over the axis; those are small vectors. With a pipeline, the
     parameters outside the layers are sharded over its ranks too, whatever the stage: "outer_embed".
+
+    The ranks of expert share the batch, and each has experts of its own: their gradients are summed
+    over the other axes only, those of all other parameters over this one too.
 
     A step that visits each layer once (one micro-batch, or layered accumulation) reduces a layer's
     gradients at that visit, over every replica, so that this communication overlaps the next
@@ -84,8 +87,8 @@ class Zero:
     @property
     def reduces(self) -> bool:
         """Whether a visit's gradients are reduced at once."""
-        over_data = self.single_visit and self.sizes["data"] > 1
-        return over_data or ((self.scatters or self.single_visit) and self.sizes["fsdp"] > 1)
+        over_replicas = self.single_visit and max(self.sizes["data"], self.sizes["expert"]) > 1
+        return over_replicas or ((self.scatters or self.single_visit) and self.sizes["fsdp"] > 1)
 
     @property
     def scatters(self) -> bool:
@@ -96,7 +99,9 @@ class Zero:
         """Weights as the model uses them: in the compute type, gathered over fsdp."""
 
         def one(axes, shard):
-            weight = shard.astype(self.compute_dtype)
+            # Routers compute in float32 or wider: a rounded one would choose other experts.
+            dtype = self.loss_dtype if "routes" in axes else self.compute_dtype
+            weight = shard.astype(dtype)
             dim = _sharded_dim(axes)
             over = (*("pipeline",) * ("outer_embed" in axes), *("fsdp",) * self.gathers)
             if dim is None or not over:
@@ -186,8 +191,12 @@ class Zero:
 
     def _sum_replicas(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """The sum over the axes that no reduce-scatter has summed over."""
-        scattered = self.stage >= 1 and _sharded_dim(axes) is not None
-        return self._sum(grad, ("data",) if scattered else ("data", "fsdp"))
+        summed = ["data"]
+        if self.stage == 0 or _sharded_dim(axes) is None:
+            summed.append("fsdp")
+        if "experts" not in axes:
+            summed.append("expert")
+        return self._sum(grad, tuple(summed))
 
     def _sum(self, x: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
         mesh_axes = tuple(axis for axis in mesh_axes if self.sizes[axis] > 1)

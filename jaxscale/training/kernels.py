@@ -3,6 +3,7 @@
 They run inside the `shard_map` in which pipeline, data and fsdp are manual.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose, score_settings
 from jaxscale.ops.attention_kernels import maskless
 from jaxscale.ops.context_attention import balanced_order, context_attention
+from jaxscale.ops.dispatch import Dispatch
 from jaxscale.ops.dropout import dropout
 from jaxscale.ops.embedding import spread_lookup
 from jaxscale.ops.loss import cross_entropy
@@ -58,9 +60,23 @@ def make_kernels(
         **replaced,
         lookup=functools.partial(_lookup, layout),
         dropout=functools.partial(_dropout, layout),
+        dispatch=Dispatch(
+            layout.expert,
+            layout.tensor,
+            layout.context,
+            AUTOMATIC_AXES,
+            "blocks" if platform == "cpu" else "ragged_dot",
+        ),
+        all_rows=functools.partial(_all_rows, layout),
         cross_entropy=functools.partial(cross_entropy, shards=layout.context, unroll=unroll),
         shard=lambda x, axes: constrain(x, axes, layout.sizes, {**ACTIVATIONS, **(rules or {})}),
     )
+
+
+def evaluation_kernels(kernels: Kernels) -> Kernels:
+    """The same where experts take every token, whatever their capacity."""
+    everything = dataclasses.replace(kernels.dispatch, keeps_all=True)
+    return dataclasses.replace(kernels, dispatch=everything)
 
 
 def attention_name(config: Config, platform: str) -> str:
@@ -132,6 +148,12 @@ def _dropout(
 ) -> jax.Array:
     place = jnp.asarray(balanced_order(x.shape[1], layout.context))
     return dropout(x, noise, layer, site, rate, place)
+
+
+def _all_rows(layout: Layout, x: jax.Array) -> jax.Array:
+    """The sum over the ranks that share a micro-batch's rows."""
+    axes = _mesh_axes(layout, ACTIVATIONS["batch"])
+    return jax.lax.psum(x, axes) if axes else x
 
 
 def _key_heads(layout: Layout, x: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from jaxscale.optimizer_config import FACTORED_SIZE, OptimizerConfig, ParamGroup
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.training.learning_rate import schedule_of
 
-STACKS = ("layers", "expert")
+STACKS = ("layers", "experts")
 """Logical axes along which a parameter holds many matrices."""
 
 SECOND_MOMENTS = ("nu", "rows", "columns", "whole")

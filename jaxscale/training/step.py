@@ -39,6 +39,7 @@ def make_step(
     gradients: Callable,
     optimizer: optax.GradientTransformation,
     frozen: Tree,
+    adjust: Callable[[Tree, Sums], Tree] | None,
     shardings: TrainState,
     update_shardings: Tree,
 ) -> Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]:
@@ -46,6 +47,7 @@ def make_step(
 
     Args:
       frozen: tree of the parameters with whether each is left as it is.
+      adjust: `Model.adjust`.
       shardings: of the state between steps.
       update_shardings: of the parameters during the update.
     """
@@ -66,6 +68,7 @@ def make_step(
             updates, opt_state = optimizer.update(grads, opt_state, params)
             updated = optax.apply_updates(params, updates)
             params = jax.tree.map(lambda x, y, still: x if still else y, params, updated, frozen)
+            params = adjust(params, sums) if adjust else params
             params = jax.lax.with_sharding_constraint(params, shardings.params)
         tokens = count_tokens(batch)
         loss, others = sums["nll"] / count, _others(sums, count)

@@ -76,12 +76,13 @@ class Parallelism(LayoutBatch):
     ) -> "Parallelism":
         """Of a resolved `Layout` or a `LayoutBatch`; `changes` are fields of this class."""
         schedule, remat = layout.schedule_spec, layout.remat_policy
-        shards = layout.batch_shards * layout.expert
         return cls(
             **{
                 **{one.name: getattr(layout, one.name) for one in fields(LayoutBatch)},
                 "virtual_stages": np.maximum(1, layout.virtual_stages),
-                "microbatch": np.maximum(1, global_batch_size // (shards * layout.microbatches)),
+                "microbatch": np.maximum(
+                    1, global_batch_size // (layout.batch_shards * layout.microbatches)
+                ),
                 "schedule": schedule.name,
                 "fused": schedule.fused,
                 # With "keep:N" the table says which passes are recomputed.

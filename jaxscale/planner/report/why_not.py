@@ -165,7 +165,7 @@ def difference(before: Layout, after: Layout) -> str:
 
 def neighbours(query: Query, layout: Layout) -> list[Layout]:
     """Layouts on as many devices that differ in one setting, or in the sizes of two axes."""
-    shard = query.planned_model.sequences // (layout.batch_shards * layout.expert)
+    shard = query.planned_model.sequences // layout.batch_shards
     changes: list[dict] = [{"microbatches": count} for count in divisors(max(1, shard))]
     changes += [{"remat": remat} for remat in ("full", "save_matmuls", "save_all_but_attention")]
     changes += [{"offload": offload} for offload in OFFLOADS]

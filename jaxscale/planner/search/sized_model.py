@@ -157,8 +157,7 @@ class SizedModel:
         return f"layout.{axis} = {size}: {ENCODER_EXCLUDES[axis]}; set layout.{axis} = 1"
 
     def _batch(self, layout: Layout) -> str:
-        shards = layout.batch_shards * layout.expert
-        parts = shards * layout.microbatches
+        parts = layout.batch_shards * layout.microbatches
         if self.sequences % parts == 0:
             return ""
         tokens = self.shape.seq_len

@@ -111,7 +111,7 @@ def enumerate_sizes(
                 rejected[reason] += 1
                 messages.setdefault(reason, message)
                 continue
-            batch = model.sequences // (layout.batch_shards * layout.expert)
+            batch = model.sequences // layout.batch_shards
             for count in _pinned(query.pins, "microbatches", divisors(batch)):
                 if batch % count:
                     rejected[model.batch_reason] += 1

@@ -1,24 +1,17 @@
-"""The record of a model: its sizes, what its blocks do, and how many parameters and operations
-that is.
-
-Nothing here imports JAX: a mistyped key must be refused in a fraction of a second.
-"""
+"""The record of a transformer of a shipped family: its sizes, what its blocks do, and how many
+parameters and operations that is."""
 
 import dataclasses
-import functools
-import importlib
 import math
-import typing
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.choices import check_at_least, check_choice
 from jaxscale.layout import BLOCK_TENSORS, parse_remat
+from jaxscale.model_config.experts import ExpertOptions
+from jaxscale.model_config.settings import ATTENTIONS, DTYPES, is_own_family, option
 from jaxscale.model_families.shipped import find_family, refuse_setting
 
-DTYPES = ("float64", "float32", "bfloat16")
-ATTENTIONS = ("auto", "reference", "blockwise", "cudnn", "splash")
 VOCABULARY_MULTIPLE = 128
 """Embedding rows are rounded up to this, so that the vocabulary divides over any usual tensor
 axis and the parameters do not depend on the layout."""
@@ -38,98 +31,8 @@ CHOICES = {
 USUAL_TURNS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 
 
-def option(plain: Any) -> Any:
-    """A field that the family sets where the user does not; `plain` is the value of a plain Llama,
-    for families that do not mention it."""
-    return field(default=None, metadata={"plain": plain})
-
-
 @dataclass(frozen=True)
-class ModelSettings:
-    """What the engine reads of any model's settings. The record of a model of one's own extends it
-    with fields of its own; they are the keys of the config's section "model"."""
-
-    family: str = ""  # "my_package.my_model:make"
-    vocab_size: int = 257
-    head_dim: int = 64  # of attention, which kernels depend on
-    attention: str = "auto"
-    compute_dtype: str = "bfloat16"
-    param_dtype: str = "float32"
-    init_from: str = ""  # a run of the same model, whose weights a new run starts from
-
-    def __post_init__(self) -> None:
-        for name in ("attention", "compute_dtype", "param_dtype"):
-            check_choice(f"model.{name}", getattr(self, name), CHOICES[name])
-        check_at_least("model", self, vocab_size=2, head_dim=1)
-
-    @property
-    def attention_soft_cap(self) -> float:
-        """Attention's scores have none; a record whose model has one says so in a field."""
-        return 0.0
-
-    @property
-    def attention_uses(self) -> tuple[str, ...]:
-        """What a layer asks of attention, of `ops.attention.USES`."""
-        return ("soft_cap",) if self.attention_soft_cap else ()
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The fields and their values."""
-        return dataclasses.asdict(self)
-
-    @property
-    def has_formulas(self) -> bool:
-        """Whether the planner has formulas for the model's memory and time."""
-        return False
-
-    @property
-    def has_flops_formula(self) -> bool:
-        """Whether the record counts the operations of a token; else they are counted in the traced
-        program."""
-        return False
-
-
-def is_own_family(family: str) -> bool:
-    """Whether `model.family` is "module:function", from outside the package."""
-    module, colon, function = family.partition(":")
-    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), function))
-
-
-@functools.cache
-def find_make(family: str) -> Callable[[Any, Any], Any]:
-    """The function `make(settings, kernels)` that a family of one's own names; imports its module.
-
-    Raises:
-      ValueError: it cannot be imported.
-    """
-    module, _, function = family.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model.family = {family!r} cannot be imported: {error}") from None
-
-
-def settings_record(family: str) -> type:
-    """The record of a family of one's own: the type of its function's first parameter, or of the
-    first field of its class.
-
-    Raises:
-      ValueError: it cannot be imported, or names no record.
-    """
-    make = find_make(family)
-    hints = typing.get_type_hints(make) if callable(make) else {}
-    record = next(iter(hints.values()), None)
-    if not isinstance(record, type) or not issubclass(record, ModelSettings | ModelConfig):
-        raise ValueError(
-            f"model.family = {family!r} must be a function make(settings: YourSettings, kernels), "
-            "where YourSettings is a frozen dataclass that extends jaxscale.ModelSettings, or "
-            "jaxscale.ModelConfig"
-        )
-    return record
-
-
-@dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ExpertOptions):
     """A transformer of any family of `jaxscale.model_families`: a decoder, or an encoder and a
     decoder where `num_encoder_layers` is not zero.
 
@@ -246,6 +149,7 @@ class ModelConfig:
                 f"model.num_kv_heads = {self.num_kv_heads}"
             )
         self._check_positions()
+        self.check_experts(self.num_layers, self.period)
         if set(self.layer_pattern) - set("LG"):
             raise ValueError(
                 f"model.layer_pattern = {self.layer_pattern!r} is of letters L (local, with the "
@@ -313,12 +217,12 @@ class ModelConfig:
     @property
     def has_formulas(self) -> bool:
         """Whether the planner has formulas for the model's memory and time."""
-        return not is_own_family(self.family)
+        return not is_own_family(self.family) and not self.num_experts
 
     @property
     def has_flops_formula(self) -> bool:
         """Whether `flops_per_token` counts the model's operations: those of a decoder alone."""
-        return self.has_formulas and not self.num_encoder_layers
+        return not is_own_family(self.family) and not self.num_encoder_layers
 
     # What a layer does.
 
@@ -385,10 +289,11 @@ class ModelConfig:
 
     @property
     def num_layer_params(self) -> int:
-        """Parameters of one layer, exact; where there is an encoder, of one of its layers."""
+        """Parameters of one layer without experts, exact; where there is an encoder, of one of its
+        layers."""
         heads = self.num_heads * self.head_dim
         keys = self.num_kv_heads * self.head_dim
-        total = 2 * self.d_model * (heads + keys) + (2 + self.gated) * self.d_model * self.d_ff
+        total = 2 * self.d_model * (heads + keys) + self._mlp_params(self.d_ff)
         if self.qk_norm:
             total += heads + keys if self.qk_norm_over_heads else 2 * self.head_dim
         if self.attention_bias != "none":
@@ -400,6 +305,29 @@ class ModelConfig:
         if self.relative_bias == "layer":
             total += self.relative_buckets * self.num_heads
         return total + (4 if self.norm_placement == "both" else 2) * self._norm_params
+
+    def _mlp_params(self, d_ff: int) -> int:
+        """Parameters of the matrices of an MLP."""
+        return (2 + self.gated) * self.d_model * d_ff
+
+    def expert_layer_params(self, experts: int) -> int:
+        """Parameters of a layer with so many experts, and with its router for all of them."""
+        router = self.num_experts * (self.d_model + self.router_bias)
+        shared = self._mlp_params(self.shared_d_ff) - self._mlp_params(self.d_ff)
+        expert = self._mlp_params(self.expert_d_ff or self.d_ff)
+        return self.num_layer_params + router + shared + experts * expert
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers with experts."""
+        return self.num_layers - self.dense_layers if self.num_experts else 0
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that one token meets: those of its own experts and of all that is shared."""
+        idle = self.num_experts - self.experts_per_token
+        expert = self._mlp_params(self.expert_d_ff or self.d_ff)
+        return self.num_params - self.num_expert_layers * idle * expert
 
     @property
     def _encoder_params(self) -> int:
@@ -424,7 +352,8 @@ class ModelConfig:
         embedding = self.padded_vocab_size * self.d_model
         head = 0 if self.tied_embeddings else embedding
         positions = self.max_seq_len * self.d_model if self.positions == "learned" else 0
-        layers = self.num_layers * self.num_layer_params
+        layers = (self.num_layers - self.num_expert_layers) * self.num_layer_params
+        layers += self.num_expert_layers * self.expert_layer_params(self.num_experts)
         types = self.token_types * self.d_model
         norms = self.final_norm + self.embedding_norm + self.head_transform
         if self.head_transform:
@@ -470,6 +399,8 @@ class ModelConfig:
             again.discard("attention_out")
         if policy.by_names and self.norm_placement != "before":
             again.add("mlp_down")
+        if policy.by_names:
+            again.add("router")
         repeated = sum(products[name] for name in products if name in again)
         if recomputed:
             repeated = recomputed * sum(products.values())
@@ -489,10 +420,14 @@ class ModelConfig:
         return sum(self.layer_matmul_flops(seq_len, causal).values())
 
     def layer_matmul_flops(self, seq_len: int, causal: bool = True) -> dict[str, float]:
-        """The same for each matmul, by the names of `layout.BLOCK_TENSORS` and "mlp_down"."""
+        """The same for each matmul, by the names of `layout.BLOCK_TENSORS`, "mlp_down", and
+        "router" of layers with experts."""
         heads = self.num_heads * self.head_dim
         kv_heads = self.num_kv_heads * self.head_dim
-        mlp = 2.0 * self.d_model * self.d_ff
+        with_experts = self.num_expert_layers / self.num_layers
+        active = self.shared_d_ff + self.experts_per_token * (self.expert_d_ff or self.d_ff)
+        d_ff = self.d_ff + with_experts * (active - self.d_ff)
+        mlp = 2.0 * self.d_model * d_ff
         return {
             "query": 2.0 * self.d_model * heads,
             "key": 2.0 * self.d_model * kv_heads,
@@ -502,6 +437,7 @@ class ModelConfig:
             "mlp_gate": mlp if self.gated else 0.0,
             "mlp_up": mlp,
             "mlp_down": mlp,
+            "router": 2.0 * self.d_model * self.num_experts * with_experts,
         }
 
     def _mean_keys(self, seq_len: int, causal: bool) -> float:

@@ -1,0 +1,114 @@
+"""The options of models whose layers have experts."""
+
+from dataclasses import dataclass
+
+from jaxscale.choices import check_at_least, check_choice
+from jaxscale.model_config.settings import option
+
+ROUTERS = ("top_k", "prototypes")
+SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
+BALANCES = ("sequence", "microbatch")
+CHOICES = {"router": ROUTERS, "router_scores": SCORES, "balance": BALANCES}
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """What `ModelConfig` says of experts. Without any, `num_experts` is 0 and the others are of no
+    effect."""
+
+    num_experts: int = option(0)  # of a layer
+    experts_per_token: int = option(2)
+    expert_d_ff: int = option(0)  # hidden features of an expert; 0 is d_ff
+    shared_d_ff: int = option(0)  # of an expert that every token goes through; 0 is none
+    dense_layers: int = option(0)  # the first ones, without experts
+    # "top_k" gives a token its best experts; "prototypes" the best one of each of
+    # experts_per_token sets (arXiv 2105.15082).
+    router: str = option("top_k")
+    router_scores: str = option("softmax")  # "softmax_of_chosen" comes after the choice
+    router_normalized: bool = option(False)  # a token's weights are divided by their sum
+    router_scale: float = option(1.0)  # of the weights
+    router_groups: int = option(1)  # of experts; a token's are of the best router_groups_kept
+    router_groups_kept: int = option(1)
+    router_bias: bool = option(False)  # added to scores for the choice, no gradient: balance_rate
+    # Times its even share of a sequence's choices, an expert takes so many, in the order of the
+    # text, and the others are dropped; 0 drops none.
+    capacity_factor: float = option(0.0)
+    # Over which tokens the auxiliary loss balances: those of each sequence, or all of a
+    # micro-batch, on every rank, so that it depends on layout.microbatches.
+    balance: str = option("sequence")
+    balance_weight: float = option(0.01)  # of that loss; 0 is none
+    balance_rate: float = option(0.0)  # by which a step changes router_bias (arXiv 2408.15664)
+    router_z_loss: float = option(0.0)  # weight of the squared logarithm of its softmax's sum
+
+    def check_experts(self, num_layers: int, period: int) -> None:
+        """Refuses options that contradict each other.
+
+        Raises:
+          ValueError: with the setting to change.
+        """
+        for name, choices in CHOICES.items():
+            check_choice(f"model.{name}", getattr(self, name), choices)
+        zero = ("expert_d_ff", "shared_d_ff", "dense_layers", "capacity_factor", "router_scale")
+        zero += ("balance_weight", "balance_rate", "router_z_loss")
+        one = ("experts_per_token", "router_groups", "router_groups_kept")
+        check_at_least("model", self, num_experts=0, **dict.fromkeys(zero, 0))
+        check_at_least("model", self, **dict.fromkeys(one, 1))
+        if not self.num_experts:
+            return
+        experts = self.num_experts
+        if self.experts_per_token > experts:
+            raise ValueError(
+                f"model.experts_per_token = {self.experts_per_token} is more than "
+                f"model.num_experts = {experts}; set model.experts_per_token = {experts} or fewer"
+            )
+        if self.dense_layers >= num_layers:
+            raise ValueError(
+                f"model.dense_layers = {self.dense_layers} leaves no layer with experts of "
+                f"model.num_layers = {num_layers}; set model.dense_layers = {num_layers - 1} or "
+                "fewer, or model.num_experts = 0"
+            )
+        if self.dense_layers % period:
+            raise ValueError(
+                f"model.dense_layers = {self.dense_layers} is not a multiple of the {period} "
+                f"layers of model.layer_pattern; set model.dense_layers = "
+                f"{self.dense_layers // period * period}"
+            )
+        self._check_router(experts)
+        if self.balance_rate and not self.router_bias:
+            raise ValueError(
+                f"model.balance_rate = {self.balance_rate} changes a bias that the router does not "
+                "have; set model.router_bias = True, or model.balance_rate = 0"
+            )
+
+    def _check_router(self, experts: int) -> None:
+        if self.router == "prototypes":
+            if experts % self.experts_per_token:
+                raise ValueError(
+                    f"model.num_experts = {experts} cannot be dealt evenly to "
+                    f"model.experts_per_token = {self.experts_per_token} prototypes; set "
+                    f"model.num_experts = {experts - experts % self.experts_per_token}"
+                )
+            if self.router_groups > 1 or self.router_scores != "softmax":
+                raise ValueError(
+                    "model.router = 'prototypes' has a softmax in each prototype and no groups; "
+                    "set model.router_scores = 'softmax' and model.router_groups = 1, or "
+                    "model.router = 'top_k'"
+                )
+        if experts % self.router_groups:
+            raise ValueError(
+                f"model.num_experts = {experts} is not a multiple of model.router_groups = "
+                f"{self.router_groups}"
+            )
+        kept = self.router_groups_kept * (experts // self.router_groups)
+        if self.router_groups_kept > self.router_groups or kept < self.experts_per_token:
+            raise ValueError(
+                f"model.router_groups_kept = {self.router_groups_kept} of model.router_groups = "
+                f"{self.router_groups} leave {kept} of {experts} experts for "
+                f"model.experts_per_token = {self.experts_per_token}; set "
+                "model.router_groups_kept between those that hold them and model.router_groups"
+            )
+
+    @property
+    def has_balance_loss(self) -> bool:
+        """Whether layers with experts add to the loss."""
+        return bool(self.num_experts and (self.balance_weight or self.router_z_loss))

@@ -1,0 +1,85 @@
+"""What the engine reads of any model's record, and the records of models of one's own."""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxscale.choices import check_at_least, check_choice
+
+DTYPES = ("float64", "float32", "bfloat16")
+ATTENTIONS = ("auto", "reference", "blockwise", "cudnn", "splash")
+
+
+def option(plain: Any) -> Any:
+    """A field that the family sets where the user does not; `plain` is the value of a plain Llama,
+    for families that do not mention it."""
+    return field(default=None, metadata={"plain": plain})
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What the engine reads of any model's settings. The record of a model of one's own extends it
+    with fields of its own; they are the keys of the config's section "model"."""
+
+    family: str = ""  # "my_package.my_model:make"
+    vocab_size: int = 257
+    head_dim: int = 64  # of attention, which kernels depend on
+    attention: str = "auto"
+    compute_dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    init_from: str = ""  # a run of the same model, whose weights a new run starts from
+
+    def __post_init__(self) -> None:
+        check_choice("model.attention", self.attention, ATTENTIONS)
+        check_choice("model.compute_dtype", self.compute_dtype, DTYPES)
+        check_choice("model.param_dtype", self.param_dtype, DTYPES)
+        check_at_least("model", self, vocab_size=2, head_dim=1)
+
+    @property
+    def attention_soft_cap(self) -> float:
+        """Attention's scores have none; a record whose model has one says so in a field."""
+        return 0.0
+
+    @property
+    def attention_uses(self) -> tuple[str, ...]:
+        """What a layer asks of attention, of `ops.attention.USES`."""
+        return ("soft_cap",) if self.attention_soft_cap else ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields and their values."""
+        return dataclasses.asdict(self)
+
+    @property
+    def has_formulas(self) -> bool:
+        """Whether the planner has formulas for the model's memory and time."""
+        return False
+
+    @property
+    def has_flops_formula(self) -> bool:
+        """Whether the record counts the operations of a token; else they are counted in the traced
+        program."""
+        return False
+
+
+def is_own_family(family: str) -> bool:
+    """Whether `model.family` is "module:function", from outside the package."""
+    module, colon, function = family.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), function))
+
+
+@functools.cache
+def find_make(family: str) -> Callable[[Any, Any], Any]:
+    """The function `make(settings, kernels)` that a family of one's own names; imports its module.
+
+    Raises:
+      ValueError: it cannot be imported.
+    """
+    module, _, function = family.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model.family = {family!r} cannot be imported: {error}") from None

@@ -1,0 +1,166 @@
+"""Layers with experts: a router, and MLPs of which each token goes through a few.
+
+Letters: B batch, T time, D embed, F hidden features of an expert, K choices of a token, E experts,
+R rows that arrived at the experts of this rank, c ranks of context.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name as named
+
+from jaxscale.batch import Batch
+from jaxscale.config import ModelConfig
+from jaxscale.models.block import ACTIVATIONS, MLP, Block
+from jaxscale.models.kernels import Kernels
+from jaxscale.models.protocol import Sums
+from jaxscale.models.weights import Weights
+from jaxscale.ops import dispatch as travel
+from jaxscale.ops import routing
+from jaxscale.ops.dispatch import Dispatch
+from jaxscale.ops.routing import Router
+
+
+class Experts(nnx.Module):
+    """The sum of a token's experts, each times its gate, and of the shared expert."""
+
+    def __init__(self, config: ModelConfig, weights: Weights):
+        self.config = config
+        self.router = weights.normal("embed", "routes")
+        self.router_bias = weights.zeros("routes") if config.router_bias else None
+        self.up = weights.normal("experts", "embed", "expert_mlp")
+        self.down = weights.normal("experts", "expert_mlp", "embed", residual=True)
+        self.gate = weights.normal("experts", "embed", "expert_mlp") if config.gated else None
+        self.shared = MLP(config, weights, "shared_mlp") if config.shared_d_ff else None
+
+    def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> tuple[jax.Array, Sums]:
+        """What the layer's experts add to the stream, and the sums of `sum_shapes`."""
+        config = self.config
+        routed = self._route(x_BTD, batch.segments != 0, kernels.dispatch)
+        plan = self._plan(routed, kernels.dispatch)
+        y_BTD = self._through(x_BTD, routed.gates, plan, kernels.dispatch)
+        if self.shared is not None:
+            y_BTD += self.shared(x_BTD, kernels.columns, kernels.rows)
+        with jax.named_scope("router"):
+            counts_BE = routing.choice_counts(routed.experts, config.num_experts)
+            sums = {"load": jnp.sum(counts_BE, axis=0)}
+            if config.capacity_factor:
+                sums["dropped"] = jnp.sum(sums["load"]) - travel.num_kept(plan)
+            if config.has_balance_loss:
+                sums["loss"] = self._loss(routed, counts_BE, batch, kernels)
+        return y_BTD, sums
+
+    def decode(self, x_BTD: jax.Array) -> jax.Array:
+        """What the experts add to the stream of tokens that are none of them padding; nothing is
+        dropped."""
+        dispatch = Dispatch(keeps_all=True)
+        routed = self._route(x_BTD, jnp.ones(x_BTD.shape[:2], bool), dispatch)
+        plan = self._plan(routed, dispatch)
+        y_BTD = self._through(x_BTD, routed.gates, plan, dispatch)
+        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
+
+    def _route(self, x_BTD: jax.Array, valid_BT: jax.Array, dispatch: Dispatch) -> "Routed":
+        """Where each token goes; padding goes nowhere."""
+        router = router_of(self.config)
+        bias_E = None if self.router_bias is None else self.router_bias[...]
+        # Sorting with every axis manual: the partitioner would gather all tokens first.
+        choose = dispatch.manual(
+            lambda scores_BTE, bias_E: routing.choose(scores_BTE, router, bias_E),
+            (dispatch.stream, dispatch.whole),
+            dispatch.stream,
+        )
+        with jax.named_scope("router"):
+            logits_BTE = routing.logits(x_BTD, self.router[...])
+            scores_BTE = routing.scores_of(logits_BTE, router)
+            ranked_BTE = logits_BTE if router.scores == "softmax_of_chosen" else scores_BTE
+            experts_BTK = choose(jax.lax.stop_gradient(ranked_BTE), bias_E)
+            gates_BTK = routing.gates_of(logits_BTE, scores_BTE, experts_BTK, router)
+            experts_BTK = jnp.where(valid_BT[..., None], experts_BTK, -1)
+        return Routed(logits_BTE, scores_BTE, experts_BTK, gates_BTK)
+
+    def _plan(self, routed: "Routed", dispatch: Dispatch) -> travel.Plan:
+        config = self.config
+        return travel.plan(dispatch, routed.experts, config.num_experts, config.capacity_factor)
+
+    def _through(
+        self, x_BTD: jax.Array, gates_BTK: jax.Array, plan: travel.Plan, dispatch: Dispatch
+    ) -> jax.Array:
+        weights = (self.up[...],) if self.gate is None else (self.up[...], self.gate[...])
+        hidden_cRF = travel.expert_columns(dispatch, x_BTD, weights, plan)
+        hidden_cRF = tuple(map(named, hidden_cRF, ("mlp_up", "mlp_gate")))
+        gates_cR = travel.send_gates(dispatch, gates_BTK, plan)
+
+        def down(weight_EFD: jax.Array, gates_cR: jax.Array, *hidden_cRF: jax.Array) -> jax.Array:
+            act = ACTIVATIONS[self.config.activation]
+            up, *gate = hidden_cRF
+            active = act(gate[0]) * up if gate else act(up)
+            # The gate is on the features, not on the result: the gradient of gates then needs no
+            # result of experts to be kept.
+            active = (active.astype(gates_cR.dtype) * gates_cR[..., None]).astype(up.dtype)
+            return travel.expert_rows(dispatch, active, weight_EFD, plan)
+
+        # As in an MLP, the activation is recomputed for the backward pass.
+        down = jax.checkpoint(down, prevent_cse=False)
+        return down(self.down[...], gates_cR, *hidden_cRF)
+
+    def _loss(
+        self, routed: "Routed", counts_BE: jax.Array, batch: Batch, kernels: Kernels
+    ) -> jax.Array:
+        """The auxiliary losses, summed over the tokens that count in the loss."""
+        config = self.config
+        if config.balance == "microbatch":
+            counts_BE = kernels.all_rows(jnp.sum(counts_BE, axis=0, keepdims=True))
+        uneven_B = routing.balance(routed.scores, batch.segments != 0, counts_BE)
+        loss = config.balance_weight * jnp.sum(uneven_B * jnp.sum(batch.weights, axis=1))
+        if config.router_z_loss:
+            squares_BT = jnp.square(jax.nn.logsumexp(routed.logits, axis=-1))
+            loss += config.router_z_loss * jnp.sum(squares_BT * batch.weights)
+        return loss
+
+
+class Routed(NamedTuple):
+    """A router's results, in float32 or wider."""
+
+    logits: jax.Array  # [B, T, E]
+    scores: jax.Array  # [B, T, E]
+    experts: jax.Array  # [B, T, K] int32, -1 for padding
+    gates: jax.Array  # [B, T, K]
+
+
+class ExpertBlock(Block):
+    """A layer with experts in the MLP's place."""
+
+    def _make_mlp(self, config: ModelConfig, weights: Weights) -> Experts:
+        return Experts(config, weights)
+
+    def _feed(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> tuple[jax.Array, Sums]:
+        return self.mlp(x_BTD, batch, kernels)
+
+    def _decode_mlp(self, x_BTD: jax.Array) -> jax.Array:
+        return self.mlp.decode(x_BTD)
+
+
+def router_of(config: ModelConfig) -> Router:
+    """The router of a model's layers."""
+    return Router(
+        config.experts_per_token,
+        config.router_scores,
+        config.router == "prototypes",
+        config.router_normalized,
+        config.router_scale,
+        config.router_groups,
+        config.router_groups_kept,
+    )
+
+
+def sum_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The sums of a layer with experts: how many tokens chose each, how many choices were dropped,
+    and the auxiliary losses."""
+    shapes: dict[str, tuple[int, ...]] = {"load": (config.num_experts,)}
+    if config.capacity_factor:
+        shapes["dropped"] = ()
+    if config.has_balance_loss:
+        shapes["loss"] = ()
+    return shapes

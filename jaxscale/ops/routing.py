@@ -1,0 +1,120 @@
+"""Which experts a token goes to, and with which weights.
+
+Everything here is in float32 or wider, token by token, so that the choice does not depend on the
+layout; of equal scores the expert of the smaller number wins. Letters: B batch, T time, K choices
+of a token, E experts.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
+"""What makes scores of logits: a softmax over all experts, before the choice; a sigmoid for each
+expert; or a softmax over a token's chosen experts, after the choice."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a token's experts are chosen.
+
+    With `prototypes` the experts are that many sets, of which each has a softmax of its own and
+    gives a token its best expert (k top-1 of M6-T, arXiv 2105.15082); one set is the Switch
+    Transformer's router (arXiv 2101.03961). With `groups` a token's experts are of the
+    `groups_kept` groups whose two best scores have the largest sums (DeepSeek-V3, arXiv 2412.19437,
+    section 2.1.2).
+    """
+
+    choices: int
+    scores: str = "softmax"  # of SCORES
+    prototypes: bool = False
+    normalized: bool = False  # whether a token's weights are divided by their sum
+    scale: float = 1.0  # that weights are multiplied by
+    groups: int = 1
+    groups_kept: int = 1
+
+
+def logits(x_BTD: Array, router_DE: Array) -> Array:
+    """[B, T, E] in float32 or wider."""
+    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    # Otherwise a TPU multiplies float32 in bfloat16, and a GPU in a shorter type.
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.einsum("btd,de->bte", x_BTD.astype(wide), router_DE.astype(wide), precision=exact)
+
+
+def scores_of(logits_BTE: Array, router: Router) -> Array:
+    """Positive scores of the experts: what gates are, unless the softmax comes after the choice."""
+    if router.prototypes:
+        shape = (*logits_BTE.shape[:-1], router.choices, -1)
+        return jax.nn.softmax(logits_BTE.reshape(shape), axis=-1).reshape(logits_BTE.shape)
+    if router.scores == "sigmoid":
+        return jax.nn.sigmoid(logits_BTE)
+    return jax.nn.softmax(logits_BTE, axis=-1)
+
+
+def choose(scores_BTE: Array, router: Router, bias_E: Array | None = None) -> Array:
+    """The experts of each token, [B, T, K] int32.
+
+    Args:
+      scores_BTE: or logits.
+      bias_E: added to the scores for the choice alone (balancing without an auxiliary loss, arXiv
+        2408.15664).
+    """
+    if bias_E is not None:
+        scores_BTE = scores_BTE + bias_E
+    if router.prototypes:
+        parts = scores_BTE.reshape(*scores_BTE.shape[:-1], router.choices, -1)
+        first_K = jnp.arange(router.choices, dtype=jnp.int32) * parts.shape[-1]
+        return jnp.argmax(parts, axis=-1).astype(jnp.int32) + first_K
+    if router.groups > 1:
+        scores_BTE = _in_best_groups(scores_BTE, router)
+    return jax.lax.top_k(scores_BTE, router.choices)[1]
+
+
+def _in_best_groups(scores_BTE: Array, router: Router) -> Array:
+    """The scores, minus infinity outside a token's best groups."""
+    parts = scores_BTE.reshape(*scores_BTE.shape[:-1], router.groups, -1)
+    best = jnp.sum(jax.lax.top_k(parts, min(2, parts.shape[-1]))[0], axis=-1)
+    chosen = jax.lax.top_k(best, router.groups_kept)[1]
+    kept = jnp.any(chosen[..., None] == jnp.arange(router.groups), axis=-2)
+    return jnp.where(kept[..., None], parts, -jnp.inf).reshape(scores_BTE.shape)
+
+
+def gates_of(logits_BTE: Array, scores_BTE: Array, experts_BTK: Array, router: Router) -> Array:
+    """What the outputs of a token's experts are multiplied by, [B, T, K]."""
+    after = router.scores == "softmax_of_chosen"
+    values_BTE = logits_BTE if after else scores_BTE
+    # A sum over comparisons, not a gather: the partitioner may have the sequence spread.
+    chosen = experts_BTK[..., None] == jnp.arange(values_BTE.shape[-1])
+    gates_BTK = jnp.sum(jnp.where(chosen, values_BTE[..., None, :], 0), axis=-1)
+    if after:
+        gates_BTK = jax.nn.softmax(gates_BTK, axis=-1)
+    if router.normalized:
+        gates_BTK /= jnp.sum(gates_BTK, axis=-1, keepdims=True) + 1e-20
+    return gates_BTK * router.scale
+
+
+def choice_counts(experts_BTK: Array, num_experts: int) -> Array:
+    """How many tokens of each row chose each expert, [B, E] float32; -1 is no choice."""
+    chosen = experts_BTK[..., None] == jnp.arange(num_experts)
+    return jnp.sum(chosen, axis=(1, 2), dtype=jnp.float32)
+
+
+def balance(scores_BTE: Array, valid_BT: Array, counts_BE: Array) -> Array:
+    """How unevenly each row's tokens are spread over the experts, [B]: 1 where it is even.
+
+    The sum over experts of the share of choices times the mean score, times the number of experts;
+    scores are those of a token over their sum (Switch Transformer, equation 4; by sequence as in
+    DeepSeek-V3, equations 17 to 20).
+
+    Args:
+      valid_BT: whether a token counts.
+      counts_BE: `choice_counts` of these rows, or [1, E] of all that are to be balanced together.
+    """
+    p_BTE = scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)
+    tokens_B1 = jnp.maximum(jnp.sum(valid_BT, axis=1, keepdims=True), 1)
+    p_BE = jnp.sum(jnp.where(valid_BT[..., None], p_BTE, 0), axis=1) / tokens_B1
+    total_B1 = jnp.maximum(jnp.sum(counts_BE, axis=-1, keepdims=True), 1)
+    return scores_BTE.shape[-1] * jnp.sum(p_BE * counts_BE / total_B1, axis=-1)
