@@ -399,7 +399,7 @@ class Decoder:
             weights, index = layer
             block = self._module(part.block, weights)
             x_BTD = shard(carry[0], ("batch",))
-            return block.decode(x_BTD, positions_BT, carry[1], index, kind)
+            return block.decode(x_BTD, positions_BT, carry[1], index, kind, self.kernels)
 
         # The cache is carried, not scanned over: carried, it is updated in place.
         carry = x_BTD, cache
