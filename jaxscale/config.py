@@ -133,6 +133,7 @@ class RunConfig:
     checkpoint_every: int = 0  # the last step is always saved
     keep_last: int = 3
     keep_every: int = 0  # also keep each checkpoint whose step is a multiple of this
+    metrics_by_layer: bool = False  # also those that are means over layers, such as experts' loads
     deterministic: bool = False  # bitwise reproducible, also on GPUs, at some cost of speed
 
     def __post_init__(self) -> None:

@@ -58,7 +58,10 @@ REFUSED = [
     ),
     ("model.compute_dtype=float64", "model.compute_dtype = 'float64' needs JAX_ENABLE_X64=1"),
     ("optimizer.moment_dtype=float64", "optimizer.moment_dtype = 'float64' needs JAX_ENABLE_X64"),
-    ("layout.expert=2", "layout.expert = 2 is not available in this version"),
+    (
+        "layout.expert=2",
+        "layout.expert = 2, but model.family = 'llama' has no experts here; set layout.expert = 1",
+    ),
     ("layout.sequence_chunks=2", "layout.sequence_chunks = 2 is not available in this version"),
 ]
 

@@ -28,6 +28,15 @@ CHOICES = {
     "compute_dtype": DTYPES,
     "param_dtype": DTYPES,
 }
+SCALING = (
+    "rope_factor",
+    "rope_original_context",
+    "rope_low_turns",
+    "rope_high_turns",
+    "rope_attention_factor",
+    "rope_truncate",
+)
+"""What `rope_scaling` reads."""
 USUAL_TURNS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 
 
@@ -204,15 +213,20 @@ class ModelConfig(ExpertOptions):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields that a user of this family may set, and their values."""
+        """The fields that a user of this family may set, and their values; those of rotary
+        positions' scaling where there is one, or where they were set."""
         if is_own_family(self.family):
             return dataclasses.asdict(self)
         family = find_family(self.family)
-        return {
+        found = {
             one.name: getattr(self, one.name)
             for one in dataclasses.fields(self)
             if "plain" not in one.metadata or one.name in family.settings
         }
+        if self.rope_scaling != "none":
+            return found
+        unused = {n for n in SCALING if found.get(n) == family.settings.get(n)}
+        return {name: value for name, value in found.items() if name not in unused}
 
     @property
     def has_formulas(self) -> bool:

@@ -19,7 +19,7 @@ from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS
 from jaxscale.models.block import ACTIVATIONS, Block, Cache, Norm
-from jaxscale.models.experts import ExpertBlock, sum_shapes
+from jaxscale.models.experts import ExpertBlock, expert_metrics, expert_sums
 from jaxscale.models.forward import scan_periods
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
@@ -187,7 +187,7 @@ class Decoder:
             x, sums = self._layer(part, weights, stream["x"], batch, layer.kind, index)
             return {"x": x}, sums
 
-        sums = sum_shapes(self.settings) if part.block is ExpertBlock else {}
+        sums = expert_sums(self.settings) if part.block is ExpertBlock else {}
         return Stack(
             part.name,
             part.num_layers,
@@ -235,6 +235,11 @@ class Decoder:
             mlp = {**params[name]["mlp"], "router_bias": bias_LE}
             params = {**params, name: {**params[name], "mlp": mlp}}
         return params
+
+    @property
+    def report(self) -> Callable[[Sums], Sums] | None:
+        """How evenly tokens are spread over the experts of each layer."""
+        return expert_metrics if self.settings.num_experts else None
 
     @property
     def num_classes(self) -> int:

@@ -17,10 +17,10 @@ from jaxscale.models.block import ACTIVATIONS, MLP, Block
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Sums
 from jaxscale.models.weights import Weights
-from jaxscale.ops import dispatch as travel
-from jaxscale.ops import routing
-from jaxscale.ops.dispatch import Dispatch
-from jaxscale.ops.routing import Router
+from jaxscale.ops.experts import dispatch as travel
+from jaxscale.ops.experts import routing
+from jaxscale.ops.experts.dispatch import Dispatch
+from jaxscale.ops.experts.routing import Router
 
 
 class Experts(nnx.Module):
@@ -36,7 +36,7 @@ class Experts(nnx.Module):
         self.shared = MLP(config, weights, "shared_mlp") if config.shared_d_ff else None
 
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> tuple[jax.Array, Sums]:
-        """What the layer's experts add to the stream, and the sums of `sum_shapes`."""
+        """What the layer's experts add to the stream, and the sums of `expert_sums`."""
         config = self.config
         routed = self._route(x_BTD, batch.segments != 0, kernels.dispatch)
         plan = self._plan(routed, kernels.dispatch)
@@ -67,25 +67,27 @@ class Experts(nnx.Module):
         bias_E = None if self.router_bias is None else self.router_bias[...]
         # Sorting with every axis manual: the partitioner would gather all tokens first.
         choose = dispatch.manual(
-            lambda scores_BTE, bias_E: routing.choose(scores_BTE, router, bias_E),
+            lambda scores_BTE, bias_E: routing.choose_experts(scores_BTE, router, bias_E),
             (dispatch.stream, dispatch.whole),
             dispatch.stream,
         )
         with jax.named_scope("router"):
-            logits_BTE = routing.logits(x_BTD, self.router[...])
-            scores_BTE = routing.scores_of(logits_BTE, router)
+            logits_BTE = routing.router_logits(x_BTD, self.router[...])
+            scores_BTE = routing.router_scores(logits_BTE, router)
             ranked_BTE = logits_BTE if router.scores == "softmax_of_chosen" else scores_BTE
             experts_BTK = choose(jax.lax.stop_gradient(ranked_BTE), bias_E)
-            gates_BTK = routing.gates_of(logits_BTE, scores_BTE, experts_BTK, router)
+            gates_BTK = routing.expert_gates(logits_BTE, scores_BTE, experts_BTK, router)
             experts_BTK = jnp.where(valid_BT[..., None], experts_BTK, -1)
         return Routed(logits_BTE, scores_BTE, experts_BTK, gates_BTK)
 
-    def _plan(self, routed: "Routed", dispatch: Dispatch) -> travel.Plan:
+    def _plan(self, routed: "Routed", dispatch: Dispatch) -> travel.DispatchPlan:
         config = self.config
-        return travel.plan(dispatch, routed.experts, config.num_experts, config.capacity_factor)
+        return travel.plan_dispatch(
+            dispatch, routed.experts, config.num_experts, config.capacity_factor
+        )
 
     def _through(
-        self, x_BTD: jax.Array, gates_BTK: jax.Array, plan: travel.Plan, dispatch: Dispatch
+        self, x_BTD: jax.Array, gates_BTK: jax.Array, plan: travel.DispatchPlan, dispatch: Dispatch
     ) -> jax.Array:
         weights = (self.up[...],) if self.gate is None else (self.up[...], self.gate[...])
         hidden_cRF = travel.expert_columns(dispatch, x_BTD, weights, plan)
@@ -112,7 +114,7 @@ class Experts(nnx.Module):
         config = self.config
         if config.balance == "microbatch":
             counts_BE = kernels.all_rows(jnp.sum(counts_BE, axis=0, keepdims=True))
-        uneven_B = routing.balance(routed.scores, batch.segments != 0, counts_BE)
+        uneven_B = routing.load_balance(routed.scores, batch.segments != 0, counts_BE)
         loss = config.balance_weight * jnp.sum(uneven_B * jnp.sum(batch.weights, axis=1))
         if config.router_z_loss:
             squares_BT = jnp.square(jax.nn.logsumexp(routed.logits, axis=-1))
@@ -155,7 +157,7 @@ def router_of(config: ModelConfig) -> Router:
     )
 
 
-def sum_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def expert_sums(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The sums of a layer with experts: how many tokens chose each, how many choices were dropped,
     and the auxiliary losses."""
     shapes: dict[str, tuple[int, ...]] = {"load": (config.num_experts,)}
@@ -164,3 +166,23 @@ def sum_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.has_balance_loss:
         shapes["loss"] = ()
     return shapes
+
+
+def expert_metrics(sums: Sums) -> Sums:
+    """Of each layer with experts: the coefficient of variation of how many tokens chose each (0 is
+    even), the share of experts that none chose, and the share of choices that were dropped.
+
+    Args:
+      sums: of `expert_sums`, of all layers of a stack, by names such as "layers/load".
+    """
+    stack = next(iter(sums)).partition("/")[0]
+    load_LE = sums[f"{stack}/load"]
+    mean_L = jnp.maximum(jnp.mean(load_LE, axis=-1), 1e-9)
+    found = {
+        "expert_load_cv": jnp.std(load_LE, axis=-1) / mean_L,
+        "dead_experts": jnp.mean(load_LE == 0, axis=-1, dtype=load_LE.dtype),
+    }
+    if f"{stack}/dropped" in sums:
+        chosen_L = jnp.maximum(jnp.sum(load_LE, axis=-1), 1)
+        found["dropped_choices"] = sums[f"{stack}/dropped"] / chosen_L
+    return found

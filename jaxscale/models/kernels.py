@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxscale.ops.dispatch import ONE_DEVICE, Dispatch
 from jaxscale.ops.dropout import dropout
 from jaxscale.ops.embedding import lookup
+from jaxscale.ops.experts.dispatch import ONE_DEVICE, Dispatch
 from jaxscale.ops.loss import cross_entropy
 from jaxscale.ops.rope import rotary
 from jaxscale.ops.tensor_parallel import columns, rows

@@ -75,7 +75,10 @@ class Model(Protocol):
 
     A model may also have `adjust(params, sums) -> params`, which follows the update of a step: for
     parameters that change by another rule than a gradient's, which `frozen` should name. `sums` are
-    those of the whole step; those of layers are in the order of the parameters' rows.
+    those of the whole step; those of layers are in the order of the parameters' rows. And it may
+    have `report(sums) -> sums`, from the sums of its layers to numbers for each layer, [layers]
+    each, whose means become metrics by these names; where it is None the sums are reported as they
+    are.
     """
 
     @property

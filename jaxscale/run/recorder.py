@@ -67,6 +67,7 @@ class Recorder:
         )
         self._rate = engine.learning_rate
         self._flops = engine.flops
+        self._by_layer = config.run.metrics_by_layer
         devices = engine.mesh.devices
         self._num_devices = devices.size
         self._peak = peak_flops(devices.flat[0].device_kind, model.compute_dtype)
@@ -123,7 +124,7 @@ class Recorder:
         self.metrics.close()
 
     def _record(self, step: int, out: StepMetrics, data_seconds: float) -> None:
-        *scalars, others = jax.device_get(out)
+        *scalars, others, by_layer = jax.device_get(out)
         loss, grad_norm, tokens, loss_tokens = map(float, scalars)
         now = time.monotonic()
         seconds, self._mark = now - self._mark, now
@@ -143,6 +144,8 @@ class Recorder:
             "mfu": self._utilisation(self._flops.model * tokens_per_second),
             "hfu": self._utilisation(self._flops.hardware * tokens_per_second),
             **{name: value.tolist() for name, value in others.items()},
+            **{name: float(np.mean(value)) for name, value in by_layer.items()},
+            **self._layers(by_layer),
             "examples": self._train.example_digest(range(first - self._batch_size, first)),
         }
         self._last = record
@@ -156,6 +159,11 @@ class Recorder:
                 "optimizer.clip_norm, or lengthen optimizer.warmup_steps"
             )
         self._show(record, now)
+
+    def _layers(self, by_layer: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
+        if not self._by_layer:
+            return {}
+        return {f"{name}_by_layer": value.tolist() for name, value in by_layer.items()}
 
     def _show(self, record: dict[str, Any], now: float) -> None:
         step = record["step"]

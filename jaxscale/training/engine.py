@@ -22,7 +22,7 @@ from jaxscale.model_config import find_make, is_own_family
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.kernels import Kernels
-from jaxscale.models.protocol import Model, Rows, Sums, sum_shapes
+from jaxscale.models.protocol import Model
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import PipelineStages, open_stages
@@ -173,13 +173,7 @@ def make_engine(
     # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
     update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, shapes.params)
     step = make_step(
-        config,
-        gradients,
-        optimizer,
-        frozen,
-        _make_adjust(built, rows),
-        _shardings(state),
-        update_shardings,
+        config, built, rows, gradients, optimizer, frozen, _shardings(state), update_shardings
     )
     evaluated = make(config.model, evaluation_kernels(kernels))
     evaluate = _make_evaluate(make_loss(evaluated, layout, zero, mesh, stages))
@@ -272,25 +266,6 @@ def _make_init(
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     return init
-
-
-def _make_adjust(model: Model, rows: Rows) -> Callable[[Tree, Sums], Tree] | None:
-    """What the model does to its parameters after an update, with the sums of its layers in the
-    order of the run's rows; None where it does nothing."""
-    adjust = getattr(model, "adjust", None)
-    if adjust is None:
-        return None
-    names = {
-        name: rows[stack.name]
-        for stack in model.stacks
-        for name in sum_shapes(stack)
-        if name != "loss"
-    }
-
-    def placed(params: Tree, sums: Sums) -> Tree:
-        return adjust(params, {n: v[names[n]] if n in names else v for n, v in sums.items()})
-
-    return placed
 
 
 def _jit_init(init: Callable, state: TrainState, platform: str) -> Callable:

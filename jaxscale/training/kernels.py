@@ -18,9 +18,9 @@ from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose, score_settings
 from jaxscale.ops.attention_kernels import maskless
 from jaxscale.ops.context_attention import balanced_order, context_attention
-from jaxscale.ops.dispatch import Dispatch
 from jaxscale.ops.dropout import dropout
 from jaxscale.ops.embedding import spread_lookup
+from jaxscale.ops.experts.dispatch import Dispatch
 from jaxscale.ops.loss import cross_entropy
 from jaxscale.ops.rope import rotary, rotary_on_tpu
 from jaxscale.ops.sizes import LANES

@@ -10,7 +10,7 @@ import optax
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.device_batch import unpack_sharded
-from jaxscale.models.protocol import Sums
+from jaxscale.models.protocol import Model, Rows, Sums, sum_shapes
 from jaxscale.training.remat import from_host
 
 Tree = Any
@@ -32,22 +32,24 @@ class StepMetrics(NamedTuple):
     tokens: jax.Array  # int32, that the model read: every position but padding
     loss_tokens: jax.Array  # that counted in the loss
     others: dict[str, jax.Array]  # the model's own: means over `loss_tokens`, or of each layer
+    by_layer: dict[str, jax.Array]  # numbers for each layer, whose means are metrics
 
 
 def make_step(
     config: Config,
+    model: Model,
+    rows: Rows,
     gradients: Callable,
     optimizer: optax.GradientTransformation,
     frozen: Tree,
-    adjust: Callable[[Tree, Sums], Tree] | None,
     shardings: TrainState,
     update_shardings: Tree,
 ) -> Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]:
-    """Gradients, clipped, and the optimizer's update.
+    """Gradients, clipped, the optimizer's update, and what the model does after it.
 
     Args:
+      rows: the layer in each row of the parameters' stacks.
       frozen: tree of the parameters with whether each is left as it is.
-      adjust: `Model.adjust`.
       shardings: of the state between steps.
       update_shardings: of the parameters during the update.
     """
@@ -68,11 +70,11 @@ def make_step(
             updates, opt_state = optimizer.update(grads, opt_state, params)
             updated = optax.apply_updates(params, updates)
             params = jax.tree.map(lambda x, y, still: x if still else y, params, updated, frozen)
-            params = adjust(params, sums) if adjust else params
+            params = _adjusted(model, rows, params, sums)
             params = jax.lax.with_sharding_constraint(params, shardings.params)
         tokens = count_tokens(batch)
-        loss, others = sums["nll"] / count, _others(sums, count)
-        metrics = StepMetrics(loss, grad_norm, tokens, count, others)
+        others, by_layer = _others(model, sums, count)
+        metrics = StepMetrics(sums["nll"] / count, grad_norm, tokens, count, others, by_layer)
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return step
@@ -92,10 +94,31 @@ def count_tokens(batch: Batch) -> jax.Array:
     return tokens if encoder is None else tokens + jnp.sum(encoder != 0, dtype=jnp.int32)
 
 
-def _others(sums: Sums, count: jax.Array) -> Sums:
-    """A model's own metrics: sums over tokens as means, those of each layer as they are."""
+def _adjusted(model: Model, rows: Rows, params: Tree, sums: Sums) -> Tree:
+    """`Model.adjust`, with the sums of layers in the order of the parameters' rows."""
+    adjust = getattr(model, "adjust", None)
+    if adjust is None:
+        return params
+    placed = {
+        name: sums[name][rows[stack.name]]
+        for stack in model.stacks
+        for name in sum_shapes(stack)
+        if name != "loss"
+    }
+    return adjust(params, {**sums, **placed})
+
+
+def _others(model: Model, sums: Sums, count: jax.Array) -> tuple[Sums, Sums]:
+    """A model's own metrics: sums over tokens as means, and those of each layer: as they are, or as
+    the model reports them."""
     own = {name: value for name, value in sums.items() if name not in ("loss", "nll")}
-    return {name: value / count if value.ndim == 0 else value for name, value in own.items()}
+    report = getattr(model, "report", None)
+    if report is not None:
+        names = {name for stack in model.stacks for name in sum_shapes(stack)}
+        layers = {name: value for name, value in own.items() if name in names}
+        own = {name: value for name, value in own.items() if name not in names}
+    means = {name: value / count if value.ndim == 0 else value for name, value in own.items()}
+    return means, {} if report is None else report(layers)
 
 
 def mean_and_norm(sums: Tree, count: jax.Array, limit: float) -> tuple[Tree, jax.Array]:

@@ -40,9 +40,10 @@ def test_parameters_are_counted_exactly(path):
     model = find_model(config)(config, plain_kernels())
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.num_params
-    first = model.stacks[0]
-    layers = sum(leaf.size for leaf in jax.tree.leaves(shapes[first.name]))
-    assert layers == first.num_layers * config.num_layer_params
+    dense, experts = config.num_layer_params, config.expert_layer_params(config.num_experts)
+    for stack in model.stacks[:1] if config.num_encoder_layers else model.stacks:
+        layers = sum(leaf.size for leaf in jax.tree.leaves(shapes[stack.name]))
+        assert layers == stack.num_layers * (experts if "load" in stack.sums else dense)
 
 
 @pytest.mark.parametrize("config", [SMALL, GPT], ids=["llama", "gpt"])

@@ -80,7 +80,7 @@ def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path
         written = recorder.Recorder(
             tmp_path, config, engine, train, begin=0, trackers=(), started=0.0
         )
-        written._record(2, StepMetrics(*map(np.float32, (2.0, 1.0, 1000, 400)), {}), 0.0)
+        written._record(2, StepMetrics(*map(np.float32, (2.0, 1.0, 1000, 400)), {}, {}), 0.0)
     written.close()
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (record["tokens"], record["loss_tokens"]) == (1000, 400)
@@ -100,7 +100,7 @@ SETTINGS = ["layout.fsdp=2", "model.num_layers=1", "data.seq_len=32", "run.steps
 def count(state, batch):
     """A step that compiles at once: what crosses is around a step."""
     tokens = batch.weights.sum()
-    return state._replace(step=state.step + 1), StepMetrics(*[tokens] * 4, {})
+    return state._replace(step=state.step + 1), StepMetrics(*[tokens] * 4, {}, {})
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ ALL = dict.fromkeys(MESH_AXES, 2)
 
 def test_a_dimension_is_spread_over_all_the_axes_of_its_name():
     assert resolve(("batch", "residual_seq", "embed"), ACTIVATIONS, ALL) == PartitionSpec(
-        ("data", "fsdp"), ("context", "tensor"), None
+        ("data", "fsdp", "expert"), ("context", "tensor"), None
     )
     assert resolve(("layers", "embed", "mlp"), WEIGHTS, ALL) == PartitionSpec(
         "pipeline", "fsdp", "tensor"

@@ -9,6 +9,7 @@ PACKAGE = pathlib.Path(jaxscale.__file__).parent
 ELSEWHERE = {
     # A rank's share within the kernel's own `shard_map`.
     "ops/embedding.py",
+    "ops/experts/dispatch.py",
     "ops/tensor_parallel.py",
 }
 

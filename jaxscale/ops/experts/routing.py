@@ -36,7 +36,7 @@ class Router:
     groups_kept: int = 1
 
 
-def logits(x_BTD: Array, router_DE: Array) -> Array:
+def router_logits(x_BTD: Array, router_DE: Array) -> Array:
     """[B, T, E] in float32 or wider."""
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     # Otherwise a TPU multiplies float32 in bfloat16, and a GPU in a shorter type.
@@ -44,7 +44,7 @@ def logits(x_BTD: Array, router_DE: Array) -> Array:
     return jnp.einsum("btd,de->bte", x_BTD.astype(wide), router_DE.astype(wide), precision=exact)
 
 
-def scores_of(logits_BTE: Array, router: Router) -> Array:
+def router_scores(logits_BTE: Array, router: Router) -> Array:
     """Positive scores of the experts: what gates are, unless the softmax comes after the choice."""
     if router.prototypes:
         shape = (*logits_BTE.shape[:-1], router.choices, -1)
@@ -54,7 +54,7 @@ def scores_of(logits_BTE: Array, router: Router) -> Array:
     return jax.nn.softmax(logits_BTE, axis=-1)
 
 
-def choose(scores_BTE: Array, router: Router, bias_E: Array | None = None) -> Array:
+def choose_experts(scores_BTE: Array, router: Router, bias_E: Array | None = None) -> Array:
     """The experts of each token, [B, T, K] int32.
 
     Args:
@@ -82,7 +82,7 @@ def _in_best_groups(scores_BTE: Array, router: Router) -> Array:
     return jnp.where(kept[..., None], parts, -jnp.inf).reshape(scores_BTE.shape)
 
 
-def gates_of(logits_BTE: Array, scores_BTE: Array, experts_BTK: Array, router: Router) -> Array:
+def expert_gates(logits_BTE: Array, scores_BTE: Array, experts_BTK: Array, router: Router) -> Array:
     """What the outputs of a token's experts are multiplied by, [B, T, K]."""
     after = router.scores == "softmax_of_chosen"
     values_BTE = logits_BTE if after else scores_BTE
@@ -102,7 +102,7 @@ def choice_counts(experts_BTK: Array, num_experts: int) -> Array:
     return jnp.sum(chosen, axis=(1, 2), dtype=jnp.float32)
 
 
-def balance(scores_BTE: Array, valid_BT: Array, counts_BE: Array) -> Array:
+def load_balance(scores_BTE: Array, valid_BT: Array, counts_BE: Array) -> Array:
     """How unevenly each row's tokens are spread over the experts, [B]: 1 where it is even.
 
     The sum over experts of the share of choices times the mean score, times the number of experts;

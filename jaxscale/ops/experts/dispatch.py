@@ -1,8 +1,8 @@
 """Tokens to their experts and back, over the ranks that share the experts.
 
-`plan` says where each chosen token goes; `expert_columns` sends tokens and multiplies them by their
-experts' matrices out of the residual stream; `expert_rows` multiplies by those back into it, and
-returns each token the sum over its experts. Their backward passes are each other's forward pass:
+`plan_dispatch` says where each chosen token goes; `expert_columns` sends tokens and multiplies
+them by their experts' matrices out of the residual stream; `expert_rows` multiplies by those back
+into it, and returns each token the sum over its experts. Their backward passes are each other's forward pass:
 what one sends the other collects.
 
 Letters: B batch, T time, D features of the residual stream, F hidden features, K choices of a
@@ -22,7 +22,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxscale.ops.context_attention import balanced_order
-from jaxscale.ops.grouped_matmul import grouped_matmul, grouped_weight_gradient
+from jaxscale.ops.experts.grouped_matmul import grouped_matmul, grouped_weight_gradient
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Dispatch:
     tensor: int = 1
     context: int = 1
     automatic: tuple[str, ...] = ()  # mesh axes that are still automatic
-    matmul: str = "blocks"  # of `ops.grouped_matmul`
+    matmul: str = "blocks"  # of `ops.experts.grouped_matmul`
     keeps_all: bool = False  # whether capacity does not count, as in evaluation
 
     @property
@@ -93,7 +93,7 @@ class Dispatch:
 ONE_DEVICE = Dispatch()
 
 
-class Plan(NamedTuple):
+class DispatchPlan(NamedTuple):
     """Where each chosen token goes; [c, ...] each. An index of one beyond the last is nowhere.
 
     The send buffer has a part for each rank of expert: [experts, rows]; with a capacity each part
@@ -112,9 +112,9 @@ def capacity_of(factor: float, seq_len: int, choices: int, num_experts: int) -> 
     return min(math.ceil(factor * seq_len * choices / num_experts), seq_len)
 
 
-def plan(
+def plan_dispatch(
     dispatch: Dispatch, experts_BTK: Array, num_experts: int, capacity_factor: float = 0.0
-) -> Plan:
+) -> DispatchPlan:
     """Where the tokens go.
 
     Args:
@@ -124,7 +124,7 @@ def plan(
     """
     factor = 0.0 if dispatch.keeps_all else capacity_factor
 
-    def local(experts_BTK: Array) -> Plan:
+    def local(experts_BTK: Array) -> DispatchPlan:
         experts_BTK = _whole(dispatch, experts_BTK)
         _, time, choices = experts_BTK.shape
         capacity = capacity_of(factor, time * dispatch.context, choices, num_experts)
@@ -137,7 +137,7 @@ def plan(
     return dispatch.manual(local, (dispatch.stream,), dispatch.rows)(experts_BTK)
 
 
-def num_kept(plan: Plan) -> Array:
+def num_kept(plan: DispatchPlan) -> Array:
     """How many choices of tokens reach their expert, int32."""
     size = math.prod(plan.sent.shape[1:])
     return jnp.sum(plan.slot < size, dtype=jnp.int32)
@@ -145,7 +145,7 @@ def num_kept(plan: Plan) -> Array:
 
 def _plan_with_capacity(
     dispatch: Dispatch, experts_BTK: Array, num_experts: int, capacity: int
-) -> Plan:
+) -> DispatchPlan:
     """Every rank sends `capacity` rows of each sequence to each expert, empty ones too."""
     rows = experts_BTK.shape[0]
     place = functools.partial(_place_in_queue, num_experts=num_experts)
@@ -154,10 +154,10 @@ def _plan_with_capacity(
     size = num_experts * rows * capacity
     slot_BTK = jnp.where((experts_BTK >= 0) & (place_BTK < capacity), slot_BTK, size)
     sent = _inverse(slot_BTK, size).reshape(dispatch.experts, -1, rows * capacity)
-    return Plan(sent, slot_BTK, None, None, None)
+    return DispatchPlan(sent, slot_BTK, None, None, None)
 
 
-def _plan_of_all(dispatch: Dispatch, experts_BTK: Array, num_experts: int) -> Plan:
+def _plan_of_all(dispatch: Dispatch, experts_BTK: Array, num_experts: int) -> DispatchPlan:
     """Every rank sends as many rows as a rank's experts could be chosen by all of its tokens."""
     ranks, (rows, time, choices) = dispatch.experts, experts_BTK.shape
     own = num_experts // ranks
@@ -171,7 +171,7 @@ def _plan_of_all(dispatch: Dispatch, experts_BTK: Array, num_experts: int) -> Pl
     slot_BTK = jnp.where(experts_BTK >= 0, slot_BTK, ranks * width)
     sent = _inverse(slot_BTK, ranks * width).reshape(ranks, width)
     if ranks == 1:
-        return Plan(sent, slot_BTK, None, None, counts_E)
+        return DispatchPlan(sent, slot_BTK, None, None, counts_E)
     # What arrives is in the order of the ranks, and of each rank in that of this rank's experts.
     counts_se = _exchange(dispatch, counts_E.reshape(ranks, own))
     sizes_E = jnp.sum(counts_se, axis=0)
@@ -185,7 +185,7 @@ def _plan_of_all(dispatch: Dispatch, experts_BTK: Array, num_experts: int) -> Pl
         return jnp.where(row_w < ends_e[-1], place_w, ranks * width)
 
     place_S = jax.vmap(places)(first_se, counts_se).reshape(-1)
-    return Plan(sent, slot_BTK, _inverse(place_S, ranks * width), place_S, sizes_E)
+    return DispatchPlan(sent, slot_BTK, _inverse(place_S, ranks * width), place_S, sizes_E)
 
 
 def _place_in_queue(experts_TK: Array, num_experts: int) -> Array:
@@ -249,7 +249,7 @@ def _take(x: Array, index: Array) -> Array:
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
 
-def _travel(dispatch: Dispatch, values: Array, plan: Plan) -> Array:
+def _travel(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
     """What belongs to the rows of the send buffer, [*S, ...], to the rows in the order of the
     experts, [R, ...]."""
     dims = plan.sent.ndim - 1
@@ -260,7 +260,7 @@ def _travel(dispatch: Dispatch, values: Array, plan: Plan) -> Array:
     return values if plan.order is None else _take(values, plan.order[0])
 
 
-def _return(dispatch: Dispatch, values: Array, plan: Plan) -> Array:
+def _return(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
     """The inverse of `_travel`, as [S, ...]."""
     shape = plan.sent.shape[1:]
     if plan.place is not None:
@@ -273,14 +273,14 @@ def _return(dispatch: Dispatch, values: Array, plan: Plan) -> Array:
     return values.reshape(-1, *values.shape[2:])
 
 
-def _send(dispatch: Dispatch, x_BTD: Array, plan: Plan) -> Array:
+def _send(dispatch: Dispatch, x_BTD: Array, plan: DispatchPlan) -> Array:
     """[B, T, D] of a rank to [R, D] of the experts that it has."""
     x_BTD = _whole(dispatch, x_BTD)
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
     return _travel(dispatch, _take(x_ND, plan.sent[0] // plan.slot.shape[-1]), plan)
 
 
-def _collect(dispatch: Dispatch, rows_RD: Array, plan: Plan) -> Array:
+def _collect(dispatch: Dispatch, rows_RD: Array, plan: DispatchPlan) -> Array:
     """[R, D], parts of a sum over the ranks of tensor, to the sum over its choices of each token,
     [B, T, D]."""
     rows_SD = _return(dispatch, rows_RD, plan)
@@ -294,10 +294,10 @@ def _collect(dispatch: Dispatch, rows_RD: Array, plan: Plan) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def send_gates(dispatch: Dispatch, gates_BTK: Array, plan: Plan) -> Array:
+def send_gates(dispatch: Dispatch, gates_BTK: Array, plan: DispatchPlan) -> Array:
     """The gate of each row, [c, R]."""
 
-    def local(gates_BTK: Array, plan: Plan) -> Array:
+    def local(gates_BTK: Array, plan: DispatchPlan) -> Array:
         gates = _take(_whole(dispatch, gates_BTK).reshape(-1), plan.sent[0])
         return _travel(dispatch, gates, plan)[None]
 
@@ -305,12 +305,12 @@ def send_gates(dispatch: Dispatch, gates_BTK: Array, plan: Plan) -> Array:
     return dispatch.manual(local, specs, dispatch.rows)(gates_BTK, plan)
 
 
-def _send_gates_forward(dispatch: Dispatch, gates_BTK: Array, plan: Plan):
+def _send_gates_forward(dispatch: Dispatch, gates_BTK: Array, plan: DispatchPlan):
     return send_gates(dispatch, gates_BTK, plan), plan
 
 
-def _send_gates_backward(dispatch: Dispatch, plan: Plan, dgates_cR: Array):
-    def local(dgates_cR: Array, plan: Plan) -> Array:
+def _send_gates_backward(dispatch: Dispatch, plan: DispatchPlan, dgates_cR: Array):
+    def local(dgates_cR: Array, plan: DispatchPlan) -> Array:
         gates_BTK = _take(_return(dispatch, dgates_cR[0], plan), plan.slot[0])
         if dispatch._axis("tensor") is None:
             return gates_BTK
@@ -329,7 +329,7 @@ send_gates.defvjp(_send_gates_forward, _send_gates_backward)
 
 
 def expert_columns(
-    dispatch: Dispatch, x_BTD: Array, weights: Sequence[Array], plan: Plan
+    dispatch: Dispatch, x_BTD: Array, weights: Sequence[Array], plan: DispatchPlan
 ) -> tuple[Array, ...]:
     """Tokens to their experts, and through their matrices out of the residual stream:
     [B, T, D] x [E, D, F] -> [c, R, F] for each weight. The rows that arrived are kept for the
@@ -337,13 +337,15 @@ def expert_columns(
     return _expert_columns(dispatch, x_BTD, tuple(weights), plan)
 
 
-def expert_rows(dispatch: Dispatch, hidden_cRF: Array, w_EFD: Array, plan: Plan) -> Array:
+def expert_rows(dispatch: Dispatch, hidden_cRF: Array, w_EFD: Array, plan: DispatchPlan) -> Array:
     """Back into the residual stream, and back to the tokens: [c, R, F] x [E, F, D] -> [B, T, D],
     summed over a token's experts."""
     return _expert_rows(dispatch, hidden_cRF, w_EFD, plan)
 
 
-def _matmul(dispatch: Dispatch, x_RD: Array, w: Array, plan: Plan, transposed: bool) -> Array:
+def _matmul(
+    dispatch: Dispatch, x_RD: Array, w: Array, plan: DispatchPlan, transposed: bool
+) -> Array:
     """Each row by the matrix of its expert, or by that matrix transposed."""
     if plan.sizes is not None:
         sizes_E = plan.sizes[0]
@@ -354,7 +356,7 @@ def _matmul(dispatch: Dispatch, x_RD: Array, w: Array, plan: Plan, transposed: b
     return y_ErF.reshape(-1, y_ErF.shape[-1])
 
 
-def _weight_gradient(dispatch: Dispatch, x_RD: Array, dy_RF: Array, plan: Plan) -> Array:
+def _weight_gradient(dispatch: Dispatch, x_RD: Array, dy_RF: Array, plan: DispatchPlan) -> Array:
     """[E, D, F], summed over the rows of each expert on every rank of context."""
     if plan.sizes is not None:
         dw_EDF = grouped_weight_gradient(x_RD, dy_RF, plan.sizes[0], dispatch.matmul)
@@ -365,10 +367,10 @@ def _weight_gradient(dispatch: Dispatch, x_RD: Array, dy_RF: Array, plan: Plan) 
     return jax.lax.psum(dw_EDF, "context") if dispatch._axis("context") else dw_EDF
 
 
-def _sent(dispatch: Dispatch, x_BTD: Array, plan: Plan) -> Array:
+def _sent(dispatch: Dispatch, x_BTD: Array, plan: DispatchPlan) -> Array:
     """Tokens in the order of the experts, [c, R, D]."""
 
-    def local(x_BTD: Array, plan: Plan) -> Array:
+    def local(x_BTD: Array, plan: DispatchPlan) -> Array:
         return _send(dispatch, x_BTD, plan)[None]
 
     return dispatch.manual(local, (dispatch.stream, dispatch.rows), dispatch.rows)(x_BTD, plan)
@@ -378,12 +380,12 @@ def _collected(
     dispatch: Dispatch,
     hidden: Sequence[Array],
     weights: Sequence[Array],
-    plan: Plan,
+    plan: DispatchPlan,
     transposed: bool,
 ) -> Array:
     """The sum of matmuls [c, R, F] x weight, back at the tokens, [B, T, D]."""
 
-    def local(hidden: Sequence[Array], weights: Sequence[Array], plan: Plan) -> Array:
+    def local(hidden: Sequence[Array], weights: Sequence[Array], plan: DispatchPlan) -> Array:
         products = [
             _matmul(dispatch, x_cRF[0], w, plan, transposed) for x_cRF, w in zip(hidden, weights)
         ]
@@ -395,14 +397,14 @@ def _collected(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expert_columns(dispatch: Dispatch, x_BTD: Array, weights: tuple, plan: Plan):
+def _expert_columns(dispatch: Dispatch, x_BTD: Array, weights: tuple, plan: DispatchPlan):
     return _columns_forward(dispatch, x_BTD, weights, plan)[0]
 
 
-def _columns_forward(dispatch: Dispatch, x_BTD: Array, weights: tuple, plan: Plan):
+def _columns_forward(dispatch: Dispatch, x_BTD: Array, weights: tuple, plan: DispatchPlan):
     rows_cRD = _sent(dispatch, x_BTD, plan)
 
-    def local(rows_cRD: Array, weights: tuple, plan: Plan) -> tuple[Array, ...]:
+    def local(rows_cRD: Array, weights: tuple, plan: DispatchPlan) -> tuple[Array, ...]:
         return tuple(_matmul(dispatch, rows_cRD[0], w, plan, False)[None] for w in weights)
 
     specs = (dispatch.rows, dispatch.columns, dispatch.rows)
@@ -414,7 +416,7 @@ def _columns_backward(dispatch: Dispatch, residuals, dhidden: tuple):
     rows_cRD, weights, plan = residuals
     dx_BTD = _collected(dispatch, dhidden, weights, plan, transposed=True)
 
-    def local(rows_cRD: Array, dhidden: tuple, plan: Plan) -> tuple[Array, ...]:
+    def local(rows_cRD: Array, dhidden: tuple, plan: DispatchPlan) -> tuple[Array, ...]:
         rows_RD = rows_cRD[0]
         return tuple(_weight_gradient(dispatch, rows_RD, dy_cRF[0], plan) for dy_cRF in dhidden)
 
@@ -427,11 +429,11 @@ _expert_columns.defvjp(_columns_forward, _columns_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expert_rows(dispatch: Dispatch, hidden_cRF: Array, w_EFD: Array, plan: Plan) -> Array:
+def _expert_rows(dispatch: Dispatch, hidden_cRF: Array, w_EFD: Array, plan: DispatchPlan) -> Array:
     return _collected(dispatch, [hidden_cRF], [w_EFD], plan, transposed=False)
 
 
-def _rows_forward(dispatch: Dispatch, hidden_cRF: Array, w_EFD: Array, plan: Plan):
+def _rows_forward(dispatch: Dispatch, hidden_cRF: Array, w_EFD: Array, plan: DispatchPlan):
     return _expert_rows(dispatch, hidden_cRF, w_EFD, plan), (hidden_cRF, w_EFD, plan)
 
 
@@ -439,10 +441,10 @@ def _rows_backward(dispatch: Dispatch, residuals, dy_BTD: Array):
     hidden_cRF, w_EFD, plan = residuals
     dy_cRD = _sent(dispatch, dy_BTD, plan)
 
-    def into_hidden(dy_cRD: Array, w_EFD: Array, plan: Plan) -> Array:
+    def into_hidden(dy_cRD: Array, w_EFD: Array, plan: DispatchPlan) -> Array:
         return _matmul(dispatch, dy_cRD[0], w_EFD, plan, True)[None]
 
-    def into_weight(hidden_cRF: Array, dy_cRD: Array, plan: Plan) -> Array:
+    def into_weight(hidden_cRF: Array, dy_cRD: Array, plan: DispatchPlan) -> Array:
         return _weight_gradient(dispatch, hidden_cRF[0], dy_cRD[0], plan)
 
     rows, hidden, back = dispatch.rows, dispatch.hidden, dispatch.back

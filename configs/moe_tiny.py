@@ -1,0 +1,45 @@
+"""A small Mixtral-style decoder with eight experts on the source of Python's own standard library.
+
+Command: python -m jaxscale.train --config configs/moe_tiny.py --workdir runs/moe_tiny
+Hardware: 2 CPU cores; no download, every machine has the text.
+Expected: about 2.1 validation bits per byte (text of Python 3.12.1), 200 s of processor time.
+"""
+
+import ml_collections
+
+
+def get_config():
+    """The quickstart with experts: a token goes through two of eight, with as many hidden features
+    together as the quickstart's MLP has."""
+    model = ml_collections.ConfigDict()
+    model.family = "mixtral"
+    model.num_layers = 4
+    model.d_model = 192
+    model.num_heads = 6
+    model.num_kv_heads = 2
+    model.head_dim = 32
+    model.d_ff = 256  # of an expert
+    model.num_experts = 8
+    model.experts_per_token = 2
+    model.vocab_size = 4096
+    model.tied_embeddings = True
+    model.compute_dtype = "float32"  # a CPU without bfloat16 units only emulates it
+
+    data = ml_collections.ConfigDict()
+    data.tokenizer = "bpe:4096"
+    data.global_batch_size = 16
+    data.seq_len = 256
+
+    optimizer = ml_collections.ConfigDict()
+    optimizer.learning_rate = 3e-3
+    optimizer.warmup_steps = 20
+
+    run = ml_collections.ConfigDict()
+    run.steps = 120
+    run.eval_every = 40
+    run.checkpoint_every = 40
+
+    layout = ml_collections.ConfigDict()
+    return ml_collections.ConfigDict(
+        {"model": model, "data": data, "optimizer": optimizer, "layout": layout, "run": run}
+    )

@@ -1,0 +1,154 @@
+"""Tokens to their experts and back, on meshes of eight devices, against plain sums."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES, MESH_AXES
+from jaxscale.ops.context_attention import balanced_order
+from jaxscale.ops.experts.dispatch import (
+    Dispatch,
+    capacity_of,
+    expert_columns,
+    expert_rows,
+    num_kept,
+    plan_dispatch,
+    send_gates,
+)
+
+B, T, D, F, E, K = 8, 16, 6, 8, 8, 3
+ROWS, EXPERTS = PartitionSpec(("data", "fsdp", "expert")), PartitionSpec("expert")
+MESHES = [  # of pipeline, data, fsdp, expert, context, tensor
+    (1, 1, 1, 1, 1, 1),
+    (1, 1, 2, 4, 1, 1),
+    (1, 1, 1, 4, 1, 2),
+    (1, 2, 1, 2, 2, 1),
+    (1, 1, 1, 2, 2, 2),
+    (1, 1, 1, 1, 2, 4),
+]
+
+
+@functools.cache
+def example():
+    """Inputs, with experts that are chosen by nobody and by everybody, and tokens with no expert,
+    or with fewer than K; and a gradient of the result."""
+    rng = np.random.default_rng(0)
+    shapes = (B, T, D), (E, D, F), (E, F, D), (B, T, K), (B, T, D)
+    x, up, down, gates, dy = (rng.normal(size=shape) for shape in shapes)
+    experts = np.stack([[rng.permutation(E)[:K] for _ in range(T)] for _ in range(B)])
+    experts[0, :5], experts[1, :, 0], experts[1, :, 1], experts[1, :, 2] = -1, 7, 2, 3
+    experts[experts == 5] = -1
+    return (x, up, down, gates), experts.astype(np.int32), dy
+
+
+def plainly(x, up, down, gates, keeps):
+    """Every token through every expert, in turn."""
+    _, experts, _ = example()
+    y = jnp.zeros_like(x)
+    for expert in range(E):
+        weight = jnp.sum(jnp.where((experts == expert) & keeps, gates, 0), axis=-1)
+        y += weight[..., None] * (jnp.tanh(x @ up[expert]) @ down[expert])
+    return y
+
+
+def kept(capacity):
+    """Which choices an expert takes, in the order of the text."""
+    _, experts, _ = example()
+    keeps, seen = np.zeros(experts.shape, bool), np.zeros((B, E), int)
+    for row, token, choice in np.ndindex(*experts.shape):
+        expert = experts[row, token, choice]
+        if expert >= 0:
+            keeps[row, token, choice] = not capacity or seen[row, expert] < capacity
+            seen[row, expert] += 1
+    return keeps
+
+
+@functools.cache
+def wanted(capacity):
+    arguments, _, dy = example()
+    y, pullback = jax.vjp(functools.partial(plainly, keeps=kept(capacity)), *arguments)
+    return y, pullback(dy)
+
+
+def through_experts(dispatch, factor, experts, x, up, down, gates):
+    plan = plan_dispatch(dispatch, experts, E, factor)
+    (hidden,) = expert_columns(dispatch, x, (up,), plan)
+    hidden = jnp.tanh(hidden) * send_gates(dispatch, gates, plan)[..., None]
+    return expert_rows(dispatch, hidden, down, plan), num_kept(plan)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_every_mesh_gives_what_one_device_does(sizes, factor):
+    """Results, the number of choices that are kept, and every gradient."""
+    axes = dict(zip(MESH_AXES, sizes))
+    dispatch = Dispatch(axes["expert"], axes["tensor"], axes["context"], AUTOMATIC_AXES)
+    order = balanced_order(T, axes["context"])
+
+    def summed(x, names):
+        names = tuple(name for name in names if axes[name] > 1)
+        return jax.lax.psum(x, names) if names else x
+
+    def local(arguments, experts, dy):
+        y, pullback, count = jax.vjp(
+            lambda *args: through_experts(dispatch, factor, experts, *args),
+            *arguments,
+            has_aux=True,
+        )
+        dx, dup, ddown, dgates = pullback(dy)
+        dup, ddown = (summed(dw, ("data", "fsdp")) for dw in (dup, ddown))
+        return y, (dx, dup, ddown, dgates), summed(count, ("data", "fsdp", "expert"))
+
+    arguments = ROWS, EXPERTS, EXPERTS, ROWS
+    run = jax.shard_map(
+        local,
+        mesh=jax.make_mesh(
+            sizes,
+            MESH_AXES,
+            axis_types=(AxisType.Auto,) * 6,
+            devices=jax.devices()[: np.prod(sizes)],
+        ),
+        in_specs=(arguments, ROWS, ROWS),
+        out_specs=(ROWS, arguments, PartitionSpec()),
+        axis_names=set(MANUAL_AXES),
+        check_vma=False,
+    )
+    (x, up, down, gates), experts, dy = example()
+    dealt = (x[:, order], up, down, gates[:, order]), experts[:, order], dy[:, order]
+    y, (dx, dup, ddown, dgates), count = jax.jit(run)(*dealt)
+    capacity = capacity_of(factor, T, K, E)
+    result, gradients = wanted(capacity)
+    assert count == kept(capacity).sum()
+    text = np.argsort(order)
+    got = y[:, text], dx[:, text], dup, ddown, dgates[:, text]
+    for one, other in zip(got, (result, *gradients)):
+        np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+def test_evaluation_drops_nothing():
+    (x, up, down, gates), experts, _ = example()
+    dispatch = Dispatch(keeps_all=True)
+    y, count = jax.jit(functools.partial(through_experts, dispatch, 0.5))(
+        experts, x, up, down, gates
+    )
+    assert count == (experts >= 0).sum()
+    np.testing.assert_allclose(y, wanted(0)[0], atol=1e-12)
+
+
+def test_a_tokens_experts_are_added_up_in_float32():
+    """256 and a half from each of three experts: in bfloat16 each half would be lost."""
+    plan = plan_dispatch(Dispatch(), jnp.array([[[0, 1, 2]]]), 4)
+    hidden = jnp.array([[[256.0], [0.5], [0.5], [1.0]]], jnp.bfloat16)[:, :3]
+    y = expert_rows(Dispatch(), hidden, jnp.ones((4, 1, 1), jnp.bfloat16), plan)
+    assert y.dtype == jnp.bfloat16
+    assert y.item() == jnp.bfloat16(257)
+
+
+def test_capacity_is_rounded_up_and_at_most_the_sequence():
+    assert capacity_of(1.25, 100, 2, 8) == 32  # 31.25
+    assert capacity_of(100.0, 16, 1, 8) == 16
+    assert capacity_of(0.0, 16, 1, 8) == 0
