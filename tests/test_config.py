@@ -31,6 +31,8 @@ EMPTY = "import ml_collections\n\n\ndef get_config():\n    return ml_collections
         ("gpt_175b", 174_609_555_456),
         ("bert_base", 109_514_298),
         ("esm2_8m", 7_512_353),
+        ("mixtral_8x7b", 46_702_792_704),
+        ("qwen3_30b_a3b", 30_532_122_624),
     ],
 )
 def test_parameter_counts_are_those_published(name, published):

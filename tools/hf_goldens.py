@@ -41,6 +41,13 @@ SIZES = {
     "pad_token_id": 0,
 }
 FUSED = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 32}
+MOE = SIZES | {"intermediate_size": 16, "num_local_experts": 4}
+QWEN_MOE = SIZES | {
+    "intermediate_size": 16,
+    "moe_intermediate_size": 12,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 NEOX = {key: value for key, value in FUSED.items() if key != "num_key_value_heads"}
 GPT2 = {
     "vocab_size": 67,
@@ -120,6 +127,22 @@ CASES = {
         "Mistral",
         SIZES | {"rope_parameters": YARN, "sliding_window": 7, "hidden_act": "gelu_new"},
     ),
+    # Mixtral
+    "mixtral": ("Mixtral", MOE),
+    "mixtral_window": (
+        "Mixtral",
+        MOE
+        | {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 0.1,
+            "hidden_act": "gelu",
+            "rope_parameters": YARN,
+            "router_aux_loss_coef": 0.02,
+        },
+    ),
     # Qwen
     "qwen2": ("Qwen2", {**FUSED, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2_window": (
@@ -146,6 +169,24 @@ CASES = {
             "attention_bias": True,
             "tie_word_embeddings": True,
             "rope_parameters": YARN,
+        },
+    ),
+    # Qwen3-MoE
+    "qwen3_moe": ("Qwen3Moe", QWEN_MOE | {"norm_topk_prob": True, "rms_norm_eps": 0.1}),
+    "qwen3_moe_dense": (
+        "Qwen3Moe",
+        QWEN_MOE
+        | {
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [0],
+            "num_experts_per_tok": 3,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu",
+            "rope_parameters": YARN,
+            "router_aux_loss_coef": 0.02,
         },
     ),
     # Gemma

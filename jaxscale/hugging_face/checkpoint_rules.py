@@ -1,6 +1,7 @@
 """Which tensor of a checkpoint each parameter is in: every tensor and every parameter accounted for
 before any is read."""
 
+import dataclasses
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor
 from jaxscale.hugging_face.tensor_blocks import same_values, taken_shape
@@ -20,13 +22,17 @@ LINES = 10
 
 @dataclass(frozen=True)
 class ParameterTensors:
-    """Where a parameter is: of a stack one tensor per layer, else one."""
+    """Where a parameter is: of a stack one tensor per layer, or per layer and expert; else one."""
 
     name: str  # of the parameter
     rule: TensorRule
-    tensors: tuple[str, ...]  # names
+    tensors: tuple[str, ...]  # names, those of a layer's experts together
     copies: tuple[tuple[str, str], ...]  # a tensor, and one that must be equal where it is present
-    stacked: bool
+    parts: tuple[int, ...]  # layers, and experts, with a tensor each
+
+    def tensor(self, *place: int) -> str:
+        """The tensor of a layer, or of its expert."""
+        return self.tensors[int(np.ravel_multi_index(place, self.parts)) if place else 0]
 
 
 def parameter_tensors(
@@ -74,15 +80,24 @@ def _is_parameter(node: object) -> bool:
 def _tensors_of(
     parameter: _Parameter, rules: Sequence[TensorRule], vocab_size: int
 ) -> ParameterTensors:
-    stacked = "layers" in parameter.axes
-    assert not stacked or parameter.axes[0] == "layers", parameter
-    axes, shape = parameter.axes[stacked:], parameter.shape[stacked:]
+    dims = ("layers" in parameter.axes) + ("{expert}" in rules[0].name)
+    assert parameter.axes[:dims] == ("layers", "experts")[:dims], parameter
+    axes, shape, parts = parameter.axes[dims:], parameter.shape[dims:], parameter.shape[:dims]
     wanted = tuple(vocab_size if axis == "vocab" else size for axis, size in zip(axes, shape))
     split = [_split(rule, wanted) for rule in rules]
-    count = parameter.shape[0] if stacked else 1
-    first, *others = [[rule.name.format(layer=i) for i in range(count)] for rule in rules]
+    first, *others = [_names(rule, parts) for rule in rules]
     copies = tuple((name, copy) for names in others for name, copy in zip(first, names))
-    return ParameterTensors(parameter.name, split[0], tuple(first), copies, stacked)
+    return ParameterTensors(parameter.name, split[0], tuple(first), copies, parts)
+
+
+def _names(rule: TensorRule, parts: tuple[int, ...]) -> list[str]:
+    """The tensors of the layers, and of the experts of each."""
+    layers, experts = (*parts, 1, 1)[:2]
+    return [
+        rule.name.format(layer=rule.first + layer, expert=expert)
+        for layer in range(layers)
+        for expert in range(experts)
+    ]
 
 
 def _split(rule: TensorRule, wanted: tuple[int, ...]) -> TensorRule:
@@ -118,7 +133,9 @@ def _split(rule: TensorRule, wanted: tuple[int, ...]) -> TensorRule:
         view += [size // inner, *sizes[1:]]
         take += [slice(rows.start // inner, rows.stop // inner), *[slice(None)] * (len(sizes) - 1)]
     order = tuple(place for dim in rule.order for place in places[dim])
-    return TensorRule(rule.param, rule.name, tuple(view), order, tuple(take), shape_of(rule))
+    return dataclasses.replace(
+        rule, view=tuple(view), order=order, take=tuple(take), shape=shape_of(rule)
+    )
 
 
 def shape_of(rule: TensorRule) -> tuple[int, ...]:
@@ -128,14 +145,15 @@ def shape_of(rule: TensorRule) -> tuple[int, ...]:
 
 def _check_whole(rules: Sequence[TensorRule]) -> None:
     """Refuses rules that leave a part of a tensor out: it would be dropped silently."""
-    taken: dict[str, int] = {}
+    taken: dict[tuple[str, int], int] = {}
     for rule in rules:
-        taken[rule.name] = taken.get(rule.name, 0) + math.prod(taken_shape(rule))
+        key = rule.name, rule.first
+        taken[key] = taken.get(key, 0) + math.prod(taken_shape(rule))
     for rule in rules:
-        size = math.prod(shape_of(rule))
-        if not size == math.prod(rule.view) == taken[rule.name]:
+        size, total = math.prod(shape_of(rule)), taken[rule.name, rule.first]
+        if not size == math.prod(rule.view) == total:
             raise ValueError(
-                f"the rules of {rule.name} take {taken[rule.name]} of the {size} values of its "
+                f"the rules of {rule.name} take {total} of the {size} values of its "
                 f"shape {shape_of(rule)}"
             )
 

@@ -1,11 +1,12 @@
 """Parameters from a checkpoint straight onto their devices.
 
-The host holds one device's part of one layer of one parameter at a time, so its memory stays within
-the largest tensor and a block, whatever the layout. A stack [layers, ...] is allocated on the
-devices and filled there layer by layer.
+The host holds one device's part of one layer of one parameter at a time, or of one expert, so its
+memory stays within the largest tensor and a block, whatever the layout. A stack [layers, ...] is
+allocated on the devices and filled there tensor by tensor.
 """
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,21 +45,27 @@ def _read_array(
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     indices: Any = sharding.addressable_devices_indices_map(leaf.shape)
     places = {device: whole_index(index, leaf.shape) for device, index in indices.items()}
-    if not parameter.stacked:
-        tensor = found[parameter.tensors[0]]
+    dims = len(parameter.parts)
+    if not dims:
+        tensor = found[parameter.tensor()]
         shards = {index: (tensor, index) for index in places.values()}
         return _widened(_put(parameter, leaf, leaf.shape, sharding, places, shards), leaf.dtype)
     stack = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
-    num_rows = sharding.shard_shape(leaf.shape)[0]
-    shape = (leaf.shape[0] // num_rows, *leaf.shape[1:])
-    for row in range(num_rows):  # of every device's part of the stack
+    counts = sharding.shard_shape(leaf.shape)[:dims]
+    shape = (*(n // count for n, count in zip(leaf.shape, counts)), *leaf.shape[dims:])
+    for row in np.ndindex(counts):  # of every device's part of the stack
         shards = {
-            index: (found[parameter.tensors[index[0].start + row]], index[1:])
+            index: (found[parameter.tensor(*_place(index, row))], index[dims:])
             for index in places.values()
         }
         rows = _put(parameter, leaf, shape, sharding, places, shards)
-        stack = _set_rows(stack, rows, np.int32(row))
+        stack = _set_rows(stack, rows, tuple(np.int32(number) for number in row))
     return stack
+
+
+def _place(index: Index, row: tuple[int, ...]) -> tuple[int, ...]:
+    """The layer, and the expert, of a row of a device's part."""
+    return tuple(part.start + number for part, number in zip(index, row))
 
 
 def _put(
@@ -85,7 +92,7 @@ def _put(
         stored = DTYPES[tensor.dtype]
         narrower = wanted if wanted.itemsize < stored.itemsize else stored
         part = read_part(tensor, parameter.rule, part_index, narrower)
-        part = part[None] if parameter.stacked else part
+        part = np.expand_dims(part, tuple(range(len(parameter.parts))))
         # Waits: what is not copied yet stays on the host.
         arrays += [jax.block_until_ready(jax.device_put(part, device)) for device in devices]
         del part
@@ -93,10 +100,16 @@ def _put(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _set_rows(stack: jax.Array, rows: jax.Array, row: jax.Array) -> jax.Array:
-    """Sets a row of every part of a stack: [parts * rows, ...] from [parts, ...]."""
-    parts = stack.reshape(rows.shape[0], -1, *stack.shape[1:])
-    parts = jax.lax.dynamic_update_index_in_dim(parts, rows.astype(stack.dtype), row, 1)
+def _set_rows(stack: jax.Array, rows: jax.Array, row: tuple[jax.Array, ...]) -> jax.Array:
+    """Sets a row of every part of a stack: [parts * rows, ...] from [parts, ...], where layers, or
+    layers and experts, are in parts."""
+    dims = len(row)
+    split = [(parts, whole // parts) for parts, whole in zip(rows.shape[:dims], stack.shape)]
+    parts = stack.reshape(*itertools.chain(*split), *stack.shape[dims:])
+    rows = rows.reshape(*itertools.chain(*((n, 1) for n, _ in split)), *rows.shape[dims:])
+    zero = np.int32(0)
+    starts = [*itertools.chain(*((zero, number) for number in row)), *[zero] * (stack.ndim - dims)]
+    parts = jax.lax.dynamic_update_slice(parts, rows.astype(stack.dtype), starts)
     return parts.reshape(stack.shape)
 
 

@@ -1,6 +1,7 @@
 """Parameters from their devices to the files of a checkpoint, a tensor at a time."""
 
 import functools
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,28 +54,36 @@ def _write_parameter(
     stored: Mapping[str, StoredTensor], parameter: ParameterTensors, array: jax.Array
 ) -> None:
     """Writes a parameter, a row of every device's part of a stack at a time."""
-    num_rows = array.sharding.shard_shape(array.shape)[0] if parameter.stacked else 1
-    for row in range(num_rows):
+    dims = len(parameter.parts)
+    counts = array.sharding.shard_shape(array.shape)[:dims]
+    for row in np.ndindex(counts):
         # A copy where it is no layer: an array keeps what it once brought to the host.
-        part = _rows(array, np.int32(row), num_rows) if parameter.stacked else array.copy()
+        numbers = tuple(np.int32(number) for number in row)
+        part = _rows(array, numbers, counts) if dims else array.copy()
         for shard in part.addressable_shards:
             if shard.replica_id:
                 continue
             index = whole_index(shard.index, part.shape)
             values = np.asarray(shard.data)
-            if not parameter.stacked:
-                write_part(stored[parameter.tensors[0]], parameter.rule, index, values)
-                continue
-            for offset, layer in enumerate(values):
-                name = parameter.tensors[(index[0].start + offset) * num_rows + row]
-                write_part(stored[name], parameter.rule, index[1:], layer)
+            for offset in np.ndindex(values.shape[:dims]):
+                place = [
+                    (part.start + one) * count + number
+                    for part, one, count, number in zip(index, offset, counts, row)
+                ]
+                tensor = stored[parameter.tensor(*place)]
+                write_part(tensor, parameter.rule, index[dims:], values[offset])
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _rows(stack: jax.Array, row: jax.Array, num_rows: int) -> jax.Array:
-    """A row of every part of a stack: [parts, ...] of [parts * rows, ...]."""
-    parts = stack.reshape(-1, num_rows, *stack.shape[1:])
-    return jax.lax.dynamic_index_in_dim(parts, row, 1, keepdims=False)
+def _rows(stack: jax.Array, row: tuple[jax.Array, ...], counts: tuple[int, ...]) -> jax.Array:
+    """A row of every part of a stack: [parts, ...] of [parts * rows, ...], where layers, or layers
+    and experts, are in parts."""
+    dims = len(counts)
+    split = [(size // count, count) for size, count in zip(stack.shape, counts)]
+    parts = stack.reshape(*itertools.chain(*split), *stack.shape[dims:])
+    for dim, number in enumerate(row):
+        parts = jax.lax.dynamic_index_in_dim(parts, number, dim + 1, keepdims=False)
+    return parts
 
 
 def _by_layer(name: str) -> tuple:

@@ -25,6 +25,15 @@ ROPE: Mapping[str, Any] = {
 }
 """The settings of rotary positions, with their usual defaults."""
 
+EXPERTS: Mapping[str, Any] = {
+    "capacity_factor": 0.0,
+    "balance": "sequence",
+    "balance_weight": 0.001,
+    "router_z_loss": 0.0,
+}
+"""The settings of experts that change training alone, so that every family with experts has them.
+"""
+
 
 @dataclass(frozen=True)
 class Family:

@@ -1,6 +1,7 @@
 """Rules for tensors that several families name alike."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 
 from jaxscale.model_families.family import Model
 from jaxscale.model_families.tensor_rule import TensorRule
@@ -85,7 +86,58 @@ def llama_tensors(model: Model, norms: dict[str, str] = NORMS) -> tuple[TensorRu
     Args:
       norms: of a layer, ours -> theirs.
     """
-    rules = [*outer(model, "model.embed_tokens.weight", "model.norm", "lm_head.weight")]
-    for ours, theirs in norms.items():
-        rules += norm_rules(model, f"layers/{ours}", f"{LAYER}.{theirs}")
+    rules = [*llama_outer(model), *layer_norms(model, norms)]
     return (*rules, *attention_rules(model), *mlp_rules(model))
+
+
+def llama_outer(model: Model) -> Iterator[TensorRule]:
+    """Embedding, final norm and output matrix, under the names of Llama."""
+    return outer(model, "model.embed_tokens.weight", "model.norm", "lm_head.weight")
+
+
+def layer_norms(model: Model, norms: Mapping[str, str] = NORMS) -> Iterator[TensorRule]:
+    """The norms of a layer, ours -> theirs."""
+    for ours, theirs in norms.items():
+        yield from norm_rules(model, f"layers/{ours}", f"{LAYER}.{theirs}")
+
+
+PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def expert_tensors(
+    model: Model, block: str = "mlp", names: Mapping[str, str] = PROJECTIONS
+) -> tuple[TensorRule, ...]:
+    """All tensors of a Llama with experts, of which the first layers may have none.
+
+    Args:
+      block: theirs of a layer, which has the router, "gate", and the experts.
+      names: of an expert's matrices, ours -> theirs.
+    """
+    common = [*layer_norms(model), *attention_rules(model)]
+    with_experts = [*common, *expert_rules(model, block, names)]
+    if not model.dense_layers:
+        return (*llama_outer(model), *with_experts)
+    return (
+        *llama_outer(model),
+        *of_stack([*common, *mlp_rules(model)], "dense_layers", 0),
+        *of_stack(with_experts, "expert_layers", model.dense_layers),
+    )
+
+
+def expert_rules(model: Model, block: str, names: Mapping[str, str]) -> Iterator[TensorRule]:
+    """Router and experts, one tensor for each expert's matrix."""
+    width = model.expert_d_ff or model.d_ff
+    yield matrix(
+        "layers/mlp/router", f"{LAYER}.{block}.gate.weight", model.d_model, model.num_experts
+    )
+    for ours, theirs in names.items():
+        inputs, outputs = (width, model.d_model) if ours == "down" else (model.d_model, width)
+        name = f"{LAYER}.{block}.experts.{{expert}}.{theirs}.weight"
+        yield matrix(f"layers/mlp/{ours}", name, inputs, outputs)
+
+
+def of_stack(rules: Iterable[TensorRule], stack: str, first: int) -> Iterator[TensorRule]:
+    """Rules of an only stack, "layers", for one that begins with the model's layer `first`."""
+    for rule in rules:
+        param = stack + rule.param.removeprefix("layers")
+        yield dataclasses.replace(rule, param=param, first=first)

@@ -3,15 +3,55 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import ROPE, Family, Model
+from jaxscale.model_families.family import EXPERTS, ROPE, Family, Model
+from jaxscale.model_families.hf_config import (
+    activation_to_hf,
+    expect,
+    pop,
+    pop_activation,
+    pop_experts,
+    pop_rope,
+    pop_sizes,
+    refuse_rest,
+    rope_to_hf,
+    sizes_to_hf,
+)
+from jaxscale.model_families.hf_tensors import expert_tensors
+from jaxscale.model_families.tensor_rule import TensorRule
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    raise NotImplementedError
+    rest = {"num_key_value_heads": 8, **hf}
+    ours = {
+        **pop_rope(rest, theta=1_000_000.0),
+        **pop_sizes(rest),
+        **pop_experts(rest, experts=8, per_token=2),
+        "activation": pop_activation(rest, "hidden_act", "silu"),
+        "norm_eps": pop(rest, "rms_norm_eps", 1e-5),
+        "sliding_window": pop(rest, "sliding_window", None) or 0,
+        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
+    }
+    expect(rest, "router_jitter_noise", 0.0)
+    refuse_rest(rest)
+    return ours
 
 
 def _to_hf(model: Model) -> dict[str, Any]:
-    raise NotImplementedError
+    return {
+        **sizes_to_hf(model),
+        **rope_to_hf(model),
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "router_aux_loss_coef": model.balance_weight,
+        "hidden_act": activation_to_hf(model),
+        "rms_norm_eps": model.norm_eps,
+        "sliding_window": model.sliding_window or None,
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+
+
+def _tensors(model: Model) -> tuple[TensorRule, ...]:
+    return expert_tensors(model, "block_sparse_moe", {"gate": "w1", "down": "w2", "up": "w3"})
 
 
 MIXTRAL = Family(
@@ -19,6 +59,7 @@ MIXTRAL = Family(
     paper="Mixtral of Experts, arXiv 2401.04088",
     settings={
         **ROPE,
+        **EXPERTS,
         "rope_theta": 1_000_000.0,
         "norm_eps": 1e-5,
         "activation": "silu",
@@ -26,20 +67,13 @@ MIXTRAL = Family(
         "tied_embeddings": False,
         "num_experts": 8,
         "experts_per_token": 2,
-        "capacity_factor": 0.0,
-        "balance": "sequence",
-        "balance_weight": 0.01,
-        "router_z_loss": 0.0,
-        "dense_layers": 0,
-        "shared_d_ff": 0,
-        "router_bias": False,
-        "balance_rate": 0.0,
-        "router": "top_k",
+        "balance_weight": 0.02,
     },
+    # Their softmax over all experts, divided by the sum of the chosen, is one over the chosen.
     fixed={"router_scores": "softmax_of_chosen"},
     hf_types=("mixtral",),
     hf_architectures="MixtralForCausalLM",
     read_hf=_from_hf,
     write_hf=_to_hf,
-    tensors=lambda model: (),
+    tensors=_tensors,
 )

@@ -16,12 +16,13 @@ from jaxscale.model_families.mixtral import MIXTRAL
 from jaxscale.model_families.olmo2 import OLMO2
 from jaxscale.model_families.phi3 import PHI3
 from jaxscale.model_families.qwen import QWEN2, QWEN3
+from jaxscale.model_families.qwen_moe import QWEN3_MOE
 from jaxscale.model_families.t5 import MT5, T5, UMT5
 
 DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT, GPT_NEOX)
 PLANNED = (*DECODERS, BERT, ESM)
 """Of which the planner has formulas."""
-SHIPPED = (*PLANNED, MIXTRAL, T5, MT5, UMT5)
+SHIPPED = (*PLANNED, MIXTRAL, QWEN3_MOE, T5, MT5, UMT5)
 
 FAMILIES = {family.name: family for family in SHIPPED}
 

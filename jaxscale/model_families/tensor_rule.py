@@ -15,8 +15,9 @@ class TensorRule:
     """
 
     param: str  # path of ours, "layers/attention/q"; of a stack: one tensor per layer
-    name: str  # "model.layers.{layer}.self_attn.q_proj.weight"
+    name: str  # "model.layers.{layer}.self_attn.q_proj.weight"; {expert}: one per expert too
     view: tuple[int, ...]
     order: tuple[int, ...]
     take: tuple[int | slice, ...] = ()  # of a fused tensor; several rules then share one name
     shape: tuple[int, ...] = ()  # of the tensor itself, where it is not that of `view`
+    first: int = 0  # layers of the model before those of the stack

@@ -1,6 +1,7 @@
 """A model's tensors reach every layout's devices, and come back, bit for bit."""
 
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 from tests.hugging_face import tiny_llama
 
+GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
 LAYOUTS = [
     {},
     {"fsdp": 4, "tensor": 2},
@@ -80,6 +82,33 @@ def test_tensors_come_back_bit_for_bit(layout, tmp_path, monkeypatch):
     assert index["weight_map"].keys() == values.keys()
     assert open_model(output).settings == model.settings
     assert (output / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"expert": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3}, {"pipeline": 2, "expert": 2}],
+    ids=["expert", "pipeline"],
+)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe_dense"])
+def test_each_expert_has_tensors_of_its_own(name, layout, tmp_path):
+    """Those of a layer's experts lie on several ranks, and its first layers may have none."""
+    source = GOLDENS / name
+    model = open_model(source)
+    engine = engine_of(model.config, layout)
+    params = model.read(engine.model.axes, engine.placement.canonical.params)
+    values = load_file(source / "model.safetensors")
+    stack = "expert_layers" if model.config.dense_layers else "layers"
+    up = params[stack]["mlp"]["up"]
+    assert up.sharding.shard_shape(up.shape)[1] == model.config.num_experts // 2
+    write_model(
+        tmp_path / "output",
+        model.config,
+        engine.model.axes,
+        params,
+        dtype="float32",
+        beside=tmp_path,
+    )
+    assert tiny_llama.bits(load_all(tmp_path / "output")) == tiny_llama.bits(values)
 
 
 def test_a_tied_head_is_checked_and_not_written(tmp_path):

@@ -55,6 +55,8 @@ PUBLISHED = {
     # Without the pooler, and without the contact head and its 121 parameters.
     "bert": (sizes(12, 768, 12, 12, 64, 3072, 30522) | {"max_seq_len": 512}, 109_514_298),
     "esm": (sizes(6, 320, 20, 20, 16, 1280, 33), 7_512_353),
+    "mixtral": (sizes(32, 4096, 32, 8, 128, 14336, 32000), 46_702_792_704),
+    "qwen3_moe": (sizes(48, 2048, 32, 4, 128, 6144, 151936), 30_532_122_624),
 }
 
 
@@ -108,6 +110,10 @@ REFUSED = [
     ("esm", {"position_embedding_type": "absolute"}, "as ESM-1b; for esm it can be 'rotary'"),
     ("esm", {"is_folding_model": True}, "is_folding_model = True; for esm it can be False"),
     ("esm", {"mask_token_id": None}, "token_dropout = true and no mask_token_id"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; for mixtral it can be"),
+    ("mixtral", {"moe_intermediate_size": 8}, "has moe_intermediate_size = 8, which is not known"),
+    ("qwen3_moe_dense", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: of 3 layers [0, 2]"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, "of 2 layers [1] have no experts; only the first ones"),
 ]
 
 

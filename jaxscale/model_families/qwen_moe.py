@@ -1,0 +1,104 @@
+"""Qwen3-MoE: a Qwen3 with experts, of which the first layers may have none."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.model_families.family import EXPERTS, ROPE, Family, Model
+from jaxscale.model_families.hf_config import (
+    activation_to_hf,
+    pop,
+    pop_activation,
+    pop_bias,
+    pop_experts,
+    pop_rope,
+    pop_sizes,
+    refuse_rest,
+    rope_to_hf,
+    sizes_to_hf,
+)
+from jaxscale.model_families.hf_tensors import expert_tensors
+
+
+def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {"num_key_value_heads": 4, **hf}
+    sizes = {**pop_rope(rest), **pop_sizes(rest)}
+    window = pop(rest, "sliding_window", 4096)
+    pop(rest, "max_window_layers", None)  # in published files; no layer reads it
+    ours = {
+        **sizes,
+        **pop_experts(rest, experts=128, per_token=8),
+        "dense_layers": _pop_dense_layers(rest, sizes["num_layers"]),
+        "expert_d_ff": pop(rest, "moe_intermediate_size", 768),
+        "router_normalized": pop(rest, "norm_topk_prob", False),
+        "sliding_window": window or 0 if pop(rest, "use_sliding_window", False) else 0,
+        "attention_bias": pop_bias(rest),
+        "activation": pop_activation(rest, "hidden_act", "silu"),
+        "norm_eps": pop(rest, "rms_norm_eps", 1e-6),
+        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
+    }
+    refuse_rest(rest)
+    return ours
+
+
+def _pop_dense_layers(rest: dict[str, Any], num_layers: int) -> int:
+    """How many of the first layers have no experts.
+
+    Raises:
+      ValueError: others have none.
+    """
+    without = pop(rest, "mlp_only_layers", None) or []
+    step = pop(rest, "decoder_sparse_step", 1)
+    dense = [i for i in range(num_layers) if i in without or (i + 1) % step]
+    if dense != list(range(len(dense))) or len(dense) == num_layers:
+        raise ValueError(
+            f"config.json has mlp_only_layers = {without} and decoder_sparse_step = {step}: of "
+            f"{num_layers} layers {dense} have no experts; only the first ones can, and not all"
+        )
+    return len(dense)
+
+
+def _to_hf(model: Model) -> dict[str, Any]:
+    return {
+        **sizes_to_hf(model),
+        **rope_to_hf(model),
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.expert_d_ff or model.d_ff,
+        "mlp_only_layers": list(range(model.dense_layers)),
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": model.router_normalized,
+        "router_aux_loss_coef": model.balance_weight,
+        "use_sliding_window": bool(model.sliding_window),
+        "sliding_window": model.sliding_window or None,
+        "attention_bias": model.attention_bias == "all",
+        "hidden_act": activation_to_hf(model),
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    paper="Qwen3, arXiv 2505.09388",
+    settings={
+        **ROPE,
+        **EXPERTS,
+        "rope_theta": 1_000_000.0,
+        "norm_eps": 1e-6,
+        "activation": "silu",
+        "attention_bias": "none",
+        "sliding_window": 0,
+        "tied_embeddings": False,
+        "num_experts": 128,
+        "experts_per_token": 8,
+        "expert_d_ff": 768,
+        "dense_layers": 0,
+        "router_normalized": True,
+    },
+    fixed={"qk_norm": True},
+    hf_types=("qwen3_moe",),
+    hf_architectures="Qwen3MoeForCausalLM",
+    read_hf=_from_hf,
+    write_hf=_to_hf,
+    tensors=expert_tensors,
+)
