@@ -33,6 +33,9 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
 else:
     BYTECODE = ""
 
+# Their compilers hold many megabytes each: on pages of 2 MB, where Linux has them, 7 % faster.
+os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+
 # Compilers allocate millions of small objects, and here many processes' worth of them in one.
 gc.set_threshold(100_000, 50, 100)
 if sys.platform == "linux":
