@@ -33,7 +33,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
 else:
     BYTECODE = ""
 
-# Their compilers hold many megabytes each: on pages of 2 MB, where Linux has them, 7 % faster.
+# Their compilers hold many megabytes each, on pages of 2 MB where Linux has them.
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 # Compilers allocate millions of small objects, and here many processes' worth of them in one.
