@@ -88,7 +88,7 @@ def descend(
         first = end = 0
 
     def layer(carry, place):
-        return _one_layer(function, carry, place) if period > 1 else function(carry, place)
+        return one_layer(function, carry, place) if period > 1 else function(carry, place)
 
     def singly(carry, indices):
         for index in indices:
@@ -109,8 +109,9 @@ def descend(
     return singly(carry, range(first * period - 1, bottom - 1, -1))
 
 
-def _one_layer(function: Callable, carry: Tree, place: Place) -> Tree:
-    """`function(carry, place)`, as a loop of one trip."""
+def one_layer(function: Callable, carry: Tree, place: Place) -> Tree:
+    """`function(carry, place)`, which leaves the types of `carry` as they are, as a loop of one
+    trip."""
     # Of a count that the compiler knows it would make no loop.
     trips = jax.lax.optimization_barrier(jnp.ones((), jnp.int32))
     with jax.named_scope(ONE_LAYER):
