@@ -137,7 +137,7 @@ def make_group_pass(
     def make_loop(stack: Stack) -> _Loop:
         layers = [layer_function(stack, kind) for kind in range(stack.period)]
         passes = [split_vjp(rematerialised(layer, layout.remat_policy)) for layer in layers]
-        first = stack is model.stacks[0]
+        first = stack.name == model.stacks[0].name
         return _Loop(stack, zero, tuple(passes), offload, unroll_layers, first)
 
     loops = [make_loop(stack) for stack in model.stacks]

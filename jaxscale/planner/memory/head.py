@@ -1,8 +1,15 @@
 """Memory of the head, forward and backward, a chunk of tokens at a time: see `ops.loss`."""
 
+import numpy as np
+
 from jaxscale.config import Config
 from jaxscale.ops.sizes import CHUNK_BYTES, CHUNK_TOKENS
-from jaxscale.planner.memory.layer_loop import LayerLoop, head_elements, stream_bytes
+from jaxscale.planner.memory.layer_loop import (
+    LayerLoop,
+    elements,
+    head_elements,
+    stream_bytes,
+)
 from jaxscale.planner.memory.transients import Transients
 from jaxscale.planner.model.param_shapes import Ints, maximum, select
 
@@ -20,7 +27,12 @@ def head_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     stream = stream + select(together, 2 * loop.group * stream_bytes(config, loop))
     group_sum = select(together, loop.accumulated * matrix)
     if transients.in_place:
-        return _fused_bytes(loop, chunks, logits, matrix) + group_sum + stream
+        # In each of several passes the compiler makes one array of zeros for the gradients of the
+        # output matrix and of the embedding, and keeps it. Where they are tied it does not.
+        again = loop.scatters & np.logical_not(loop.single) & (layout.pipeline == 1)
+        again = again & (not model.tied_embeddings)
+        zeros = select(again, loop.accumulated * elements(config, "embed"))
+        return _fused_bytes(loop, chunks, logits, matrix) + zeros + group_sum + stream
     wide = max(loop.compute, 4)
     matrices = wide * matrix + loop.gathers * loop.compute * matrix
     return transients.logits * wide * logits + matrices + group_sum + stream
