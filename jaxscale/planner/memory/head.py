@@ -27,10 +27,10 @@ def head_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     stream = stream + select(together, 2 * loop.group * stream_bytes(config, loop))
     group_sum = select(together, loop.accumulated * matrix)
     if transients.in_place:
-        # In each of several passes the compiler makes one array of zeros for the gradients of the
-        # output matrix and of the embedding, and keeps it. Where they are tied it does not.
+        # In each of several passes the loop over chunks begins with zeros that the embedding's
+        # gradient begins with, too: the compiler keeps them. Not where the two are tied.
         again = loop.scatters & np.logical_not(loop.single) & (layout.pipeline == 1)
-        again = again & (not model.tied_embeddings)
+        again = again & (chunks > 1) & (not model.tied_embeddings)
         zeros = select(again, loop.accumulated * elements(config, "embed"))
         return _fused_bytes(loop, chunks, logits, matrix) + zeros + group_sum + stream
     wide = max(loop.compute, 4)
