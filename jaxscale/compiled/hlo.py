@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from jaxscale.training.layer_scan import ONE_LAYER
+
 BYTES = {
     "pred": 1,
     "s4": 0.5,
@@ -97,6 +99,8 @@ class Program:
         known = loop.attribute(r'known_trip_count"?:\{"?n"?:"?(\d+)')
         if known:
             return int(known)
+        if loop.op_name.endswith(f"{ONE_LAYER}/while"):
+            return 1
         counted = self._counted_trips(loop)
         return self._expected_trips(loop) if math.isnan(counted) else counted
 

@@ -168,7 +168,8 @@ def make_engine(
     state = _placed(config, mesh, zero, axes, shapes)
     batch = _abstract_batch(config, built, batch_sharding(mesh))
 
-    trained = make(config.model, rematerialised_attention(kernels, layout.remat_policy))
+    recomputing = functools.partial(rematerialised_attention, remat=layout.remat_policy)
+    trained = make(config.model, recomputing(kernels))
     gradients = make_gradients(trained, layout, zero, mesh, stages, unroll_layers=unroll_layers)
     # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
     update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, shapes.params)
@@ -195,7 +196,9 @@ def make_engine(
         batch_sharding=batch_sharding(mesh),
         attention=attention,
         flops=step_flops(
-            config, make(config.model, plain_kernels()), stages.recomputed if stages else 0.0
+            config,
+            make(config.model, recomputing(plain_kernels())),
+            stages.recomputed if stages else 0.0,
         ),
         learning_rate=rate,
     )
