@@ -17,15 +17,18 @@ from jax.ad_checkpoint import checkpoint_name as named  # for remat policies
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.models.kernels import Kernels
+from jaxscale.models.latent_attention import LatentAttention
+from jaxscale.models.positions import rope_settings
 from jaxscale.models.protocol import STREAM, Sums
 from jaxscale.models.weights import Weights
 from jaxscale.ops.attention import decode_attention
 from jaxscale.ops.norm import layer_norm, rms_norm
-from jaxscale.ops.rope import RopeScaling, rotary
+from jaxscale.ops.rope import rotary
 from jaxscale.ops.tensor_parallel import add_bias, columns, rows
 
-Cache = tuple[jax.Array, jax.Array]
-"""Keys and values of every layer, [layers, batch, slots, kv_heads, head_dim] each."""
+Cache = tuple[jax.Array, ...]
+"""Keys and values of every layer, [layers, batch, slots, kv_heads, head_dim] each; or what
+`models.latent_attention` keeps of them."""
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -180,21 +183,6 @@ class Attention(nnx.Module):
         return self.join(o_BTNH), (k_LBSKH, v_LBSKH)
 
 
-def rope_settings(config: ModelConfig, kind: int) -> dict[str, Any]:
-    """The keywords of `ops.rope.rotary` for a layer of a kind."""
-    settings: dict[str, Any] = {"theta": config.theta(kind), "rotary_dim": config.rotary_dim}
-    if (scaling := config.scaling(kind)) != "none":
-        settings["scaling"] = RopeScaling(
-            scaling,
-            config.rope_factor,
-            config.rope_original_context,
-            *config.rope_turns,
-            attention_factor=config.rope_attention_factor,
-            truncate=config.rope_truncate,
-        )
-    return settings
-
-
 class MLP(nnx.Module):
     """Two matrices with an activation between them, or three with a gate (arXiv 2002.05202).
 
@@ -252,7 +240,7 @@ class Block(nnx.Module):
         self.placement, self.parallel = config.norm_placement, config.parallel_block
         before, after = self.placement in ("before", "both"), self.placement != "before"
         self.attention_norm = Norm(config, weights) if before else None
-        self.attention = Attention(config, weights)
+        self.attention: Any = (LatentAttention if config.kv_rank else Attention)(config, weights)
         self.attention_post_norm = Norm(config, weights) if after else None
         self.mlp_norm = Norm(config, weights) if before else None
         self.mlp = self._make_mlp(config, weights)

@@ -22,6 +22,7 @@ from jaxscale.models.block import ACTIVATIONS, Block, Cache, Norm
 from jaxscale.models.experts import ExpertBlock, expert_metrics, expert_sums
 from jaxscale.models.forward import scan_periods
 from jaxscale.models.kernels import Kernels, plain_lookup
+from jaxscale.models.latent_attention import empty_latent_cache
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import Weights, axes_of, module_of, params_of, stack_axes, stack_params
 from jaxscale.ops.attention import attention
@@ -374,7 +375,8 @@ class Decoder:
 
     def empty_cache(self, batch: int, slots: int) -> Cache:
         """A cache for `batch` sequences of at most `slots` tokens, in the compute type."""
-        return empty_cache(self.settings, batch, slots)
+        make = empty_latent_cache if self.settings.kv_rank else empty_cache
+        return make(self.settings, batch, slots)
 
     def decode(
         self,

@@ -39,6 +39,21 @@ GPT = ModelConfig(
 WINDOWS = {"sliding_window": 4, "layer_pattern": "LG"}
 LOCAL = ModelConfig(**{**SIZES, **WINDOWS, "num_layers": 3}, vocab_size=20, family="gemma3")
 PARALLEL = ModelConfig(**SIZES, vocab_size=20, family="gpt_neox")
+LATENT = ModelConfig(
+    **SIZES | {"num_kv_heads": 4},
+    vocab_size=20,
+    family="deepseek_v3",
+    num_experts=0,
+    kv_rank=12,
+    query_rank=16,
+    rope_head_dim=4,
+    value_head_dim=6,
+    rope_scaling="yarn",
+    rope_factor=4.0,
+    rope_original_context=8,
+    rope_mscale=0.5,
+    dense_layers=0,
+)
 
 LETTERS = "abcdefgh"
 BOUNDARY = len(LETTERS)
@@ -102,7 +117,9 @@ def _full_logits(config, params, tokens_BT):
 
 
 @pytest.mark.parametrize(
-    "config", [LLAMA, GPT, LOCAL, PARALLEL], ids=["llama", "gpt", "local", "parallel"]
+    "config",
+    [LLAMA, GPT, LOCAL, PARALLEL, LATENT],
+    ids=["llama", "gpt", "local", "parallel", "latent"],
 )
 def test_the_cache_gives_the_logits_of_the_forward_pass(config):
     model, params = Decoder(config, plain_kernels()), fresh(config)
