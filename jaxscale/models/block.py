@@ -26,9 +26,8 @@ from jaxscale.ops.norm import layer_norm, rms_norm
 from jaxscale.ops.rope import rotary
 from jaxscale.ops.tensor_parallel import add_bias, columns, rows
 
-Cache = tuple[jax.Array, ...]
-"""Keys and values of every layer, [layers, batch, slots, kv_heads, head_dim] each; or what
-`models.latent_attention` keeps of them."""
+Cache = tuple[jax.Array, jax.Array]
+"""Keys and values of every layer, [layers, batch, slots, kv_heads, head_dim] each."""
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -296,17 +295,26 @@ class Block(nnx.Module):
         return x_BTD + _apply(norm, y_BTD)
 
     def decode(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, cache: Cache, layer: jax.Array, kind: int
-    ) -> tuple[jax.Array, Cache]:
-        """The same for tokens that are added to the cache of layer `layer`."""
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        cache: Any,
+        layer: jax.Array,
+        kind: int,
+        kernels: Kernels,
+    ) -> tuple[jax.Array, Any]:
+        """The same for tokens that are added to the cache of layer `layer`: a `Cache`, or a
+        `LatentCache`."""
         y_BTD, cache = self.attention.decode(
             _apply(self.attention_norm, x_BTD), positions_BT, cache, layer, kind
         )
         after_BTD = self.add(x_BTD, y_BTD, self.attention_post_norm)
-        z_BTD = self._decode_mlp(_apply(self.mlp_norm, x_BTD if self.parallel else after_BTD))
+        inputs_BTD = _apply(self.mlp_norm, x_BTD if self.parallel else after_BTD)
+        z_BTD = self._decode_mlp(inputs_BTD, kernels)
         return self.add(after_BTD, z_BTD, self.mlp_post_norm), cache
 
-    def _decode_mlp(self, x_BTD: jax.Array) -> jax.Array:
+    def _decode_mlp(self, x_BTD: jax.Array, kernels: Kernels) -> jax.Array:
+        del kernels
         return self.mlp(x_BTD)
 
 

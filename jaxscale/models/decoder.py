@@ -373,7 +373,7 @@ class Decoder:
         """The logical axes of a cache's arrays."""
         return CACHE_AXES
 
-    def empty_cache(self, batch: int, slots: int) -> Cache:
+    def empty_cache(self, batch: int, slots: int) -> Any:
         """A cache for `batch` sequences of at most `slots` tokens, in the compute type."""
         make = empty_latent_cache if self.settings.kv_rank else empty_cache
         return make(self.settings, batch, slots)
@@ -383,9 +383,9 @@ class Decoder:
         params: Params,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
-        cache: Cache,
+        cache: Any,
         shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x,
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[jax.Array, Any]:
         """The stream after every layer, and the cache with these tokens in it.
 
         Args:
@@ -401,7 +401,7 @@ class Decoder:
             weights, index = layer
             block = self._module(part.block, weights)
             x_BTD = shard(carry[0], ("batch",))
-            return block.decode(x_BTD, positions_BT, carry[1], index, kind)
+            return block.decode(x_BTD, positions_BT, carry[1], index, kind, self.kernels)
 
         # The cache is carried, not scanned over: carried, it is updated in place.
         carry = x_BTD, cache

@@ -52,10 +52,10 @@ class Experts(nnx.Module):
                 sums["loss"] = self._loss(routed, counts_BE, batch, kernels)
         return y_BTD, sums
 
-    def decode(self, x_BTD: jax.Array) -> jax.Array:
+    def decode(self, x_BTD: jax.Array, matmul: str) -> jax.Array:
         """What the experts add to the stream of tokens that are none of them padding; nothing is
         dropped."""
-        dispatch = Dispatch(keeps_all=True)
+        dispatch = Dispatch(matmul=matmul, keeps_all=True)
         routed = self._route(x_BTD, jnp.ones(x_BTD.shape[:2], bool), dispatch)
         plan = self._plan(routed, dispatch)
         y_BTD = self._through(x_BTD, routed.gates, plan, dispatch)
@@ -140,8 +140,8 @@ class ExpertBlock(Block):
     def _feed(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> tuple[jax.Array, Sums]:
         return self.mlp(x_BTD, batch, kernels)
 
-    def _decode_mlp(self, x_BTD: jax.Array) -> jax.Array:
-        return self.mlp.decode(x_BTD)
+    def _decode_mlp(self, x_BTD: jax.Array, kernels: Kernels) -> jax.Array:
+        return self.mlp.decode(x_BTD, kernels.dispatch.matmul)
 
 
 def router_of(config: ModelConfig) -> Router:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
@@ -38,6 +39,23 @@ def resolve(
 def is_axes(node: object) -> bool:
     """Whether a tree node is a tuple of logical names: the leaf of an axes tree."""
     return type(node) is tuple and all(isinstance(item, str) for item in node)
+
+
+def weight_dtype(axes: Axes, compute_dtype: Any) -> jnp.dtype:
+    """The type in which a model uses a weight. Those of routers are in float32 or wider: rounded,
+    they would choose other experts."""
+    dtype = jnp.dtype(compute_dtype)
+    return jnp.promote_types(dtype, jnp.float32) if "routes" in axes else dtype
+
+
+def weights_in_use(axes_tree: Any, params: Any, compute_dtype: Any) -> Any:
+    """The parameters of a tree in the types in which the model uses them."""
+    return jax.tree.map(
+        lambda axes, x: x.astype(weight_dtype(axes, compute_dtype)),
+        axes_tree,
+        params,
+        is_leaf=is_axes,
+    )
 
 
 def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:

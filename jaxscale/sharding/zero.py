@@ -19,6 +19,7 @@ from jaxscale.sharding.resolve import (
     constrain,
     is_axes,
     resolve,
+    weight_dtype,
 )
 
 Tree = Any
@@ -99,9 +100,7 @@ class Zero:
         """Weights as the model uses them: in the compute type, gathered over fsdp."""
 
         def one(axes, shard):
-            # Routers compute in float32 or wider: a rounded one would choose other experts.
-            dtype = self.loss_dtype if "routes" in axes else self.compute_dtype
-            weight = shard.astype(dtype)
+            weight = shard.astype(weight_dtype(axes, self.compute_dtype))
             dim = _sharded_dim(axes)
             over = (*("pipeline",) * ("outer_embed" in axes), *("fsdp",) * self.gathers)
             if dim is None or not over:

@@ -6,7 +6,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 
@@ -15,6 +14,7 @@ from jaxscale.config import Config
 from jaxscale.layout import RematPolicy
 from jaxscale.models.protocol import Model, Stack, head_params, layer_function, split_stream
 from jaxscale.ops.split_vjp import split_vjp
+from jaxscale.sharding.resolve import weights_in_use
 from jaxscale.training.remat import rematerialised
 
 Tree = Any
@@ -72,10 +72,10 @@ def example(config: Config, model: Model) -> Batch:
 def forward_cost(model: Model, batch: Batch, remat: RematPolicy) -> ForwardCost:
     """Counts the matmuls and the residuals of a model for a batch of these shapes."""
     # Weights are gathered in the compute type.
-    dtype = jnp.dtype(model.settings.compute_dtype)
-    params = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, dtype),
-        jax.eval_shape(model.init, jax.random.key(0)),
+    params = jax.eval_shape(
+        lambda: weights_in_use(
+            model.axes, model.init(jax.random.key(0)), model.settings.compute_dtype
+        )
     )
     stream, layers, repeated, saved = {}, 0.0, 0.0, 0.0
     for stack in model.stacks:

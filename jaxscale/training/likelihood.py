@@ -19,6 +19,7 @@ from jaxscale.data.tokens.encode import encode_pairs
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
+from jaxscale.sharding.resolve import weights_in_use
 from jaxscale.sharding.specs import replicated
 from jaxscale.training.engine import Engine
 from jaxscale.training.sampling import (
@@ -145,7 +146,7 @@ def _score(
     """Sums of the log-probabilities of the targets within each row's bounds, [B]."""
     batch, width = tokens_BS.shape[0], tokens_BS.shape[1] - 1
     place = row_placement(mesh, batch)
-    params = jax.tree.map(lambda x: x.astype(model.settings.compute_dtype), params)
+    params = weights_in_use(model.axes, params, model.settings.compute_dtype)
     cache = begin_cache(model, params, source, batch, width, place)
     chunk = min(width, CHUNK)
 

@@ -29,6 +29,7 @@ from jaxscale.sharding.resolve import (
     is_axes,
     resolve,
     resolve_tree,
+    weights_in_use,
     whole_kv_heads,
 )
 from jaxscale.sharding.specs import replicated
@@ -277,7 +278,7 @@ def _extend(
     """
     batch, slots = tokens_BS.shape
     place = row_placement(mesh, batch)
-    params = jax.tree.map(lambda x: x.astype(model.settings.compute_dtype), params)
+    params = weights_in_use(model.axes, params, model.settings.compute_dtype)
     cache = begin_cache(model, params, source, batch, slots, place)
     if width:
         cache = _prefill(model, params, tokens_BS[:, :width], cache, place)

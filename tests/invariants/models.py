@@ -16,7 +16,7 @@ from jaxscale.config import Config, from_dict
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.step import TrainState
-from tests.models import two_stacks
+from tests.models import experts, two_stacks
 
 BATCH, SEQ_LEN, STEPS, VOCABULARY = 8, 16, 3, 64
 FLOAT64 = {"compute_dtype": "float64", "param_dtype": "float64"}
@@ -95,6 +95,8 @@ KINDS = {
         lambda: {"optimizer": optax.lamb(1e-3)},
     ),
     "encoder and decoder": Kind(T5, target_len=8, objective="span_corruption"),
+    "experts": Kind({"family": "tests.models.experts:make", **SIZES, **experts.EVERYTHING}),
+    "prototypes": Kind({"family": "tests.models.experts:make", **SIZES, **experts.PROTOTYPES}),
     "bert": Kind(MASKED | {"family": "bert", "max_seq_len": SEQ_LEN}, objective="masked"),
     "esm": Kind(
         MASKED | {"family": "esm", "dropped_token": 3, "embedding_norm": True}, objective="masked"

@@ -66,6 +66,16 @@ LAYOUTS = {
         {"pipeline": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"},
         {"fsdp": 2, "context": 2, "tensor": 2, **LAYERED, **GATHER},
     ],
+    "experts": [
+        {"fsdp": 2, "expert": 2, "context": 2, **LAYERED, **GATHER, "remat": "full"},
+        {"pipeline": 2, "expert": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_v"},
+        {"data": 2, "expert": 2, "tensor": 2, **SHARDED_GRADS, "remat": "save_matmuls"},
+        {"expert": 4, "tensor": 2},
+    ],
+    "prototypes": [
+        {"pipeline": 2, "expert": 4, "microbatches": 1, "schedule": "1f1b", "remat": "full"},
+        {"expert": 2, "context": 2, "tensor": 2},
+    ],
     "esm": [{"fsdp": 2, "tensor": 2, "context": 2, "zero_stage": 3, "microbatches": 2}],
     "bert": [
         {
@@ -81,7 +91,7 @@ LAYOUTS = {
     ],
 }
 """The first two of each kind evaluate, too."""
-RESUMED = ("two stacks", "local and global layers", "encoder and decoder", "esm")
+RESUMED = ("two stacks", "local and global layers", "encoder and decoder", "experts", "esm")
 """In their first layout these also begin, save, resume, and are resumed from on one device; the
 parameters of the others are a decoder's, made and stacked as those of local and global layers."""
 CASES = [

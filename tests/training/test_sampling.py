@@ -16,11 +16,14 @@ from jaxscale.data.text.dialogue import read_conversations
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.forward import forward
 from jaxscale.models.protocol import head_params
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import sampling
 from jaxscale.training.engine import Engine, make_engine
+from jaxscale.training.kernels import evaluation_kernels
 from tests.data.dialogues import CONVERSATIONS, PLAIN, write_tokenizer
+from tests.models import experts
 
 SIZES = {
     "num_layers": 2,
@@ -39,20 +42,21 @@ GPT = ModelConfig(
 WINDOWS = {"sliding_window": 4, "layer_pattern": "LG"}
 LOCAL = ModelConfig(**{**SIZES, **WINDOWS, "num_layers": 3}, vocab_size=20, family="gemma3")
 PARALLEL = ModelConfig(**SIZES, vocab_size=20, family="gpt_neox")
-LATENT = ModelConfig(
-    **SIZES | {"num_kv_heads": 4},
+LATENT = {
+    "num_kv_heads": 4,
+    "kv_rank": 12,
+    "query_rank": 16,
+    "rope_head_dim": 4,
+    "value_head_dim": 6,
+    "rope_scaling": "yarn",
+    "rope_factor": 4.0,
+    "rope_original_context": 8,
+    "rope_mscale": 0.5,
+}
+EXPERTS = ModelConfig(
+    **{**SIZES, **experts.EVERYTHING, **LATENT, "num_layers": 3, "capacity_factor": 0.5},
     vocab_size=20,
-    family="deepseek_v3",
-    num_experts=0,
-    kv_rank=12,
-    query_rank=16,
-    rope_head_dim=4,
-    value_head_dim=6,
-    rope_scaling="yarn",
-    rope_factor=4.0,
-    rope_original_context=8,
-    rope_mscale=0.5,
-    dense_layers=0,
+    family="tests.models.experts:make",
 )
 
 LETTERS = "abcdefgh"
@@ -105,21 +109,18 @@ def full_logits(config: ModelConfig, tokens_BT) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _full_logits(config, params, tokens_BT):
-    model, shape = Decoder(config, plain_kernels()), tokens_BT.shape
+    kernels = evaluation_kernels(plain_kernels())  # text drops no choice of an expert
+    model, shape = Decoder(config, kernels), tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     ones = jnp.ones(shape, jnp.int32)
     batch = Batch(tokens_BT, tokens_BT, ones, positions_BT, ones)
-    x_BTD = model.embed(params["embed"], batch)
-    for index in range(config.num_layers):
-        layer = jax.tree.map(lambda x: x[index], params["layers"])  # noqa: B023
-        x_BTD = model.block(layer, x_BTD, batch, index % config.period)
-    return model.logits(head_params(model, params), x_BTD)
+    return model.logits(head_params(model, params), forward(model, params, batch)["x"])
 
 
 @pytest.mark.parametrize(
     "config",
-    [LLAMA, GPT, LOCAL, PARALLEL, LATENT],
-    ids=["llama", "gpt", "local", "parallel", "latent"],
+    [LLAMA, GPT, LOCAL, PARALLEL, EXPERTS],
+    ids=["llama", "gpt", "local", "parallel", "latent and experts"],
 )
 def test_the_cache_gives_the_logits_of_the_forward_pass(config):
     model, params = Decoder(config, plain_kernels()), fresh(config)
@@ -204,25 +205,29 @@ def test_a_prompt_alone_goes_on_as_in_a_batch():
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("config", "layout"),
     [
-        {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3},
-        {"tensor": 4},  # more ranks than key heads
-        {"fsdp": 2, "tensor": 2, "zero_stage": 3},  # fsdp splits both the rows and the weights
-        {"fsdp": 8, "zero_stage": 1},  # more replicas than prompts
+        (LLAMA, {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3}),
+        (LLAMA, {"tensor": 4}),  # more ranks than key heads
+        # Here fsdp splits both the rows and the weights.
+        (LLAMA, {"fsdp": 2, "tensor": 2, "zero_stage": 3}),
+        (LLAMA, {"fsdp": 8, "zero_stage": 1}),  # more replicas than prompts
+        (EXPERTS, {"fsdp": 2, "expert": 2, "tensor": 2}),
     ],
-    ids=str,
+    ids=lambda value: value.family if isinstance(value, ModelConfig) else str(value),
 )
-def test_a_layout_changes_no_text(layout, capfd):
+def test_a_layout_changes_no_text(config, layout, capfd):
     found = []
-    for engine, params in (one_device(LLAMA), make(LLAMA, **layout)):
+    for engine, params in (one_device(config), make(config, **layout)):
         sample = functools.partial(
             sampling.sample, engine, params, TOKENIZER, PROMPTS, num_tokens=NUM_TOKENS
         )
         found.append([sample(temperature=0), sample(temperature=1.5, seed=3), sample(top_p=0.8)])
     assert found[0] == found[1]
-    # With whole key heads beside query heads that are sharded, the partitioner gathers a token's.
-    assert layout == {"tensor": 4} or "rematerialization" not in capfd.readouterr().err
+    # With whole key heads beside query heads that are sharded, the partitioner gathers a token's;
+    # and it gathers experts, of which the loop over blocks takes one at a time.
+    gathers = layout == {"tensor": 4} or config is EXPERTS
+    assert gathers or "rematerialization" not in capfd.readouterr().err
 
 
 def test_the_seed_decides_and_settings_compile_nothing():

@@ -2,8 +2,8 @@
 
 `plan_dispatch` says where each chosen token goes; `expert_columns` sends tokens and multiplies
 them by their experts' matrices out of the residual stream; `expert_rows` multiplies by those back
-into it, and returns each token the sum over its experts. Their backward passes are each other's forward pass:
-what one sends the other collects.
+into it, and returns each token the sum over its experts. Their backward passes are each other's
+forward pass: what one sends the other collects.
 
 Letters: B batch, T time, D features of the residual stream, F hidden features, K choices of a
 token, E experts, N tokens of a rank, S rows of a send buffer, R rows of a receive buffer, in the

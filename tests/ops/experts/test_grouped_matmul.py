@@ -52,5 +52,5 @@ def test_weight_gradients_of_long_groups_are_accumulated_in_float32(implementati
 
 
 def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="the grouped matmul = 'block'.*did you mean 'blocks'"):
+    with pytest.raises(ValueError, match=r"the grouped matmul = 'block'.*did you mean 'blocks'"):
         grouped_matmul(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.array([2]), "block")

@@ -1,0 +1,63 @@
+"""Decoders with experts as a family of one's own, which may set every option: with an expert that
+no token chooses, and two whose scores are the same."""
+
+from dataclasses import dataclass
+
+import jax
+
+from jaxscale.model_config import ModelConfig
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.kernels import Kernels
+from jaxscale.models.protocol import Params, Rows
+
+NEVER, FIRST, SECOND = 3, 0, 1
+"""The expert without tokens, and the two that are tied."""
+
+EVERYTHING = {
+    "num_layers": 5,
+    "dense_layers": 1,
+    "num_experts": 8,
+    "experts_per_token": 3,
+    "expert_d_ff": 24,
+    "shared_d_ff": 16,
+    "router_scores": "sigmoid",
+    "router_normalized": True,
+    "router_scale": 2.5,
+    "router_groups": 4,
+    "router_groups_kept": 3,
+    "router_bias": True,
+    "balance_rate": 0.01,
+    "balance_weight": 0.1,
+    "router_z_loss": 0.01,
+}
+PROTOTYPES = {
+    "num_layers": 4,
+    "num_experts": 8,
+    "experts_per_token": 2,
+    "router": "prototypes",
+    "capacity_factor": 1.0,
+    "balance": "microbatch",
+    "balance_weight": 0.1,
+}
+
+
+@dataclass(frozen=True)
+class Uneven(Decoder):
+    """With routers that are not balanced."""
+
+    def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
+        params = super().init(key, rows)
+        for part in self.parts:
+            mlp = params[part.name]["mlp"]
+            if "router" not in mlp:
+                continue
+            router = mlp["router"].at[:, :, SECOND].set(mlp["router"][:, :, FIRST])
+            mlp = {**mlp, "router": router}
+            if "router_bias" in mlp:
+                mlp["router_bias"] = mlp["router_bias"].at[:, NEVER].add(-1e3)
+            params = {**params, part.name: {**params[part.name], "mlp": mlp}}
+        return params
+
+
+def make(settings: ModelConfig, kernels: Kernels) -> Uneven:
+    return Uneven(settings, kernels)
