@@ -48,6 +48,21 @@ QWEN_MOE = SIZES | {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
+DEEPSEEK = {key: value for key, value in SIZES.items() if key != "head_dim"} | {
+    "intermediate_size": 16,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 5,
+}
 NEOX = {key: value for key, value in FUSED.items() if key != "num_key_value_heads"}
 GPT2 = {
     "vocab_size": 67,
@@ -187,6 +202,23 @@ CASES = {
             "hidden_act": "gelu",
             "rope_parameters": YARN,
             "router_aux_loss_coef": 0.02,
+        },
+    ),
+    # DeepSeek-V3
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK | {"rope_parameters": YARN_SCALES}),
+    "deepseek_v3_direct": (
+        "DeepseekV3",
+        DEEPSEEK
+        | {
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 0,
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "v_head_dim": 8,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
     ),
     # Gemma
@@ -357,6 +389,9 @@ def make_model(kind: str, settings: dict, untied: bool) -> torch.nn.Module:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.copy_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn_like(buffer))
     return model.float().eval()
 
 

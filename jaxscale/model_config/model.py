@@ -9,6 +9,7 @@ from typing import Any
 from jaxscale.choices import check_at_least, check_choice
 from jaxscale.layout import BLOCK_TENSORS, parse_remat
 from jaxscale.model_config.experts import ExpertOptions
+from jaxscale.model_config.latent_attention import LatentOptions
 from jaxscale.model_config.settings import ATTENTIONS, DTYPES, is_own_family, option
 from jaxscale.model_families.shipped import find_family, refuse_setting
 
@@ -35,13 +36,14 @@ SCALING = (
     "rope_high_turns",
     "rope_attention_factor",
     "rope_truncate",
+    "rope_mscale",
 )
 """What `rope_scaling` reads."""
 USUAL_TURNS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 
 
 @dataclass(frozen=True)
-class ModelConfig(ExpertOptions):
+class ModelConfig(ExpertOptions, LatentOptions):
     """A transformer of any family of `jaxscale.model_families`: a decoder, or an encoder and a
     decoder where `num_encoder_layers` is not zero.
 
@@ -159,6 +161,12 @@ class ModelConfig(ExpertOptions):
             )
         self._check_positions()
         self.check_experts(self.num_layers, self.period)
+        self.check_latent(self.num_heads, self.num_kv_heads, self.head_dim)
+        if self.kv_rank and (self.qk_norm or self.attention_bias != "none"):
+            raise ValueError(
+                f"model.kv_rank = {self.kv_rank}: latent attention has norms of its own and no "
+                "biases; set model.qk_norm = False and model.attention_bias = 'none'"
+            )
         if set(self.layer_pattern) - set("LG"):
             raise ValueError(
                 f"model.layer_pattern = {self.layer_pattern!r} is of letters L (local, with the "
@@ -231,7 +239,7 @@ class ModelConfig(ExpertOptions):
     @property
     def has_formulas(self) -> bool:
         """Whether the planner has formulas for the model's memory and time."""
-        return not is_own_family(self.family) and not self.num_experts
+        return not (is_own_family(self.family) or self.num_experts or self.kv_rank)
 
     @property
     def has_flops_formula(self) -> bool:
@@ -281,7 +289,12 @@ class ModelConfig(ExpertOptions):
     @property
     def rotary_dim(self) -> int:
         """Features of a head that are rotated."""
-        return int(self.head_dim * self.rope_share)
+        return self.rope_head_dim if self.kv_rank else int(self.head_dim * self.rope_share)
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a head's values."""
+        return (self.kv_rank and self.value_head_dim) or self.head_dim
 
     @property
     def rope_turns(self) -> tuple[float, float]:
@@ -292,7 +305,8 @@ class ModelConfig(ExpertOptions):
     @property
     def attention_scale(self) -> float:
         """What attention scores are multiplied by."""
-        return (self.attention_scale_dim or self.head_dim) ** -0.5
+        usual = (self.attention_scale_dim or self.head_dim) ** -0.5
+        return usual * (1 + 0.1 * self.rope_mscale * math.log(self.rope_factor)) ** 2
 
     # Parameters and operations.
 
@@ -307,7 +321,9 @@ class ModelConfig(ExpertOptions):
         layers."""
         heads = self.num_heads * self.head_dim
         keys = self.num_kv_heads * self.head_dim
-        total = 2 * self.d_model * (heads + keys) + self._mlp_params(self.d_ff)
+        total = sum(self._attention_sizes.values()) + self._mlp_params(self.d_ff)
+        if self.kv_rank:
+            total += self.query_rank + self.kv_rank
         if self.qk_norm:
             total += heads + keys if self.qk_norm_over_heads else 2 * self.head_dim
         if self.attention_bias != "none":
@@ -319,6 +335,16 @@ class ModelConfig(ExpertOptions):
         if self.relative_bias == "layer":
             total += self.relative_buckets * self.num_heads
         return total + (4 if self.norm_placement == "both" else 2) * self._norm_params
+
+    @property
+    def _attention_sizes(self) -> dict[str, int]:
+        """Weights of attention's matrices, by the names of `layout.BLOCK_TENSORS` of what they
+        make."""
+        if self.kv_rank:
+            return self.latent_sizes(self.d_model, self.num_heads, self.head_dim)
+        heads = self.d_model * self.num_heads * self.head_dim
+        keys = self.d_model * self.num_kv_heads * self.head_dim
+        return {"query": heads, "key": keys, "value": keys, "attention_out": heads}
 
     def _mlp_params(self, d_ff: int) -> int:
         """Parameters of the matrices of an MLP."""
@@ -436,18 +462,15 @@ class ModelConfig(ExpertOptions):
     def layer_matmul_flops(self, seq_len: int, causal: bool = True) -> dict[str, float]:
         """The same for each matmul, by the names of `layout.BLOCK_TENSORS`, "mlp_down", and
         "router" of layers with experts."""
-        heads = self.num_heads * self.head_dim
-        kv_heads = self.num_kv_heads * self.head_dim
+        scored = self.num_heads * (self.head_dim + self.value_dim)
+        made = {name: 2.0 * size for name, size in self._attention_sizes.items()}
         with_experts = self.num_expert_layers / self.num_layers
         active = self.shared_d_ff + self.experts_per_token * (self.expert_d_ff or self.d_ff)
         d_ff = self.d_ff + with_experts * (active - self.d_ff)
         mlp = 2.0 * self.d_model * d_ff
         return {
-            "query": 2.0 * self.d_model * heads,
-            "key": 2.0 * self.d_model * kv_heads,
-            "value": 2.0 * self.d_model * kv_heads,
-            "attention": 4 * heads * self._mean_keys(seq_len, causal),
-            "attention_out": 2.0 * self.d_model * heads,
+            **made,
+            "attention": 2 * scored * self._mean_keys(seq_len, causal),
             "mlp_gate": mlp if self.gated else 0.0,
             "mlp_up": mlp,
             "mlp_down": mlp,

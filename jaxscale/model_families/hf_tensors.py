@@ -1,7 +1,7 @@
 """Rules for tensors that several families name alike."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from jaxscale.model_families.family import Model
 from jaxscale.model_families.tensor_rule import TensorRule
@@ -105,15 +105,19 @@ PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def expert_tensors(
-    model: Model, block: str = "mlp", names: Mapping[str, str] = PROJECTIONS
+    model: Model,
+    block: str = "mlp",
+    names: Mapping[str, str] = PROJECTIONS,
+    attention: Callable[[Model], Iterable[TensorRule]] = attention_rules,
 ) -> tuple[TensorRule, ...]:
     """All tensors of a Llama with experts, of which the first layers may have none.
 
     Args:
       block: theirs of a layer, which has the router, "gate", and the experts.
       names: of an expert's matrices, ours -> theirs.
+      attention: the rules of a layer's attention.
     """
-    common = [*layer_norms(model), *attention_rules(model)]
+    common = [*layer_norms(model), *attention(model)]
     with_experts = [*common, *expert_rules(model, block, names)]
     if not model.dense_layers:
         return (*llama_outer(model), *with_experts)
@@ -125,15 +129,19 @@ def expert_tensors(
 
 
 def expert_rules(model: Model, block: str, names: Mapping[str, str]) -> Iterator[TensorRule]:
-    """Router and experts, one tensor for each expert's matrix."""
-    width = model.expert_d_ff or model.d_ff
-    yield matrix(
-        "layers/mlp/router", f"{LAYER}.{block}.gate.weight", model.d_model, model.num_experts
-    )
-    for ours, theirs in names.items():
-        inputs, outputs = (width, model.d_model) if ours == "down" else (model.d_model, width)
-        name = f"{LAYER}.{block}.experts.{{expert}}.{theirs}.weight"
-        yield matrix(f"layers/mlp/{ours}", name, inputs, outputs)
+    """Router and experts, one tensor for each expert's matrix, and the shared expert."""
+    gate, width = f"{LAYER}.{block}.gate", model.expert_d_ff or model.d_ff
+    yield matrix("layers/mlp/router", f"{gate}.weight", model.d_model, model.num_experts)
+    if model.router_bias:
+        yield vector("layers/mlp/router_bias", f"{gate}.e_score_correction_bias", model.num_experts)
+    experts = {"": ("experts.{expert}", width)}
+    if model.shared_d_ff:
+        experts["/shared"] = ("shared_experts", model.shared_d_ff)
+    for part, (folder, hidden) in experts.items():
+        for ours, theirs in names.items():
+            sizes = (hidden, model.d_model) if ours == "down" else (model.d_model, hidden)
+            name = f"{LAYER}.{block}.{folder}.{theirs}.weight"
+            yield matrix(f"layers/mlp{part}/{ours}", name, *sizes)
 
 
 def of_stack(rules: Iterable[TensorRule], stack: str, first: int) -> Iterator[TensorRule]:

@@ -91,7 +91,7 @@ QWEN3_MOE = Family(
         "tied_embeddings": False,
         "num_experts": 128,
         "experts_per_token": 8,
-        "expert_d_ff": 768,
+        "expert_d_ff": 0,
         "dense_layers": 0,
         "router_normalized": True,
     },

@@ -5,6 +5,7 @@ A family is added with a file beside this one and a line in `SHIPPED`.
 
 from jaxscale.choices import check_choice, did_you_mean
 from jaxscale.model_families.bert import BERT
+from jaxscale.model_families.deepseek import DEEPSEEK_V3
 from jaxscale.model_families.esm import ESM
 from jaxscale.model_families.family import Family
 from jaxscale.model_families.gemma import GEMMA2, GEMMA3
@@ -22,7 +23,7 @@ from jaxscale.model_families.t5 import MT5, T5, UMT5
 DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT, GPT_NEOX)
 PLANNED = (*DECODERS, BERT, ESM)
 """Of which the planner has formulas."""
-SHIPPED = (*PLANNED, MIXTRAL, QWEN3_MOE, T5, MT5, UMT5)
+SHIPPED = (*PLANNED, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, T5, MT5, UMT5)
 
 FAMILIES = {family.name: family for family in SHIPPED}
 

@@ -17,11 +17,13 @@ from jax.ad_checkpoint import checkpoint_name as named  # for remat policies
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.models.kernels import Kernels
+from jaxscale.models.latent_attention import LatentAttention
+from jaxscale.models.positions import rope_settings
 from jaxscale.models.protocol import STREAM, Sums
 from jaxscale.models.weights import Weights
 from jaxscale.ops.attention import decode_attention
 from jaxscale.ops.norm import layer_norm, rms_norm
-from jaxscale.ops.rope import RopeScaling, rotary
+from jaxscale.ops.rope import rotary
 from jaxscale.ops.tensor_parallel import add_bias, columns, rows
 
 Cache = tuple[jax.Array, jax.Array]
@@ -180,21 +182,6 @@ class Attention(nnx.Module):
         return self.join(o_BTNH), (k_LBSKH, v_LBSKH)
 
 
-def rope_settings(config: ModelConfig, kind: int) -> dict[str, Any]:
-    """The keywords of `ops.rope.rotary` for a layer of a kind."""
-    settings: dict[str, Any] = {"theta": config.theta(kind), "rotary_dim": config.rotary_dim}
-    if (scaling := config.scaling(kind)) != "none":
-        settings["scaling"] = RopeScaling(
-            scaling,
-            config.rope_factor,
-            config.rope_original_context,
-            *config.rope_turns,
-            attention_factor=config.rope_attention_factor,
-            truncate=config.rope_truncate,
-        )
-    return settings
-
-
 class MLP(nnx.Module):
     """Two matrices with an activation between them, or three with a gate (arXiv 2002.05202).
 
@@ -252,7 +239,7 @@ class Block(nnx.Module):
         self.placement, self.parallel = config.norm_placement, config.parallel_block
         before, after = self.placement in ("before", "both"), self.placement != "before"
         self.attention_norm = Norm(config, weights) if before else None
-        self.attention = Attention(config, weights)
+        self.attention: Any = (LatentAttention if config.kv_rank else Attention)(config, weights)
         self.attention_post_norm = Norm(config, weights) if after else None
         self.mlp_norm = Norm(config, weights) if before else None
         self.mlp = self._make_mlp(config, weights)
@@ -311,12 +298,13 @@ class Block(nnx.Module):
         self,
         x_BTD: jax.Array,
         positions_BT: jax.Array,
-        cache: Cache,
+        cache: Any,
         layer: jax.Array,
         kind: int,
         kernels: Kernels,
-    ) -> tuple[jax.Array, Cache]:
-        """The same for tokens that are added to the cache of layer `layer`."""
+    ) -> tuple[jax.Array, Any]:
+        """The same for tokens that are added to the cache of layer `layer`: a `Cache`, or a
+        `LatentCache`."""
         y_BTD, cache = self.attention.decode(
             _apply(self.attention_norm, x_BTD), positions_BT, cache, layer, kind
         )

@@ -22,6 +22,7 @@ from jaxscale.models.block import ACTIVATIONS, Block, Cache, Norm
 from jaxscale.models.experts import ExpertBlock, expert_metrics, expert_sums
 from jaxscale.models.forward import scan_periods
 from jaxscale.models.kernels import Kernels, plain_lookup
+from jaxscale.models.latent_attention import empty_latent_cache
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import Weights, axes_of, module_of, params_of, stack_axes, stack_params
 from jaxscale.ops.attention import attention
@@ -372,18 +373,19 @@ class Decoder:
         """The logical axes of a cache's arrays."""
         return CACHE_AXES
 
-    def empty_cache(self, batch: int, slots: int) -> Cache:
+    def empty_cache(self, batch: int, slots: int) -> Any:
         """A cache for `batch` sequences of at most `slots` tokens, in the compute type."""
-        return empty_cache(self.settings, batch, slots)
+        make = empty_latent_cache if self.settings.kv_rank else empty_cache
+        return make(self.settings, batch, slots)
 
     def decode(
         self,
         params: Params,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
-        cache: Cache,
+        cache: Any,
         shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x,
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[jax.Array, Any]:
         """The stream after every layer, and the cache with these tokens in it.
 
         Args:

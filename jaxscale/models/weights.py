@@ -39,6 +39,12 @@ class Weights:
             "expert_mlp": config.expert_d_ff or config.d_ff,
             "shared_mlp": config.shared_d_ff,
             "routes": config.num_experts,
+            "query_rank": config.query_rank,
+            "kv_rank": config.kv_rank,
+            "plain_dim": config.head_dim - config.rope_head_dim,
+            "value_dim": config.value_dim,
+            "halves": 2,
+            "pairs": config.rope_head_dim // 2,
         }
         self.dtype = jnp.dtype(config.param_dtype)
         # "Small init" (Nguyen and Salazar 2019, arXiv 1910.05895); the outputs into the residual
@@ -47,10 +53,21 @@ class Weights:
         self.depth_scale = 1 / math.sqrt(branches or 2 * config.num_layers)
         self.keys = nnx.RngStream(key, tag="params")
 
-    def normal(self, *axes: str, residual: bool = False, scale: float = 1.0) -> nnx.Param:
-        """A matrix; `residual` marks those that write into the residual stream."""
+    def normal(
+        self, *axes: str, residual: bool = False, scale: float = 1.0, inputs: int = 0
+    ) -> nnx.Param:
+        """A matrix.
+
+        Args:
+          residual: marks those that write into the residual stream.
+          inputs: the size of "embed" where the matrix reads something else than the stream.
+        """
+        shape = self.shape(axes)
+        if inputs:
+            shape = tuple(inputs if axis == "embed" else n for axis, n in zip(axes, shape))
+            scale *= math.sqrt(self.sizes["embed"] / inputs)
         std = self.std * (self.depth_scale if residual else 1.0) * scale
-        value = exact_normal(self.keys(), self.shape(axes), std)
+        value = exact_normal(self.keys(), shape, std)
         return nnx.Param(value.astype(self.dtype), axes=axes)
 
     def ones(self, *axes: str) -> nnx.Param:

@@ -24,6 +24,13 @@ WEIGHTS: Rules = {
     # Where ranks outnumber them: `with_whole_kv_heads`.
     "whole_kv_heads": (),
     "head_dim": (),
+    # Of latent attention: whole on each rank of tensor, but for the heads.
+    "query_rank": (),
+    "kv_rank": (),
+    "plain_dim": (),
+    "value_dim": (),
+    "halves": (),
+    "pairs": (),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "positions": (),

@@ -9,6 +9,7 @@ import pytest
 
 from jaxscale import config
 from jaxscale.config import Config, DataConfig, ModelConfig
+from jaxscale.model_config.model import SCALING
 from jaxscale.model_families.shipped import FAMILIES, SHIPPED
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.training.engine import find_model
@@ -56,7 +57,17 @@ PUBLISHED = {
     "bert": (sizes(12, 768, 12, 12, 64, 3072, 30522) | {"max_seq_len": 512}, 109_514_298),
     "esm": (sizes(6, 320, 20, 20, 16, 1280, 33), 7_512_353),
     "mixtral": (sizes(32, 4096, 32, 8, 128, 14336, 32000), 46_702_792_704),
-    "qwen3_moe": (sizes(48, 2048, 32, 4, 128, 6144, 151936), 30_532_122_624),
+    "qwen3_moe": (
+        sizes(48, 2048, 32, 4, 128, 6144, 151936) | {"expert_d_ff": 768},
+        30_532_122_624,
+    ),
+    # With the biases of its routers, and without the module that predicts a second token.
+    "deepseek_v3": (
+        sizes(61, 7168, 128, 128, 192, 18432, 129280)
+        | {"kv_rank": 512, "query_rank": 1536, "rope_head_dim": 64, "value_head_dim": 128}
+        | {"dense_layers": 3, "expert_d_ff": 2048, "shared_d_ff": 2048},
+        671_026_419_200,
+    ),
 }
 
 
@@ -76,7 +87,8 @@ def test_a_run_has_at_most_80_leaves_and_only_those_of_its_family(name):
     run = Config(model=model, data=DataConfig(objective="causal" if model.causal else "masked"))
     sections = config.to_dict(run)
     assert sum(len(section) for section in sections.values()) <= 80
-    assert set(FAMILIES[name].settings) <= set(sections["model"])
+    # What scales rotary positions is left out where nothing does.
+    assert set(FAMILIES[name].settings) - set(SCALING) <= set(sections["model"])
     assert not set(FAMILIES[name].fixed) & set(sections["model"])
     assert config.from_dict(json.loads(json.dumps(sections))) == run
 
@@ -113,6 +125,11 @@ REFUSED = [
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; for mixtral it can be"),
     ("mixtral", {"moe_intermediate_size": 8}, "has moe_intermediate_size = 8, which is not known"),
     ("qwen3_moe_dense", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: of 3 layers [0, 2]"),
+    ("deepseek_v3", {"attention_bias": True}, "attention_bias = True; for deepseek_v3 it can be"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False; for deepseek_v3 it can"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False; for deepseek_v3 it can be"),
+    ("deepseek_v3", {"rms_norm_eps": 0.1}, "rms_norm_eps = 0.1; for deepseek_v3 it can be 1e-06"),
+    ("deepseek_v3", {"index_topk": 2048}, "has index_topk = 2048, which is not known for deepseek"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, "of 2 layers [1] have no experts; only the first ones"),
 ]
 
@@ -219,6 +236,7 @@ def test_keys_of_published_files_are_known():
         ({"family": "mt5", "activation": "gelu"}, "model.activation = 'gelu' cannot be written"),
         ({"family": "gpt", "num_kv_heads": 2}, "model.num_kv_heads = 2 cannot be written"),
         ({"family": "gpt_neox", "head_dim": 32}, "model.head_dim = 32 cannot be written"),
+        ({"family": "deepseek_v3", "shared_d_ff": 9}, "model.shared_d_ff = 9 cannot be written"),
         ({"family": "esm", "causal": True}, "model.causal = True cannot be written"),
     ],
 )

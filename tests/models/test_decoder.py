@@ -95,20 +95,24 @@ def test_rows_beyond_the_vocabulary_never_matter():
     np.testing.assert_array_equal(loss(params), value)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt"])
+LATENT = {"num_kv_heads": 8, "kv_rank": 128, "query_rank": 192, "rope_head_dim": 16}
+LATENT |= {"num_experts": 0, "dense_layers": 0}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt", "deepseek_v3"])
 def test_operations_are_those_that_the_compiler_counts(family):
     """Within 3 %: the formula leaves out norms, activations, the softmax and rotary positions."""
     config = ModelConfig(
         num_layers=1,
         d_model=512,
         num_heads=8,
-        num_kv_heads=4,
         head_dim=64,
         d_ff=2048,
         vocab_size=4096,
         family=family,
         tied_embeddings=family == "gpt",
         compute_dtype="float32",
+        **(LATENT if family == "deepseek_v3" else {"num_kv_heads": 4}),
     )
     model = Decoder(config, plain_kernels())
     shapes = jax.eval_shape(model.init, jax.random.key(0))

@@ -42,8 +42,19 @@ GPT = ModelConfig(
 WINDOWS = {"sliding_window": 4, "layer_pattern": "LG"}
 LOCAL = ModelConfig(**{**SIZES, **WINDOWS, "num_layers": 3}, vocab_size=20, family="gemma3")
 PARALLEL = ModelConfig(**SIZES, vocab_size=20, family="gpt_neox")
+LATENT = {
+    "num_kv_heads": 4,
+    "kv_rank": 12,
+    "query_rank": 16,
+    "rope_head_dim": 4,
+    "value_head_dim": 6,
+    "rope_scaling": "yarn",
+    "rope_factor": 4.0,
+    "rope_original_context": 8,
+    "rope_mscale": 0.5,
+}
 EXPERTS = ModelConfig(
-    **{**SIZES, **experts.EVERYTHING, "num_layers": 3, "capacity_factor": 0.5},
+    **{**SIZES, **experts.EVERYTHING, **LATENT, "num_layers": 3, "capacity_factor": 0.5},
     vocab_size=20,
     family="tests.models.experts:make",
 )
@@ -109,7 +120,7 @@ def _full_logits(config, params, tokens_BT):
 @pytest.mark.parametrize(
     "config",
     [LLAMA, GPT, LOCAL, PARALLEL, EXPERTS],
-    ids=["llama", "gpt", "local", "parallel", "experts"],
+    ids=["llama", "gpt", "local", "parallel", "latent and experts"],
 )
 def test_the_cache_gives_the_logits_of_the_forward_pass(config):
     model, params = Decoder(config, plain_kernels()), fresh(config)

@@ -1,0 +1,187 @@
+"""DeepSeek-V3: latent attention, experts beside a shared one, balanced by biases; the first layers
+have none. Without the modules that predict further tokens."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxscale.model_families.family import ROPE, Family, Model
+from jaxscale.model_families.hf_config import (
+    expect,
+    pop,
+    pop_rope,
+    pop_sizes,
+    refuse_rest,
+    rope_to_hf,
+    sizes_to_hf,
+)
+from jaxscale.model_families.hf_tensors import LAYER, expert_tensors, matrix, vector
+from jaxscale.model_families.tensor_rule import TensorRule
+
+FIXED: Mapping[str, Any] = {
+    "norm_eps": 1e-6,
+    "router_scores": "sigmoid",
+    "router_normalized": True,
+    "router_bias": True,
+}
+HF_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "rms_norm_eps": (1e-6,),
+    "attention_bias": (False,),
+    "tie_word_embeddings": (False,),
+    "rope_interleave": (True,),
+    "norm_topk_prob": (True,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
+"""Keys that have one value in every model of the family."""
+UNREAD = (
+    "aux_loss_alpha",
+    "ep_size",
+    "head_dim",
+    "num_mtp_layers",
+    "num_nextn_predict_layers",
+    "output_router_logits",
+    "qk_head_dim",
+    "seq_aux",
+)
+"""Keys of training, or of the modules that predict further tokens; and sizes that follow."""
+
+
+def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {key: value for key, value in hf.items() if key not in UNREAD}
+    for key, allowed in HF_FIXED.items():
+        expect(rest, key, *allowed)
+    scaling = rest.get("rope_scaling") or rest.get("rope_parameters") or {}
+    turned, expert = pop(rest, "qk_rope_head_dim", 64), pop(rest, "moe_intermediate_size", 2048)
+    other = pop(rest, "num_local_experts", 256)
+    ours = {
+        **pop_rope(rest),
+        "rope_mscale": scaling.get("mscale_all_dim") or 0.0,
+        **pop_sizes(rest),
+        "head_dim": pop(rest, "qk_nope_head_dim", 128) + turned,
+        "rope_head_dim": turned,
+        "value_head_dim": pop(rest, "v_head_dim", 128),
+        "kv_rank": pop(rest, "kv_lora_rank", 512),
+        "query_rank": pop(rest, "q_lora_rank", 1536) or 0,
+        "num_experts": pop(rest, "n_routed_experts", other),
+        "experts_per_token": pop(rest, "num_experts_per_tok", 8),
+        "expert_d_ff": expert,
+        "shared_d_ff": pop(rest, "n_shared_experts", 1) * expert,
+        "dense_layers": pop(rest, "first_k_dense_replace", 3),
+        "router_scale": pop(rest, "routed_scaling_factor", 2.5),
+        "router_groups": pop(rest, "n_group", 8),
+        "router_groups_kept": pop(rest, "topk_group", 4),
+    }
+    refuse_rest(rest)
+    return ours
+
+
+def _to_hf(model: Model) -> dict[str, Any]:
+    expert = model.expert_d_ff or model.d_ff
+    if model.shared_d_ff % expert or not model.shared_d_ff:
+        raise ValueError(
+            f"model.shared_d_ff = {model.shared_d_ff} cannot be written in Hugging Face's format "
+            f"of {model.family} models, where it is a multiple of model.expert_d_ff = {expert}"
+        )
+    sizes = sizes_to_hf(model)
+    del sizes["head_dim"]
+    rope = rope_to_hf(model)
+    if model.rope_mscale and rope["rope_scaling"]:
+        rope["rope_scaling"]["mscale_all_dim"] = model.rope_mscale
+    return {
+        **sizes,
+        **rope,
+        "qk_nope_head_dim": model.head_dim - model.rope_head_dim,
+        "qk_rope_head_dim": model.rope_head_dim,
+        "v_head_dim": model.value_dim,
+        "kv_lora_rank": model.kv_rank,
+        "q_lora_rank": model.query_rank or None,
+        "n_routed_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": expert,
+        "n_shared_experts": model.shared_d_ff // expert,
+        "first_k_dense_replace": model.dense_layers,
+        "routed_scaling_factor": model.router_scale,
+        "n_group": model.router_groups,
+        "topk_group": model.router_groups_kept,
+        "num_nextn_predict_layers": 0,
+        **{key: value for key, (value,) in HF_FIXED.items()},
+    }
+
+
+def _attention_rules(model: Model) -> Iterator[TensorRule]:
+    """Their rotated features are pairs of neighbours, ours two halves."""
+    heads, turned, rank = model.num_heads, model.rope_head_dim, model.kv_rank
+    plain, query = model.head_dim - turned, model.query_rank or model.d_model
+    ours, theirs = "layers/attention", f"{LAYER}.self_attn"
+    if model.query_rank:
+        yield matrix(f"{ours}/q_down", f"{theirs}.q_a_proj.weight", model.d_model, query)
+        yield vector(f"{ours}/q_scale", f"{theirs}.q_a_layernorm.weight", query)
+    name = f"{theirs}.{'q_b_proj' if model.query_rank else 'q_proj'}.weight"
+    shape = (heads * model.head_dim, query)
+    yield _part(f"{ours}/q_plain", name, shape, (heads, model.head_dim, query), slice(plain))
+    yield TensorRule(
+        f"{ours}/q_turned",
+        name,
+        (heads, model.head_dim // 2, 2, query),
+        (3, 0, 2, 1),
+        (slice(None), slice(plain // 2, None)),
+        shape,
+    )
+    name, shape = f"{theirs}.kv_a_proj_with_mqa.weight", (rank + turned, model.d_model)
+    yield TensorRule(f"{ours}/kv_down", name, shape, (1, 0), (slice(rank),), shape)
+    pairs = ((rank + turned) // 2, 2, model.d_model)
+    take = (slice(rank // 2, None),)
+    yield TensorRule(f"{ours}/k_turned", name, pairs, (2, 1, 0), take, shape)
+    yield vector(f"{ours}/kv_scale", f"{theirs}.kv_a_layernorm.weight", rank)
+    name, width = f"{theirs}.kv_b_proj.weight", plain + model.value_dim
+    shape, view = (heads * width, rank), (heads, width, rank)
+    yield _part(f"{ours}/k_plain", name, shape, view, slice(plain))
+    yield _part(f"{ours}/v", name, shape, view, slice(plain, None))
+    values = heads * model.value_dim
+    yield matrix(f"{ours}/out", f"{theirs}.o_proj.weight", values, model.d_model)
+
+
+def _part(
+    param: str, name: str, shape: tuple[int, ...], view: tuple[int, ...], features: slice
+) -> TensorRule:
+    """Some features of each head, out of the features of `view`'s last dimension."""
+    return TensorRule(param, name, view, (2, 0, 1), (slice(None), features), shape)
+
+
+def _tensors(model: Model) -> tuple[TensorRule, ...]:
+    return expert_tensors(model, attention=_attention_rules)
+
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    paper="DeepSeek-V3, arXiv 2412.19437",
+    settings={
+        **ROPE,
+        "rope_mscale": 0.0,
+        # Sizes are as small as the defaults of those that every family has.
+        "kv_rank": 32,
+        "query_rank": 0,
+        "rope_head_dim": 8,
+        "value_head_dim": 0,
+        "expert_d_ff": 0,
+        "shared_d_ff": 256,
+        "num_experts": 256,
+        "experts_per_token": 8,
+        "dense_layers": 1,
+        "router_scale": 2.5,
+        "router_groups": 8,
+        "router_groups_kept": 4,
+        "balance_rate": 0.001,
+        "balance_weight": 0.0001,
+    },
+    fixed=FIXED,
+    hf_types=("deepseek_v3",),
+    hf_architectures="DeepseekV3ForCausalLM",
+    read_hf=_from_hf,
+    write_hf=_to_hf,
+    tensors=_tensors,
+    # As transformers: of the published model these are of a module that predicts further tokens.
+    ignored=("*.rotary_emb.inv_freq", "model.layers.61.*"),
+)

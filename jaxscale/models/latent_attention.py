@@ -1,0 +1,143 @@
+"""Multi-head latent attention: keys and values of all heads are made of a few features of a token
+(DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+Letters: B batch, T query time, S key time, D embed, N heads, H head_dim, V features of a head's
+values, R features that are rotated, h halves of them and r pairs (R = h * r), C kv_rank, Q
+query_rank or, where queries are made of the stream itself, D.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name as named
+
+from jaxscale.batch import Batch
+from jaxscale.config import ModelConfig
+from jaxscale.models.kernels import Kernels
+from jaxscale.models.positions import rope_settings
+from jaxscale.models.weights import Weights
+from jaxscale.ops.attention import decode_attention
+from jaxscale.ops.norm import rms_norm
+from jaxscale.ops.rope import rotary
+from jaxscale.ops.tensor_parallel import columns, linear, rows
+
+LatentCache = tuple[jax.Array]
+"""Compressed keys and values and rotated keys of every layer, [layers, batch, slots, 1, C + R]."""
+
+NORM_EPS = 1e-6
+"""Of the norms inside, whatever that of the model."""
+
+
+class LatentAttention(nnx.Module):
+    """Self-attention whose heads have a part of their own and a rotated part, of which the keys are
+    shared.
+
+    The matrices out of the compressed features have their input dimension under the name "embed":
+    ZeRO shards it.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights):
+        self.config = config
+        if config.query_rank:
+            self.q_down = weights.normal("embed", "query_rank")
+            self.q_scale = weights.ones("query_rank")
+        query, keys = config.query_rank, config.kv_rank
+        self.q_plain = weights.normal("embed", "heads", "plain_dim", inputs=query)
+        self.q_turned = weights.normal("embed", "heads", "halves", "pairs", inputs=query)
+        self.kv_down = weights.normal("embed", "kv_rank")
+        self.kv_scale = weights.ones("kv_rank")
+        self.k_turned = weights.normal("embed", "halves", "pairs")
+        self.k_plain = weights.normal("embed", "heads", "plain_dim", inputs=keys)
+        self.v = weights.normal("embed", "heads", "value_dim", inputs=keys)
+        self.out = weights.normal("heads", "value_dim", "embed", residual=True)
+
+    def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels, kind: int) -> jax.Array:
+        config, turn = self.config, rope_settings(self.config, kind)
+        from_BTQ, from_BTC, k_BTR = self._compressed(x_BTD)
+        parts = kernels.columns(from_BTQ, (self.q_plain[...], self.q_turned[...]))
+        q_BTNH = self._queries(parts, batch.positions, turn)
+        k_plain_BTN, v_BTNV = kernels.columns(from_BTC, (self.k_plain[...], self.v[...]))
+        k_BTR = kernels.shard(k_BTR, ("batch", "seq", "head_dim"))
+        k_BT1R = rotary(k_BTR[:, :, None], batch.positions, **turn)
+        shape = (*k_plain_BTN.shape[:3], config.rope_head_dim)
+        k_BTNH = jnp.concatenate((k_plain_BTN, jnp.broadcast_to(k_BT1R, shape)), axis=-1)
+        q_BTNH, k_BTNH, v_BTNV = map(named, (q_BTNH, k_BTNH, v_BTNV), ("query", "key", "value"))
+        # Kernels take values as wide as keys.
+        v_BTNH = jnp.pad(v_BTNV, ((0, 0),) * 3 + ((0, config.head_dim - config.value_dim),))
+        heads = ("batch", "seq", "heads", "head_dim")
+        o_BTNH = kernels.attend(
+            *(kernels.shard(x, heads) for x in (q_BTNH, k_BTNH, v_BTNH)),
+            batch.segments,
+            sliding_window=config.window(kind),
+            causal=config.causal,
+            scale=config.attention_scale,
+            soft_cap=config.attention_soft_cap,
+        )
+        o_BTNV = o_BTNH[..., : config.value_dim]
+        return named(kernels.rows(o_BTNV, self.out[...]), "attention_out")
+
+    def _compressed(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What queries are made of, what keys and values are made of, and the shared keys, not yet
+        rotated. Each rank of tensor compresses its own tokens."""
+        from_BTQ = x_BTD
+        if self.config.query_rank:
+            from_BTQ = linear(x_BTD, self.q_down[...])
+            from_BTQ = rms_norm(from_BTQ, self.q_scale[...], eps=NORM_EPS)
+        from_BTC, k_BThr = columns(x_BTD, (self.kv_down[...], self.k_turned[...]))
+        from_BTC = rms_norm(from_BTC, self.kv_scale[...], eps=NORM_EPS)
+        return from_BTQ, from_BTC, k_BThr.reshape(*k_BThr.shape[:2], -1)
+
+    def _queries(
+        self, parts: tuple[jax.Array, ...], positions_BT: jax.Array, turn: dict[str, Any]
+    ) -> jax.Array:
+        """Both parts of the queries, the second rotated."""
+        plain_BTN, turned_BTNhr = parts
+        turned_BTNR = turned_BTNhr.reshape(*plain_BTN.shape[:3], -1)
+        return jnp.concatenate((plain_BTN, rotary(turned_BTNR, positions_BT, **turn)), axis=-1)
+
+    def decode(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        cache: LatentCache,
+        layer: jax.Array,
+        kind: int = 0,
+    ) -> tuple[jax.Array, LatentCache]:
+        """Writes these tokens to the cache at their positions, and attends to all that it holds.
+
+        Keys and values stay compressed: a query is multiplied by its head's matrix of keys instead,
+        and the output by that of values, so that all heads read one key of C + R features.
+        """
+        config, turn = self.config, rope_settings(self.config, kind)
+        from_BTQ, from_BTC, k_BTR = self._compressed(x_BTD)
+        plain_BTN, turned_BTNhr = columns(from_BTQ, (self.q_plain[...], self.q_turned[...]))
+        into_BTNC = jnp.einsum("btnp,cnp->btnc", plain_BTN, self.k_plain[...])
+        q_BTNH = self._queries((into_BTNC, turned_BTNhr), positions_BT, turn)
+        k_BT1R = rotary(k_BTR[:, :, None], positions_BT, **turn)
+        new_BT1H = jnp.concatenate((from_BTC[:, :, None], k_BT1R), axis=-1)
+        (old_LBS1H,) = cache
+        rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
+        k_LBS1H = old_LBS1H.at[layer, rows_B1, positions_BT].set(new_BT1H.astype(old_LBS1H.dtype))
+        k_BS1H = k_LBS1H[layer]
+        slots_BS = jnp.broadcast_to(jnp.arange(k_BS1H.shape[1]), k_BS1H.shape[:2])
+        o_BTNH = decode_attention(
+            q_BTNH,
+            k_BS1H,
+            k_BS1H,
+            positions_BT,
+            slots_BS,
+            sliding_window=config.window(kind),
+            scale=config.attention_scale,
+            soft_cap=config.attention_soft_cap,
+        )
+        o_BTNC = o_BTNH[..., : config.kv_rank]
+        o_BTNV = jnp.einsum("btnc,cnv->btnv", o_BTNC, self.v[...])
+        return rows(o_BTNV, self.out[...]), (k_LBS1H,)
+
+
+def empty_latent_cache(config: ModelConfig, batch: int, slots: int) -> LatentCache:
+    """A cache of no token yet."""
+    width = config.kv_rank + config.rope_head_dim
+    return (jnp.zeros((config.num_layers, batch, slots, 1, width), config.compute_dtype),)
