@@ -105,9 +105,13 @@ class Program:
         return self._expected_trips(loop) if math.isnan(counted) else counted
 
     def _expected_trips(self, loop: Instruction) -> float:
-        """By the innermost scope around the loop."""
-        words = reversed(loop.op_name.split("/"))
-        return next((self.scopes[word] for word in words if word in self.scopes), math.nan)
+        """By the innermost scope around the loop; a scope may say them in its name."""
+        for word in reversed(loop.op_name.split("/")):
+            if word in self.scopes:
+                return self.scopes[word]
+            if said := re.search(r"\bexpected_trips_(\d+)", word):
+                return float(said[1])
+        return math.nan
 
     def _counted_trips(self, loop: Instruction) -> float:
         """From a condition `counter < constant`, as `lax.scan` writes it."""

@@ -406,7 +406,14 @@ def _matmul(
     """Each row by the matrix of its expert, or by that matrix transposed."""
     if plan.sizes is not None:
         sizes_E = plan.sizes[0]
-        return grouped_matmul(x_RD, w, sizes_E, dispatch.matmul, transposed=transposed)
+        return grouped_matmul(
+            x_RD,
+            w,
+            sizes_E,
+            dispatch.matmul,
+            expected=plan.slot[0].size,
+            transposed=transposed,
+        )
     x_ErD = x_RD.reshape(w.shape[0], -1, x_RD.shape[-1])
     contracted = (2,), (2 if transposed else 1,)
     y_ErF = jax.lax.dot_general(x_ErD, w, (contracted, ((0,), (0,))))
@@ -416,7 +423,9 @@ def _matmul(
 def _weight_gradient(dispatch: Dispatch, x_RD: Array, dy_RF: Array, plan: DispatchPlan) -> Array:
     """[E, D, F], summed over the rows of each expert on every rank of context."""
     if plan.sizes is not None:
-        dw_EDF = grouped_weight_gradient(x_RD, dy_RF, plan.sizes[0], dispatch.matmul)
+        dw_EDF = grouped_weight_gradient(
+            x_RD, dy_RF, plan.sizes[0], dispatch.matmul, expected=plan.slot[0].size
+        )
     else:
         own = plan.sent.shape[2]
         x_ErD, dy_ErF = (y.reshape(own, -1, y.shape[-1]) for y in (x_RD, dy_RF))
