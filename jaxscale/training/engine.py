@@ -150,6 +150,7 @@ def make_engine(
     attention = attention_name(config, platform)
     kernels = make_kernels(layout, attention, platform, rules=own, unroll=unroll_layers)
     built = make(config.model, kernels)
+    _check_experts(layout, built)
     stages = _open_stages(config, make) if layout.pipeline > 1 else None
     rows = stages.layer_of_row if stages else _canonical_rows(built)
     zero = _make_zero(config, built, stages, {**WEIGHTS, **own})
@@ -202,6 +203,20 @@ def make_engine(
         ),
         learning_rate=rate,
     )
+
+
+def _check_experts(layout: Layout, model: Model) -> None:
+    """Refuses ranks of expert without experts.
+
+    Raises:
+      ValueError: no parameter has experts.
+    """
+    names = jax.tree.leaves(model.axes)
+    if layout.expert > 1 and "experts" not in names:
+        raise ValueError(
+            f"layout.expert = {layout.expert}, but no parameter of model.family = "
+            f"{model.settings.family!r} has the logical axis 'experts'; set layout.expert = 1"
+        )
 
 
 def find_model(settings: Any) -> MakeModel:
