@@ -67,7 +67,7 @@ def test_a_file_says_the_same(name, tmp_path):
         ({"latent": {"query_rank": 1}}, r"latent: 'kv_rank' is missing"),
         (
             {"latent": 512},
-            r"latent is 512; it must be an object of MultiHeadLatentAttention's fields",
+            r"latent is 512; it must be an object of LatentAttention's fields",
         ),
     ],
 )
