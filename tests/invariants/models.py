@@ -44,6 +44,7 @@ class Kind(NamedTuple):
     own: Callable[[], dict[str, Any]] = dict
     target_len: int = 0
     objective: str = "causal"
+    more_axes: tuple[str, ...] = ()  # of the mesh, beside those that every model has
 
 
 T5 = {"family": "t5", "num_layers": 2, "num_encoder_layers": 2, "d_model": 16, "num_heads": 4}
@@ -95,7 +96,10 @@ KINDS = {
         lambda: {"optimizer": optax.lamb(1e-3)},
     ),
     "encoder and decoder": Kind(T5, target_len=8, objective="span_corruption"),
-    "experts": Kind({"family": "tests.models.experts:make", **SIZES, **experts.EVERYTHING}),
+    "experts": Kind(
+        {"family": "tests.models.experts:make", **SIZES, **experts.EVERYTHING},
+        more_axes=("expert",),
+    ),
     "prototypes": Kind({"family": "tests.models.experts:make", **SIZES, **experts.PROTOTYPES}),
     "bert": Kind(MASKED | {"family": "bert", "max_seq_len": SEQ_LEN}, objective="masked"),
     "esm": Kind(

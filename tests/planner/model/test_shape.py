@@ -7,7 +7,7 @@ import pytest
 from jaxscale.config import Config, DataConfig, ModelConfig, load
 from jaxscale.model_families.shipped import PLANNED
 from jaxscale.planner.model.named_models import NAMED, published_shape
-from jaxscale.planner.model.shape import ModelShape, MultiHeadLatentAttention
+from jaxscale.planner.model.shape import LatentAttention, ModelShape
 
 
 @pytest.mark.parametrize("name", ["llama2_7b", "llama2_70b", "llama3_8b", "gpt_22b", "gpt_175b"])
@@ -84,7 +84,7 @@ DEEPSEEK_V3 = ModelShape(
     expert_ff=2048,
     shared_experts=1,
     dense_layers=3,
-    latent=MultiHeadLatentAttention(1536, 512, 128, 64, 128),
+    latent=LatentAttention(1536, 512, 128, 64, 128),
 )
 
 
