@@ -303,7 +303,7 @@ class Block(nnx.Module):
         cache: Any,
         layer: jax.Array,
         kind: int,
-        kernels: Kernels,
+        kernels: Kernels | None = None,
     ) -> tuple[jax.Array, Any]:
         """The same for tokens that are added to the cache of layer `layer`: a `Cache`, or a
         `LatentCache`."""
@@ -315,7 +315,7 @@ class Block(nnx.Module):
         z_BTD = self._decode_mlp(inputs_BTD, kernels)
         return self.add(after_BTD, z_BTD, self.mlp_post_norm), cache
 
-    def _decode_mlp(self, x_BTD: jax.Array, kernels: Kernels) -> jax.Array:
+    def _decode_mlp(self, x_BTD: jax.Array, kernels: Kernels | None) -> jax.Array:
         del kernels
         return self.mlp(x_BTD)
 

@@ -321,7 +321,9 @@ class Decoder:
     ) -> tuple[jax.Array, Sums]:
         block = self._module(part.block, layer)
         drop = {"drop": self._dropout(batch, index)} if self._drops(batch) else {}
-        return block.layer(x_BTD, batch, self.kernels, kind, **drop)
+        if part.block is ExpertBlock:
+            return block.layer(x_BTD, batch, self.kernels, kind, **drop)
+        return block(x_BTD, batch, self.kernels, kind, **drop), {}
 
     def _drops(self, batch: Batch) -> bool:
         """Whether activations are dropped: in a step, not in an evaluation."""
@@ -401,7 +403,8 @@ class Decoder:
             weights, index = layer
             block = self._module(part.block, weights)
             x_BTD = shard(carry[0], ("batch",))
-            return block.decode(x_BTD, positions_BT, carry[1], index, kind, self.kernels)
+            own = (self.kernels,) if part.block is ExpertBlock else ()
+            return block.decode(x_BTD, positions_BT, carry[1], index, kind, *own)
 
         # The cache is carried, not scanned over: carried, it is updated in place.
         carry = x_BTD, cache

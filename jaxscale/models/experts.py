@@ -140,7 +140,8 @@ class ExpertBlock(Block):
     def _feed(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> tuple[jax.Array, Sums]:
         return self.mlp(x_BTD, batch, kernels)
 
-    def _decode_mlp(self, x_BTD: jax.Array, kernels: Kernels) -> jax.Array:
+    def _decode_mlp(self, x_BTD: jax.Array, kernels: Kernels | None) -> jax.Array:
+        assert kernels is not None, "a decoder gives them to its layers with experts"
         return self.mlp.decode(x_BTD, kernels.dispatch.matmul)
 
 
