@@ -49,6 +49,12 @@ PROTOTYPES = {
     "capacity_factor": 1.0,
     "balance": "microbatch",
     "balance_weight": 0.1,
+    # What gpt-oss has.
+    "attention_bias": "all",
+    "attention_sinks": True,
+    "mlp_bias": True,
+    "mlp_limit": 0.5,
+    "router_logit_bias": True,
 }
 
 
