@@ -9,7 +9,9 @@ import ctypes
 import gc
 import os
 import pathlib
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +25,16 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_terminate_timeout_seconds=300",
     )
 )
+
+# Where Python keeps no bytecode, each of the hundred processes that tests start would parse JAX and
+# what it needs anew, for 3 s. They keep theirs in a folder, and xdist's workers are among them.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    os.environ["PYTHONPYCACHEPREFIX"] = BYTECODE = tempfile.mkdtemp(prefix="jaxscale_bytecode_")
+else:
+    BYTECODE = ""
+
+# Their compilers hold many megabytes each, on pages of 2 MB where Linux has them.
+os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 # Compilers allocate millions of small objects, and here many processes' worth of them in one.
 gc.set_threshold(100_000, 50, 100)
@@ -50,3 +62,9 @@ def few_compiled_programs() -> Iterator[None]:
 
         jax.clear_caches()
         gc.collect()
+
+
+def pytest_unconfigure() -> None:
+    """Removes the bytecode, in the process that made the folder."""
+    if BYTECODE:
+        shutil.rmtree(BYTECODE, ignore_errors=True)

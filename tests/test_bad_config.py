@@ -203,7 +203,7 @@ FILES = [
 # What stands after --config.
 NAMES = [
     ("configs/quickstrat.py", "there is no such file"),
-    ("configs/quickstrat.py", "mt5_xxl, quickstart, quickstart_pipeline, tiny, "),
+    ("configs/quickstrat.py", "quickstart, quickstart_pipeline, qwen3_30b_a3b, tiny, "),
     ("configs/quickstrat.py", "did you mean 'configs/quickstart.py'?"),
     ("quickstrat", "did you mean 'quickstart'?"),
     ("no/such/folder.py", "--config no/such/folder.py: there is no such file"),

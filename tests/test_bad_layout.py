@@ -62,6 +62,24 @@ REFUSED = [
         "layout.expert=2",
         "layout.expert = 2, but model.family = 'llama' has no experts here; set layout.expert = 1",
     ),
+    (
+        "model.family=mixtral layout.data=1 layout.expert=8 model.num_experts=6",
+        "model.num_experts = 6 does not divide over layout.expert = 8; the nearest that does is "
+        "layout.expert = 6",
+    ),
+    (
+        "model.family=mixtral layout.expert=2 layout.fsdp=4 data.global_batch_size=12",
+        "layout.expert 2 x layout.microbatches 1 = 8 parts; set data.global_batch_size to 8 or 16",
+    ),
+    (
+        "model.family=qwen3_moe layout.tensor=4 model.expert_d_ff=34",
+        "model.expert_d_ff = 34 does not divide over layout.tensor = 4",
+    ),
+    (
+        "model.family=mixtral layout.expert=16",
+        "layout.data = -1 takes what expert 16 leaves of 8 devices",
+    ),
+    ("model.family=mixtral layout.expert=0", "layout.expert = 0; an axis has a size of at least 1"),
     ("layout.sequence_chunks=2", "layout.sequence_chunks = 2 is not available in this version"),
 ]
 

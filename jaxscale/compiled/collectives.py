@@ -8,7 +8,7 @@ that hide it. Runs count the trips of loops.
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,14 @@ from jaxscale.compiled import hlo
 from jaxscale.compiled.flops import computation_costs, instruction_costs, instruction_flops
 from jaxscale.compiled.hlo import Instruction, Program
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-
+KINDS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
 
 PRIMITIVES = {
     "all_gather": "all-gather",
@@ -27,6 +33,7 @@ PRIMITIVES = {
     "reduce_scatter": "reduce-scatter",
     "psum": "all-reduce",
     "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
     "ppermute": "collective-permute",
 }
 """The kind that a program asked for, by the last part of an `op_name`."""
@@ -41,7 +48,9 @@ class Collective:
     axes: tuple[str, ...]  # mesh axes that its groups span; () is a group of one device
     count: float  # runs
     arrays: int  # that travel together
-    num_bytes: float  # of one run: the whole arrays on one side, gathered or not yet scattered
+    # Of one run: the whole arrays on one side, gathered or not yet scattered. A ragged exchange
+    # has a buffer without gaps on one side: its rows, of which some may be empty.
+    num_bytes: float
     asynchronous: bool
     overlapped_flops: float  # of one run: of matmuls between its start and its end, at least
     op_name: str
@@ -84,7 +93,7 @@ def collectives(
                 pieces.setdefault(key, []).append((name, instruction))
     found = []
     for members in pieces.values():
-        instruction = members[0][1]
+        home, instruction = members[0]
         kind = instruction.opcode.removesuffix("-start")
         place = _place(program, members, callers, runs)
         found.append(
@@ -94,7 +103,7 @@ def collectives(
                 axes=_axes(instruction, mesh),
                 count=runs[place.computation],
                 arrays=_arrays(instruction),
-                num_bytes=_payload(instruction, kind),
+                num_bytes=_payload(program.computations[home], instruction, kind),
                 asynchronous=place.last > place.first,
                 overlapped_flops=_flops_at(program, place, costs),
                 op_name=instruction.op_name,
@@ -210,9 +219,12 @@ def _arrays(instruction: Instruction) -> int:
     return len(_parts(instruction))
 
 
-def _payload(instruction: Instruction, kind: str) -> float:
+def _payload(computation: Sequence[Instruction], instruction: Instruction, kind: str) -> float:
     if instruction.opcode == "collective-permute-start":
         return hlo.array_bytes(*hlo.arrays(instruction.shape)[0])
+    if kind == "ragged-all-to-all":
+        sides = [one.shape for one in computation if one.name in instruction.operands[:2]]
+        return min(hlo.array_bytes(*hlo.arrays(shape)[0]) for shape in sides)
     num_bytes = sum(_parts(instruction))
     if kind == "reduce-scatter":
         num_bytes *= len(_groups(instruction)[0])

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from jaxscale.training.layer_scan import ONE_LAYER
+
 BYTES = {
     "pred": 1,
     "s4": 0.5,
@@ -97,13 +99,19 @@ class Program:
         known = loop.attribute(r'known_trip_count"?:\{"?n"?:"?(\d+)')
         if known:
             return int(known)
+        if loop.op_name.endswith(f"{ONE_LAYER}/while"):
+            return 1
         counted = self._counted_trips(loop)
         return self._expected_trips(loop) if math.isnan(counted) else counted
 
     def _expected_trips(self, loop: Instruction) -> float:
-        """By the innermost scope around the loop."""
-        words = reversed(loop.op_name.split("/"))
-        return next((self.scopes[word] for word in words if word in self.scopes), math.nan)
+        """By the innermost scope around the loop; a scope may say them in its name."""
+        for word in reversed(loop.op_name.split("/")):
+            if word in self.scopes:
+                return self.scopes[word]
+            if said := re.search(r"\bexpected_trips_(\d+)", word):
+                return float(said[1])
+        return math.nan
 
     def _counted_trips(self, loop: Instruction) -> float:
         """From a condition `counter < constant`, as `lax.scan` writes it."""

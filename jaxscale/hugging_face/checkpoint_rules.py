@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor
 from jaxscale.hugging_face.tensor_blocks import same_values, taken_shape
-from jaxscale.model_families.tensor_rule import TensorRule
+from jaxscale.model_families.family import TensorRule
 from jaxscale.sharding.resolve import Axes, is_axes, leaf_name
 
 LINES = 10

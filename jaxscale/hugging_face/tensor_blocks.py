@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor
-from jaxscale.model_families.tensor_rule import TensorRule
+from jaxscale.model_families.family import TensorRule
 
 BLOCK_BYTES = 1 << 20
 

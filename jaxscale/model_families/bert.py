@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxscale.model_families.family import Family, Model
-from jaxscale.model_families.hf_config import (
+from jaxscale.model_families.family import Family, Model, TensorRule
+from jaxscale.model_families.hf.config import (
     activation_to_hf,
     expect,
     head_size_of,
@@ -15,8 +15,7 @@ from jaxscale.model_families.hf_config import (
     refuse_rest,
     sizes_to_hf,
 )
-from jaxscale.model_families.hf_tensors import matrix, norm_rules, stored, vector
-from jaxscale.model_families.tensor_rule import TensorRule
+from jaxscale.model_families.hf.tensors import matrix, norm_rules, stored, vector
 
 FIXED: Mapping[str, Any] = {
     "norm": "layer",

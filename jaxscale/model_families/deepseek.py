@@ -4,8 +4,8 @@ have none. Without the modules that predict further tokens."""
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxscale.model_families.family import ROPE, Family, Model
-from jaxscale.model_families.hf_config import (
+from jaxscale.model_families.family import ROPE, Family, Model, TensorRule
+from jaxscale.model_families.hf.config import (
     expect,
     pop,
     pop_rope,
@@ -14,8 +14,7 @@ from jaxscale.model_families.hf_config import (
     rope_to_hf,
     sizes_to_hf,
 )
-from jaxscale.model_families.hf_tensors import LAYER, expert_tensors, matrix, vector
-from jaxscale.model_families.tensor_rule import TensorRule
+from jaxscale.model_families.hf.tensors import LAYER, expert_tensors, matrix, vector
 
 FIXED: Mapping[str, Any] = {
     "norm_eps": 1e-6,

@@ -11,10 +11,9 @@ from jaxscale.model_families.bert import (
     layer_tensors,
     pop_encoder,
 )
-from jaxscale.model_families.family import Family, Model
-from jaxscale.model_families.hf_config import expect, pop, refuse_rest
-from jaxscale.model_families.hf_tensors import norm_rules, outer
-from jaxscale.model_families.tensor_rule import TensorRule
+from jaxscale.model_families.family import Family, Model, TensorRule
+from jaxscale.model_families.hf.config import expect, pop, refuse_rest
+from jaxscale.model_families.hf.tensors import norm_rules, outer
 
 
 def _esm_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:

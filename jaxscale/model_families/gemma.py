@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.model_families.family import ROPE, Family, Model
-from jaxscale.model_families.hf_config import (
+from jaxscale.model_families.hf.config import (
     GLOBAL,
     LOCAL,
     activation_to_hf,
@@ -22,7 +22,7 @@ from jaxscale.model_families.hf_config import (
     rope_to_hf,
     sizes_to_hf,
 )
-from jaxscale.model_families.hf_tensors import llama_tensors
+from jaxscale.model_families.hf.tensors import llama_tensors
 
 FIXED = {"norm_offset": True, "norm_placement": "both", "scaled_embedding": True}
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import Family, Model
-from jaxscale.model_families.hf_config import (
+from jaxscale.model_families.family import Family, Model, TensorRule
+from jaxscale.model_families.hf.config import (
     activation_to_hf,
     expect,
     head_size_of,
@@ -13,8 +13,7 @@ from jaxscale.model_families.hf_config import (
     refuse_options,
     refuse_rest,
 )
-from jaxscale.model_families.hf_tensors import norm_rules, outer, stored, vector
-from jaxscale.model_families.tensor_rule import TensorRule
+from jaxscale.model_families.hf.tensors import norm_rules, outer, stored, vector
 
 LAYER = "transformer.h.{layer}"
 

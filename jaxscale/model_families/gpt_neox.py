@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import ROPE, Family, Model
-from jaxscale.model_families.hf_config import (
+from jaxscale.model_families.family import ROPE, Family, Model, TensorRule
+from jaxscale.model_families.hf.config import (
     activation_to_hf,
     head_size_of,
     pop,
@@ -17,8 +17,7 @@ from jaxscale.model_families.hf_config import (
     rope_to_hf,
     sizes_to_hf,
 )
-from jaxscale.model_families.hf_tensors import matrix, norm_rules, outer, vector
-from jaxscale.model_families.tensor_rule import TensorRule
+from jaxscale.model_families.hf.tensors import matrix, norm_rules, outer, vector
 
 LAYER = "gpt_neox.layers.{layer}"
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxscale.model_families.family import EXPERTS, ROPE, Family, Model
-from jaxscale.model_families.hf_config import (
+from jaxscale.model_families.family import EXPERTS, ROPE, Family, Model, TensorRule
+from jaxscale.model_families.hf.config import (
     GLOBAL,
     LOCAL,
     expect,
@@ -18,7 +18,7 @@ from jaxscale.model_families.hf_config import (
     rope_to_hf,
     sizes_to_hf,
 )
-from jaxscale.model_families.hf_tensors import (
+from jaxscale.model_families.hf.tensors import (
     LAYER,
     attention_rules,
     layer_norms,
@@ -26,7 +26,6 @@ from jaxscale.model_families.hf_tensors import (
     matrix,
     vector,
 )
-from jaxscale.model_families.tensor_rule import TensorRule
 
 ROPE_DEFAULTS = {
     "rope_type": "yarn",

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import Family, Model
-from jaxscale.model_families.hf_config import (
+from jaxscale.model_families.family import Family, Model, TensorRule
+from jaxscale.model_families.hf.config import (
     activation_to_hf,
     expect,
     pop,
@@ -13,8 +13,7 @@ from jaxscale.model_families.hf_config import (
     refuse_rest,
     sizes_to_hf,
 )
-from jaxscale.model_families.hf_tensors import LAYER, NORMS, matrix, norm_rules, outer
-from jaxscale.model_families.tensor_rule import TensorRule
+from jaxscale.model_families.hf.tensors import LAYER, NORMS, matrix, norm_rules, outer
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:

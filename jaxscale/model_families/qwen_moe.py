@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.model_families.family import EXPERTS, ROPE, Family, Model
-from jaxscale.model_families.hf_config import (
+from jaxscale.model_families.hf.config import (
     activation_to_hf,
     pop,
     pop_activation,
@@ -16,7 +16,7 @@ from jaxscale.model_families.hf_config import (
     rope_to_hf,
     sizes_to_hf,
 )
-from jaxscale.model_families.hf_tensors import expert_tensors
+from jaxscale.model_families.hf.tensors import expert_tensors
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from jaxscale.model_families.gpt import GPT
 from jaxscale.model_families.gpt_neox import GPT_NEOX
 from jaxscale.model_families.gpt_oss import GPT_OSS
 from jaxscale.model_families.llama import LLAMA
-from jaxscale.model_families.mistral import MISTRAL
-from jaxscale.model_families.mixtral import MIXTRAL
+from jaxscale.model_families.mistral import MISTRAL, MIXTRAL
 from jaxscale.model_families.olmo2 import OLMO2
 from jaxscale.model_families.phi3 import PHI3
 from jaxscale.model_families.qwen import QWEN2, QWEN3

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxscale.choices import check_choice
-from jaxscale.model_families.family import Family, Model
-from jaxscale.model_families.hf_config import (
+from jaxscale.model_families.family import Family, Model, TensorRule
+from jaxscale.model_families.hf.config import (
     ACTIVATIONS,
     activation_to_hf,
     expect,
@@ -20,8 +20,7 @@ from jaxscale.model_families.hf_config import (
     refuse_options,
     refuse_rest,
 )
-from jaxscale.model_families.hf_tensors import matrix, outer, stored, vector
-from jaxscale.model_families.tensor_rule import TensorRule
+from jaxscale.model_families.hf.tensors import matrix, outer, stored, vector
 
 UNUSED = ("dropout_rate", "initializer_factor", "tokenizer_class")
 """Keys without a part in the logits, beside those of every family."""

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name as named  # for remat policies
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.models.kernels import Kernels
-from jaxscale.models.latent_attention import LatentAttention
+from jaxscale.models.latent_attention import MultiHeadLatentAttention
 from jaxscale.models.positions import rope_settings
 from jaxscale.models.protocol import STREAM, Sums
 from jaxscale.models.weights import Weights
@@ -254,7 +254,9 @@ class Block(nnx.Module):
         self.placement, self.parallel = config.norm_placement, config.parallel_block
         before, after = self.placement in ("before", "both"), self.placement != "before"
         self.attention_norm = Norm(config, weights) if before else None
-        self.attention: Any = (LatentAttention if config.kv_rank else Attention)(config, weights)
+        self.attention: Any = (MultiHeadLatentAttention if config.kv_rank else Attention)(
+            config, weights
+        )
         self.attention_post_norm = Norm(config, weights) if after else None
         self.mlp_norm = Norm(config, weights) if before else None
         self.mlp = self._make_mlp(config, weights)

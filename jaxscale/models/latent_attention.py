@@ -30,7 +30,7 @@ NORM_EPS = 1e-6
 """Of the norms inside, whatever that of the model."""
 
 
-class LatentAttention(nnx.Module):
+class MultiHeadLatentAttention(nnx.Module):
     """Self-attention whose heads have a part of their own and a rotated part, of which the keys are
     shared.
 

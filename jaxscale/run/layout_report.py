@@ -200,11 +200,13 @@ def _remats(engine: Engine) -> list[str]:
     predicted = {remat: _predict(engine, remat=remat) for remat in policies}
     policies.sort(key=lambda remat: -predicted[remat].stash)
     rows = [("", "saved by layers", "whole step", "FLOPs")]
-    plain = find_model(config.model)(config.model, plain_kernels())
     for remat in policies:
         chosen, needs = " *" if remat == layout.remat else "", predicted[remat]
         changed = dataclasses.replace(layout, remat=remat)
-        flops = step_flops(dataclasses.replace(config, layout=changed), plain)
+        # What is traced must recompute what the engine's model would.
+        kernels = rematerialised_attention(plain_kernels(), changed.remat_policy)
+        model = find_model(config.model)(config.model, kernels)
+        flops = step_flops(dataclasses.replace(config, layout=changed), model)
         more = flops.hardware / flops.model
         rows.append(
             (

@@ -150,6 +150,7 @@ def make_engine(
     attention = attention_name(config, platform)
     kernels = make_kernels(layout, attention, platform, rules=own, unroll=unroll_layers)
     built = make(config.model, kernels)
+    _check_experts(layout, built)
     stages = _open_stages(config, make) if layout.pipeline > 1 else None
     rows = stages.layer_of_row if stages else _canonical_rows(built)
     zero = _make_zero(config, built, stages, {**WEIGHTS, **own})
@@ -168,7 +169,8 @@ def make_engine(
     state = _placed(config, mesh, zero, axes, shapes)
     batch = _abstract_batch(config, built, batch_sharding(mesh))
 
-    trained = make(config.model, rematerialised_attention(kernels, layout.remat_policy))
+    recomputing = functools.partial(rematerialised_attention, remat=layout.remat_policy)
+    trained = make(config.model, recomputing(kernels))
     gradients = make_gradients(trained, layout, zero, mesh, stages, unroll_layers=unroll_layers)
     # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
     update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, shapes.params)
@@ -195,10 +197,26 @@ def make_engine(
         batch_sharding=batch_sharding(mesh),
         attention=attention,
         flops=step_flops(
-            config, make(config.model, plain_kernels()), stages.recomputed if stages else 0.0
+            config,
+            make(config.model, recomputing(plain_kernels())),
+            stages.recomputed if stages else 0.0,
         ),
         learning_rate=rate,
     )
+
+
+def _check_experts(layout: Layout, model: Model) -> None:
+    """Refuses ranks of expert without experts.
+
+    Raises:
+      ValueError: no parameter has experts.
+    """
+    names = jax.tree.leaves(model.axes)
+    if layout.expert > 1 and "experts" not in names:
+        raise ValueError(
+            f"layout.expert = {layout.expert}, but no parameter of model.family = "
+            f"{model.settings.family!r} has the logical axis 'experts'; set layout.expert = 1"
+        )
 
 
 def find_model(settings: Any) -> MakeModel:

@@ -41,7 +41,7 @@ def step_flops(config: Config, model: Model, recomputed: float = 0.0) -> StepFlo
     program of a model of one's own, where attention counts all keys, masked or not.
 
     Args:
-      model: with plain kernels where it is one's own.
+      model: with plain kernels, under `rematerialised_attention`.
       recomputed: in a pipeline whose schedule has recompute operations, the share of passes that
         are recomputed.
     """
@@ -105,12 +105,16 @@ def _layer_cost(
         (y, loss), _, residuals = forward(weights, x, shared, context)
         return backward(weights, shared, context, residuals, (y, loss))
 
-    saving = rematerialised(layer, remat)
-    plain = count_flops(functools.partial(both, layer), *arguments)
+    saving, forward = rematerialised(layer, remat), count_flops(layer, *arguments)
     under = count_flops(functools.partial(both, saving), *arguments)
+    if remat.kind == "save_all_but_attention":
+        # The layer itself repeats its attention: without, two gradients of every matmul.
+        plain = 3 * forward
+    else:
+        plain = count_flops(functools.partial(both, layer), *arguments)
     _, _, residuals = jax.eval_shape(split_vjp(saving)[0], *arguments)
     saved = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
-    return count_flops(layer, *arguments), under - plain, float(saved)
+    return forward, under - plain, float(saved)
 
 
 def count_flops(function: Any, *arguments: Tree) -> float:

@@ -66,7 +66,10 @@ def make_kernels(
             layout.tensor,
             layout.context,
             AUTOMATIC_AXES,
-            "blocks" if platform == "cpu" else "ragged_dot",
+            # XLA's own operation is a kernel on TPUs; elsewhere it would multiply every row by the
+            # matrix of every expert (jax 0.12).
+            "ragged_dot" if platform == "tpu" else "blocks",
+            ragged=platform != "cpu",
         ),
         all_rows=functools.partial(_all_rows, layout),
         cross_entropy=functools.partial(cross_entropy, shards=layout.context, unroll=unroll),

@@ -46,7 +46,15 @@ from jaxscale.models.protocol import (
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.ops.stacked import add, add_at, at
 from jaxscale.sharding.zero import Zero
-from jaxscale.training.layer_scan import Place, Residuals, SavedLayers, ascend, descend, each
+from jaxscale.training.layer_scan import (
+    Place,
+    Residuals,
+    SavedLayers,
+    ascend,
+    descend,
+    each,
+    one_layer,
+)
 from jaxscale.training.outer_passes import enter, enter_backward, head_pass
 from jaxscale.training.remat import from_host, rematerialised, to_host
 
@@ -64,6 +72,7 @@ class _Loop:
     passes: tuple[tuple[Callable, Callable], ...]  # `split_vjp` of each kind of layer
     offload: bool  # whether residuals are in host memory between the passes
     unroll: bool
+    is_first: bool  # of the model's stacks
 
     @property
     def axes(self) -> Tree:
@@ -128,7 +137,8 @@ def make_group_pass(
     def make_loop(stack: Stack) -> _Loop:
         layers = [layer_function(stack, kind) for kind in range(stack.period)]
         passes = [split_vjp(rematerialised(layer, layout.remat_policy)) for layer in layers]
-        return _Loop(stack, zero, tuple(passes), offload, unroll_layers)
+        first = stack.name == model.stacks[0].name
+        return _Loop(stack, zero, tuple(passes), offload, unroll_layers, first)
 
     loops = [make_loop(stack) for stack in model.stacks]
 
@@ -268,11 +278,23 @@ def _backward_pass(loop: _Loop, inputs: _Inputs, carry: _Carry) -> tuple[Stream,
         bottom = 1
     carry = descend(layer, carry, top, bottom, loop.stack.period, unroll=loop.unroll)
     if bottom:
-        carry = _layer_backward(loop, inputs, carry, Place(0, 0), prefetch=False)
+        carry = _bottom_backward(loop, inputs, carry)
     grads = carry.grads
     if carry.unreduced is not None:
         grads = _reduce_into(loop, grads, 0, carry.unreduced)
     return carry.dx, carry.dshared, grads
+
+
+def _bottom_backward(loop: _Loop, inputs: _Inputs, carry: _Carry) -> _Carry:
+    """The first layer of a stack, outside the loop, backward. Where another stack's last layer
+    follows, which is also outside of its loop, a loop of one trip keeps the two apart."""
+
+    def layer(carry: _Carry, place: Place) -> _Carry:
+        after = _layer_backward(loop, inputs, carry, place, prefetch=False)
+        return after._replace(prefetched=carry.prefetched)
+
+    place = Place(0, 0)
+    return layer(carry, place) if loop.is_first else one_layer(layer, carry, place)
 
 
 def _layer_forward(
@@ -304,10 +326,12 @@ def _layer_backward(
     _, dshared, (weights, residuals), unreduced, grads = carry
     index = place.index
     # A layer begins when its dx is available: otherwise the compiler would start to recompute a
-    # layer that is outside the loop during the head.
-    residuals, dx, now = jax.lax.optimization_barrier(
-        (residuals, carry.dx, jnp.asarray(index, jnp.int32))
+    # layer that is outside the loop during the head, or keep what its forward pass made of what is
+    # shared.
+    residuals, dx, shared, now = jax.lax.optimization_barrier(
+        (residuals, carry.dx, inputs.shared, jnp.asarray(index, jnp.int32))
     )
+    inputs = inputs._replace(shared=shared)
     weights = _gather(loop, inputs.layers, now) if weights is None else weights
     if residuals is None:
         assert inputs.residuals is not None, "residuals are saved or prefetched"

@@ -1,7 +1,9 @@
 """Loops over the layers of a stack, up and down: one period of layers in the body of a `lax.scan`.
 
 Layers whose static settings repeat with a period have a body of that many layers; those after the
-last whole period, and those that a caller leaves out at either end, are outside the loop.
+last whole period, and those that a caller leaves out at either end, are outside the loop. On the
+way down each of these layers is a loop of one trip: a compiler that saw several in one region could
+compute the gradients of all their weights at the end, and keep what these need until then.
 """
 
 from collections.abc import Callable
@@ -14,6 +16,9 @@ from jaxscale.ops.stacked import at
 
 Tree = Any
 Residuals = list[jax.Array]
+
+ONE_LAYER = "one_layer"
+"""Name, in a compiled program, of the loops of one trip."""
 
 
 class Place(NamedTuple):
@@ -82,15 +87,18 @@ def descend(
     if first >= end:
         first = end = 0
 
+    def layer(carry, place):
+        return one_layer(function, carry, place) if period > 1 else function(carry, place)
+
     def singly(carry, indices):
         for index in indices:
-            carry = function(carry, Place(index, index % period))
+            carry = layer(carry, Place(index, index % period))
         return carry
 
     def one_period(carry, number):
         for kind in reversed(range(period)):
             index = number * period + kind if period > 1 else number
-            carry = function(carry, Place(index, kind))
+            carry = layer(carry, Place(index, kind))
         return carry, None
 
     if first == end:
@@ -99,3 +107,16 @@ def descend(
     numbers = jnp.array(range(end - 1, first - 1, -1))
     carry, _ = each(one_period, carry, numbers, unroll)
     return singly(carry, range(first * period - 1, bottom - 1, -1))
+
+
+def one_layer(function: Callable, carry: Tree, place: Place) -> Tree:
+    """`function(carry, place)`, which leaves the types of `carry` as they are, as a loop of one
+    trip."""
+    # Of a count that the compiler knows it would make no loop.
+    trips = jax.lax.optimization_barrier(jnp.ones((), jnp.int32))
+    with jax.named_scope(ONE_LAYER):
+        return jax.lax.while_loop(
+            lambda state: state[0] < trips,
+            lambda state: (state[0] + 1, function(state[1], place)),
+            (jnp.zeros((), jnp.int32), carry),
+        )[1]

@@ -72,17 +72,18 @@ def sample(layouts: Iterable[Choice], count: int = 96) -> list[Choice]:
     return random.Random(1).sample(list(layouts), count)
 
 
-def every_model_layout() -> Iterator[Choice]:
-    """Three axes of eight devices, of which one may be that of a pipeline."""
-    for several in itertools.combinations(("pipeline", *AXES), 3):
-        axes = {axis: 2 if axis in several else 1 for axis in ("pipeline", *AXES)}
+def every_model_layout(*more: str) -> Iterator[Choice]:
+    """Three axes of eight devices, of which one may be that of a pipeline, or one of `more`."""
+    names = "pipeline", *AXES, *more
+    for several in itertools.combinations(names, 3):
+        axes = {axis: 2 if axis in several else 1 for axis in names}
         for stage, remat in itertools.product(_stages(axes), MODEL_REMATS):
             if axes["pipeline"] == 1:
                 for accumulation, method in itertools.product(ACCUMULATIONS[1:], _methods(axes)):
                     yield _layout(axes, stage, accumulation, remat, "none", method)
                 continue
             # A row for each micro-batch of eight rows, of which zb_v needs three.
-            microbatches = min(4, 8 // (axes["data"] * axes["fsdp"]))
+            microbatches = min(4, 8 // (axes["data"] * axes["fsdp"] * axes.get("expert", 1)))
             for schedule in SCHEDULES if microbatches > 2 else SCHEDULES[:-1]:
                 accumulation = ("sequential", microbatches)
                 method = "gather" if axes["context"] > 1 else "ring"
@@ -90,9 +91,9 @@ def every_model_layout() -> Iterator[Choice]:
                 yield {**layout, "schedule": schedule}
 
 
-def pairwise_model_layouts() -> list[Choice]:
+def pairwise_model_layouts(*more: str) -> list[Choice]:
     """Every two settings, the size of an axis being one, together in some layout."""
-    everything, chosen = list(every_model_layout()), []
+    everything, chosen = list(every_model_layout(*more)), []
     random.Random(0).shuffle(everything)
     missing = set().union(*map(_pairs, everything))
     while missing:
@@ -138,5 +139,5 @@ def _pairs(layout: Choice) -> set[tuple]:
         del settings["zero_stage"]
     if layout["context"] == 1:
         del settings["context_method"]
-    settings |= {axis: layout[axis] > 1 for axis in AXES}
+    settings |= {axis: layout[axis] > 1 for axis in (*AXES, "expert") if axis in layout}
     return set(itertools.combinations(sorted(settings.items()), 2))

@@ -44,6 +44,7 @@ class Kind(NamedTuple):
     own: Callable[[], dict[str, Any]] = dict
     target_len: int = 0
     objective: str = "causal"
+    more_axes: tuple[str, ...] = ()  # of the mesh, beside those that every model has
 
 
 T5 = {"family": "t5", "num_layers": 2, "num_encoder_layers": 2, "d_model": 16, "num_heads": 4}
@@ -83,7 +84,8 @@ KINDS = {
             **SIZES,
             **experts.EVERYTHING,
             **experts.LATENT_ATTENTION,
-        }
+        },
+        more_axes=("expert",),
     ),
     "prototypes": Kind({"family": "tests.models.experts:make", **SIZES, **experts.PROTOTYPES}),
     "bert": Kind(MASKED | {"family": "bert", "max_seq_len": SEQ_LEN}, objective="masked"),

@@ -7,7 +7,6 @@ command prints is its name and status.
 
 import argparse
 import contextlib
-import functools
 import importlib
 import json
 import os
@@ -21,7 +20,7 @@ from jaxscale.distributed import launcher, processes
 
 def train(argv: list[str]) -> int:
     """The command without compiling its sample, which `generate` makes too."""
-    with mock.patch("jaxscale.training.sampling.sample", return_value=[""]):
+    with compiled_once(), mock.patch("jaxscale.training.sampling.sample", return_value=[""]):
         return importlib.import_module("jaxscale.train").main(argv)
 
 
@@ -29,26 +28,37 @@ def fit(argv: list[str]) -> int:
     """Trains only; the status as that of `train`."""
     from jaxscale.run import trainer  # noqa: PLC0415
 
-    # One program for all runs of a process: their shapes and layouts are the same.
-    trainer.compile_step = functools.partial(_compiled_once, trainer.compile_step)
     workdir, *overrides = argv
-    ready = trainer.open_trainer(config.load("configs/tiny.py", overrides), pathlib.Path(workdir))
-    assert ready
-    try:
-        trainer.fit(ready, trackers=())
-    except trainer.Stopped as stopped:
-        print(stopped, flush=True)
-        return 128 + stopped.number
+    with compiled_once():
+        ready = trainer.open_trainer(
+            config.load("configs/tiny.py", overrides), pathlib.Path(workdir)
+        )
+        assert ready
+        try:
+            trainer.fit(ready, trackers=())
+        except trainer.Stopped as stopped:
+            print(stopped, flush=True)
+            return 128 + stopped.number
     return 0
 
 
 _compiled = []
 
 
-def _compiled_once(compile_step, engine):
-    if not _compiled:
-        _compiled.append(compile_step(engine))
-    return _compiled[0]
+@contextlib.contextmanager
+def compiled_once():
+    """One program for all runs of a process: their shapes and layouts are the same."""
+    from jaxscale.run import trainer  # noqa: PLC0415
+
+    compile_step = trainer.compile_step
+
+    def once(engine):
+        if not _compiled:
+            _compiled.append(compile_step(engine))
+        return _compiled[0]
+
+    with mock.patch.object(trainer, "compile_step", once):
+        yield
 
 
 def main(argv: list[str]) -> None:

@@ -122,6 +122,21 @@ def test_every_policy_with_its_bytes_and_the_chosen_one_marked(rows, config, rem
     assert (flops == "+0%") == (remat in ("none", "save_matmuls"))
 
 
+def test_recomputed_attention_of_an_encoder_decoder_costs_something():
+    config = from_dict(
+        {
+            "model": {"family": "mt5", "num_layers": 1, "num_encoder_layers": 1},
+            "data": {"objective": "span_corruption", "global_batch_size": 1, "target_len": 64},
+            "layout": {"data": 1},
+        }
+    )
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:1]))
+    lines = [re.split(r"\s{2,}", line.strip()) for line in describe_layout(engine).splitlines()]
+    added = {line[0].removesuffix(" *"): line[-1] for line in lines}
+    assert added["none"] == "+0%"
+    assert int(added["save_all_but_attention"].strip("+%")) > 0
+
+
 def test_what_offload_moves(rows, config):
     moved = step_memory(with_layout(config, offload="optimizer,activations"))
     assert rows["optimizer *"] == [human_bytes(moved.host_optimizer)]

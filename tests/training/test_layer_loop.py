@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from jaxscale.config import from_dict
+from jaxscale.planner.memory.step import step_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 
@@ -58,3 +59,26 @@ def test_each_layer_is_prefetched_and_reduced_during_its_neighbours_compute(accu
 
 def test_a_single_layer_is_gathered_once():
     assert timeline(lowered_step(num_layers=1)) == "g.r"
+
+
+def test_layers_of_a_period_are_not_at_work_together():
+    """Compiled as one region, every layer of a period kept what its weight gradients need: 31.8 MB
+    of temporaries here, where layers that are all alike have 8.5 MB."""
+    config = from_dict(
+        {
+            "model": {
+                **MODEL,
+                "family": "gemma3",
+                "num_layers": 5,
+                "d_ff": 1024,
+                "sliding_window": 32,
+                "layer_pattern": "LG",
+                "compute_dtype": "float32",
+            },
+            "data": {"global_batch_size": 4, "seq_len": 128},
+            "layout": {"data": 1, "fsdp": 2, "zero_stage": 3, "remat": "full"},
+        }
+    )
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
+    compiled = engine.step.lower(engine.abstract_state, engine.abstract_batch).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.4 * step_memory(config).temporaries

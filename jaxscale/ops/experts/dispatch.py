@@ -40,6 +40,7 @@ class Dispatch:
     context: int = 1
     automatic: tuple[str, ...] = ()  # mesh axes that are still automatic
     matmul: str = "blocks"  # of `ops.experts.grouped_matmul`
+    ragged: bool = False  # whether the back end can exchange parts of any size
     keeps_all: bool = False  # whether capacity does not count, as in evaluation
 
     @property
@@ -98,7 +99,8 @@ class DispatchPlan(NamedTuple):
     """Where each chosen token goes; [c, ...] each. An index of one beyond the last is nowhere.
 
     The send buffer has a part for each rank of expert: [experts, rows]; with a capacity each part
-    has as many rows for each expert of that rank, [experts, E, rows].
+    has as many rows for each expert of that rank, [experts, E, rows]. Where parts may have any
+    size, they follow one another without gaps: [rows].
     """
 
     sent: Array  # token * K + choice, in each row of the send buffer
@@ -106,6 +108,7 @@ class DispatchPlan(NamedTuple):
     order: Array | None  # [c, R]: the received row for each row in the order of the experts
     place: Array | None  # [c, S]: its inverse
     sizes: Array | None  # [c, E]: rows of each expert of this rank; None: all have equally many
+    counts: Array | None = None  # [c, experts, all E]: rows that each rank sends, in any size
 
 
 def capacity_of(factor: float, seq_len: int, choices: int, num_experts: int) -> int:
@@ -159,13 +162,16 @@ def _plan_with_capacity(
 
 
 def _plan_of_all(dispatch: Dispatch, experts_BTK: Array, num_experts: int) -> DispatchPlan:
-    """Every rank sends as many rows as a rank's experts could be chosen by all of its tokens."""
+    """Every rank sends to each as many rows as that rank's experts could be chosen by all of its
+    tokens, empty ones too; or just those that there are, where the back end can."""
     ranks, (rows, time, choices) = dispatch.experts, experts_BTK.shape
     own = num_experts // ranks
     width = rows * time * min(choices, own)
     counts_E = jnp.sum(
         experts_BTK[..., None] == jnp.arange(num_experts), axis=(0, 1, 2), dtype=jnp.int32
     )
+    if dispatch.ragged and ranks > 1:
+        return _ragged_plan(experts_BTK, counts_E, ranks)
     starts_E = _before(counts_E.reshape(ranks, own), axis=1).reshape(-1)
     place_BTK = _place_in_queue(experts_BTK, num_experts)
     slot_BTK = experts_BTK // own * width + starts_E[experts_BTK] + place_BTK
@@ -187,6 +193,18 @@ def _plan_of_all(dispatch: Dispatch, experts_BTK: Array, num_experts: int) -> Di
 
     place_S = jax.vmap(places)(first_se, counts_se).reshape(-1)
     return DispatchPlan(sent, slot_BTK, _inverse(place_S, ranks * width), place_S, sizes_E)
+
+
+def _ragged_plan(experts_BTK: Array, counts_E: Array, ranks: int) -> DispatchPlan:
+    """Rows are sent in the order of their experts, and arrive in it."""
+    slot_BTK = _before(counts_E, axis=0)[experts_BTK] + _place_in_queue(experts_BTK, len(counts_E))
+    slot_BTK = jnp.where(experts_BTK >= 0, slot_BTK, experts_BTK.size)
+    sent = _inverse(slot_BTK, experts_BTK.size)
+    counts = jax.lax.all_gather(counts_E, "expert")
+    own = len(counts_E) // ranks
+    mine = jax.lax.axis_index("expert") * own
+    sizes_E = jax.lax.dynamic_slice_in_dim(jnp.sum(counts, axis=0), mine, own)
+    return DispatchPlan(sent, slot_BTK, None, None, sizes_E, counts)
 
 
 def _place_in_queue(experts_TK: Array, num_experts: int) -> Array:
@@ -250,9 +268,46 @@ def _take(x: Array, index: Array) -> Array:
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
 
+def _ragged_offsets(dispatch: Dispatch, plan: DispatchPlan) -> tuple[Array, ...]:
+    """Of the parts that this rank exchanges with each other rank's experts, [experts * E] each:
+    where they are in its own rows and how many they are, and where they begin on the other rank;
+    and the same for the parts that the others have of its experts."""
+    assert plan.counts is not None
+    counts_se, ranks = plan.counts[0], dispatch.experts  # e: all experts
+    own, me = counts_se.shape[1] // ranks, jax.lax.axis_index("expert")
+    first_se = _before(counts_se, axis=1)  # in the rows that s sends
+    each_sre = counts_se.reshape(ranks, ranks, own)
+    # In the rows that arrive at r: after those of r's earlier experts, and of earlier senders.
+    arrived_sre = _before(jnp.sum(each_sre, axis=0), axis=1) + _before(each_sre, axis=0)
+    to = first_se[me], counts_se[me], arrived_sre[me].reshape(-1)
+    back = arrived_sre[:, me].reshape(-1), each_sre[:, me].reshape(-1)
+    return *to, *back, first_se.reshape(ranks, ranks, own)[:, me].reshape(-1)
+
+
+def _ragged_travel(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
+    first, size, arrived, _, received, _ = _ragged_offsets(dispatch, plan)
+    assert plan.sizes is not None
+    ranks, choices = dispatch.experts, plan.slot.shape[-1]
+    rows = ranks * len(values) // choices * min(choices, plan.sizes.shape[-1])
+    output = jnp.zeros((rows, *values.shape[1:]), values.dtype)
+    return jax.lax.ragged_all_to_all(
+        values, output, first, size, arrived, received, axis_name="expert"
+    )
+
+
+def _ragged_return(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
+    _, received, _, arrived, size, first = _ragged_offsets(dispatch, plan)
+    output = jnp.zeros((plan.sent.shape[1], *values.shape[1:]), values.dtype)
+    return jax.lax.ragged_all_to_all(
+        values, output, arrived, size, first, received, axis_name="expert"
+    )
+
+
 def _travel(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
     """What belongs to the rows of the send buffer, [*S, ...], to the rows in the order of the
     experts, [R, ...]."""
+    if plan.counts is not None:
+        return _ragged_travel(dispatch, values, plan)
     dims = plan.sent.ndim - 1
     values = _exchange(dispatch, values)
     if plan.sizes is None:
@@ -263,6 +318,8 @@ def _travel(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
 
 def _return(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
     """The inverse of `_travel`, as [S, ...]."""
+    if plan.counts is not None:
+        return _ragged_return(dispatch, values, plan)
     shape = plan.sent.shape[1:]
     if plan.place is not None:
         values = _take(values, plan.place[0])
@@ -369,7 +426,14 @@ def _matmul(
     """Each row by the matrix of its expert, or by that matrix transposed."""
     if plan.sizes is not None:
         sizes_E = plan.sizes[0]
-        return grouped_matmul(x_RD, w, sizes_E, dispatch.matmul, transposed=transposed)
+        return grouped_matmul(
+            x_RD,
+            w,
+            sizes_E,
+            dispatch.matmul,
+            expected=plan.slot[0].size,
+            transposed=transposed,
+        )
     x_ErD = x_RD.reshape(w.shape[0], -1, x_RD.shape[-1])
     contracted = (2,), (2 if transposed else 1,)
     y_ErF = jax.lax.dot_general(x_ErD, w, (contracted, ((0,), (0,))))
@@ -379,7 +443,9 @@ def _matmul(
 def _weight_gradient(dispatch: Dispatch, x_RD: Array, dy_RF: Array, plan: DispatchPlan) -> Array:
     """[E, D, F], summed over the rows of each expert on every rank of context."""
     if plan.sizes is not None:
-        dw_EDF = grouped_weight_gradient(x_RD, dy_RF, plan.sizes[0], dispatch.matmul)
+        dw_EDF = grouped_weight_gradient(
+            x_RD, dy_RF, plan.sizes[0], dispatch.matmul, expected=plan.slot[0].size
+        )
     else:
         own = plan.sent.shape[2]
         x_ErD, dy_ErF = (y.reshape(own, -1, y.shape[-1]) for y in (x_RD, dy_RF))

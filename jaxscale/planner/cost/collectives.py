@@ -197,7 +197,7 @@ def collective_seconds(
             return float(gather_seconds(levels, num_bytes))
         case "all-reduce":
             return float(reduce_seconds(levels, num_bytes))
-        case "all-to-all":
+        case "all-to-all" | "ragged-all-to-all":
             return float(exchange_seconds(levels, num_bytes))
         case _:
             return float(send_seconds(levels, num_bytes))

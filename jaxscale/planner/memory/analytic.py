@@ -106,6 +106,9 @@ def analytic_memory(
     working = 2 * whole + spread
     chunk = buffers.capacity * layer
     reduces = step.scatters | (step.single & (parallelism.batch_shards * parallelism.context > 1))
+    gradients = WIDE * (step.stack + np.where(step.single, 0.0, ends))
+    gradients = gradients / np.where(step.scatters, z, 1)
+    in_place = transients.in_place
     return Memory(
         parameters=WIDE * rest / np.where(zero == 3, z, 1),
         optimizer=moments * ("optimizer" not in parallelism.offload),
@@ -113,9 +116,7 @@ def analytic_memory(
         * parallelism.microbatches
         * step.tokens
         * (1 + shape.encoder_seq_len / shape.seq_len),
-        gradients=WIDE
-        * (step.stack + np.where(step.single, 0.0, ends))
-        / np.where(step.scatters, z, 1),
+        gradients=gradients,
         stash=np.where(
             pipelined,
             _slots(buffers, whole if parallelism.remat == "full" else kept),
@@ -129,7 +130,8 @@ def analytic_memory(
         layer_gradients=WIDE * layer * (reduces | pipelined | together)
         + np.where(together, working, 4 * stream),
         forward_loop=together * group * (2 * kept + 5 * stream),
-        head=_head(shape, parallelism, step, transients.logits),
+        head=_head(shape, parallelism, step, 1.5 if in_place else transients.logits),
+        head_sums=np.where(step.single & in_place, 0.0, gradients),
         reduction=np.where(
             step.single,
             2 * WIDE * (layer + step.outer) * (reduces & ~step.scatters),
@@ -160,9 +162,9 @@ def _outer_gradients(step: _Step, z: Floats, late: bool) -> Floats:
     return np.where(step.single, WIDE * (shards + step.head), several)
 
 
-def _head(shape: ModelShape, parallelism: Parallelism, step: _Step, logits: int) -> Floats:
-    """Logits of a chunk, the output matrix with its gradient, and the stream before and after the
-    norm."""
+def _head(shape: ModelShape, parallelism: Parallelism, step: _Step, logits: float) -> Floats:
+    """Logits of a chunk (as many as `logits` float32 arrays), the output matrix with its gradient,
+    and the stream before and after the norm."""
     size = max(CHUNK_BYTES // (4 * shape.vocab), CHUNK_TOKENS)
     chunks = np.ceil(step.tokens * parallelism.context / size)
     streams = 5 * parallelism.tensor + np.where(step.group > 1, 2 * step.group, 0)

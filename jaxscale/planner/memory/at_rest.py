@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from jaxscale.config import Config
-from jaxscale.optimizer_config import FACTORED_SIZE
+from jaxscale.optimizer_config import FACTORED_SIZE, find_group
 from jaxscale.planner.model.param_shapes import (
     Ints,
     ParamShape,
@@ -33,20 +33,21 @@ def parameter_bytes(config: Config, rows: Rows) -> Ints:
     layout, stage = config.layout, config.layout.zero_stage
     elements = sum(
         _repeats(array, rows) * array.shard_size(layout, over_fsdp=stage == 3, at_rest=True)
-        for array in _stacks(config)
+        for array in _stacks(parameters(config.model))
     )
     return itemsize(config.model.param_dtype) * elements
 
 
 def moment_bytes(config: Config, rows: Rows) -> Ints:
-    """The optimizer's moments, sharded over fsdp from ZeRO stage 1; `rows` as above."""
+    """The optimizer's moments, sharded over fsdp from ZeRO stage 1; `rows` as above. Frozen
+    parameters have none."""
     layout, optimizer = config.layout, config.optimizer
     stage, widths = layout.zero_stage, (optimizer.moment_dtype, optimizer.second_moment_dtype)
     return sum(
         itemsize(width)
         * _repeats(moment, rows)
         * moment.shard_size(layout, over_fsdp=stage >= 1, at_rest=True)
-        for array in _stacks(config)
+        for array in _stacks(trained_parameters(config))
         for width, moments in zip(widths, _moments(optimizer.name, array), strict=True)
         for moment in moments
     )
@@ -72,13 +73,23 @@ def batch_bytes(config: Config) -> Ints:
     return found + SOURCE_BYTES * source - select(gathers, 0, POSITION_BYTES * (tokens + source))
 
 
-def _stacks(config: Config) -> list[ParamShape]:
-    """Every parameter; those of the layers with the stack's dimension, of size 1."""
+def trained_parameters(config: Config) -> list[ParamShape]:
+    """Those that no group of the optimizer freezes."""
+    groups = config.optimizer.groups
+    return [
+        array
+        for array in parameters(config.model)
+        if not find_group(f"{array.part}/{array.name}", groups).frozen
+    ]
+
+
+def _stacks(arrays: list[ParamShape]) -> list[ParamShape]:
+    """Those of the layers with the stack's dimension, of size 1."""
     return [
         dataclasses.replace(array, axes=("layers", *array.axes), shape=(1, *array.shape))
         if array.in_layers
         else array
-        for array in parameters(config.model)
+        for array in arrays
     ]
 
 

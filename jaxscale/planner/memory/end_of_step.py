@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from jaxscale.config import Config
-from jaxscale.planner.memory.at_rest import sides
+from jaxscale.planner.memory.at_rest import sides, trained_parameters
 from jaxscale.planner.memory.layer_loop import LayerLoop, elements
 from jaxscale.planner.memory.transients import Transients
 from jaxscale.planner.model.param_shapes import (
@@ -46,12 +46,11 @@ def update_bytes(config: Config, rows: Rows) -> Ints:
     layout, wide = config.layout, 4
     if config.optimizer.name == "adafactor":
         # All squared gradients, before the means over rows and columns.
-        over_fsdp = layout.zero_stage >= 1
-        layers = sum(
-            stack.num_layers * elements(config, stack.part, over_fsdp)
-            for stack in stack_sizes(config.model)
+        over_fsdp, counts = layout.zero_stage >= 1, dict(stack_sizes(config.model))
+        return wide * sum(
+            counts.get(array.part, 1) * array.shard_size(layout, over_fsdp=over_fsdp)
+            for array in trained_parameters(config)
         )
-        return wide * (layers + elements(config, "embed head", over_fsdp))
     if config.optimizer.name == "muon":
         return wide * sum(_orthogonalised(config, part, count) for part, count in rows.items())
     return 0
@@ -67,7 +66,9 @@ def _orthogonalised(config: Config, part: str, rows: Ints) -> Ints:
         size = getattr(layout, axis)
         more = shards_layers(rows, layout.pipeline, ranks, size)
         ranks = np.where(more, ranks * size, ranks)
-    matrices = [one for one in parameters(config.model) if one.part == part and sides(one)]
+    matrices = [one for one in trained_parameters(config) if one.part == part and sides(one)]
+    if not matrices:
+        return 0
     squares = [min(math.prod(side) for side in sides(one)) ** 2 for one in matrices]
     whole = sum(array.shard_size(layout, over_fsdp=False) for array in matrices)
     mine = -(-rows // ranks) * (2 * whole + 2 * max(squares))

@@ -15,10 +15,7 @@ from jaxscale.planner.memory.layer_loop import (
     stream_bytes,
 )
 from jaxscale.planner.memory.transients import Transients
-from jaxscale.planner.model.param_shapes import Ints, Rows, maximum, select, stack_sizes
-
-CROSS_ARRAYS = 7
-"""Counted in mt5_small and mt5_base on 8 H200."""
+from jaxscale.planner.model.param_shapes import Ints, Rows, select, stack_sizes
 
 
 def stack_rows(config: Config, rows: Ints) -> Rows:
@@ -48,7 +45,10 @@ def stacks_outer_gradients(
     config: Config, loop: LayerLoop, transients: Transients, *, is_last: bool
 ) -> Ints:
     """Gradients of the head during the decoder, and of the embedding, by the decoder's tokens,
-    during the encoder: whole, unless they are added to whole accumulators in place."""
+    during the encoder: whole, unless they are added to whole accumulators in place.
+
+    In a single visit a GPU adds the rows of both stacks to the embedding's together, at the end,
+    and those of the head are reduced during the layers."""
     wide = max(loop.compute, 4)
     embed = 0 if is_last else wide * elements(config, "embed")
     whole = loop.accumulated * head_elements(config)
@@ -58,29 +58,8 @@ def stacks_outer_gradients(
     # While weights are gathered the head's are reduced.
     head = whole if is_last else select(loop.gathers, shard, whole)
     in_place = transients.in_place & np.logical_not(loop.scatters | loop.single)
-    return select(in_place, 0, head + embed)
-
-
-def stacks_head_bytes(config: Config, loop: LayerLoop, chunks: Ints, logits: Ints) -> Ints:
-    """The decoder's head on a GPU: logits of a chunk in the compute type and in float32, and the
-    output matrix; its gradient, beside that of the last chunk where weights are gathered. With one
-    chunk the gradient is there only when the float32 logits are gone; in a single visit also
-    transposed.
-
-    Args:
-      chunks, logits: their number, and the elements of one.
-    """
-    matrix, model = head_elements(config), config.model
-    # Of the layer outside the loop: the compiler computes cross attention's keys and values before
-    # its backward pass begins, since the encoder's output is there.
-    keys = loop.source * model.num_kv_heads * model.head_dim // config.layout.tensor
-    ahead = loop.beside * CROSS_ARRAYS * loop.compute * keys
-    wide, narrow = loop.accumulated * matrix, loop.compute * matrix
-    summed = (1 + loop.gathers) * select(loop.scatters | loop.single, wide, 0)
-    several = (4 + loop.compute) * logits + narrow + summed
-    gradient = select(loop.single, 2, select(loop.scatters, 1, 0)) * wide
-    one = maximum((4 + loop.compute) * logits + narrow, gradient + loop.compute * logits)
-    return ahead + select(chunks == 1, one, several)
+    several = select(in_place, 0, head + embed)
+    return select(transients.in_place & loop.single, shard + whole, several)
 
 
 def larger(first: Any, second: Any) -> Any:

@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxscale.config import Config
 from jaxscale.layout import parse_remat
-from jaxscale.ops.sizes import CHUNK_BYTES, CHUNK_TOKENS
 from jaxscale.planner.memory.at_rest import (
     batch_bytes,
     count_bytes,
@@ -23,6 +22,7 @@ from jaxscale.planner.memory.at_rest import (
     parameter_bytes,
 )
 from jaxscale.planner.memory.end_of_step import reduction_bytes, update_bytes
+from jaxscale.planner.memory.head import head_bytes
 from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
     elements,
@@ -36,7 +36,6 @@ from jaxscale.planner.memory.stacks import (
     held_between_bytes,
     larger,
     stack_rows,
-    stacks_head_bytes,
     stacks_outer_gradients,
 )
 from jaxscale.planner.memory.transients import (
@@ -83,6 +82,7 @@ class Memory:
     forward_loop: Ints  # outputs of G micro-batches in the forward pass
     # During the head.
     head: Ints  # logits of a chunk, the gathered matrix, its gradient, the stream
+    head_sums: Ints  # accumulators as above, without those that are not allocated yet
     # At the end.
     reduction: Ints  # outputs of reductions over replicas
     update: Ints  # temporaries of the optimizer
@@ -149,7 +149,7 @@ _ALWAYS = (
 _LAYER = (*_ALWAYS, "layer_weights", "outer_gradients", "carried")
 PHASES = {
     "forward": (*_LAYER, "forward_loop"),
-    "head": (*_ALWAYS, "head"),
+    "head": (*(part for part in _ALWAYS if part != "gradients"), "head", "head_sums"),
     "activations of a layer": (*_LAYER, "group", "working_set"),
     "attention of a layer": (*_LAYER, "group", "attention"),
     "gradients of a layer": (*_LAYER, "group", "layer_gradients"),
@@ -219,11 +219,12 @@ def _stack_memory(
     pipelined = layout.pipeline > 1
     attention = (model.num_heads + model.num_kv_heads) * model.head_dim
     at_rest = parameter_bytes(config, rows)
+    gradients = loop.accumulated * (loop.sums + _tied_sums(config, loop))
     return Memory(
         parameters=at_rest,
         optimizer=moments + count_bytes(config) - own_host * host_optimizer,
         batch=batch_bytes(config),
-        gradients=loop.accumulated * (loop.sums + _tied_sums(config, loop)),
+        gradients=gradients,
         stash=select(pipelined, _slots(config, loop, buffers), stash - own_host * host_stash),
         layer_weights=_layer_weights(config, loop, transients, buffers),
         zeros=loop.beside
@@ -244,7 +245,9 @@ def _stack_memory(
             _layer_gradients(config, loop, transients),
         ),
         forward_loop=_forward_loop(config, loop),
-        head=_head(config, loop, transients) if is_last else 0,
+        head=head_bytes(config, loop, transients) if is_last else 0,
+        # In a single visit nothing is added to them before the layers' backward pass.
+        head_sums=select(loop.single & transients.in_place, 0, gradients),
         reduction=reduction_bytes(config, loop, transients, rows),
         update=update_bytes(config, rows),
         moments_copy=moments if config.optimizer.name == "lion" else 0,
@@ -364,21 +367,3 @@ def _forward_loop(config: Config, loop: LayerLoop) -> Ints:
     )
     hidden = 3 * loop.compute * loop.tokens * config.model.d_ff // config.layout.tensor
     return select(loop.group == 1, 0, loop.group * activations + hidden)
-
-
-def _head(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
-    model, layout = config.model, config.layout
-    vocab, matrix = model.padded_vocab_size, head_elements(config)
-    tokens = loop.tokens * layout.context
-    chunks = -(-tokens // maximum(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS))
-    if loop.part == "decoder" and transients.in_place:
-        size = loop.tokens * vocab // chunks // layout.tensor
-        return stacks_head_bytes(config, loop, chunks, size)
-    logits = transients.logits * max(loop.compute, 4) * loop.tokens * vocab // chunks
-    matrices = max(loop.compute, 4) * matrix + loop.gathers * loop.compute * matrix
-    # Input, normalised, transposed, and its gradient; gathered over tensor.
-    stream = 5 * loop.compute * loop.tokens * model.d_model
-    together = loop.group > 1
-    matrices = matrices + select(together, loop.accumulated * matrix)
-    stream = stream + select(together, 2 * loop.group * stream_bytes(config, loop))
-    return logits // layout.tensor + matrices + stream

@@ -58,6 +58,7 @@ PARTS = {
     "layer_gradients": "weight gradients of one layer",
     "forward_loop": "activations of one layer's forward",
     "head": "logits and head",
+    "head_sums": "gradients",
     "end": "gradient reduction and update",
 }
 

@@ -37,11 +37,17 @@ def config(layout: dict, **optimizer):
     )
 
 
+FROZEN = ({"params": "layers/mlp/*", "frozen": True}, {"params": "embed/*", "frozen": True})
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor", "muon"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_the_state_is_the_engines_to_the_byte(optimizer, stage):
+@pytest.mark.parametrize(("stage", "groups"), [(0, ()), (1, ()), (3, ()), (1, FROZEN)])
+def test_the_state_is_the_engines_to_the_byte(optimizer, stage, groups):
     one = config(
-        {"zero_stage": stage, "fsdp": 2, "tensor": 2}, name=optimizer, moment_dtype="bfloat16"
+        {"zero_stage": stage, "fsdp": 2, "tensor": 2},
+        name=optimizer,
+        moment_dtype="bfloat16",
+        groups=groups,
     )
     engine = make_engine(one, make_mesh(one.layout, jax.devices()[:4]))
 

@@ -65,7 +65,10 @@ def test_a_file_says_the_same(name, tmp_path):
             r"latent: 'query_rnk' is not .*did you mean 'query_rank'",
         ),
         ({"latent": {"query_rank": 1}}, r"latent: 'kv_rank' is missing"),
-        ({"latent": 512}, r"latent is 512; it must be an object of LatentAttention's fields"),
+        (
+            {"latent": 512},
+            r"latent is 512; it must be an object of LatentAttention's fields",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused(changes, said, tmp_path):

@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from jaxscale.model_families.family import Model
-from jaxscale.model_families.tensor_rule import TensorRule
+from jaxscale.model_families.family import Model, TensorRule
 
 LAYER = "model.layers.{layer}"
 

@@ -1,0 +1,55 @@
+"""Memory of the head, forward and backward, a chunk of tokens at a time: see `ops.loss`."""
+
+import numpy as np
+
+from jaxscale.config import Config
+from jaxscale.ops.sizes import CHUNK_BYTES, CHUNK_TOKENS
+from jaxscale.planner.memory.layer_loop import (
+    LayerLoop,
+    elements,
+    head_elements,
+    stream_bytes,
+)
+from jaxscale.planner.memory.transients import Transients
+from jaxscale.planner.model.param_shapes import Ints, maximum, select
+
+
+def head_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+    """Logits of a chunk, the output matrix with its gradient, and the stream."""
+    model, layout = config.model, config.layout
+    vocab, matrix = model.padded_vocab_size, head_elements(config)
+    tokens = loop.tokens * layout.context
+    chunks = -(-tokens // maximum(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS))
+    logits = loop.tokens * vocab // chunks // layout.tensor
+    together = loop.group > 1
+    # Input, normalised, transposed, and its gradient; gathered over tensor.
+    stream = 5 * loop.compute * loop.tokens * model.d_model
+    stream = stream + select(together, 2 * loop.group * stream_bytes(config, loop))
+    group_sum = select(together, loop.accumulated * matrix)
+    if transients.in_place:
+        # In each of several passes the loop over chunks begins with zeros that the embedding's
+        # gradient begins with, too: the compiler keeps them. Not where the two are tied.
+        again = loop.scatters & np.logical_not(loop.single) & (layout.pipeline == 1)
+        again = again & (chunks > 1) & (not model.tied_embeddings)
+        zeros = select(again, loop.accumulated * elements(config, "embed"))
+        return _fused_bytes(loop, chunks, logits, matrix) + zeros + group_sum + stream
+    wide = max(loop.compute, 4)
+    matrices = wide * matrix + loop.gathers * loop.compute * matrix
+    return transients.logits * wide * logits + matrices + group_sum + stream
+
+
+def _fused_bytes(loop: LayerLoop, chunks: Ints, logits: Ints, matrix: Ints) -> Ints:
+    """On a GPU, where one fusion reads a chunk's float32 logits and writes their gradient in the
+    compute type: both, the output matrix in that type, and its gradient, to which a matmul adds in
+    place. With one chunk the gradient is there only when the float32 logits are gone; in a single
+    visit also transposed.
+
+    Args:
+      chunks, logits: their number, and the elements of one.
+      matrix: elements of the output matrix.
+    """
+    wide, narrow = loop.accumulated * matrix, loop.compute * matrix
+    both = (max(loop.compute, 4) + loop.compute) * logits + narrow
+    several = both + select(loop.scatters | loop.single, wide, 0)
+    gradient = select(loop.single, 2, select(loop.scatters, 1, 0)) * wide
+    return select(chunks == 1, maximum(both, gradient + loop.compute * logits), several)
