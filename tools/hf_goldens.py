@@ -221,6 +221,25 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
     ),
+    # gpt-oss
+    "gpt_oss": (
+        "GptOss",
+        MOE | {"rope_parameters": YARN | {"truncate": False}, "sliding_window": 5},
+    ),
+    "gpt_oss_whole": (
+        "GptOss",
+        MOE
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 7,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 0.3,
+            "rms_norm_eps": 0.1,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     # Gemma
     "gemma2": (
         "Gemma2",

@@ -29,6 +29,7 @@ class ExpertOptions:
     router_scale: float = option(1.0)  # of the weights
     router_groups: int = option(1)  # of experts; a token's are of the best router_groups_kept
     router_groups_kept: int = option(1)
+    router_logit_bias: bool = option(False)  # added to the router's logits, learned
     router_bias: bool = option(False)  # added to scores for the choice, no gradient: balance_rate
     # Times its even share of a sequence's choices, an expert takes so many, in the order of the
     # text, and the others are dropped; 0 drops none.

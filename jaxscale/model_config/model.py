@@ -70,6 +70,10 @@ class ModelConfig(ExpertOptions, LatentOptions):
     gated: bool = option(True)  # activation(gate) * up, not activation(up)
     attention_bias: str = option("none")
     mlp_bias: bool = option(False)
+    # Of gpt-oss: activation(gate) * (up + 1), gates at most this, ups between its negative and it;
+    # 0 is the usual.
+    mlp_limit: float = option(0.0)
+    attention_sinks: bool = option(False)  # a learned logit of each head that takes attention away
     qk_norm: bool = option(False)
     qk_norm_over_heads: bool = option(False)  # its mean is over all heads; each has its own scale
     causal: bool = option(True)  # otherwise tokens attend to both sides: for masked objectives
@@ -142,6 +146,7 @@ class ModelConfig(ExpertOptions, LatentOptions):
             attention_scale_dim=0,
             attention_soft_cap=0,
             logit_soft_cap=0,
+            mlp_limit=0,
             token_types=0,
             dropped_token=-1,
             z_loss=0,
@@ -162,10 +167,12 @@ class ModelConfig(ExpertOptions, LatentOptions):
         self._check_positions()
         self.check_experts(self.num_layers, self.period)
         self.check_latent(self.num_heads, self.num_kv_heads, self.head_dim)
-        if self.kv_rank and (self.qk_norm or self.attention_bias != "none"):
+        more = self.qk_norm or self.attention_sinks or self.attention_bias != "none"
+        if self.kv_rank and more:
             raise ValueError(
-                f"model.kv_rank = {self.kv_rank}: latent attention has norms of its own and no "
-                "biases; set model.qk_norm = False and model.attention_bias = 'none'"
+                f"model.kv_rank = {self.kv_rank}: latent attention has norms of its own, no biases "
+                "and no sinks; set model.qk_norm = False, model.attention_bias = 'none' and "
+                "model.attention_sinks = False"
             )
         if set(self.layer_pattern) - set("LG"):
             raise ValueError(
@@ -254,6 +261,7 @@ class ModelConfig(ExpertOptions, LatentOptions):
         asked = {
             "soft_cap": self.attention_soft_cap,
             "bias": self.relative_bias != "none",
+            "sinks": self.attention_sinks,
             "cross": self.num_encoder_layers,
         }
         return tuple(use for use, is_asked in asked.items() if is_asked)
@@ -330,8 +338,7 @@ class ModelConfig(ExpertOptions, LatentOptions):
             total += heads + 2 * keys
         if self.attention_bias == "all":
             total += self.d_model
-        if self.mlp_bias:
-            total += (1 + self.gated) * self.d_ff + self.d_model
+        total += self.num_heads * self.attention_sinks
         if self.relative_bias == "layer":
             total += self.relative_buckets * self.num_heads
         return total + (4 if self.norm_placement == "both" else 2) * self._norm_params
@@ -347,12 +354,13 @@ class ModelConfig(ExpertOptions, LatentOptions):
         return {"query": heads, "key": keys, "value": keys, "attention_out": heads}
 
     def _mlp_params(self, d_ff: int) -> int:
-        """Parameters of the matrices of an MLP."""
-        return (2 + self.gated) * self.d_model * d_ff
+        """Parameters of an MLP."""
+        biases = (1 + self.gated) * d_ff + self.d_model if self.mlp_bias and d_ff else 0
+        return (2 + self.gated) * self.d_model * d_ff + biases
 
     def expert_layer_params(self, experts: int) -> int:
         """Parameters of a layer with so many experts, and with its router for all of them."""
-        router = self.num_experts * (self.d_model + self.router_bias)
+        router = self.num_experts * (self.d_model + self.router_bias + self.router_logit_bias)
         shared = self._mlp_params(self.shared_d_ff) - self._mlp_params(self.d_ff)
         expert = self._mlp_params(self.expert_d_ff or self.d_ff)
         return self.num_layer_params + router + shared + experts * expert

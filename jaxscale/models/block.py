@@ -62,6 +62,7 @@ class Attention(nnx.Module):
         self.k = weights.normal("embed", "kv_heads", "head_dim")
         self.v = weights.normal("embed", "kv_heads", "head_dim")
         self.out = weights.normal("heads", "head_dim", "embed", residual=True)
+        self.sinks = weights.zeros("heads") if config.attention_sinks else None
         if config.attention_bias != "none":
             self.q_bias = weights.zeros("heads", "head_dim")
             self.k_bias = weights.zeros("kv_heads", "head_dim")
@@ -119,12 +120,16 @@ class Attention(nnx.Module):
         )
         return self.attend(
             (q_BTNH, k_BTKH, v_BTKH),
-            (batch.segments,),
+            (batch.segments, None, None, self._sinks),
             kernels,
             sliding_window=self.config.window(kind),
             causal=self.config.causal,
             scale=scale,
         )
+
+    @property
+    def _sinks(self) -> jax.Array | None:
+        return None if self.sinks is None else self.sinks[...]
 
     def attend(
         self,
@@ -174,6 +179,7 @@ class Attention(nnx.Module):
             positions_BT,
             slots_BS,
             bias_bN,
+            self._sinks,
             sliding_window=self.config.window(kind),
             scale=self.config.attention_scale,
             soft_cap=self.config.attention_soft_cap,
@@ -190,7 +196,7 @@ class MLP(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, hidden: str = "mlp"):
-        self.activation, self.biased = config.activation, config.mlp_bias
+        self.config, self.biased = config, config.mlp_bias
         self.up = weights.normal("embed", hidden)
         self.down = weights.normal(hidden, "embed", residual=True)
         self.gate = weights.normal("embed", hidden) if config.gated else None
@@ -227,8 +233,17 @@ class MLP(nnx.Module):
             hidden, biases = hidden[: len(hidden) // 2], hidden[len(hidden) // 2 :]
         if biases:
             hidden = tuple(map(add_bias, hidden, biases))
-        act = ACTIVATIONS[self.activation]
-        return act(hidden[0]) if self.gate is None else act(hidden[1]) * hidden[0]
+        return activate(self.config, *hidden)
+
+
+def activate(config: ModelConfig, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+    """The hidden values of an MLP, or of an expert."""
+    act = ACTIVATIONS[config.activation]
+    if gate is None:
+        return act(up)
+    if limit := config.mlp_limit:
+        up, gate = jnp.clip(up, -limit, limit) + 1, jnp.minimum(gate, limit)
+    return act(gate) * up
 
 
 class Block(nnx.Module):

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name as named
 
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
-from jaxscale.models.block import ACTIVATIONS, MLP, Block
+from jaxscale.models.block import MLP, Block, activate
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Sums
 from jaxscale.models.weights import Weights
@@ -21,6 +21,7 @@ from jaxscale.ops.experts import dispatch as travel
 from jaxscale.ops.experts import routing
 from jaxscale.ops.experts.dispatch import Dispatch
 from jaxscale.ops.experts.routing import Router
+from jaxscale.ops.tensor_parallel import add_bias
 
 
 class Experts(nnx.Module):
@@ -30,9 +31,14 @@ class Experts(nnx.Module):
         self.config = config
         self.router = weights.normal("embed", "routes")
         self.router_bias = weights.zeros("routes") if config.router_bias else None
+        self.logit_bias = weights.zeros("routes") if config.router_logit_bias else None
         self.up = weights.normal("experts", "embed", "expert_mlp")
         self.down = weights.normal("experts", "expert_mlp", "embed", residual=True)
         self.gate = weights.normal("experts", "embed", "expert_mlp") if config.gated else None
+        if config.mlp_bias:
+            self.up_bias = weights.zeros("experts", "expert_mlp")
+            self.gate_bias = weights.zeros("experts", "expert_mlp") if config.gated else None
+            self.down_bias = weights.zeros("experts", "embed")
         self.shared = MLP(config, weights, "shared_mlp") if config.shared_d_ff else None
 
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> tuple[jax.Array, Sums]:
@@ -73,6 +79,8 @@ class Experts(nnx.Module):
         )
         with jax.named_scope("router"):
             logits_BTE = routing.router_logits(x_BTD, self.router[...])
+            if self.logit_bias is not None:
+                logits_BTE = add_bias(logits_BTE, self.logit_bias[...])
             scores_BTE = routing.router_scores(logits_BTE, router)
             ranked_BTE = logits_BTE if router.scores == "softmax_of_chosen" else scores_BTE
             experts_BTK = choose(jax.lax.stop_gradient(ranked_BTE), bias_E)
@@ -89,23 +97,30 @@ class Experts(nnx.Module):
     def _through(
         self, x_BTD: jax.Array, gates_BTK: jax.Array, plan: travel.DispatchPlan, dispatch: Dispatch
     ) -> jax.Array:
+        config = self.config
         weights = (self.up[...],) if self.gate is None else (self.up[...], self.gate[...])
         hidden_cRF = travel.expert_columns(dispatch, x_BTD, weights, plan)
         hidden_cRF = tuple(map(named, hidden_cRF, ("mlp_up", "mlp_gate")))
+        biases: tuple[jax.Array, ...] = ()
+        if config.mlp_bias:
+            own = (self.down_bias, self.up_bias, self.gate_bias)
+            biases = tuple(bias[...] for bias in own if bias is not None)
         gates_cR = travel.send_gates(dispatch, gates_BTK, plan)
 
-        def down(weight_EFD: jax.Array, gates_cR: jax.Array, *hidden_cRF: jax.Array) -> jax.Array:
-            act = ACTIVATIONS[self.config.activation]
-            up, *gate = hidden_cRF
-            active = act(gate[0]) * up if gate else act(up)
+        def down(weight_EFD: jax.Array, gates_cR: jax.Array, biases: tuple, *hidden_cRF: jax.Array):
+            if biases:
+                added = (travel.expert_bias(dispatch, bias_EF, plan) for bias_EF in biases[1:])
+                hidden_cRF = tuple(map(jnp.add, hidden_cRF, added))
+            active = activate(config, *hidden_cRF)
             # The gate is on the features, not on the result: the gradient of gates then needs no
             # result of experts to be kept.
-            active = (active.astype(gates_cR.dtype) * gates_cR[..., None]).astype(up.dtype)
-            return travel.expert_rows(dispatch, active, weight_EFD, plan)
+            active = (active.astype(gates_cR.dtype) * gates_cR[..., None]).astype(active.dtype)
+            bias_ED = biases[0] if biases else None
+            return travel.expert_rows(dispatch, active, weight_EFD, plan, bias_ED, gates_cR)
 
         # As in an MLP, the activation is recomputed for the backward pass.
         down = jax.checkpoint(down, prevent_cse=False)
-        return down(self.down[...], gates_cR, *hidden_cRF)
+        return down(self.down[...], gates_cR, biases, *hidden_cRF)
 
     def _loss(
         self, routed: "Routed", counts_BE: jax.Array, batch: Batch, kernels: Kernels

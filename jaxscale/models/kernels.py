@@ -38,8 +38,9 @@ class Kernels:
 
     `attend(q, k, v, segments, **settings)` has the settings of `ops.attention.attention`, per call:
     `sliding_window`, `causal`, `scale`, `soft_cap`, and for cross attention and T5's position bias
-    `segments_BS`, `bias_bN` and `max_distance`. Where `rotary_scales`, a model that rotates queries
-    and keys should multiply each by the root of the scale there (`factor`) and pass scale 1.
+    `segments_BS`, `bias_bN` and `max_distance`, and for attention sinks `sinks_N`. Where
+    `rotary_scales`, a model that rotates queries and keys should multiply each by the root of the
+    scale there (`factor`) and pass scale 1.
 
     `key_heads` takes what has key/value heads as its last dimension but one: weights, biases,
     scales. It repeats heads where ranks of tensor outnumber them.

@@ -25,6 +25,7 @@ USES = {
     "soft_cap": "no soft cap of scores",
     "bias": "no relative position bias",
     "cross": "no cross attention",
+    "sinks": "no attention sinks",
 }
 """What a layer may ask for that not every kernel has -> how an error says so."""
 
@@ -36,6 +37,7 @@ def attention(
     segments_BT: Array,
     segments_BS: Array | None = None,
     bias_bN: Array | None = None,
+    sinks_N: Array | None = None,
     *,
     implementation: str,
     **settings: Any,
@@ -53,6 +55,8 @@ def attention(
       segments_BS: the keys' segments, in cross attention, which is not causal and has neither
         window nor bias; None where queries and keys are of the same tokens.
       bias_bN: the table of T5's relative position bias (`relative_bias.py`), or None.
+      sinks_N: of each head a score in the softmax's sum, without a value: attention sinks (arXiv
+        2309.17453, as learned logits in gpt-oss, arXiv 2508.10925); or None.
       implementation: "reference", "blockwise", "cudnn" or "splash"; see `choose` and `check`.
       **settings: those of `score_settings`.
 
@@ -61,6 +65,8 @@ def attention(
     """
     given = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN)
     scoring = score_settings(*given, **settings)
+    if sinks_N is not None and segments_BS is not None:
+        raise ValueError("cross attention has no attention sinks")
     if implementation not in ("reference", "blockwise", "cudnn", "splash"):
         raise ValueError(
             f"attention implementation {implementation!r} is not known; it can be "
@@ -70,6 +76,7 @@ def attention(
         "soft_cap": scoring.soft_cap,
         "bias": bias_bN is not None,
         "cross": segments_BS is not None,
+        "sinks": sinks_N is not None,
     }
     check_uses(implementation, [use for use, is_asked in asked.items() if is_asked])
     match implementation:
@@ -78,8 +85,8 @@ def attention(
         case "splash":
             return attention_kernels.splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, scoring)
         case "blockwise":
-            return blockwise_attention(*given, scoring=scoring)
-    return checkpoint_name(_reference(*given, scoring), "attention")
+            return blockwise_attention(*given, sinks_N, scoring=scoring)
+    return checkpoint_name(_reference(*given, sinks_N, scoring), "attention")
 
 
 def score_settings(
@@ -196,8 +203,8 @@ def check_uses(implementation: str, uses: Collection[str]) -> None:
 LACKS = {
     "reference": (),
     "blockwise": (),
-    "cudnn": ("soft_cap", "bias", "cross"),
-    "splash": ("bias", "cross"),
+    "cudnn": ("soft_cap", "bias", "cross", "sinks"),
+    "splash": ("bias", "cross", "sinks"),
 }
 """Of `USES`, what each implementation cannot do."""
 
@@ -209,6 +216,7 @@ def decode_attention(
     query_positions_BT: Array,
     key_positions_BS: Array,
     bias_bN: Array | None = None,
+    sinks_N: Array | None = None,
     *,
     sliding_window: int = 0,
     scale: float | None = None,
@@ -219,7 +227,7 @@ def decode_attention(
 
     Args:
       key_positions_BS: position of the key in each slot; -1 marks an empty slot.
-      bias_bN, sliding_window, scale, soft_cap, max_distance: as in `attention`.
+      bias_bN, sinks_N, sliding_window, scale, soft_cap, max_distance: as in `attention`.
 
     Returns:
       [B, T, N, H]; zeros for a query that sees no key.
@@ -231,11 +239,11 @@ def decode_attention(
     factor = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
     scoring = Scoring(factor, sliding_window, True, soft_cap, max_distance)
     bias = _biases(bias_bN, distance_BTS, scoring)
-    return _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias, scoring)
+    return _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias, sinks_N, scoring)
 
 
 def _reference(
-    q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, scoring: Scoring
+    q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, sinks_N, scoring: Scoring
 ) -> Array:
     segments_BS = segments_BT if segments_BS is None else segments_BS
     query_time, key_time = jnp.arange(q_BTNH.shape[1]), jnp.arange(k_BSKH.shape[1])
@@ -244,7 +252,7 @@ def _reference(
     mask_BTS = segments_BT[:, :, None] == segments_BS[:, None, :]
     mask_BTS = mask_BTS if mask_TS is None else mask_TS & mask_BTS
     bias = _biases(bias_bN, distance_TS[None], scoring)
-    return _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias, scoring)
+    return _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias, sinks_N, scoring)
 
 
 def _biases(bias_bN: Array | None, distance_BTS: Array, scoring: Scoring) -> Array | None:
@@ -255,7 +263,9 @@ def _biases(bias_bN: Array | None, distance_BTS: Array, scoring: Scoring) -> Arr
     return jnp.moveaxis(bias_bN[buckets_BTS], 3, 1)
 
 
-def _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias_BNTS, scoring: Scoring) -> Array:
+def _masked_attention(
+    q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias_BNTS, sinks_N, scoring: Scoring
+) -> Array:
     batch, time, num_heads, head_dim = q_BTNH.shape
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     num_kv_heads = k_BSKH.shape[2]
@@ -267,7 +277,15 @@ def _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias_BNTS, scoring: Scor
     if bias_BNTS is not None:
         shape = (bias_BNTS.shape[0], *scores_BKGTS.shape[1:])
         scores_BKGTS += bias_BNTS.astype(wide).reshape(shape)
-    p_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1, where=mask_BTS[:, None, None])
+    mask_B11TS = mask_BTS[:, None, None]
+    if sinks_N is None:
+        p_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1, where=mask_B11TS)
+    else:
+        sinks_KG11 = sinks_N.astype(wide).reshape(*scores_BKGTS.shape[1:3], 1, 1)
+        sinks_BKGT1 = jnp.broadcast_to(sinks_KG11, (*scores_BKGTS.shape[:-1], 1))
+        with_sink = jnp.concatenate((sinks_BKGT1, scores_BKGTS), axis=-1)
+        seen = jnp.pad(mask_B11TS, ((0, 0),) * 4 + ((1, 0),), constant_values=True)
+        p_BKGTS = jax.nn.softmax(with_sink, axis=-1, where=seen)[..., 1:]
     out_BTKGH = jnp.einsum(
         "BKGTS,BSKH->BTKGH", p_BKGTS.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=wide
     )

@@ -77,10 +77,15 @@ def block_size(q_BTNH: Array) -> int:
     return next(sizes, 64)
 
 
-def start(q: Array) -> Softmax:
-    """A softmax over no keys yet; `q` as in `Queries`, or one block of it."""
+def start(q: Array, sinks_N: Array | None = None) -> Softmax:
+    """A softmax over no keys yet, but for sinks; `q` as in `Queries`, or one block of it."""
     wide, rows = _wide(q), q.shape[:-1]
-    return Softmax(jnp.zeros(q.shape, wide), jnp.full(rows, _masked(wide)), jnp.zeros(rows, wide))
+    if sinks_N is None:
+        high, total = jnp.full(rows, _masked(wide)), jnp.zeros(rows, wide)
+    else:
+        high = jnp.broadcast_to(sinks_N.astype(wide).reshape(*rows[-3:-1], 1), rows)
+        total = jnp.ones(rows, wide)
+    return Softmax(jnp.zeros(q.shape, wide), high, total)
 
 
 def attend(
@@ -294,9 +299,19 @@ def output(
     )
 
 
-def wide_bias(bias_bN: Array | None, q_BTNH: Array) -> Array | None:
-    """The table in the type of the scores, in which its gradient is summed."""
-    return None if bias_bN is None else bias_bN.astype(_wide(q_BTNH))
+def sink_gradient(sinks_N: Array | None, output: Output) -> Array | None:
+    """Of sinks, whose share of a query's softmax has the value zero."""
+    if sinks_N is None:
+        return None
+    *others, num_kv_heads, group, _ = output.log_z.shape
+    share = jnp.exp(sinks_N.reshape(num_kv_heads, group, 1) - output.log_z)
+    dims = (*range(len(others)), output.log_z.ndim - 1)
+    return -jnp.sum(share * output.inner, axis=dims).reshape(sinks_N.shape)
+
+
+def wide(x: Array | None, q_BTNH: Array) -> Array | None:
+    """A table of biases, or sinks, in the type of the scores, in which its gradient is summed."""
+    return None if x is None else x.astype(_wide(q_BTNH))
 
 
 def _wide(x: Array) -> jnp.dtype:

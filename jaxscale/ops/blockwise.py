@@ -20,6 +20,7 @@ def blockwise_attention(
     segments_BT: Array,
     segments_BS: Array | None = None,
     bias_bN: Array | None = None,
+    sinks_N: Array | None = None,
     *,
     scoring: Scoring,
     block: int | None = None,
@@ -33,8 +34,9 @@ def blockwise_attention(
     """
     longest = max(q_BTNH.shape[1], k_BSKH.shape[1])
     block = min(block or attention_blocks.block_size(q_BTNH), longest)
-    bias_bN = attention_blocks.wide_bias(bias_bN, q_BTNH)
-    return _attention(block, scoring, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN)
+    given = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS)
+    tables = (attention_blocks.wide(x, q_BTNH) for x in (bias_bN, sinks_N))
+    return _attention(block, scoring, *given, *tables)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -43,7 +45,7 @@ def _attention(block: int, scoring: Scoring, *given: Array | None) -> Array:
 
 
 def _forward(
-    block: int, scoring: Scoring, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN
+    block: int, scoring: Scoring, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, sinks_N
 ) -> tuple[Array, Array]:
     """The output, and log(sum(exp(score))) as [I, B, K, G, t]."""
     tokens = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS)
@@ -52,7 +54,7 @@ def _forward(
 
     def query_block(arguments):
         queries, reach = arguments
-        softmax = attention_blocks.start(queries.q)
+        softmax = attention_blocks.start(queries.q, sinks_N)
         softmax = attention_blocks.attend_block(
             softmax, queries, reach, keys, bias_bN, scoring=scoring
         )
@@ -71,7 +73,7 @@ def _forward_rule(block: int, scoring: Scoring, *given: Array | None):
 
 
 def _backward_rule(block: int, scoring: Scoring, residuals, grad_BTNH: Array):
-    *tokens, bias_bN, out_BTNH, log_z_IBKGt = residuals
+    *tokens, bias_bN, sinks_N, out_BTNH, log_z_IBKGt = residuals
     q_BTNH, k_BSKH, *_ = tokens
     num_kv_heads = k_BSKH.shape[2]
     queries, keys = attention_blocks.in_blocks(*tokens, block=block)
@@ -93,6 +95,7 @@ def _backward_rule(block: int, scoring: Scoring, residuals, grad_BTNH: Array):
         None,
         None,
         sums.bias,
+        attention_blocks.sink_gradient(sinks_N, output),
     )
 
 

@@ -50,6 +50,7 @@ def context_attention(
     segments_BT: Array,
     segments_BS: Array | None = None,
     bias_bN: Array | None = None,
+    sinks_N: Array | None = None,
     *,
     axis: str,
     method: str,
@@ -70,8 +71,9 @@ def context_attention(
     chunk, key_chunk = q_BTNH.shape[1] // 2, k_BSKH.shape[1] // 2
     block = min(block or attention_blocks.block_size(q_BTNH), max(chunk, key_chunk))
     static = _Static(axis, method, scoring, chunk, key_chunk, block)
-    bias_bN = attention_blocks.wide_bias(bias_bN, q_BTNH)
-    return _attention(static, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN)
+    given = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS)
+    tables = (attention_blocks.wide(x, q_BTNH) for x in (bias_bN, sinks_N))
+    return _attention(static, *given, *tables)
 
 
 class _Static(NamedTuple):
@@ -191,7 +193,7 @@ def _attention(static: _Static, *given: Array | None) -> Array:
 
 
 def _forward(
-    static: _Static, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN
+    static: _Static, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, sinks_N
 ) -> tuple[Array, Array]:
     """The output, and log(sum(exp(score))) as [h, I, B, K, G, t]."""
     queries, keys = _in_blocks(static, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS)
@@ -202,7 +204,7 @@ def _forward(
             softmax, h, attention_blocks.attend(*seen, offset=offset, scoring=static.scoring)
         ), sums
 
-    softmax, _ = _walk(static, keys, visit, attention_blocks.start(queries.q), ())
+    softmax, _ = _walk(static, keys, visit, attention_blocks.start(queries.q, sinks_N), ())
     out_hIBKGtH, log_z_hIBKGt = attention_blocks.finish_softmax(
         softmax, q_BTNH.dtype, blind=segments_BS is not None
     )
@@ -217,7 +219,7 @@ def _forward_rule(static: _Static, *given: Array | None):
 
 
 def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
-    *tokens, bias_bN, out_BTNH, log_z_hIBKGt = residuals
+    *tokens, bias_bN, sinks_N, out_BTNH, log_z_hIBKGt = residuals
     q_BTNH, k_BSKH, v_BSKH, *_ = tokens
     queries, keys = _in_blocks(static, *tokens)
     output = jax.vmap(
@@ -255,6 +257,7 @@ def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
         None,
         None,
         sums.bias,
+        attention_blocks.sink_gradient(sinks_N, output),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxscale.config import Config
@@ -26,7 +27,7 @@ from jaxscale.ops.rope import rotary, rotary_on_tpu
 from jaxscale.ops.sizes import LANES
 from jaxscale.ops.tensor_parallel import Spread, spread_columns, spread_rows
 from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, Rules, constrain
-from jaxscale.sharding.specs import kernel_spec
+from jaxscale.sharding.specs import kernel_spec, mesh_axes_of
 
 
 def make_kernels(
@@ -114,11 +115,14 @@ def _attend(layout: Layout, implementation: str) -> Callable[..., jax.Array]:
     keys = kernel_spec(("batch", "seq", "kv_heads", "head_dim"), layout.sizes)
     segments = kernel_spec(("batch", "seq"), layout.sizes)
     bias = kernel_spec(("buckets", "heads"), layout.sizes)
+    sinks = PartitionSpec(tuple(axis for entry in bias for axis in mesh_axes_of(entry)))
     # Where a table recomputes a pipeline's passes, the layer itself is under no policy.
     under_policy = layout.remat_policy.by_names and layout.remat_policy.kept_passes is None
 
-    def attend(q, k, v, segments_BT, segments_BS=None, bias_bN=None, **settings) -> jax.Array:
-        arrays = (q, k, v, segments_BT, segments_BS, bias_bN)
+    def attend(
+        q, k, v, segments_BT, segments_BS=None, bias_bN=None, sinks_N=None, **settings
+    ) -> jax.Array:
+        arrays = (q, k, v, segments_BT, segments_BS, bias_bN, sinks_N)
         if layout.context == 1:
             local = functools.partial(attention, implementation=implementation, **settings)
         else:
@@ -126,13 +130,13 @@ def _attend(layout: Layout, implementation: str) -> Callable[..., jax.Array]:
                 context_attention,
                 axis="context",
                 method=layout.context_method,
-                scoring=score_settings(*arrays, **settings),
+                scoring=score_settings(*arrays[:6], **settings),
             )
         if implementation == "cudnn" and not under_policy:
             local = maskless(local)
         return jax.shard_map(
             local,
-            in_specs=(queries, keys, keys, segments, segments, bias),
+            in_specs=(queries, keys, keys, segments, segments, bias, sinks),
             out_specs=queries,
             axis_names=set(AUTOMATIC_AXES),
             check_vma=False,

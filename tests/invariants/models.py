@@ -73,31 +73,18 @@ KINDS = {
             **SIZES,
         }
     ),
-    "latent attention": Kind(
-        SIZES
-        | {
-            "family": "deepseek_v3",
-            "num_layers": 2,
-            "num_kv_heads": 4,
-            "kv_rank": 12,
-            "query_rank": 20,
-            "rope_head_dim": 4,
-            "value_head_dim": 6,
-            "rope_scaling": "yarn",
-            "rope_factor": 4.0,
-            "rope_original_context": 8,
-            "rope_mscale": 0.5,
-            "num_experts": 0,
-            "dense_layers": 0,
-        }
-    ),
     "own block and loss": Kind(
         {"family": import_own_model(), "num_layers": 4, **SIZES},
         lambda: {"optimizer": optax.lamb(1e-3)},
     ),
     "encoder and decoder": Kind(T5, target_len=8, objective="span_corruption"),
     "experts": Kind(
-        {"family": "tests.models.experts:make", **SIZES, **experts.EVERYTHING},
+        {
+            "family": "tests.models.experts:make",
+            **SIZES,
+            **experts.EVERYTHING,
+            **experts.LATENT_ATTENTION,
+        },
         more_axes=("expert",),
     ),
     "prototypes": Kind({"family": "tests.models.experts:make", **SIZES, **experts.PROTOTYPES}),

@@ -54,10 +54,6 @@ LAYOUTS = {
         {"data": 2, "fsdp": 2, "context": 2, **LAYERED, **GATHER},
         {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"},
     ],
-    "latent attention": [
-        {"pipeline": 2, "context": 2, "tensor": 2, "microbatches": 2, **GATHER},
-        {"fsdp": 4, "tensor": 2, **LAYERED},
-    ],
     "own block and loss": [
         {"pipeline": 2, "data": 2, "fsdp": 2, "microbatches": 2, "schedule": "1f1b"},
         {"fsdp": 2, "tensor": 2, "context": 2, **SHARDED_GRADS, "remat": "save_matmuls"},

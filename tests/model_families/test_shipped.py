@@ -61,6 +61,7 @@ PUBLISHED = {
         sizes(48, 2048, 32, 4, 128, 6144, 151936) | {"expert_d_ff": 768},
         30_532_122_624,
     ),
+    "gpt_oss": (sizes(24, 2880, 64, 8, 64, 2880, 201088), 20_914_757_184),
     # With the biases of its routers, and without the module that predicts a second token.
     "deepseek_v3": (
         sizes(61, 7168, 128, 128, 192, 18432, 129280)
@@ -130,6 +131,8 @@ REFUSED = [
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False; for deepseek_v3 it can be"),
     ("deepseek_v3", {"rms_norm_eps": 0.1}, "rms_norm_eps = 0.1; for deepseek_v3 it can be 1e-06"),
     ("deepseek_v3", {"index_topk": 2048}, "has index_topk = 2048, which is not known for deepseek"),
+    ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0; for gpt_oss it can be 1.702"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias = False; for gpt_oss it can be True"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, "of 2 layers [1] have no experts; only the first ones"),
 ]
 
@@ -236,6 +239,7 @@ def test_keys_of_published_files_are_known():
         ({"family": "mt5", "activation": "gelu"}, "model.activation = 'gelu' cannot be written"),
         ({"family": "gpt", "num_kv_heads": 2}, "model.num_kv_heads = 2 cannot be written"),
         ({"family": "gpt_neox", "head_dim": 32}, "model.head_dim = 32 cannot be written"),
+        ({"family": "gpt_oss", "mlp_limit": 0.0}, "model.mlp_limit = 0 cannot be written"),
         ({"family": "deepseek_v3", "shared_d_ff": 9}, "model.shared_d_ff = 9 cannot be written"),
         ({"family": "esm", "causal": True}, "model.causal = True cannot be written"),
     ],

@@ -30,6 +30,17 @@ EVERYTHING = {
     "balance_weight": 0.1,
     "router_z_loss": 0.01,
 }
+LATENT_ATTENTION = {
+    "num_kv_heads": 4,
+    "kv_rank": 12,
+    "query_rank": 16,
+    "rope_head_dim": 4,
+    "value_head_dim": 6,
+    "rope_scaling": "yarn",
+    "rope_factor": 4.0,
+    "rope_original_context": 8,
+    "rope_mscale": 0.5,
+}
 PROTOTYPES = {
     "num_layers": 4,
     "num_experts": 8,
@@ -38,6 +49,12 @@ PROTOTYPES = {
     "capacity_factor": 1.0,
     "balance": "microbatch",
     "balance_weight": 0.1,
+    # What gpt-oss has.
+    "attention_bias": "all",
+    "attention_sinks": True,
+    "mlp_bias": True,
+    "mlp_limit": 0.5,
+    "router_logit_bias": True,
 }
 
 

@@ -21,7 +21,8 @@ reference = functools.partial(attention, implementation="reference")
 
 def blockwise(*args, block=16, **settings):
     """In small blocks."""
-    return blockwise_attention(*args, scoring=score_settings(*args, **settings), block=block)
+    scoring = score_settings(*args[:6], **settings)
+    return blockwise_attention(*args, scoring=scoring, block=block)
 
 
 def arguments(
@@ -35,8 +36,10 @@ def arguments(
     batch=2,
     key_time=0,
     buckets=0,
+    sinks=0,
 ):
-    """q, k, v, segments; then the keys' segments and the table of a bias, if there are any."""
+    """q, k, v, segments; then the keys' segments, the table of a bias, and sinks, if there are
+    any."""
     rng = np.random.default_rng(0)
     batch = 4 if packing == "every" else batch
 
@@ -56,10 +59,11 @@ def arguments(
         for t, n in ((time, heads), (keys, kv_heads), (keys, kv_heads))
     )
     segments = documents(time)
-    if not (key_time or buckets):
+    if not (key_time or buckets or sinks):
         return q, k, v, segments
     table = jnp.asarray(rng.normal(size=(buckets, heads)), dtype) if buckets else None
-    return q, k, v, segments, documents(key_time) if key_time else None, table
+    found = q, k, v, segments, documents(key_time) if key_time else None, table
+    return (*found, jnp.asarray(rng.normal(size=heads), dtype)) if sinks else found
 
 
 def with_gradients(function):
@@ -69,16 +73,20 @@ def with_gradients(function):
 
 
 def differentiated(function):
-    """The output and the gradients of q, k, v and bias, for a cotangent that differs everywhere."""
+    """The output and the gradients of q, k, v, bias and sinks, for a cotangent that differs
+    everywhere."""
 
-    def run(q, k, v, segments, key_segments=None, bias=None):
-        more = () if key_segments is bias is None else (key_segments,)
-        biases = () if bias is None else (bias,)
+    def run(q, k, v, segments, *others):
         out, pullback = jax.vjp(
-            lambda q, k, v, *bias: function(q, k, v, segments, *more, *bias), q, k, v, *biases
+            lambda q, k, v, tables: function(q, k, v, segments, *others[:1], *tables),
+            q,
+            k,
+            v,
+            others[1:],
         )
         cotangent = jnp.sin(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype)
-        return (out, *pullback(cotangent))
+        *grads, tables = pullback(cotangent)
+        return (out, *grads, *(table for table in tables if table is not None))
 
     return run
 
@@ -134,6 +142,7 @@ CASES: dict[str, dict] = {
     "both ways, window, capped": {"causal": False, "sliding_window": 18, "soft_cap": 0.7},
     "bias": {"buckets": 6, "max_distance": 11, "scale": 1.0},
     "bias, both ways, capped": {"buckets": 8, "max_distance": 25, "causal": False, "soft_cap": 2.0},
+    "sinks": {"sinks": 1, "sliding_window": 20},
     "cross": {"key_time": 23, "causal": False, "scale": 0.4},
     "cross, more keys, capped": {"key_time": 60, "causal": False, "soft_cap": 0.7},
 }
@@ -146,7 +155,7 @@ def parity(case, function, time=41, dtype=jnp.float64):
     and gradients."""
     case = {"heads": 4, "kv_heads": 2, **case}
     sizes = [case.pop(name) for name in ("heads", "kv_heads")]
-    extra = {name: case.pop(name, 0) for name in ("key_time", "buckets")}
+    extra = {name: case.pop(name, 0) for name in ("key_time", "buckets", "sinks")}
     args = arguments(time, *sizes, packing="every", dtype=dtype, **extra)
     got = with_gradients(functools.partial(function, **case))(*args)
     exact = [x if x is None or x.dtype == jnp.int32 else x.astype(jnp.float64) for x in args]

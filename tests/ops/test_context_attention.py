@@ -26,17 +26,16 @@ def spread(ranks, method, *, block=None):
     time = P(None, "context")
 
     def attend(*args, **settings):
-        scoring = score_settings(*args, **settings)
+        scoring = score_settings(*args[:6], **settings)
         local = functools.partial(
             context_attention, axis="context", method=method, scoring=scoring, block=block
         )
-        *tokens, bias = (*args, None, None)[:6]
-        run = jax.shard_map(
-            local, mesh=mesh, in_specs=(*[time] * 5, P()), out_specs=time, check_vma=False
-        )
+        *tokens, bias, sinks = (*args, None, None, None)[:7]
+        specs = (*[time] * 5, P(), P())
+        run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=time, check_vma=False)
         orders = [None if x is None else balanced_order(x.shape[1], ranks) for x in tokens]
         dealt = [None if x is None else x[:, order] for x, order in zip(tokens, orders)]
-        return run(*dealt, bias)[:, np.argsort(orders[0])]
+        return run(*dealt, bias, sinks)[:, np.argsort(orders[0])]
 
     return attend
 
@@ -59,6 +58,7 @@ CASES: dict[str, dict] = {
     "both ways, bias": {"ranks": 2, "block": 7, "causal": False, "buckets": 8, "max_distance": 25},
     "both ways, window": {"ranks": 4, "causal": False, "sliding_window": 17},
     "bias": {"ranks": 4, "buckets": 6, "max_distance": 15},
+    "sinks": {"ranks": 2, "block": 5, "sinks": 1, "sliding_window": 9},
     "cross": {"ranks": 2, "block": 5, "causal": False, "key_time": 32},
 }
 

@@ -42,19 +42,11 @@ GPT = ModelConfig(
 WINDOWS = {"sliding_window": 4, "layer_pattern": "LG"}
 LOCAL = ModelConfig(**{**SIZES, **WINDOWS, "num_layers": 3}, vocab_size=20, family="gemma3")
 PARALLEL = ModelConfig(**SIZES, vocab_size=20, family="gpt_neox")
-LATENT = {
-    "num_kv_heads": 4,
-    "kv_rank": 12,
-    "query_rank": 16,
-    "rope_head_dim": 4,
-    "value_head_dim": 6,
-    "rope_scaling": "yarn",
-    "rope_factor": 4.0,
-    "rope_original_context": 8,
-    "rope_mscale": 0.5,
-}
 EXPERTS = ModelConfig(
-    **{**SIZES, **experts.EVERYTHING, **LATENT, "num_layers": 3, "capacity_factor": 0.5},
+    **SIZES
+    | experts.EVERYTHING
+    | experts.LATENT_ATTENTION
+    | {"num_layers": 3, "capacity_factor": 0.5},
     vocab_size=20,
     family="tests.models.experts:make",
 )

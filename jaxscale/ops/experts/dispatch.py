@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxscale.ops.context_attention import balanced_order
 from jaxscale.ops.experts.grouped_matmul import grouped_matmul, grouped_weight_gradient
@@ -394,10 +395,29 @@ def expert_columns(
     return _expert_columns(dispatch, x_BTD, tuple(weights), plan)
 
 
-def expert_rows(dispatch: Dispatch, hidden_cRF: Array, w_EFD: Array, plan: DispatchPlan) -> Array:
+def expert_bias(dispatch: Dispatch, bias_EF: Array, plan: DispatchPlan) -> Array:
+    """The bias of each row's expert, [c, R, F]."""
+    return _expert_bias(dispatch, bias_EF[:, None], plan)
+
+
+def expert_rows(
+    dispatch: Dispatch,
+    hidden_cRF: Array,
+    w_EFD: Array,
+    plan: DispatchPlan,
+    bias_ED: Array | None = None,
+    gates_cR: Array | None = None,
+) -> Array:
     """Back into the residual stream, and back to the tokens: [c, R, F] x [E, F, D] -> [B, T, D],
-    summed over a token's experts."""
-    return _expert_rows(dispatch, hidden_cRF, w_EFD, plan)
+    summed over a token's experts; with `bias_ED` each of them adds its bias times its gate."""
+    hidden, weights = (hidden_cRF,), (w_EFD,)
+    if bias_ED is not None and gates_cR is not None:
+        # As a further feature of each rank of tensor, which has its share of the gate there.
+        shares = dispatch.tensor
+        gates_cR1 = (gates_cR / shares)[..., None].astype(hidden_cRF.dtype)
+        hidden += (jnp.broadcast_to(gates_cR1, (*gates_cR.shape, shares)),)
+        weights += (jnp.broadcast_to(bias_ED[:, None], (len(bias_ED), shares, bias_ED.shape[1])),)
+    return _expert_rows(dispatch, hidden, weights, plan)
 
 
 def _matmul(
@@ -495,28 +515,57 @@ _expert_columns.defvjp(_columns_forward, _columns_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expert_rows(dispatch: Dispatch, hidden_cRF: Array, w_EFD: Array, plan: DispatchPlan) -> Array:
-    return _collected(dispatch, [hidden_cRF], [w_EFD], plan, transposed=False)
+def _expert_bias(dispatch: Dispatch, bias_E1F: Array, plan: DispatchPlan) -> Array:
+    def local(bias_E1F: Array, plan: DispatchPlan) -> Array:
+        return _matmul(dispatch, _ones(plan, bias_E1F.dtype), bias_E1F, plan, False)[None]
+
+    specs = (dispatch.columns, dispatch.rows)
+    return dispatch.manual(local, specs, dispatch.hidden)(bias_E1F, plan)
 
 
-def _rows_forward(dispatch: Dispatch, hidden_cRF: Array, w_EFD: Array, plan: DispatchPlan):
-    return _expert_rows(dispatch, hidden_cRF, w_EFD, plan), (hidden_cRF, w_EFD, plan)
+def _bias_forward(dispatch: Dispatch, bias_E1F: Array, plan: DispatchPlan):
+    return _expert_bias(dispatch, bias_E1F, plan), plan
+
+
+def _bias_backward(dispatch: Dispatch, plan: DispatchPlan, dy_cRF: Array):
+    def local(dy_cRF: Array, plan: DispatchPlan) -> Array:
+        return _weight_gradient(dispatch, _ones(plan, dy_cRF.dtype), dy_cRF[0], plan)
+
+    specs = (dispatch.hidden, dispatch.rows)
+    return dispatch.manual(local, specs, dispatch.columns)(dy_cRF, plan), None
+
+
+_expert_bias.defvjp(_bias_forward, _bias_backward)
+
+
+def _ones(plan: DispatchPlan, dtype: DTypeLike) -> Array:
+    """A feature that is one in every row, [R, 1]."""
+    return jnp.ones((math.prod(plan.sent.shape[1:]), 1), dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _expert_rows(dispatch: Dispatch, hidden: tuple, weights: tuple, plan: DispatchPlan) -> Array:
+    return _collected(dispatch, hidden, weights, plan, transposed=False)
+
+
+def _rows_forward(dispatch: Dispatch, hidden: tuple, weights: tuple, plan: DispatchPlan):
+    return _expert_rows(dispatch, hidden, weights, plan), (hidden, weights, plan)
 
 
 def _rows_backward(dispatch: Dispatch, residuals, dy_BTD: Array):
-    hidden_cRF, w_EFD, plan = residuals
+    hidden, weights, plan = residuals
     dy_cRD = _sent(dispatch, dy_BTD, plan)
 
-    def into_hidden(dy_cRD: Array, w_EFD: Array, plan: DispatchPlan) -> Array:
-        return _matmul(dispatch, dy_cRD[0], w_EFD, plan, True)[None]
+    def into_hidden(dy_cRD: Array, weights: tuple, plan: DispatchPlan) -> tuple[Array, ...]:
+        return tuple(_matmul(dispatch, dy_cRD[0], w, plan, True)[None] for w in weights)
 
-    def into_weight(hidden_cRF: Array, dy_cRD: Array, plan: DispatchPlan) -> Array:
-        return _weight_gradient(dispatch, hidden_cRF[0], dy_cRD[0], plan)
+    def into_weights(hidden: tuple, dy_cRD: Array, plan: DispatchPlan) -> tuple[Array, ...]:
+        return tuple(_weight_gradient(dispatch, x_cRF[0], dy_cRD[0], plan) for x_cRF in hidden)
 
-    rows, hidden, back = dispatch.rows, dispatch.hidden, dispatch.back
-    dhidden_cRF = dispatch.manual(into_hidden, (rows, back, rows), hidden)(dy_cRD, w_EFD, plan)
-    dw_EFD = dispatch.manual(into_weight, (hidden, rows, rows), back)(hidden_cRF, dy_cRD, plan)
-    return dhidden_cRF, dw_EFD, None
+    rows, columns, back = dispatch.rows, dispatch.hidden, dispatch.back
+    dhidden = dispatch.manual(into_hidden, (rows, back, rows), columns)(dy_cRD, weights, plan)
+    dweights = dispatch.manual(into_weights, (columns, rows, rows), back)(hidden, dy_cRD, plan)
+    return dhidden, dweights, None
 
 
 _expert_rows.defvjp(_rows_forward, _rows_backward)

@@ -13,6 +13,7 @@ from jaxscale.ops.context_attention import balanced_order
 from jaxscale.ops.experts.dispatch import (
     Dispatch,
     capacity_of,
+    expert_bias,
     expert_columns,
     expert_rows,
     num_kept,
@@ -37,21 +38,22 @@ def example():
     """Inputs, with experts that are chosen by nobody and by everybody, and tokens with no expert,
     or with fewer than K; and a gradient of the result."""
     rng = np.random.default_rng(0)
-    shapes = (B, T, D), (E, D, F), (E, F, D), (B, T, K), (B, T, D)
-    x, up, down, gates, dy = (rng.normal(size=shape) for shape in shapes)
+    shapes = (B, T, D), (E, D, F), (E, F, D), (E, F), (E, D), (B, T, K), (B, T, D)
+    *arguments, dy = (rng.normal(size=shape) for shape in shapes)
     experts = np.stack([[rng.permutation(E)[:K] for _ in range(T)] for _ in range(B)])
     experts[0, :5], experts[1, :, 0], experts[1, :, 1], experts[1, :, 2] = -1, 7, 2, 3
     experts[experts == 5] = -1
-    return (x, up, down, gates), experts.astype(np.int32), dy
+    return arguments, experts.astype(np.int32), dy
 
 
-def plainly(x, up, down, gates, keeps):
+def plainly(x, up, down, up_bias, down_bias, gates, keeps):
     """Every token through every expert, in turn."""
     _, experts, _ = example()
     y = jnp.zeros_like(x)
     for expert in range(E):
         weight = jnp.sum(jnp.where((experts == expert) & keeps, gates, 0), axis=-1)
-        y += weight[..., None] * (jnp.tanh(x @ up[expert]) @ down[expert])
+        hidden = jnp.tanh(x @ up[expert] + up_bias[expert])
+        y += weight[..., None] * (hidden @ down[expert] + down_bias[expert])
     return y
 
 
@@ -74,11 +76,12 @@ def wanted(capacity):
     return y, pullback(dy)
 
 
-def through_experts(dispatch, factor, experts, x, up, down, gates):
+def through_experts(dispatch, factor, experts, x, up, down, up_bias, down_bias, gates):
     plan = plan_dispatch(dispatch, experts, E, factor)
     (hidden,) = expert_columns(dispatch, x, (up,), plan)
-    hidden = jnp.tanh(hidden) * send_gates(dispatch, gates, plan)[..., None]
-    return expert_rows(dispatch, hidden, down, plan), num_kept(plan)
+    gates = send_gates(dispatch, gates, plan)
+    hidden = jnp.tanh(hidden + expert_bias(dispatch, up_bias, plan)) * gates[..., None]
+    return expert_rows(dispatch, hidden, down, plan, down_bias, gates), num_kept(plan)
 
 
 def ragged_all_to_all(
@@ -126,11 +129,11 @@ def test_every_mesh_gives_what_one_device_does(sizes, factor, ragged, monkeypatc
             *arguments,
             has_aux=True,
         )
-        dx, dup, ddown, dgates = pullback(dy)
-        dup, ddown = (summed(dw, ("data", "fsdp")) for dw in (dup, ddown))
-        return y, (dx, dup, ddown, dgates), summed(count, ("data", "fsdp", "expert"))
+        dx, *dweights, dgates = pullback(dy)
+        dweights = (summed(dw, ("data", "fsdp")) for dw in dweights)
+        return y, (dx, *dweights, dgates), summed(count, ("data", "fsdp", "expert"))
 
-    arguments = ROWS, EXPERTS, EXPERTS, ROWS
+    arguments = ROWS, *[EXPERTS] * 4, ROWS
     run = jax.shard_map(
         local,
         mesh=jax.make_mesh(
@@ -144,24 +147,22 @@ def test_every_mesh_gives_what_one_device_does(sizes, factor, ragged, monkeypatc
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
-    (x, up, down, gates), experts, dy = example()
-    dealt = (x[:, order], up, down, gates[:, order]), experts[:, order], dy[:, order]
-    y, (dx, dup, ddown, dgates), count = jax.jit(run)(*dealt)
+    (x, *weights, gates), experts, dy = example()
+    dealt = (x[:, order], *weights, gates[:, order]), experts[:, order], dy[:, order]
+    y, (dx, *dweights, dgates), count = jax.jit(run)(*dealt)
     capacity = capacity_of(factor, T, K, E)
     result, gradients = wanted(capacity)
     assert count == kept(capacity).sum()
     text = np.argsort(order)
-    got = y[:, text], dx[:, text], dup, ddown, dgates[:, text]
+    got = y[:, text], dx[:, text], *dweights, dgates[:, text]
     for one, other in zip(got, (result, *gradients)):
         np.testing.assert_allclose(one, other, atol=1e-12)
 
 
 def test_evaluation_drops_nothing():
-    (x, up, down, gates), experts, _ = example()
+    arguments, experts, _ = example()
     dispatch = Dispatch(keeps_all=True)
-    y, count = jax.jit(functools.partial(through_experts, dispatch, 0.5))(
-        experts, x, up, down, gates
-    )
+    y, count = jax.jit(functools.partial(through_experts, dispatch, 0.5))(experts, *arguments)
     assert count == (experts >= 0).sum()
     np.testing.assert_allclose(y, wanted(0)[0], atol=1e-12)
 

@@ -1,0 +1,146 @@
+"""gpt-oss: experts with biases and clamped gates, attention sinks, every second layer local."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxscale.model_families.family import EXPERTS, ROPE, Family, Model, TensorRule
+from jaxscale.model_families.hf.config import (
+    GLOBAL,
+    LOCAL,
+    expect,
+    layer_types,
+    pattern_of,
+    pop,
+    pop_experts,
+    pop_rope,
+    pop_sizes,
+    refuse_rest,
+    rope_to_hf,
+    sizes_to_hf,
+)
+from jaxscale.model_families.hf.tensors import (
+    LAYER,
+    attention_rules,
+    layer_norms,
+    llama_outer,
+    matrix,
+    vector,
+)
+
+ROPE_DEFAULTS = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, **hf}
+    if not (rest.get("rope_parameters") or rest.get("rope_scaling")):
+        rest["rope_scaling"] = ROPE_DEFAULTS
+    rope = pop_rope(rest, theta=150_000.0)
+    sizes = pop_sizes(rest)
+    usual = [GLOBAL if i % 2 else LOCAL for i in range(sizes["num_layers"])]
+    types = pop(rest, "layer_types", None) or usual
+    window = pop(rest, "sliding_window") or 0
+    # In published files beside the keys that say the same.
+    for key in ("experts_per_token", "initial_context_length"):
+        pop(rest, key, None)
+    for key, value in (("hidden_act", "silu"), ("swiglu_alpha", 1.702), ("attention_bias", True)):
+        expect(rest, key, value)
+    ours = {
+        **rope,
+        **sizes,
+        **pop_experts(rest, experts=128, per_token=4),
+        "sliding_window": window,
+        "layer_pattern": pattern_of(types) if window else "",
+        "mlp_limit": pop(rest, "swiglu_limit", 7.0),
+        "norm_eps": pop(rest, "rms_norm_eps", 1e-5),
+        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
+    }
+    refuse_rest(rest)
+    return ours
+
+
+def _to_hf(model: Model) -> dict[str, Any]:
+    if not model.mlp_limit:
+        raise ValueError(
+            "model.mlp_limit = 0 cannot be written in Hugging Face's format of gpt_oss models, "
+            "whose experts have a limit; set model.mlp_limit = 7.0 as the published ones"
+        )
+    rope = rope_to_hf(model)
+    # Without any their default is YaRN's.
+    rope["rope_scaling"] = rope["rope_scaling"] or {"rope_type": "default"}
+    return {
+        **sizes_to_hf(model),
+        **rope,
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "router_aux_loss_coef": model.balance_weight,
+        "sliding_window": model.sliding_window or None,
+        "layer_types": layer_types(model),
+        "swiglu_limit": model.mlp_limit,
+        "swiglu_alpha": 1.702,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+
+
+def _expert_rules(model: Model) -> Iterator[TensorRule]:
+    """All experts of a layer in one tensor, in which gates and ups take turns."""
+    experts, width, hidden = model.num_experts, model.d_model, model.expert_d_ff or model.d_ff
+    ours, theirs = "layers/mlp", f"{LAYER}.mlp"
+    yield matrix(f"{ours}/router", f"{theirs}.router.weight", width, experts)
+    yield vector(f"{ours}/logit_bias", f"{theirs}.router.bias", experts)
+    for number, part in enumerate(("gate", "up")):
+        name, take = f"{theirs}.experts.gate_up_proj", (slice(None), slice(None), slice(None))
+        view, shape = (experts, width, hidden, 2), (experts, width, 2 * hidden)
+        yield TensorRule(f"{ours}/{part}", name, view, (0, 1, 2), (*take, number), shape)
+        view, shape = (experts, hidden, 2), (experts, 2 * hidden)
+        taken = (*take[1:], number)
+        yield TensorRule(f"{ours}/{part}_bias", f"{name}_bias", view, (0, 1), taken, shape)
+    name, shape = f"{theirs}.experts.down_proj", (experts, hidden, width)
+    yield TensorRule(f"{ours}/down", name, shape, (0, 1, 2))
+    yield TensorRule(f"{ours}/down_bias", f"{name}_bias", (experts, width), (0, 1))
+
+
+def _tensors(model: Model) -> tuple[TensorRule, ...]:
+    sinks = vector("layers/attention/sinks", f"{LAYER}.self_attn.sinks", model.num_heads)
+    layer = (*layer_norms(model), *attention_rules(model), sinks, *_expert_rules(model))
+    return (*llama_outer(model), *layer)
+
+
+GPT_OSS = Family(
+    name="gpt_oss",
+    paper="gpt-oss, arXiv 2508.10925",
+    settings={
+        **ROPE,
+        **EXPERTS,
+        "rope_theta": 150_000.0,
+        "norm_eps": 1e-5,
+        "sliding_window": 128,
+        "layer_pattern": "LG",
+        "tied_embeddings": False,
+        "num_experts": 32,
+        "experts_per_token": 4,
+        "mlp_limit": 7.0,
+    },
+    fixed={
+        "activation": "quick_gelu",
+        "attention_bias": "all",
+        "attention_sinks": True,
+        "mlp_bias": True,
+        "router_logit_bias": True,
+        "router_scores": "softmax_of_chosen",
+    },
+    hf_types=("gpt_oss",),
+    hf_architectures="GptOssForCausalLM",
+    read_hf=_from_hf,
+    write_hf=_to_hf,
+    tensors=_tensors,
+)
