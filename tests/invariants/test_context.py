@@ -46,14 +46,14 @@ def test_a_shared_sequence_is_one_device_in_float64(family, layout, capfd):
     assert INVOLUNTARY not in capfd.readouterr().err
 
 
-SEQ_LEN = 8192
+SEQUENCES, SEQ_LEN = 2, 4096
 LIMIT = 24e6
 """Bytes of one device, in the test of what it cannot hold."""
 
 
 @functools.cache
 def compiled(**layout):
-    """(engine, its compiled step) of a thin model on one long sequence: nearly all of the memory
+    """(engine, its compiled step) of a thin model on two long sequences: nearly all of the memory
     is for activations."""
     config = from_dict(
         {
@@ -67,7 +67,7 @@ def compiled(**layout):
                 "vocab_size": 256,
                 "compute_dtype": "float32",
             },
-            "data": {"global_batch_size": 1, "seq_len": SEQ_LEN},
+            "data": {"global_batch_size": SEQUENCES, "seq_len": SEQ_LEN},
             "layout": {"data": 1, "remat": "full", **layout},
         }
     )
@@ -106,18 +106,18 @@ def test_ranks_of_tensor_share_what_lies_between_the_products():
     assert two < 0.65 * one
 
 
-def test_a_sequence_that_one_device_cannot_hold_trains():
+def test_sequences_that_one_device_cannot_hold_train():
     assert sum(device_bytes()) > LIMIT
     assert sum(device_bytes(context=4)) < LIMIT
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 256, (1, SEQ_LEN + 1)).astype(np.int32)
-    place = np.arange(SEQ_LEN, dtype=np.int32)[None]
+    tokens = rng.integers(0, 256, (SEQUENCES, SEQ_LEN + 1)).astype(np.int32)
+    place = np.tile(np.arange(SEQ_LEN, dtype=np.int32), (SEQUENCES, 1))
     batch = Batch(
         tokens[:, :-1],
         tokens[:, 1:],
-        1 + place // 5000,
-        place % 5000,
-        np.ones((1, SEQ_LEN), np.float32),
+        1 + place // 3000,
+        place % 3000,
+        np.ones((SEQUENCES, SEQ_LEN), np.float32),
     )
     results = []
     for layout in ({"context": 4}, {}):
@@ -140,7 +140,8 @@ def test_gathering_gathers_keys_alone():
     in the backward pass, and the sums of their gradients, only gradients of weights."""
     engine, _ = compiled(context=2, context_method="gather")
     found = context_bytes(context=2, context_method="gather")
-    keys = SEQ_LEN * 4 * (2 * 2 * 16 + 1)  # keys, values and segments, in four bytes each
+    each = 4 * (2 * 2 * 16 + 1)  # bytes of keys, values and the segment of a token
+    keys = SEQUENCES * SEQ_LEN * each
     assert set(found) == {"all-gather", "reduce-scatter", "all-reduce"}
     assert found["all-gather"] <= 6 * keys
     assert found["all-reduce"] == pytest.approx(4 * engine.config.model.num_params, abs=64)

@@ -1,9 +1,13 @@
 """The memory of compiled steps is what the planner's formulas say."""
 
+import math
+
+import jax
 import pytest
 
 from jaxscale.config import Config, from_dict
 from jaxscale.planner.memory.step import step_memory
+from jaxscale.training.engine import Engine
 from tests.invariants.layouts import open_engine
 
 LLAMA = {
@@ -187,13 +191,14 @@ MORE_CASES = {
 }
 
 
-def check(config: Config) -> None:
+def check(config: Config) -> Engine:
     engine = open_engine(config)
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     compiled = lowered.compile()
     analysis, predicted = compiled.memory_analysis(), step_memory(config)
     assert predicted.arguments == analysis.argument_size_in_bytes
     assert predicted.temporaries == pytest.approx(analysis.temp_size_in_bytes, rel=0.1)
+    return engine
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -214,7 +219,13 @@ def test_a_compiled_step_needs_what_the_formulas_say(name):
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_compiled_pipeline_needs_what_the_formulas_say(name):
-    check(PIPELINES[name])
+    engine = check(PIPELINES[name])
+    # Beside what a rank receives and what its passes begin with, it carries what it sends.
+    kept = engine.pipeline_buffers()
+    arrays = jax.tree.leaves((kept["inbox"], kept["input"]))
+    sent = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(kept["inbox"]))
+    carried = sent + sum(x.size * x.dtype.itemsize for x in arrays)
+    assert step_memory(engine.config).messages == carried // engine.layout.tensor
 
 
 @pytest.mark.slow

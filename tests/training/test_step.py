@@ -95,6 +95,8 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count(steps):
     for (_, metrics), expected in steps[2]:
         assert float(metrics.loss) == pytest.approx(expected.nll, rel=1e-12)
         assert float(metrics.loss_tokens) == batches()[0].weights.sum() < batches()[0].weights.size
+        # Padding is not read, either; what is read without loss is in a run's own records.
+        assert int(metrics.tokens) == np.sum(batches()[0].segments > 0)
 
 
 def test_the_norm_is_that_of_the_mean_before_clipping(steps):

@@ -52,7 +52,9 @@ def answer(**pins) -> RankedPlans:
     )
 
 
-@pytest.mark.parametrize("layout", [Layout(data=2, fsdp=4), PIPELINE])
+@pytest.mark.parametrize(
+    "layout", [Layout(data=2, fsdp=4), PIPELINE, Layout(data=2, fsdp=4, remat="full")]
+)
 def test_terms_and_bytes_add_up(layout):
     one = predict_plan(QUERY, layout)
     assert sum(one.terms.values()) == pytest.approx(one.step_seconds, rel=1e-12)
@@ -63,6 +65,7 @@ def test_terms_and_bytes_add_up(layout):
     peak = 8 * 312e12
     flops = CONFIG.model.flops_per_token(CONFIG.data.seq_len)
     assert one.mfu == pytest.approx(flops * tokens / peak)
+    assert (one.hfu > 1.1 * one.mfu) == (layout.remat == "full")
     assert set(one.terms) <= set(text_report.TERMS)
     assert set(one.memory.at_peak) <= set(text_report.PARTS)
 
@@ -240,6 +243,16 @@ def test_what_each_rank_of_a_pipeline_uses():
     assert plan.stage_bytes[1] < 0.95 * plan.memory_bytes
     flat = predict_plan(QUERY, Layout(data=8))
     assert flat.stage_bytes == [flat.memory_bytes]
+
+
+def test_a_pipeline_that_keeps_passes_recomputes_the_others():
+    """Its busiest rank is the first of four, with four passes in flight: it keeps half of them."""
+    full, kept = (
+        predict_plan(QUERY, dataclasses.replace(PIPELINE, schedule="1f1b", remat=remat)).terms
+        for remat in ("full", "keep:2")
+    )
+    repeated, every = (terms["recompute"] / terms["matmul"] for terms in (kept, full))
+    assert repeated == pytest.approx(4 / 8 * every, rel=1e-12)
 
 
 @pytest.mark.parametrize("remat", ["none", "save_matmuls", "save_all_but_attention", "full"])

@@ -18,7 +18,7 @@ from jaxscale.planner.model.named_models import NAMED
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.report.why_not import why_infeasible
 from jaxscale.planner.search.plan import predict_plan
-from jaxscale.planner.search.search import TOO_LARGE, _distinct, search_layouts
+from jaxscale.planner.search.search import TOO_LARGE, TOO_LARGE_FOR_HOST, _distinct, search_layouts
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import (
     HOST_MEMORY_BYTES,
@@ -296,6 +296,23 @@ def test_what_is_found_trains_and_fits():
     for layout in search_layouts(query(4.0, tensor=2), 10).layouts:
         assert why_infeasible(query(4.0, tensor=2), layout) == ""
         assert layout.num_devices == 8
+
+
+def test_what_overflows_the_host_is_not_taken(monkeypatch):
+    asked = query(4.0, pipeline=1, microbatches=4, remat="full", offload="optimizer")
+
+    def offloaded():
+        found = search_layouts(asked, 10)
+        return [predict_plan(asked, layout).host_bytes for layout in found.layouts], found
+
+    sizes, everything = offloaded()
+    assert TOO_LARGE_FOR_HOST not in everything.rejected
+    limit = min(sizes)
+    assert limit < max(sizes)
+    monkeypatch.setattr("jaxscale.planner.search.space.HOST_MEMORY_BYTES", limit)
+    sizes, found = offloaded()
+    assert max(sizes) <= limit
+    assert found.rejected[TOO_LARGE_FOR_HOST] > 0
 
 
 def test_less_memory_takes_no_less_time():
