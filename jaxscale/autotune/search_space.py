@@ -20,6 +20,7 @@ Candidate = Mapping[str, Any]
 FIELDS = (
     "pipeline",
     "fsdp",
+    "expert",
     "context",
     "tensor",
     "zero_stage",
@@ -57,7 +58,7 @@ def layout_of(candidate: Candidate, base: Layout, num_devices: int) -> Layout:
     Raises:
       ValueError: `Layout` refuses it.
     """
-    others = math.prod(candidate[name] for name in ("pipeline", "fsdp", "context", "tensor"))
+    others = math.prod(candidate[name] for name in MESH_AXES if name != "data")
     read = {name: value for name, value in candidate.items() if value is not None}
     if candidate["pipeline"] == 1:
         read |= {"schedule": Layout.schedule, "virtual_stages": Layout.virtual_stages}
@@ -81,7 +82,7 @@ def candidates(
     schedules = _schedules(pins.get("schedule", config.layout.schedule))
     return [
         candidate
-        for mesh in _meshes(num_devices)
+        for mesh in _meshes(config, num_devices)
         if not _mesh_refusal(config, mesh)
         for candidate in _mesh_candidates(config, mesh, schedules)
         if all(candidate[name] in (value, None) for name, value in pins.items())
@@ -111,9 +112,11 @@ def _schedules(wanted: str) -> list[tuple[str, int]]:
     ]
 
 
-def _meshes(num_devices: int) -> Iterator[Layout]:
-    """Every factorisation of the devices into pipeline x data x fsdp x context x tensor."""
-    for sizes in space.mesh_shapes(num_devices):
+def _meshes(config: Config, num_devices: int) -> Iterator[Layout]:
+    """Every factorisation of the devices into the axes of the mesh; that of expert divides the
+    model's experts."""
+    experts = getattr(config.model, "num_experts", 0)
+    for sizes in space.mesh_shapes(num_devices, experts=experts):
         yield Layout(**dict(zip(MESH_AXES, sizes)), context_method="gather")  # pyright: ignore
 
 
@@ -139,6 +142,7 @@ def _mesh_candidates(
             yield {
                 "pipeline": mesh.pipeline,
                 "fsdp": mesh.fsdp,
+                "expert": mesh.expert,
                 "context": mesh.context,
                 "tensor": mesh.tensor,
                 "zero_stage": stage,
