@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxscale.choices import check_at_least, check_choice
 from jaxscale.model_config.settings import option
 
-ROUTERS = ("top_k", "prototypes")
+ROUTERS = ("top_k", "prototypes", "expert_choice")
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 BALANCES = ("sequence", "microbatch")
 CHOICES = {"router": ROUTERS, "router_scores": SCORES, "balance": BALANCES}
@@ -22,7 +22,8 @@ class ExpertOptions:
     shared_d_ff: int = option(0)  # of an expert that every token goes through; 0 is none
     dense_layers: int = option(0)  # the first ones, without experts
     # "top_k" gives a token its best experts; "prototypes" the best one of each of
-    # experts_per_token sets (arXiv 2105.15082).
+    # experts_per_token sets (arXiv 2105.15082); with "expert_choice" each expert takes its best
+    # tokens, by capacity_factor (arXiv 2202.09368).
     router: str = option("top_k")
     router_scores: str = option("softmax")  # "softmax_of_chosen" comes after the choice
     router_normalized: bool = option(False)  # a token's weights are divided by their sum
@@ -95,6 +96,8 @@ class ExpertOptions:
                     "set model.router_scores = 'softmax' and model.router_groups = 1, or "
                     "model.router = 'top_k'"
                 )
+        if self.router == "expert_choice":
+            self._check_expert_choice()
         if experts % self.router_groups:
             raise ValueError(
                 f"model.num_experts = {experts} is not a multiple of model.router_groups = "
@@ -107,6 +110,25 @@ class ExpertOptions:
                 f"{self.router_groups} leave {kept} of {experts} experts for "
                 f"model.experts_per_token = {self.experts_per_token}; set "
                 "model.router_groups_kept between those that hold them and model.router_groups"
+            )
+
+    def _check_expert_choice(self) -> None:
+        if not self.capacity_factor:
+            raise ValueError(
+                "model.router = 'expert_choice' takes as many tokens as model.capacity_factor = 0 "
+                "does not say; set model.capacity_factor, such as 1.0"
+            )
+        for name, plain in (("balance_weight", 0), ("router_bias", False), ("router_groups", 1)):
+            value = getattr(self, name)
+            if value != plain:
+                raise ValueError(
+                    f"model.{name} = {value} with model.router = 'expert_choice', whose experts "
+                    f"have equally many tokens; set model.{name} = {plain}"
+                )
+        if self.router_scores == "softmax_of_chosen":
+            raise ValueError(
+                "model.router_scores = 'softmax_of_chosen' with model.router = 'expert_choice', "
+                "whose tokens may have no expert; set model.router_scores = 'softmax'"
             )
 
     @property

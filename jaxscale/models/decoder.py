@@ -367,7 +367,10 @@ class Decoder:
 
     @property
     def can_decode(self) -> bool:
-        """Whether tokens can be drawn one after the other."""
+        """Whether tokens can be drawn one after the other; experts that choose among all tokens of
+        a sequence see later ones."""
+        if self.settings.router == "expert_choice":
+            return False
         return self.settings.causal and hasattr(type(self).block_type, "decode")
 
     @property

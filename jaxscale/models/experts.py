@@ -52,7 +52,7 @@ class Experts(nnx.Module):
         with jax.named_scope("router"):
             counts_BE = routing.choice_counts(routed.experts, config.num_experts)
             sums = {"load": jnp.sum(counts_BE, axis=0)}
-            if config.capacity_factor:
+            if drops(config):
                 sums["dropped"] = jnp.sum(sums["load"]) - travel.num_kept(plan)
             if config.has_balance_loss:
                 sums["loss"] = self._loss(routed, counts_BE, batch, kernels)
@@ -70,6 +70,26 @@ class Experts(nnx.Module):
     def _route(self, x_BTD: jax.Array, valid_BT: jax.Array, dispatch: Dispatch) -> "Routed":
         """Where each token goes; padding goes nowhere."""
         router = router_of(self.config)
+        with jax.named_scope("router"):
+            logits_BTE = routing.router_logits(x_BTD, self.router[...])
+            if self.logit_bias is not None:
+                logits_BTE = add_bias(logits_BTE, self.logit_bias[...])
+            scores_BTE = routing.router_scores(logits_BTE, router)
+            ranked_BTE = logits_BTE if router.scores == "softmax_of_chosen" else scores_BTE
+            experts_BTK = self._choose(jax.lax.stop_gradient(ranked_BTE), valid_BT, dispatch)
+            experts_BTK = named(experts_BTK, "expert_choice")
+            gates_BTK = routing.expert_gates(logits_BTE, scores_BTE, experts_BTK, router)
+        return Routed(logits_BTE, scores_BTE, experts_BTK, gates_BTK)
+
+    def _choose(self, ranked_BTE: jax.Array, valid_BT: jax.Array, dispatch: Dispatch) -> jax.Array:
+        """The experts of each token, [B, T, K]; -1 is none."""
+        router = router_of(self.config)
+        if router.kind == "expert_choice":
+            capacity = self._capacity(ranked_BTE.shape[1])
+            ranked_BTE = jnp.where(valid_BT[..., None], ranked_BTE, -jnp.inf)
+            return travel.over_sequences(
+                dispatch, lambda scores: routing.chosen_by_experts(scores, capacity), ranked_BTE
+            )
         bias_E = None if self.router_bias is None else self.router_bias[...]
         # Sorting with every axis manual: the partitioner would gather all tokens first.
         choose = dispatch.manual(
@@ -77,22 +97,20 @@ class Experts(nnx.Module):
             (dispatch.stream, dispatch.whole),
             dispatch.stream,
         )
-        with jax.named_scope("router"):
-            logits_BTE = routing.router_logits(x_BTD, self.router[...])
-            if self.logit_bias is not None:
-                logits_BTE = add_bias(logits_BTE, self.logit_bias[...])
-            scores_BTE = routing.router_scores(logits_BTE, router)
-            ranked_BTE = logits_BTE if router.scores == "softmax_of_chosen" else scores_BTE
-            experts_BTK = choose(jax.lax.stop_gradient(ranked_BTE), bias_E)
-            gates_BTK = routing.expert_gates(logits_BTE, scores_BTE, experts_BTK, router)
-            experts_BTK = jnp.where(valid_BT[..., None], experts_BTK, -1)
-        return Routed(logits_BTE, scores_BTE, experts_BTK, gates_BTK)
+        return jnp.where(valid_BT[..., None], choose(ranked_BTE, bias_E), -1)
 
     def _plan(self, routed: "Routed", dispatch: Dispatch) -> travel.DispatchPlan:
         config = self.config
-        return travel.plan_dispatch(
-            dispatch, routed.experts, config.num_experts, config.capacity_factor
-        )
+        capacity = self._capacity(routed.experts.shape[1])
+        if dispatch.keeps_all and config.router != "expert_choice":
+            capacity = 0
+        return travel.plan_dispatch(dispatch, routed.experts, config.num_experts, capacity)
+
+    def _capacity(self, seq_len: int) -> int:
+        """Tokens that an expert takes of a sequence; 0 is no limit."""
+        config = self.config
+        each = config.experts_per_token
+        return travel.capacity_of(config.capacity_factor, seq_len, each, config.num_experts)
 
     def _through(
         self, x_BTD: jax.Array, gates_BTK: jax.Array, plan: travel.DispatchPlan, dispatch: Dispatch
@@ -165,7 +183,7 @@ def router_of(config: ModelConfig) -> Router:
     return Router(
         config.experts_per_token,
         config.router_scores,
-        config.router == "prototypes",
+        config.router,
         config.router_normalized,
         config.router_scale,
         config.router_groups,
@@ -173,11 +191,16 @@ def router_of(config: ModelConfig) -> Router:
     )
 
 
+def drops(config: ModelConfig) -> bool:
+    """Whether choices of tokens may be dropped; experts that choose take what they choose."""
+    return config.capacity_factor > 0 and config.router != "expert_choice"
+
+
 def expert_sums(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The sums of a layer with experts: how many tokens chose each, how many choices were dropped,
     and the auxiliary losses."""
     shapes: dict[str, tuple[int, ...]] = {"load": (config.num_experts,)}
-    if config.capacity_factor:
+    if drops(config):
         shapes["dropped"] = ()
     if config.has_balance_loss:
         shapes["loss"] = ()

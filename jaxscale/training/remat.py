@@ -16,6 +16,10 @@ from jaxscale.ops.attention_kernels import is_cudnn_forward
 
 Tree = Any
 
+SMALL = "expert_choice"
+"""Which experts tokens go to: saved under every policy, since a choice that is made again, of
+scores that round differently, might be another one than the saved activations belong to."""
+
 
 def rematerialised(layer: LayerFunction, remat: RematPolicy) -> LayerFunction:
     """A layer under a policy of `Layout.remat`."""
@@ -23,13 +27,13 @@ def rematerialised(layer: LayerFunction, remat: RematPolicy) -> LayerFunction:
         return layer
     if remat.offloads:
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
+            names_which_can_be_saved=[SMALL],
             names_which_can_be_offloaded=list(remat.names),
             offload_src="device",
             offload_dst="pinned_host",
         )
     else:
-        policy = jax.checkpoint_policies.save_only_these_names(*remat.names)
+        policy = jax.checkpoint_policies.save_only_these_names(*remat.names, SMALL)
     if "attention" in remat.names:
         policy = _with_cudnn(policy)
     return _checkpoint(layer, policy)

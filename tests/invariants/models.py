@@ -87,6 +87,9 @@ KINDS = {
         },
         more_axes=("expert",),
     ),
+    "expert choice": Kind(
+        {"family": "tests.models.experts:make", **SIZES, **experts.EXPERT_CHOICE}
+    ),
     "prototypes": Kind({"family": "tests.models.experts:make", **SIZES, **experts.PROTOTYPES}),
     "bert": Kind(MASKED | {"family": "bert", "max_seq_len": SEQ_LEN}, objective="masked"),
     "esm": Kind(

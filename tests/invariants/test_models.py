@@ -72,6 +72,7 @@ LAYOUTS = {
         {"pipeline": 2, "expert": 4, "microbatches": 1, "schedule": "1f1b", "remat": "full"},
         {"expert": 2, "context": 2, "tensor": 2},
     ],
+    "expert choice": [{"expert": 2, "context": 2, "tensor": 2}],
     "esm": [{"fsdp": 2, "tensor": 2, "context": 2, "zero_stage": 3, "microbatches": 2}],
     "bert": [
         {

@@ -46,6 +46,14 @@ SHIPPED = {"family": "mixtral", "num_layers": 4}
             OWN | {"router": "prototypes", "router_scores": "sigmoid"},
             "has a softmax in each prototype and no groups; set model.router_scores = 'softmax'",
         ),
+        (
+            OWN | {"router": "expert_choice"},
+            "takes as many tokens as model.capacity_factor = 0 does not say; set model.capacity_fa",
+        ),
+        (
+            OWN | {"router": "expert_choice", "capacity_factor": 1.0, "balance_weight": 0.1},
+            "model.balance_weight = 0.1 with model.router = 'expert_choice', whose experts have eq",
+        ),
         (OWN | {"router_groups": 0}, "model.router_groups = 0 is too small; at least 1"),
         (OWN | {"router_groups": 3}, "8 is not a multiple of model.router_groups = 3"),
         (

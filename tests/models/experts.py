@@ -57,6 +57,15 @@ PROTOTYPES = {
     "router_logit_bias": True,
 }
 
+EXPERT_CHOICE = {
+    "num_layers": 2,
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "router": "expert_choice",
+    "capacity_factor": 1.0,
+    "balance_weight": 0.0,
+}
+
 
 @dataclass(frozen=True)
 class Uneven(Decoder):

@@ -41,7 +41,7 @@ class Dispatch:
     automatic: tuple[str, ...] = ()  # mesh axes that are still automatic
     matmul: str = "blocks"  # of `ops.experts.grouped_matmul`
     ragged: bool = False  # whether the back end can exchange parts of any size
-    keeps_all: bool = False  # whether capacity does not count, as in evaluation
+    keeps_all: bool = False  # whether nothing is dropped, whatever the capacity: in evaluation
 
     @property
     def stream(self) -> PartitionSpec:
@@ -117,21 +117,18 @@ def capacity_of(factor: float, seq_len: int, choices: int, num_experts: int) -> 
 
 
 def plan_dispatch(
-    dispatch: Dispatch, experts_BTK: Array, num_experts: int, capacity_factor: float = 0.0
+    dispatch: Dispatch, experts_BTK: Array, num_experts: int, capacity: int = 0
 ) -> DispatchPlan:
     """Where the tokens go.
 
     Args:
       experts_BTK: the experts of each token, different ones; -1 for none.
-      capacity_factor: an expert takes so many times its even share of a sequence's choices, in the
-        order of the text; the others are dropped. 0 drops none.
+      capacity: tokens that an expert takes of each sequence, in the order of the text; the others
+        are dropped. 0 drops none.
     """
-    factor = 0.0 if dispatch.keeps_all else capacity_factor
 
     def local(experts_BTK: Array) -> DispatchPlan:
         experts_BTK = _whole(dispatch, experts_BTK)
-        _, time, choices = experts_BTK.shape
-        capacity = capacity_of(factor, time * dispatch.context, choices, num_experts)
         if capacity:
             found = _plan_with_capacity(dispatch, experts_BTK, num_experts, capacity)
         else:
@@ -139,6 +136,16 @@ def plan_dispatch(
         return jax.tree.map(lambda x: x[None], found)
 
     return dispatch.manual(local, (dispatch.stream,), dispatch.rows)(experts_BTK)
+
+
+def over_sequences(dispatch: Dispatch, function: Callable[[Array], Array], x_BTE: Array) -> Array:
+    """`function` of whole sequences in the order of the text, which keeps their shape."""
+
+    def local(x_BTE: Array) -> Array:
+        whole_BTE = function(_in_text_order(dispatch, _whole(dispatch, x_BTE)))
+        return _own_part(dispatch, _own_tokens(dispatch, whole_BTE))
+
+    return dispatch.manual(local, (dispatch.stream,), dispatch.stream)(x_BTE)
 
 
 def num_kept(plan: DispatchPlan) -> Array:
@@ -233,6 +240,15 @@ def _whole(dispatch: Dispatch, x_BT: Array) -> Array:
     if dispatch._axis("tensor") is None:
         return x_BT
     return jax.lax.all_gather(x_BT, "tensor", axis=1, tiled=True)
+
+
+def _own_part(dispatch: Dispatch, x_BT: Array) -> Array:
+    """The inverse of `_whole`."""
+    if dispatch._axis("tensor") is None:
+        return x_BT
+    part = x_BT.shape[1] // dispatch.tensor
+    first = jax.lax.axis_index("tensor") * part
+    return jax.lax.dynamic_slice_in_dim(x_BT, first, part, axis=1)
 
 
 def _in_text_order(dispatch: Dispatch, x_BT: Array) -> Array:
@@ -370,11 +386,7 @@ def _send_gates_forward(dispatch: Dispatch, gates_BTK: Array, plan: DispatchPlan
 def _send_gates_backward(dispatch: Dispatch, plan: DispatchPlan, dgates_cR: Array):
     def local(dgates_cR: Array, plan: DispatchPlan) -> Array:
         gates_BTK = _take(_return(dispatch, dgates_cR[0], plan), plan.slot[0])
-        if dispatch._axis("tensor") is None:
-            return gates_BTK
-        part = gates_BTK.shape[1] // dispatch.tensor
-        first = jax.lax.axis_index("tensor") * part
-        return jax.lax.dynamic_slice_in_dim(gates_BTK, first, part, axis=1)
+        return _own_part(dispatch, gates_BTK)
 
     specs = (dispatch.rows, dispatch.rows)
     return dispatch.manual(local, specs, dispatch.stream)(dgates_cR, plan), None

@@ -20,16 +20,18 @@ expert; or a softmax over a token's chosen experts, after the choice."""
 class Router:
     """How a token's experts are chosen.
 
-    With `prototypes` the experts are that many sets, of which each has a softmax of its own and
+    With "prototypes" the experts are `choices` sets, of which each has a softmax of its own and
     gives a token its best expert (k top-1 of M6-T, arXiv 2105.15082); one set is the Switch
-    Transformer's router (arXiv 2101.03961). With `groups` a token's experts are of the
+    Transformer's router (arXiv 2101.03961). With "expert_choice" each expert takes the tokens of a
+    sequence that score highest (arXiv 2202.09368), so that a token may have from no to all experts,
+    `choices` in the mean. With `groups` a token's experts are of the
     `groups_kept` groups whose two best scores have the largest sums (DeepSeek-V3, arXiv 2412.19437,
     section 2.1.2).
     """
 
     choices: int
     scores: str = "softmax"  # of SCORES
-    prototypes: bool = False
+    kind: str = "top_k"  # or "prototypes", or "expert_choice"
     normalized: bool = False  # whether a token's weights are divided by their sum
     scale: float = 1.0  # that weights are multiplied by
     groups: int = 1
@@ -46,7 +48,7 @@ def router_logits(x_BTD: Array, router_DE: Array) -> Array:
 
 def router_scores(logits_BTE: Array, router: Router) -> Array:
     """Positive scores of the experts: what gates are, unless the softmax comes after the choice."""
-    if router.prototypes:
+    if router.kind == "prototypes":
         shape = (*logits_BTE.shape[:-1], router.choices, -1)
         return jax.nn.softmax(logits_BTE.reshape(shape), axis=-1).reshape(logits_BTE.shape)
     if router.scores == "sigmoid":
@@ -64,13 +66,28 @@ def choose_experts(scores_BTE: Array, router: Router, bias_E: Array | None = Non
     """
     if bias_E is not None:
         scores_BTE = scores_BTE + bias_E
-    if router.prototypes:
+    if router.kind == "prototypes":
         parts = scores_BTE.reshape(*scores_BTE.shape[:-1], router.choices, -1)
         first_K = jnp.arange(router.choices, dtype=jnp.int32) * parts.shape[-1]
         return jnp.argmax(parts, axis=-1).astype(jnp.int32) + first_K
     if router.groups > 1:
         scores_BTE = _in_best_groups(scores_BTE, router)
     return jax.lax.top_k(scores_BTE, router.choices)[1]
+
+
+def chosen_by_experts(scores_BTE: Array, capacity: int) -> Array:
+    """[B, T, E] int32: its own number where an expert takes a token, -1 where it does not.
+
+    Args:
+      scores_BTE: of whole sequences; minus infinity for what no expert may take.
+      capacity: tokens that each expert takes of a sequence.
+    """
+    places_BEC = jax.lax.top_k(scores_BTE.swapaxes(1, 2), capacity)[1]
+    rows_B, experts_E = (jnp.arange(size) for size in (scores_BTE.shape[0], scores_BTE.shape[2]))
+    taken_BTE = jnp.zeros(scores_BTE.shape, bool)
+    taken_BTE = taken_BTE.at[rows_B[:, None, None], places_BEC, experts_E[:, None]].set(True)
+    taken_BTE &= scores_BTE > -jnp.inf
+    return jnp.where(taken_BTE, experts_E, -1).astype(jnp.int32)
 
 
 def _in_best_groups(scores_BTE: Array, router: Router) -> Array:

@@ -8,6 +8,7 @@ from jaxscale.ops.experts.routing import (
     Router,
     choice_counts,
     choose_experts,
+    chosen_by_experts,
     expert_gates,
     load_balance,
     router_logits,
@@ -68,10 +69,10 @@ def test_a_tokens_experts_are_of_its_best_groups():
 
 def test_one_prototype_is_the_switch_router_to_the_bit():
     """And Z prototypes have an expert of each, with a softmax of each (arXiv 2105.15082)."""
-    one, switch = routed(Router(1, prototypes=True)), routed(Router(1))
+    one, switch = routed(Router(1, kind="prototypes")), routed(Router(1))
     for got, wanted in zip(one, switch):
         np.testing.assert_array_equal(got, wanted)
-    scores, experts, gates = routed(Router(4, prototypes=True))
+    scores, experts, gates = routed(Router(4, kind="prototypes"))
     np.testing.assert_array_equal(experts // 2, np.broadcast_to(np.arange(4), experts.shape))
     parts = softmax(LOGITS.reshape(B, T, 4, 2))
     np.testing.assert_allclose(gates, parts.max(-1), rtol=1e-12)
@@ -79,9 +80,19 @@ def test_one_prototype_is_the_switch_router_to_the_bit():
 
 
 def test_as_many_prototypes_as_experts_are_all_experts_with_weight_one():
-    _, experts, gates = routed(Router(E, prototypes=True))
+    _, experts, gates = routed(Router(E, kind="prototypes"))
     np.testing.assert_array_equal(experts, np.broadcast_to(np.arange(E), experts.shape))
     np.testing.assert_array_equal(gates, 1)
+
+
+def test_each_expert_takes_its_best_tokens_and_no_padding():
+    scores = LOGITS.copy()
+    scores[0, 2:] = -np.inf  # of the first row, two tokens are there
+    taken = np.asarray(chosen_by_experts(jnp.asarray(scores), 3))
+    for row, expert in np.ndindex(B, E):
+        best = np.argsort(-scores[row, :, expert], kind="stable")[: (2, 3)[row]]
+        wanted = np.isin(np.arange(T), best)
+        np.testing.assert_array_equal(taken[row, :, expert], np.where(wanted, expert, -1))
 
 
 def test_balance_is_one_where_even_and_grows_to_the_number_of_experts():
