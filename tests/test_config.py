@@ -50,6 +50,20 @@ def test_parameter_counts_agree_with_rounded_ones(name, published, last_digit):
     assert abs(got - published) <= last_digit / 2
 
 
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("m6_t_10b", 10_737_418_240),
+        ("m6_t_100b", 103_079_215_104),
+        ("m6_t_1t", 1_002_606_428_160),
+    ],
+)
+def test_the_experts_of_m6_t_have_the_published_parameters(name, published):
+    model = config.load(f"configs/{name}.py").model
+    without = model.num_layers * model.expert_layer_params(0)
+    assert model.num_layers * model.expert_layer_params(model.num_experts) - without == published
+
+
 @pytest.mark.parametrize("x", [4, 32, 108, 160])
 def test_the_x_family_has_12_x_to_the_fifth_weights(x):
     model = config.load(f"configs/x_family.py:{x}").model

@@ -68,7 +68,7 @@ class Family:
     fixed: Mapping[str, Any]
 
     # Its form at Hugging Face.
-    hf_types: tuple[str, ...]  # model_type of config.json; the first is written
+    hf_types: tuple[str, ...]  # model_type of config.json; the first is written; () if it has none
     hf_architectures: str
     read_hf: Callable[[Mapping[str, Any]], dict[str, Any]]  # config.json -> settings
     write_hf: Callable[[Model], dict[str, Any]]  # and back
@@ -93,5 +93,6 @@ class Family:
         Raises:
           ValueError: an option that the format does not have; names it.
         """
+        written = self.write_hf(model)
         kind = {"architectures": [self.hf_architectures], "model_type": self.hf_types[0]}
-        return {**kind, **self.write_hf(model)}
+        return {**kind, **written}

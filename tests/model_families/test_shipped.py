@@ -61,6 +61,15 @@ PUBLISHED = {
         sizes(48, 2048, 32, 4, 128, 6144, 151936) | {"expert_d_ff": 768},
         30_532_122_624,
     ),
+    # The published 1,002.6 B of experts; and attention, norms and routers of the layers, vocabulary
+    # and positions of ours, and the final norm.
+    "m6_t": (
+        sizes(24, 1024, 16, 16, 64, 21248, 32000) | {"num_experts": 960, "max_seq_len": 1024},
+        1_002_606_428_160
+        + 24 * (4 * 1024 * 1025 + 4 * 1024 + 1024 * 960)
+        + (32000 + 1024) * 1024
+        + 2048,
+    ),
     "gpt_oss": (sizes(24, 2880, 64, 8, 64, 2880, 201088), 20_914_757_184),
     # With the biases of its routers, and without the module that predicts a second token.
     "deepseek_v3": (
@@ -239,6 +248,7 @@ def test_keys_of_published_files_are_known():
         ({"family": "mt5", "activation": "gelu"}, "model.activation = 'gelu' cannot be written"),
         ({"family": "gpt", "num_kv_heads": 2}, "model.num_kv_heads = 2 cannot be written"),
         ({"family": "gpt_neox", "head_dim": 32}, "model.head_dim = 32 cannot be written"),
+        ({"family": "m6_t"}, "model.family = 'm6_t' has no format at Hugging Face"),
         ({"family": "gpt_oss", "mlp_limit": 0.0}, "model.mlp_limit = 0 cannot be written"),
         ({"family": "deepseek_v3", "shared_d_ff": 9}, "model.shared_d_ff = 9 cannot be written"),
         ({"family": "esm", "causal": True}, "model.causal = True cannot be written"),
