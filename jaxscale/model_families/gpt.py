@@ -1,9 +1,10 @@
-"""GPT-2: LayerNorm, learned positions, GELU without a gate, and a bias on every matrix."""
+"""GPT-2: LayerNorm, learned positions, GELU without a gate, and a bias on every matrix. M6-T: a GPT
+whose MLPs are experts in sets, "prototypes", of each of which a token takes one."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import Family, Model, TensorRule
+from jaxscale.model_families.family import EXPERTS, Family, Model, TensorRule
 from jaxscale.model_families.hf.config import (
     activation_to_hf,
     expect,
@@ -121,4 +122,38 @@ GPT = Family(
     tensors=_tensors,
     hf_prefix="transformer.",
     ignored=("*.attn.bias", "*.attn.masked_bias"),
+)
+
+
+def _m6_t_to_hf(model: Model) -> dict[str, Any]:
+    raise ValueError(
+        f"model.family = {model.family!r} has no format at Hugging Face; its checkpoints are runs"
+    )
+
+
+M6_T = Family(
+    name="m6_t",
+    paper="M6-T: Exploring Sparse Expert Models and Beyond, arXiv 2105.15082",
+    settings={
+        **EXPERTS,
+        "norm_eps": 1e-5,
+        "activation": "gelu_tanh",
+        "tied_embeddings": True,
+        "num_experts": 32,
+        "experts_per_token": 2,
+        "capacity_factor": 1.25,
+        "balance_weight": 0.0,  # the paper's models are better without
+    },
+    fixed={
+        "norm": "layer",
+        "positions": "learned",
+        "gated": False,
+        "attention_bias": "all",
+        "router": "prototypes",
+    },
+    hf_types=(),
+    hf_architectures="",
+    read_hf=dict,
+    write_hf=_m6_t_to_hf,
+    tensors=lambda model: (),
 )

@@ -9,11 +9,10 @@ from jaxscale.model_families.deepseek import DEEPSEEK_V3
 from jaxscale.model_families.esm import ESM
 from jaxscale.model_families.family import Family
 from jaxscale.model_families.gemma import GEMMA2, GEMMA3
-from jaxscale.model_families.gpt import GPT
+from jaxscale.model_families.gpt import GPT, M6_T
 from jaxscale.model_families.gpt_neox import GPT_NEOX
 from jaxscale.model_families.gpt_oss import GPT_OSS
 from jaxscale.model_families.llama import LLAMA
-from jaxscale.model_families.m6_t import M6_T
 from jaxscale.model_families.mistral import MISTRAL, MIXTRAL
 from jaxscale.model_families.olmo2 import OLMO2
 from jaxscale.model_families.phi3 import PHI3

@@ -300,12 +300,17 @@ def _ragged_offsets(dispatch: Dispatch, plan: DispatchPlan) -> tuple[Array, ...]
     return *to, *back, first_se.reshape(ranks, ranks, own)[:, me].reshape(-1)
 
 
+def _num_rows(dispatch: Dispatch, plan: DispatchPlan) -> int:
+    """Rows that may arrive at this rank's experts."""
+    if plan.counts is None or plan.sizes is None:
+        return math.prod(plan.sent.shape[1:])
+    tokens, choices = plan.slot[0, ..., 0].size, plan.slot.shape[-1]
+    return dispatch.experts * tokens * min(choices, plan.sizes.shape[-1])
+
+
 def _ragged_travel(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
     first, size, arrived, _, received, _ = _ragged_offsets(dispatch, plan)
-    assert plan.sizes is not None
-    ranks, choices = dispatch.experts, plan.slot.shape[-1]
-    rows = ranks * len(values) // choices * min(choices, plan.sizes.shape[-1])
-    output = jnp.zeros((rows, *values.shape[1:]), values.dtype)
+    output = jnp.zeros((_num_rows(dispatch, plan), *values.shape[1:]), values.dtype)
     return jax.lax.ragged_all_to_all(
         values, output, first, size, arrived, received, axis_name="expert"
     )
@@ -529,7 +534,7 @@ _expert_columns.defvjp(_columns_forward, _columns_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _expert_bias(dispatch: Dispatch, bias_E1F: Array, plan: DispatchPlan) -> Array:
     def local(bias_E1F: Array, plan: DispatchPlan) -> Array:
-        return _matmul(dispatch, _ones(plan, bias_E1F.dtype), bias_E1F, plan, False)[None]
+        return _matmul(dispatch, _ones(dispatch, plan, bias_E1F.dtype), bias_E1F, plan, False)[None]
 
     specs = (dispatch.columns, dispatch.rows)
     return dispatch.manual(local, specs, dispatch.hidden)(bias_E1F, plan)
@@ -541,7 +546,7 @@ def _bias_forward(dispatch: Dispatch, bias_E1F: Array, plan: DispatchPlan):
 
 def _bias_backward(dispatch: Dispatch, plan: DispatchPlan, dy_cRF: Array):
     def local(dy_cRF: Array, plan: DispatchPlan) -> Array:
-        return _weight_gradient(dispatch, _ones(plan, dy_cRF.dtype), dy_cRF[0], plan)
+        return _weight_gradient(dispatch, _ones(dispatch, plan, dy_cRF.dtype), dy_cRF[0], plan)
 
     specs = (dispatch.hidden, dispatch.rows)
     return dispatch.manual(local, specs, dispatch.columns)(dy_cRF, plan), None
@@ -550,9 +555,9 @@ def _bias_backward(dispatch: Dispatch, plan: DispatchPlan, dy_cRF: Array):
 _expert_bias.defvjp(_bias_forward, _bias_backward)
 
 
-def _ones(plan: DispatchPlan, dtype: DTypeLike) -> Array:
+def _ones(dispatch: Dispatch, plan: DispatchPlan, dtype: DTypeLike) -> Array:
     """A feature that is one in every row, [R, 1]."""
-    return jnp.ones((math.prod(plan.sent.shape[1:]), 1), dtype)
+    return jnp.ones((_num_rows(dispatch, plan), 1), dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
