@@ -98,7 +98,7 @@ def mlp_weights(config: Config, part: str = "layers") -> Ints:
     return sum(
         array.shard_size(config.layout, over_fsdp=False)
         for array in parameters(config.model)
-        if array.part == part and "mlp" in array.axes
+        if array.part == part and {"mlp", "expert_mlp", "shared_mlp"} & set(array.axes)
     )
 
 
