@@ -7,7 +7,6 @@ Letters: D d_model, H heads, K kv_heads, E head_dim, F d_ff.
 """
 
 from dataclasses import dataclass, replace
-
 from typing import Any
 
 from jaxscale.config import Config, ModelConfig
