@@ -85,7 +85,8 @@ def row_bytes(config: Config, loop: Any, blocks: bool) -> Ints:
     saved = RowArrays(sum(name in remat.names for name in matmuls), int(not remat.by_names))
     hidden = loop.compute * loop.rows * hidden_features(model) // config.layout.tensor
     stream = loop.compute * loop.rows * model.d_model
-    gradients = select(loop.scatters, loop.accumulated * loop.weights)
+    # Those of several micro-batches together wait in accumulators of their own.
+    gradients = select(loop.scatters & (loop.group == 1), loop.accumulated * loop.weights)
 
     def live(counts: tuple[RowArrays, ...]) -> Ints:
         each = [

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.planner.memory.experts import rows_of_token, saved_row_bytes
+from jaxscale.planner.memory.experts import hidden_features, rows_of_token, saved_row_bytes
 from jaxscale.planner.memory.saved_activations import saved_bytes, saved_source_bytes
 from jaxscale.planner.memory.zero_traffic import num_layer_passes
 from jaxscale.planner.model.param_shapes import (
@@ -113,6 +113,14 @@ def mlp_weights(config: Config, part: str = "layers") -> Ints:
 def stream_bytes(config: Config, loop: LayerLoop) -> Ints:
     """The residual stream of a micro-batch."""
     return loop.compute * loop.tokens * config.model.d_model // config.layout.tensor
+
+
+def hidden_values(config: Config, loop: LayerLoop) -> Ints:
+    """Of the MLPs or experts of a layer, for a micro-batch."""
+    model = config.model
+    if not has_experts(model, loop.part):
+        return loop.tokens * model.d_ff
+    return loop.tokens * model.shared_d_ff + loop.rows * hidden_features(model)
 
 
 def layer_saved_bytes(config: Config, loop: LayerLoop) -> Ints:

@@ -28,6 +28,7 @@ from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
     elements,
     head_elements,
+    hidden_values,
     layer_saved_bytes,
     mlp_weights,
     stream_bytes,
@@ -378,5 +379,5 @@ def _forward_loop(config: Config, loop: LayerLoop) -> Ints:
     activations = (1 + loop.beside) * layer_saved_bytes(config, loop) + 5 * stream_bytes(
         config, loop
     )
-    hidden = 3 * loop.compute * loop.tokens * config.model.d_ff // config.layout.tensor
+    hidden = 3 * loop.compute * hidden_values(config, loop) // config.layout.tensor
     return select(loop.group == 1, 0, loop.group * activations + hidden)
