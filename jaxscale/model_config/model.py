@@ -246,7 +246,7 @@ class ModelConfig(ExpertOptions, LatentOptions):
     @property
     def has_formulas(self) -> bool:
         """Whether the planner has formulas for the model's memory and time."""
-        return not (is_own_family(self.family) or self.num_experts or self.kv_rank)
+        return not is_own_family(self.family)
 
     @property
     def has_flops_formula(self) -> bool:

@@ -46,7 +46,7 @@ def _matmuls(
         rank, heads = shape.latent, shape.heads / t
         attention = [
             (tokens, rank.query_rank + rank.kv_rank + rank.rope_dim, d, 1),
-            (tokens, heads * (rank.nope_dim + rank.rope_dim), rank.query_rank, 1),
+            (tokens, heads * (rank.nope_dim + rank.rope_dim), rank.query_rank or d, 1),
             (tokens, heads * (rank.nope_dim + rank.value_dim), rank.kv_rank, 1),
             (tokens, d, heads * rank.value_dim, 1),
         ]

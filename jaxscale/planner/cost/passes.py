@@ -74,10 +74,7 @@ def make_passes(
     }
     full = parallelism.remat_share if parallelism.remat == "full" else 0.0
     recompute = layer.recompute * parallelism.remat_share
-    experts = (
-        1.0 if parallelism.remat.startswith("modules:") and "moe" in parallelism.remat else full
-    )
-    resent = {"tensor": full, "context": full, "expert": experts}
+    resent = {"tensor": full, "context": full, "expert": _resent_tokens(parallelism, full)}
     passes = {
         "forward": LayerPass(layer.forward, *(exposed[name][0] for name in exposed)),
         "input": LayerPass(layer.backward_input, *(exposed[name][1] for name in exposed)),
@@ -90,3 +87,19 @@ def make_passes(
         name: sum(s - e for s, e in zip(getattr(sent, name), exposed[name])) for name in exposed
     }
     return passes, hidden
+
+
+def _resent_tokens(parallelism: Parallelism, full: Floats) -> Floats:
+    """Share of a layer's all-to-alls that are repeated with its recompute.
+
+    Args:
+      full: the share of layers that a policy recomputes whole.
+    """
+    remat = parallelism.remat
+    if remat.startswith("modules:"):
+        return 1.0 if "moe" in remat else full
+    if not parallelism.traits.lockstep:
+        return full
+    # No policy by names saves the rows that arrived; the results, which would be sent back, no
+    # backward pass needs.
+    return 0.0 if remat in ("none", "save_all_but_attention") else 0.5 * parallelism.remat_share

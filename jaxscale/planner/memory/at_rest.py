@@ -74,12 +74,13 @@ def batch_bytes(config: Config) -> Ints:
 
 
 def trained_parameters(config: Config) -> list[ParamShape]:
-    """Those that no group of the optimizer freezes."""
+    """Those that no group of the optimizer freezes, nor the model itself: the biases of routers."""
     groups = config.optimizer.groups
     return [
         array
         for array in parameters(config.model)
-        if not find_group(f"{array.part}/{array.name}", groups).frozen
+        if array.name != "mlp/router_bias"
+        and not find_group(f"{array.part}/{array.name}", groups).frozen
     ]
 
 
@@ -107,14 +108,19 @@ def _moments(name: str, array: ParamShape) -> tuple[list[ParamShape], list[Param
     if not sides(array) or min(map(math.prod, sides(array))) < FACTORED_SIZE:
         return [], [array, placeholder, placeholder]
     # Factored: means over columns and over rows.
-    rows = {"layers", "embed"}
+    rows = {*STACKED, "embed"}
     return [], [_only(array, rows), _only(array, set(array.axes) - {"embed"}), placeholder]
 
 
+STACKED = ("layers", "experts")
+"""Axes of which each index has a matrix of its own."""
+
+
 def sides(array: ParamShape) -> list[list[int]]:
-    """The sizes of a matrix's rows and columns, "embed" being one side; [] of a vector."""
+    """The sizes of a matrix's rows and columns, "embed" being one side; [] of a vector. Each expert
+    has a matrix of its own."""
     sizes = dict(zip(array.axes, array.shape))
-    rest = [size for axis, size in sizes.items() if axis not in ("layers", "embed")]
+    rest = [size for axis, size in sizes.items() if axis not in (*STACKED, "embed")]
     return [[sizes["embed"]], rest] if "embed" in sizes and rest else []
 
 

@@ -10,6 +10,7 @@ from jaxscale.planner.memory.layer_loop import LayerLoop, elements
 from jaxscale.planner.memory.transients import Transients
 from jaxscale.planner.model.param_shapes import (
     Ints,
+    ParamShape,
     Rows,
     maximum,
     parameters,
@@ -56,6 +57,13 @@ def update_bytes(config: Config, rows: Rows) -> Ints:
     return 0
 
 
+def _matrices(config: Config, array: ParamShape) -> Ints:
+    """Of a layer, on a device: one, or one for each of its experts."""
+    if "experts" not in array.axes:
+        return 1
+    return array.shape[array.axes.index("experts")] // config.layout.expert
+
+
 def _orthogonalised(config: Config, part: str, rows: Ints) -> Ints:
     """Elements of the matrices of a stack that a rank makes orthogonal (see
     `sharding.layer_rules`): input and output of a Newton-Schulz iteration, and two products of the
@@ -69,9 +77,12 @@ def _orthogonalised(config: Config, part: str, rows: Ints) -> Ints:
     matrices = [one for one in trained_parameters(config) if one.part == part and sides(one)]
     if not matrices:
         return 0
-    squares = [min(math.prod(side) for side in sides(one)) ** 2 for one in matrices]
+    squares = [
+        min(math.prod(side) for side in sides(one)) ** 2 * _matrices(config, one)
+        for one in matrices
+    ]
     whole = sum(array.shard_size(layout, over_fsdp=False) for array in matrices)
-    mine = -(-rows // ranks) * (2 * whole + 2 * max(squares))
+    mine = -(-rows // ranks) * (2 * whole + 2 * maximum(*squares))
     shards = (layout.zero_stage >= 1) & (np.asarray(layout.fsdp) > 1)
     # The compiler's own way through shards: every matrix, and its Gram matrix.
     alone = rows * (2 * whole + sum(squares))

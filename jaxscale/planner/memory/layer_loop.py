@@ -4,12 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.config import Config
+from jaxscale.planner.memory.experts import hidden_features, rows_of_token, saved_row_bytes
 from jaxscale.planner.memory.saved_activations import saved_bytes, saved_source_bytes
 from jaxscale.planner.memory.zero_traffic import num_layer_passes
 from jaxscale.planner.model.param_shapes import (
     Ints,
     Rows,
     StackSize,
+    has_experts,
     itemsize,
     parameters,
     select,
@@ -25,6 +27,7 @@ class LayerLoop:
     num_layers: int  # of the stack
     length: int  # tokens of a sequence
     tokens: Ints  # of a micro-batch on a device, of all tensor ranks together
+    rows: Ints  # of the experts of a rank, that tokens of a micro-batch are in; 0: no experts
     source: Ints  # tokens that its cross attention reads, counted likewise; 0 where it has none
     group: Ints  # micro-batches of an accumulation group: one loop over the layers
     single: Any  # whether a step computes each layer's gradients once
@@ -51,6 +54,10 @@ class LayerLoop:
         data = config.data
         length = data.seq_len if stack.part == "encoder" else data.output_len
         source = data.seq_len if stack.part == "decoder" else 0
+        tokens = data.global_batch_size * length // shards
+        rows_here = 0
+        if has_experts(config.model, stack.part):
+            rows_here = tokens * rows_of_token(config.model, layout, length)
         gathers = several & (stage == 3)
         scatters = several & ((stage >= 2) | ((stage == 1) & single))
         sums = sum(count * elements(config, part, scatters) for part, count in rows.items())
@@ -60,7 +67,8 @@ class LayerLoop:
             part=stack.part,
             num_layers=stack.num_layers,
             length=length,
-            tokens=data.global_batch_size * length // shards,
+            tokens=tokens,
+            rows=rows_here,
             source=data.global_batch_size * source // shards,
             group=layout.microbatches // count,
             single=single,
@@ -98,7 +106,7 @@ def mlp_weights(config: Config, part: str = "layers") -> Ints:
     return sum(
         array.shard_size(config.layout, over_fsdp=False)
         for array in parameters(config.model)
-        if array.part == part and "mlp" in array.axes
+        if array.part == part and {"mlp", "expert_mlp", "shared_mlp"} & set(array.axes)
     )
 
 
@@ -107,9 +115,21 @@ def stream_bytes(config: Config, loop: LayerLoop) -> Ints:
     return loop.compute * loop.tokens * config.model.d_model // config.layout.tensor
 
 
+def hidden_values(config: Config, loop: LayerLoop) -> Ints:
+    """Of the MLPs or experts of a layer, for a micro-batch."""
+    model = config.model
+    if not has_experts(model, loop.part):
+        return loop.tokens * model.d_ff
+    return loop.tokens * model.shared_d_ff + loop.rows * hidden_features(model)
+
+
 def layer_saved_bytes(config: Config, loop: LayerLoop) -> Ints:
     """Saved activations of a layer and a micro-batch."""
     model, remat = config.model, config.layout.remat_policy
+    if has_experts(model, loop.part):
+        tokens = loop.tokens * saved_bytes(model, remat, experts=True) // config.layout.tensor
+        whole, shared = saved_row_bytes(model, remat)
+        return tokens + loop.rows * (whole + shared // config.layout.tensor)
     each = saved_bytes(model, remat, cross=loop.part == "decoder")
     if loop.part != "decoder":
         return loop.tokens * each // config.layout.tensor

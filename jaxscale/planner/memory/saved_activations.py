@@ -25,26 +25,30 @@ class SavedValue:
 
 
 def saved_values(
-    model: ModelConfig, remat: RematPolicy, *, cross: bool = False
+    model: ModelConfig, remat: RematPolicy, *, cross: bool = False, experts: bool = False
 ) -> list[SavedValue]:
     """The activations that a policy of `Layout.remat` saves, without a few constants per layer.
 
     Args:
+      experts: of a layer with experts; what it saves of the rows of its experts is
+        `experts.saved_row_bytes`.
       cross: of a layer with cross attention; what it saves of each token that attention reads is
         `saved_source_values`.
     """
     width, names = itemsize(model.compute_dtype), remat.names
     stream, queries = model.d_model, model.num_heads * model.head_dim
     keys = model.num_kv_heads * model.head_dim
+    values = model.num_kv_heads * model.value_dim
+    hidden = model.shared_d_ff if experts else model.d_ff
     sizes = {
         "query": queries,
         "key": keys,
-        "value": keys,
+        "value": values,
         "attention": queries,
         # Of a parallel block nothing but the sum of the stream needs it.
         "attention_out": stream * (not model.parallel_block),
-        "mlp_up": model.d_ff,
-        "mlp_gate": model.d_ff if model.gated else 0,
+        "mlp_up": hidden,
+        "mlp_gate": hidden if model.gated else 0,
     }
     kept = {"input": stream} | {name: sizes[name] for name in names}
     if not remat.by_names:
@@ -54,16 +58,53 @@ def saved_values(
         kept |= {"attention norm": stream, "mlp norm": stream, "attention": queries}
         if model.qk_norm:
             kept |= {"query before its norm": queries, "key before its norm": keys}
+        if model.kv_rank:
+            kept |= _latent_values(model, names)
+        if experts and not model.shared_d_ff:
+            del kept["mlp norm"]
         if model.norm_placement == "both":
             kept |= {"attention before its norm": stream, "mlp before its norm": stream}
     if cross:
         both = {"query", "attention", "attention_out", "attention norm"} & kept.keys()
         kept |= {f"cross {name}": kept[name] for name in both}
     found = [SavedValue(name, size, width) for name, size in kept.items() if size]
+    if experts and not remat.by_names:
+        found += _router_values(model)
     if "attention" in names:
         # log(sum(exp(score))), of every head.
         sums = SavedValue("attention sums", model.num_heads, max(width, 4))
         found += [sums] * (1 + cross)
+    return found
+
+
+def _latent_values(model: ModelConfig, names: frozenset[str] | tuple[str, ...]) -> dict[str, int]:
+    """What latent attention saves beside the matmuls' results, or instead: the compressed features
+    before and after their norms, and values that are as wide as keys for the kernel."""
+    heads = model.num_heads
+    kept = {f"compressed {n}": model.kv_rank for n in range(2)}
+    kept |= {f"compressed queries {n}": model.query_rank for n in range(2)}
+    kept["value"] = heads * model.head_dim
+    if model.value_dim < model.head_dim:
+        kept["values out of attention"] = heads * model.value_dim
+        if "attention" not in names:
+            kept["attention"] = 0
+    return kept
+
+
+def _router_values(model: ModelConfig) -> list[SavedValue]:
+    """Of each token in float32: the router's input, the scores, one for each choice and expert, and
+    what the balancing loss reads; and masks and places of its choices."""
+    experts, choices = model.num_experts, model.experts_per_token
+    wide = max(itemsize(model.compute_dtype), 4)
+    found = [
+        SavedValue("router input", model.d_model, wide),
+        SavedValue("chosen scores", choices * experts, wide),
+        SavedValue("choices", choices * experts, 1),
+        SavedValue("gates", choices, wide),
+        SavedValue("places", choices, 4),
+    ]
+    if model.has_balance_loss:
+        found += [SavedValue("scores", experts, wide)] * 3 + [SavedValue("chosen", experts, 1)]
     return found
 
 
@@ -73,14 +114,23 @@ def saved_source_values(model: ModelConfig, remat: RematPolicy) -> list[SavedVal
     return [SavedValue(name, keys, width) for name in ("key", "value") if name in remat.names]
 
 
-def saved_bytes(model: ModelConfig, remat: RematPolicy, *, cross: bool = False) -> int:
-    """Saved bytes per layer and token, of all tensor ranks together; `cross` as above."""
-    return sum(one.num_bytes for one in saved_values(model, remat, cross=cross))
+def saved_bytes(
+    model: ModelConfig, remat: RematPolicy, *, cross: bool = False, experts: bool = False
+) -> int:
+    """Saved bytes per layer and token, of all tensor ranks together; `cross` and `experts` as
+    above."""
+    values = saved_values(model, remat, cross=cross, experts=experts)
+    return sum(one.num_bytes for one in values)
 
 
 def saved_source_bytes(model: ModelConfig, remat: RematPolicy) -> int:
     """The same per token that cross attention reads."""
     return sum(one.num_bytes for one in saved_source_values(model, remat))
+
+
+def has_stash_formula(model: ModelConfig) -> bool:
+    """Whether `stash_bytes` is right: for decoders without experts and latent attention."""
+    return not (model.num_encoder_layers or model.num_experts or model.kv_rank)
 
 
 def stash_bytes(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:

@@ -22,16 +22,22 @@ from jaxscale.planner.memory.at_rest import (
     parameter_bytes,
 )
 from jaxscale.planner.memory.end_of_step import reduction_bytes, update_bytes
+from jaxscale.planner.memory.experts import restacked_bytes
 from jaxscale.planner.memory.head import head_bytes
 from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
     elements,
     head_elements,
+    hidden_values,
     layer_saved_bytes,
     mlp_weights,
     stream_bytes,
 )
-from jaxscale.planner.memory.saved_activations import saved_bytes, stash_bytes
+from jaxscale.planner.memory.saved_activations import (
+    has_stash_formula,
+    saved_bytes,
+    stash_bytes,
+)
 from jaxscale.planner.memory.stacks import (
     held_between_bytes,
     larger,
@@ -51,6 +57,7 @@ from jaxscale.planner.memory.transients import (
 from jaxscale.planner.model.param_shapes import (
     Ints,
     Rows,
+    has_experts,
     maximum,
     select,
     stack_sizes,
@@ -99,6 +106,7 @@ class Memory:
     converted: Ints = 0  # sharded parameters of the layers, cast to the compute type
     carried: Ints = 0  # gradients of the previous layer, before and after reduction
     walk_end: Ints = 0  # gradients queued for reduction at the end of the loop
+    restacked: Ints = 0  # gradients of experts, laid out for their reduce-scatter
     # With an encoder.
     attention: Ints = 0  # activations and their gradients, at attention's kernel
     between_stacks: Ints = 0  # its output and last layer; the gradients of what the decoder read
@@ -146,7 +154,7 @@ _ALWAYS = (
     "converted",
     "between_stacks",
 )
-_LAYER = (*_ALWAYS, "layer_weights", "outer_gradients", "carried")
+_LAYER = (*_ALWAYS, "layer_weights", "outer_gradients", "carried", "restacked")
 PHASES = {
     "forward": (*_LAYER, "forward_loop"),
     "head": (*(part for part in _ALWAYS if part != "gradients"), "head", "head_sums"),
@@ -161,9 +169,10 @@ PHASES = {
 
 def is_predicted(config: Config) -> bool:
     """Whether there are formulas for the memory of a config's step: there are none for models of
-    one's own, nor for pipelines of an encoder and a decoder."""
-    model, layout = config.model, config.layout
-    return model.has_formulas and (model.has_flops_formula or layout.pipeline == 1)
+    one's own, nor for pipelines of an encoder and a decoder, of experts, or of latent attention."""
+    return config.model.has_formulas and (
+        config.layout.pipeline == 1 or has_stash_formula(config.model)
+    )
 
 
 def step_memory(
@@ -266,6 +275,9 @@ def _stack_memory(
         * sum(count * elements(config, part, loop.gathers) for part, count in rows.items()),
         carried=carried_bytes(config, loop, transients),
         walk_end=walk_end_bytes(config, loop, transients),
+        restacked=restacked_bytes(config, loop)
+        if transients.in_place and has_experts(model, loop.part)
+        else 0,
         between_stacks=held_between_bytes(config, loops),
     )
 
@@ -289,6 +301,8 @@ def _layer_weights(
 
 def _slots(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
     """Saved activations of a rank's chunks between operations."""
+    if not has_stash_formula(config.model):
+        return 0  # there is no pipeline: `is_predicted`
     each = stash_bytes(config.model, config.layout.remat_policy)
     kept = sum(getattr(buffers, name) * size for name, size in each.items())
     return buffers.capacity * loop.tokens * kept // config.layout.tensor
@@ -365,5 +379,5 @@ def _forward_loop(config: Config, loop: LayerLoop) -> Ints:
     activations = (1 + loop.beside) * layer_saved_bytes(config, loop) + 5 * stream_bytes(
         config, loop
     )
-    hidden = 3 * loop.compute * loop.tokens * config.model.d_ff // config.layout.tensor
+    hidden = 3 * loop.compute * hidden_values(config, loop) // config.layout.tensor
     return select(loop.group == 1, 0, loop.group * activations + hidden)

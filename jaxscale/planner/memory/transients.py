@@ -6,8 +6,9 @@ from typing import Any
 
 from jaxscale.config import Config
 from jaxscale.ops.sizes import BLOCK_SCORES, LANES
+from jaxscale.planner.memory.experts import row_bytes
 from jaxscale.planner.memory.layer_loop import LayerLoop, elements, mlp_weights
-from jaxscale.planner.model.param_shapes import Ints, maximum, select
+from jaxscale.planner.model.param_shapes import Ints, has_experts, maximum, select
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Transients:
     tile: int = 1  # rows of a tile in collectives
     queued: bool = False  # a layer's gradients are still being reduced while the next are computed
     in_place: bool = False  # whole gradients are summed and reduced where they are
+    blocks: bool = True  # the matmuls of experts are loops over blocks of rows
     # At the kernel of attention with a position bias: of stream, queries and keys, hidden.
     biased: tuple[float, float, float] = (0, 0, 0)
 
@@ -53,6 +55,7 @@ _TPU: dict[str, Any] = {
     "carries": True,
     "copies": True,
     "tile": 8,
+    "blocks": False,
 }
 _GPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 0, "matmuls": 1, "whole": 7, "late": True}
 # Counted in steps of mT5 (mt5_xxl on 64 A100, mt5_base): with few tokens weights are most of it.
@@ -87,7 +90,8 @@ def hidden_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Int
     matmuls = ("mlp_up", "mlp_gate") if model.gated else ("mlp_up",)
     recomputed = sum(name not in names for name in matmuls)
     arrays = transients.hidden + min(recomputed, transients.matmuls)
-    return loop.compute * loop.tokens * arrays * model.d_ff // config.layout.tensor
+    wide = model.shared_d_ff if has_experts(model, loop.part) else model.d_ff
+    return loop.compute * loop.tokens * arrays * wide // config.layout.tensor
 
 
 def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
@@ -126,6 +130,7 @@ def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -
         + cross_bytes(config, loop, transients)
         + hidden
         + _scores(config, loop)
+        + (row_bytes(config, loop, transients.blocks) if has_experts(model, loop.part) else 0)
     )
 
 

@@ -69,7 +69,9 @@ class ParamShape:
             width = self.shape[self.axes.index("embed")]
             spread = spreads_outer(layout.pipeline, layout.fsdp, width)
             divisor = divisor * select(spread, layout.pipeline, 1)
-        if {"heads", "mlp", "vocab"} & set(self.axes):
+        if "experts" in self.axes:
+            divisor = divisor * layout.expert
+        if {"heads", "mlp", "expert_mlp", "shared_mlp", "vocab"} & set(self.axes):
             divisor = divisor * layout.tensor
         if "kv_heads" in self.axes:
             # Where ranks outnumber the heads, each has all of them.
@@ -81,18 +83,28 @@ class ParamShape:
 class StackSize(NamedTuple):
     """Layers of one kind, in the order in which a step passes them."""
 
-    part: str  # "layers"; or "encoder" and "decoder"
+    part: str  # "layers"; or "encoder" and "decoder"; or "dense_layers" and "expert_layers"
     num_layers: int
 
 
 def stack_sizes(model: ModelConfig) -> tuple[StackSize, ...]:
     """The stacks of a model."""
+    if model.num_experts and model.dense_layers:
+        return (
+            StackSize("dense_layers", model.dense_layers),
+            StackSize("expert_layers", model.num_expert_layers),
+        )
     if not model.num_encoder_layers:
         return (StackSize("layers", model.num_layers),)
     return (
         StackSize("encoder", model.num_encoder_layers),
         StackSize("decoder", model.num_layers),
     )
+
+
+def has_experts(model: ModelConfig, part: str) -> bool:
+    """Whether the layers of a stack have experts."""
+    return model.num_experts > 0 and part != "dense_layers"
 
 
 def parameters(model: ModelConfig) -> list[ParamShape]:
@@ -108,10 +120,28 @@ def parameters(model: ModelConfig) -> list[ParamShape]:
         "token_types": model.token_types,
         "transform": model.d_model,
         "buckets": model.relative_buckets,
+        "experts": model.num_experts,
+        "routes": model.num_experts,
+        "expert_mlp": model.expert_d_ff or model.d_ff,
+        "shared_mlp": model.shared_d_ff,
+        "query_rank": model.query_rank,
+        "kv_rank": model.kv_rank,
+        "plain_dim": model.head_dim - model.rope_head_dim,
+        "value_dim": model.value_dim,
+        "halves": 2,
+        "pairs": model.rope_head_dim // 2,
     }
+    # Matrices out of the compressed features of latent attention.
+    from_rank = {"attention/k_plain": model.kv_rank, "attention/v": model.kv_rank}
+    from_rank |= dict.fromkeys(("attention/q_plain", "attention/q_turned"), model.query_rank)
     layers = {stack.part: _layer(model, stack.part) for stack in stack_sizes(model)}
+
+    def shape(name: str, axes: tuple[str, ...]) -> tuple[int, ...]:
+        inputs = (model.kv_rank and from_rank.get(name)) or model.d_model
+        return tuple({**sizes, "embed": inputs}[axis] for axis in axes)
+
     return [
-        ParamShape(part, name, axes, tuple(sizes[axis] for axis in axes))
+        ParamShape(part, name, axes, shape(name, axes))
         for part, arrays in {"embed": _embedding(model), **layers, "head": _head(model)}.items()
         for name, axes in arrays.items()
     ]
@@ -151,13 +181,18 @@ def _layer(model: ModelConfig, part: str) -> Axes:
             arrays |= _norm(model, f"{name}_norm")
         if model.norm_placement != "before":
             arrays |= _norm(model, f"{name}_post_norm")
-        arrays |= _mlp(model) if name == "mlp" else _attention(model, name)
+        if name != "mlp":
+            arrays |= _attention(model, name)
+        else:
+            arrays |= _experts(model) if has_experts(model, part) else _mlp(model)
     if model.relative_bias == "layer":
         arrays["attention/bias"] = TABLE
     return arrays
 
 
 def _attention(model: ModelConfig, name: str) -> Axes:
+    if model.kv_rank:
+        return _latent_attention(model)
     arrays: dict[str, tuple[str, ...]] = {
         "q": ("embed", "heads", "head_dim"),
         "k": ("embed", "kv_heads", "head_dim"),
@@ -173,6 +208,43 @@ def _attention(model: ModelConfig, name: str) -> Axes:
     if model.attention_bias == "all":
         arrays["out_bias"] = ("embed",)
     return {f"{name}/{array}": axes for array, axes in arrays.items()}
+
+
+def _latent_attention(model: ModelConfig) -> Axes:
+    down = {"q_down": ("embed", "query_rank"), "q_scale": ("query_rank",)}
+    arrays = {
+        **(down if model.query_rank else {}),
+        "q_plain": ("embed", "heads", "plain_dim"),
+        "q_turned": ("embed", "heads", "halves", "pairs"),
+        "kv_down": ("embed", "kv_rank"),
+        "kv_scale": ("kv_rank",),
+        "k_turned": ("embed", "halves", "pairs"),
+        "k_plain": ("embed", "heads", "plain_dim"),
+        "v": ("embed", "heads", "value_dim"),
+        "out": ("heads", "value_dim", "embed"),
+    }
+    return {f"attention/{array}": axes for array, axes in arrays.items()}
+
+
+def _experts(model: ModelConfig) -> Axes:
+    arrays: dict[str, tuple[str, ...]] = {
+        "mlp/router": ("embed", "routes"),
+        "mlp/up": ("experts", "embed", "expert_mlp"),
+        "mlp/down": ("experts", "expert_mlp", "embed"),
+    }
+    if model.gated:
+        arrays["mlp/gate"] = ("experts", "embed", "expert_mlp")
+    if model.router_bias:
+        arrays["mlp/router_bias"] = ("routes",)
+    if model.shared_d_ff:
+        shared = _mlp(model).items()
+        arrays |= {
+            name.replace("mlp/", "mlp/shared/"): tuple(
+                "shared_mlp" if axis == "mlp" else axis for axis in axes
+            )
+            for name, axes in shared
+        }
+    return arrays
 
 
 def _mlp(model: ModelConfig) -> Axes:

@@ -1,21 +1,22 @@
 """The sizes of a model, with its parameter and FLOP counts.
 
-Sizes alone describe a model to the planner, so models that this package cannot train yet (experts,
-latent attention) can be planned and compared.
+Sizes alone describe a model to the planner, so models that this package cannot train yet
+(state-space mixers) can be planned and compared.
 
 Letters: D d_model, H heads, K kv_heads, E head_dim, F d_ff.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from jaxscale.config import Config
+from jaxscale.config import Config, ModelConfig
 
 
 @dataclass(frozen=True)
 class LatentAttention:
     """Ranks and head sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
 
-    query_rank: int
+    query_rank: int  # 0: queries are made of the stream
     kv_rank: int
     nope_dim: int  # of a head's query and key, without rotary positions
     rope_dim: int  # with rotary positions
@@ -96,6 +97,8 @@ class ModelShape:
             head_transform=model.head_transform,
             encoder_layers=model.num_encoder_layers,
             encoder_seq_len=config.data.seq_len if model.num_encoder_layers else 0,
+            **_expert_sizes(model),
+            latent=_latent_sizes(model),
         )
         usual = shape.attention_params + shape.mlp_params + shape.norm_params
         unused = (model.max_seq_len - shape.seq_len) * shape.d_model * shape.learned_positions
@@ -128,7 +131,7 @@ class ModelShape:
             rank, heads = self.latent, self.heads
             return (
                 self.d_model * rank.query_rank
-                + rank.query_rank * heads * (rank.nope_dim + rank.rope_dim)
+                + (rank.query_rank or self.d_model) * heads * (rank.nope_dim + rank.rope_dim)
                 + self.d_model * (rank.kv_rank + rank.rope_dim)
                 + rank.kv_rank * heads * (rank.nope_dim + rank.value_dim)
                 + heads * rank.value_dim * self.d_model
@@ -322,3 +325,25 @@ class ModelShape:
         each = 1 + self.extra_predictions
         extra = self.extra_predictions * self.layer_forward_flops
         return 3 * (self.block_flops + extra + each * self.head_flops)
+
+
+def _expert_sizes(model: ModelConfig) -> dict[str, Any]:
+    if not model.num_experts:
+        return {}
+    return {
+        "experts": model.num_experts,
+        "top_k": model.experts_per_token,
+        "expert_ff": model.expert_d_ff or model.d_ff,
+        "shared_experts": int(model.shared_d_ff > 0),
+        "shared_ff": model.shared_d_ff,
+        "expert_gated": model.gated,
+        "dense_layers": model.dense_layers,
+    }
+
+
+def _latent_sizes(model: ModelConfig) -> LatentAttention | None:
+    if not model.kv_rank:
+        return None
+    turned = model.rope_head_dim
+    plain, values = model.head_dim - turned, model.value_dim
+    return LatentAttention(model.query_rank, model.kv_rank, plain, turned, values)

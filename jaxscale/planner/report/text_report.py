@@ -50,6 +50,7 @@ PARTS = {
     "carried": "gradients of the previous layer",
     "walk_end": "gradients waiting for reduction",
     "zeros": "attention accumulators",
+    "restacked": "gradients of experts, for their reduce-scatter",
     "between_stacks": "encoder's output, and its gradient",
     "attention": "activations of attention's backward",
     "moments_copy": "copy of the moments",

@@ -5,11 +5,13 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.config import Config
 from jaxscale.layout import OFFLOADS, Layout
+from jaxscale.planner.memory.saved_activations import has_stash_formula
 from jaxscale.planner.memory.step import Memory, step_memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.param_shapes import parameters
@@ -45,6 +47,17 @@ ENCODER_NOTE = (
 )
 """Caveat of a plan for an encoder-decoder."""
 
+EXPERT_NOTE = (
+    "Seconds of a model with experts are not validated: no measured step of ours was compared. "
+    "Their memory was compared with compiled steps on GPUs, without tensor and context ranks and "
+    "layered accumulation; --prove compiles the plans shown."
+)
+EXPERT_EXCLUDES = {
+    "pipeline": "there is no formula for what a pipeline keeps of layers with experts or latent "
+    "attention",
+}
+"""Axes that must be 1 for such a model, and why."""
+
 
 @dataclass(frozen=True)
 class TrainableModel:
@@ -57,11 +70,20 @@ class TrainableModel:
     @property
     def note(self) -> str:
         """A caveat that is printed with the plan."""
-        return ENCODER_NOTE if self._has_encoder else ""
+        if self._has_encoder:
+            return ENCODER_NOTE
+        return EXPERT_NOTE if self._excludes else ""
 
     @property
     def _has_encoder(self) -> bool:
         return not self.config.model.has_flops_formula
+
+    @property
+    def _excludes(self) -> Mapping[str, str]:
+        """Axes that have no formula, and why."""
+        if self._has_encoder:
+            return sized_model.ENCODER_EXCLUDES
+        return {} if has_stash_formula(self.config.model) else EXPERT_EXCLUDES
 
     @functools.cached_property
     def shape(self) -> ModelShape:
@@ -145,7 +167,7 @@ class TrainableModel:
 
     def refusal(self, layout: Layout) -> tuple[str, str]:
         """Why the engine refuses a layout, as a short reason and its message; "" where it does
-        not. Of an encoder-decoder, also why it has no formula."""
+        not. Also why it has no formula."""
         if said := self._unknown(layout):
             return said.partition(": ")[2].partition(";")[0], said
         try:
@@ -164,13 +186,13 @@ class TrainableModel:
         return "", ""
 
     def _unknown(self, layout: Layout) -> str:
-        """Which setting of an encoder-decoder's layout has no formula; "" where all have one."""
-        if not self._has_encoder:
-            return ""
-        for axis, reason in sized_model.ENCODER_EXCLUDES.items():
+        """Which setting of a layout has no formula; "" where all have one."""
+        for axis, reason in self._excludes.items():
             if getattr(layout, axis) > 1:
                 size = getattr(layout, axis)
                 return f"layout.{axis} = {size}: {reason}; set layout.{axis} = 1"
+        if not self._has_encoder:
+            return ""
         for name, known in (("remat", self.remats), ("offload", self.offloads)):
             if getattr(layout, name) not in known:
                 return (

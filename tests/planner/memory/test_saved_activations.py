@@ -12,14 +12,16 @@ import pytest
 from jaxscale.batch import Batch
 from jaxscale.compiled import flops, hlo
 from jaxscale.config import ModelConfig
-from jaxscale.layout import BLOCK_TENSORS, parse_remat
+from jaxscale.layout import BLOCK_TENSORS, Layout, parse_remat
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import layer_function, split_stream
 from jaxscale.ops.attention import attention
+from jaxscale.ops.experts.dispatch import capacity_of
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.pipeline.backward_split import split
+from jaxscale.planner.memory.experts import capacity, rows_of_token, saved_row_bytes
 from jaxscale.planner.memory.saved_activations import (
     saved_bytes,
     saved_source_values,
@@ -60,10 +62,11 @@ def decoder_of(model: ModelConfig) -> Decoder:
 
 
 def layer_under(decoder: Decoder, remat: str):
+    """Of the last stack."""
     policy = parse_remat(remat)
     kernels = rematerialised_attention(decoder.kernels, policy)
     decoder = dataclasses.replace(decoder, kernels=kernels)
-    return rematerialised(layer_function(decoder.stacks[0]), policy)
+    return rematerialised(layer_function(decoder.stacks[-1]), policy)
 
 
 @functools.cache
@@ -71,7 +74,7 @@ def passes(model: ModelConfig, remat: str):
     """The two passes of a layer, and what the forward pass takes."""
     decoder = decoder_of(model)
     dtype = jnp.dtype(model.compute_dtype)
-    layers = jax.eval_shape(decoder.init, jax.random.key(0))["layers"]
+    layers = jax.eval_shape(decoder.init, jax.random.key(0))[decoder.stacks[-1].name]
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype), layers)
     x = jax.ShapeDtypeStruct((ROWS, TIME, model.d_model), dtype)
     ints = jax.ShapeDtypeStruct((ROWS, TIME), np.int32)
@@ -96,6 +99,62 @@ def test_a_layer_keeps_these_values(name, remat):
         (one.elements, one.element_bytes) for one in saved_values(model, parse_remat(remat))
     )
     assert found == expected
+
+
+MIXTRAL = {"family": "mixtral", "num_experts": 8, "experts_per_token": 2}
+DEEPSEEK = {
+    "family": "deepseek_v3",
+    "num_layers": 3,
+    "dense_layers": 1,
+    "num_kv_heads": 4,
+    "num_experts": 8,
+    "experts_per_token": 2,
+    "router_groups": 1,
+    "router_groups_kept": 1,
+    "kv_rank": 6,
+    "query_rank": 7,
+    "rope_head_dim": 4,
+    "value_head_dim": 8,
+    "expert_d_ff": 12,
+    "shared_d_ff": 14,
+}
+WITH_EXPERTS = {
+    "mixtral": MIXTRAL,
+    "mixtral with a capacity": MIXTRAL | {"capacity_factor": 1.3},
+    "mixtral without a balancing loss": MIXTRAL | {"balance_weight": 0.0},
+    "qwen3_moe": {"family": "qwen3_moe", "num_experts": 8, "expert_d_ff": 12}
+    | {"experts_per_token": 3},
+    "deepseek_v3": DEEPSEEK,
+    "values as wide as keys, queries of the stream": DEEPSEEK
+    | {"value_head_dim": 0, "query_rank": 0},
+}
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_a_layer_with_experts_keeps_these_bytes(name):
+    model, tokens = ModelConfig(**SIZES | WITH_EXPERTS[name]), ROWS * TIME
+    for remat in ("none", "full", "save_matmuls", "save_all_but_attention", "save:mlp_up,value"):
+        (forward, _), arguments = passes(model, remat)
+        _, _, kept = jax.eval_shape(forward, *arguments)
+        # One value of each token is a norm's or a router's; the rest are constants of every layer.
+        # The suite's integers have 64 bits.
+        found = sum(
+            leaf.size * (4 if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf.dtype.itemsize)
+            for leaf in kept
+            if leaf.size > tokens and leaf.shape != (model.d_model, model.num_experts)
+        )
+        policy, rows = parse_remat(remat), tokens * rows_of_token(model, Layout(data=1), TIME)
+        of_rows = rows * sum(saved_row_bytes(model, policy))
+        assert found == tokens * saved_bytes(model, policy, experts=True) + of_rows, remat
+
+
+def test_a_rank_has_room_for_all_rows_that_may_arrive():
+    model = ModelConfig(**SIZES, **MIXTRAL)
+    for ranks, rows in ((1, 2), (2, 4), (4, 8), (8, 8)):
+        assert rows_of_token(model, Layout(data=1, expert=ranks), TIME) == rows
+    for factor, seq_len in ((1.0, 64), (1.3, 100), (9.0, 64)):
+        one = dataclasses.replace(model, capacity_factor=factor)
+        assert capacity(one, seq_len) == capacity_of(factor, seq_len, 2, 8)
 
 
 @pytest.mark.parametrize("remat", POLICIES)

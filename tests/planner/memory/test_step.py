@@ -10,6 +10,7 @@ from jaxscale.config import from_dict
 from jaxscale.planner.memory import at_rest, layer_loop
 from jaxscale.planner.memory import step as formulas
 from jaxscale.planner.memory.step import step_memory
+from jaxscale.planner.model.param_shapes import stack_sizes
 from jaxscale.planner.report import text_report
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
@@ -26,10 +27,29 @@ MODEL = {
 }
 
 
-def config(layout: dict, **optimizer):
+EXPERTS = MODEL | {
+    "family": "deepseek_v3",
+    "num_kv_heads": 4,
+    "num_layers": 4,
+    "dense_layers": 1,
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "router_groups": 1,
+    "router_groups_kept": 1,
+    "expert_d_ff": 256,
+    "shared_d_ff": 128,
+    "kv_rank": 32,
+    "query_rank": 48,
+    "rope_head_dim": 16,
+    "value_head_dim": 32,
+}
+"""Of layers with every kind of parameter that experts and latent attention have."""
+
+
+def config(layout: dict, *, model: dict = MODEL, **optimizer):
     return from_dict(
         {
-            "model": MODEL,
+            "model": model,
             "data": {"global_batch_size": 32, "seq_len": 64},
             "layout": {"data": 1, "fsdp": 4} | layout,
             "optimizer": optimizer,
@@ -49,7 +69,19 @@ def test_the_state_is_the_engines_to_the_byte(optimizer, stage, groups):
         moment_dtype="bfloat16",
         groups=groups,
     )
-    engine = make_engine(one, make_mesh(one.layout, jax.devices()[:4]))
+    check_state(one)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor", "muon"])
+def test_the_state_of_experts_is_the_engines_to_the_byte(optimizer):
+    sizes = {"fsdp": 2, "expert": 2, "tensor": 2}
+    check_state(config(sizes, model=EXPERTS, name=optimizer))
+    check_state(config({**sizes, "zero_stage": 1}, model=EXPERTS, name=optimizer))
+
+
+def check_state(one):
+    devices = jax.devices()[: one.layout.num_devices]
+    engine = make_engine(one, make_mesh(one.layout, devices))
 
     def device_bytes(tree):
         return sum(
@@ -57,9 +89,10 @@ def test_the_state_is_the_engines_to_the_byte(optimizer, stage, groups):
             for leaf in jax.tree.leaves(tree)
         )
 
-    predicted = step_memory(one)
-    assert predicted.parameters == device_bytes(engine.abstract_state.params)
-    assert predicted.optimizer == device_bytes(engine.abstract_state.opt_state)
+    rows, state = dict(stack_sizes(one.model)), engine.abstract_state
+    assert at_rest.parameter_bytes(one, rows) == device_bytes(state.params)
+    moments = at_rest.moment_bytes(one, rows) + at_rest.count_bytes(one)
+    assert moments == device_bytes(state.opt_state)
 
 
 def test_every_stage_needs_less_than_the_one_before():

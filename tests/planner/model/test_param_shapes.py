@@ -25,6 +25,31 @@ MODELS |= {
     family: ModelConfig(family=family, num_layers=3, num_encoder_layers=2)
     for family in ("mt5", "umt5")
 }
+LATENT = {
+    "num_kv_heads": 4,
+    "num_layers": 3,
+    "dense_layers": 1,
+    "num_experts": 8,
+    "experts_per_token": 2,
+    "router_groups": 1,
+    "router_groups_kept": 1,
+    "kv_rank": 24,
+    "query_rank": 40,
+    "rope_head_dim": 4,
+    "value_head_dim": 12,
+    "expert_d_ff": 48,
+    "shared_d_ff": 32,
+}
+MODELS |= {
+    "mixtral": ModelConfig(family="mixtral", num_experts=4),
+    "qwen3_moe": ModelConfig(
+        family="qwen3_moe", num_layers=3, dense_layers=1, num_experts=16, expert_d_ff=24
+    ),
+    "deepseek_v3": ModelConfig(family="deepseek_v3", **LATENT),
+    "deepseek_v3 without a rank of queries": ModelConfig(
+        family="deepseek_v3", **LATENT | {"query_rank": 0}
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -36,6 +36,27 @@ def test_counts_are_those_of_every_decoder(family):
     assert shape.flops_per_token == pytest.approx(config.model.flops_per_token(128), rel=1e-2)
 
 
+@pytest.mark.parametrize("name", ["mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3"])
+def test_counts_are_those_of_a_model_with_experts(name):
+    config = load(f"configs/{name}.py")
+    shape, length = ModelShape.of(config), config.data.seq_len
+    assert shape.num_params == config.model.num_params
+    assert shape.active_params == config.model.num_active_params
+    assert shape.flops_per_token == pytest.approx(config.model.flops_per_token(length), rel=1e-3)
+    # Their published sizes; ours count the features that are rotated as a head's, and d_ff always.
+    named = dataclasses.replace(
+        NAMED[name.replace("_", "-")],
+        seq_len=length,
+        d_ff=config.model.d_ff,
+        head_dim=config.model.head_dim,
+        shared_ff=config.model.shared_d_ff,
+        windowed_share=0.0,
+        extra_params=shape.extra_params,
+        extra_head_params=shape.extra_head_params,
+    )
+    assert shape == named
+
+
 def mt5(d_model, d_ff, heads, layers):
     return ModelShape(
         layers,

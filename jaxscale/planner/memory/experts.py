@@ -1,0 +1,114 @@
+"""Memory of a layer with experts: the rows that tokens are in on their way to experts and back.
+
+See `models.experts` and `ops.experts.dispatch`. Without a capacity a rank has room for as many rows
+as could arrive, whatever arrives; all ranks of tensor have the rows, and each some of the hidden
+features.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.config import Config, ModelConfig
+from jaxscale.layout import RematPolicy
+from jaxscale.planner.model.param_shapes import Ints, itemsize, maximum, parameters, select
+
+
+def rows_of_token(model: ModelConfig, layout: Any, length: int) -> Ints:
+    """Rows of a rank's experts for each token of the rank, of all tensor ranks together; a fraction
+    where a capacity rounds.
+
+    Args:
+      length: tokens of a sequence.
+    """
+    ranks = np.asarray(layout.expert)
+    if not model.capacity_factor:
+        own = model.num_experts // ranks
+        return ranks * np.minimum(model.experts_per_token, own)
+    places = capacity(model, length)
+    return model.num_experts * places * np.asarray(layout.context) / length
+
+
+def capacity(model: ModelConfig, length: int) -> int:
+    """Rows of an expert for a sequence, as `ops.experts.dispatch.capacity_of`."""
+    share = model.capacity_factor * length * model.experts_per_token / model.num_experts
+    return min(math.ceil(share), length)
+
+
+def hidden_features(model: ModelConfig) -> int:
+    """Of an expert."""
+    return model.expert_d_ff or model.d_ff
+
+
+def saved_row_bytes(model: ModelConfig, remat: RematPolicy) -> tuple[int, int]:
+    """Bytes that a policy saves of each row: what every rank of tensor has whole, and what they
+    share. Without a capacity a row's index is one for each choice of a token on an accelerator,
+    which `saved_activations` counts, and three of each row on a CPU."""
+    width = itemsize(model.compute_dtype)
+    matmuls = ("mlp_up", "mlp_gate")[: 1 + model.gated]
+    shared = sum(width * hidden_features(model) for name in matmuls if name in remat.names)
+    # The rows that arrived, the gate of each, and whose it is.
+    whole = 0 if remat.by_names else width * model.d_model + max(width, 4) + 4
+    return whole, shared
+
+
+class RowArrays(NamedTuple):
+    """Arrays that are live at once in the backward pass of a layer, where nothing is saved."""
+
+    hidden: float  # [R, F]
+    stream: float  # [R, D]
+    gradients: float = 0  # of the layer's weights, where they are reduce-scattered
+
+
+WHOLE = (RowArrays(5, 3, 0.75), RowArrays(3, 4, 0.75))
+"""At the gradients of the activation, and as those of what the experts read travel back: one matmul
+for all experts, with a capacity, or a kernel for groups."""
+BLOCKS = (RowArrays(6, 4, 0.75), RowArrays(3, 6, 0.75))
+"""A loop over blocks copies what it reads and what it writes. Counted in steps of Mixtral (hidden
+features are most) and Qwen3-MoE (rows of the stream are) for eight H100."""
+UNORDERED = (RowArrays(9, 8, 2.0),)
+"""The same where each of several passes reduce-scatters gradients: the scheduler does not know how
+long the loops take, and leaves the gradients of weights to the end."""
+
+
+def row_bytes(config: Config, loop: Any, blocks: bool) -> Ints:
+    """Bytes of the rows that are live at once in a layer's backward pass, beside saved ones, and of
+    gradients on their way.
+
+    Args:
+      loop: a `LayerLoop` of layers with experts.
+      blocks: whether the back end's matmuls of experts are loops over blocks.
+    """
+    model, remat = config.model, config.layout.remat_policy
+    matmuls = ("mlp_up", "mlp_gate")[: 1 + model.gated]
+    saved = RowArrays(sum(name in remat.names for name in matmuls), int(not remat.by_names))
+    hidden = loop.compute * loop.rows * hidden_features(model) // config.layout.tensor
+    stream = loop.compute * loop.rows * model.d_model
+    # Those of several micro-batches together wait in accumulators of their own.
+    gradients = select(loop.scatters & (loop.group == 1), loop.accumulated * loop.weights)
+
+    def live(counts: tuple[RowArrays, ...]) -> Ints:
+        each = [
+            max(one.hidden - saved.hidden, 3) * hidden
+            + (one.stream - saved.stream) * stream
+            + one.gradients * gradients
+            for one in counts
+        ]
+        return maximum(*each)
+
+    if not blocks or model.capacity_factor:
+        return live(WHOLE)
+    several = loop.scatters & np.logical_not(loop.single)
+    return select(several, live(UNORDERED), live(BLOCKS))
+
+
+def restacked_bytes(config: Config, loop: Any) -> Ints:
+    """Gradients of all layers' experts once more: a GPU's reduce-scatter wants the dimension that
+    it scatters to be the first, and the accumulators are laid out both ways."""
+    mine = sum(
+        array.shard_size(config.layout, over_fsdp=True)
+        for array in parameters(config.model)
+        if array.part == loop.part and "experts" in array.axes
+    )
+    return select(loop.scatters, loop.num_layers * loop.accumulated * mine)

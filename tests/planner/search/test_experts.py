@@ -1,0 +1,92 @@
+"""A trainable model with experts is planned: its ranks, its ranking, and what is said of it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxscale.config import load
+from jaxscale.layout import Layout
+from jaxscale.planner.auto_layout import choose_layout
+from jaxscale.planner.cost.cluster import make_cluster
+from jaxscale.planner.cost.step import step_cost
+from jaxscale.planner.memory.room import check_room
+from jaxscale.planner.memory.step import is_predicted
+from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.plan_layouts import plan_layouts
+from jaxscale.planner.report import text_report
+from jaxscale.planner.report.why_not import explain_why_not
+from jaxscale.planner.search.space import Query, check_pins, mesh_shapes
+from jaxscale.planner.search.trainable_model import TrainableModel
+
+MIXTRAL = load("configs/mixtral_8x7b.py")
+PINS = {"offload": "none", "remat": "full", "context": 1, "tensor": 1}
+
+
+def test_ranks_of_experts_divide_the_experts():
+    query = Query(MIXTRAL, make_cluster("h100", 64), PINS)
+    sizes = {shape[3] for shape in mesh_shapes(64, PINS, query.shape.experts)}
+    assert sizes == {1, 2, 4, 8}
+    message = TrainableModel(MIXTRAL).refusal(Layout(data=1, expert=16))[1]
+    assert "model.num_experts = 8 does not divide over layout.expert = 16" in message
+    assert message.endswith("layout.expert = 8")
+
+
+def test_ranks_of_experts_split_the_batch():
+    small = dataclasses.replace(
+        MIXTRAL, data=dataclasses.replace(MIXTRAL.data, global_batch_size=36)
+    )
+    message = TrainableModel(small).refusal(Layout(data=1, expert=8))[1]
+    assert "layout.fsdp 1 x layout.expert 8 x" in message
+    assert "set data.global_batch_size to 32 or 40" in message
+
+
+def test_a_plan_trains_and_says_what_is_not_validated():
+    answer = plan_layouts(MIXTRAL, "h100", 64, top=2, pins=PINS)
+    best = answer.plans[0]
+    assert best.config.layout == best.layout
+    assert best.fits
+    assert best.layout.pipeline == 1
+    text = text_report.ranking_text(answer)
+    assert "12.9 B active per token" in text
+    assert text.count("Seconds of a model with experts are not validated") == 1
+    assert "no formula for what a pipeline keeps of layers with experts" in text
+    assert "layout.expert = 8" in explain_why_not(answer, {"expert": 16})
+
+
+def test_without_ranks_of_experts_nothing_is_exchanged():
+    cluster, shape = make_cluster("h100", 64), TrainableModel(MIXTRAL).shape
+
+    def terms(**layout):
+        one = Layout(data=1, microbatches=16, **layout)
+        return step_cost(shape, cluster, Parallelism.of(one, 1024)).terms
+
+    sent = {remat: terms(fsdp=8, expert=8, remat=remat)["expert"] for remat in ("none", "full")}
+    assert terms(fsdp=64, remat="full")["expert"] == 0
+    # Two all-to-alls of tokens in each pass; recompute sends them, and does not collect.
+    assert np.isclose(sent["full"] / sent["none"], 5 / 4)
+
+
+def test_a_pipeline_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"layout.pipeline = 2: .* set layout.pipeline = 1"):
+        check_pins(Query(MIXTRAL, make_cluster("h100", 64), {"pipeline": 2}))
+    piped = dataclasses.replace(MIXTRAL, layout=Layout(data=1, pipeline=2, fsdp=4, expert=8))
+    assert not is_predicted(piped)
+    check_room(piped, "gpu", 1e9, "H100")  # of which nothing is predicted
+
+
+def test_a_step_without_room_is_refused_before_it_is_compiled():
+    whole = dataclasses.replace(
+        MIXTRAL, layout=Layout(data=1, fsdp=8, expert=8, microbatches=2, remat="full")
+    )
+    with pytest.raises(
+        ValueError, match=r"needs \d+\.\d+ GB .*; set layout.microbatches = \d+, with"
+    ):
+        check_room(whole, "gpu", 68e9, "H100")
+
+
+def test_an_automatic_layout_has_a_plan():
+    config = load("configs/moe_tiny.py")
+    plan = choose_layout(config, "NVIDIA H100 80GB HBM3", "gpu", 8)
+    assert plan.layout.num_devices == 8
+    assert plan.fits
