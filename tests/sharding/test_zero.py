@@ -14,7 +14,8 @@ from jaxscale.sharding.zero import Zero
 
 SIZES = dict(zip(MESH_AXES, (1, 2, 4, 1, 1, 1)))
 AXES = {"in": ("embed", "mlp"), "out": ("mlp", "embed"), "bias": ("mlp",), "scale": ("embed",)}
-SHAPES = {"embed": 8, "mlp": 3}
+AXES["router"] = ("embed", "routes")
+SHAPES = {"embed": 8, "mlp": 3, "routes": 5}
 EVERY_RANK = PartitionSpec(("data", "fsdp"))
 
 
@@ -87,7 +88,7 @@ def test_weights_are_whole_and_in_the_compute_type_wherever_they_are_used(stage)
 
     used = run(zero, local, specs(zero, zero.param_rules), EVERY_RANK)(params)
     for name, weight in params.items():
-        assert used[name].dtype == jnp.bfloat16
+        assert used[name].dtype == (jnp.float32 if name == "router" else jnp.bfloat16)
         np.testing.assert_array_equal(used[name], np.broadcast_to(weight, (8, *weight.shape)))
 
 
