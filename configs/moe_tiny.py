@@ -2,7 +2,7 @@
 
 Command: python -m jaxscale.train --config configs/moe_tiny.py --workdir runs/moe_tiny
 Hardware: 2 CPU cores; no download, every machine has the text.
-Expected: about 2.1 validation bits per byte (text of Python 3.12.1), 200 s of processor time.
+Expected: 2.12 validation bits per byte (text of Python 3.12.1), a few minutes.
 """
 
 import ml_collections
