@@ -29,6 +29,7 @@ class Compiled(NamedTuple):
     peak_gib: float
     capacity: float = 0.0
     accumulation: str = "sequential"
+    tensor: int = 1
 
     @property
     def error(self) -> float:
@@ -42,6 +43,7 @@ class Compiled(NamedTuple):
             "layout.expert": self.expert,
             "layout.remat": self.remat,
             "layout.accumulation": self.accumulation,
+            "layout.tensor": self.tensor,
         }
         config = configs.load(self.base, [f"{name}={value}" for name, value in settings.items()])
         return step_memory(config, "gpu", own_host=True).peak / (GIB * self.peak_gib) - 1
@@ -67,6 +69,9 @@ DERIVED = {
 
 AFTERWARDS = {
     "mixtral h100:8x8": Compiled(MIXTRAL, 32, 1024, 16, 8, 8, "full", 29.79),
+    "mixtral h100:8x8, fsdp 64": Compiled(MIXTRAL, 32, 512, 2, 64, 1, "full", 42.76),
+    "qwen3_moe h100:8x8": Compiled(QWEN, 48, 1024, 16, 8, 8, "full", 28.52),
+    "mixtral h200:1x8, tensor 2": Compiled(MIXTRAL, 4, 8, 1, 1, 4, "full", 23.20, tensor=2),
     "mixtral h200:1x8, fsdp 2, layered": Compiled(
         MIXTRAL, 4, 32, 4, 2, 4, "full", 28.04, accumulation="layered"
     ),
