@@ -93,5 +93,5 @@ def test_an_automatic_layout_has_a_plan():
 
 
 def test_latent_attention_has_no_formulas():
-    with pytest.raises(ValueError, match="there are none for model.family = 'deepseek_v3'"):
+    with pytest.raises(ValueError, match=r"there are none for model.family = 'deepseek_v3'"):
         plan_layouts("configs/deepseek_v3.py", "h100", 2048)
