@@ -120,8 +120,8 @@ def _model(options: argparse.Namespace, overrides: Sequence[str]) -> Config | st
     for name in ("write", "prove"):
         if getattr(options, name):
             raise ValueError(
-                f"--{name} needs a model that this version trains, a dense decoder described by a "
-                f"config; leave it out with --model {options.model} (--json FILE keeps the plan), "
+                f"--{name} needs a model that this version trains, described by a config; "
+                f"leave it out with --model {options.model} (--json FILE keeps the plan), "
                 "or give --config FILE"
             )
     return options.model

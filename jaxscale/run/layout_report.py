@@ -69,8 +69,10 @@ def _summary(engine: Engine) -> str:
 
 
 def _optimizer(engine: Engine) -> list[tuple[str, str]]:
-    """FLOPs of Muon's update on each device."""
-    if engine.config.optimizer.name != "muon" or not engine.config.model.has_flops_formula:
+    """FLOPs of Muon's update on each device, of a decoder without experts."""
+    settings = engine.config.model
+    counted = settings.has_flops_formula and not settings.num_experts
+    if engine.config.optimizer.name != "muon" or not counted:
         return []
     sizes, model = engine.layout.sizes, engine.config.model
     stack = next(leaf for name, _, leaf in _leaves(engine) if name.startswith("layers/"))

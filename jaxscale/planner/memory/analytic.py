@@ -1,9 +1,9 @@
-"""Memory per device that our engine would need for a model that it cannot train yet.
+"""Memory per device that our engine would need for a model known only by its sizes.
 
 State follows ZeRO (arXiv 1910.02054) in float32, sharded as in the engine; activations of a layer
 are those of `other_trainers.layer_bytes` (after arXiv 2205.05198); pipeline slots are those of the
-schedule's table. The phases of a step are those of `memory.step`, which is exact for models that
-the engine trains; the suite compares the two on dense models.
+schedule's table. The phases of a step are those of `memory.step`, which has the sizes of a
+config's own layers; the suite compares the two on dense models.
 """
 
 from dataclasses import dataclass

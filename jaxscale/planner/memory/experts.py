@@ -67,7 +67,7 @@ for all experts, with a capacity, or a kernel for groups."""
 BLOCKS = (RowArrays(6, 4, 0.75), RowArrays(3, 6, 0.75))
 """A loop over blocks copies what it reads and what it writes. Counted in steps of Mixtral (hidden
 features are most) and Qwen3-MoE (rows of the stream are) for eight H100."""
-UNORDERED = (RowArrays(9, 8, 2.0),)
+UNORDERED = (RowArrays(9, 8, 2.0), RowArrays(6, 10, 2.0))
 """The same where each of several passes reduce-scatters gradients: the scheduler does not know how
 long the loops take, and leaves the gradients of weights to the end."""
 

@@ -55,14 +55,8 @@ class SizedModel:
 
     @property
     def untrainable_parts(self) -> str:
-        """Parts that this version cannot train; "" for a dense decoder."""
-        shape = self.shape
-        parts = {
-            "experts": shape.experts,
-            "latent attention": shape.latent,
-            "state-space mixers": shape.mixer,
-        }
-        return " and ".join(name for name, has in parts.items() if has)
+        """Parts that this version cannot train; "" where it trains all."""
+        return "state-space mixers" if self.shape.mixer else ""
 
     @property
     def note(self) -> str:
@@ -71,10 +65,12 @@ class SizedModel:
             trains = "an encoder-decoder by a config (--config mt5_xxl) has the memory of our step"
         elif self.untrainable_parts:
             trains = f"this version cannot train a model with {self.untrainable_parts}"
+        elif self.shape.latent:
+            trains = "a config of latent attention trains, and has no formulas"
         else:
             trains = (
-                "to train a model of these sizes, and to have its exact memory, describe it by a "
-                "config (--config FILE)"
+                "to train a model of these sizes, and to have the memory of our step, describe it "
+                "by a config (--config FILE)"
             )
         return (
             f"Memory follows published formulas and was not checked against the compiler; {trains}."
@@ -111,11 +107,11 @@ class SizedModel:
         Raises:
           ValueError: always; says what can be trained.
         """
-        dense = f"{self.name} is given by its sizes; describe it by a config (--config FILE)"
+        sizes = f"{self.name} is given by its sizes; describe it by a config (--config FILE)"
         parts = f"{self.name} has {self.untrainable_parts}; --json FILE writes the plan"
         raise ValueError(
-            "this version trains dense models described by a config; "
-            + (parts if self.untrainable_parts else dense)
+            "this version trains models described by a config; "
+            + (parts if self.untrainable_parts else sizes)
         )
 
     def check_policies(self, layout: Layout) -> None:

@@ -49,12 +49,11 @@ ENCODER_NOTE = (
 
 EXPERT_NOTE = (
     "Seconds of a model with experts are not validated: no measured step of ours was compared. "
-    "Their memory was compared with compiled steps on GPUs, without tensor and context ranks and "
-    "layered accumulation; --prove compiles the plans shown."
+    "Their memory was compared with compiled steps on GPUs, without context ranks; --prove "
+    "compiles the plans shown."
 )
 EXPERT_EXCLUDES = {
-    "pipeline": "there is no formula for what a pipeline keeps of layers with experts or latent "
-    "attention",
+    "pipeline": "there is no formula for what a pipeline keeps of layers with experts",
 }
 """Axes that must be 1 for such a model, and why."""
 

@@ -29,6 +29,7 @@ class Compiled(NamedTuple):
     peak_gib: float
     capacity: float = 0.0
     accumulation: str = "sequential"
+    tensor: int = 1
 
     @property
     def error(self) -> float:
@@ -42,6 +43,7 @@ class Compiled(NamedTuple):
             "layout.expert": self.expert,
             "layout.remat": self.remat,
             "layout.accumulation": self.accumulation,
+            "layout.tensor": self.tensor,
         }
         config = configs.load(self.base, [f"{name}={value}" for name, value in settings.items()])
         return step_memory(config, "gpu", own_host=True).peak / (GIB * self.peak_gib) - 1
@@ -62,11 +64,14 @@ DERIVED = {
     "qwen3_moe h100:1x8": Compiled(QWEN, 4, 16, 1, 1, 8, "full", 29.68),
     "qwen3_moe h100:1x8, fsdp 2, 2 passes": Compiled(QWEN, 4, 16, 2, 2, 4, "none", 24.11),
     "qwen3_moe h200:1x8, capacity, none": Compiled(QWEN, 4, 16, 1, 1, 8, "none", 19.83, 1.25),
+    "qwen3_moe h100:8x8": Compiled(QWEN, 48, 1024, 16, 8, 8, "full", 28.52),
 }
 """The numbers of arrays are counted in these."""
 
 AFTERWARDS = {
     "mixtral h100:8x8": Compiled(MIXTRAL, 32, 1024, 16, 8, 8, "full", 29.79),
+    "mixtral h100:8x8, fsdp 64": Compiled(MIXTRAL, 32, 512, 2, 64, 1, "full", 42.76),
+    "mixtral h200:1x8, tensor 2": Compiled(MIXTRAL, 4, 8, 1, 1, 4, "full", 23.20, tensor=2),
     "mixtral h200:1x8, fsdp 2, layered": Compiled(
         MIXTRAL, 4, 32, 4, 2, 4, "full", 28.04, accumulation="layered"
     ),

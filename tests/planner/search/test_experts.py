@@ -90,3 +90,8 @@ def test_an_automatic_layout_has_a_plan():
     plan = choose_layout(config, "NVIDIA H100 80GB HBM3", "gpu", 8)
     assert plan.layout.num_devices == 8
     assert plan.fits
+
+
+def test_latent_attention_has_no_formulas():
+    with pytest.raises(ValueError, match=r"there are none for model.family = 'deepseek_v3'"):
+        plan_layouts("configs/deepseek_v3.py", "h100", 2048)
