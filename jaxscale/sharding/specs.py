@@ -51,6 +51,12 @@ def kernel_spec(axes: Axes, sizes: Mapping[str, int]) -> PartitionSpec:
     return PartitionSpec(tuple(axis for axis in AUTOMATIC_AXES if sizes[axis] == 1), *rest)
 
 
+def kernel_vector_spec(axis: str, sizes: Mapping[str, int]) -> PartitionSpec:
+    """The same of an array with one dimension, of this logical name."""
+    spec = kernel_spec(("batch", axis), sizes)
+    return PartitionSpec(tuple(name for entry in spec for name in mesh_axes_of(entry)))
+
+
 def across_pipeline(sharding: Any, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
     """A sharding over the pipeline by another dimension than the layers, so that each rank has a
     part of every layer: by the "embed" dimension, as over fsdp, or another one that divides. Where

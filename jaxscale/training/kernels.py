@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxscale.config import Config
@@ -27,7 +26,7 @@ from jaxscale.ops.rope import rotary, rotary_on_tpu
 from jaxscale.ops.sizes import LANES
 from jaxscale.ops.tensor_parallel import Spread, spread_columns, spread_rows
 from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, Rules, constrain
-from jaxscale.sharding.specs import kernel_spec, mesh_axes_of
+from jaxscale.sharding.specs import kernel_spec, kernel_vector_spec
 
 
 def make_kernels(
@@ -115,7 +114,7 @@ def _attend(layout: Layout, implementation: str) -> Callable[..., jax.Array]:
     keys = kernel_spec(("batch", "seq", "kv_heads", "head_dim"), layout.sizes)
     segments = kernel_spec(("batch", "seq"), layout.sizes)
     bias = kernel_spec(("buckets", "heads"), layout.sizes)
-    sinks = PartitionSpec(tuple(axis for entry in bias for axis in mesh_axes_of(entry)))
+    sinks = kernel_vector_spec("heads", layout.sizes)
     # Where a table recomputes a pipeline's passes, the layer itself is under no policy.
     under_policy = layout.remat_policy.by_names and layout.remat_policy.kept_passes is None
 

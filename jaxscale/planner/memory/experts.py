@@ -26,11 +26,11 @@ def rows_of_token(model: ModelConfig, layout: Any, length: int) -> Ints:
     if not model.capacity_factor:
         own = model.num_experts // ranks
         return ranks * np.minimum(model.experts_per_token, own)
-    places = capacity(model, length)
+    places = expert_capacity(model, length)
     return model.num_experts * places * np.asarray(layout.context) / length
 
 
-def capacity(model: ModelConfig, length: int) -> int:
+def expert_capacity(model: ModelConfig, length: int) -> int:
     """Rows of an expert for a sequence, as `ops.experts.dispatch.capacity_of`."""
     share = model.capacity_factor * length * model.experts_per_token / model.num_experts
     return min(math.ceil(share), length)

@@ -68,7 +68,9 @@ def saved_values(
         both = {"query", "attention", "attention_out", "attention norm"} & kept.keys()
         kept |= {f"cross {name}": kept[name] for name in both}
     found = [SavedValue(name, size, width) for name, size in kept.items() if size]
-    if experts and not remat.by_names:
+    if experts and remat.by_names:
+        found.append(SavedValue("experts chosen", model.experts_per_token, 4))
+    elif experts:
         found += _router_values(model)
     if "attention" in names:
         # log(sum(exp(score))), of every head.

@@ -21,7 +21,7 @@ from jaxscale.ops.attention import attention
 from jaxscale.ops.experts.dispatch import capacity_of
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.pipeline.backward_split import split
-from jaxscale.planner.memory.experts import capacity, rows_of_token, saved_row_bytes
+from jaxscale.planner.memory.experts import expert_capacity, rows_of_token, saved_row_bytes
 from jaxscale.planner.memory.saved_activations import (
     saved_bytes,
     saved_source_values,
@@ -154,7 +154,7 @@ def test_a_rank_has_room_for_all_rows_that_may_arrive():
         assert rows_of_token(model, Layout(data=1, expert=ranks), TIME) == rows
     for factor, seq_len in ((1.0, 64), (1.3, 100), (9.0, 64)):
         one = dataclasses.replace(model, capacity_factor=factor)
-        assert capacity(one, seq_len) == capacity_of(factor, seq_len, 2, 8)
+        assert expert_capacity(one, seq_len) == capacity_of(factor, seq_len, 2, 8)
 
 
 @pytest.mark.parametrize("remat", POLICIES)
