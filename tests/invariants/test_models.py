@@ -66,7 +66,6 @@ LAYOUTS = {
         {"fsdp": 2, "expert": 2, "context": 2, **LAYERED, **GATHER, "remat": "full"},
         {"pipeline": 2, "expert": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_v"},
         {"data": 2, "expert": 2, "tensor": 2, **SHARDED_GRADS, "remat": "save_matmuls"},
-        {"expert": 4, "tensor": 2},
     ],
     "prototypes": [
         {"pipeline": 2, "expert": 4, "microbatches": 1, "schedule": "1f1b", "remat": "full"},
