@@ -111,7 +111,8 @@ STEPS = {
     ),
 }
 """Llama, Gemma and mT5 rows without micro-batches showed what the formulas of the head and of
-gradients missed; the other rows were compiled afterwards."""
+gradients missed, and the rows of two passes what waits for the head; the others were compiled
+afterwards."""
 
 
 def test_they_are_right_in_the_median():
