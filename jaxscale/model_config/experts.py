@@ -1,5 +1,6 @@
 """The options of models whose layers have experts."""
 
+import math
 from dataclasses import dataclass
 
 from jaxscale.choices import check_at_least, check_choice
@@ -103,20 +104,22 @@ class ExpertOptions:
                 f"model.num_experts = {experts} is not a multiple of model.router_groups = "
                 f"{self.router_groups}"
             )
-        kept = self.router_groups_kept * (experts // self.router_groups)
+        each = experts // self.router_groups
+        kept = self.router_groups_kept * each
         if self.router_groups_kept > self.router_groups or kept < self.experts_per_token:
             raise ValueError(
                 f"model.router_groups_kept = {self.router_groups_kept} of model.router_groups = "
                 f"{self.router_groups} leave {kept} of {experts} experts for "
                 f"model.experts_per_token = {self.experts_per_token}; set "
-                "model.router_groups_kept between those that hold them and model.router_groups"
+                f"model.router_groups_kept from {math.ceil(self.experts_per_token / each)} to "
+                f"{self.router_groups}"
             )
 
     def _check_expert_choice(self) -> None:
         if not self.capacity_factor:
             raise ValueError(
-                "model.router = 'expert_choice' takes as many tokens as model.capacity_factor = 0 "
-                "does not say; set model.capacity_factor, such as 1.0"
+                "model.capacity_factor = 0 does not say how many tokens each expert takes, as "
+                "model.router = 'expert_choice' needs; set model.capacity_factor, such as 1.0"
             )
         for name, plain in (("balance_weight", 0), ("router_bias", False), ("router_groups", 1)):
             value = getattr(self, name)

@@ -23,6 +23,9 @@ from jaxscale.ops.experts.dispatch import Dispatch
 from jaxscale.ops.experts.routing import Router
 from jaxscale.ops.tensor_parallel import add_bias
 
+CHOICE = "expert_choice"
+"""The name, for remat policies, of the experts that tokens go to."""
+
 
 class Experts(nnx.Module):
     """The sum of a token's experts, each times its gate, and of the shared expert."""
@@ -77,7 +80,7 @@ class Experts(nnx.Module):
             scores_BTE = routing.router_scores(logits_BTE, router)
             ranked_BTE = logits_BTE if router.scores == "softmax_of_chosen" else scores_BTE
             experts_BTK = self._choose(jax.lax.stop_gradient(ranked_BTE), valid_BT, dispatch)
-            experts_BTK = named(experts_BTK, "expert_choice")
+            experts_BTK = named(experts_BTK, CHOICE)
             gates_BTK = routing.expert_gates(logits_BTE, scores_BTE, experts_BTK, router)
         return Routed(logits_BTE, scores_BTE, experts_BTK, gates_BTK)
 

@@ -10,30 +10,29 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jaxscale.layout import Layout, RematPolicy
+from jaxscale.models.experts import CHOICE
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import LayerFunction
 from jaxscale.ops.attention_kernels import is_cudnn_forward
 
 Tree = Any
 
-SMALL = "expert_choice"
-"""Which experts tokens go to: saved under every policy, since a choice that is made again, of
-scores that round differently, might be another one than the saved activations belong to."""
-
 
 def rematerialised(layer: LayerFunction, remat: RematPolicy) -> LayerFunction:
     """A layer under a policy of `Layout.remat`."""
     if remat.kind in ("none", "save_all_but_attention"):
         return layer
+    # Experts that are chosen again, of scores that round differently, might be others than those
+    # that the saved activations are of: so the choice is saved under every policy.
     if remat.offloads:
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[SMALL],
+            names_which_can_be_saved=[CHOICE],
             names_which_can_be_offloaded=list(remat.names),
             offload_src="device",
             offload_dst="pinned_host",
         )
     else:
-        policy = jax.checkpoint_policies.save_only_these_names(*remat.names, SMALL)
+        policy = jax.checkpoint_policies.save_only_these_names(*remat.names, CHOICE)
     if "attention" in remat.names:
         policy = _with_cudnn(policy)
     return _checkpoint(layer, policy)

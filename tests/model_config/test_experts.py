@@ -48,7 +48,7 @@ SHIPPED = {"family": "mixtral", "num_layers": 4}
         ),
         (
             OWN | {"router": "expert_choice"},
-            "takes as many tokens as model.capacity_factor = 0 does not say; set model.capacity_fa",
+            "model.capacity_factor = 0 does not say how many tokens each expert takes",
         ),
         (
             OWN | {"router": "expert_choice", "capacity_factor": 1.0, "balance_weight": 0.1},
@@ -62,7 +62,7 @@ SHIPPED = {"family": "mixtral", "num_layers": 4}
         ),
         (
             OWN | {"router_groups": 4, "router_groups_kept": 1, "experts_per_token": 3},
-            "leave 2 of 8 experts for model.experts_per_token = 3; set model.router_groups_kept",
+            "for model.experts_per_token = 3; set model.router_groups_kept from 2 to 4",
         ),
     ],
 )

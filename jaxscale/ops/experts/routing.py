@@ -11,26 +11,24 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
-"""What makes scores of logits: a softmax over all experts, before the choice; a sigmoid for each
-expert; or a softmax over a token's chosen experts, after the choice."""
-
 
 @dataclass(frozen=True)
 class Router:
     """How a token's experts are chosen.
 
+    Scores are made of logits by a softmax over all experts, before the choice; by a sigmoid for
+    each expert; or by a softmax over a token's chosen experts, after the choice.
+
     With "prototypes" the experts are `choices` sets, of which each has a softmax of its own and
     gives a token its best expert (k top-1 of M6-T, arXiv 2105.15082); one set is the Switch
     Transformer's router (arXiv 2101.03961). With "expert_choice" each expert takes the tokens of a
     sequence that score highest (arXiv 2202.09368), so that a token may have from no to all experts,
-    `choices` in the mean. With `groups` a token's experts are of the
-    `groups_kept` groups whose two best scores have the largest sums (DeepSeek-V3, arXiv 2412.19437,
-    section 2.1.2).
+    `choices` in the mean. With `groups` a token's experts are of the `groups_kept` groups whose two
+    best scores have the largest sums (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
 
     choices: int
-    scores: str = "softmax"  # of SCORES
+    scores: str = "softmax"  # or "sigmoid", or "softmax_of_chosen"
     kind: str = "top_k"  # or "prototypes", or "expert_choice"
     normalized: bool = False  # whether a token's weights are divided by their sum
     scale: float = 1.0  # that weights are multiplied by
@@ -109,7 +107,8 @@ def expert_gates(logits_BTE: Array, scores_BTE: Array, experts_BTK: Array, route
     if after:
         gates_BTK = jax.nn.softmax(gates_BTK, axis=-1)
     if router.normalized:
-        gates_BTK /= jnp.sum(gates_BTK, axis=-1, keepdims=True) + 1e-20
+        total_BT1 = jnp.sum(gates_BTK, axis=-1, keepdims=True)
+        gates_BTK /= jnp.where(total_BT1 > 0, total_BT1, 1)  # padding has no expert
     return gates_BTK * router.scale
 
 

@@ -1,5 +1,6 @@
 """Routers, token by token, against what their papers say."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -112,6 +113,22 @@ def test_padding_is_no_choice():
     scores[0, 1] = [1, 0, 0, 0]
     even = load_balance(scores, valid, choice_counts(experts, 4))
     assert even == pytest.approx(4 * 0.25)  # the padding's own score counts for nothing
+
+
+def test_a_token_without_an_expert_has_weights_and_gradients_of_zero():
+    """In float32, where the square of a small number to divide by would be none."""
+    logits, router = jnp.ones((1, 2, 4), jnp.float32), Router(2, "sigmoid", normalized=True)
+    experts = jnp.array([[[0, 1], [-1, -1]]])
+
+    def gates(logits):
+        return expert_gates(logits, router_scores(logits, router), experts, router)
+
+    with jax.debug_nans(True):
+        found, pullback = jax.vjp(gates, logits)
+        (gradient,) = pullback(jnp.array([[[1.0, 2.0], [0.0, 0.0]]], jnp.float32))
+    np.testing.assert_array_equal(found[0, 1], 0)
+    np.testing.assert_array_equal(gradient[0, 1], 0)
+    assert np.abs(gradient[0, 0]).max() > 0
 
 
 def test_routing_is_in_float32_whatever_the_stream_is():
