@@ -1,5 +1,6 @@
 """Every schedule against its closed forms: time, stash and messages, and its drawn timeline."""
 
+import collections
 import functools
 import itertools
 import math
@@ -31,6 +32,19 @@ def sample(name):
     some = random.Random(name).choices(grid(name), weights, k=30)
     large = [numbers for numbers in grid(name) if 1000 < math.prod(numbers) < 4000]
     return sorted({*some, *random.Random(name).sample(large, min(len(large), 4))})
+
+
+def large_grid(name, ranks):
+    """The grid of so many ranks. That of seq1f1b_interleaved has four fifths of all operations, and
+    little is new in them: a chunk runs lcm(ranks, segments) segments at a time, and a rank warms up
+    with fewer than three such groups for each chunk, so that after those each group is like the one
+    before. It has from one to five groups and the most there are, of all chunks and segments."""
+    by_groups = collections.defaultdict(list)
+    for numbers in grid(name):
+        if numbers[0] == ranks:
+            by_groups[numbers[2:]].append(numbers)
+    end = 5 if name == "seq1f1b_interleaved" else None
+    return [numbers for some in by_groups.values() for numbers in {*some[:end], some[-1]}]
 
 
 def run(name, numbers, costs=Costs(), **options):  # noqa: B008
@@ -149,10 +163,9 @@ def test_closed_forms(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", range(1, 17))
 @pytest.mark.parametrize("name", NAMES)
-def test_closed_forms_on_the_whole_grid(name, ranks):
-    for numbers in grid(name):
-        if numbers[0] == ranks:
-            (check_split if name in FUSED else check_given)(name, numbers)
+def test_closed_forms_on_a_large_grid(name, ranks):
+    for numbers in large_grid(name, ranks):
+        (check_split if name in FUSED else check_given)(name, numbers)
 
 
 @pytest.mark.parametrize("p", range(2, 17))
