@@ -1,4 +1,5 @@
-"""Sets llama2_7b on 64 v5p chips beside MaxText 0.2.5 in the README: memory and estimate.
+"""Sets llama2_7b on 64 v5p chips beside MaxText 0.2.5 in docs/compile_ahead.md: memory and
+estimate.
 
 python tools/aot_peer.py [--fresh]
 
@@ -19,7 +20,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parent.parent
 TABLE = ROOT / "tools" / "aot_table.json"
 KEPT = ROOT / "tools" / "aot_peer.json"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "compile_ahead.md"
 BEGIN, END = "<!-- aot peer -->", "<!-- end of aot peer -->"
 CASE = "llama2_7b v5p:4x4x4 4 remat="
 MINIMAL = "save:query,key,value,attention_out,mlp_gate,mlp_up"
@@ -41,9 +42,9 @@ def main() -> int:
             KEPT.write_text(json.dumps(kept, indent=1) + "\n")
     numbers = ours(json.loads(TABLE.read_text()), kept)
     print(table(numbers))
-    before, _, rest = README.read_text().partition(BEGIN)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{table(numbers)}\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n{table(numbers)}\n{END}{after}")
     return int(any(numbers[key] > PEER[key] for key in ("full", "minimal", "seconds")))
 
 

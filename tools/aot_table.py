@@ -8,12 +8,15 @@ tools/aot_table.json, so that a run that was stopped goes on and one case can be
 """
 
 import argparse
+import importlib.metadata
 import json
 import pathlib
 import subprocess
 import sys
 import tempfile
 from typing import Any, NamedTuple
+
+from jaxscale.planner.memory.against_compiler import TPUS
 
 ROOT = pathlib.Path(__file__).parent.parent
 KEPT = ROOT / "tools" / "aot_table.json"
@@ -181,6 +184,8 @@ def compiled(case: Case) -> dict[str, Any]:
             return {"refusal": (run.stderr.strip().splitlines() or ["nothing was said"])[-1]}
         numbers = json.loads(written.read_text())
     said = {"config": config, "global_batch_size": batch, "others": others}
+    if case.topology.partition(":")[0] in TPUS:
+        said["libtpu"] = importlib.metadata.version("libtpu")
     return said | {key: numbers[key] for key in numbers if key != "buffers"}
 
 
@@ -196,8 +201,8 @@ def table(kept: dict[str, dict[str, Any]]) -> str:
     """The results as a table in Markdown."""
     lines = [
         "| model | machine | devices | sequences a device | layout | arguments | temporaries "
-        "| limit | verdict | estimate | bytes beside matmuls | seconds hidden | compile |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| limit | verdict | estimate | bytes beside matmuls | seconds hidden | compile | libtpu |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     shown = [case for case in CASES if case.name in kept]
     lines += ["| " + " | ".join(row(case, kept[case.name])) + " |" for case in shown]
@@ -240,7 +245,7 @@ def row(case: Case, numbers: dict[str, Any]) -> list[str]:
     layout = case.layout.replace(f"remat={MINIMAL}", "remat=minimal")
     first = [case.model, case.topology, str(num_devices(case.topology)), f"{case.sequences:g}"]
     if "refusal" in numbers:
-        return [*first, layout, "-", "-", "-", "refused", "-", "-", "-", "-"]
+        return [*first, layout, "-", "-", "-", "refused", "-", "-", "-", "-", "-"]
     sizes = [f"{numbers[key] / 1e9:.2f} GB" for key in ("argument_bytes", "temp_bytes")]
     seconds = numbers["optimal_seconds"]
     return [
@@ -252,6 +257,7 @@ def row(case: Case, numbers: dict[str, Any]) -> list[str]:
         f"{seconds:.2f} s" if seconds else "-",
         *hidden(numbers),
         f"{numbers['compile_seconds']:.0f} s",
+        numbers.get("libtpu", "-"),
     ]
 
 

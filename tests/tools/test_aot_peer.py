@@ -25,6 +25,11 @@ def test_a_layer_costs_half_of_what_programs_that_differ_by_two_do():
     assert "| estimate, full remat | 2.243 s | 2.290 s |" in tool.table(numbers)
 
 
+def test_the_page_has_a_place_for_the_table():
+    text = tool.PAGE.read_text()
+    assert text.count(tool.BEGIN) == text.count(tool.END) == 1
+
+
 def test_the_cases_are_in_the_table_of_absent_machines():
     table = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "aot_table.py")))
     assert {*TABLE} <= {case.name for case in table.CASES}

@@ -25,6 +25,7 @@ FITS = {
     "beside_bytes": 3e6,
     "link_seconds": 0.5,
     "wait_seconds": 0.3,
+    "libtpu": "0.0.50.1",
 }
 
 
@@ -78,6 +79,7 @@ def test_a_row_says_whether_it_fits_and_by_how_much_not():
         "75 %",
         "40 %",
         "30 s",
+        "0.0.50.1",
     ]
     too_much = FITS | {"fits": False, "peak_bytes": 20e9, "optimal_seconds": None}
     assert "4.0 GB too much" in tool.row(case, too_much)
