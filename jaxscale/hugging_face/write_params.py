@@ -1,7 +1,11 @@
-"""Parameters from their devices to the files of a checkpoint, a tensor at a time."""
+"""Parameters from their devices to the files of a checkpoint.
+
+The host holds `WINDOW_BYTES` of each device at a time, whatever the size of a tensor and its type.
+"""
 
 import functools
 import itertools
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +20,8 @@ from jaxscale.sharding.resolve import leaf_name
 
 FILE_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Types of arrays -> types of tensors."""
+
+WINDOW_BYTES = 1 << 20
 
 
 def write_params(
@@ -53,37 +59,58 @@ def write_params(
 def _write_parameter(
     stored: Mapping[str, StoredTensor], parameter: ParameterTensors, array: jax.Array
 ) -> None:
-    """Writes a parameter, a row of every device's part of a stack at a time."""
+    """Writes a parameter, a window of every device's shard at a time."""
     dims = len(parameter.parts)
-    counts = array.sharding.shard_shape(array.shape)[:dims]
-    for row in np.ndindex(counts):
-        # A copy where it is no layer: an array keeps what it once brought to the host.
-        numbers = tuple(np.int32(number) for number in row)
-        part = _rows(array, numbers, counts) if dims else array.copy()
-        for shard in part.addressable_shards:
+    counts = array.sharding.shard_shape(array.shape)
+    sizes = _window_sizes(parameter, counts, array.dtype.itemsize)
+    for number in np.ndindex(*(math.ceil(count / size) for count, size in zip(counts, sizes))):
+        # The last window of a dim may begin before the end of the one before it.
+        starts = [min(one * size, count - size) for one, size, count in zip(number, sizes, counts)]
+        numbers = tuple(np.int32(start) for start in starts)
+        windows = _windows(array, numbers, counts, sizes, array.sharding)
+        for shard in windows.addressable_shards:
             if shard.replica_id:
                 continue
-            index = whole_index(shard.index, part.shape)
-            values = np.asarray(shard.data)
-            for offset in np.ndindex(values.shape[:dims]):
-                place = [
-                    (part.start + one) * count + number
-                    for part, one, count, number in zip(index, offset, counts, row)
-                ]
-                tensor = stored[parameter.tensor(*place)]
-                write_part(tensor, parameter.rule, index[dims:], values[offset])
+            begins = [
+                place.start // size * count + start
+                for place, size, count, start in zip(
+                    whole_index(shard.index, windows.shape), sizes, counts, starts
+                )
+            ]
+            index = tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes))[dims:]
+            values = np.asarray(shard.data).reshape(sizes[dims:])
+            write_part(stored[parameter.tensor(*begins[:dims])], parameter.rule, index, values)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _rows(stack: jax.Array, row: tuple[jax.Array, ...], counts: tuple[int, ...]) -> jax.Array:
-    """A row of every part of a stack: [parts, ...] of [parts * rows, ...], where layers, or layers
-    and experts, are in parts."""
-    dims = len(counts)
-    split = [(size // count, count) for size, count in zip(stack.shape, counts)]
-    parts = stack.reshape(*itertools.chain(*split), *stack.shape[dims:])
-    for dim, number in enumerate(row):
-        parts = jax.lax.dynamic_index_in_dim(parts, number, dim + 1, keepdims=False)
-    return parts
+def _window_sizes(
+    parameter: ParameterTensors, counts: tuple[int, ...], item_bytes: int
+) -> tuple[int, ...]:
+    """Of a shard's dims: one layer or expert, and as many rows of its tensor as `WINDOW_BYTES` have
+    room for."""
+    dims = len(parameter.parts)
+    sizes = [1] * dims + list(counts[dims:])
+    if parameter.rule.order:
+        rows = dims + parameter.rule.order.index(0)
+        row_bytes = math.prod(sizes) // sizes[rows] * item_bytes
+        sizes[rows] = min(sizes[rows], max(1, WINDOW_BYTES // row_bytes))
+    return tuple(sizes)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _windows(
+    array: jax.Array,
+    starts: tuple[jax.Array, ...],
+    counts: tuple[int, ...],
+    sizes: tuple[int, ...],
+    sharding: jax.sharding.Sharding,
+) -> jax.Array:
+    """The same window of every shard: [shards * size, ...] of [shards * count, ...] in each dim."""
+    split = [(whole // count, count) for whole, count in zip(array.shape, counts)]
+    parts = array.reshape(tuple(itertools.chain(*split)))
+    for dim, (start, size) in enumerate(zip(starts, sizes)):
+        parts = jax.lax.dynamic_slice_in_dim(parts, start, size, 2 * dim + 1)
+    windows = parts.reshape(tuple(shards * size for (shards, _), size in zip(split, sizes)))
+    return jax.lax.with_sharding_constraint(windows, sharding)
 
 
 def _by_layer(name: str) -> tuple:

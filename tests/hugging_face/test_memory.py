@@ -1,4 +1,4 @@
-"""What the host holds while a checkpoint is read."""
+"""What the host holds while a checkpoint is read, and while one is written."""
 
 import json
 import os
@@ -7,14 +7,20 @@ import sys
 
 import pytest
 
-from tests.hugging_face import read_memory
+from tests.hugging_face import conversion_memory
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_host_holds_one_tensor_at_a_time(tmp_path):
-    read_memory.make_zeros(tmp_path / "model")
+    conversion_memory.make_zeros(tmp_path / "model")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hugging_face.read_memory", str(tmp_path / "model"), "2"],
+        [
+            sys.executable,
+            "-m",
+            "tests.hugging_face.conversion_memory",
+            str(tmp_path / "model"),
+            "2",
+        ],
         capture_output=True,
         text=True,
         timeout=300,
@@ -23,4 +29,6 @@ def test_the_host_holds_one_tensor_at_a_time(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["params_bytes"] > 4 * found["largest_tensor_bytes"]
-    assert 0 < found["peak_bytes"] <= 1.1 * found["largest_tensor_bytes"], found
+    assert 0 < found["read_peak_bytes"] <= 1.1 * found["largest_tensor_bytes"], found
+    # Half as many bytes in bfloat16.
+    assert 0 < found["write_peak_bytes"] <= 1.1 * found["largest_tensor_bytes"] / 2, found

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxscale.config import Config, DataConfig
-from jaxscale.hugging_face import tensor_blocks
+from jaxscale.hugging_face import tensor_blocks, write_params
 from jaxscale.hugging_face.model_folder import open_model, write_model
 from jaxscale.layout import Layout
 from jaxscale.sharding.mesh import make_mesh
@@ -42,8 +42,9 @@ def load_all(directory) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["one", "fsdp_tensor", "pipeline", "interleaved"])
 def test_tensors_come_back_bit_for_bit(layout, tmp_path, monkeypatch):
     """From bfloat16 into float32 parameters of a run's layout, and back: in files of at most 5 kB,
-    blocks of a few rows."""
+    blocks of a few rows, windows of a few more."""
     monkeypatch.setattr(tensor_blocks, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(write_params, "WINDOW_BYTES", 700)
     source = tiny_llama.save(tmp_path / "source", dtype=tiny_llama.BFLOAT16)
     model = open_model(source)
     engine = engine_of(model.config, layout)

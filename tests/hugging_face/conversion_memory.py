@@ -1,7 +1,8 @@
-"""Peak host memory of reading a checkpoint: python -m tests.hugging_face.read_memory FOLDER FSDP.
+"""Peak host memory of reading a checkpoint, and of writing it in bfloat16:
+python -m tests.hugging_face.conversion_memory FOLDER FSDP.
 
 Prints bytes: of the parameters (which are host memory too on a CPU), of the largest tensor, and of
-the peak beyond the parameters.
+both peaks beyond the parameters.
 """
 
 import ctypes
@@ -9,11 +10,17 @@ import gc
 import json
 import pathlib
 import sys
+from typing import Any
 
 import jax
 
 from jaxscale.config import Config
-from jaxscale.hugging_face.model_folder import open_model, parameters_of
+from jaxscale.hugging_face.model_folder import (
+    HuggingFaceModel,
+    open_model,
+    parameters_of,
+    write_model,
+)
 from jaxscale.hugging_face.safetensors_format import lay_out
 from jaxscale.layout import Layout
 from jaxscale.sharding.mesh import make_mesh
@@ -58,6 +65,21 @@ def memory(name: str) -> int:
     return int(status.split(f"{name}:")[1].split()[0]) * 1024
 
 
+def start_peak() -> int:
+    """Resident bytes now; the peak is counted from here on."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # gives back what was freed
+    begin = memory("VmRSS")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    return begin
+
+
+def write(model: HuggingFaceModel, engine: Engine, params: Any, output: pathlib.Path) -> None:
+    write_model(
+        output, model.config, engine.model.axes, params, dtype="bfloat16", beside=model.directory
+    )
+
+
 def main() -> None:
     folder, fsdp = pathlib.Path(sys.argv[1]), int(sys.argv[2])
     engine = engine_of(folder, fsdp)
@@ -67,19 +89,20 @@ def main() -> None:
     read_once = model.read(engine.model.axes, wanted)  # compiles
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(read_once)]
     del read_once
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # gives back what was freed
-    begin = memory("VmRSS")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+    begin = start_peak()
     params = jax.block_until_ready(model.read(engine.model.axes, wanted))
-    peak = memory("VmHWM") - begin - sum(sizes)
-    del params
+    read_peak = memory("VmHWM") - begin - sum(sizes)
+    write(model, engine, params, folder / "compiles")
+    begin = start_peak()
+    write(model, engine, params, folder / "written")
+    write_peak = memory("VmHWM") - begin
     print(
         json.dumps(
             {
                 "params_bytes": sum(sizes),
                 "largest_tensor_bytes": model.largest_tensor_bytes,
-                "peak_bytes": peak,
+                "read_peak_bytes": read_peak,
+                "write_peak_bytes": write_peak,
             }
         )
     )
