@@ -135,6 +135,8 @@ class RunConfig:
     keep_every: int = 0  # also keep each checkpoint whose step is a multiple of this
     metrics_by_layer: bool = False  # also those that are means over layers, such as experts' loads
     deterministic: bool = False  # bitwise reproducible, also on GPUs, at some cost of speed
+    max_hours: float = 0.0  # stop with a checkpoint after this long; 0 is never
+    hang_seconds: float = 0.0  # end when nothing goes on for this long; 0: learnt from the run
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -146,6 +148,8 @@ class RunConfig:
             checkpoint_every=0,
             keep_last=1,
             keep_every=0,
+            max_hours=0,
+            hang_seconds=0,
         )
         check_seed("run.seed", self.seed)
         if self.keep_every and (

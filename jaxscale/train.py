@@ -15,7 +15,8 @@ from typing import Any
 from jaxscale import command_line
 from jaxscale import config as configs
 from jaxscale.choices import check_choice
-from jaxscale.distributed import launcher, processes
+from jaxscale.distributed import launcher, phases, processes
+from jaxscale.run import signals
 
 log = logging.getLogger("jaxscale")
 
@@ -23,7 +24,12 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "none")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the status of the process: 0, or 128 + the signal that stopped it."""
+    """Returns the status of the process: 0, or `signals.STOPPED`."""
+    with signals.listening():
+        return _main(sys.argv[1:] if argv is None else argv)
+
+
+def _main(argv: Sequence[str]) -> int:
     started = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.train",
@@ -70,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--json", metavar="FILE", type=pathlib.Path, help="write the summary of the run there too"
     )
     launcher.add_process_flags(parser)
-    options, overrides = command_line.parse(parser, sys.argv[1:] if argv is None else argv)
+    options, overrides = command_line.parse(parser, argv)
     with command_line.refusals():
         config = configs.load(options.config, overrides)
         if options.profile and options.profile[-1] > config.run.steps:
@@ -92,6 +98,7 @@ def _default_workdir(config: pathlib.Path) -> pathlib.Path:
 def _train(
     options: argparse.Namespace, config: configs.Config, workdir: pathlib.Path, started: float
 ) -> int:
+    phases.enter("importing JAX")
     # JAX is imported only now, so that a typo is refused at once.
     import jax  # noqa: PLC0415
 
@@ -111,11 +118,16 @@ def _train(
         )
     except trainer.Stopped as stopped:
         log.info(f"{stopped}; the same command resumes from there")
-        return 128 + stopped.number
+        return signals.STOPPED
     except FloatingPointError as error:
         command_line.refuse(str(error), status=1)
     if options.json and jax.process_index() == 0:
         options.json.write_text(json.dumps(summary, indent=2) + "\n")
+    if signals.requested():
+        log.info(f"{signals.requested()}: the run is complete and saved; no sample is drawn")
+        return 0
+    phases.enter("drawing a sample")
+    signals.complete()
     _show_sample(ready, state.params)
     log.info(_next_steps(options.config, workdir, ready.config))
     return 0

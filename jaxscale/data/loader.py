@@ -4,7 +4,9 @@ The state of a stream is the number of its next example: neither processes nor w
 """
 
 import functools
+import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -17,6 +19,9 @@ from jaxscale.data.dataset import Examples
 from jaxscale.data.packing import stack
 
 _PREFETCH_BATCHES = 4
+
+LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""Signals that workers ignore."""
 
 
 def batches(
@@ -50,16 +55,20 @@ def batches(
             absl.flags.FLAGS.mark_as_parsed()
         reading = reading.mp_prefetch(
             grain.MultiprocessingOptions(num_workers=workers),
-            worker_init_fn=functools.partial(_end_with_parent, os.getpid()),
+            worker_init_fn=functools.partial(_begin_worker, os.getpid()),
         )
     iterator = iter(reading)
     iterator.start_prefetch()
     return _closing(iterator)
 
 
-def _end_with_parent(parent: int, worker: int, num_workers: int) -> None:
-    """Ends a worker process whose parent was killed and could not close it."""
+def _begin_worker(parent: int, worker: int, num_workers: int) -> None:
+    """In a worker process: ends it when its parent was killed and could not close it, and leaves
+    signals to the parent, which may need batches to stop in peace: a terminal, or a launcher, sends
+    them to all processes of a group."""
     del worker, num_workers
+    for number in LEFT_TO_PARENT:
+        signal.signal(number, signal.SIG_IGN)
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -72,6 +81,12 @@ def _end_with_parent(parent: int, worker: int, num_workers: int) -> None:
 def _closing(iterator: grain.DatasetIterator[Batch]) -> Generator[Batch]:
     try:
         yield from iterator
+    except Exception:
+        # A wait that was broken off: Grain would wait 25 s for a worker that hangs.
+        for process in multiprocessing.active_children():
+            if process.name.startswith("grain"):
+                process.kill()
+        raise
     finally:
         iterator.close()
 

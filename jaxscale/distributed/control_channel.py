@@ -77,10 +77,11 @@ class Connection:
             yield self._messages.pop(0)
 
 
-def end(who: int, text: str) -> NoReturn:
+def end(who: int, text: str, status: int = 1) -> NoReturn:
     """Ends this process at once: another one is gone, and no collective completes without it."""
-    print(f"error: {text}", file=sys.stderr, flush=True)
-    os._exit(1)
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        print(f"error: {text}" if status == 1 else text, file=sys.stderr, flush=True)
+    os._exit(status)
 
 
 class ControlChannel:
@@ -89,7 +90,8 @@ class ControlChannel:
     Args:
       connections: process id -> its connection: all others in process 0, process 0 alone elsewhere.
       names: of each process, for error messages.
-      on_death: called with the id and a sentence when another process failed or died.
+      on_death: called with the id, a sentence and the status to end with when another process
+        failed, died or left.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class ControlChannel:
         process_id: int,
         connections: dict[int, Connection],
         names: list[str],
-        on_death: Callable[[int, str], Any] = end,
+        on_death: Callable[[int, str, int], Any] = end,
     ):
         self.process_id, self.names = process_id, names
         self._connections, self._on_death = connections, on_death
@@ -112,7 +114,7 @@ class ControlChannel:
         self._failing = self._closed = False
         # A process may run several training loops, one after the other; keys are a loop's number.
         self._loop, self._step = 0, 0
-        self._signals: dict[int, tuple[int, int]] = {}  # the process, and its signal
+        self._signals: dict[int, tuple[int, str]] = {}  # the process, and what asked it
         self._positions = collections.defaultdict[int, dict[int, int]](
             dict
         )  # process 0: each's step
@@ -159,18 +161,22 @@ class ControlChannel:
                 raise TimeoutError(f"{topic}: nothing from {self.names[0]} in {timeout:.0f} s")
             return answers.popleft()
 
-    def stops(self, step: int, signalled: int = 0) -> tuple[int, int] | None:
-        """Whether all processes stop after this step; called by each after every step.
+    def stops(self, step: int, request: str = "") -> tuple[int, str] | None:
+        """Whether all processes stop at this step; called by each at the same points of the loop.
 
-        Once any of them is signalled, all report their step and wait for the decision: the
+        Once any of them is asked to stop, all report their step and wait for the decision: the
         earliest step that none has passed. Nothing is sent before that.
 
+        Args:
+          step: counts the calls, from 1.
+          request: what asked this process to stop, such as "SIGTERM".
+
         Returns:
-          The process that was signalled first, and its signal; None to continue.
+          The process that was asked first, and its request; None to continue.
         """
         loop = self._loop
-        if signalled and loop not in self._signals:
-            self._send_up({"signal": signalled, "loop": loop})
+        if request and loop not in self._signals:
+            self._send_up({"signal": request, "loop": loop})
         with self._changed:
             self._step = step
             self._changed.wait_for(lambda: loop not in self._signals or loop in self._last)
@@ -179,11 +185,14 @@ class ControlChannel:
             self._loop, self._step = loop + 1, 0
             return self._signals[loop]
 
-    def fail(self, text: str, patience: float, timeout: float = 3) -> tuple[int, str]:
+    def fail(
+        self, text: str, patience: float, timeout: float = 3, status: int = 1
+    ) -> tuple[int, str]:
         """Reports to the others that this process ends with an error.
 
         Args:
           patience: seconds to wait first for a report that another one has failed.
+          status: that the others end with.
 
         Returns:
           The process that failed first, and its error: often the reason for this one.
@@ -193,7 +202,7 @@ class ControlChannel:
             if self._changed.wait_for(lambda: self._failure, patience):
                 assert self._failure
                 return self._failure
-        self._send_up({"failed": text})
+        self._send_up({"failed": text, "status": status})
         with self._changed:
             self._changed.wait_for(lambda: self._failure, timeout)
             return self._failure or (self.process_id, text)
@@ -276,8 +285,9 @@ class ControlChannel:
                 self._last[loop] = message["last"]
             elif "failed" in message and not self._failure and not self._closed:
                 first, text = self._failure = (message.get("who", who), message["failed"])
+                status = message.get("status", 1)
                 if not self.process_id:
-                    down.append({"failed": text, "who": first})
+                    down.append({"failed": text, "who": first, "status": status})
             else:
                 return
             self._changed.notify_all()
@@ -288,4 +298,6 @@ class ControlChannel:
             # messages must arrive, and its end makes JAX end the others.
             time.sleep(1.0 if self.process_id else 1.5)
             if not self._failing:
-                self._on_death(first, f"{self.names[first]} failed, so this one ends: {text}")
+                did = "failed" if status == 1 else "ended"
+                text = f"{self.names[first]} {did}, so this one ends: {text}"
+                self._on_death(first, text, status)

@@ -104,17 +104,41 @@ def all_reports(topic: str, report: Any) -> list[Any]:
     return _channel.gather(topic, report, lambda reports: reports) if _channel else [report]
 
 
-def stops(step: int, signalled: int = 0) -> tuple[str, int] | None:
-    """Whether all stop after this step because one was signalled; each calls it after every step.
+def alone() -> bool:
+    """Whether this process is the whole run."""
+    return _channel is None
+
+
+def stops(point: int, request: str = "") -> str:
+    """Whether all stop now because one was asked to; each calls it at the same points of the loop.
+
+    Args:
+      point: counts the calls, from 1.
+      request: what asked this process to stop, such as "SIGTERM"; "" when nothing did.
 
     Returns:
-      The name of the process that was signalled ("" for a single process), and the signal's
-      number; None to continue.
+      What was asked, and of which process where there are several; "" to continue.
     """
     if _channel is None:
-        return ("", signalled) if signalled else None
-    found = _channel.stops(step, signalled)
-    return found and (_channel.names[found[0]], found[1])
+        return request
+    found = _channel.stops(point, request)
+    return f"{found[1]} to {_channel.names[found[0]]}" if found else ""
+
+
+def leave(text: str, status: int) -> NoReturn:
+    """Ends this process at once, and with it the run; for any thread.
+
+    Args:
+      text: the reason, in one line.
+      status: of every process.
+    """
+    if _channel is not None and status:
+        _channel.fail(text, patience=0, status=status)
+    with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
+        print(text, file=sys.stderr, flush=True)
+    if _channel is not None and _channel.process_id == 0:
+        time.sleep(1.5)  # as in `_end`
+    os._exit(status)
 
 
 def _join(cluster: ProcessGroup, settings: Mapping[str, Any]) -> ControlChannel:

@@ -22,6 +22,7 @@ from jaxscale.training.metrics import (
     duration,
     evaluation_line,
     progress_line,
+    read,
     utilisation,
 )
 from jaxscale.training.step import StepMetrics
@@ -79,6 +80,10 @@ class Recorder:
         self._recent: list[float] = []
         self._last: dict[str, Any] = {}
         self._evaluation: dict[str, Any] = {}
+        self._evaluated_before = any(
+            line.get("step") == begin and any(key.startswith("eval_loss") for key in line)
+            for line in (read(workdir / "metrics.jsonl") if begin else ())
+        )
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -110,6 +115,10 @@ class Recorder:
             log.info(f"{line} | {evaluation.bits_per_byte:.3f} bits per byte")
         self.metrics.write(self._evaluation)
         self._mark = time.monotonic()
+
+    def was_evaluated(self, step: int) -> bool:
+        """Whether an earlier part of the run recorded an evaluation after `step`."""
+        return self._evaluated_before == step
 
     def finish(self) -> dict[str, Any]:
         """Writes summary.json and loss.png, and returns the summary."""

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import pathlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -329,12 +329,14 @@ def evaluate_loss(
     heldout: Examples,
     global_batch_size: int,
     max_batches: int | None = None,
+    stops: Callable[[], Any] = lambda: False,
 ) -> Evaluation:
     """The loss on held-out text: the first `max_batches` batches of it, or all.
 
     Every call sees the same examples in the same order, whatever the layout.
 
     Args:
+      stops: asked after each batch; the evaluation ends early when it is true.
       params: of the engine's state, or in canonical form, as `fit` and checkpoints give them.
     """
     params = engine.placement.part("params").from_canonical(params)
@@ -343,5 +345,7 @@ def evaluate_loss(
         for batch in itertools.islice(stream, max_batches):
             out = jax.device_get(engine.evaluate(params, batch, token_bytes))
             sums += np.array(out, np.float64)
+            if stops():
+                break
     nll, tokens, num_bytes = sums.tolist()
     return Evaluation(nll / tokens if tokens else math.nan, int(tokens), num_bytes)

@@ -6,14 +6,14 @@ training loop on it.
 
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import logging
 import pathlib
-import signal
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -21,8 +21,9 @@ from jaxscale import config as configs
 from jaxscale.batch import ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.dataset import Examples
-from jaxscale.distributed import processes
+from jaxscale.distributed import phases, processes
 from jaxscale.formatting import duration, human_bytes
+from jaxscale.run import signals
 from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
 from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.recorder import Recorder
@@ -35,7 +36,6 @@ from jaxscale.run.setup import (
     open_text,
     resolve_layout,
 )
-from jaxscale.run.signals import held_signals
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints, describe_difference
 from jaxscale.training.engine import Engine, make_engine
@@ -49,12 +49,7 @@ Step = Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]
 
 
 class Stopped(Exception):  # noqa: N818 - a stop that was asked for is no error
-    """A signal ended the run early, after a checkpoint."""
-
-    def __init__(self, step: int, number: int, who: str = ""):
-        name = signal.Signals(number).name + (f" to {who}" if who else "")
-        super().__init__(f"{name}: stopped after step {step}, saved")
-        self.number = number
+    """A signal, or the end of `run.max_hours`, ended the run early, after a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +133,9 @@ def fit(
 
     Raises:
       FloatingPointError: the loss or the gradient norm is not finite.
-      Stopped: by SIGINT or SIGTERM, after a checkpoint.
+      Stopped: by one of `signals.SIGNALS`, after a checkpoint.
     """
+    started = time.monotonic() if started is None else started
     if jax.process_index() == 0:
         resolved = json.dumps(configs.to_dict(trainer.config), indent=2)
         trainer.workdir.mkdir(parents=True, exist_ok=True)
@@ -153,15 +149,22 @@ def fit(
         trainer.text.train,
         begin=trainer.begin,
         trackers=trackers,
-        started=time.monotonic() if started is None else started,
+        started=started,
     )
-    with contextlib.closing(recorder), contextlib.closing(trainer.checkpoints):
+    with (
+        signals.listening(),
+        contextlib.closing(recorder),
+        contextlib.closing(trainer.checkpoints),
+    ):
+        signals.hold()  # until the last checkpoint is written
+        signals.limit(trainer.config.run.max_hours, started)
         state = _loop(trainer, recorder, profile)
         return trainer.engine.placement.to_canonical(state, donate=True), recorder.finish()
 
 
 def _read_and_compile(config: Config, engine: Engine, workdir: pathlib.Path) -> tuple[Text, Step]:
     """Reads and tokenises the text while the compiler works."""
+    phases.enter("reading text and compiling")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         reading = pool.submit(processes.first, "text", lambda: open_text(config, workdir))
         # An error that shows at once (a missing source, a tokenizer's name) is not held back
@@ -201,6 +204,7 @@ def _resume(
 ) -> TrainState:
     """The state of checkpoint `begin`, in the layout of this run."""
     metadata, resolved = checkpoints.metadata(begin), configs.to_dict(config)
+    phases.enter("reading the checkpoint")
     # A run may resume in another layout, but not on other examples.
     state = checkpoints.restore(begin, engine.placement.canonical, config=resolved)
     state = engine.placement.from_canonical(state, donate=True)
@@ -239,41 +243,94 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
     stream = device_batches(
         engine, text.train, data.global_batch_size, start_step=trainer.begin, workers=data.workers
     )
+    stops, saved = _Stops(), trainer.begin
+
+    def save(step: int) -> None:
+        nonlocal saved
+        phases.enter("saving", step)
+        # Raises where loss or gradient norm is not finite: such a state is not saved.
+        recorder.flush()
+        with jax.transfer_guard("allow"):  # the state
+            canonical = engine.placement.to_canonical(state, on_host=True)
+            trainer.checkpoints.save(step, canonical, _metadata(config, text.train, step))
+        saved = step
+
+    def stop(step: int, request: str) -> NoReturn:
+        if saved < step:
+            save(step)
+        phases.enter("saving", step)
+        trainer.checkpoints.wait()
+        done = f"after step {step}, saved" if step else "before the first step"
+        raise Stopped(f"{request}: stopped {done}")
+
     with (
         contextlib.closing(stream),
-        held_signals() as received,
         _tracing(profile, recorder) as trace,
         jax.transfer_guard("disallow"),
     ):
+        if text.evaluations and _due(trainer.begin, run.eval_every):
+            done = processes.from_first("evaluated", recorder.was_evaluated(trainer.begin))
+            if not done:  # the run was stopped before, or meanwhile
+                _evaluate(trainer, recorder, trainer.begin, state.params, stops)
         for step in range(trainer.begin + 1, run.steps + 1):
             trace(step)
-            with recorder.waiting(), jax.transfer_guard_host_to_device("allow"):
-                batch = next(stream)
+            phases.enter("waiting for input", step)
+            try:
+                with (
+                    signals.interruptible(),
+                    recorder.waiting(),
+                    jax.transfer_guard_host_to_device("allow"),
+                ):
+                    batch = next(stream)
+            except signals.Interrupted:
+                stop(step - 1, signals.requested())
+            phases.enter("training", step)
             state, out = trainer.step(state, batch)
             recorder.push(step, out)
-            last, stop = step == run.steps, processes.stops(step, received())
-            if text.evaluations and (last or _due(step, run.eval_every)):
-                recorder.flush()
-                with jax.transfer_guard("allow"):  # its batches, and the sums
-                    evaluations = {
-                        name: evaluate_loss(
-                            engine, state.params, one, data.global_batch_size, run.eval_batches
-                        )
-                        for name, one in text.evaluations.items()
-                    }
-                recorder.evaluated(step, evaluations)
-            if last or stop or _due(step, run.checkpoint_every):
-                # Raises where loss or gradient norm is not finite: such a state is not saved.
-                recorder.flush()
-                with jax.transfer_guard("allow"):  # the state
-                    saved = engine.placement.to_canonical(state, on_host=True)
-                    trainer.checkpoints.save(step, saved, _metadata(config, text.train, step))
-            if stop and not last:
-                who, number = stop
-                trainer.checkpoints.wait()
-                raise Stopped(step, number, who)
+            last, due = step == run.steps, text.evaluations and _due(step, run.eval_every)
+            request = stops()
+            if (due or (last and text.evaluations)) and not request:
+                request = _evaluate(trainer, recorder, step, state.params, stops)
+            if last or _due(step, run.checkpoint_every):
+                save(step)
+            if request and not last:
+                stop(step, request)
+    phases.enter("saving", run.steps)
     trainer.checkpoints.wait()
     return state
+
+
+class _Stops:
+    """Asks whether to stop, at the same points of the loop in every process.
+
+    `point` counts them; the answer stays.
+    """
+
+    def __init__(self) -> None:
+        self._points = itertools.count(1)
+        self._answer = ""
+
+    def __call__(self) -> str:
+        self._answer = self._answer or processes.stops(next(self._points), signals.requested())
+        return self._answer
+
+
+def _evaluate(
+    trainer: Trainer, recorder: Recorder, step: int, params: Any, stops: Callable[[], str]
+) -> str:
+    """Evaluates, and records it; returns what asked to stop meanwhile, which leaves no record."""
+    phases.enter("evaluating", step)
+    recorder.flush()
+    config = trainer.config
+    size, most = config.data.global_batch_size, config.run.eval_batches
+    with jax.transfer_guard("allow"):  # its batches, and the sums
+        evaluations = {
+            name: evaluate_loss(trainer.engine, params, examples, size, most, stops=stops)
+            for name, examples in trainer.text.evaluations.items()
+        }
+    if not (request := stops()):
+        recorder.evaluated(step, evaluations)
+    return request
 
 
 def _due(step: int, period: int) -> bool:

@@ -17,8 +17,8 @@ def test_one_process_alone_does_nothing(place):
         assert processes.from_first("topic", 3) == 3
         assert processes.first("work", lambda: 4) == 4
         assert processes.all_reports("report", 5) == [5]
-        assert processes.stops(1) is None
-        assert processes.stops(2, signalled=15) == ("", 15)
+        assert processes.stops(1) == ""
+        assert processes.stops(2, "SIGTERM") == "SIGTERM"
 
 
 def test_alone_costs_no_import_of_jax():

@@ -199,19 +199,19 @@ def test_strangers_and_those_who_come_again_do_no_harm():
     leave([first[0], *(channel for channel, _ in others)])
 
 
-def steps(channel: ControlChannel, barrier: threading.Barrier, signals: dict[int, int], last: int):
+def steps(channel: ControlChannel, barrier: threading.Barrier, signals: dict[int, str], last: int):
     """A training whose steps all processes take together; the step it stopped after, and why."""
     for step in range(1, last + 1):
         barrier.wait(30)
         time.sleep(0.002)
-        if stop := channel.stops(step, signals.get(step, 0)):
+        if stop := channel.stops(step, signals.get(step, "")):
             return step, stop
     return None
 
 
 @pytest.mark.parametrize(
     "signals",
-    [{1: {3: 15}}, {0: {3: 2}}, {i: {3: 15} for i in range(4)}],
+    [{1: {3: "SIGTERM"}}, {0: {3: "SIGINT"}}, {i: {3: "SIGTERM"} for i in range(4)}],
     ids=["one", "first", "all"],
 )
 def test_a_signal_to_one_stops_all_after_the_same_step(signals):
@@ -225,10 +225,10 @@ def test_a_signal_to_one_stops_all_after_the_same_step(signals):
                 )
             )
             assert len(set(found)) == 1, found
-            step, (who, number) = found[0]
+            step, (who, request) = found[0]
             assert step >= 3
             assert who in signals
-            assert number == signals[who][3]
+            assert request == signals[who][3]
 
 
 def test_without_a_signal_nothing_is_sent():
@@ -248,8 +248,8 @@ def test_a_process_that_dies_is_named_by_all_others(victim):
         others = [channel for channel in members if channel.process_id != victim]
         until(lambda: all(deaths[channel] for channel in others))
         for channel in others:
-            ((who, text),) = deaths[channel]
-            assert who == victim
+            ((who, text, status),) = deaths[channel]
+            assert (who, status) == (victim, 1)
             assert text.startswith(f"{channel.names[victim]} failed, so this one ends: it ended")
 
 
@@ -258,8 +258,17 @@ def test_an_error_ends_the_others_with_its_words():
         assert members[1].fail("no disk", patience=0) == (1, "no disk")
         until(lambda: deaths[members[0]] and deaths[members[2]])
         for channel in (members[0], members[2]):
-            assert deaths[channel] == [(1, f"{channel.names[1]} failed, so this one ends: no disk")]
+            said = f"{channel.names[1]} failed, so this one ends: no disk"
+            assert deaths[channel] == [(1, said, 1)]
         assert not deaths[members[1]]
+
+
+def test_one_that_was_asked_to_stop_before_training_takes_the_others_along():
+    with group(2) as members:
+        members[1].fail("SIGTERM while compiling", patience=0, status=143)
+        until(lambda: deaths[members[0]])
+        said = f"{members[0].names[1]} ended, so this one ends: SIGTERM while compiling"
+        assert deaths[members[0]] == [(1, said, 143)]
 
 
 def test_an_error_that_follows_from_a_death_knows_it():

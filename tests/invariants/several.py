@@ -26,7 +26,7 @@ def train(argv: list[str]) -> int:
 
 def fit(argv: list[str]) -> int:
     """Trains only; the status as that of `train`."""
-    from jaxscale.run import trainer  # noqa: PLC0415
+    from jaxscale.run import signals, trainer  # noqa: PLC0415
 
     workdir, *overrides = argv
     with compiled_once():
@@ -38,7 +38,7 @@ def fit(argv: list[str]) -> int:
             trainer.fit(ready, trackers=())
         except trainer.Stopped as stopped:
             print(stopped, flush=True)
-            return 128 + stopped.number
+            return signals.STOPPED
     return 0
 
 

@@ -1,0 +1,61 @@
+"""What this process is doing, and for how long: said when it is stopped or hangs, and added up into
+the account of a run's time."""
+
+import collections
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run, as it reads after "while"."""
+
+    name: str
+    step: int  # that it belongs to; 0 before the first
+    since: float  # `time.monotonic()`
+
+    def __str__(self) -> str:
+        return self.name + (f" (step {self.step})" if self.step else "")
+
+
+_now = Phase("starting", 0, time.monotonic())
+_seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
+_longest: dict[str, float] = {}
+
+
+def enter(name: str, step: int = 0) -> None:
+    """Ends the phase before this one; called by the main thread alone."""
+    global _now
+    before, _now = _now, Phase(name, step, time.monotonic())
+    spent = _now.since - before.since
+    _seconds[before.name] += spent
+    _longest[before.name] = max(spent, _longest.get(before.name, 0.0))
+
+
+@contextlib.contextmanager
+def within(name: str) -> Iterator[None]:
+    """A phase inside the present one, which goes on afterwards."""
+    outer = _now
+    enter(name, outer.step)
+    try:
+        yield
+    finally:
+        enter(outer.name, outer.step)
+
+
+def current() -> Phase:
+    """The present one."""
+    return _now
+
+
+def longest(name: str) -> float | None:
+    """Seconds of the longest phase of this name that has ended; None before one has."""
+    return _longest.get(name)
+
+
+def spent() -> dict[str, float]:
+    """Name -> seconds spent so far, the present phase included."""
+    now = time.monotonic()
+    return {**_seconds, _now.name: _seconds.get(_now.name, 0.0) + now - _now.since}

@@ -1,0 +1,203 @@
+"""A request to stop, in every phase of a run: with a checkpoint where there is anything to save."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import pytest
+
+from jaxscale import config as configs
+from jaxscale.run import signals, trainer
+from jaxscale.training.checkpoint import Checkpoints
+from jaxscale.training.step import StepMetrics
+
+SETTINGS = ["model.num_layers=1", "data.seq_len=32", "run.steps=6", "run.eval_every=3"]
+
+
+@jax.jit
+def count(state, batch):
+    """A step that compiles at once."""
+    tokens = batch.weights.sum()
+    return state._replace(step=state.step + 1), StepMetrics(*[tokens] * 4, {}, {})
+
+
+@pytest.fixture(scope="session")
+def opened(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "compile_step", lambda engine: count)
+        config = configs.load("configs/tiny.py", SETTINGS)
+        ready = trainer.open_trainer(config, tmp_path_factory.mktemp("run"))
+    assert ready
+    return ready
+
+
+@pytest.fixture
+def ready(opened, tmp_path):
+    """A run of its own for a test; its evaluations cost nothing."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", report=lambda line: None)
+    ready = dataclasses.replace(opened, workdir=tmp_path, checkpoints=checkpoints)
+    return evaluating(ready, lambda *_: (1.0, 1.0, 1.0))
+
+
+def evaluating(ready, evaluate):
+    return dataclasses.replace(ready, engine=dataclasses.replace(ready.engine, evaluate=evaluate))
+
+
+def fit(ready):
+    """What the run said when it stopped; "" when it came to its end."""
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
+    said = ""
+    try:
+        trainer.fit(ready, trackers=())
+    except trainer.Stopped as stopped:
+        said = str(stopped)
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == before
+    return said, Checkpoints(ready.checkpoints.directory).steps()
+
+
+def at_step(number, step):
+    """The step function, which gets a signal while it does a step."""
+    done = []
+
+    def run(state, batch):
+        done.append(0)
+        if len(done) == step:
+            signal.raise_signal(number)
+        return count(state, batch)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_a_signal_during_a_step_saves_it(ready, name):
+    ready = dataclasses.replace(ready, step=at_step(signal.Signals[name], 2))
+    assert fit(ready) == (f"{name}: stopped after step 2, saved", [2])
+
+
+def test_a_signal_during_the_last_save_does_not_lose_it(ready, monkeypatch):
+    wait = ready.checkpoints.wait
+
+    def interrupted():
+        if ready.checkpoints._thread:
+            signal.raise_signal(signal.SIGTERM)
+        wait()
+
+    monkeypatch.setattr(ready.checkpoints, "wait", interrupted)
+    assert fit(ready) == ("", [6])
+
+
+def test_an_evaluation_that_was_broken_off_is_repeated(ready):
+    asked = []
+
+    def evaluate(*_):
+        asked.append(0)
+        if len(asked) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return 1.0, 1.0, 1.0
+
+    ready = evaluating(ready, evaluate)
+    assert fit(ready) == ("SIGTERM: stopped after step 3, saved", [3])
+    assert len(asked) == 1
+    assert "eval_loss" not in (ready.workdir / "metrics.jsonl").read_text()
+    checkpoints = Checkpoints(ready.checkpoints.directory, report=lambda line: None)
+    assert fit(dataclasses.replace(ready, begin=3, checkpoints=checkpoints)) == ("", [3, 6])
+    lines = (ready.workdir / "metrics.jsonl").read_text().splitlines()
+    assert [i for i, line in enumerate(lines) if "eval_loss" in line] == [3, 7]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_wait_for_input_that_never_ends_is_broken_off(ready, monkeypatch, step):
+    device_batches = trainer.device_batches
+
+    def stalled(*arguments, **settings):
+        batches = device_batches(*arguments, **settings)
+        for _ in range(step - 1):
+            yield next(batches)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Event().wait(60)
+
+    monkeypatch.setattr(trainer, "device_batches", stalled)
+    begin = time.monotonic()
+    said, steps = fit(ready)
+    done = f"after step {step - 1}, saved" if step > 1 else "before the first step"
+    assert said == f"SIGTERM: stopped {done}"
+    assert steps == ([step - 1] if step > 1 else [])
+    assert time.monotonic() - begin < 30
+
+
+def test_the_time_of_a_run_may_be_limited(ready):
+    run = dataclasses.replace(ready.config.run, max_hours=1e-9)
+    ready = dataclasses.replace(ready, config=dataclasses.replace(ready.config, run=run))
+    said, steps = fit(ready)
+    assert said == "run.max_hours = 1e-09: stopped before the first step"
+    assert steps == []
+
+
+BUSY = """
+import hashlib, sys
+from jaxscale.distributed import phases
+from jaxscale.run import signals
+with signals.listening():
+    signals.limit(float(sys.argv[1]), 0.0)
+    phases.enter("compiling")
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes, in C
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "run.max_hours = 1e-09"]
+)
+def test_before_training_a_signal_ends_the_process_even_in_a_compiler(name):
+    """And SIGQUIT prints what it does, and lets it go on."""
+    hours = "1e-9" if "=" in name else "0"
+    process = subprocess.Popen(
+        [sys.executable, "-c", BUSY, hours],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    if "=" not in name:
+        process.stdout.readline()
+        process.send_signal(signal.SIGQUIT)
+        time.sleep(0.1)
+        process.send_signal(signal.Signals[name])
+    printed = process.communicate(timeout=60)[1]
+    assert process.returncode == signals.STOPPED
+    lines = printed.splitlines()
+    assert lines[-1].startswith(f"{name} while ")
+    assert lines[-1].endswith("stopped, and there was nothing to save")
+    assert ('File "<string>"' in printed) == ("=" not in name), "the stacks"
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.listening():
+            signals.hold()
+            signal.raise_signal(signal.SIGHUP)
+            assert not signals.requested()
+            signal.raise_signal(signal.SIGUSR1)
+            assert signals.requested() == "SIGUSR1"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_ctrl_c_ends_the_process(monkeypatch):
+    left = []
+    monkeypatch.setattr(signals, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(signals.processes, "leave", lambda text, status: left.append(status))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(signals.listening())
+        signals.hold()
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.01)
+    assert left == [signals.ENDED_UNSAVED]
