@@ -1,7 +1,14 @@
 """Training large language models on meshes of accelerators with JAX."""
 
 import importlib
+import signal
+import sys
 from typing import Any
+
+# Ctrl-C while a command (python -m jaxscale.NAME) imports its modules: it ends, without a
+# traceback. `command_line.run` takes over.
+if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # The public names and their modules. They are looked up when first used, so that a command can
 # refuse a mistyped flag before JAX is imported.

@@ -211,4 +211,4 @@ def numbers(report: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

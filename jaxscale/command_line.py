@@ -7,13 +7,54 @@ import argparse
 import contextlib
 import logging
 import math
+import os
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from jaxscale.choices import nearest
 
 _report: Callable[[str], str] = str  # error message -> the text to print
+
+
+def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
+    """Runs a command on the arguments of this process, and ends it with the command's status.
+
+    Ctrl-C, and a reader that has seen enough (`| head`), end it without a traceback.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        status = main(sys.argv[1:]) or 0
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        _end(128 + signal.SIGINT)
+    except BrokenPipeError:
+        silence(sys.stdout)
+        status = 128 + signal.SIGPIPE
+    sys.exit(status)
+
+
+def _interrupt(number: int, frame: Any) -> NoReturn:
+    """The first Ctrl-C lets the command tidy up; the second one does not wait for that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
+def _end(status: int) -> NoReturn:
+    """Ends without waiting for threads, such as those of a compiler."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(status)
+
+
+def silence(stream: TextIO) -> None:
+    """Drops what is written to a stream from now on: nobody can read it any more."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def refuse(message: str, status: int = 2) -> NoReturn:
@@ -22,10 +63,24 @@ def refuse(message: str, status: int = 2) -> NoReturn:
     raise SystemExit(status)
 
 
+class _Lines(logging.StreamHandler):
+    """Prints log lines, as long as anybody can read them: a closed terminal or pipe, or a full disk
+    behind stdout, is no reason to lose a run."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - of the library
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        silence(self.stream)
+        with contextlib.suppress(OSError):
+            print(f"warning: stdout is closed, no more lines ({error})", file=sys.stderr)
+
+
 def log_to_stdout() -> None:
     """Prints the log lines of this package, unformatted, apart from those of other libraries."""
     logger = logging.getLogger("jaxscale")
-    logger.handlers = [logging.StreamHandler(sys.stdout)]
+    logger.handlers = [_Lines(sys.stdout)]
     logger.setLevel(logging.INFO)
     logger.propagate = False
 
@@ -50,6 +105,8 @@ def refusals() -> Iterator[None]:
     """Turns errors that the user can fix into one line: in loading and checks, not in training."""
     try:
         yield
+    except BrokenPipeError:  # of stdout: no error of the user's
+        raise
     except (ValueError, OSError) as error:
         refuse(str(error))
 

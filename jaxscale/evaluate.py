@@ -128,4 +128,4 @@ def _table(evaluation: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

@@ -177,4 +177,4 @@ def _shown(messages: Conversation) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

@@ -307,4 +307,4 @@ def _add_inspect_flags(add: Callable[..., Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

@@ -180,4 +180,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command_line.run(main)

@@ -4,6 +4,7 @@ Trains a model. When the folder holds a checkpoint, the run resumes from it.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import pathlib
@@ -17,6 +18,7 @@ from jaxscale import config as configs
 from jaxscale.choices import check_choice
 from jaxscale.distributed import launcher, phases, processes
 from jaxscale.run import signals
+from jaxscale.run.lock import locked
 
 log = logging.getLogger("jaxscale")
 
@@ -88,27 +90,38 @@ def _main(argv: Sequence[str]) -> int:
     command_line.log_to_stdout()
     settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
     with processes.together(place, settings, None if options.describe else workdir):
-        return _train(options, config, workdir, started)
+        if options.describe:
+            return _describe(config)
+        with contextlib.ExitStack() as stack:
+            if processes.first_of_all():
+                with command_line.refusals():
+                    stack.enter_context(locked(workdir))
+            return _train(options, config, workdir, started)
 
 
 def _default_workdir(config: pathlib.Path) -> pathlib.Path:
     return config.parent if config.suffix == ".json" else pathlib.Path("runs") / config.stem
 
 
-def _train(
-    options: argparse.Namespace, config: configs.Config, workdir: pathlib.Path, started: float
-) -> int:
-    phases.enter("importing JAX")
-    # JAX is imported only now, so that a typo is refused at once.
-    import jax  # noqa: PLC0415
-
-    from jaxscale.run import setup, trainer  # noqa: PLC0415
+def _describe(config: configs.Config) -> int:
+    from jaxscale.run import setup  # noqa: PLC0415
     from jaxscale.run.layout_report import describe_layout  # noqa: PLC0415
 
     with command_line.refusals():
-        if options.describe:
-            log.info(describe_layout(setup.open_engine(config)[1]))
-            return 0
+        log.info(describe_layout(setup.open_engine(config)[1]))
+    return 0
+
+
+def _train(
+    options: argparse.Namespace, config: configs.Config, workdir: pathlib.Path, started: float
+) -> int:
+    phases.enter_phase("importing JAX")
+    # JAX is imported only now, so that a typo is refused at once.
+    import jax  # noqa: PLC0415
+
+    from jaxscale.run import trainer  # noqa: PLC0415
+
+    with command_line.refusals():
         ready = trainer.open_trainer(config, workdir, skip_memory_check=options.skip_memory_check)
     if ready is None:
         return 0
@@ -126,7 +139,7 @@ def _train(
     if signals.requested():
         log.info(f"{signals.requested()}: the run is complete and saved; no sample is drawn")
         return 0
-    phases.enter("drawing a sample")
+    phases.enter_phase("drawing a sample")
     signals.complete()
     _show_sample(ready, state.params)
     log.info(_next_steps(options.config, workdir, ready.config))
@@ -216,4 +229,4 @@ def _trackers(text: str) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

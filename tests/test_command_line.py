@@ -5,6 +5,7 @@ import importlib
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -126,6 +127,57 @@ def test_a_real_command_answers_a_typo_within_a_second():
     # Processor time: a busy machine does not fail the test.
     used = after.children_user + after.children_system
     assert used - before.children_user - before.children_system < 1
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_traceback():
+    command = [sys.executable, "-m", "jaxscale.schedule", "1f1b", "--stages", "4"]
+    process = subprocess.Popen(
+        [*command, "--microbatches", "8"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    process.stdout.close()
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_run_goes_on_when_its_lines_have_no_reader():
+    program = (
+        "import sys; from jaxscale import command_line as c\n"
+        "c.log_to_stdout(); c.logging.getLogger('jaxscale').info('line')\n"
+        "c.logging.getLogger('jaxscale').info('line'); print('done', file=sys.stderr)"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-c", program], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert done.returncode == 0
+    assert (
+        done.stderr == b"warning: stdout is closed, no more lines ([Errno 32] Broken pipe)\ndone\n"
+    )
+
+
+INTERRUPTED = """
+import sys, time
+from jaxscale import command_line
+def main(argv):
+    print("ready", flush=True)
+    time.sleep(60)
+command_line.run(main)
+"""
+
+
+def test_ctrl_c_is_one_line():
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "interrupted\n"
+    assert process.returncode == 130
 
 
 HUGE = "99999999999999999999"

@@ -25,7 +25,7 @@ _seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
 _longest: dict[str, float] = {}
 
 
-def enter(name: str, step: int = 0) -> None:
+def enter_phase(name: str, step: int = 0) -> None:
     """Ends the phase before this one; called by the main thread alone."""
     global _now
     before, _now = _now, Phase(name, step, time.monotonic())
@@ -38,11 +38,11 @@ def enter(name: str, step: int = 0) -> None:
 def within(name: str) -> Iterator[None]:
     """A phase inside the present one, which goes on afterwards."""
     outer = _now
-    enter(name, outer.step)
+    enter_phase(name, outer.step)
     try:
         yield
     finally:
-        enter(outer.name, outer.step)
+        enter_phase(outer.name, outer.step)
 
 
 def current() -> Phase:
@@ -50,7 +50,7 @@ def current() -> Phase:
     return _now
 
 
-def longest(name: str) -> float | None:
+def longest_phase(name: str) -> float | None:
     """Seconds of the longest phase of this name that has ended; None before one has."""
     return _longest.get(name)
 

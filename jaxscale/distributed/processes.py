@@ -109,6 +109,11 @@ def alone() -> bool:
     return _channel is None
 
 
+def first_of_all() -> bool:
+    """Whether this is process 0, or the only one."""
+    return _channel is None or _channel.process_id == 0
+
+
 def stops(point: int, request: str = "") -> str:
     """Whether all stop now because one was asked to; each calls it at the same points of the loop.
 

@@ -164,7 +164,7 @@ def fit(
 
 def _read_and_compile(config: Config, engine: Engine, workdir: pathlib.Path) -> tuple[Text, Step]:
     """Reads and tokenises the text while the compiler works."""
-    phases.enter("reading text and compiling")
+    phases.enter_phase("reading text and compiling")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         reading = pool.submit(processes.first, "text", lambda: open_text(config, workdir))
         # An error that shows at once (a missing source, a tokenizer's name) is not held back
@@ -204,7 +204,7 @@ def _resume(
 ) -> TrainState:
     """The state of checkpoint `begin`, in the layout of this run."""
     metadata, resolved = checkpoints.metadata(begin), configs.to_dict(config)
-    phases.enter("reading the checkpoint")
+    phases.enter_phase("reading the checkpoint")
     # A run may resume in another layout, but not on other examples.
     state = checkpoints.restore(begin, engine.placement.canonical, config=resolved)
     state = engine.placement.from_canonical(state, donate=True)
@@ -247,7 +247,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
 
     def save(step: int) -> None:
         nonlocal saved
-        phases.enter("saving", step)
+        phases.enter_phase("saving", step)
         # Raises where loss or gradient norm is not finite: such a state is not saved.
         recorder.flush()
         with jax.transfer_guard("allow"):  # the state
@@ -258,7 +258,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
     def stop(step: int, request: str) -> NoReturn:
         if saved < step:
             save(step)
-        phases.enter("saving", step)
+        phases.enter_phase("saving", step)
         trainer.checkpoints.wait()
         done = f"after step {step}, saved" if step else "before the first step"
         raise Stopped(f"{request}: stopped {done}")
@@ -274,7 +274,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
                 _evaluate(trainer, recorder, trainer.begin, state.params, stops)
         for step in range(trainer.begin + 1, run.steps + 1):
             trace(step)
-            phases.enter("waiting for input", step)
+            phases.enter_phase("waiting for input", step)
             try:
                 with (
                     signals.interruptible(),
@@ -284,7 +284,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
                     batch = next(stream)
             except signals.Interrupted:
                 stop(step - 1, signals.requested())
-            phases.enter("training", step)
+            phases.enter_phase("training", step)
             state, out = trainer.step(state, batch)
             recorder.push(step, out)
             last, due = step == run.steps, text.evaluations and _due(step, run.eval_every)
@@ -295,7 +295,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
                 save(step)
             if request and not last:
                 stop(step, request)
-    phases.enter("saving", run.steps)
+    phases.enter_phase("saving", run.steps)
     trainer.checkpoints.wait()
     return state
 
@@ -319,7 +319,7 @@ def _evaluate(
     trainer: Trainer, recorder: Recorder, step: int, params: Any, stops: Callable[[], str]
 ) -> str:
     """Evaluates, and records it; returns what asked to stop meanwhile, which leaves no record."""
-    phases.enter("evaluating", step)
+    phases.enter_phase("evaluating", step)
     recorder.flush()
     config = trainer.config
     size, most = config.data.global_batch_size, config.run.eval_batches

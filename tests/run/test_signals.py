@@ -145,7 +145,7 @@ from jaxscale.distributed import phases
 from jaxscale.run import signals
 with signals.listening():
     signals.limit(float(sys.argv[1]), 0.0)
-    phases.enter("compiling")
+    phases.enter_phase("compiling")
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes, in C
 """

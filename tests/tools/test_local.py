@@ -80,6 +80,33 @@ def test_a_signal_reaches_all(number):
     assert process.returncode == 143
 
 
+SAVES_INTO_A_FILE = """
+import pathlib, signal, sys, time
+number, folder = sys.argv[-1][-1], pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, lambda *_: ((folder / number).touch(), sys.exit(143)))
+print('ready', flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels have no such signal")
+def test_when_the_starter_is_killed_the_others_save_and_end(tmp_path):
+    command = [sys.executable, "-c", SAVES_INTO_A_FILE, str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, "2", "--", *command], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    with process.stdout as lines:
+        for _ in range(2):
+            lines.readline()
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.iterdir())) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize(
     ("visible", "shares"),
     [("0,1,2,3", ["0,1", "2,3"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"]), ("", [None, None])],

@@ -11,6 +11,8 @@ Returns the status of the process that failed first, or 0.
 """
 
 import argparse
+import ctypes
+import functools
 import os
 import re
 import signal
@@ -23,6 +25,9 @@ from collections.abc import Sequence
 
 GRACE_SECONDS = 30
 """After the first failure the others have this time to end by themselves, as they should."""
+
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 GLOO = re.compile(
     r"(?=.*(Gloo|Rank|peer|ranks))"
@@ -73,7 +78,16 @@ def start(command: Sequence[str], process_id: int, count: int, port: int) -> sub
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        preexec_fn=functools.partial(end_with_parent, os.getpid()),
     )
+
+
+def end_with_parent(parent: int) -> None:
+    """In a new process: it gets SIGTERM when its parent is gone, even by kill -9 (under Linux)."""
+    if LIBC is not None:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it was gone before
+        os._exit(128 + signal.SIGTERM)
 
 
 def gpus(process_id: int, count: int) -> dict[str, str]:

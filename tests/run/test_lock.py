@@ -1,0 +1,53 @@
+"""One run at a time in a folder, however the one before it ended."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale import train
+from jaxscale.run.lock import locked
+
+HOLDS = """
+import pathlib, sys, time
+from jaxscale.run.lock import locked
+with locked(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_in_a_folder_is_refused_before_anything_is_compiled(tmp_path, capsys):
+    with locked(tmp_path), pytest.raises(SystemExit) as refused:
+        train.main(["--config", "configs/tiny.py", "--workdir", str(tmp_path)])
+    assert refused.value.code == 2
+    said = capsys.readouterr()
+    holder = f"in use by process {os.getpid()} on {socket.gethostname()}, since 20"
+    assert said.err.startswith(f"error: --workdir {tmp_path} is {holder}")
+    assert said.err.count("\n") == 1
+    assert "compiling" not in said.out
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_killed_run_holds_nothing(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE)
+    assert process.stdout
+    with process.stdout as lines:
+        lines.readline()
+        with pytest.raises(ValueError, match=f"process {process.pid} on"), locked(tmp_path):
+            pass
+        process.kill()
+        process.wait()
+    with locked(tmp_path):
+        assert str(os.getpid()) in (tmp_path / ".lock").read_text()
+    with locked(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        train.main(["--config", "configs/tiny.py", "--workdir", str(tmp_path / "file")])
+    assert capsys.readouterr().err.startswith("error: [Errno 17] File exists")
