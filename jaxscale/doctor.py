@@ -15,6 +15,7 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -261,7 +262,7 @@ def _machine(host: dict[str, Any], devices: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Runs the command; 1 when something must be fixed before training."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.doctor",
