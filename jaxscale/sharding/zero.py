@@ -223,13 +223,15 @@ class Zero:
         """Maps `one(axes, array)` over a tree with every mesh axis manual.
 
         Otherwise XLA's partitioner would first replicate an operand over the axes that are still
-        automatic, before a gather or a scatter over the manual ones.
+        automatic, before a gather or a scatter over the manual ones; and XLA for CPUs ends the
+        process over a sum in 16 bits where an axis is automatic, even one of a single rank.
         """
 
         def local(tree):
             return jax.tree.map(one, axes, tree, is_leaf=is_axes)
 
-        if all(self.sizes[axis] == 1 for axis in AUTOMATIC_AXES):
+        narrow = self.accumulation_dtype.itemsize < 4
+        if not narrow and all(self.sizes[axis] == 1 for axis in AUTOMATIC_AXES):
             return local(tree)
         specs = jax.tree.map(
             lambda axes: automatic_part(resolve(axes, self.rules, self.sizes)),
