@@ -201,8 +201,8 @@ def table(kept: dict[str, dict[str, Any]]) -> str:
     """The results as a table in Markdown."""
     lines = [
         "| model | machine | devices | sequences a device | layout | arguments | temporaries "
-        "| limit | verdict | estimate | bytes beside matmuls | seconds hidden | compile | libtpu |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| limit | verdict | estimate | bytes beside matmuls | seconds hidden | libtpu |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     shown = [case for case in CASES if case.name in kept]
     lines += ["| " + " | ".join(row(case, kept[case.name])) + " |" for case in shown]
@@ -245,7 +245,7 @@ def row(case: Case, numbers: dict[str, Any]) -> list[str]:
     layout = case.layout.replace(f"remat={MINIMAL}", "remat=minimal")
     first = [case.model, case.topology, str(num_devices(case.topology)), f"{case.sequences:g}"]
     if "refusal" in numbers:
-        return [*first, layout, "-", "-", "-", "refused", "-", "-", "-", "-", "-"]
+        return [*first, layout, "-", "-", "-", "refused", "-", "-", "-", "-"]
     sizes = [f"{numbers[key] / 1e9:.2f} GB" for key in ("argument_bytes", "temp_bytes")]
     seconds = numbers["optimal_seconds"]
     return [
@@ -256,7 +256,6 @@ def row(case: Case, numbers: dict[str, Any]) -> list[str]:
         verdict(numbers),
         f"{seconds:.2f} s" if seconds else "-",
         *hidden(numbers),
-        f"{numbers['compile_seconds']:.0f} s",
         numbers.get("libtpu", "-"),
     ]
 

@@ -67,7 +67,7 @@ def pairwise_layouts() -> list[Choice]:
     return chosen
 
 
-def sample(layouts: Iterable[Choice], count: int = 32) -> list[Choice]:
+def sample(layouts: Iterable[Choice], count: int = 24) -> list[Choice]:
     """Of the whole product, which takes `tools/matrix.py --whole` hours; always the same ones."""
     return random.Random(1).sample(list(layouts), count)
 
