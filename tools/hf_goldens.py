@@ -9,8 +9,8 @@ In an environment of its own, since the package does without torch:
 A golden is a folder: `config.json` and `model.safetensors` as `save_pretrained` writes them, and
 `expected.safetensors` with tokens, attention mask and positions [batch, time], of which the second
 row ends and the third begins with padding, and float32 logits [batch, time, vocab] of eager
-attention; of an encoder-decoder also tokens and mask of the decoder, whose logits they are. Each
-has the settings of one line of `CASES`; together the lines of a family turn every setting that its
+attention; of an encoder-decoder also tokens and mask of the decoder, whose logits they are. Some
+have `greedy.json`, what `generate` writes after three prompts. Each has the settings of one line of `CASES`; together the lines of a family turn every setting that its
 config has and `jaxscale.model_families` knows. The golden "adamw" is one file, of torch's AdamW.
 """
 
@@ -116,6 +116,11 @@ MASKED = ("Bert", "Esm")
 
 CHATS = ("llama_chat",)
 """Goldens with a tokenizer and a chat template."""
+
+GREEDY = {"gemma2": 1.0, "gpt2": 2.0, "mistral": 2.0, "umt5": 2.0}
+"""Goldens with greedy texts (soft caps with local and global layers, learned positions, a window
+shorter than the prompts, an encoder), and the factor of their parameters that makes them less dull.
+"""
 
 CASES = {
     # Llama
@@ -438,6 +443,8 @@ def write(name: str) -> None:
 
         write_tokenizer(folder, PLAIN)
     write_logits(model, folder)
+    if name in GREEDY:
+        write_greedy(model, folder, GREEDY[name])
     size = sum(path.stat().st_size for path in folder.iterdir())
     assert size < 200_000, f"{name} takes {size} bytes"
     kinds = json.loads((folder / "config.json").read_text())["model_type"]
@@ -474,6 +481,39 @@ def write_logits(model: torch.nn.Module, folder: pathlib.Path) -> None:
         logits = model(**given).logits
     arrays = {key: value.to(torch.int32) for key, value in batch.items()}
     save_file({**arrays, "logits": logits.contiguous()}, folder / "expected.safetensors")
+
+
+def write_greedy(model: torch.nn.Module, folder: pathlib.Path, scale: float) -> None:
+    """Writes prompts of several lengths, and the ids that `generate` finds likeliest after each
+    with every parameter times `scale`, to `greedy.json`; no choice is close."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    torch.manual_seed(3)
+    lengths, longest = (3, 9, 14), 14
+    prompts = [torch.randint(3, model.config.vocab_size, (length,)) for length in lengths]
+    rows = torch.stack([torch.nn.functional.pad(ids, (longest - len(ids), 0)) for ids in prompts])
+    mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
+    ends = 1 if model.config.is_encoder_decoder else 2
+    found = model.generate(
+        rows,
+        attention_mask=mask.long(),
+        max_new_tokens=16,
+        do_sample=False,
+        eos_token_id=ends,
+        pad_token_id=0,
+        use_cache=not model.config.is_encoder_decoder,  # theirs has as many layers as the encoder
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(found.logits).topk(2).values
+    gap = (best[..., 0] - best[..., 1]).min().item()
+    assert gap > 1e-3, f"{folder.name}: two tokens are {gap} apart"
+    start = 1 if model.config.is_encoder_decoder else longest
+    texts = [ids[start:].tolist() for ids in found.sequences]
+    texts = [ids[: ids.index(ends)] if ends in ids else ids for ids in texts]
+    greedy = {"scale": scale, "prompts": [ids.tolist() for ids in prompts], "texts": texts}
+    (folder / "greedy.json").write_text(json.dumps(greedy) + "\n")
 
 
 def write_adamw() -> None:

@@ -16,6 +16,8 @@ import time
 import numpy as np
 import pytest
 
+from jaxscale.hugging_face.model_folder import write_model
+from jaxscale.run.pretrained import from_pretrained
 from tests.invariants import several
 
 STEPS = 4
@@ -116,6 +118,11 @@ def fit(workdir: pathlib.Path, *overrides: str) -> tuple:
     return ("fit", workdir, *TINY, *overrides)
 
 
+def started(workdir: pathlib.Path, origin: pathlib.Path) -> tuple:
+    """A command that trains from weights."""
+    return fit(workdir, f"model.init_from={origin}", "run.checkpoint_every=0")
+
+
 def records(workdir: pathlib.Path) -> list[dict]:
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if "loss" in record]
@@ -155,7 +162,16 @@ def one(folder) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def two(folder, one):
+def origins(folder, one) -> dict[str, pathlib.Path]:
+    """What a run may start from: another run, and its weights at Hugging Face, in float32."""
+    model = from_pretrained(one, compute_dtype="float64")
+    hf = folder / "hf"
+    write_model(hf, model.config, model.model.axes, model.params, dtype="float32", beside=one)
+    return {"run": one, "hf": hf}
+
+
+@pytest.fixture(scope="session")
+def two(folder, one, origins):
     """Two processes with four devices each: every command in turn, then a stop and a death.
 
     Yields the folder, what they printed, the status, and the seconds from the death to the end.
@@ -177,6 +193,7 @@ def two(folder, one):
             folder / "train.json",
         ),
         fit(continued(one, "one_then_two")),
+        *(started(folder / f"two_from_{name}", origin) for name, origin in origins.items()),
         ("evaluate", "--workdir", workdir, "--json", folder / "evaluate.json", "--max_batches", 8),
         ("generate", "--workdir", workdir, "--prompt", "", "--json", folder / "generate.json"),
         ("doctor", "--json", folder / "doctor.json"),
@@ -238,6 +255,14 @@ def test_the_doctor_shows_every_process(folder, two):
 
 def test_two_processes_continue_what_one_began(one, two):
     assert_same_run(one.with_name("one_then_two"), one)
+
+
+@pytest.mark.parametrize("name", ["run", "hf"])
+def test_two_processes_start_from_the_weights_that_one_starts_from(name, folder, one, two, origins):
+    """Each reads the parts of its own devices."""
+    assert several.fit(list(map(str, started(folder / f"from_{name}", origins[name])[1:]))) == 0
+    assert_same_run(folder / f"two_from_{name}", folder / f"from_{name}")
+    assert records(folder / f"from_{name}")[0]["loss"] < records(one)[0]["loss"] - 0.01
 
 
 def test_one_process_continues_what_two_began(one, two):
