@@ -27,6 +27,7 @@ from jaxscale.model_config import (
     is_own_family,
     settings_record,
 )
+from jaxscale.model_config.rope_scaling import BY_LENGTH
 from jaxscale.model_families.shipped import find_family
 from jaxscale.optimizer_config import OptimizerConfig, ParamGroup, to_param_groups
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
@@ -181,12 +182,25 @@ class Config:
                 f"{name} = {self.schedule_steps}"
             )
         if isinstance(self.model, ModelConfig):
+            self._take_length(self.model)
             self._check_family(self.model)
         if self.optimizer.keep_state and not getattr(self.model, "init_from", ""):
             raise ValueError(
                 "optimizer.keep_state = True keeps the optimizer's state of the run in "
                 "model.init_from, which is empty; name a run there, or set "
                 "optimizer.keep_state = False"
+            )
+
+    def _take_length(self, model: ModelConfig) -> None:
+        if model.rope_scaling not in BY_LENGTH:
+            return
+        if not model.rope_length:
+            model = dataclasses.replace(model, rope_length=self.data.seq_len)
+            object.__setattr__(self, "model", model)
+        if model.rope_length < self.data.seq_len:
+            raise ValueError(
+                f"model.rope_length = {model.rope_length} is less than data.seq_len = "
+                f"{self.data.seq_len}; set model.rope_length = 0, which follows it"
             )
 
     def _check_family(self, model: ModelConfig) -> None:
@@ -447,7 +461,9 @@ def _parse(text: str, annotation: typing.Any) -> object:
     """Reads a command-line value; a tuple of strings may be written as a,b."""
     if annotation is str:
         return text
-    if typing.get_origin(annotation) is tuple and not text.startswith(("(", "[", "{'", '{"')):
+    if annotation == tuple[float, ...]:
+        text = text if text.startswith(("(", "[")) else f"({text},)"
+    elif typing.get_origin(annotation) is tuple and not text.startswith(("(", "[", "{'", '{"')):
         return tuple(text.split(","))
     try:
         return ast.literal_eval(text)
@@ -472,6 +488,9 @@ def _convert(name: str, value: object, annotation: typing.Any) -> object:
             value = (value,)
         if isinstance(value, list | tuple):
             return to_param_groups(value)
+    elif annotation == tuple[float, ...]:
+        if isinstance(value, list | tuple):
+            return tuple(_convert(name, one, float) for one in value)
     elif annotation is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     elif annotation is float and isinstance(value, float) and not math.isfinite(value):
@@ -485,6 +504,7 @@ def _convert(name: str, value: object, annotation: typing.Any) -> object:
         float: "a number",
         bool: "True or False",
         str: "text",
+        tuple[float, ...]: "a list of numbers",
         tuple[ParamGroup, ...]: "a list of mappings with a 'params'",
     }
     expected = names.get(annotation, "a list of paths, or of mappings with a 'path'")

@@ -66,6 +66,20 @@ OVERRIDES = [
         "model.rope_scaling=8",
         "model.rope_scaling = '8' is not known; it can be none, linear, llama3",
     ),
+    (
+        "model.rope_scaling=longrope model.rope_short_factors=1,2.5",
+        r"model.rope_short_factors = (1.0, 2.5) must be 8 numbers above 0",
+    ),
+    ("model.rope_long_factors=1", "model.rope_long_factors = (1.0,) must be 0 numbers above 0"),
+    ("model.rope_long_factors=x", "config.model.rope_long_factors = '(x,)' is of type str; expec"),
+    (
+        "model.rope_scaling=dynamic model.rope_length=8",
+        "model.rope_length = 8 is less than data.seq_len = 128; set model.rope_length = 0",
+    ),
+    (
+        "model.family=phi3 model.rope_scaling=dynamic model.rope_share=0.125",
+        "model.rope_scaling = 'dynamic' needs 4 rotated features of a head or more, and here are 2",
+    ),
     ("model.rope_scaling=yarn model.rope_factor=0.5", "model.rope_factor = 0.5 is too small"),
     ("model.rope_factor=8", "model.rope_factor = 8.0 scales nothing; set model.rope_scaling"),
     (

@@ -10,8 +10,9 @@ A golden is a folder: `config.json` and `model.safetensors` as `save_pretrained`
 `expected.safetensors` with tokens, attention mask and positions [batch, time], of which the second
 row ends and the third begins with padding, and float32 logits [batch, time, vocab] of eager
 attention; of an encoder-decoder also tokens and mask of the decoder, whose logits they are. Some
-have `greedy.json`, what `generate` writes after three prompts. Each has the settings of one line of `CASES`; together the lines of a family turn every setting that its
-config has and `jaxscale.model_families` knows. The golden "adamw" is one file, of torch's AdamW.
+have `greedy.json`, what `generate` writes after three prompts. Each has the settings of one line of
+`CASES`; together the lines of a family turn every setting that its config has and
+`jaxscale.model_families` knows. The golden "adamw" is one file, of torch's AdamW.
 """
 
 import argparse
@@ -105,6 +106,15 @@ YARN = {
 YARN_ALL = YARN | {"beta_fast": 3.0, "beta_slow": 0.25, "truncate": False, "attention_factor": 1.3}
 YARN_SCALES = YARN | {"mscale": 0.8, "mscale_all_dim": 0.4}
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1_000.0,
+    "short_factor": [1.0, 1.1, 1.5, 2.0],
+    "long_factor": [1.0, 2.0, 3.5, 6.0],
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1_000.0}
+"""Beyond max_position_embeddings, which is below the length of a batch."""
+
 BERT = {key: value for key, value in NEOX.items() if not key.endswith("_token_id")}
 ESM = BERT | {
     "vocab_size": 33,
@@ -135,6 +145,15 @@ CASES = {
     "llama_yarn_scales": (
         "Llama",
         SIZES | {"rope_parameters": YARN_SCALES, "num_key_value_heads": 1, "hidden_act": "relu"},
+    ),
+    "llama_longrope": (
+        "Llama",
+        SIZES
+        | {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 16, "factor": 4.0}},
+    ),
+    "llama_dynamic": (
+        "Llama",
+        SIZES | {"rope_parameters": DYNAMIC, "max_position_embeddings": 16},
     ),
     "llama_chat": ("Llama", SIZES | {"vocab_size": 300, "tie_word_embeddings": True}),
     # Mistral
@@ -328,6 +347,19 @@ CASES = {
                 "rope_theta": 500.0,
                 "partial_rotary_factor": 0.75,
             },
+        },
+    ),
+    # Of 24 tokens, beyond the original context and within it.
+    "phi3_long": (
+        "Phi3",
+        FUSED | {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+    ),
+    "phi3_short": (
+        "Phi3",
+        FUSED
+        | {
+            "rope_parameters": LONGROPE | {"factor": 4.0, "attention_factor": 1.2},
+            "original_max_position_embeddings": 32,
         },
     ),
     # GPT-2

@@ -10,6 +10,7 @@ from jaxscale.choices import check_at_least, check_choice
 from jaxscale.layout import BLOCK_TENSORS, parse_remat
 from jaxscale.model_config.experts import ExpertOptions
 from jaxscale.model_config.latent_attention import LatentOptions
+from jaxscale.model_config.rope_scaling import SCALING, RopeScalingOptions
 from jaxscale.model_config.settings import ATTENTIONS, DTYPES, is_own_family, option
 from jaxscale.model_families.shipped import find_family, refuse_setting
 
@@ -24,26 +25,14 @@ CHOICES = {
     "attention_bias": ("none", "qkv", "all"),
     "positions": ("rotary", "learned", "none"),
     "relative_bias": ("none", "shared", "layer"),
-    "rope_scaling": ("none", "linear", "llama3", "yarn"),
     "attention": ATTENTIONS,
     "compute_dtype": DTYPES,
     "param_dtype": DTYPES,
 }
-SCALING = (
-    "rope_factor",
-    "rope_original_context",
-    "rope_low_turns",
-    "rope_high_turns",
-    "rope_attention_factor",
-    "rope_truncate",
-    "rope_mscale",
-)
-"""What `rope_scaling` reads."""
-USUAL_TURNS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 
 
 @dataclass(frozen=True)
-class ModelConfig(ExpertOptions, LatentOptions):
+class ModelConfig(ExpertOptions, LatentOptions, RopeScalingOptions):
     """A transformer of any family of `jaxscale.model_families`: a decoder, or an encoder and a
     decoder where `num_encoder_layers` is not zero.
 
@@ -87,14 +76,6 @@ class ModelConfig(ExpertOptions, LatentOptions):
     rope_theta: float = option(10_000.0)
     local_rope_theta: float = option(0.0)  # of local layers, unscaled; 0 is as in global ones
     rope_share: float = option(1.0)  # of a head's features that are rotated, the first ones
-    rope_scaling: str = option("none")
-    rope_factor: float = option(1.0)  # of the context
-    rope_original_context: int = option(8192)  # before it was extended (llama3, yarn)
-    # Features that turn less often in that context are scaled, those that turn more often are not.
-    rope_low_turns: float = option(0.0)  # 0 is the usual: 1
-    rope_high_turns: float = option(0.0)  # 0 is the usual: 4 for llama3, 32 for yarn
-    rope_attention_factor: float = option(0.0)  # of queries and keys (yarn); 0: 1 + ln(factor) / 10
-    rope_truncate: bool = option(True)  # the two bounds to whole features (yarn)
 
     sliding_window: int = option(0)  # keys that a query attends to, itself included; 0 is all
     layer_pattern: str = option("")  # repeats: L local, with the window, G global; "": all local
@@ -137,11 +118,6 @@ class ModelConfig(ExpertOptions, LatentOptions):
             relative_buckets=4,
             norm_eps=0,
             local_rope_theta=0,
-            rope_factor=1,
-            rope_original_context=1,
-            rope_low_turns=0,
-            rope_high_turns=0,
-            rope_attention_factor=0,
             sliding_window=0,
             attention_scale_dim=0,
             attention_soft_cap=0,
@@ -215,16 +191,7 @@ class ModelConfig(ExpertOptions, LatentOptions):
             raise ValueError(
                 f"model.head_dim = {self.head_dim}{share} is odd; rotary positions turn pairs"
             )
-        if self.rope_scaling == "none" and self.rope_factor != 1:
-            raise ValueError(
-                f"model.rope_factor = {self.rope_factor} scales nothing; set model.rope_scaling, "
-                "such as 'llama3'"
-            )
-        low, high = self.rope_turns
-        if low >= high:
-            raise ValueError(
-                f"model.rope_low_turns = {low} must be below model.rope_high_turns = {high}"
-            )
+        self.check_rope_scaling(self.rotary_dim)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -278,7 +245,9 @@ class ModelConfig(ExpertOptions, LatentOptions):
 
     def theta(self, index: int) -> float:
         """The base of a layer's rotary positions."""
-        return self.local_rope_theta if self._own_rope(index) else self.rope_theta
+        if self._own_rope(index):
+            return self.local_rope_theta
+        return self.dynamic_theta(self.rope_theta, self.rotary_dim)
 
     def scaling(self, index: int) -> str:
         """The scaling of a layer's rotary positions."""
@@ -304,12 +273,6 @@ class ModelConfig(ExpertOptions, LatentOptions):
     def value_dim(self) -> int:
         """Features of a head's values."""
         return (self.kv_rank and self.value_head_dim) or self.head_dim
-
-    @property
-    def rope_turns(self) -> tuple[float, float]:
-        """Turns in the original context below which features are scaled, and above which not."""
-        low, high = USUAL_TURNS.get(self.rope_scaling, (0.0, math.inf))
-        return self.rope_low_turns or low, self.rope_high_turns or high
 
     @property
     def attention_scale(self) -> float:

@@ -20,6 +20,9 @@ ROPE: Mapping[str, Any] = {
     "rope_high_turns": 0.0,
     "rope_attention_factor": 0.0,
     "rope_truncate": True,
+    "rope_short_factors": (),
+    "rope_long_factors": (),
+    "rope_length": 0,
 }
 """The settings of rotary positions, with their usual defaults."""
 

@@ -3,14 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import Family, Model, TensorRule
+from jaxscale.model_families.family import ROPE, Family, Model, TensorRule
 from jaxscale.model_families.hf.config import (
     activation_to_hf,
     expect,
     pop,
     pop_activation,
+    pop_rope,
     pop_sizes,
+    refuse_options,
     refuse_rest,
+    rope_to_hf,
     sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import LAYER, NORMS, matrix, norm_rules, outer
@@ -20,15 +23,19 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     rest = dict(hf)
     rope = pop(rest, "rope_parameters", None) or {}
     rope = dict(pop(rest, "rope_scaling", None) or rope)
-    rope.setdefault("rope_type", rope.pop("type", None) or "default")
-    rope.setdefault("rope_theta", pop(rest, "rope_theta", 10_000.0))
-    rope.setdefault("partial_rotary_factor", pop(rest, "partial_rotary_factor", 1.0))
-    rest.pop("original_max_position_embeddings", None)  # only longrope reads it
-    expect({**rope, "model_type": "phi3"}, "rope_type", "default")
+    kind = rope.setdefault("rope_type", rope.pop("type", None) or "default")
+    if kind in ("su", "yarn"):  # its first names
+        rope["rope_type"] = "longrope"
+    expect({"rope_type": rope["rope_type"], **rest}, "rope_type", "default", "longrope")
+    share = rope.pop("partial_rotary_factor", pop(rest, "partial_rotary_factor", 1.0))
+    original = pop(rest, "original_max_position_embeddings", 4096)
+    if rope["rope_type"] == "longrope":
+        rope["original_max_position_embeddings"] = original
+    rest["rope_parameters"] = rope
     ours = {
+        **pop_rope(rest),
         **pop_sizes(rest),
-        "rope_theta": rope["rope_theta"],
-        "rope_share": rope["partial_rotary_factor"],
+        "rope_share": share,
         "activation": pop_activation(rest, "hidden_act", "silu"),
         "norm_eps": pop(rest, "rms_norm_eps", 1e-5),
         "sliding_window": pop(rest, "sliding_window", None) or 0,
@@ -40,12 +47,16 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_hf(model: Model) -> dict[str, Any]:
+    scaled = model.rope_scaling == "longrope"
+    if not scaled:
+        refuse_options(model, rope_scaling="none")
     return {
         **sizes_to_hf(model),
-        "rope_theta": model.rope_theta,
-        "rope_scaling": None,
+        **rope_to_hf(model),
         "partial_rotary_factor": model.rope_share,
-        "original_max_position_embeddings": model.max_seq_len,
+        "original_max_position_embeddings": (
+            model.rope_original_context if scaled else model.max_seq_len
+        ),
         "hidden_act": activation_to_hf(model),
         "rms_norm_eps": model.norm_eps,
         "sliding_window": model.sliding_window or None,
@@ -90,7 +101,7 @@ PHI3 = Family(
     name="phi3",
     paper="Phi-3, arXiv 2404.14219",
     settings={
-        "rope_theta": 10_000.0,
+        **ROPE,
         "rope_share": 1.0,
         "norm_eps": 1e-5,
         "activation": "silu",

@@ -21,8 +21,9 @@ class RopeScaling(NamedTuple):
     Kinds: "linear" lowers all (arXiv 2306.15595). "llama3" and "yarn" (arXiv 2309.00071) lower
     those with fewer than `low_turns` turns in the original context, keep those with more than
     `high_turns`, and go from one to the other in between: "llama3" linearly in turns, "yarn" in the
-    number of the feature. "yarn" also scales queries and keys by `attention_factor`, for which 0 is
-    1 + ln(factor) / 10.
+    number of the feature. "longrope" (arXiv 2402.13753) divides each by one of `factors`. The last
+    two also scale queries and keys by `attention_factor`, for which 0 is 1 + ln(factor) / 10 and
+    sqrt(1 + ln(factor) / ln(original_context)).
     """
 
     kind: str
@@ -32,13 +33,17 @@ class RopeScaling(NamedTuple):
     high_turns: float = 4.0
     attention_factor: float = 0.0
     truncate: bool = True  # the bounds of "yarn" to whole features
+    factors: tuple[float, ...] = ()  # of "longrope", one for each pair of features
 
     @property
     def multiplier(self) -> float:
         """Of queries and keys."""
-        if self.kind != "yarn":
-            return 1.0
-        return self.attention_factor or 1 + 0.1 * math.log(self.factor)
+        if self.kind == "yarn":
+            return self.attention_factor or 1 + 0.1 * math.log(self.factor)
+        if self.kind == "longrope":
+            usual = math.sqrt(1 + math.log(self.factor) / math.log(self.original_context))
+            return self.attention_factor or usual
+        return 1.0
 
 
 def rotary(
@@ -180,6 +185,8 @@ def _frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> 
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "longrope":
+        return frequencies / np.array(scaling.factors)
     if scaling.kind == "llama3":
         turns = scaling.original_context * frequencies / (2 * math.pi)
         span = scaling.high_turns - scaling.low_turns

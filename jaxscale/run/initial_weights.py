@@ -25,7 +25,15 @@ from jaxscale.training.step import TrainState
 
 log = logging.getLogger("jaxscale")
 
-MAY_DIFFER = ("init_from", "attention", "causal", "compute_dtype", "param_dtype", "z_loss")
+MAY_DIFFER = (
+    "init_from",
+    "attention",
+    "causal",
+    "compute_dtype",
+    "param_dtype",
+    "rope_length",
+    "z_loss",
+)
 """Settings of a model that do not change what its weights mean."""
 
 

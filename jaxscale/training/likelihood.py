@@ -19,6 +19,7 @@ from jaxscale.data.tokens.encode import encode_pairs
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
+from jaxscale.models.positions import for_length
 from jaxscale.sharding.resolve import weights_in_use
 from jaxscale.sharding.specs import replicated
 from jaxscale.training.engine import Engine
@@ -95,6 +96,7 @@ def log_likelihoods(
             f"a prompt and its choice of {longest} tokens need as many learned positions, and the "
             f"model has model.max_seq_len = {config.max_seq_len}; shorten the prompt"
         )
+    model = for_length(engine.model, longest)
     params, mesh = without_pipeline(engine, params)
     replicas = mesh.size // (mesh.shape["tensor"] * mesh.shape["context"])
     num_rows = replicas * max(1, ROWS // replicas)
@@ -112,7 +114,7 @@ def log_likelihoods(
         source = None
         if has_encoder(engine):
             source = source_rows([sources[i] for i in chosen], num_rows)
-        scores = _score(params, source, rows, bounds, model=engine.model, mesh=mesh)
+        scores = _score(params, source, rows, bounds, model=model, mesh=mesh)
         found[chosen] = np.asarray(scores, np.float64)[: len(chosen)]
     return found
 

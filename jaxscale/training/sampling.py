@@ -21,6 +21,7 @@ from jaxscale.data.text.chat_template import Messages
 from jaxscale.data.tokens.tokenizer import SENTINEL, Tokenizer
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
+from jaxscale.models.positions import for_length
 from jaxscale.models.protocol import head_params
 from jaxscale.sharding.resolve import (
     ACTIVATIONS,
@@ -104,6 +105,7 @@ def sample(
             f"model.max_seq_len = {config.max_seq_len}; shorten the prompt or lower --num_tokens"
         )
     params, mesh = without_pipeline(engine, params)
+    model = for_length(engine.model, longest + num_tokens)
     width = round_up(longest - 1) if longest > 1 else 0
     slots = max(width, round_up(longest + num_tokens))
     rows = np.full((len(ids), slots), tokenizer.boundary, np.int32)
@@ -119,7 +121,7 @@ def sample(
         float(temperature),
         top_k or vocab_size,
         float(top_p),
-        model=engine.model,
+        model=model,
         mesh=mesh,
         width=width,
         vocab_size=vocab_size,

@@ -111,7 +111,7 @@ def test_an_option_is_a_setting_or_fixed_and_never_both():
 
 # Changes of a golden's config.json that are refused, by a part of the message.
 REFUSED = [
-    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'; it can be"),
+    ("llama", {"rope_parameters": {"rope_type": "axial", "factor": 2.0}}, "'axial'; it can be"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 3}}, "has beta = 3"),
     ("llama", {"hidden_act": "mish"}, "hidden_act = 'mish' is not known; it can be silu"),
     ("llama", {"sliding_window": 7}, "has sliding_window = 7, which is not known for llama"),
@@ -119,7 +119,7 @@ REFUSED = [
     ("qwen2", {"use_sliding_window": True, "layer_types": ["chunked"]}, "has 'chunked' in layer"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True; for g"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "it can be None"),
-    ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope'; for phi3 it can be"),
+    ("phi3", {"rope_scaling": {"type": "linear"}}, "rope_type = 'linear'; for phi3 it can be"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "for gpt2 it can be False"),
     ("t5", {"feed_forward_proj": "gated-mish"}, "feed_forward_proj = 'mish' is not known"),
     ("t5", {"decoder_start_token_id": 2}, "decoder_start_token_id = 2 and pad_token_id = 0; here"),

@@ -185,15 +185,23 @@ def rope_from_hf(given: Mapping[str, Any], theta: float, context: int) -> dict[s
     kind = left.pop("rope_type", None) or left.pop("type", None) or "default"
     left.pop("type", None)
     ours = {"rope_theta": left.pop("rope_theta", theta)}
-    if kind not in ("default", "linear", "llama3", "yarn"):
+    if kind not in ("default", "linear", "llama3", "yarn", "longrope", "dynamic"):
         raise ValueError(
             f"config.json scales rotary positions by rope_type = {kind!r}; it can be default, "
-            "linear, llama3 or yarn"
+            "linear, llama3, yarn, longrope or dynamic"
         )
     if kind != "default":
-        ours |= {"rope_scaling": kind, "rope_factor": left.pop("factor")}
-    if kind in ("llama3", "yarn"):
-        ours["rope_original_context"] = left.pop("original_max_position_embeddings", context)
+        ours |= {"rope_scaling": kind, "rope_factor": left.pop("factor", None)}
+    if kind in ("llama3", "yarn", "longrope"):
+        original = left.pop("original_max_position_embeddings", None) or context
+        ours["rope_original_context"] = original
+        ours["rope_factor"] = ours["rope_factor"] or max(context / original, 1.0)
+    if kind == "dynamic":
+        ours["rope_original_context"] = context
+    if kind == "longrope":
+        ours["rope_short_factors"] = tuple(map(float, left.pop("short_factor")))
+        ours["rope_long_factors"] = tuple(map(float, left.pop("long_factor")))
+        ours["rope_attention_factor"] = left.pop("attention_factor", None) or 0.0
     if kind == "llama3":
         ours["rope_low_turns"] = left.pop("low_freq_factor")
         ours["rope_high_turns"] = left.pop("high_freq_factor")
@@ -218,15 +226,20 @@ def rope_from_hf(given: Mapping[str, Any], theta: float, context: int) -> dict[s
 def rope_to_hf(model: Model) -> dict[str, Any]:
     """The inverse of `pop_rope`, in the form that every version reads."""
     scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_factor}
-    if model.rope_scaling in ("llama3", "yarn"):
+    if model.rope_scaling in ("llama3", "yarn", "longrope"):
         scaling["original_max_position_embeddings"] = model.rope_original_context
     low, high = model.rope_turns
     if model.rope_scaling == "llama3":
         scaling |= {"low_freq_factor": low, "high_freq_factor": high}
     if model.rope_scaling == "yarn":
         scaling |= {"beta_slow": low, "beta_fast": high, "truncate": model.rope_truncate}
-        if model.rope_attention_factor:
-            scaling["attention_factor"] = model.rope_attention_factor
+    if model.rope_attention_factor:
+        scaling["attention_factor"] = model.rope_attention_factor
+    if model.rope_scaling == "longrope":
+        scaling["short_factor"] = list(model.rope_short_factors)
+        scaling["long_factor"] = list(model.rope_long_factors)
+    if model.rope_scaling == "dynamic":
+        refuse_options(model, rope_original_context=model.max_seq_len)
     return {
         "rope_theta": model.rope_theta,
         "rope_scaling": None if model.rope_scaling == "none" else scaling,
