@@ -11,7 +11,6 @@ import pytest
 from jaxscale.config import Config, DataConfig
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.layout import Layout
-from jaxscale.models.positions import for_length
 from jaxscale.run.pretrained import from_pretrained
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
