@@ -96,11 +96,6 @@ def test_rows_of_the_embedding_are_summed_in_float32(name):
     assert set(scatters) == {"f32"}, scatters
 
 
-def test_sequential_accumulation_gathers_in_every_microbatch():
-    report = compiled("v5p:2x2x1", "sequential", 2)
-    assert arrays(report, "all-gather") == 2 * ((2 * LAYERS - 1) * ARRAYS + OUTER)
-
-
 @pytest.mark.parametrize("name", ["v5p:2x2x1", "h200:1x4"])
 def test_the_collectives_of_a_layer_run_beside_one(name):
     """The gather of the next layer's weights and the reduction of the last one's gradients."""

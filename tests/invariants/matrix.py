@@ -20,6 +20,8 @@ REMATS = (
     "save:query,attention,mlp_up",
     "offload:key,value,mlp_gate",
 )
+KINDS_OF_REMAT = ("none", "full", *REMATS[-2:])
+"""What is not named as a set of tensors is such a set: the suite has one of each kind."""
 SCHEDULES = ("1f1b", "interleaved", "zb_v")
 MODEL_REMATS = ("none", "full", "save_matmuls")
 OFFLOADS = ("none", "optimizer", "activations", "optimizer,activations")
@@ -36,19 +38,19 @@ def factorisations(axes: tuple[str, ...] = AXES) -> list[Choice]:
     ]
 
 
-def every_layout() -> Iterator[Choice]:
+def every_layout(remats: tuple[str, ...] = REMATS) -> Iterator[Choice]:
     """The whole product."""
     for axes in factorisations():
         for settings in itertools.product(
-            _stages(axes), ACCUMULATIONS, REMATS, OFFLOADS, _methods(axes)
+            _stages(axes), ACCUMULATIONS, remats, OFFLOADS, _methods(axes)
         ):
             yield _layout(axes, *settings)
 
 
-def pairwise_layouts() -> list[Choice]:
+def pairwise_layouts(remats: tuple[str, ...] = REMATS) -> list[Choice]:
     """Every factorisation; and every two settings, whether an axis divides being one, together in
     some layout."""
-    rng, chosen, everything = random.Random(0), [], list(every_layout())
+    rng, chosen, everything = random.Random(0), [], list(every_layout(remats))
     missing = set().union(*map(_pairs, everything))
 
     def best(candidates: list[Choice]) -> Choice:
@@ -56,7 +58,7 @@ def pairwise_layouts() -> list[Choice]:
         return candidates[gains.index(max(gains))]
 
     for axes in factorisations():
-        settings = itertools.product(_stages(axes), ACCUMULATIONS, REMATS, OFFLOADS, _methods(axes))
+        settings = itertools.product(_stages(axes), ACCUMULATIONS, remats, OFFLOADS, _methods(axes))
         candidates = [_layout(axes, *one) for one in settings]
         rng.shuffle(candidates)
         chosen.append(best(candidates))

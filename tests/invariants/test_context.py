@@ -1,4 +1,6 @@
-"""Sequences that several devices share: the same losses, nothing gathered, memory that falls."""
+"""Long sequences that several devices share: the same losses, nothing gathered, memory that falls.
+
+That they are one device's in float64, whatever else is shared, is in `test_layouts`."""
 
 import collections
 import functools
@@ -10,41 +12,7 @@ import pytest
 from jaxscale.batch import Batch
 from jaxscale.compiled import collectives, hlo
 from jaxscale.config import from_dict
-from tests.invariants.layouts import GPT, LLAMA, make_config, open_engine, relative_error, run
-from tests.invariants.test_layouts import INVOLUNTARY, one_device
-
-# Every ZeRO stage, method, accumulation and remat beside every other axis; windows and several
-# documents cross the borders of chunks in all of them.
-LAYOUTS = [
-    ("llama", {"context": 2, "tensor": 2, "fsdp": 2, "zero_stage": 3, "microbatches": 2}),
-    ("llama", {"context": 4, "fsdp": 2, "zero_stage": 1, "remat": "full"}),
-    (
-        "llama",
-        {
-            "context": 2,
-            "fsdp": 4,
-            "zero_stage": 2,
-            "microbatches": 2,
-            "accumulation": "layered",
-            "remat": "save_all_but_attention",
-            "context_method": "gather",
-        },
-    ),
-    ("gpt", {"context": 2, "tensor": 4}),
-    ("gpt", {"context": 4, "data": 2, "zero_stage": 0, "context_method": "gather"}),
-]
-
-
-@pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=str)
-def test_a_shared_sequence_is_one_device_in_float64(family, layout, capfd):
-    model = {"llama": LLAMA, "gpt": GPT}[family]
-    losses, norms, params, _ = run(open_engine(make_config(model, layout)))
-    expected_losses, expected_norms, expected_params, _ = one_device(family)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-10, atol=0)
-    np.testing.assert_allclose(norms, expected_norms, rtol=1e-10, atol=0)
-    assert relative_error(params, expected_params) < 1e-10
-    assert INVOLUNTARY not in capfd.readouterr().err
-
+from tests.invariants.layouts import open_engine
 
 SEQUENCES, SEQ_LEN = 2, 4096
 LIMIT = 24e6

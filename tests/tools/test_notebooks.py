@@ -35,13 +35,25 @@ def narrow():
 
     module.plan_layouts = plan_layouts
 
+def compile_once():
+    module = importlib.import_module("jaxscale.run.trainer")
+    compile_step, compiled = module.compile_step, {}
+
+    def remembered(engine):
+        if engine.config not in compiled:
+            compiled[engine.config] = compile_step(engine)
+        return compiled[engine.config]
+
+    module.compile_step = remembered
+
 narrow()
+compile_once()
 remember("jaxscale.planner.plan_layouts", "plan_layouts")
 remember("jaxscale.planner.search.plan", "predict_plan")
-del narrow, remember
+del narrow, compile_once, remember
 """
-"""So that a cell of a minute's planning, run again, takes no second one; nor the first as long: the
-best layouts here share no sequences anyway."""
+"""So that a cell of a minute's planning or compiling, run again, takes no second one; nor the first
+as long: the best layouts here share no sequences anyway."""
 
 
 @pytest.fixture

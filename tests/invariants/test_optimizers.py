@@ -1,0 +1,58 @@
+"""Every optimizer gives the losses, norms and parameters of one device, in a pipeline too."""
+
+import numpy as np
+import pytest
+
+from jaxscale.compiled import flops as hlo_cost
+from jaxscale.compiled import hlo
+from tests.invariants.layouts import (
+    LLAMA,
+    compile_step,
+    initial_state,
+    make_config,
+    open_engine,
+    relative_error,
+    run,
+)
+from tests.invariants.test_layouts import INVOLUNTARY
+from tests.invariants.test_pipeline import in_order, on_ranks
+
+SHARED = {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 2}
+# Rows that fill up a stack belong to no statistic.
+UNEVEN = {"pipeline": 3, "schedule": "1f1b:1,2,1", "microbatches": 4, "fsdp": 2, "zero_stage": 2}
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "lion", "muon"])
+def test_every_optimizer_is_one_device_in_float64(optimizer, capfd):
+    def train(**layout):
+        engine = open_engine(make_config(LLAMA, layout, name=optimizer))
+        step = compile_step(engine)
+        state = None
+        if "pipeline" in layout:
+            state = on_ranks(engine, initial_state(make_config(LLAMA, {}, name=optimizer)))
+        return engine, step, run(engine, state, step=step)
+
+    _, step, one = train()
+    for layout in (SHARED, UNEVEN):
+        engine, sharded, got = train(**layout)
+        np.testing.assert_allclose(got.losses, one.losses, rtol=1e-10, atol=0)
+        np.testing.assert_allclose(got.norms, one.norms, rtol=1e-10, atol=0)
+        params = in_order(engine, got.params) if layout is UNEVEN else got.params
+        assert relative_error(params, one.params) < 1e-10
+        if layout is SHARED:
+            # Each rank of data and fsdp has one of Muon's four layers; those of tensor share the
+            # larger of its matmuls.
+            most = optimizer_flops(step) / (6 if optimizer == "muon" else 1)
+            assert optimizer_flops(sharded) <= most
+    assert INVOLUNTARY not in capfd.readouterr().err
+
+
+def optimizer_flops(step):
+    """Of the matmuls in a compiled step's update, on one device."""
+    program = hlo.parse_hlo(step.as_text())
+
+    def own(instruction, named):
+        count = hlo_cost.instruction_flops(instruction, named)
+        return 0.0 if count is not None and "/optimizer/" not in instruction.op_name else count
+
+    return hlo_cost.computation_costs(program, own)[program.entry]
