@@ -63,7 +63,7 @@ LAYOUTS = {
         {"fsdp": 2, "context": 2, "tensor": 2, **LAYERED, **GATHER},
     ],
     "experts": [
-        {"data": 2, "fsdp": 2, "expert": 2, **LAYERED, "remat": "full"},
+        {"fsdp": 2, "expert": 2, "tensor": 2, **LAYERED, "remat": "full"},
         {"pipeline": 2, "expert": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_v"},
         {"data": 2, "expert": 2, "tensor": 2, **SHARDED_GRADS, "remat": "save_matmuls"},
     ],
