@@ -72,6 +72,8 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     metadata = {"config": configs.to_dict(config), "data": data}
     checkpoints.save(0, {"params": params}, metadata)
     checkpoints.close()
+    if problem := checkpoints.outcome():
+        raise ValueError(problem)
     # Written last: without it the folder is no run.
     text = json.dumps(configs.to_dict(config), indent=2)
     (output / "config.json").write_text(text + "\n")
@@ -143,7 +145,9 @@ def _parser() -> argparse.ArgumentParser:
         "--from_hf", metavar="DIR", type=pathlib.Path, help="the model's folder, to read"
     )
     parser.add_argument("--to_hf", action="store_true", help="write a model's folder from a run")
-    parser.add_argument("--workdir", metavar="RUN", type=pathlib.Path, help="the run, with --to_hf")
+    parser.add_argument(
+        "--workdir", metavar="RUN", type=run_folder.folder, help="the run, with --to_hf"
+    )
     parser.add_argument(
         "--output", required=True, metavar="DIR", type=pathlib.Path, help="a new folder"
     )

@@ -40,7 +40,7 @@ BESIDE_TOKENIZER = (
 def add_workdir_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that works from a run's folder."""
     parser.add_argument(
-        "--workdir", required=True, metavar="DIR", type=pathlib.Path, help="the run's folder"
+        "--workdir", required=True, metavar="DIR", type=folder, help="the run's folder"
     )
     parser.add_argument(
         "--config",
@@ -54,6 +54,17 @@ def add_workdir_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="import the code from outside the package that the run's config names",
     )
+
+
+def folder(text: str) -> pathlib.Path:
+    """The type of --workdir: an empty one, such as of an unset variable, would be this folder.
+
+    Raises:
+      argparse.ArgumentTypeError: it is empty.
+    """
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty; name the run's folder, or '.' for this one")
+    return pathlib.Path(text)
 
 
 def load_config(

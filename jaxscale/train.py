@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxscale import command_line
+from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.choices import check_choice
 from jaxscale.distributed import launcher, phases, processes
@@ -47,7 +47,7 @@ def _main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--workdir",
         metavar="DIR",
-        type=pathlib.Path,
+        type=run_folder.folder,
         help="the run's folder; by default runs/NAME of the config, or the folder of a config.json",
     )
     parser.add_argument(
@@ -73,6 +73,12 @@ def _main(argv: Sequence[str]) -> int:
         "--skip_memory_check",
         action="store_true",
         help="train even where the predicted memory exceeds the device",
+    )
+    parser.add_argument(
+        "--refuse_damaged",
+        action="store_true",
+        help="stop where the newest checkpoint is damaged; otherwise it is renamed, and the run "
+        "resumes from the newest intact one",
     )
     parser.add_argument(
         "--json", metavar="FILE", type=pathlib.Path, help="write the summary of the run there too"
@@ -120,9 +126,15 @@ def _train(
     import jax  # noqa: PLC0415
 
     from jaxscale.run import trainer  # noqa: PLC0415
+    from jaxscale.run.saves import SaveError  # noqa: PLC0415
 
     with command_line.refusals():
-        ready = trainer.open_trainer(config, workdir, skip_memory_check=options.skip_memory_check)
+        ready = trainer.open_trainer(
+            config,
+            workdir,
+            skip_memory_check=options.skip_memory_check,
+            refuse_damaged=options.refuse_damaged,
+        )
     if ready is None:
         return 0
     try:
@@ -132,7 +144,7 @@ def _train(
     except trainer.Stopped as stopped:
         log.info(f"{stopped}; the same command resumes from there")
         return signals.STOPPED
-    except FloatingPointError as error:
+    except (FloatingPointError, SaveError) as error:
         command_line.refuse(str(error), status=1)
     if options.json and jax.process_index() == 0:
         options.json.write_text(json.dumps(summary, indent=2) + "\n")

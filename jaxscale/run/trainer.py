@@ -27,6 +27,8 @@ from jaxscale.run import signals
 from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
 from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.recorder import Recorder
+from jaxscale.run.resume import find_newest, resume, set_aside
+from jaxscale.run.saves import Saves
 from jaxscale.run.setup import (
     Text,
     check_memory,
@@ -37,9 +39,9 @@ from jaxscale.run.setup import (
     resolve_layout,
 )
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.checkpoint import Checkpoints, describe_difference
+from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine, make_engine
-from jaxscale.training.learning_rate import rate_change, with_schedule
+from jaxscale.training.learning_rate import with_schedule
 from jaxscale.training.step import StepMetrics, TrainState
 
 log = logging.getLogger("jaxscale")
@@ -67,12 +69,19 @@ class Trainer:
 
 
 def open_trainer(
-    config: Config, workdir: pathlib.Path, *, skip_memory_check: bool = False, **own: Any
+    config: Config,
+    workdir: pathlib.Path,
+    *,
+    skip_memory_check: bool = False,
+    refuse_damaged: bool = False,
+    **own: Any,
 ) -> Trainer | None:
     """Checks everything, reads the text, compiles the step, and restores the newest checkpoint.
 
     Args:
       skip_memory_check: compiles a step even when the predicted memory exceeds the devices'.
+      refuse_damaged: raises where the newest checkpoint is damaged; otherwise it is set aside, and
+        the run resumes from the newest one that is intact.
       own: `model`, `optimizer` and `rules` of `make_engine`.
 
     Returns:
@@ -84,10 +93,15 @@ def open_trainer(
     """
     run = config.run
     checkpoints = Checkpoints(
-        workdir / "checkpoints", keep_last=run.keep_last, keep_every=run.keep_every, report=log.info
+        workdir / "checkpoints",
+        keep_last=run.keep_last,
+        keep_every=run.keep_every,
+        report=log.info,
+        newest_file=workdir / "last_saved",
     )
-    begin = processes.from_first("newest checkpoint", checkpoints.latest() or 0)
-    config = with_schedule(config, checkpoints.metadata(begin)["config"] if begin else {})
+    found = find_newest(checkpoints, refuse_damaged=refuse_damaged)
+    begin = found.step
+    config = with_schedule(config, found.metadata.get("config", {}))
     config = resolve_layout(config, workdir)
     engine = make_engine(config, make_mesh(config.layout), **own)
     log.info(describe_layout(engine))
@@ -104,8 +118,13 @@ def open_trainer(
     text, step = _read_and_compile(config, engine, workdir)
     _log_epochs(config, text.train)
     if begin:
-        state = _resume(engine, config, checkpoints, begin, text.train)
-    elif weights:
+        phases.enter_phase("reading the checkpoint")
+        begin, state = resume(
+            found, config, engine, checkpoints, text.train, refuse_damaged=refuse_damaged
+        )
+        return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
+    set_aside(checkpoints, found.damaged, begin)
+    if weights:
         check_tokenizer(text.tokenizer, weights)
         state = initial_state(engine, weights, jax.random.key(run.seed))
     else:
@@ -132,7 +151,8 @@ def fit(
       of the run.
 
     Raises:
-      FloatingPointError: the loss or the gradient norm is not finite.
+      FloatingPointError: the loss, the gradient norm or the state to be saved is not finite.
+      SaveError: the last state could not be saved.
       Stopped: by one of `signals.SIGNALS`, after a checkpoint.
     """
     started = time.monotonic() if started is None else started
@@ -199,41 +219,6 @@ def _log_epochs(config: Config, train: Examples) -> None:
         )
 
 
-def _resume(
-    engine: Engine, config: Config, checkpoints: Checkpoints, begin: int, train: Examples
-) -> TrainState:
-    """The state of checkpoint `begin`, in the layout of this run."""
-    metadata, resolved = checkpoints.metadata(begin), configs.to_dict(config)
-    phases.enter_phase("reading the checkpoint")
-    # A run may resume in another layout, but not on other examples.
-    state = checkpoints.restore(begin, engine.placement.canonical, config=resolved)
-    state = engine.placement.from_canonical(state, donate=True)
-    if metadata["data"]["fingerprint"] != train.fingerprint:
-        raise ValueError(
-            f"the examples are not those that checkpoint {begin} was trained on: the text, its "
-            "weights, data.tokenizer, data.seed, data.seq_len, data.heldout or data.objective "
-            "changed; restore the setting, or start a new --workdir"
-        )
-    if metadata["data"]["next_example"] != begin * config.data.global_batch_size:
-        raise ValueError(
-            f"checkpoint {begin} is at example {metadata['data']['next_example']}, which "
-            f"data.global_batch_size = {config.data.global_batch_size} does not reach at that "
-            "step; restore the batch size, or start a new --workdir"
-        )
-    log.info(f"resuming at step {begin} of {config.run.steps}")
-    for line in describe_difference(metadata["config"], resolved):
-        log.info(f"  changed since: {line}")
-    if change := rate_change(metadata["config"], config, begin):
-        log.info(f"  {change}")
-    return state
-
-
-def _metadata(config: Config, train: Examples, step: int) -> dict[str, Any]:
-    next_example = step * config.data.global_batch_size
-    data = {"fingerprint": train.fingerprint, "next_example": next_example}
-    return {"config": configs.to_dict(config), "data": data}
-
-
 def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
     """The training loop. An implicit transfer between host and devices, such as of a NumPy array
     among a step's arguments, is an error. The intended ones: batches to the devices, metrics to
@@ -243,23 +228,12 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
     stream = device_batches(
         engine, text.train, data.global_batch_size, start_step=trainer.begin, workers=data.workers
     )
-    stops, saved = _Stops(), trainer.begin
-
-    def save(step: int) -> None:
-        nonlocal saved
-        phases.enter_phase("saving", step)
-        # Raises where loss or gradient norm is not finite: such a state is not saved.
-        recorder.flush()
-        with jax.transfer_guard("allow"):  # the state
-            canonical = engine.placement.to_canonical(state, on_host=True)
-            trainer.checkpoints.save(step, canonical, _metadata(config, text.train, step))
-        saved = step
+    stops = _Stops()
+    saves = Saves(config, engine.placement, text.train, trainer.checkpoints, trainer.begin)
 
     def stop(step: int, request: str) -> NoReturn:
-        if saved < step:
-            save(step)
-        phases.enter_phase("saving", step)
-        trainer.checkpoints.wait()
+        recorder.flush()
+        saves.finish(step, state)
         done = f"after step {step}, saved" if step else "before the first step"
         raise Stopped(f"{request}: stopped {done}")
 
@@ -291,12 +265,13 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
             request = stops()
             if (due or (last and text.evaluations)) and not request:
                 request = _evaluate(trainer, recorder, step, state.params, stops)
-            if last or _due(step, run.checkpoint_every):
-                save(step)
+            if saves.due(step) or last:
+                # Raises where loss or gradient norm is not finite: such a state is not saved.
+                recorder.flush()
+                saves.save(step, state)
             if request and not last:
                 stop(step, request)
-    phases.enter_phase("saving", run.steps)
-    trainer.checkpoints.wait()
+    saves.finish(run.steps, state)
     return state
 
 

@@ -1,35 +1,48 @@
 """Checkpoints: written in the background, committed all at once, read onto any layout.
 
 A checkpoint is a folder named by its step. It gets that name by one rename, after everything in
-it is on disk: a killed save leaves a folder under another name, which is never read and which the
-next save removes. Every array is stored whole, under its path in the state, so neither the layout
-nor the classes that saved it matter when it is read. The description of the arrays and what the
-caller adds (data state, config, axes) are in the same folder and the same commit. Checksums of
-both are compared on reading, so that a bit that flipped on disk does not go unnoticed.
+it is on disk and was opened as a reader would: a killed save leaves a folder under another name,
+which is never read and which the next save removes. Every array is stored whole, under its path in
+the state, so neither the layout nor the classes that saved it matter when it is read. The
+description of the arrays and what the caller adds (data state, config, axes) are in the same folder
+and the same commit. Checksums of both are compared on reading, so that a bit that flipped on disk
+does not go unnoticed.
 """
 
+import contextlib
+import glob
 import hashlib
 import json
 import logging
-import math
 import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxscale.distributed import processes
+from jaxscale.storage import durable
+from jaxscale.storage.array_sums import array_sums
+from jaxscale.storage.differences import array_differences, describe_difference, listing
 
 FORMAT = 1
-LINES = 20
-"""Differences that a message lists; it only counts the rest."""
-
 # Orbax logs each save at length; its errors are raised here, and reported once.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+
+
+class DamagedError(ValueError):
+    """A checkpoint that cannot be used, whatever the run; `reason` says why in a few words."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Checkpoints:
@@ -43,6 +56,8 @@ class Checkpoints:
       keep_last: newest checkpoints that are kept.
       keep_every: those whose step is a multiple of this are kept too; 0 is none.
       report: gets one line after each commit, and after a save or a deletion that failed.
+      newest_file: outside of the folder; gets the step of each commit, so that a folder that was
+        lost is noticed.
     """
 
     def __init__(
@@ -52,6 +67,7 @@ class Checkpoints:
         keep_last: int = 3,
         keep_every: int = 0,
         report: Callable[[str], None] = print,
+        newest_file: pathlib.Path | None = None,
     ) -> None:
         if keep_last < 1 or keep_every < 0:
             raise ValueError(
@@ -59,6 +75,13 @@ class Checkpoints:
                 f"run.keep_every = {keep_every} at least 0"
             )
         self.directory = pathlib.Path(directory).absolute()
+        if glob.has_magic(str(self.directory)):  # Orbax would take them for a pattern
+            raise ValueError(
+                f"checkpoints cannot be below {self.directory}, a path with one of * ? [; choose "
+                "another --workdir, or rename the folder"
+            )
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ValueError(f"{self.directory} is a file, and should be a folder; remove it")
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._report = report if jax.process_index() == 0 else lambda line: None
@@ -68,63 +91,69 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         self._thread: threading.Thread | None = None
-        self._failure: RuntimeError | None = None
+        self._failure = ""
+        self._newest_file = newest_file
 
-    def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, state: Any, metadata: Mapping[str, Any], *, finite: bool = False
+    ) -> None:
         """Begins a save and returns as soon as `state` may be changed or donated.
 
-        Waits first for the save before it.
+        Waits first for the save before it. A save that fails, at once or later, is reported, and
+        `outcome` says why; the checkpoints before it are as they were.
 
         Args:
           step: updates made; names the checkpoint.
           state: tree of arrays, in canonical form, in device or host memory.
           metadata: what JSON can hold; the config, under "config", is used in messages.
+          finite: refuses a state with a number that is not finite in an array of 1 or more
+            dimensions.
 
         Raises:
           ValueError: the step is already saved, or `metadata` is not JSON.
-          RuntimeError: this save, or the one before it, failed.
+          FloatingPointError: the state has a number that is not finite; nothing is written.
         """
         self.wait()
         if step in self.steps():
             raise ValueError(f"checkpoint {step} is already in {self.directory}")
         arrays = _named(state)
-        sums = _checksums(arrays)
+        sums = array_sums(arrays)
+        if finite:
+            _check_finite(step, [n for n, a in arrays.items() if a.ndim and not sums[n].finite])
         description = {
             "format": FORMAT,
-            "arrays": {n: _signature(a) | {"checksum": sums[n]} for n, a in arrays.items()},
+            "arrays": {
+                n: _signature(a) | {"checksum": sums[n].checksum} for n, a in arrays.items()
+            },
             "metadata": dict(metadata),
         }
         try:
             description = json.loads(json.dumps(description, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ValueError(f"metadata of checkpoint {step} is not JSON: {error}") from error
-        description["digest"] = _digest(description)
         self._remove_leftovers()
         begin = time.monotonic()
         try:
             self._writer.save(
-                self.directory / str(step),
-                args=ocp.args.Composite(
-                    arrays=ocp.args.PyTreeSave(arrays), description=ocp.args.JsonSave(description)
-                ),
+                self._unfinished(step),
+                args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(arrays)),
             )
         except Exception as error:
-            raise self._failed(step, error) from error
-        self._thread = threading.Thread(target=self._commit, args=(step, begin), name="commit")
+            self._fail(step, error)
+            return
+        arguments = (step, description, begin)
+        self._thread = threading.Thread(target=self._commit, args=arguments, name="commit")
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when nothing is being written.
-
-        Raises:
-          RuntimeError: the last save failed; the checkpoints before it are as they were.
-        """
+        """Returns when nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+
+    def outcome(self) -> str | None:
+        """Why the last save failed, "" if it did not; None while it is being written."""
+        return None if self._thread and self._thread.is_alive() else self._failure
 
     def close(self) -> None:
         """Waits, and stops the writer."""
@@ -137,11 +166,23 @@ class Checkpoints:
         """The steps with a committed checkpoint, in order."""
         if not self.directory.is_dir():
             return []
-        return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdecimal())
+        numbers = [p for p in self.directory.iterdir() if p.name.isdecimal() and p.is_dir()]
+        return sorted(int(p.name) for p in numbers)
 
     def latest(self) -> int | None:
-        """The newest committed step, or None."""
-        return max(self.steps(), default=None)
+        """The newest committed step, or None.
+
+        Raises:
+          ValueError: there is none, and `newest_file` says that there was.
+        """
+        newest = max(self.steps(), default=None)
+        if newest is None and self._newest_file and self._newest_file.is_file():
+            raise ValueError(
+                f"{self.directory} holds no checkpoint, and step "
+                f"{self._newest_file.read_text().strip()} was saved there: put the folder back, "
+                f"or remove {self._newest_file} to begin again from step 0"
+            )
+        return newest
 
     def metadata(self, step: int) -> dict[str, Any]:
         """The metadata that `save` was given.
@@ -185,22 +226,34 @@ class Checkpoints:
         description = self._description(step)
         wanted = _named(abstract_state)
         wanted_signatures = {name: _signature(leaf) for name, leaf in wanted.items()}
-        found = _differences(description["arrays"], wanted_signatures, part=part)
+        found = array_differences(description["arrays"], wanted_signatures, part=part)
         if found:
             saved_config = description["metadata"].get("config", {})
             changed = describe_difference(saved_config, config) if config is not None else []
             title = f"checkpoint {step} in {self.directory} does not fit this run"
-            raise ValueError(_listing(title, found, changed))
-        arrays = self._read(step, wanted)
-        saved = description["arrays"]
-        wrong = [
-            n for n, checksum in _checksums(arrays).items() if saved[n]["checksum"] != checksum
-        ]
+            raise ValueError(listing(title, found, changed))
+        arrays = self._read_everywhere(step, wanted)
+        saved, sums = description["arrays"], array_sums(arrays)
+        wrong = [name for name in arrays if saved[name]["checksum"] != sums[name].checksum]
         if wrong:
             names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")
             raise self._unusable(step, ValueError(f"bits of {names} changed since they were saved"))
         structure = jax.tree.structure(abstract_state)
         return jax.tree.unflatten(structure, [arrays[name] for name in wanted])
+
+    def _read_everywhere(self, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+        """`_read` in every process: all raise when one does, so that none waits for it."""
+        arrays, problem = {}, ["", ""]
+        try:
+            arrays = self._read(step, wanted)
+        except DamagedError as error:
+            if jax.process_count() == 1:
+                raise
+            problem = [str(error), error.reason]
+        for message, why in processes.all_reports("read of a checkpoint", problem):
+            if message:
+                raise DamagedError(message, why)
+        return arrays
 
     def _read(self, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -210,10 +263,10 @@ class Checkpoints:
             )
             for name, leaf in wanted.items()
         }
-        reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        reader = ocp.PyTreeCheckpointHandler()  # an `ocp.Checkpointer` waits for all processes
         try:
             return reader.restore(
-                self.directory / str(step) / "arrays",
+                epath.Path(self.directory / str(step) / "arrays"),
                 args=ocp.args.PyTreeRestore(
                     item=wanted, restore_args=restore_args, partial_restore=True
                 ),
@@ -225,25 +278,65 @@ class Checkpoints:
         finally:
             reader.close()
 
-    def _commit(self, step: int, begin: float) -> None:
-        """In the background: waits for the commit, reports it, and removes old checkpoints."""
+    @contextlib.contextmanager
+    def held(self, step: int) -> Iterator[bool]:
+        """Keeps a checkpoint from being deleted while it is read; whether it is still there."""
+        with durable.held(self._description_path(step)):
+            yield step in self.steps()
+
+    def set_aside(self, step: int) -> pathlib.Path:
+        """Renames a checkpoint, so that it is none any more; the new path."""
+        path = self.directory / str(step)
+        number = 1
+        while (target := path.with_name(f"{step}.damaged{number}")).exists():
+            number += 1
+        durable.move(path, target)
+        return target
+
+    def _commit(self, step: int, description: dict[str, Any], begin: float) -> None:
+        """In the background: waits for the arrays, gives the checkpoint its name, and removes old
+        ones."""
         try:
             self._writer.wait_until_finished()
+            if jax.process_index() == 0:
+                self._finish(step, description)
         except Exception as error:
-            self._failure = self._failed(step, error)
-            self._failure.__cause__ = error
-            self._report(str(self._failure))  # the next call raises it, perhaps much later
+            self._fail(step, error)
             return
+        self._failure = ""
         self._report(f"checkpoint {step} saved in {time.monotonic() - begin:.1f} s")
         if jax.process_index() == 0:
             self._remove_old()
 
-    def _failed(self, step: int, error: Exception) -> RuntimeError:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        return RuntimeError(
-            f"saving checkpoint {step} in {self.directory} failed ({reason}); "
-            f"the newest one there is {self.latest()}"
+    def _finish(self, step: int, description: dict[str, Any]) -> None:
+        """Opens what was written as a reader would, and gives it the name of a checkpoint.
+
+        Raises:
+          ValueError: it cannot be read.
+        """
+        path = self._unfinished(step)
+        saved = _open_arrays(path / "arrays")
+        if differences := array_differences(saved, description["arrays"], part=False):
+            raise ValueError(f"what was written cannot be read: {differences[0]}")
+        description["files"] = durable.describe_files(path)
+        description["digest"] = _digest(description)
+        place = path / "description"
+        place.mkdir()
+        (place / "metadata").write_text(json.dumps(description))
+        durable.sync_tree(path)
+        durable.move(path, self.directory / str(step))
+        if self._newest_file:
+            durable.replace_file(self._newest_file, f"{step}\n".encode())
+
+    def _unfinished(self, step: int) -> pathlib.Path:
+        return self.directory / f"{step}.unfinished"
+
+    def _fail(self, step: int, error: Exception) -> None:
+        self._failure = (
+            f"saving checkpoint {step} in {self.directory} failed ({durable.reason(error)}); "
+            f"the newest one there is {max(self.steps(), default=None)}"
         )
+        self._report(f"warning: {self._failure}")
 
     def _remove_old(self) -> None:
         steps = self.steps()
@@ -251,9 +344,15 @@ class Checkpoints:
             if self._keep_every and step % self._keep_every == 0:
                 continue
             path = self.directory / str(step)
+            deleted = path.with_suffix(".deleted")
             try:
-                # Under another name first: a deletion that is cut short leaves no half checkpoint.
-                shutil.rmtree(path.rename(path.with_suffix(".deleted")))
+                with durable.claimed(self._description_path(step)) as free:
+                    # Under another name first: a deletion that is cut short leaves no half
+                    # checkpoint. One that is being read is left for the next time.
+                    if free:
+                        path.rename(deleted)
+                if free:
+                    shutil.rmtree(deleted)
             except OSError as error:
                 self._report(f"checkpoint {step} is old but could not be deleted: {error}")
 
@@ -261,8 +360,12 @@ class Checkpoints:
         """Removes what killed saves and deletions left; nothing else is writing now."""
         if jax.process_index() == 0 and self.directory.is_dir():
             for path in self.directory.iterdir():
-                if path.suffix == ".deleted" or ".orbax-checkpoint-tmp" in path.name:
+                ended = path.suffix in (".deleted", ".unfinished")
+                if ended or ".orbax-checkpoint-tmp" in path.name:
                     shutil.rmtree(path, ignore_errors=True)
+
+    def _description_path(self, step: int) -> pathlib.Path:
+        return self.directory / str(step) / "description" / "metadata"
 
     def _description(self, step: int) -> dict[str, Any]:
         if step not in self.steps():
@@ -270,17 +373,19 @@ class Checkpoints:
                 f"there is no checkpoint {step} in {self.directory}; there are {self.steps()}"
             )
         try:
-            path = self.directory / str(step) / "description" / "metadata"
-            description = json.loads(path.read_text())
+            description = json.loads(self._description_path(step).read_text())
             if description.pop("digest") != _digest(description):
                 raise ValueError("its description changed since it was saved")
             if description["format"] != FORMAT:
                 raise ValueError(f"its format is {description['format']}, not {FORMAT}")
+            folder = self.directory / str(step)
+            if changed := durable.changed_file(folder, description.get("files", {})):
+                raise ValueError(changed)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._unusable(step, error) from error
         return description
 
-    def _unusable(self, step: int, error: Exception) -> ValueError:
+    def _unusable(self, step: int, error: Exception) -> DamagedError:
         before = max((other for other in self.steps() if other < step), default=None)
         advice = (
             "there is none before it"
@@ -288,33 +393,33 @@ class Checkpoints:
             else f"the one before it is {before}: remove {self.directory / str(step)} to "
             "resume from it"
         )
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        return ValueError(
-            f"checkpoint {step} in {self.directory} cannot be used ({reason}); {advice}"
+        why = durable.reason(error)
+        place = f"checkpoint {step} in {self.directory}"
+        return DamagedError(f"{place} cannot be used ({why}); {advice}", why)
+
+
+def _check_finite(step: int, names: list[str]) -> None:
+    """Refuses a state with numbers that are not finite.
+
+    Raises:
+      FloatingPointError: with the first of `names`, the arrays that have some.
+    """
+    if names:
+        raise FloatingPointError(
+            f"step {step}: {len(names)} arrays of the updated state are not finite, the first "
+            f"{names[0]}; stopped, and nothing after the last checkpoint is saved. Lower "
+            "optimizer.learning_rate, or set optimizer.clip_norm"
         )
 
 
-def describe_difference(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """One line per key that differs between two nested configs, such as "model.d_model = ..."."""
-    before, now = _flat(saved), _flat(config)
-    lines = []
-    for key in sorted(before.keys() | now.keys()):
-        if key not in now:
-            lines.append(f"{key} = {before[key]!r} when saved, no such key now")
-        elif key not in before:
-            lines.append(f"{key} = {now[key]!r} now, no such key when saved")
-        elif before[key] != now[key]:
-            lines.append(f"{key} = {before[key]!r} when saved, {now[key]!r} now")
-    return lines
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, Mapping):
-        return {prefix: list(tree) if isinstance(tree, tuple) else tree}
-    flat = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
+def _open_arrays(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """The signatures of the arrays in a folder, opened as a reader opens them; none is read."""
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        found = handler.metadata(epath.Path(path)).tree
+        return {name: _signature(array) for name, array in found.items()}
+    finally:
+        handler.close()
 
 
 def _named(state: Any) -> dict[str, Any]:
@@ -334,61 +439,6 @@ def _signature(array: Any) -> dict[str, Any]:
     return {"shape": list(array.shape), "dtype": str(array.dtype)}
 
 
-def _checksums(arrays: Mapping[str, Any]) -> dict[str, int]:
-    """A number per array that depends on every bit of it and not on its layout."""
-    # One after the other: arrays that are offloaded to host memory are copied to the device.
-    return {name: int(_checksum(array)) for name, array in arrays.items()}
-
-
-@jax.jit
-def _checksum(array: jax.Array) -> jax.Array:
-    """Sum modulo 2^32 of the words, each times an odd number that depends on its position.
-
-    Integer sums are exact in any order, so shards may be added in any; multiplying by an odd number
-    is invertible, so a change of a single word always shows.
-    """
-    # XLA computes only with arrays in device memory.
-    array = jax.device_put(array, jax.memory.Space.Device)
-    if array.dtype == jnp.bool_:
-        array = array.astype(jnp.uint8)
-    bits = min(32, 8 * array.dtype.itemsize)
-    words = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
-    place = jnp.zeros(words.shape, jnp.uint32)
-    for dim in range(words.ndim):
-        stride = jnp.uint32(math.prod(words.shape[dim + 1 :]) % 2**32)
-        place += stride * jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-    return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
-
-
 def _digest(description: Mapping[str, Any]) -> str:
     text = json.dumps(description, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _differences(saved: dict[str, dict], wanted: dict[str, dict], *, part: bool) -> list[str]:
-    """One line per array that does not match, the parameters before what is derived from them."""
-    lines = []
-    for name in sorted(saved.keys() | wanted.keys(), key=lambda name: (name.count("/"), name)):
-        if name not in saved:
-            lines.append(f"{name}: not in the checkpoint")
-        elif name not in wanted:
-            if not part:
-                lines.append(f"{name}: only in the checkpoint")
-        else:
-            changes = [
-                f"{key} {saved[name][key]} saved, {wanted[name][key]} wanted"
-                for key in ("shape", "dtype")
-                if saved[name][key] != wanted[name][key]
-            ]
-            lines += [f"{name}: {'; '.join(changes)}"] if changes else []
-    return lines
-
-
-def _listing(title: str, found: list[str], changed: list[str]) -> str:
-    lines = [f"{title}; {len(found)} arrays differ:", *(f"  {line}" for line in found[:LINES])]
-    if len(found) > LINES:
-        lines.append(f"  and {len(found) - LINES} more")
-    if changed:
-        lines += ["settings that changed since it was saved:"]
-        lines += [f"  config.{line}" for line in changed[:LINES]]
-    return "\n".join(lines)

@@ -1,0 +1,139 @@
+"""Where a run resumes: at its newest checkpoint that is intact."""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxscale import config as configs
+from jaxscale.config import Config
+from jaxscale.data.dataset import Examples
+from jaxscale.distributed import processes
+from jaxscale.storage.differences import describe_difference
+from jaxscale.training.checkpoint import Checkpoints, DamagedError
+from jaxscale.training.engine import Engine
+from jaxscale.training.learning_rate import rate_change
+from jaxscale.training.step import TrainState
+
+log = logging.getLogger("jaxscale")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest checkpoint that looks intact; those above it do not."""
+
+    step: int  # 0: none
+    metadata: dict[str, Any] = field(default_factory=dict)
+    damaged: dict[int, str] = field(default_factory=dict)  # newer steps, and why
+
+
+def find_newest(checkpoints: Checkpoints, *, refuse_damaged: bool = False) -> Found:
+    """The newest checkpoint whose files are there and whose description is intact. Its arrays are
+    checked when they are read.
+
+    Raises:
+      DamagedError: there are checkpoints and none is intact; or with `refuse_damaged`, the newest
+        one is not.
+    """
+    found = processes.from_first("newest checkpoint", _search(checkpoints, refuse_damaged))
+    if isinstance(found[0], str):
+        raise DamagedError(*found)
+    step, damaged = found
+    metadata = checkpoints.metadata(step) if step else {}
+    return Found(step, metadata, {int(number): why for number, why in damaged.items()})
+
+
+def _search(checkpoints: Checkpoints, refuse_damaged: bool) -> list[Any]:
+    """The step and the damaged ones above it; or the message and reason of a refusal."""
+    if jax.process_index() != 0:
+        return []
+    damaged, first = {}, None
+    checkpoints.latest()  # refuses a folder that was lost
+    for step in reversed(checkpoints.steps()):
+        try:
+            checkpoints.metadata(step)
+        except DamagedError as error:
+            first = first or [str(error), error.reason]
+            if refuse_damaged:
+                break
+            damaged[str(step)] = error.reason
+        else:
+            return [step, damaged]
+    return first or [0, {}]
+
+
+def resume(
+    found: Found,
+    config: Config,
+    engine: Engine,
+    checkpoints: Checkpoints,
+    train: Examples,
+    *,
+    refuse_damaged: bool = False,
+) -> tuple[int, TrainState]:
+    """The step and the state of the newest intact checkpoint, in the layout of this run. Damaged
+    ones above it are renamed, once one is read.
+
+    Raises:
+      ValueError: the checkpoint is of another run; or none is intact.
+      DamagedError: with `refuse_damaged`, when one is.
+    """
+    resolved, damaged, first = configs.to_dict(config), dict(found.damaged), None
+    for step in reversed([step for step in checkpoints.steps() if step <= found.step]):
+        try:
+            metadata = checkpoints.metadata(step)
+            state = checkpoints.restore(step, engine.placement.canonical, config=resolved)
+            break
+        except DamagedError as error:
+            if refuse_damaged:
+                raise
+            first, damaged[step] = first or error, error.reason
+    else:
+        assert first, "`found` is a checkpoint"
+        raise first
+    state = engine.placement.from_canonical(state, donate=True)
+    _check_examples(step, metadata, config, train)
+    set_aside(checkpoints, damaged, step)
+    log.info(f"resuming at step {step} of {config.run.steps}")
+    for line in describe_difference(metadata["config"], resolved):
+        log.info(f"  changed since: {line}")
+    if change := rate_change(metadata["config"], config, step):
+        log.info(f"  {change}")
+    return step, state
+
+
+def set_aside(checkpoints: Checkpoints, damaged: dict[int, str], step: int) -> None:
+    """Renames damaged checkpoints, with a line for each.
+
+    Args:
+      damaged: their steps, and why.
+      step: where the run resumes.
+    """
+    for number, why in sorted(damaged.items()):
+        if jax.process_index() == 0:
+            path = checkpoints.set_aside(number)
+            log.warning(
+                f"warning: checkpoint {number} is damaged ({why}) and is now {path}; the newest "
+                f"intact one is {step}"
+            )
+
+
+def _check_examples(step: int, metadata: dict[str, Any], config: Config, train: Examples) -> None:
+    """A run may resume in another layout, but not on other examples.
+
+    Raises:
+      ValueError: with what may have changed.
+    """
+    if metadata["data"]["fingerprint"] != train.fingerprint:
+        raise ValueError(
+            f"the examples are not those that checkpoint {step} was trained on: the text, its "
+            "weights, data.tokenizer, data.seed, data.seq_len, data.heldout or data.objective "
+            "changed; restore the setting, or start a new --workdir"
+        )
+    if metadata["data"]["next_example"] != step * config.data.global_batch_size:
+        raise ValueError(
+            f"checkpoint {step} is at example {metadata['data']['next_example']}, which "
+            f"data.global_batch_size = {config.data.global_batch_size} does not reach at that "
+            "step; restore the batch size, or start a new --workdir"
+        )

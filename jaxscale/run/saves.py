@@ -1,0 +1,103 @@
+"""When a run saves its state, and what happens when a save fails."""
+
+import logging
+import time
+from typing import Any
+
+import jax
+
+from jaxscale import config as configs
+from jaxscale.config import Config
+from jaxscale.data.dataset import Examples
+from jaxscale.distributed import phases, processes
+from jaxscale.pipeline.layer_placement import LayerPlacement
+from jaxscale.training.checkpoint import Checkpoints
+from jaxscale.training.step import TrainState
+
+log = logging.getLogger("jaxscale")
+
+PAUSES_SECONDS = (1.0, 5.0)
+"""Between attempts to save the last state of a run."""
+
+
+class SaveError(RuntimeError):
+    """The last state of a run could not be saved."""
+
+
+class Saves:
+    """Saves a state when it is due, and again after a save that failed: after one step, then two,
+    four, ..., while training goes on.
+
+    Every process of a run makes the same calls.
+
+    Args:
+      begin: the step that the run began at, which is saved.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        placement: LayerPlacement,
+        train: Examples,
+        checkpoints: Checkpoints,
+        begin: int,
+    ) -> None:
+        self._config, self._placement, self._train = config, placement, train
+        self._checkpoints = checkpoints
+        self._begun = begin  # the step of the last save
+        self._writing = False
+        self._retry_in = 1
+        self._retry_at: int | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` is to be saved, as `run.checkpoint_every` says or because
+        the last save failed; call it after each step."""
+        if self._writing:
+            outcome = processes.from_first("outcome of a save", self._checkpoints.outcome())
+            if outcome is not None:
+                self._writing = False
+                if outcome:
+                    self._retry_at = step + self._retry_in - 1
+                    self._retry_in *= 2
+                else:
+                    self._retry_at, self._retry_in = None, 1
+        period = self._config.run.checkpoint_every
+        regular = period > 0 and step % period == 0
+        return regular or (self._retry_at is not None and step >= self._retry_at)
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Begins to save the state after `step`, in the background.
+
+        Raises:
+          FloatingPointError: it is not finite; nothing is written.
+        """
+        phases.enter_phase("saving", step)
+        with jax.transfer_guard("allow"):
+            saved = self._placement.to_canonical(state, on_host=True)
+            self._checkpoints.save(step, saved, self._metadata(step), finite=True)
+        self._begun, self._writing, self._retry_at = step, True, None
+
+    def finish(self, step: int, state: TrainState) -> None:
+        """Returns when the state after `step` is saved; tries several times.
+
+        Raises:
+          FloatingPointError: it is not finite.
+          SaveError: every attempt failed.
+        """
+        if self._begun < step:
+            self.save(step, state)
+        phases.enter_phase("saving", step)
+        for pause in (*PAUSES_SECONDS, None):
+            self._checkpoints.wait()
+            outcome = processes.from_first("outcome of a save", self._checkpoints.outcome())
+            if not outcome:
+                return
+            if pause is None:
+                raise SaveError(f"{outcome}, from where the same command resumes")
+            time.sleep(pause)
+            self.save(step, state)
+
+    def _metadata(self, step: int) -> dict[str, Any]:
+        next_example = step * self._config.data.global_batch_size
+        data = {"fingerprint": self._train.fingerprint, "next_example": next_example}
+        return {"config": configs.to_dict(self._config), "data": data}

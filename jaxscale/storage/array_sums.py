@@ -1,0 +1,135 @@
+"""Sums over the bits of arrays, whatever their layout, and whether all their numbers are finite."""
+
+import concurrent.futures
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_CHUNK = 2**15
+"""Words that are summed at a time on the host: they and their weights fit a core's cache."""
+
+_ODD = 2 * np.arange(_CHUNK, dtype=np.uint32) + 1
+
+
+class ArraySum(NamedTuple):
+    """What `array_sums` finds of an array."""
+
+    checksum: int
+    finite: bool  # True for whole numbers
+
+
+def array_sums(arrays: Mapping[str, Any]) -> dict[str, ArraySum]:
+    """A number per array that depends on every bit of it and not on its layout: the sum modulo
+    2^32 of its words, each times an odd number that depends on its position.
+
+    Integer sums are exact in any order, so shards may be added in any; multiplying by an odd number
+    is invertible, so a change of a single word always shows.
+    """
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        on_host = {
+            name: pool.submit(_host_sum, array)
+            for name, array in arrays.items()
+            if _is_in_host_memory(array)
+        }
+        # One after the other: arrays that are offloaded to host memory are copied to the device.
+        sums = {
+            name: ArraySum(*(value.item() for value in jax.device_get(device_sum(array))))
+            for name, array in arrays.items()
+            if name not in on_host
+        }
+        return {n: sums[n] if n in sums else on_host[n].result() for n in arrays}
+
+
+@jax.jit
+def device_sum(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The checksum of one array, and whether it is finite, computed where it is."""
+    # XLA computes only with arrays in device memory.
+    array = jax.device_put(array, jax.memory.Space.Device)
+    finite = jnp.all(jnp.isfinite(array))
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.uint8)
+    bits = min(32, 8 * array.dtype.itemsize)
+    words = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
+    place = jnp.zeros(words.shape, jnp.uint32)
+    for dim in range(words.ndim):
+        stride = jnp.uint32(math.prod(words.shape[dim + 1 :]) % 2**32)
+        place += stride * jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+    return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32), finite
+
+
+def _is_in_host_memory(array: Any) -> bool:
+    """Whether NumPy reads it in place: XLA's sums on a CPU take several times as long."""
+    if not isinstance(array, jax.Array):
+        return True
+    return array.is_fully_addressable and all(d.platform == "cpu" for d in array.devices())
+
+
+def _host_sum(array: Any) -> ArraySum:
+    """`device_sum` by NumPy, shard by shard."""
+    if not isinstance(array, jax.Array):
+        return _block_sum(np.asarray(array), (slice(None),) * np.ndim(array), np.shape(array))
+    parts = [
+        _block_sum(np.asarray(shard.data), shard.index, array.shape)
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
+    return ArraySum(sum(p.checksum for p in parts) % 2**32, all(p.finite for p in parts))
+
+
+def _block_sum(block: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...]) -> ArraySum:
+    """The share of one block of an array, which is at `index` of `shape`."""
+    words, limit = _words(np.ascontiguousarray(block).reshape(block.shape or (1,)))
+    if not words.size:
+        return ArraySum(0, True)
+    shape, index = (shape, index) if shape else ((1,), (slice(None),))
+    width = words.shape[-1] // block.shape[-1] if block.ndim else words.shape[-1]
+    starts = _row_starts(index, shape, block.shape[:-1], width)
+    rows = words.reshape(-1, words.shape[-1])
+    if block.shape[1:] == shape[1:]:  # consecutive words
+        rows, starts = rows.reshape(1, -1), starts[:1]
+    total, largest = 0, 0
+    for first in range(0, rows.shape[1], _CHUNK):
+        step = max(1, _CHUNK // min(rows.shape[1], _CHUNK))
+        for row in range(0, len(rows), step):
+            part = rows[row : row + step, first : first + _CHUNK]
+            weighted = np.multiply(part, _ODD[: part.shape[1]], dtype=np.uint32)
+            plain = np.add.reduce(part, axis=1, dtype=np.uint32)
+            places = starts[row : row + step] + np.uint32(first % 2**32)
+            total += int(np.add.reduce(weighted, axis=None, dtype=np.uint32))
+            total += int(np.add.reduce(2 * places * plain, dtype=np.uint32))
+            if limit:
+                largest = max(largest, int(np.max(part & part.dtype.type(limit[0]))))
+    if limit:
+        return ArraySum(total % 2**32, largest < limit[1])
+    finite = block.dtype.kind in "iub" or bool(np.all(np.isfinite(block)))
+    return ArraySum(total % 2**32, finite)
+
+
+def _words(block: np.ndarray) -> tuple[np.ndarray, tuple[int, int] | None]:
+    """The words of a block of 1 or more dimensions; and a mask of the bits of their absolute value
+    with its least value that is not finite, where that is simple."""
+    bits = min(32, 8 * block.dtype.itemsize)
+    limits = {"float32": (2**31 - 1, 0x7F800000), "bfloat16": (2**15 - 1, 0x7F80)}
+    return block.view(f"uint{bits}"), limits.get(block.dtype.name)
+
+
+def _row_starts(
+    index: tuple[slice, ...], shape: tuple[int, ...], rows: tuple[int, ...], width: int
+) -> np.ndarray:
+    """The place modulo 2^32 of the first word of each row of a block, flat.
+
+    Args:
+      rows: the dimensions of the block but the last.
+      width: words of an element.
+    """
+    starts = np.full((1,) * len(rows), (index[-1].start or 0) * width, np.uint64)
+    for dim, length in enumerate(rows):
+        stride = math.prod(shape[dim + 1 :]) * width
+        places = (np.arange(length, dtype=np.uint64) + (index[dim].start or 0)) * np.uint64(stride)
+        starts = starts + places.reshape([-1 if d == dim else 1 for d in range(len(rows))])
+    return starts.reshape(-1).astype(np.uint32)

@@ -1,0 +1,65 @@
+"""What differs between what was saved and what is wanted, in lines for a person."""
+
+from collections.abc import Mapping
+from typing import Any
+
+LINES = 20
+"""Differences that a message lists; it only counts the rest."""
+
+
+def describe_difference(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """One line per key that differs between two nested configs, such as "model.d_model = ..."."""
+    before, now = _flat(saved), _flat(config)
+    lines = []
+    for key in sorted(before.keys() | now.keys()):
+        if key not in now:
+            lines.append(f"{key} = {before[key]!r} when saved, no such key now")
+        elif key not in before:
+            lines.append(f"{key} = {now[key]!r} now, no such key when saved")
+        elif before[key] != now[key]:
+            lines.append(f"{key} = {before[key]!r} when saved, {now[key]!r} now")
+    return lines
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        return {prefix: list(tree) if isinstance(tree, tuple) else tree}
+    flat = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def array_differences(saved: dict[str, dict], wanted: dict[str, dict], *, part: bool) -> list[str]:
+    """One line per array that does not match, the parameters before what is derived from them.
+
+    Args:
+      saved, wanted: "shape" and "dtype" of each array by name.
+      part: whether more may be saved than is wanted.
+    """
+    lines = []
+    for name in sorted(saved.keys() | wanted.keys(), key=lambda name: (name.count("/"), name)):
+        if name not in saved:
+            lines.append(f"{name}: not in the checkpoint")
+        elif name not in wanted:
+            if not part:
+                lines.append(f"{name}: only in the checkpoint")
+        else:
+            changes = [
+                f"{key} {saved[name][key]} saved, {wanted[name][key]} wanted"
+                for key in ("shape", "dtype")
+                if saved[name][key] != wanted[name][key]
+            ]
+            lines += [f"{name}: {'; '.join(changes)}"] if changes else []
+    return lines
+
+
+def listing(title: str, found: list[str], changed: list[str]) -> str:
+    """A message with the arrays that differ, and the settings that changed, one on a line."""
+    lines = [f"{title}; {len(found)} arrays differ:", *(f"  {line}" for line in found[:LINES])]
+    if len(found) > LINES:
+        lines.append(f"  and {len(found) - LINES} more")
+    if changed:
+        lines += ["settings that changed since it was saved:"]
+        lines += [f"  config.{line}" for line in changed[:LINES]]
+    return "\n".join(lines)

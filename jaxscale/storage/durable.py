@@ -1,0 +1,115 @@
+"""Files that are on disk when we say so, hold while they are read, and show when they changed."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+
+SMALL_BYTES = 2**20
+"""Files up to this size are compared by digest; of larger ones the size, and what they hold when
+it is read."""
+
+_REASONS = sorted({os.strerror(code) for code in errno.errorcode}, key=len, reverse=True)
+
+
+def sync(path: pathlib.Path) -> None:
+    """Returns when the content of a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: pathlib.Path) -> None:
+    """`sync` of everything in a folder, and of the folder."""
+    for place, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            sync(pathlib.Path(place, name))
+        sync(pathlib.Path(place))
+
+
+def replace_file(path: pathlib.Path, data: bytes) -> None:
+    """Writes a file as a whole: after a crash there is the old one or the new one, on disk."""
+    beside = path.with_name(f"{path.name}.new")
+    with open(beside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    move(beside, path)
+
+
+def move(path: pathlib.Path, target: pathlib.Path) -> None:
+    """Renames a file or folder that is on disk, and returns when its new name is, too."""
+    os.replace(path, target)
+    sync(target.parent)
+
+
+@contextlib.contextmanager
+def held(path: pathlib.Path) -> Iterator[None]:
+    """Keeps others from `claimed` of this file; waits while somebody has claimed it.
+
+    Where the file is gone, or the file system has no locks, nothing is held.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            fcntl.flock(stack.enter_context(open(path, "rb")), fcntl.LOCK_SH)
+        yield
+
+
+@contextlib.contextmanager
+def claimed(path: pathlib.Path) -> Iterator[bool]:
+    """Whether nobody holds this file; nobody will before the end of the context."""
+    with contextlib.ExitStack() as stack:
+        free = True
+        try:
+            file = stack.enter_context(open(path, "r+b"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free = False
+        except OSError:  # no such file, or no locks there
+            pass
+        yield free
+
+
+def describe_files(folder: pathlib.Path) -> dict[str, list]:
+    """Size, and for small ones the digest, of each file below a folder, for `changed_file`."""
+    return {
+        str(path.relative_to(folder)): _describe(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def changed_file(folder: pathlib.Path, files: Mapping[str, list]) -> str:
+    """What is wrong with the first of these files that is not as `describe_files` found it; "" if
+    all are. Reads only the small ones."""
+    for name, (size, digest) in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        found, found_digest = _describe(path)
+        if found != size:
+            return f"{path} has {found} bytes, and {size} were written"
+        if found_digest != digest:
+            return f"{path} changed since it was written"
+    return ""
+
+
+def _describe(path: pathlib.Path) -> list:
+    size = path.stat().st_size
+    if size > SMALL_BYTES:
+        return [size, ""]
+    return [size, hashlib.sha256(path.read_bytes()).hexdigest()]
+
+
+def reason(error: BaseException) -> str:
+    """Why something failed, in a few words: the operating system's, where a message has them."""
+    text = f"{type(error).__name__}: {error}"
+    for known in _REASONS:
+        if known in text:
+            return known
+    return text.splitlines()[0][:300]

@@ -1,0 +1,176 @@
+"""A run survives saves that fail, checkpoints that are damaged or lost, and a state that is not
+finite: nothing that was good is given up."""
+
+import dataclasses
+import errno
+import logging
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxscale import config as configs
+from jaxscale.run import saves, trainer
+from jaxscale.run.saves import SaveError
+from jaxscale.training.checkpoint import Checkpoints, DamagedError
+from tests.run.test_trainer import count
+
+SETTINGS = [
+    "model.num_layers=1",
+    "model.d_model=16",
+    "model.d_ff=16",
+    "data.seq_len=32",
+    "data.heldout=0",
+    "run.steps=6",
+    "run.checkpoint_every=2",
+    "run.keep_last=2",
+]
+
+
+def reopen(workdir, *overrides, **options):
+    """The trainer of a folder, with a step that only counts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "compile_step", lambda engine: count)
+        config = configs.load("configs/tiny.py", [*SETTINGS, *overrides])
+        ready = trainer.open_trainer(config, workdir, **options)
+    assert ready
+    return ready
+
+
+@pytest.fixture(scope="session")
+def fresh(tmp_path_factory):
+    return reopen(tmp_path_factory.mktemp("fresh"))
+
+
+@pytest.fixture
+def ready(fresh, tmp_path):
+    """A trainer of a new folder; its state is not donated."""
+    place = tmp_path / "checkpoints"
+    marker = tmp_path / "last_saved"
+    checkpoints = Checkpoints(place, keep_last=2, report=trainer.log.info, newest_file=marker)
+    return dataclasses.replace(fresh, workdir=tmp_path, checkpoints=checkpoints)
+
+
+@pytest.fixture
+def lines(caplog):
+    caplog.set_level(logging.INFO, "jaxscale")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def full(checkpoints, monkeypatch, times):
+    """The disk has no room the first so many times."""
+    before, left = checkpoints._writer.save, iter(range(times))
+
+    def save(*arguments, **named):
+        if next(left, None) is not None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        before(*arguments, **named)
+
+    monkeypatch.setattr(checkpoints._writer, "save", save)
+
+
+def test_a_failed_save_is_repeated_while_training_goes_on(ready, monkeypatch, lines):
+    """At the next step, then after two more, and when one is due anyway."""
+    full(ready.checkpoints, monkeypatch, 3)
+    trainer.fit(ready, trackers=())
+    warnings = [line for line in lines() if line.startswith("warning")]
+    assert [line.split()[3] for line in warnings] == ["2", "3", "4"]
+    assert all("failed (No space left on device); the newest" in line for line in warnings)
+    saved = [line.split()[1] for line in lines() if " saved in " in line]
+    assert saved in (["6"], ["5", "6"], ["8", "6"])
+    assert ready.checkpoints.steps()[-1] == 6
+
+
+def test_the_last_save_is_tried_again_then_refused(ready, monkeypatch):
+    monkeypatch.setattr(saves, "PAUSES_SECONDS", (0.0, 0.0))
+    full(ready.checkpoints, monkeypatch, 99)
+    with pytest.raises(SaveError, match=r"saving checkpoint 6 .*\(No space left on device\)"):
+        trainer.fit(ready, trackers=())
+    assert ready.checkpoints.steps() == []
+
+
+def test_the_last_save_succeeds_when_there_is_room_again(ready, monkeypatch):
+    monkeypatch.setattr(saves, "PAUSES_SECONDS", (0.0, 0.0))
+    config = dataclasses.replace(ready.config.run, checkpoint_every=0)
+    config = dataclasses.replace(ready.config, run=config)
+    full(ready.checkpoints, monkeypatch, 2)
+    trainer.fit(dataclasses.replace(ready, config=config), trackers=())
+    assert ready.checkpoints.steps() == [6]
+
+
+@jax.jit
+def poison(state, batch):
+    """Loss and gradient norm are finite, and at step 4 the state is not."""
+    state, metrics = count(state, batch)
+    bad = jnp.where(state.step == 4, jnp.inf, 1.0)
+    scaled = jax.tree.map(lambda x: x * bad.astype(x.dtype), state.params["head"])
+    return state._replace(params={**state.params, "head": scaled}), metrics
+
+
+def test_a_state_that_is_not_finite_is_not_saved_and_the_good_one_stays(ready):
+    run = dataclasses.replace(ready.config.run, keep_last=1)
+    config = dataclasses.replace(ready.config, run=run)
+    with pytest.raises(FloatingPointError, match=r"step 4: . arrays .* the first params/head/"):
+        trainer.fit(dataclasses.replace(ready, config=config, step=poison), trackers=())
+    assert ready.checkpoints.steps() == [2]
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A run of six steps, with checkpoints 4 and 6."""
+    workdir = tmp_path_factory.mktemp("finished") / "run"
+    trainer.fit(reopen(workdir), trackers=())
+    return workdir
+
+
+@pytest.fixture
+def begun(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def values(workdir, step):
+    files = (workdir / "checkpoints" / str(step)).rglob("d/*")
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def test_a_damaged_checkpoint_is_set_aside(begun, lines):
+    """Its bits are compared: the description and all sizes are as they were."""
+    flip(values(begun, 6))
+    with pytest.raises(DamagedError, match=r"checkpoint 6 .* cannot be used"):
+        reopen(begun, "run.steps=8", refuse_damaged=True)
+    ready = reopen(begun, "run.steps=8")
+    assert (ready.begin, int(ready.state.step)) == (4, 4)
+    names = sorted(path.name for path in (begun / "checkpoints").iterdir())
+    assert names == ["4", "6.damaged1"]
+    (line,) = [line for line in lines() if line.startswith("warning")]
+    assert line.startswith("warning: checkpoint 6 is damaged (")
+    assert line.endswith("6.damaged1; the newest intact one is 4")
+
+
+def test_nothing_is_renamed_where_no_checkpoint_is_intact(begun):
+    for step in (4, 6):
+        values(begun, step).unlink()
+    with pytest.raises(DamagedError, match=r"checkpoint 6 .* is missing"):
+        reopen(begun, "run.steps=8")
+    assert sorted(path.name for path in (begun / "checkpoints").iterdir()) == ["4", "6"]
+
+
+def test_a_lost_folder_of_checkpoints_is_no_new_run(begun):
+    metrics = (begun / "metrics.jsonl").read_text()
+    shutil.rmtree(begun / "checkpoints")
+    with pytest.raises(ValueError, match=r"holds no checkpoint, and step 6 was saved there: put"):
+        reopen(begun, "run.steps=8")
+    assert (begun / "metrics.jsonl").read_text() == metrics
+
+
+def test_a_file_with_the_name_of_a_step_is_no_checkpoint(begun):
+    (begun / "checkpoints" / "99").write_text("")
+    assert reopen(begun, "run.steps=8").begin == 6
