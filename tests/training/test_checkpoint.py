@@ -483,6 +483,8 @@ def test_a_checksum_sees_every_bit_and_every_place(dtype: str) -> None:
     sums = np.asarray(jax.vmap(array_sums.device_sum)(jnp.asarray(arrays))[0])
     assert len(sums) > 24
     assert not np.any(sums[1:] == sums[0])
+    on_host = array_sums.array_sums({str(i): array for i, array in enumerate(arrays[:300])})
+    assert [one.checksum for one in on_host.values()] == sums[:300].tolist()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
@@ -496,7 +498,18 @@ def test_a_checksum_is_of_the_array_not_of_its_layout(dtype: str) -> None:
     for spec in ((), ("fsdp",), (None, "tensor", "fsdp"), (("fsdp", "tensor"),)):
         for memory in ("device", "pinned_host"):
             sharding = NamedSharding(mesh, PartitionSpec(*spec), memory_kind=memory)
-            assert int(array_sums.device_sum(jax.device_put(array, sharding))[0]) == expected
+            placed = jax.device_put(array, sharding)
+            assert int(array_sums.device_sum(placed)[0]) == expected
+            assert array_sums.array_sums({"": placed})[""].checksum == expected
+
+
+@pytest.mark.parametrize("shape", [(3, 40_000), (70_000,), (5, 33_000, 2), ()])
+def test_sums_of_long_rows_are_those_of_the_device(shape: tuple[int, ...]) -> None:
+    array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    for value in (0.0, np.nan):
+        array[(0,) * len(shape)] = value
+        found = array_sums.array_sums({"": array})[""]
+        assert found == tuple(map(np.asarray, array_sums.device_sum(jnp.asarray(array))))
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a*", "a?"])
