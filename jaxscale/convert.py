@@ -96,8 +96,8 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
     config = run_folder.load_config(workdir, overrides)
     config = run_folder.fit_devices(config, jax.device_count(), overrides)
     _, engine = setup.open_engine(setup.for_sampling(config))
-    step, params, _ = setup.restore_params(engine, workdir)
     tokenizer = setup.open_tokenizer(config, workdir)
+    step, params, _ = setup.restore_params(engine, workdir, tokenizer)
     tensors = write_model(
         output,
         config.model,

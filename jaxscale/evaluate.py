@@ -81,7 +81,7 @@ def _answer(
     with command_line.refusals():
         tokenizer = setup.open_tokenizer(config, options.workdir)
         _, engine = setup.open_engine(setup.for_sampling(config))
-        step, params, _ = setup.restore_params(engine, options.workdir)
+        step, params, _ = setup.restore_params(engine, options.workdir, tokenizer)
         scores = score_choices(engine, params, tokenizer, questions)
     result: dict[str, Any] = {"step": step, "questions": len(questions)}
     lines = [f"  questions           {len(questions):,}"]

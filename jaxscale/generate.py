@@ -63,7 +63,7 @@ def _generate(
         config = run_folder.fit_devices(config, jax.device_count(), overrides)
         tokenizer = setup.open_tokenizer(config, options.workdir)
         _, engine = setup.open_engine(setup.for_sampling(config))
-        step, params, _ = setup.restore_params(engine, options.workdir)
+        step, params, _ = setup.restore_params(engine, options.workdir, tokenizer)
         given = [
             prompt if isinstance(prompt, str) else sampling.encode_messages(tokenizer, prompt)
             for prompt in prompts

@@ -8,9 +8,9 @@ import jax
 
 from jaxscale import config as configs
 from jaxscale.config import Config
-from jaxscale.data.dataset import Examples
 from jaxscale.distributed import phases, processes
 from jaxscale.pipeline.layer_placement import LayerPlacement
+from jaxscale.run.setup import Text
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.step import TrainState
 
@@ -38,11 +38,11 @@ class Saves:
         self,
         config: Config,
         placement: LayerPlacement,
-        train: Examples,
+        text: Text,
         checkpoints: Checkpoints,
         begin: int,
     ) -> None:
-        self._config, self._placement, self._train = config, placement, train
+        self._config, self._placement, self._text = config, placement, text
         self._checkpoints = checkpoints
         self._begun = begin  # the step of the last save
         self._writing = False
@@ -99,5 +99,9 @@ class Saves:
 
     def _metadata(self, step: int) -> dict[str, Any]:
         next_example = step * self._config.data.global_batch_size
-        data = {"fingerprint": self._train.fingerprint, "next_example": next_example}
+        data = {
+            "fingerprint": self._text.train.fingerprint,
+            "next_example": next_example,
+            "tokenizer": self._text.tokenizer.fingerprint,
+        }
         return {"config": configs.to_dict(self._config), "data": data}

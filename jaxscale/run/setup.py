@@ -1,5 +1,6 @@
 """What the commands share: opening a run's engine, text and parameters, and evaluation."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -45,6 +46,17 @@ class Text:
     train: Examples
     heldout: Examples | None
     validation: Mapping[str, Examples] = field(default_factory=dict)
+    verification: tuple[concurrent.futures.Future, ...] = ()  # of tokens on disk, under way
+
+    def check_tokens(self) -> None:
+        """Call it from time to time.
+
+        Raises:
+          ValueError: a file of tokens was found to have changed since it was written.
+        """
+        for outcome in self.verification:
+            if outcome.done():
+                outcome.result()
 
     @property
     def evaluations(self) -> dict[str, Examples]:
@@ -228,6 +240,8 @@ def open_text(config: Config, workdir: pathlib.Path) -> Text:
     )
     tokenizer = _fitting(tokenizer, config)
     corpus = open_corpus(data.source, tokenizer, workdir / "tokens")
+    share = jax.process_index(), jax.process_count()
+    verification = [corpus.verify(*share)]
     size = config.model.vocab_size
     train = open_examples(data, tokenizer, corpus, split="train", vocab_size=size)
     heldout = None
@@ -239,7 +253,8 @@ def open_text(config: Config, workdir: pathlib.Path) -> Text:
         )
         for source in data.validation
     }
-    return Text(tokenizer, train, heldout, validation)
+    verification += [one.stream.corpus.verify(*share) for one in validation.values()]
+    return Text(tokenizer, train, heldout, validation, tuple(verification))
 
 
 def keep_tokenizer(config: Config, tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
@@ -281,9 +296,14 @@ def _fitting(tokenizer: Tokenizer, config: Config) -> Tokenizer:
     return tokenizer
 
 
-def restore_params(engine: Engine, workdir: pathlib.Path) -> tuple[int, Any, dict[str, Any]]:
+def restore_params(
+    engine: Engine, workdir: pathlib.Path, tokenizer: Tokenizer | None = None
+) -> tuple[int, Any, dict[str, Any]]:
     """The newest checkpoint's step, its parameters on this engine's mesh in canonical form, and
-    its metadata.
+    its metadata. It is not deleted meanwhile by a run that goes on.
+
+    Args:
+      tokenizer: is compared with the one that the checkpoint was trained with.
 
     Raises:
       FileNotFoundError: the run has no checkpoint yet.
@@ -291,17 +311,47 @@ def restore_params(engine: Engine, workdir: pathlib.Path) -> tuple[int, Any, dic
     """
     checkpoints = Checkpoints(workdir / "checkpoints")
     try:
-        step = processes.from_first("newest checkpoint", checkpoints.latest())
-        if step is None:
-            raise FileNotFoundError(
-                f"--workdir {workdir} holds no checkpoint yet; the command that trains it writes "
-                "one every run.checkpoint_every steps, and at the end"
-            )
-        wanted = {"params": engine.placement.canonical.params}
-        params = checkpoints.restore(step, wanted, part=True)["params"]
-        return step, params, checkpoints.metadata(step)
+        with newest_held(checkpoints) as step:
+            if step is None:
+                raise FileNotFoundError(
+                    f"--workdir {workdir} holds no checkpoint yet; the command that trains it "
+                    "writes one every run.checkpoint_every steps, and at the end"
+                )
+            metadata = checkpoints.metadata(step)
+            if tokenizer:
+                check_tokenizer_of(metadata, tokenizer, f"checkpoint {step} in {workdir}")
+            wanted = {"params": engine.placement.canonical.params}
+            params = checkpoints.restore(step, wanted, part=True)["params"]
+            return step, params, metadata
     finally:
         checkpoints.close()
+
+
+@contextlib.contextmanager
+def newest_held(checkpoints: Checkpoints) -> Generator[int | None]:
+    """The newest checkpoint, or None; it is not deleted inside the context."""
+    while True:
+        newest = processes.from_first("newest checkpoint", checkpoints.latest())
+        with checkpoints.held(newest or 0) as there:
+            gone = newest is not None and not there
+            if not any(processes.all_reports("newest checkpoint", gone)):
+                yield newest
+                processes.all_reports("checkpoint read", None)
+                return
+
+
+def check_tokenizer_of(metadata: Mapping[str, Any], tokenizer: Tokenizer, what: str) -> None:
+    """Refuses another tokenizer than that of a checkpoint, whose ids mean other text.
+
+    Raises:
+      ValueError: they differ.
+    """
+    trained = metadata["data"].get("tokenizer", tokenizer.fingerprint)  # older ones do not say
+    if trained != tokenizer.fingerprint:
+        raise ValueError(
+            f"{what} was trained with another tokenizer than {tokenizer.name!r} is now: put the "
+            "file back as it was"
+        )
 
 
 def device_batches(

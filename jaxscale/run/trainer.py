@@ -229,7 +229,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
         engine, text.train, data.global_batch_size, start_step=trainer.begin, workers=data.workers
     )
     stops = _Stops()
-    saves = Saves(config, engine.placement, text.train, trainer.checkpoints, trainer.begin)
+    saves = Saves(config, engine.placement, text, trainer.checkpoints, trainer.begin)
 
     def stop(step: int, request: str) -> NoReturn:
         recorder.flush()
@@ -259,6 +259,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
             except signals.Interrupted:
                 stop(step - 1, signals.requested())
             phases.enter_phase("training", step)
+            text.check_tokens()
             state, out = trainer.step(state, batch)
             recorder.push(step, out)
             last, due = step == run.steps, text.evaluations and _due(step, run.eval_every)

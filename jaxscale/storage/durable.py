@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 SMALL_BYTES = 2**20
 """Files up to this size are compared by digest; of larger ones the size, and what they hold when
@@ -73,6 +73,24 @@ def claimed(path: pathlib.Path) -> Iterator[bool]:
         except OSError:  # no such file, or no locks there
             pass
         yield free
+
+
+@contextlib.contextmanager
+def alone(path: pathlib.Path, waiting: Callable[[], object]) -> Iterator[None]:
+    """Excludes other processes that use the same lock file, and waits for one that has it.
+
+    Args:
+      waiting: called before a wait.
+    """
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # no locks on this file system
+            pass
+        yield
 
 
 def describe_files(folder: pathlib.Path) -> dict[str, list]:

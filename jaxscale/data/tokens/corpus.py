@@ -1,5 +1,6 @@
 """Documents as tokens in shards, made once, cached, and read in part."""
 
+import concurrent.futures
 import functools
 import hashlib
 import io
@@ -16,12 +17,20 @@ import numpy as np
 
 from jaxscale.data.text.file_io import filesystem, is_remote, read_file, reading
 from jaxscale.data.text.text_files import File, find_files
-from jaxscale.data.tokens.index import Index, find_prepared, path_in, read_index
+from jaxscale.data.tokens.index import (
+    Index,
+    content_fingerprint,
+    find_prepared,
+    path_in,
+    read_index,
+)
 from jaxscale.data.tokens.npy_files import ArrayFile
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import key_of, plan
 from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.data.tokens.verify import check_shards, digest_of
 from jaxscale.data_source import Source, to_sources
+from jaxscale.storage.durable import alone, move
 
 ARRAYS = ("offsets", "hashes")
 """Of a folder, besides the shards, as .npy files."""
@@ -49,6 +58,11 @@ class Corpus:
     # uint8 for each shard, 1 where the next token carries loss, or None where every one does;
     # nothing at all where that holds for all shards.
     counted: tuple[np.ndarray | ArrayFile | None, ...] = ()
+
+    def verify(self, first: int = 0, every: int = 1) -> "concurrent.futures.Future[None]":
+        """`check_shards` of every so many of the shards on disk, from the `first` on."""
+        files = [*self.shards, *self.counted]
+        return check_shards([file for file in files[first::every] if isinstance(file, ArrayFile)])
 
     @property
     def num_documents(self) -> int:
@@ -198,11 +212,15 @@ def open_folder(
         )
     _check_sizes(folder, index)
     shards = tuple(
-        _array_file(folder, shard.file, index.dtype, shard.num_tokens, shard.file_bytes)
+        _array_file(
+            folder, shard.file, index.dtype, shard.num_tokens, shard.file_bytes, shard.digest
+        )
         for shard in index.shards
     )
     counted = tuple(
-        _array_file(folder, shard.loss_file, "uint8", shard.num_tokens, shard.loss_bytes)
+        _array_file(
+            folder, shard.loss_file, "uint8", shard.num_tokens, shard.loss_bytes, shard.loss_digest
+        )
         if shard.loss_file
         else None
         for shard in index.shards
@@ -210,6 +228,7 @@ def open_folder(
     offsets, hashes = (_array(folder, name, index, directory, map) for name in ARRAYS)
     if len(offsets) != index.num_documents + 1 or offsets[-1] != index.num_tokens:
         raise ValueError(f"{path_in(folder, 'offsets.npy')} is damaged; prepare the text again")
+    _check_content(folder, index, offsets, hashes)
     return Corpus(
         shards=shards if map else tuple(shard[:].copy() for shard in shards),
         counted=_unless_none(
@@ -223,9 +242,25 @@ def open_folder(
     )
 
 
-def _array_file(folder: str, name: str, dtype: str, length: int, num_bytes: int) -> ArrayFile:
+def _array_file(
+    folder: str, name: str, dtype: str, length: int, num_bytes: int, digest: str
+) -> ArrayFile:
     header_bytes = num_bytes - length * np.dtype(dtype).itemsize
-    return ArrayFile(path_in(folder, name), dtype, length, header_bytes)
+    return ArrayFile(path_in(folder, name), dtype, length, header_bytes, digest)
+
+
+def _check_content(folder: str, index: Index, offsets: np.ndarray, hashes: np.ndarray) -> None:
+    """Compares the arrays of a folder with its fingerprint.
+
+    Raises:
+      ValueError: one changed since it was written, or the digests of the shards did.
+    """
+    own = digest_of([offsets]), digest_of([hashes])
+    if content_fingerprint(index.tokenizer_fingerprint, *own, index.shards) != index.fingerprint:
+        raise ValueError(
+            f"{path_in(folder, 'offsets.npy')}, hashes.npy or index.json beside it changed since "
+            "they were written: put the whole folder back, or prepare the text again"
+        )
 
 
 def _unless_none[Marks](counted: tuple[Marks | None, ...]) -> tuple[Marks | None, ...]:
@@ -242,15 +277,16 @@ def _tokenized(
             prepare(plan(files, tokenizer, pathlib.Path(place)), tokenizer)
             return open_folder(place, tokenizer, map=False)
     folder = directory / f"tokens-{key_of(plan(files, tokenizer, directory))}"
-    if not folder.is_dir():
-        unfinished = directory / f"unfinished-{folder.name}-{uuid.uuid4().hex[:8]}"
-        prepare(plan(files, tokenizer, unfinished), tokenizer)
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-            shutil.rmtree(unfinished)  # another process was first, with the same content
+    unfinished = directory / f"unfinished-{folder.name}"
+    directory.mkdir(parents=True, exist_ok=True)
+    waiting = "data: another process tokenises in %s; waiting for it"
+    with alone(directory / ".lock", lambda: _log.info(waiting, directory)):
+        for left in directory.glob("unfinished-tokens-*"):
+            if left != unfinished:  # of other text, or of a run that was killed long ago
+                shutil.rmtree(left)
+        if not folder.is_dir():  # what a killed run left is resumed
+            prepare(plan(files, tokenizer, unfinished), tokenizer)
+            move(unfinished, folder)
     return open_folder(str(folder), tokenizer)
 
 
@@ -328,8 +364,13 @@ def _array(
             unfinished.write_bytes(data)
             unfinished.replace(copy)
         path = str(copy)
-    with reading(path):
-        return np.load(path, mmap_mode="r" if map else None)
+    try:
+        with reading(path):
+            return np.load(path, mmap_mode="r" if map else None)
+    except ValueError as error:  # NumPy's, which name no file
+        if path in str(error):
+            raise
+        raise ValueError(f"{path} is damaged: {error}; prepare the text again") from error
 
 
 def _digest(values: object) -> str:

@@ -1,9 +1,11 @@
 """The index of a folder of prepared shards: its contents and its tokenizer."""
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +63,21 @@ class Index:
 
     def to_json(self) -> str:
         """The text of index.json."""
-        return json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=1) + "\n"
+        values = {"format": FORMAT} | dataclasses.asdict(self)
+        return json.dumps(values | {"digest": _digest(values)}, indent=1) + "\n"
+
+
+def content_fingerprint(
+    tokenizer_fingerprint: str, offsets: str, hashes: str, shards: Sequence[Shard]
+) -> str:
+    """A hash of all that a folder holds, from the digests of its parts."""
+    digests = [offsets, hashes, *(shard.digest for shard in shards)]
+    digests += [shard.loss_digest for shard in shards if shard.loss_digest]
+    return _digest([FORMAT, tokenizer_fingerprint, offsets, hashes, digests])
+
+
+def _digest(values: object) -> str:
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
 
 
 def path_in(folder: str, name: str) -> str:
@@ -109,6 +125,9 @@ def read_index(folder: str) -> Index:
     values = _load(path)
     if values is None:
         raise ValueError(f"{path} is not an index of prepared shards")
+    digest = values.pop("digest", None)  # one from before has none
+    if digest is not None and digest != _digest(values):
+        raise ValueError(f"{path} is damaged: it changed since it was written; prepare again")
     if values.pop("format") != FORMAT:
         raise ValueError(f"{path} is of another version than {FORMAT!r}; prepare the text again")
     try:

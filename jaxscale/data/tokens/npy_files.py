@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 import pathlib
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,6 +21,12 @@ class ArrayFile:
     dtype: str
     length: int
     header_bytes: int
+    digest: str = ""  # of its data; "" where it is not known
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its data."""
+        return self.length * np.dtype(self.dtype).itemsize
 
     def __len__(self) -> int:
         return self.length
@@ -67,6 +74,8 @@ class ArrayWriter:
     ) -> None:
         self._file.seek(0)
         self._write_header()  # NumPy leaves room for any length in it
+        self._file.flush()
+        os.fsync(self._file.fileno())
         self._file.close()
         self.digest = self._hash.hexdigest()
 

@@ -21,9 +21,17 @@ from jaxscale.data.text.documents import Bad, Document, Piece, Render, cut, read
 from jaxscale.data.text.file_io import compression
 from jaxscale.data.text.text_files import File
 from jaxscale.data.tokens.encode import encode_documents
-from jaxscale.data.tokens.index import FORMAT, INDEX, UNFINISHED, Index, Shard
+from jaxscale.data.tokens.index import (
+    FORMAT,
+    INDEX,
+    UNFINISHED,
+    Index,
+    Shard,
+    content_fingerprint,
+)
 from jaxscale.data.tokens.npy_files import ArrayWriter
 from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.storage.durable import move, sync
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2_000_000, 10_000  # tokenised at a time
 _NUM_SHARDS = 256  # about, within the limits of the next line
@@ -148,7 +156,9 @@ def make_shard(work: Work, tokenizer: Tokenizer, report: Report) -> None:
             lengths=np.array(lengths, np.int64),
             hashes=np.array(hashes, np.uint64),
         )
-    part.rename(_record(work))
+    sync(work.folder)  # a record is there only if its shard is
+    sync(part)
+    move(part, _record(work))
 
 
 def _finished(
@@ -215,8 +225,7 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
     for path in [*folder.glob("tokens-*.npy"), *folder.glob("loss-*.npy")]:
         if path.name not in files:  # left by another way to cut
             path.unlink()
-    digests = [offsets.digest, hashes.digest, *(one.shard.digest for one in made)]
-    digests += [one.shard.loss_digest for one in made if one.shard.loss_digest]
+    sync(folder)
     index = Index(
         tokenizer=tokenizer.name,
         tokenizer_file=tokenizer.file_name,
@@ -233,8 +242,8 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
         num_left_out=num_left_out,
         shards=tuple(one.shard for one in made),
         key=key_of(works),
-        fingerprint=_digest(
-            [FORMAT, tokenizer.fingerprint, offsets.digest, hashes.digest, digests]
+        fingerprint=content_fingerprint(
+            tokenizer.fingerprint, offsets.digest, hashes.digest, [one.shard for one in made]
         ),
     )
     write_file(folder / INDEX, index.to_json().encode())
@@ -242,10 +251,11 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
 
 
 def write_file(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file atomically."""
+    """Writes a file atomically, and returns when it is on disk."""
     part = path.parent / UNFINISHED / f"{path.name}-{os.getpid()}.part"
     part.write_bytes(data)
-    part.rename(path)
+    sync(part)
+    move(part, path)
 
 
 def _good(

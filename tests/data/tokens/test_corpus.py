@@ -1,5 +1,6 @@
 """Tokenised once, kept, and made again when anything that decides it changes."""
 
+import concurrent.futures
 import dataclasses
 import logging
 import os
@@ -94,24 +95,48 @@ def test_a_writer_that_died_does_no_harm(texts, tmp_path):
     tokenizer = load_tokenizer("bytes")
     expected = open_corpus(source(texts), tokenizer).tokens
     open_corpus(source(texts), tokenizer, tmp_path / "run")
-    (folder,) = (tmp_path / "run").iterdir()
+    (folder,) = (tmp_path / "run").glob("tokens-*")
     half = folder.rename(folder.with_name(f"unfinished-{folder.name}-1"))
     (half / "tokens.npy").write_bytes(b"half")
     after = open_corpus(source(texts), tokenizer, tmp_path / "run")
     np.testing.assert_array_equal(after.tokens, expected)
+    # And leaves no folder behind.
+    assert [path.name for path in (tmp_path / "run").glob("[!.]*")] == [folder.name]
 
 
-def test_a_writer_that_was_second_takes_what_is_there(texts, tmp_path):
+def test_what_a_killed_run_tokenised_is_used(texts, tmp_path):
     tokenizer = load_tokenizer("bytes")
 
-    def encode_while_another_finishes(documents):
-        open_corpus(source(texts), tokenizer, tmp_path / "run")
-        return tokenizer.encode(documents)
+    def stop(documents):
+        raise KeyboardInterrupt
 
-    slow = dataclasses.replace(tokenizer, encode=encode_while_another_finishes)
-    corpus = open_corpus(source(texts), slow, tmp_path / "run")
-    np.testing.assert_array_equal(corpus.tokens, open_corpus(source(texts), tokenizer).tokens)
-    assert len(list((tmp_path / "run").iterdir())) == 1
+    with pytest.raises(KeyboardInterrupt):
+        killed = dataclasses.replace(tokenizer, encode=stop)
+        open_corpus(source(texts), killed, tmp_path / "run")
+    (left,) = (tmp_path / "run").glob("unfinished-*")
+    (left / ".unfinished" / "made").touch()
+    open_corpus(source(texts), tokenizer, tmp_path / "run")
+    (folder,) = (tmp_path / "run").glob("[!.]*")
+    assert folder.name == left.name.removeprefix("unfinished-")
+
+
+def test_a_writer_that_was_second_waits_for_what_the_first_makes(texts, tmp_path):
+    tokenizer = load_tokenizer("bytes")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        second = []
+
+        def encode_while_another_waits(documents):
+            second.append(pool.submit(open_corpus, source(texts), tokenizer, tmp_path / "run"))
+            with pytest.raises(concurrent.futures.TimeoutError):
+                second[0].result(timeout=0.2)
+            return tokenizer.encode(documents)
+
+        slow = dataclasses.replace(tokenizer, encode=encode_while_another_waits)
+        corpus = open_corpus(source(texts), slow, tmp_path / "run")
+        expected = open_corpus(source(texts), tokenizer).tokens
+        np.testing.assert_array_equal(corpus.tokens, expected)
+        np.testing.assert_array_equal(second[0].result().tokens, expected)
+    assert len(list((tmp_path / "run").glob("[!.]*"))) == 1
 
 
 def test_bytes_add_up_for_a_tokenizer_that_changes_text(texts, tmp_path):

@@ -293,6 +293,7 @@ def folder(texts, tmp_path) -> pathlib.Path:
 
 def damage_index(folder: pathlib.Path, **changes) -> None:
     values = json.loads((folder / "index.json").read_text())
+    values.pop("digest", None)
     (folder / "index.json").write_text(json.dumps(values | changes))
 
 
@@ -316,6 +317,33 @@ def test_an_id_beyond_the_vocabulary_is_named(folder):
     corpus.read(0, 17)
     with pytest.raises(ValueError, match=r"tokens-00000.npy is damaged: .* the id 300.* has 257"):
         corpus.read(10, 20)
+
+
+@pytest.mark.parametrize("name", ["offsets.npy", "hashes.npy", "index.json", "tokens-00003.npy"])
+def test_a_bit_that_flipped_is_noticed(folder, name, monkeypatch):
+    """In the small files when the folder is opened; in a shard before a run begins, or meanwhile."""
+    path = folder / name
+    data = bytearray(path.read_bytes())
+    place = data.rindex(b'"num_bytes": ') + 13 if name == "index.json" else -8
+    data[place] ^= 1
+    path.write_bytes(data)
+    if name.startswith("tokens"):
+        corpus = open_corpus([str(folder)], BYTES)
+        with pytest.raises(ValueError, match=r"tokens-00003.npy changed since it was written"):
+            corpus.verify()
+        assert not corpus.verify(first=1, every=100).done()
+        monkeypatch.setattr(verify, "AT_ONCE_BYTES", 0)
+        with pytest.raises(ValueError, match=r"tokens-00003.npy changed since it was written"):
+            corpus.verify().result(timeout=60)
+    else:
+        with pytest.raises(ValueError, match=rf"{name}.* (changed|damaged)"):
+            open_corpus([str(folder)], BYTES)
+
+
+def test_a_cut_array_is_named(folder):
+    os.truncate(folder / "offsets.npy", 100)
+    with pytest.raises(ValueError, match=r"offsets.npy is damaged: .*; prepare the text again"):
+        open_corpus([str(folder)], BYTES)
 
 
 @pytest.mark.parametrize(
