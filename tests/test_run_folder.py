@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxscale import config, run_folder
+from jaxscale import config, generate, run_folder, train
 from jaxscale.config import Config, DataConfig, ModelConfig
 from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.run import setup
@@ -264,3 +264,15 @@ def test_sampling_needs_neither_the_kernel_nor_the_batch_of_training(tmp_path):
         setup.open_engine(saved)
     _, engine = setup.open_engine(setup.for_sampling(saved))
     assert (engine.layout.data, engine.layout.fsdp) == (4, 2)
+
+
+def test_an_empty_workdir_is_refused(tmp_path, monkeypatch, capsys):
+    """Such as of a variable that is not set: it would be the folder that one is in."""
+    monkeypatch.chdir(tmp_path)
+    for module, words in ((train, ["--config", "tiny"]), (generate, ["--prompt", "a"])):
+        with pytest.raises(SystemExit):
+            module.main([*words, "--workdir", ""])
+        assert (
+            "--workdir: is empty; name the run's folder, or '.' for this" in capsys.readouterr().err
+        )
+    assert not list(tmp_path.iterdir())

@@ -44,7 +44,7 @@ def replace_file(path: pathlib.Path, data: bytes) -> None:
 
 def move(path: pathlib.Path, target: pathlib.Path) -> None:
     """Renames a file or folder that is on disk, and returns when its new name is, too."""
-    os.replace(path, target)
+    path.rename(target)
     sync(target.parent)
 
 

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import logging
 import math
 import os
 import pathlib
@@ -13,6 +14,8 @@ import jax
 import tensorboardX
 
 from jaxscale.formatting import duration, quantity
+
+log = logging.getLogger("jaxscale")
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 
@@ -90,18 +93,25 @@ def read(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict[
     """The records of a metrics.jsonl, none if there is no such file.
 
     Args:
-      path: the file; a last line that was cut short by a crash is left out.
+      path: the file; a last line that was cut short by a crash is left out, and so is, with a
+        warning, any other that is no record of a step.
       last_step: leaves out the records of later steps.
     """
     records = []
-    file = pathlib.Path(path)
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+    file, odd = pathlib.Path(path), 0
+    lines = file.read_bytes().decode(errors="replace").splitlines() if file.exists() else []
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:
+            odd += number < len(lines)
             continue
-        if last_step is None or record["step"] <= last_step:
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            odd += 1
+        elif last_step is None or record["step"] <= last_step:
             records.append(record)
+    if odd:
+        log.warning(f"warning: {file} has {odd} lines that are no records of steps; left out")
     return records
 
 

@@ -1,6 +1,7 @@
 """A run survives saves that fail, checkpoints that are damaged or lost, and a state that is not
 finite: nothing that was good is given up."""
 
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale import config as configs
-from jaxscale.run import saves, trainer
+from jaxscale.run import saves, setup, trainer
 from jaxscale.run.saves import SaveError
 from jaxscale.training.checkpoint import Checkpoints, DamagedError
 from tests.run.test_trainer import count
@@ -174,3 +175,31 @@ def test_a_lost_folder_of_checkpoints_is_no_new_run(begun):
 def test_a_file_with_the_name_of_a_step_is_no_checkpoint(begun):
     (begun / "checkpoints" / "99").write_text("")
     assert reopen(begun, "run.steps=8").begin == 6
+
+
+def test_a_reader_takes_the_next_one_when_the_newest_is_deleted_first(begun, monkeypatch):
+    checkpoints = Checkpoints(begun / "checkpoints")
+    answers = iter([5, 6])
+    monkeypatch.setattr(checkpoints, "latest", lambda: next(answers))
+    with setup.newest_held(checkpoints) as step:
+        assert step == 6
+        (begun / "checkpoints" / "4").rename(begun / "checkpoints" / "7")
+        writer = Checkpoints(begun / "checkpoints", keep_last=1)
+        writer._remove_old()
+        assert writer.steps() == [6, 7]
+    writer._remove_old()
+    assert writer.steps() == [7]
+    for one in (checkpoints, writer):
+        one.close()
+
+
+def test_a_tokenizer_that_changed_is_refused(finished, fresh):
+    """Two ids exchanged in its file mean other text to the model."""
+    with contextlib.closing(Checkpoints(finished / "checkpoints")) as checkpoints:
+        metadata = checkpoints.metadata(6)
+    tokenizer = fresh.text.tokenizer
+    setup.check_tokenizer_of(metadata, tokenizer, "it")
+    other = dataclasses.replace(tokenizer, fingerprint="another")
+    with pytest.raises(ValueError, match=r"it was trained with another tokenizer than 'bytes' is"):
+        setup.check_tokenizer_of(metadata, other, "it")
+    setup.check_tokenizer_of({"data": {}}, other, "one from before")

@@ -550,12 +550,12 @@ def test_it_is_on_disk_before_it_has_its_name(
             seen["after"] = os.stat(descriptor).st_ino
         before(descriptor)
 
-    def replace(path: pathlib.Path, target: pathlib.Path) -> None:
+    def rename(path: pathlib.Path, target: pathlib.Path) -> None:
         seen["missing"] = [p for p in path.rglob("*") if p.stat().st_ino not in synced]
         os.rename(path, target)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(pathlib.Path, "rename", rename)
     saved.save(7, make_state(7), {})
     saved.wait()
     assert saved.latest() == 7

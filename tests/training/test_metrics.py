@@ -249,3 +249,12 @@ def test_smoothed_follows_a_line_and_calms_noise() -> None:
     noise = metrics.smoothed([1.0, -1.0] * 500)
     assert max(map(abs, noise)) <= 1 / 10
     assert metrics.smoothed([2.0, 4.0]) == [2.0, 4.0]
+
+
+def test_odd_lines_are_left_out_with_a_warning(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    good = b'{"step": 1, "loss": 2.0}\n'
+    odd = b'5\n{"loss": 3}\n{"step": "2"}\nnull\n'
+    path.write_bytes(good + odd + good.replace(b"1", b"3") + b"\xff\x00{")
+    assert [record["step"] for record in metrics.read(path, last_step=2)] == [1]
+    assert "has 4 lines that are no records of steps" in caplog.text

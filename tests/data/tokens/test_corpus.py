@@ -110,8 +110,8 @@ def test_what_a_killed_run_tokenised_is_used(texts, tmp_path):
     def stop(documents):
         raise KeyboardInterrupt
 
+    killed = dataclasses.replace(tokenizer, encode=stop)
     with pytest.raises(KeyboardInterrupt):
-        killed = dataclasses.replace(tokenizer, encode=stop)
         open_corpus(source(texts), killed, tmp_path / "run")
     (left,) = (tmp_path / "run").glob("unfinished-*")
     (left / ".unfinished" / "made").touch()

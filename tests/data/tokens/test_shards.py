@@ -17,6 +17,7 @@ import pytest
 
 from jaxscale.data.text.text_files import find_files
 from jaxscale.data.tokens import prepare as preparing
+from jaxscale.data.tokens import verify
 from jaxscale.data.tokens.corpus import Corpus, open_corpus, open_folder
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import Work, find_made, make_shard, plan
@@ -321,7 +322,7 @@ def test_an_id_beyond_the_vocabulary_is_named(folder):
 
 @pytest.mark.parametrize("name", ["offsets.npy", "hashes.npy", "index.json", "tokens-00003.npy"])
 def test_a_bit_that_flipped_is_noticed(folder, name, monkeypatch):
-    """In the small files when the folder is opened; in a shard before a run begins, or meanwhile."""
+    """In the small files when the folder is opened; in a shard before a run begins or meanwhile."""
     path = folder / name
     data = bytearray(path.read_bytes())
     place = data.rindex(b'"num_bytes": ') + 13 if name == "index.json" else -8
