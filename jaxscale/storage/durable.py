@@ -76,7 +76,7 @@ def claimed(path: pathlib.Path) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def alone(path: pathlib.Path, waiting: Callable[[], object]) -> Iterator[None]:
+def exclusive(path: pathlib.Path, waiting: Callable[[], object]) -> Iterator[None]:
     """Excludes other processes that use the same lock file, and waits for one that has it.
 
     Args:

@@ -30,7 +30,7 @@ from jaxscale.data.tokens.shards import key_of, plan
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.data.tokens.verify import check_shards, digest_of
 from jaxscale.data_source import Source, to_sources
-from jaxscale.storage.durable import alone, move
+from jaxscale.storage.durable import exclusive, move
 
 ARRAYS = ("offsets", "hashes")
 """Of a folder, besides the shards, as .npy files."""
@@ -280,7 +280,7 @@ def _tokenized(
     unfinished = directory / f"unfinished-{folder.name}"
     directory.mkdir(parents=True, exist_ok=True)
     waiting = "data: another process tokenises in %s; waiting for it"
-    with alone(directory / ".lock", lambda: _log.info(waiting, directory)):
+    with exclusive(directory / ".lock", lambda: _log.info(waiting, directory)):
         for left in directory.glob("unfinished-tokens-*"):
             if left != unfinished:  # of other text, or of a run that was killed long ago
                 shutil.rmtree(left)
