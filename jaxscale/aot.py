@@ -81,11 +81,10 @@ def program_text(report: Any) -> str:
     """A `CompileReport` for a person."""
     from jaxscale.formatting import human_bytes, table  # noqa: PLC0415
 
-    axes = " x ".join(f"{axis} {size}" for axis, size in report.layout.sizes.items() if size > 1)
     verdict = "fits" if report.fits else f"does not fit, by {human_bytes(report.missing_bytes)}"
     parts = [
-        f"{report.topology}: {report.devices} devices, {axes or 'every axis 1'}, "
-        f"{report.attention} attention\n"
+        f"{report.topology}: {report.devices} devices, "
+        f"{report.layout.axes_text or 'every axis 1'}, {report.attention} attention\n"
         f"{verdict}: {human_bytes(report.peak_bytes)} of {human_bytes(report.limit_bytes)} per "
         f"device; compiled in {report.compile_seconds:.1f} s",
         "memory per device\n"

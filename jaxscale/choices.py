@@ -1,6 +1,7 @@
-"""Refusing an unknown name, and suggesting the nearest known one."""
+"""Refusing an unknown name or number, and suggesting the nearest that is allowed."""
 
 import difflib
+import math
 from collections.abc import Iterable
 
 
@@ -50,3 +51,16 @@ def check_at_least(section: str, record: object, **least: float) -> None:
             raise ValueError(
                 f"{section}.{name} = {getattr(record, name)} is too small; at least {bound}"
             )
+
+
+def nearest_divisors(size: int, parts: int) -> str:
+    """The numbers nearest to `parts`, below and above, into which `size` divides: "2 or 4"."""
+    found = divisors(size)
+    below = [n for n in found if n < parts][-1:]
+    return " or ".join(map(str, below + [n for n in found if n > parts][:1]))
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})

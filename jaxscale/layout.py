@@ -6,16 +6,21 @@ import math
 import re
 from dataclasses import dataclass
 
-from jaxscale.choices import check_choice
+from jaxscale.choices import check_choice, nearest_divisors
 from jaxscale.pipeline_schedules.shipped import check_known, is_foreign
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """From the slowest links to the fastest."""
 
+TENSOR_ROWS = "tensor_rows"
+"""With `layout.tensor_rows` > 1 the axis tensor of a mesh is two: this one, and "tensor", which
+then has the columns. This one comes before context, of which there is one rank then: XLA wants
+nested manual axes in the order of the mesh, and kernels have it outside (`training.kernels`)."""
+
 MANUAL_AXES = ("pipeline", "data", "fsdp", "expert")
 """Axes whose collectives we write ourselves."""
 
-AUTOMATIC_AXES = ("context", "tensor")
+AUTOMATIC_AXES = (TENSOR_ROWS, "context", "tensor")
 """Axes whose collectives the compiler writes, from the constraints that it is given."""
 
 ACCUMULATIONS = ("sequential", "layered")
@@ -39,7 +44,9 @@ class Layout:
 
     One axis may be -1: it takes the remaining devices. `zero_stage` says what is sharded over
     `fsdp`: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters (ZeRO, arXiv
-    1910.02054). `data` replicates, so data x fsdp is hybrid sharding. The ranks of `context` share
+    1910.02054). `data` replicates, so data x fsdp is hybrid sharding. `tensor_rows` divides
+    `tensor` into rows x columns: each rank has d_model / rows features of the stream, and tensor /
+    rows ranks share what lies between two matmuls (arXiv 2305.13525). The ranks of `context` share
     each sequence, and `context_method` says how its keys reach its queries: "ring" or "gather"
     (`ops/context_attention.py`). In a pipeline `remat` can be "keep:4": each rank saves all
     residuals of up to four passes through a chunk at a time, and recomputes the others as with
@@ -53,6 +60,7 @@ class Layout:
     expert: int = 1
     context: int = 1
     tensor: int = 1
+    tensor_rows: int = 1  # of the tensor ranks; 1 shards each weight by its hidden dimension only
     zero_stage: int = 3
     microbatches: int = 1  # a step; their gradients are summed
     accumulation: str = "sequential"
@@ -77,6 +85,7 @@ class Layout:
                 f"layout.{free[0]} and layout.{free[1]} are both -1; only one axis can take the "
                 "devices that are left"
             )
+        self._check_tensor_rows()
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"layout.zero_stage = {self.zero_stage}; it can be 0, 1, 2 or 3")
         if self.microbatches < 1:
@@ -104,6 +113,29 @@ class Layout:
                 f"layout.sequence_chunks = {self.sequence_chunks} is not available in this "
                 "version; set layout.sequence_chunks = 1"
             )
+
+    def _check_tensor_rows(self) -> None:
+        """Refuses rows that do not divide tensor, and what they are not combined with."""
+        rows = self.tensor_rows
+        if rows < 1:
+            raise ValueError(f"layout.tensor_rows = {rows}; at least 1")
+        if self.tensor > 0 and self.tensor % rows:
+            raise ValueError(
+                f"layout.tensor_rows = {rows} does not divide layout.tensor = {self.tensor}; the "
+                f"nearest that does is layout.tensor_rows = {nearest_divisors(self.tensor, rows)}"
+            )
+        if rows == 1:
+            return
+        for axis, why in (
+            ("context", "ranks of context need whole heads of each token"),
+            ("expert", "experts have their columns over tensor alone"),
+        ):
+            if getattr(self, axis) != 1:
+                raise ValueError(
+                    f"layout.tensor_rows = {rows} with layout.{axis} = {getattr(self, axis)} is "
+                    f"not available in this version ({why}); set layout.{axis} = 1, or "
+                    "layout.tensor_rows = 1"
+                )
 
     def _check_pipeline(self) -> None:
         """Refuses settings that a pipeline does not support."""
@@ -145,14 +177,36 @@ class Layout:
         return self.schedule == AUTO
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Mesh axis -> size, in mesh order."""
+    def settings(self) -> dict[str, int]:
+        """Axis -> size as it is set, in mesh order."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> size in the mesh of a resolved layout, in mesh order: where tensor has rows,
+        they are an axis of their own, and "tensor" has the columns."""
+        if self.tensor_rows == 1:
+            return self.settings
+        sizes = {**self.settings, TENSOR_ROWS: self.tensor_rows, "tensor": self.tensor_columns}
+        return {axis: sizes[axis] for axis in (*MANUAL_AXES, *AUTOMATIC_AXES)}
+
+    @property
+    def tensor_columns(self) -> int:
+        """Ranks of tensor in a row."""
+        return self.tensor // self.tensor_rows
+
+    @property
+    def axes_text(self) -> str:
+        """The axes that are used, for a reader: "fsdp 8 x tensor 4 (2 rows x 2 columns)"."""
+        used = [f"{axis} {size}" for axis, size in self.settings.items() if size != 1]
+        if self.tensor_rows > 1:
+            used[-1] += f" ({self.tensor_rows} rows x {self.tensor_columns} columns)"
+        return " x ".join(used)
 
     @property
     def num_devices(self) -> int:
         """Devices of a resolved layout."""
-        return math.prod(self.sizes.values())
+        return math.prod(self.settings.values())
 
     def offloads(self, what: str) -> bool:
         """Whether "optimizer" or "activations" live in host memory."""
@@ -281,9 +335,9 @@ def resolve_sizes(layout: Layout, num_devices: int) -> Layout:
             "layout = 'auto' is chosen when a run begins; here set a layout, such as that of "
             "python -m jaxscale.plan --write FILE"
         )
-    free = [axis for axis, size in layout.sizes.items() if size == -1]
-    fixed = math.prod(size for size in layout.sizes.values() if size != -1)
-    named = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1)
+    free = [axis for axis, size in layout.settings.items() if size == -1]
+    fixed = math.prod(size for size in layout.settings.values() if size != -1)
+    named = " x ".join(f"{axis} {size}" for axis, size in layout.settings.items() if size > 1)
     if free:
         if num_devices % fixed:
             raise ValueError(

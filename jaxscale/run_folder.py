@@ -92,7 +92,7 @@ def load_config(
     sections = configs.read_sections(path)
     sections["layout"] = sections.get("layout", {}) | {"remat": "none", "offload": "none"}
     if named := _named_axes(overrides):
-        sizes = {axis: 1 for axis in MESH_AXES if axis not in named}
+        sizes = {axis: 1 for axis in (*MESH_AXES, "tensor_rows") if axis not in named}
         if "data" in sizes and "-1" not in named.values():
             sizes["data"] = -1
         sections["layout"] |= sizes
@@ -132,15 +132,19 @@ def fit_devices(config: Config, num_devices: int, overrides: Sequence[str] = ())
     A line is logged. A layout that fits, or that `overrides` chose, is not changed.
     """
     layout = config.layout
-    if _named_axes(overrides) or -1 in layout.sizes.values() or layout.num_devices == num_devices:
+    if (
+        _named_axes(overrides)
+        or -1 in layout.settings.values()
+        or layout.num_devices == num_devices
+    ):
         return config
-    trained = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size != 1)
+    trained = layout.axes_text
     log.info(
         f"trained on {layout.num_devices} devices ({trained or 'every axis 1'}), and here "
         f"{'is 1' if num_devices == 1 else f'are {num_devices}'}: using layout.data = "
         f"{num_devices}; --config.layout.KEY=VALUE chooses otherwise"
     )
-    sizes: dict[str, Any] = dict.fromkeys(MESH_AXES, 1) | {"data": num_devices}
+    sizes: dict[str, Any] = dict.fromkeys((*MESH_AXES, "tensor_rows"), 1) | {"data": num_devices}
     return dataclasses.replace(config, layout=dataclasses.replace(layout, **sizes))
 
 

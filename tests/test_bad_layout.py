@@ -46,6 +46,46 @@ REFUSED = [
     ("layout.context=8 data.seq_len=8", "set data.seq_len = 16, or change the layout"),
     ("layout.tensor=4 data.seq_len=30", "x layout.tensor = 4, which takes multiples of 4"),
     ("layout.context=2 layout.tensor=4 data.seq_len=28", "set data.seq_len = 24 or 32"),
+    # rows of tensor
+    (
+        "layout.tensor=4 layout.tensor_rows=3",
+        "layout.tensor_rows = 3 does not divide layout.tensor = 4; the nearest that does is "
+        "layout.tensor_rows = 2 or 4",
+    ),
+    ("layout.tensor_rows=2", "does not divide layout.tensor = 1; the nearest that does is layout."),
+    ("layout.tensor_rows=0", "layout.tensor_rows = 0; at least 1"),
+    (
+        "layout.tensor=2 layout.tensor_rows=2 layout.context=2",
+        "layout.tensor_rows = 2 with layout.context = 2 is not available in this version",
+    ),
+    (
+        "model.family=mixtral layout.tensor=2 layout.tensor_rows=2 layout.expert=2",
+        "set layout.expert = 1, or layout.tensor_rows = 1",
+    ),
+    (
+        "model.family=mixtral layout.tensor=2 layout.tensor_rows=2",
+        "layout.tensor_rows = 2 with model.num_experts = 8 is not available in this version",
+    ),
+    (
+        "layout.tensor=4 layout.tensor_rows=4 model.d_model=90",
+        "model.d_model = 90 does not divide over layout.tensor_rows = 4; the nearest that does is "
+        "layout.tensor_rows = 3 or 5",
+    ),
+    (
+        "layout.fsdp=4 layout.tensor=2 layout.tensor_rows=2 model.d_model=100",
+        "model.d_model / layout.tensor_rows = 50 does not divide over layout.fsdp = 4; the nearest "
+        "that does is layout.fsdp = 2 or 5",
+    ),
+    (
+        "layout.tensor=8 layout.tensor_rows=2 model.num_heads=6 model.num_kv_heads=6",
+        "model.num_kv_heads = 6 does not divide over layout.tensor / layout.tensor_rows = 4; the "
+        "nearest that does is layout.tensor / layout.tensor_rows = 3 or 6",
+    ),
+    (
+        "layout.tensor=8 layout.tensor_rows=2 data.seq_len=30",
+        "layout.tensor = 8 / layout.tensor_rows 2, which takes multiples of 4; set data.seq_len = "
+        "28 or 32",
+    ),
     # attention that cannot be had
     ("layout.context=2 model.attention=reference", "attends within one device, and layout.context"),
     ("layout.context=2 model.attention=splash", "set model.attention = 'auto', or layout.context"),

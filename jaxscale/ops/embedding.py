@@ -42,6 +42,7 @@ def spread_lookup(
     rows: str | None,
     time: tuple[str, ...],
     axes: tuple[str, ...],
+    features: str | None = None,
 ) -> jax.Array:
     """`lookup`, its T spread over `time`.
 
@@ -57,11 +58,12 @@ def spread_lookup(
         of `time`; None if it is not spread.
       time: the mesh axes that the result's T is spread over, the slowest first; they divide it.
       axes: every mesh axis that is still automatic here.
+      features: the mesh axis that D is spread over everywhere.
     """
     num_rows, table_dtype = table_VD.shape[0], table_VD.dtype
     together = tuple(axis for axis in time if axis != rows)  # over which indices are spread
-    table, indices = PartitionSpec(rows, None), PartitionSpec(None, together)
-    result = PartitionSpec(None, time, None)
+    table, indices = PartitionSpec(rows, features), PartitionSpec(None, together)
+    result = PartitionSpec(None, time, features)
 
     def manual(function: Callable, in_specs: tuple, out_specs: PartitionSpec) -> Callable:
         return jax.shard_map(

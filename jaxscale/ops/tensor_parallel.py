@@ -6,7 +6,7 @@ dimensions of x, c those that are contracted, o the outputs.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,16 +54,46 @@ class Spread(NamedTuple):
     out of it, and the result of a matmul back into it is reduce-scattered over ranks (tensor
     parallelism, arXiv 1909.08053, with the sequence parallel parts of arXiv 2205.05198, section
     4.2). For use where some mesh axes are still automatic.
+
+    With `features`, D of the stream and of the weights is spread over a second axis (arXiv
+    2305.13525), and what lies between the two matmuls is the same on all ranks of that one: the
+    results of matmuls out of the stream are summed over it, and so are, in the backward pass, the
+    gradients of what a matmul back into the stream takes. The gathered stream is saved then, so
+    that each all-reduce over `axis` in that paper is one gather and one scatter here.
     """
 
-    axis: str
+    axis: str | None  # None: over `features` alone
     time: tuple[str, ...]  # mesh axes that T is spread over everywhere
     axes: tuple[str, ...]  # all that are automatic
+    features: str | None = None
 
     @property
     def stream(self) -> PartitionSpec:
         """Of the residual stream."""
-        return PartitionSpec(None, (*self.time, self.axis))
+        return self._stream(self.axis)
+
+    @property
+    def gathered(self) -> PartitionSpec:
+        """Of the stream where T is whole over `axis`."""
+        return self._stream(None)
+
+    @property
+    def hidden(self) -> PartitionSpec:
+        """Of what lies between the matmuls."""
+        return PartitionSpec(None, self.time, self.axis)
+
+    def _stream(self, axis: str | None) -> PartitionSpec:
+        time = (*self.time, *filter(None, [axis]))
+        return PartitionSpec(None, time, *filter(None, [self.features]))
+
+    def weight(self, ndim: int, o: int) -> PartitionSpec:
+        """Of a weight with D as its dimension `o`: the first, or the last."""
+        hidden = [self.axis] + [None] * (ndim - 2)
+        return PartitionSpec(*([self.features, *hidden] if o == 0 else [*hidden, self.features]))
+
+    def summed(self, xs: Sequence[Array]) -> Sequence[Array]:
+        """Over the ranks that have different features."""
+        return jax.lax.psum(xs, self.features) if self.features else xs
 
     def manual(self, function: Callable, in_specs: tuple, out_specs: PartitionSpec) -> Callable:
         """The function with every mesh axis manual."""
@@ -82,7 +112,8 @@ class Spread(NamedTuple):
 
 def spread_columns(x_BTD: Array, weights: Sequence[Array], spread: Spread) -> tuple[Array, ...]:
     """`columns` with spread weights. Each rank saves its part of T for the backward pass, which
-    gathers it again, and sums gradients over the matmuls before it sums them over ranks."""
+    gathers it again unless features are spread too, and sums gradients over the matmuls before it
+    sums them over ranks."""
     return _spread_columns(spread, x_BTD, tuple(weights))
 
 
@@ -121,11 +152,13 @@ _linear.defvjp(_forward, _backward)
 
 def _gathered(spread: Spread, x_BTD: Array) -> Array:
     """The stream, as one rank of `axis` needs it: T whole."""
+    if spread.axis is None:
+        return x_BTD
 
     def local(x_BTD: Array) -> Array:
         return jax.lax.all_gather(x_BTD, spread.axis, axis=1, tiled=True)
 
-    return spread.manual(local, (spread.stream,), PartitionSpec(None, spread.time))(x_BTD)
+    return spread.manual(local, (spread.stream,), spread.gathered)(x_BTD)
 
 
 def _scattered(spread: Spread, xs: Sequence[Array], weights: Sequence[Array], o: int) -> Array:
@@ -140,26 +173,48 @@ def _scattered(spread: Spread, xs: Sequence[Array], weights: Sequence[Array], o:
             _matmul(x, weight, (range(2, x.ndim), [c for c in range(weight.ndim) if c != o]))
             for x, weight in zip(xs, weights)
         ]
-        return jax.lax.psum_scatter(sum(products), spread.axis, scatter_dimension=1, tiled=True)
+        total: Any = sum(products)
+        if spread.axis is None:
+            return total
+        return jax.lax.psum_scatter(total, spread.axis, scatter_dimension=1, tiled=True)
 
-    x_spec = PartitionSpec(None, spread.time, spread.axis)
-    weight_spec = PartitionSpec(None, spread.axis) if o == 0 else PartitionSpec(spread.axis)
-    return spread.manual(local, (x_spec, weight_spec), spread.stream)(xs, weights)
+    specs = [spread.weight(weight.ndim, o) for weight in weights]
+    return spread.manual(local, (spread.hidden, specs), spread.stream)(list(xs), list(weights))
+
+
+def _projected(spread: Spread, x_BTD: Array, weights: Sequence[Array], o: int) -> tuple[Array, ...]:
+    """Matmuls with a gathered stream, [B, T, D] x weight, summed over ranks of `features`.
+
+    Args:
+      o: which dimension of the weights is D.
+    """
+
+    def local(x_BTD: Array, weights: Sequence[Array]) -> Sequence[Array]:
+        return spread.summed([_matmul(x_BTD, weight, ([2], [o])) for weight in weights])
+
+    if spread.features is None:
+        return tuple(_matmul(x_BTD, weight, ([2], [o])) for weight in weights)
+    specs = [spread.weight(weight.ndim, o) for weight in weights]
+    return tuple(
+        spread.manual(local, (spread.gathered, specs), spread.hidden)(x_BTD, list(weights))
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _spread_columns(spread: Spread, x_BTD: Array, weights: tuple) -> tuple[Array, ...]:
-    return columns(_gathered(spread, x_BTD), weights)
+    return _columns_forward(spread, x_BTD, weights)[0]
 
 
 def _columns_forward(spread: Spread, x_BTD: Array, weights: tuple):
-    return _spread_columns(spread, x_BTD, weights), (x_BTD, weights)
+    whole_BTD = _gathered(spread, x_BTD)
+    ys = _projected(spread, whole_BTD, weights, o=0)
+    return ys, (whole_BTD if spread.features else x_BTD, weights)
 
 
 def _columns_backward(spread: Spread, residuals, dys: tuple):
     x_BTD, weights = residuals
     dx_BTD = _scattered(spread, dys, weights, o=0)
-    x_BTD = _gathered(spread, x_BTD)
+    x_BTD = x_BTD if spread.features else _gathered(spread, x_BTD)
     return dx_BTD, tuple(_weight_gradient(x_BTD, dy, 2) for dy in dys)
 
 
@@ -178,7 +233,7 @@ def _rows_forward(spread: Spread, x_BT: Array, weight: Array):
 def _rows_backward(spread: Spread, residuals, dy_BTD: Array):
     x_BT, weight = residuals
     dy_BTD = _gathered(spread, dy_BTD)
-    dx_BT = _matmul(dy_BTD, weight, ([2], [weight.ndim - 1]))
+    (dx_BT,) = _projected(spread, dy_BTD, (weight,), o=weight.ndim - 1)
     return dx_BT, _weight_gradient(x_BT, dy_BTD, 2)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxscale.formatting import human_bytes, table
-from jaxscale.layout import REMATS, RematPolicy, parse_remat
+from jaxscale.layout import REMATS, TENSOR_ROWS, RematPolicy, parse_remat
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.ops.attention import attention
 from jaxscale.pipeline import summary
@@ -49,9 +49,8 @@ def describe_layout(engine: Engine) -> str:
 
 def _summary(engine: Engine) -> str:
     layout, config = engine.layout, engine.config.model
-    axes = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1)
     rows = [
-        ("devices", f"{layout.num_devices}: {axes or 'every axis 1'}"),
+        ("devices", f"{layout.num_devices}: {layout.axes_text or 'every axis 1'}"),
         ("zero stage", f"{layout.zero_stage} over fsdp {layout.fsdp}"),
         ("micro-batches", f"{layout.microbatches}, {layout.accumulation}"),
         ("remat", layout.remat),
@@ -102,7 +101,7 @@ def _pipeline(engine: Engine) -> list[str]:
     zero, buffers = engine.zero, _buffers(engine)
     outer = {name: engine.abstract_state.params[name] for name in ("embed", "head")}
     axes = {name: zero.axes[name] for name in outer}
-    whole = {**zero.rules, "embed": (), "outer_embed": ()}
+    whole = {**zero.rules, "embed": (TENSOR_ROWS,), "outer_embed": (TENSOR_ROWS,)}
     buffers["embedding and head, gathered"] = tree_bytes(
         outer, axes, whole, zero.sizes, zero.compute_dtype.itemsize
     )
@@ -299,10 +298,8 @@ def _parameters(engine: Engine) -> str:
 def _warnings(engine: Engine) -> list[str]:
     """A line for each large parameter that the layout could shard and does not, one for replicated
     state that could be sharded, and one for a pipeline with a large bubble."""
-    sizes = engine.zero.sizes
-    shards = [
-        axis for axis, on in (("tensor", sizes["tensor"] > 1), ("fsdp", engine.zero.gathers)) if on
-    ]
+    ranks = engine.layout.tensor
+    shards = [axis for axis, on in (("tensor", ranks > 1), ("fsdp", engine.zero.gathers)) if on]
     found = [
         f"warning: {name} ({human_bytes(leaf.size * leaf.dtype.itemsize)}) is replicated over "
         f"{' and '.join(shards)}: none of its axes is sharded over them"

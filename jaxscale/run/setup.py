@@ -184,7 +184,8 @@ def for_sampling(config: Config) -> Config:
     """
     layout = resolve_sizes(config.layout, jax.device_count())
     if layout.pipeline > 1:
-        axis = "data" if config.model.d_model % (layout.fsdp * layout.pipeline) else "fsdp"
+        ranks = layout.tensor_rows * layout.fsdp * layout.pipeline
+        axis = "data" if config.model.d_model % ranks else "fsdp"
         size = getattr(layout, axis) * layout.pipeline
         log.info(
             f"samples are drawn without a pipeline: using layout.{axis} = {size} in place of "

@@ -1,7 +1,7 @@
 """The only place where a device mesh is built."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,11 +9,11 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxscale.layout import MESH_AXES, Layout
+from jaxscale.layout import Layout
 
 
 def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with the six axes of a resolved layout, slowest links first.
+    """A mesh with the axes of a resolved layout (`Layout.sizes`), slowest links first.
 
     On TPUs axes are laid along the axes of the torus, or along a part of one if sizes allow nothing
     else; with several slices the first axes span the network between them.
@@ -26,20 +26,21 @@ def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
       ValueError: the first axes cannot be split over the slices.
     """
     devices = jax.devices() if devices is None else devices
-    return Mesh(_arrange(layout, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    axes = tuple(layout.sizes)
+    return Mesh(_arrange(layout, devices), axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def axes_between_slices(layout: Layout, devices: Sequence[Any]) -> tuple[str, ...]:
     """The axes that span the network between slices of TPUs; () with one slice."""
-    parts = over_slices(tuple(layout.sizes.values()), _slices(devices))
-    return tuple(axis for axis, part in zip(MESH_AXES, parts, strict=True) if part > 1)
+    parts = over_slices(layout.sizes, _slices(devices))
+    return tuple(axis for axis, part in zip(layout.sizes, parts, strict=True) if part > 1)
 
 
 def _arrange(layout: Layout, devices: Sequence[Any]) -> np.ndarray:
     sizes, slices = tuple(layout.sizes.values()), _slices(devices)
     if slices == 1:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    between = over_slices(sizes, slices)
+    between = over_slices(layout.sizes, slices)
     within = [size // part for size, part in zip(sizes, between, strict=True)]
     return mesh_utils.create_hybrid_device_mesh(
         within, between, devices, allow_split_physical_axes=True
@@ -52,21 +53,21 @@ def _slices(devices: Sequence[Any]) -> int:
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 
-def over_slices(sizes: Sequence[int], slices: int) -> list[int]:
+def over_slices(sizes: Mapping[str, int], slices: int) -> list[int]:
     """Parts of the axes' sizes that multiply to the number of slices, of the first axes first.
 
-    >>> over_slices((1, 4, 16, 1, 1, 2), slices=8)
-    [1, 4, 2, 1, 1, 1]
+    >>> over_slices({"data": 4, "fsdp": 16, "tensor": 2}, slices=8)
+    [4, 2, 1]
 
     Raises:
       ValueError: there are none.
     """
     parts, left = [], slices
-    for size in sizes:
+    for size in sizes.values():
         parts.append(math.gcd(size, left))
         left //= parts[-1]
     if left > 1:
-        named = ", ".join(f"{axis} {n}" for axis, n in zip(MESH_AXES, sizes) if n > 1)
+        named = ", ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1)
         raise ValueError(
             f"axes of {named} cannot be split over {slices} slices of TPUs: the first axes' sizes "
             f"have no factors that multiply to {slices}; set layout.data = {slices}, or a multiple"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
+from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES, TENSOR_ROWS
 from jaxscale.sharding.rules import (  # noqa: F401  Re-exported: used together with `resolve`.
     ACTIVATIONS,
     LAYER_SHARD_AXES,
@@ -61,7 +61,8 @@ def weights_in_use(axes_tree: Any, params: Any, compute_dtype: Any) -> Any:
 def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
     """A tree of axes in which parameters outside the layers are sharded over the pipeline too, if
     their "embed" dimension divides."""
-    if not spreads_outer(sizes["pipeline"], sizes["fsdp"], d_model):
+    share = d_model // sizes.get(TENSOR_ROWS, 1)
+    if not spreads_outer(sizes["pipeline"], sizes["fsdp"], share):
         return axes_tree
 
     def one(axes: Axes) -> Axes:
@@ -98,7 +99,7 @@ def layer_rules(sizes: Mapping[str, int], rows: int, rules: Rules = WEIGHTS) -> 
         ranks = math.prod(sizes[one] for one in axes)
         if shards_layers(rows // sizes["pipeline"], sizes["pipeline"], ranks, sizes[axis]):
             axes = (*axes, axis)
-            found.append({**rules, "embed": (), "layers": ("pipeline", *axes)})
+            found.append({**rules, "embed": (TENSOR_ROWS,), "layers": ("pipeline", *axes)})
     return found
 
 
@@ -127,6 +128,11 @@ def automatic_part(spec: PartitionSpec) -> PartitionSpec:
     return _only(spec, AUTOMATIC_AXES)
 
 
+def automatic_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The automatic axes of a mesh."""
+    return tuple(axis for axis in AUTOMATIC_AXES if axis in sizes)
+
+
 def _only(spec: PartitionSpec, mesh_axes: tuple[str, ...]) -> PartitionSpec:
     def one(entry):
         names = entry if isinstance(entry, tuple) else (entry,)
@@ -143,5 +149,9 @@ def constrain(
 
     For use inside a `shard_map` over the manual axes.
     """
-    spec = automatic_part(resolve(axes, rules, sizes))
+    return constrain_to(x, automatic_part(resolve(axes, rules, sizes)))
+
+
+def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """The same, of a spec over automatic axes."""
     return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x

@@ -7,18 +7,22 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxscale.choices import nearest_divisors
 from jaxscale.config import Config
+from jaxscale.layout import TENSOR_ROWS
 
 Axes = tuple[str, ...]
 Rules = Mapping[str, tuple[str, ...]]
 
 # Logical axis -> the mesh axes that it is sharded over. Weights and activations differ: a weight's
-# embed dimension is the one that ZeRO shards, an activation's is whole on every device.
+# embed dimension is the one that ZeRO shards, an activation's only the rows of tensor, if it has
+# any. "tensor" is its columns then: weights alternate between embed over rows and hidden over
+# columns, and the reverse, so that no activation moves between two matmuls (arXiv 2305.13525).
 WEIGHTS: Rules = {
     "layers": ("pipeline",),
-    "embed": ("fsdp",),
+    "embed": ("tensor_rows", "fsdp"),
     # Of parameters outside the layers, which the ranks of the pipeline would otherwise replicate.
-    "outer_embed": ("pipeline", "fsdp"),
+    "outer_embed": ("tensor_rows", "pipeline", "fsdp"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     # Where ranks outnumber them: `with_whole_kv_heads`.
@@ -49,7 +53,7 @@ ACTIVATIONS: Rules = {
     # Between the matmuls of attention and MLP, which need all tokens of a rank of context, the
     # tokens are sharded over tensor too (sequence parallelism, arXiv 2205.05198, section 4.2).
     "residual_seq": ("context", "tensor"),
-    "embed": (),
+    "embed": ("tensor_rows",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
@@ -69,7 +73,11 @@ SETTINGS = {
 }
 """The setting that gives the size of a dimension, where there is one."""
 
-REPLICATED_WEIGHTS: Rules = {**WEIGHTS, "embed": (), "outer_embed": ("pipeline",)}
+REPLICATED_WEIGHTS: Rules = {
+    **WEIGHTS,
+    "embed": ("tensor_rows",),
+    "outer_embed": ("tensor_rows", "pipeline"),
+}
 """For the ZeRO stages that replicate a tree over the fsdp axis."""
 
 
@@ -86,7 +94,7 @@ def mesh_axes(
     Args:
       axes: a logical name for each dimension.
       rules: logical name -> mesh axes.
-      sizes: mesh axis -> size.
+      sizes: mesh axis -> size; one that is not there has size 1.
       shape: checked for divisibility when given.
       name: what the errors call the array.
 
@@ -99,22 +107,30 @@ def mesh_axes(
             raise ValueError(
                 f"{name}: logical axis {logical!r} has no rule; known: {', '.join(sorted(rules))}"
             )
-        over = tuple(axis for axis in rules[logical] if sizes[axis] > 1)
+        over = tuple(axis for axis in rules[logical] if sizes.get(axis, 1) > 1)
+        share, divided = shape[dim] if shape else 0, ""
         for axis in over:
             if axis in owner:
                 raise ValueError(
                     f"{name}: {owner[axis]!r} and {logical!r} both map to mesh axis {axis!r}"
                 )
             owner[axis] = logical
-            if shape and shape[dim] % sizes[axis]:
-                setting = SETTINGS.get(logical, f"dimension {logical!r}")
+            if share % sizes[axis]:
+                setting, ranks = SETTINGS.get(logical, f"dimension {logical!r}"), _set(axis, sizes)
                 raise ValueError(
-                    f"{name}: {setting} = {shape[dim]} does not divide over layout.{axis} = "
-                    f"{sizes[axis]}; the nearest that does is layout.{axis} = "
-                    f"{nearest_divisors(shape[dim], sizes[axis])}"
+                    f"{name}: {setting}{divided} = {share} does not divide over {ranks} = "
+                    f"{sizes[axis]}; the nearest that does is {ranks} = "
+                    f"{nearest_divisors(share, sizes[axis])}"
                 )
+            share, divided = share // sizes[axis], f"{divided} / {_set(axis, sizes)}"
         found.append(over)
     return found
+
+
+def _set(axis: str, sizes: Mapping[str, int]) -> str:
+    """What sets the size of a mesh axis."""
+    rows = axis == "tensor" and sizes.get(TENSOR_ROWS, 1) > 1
+    return f"layout.{axis}" + " / layout.tensor_rows" * rows
 
 
 def with_whole_kv_heads(axes: Axes, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Axes:
@@ -171,19 +187,6 @@ def own_rules(rules: Rules) -> Rules:
     return {name: tuple(over) for name, over in rules.items()}
 
 
-def nearest_divisors(size: int, parts: int) -> str:
-    """The numbers nearest to `parts`, below and above, into which `size` divides: "2 or 4"."""
-    found = divisors(size)
-    below = [n for n in found if n < parts][-1:]
-    return " or ".join(map(str, below + [n for n in found if n > parts][:1]))
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, in order."""
-    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*low, *(number // n for n in low)})
-
-
 def check_divides(config: Config) -> None:
     """Refuses a batch that does not split evenly over replicas and micro-batches.
 
@@ -203,6 +206,21 @@ def check_divides(config: Config) -> None:
         )
 
 
+def check_tensor_rows(config: Config) -> None:
+    """Refuses rows of tensor for a model with experts.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    rows = config.layout.tensor_rows
+    if rows > 1 and config.model.num_experts:
+        raise ValueError(
+            f"layout.tensor_rows = {rows} with model.num_experts = {config.model.num_experts} is "
+            "not available in this version: experts have their columns over tensor alone; set "
+            "layout.tensor_rows = 1"
+        )
+
+
 def check_sequence(config: Config) -> None:
     """Refuses a sequence that the ranks of context and tensor cannot share equally.
 
@@ -211,7 +229,8 @@ def check_sequence(config: Config) -> None:
     """
     layout = config.layout
     chunks = 2 * layout.context if layout.context > 1 else 1
-    unit = math.lcm(chunks, layout.context * layout.tensor)
+    unit = math.lcm(chunks, layout.context * layout.tensor_columns)
+    rows = f" / layout.tensor_rows {layout.tensor_rows}" if layout.tensor_rows > 1 else ""
     for name in ("seq_len", "target_len"):
         length = getattr(config.data, name)
         if length % unit:
@@ -220,6 +239,6 @@ def check_sequence(config: Config) -> None:
             two = " (two chunks a rank)" if layout.context > 1 else ""
             raise ValueError(
                 f"data.{name} = {length} does not split over layout.context = {layout.context}"
-                f"{two} x layout.tensor = {layout.tensor}, which takes multiples of {unit}; set "
-                f"data.{name} = {nearest}, or change the layout"
+                f"{two} x layout.tensor = {layout.tensor}{rows}, which takes multiples of {unit}; "
+                f"set data.{name} = {nearest}, or change the layout"
             )

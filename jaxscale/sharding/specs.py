@@ -9,8 +9,14 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
-from jaxscale.sharding.resolve import ACTIVATIONS, Axes, automatic_part, resolve
+from jaxscale.layout import MANUAL_AXES
+from jaxscale.sharding.resolve import (
+    ACTIVATIONS,
+    Axes,
+    automatic_axes,
+    automatic_part,
+    resolve,
+)
 
 REPLICATED = PartitionSpec()
 """Every device has the whole array."""
@@ -48,7 +54,7 @@ def kernel_spec(axes: Axes, sizes: Mapping[str, int]) -> PartitionSpec:
       sizes: mesh axis -> size.
     """
     rest = automatic_part(resolve(axes[1:], ACTIVATIONS, sizes))
-    return PartitionSpec(tuple(axis for axis in AUTOMATIC_AXES if sizes[axis] == 1), *rest)
+    return PartitionSpec(tuple(axis for axis in automatic_axes(sizes) if sizes[axis] == 1), *rest)
 
 
 def kernel_vector_spec(axis: str, sizes: Mapping[str, int]) -> PartitionSpec:

@@ -8,19 +8,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
+from jaxscale.layout import MANUAL_AXES, TENSOR_ROWS
 from jaxscale.sharding.resolve import (
     REPLICATED_WEIGHTS,
     WEIGHTS,
     Axes,
     Rules,
+    automatic_axes,
     automatic_part,
-    constrain,
+    constrain_to,
     is_axes,
     resolve,
     weight_dtype,
 )
+from jaxscale.sharding.specs import mesh_axes_of
 
 Tree = Any
 
@@ -35,6 +38,10 @@ class Zero:
 
     The ranks of expert share the batch, and each has experts of its own: their gradients are summed
     over the other axes only, those of all other parameters over this one too.
+
+    Where tensor has rows, they too are sharded along "embed", before fsdp: each row has a block of
+    consecutive features. Inside the `shard_map` such an array has this dimension `apart`, as [rows,
+    features of a block]: the part over the manual axes alone would be of other features.
 
     A step that visits each layer once (one micro-batch, or layered accumulation) reduces a layer's
     gradients at that visit, over every replica, so that this communication overlaps the next
@@ -96,6 +103,38 @@ class Zero:
         """Whether a visit's gradients are reduce-scattered."""
         return self.stage >= 2 or (self.stage == 1 and self.single_visit)
 
+    @property
+    def _rows(self) -> int:
+        return self.sizes.get(TENSOR_ROWS, 1)
+
+    def apart(self, tree: Tree) -> Tree:
+        """Parameters or their gradients as they are inside the `shard_map`."""
+        return self._reshaped(
+            tree, lambda shape, dim: (*shape[:dim], self._rows, -1, *shape[dim + 1 :])
+        )
+
+    def together(self, tree: Tree) -> Tree:
+        """The inverse of `apart`."""
+        return self._reshaped(tree, lambda shape, dim: (*shape[:dim], -1, *shape[dim + 2 :]))
+
+    def _reshaped(self, tree: Tree, shape_of: Callable) -> Tree:
+        if self._rows == 1:
+            return tree
+
+        def one(axes, x):
+            dim = _sharded_dim(axes)
+            return x if dim is None else x.reshape(shape_of(x.shape, dim))
+
+        return jax.tree.map(one, self.axes, tree, is_leaf=is_axes)
+
+    def apart_spec(self, axes: Axes, rules: Rules) -> PartitionSpec:
+        """The spec of an array inside the `shard_map`, over all axes."""
+        spec, dim = resolve(axes, rules, self.sizes), _sharded_dim(axes)
+        if self._rows == 1 or dim is None:
+            return spec
+        entry = tuple(axis for axis in mesh_axes_of(spec[dim]) if axis != TENSOR_ROWS)
+        return PartitionSpec(*spec[:dim], TENSOR_ROWS, entry or None, *spec[dim + 1 :])
+
     def gather(self, shards: Tree, axes: Tree) -> Tree:
         """Weights as the model uses them: in the compute type, gathered over fsdp."""
 
@@ -107,7 +146,7 @@ class Zero:
                 return weight
             return jax.lax.all_gather(weight, over, axis=dim, tiled=True)
 
-        return self._collectively(one, axes, shards)
+        return self._collectively(one, axes, shards, apart=(True, False))
 
     def gather_part(self, shards: Tree, part: str) -> Tree:
         """`gather` of the parameters outside the layers, or of one layer of a stack."""
@@ -128,7 +167,7 @@ class Zero:
                 grad = self._reduce_scatter(grad, axes)
             return self._sum_replicas(grad, axes) if self.single_visit else grad
 
-        return self._collectively(one, axes, grads)
+        return self._collectively(one, axes, grads, apart=(False, True))
 
     def finish(self, grads: Tree) -> Tree:
         """The reductions over replicas that remain at the end of a step."""
@@ -152,7 +191,7 @@ class Zero:
                 grad = self._reduce_over_pipeline(grad, axes)
             return self._sum_replicas(grad, axes)
 
-        return self._collectively(one, self.axes, grads)
+        return self._collectively(one, self.axes, grads, apart=(True, True))
 
     def zeros(self, params: Tree, axes: Tree) -> Tree:
         """Accumulators of gradients: shards where visits leave shards, else whole."""
@@ -161,9 +200,10 @@ class Zero:
             shape = list(param.shape)
             dim = _sharded_dim(axes)
             if dim is not None:
-                shape[dim] //= self.sizes["fsdp"] if self.scatters and self.stage < 3 else 1
-                shape[dim] *= self.sizes["pipeline"] if "outer_embed" in axes else 1
-            return self._accumulator(shape, axes)
+                last = dim + (self._rows > 1)
+                shape[last] //= self.sizes["fsdp"] if self.scatters and self.stage < 3 else 1
+                shape[last] *= self.sizes["pipeline"] if "outer_embed" in axes else 1
+            return self._accumulator(shape, self.apart_spec(axes, self.rules))
 
         return jax.tree.map(one, axes, params, is_leaf=is_axes)
 
@@ -177,16 +217,19 @@ class Zero:
     def accumulators(self, weights: Tree, axes: Tree) -> Tree:
         """Zeros for the gradients of whole weights."""
         return jax.tree.map(
-            lambda axes, x: self._accumulator(x.shape, axes), axes, weights, is_leaf=is_axes
+            lambda axes, x: self._accumulator(x.shape, resolve(axes, self.rules, self.sizes)),
+            axes,
+            weights,
+            is_leaf=is_axes,
         )
 
     def total(self, values: Tree) -> Tree:
         """Scalars, summed over every replica, and over the pipeline."""
         return jax.tree.map(lambda value: self._sum(value, MANUAL_AXES), values)
 
-    def _accumulator(self, shape: Sequence[int], axes: Axes) -> jax.Array:
+    def _accumulator(self, shape: Sequence[int], spec: PartitionSpec) -> jax.Array:
         # Without the constraint the compiler would replicate it over the ranks of tensor.
-        return constrain(jnp.zeros(shape, self.accumulation_dtype), axes, self.sizes, self.rules)
+        return constrain_to(jnp.zeros(shape, self.accumulation_dtype), automatic_part(spec))
 
     def _sum_replicas(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """The sum over the axes that no reduce-scatter has summed over."""
@@ -219,7 +262,9 @@ class Zero:
         dim = axes.index("outer_embed")
         return jax.lax.psum_scatter(grad, "pipeline", scatter_dimension=dim, tiled=True)
 
-    def _collectively(self, one: Callable, axes: Tree, tree: Tree) -> Tree:
+    def _collectively(
+        self, one: Callable, axes: Tree, tree: Tree, *, apart: tuple[bool, bool]
+    ) -> Tree:
         """Maps `one(axes, array)` over a tree with every mesh axis manual.
 
         Otherwise XLA's partitioner would first replicate an operand over the axes that are still
@@ -227,24 +272,39 @@ class Zero:
         process over a sum in 16 bits where an axis is automatic, even one of a single rank.
         """
 
-        def local(tree):
-            return jax.tree.map(one, axes, tree, is_leaf=is_axes)
+        def each(axes, x):
+            dim = _sharded_dim(axes) if self._rows > 1 else None
+            if dim is None:
+                return one(axes, x)
+            # Each rank has one row.
+            x = one(axes, jnp.squeeze(x, dim) if apart[0] else x)
+            return jnp.expand_dims(x, dim) if apart[1] else x
 
+        def local(tree):
+            return jax.tree.map(each, axes, tree, is_leaf=is_axes)
+
+        manual = automatic_axes(self.sizes)
         narrow = self.accumulation_dtype.itemsize < 4
-        if not narrow and all(self.sizes[axis] == 1 for axis in AUTOMATIC_AXES):
+        if not narrow and all(self.sizes[axis] == 1 for axis in manual):
             return local(tree)
-        specs = jax.tree.map(
-            lambda axes: automatic_part(resolve(axes, self.rules, self.sizes)),
-            axes,
-            is_leaf=is_axes,
-        )
+        specs = [
+            jax.tree.map(
+                lambda axes, spec=spec: automatic_part(spec(axes, self.rules)),
+                axes,
+                is_leaf=is_axes,
+            )
+            for spec in (self.apart_spec if one else self._spec for one in apart)
+        ]
         return jax.shard_map(
             local,
-            in_specs=(specs,),
-            out_specs=specs,
-            axis_names=set(AUTOMATIC_AXES),
+            in_specs=(specs[0],),
+            out_specs=specs[1],
+            axis_names=set(manual),
             check_vma=False,
         )(tree)
+
+    def _spec(self, axes: Axes, rules: Rules) -> PartitionSpec:
+        return resolve(axes, rules, self.sizes)
 
 
 def _sharded_dim(axes: Axes) -> int | None:

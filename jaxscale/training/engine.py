@@ -37,7 +37,7 @@ from jaxscale.sharding.resolve import (
     spread_outer,
     whole_kv_heads,
 )
-from jaxscale.sharding.rules import check_divides, check_sequence, own_rules
+from jaxscale.sharding.rules import check_divides, check_sequence, check_tensor_rows, own_rules
 from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
 from jaxscale.training import optimizer as optimizers
@@ -143,6 +143,7 @@ def make_engine(
     layout, platform = config.layout, mesh.devices.flat[0].platform
     check_divides(config)
     check_sequence(config)
+    check_tensor_rows(config)
     check_types(config)
     check_host_memory(layout, mesh)
     make = model or find_model(config.model)

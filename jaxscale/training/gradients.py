@@ -20,7 +20,7 @@ from jaxscale.models.protocol import (
 )
 from jaxscale.pipeline.executor import Chunks, Columns, Remat, buffers, execute, execute_forward
 from jaxscale.pipeline.stages import PipelineStages
-from jaxscale.sharding.resolve import Rules, is_axes, manual_part, resolve
+from jaxscale.sharding.resolve import Rules, is_axes, manual_part
 from jaxscale.sharding.specs import (
     BATCH_ROWS,
     CHUNKS,
@@ -63,7 +63,7 @@ def make_gradients(
         )
         return zero.total(carry[0]), zero.finish(carry[1])
 
-    return jax.shard_map(
+    run = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS),
@@ -71,6 +71,12 @@ def make_gradients(
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
+    return functools.partial(_with_rows, zero, run)
+
+
+def _with_rows(zero: Zero, run: Callable, params: Tree, *others: Any) -> tuple[Sums, Tree]:
+    sums, grads = run(zero.apart(params), *others)
+    return sums, zero.together(grads)
 
 
 def _pipelined(
@@ -102,7 +108,9 @@ def _pipelined(
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
-    return lambda params, batch: run(params, batch, stages.program.columns, stages.chunks)
+    return lambda params, batch: _with_rows(
+        zero, run, params, batch, stages.program.columns, stages.chunks
+    )
 
 
 def _pipelined_remat(layout: Layout) -> Remat:
@@ -142,7 +150,9 @@ def pipeline_buffers(
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
-    carried = jax.eval_shape(run, params, batch, stages.chunks)
+    carried = jax.eval_shape(
+        lambda params, *others: run(zero.apart(params), *others), params, batch, stages.chunks
+    )
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), carried)
 
 
@@ -163,7 +173,7 @@ def make_loss(
         groups = split_batch(batch, layout.microbatches)
         return zero.total(each(one, jnp.zeros((), zero.loss_dtype), groups)[0])
 
-    return jax.shard_map(
+    run = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS),
@@ -171,6 +181,7 @@ def make_loss(
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
+    return lambda params, batch: run(zero.apart(params), batch)
 
 
 def _pipelined_loss(
@@ -191,12 +202,14 @@ def _pipelined_loss(
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
-    return lambda params, batch: run(params, batch, stages.forward_program.columns, stages.chunks)
+    return lambda params, batch: run(
+        zero.apart(params), batch, stages.forward_program.columns, stages.chunks
+    )
 
 
 def _manual_specs(zero: Zero, rules: Rules) -> Tree:
     return jax.tree.map(
-        lambda axes: manual_part(resolve(axes, rules, zero.sizes)), zero.axes, is_leaf=is_axes
+        lambda axes: manual_part(zero.apart_spec(axes, rules)), zero.axes, is_leaf=is_axes
     )
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxscale.config import Config
-from jaxscale.layout import AUTOMATIC_AXES, Layout
+from jaxscale.layout import TENSOR_ROWS, Layout
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose, score_settings
 from jaxscale.ops.attention_kernels import maskless
@@ -25,8 +25,8 @@ from jaxscale.ops.loss import cross_entropy
 from jaxscale.ops.rope import rotary, rotary_on_tpu
 from jaxscale.ops.sizes import LANES
 from jaxscale.ops.tensor_parallel import Spread, spread_columns, spread_rows
-from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, Rules, constrain
-from jaxscale.sharding.specs import kernel_spec, kernel_vector_spec
+from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, Rules, automatic_axes, constrain
+from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec
 
 
 def make_kernels(
@@ -46,7 +46,11 @@ def make_kernels(
     """
     replaced = {}
     if layout.tensor > 1:
-        spread = Spread("tensor", _mesh_axes(layout, ACTIVATIONS["seq"]), AUTOMATIC_AXES)
+        axis, features = (
+            name if layout.sizes.get(name, 1) > 1 else None for name in ("tensor", TENSOR_ROWS)
+        )
+        time = _mesh_axes(layout, ACTIVATIONS["seq"])
+        spread = Spread(axis, time, automatic_axes(layout.sizes), features)
         replaced = {
             "columns": functools.partial(spread_columns, spread=spread),
             "rows": functools.partial(spread_rows, spread=spread),
@@ -64,7 +68,7 @@ def make_kernels(
             layout.expert,
             layout.tensor,
             layout.context,
-            AUTOMATIC_AXES,
+            automatic_axes(layout.sizes),
             # XLA's own operation is a kernel on TPUs; elsewhere it would multiply every row by the
             # matrix of every expert (jax 0.12).
             "ragged_dot" if platform == "tpu" else "blocks",
@@ -133,15 +137,32 @@ def _attend(layout: Layout, implementation: str) -> Callable[..., jax.Array]:
             )
         if implementation == "cudnn" and not under_policy:
             local = maskless(local)
-        return jax.shard_map(
-            local,
-            in_specs=(queries, keys, keys, segments, segments, bias, sinks),
-            out_specs=queries,
-            axis_names=set(AUTOMATIC_AXES),
-            check_vma=False,
-        )(*arrays)
+        specs = (queries, keys, keys, segments, segments, bias, sinks)
+        return _manual(layout, local, specs, queries)(*arrays)
 
     return attend
+
+
+def _manual(layout: Layout, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+    """A kernel with every axis manual, which the rows of tensor all repeat."""
+    kernel = jax.shard_map(
+        local,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(automatic_axes(layout.sizes)) - {TENSOR_ROWS},
+        check_vma=False,
+    )
+    if layout.tensor_rows == 1:
+        return kernel
+    # Without this check the backward pass would sum gradients over the rows, which are equal there,
+    # and divide by their number. Kernels do not pass it, but may be inside.
+    return jax.shard_map(
+        kernel,
+        in_specs=REPLICATED,
+        out_specs=REPLICATED,
+        axis_names={TENSOR_ROWS},
+        check_vma=True,
+    )
 
 
 def _dropout(
@@ -172,11 +193,11 @@ def _key_heads(layout: Layout, x: jax.Array) -> jax.Array:
     all-reduce over tensor of the gradients of these weights, for each layer and micro-batch.
     """
     heads = x.shape[-2]
-    if heads % layout.tensor == 0:
+    if heads % layout.tensor_columns == 0:
         return x
-    assert layout.tensor % heads == 0  # or `whole_kv_heads` has refused it
+    assert layout.tensor_columns % heads == 0  # or `whole_kv_heads` has refused it
     axes = ("embed",) * (x.ndim - 2) + ("kv_heads", "head_dim")
-    repeated = jnp.repeat(x, layout.tensor // heads, axis=-2)
+    repeated = jnp.repeat(x, layout.tensor_columns // heads, axis=-2)
     return constrain(repeated, axes, layout.sizes)
 
 
@@ -187,13 +208,9 @@ def _rotary(layout: Layout) -> Callable[..., jax.Array]:
     def turn(x: jax.Array, positions: jax.Array, **settings: Any) -> jax.Array:
         if x.shape[-1] != LANES or x.shape[1] % LANES:
             return rotary(x, positions, **settings)
-        return jax.shard_map(
-            functools.partial(rotary_on_tpu, **settings),
-            in_specs=(heads, kernel_spec(("batch", "seq"), layout.sizes)),
-            out_specs=heads,
-            axis_names=set(AUTOMATIC_AXES),
-            check_vma=False,
-        )(x, positions)
+        local = functools.partial(rotary_on_tpu, **settings)
+        specs = heads, kernel_spec(("batch", "seq"), layout.sizes)
+        return _manual(layout, local, specs, heads)(x, positions)
 
     return turn
 
@@ -202,13 +219,20 @@ def _lookup(
     layout: Layout, table: jax.Array, indices: jax.Array, rows: str, dtype: DTypeLike
 ) -> jax.Array:
     time = _mesh_axes(layout, ACTIVATIONS["residual_seq"])
-    if not time:
+    features = _mesh_axes(layout, ACTIVATIONS["embed"])
+    if not time and not features:
         return plain_lookup(table, indices, rows, dtype)
     over = _mesh_axes(layout, WEIGHTS[rows])
     return spread_lookup(
-        table, indices, dtype, rows=over[0] if over else None, time=time, axes=AUTOMATIC_AXES
+        table,
+        indices,
+        dtype,
+        rows=over[0] if over else None,
+        time=time,
+        axes=automatic_axes(layout.sizes),
+        features=features[0] if features else None,
     )
 
 
 def _mesh_axes(layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(axis for axis in axes if layout.sizes[axis] > 1)
+    return tuple(axis for axis in axes if layout.sizes.get(axis, 1) > 1)

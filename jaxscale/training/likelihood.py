@@ -20,7 +20,7 @@ from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.positions import for_length
-from jaxscale.sharding.resolve import weights_in_use
+from jaxscale.sharding.resolve import automatic_axes, weights_in_use
 from jaxscale.sharding.specs import replicated
 from jaxscale.training.engine import Engine
 from jaxscale.training.sampling import (
@@ -98,7 +98,7 @@ def log_likelihoods(
         )
     model = for_length(engine.model, longest)
     params, mesh = without_pipeline(engine, params)
-    replicas = mesh.size // (mesh.shape["tensor"] * mesh.shape["context"])
+    replicas = mesh.size // math.prod(mesh.shape[axis] for axis in automatic_axes(mesh.shape))
     num_rows = replicas * max(1, ROWS // replicas)
     found = np.zeros(len(ids))
     # Rows of a batch are alike.

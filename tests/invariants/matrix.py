@@ -42,7 +42,7 @@ def every_layout(remats: tuple[str, ...] = REMATS) -> Iterator[Choice]:
     """The whole product."""
     for axes in factorisations():
         for settings in itertools.product(
-            _stages(axes), ACCUMULATIONS, remats, OFFLOADS, _methods(axes)
+            _stages(axes), ACCUMULATIONS, remats, OFFLOADS, _methods(axes), _rows(axes)
         ):
             yield _layout(axes, *settings)
 
@@ -58,7 +58,9 @@ def pairwise_layouts(remats: tuple[str, ...] = REMATS) -> list[Choice]:
         return candidates[gains.index(max(gains))]
 
     for axes in factorisations():
-        settings = itertools.product(_stages(axes), ACCUMULATIONS, remats, OFFLOADS, _methods(axes))
+        settings = itertools.product(
+            _stages(axes), ACCUMULATIONS, remats, OFFLOADS, _methods(axes), _rows(axes)
+        )
         candidates = [_layout(axes, *one) for one in settings]
         rng.shuffle(candidates)
         chosen.append(best(candidates))
@@ -111,9 +113,10 @@ def name(layout: Choice) -> str:
     return "-".join(f"{key}={value}" for key, value in shown.items())
 
 
-def _layout(axes, stage, accumulation, remat, offload, method) -> Choice:
+def _layout(axes, stage, accumulation, remat, offload, method, rows=None) -> Choice:
     return {
         **axes,
+        **({"tensor_rows": rows} if rows else {}),
         "zero_stage": stage,
         "accumulation": accumulation[0],
         "microbatches": accumulation[1],
@@ -132,6 +135,12 @@ def _methods(axes: Choice) -> tuple[str, ...]:
     return METHODS if axes["context"] > 1 else ("ring",)
 
 
+def _rows(axes: Choice) -> tuple[int, ...]:
+    """Of tensor: as many as columns or twice as many, where it has some."""
+    rows = 4 if axes["tensor"] == 8 else 2
+    return (1, rows) if axes["tensor"] > 1 and axes["context"] == 1 else (1,)
+
+
 def _pairs(layout: Choice) -> set[tuple]:
     settings = {**layout, "accumulation": (layout["accumulation"], layout["microbatches"])}
     del settings["microbatches"]
@@ -141,5 +150,7 @@ def _pairs(layout: Choice) -> set[tuple]:
         del settings["zero_stage"]
     if layout["context"] == 1:
         del settings["context_method"]
+    if settings.pop("tensor_rows", None) and layout["tensor"] > 1:
+        settings["tensor_rows"] = layout["tensor_rows"] > 1
     settings |= {axis: layout[axis] > 1 for axis in (*AXES, "expert") if axis in layout}
     return set(itertools.combinations(sorted(settings.items()), 2))

@@ -49,7 +49,8 @@ JOURNEY = {
     "uneven": {"pipeline": 3, "schedule": "1f1b:2,1,1", "microbatches": 4, "fsdp": 2},
     "layered": {
         "fsdp": 2,
-        "tensor": 2,
+        "tensor": 4,
+        "tensor_rows": 2,
         "accumulation": "layered",
         "microbatches": 2,
         "offload": "activations",

@@ -41,6 +41,7 @@ LLAMA = {
 }
 DEEP_GPT = {**GPT, "num_layers": 5, "d_model": 32, "num_heads": 4, "num_kv_heads": 4, "d_ff": 64}
 MODELS = {"llama": LLAMA, "gpt": DEEP_GPT}
+ROWS = {"tensor": 2, "tensor_rows": 2}
 
 CHOICES = (
     [
@@ -163,7 +164,7 @@ def test_a_sample_of_all_pipelines_is_one_device_in_float64(layout):
     "layout",
     [
         {"pipeline": 4, "schedule": "1f1b", "microbatches": 8, "tensor": 2},
-        {"pipeline": 2, "schedule": "zb_v", "microbatches": 4, "fsdp": 2, "zero_stage": 3},
+        {"pipeline": 2, "schedule": "zb_v", "microbatches": 4, "fsdp": 2, **ROWS},
         # Layers as one chooses; d_model does not divide over three ranks, so what is outside the
         # layers is whole on each.
         {"pipeline": 3, "schedule": "zb_h1:1,3,1", "microbatches": 8, "fsdp": 2, "zero_stage": 2},
@@ -191,7 +192,7 @@ def test_evaluation_is_one_device():
             "schedule": "interleaved",
             "virtual_stages": 2,
             "microbatches": 4,
-            "tensor": 2,
+            **ROWS,
         },
     ]
     results = []
@@ -221,7 +222,7 @@ def device_bytes() -> int:
     [
         {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "fsdp": 2},
         {"pipeline": 2, "schedule": "zb_v", "offload": "optimizer"},
-        {"pipeline": 3, "schedule": "zb_h1:4,3,2", "tensor": 2},
+        {"pipeline": 3, "schedule": "zb_h1:4,3,2", **ROWS},
     ],
     ids=name,
 )

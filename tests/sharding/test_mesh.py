@@ -11,10 +11,10 @@ from tests.compiled.test_topology import NEEDS_TPU
 
 
 def test_the_first_axes_go_over_slices():
-    assert over_slices((1, 4, 16, 1, 1, 2), 8) == [1, 4, 2, 1, 1, 1]
-    assert over_slices((2, 4, 1, 1, 1, 2), 2) == [2, 1, 1, 1, 1, 1]
+    assert over_slices({"data": 4, "fsdp": 16, "tensor": 2}, 8) == [4, 2, 1]
+    assert over_slices({"pipeline": 2, "data": 4, "tensor": 2}, 2) == [2, 1, 1]
     with pytest.raises(ValueError, match=r"fsdp 4 .* 3 slices.*layout.data = 3"):
-        over_slices((1, 1, 4, 1, 1, 1), 3)
+        over_slices({"fsdp": 4, "tensor": 1}, 3)
 
 
 @NEEDS_TPU

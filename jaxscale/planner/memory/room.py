@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Iterator
 
+from jaxscale.choices import divisors
 from jaxscale.config import Config
 from jaxscale.formatting import gigabytes
 from jaxscale.planner.memory.step import Memory, is_predicted, step_memory
-from jaxscale.sharding.rules import divisors
 
 MARGIN = 1.15
 """By how much a predicted peak must exceed the limit to be refused: the planner's largest error on

@@ -9,7 +9,14 @@ import numpy as np
 from jaxscale.layout import MESH_AXES, Layout
 from jaxscale.planner.model.param_shapes import Ints
 
-INTEGER_FIELDS = (*MESH_AXES, "zero_stage", "microbatches", "virtual_stages", "sequence_chunks")
+INTEGER_FIELDS = (
+    *MESH_AXES,
+    "tensor_rows",
+    "zero_stage",
+    "microbatches",
+    "virtual_stages",
+    "sequence_chunks",
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,7 @@ class LayoutBatch:
     expert: Ints = 1
     context: Ints = 1
     tensor: Ints = 1
+    tensor_rows: Ints = 1
     zero_stage: Ints = 3
     microbatches: Ints = 1
     virtual_stages: Ints = 0
@@ -36,6 +44,7 @@ class LayoutBatch:
     remat_policy = Layout.remat_policy
     offloads = Layout.offloads
     batch_shards = Layout.batch_shards
+    tensor_columns = Layout.tensor_columns
 
     def __len__(self) -> int:
         return max(np.size(value) for value in vars(self).values())

@@ -64,19 +64,21 @@ class ParamShape:
           at_rest: between steps embedding and head are sharded over the pipeline, too, where they
             divide.
         """
-        divisor = select(over_fsdp, layout.fsdp, 1) if "embed" in self.axes else 1
+        divisor, columns = 1, layout.tensor_columns
+        if "embed" in self.axes:
+            divisor = select(over_fsdp, layout.fsdp, 1) * layout.tensor_rows
         if at_rest and not self.in_layers and "embed" in self.axes:
-            width = self.shape[self.axes.index("embed")]
+            width = self.shape[self.axes.index("embed")] // layout.tensor_rows
             spread = spreads_outer(layout.pipeline, layout.fsdp, width)
             divisor = divisor * select(spread, layout.pipeline, 1)
         if "experts" in self.axes:
             divisor = divisor * layout.expert
         if {"heads", "mlp", "expert_mlp", "shared_mlp", "vocab"} & set(self.axes):
-            divisor = divisor * layout.tensor
+            divisor = divisor * columns
         if "kv_heads" in self.axes:
             # Where ranks outnumber the heads, each has all of them.
             heads = self.shape[self.axes.index("kv_heads")]
-            divisor = divisor * select(heads < layout.tensor, 1, layout.tensor)
+            divisor = divisor * select(heads < columns, 1, columns)
         return self.size // divisor
 
 

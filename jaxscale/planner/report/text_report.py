@@ -66,8 +66,7 @@ PARTS = {
 
 def layout_text(layout: Layout) -> str:
     """A layout in one line: the settings that differ from a single device's defaults."""
-    axes = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1)
-    parts = [axes or "one device"]
+    parts = [layout.axes_text or "one device"]
     if layout.fsdp > 1:
         parts.append(f"zero {layout.zero_stage}")
     if layout.microbatches > 1:

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxscale.choices import divisors
 from jaxscale.formatting import gigabytes
 from jaxscale.layout import MESH_AXES, OFFLOADS, Layout
 from jaxscale.pipeline.stages import open_stages
@@ -13,7 +14,6 @@ from jaxscale.planner.report.text_report import PARTS, comparison, layout_text
 from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
 from jaxscale.planner.search.search import SearchResult, search_layouts
 from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query, check_pins
-from jaxscale.sharding.rules import divisors
 
 
 def explain_why_not(answer: RankedPlans, pins: dict[str, Any]) -> str:

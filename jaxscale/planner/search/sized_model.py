@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
+from jaxscale.choices import nearest_divisors
 from jaxscale.layout import Layout
 from jaxscale.planner.memory import analytic
 from jaxscale.planner.memory.step import Memory
@@ -17,7 +18,6 @@ from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.remat_flops import recomputed_flops
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables.pipeline_slots import RankBuffers
-from jaxscale.sharding.rules import nearest_divisors
 
 REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attention,attention_out")
 """Policies whose saved bytes are known for a layer of any kind

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.choices import did_you_mean
+from jaxscale.choices import did_you_mean, divisors, nearest_divisors
 from jaxscale.config import Config
 from jaxscale.layout import ACCUMULATIONS, MESH_AXES, Layout, parse_remat, parse_schedule
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, SHIPPED, find_schedule, is_foreign
@@ -28,7 +28,6 @@ from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.trainable_model import TrainableModel
 from jaxscale.planner.tables.pipeline_slots import most_slots
 from jaxscale.planner.tables.table_makespan import TableSpec
-from jaxscale.sharding.rules import divisors, nearest_divisors
 
 CPU = "CPU"
 """The name of a cluster of virtual devices on this machine's processor."""

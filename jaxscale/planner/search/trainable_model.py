@@ -24,6 +24,7 @@ from jaxscale.sharding.rules import (
     WEIGHTS,
     check_divides,
     check_sequence,
+    check_tensor_rows,
     mesh_axes,
     with_whole_kv_heads,
 )
@@ -176,6 +177,7 @@ class TrainableModel:
         for check, reason in (
             (check_divides, self.batch_reason),
             (check_sequence, "data.seq_len does not split"),
+            (check_tensor_rows, "not available in this version"),
             (check_parameters, "a dimension of the model does not divide"),
         ):
             try:

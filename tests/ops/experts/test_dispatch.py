@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES, MESH_AXES
+from jaxscale.layout import MANUAL_AXES, MESH_AXES
 from jaxscale.ops.context_attention import balanced_order
 from jaxscale.ops.experts.dispatch import (
     Dispatch,
@@ -20,6 +20,7 @@ from jaxscale.ops.experts.dispatch import (
     plan_dispatch,
     send_gates,
 )
+from jaxscale.sharding.resolve import automatic_axes
 
 B, T, D, F, E, K = 8, 16, 6, 8, 8, 3
 ROWS, EXPERTS = PartitionSpec(("data", "fsdp", "expert")), PartitionSpec("expert")
@@ -116,7 +117,7 @@ def test_every_mesh_gives_what_one_device_does(sizes, factor, ragged, monkeypatc
     axes = dict(zip(MESH_AXES, sizes))
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     ranks = axes["expert"], axes["tensor"], axes["context"]
-    dispatch = Dispatch(*ranks, AUTOMATIC_AXES, ragged=ragged)
+    dispatch = Dispatch(*ranks, automatic_axes(axes), ragged=ragged)
     order = balanced_order(T, axes["context"])
 
     def summed(x, names):
