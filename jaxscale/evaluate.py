@@ -63,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # JAX is imported only now, so that a typo is refused at once.
         import jax  # noqa: PLC0415
 
+        from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
+
+        keep_compiled_programs()
         with command_line.refusals():
             config = run_folder.fit_devices(config, jax.device_count(), overrides)
         result = _answer(options, config, questions) if questions else _evaluate(options, config)

@@ -43,8 +43,10 @@ def _generate(
     import jax  # noqa: PLC0415
 
     from jaxscale.run import setup  # noqa: PLC0415
+    from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
     from jaxscale.training import sampling  # noqa: PLC0415
 
+    keep_compiled_programs()
     settings = {
         "num_tokens": options.num_tokens,
         "temperature": options.temperature,

@@ -126,8 +126,10 @@ def _train(
     import jax  # noqa: PLC0415
 
     from jaxscale.run import trainer  # noqa: PLC0415
+    from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
     from jaxscale.run.saves import SaveError  # noqa: PLC0415
 
+    keep_compiled_programs()
     with command_line.refusals():
         ready = trainer.open_trainer(
             config,

@@ -26,12 +26,19 @@ os.environ["XLA_FLAGS"] = " ".join(
     )
 )
 
+MADE = list[str]()
+"""Folders that this process has made, and removes."""
+
 # Where Python keeps no bytecode, each of the hundred processes that tests start would parse JAX and
 # what it needs anew, for 3 s. They keep theirs in a folder, and xdist's workers are among them.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
-    os.environ["PYTHONPYCACHEPREFIX"] = BYTECODE = tempfile.mkdtemp(prefix="jaxscale_bytecode_")
-else:
-    BYTECODE = ""
+    os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp(prefix="jaxscale_bytecode_")
+    MADE.append(os.environ["PYTHONPYCACHEPREFIX"])
+
+# Commands of tests keep compiled programs in a folder of the suite's own.
+if "JAXSCALE_CACHE" not in os.environ:
+    os.environ["JAXSCALE_CACHE"] = tempfile.mkdtemp(prefix="jaxscale_compiled_")
+    MADE.append(os.environ["JAXSCALE_CACHE"])
 
 # Their compilers hold many megabytes each, on pages of 2 MB where Linux has them.
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
@@ -65,6 +72,5 @@ def few_compiled_programs() -> Iterator[None]:
 
 
 def pytest_unconfigure() -> None:
-    """Removes the bytecode, in the process that made the folder."""
-    if BYTECODE:
-        shutil.rmtree(BYTECODE, ignore_errors=True)
+    for folder in MADE:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -24,6 +24,7 @@ from jaxscale.data.dataset import Examples
 from jaxscale.distributed import phases, processes
 from jaxscale.formatting import duration, human_bytes
 from jaxscale.run import signals
+from jaxscale.run.compilation_cache import programs_read
 from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
 from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.recorder import Recorder
@@ -198,12 +199,13 @@ def _read_and_compile(config: Config, engine: Engine, workdir: pathlib.Path) -> 
 def compile_step(engine: Engine) -> Step:
     """Compiles the train step; logs how long that took and the memory of the step."""
     log.info("compiling the train step ...")
-    begin = time.monotonic()
+    begin, read = time.monotonic(), programs_read()
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
+    done = "compiled" if programs_read() == read else "read what an earlier run has compiled"
     log.info(
-        f"compiled in {duration(time.monotonic() - begin)}; each device holds "
+        f"{done} in {duration(time.monotonic() - begin)}; each device holds "
         f"{human_bytes(memory.argument_size_in_bytes)} between steps and needs "
         f"{human_bytes(memory.temp_size_in_bytes)} more during one"
     )

@@ -1,0 +1,79 @@
+"""Compiled programs, kept on disk between runs: one that starts again does not compile again."""
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import platform
+import time
+
+import jax
+
+VARIABLE = "JAXSCALE_CACHE"
+"""Of the environment: the folder instead of the user's; empty keeps nothing."""
+
+SHORTEST_SECONDS = 0.3
+"""What compiles in less is not worth a file."""
+
+MOST_DAYS = 90
+"""Older programs are removed."""
+
+_hits = 0
+
+
+def keep_compiled_programs() -> pathlib.Path | None:
+    """Keeps what this process compiles from now on, and reads what one like it has compiled.
+
+    The names of the files are digests of the program, its options, the versions of JAX and the
+    compilers, and the kind of device (by JAX); their folder is that of the processor's kind, since
+    programs for CPUs use what it offers. JAX's own settings, such as JAX_COMPILATION_CACHE_DIR,
+    come first.
+
+    Not on CPUs with several devices: there, ranks of a program that was read from a file begin its
+    collectives in different orders, and wait for each other for ever (jaxlib 0.12.0).
+
+    Returns:
+      The folder; None where nothing is kept.
+    """
+    name = os.environ.get(VARIABLE)
+    several_cpus = jax.default_backend() == "cpu" and jax.device_count() > 1
+    if name == "" or several_cpus or jax.config.jax_compilation_cache_dir:
+        return None
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    folder = pathlib.Path(name or pathlib.Path(cache) / "jaxscale") / "compiled" / _processor()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that cannot be written to
+        return None
+    _remove_old(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_SECONDS)
+    jax.monitoring.register_event_listener(_listen)
+    return folder
+
+
+def programs_read() -> int:
+    """How many programs this process has read in place of compiling them."""
+    return _hits
+
+
+def _listen(event: str, **_: object) -> None:
+    global _hits
+    _hits += event == "/jax/compilation_cache/cache_hits"
+
+
+def _processor() -> str:
+    """Its architecture, and a digest of its features, where Linux tells them."""
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return f"{platform.machine()}-{hashlib.sha256(line.encode()).hexdigest()[:12]}"
+    return platform.machine()
+
+
+def _remove_old(folder: pathlib.Path) -> None:
+    before = time.time() - MOST_DAYS * 24 * 3600
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process may have removed it
+            if file.stat().st_mtime < before:
+                file.unlink()
