@@ -15,6 +15,7 @@ import pytest
 from jaxscale.batch import Batch
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
+from jaxscale.optimizer_config import OptimizerConfig, ParamGroup
 from jaxscale.training.engine import Engine
 from jaxscale.training.step import TrainState
 from tests.invariants.layouts import batches, compile_step, make_config, open_engine
@@ -75,7 +76,8 @@ def plain_steps(model: Decoder, params, some: list[Batch]) -> list[Plain]:
 @pytest.fixture(scope="session")
 def steps():
     """(what the engine did, what it should have done) for a batch whose gradient is to be clipped
-    and for one whose is not: all targets of the first are one token."""
+    and for one whose is not: all targets of the first are one token; with parameters, the
+    optimizer's settings, and the compiled step."""
     random = batches()[0]
     same = random._replace(targets=np.zeros_like(random.targets))
     config = make_config(MODEL, LAYOUT)
@@ -88,7 +90,7 @@ def steps():
     step = compile_step(engine)
     found = [step(first_state(engine), engine.shard(batch)) for batch in (same, random)]
     assert expected[1].norm < 0.9 * between < between < 0.9 * expected[0].norm
-    return params, engine.config.optimizer, list(zip(found, expected))
+    return params, engine.config.optimizer, list(zip(found, expected)), step
 
 
 def test_the_loss_is_the_mean_over_the_tokens_that_count(steps):
@@ -106,19 +108,45 @@ def test_the_norm_is_that_of_the_mean_before_clipping(steps):
 
 def test_the_optimizer_gets_the_mean_clipped_where_it_is_too_large(steps):
     """Adam's first moment is (1 - b1) of its first gradient, and its update follows from both."""
-    params, settings, cases = steps
+    params, settings, cases, _ = steps
     clip = optax.clip_by_global_norm(settings.clip_norm)
     for (state, _), expected in cases:
         gradient, _ = clip.update(expected.gradient, clip.init(params))
-        moment = optax.tree.get(state.opt_state, "mu")
-        jax.tree.map(
-            lambda got, wanted: np.testing.assert_allclose(
-                got, (1 - settings.b1) * wanted, rtol=1e-9, atol=1e-16
-            ),
-            moment,
-            gradient,
-        )
+        check_moment(settings, optax.tree.get(state.opt_state, "mu"), gradient)
         assert int(state.step) == 1
+
+
+def check_moment(settings: OptimizerConfig, moment, gradient) -> None:
+    jax.tree.map(
+        lambda got, wanted: np.testing.assert_allclose(
+            got, (1 - settings.b1) * wanted, rtol=1e-9, atol=1e-16
+        ),
+        moment,
+        gradient,
+    )
+
+
+def test_frozen_parameters_have_no_gradients_and_the_others_the_same(steps):
+    """Those of a layer's MLP are three matmuls of a micro-batch, which XLA leaves out."""
+    params, settings, (_, (_, expected)), plain = steps
+    config = make_config(MODEL, LAYOUT)
+    groups = tuple(ParamGroup(name, frozen=True) for name in ("layers/mlp/*", "embed/*"))
+    optimizer = dataclasses.replace(settings, groups=groups)
+    engine = open_engine(dataclasses.replace(config, optimizer=optimizer))
+    step = compile_step(engine)
+    rows = config.data.global_batch_size // 4  # of a device and micro-batch
+    matmul = 2 * rows * config.data.seq_len * MODEL["d_model"] * MODEL["d_ff"]
+    flops = [one.cost_analysis()["flops"] for one in (plain, step)]
+    assert flops[0] - flops[1] > 3 * matmul
+
+    state, metrics = step(first_state(engine), engine.shard(batches()[0]))
+    moment = optax.tree.get(state.opt_state, "mu")["layers"]
+    for name in ("attention", "attention_norm", "mlp_norm"):
+        check_moment(settings, moment[name], expected.gradient["layers"][name])
+    assert float(metrics.loss) == pytest.approx(expected.nll, rel=1e-12)
+    assert float(metrics.grad_norm) < expected.norm
+    for part, name in (("embed", "tokens"), ("layers", "mlp")):
+        jax.tree.map(np.testing.assert_array_equal, state.params[part][name], params[part][name])
 
 
 def test_sums_over_microbatches_are_wider_than_bfloat16():
