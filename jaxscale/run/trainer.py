@@ -317,14 +317,18 @@ def _due(step: int, period: int) -> bool:
 
 @contextlib.contextmanager
 def _tracing(profile: range, recorder: Recorder) -> Generator[Callable[[int], None]]:
-    """Traces the steps in `profile`: called with each step before it starts."""
+    """Traces the steps in `profile`: called with each step before it starts. Each process of
+    several has a folder of its own, since their files are named by their hosts."""
+    folder = recorder.workdir / "profile"
+    if jax.process_count() > 1:
+        folder /= f"process_{jax.process_index()}"
     running = False
 
     def at(step: int) -> None:
         nonlocal running
-        inside = step in profile and jax.process_index() == 0
+        inside = step in profile
         if inside and not running:
-            jax.profiler.start_trace(str(recorder.workdir / "profile"))
+            jax.profiler.start_trace(str(folder))
         elif running and not inside:
             stop()
         running = inside

@@ -188,7 +188,7 @@ def make_engine(
         mesh=mesh,
         init=_jit_init(init, state, platform),
         step=_jit_step(step, state, mesh, options),
-        evaluate=_jit_evaluate(evaluate, state, mesh),
+        evaluate=_jit_evaluate(evaluate, state, mesh, options),
         abstract_state=state,
         abstract_batch=batch,
         placement=LayerPlacement(rows, axes, state),
@@ -317,11 +317,12 @@ def _make_evaluate(
     return evaluate
 
 
-def _jit_evaluate(evaluate: Callable, state: TrainState, mesh: Mesh) -> Callable:
+def _jit_evaluate(evaluate: Callable, state: TrainState, mesh: Mesh, options: dict) -> Callable:
     return jax.jit(
         evaluate,
         in_shardings=(_shardings(state.params), batch_sharding(mesh), replicated(mesh)),
         out_shardings=replicated(mesh),
+        compiler_options=options,
     )
 
 

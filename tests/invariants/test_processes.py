@@ -189,6 +189,8 @@ def two(folder, one, origins):
             *settings,
             "--trackers",
             "none",
+            "--profile",
+            "3:3",
             "--json",
             folder / "train.json",
         ),
@@ -217,6 +219,11 @@ def test_every_command_succeeds_in_all_processes(two, command):
     _, printed, _, _ = two
     for process_id in (0, 1):
         assert f"[{process_id}] {command}: 0\n" in printed
+
+
+def test_every_process_traces_the_step(folder, two):
+    for process_id in (0, 1):
+        assert list((folder / f"two_done/profile/process_{process_id}").rglob("*.xplane.pb"))
 
 
 def test_two_processes_train_as_one(one, two):
