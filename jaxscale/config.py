@@ -368,9 +368,11 @@ def _import_schedule(config: Config) -> None:
 
 
 def to_dict(config: Config) -> dict[str, dict]:
-    """The nested dictionaries of `from_dict`: every leaf, but those of other model families."""
+    """The nested dictionaries of `from_dict`: every leaf, but those of other model families,
+    optimizers and objectives, and of mesh axes of size 1."""
     sections = dataclasses.asdict(config)
     sections["model"], sections["optimizer"] = config.model.settings, config.optimizer.settings
+    sections["layout"] = config.layout.leaves
     for key in ("source", "validation"):
         sections["data"][key] = tuple(map(to_plain, getattr(config.data, key)))
     if config.data.objective not in PAIRED_OBJECTIVES:

@@ -5,6 +5,7 @@ import functools
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from jaxscale.choices import check_choice, nearest_divisors
 from jaxscale.pipeline_schedules.shipped import check_known, is_foreign
@@ -36,6 +37,14 @@ REMATS = ("none", "full", "save_matmuls", "save_all_but_attention")
 REMATS_WITH_NAMES = ("save", "offload")  # as in "save:query,key,value"
 KEEP = "keep"  # as in "keep:4"
 OFFLOADS = ("none", "optimizer", "activations", "optimizer,activations")
+
+
+READ_WITH = {
+    "pipeline": ("schedule", "virtual_stages", "sequence_chunks"),
+    "context": ("context_method",),
+    "tensor": ("tensor_rows",),
+}
+"""Axis -> settings that are read only where its size is above 1."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +184,19 @@ class Layout:
     def auto(self) -> bool:
         """Whether the planner is still to choose this layout."""
         return self.schedule == AUTO
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """The fields and their values, without defaults that are not read: those of an axis of
+        size 1."""
+        unread = {
+            name for axis, names in READ_WITH.items() if getattr(self, axis) == 1 for name in names
+        }
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in unread or getattr(self, field.name) != field.default
+        }
 
     @property
     def settings(self) -> dict[str, int]:

@@ -277,7 +277,7 @@ def _digest(config: Config) -> str:
     """A hash of the config without the searched settings and those that trials do not read."""
     sections = configs.to_dict(config)
     for name in ("data", *FIELDS):
-        del sections["layout"][name]
+        sections["layout"].pop(name, None)
     kept = {name: sections[name] for name in ("model", "optimizer", "layout")}
     kept["data"] = {name: sections["data"][name] for name in ("global_batch_size", "seq_len")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
