@@ -90,6 +90,24 @@ def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree if isinstance(tree, int | float | str | None) else str(tree)
 
 
+def alike_in_form(value: Any, example: Any, depth: int = 3) -> bool:
+    """Whether something received has the keys and types of `example`, to some depth; a value that
+    is None in either may be anything."""
+    if isinstance(example, dict) and depth:
+        return (
+            isinstance(value, dict)
+            and (depth == 1 or value.keys() == example.keys())
+            and all(alike_in_form(value[k], v, depth - 1) for k, v in example.items() if k in value)
+        )
+    if isinstance(example, list):
+        return (
+            isinstance(value, list)
+            and len(value) == len(example)
+            and all(alike_in_form(*pair, depth - 1) for pair in zip(value, example))
+        )
+    return value is None or example is None or not depth or isinstance(value, type(example))
+
+
 def first_difference(
     reports: Sequence[Mapping[str, Mapping[str, Any]]], names: Sequence[str]
 ) -> str:

@@ -19,8 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
+MOST_MESSAGE_BYTES = 1 << 24
+"""No message is near as long: what sends more is no process of ours."""
+
 LOST_SECONDS = 30
 """A host that has not responded for this long counts as dead."""
+
+SILENT_SECONDS = 5
+"""A process that does not answer a question for this long is frozen."""
 
 SILENT_DEATH = (
     "it ended without reporting an error; its log, or its launcher, may say whether it was killed "
@@ -65,10 +71,16 @@ class Connection:
         except OSError:
             data = b""
         *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > MOST_MESSAGE_BYTES:
+            raise ValueError("too long for a message")
         for line in lines:
-            self._messages.append(json.loads(line))
-            if not isinstance(self._messages[-1], dict):
+            try:
+                message = json.loads(line)
+            except RecursionError as error:
+                raise ValueError("not a message") from error
+            if not isinstance(message, dict):
                 raise ValueError("not a message")
+            self._messages.append(message)
         return bool(data)
 
     def messages(self) -> Iterator[dict[str, Any]]:
@@ -119,6 +131,11 @@ class ControlChannel:
             dict
         )  # process 0: each's step
         self._last: dict[int, int] = {}  # the step after which all stop
+        # What this process is doing, and whether for too long; what it prints in a hang.
+        self.place: Callable[[], tuple[str, bool]] = lambda: ("starting", False)
+        self.dump: Callable[[str], Any] = lambda doing: None
+        self._question, self._asking = 0, False
+        self._places: dict[int, tuple[str, bool]] = {}  # process 0: answers to the question
         self._thread = threading.Thread(target=self._receive, name="control channel", daemon=True)
         self._thread.start()
 
@@ -207,6 +224,19 @@ class ControlChannel:
             self._changed.wait_for(lambda: self._failure, timeout)
             return self._failure or (self.process_id, text)
 
+    def inquire(self) -> None:
+        """Makes process 0 ask all what they are doing, and end the run when they hang; called by a
+        thread of a process that waits for too long."""
+        before = self._question
+        self._send_up({"overdue": True})
+        with self._changed:
+            if self._changed.wait_for(
+                lambda: self._question > before or self._failure, SILENT_SECONDS
+            ):
+                return
+        text = f"{self.names[0]} does not respond; {self._here()}"
+        self._handle(0, {"failed": text, "hung": True})
+
     def close(self) -> None:
         """Leaves the run: this process no longer reacts to the end of others."""
         with self._changed:
@@ -228,9 +258,10 @@ class ControlChannel:
                     who, connection = key.data
                     try:
                         more = connection.receive()
-                    except ValueError:
-                        more = False
-                    if not self._handle_received(who, connection):
+                        goes_on = self._handle_received(who, connection)
+                    except (ValueError, KeyError, TypeError):  # no message of ours
+                        more, goes_on = False, True
+                    if not goes_on:
                         selector.unregister(connection.socket)
                     elif not more:
                         selector.unregister(connection.socket)
@@ -259,6 +290,26 @@ class ControlChannel:
             connection.send(message)
         self._handle(0, message)
 
+    def _here(self) -> str:
+        return f"{self.names[self.process_id]}: {self.place()[0]}"
+
+    def _ask(self) -> None:
+        """In process 0, in a thread: asks what all are doing, and ends them when they hang."""
+        with self._changed:
+            self._places = {}
+        self._send_down({"where": self._question + 1})
+        with self._changed:
+            count = len(self.names)
+            self._changed.wait_for(lambda: len(self._places) == count, SILENT_SECONDS)
+            places, self._asking = dict(self._places), False
+        silent = [name for i, name in enumerate(self.names) if i not in places]
+        overdue = [f"{self.names[i]}: {doing}" for i, (doing, late) in places.items() if late]
+        if not silent and len(overdue) < count:
+            return  # somebody is at work
+        who = f"{', '.join(silent)} {'do' if silent[1:] else 'does'} not respond" if silent else ""
+        text = "; ".join([who or "nothing goes on", *overdue[:4]])
+        self._handle(0, {"failed": text, "hung": True})
+
     def _handle(self, who: int, message: dict[str, Any]) -> None:
         """Handles a message: from `who` in process 0, or from process 0 in any process."""
         down: list[dict[str, Any]] = []  # what process 0 sends to all
@@ -283,21 +334,35 @@ class ControlChannel:
                     down.append({"last": 1 + max(self._positions[loop].values()), "loop": loop})
             elif "last" in message:
                 self._last[loop] = message["last"]
+            elif "overdue" in message:
+                if not self._asking and not self._closed:
+                    self._asking = True
+                    threading.Thread(target=self._ask, name="inquiry", daemon=True).start()
+                return
+            elif "where" in message:
+                self._question = message["where"]
+                down.append({"place": self.place()})
+            elif "place" in message:
+                self._places[who] = tuple(message["place"])
             elif "failed" in message and not self._failure and not self._closed:
                 first, text = self._failure = (message.get("who", who), message["failed"])
                 status = message.get("status", 1)
                 if not self.process_id:
-                    down.append({"failed": text, "who": first, "status": status})
+                    down.append({**message, "who": first, "status": status})
             else:
                 return
             self._changed.notify_all()
         for answer in down:
-            (self._send_up if "at" in answer else self._send_down)(answer)
+            up = "at" in answer or "place" in answer
+            (self._send_up if up else self._send_down)(answer)
         if "failed" in message:
             # This process may be about to find the same error by itself. Process 0 ends last: its
             # messages must arrive, and its end makes JAX end the others.
             time.sleep(1.0 if self.process_id else 1.5)
-            if not self._failing:
+            if message.get("hung"):
+                self.dump(self._here())
+                self._on_death(first, text, 1)
+            elif not self._failing:
                 did = "failed" if status == 1 else "ended"
                 text = f"{self.names[first]} {did}, so this one ends: {text}"
                 self._on_death(first, text, status)

@@ -1,14 +1,18 @@
 """Where `jax.distributed` is initialised, once the processes of a run are connected and alike."""
 
+import contextlib
 import socket
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from jaxscale.distributed import consistency, launcher
 from jaxscale.distributed.control_channel import ControlChannel
 from jaxscale.distributed.launcher import ProcessGroup
 
-HEARTBEAT_SECONDS = 60
-"""JAX counts a process as dead that was stopped, or hangs in its driver, for this long."""
+HEARTBEAT_SECONDS = 300
+"""JAX counts a process as dead that was stopped, or hangs in its driver, for this long. Our own
+deadlines (`hangs`) are shorter: JAX ends all without a word of what they were doing."""
 
 
 def initialize_jax(channel: ControlChannel, cluster: ProcessGroup, timeout: int) -> None:
@@ -27,7 +31,9 @@ def initialize_jax(channel: ControlChannel, cluster: ProcessGroup, timeout: int)
     jax.config.update("jax_enable_preemption_service", False)
     host = cluster.coordinator.rpartition(":")[0]
     jax.distributed.initialize(
-        f"{host}:{port}",
+        f"127.0.0.1:{_through_here(cluster.address[0], port)}"
+        if cluster.process_id
+        else f"{host}:{port}",
         cluster.num_processes,
         cluster.process_id,
         local_device_ids=cluster.devices,
@@ -57,6 +63,42 @@ def initialize_jax(channel: ControlChannel, cluster: ProcessGroup, timeout: int)
 
     if refusal := channel.gather("devices", report, decide, timeout):
         raise ValueError(refusal)
+
+
+def _through_here(host: str, port: int) -> int:
+    """A port of this process that stands for another one's: what is sent goes on unchanged.
+
+    JAX ends a process whose connection to process 0 breaks, at once and with a page of C++. Behind
+    this port the connection only falls silent, so that the control channel, which knows which
+    process is gone, says so and ends it.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        while True:
+            here = listener.accept()[0]
+            try:
+                there = socket.create_connection((host, port))
+            except OSError:  # not yet: JAX tries again
+                here.close()
+                continue
+            start(_pump, here, there, True)
+            start(_pump, there, here, False)
+
+    def start(work: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=work, args=arguments, name="to process 0", daemon=True).start()
+
+    start(accept)
+    return listener.getsockname()[1]
+
+
+def _pump(source: socket.socket, target: socket.socket, close: bool) -> None:
+    """Sends on what comes, until it ends; `close` then ends the other side, too."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    if close:
+        target.close()
 
 
 def _port(channel: ControlChannel) -> int:

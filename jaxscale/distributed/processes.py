@@ -130,6 +130,19 @@ def stops(point: int, request: str = "") -> str:
     return f"{found[1]} to {_channel.names[found[0]]}" if found else ""
 
 
+def answer_with(place: Callable[[], tuple[str, bool]], dump: Callable[[str], Any]) -> None:
+    """Sets how this process answers when another one suspects a hang: what it is doing, and whether
+    for too long; and what it prints when there is one."""
+    if _channel is not None:
+        _channel.place, _channel.dump = place, dump
+
+
+def inquire() -> None:
+    """Asks what all are doing, because this process waits for too long; ends all when they hang."""
+    assert _channel
+    _channel.inquire()
+
+
 def leave(text: str, status: int) -> NoReturn:
     """Ends this process at once, and with it the run; for any thread.
 
@@ -164,6 +177,7 @@ def _join(cluster: ProcessGroup, settings: Mapping[str, Any]) -> ControlChannel:
         lambda reports: {"refusal": _refusal(cluster, reports)},
         LOOPBACK_SECONDS if itself else START_SECONDS,
         hint,
+        lambda other: consistency.alike_in_form(other, report),
     )
     return channel
 

@@ -1,14 +1,23 @@
 """The start-up barrier: waits for every process of a run, and verifies that they fit together."""
 
 import contextlib
+import hashlib
+import hmac
+import os
 import resource
 import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxscale.distributed.control_channel import Connection, ControlChannel, Decide
+
+TOKEN = "JAXSCALE_TOKEN"
+"""An environment variable: when it is set, only processes that know its value take part."""
+
+MOST_GUESTS = 64
+"""Connections beyond the number of processes that may be open without a hello."""
 
 LATE_SECONDS = 5
 """After a refusal, how long process 0 stays to tell it to processes that connect late."""
@@ -27,17 +36,19 @@ def join(
     decide: Decide,
     timeout: float,
     hint: str = "",
+    valid: Callable[[Any], bool] = lambda report: True,
 ) -> tuple[ControlChannel, Any]:
     """Waits until every process has connected, and compares their reports.
 
     Args:
       coordinator: the address as messages show it.
-      address: host and port; process 0 listens on that port of every address it has.
+      address: host and port, where process 0 listens.
       report: of this process.
       decide: called in process 0 with all reports in order; every process gets what it returns. A
         "refusal" in it, a sentence, aborts every process.
       timeout: in seconds.
       hint: appended to the error when a process is missing.
+      valid: whether something received may be a report; strangers are not listened to.
 
     Returns:
       The control channel, and the answer.
@@ -52,32 +63,35 @@ def join(
         "num_processes": num_processes,
         "host": socket.gethostname(),
         "report": report,
+        "nonce": os.urandom(16).hex(),
     }
+    hello["proof"] = _proof("hello", hello)
     deadline = time.monotonic() + timeout
     if process_id:
         connection, welcome = _connect(coordinator, address, hello, timeout, deadline, hint)
         connections = {0: connection}
     else:
         connections, welcome = _accept_all(
-            coordinator, address[1], hello, decide, timeout, deadline, hint
+            coordinator, address, hello, decide, timeout, deadline, hint, valid
         )
     return ControlChannel(process_id, connections, welcome["names"]), welcome["answer"]
 
 
 def _accept_all(
     coordinator: str,
-    port: int,
+    address: tuple[str, int],
     hello: dict[str, Any],
     decide: Decide,
     timeout: float,
     deadline: float,
     hint: str,
+    valid: Callable[[Any], bool],
 ) -> tuple[dict[int, Connection], dict[str, Any]]:
     """In process 0: accepts the others."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
     arrived: dict[Connection, dict[str, Any]] = {}  # -> its hello, {} until that is received
-    with _listen(coordinator, port) as listener, selectors.DefaultSelector() as selector:
+    with _listen(coordinator, *address) as listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         try:
             while sum(map(bool, arrived.values())) < hello["num_processes"] - 1:
@@ -87,9 +101,12 @@ def _accept_all(
                 for key, _ in events:
                     if key.fileobj is listener:
                         connection = Connection(listener.accept()[0])
+                        if len(arrived) >= hello["num_processes"] + MOST_GUESTS:
+                            connection.socket.close()
+                            continue
                         arrived[connection] = {}
                         selector.register(connection.socket, selectors.EVENT_READ, connection)
-                    elif not _read_hello(key.data, hello, arrived):
+                    elif not _read_hello(key.data, hello, arrived, valid):
                         selector.unregister(key.data.socket)
                         key.data.socket.close()
                         del arrived[key.data]
@@ -107,7 +124,7 @@ def _accept_all(
             raise
     welcome = {"names": [name(i, each["host"]) for i, each in enumerate(hellos)], "answer": answer}
     for connection in joined.values():
-        connection.send(welcome)
+        connection.send(welcome | {"proof": _proof("welcome", arrived[connection])})
     for connection in arrived.keys() - joined.values():
         connection.socket.close()
     return joined, welcome
@@ -122,8 +139,19 @@ def _abort_all(
         host, who = member.get("host", ""), member.get("process_id", -1)
         first = printing.setdefault(host, who)
         short = f"not started: the same error as {name(first, host)}"
-        connection.send({"refusal": text if who == first else short})
+        _send_refusal(connection, text if who == first else short, member)
         connection.socket.close()
+
+
+def _send_refusal(connection: Connection, text: str, member: Mapping[str, Any]) -> None:
+    connection.send({"refusal": text, "proof": _proof("welcome", member)})
+
+
+def _proof(kind: str, hello: Mapping[str, Any]) -> str:
+    """What shows that the sender knows the token, for one message of one start."""
+    token = os.environ.get(TOKEN, "")
+    words = [kind, *(str(hello.get(key)) for key in ("nonce", "process_id", "host"))]
+    return hmac.new(token.encode(), "\n".join(words).encode(), hashlib.sha256).hexdigest()
 
 
 def _refuse_late(listener: socket.socket, count: int, text: str) -> None:
@@ -135,7 +163,7 @@ def _refuse_late(listener: socket.socket, count: int, text: str) -> None:
             connection = Connection(listener.accept()[0])
             connection.socket.settimeout(1)
             connection.receive()  # closing with unread data could discard what is sent
-            connection.send({"refusal": text})
+            _send_refusal(connection, text, next(connection.messages(), {}))
             connection.socket.close()
             count -= 1
 
@@ -145,14 +173,26 @@ def name(process_id: int, host: str) -> str:
     return f"process {process_id} on {host}"
 
 
-def _listen(coordinator: str, port: int) -> socket.socket:
+def bind_address(host: str) -> tuple[socket.AddressFamily, str] | None:
+    """Where this host listens, to be reached as `host`: the one address that the name stands for;
+    None where there are several, or it is another machine's that forwards to this one."""
+    with contextlib.suppress(OSError):
+        found = {(info[0], str(info[4][0])) for info in socket.getaddrinfo(host, None)}
+        if len(found) == 1:
+            ((family, address),) = found
+            with socket.socket(family) as trial:
+                trial.bind((address, 0))
+            return family, address
+    return None
+
+
+def _listen(coordinator: str, host: str, port: int) -> socket.socket:
     dual = socket.has_dualstack_ipv6()
+    everywhere = (socket.AF_INET6 if dual else socket.AF_INET, "")
+    family, address = bind_address(host) or everywhere
     try:
         return socket.create_server(
-            ("", port),
-            family=socket.AF_INET6 if dual else socket.AF_INET,
-            backlog=1024,
-            dualstack_ipv6=dual,
+            (address, port), family=family, backlog=1024, dualstack_ipv6=dual and not address
         )
     except OSError as error:
         raise ValueError(
@@ -163,18 +203,26 @@ def _listen(coordinator: str, port: int) -> socket.socket:
 
 
 def _read_hello(
-    connection: Connection, hello: dict[str, Any], arrived: dict[Connection, dict[str, Any]]
+    connection: Connection,
+    hello: dict[str, Any],
+    arrived: dict[Connection, dict[str, Any]],
+    valid: Callable[[Any], bool],
 ) -> bool:
     """Reads a hello into `arrived`; whether to keep the connection."""
     try:
         more, messages = connection.receive(), list(connection.messages())
-        if not messages:
-            return more
-        (member,) = messages
-        who, num_processes, host = member["process_id"], member["num_processes"], member["host"]
-        member["report"]
-    except (ValueError, KeyError):  # no process of ours: a port scan, a health check
+    except ValueError:  # no process of ours: a port scan, a health check
         return False
+    if not messages:
+        return more
+    member = messages[0]
+    if messages[1:] or not _is_hello(member) or not valid(member["report"]):
+        return False
+    if not hmac.compare_digest(_proof("hello", member), member["proof"]):
+        text = f"{TOKEN} is not that of process 0; set the same in the environment of all processes"
+        _send_refusal(connection, text, {})
+        return False
+    who, num_processes, host = member["process_id"], member["num_processes"], member["host"]
     if num_processes != hello["num_processes"]:
         raise _Refused(
             f"{name(who, host)} has --num_processes = {num_processes} and "
@@ -190,6 +238,17 @@ def _read_hello(
             )
     arrived[connection] = member
     return True
+
+
+def _is_hello(message: Mapping[str, Any]) -> bool:
+    """Whether a message has the fields of a hello, in their types."""
+    numbers = [message.get(key) for key in ("process_id", "num_processes")]
+    texts = [message.get(key) for key in ("host", "nonce", "proof")]
+    return (
+        all(type(number) is int and 0 <= number < 2**31 for number in numbers)
+        and all(isinstance(text, str) and text.isascii() and len(text) < 256 for text in texts)
+        and "report" in message
+    )
 
 
 def _missing(
@@ -239,7 +298,7 @@ def _connect(
             continue
         connection.send(hello)
         try:
-            return connection, _answer(connection, deadline + 10)
+            return connection, _answer(connection, hello, deadline + 10)
         except _Refused:
             connection.socket.close()
             raise
@@ -256,15 +315,17 @@ def _connect(
     )
 
 
-def _answer(connection: Connection, deadline: float) -> dict[str, Any]:
+def _answer(connection: Connection, hello: dict[str, Any], deadline: float) -> dict[str, Any]:
     while True:
         connection.socket.settimeout(max(0.1, deadline - time.monotonic()))
         more = connection.receive()
         for welcome in connection.messages():
-            if "refusal" in welcome:
-                raise _Refused(welcome["refusal"])
-            if "names" not in welcome:
-                raise KeyError("names")
+            proven = welcome.get("proof") == _proof("welcome", hello)
+            # One with another token cannot prove itself, and is believed that much.
+            if "refusal" in welcome and (proven or str(welcome["refusal"]).startswith(TOKEN)):
+                raise _Refused(str(welcome["refusal"])[:10_000])
+            if "names" not in welcome or not proven:
+                raise ValueError("no answer of process 0")
             connection.socket.settimeout(None)
             return welcome
         if not more:

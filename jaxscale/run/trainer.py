@@ -21,7 +21,7 @@ from jaxscale import config as configs
 from jaxscale.batch import ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.dataset import Examples
-from jaxscale.distributed import phases, processes
+from jaxscale.distributed import hangs, phases, processes
 from jaxscale.formatting import duration, human_bytes
 from jaxscale.run import signals
 from jaxscale.run.compilation_cache import programs_read
@@ -174,6 +174,7 @@ def fit(
     )
     with (
         signals.listening(),
+        hangs.watching(trainer.config.run.hang_seconds),
         contextlib.closing(recorder),
         contextlib.closing(trainer.checkpoints),
     ):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxscale.distributed import rendezvous
+from jaxscale.distributed import control_channel, rendezvous
 from jaxscale.distributed.control_channel import ControlChannel
 
 deaths: dict[ControlChannel, list] = collections.defaultdict(list)
@@ -24,10 +24,19 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def join(port, process_id, count, *, report=None, decide=lambda reports: {}, timeout=20.0):
+def join(
+    port, process_id, count, *, report=None, decide=lambda reports: {}, timeout=20.0, **settings
+):
     """The line to the others, which only writes down a death, and the answer."""
     channel, answer = rendezvous.join(
-        f"127.0.0.1:{port}", ("127.0.0.1", port), count, process_id, report, decide, timeout
+        f"127.0.0.1:{port}",
+        ("127.0.0.1", port),
+        count,
+        process_id,
+        report,
+        decide,
+        timeout,
+        **settings,
     )
     channel._on_death = lambda *death: deaths[channel].append(death)
     return channel, answer
@@ -172,18 +181,36 @@ def test_a_second_process_0_finds_the_port_taken():
         join(port, 0, 2)
 
 
-def test_strangers_and_those_who_come_again_do_no_harm():
+def test_strangers_and_those_who_come_again_do_no_harm(monkeypatch):
     port = free_port()
 
     def stranger():
         until(lambda: knock(b"GET / HTTP/1.1\r\n\r\n"))
         knock(b'{"process_id": 1}\n')
         knock(b"[1]\n")
+        knock(b"[" * 100_000 + b"\n")
+        knock(b"\xff\xfe\n")
+        knock(b"{" * 100_000)  # a line without an end
+        hello = {"process_id": 1, "num_processes": 3, "host": "h", "report": None, "nonce": "n"}
+        for wrong in (
+            {"process_id": []},
+            {"process_id": True},
+            {"num_processes": "3"},
+            {"num_processes": 99, "proof": "of another token"},
+            {"host": {"a": 1}},
+            {"host": "h" * 10_000},
+            {"nonce": None},
+            {"report": "no report"},
+        ):
+            guest = hello | wrong
+            knock(json.dumps({"proof": proof(guest)} | guest).encode() + b"\n")
         # A process that came, and was started anew.
-        hello = {"process_id": 1, "num_processes": 3, "host": "h", "report": None}
-        knock(json.dumps(hello).encode() + b"\n")
+        knock(json.dumps(hello | {"proof": proof(hello)}).encode() + b"\n")
         time.sleep(0.2)
         return together(lambda: join(port, 1, 3), lambda: join(port, 2, 3))
+
+    def proof(hello):
+        return rendezvous._proof("hello", hello)
 
     def knock(data):
         try:
@@ -193,10 +220,80 @@ def test_strangers_and_those_who_come_again_do_no_harm():
         except OSError:
             return False
 
-    first, others = together(lambda: join(port, 0, 3), stranger)
+    monkeypatch.setattr(control_channel, "MOST_MESSAGE_BYTES", 50_000)
+    found = together(lambda: join(port, 0, 3, valid=lambda report: report is None), stranger)
+    first, others = found
     for channel, _ in (first, *others):
         assert channel.names == [f"process {i} on {socket.gethostname()}" for i in range(3)]
     leave([first[0], *(channel for channel, _ in others)])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_only_the_address_that_is_needed_listens(host):
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    with rendezvous._listen("c", host, 0) as listener:
+        assert listener.getsockname()[0] == host
+    # A name of several addresses, or of another machine, which forwards.
+    assert rendezvous.bind_address("192.0.2.1") is None
+
+
+def test_a_token_keeps_others_out_who_are_told_so(monkeypatch):
+    """Threads share an environment: the token of each process is that of its thread."""
+    tokens = {0: "a", 1: "b", 2: "a"}
+    make = rendezvous._proof
+
+    def proof(kind, hello):
+        name = threading.current_thread().name
+        monkeypatch.setenv(rendezvous.TOKEN, tokens[int(name)] if name.isdigit() else "a")
+        return make(kind, hello)
+
+    def named(process_id, port):
+        threading.current_thread().name = str(process_id)
+        return join(port, process_id, 2, timeout=3)
+
+    monkeypatch.setattr(rendezvous, "_proof", proof)
+    port = free_port()
+    first, other = together(lambda: named(0, port), lambda: named(1, port))
+    assert str(other).startswith("JAXSCALE_TOKEN is not that of process 0; set the same in")
+    assert str(first).startswith("process 1 of 2 did not connect")
+
+
+def test_a_frozen_process_is_named_and_all_say_what_they_did(monkeypatch):
+    monkeypatch.setattr(control_channel, "SILENT_SECONDS", 0.5)
+    with group(3) as members:
+        said = collections.defaultdict(list)
+        for channel in members:
+            channel.place = lambda c=channel: (f"training (step {c.process_id})", True)
+            channel.dump = said[channel].append
+        members[0].place = lambda: ("saving (step 3)", False)
+        members[1].inquire()
+        time.sleep(0.7)
+        assert not any(deaths[channel] for channel in members), "process 0 is at work"
+        frozen = threading.Event()
+        members[2].place = lambda: frozen.wait(5) and ("", True)
+        members[1].inquire()
+        until(lambda: deaths[members[0]] and deaths[members[1]])
+        frozen.set()
+        names = members[0].names
+        for channel in members[:2]:
+            ((_, text, status),) = deaths[channel]
+            assert text == f"{names[2]} does not respond; {names[1]}: training (step 1)"
+            assert status == 1
+        assert said[members[1]] == [f"{names[1]}: training (step 1)"]
+
+
+def test_a_frozen_process_0_is_noticed_by_the_others(monkeypatch):
+    monkeypatch.setattr(control_channel, "SILENT_SECONDS", 0.3)
+    with group(2) as members:
+        for channel in members:
+            channel.place = lambda: ("training (step 3)", True)
+        members[0]._asking = True  # it does not react
+        members[1].inquire()
+        until(lambda: deaths[members[1]])
+        names = members[0].names
+        ((_, text, _),) = deaths[members[1]]
+        assert text == f"{names[0]} does not respond; {names[1]}: training (step 3)"
 
 
 def steps(channel: ControlChannel, barrier: threading.Barrier, signals: dict[int, str], last: int):
