@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="compile even when the memory model says that a step does not fit",
     )
     add("--hlo", type=pathlib.Path, metavar="FILE", help="write the compiled program to FILE")
-    add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers to FILE")
+    add("--json", type=command_line.output_file, metavar="FILE", help="write the numbers to FILE")
     options, overrides = command_line.parse(parser, sys.argv[1:] if argv is None else argv)
     with command_line.refusals():
         config = configs.load(options.config, overrides)

@@ -8,12 +8,15 @@ import contextlib
 import logging
 import math
 import os
+import pathlib
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
 from jaxscale.choices import nearest
+
+MOST_CPU_DEVICES = 4096
 
 _report: Callable[[str], str] = str  # error message -> the text to print
 
@@ -26,6 +29,7 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
     try:
+        _check_environment()
         status = main(sys.argv[1:]) or 0
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -35,6 +39,16 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         silence(sys.stdout)
         status = 128 + signal.SIGPIPE
     sys.exit(status)
+
+
+def _check_environment() -> None:
+    """Refuses what JAX would refuse with a traceback, when it is imported."""
+    count = os.environ.get("JAX_NUM_CPU_DEVICES")
+    if count and not (count.isdecimal() and 1 <= int(count) <= MOST_CPU_DEVICES):
+        refuse(
+            f"JAX_NUM_CPU_DEVICES = {count!r} in the environment is not a whole number from 1 to "
+            f"{MOST_CPU_DEVICES}"
+        )
 
 
 def _interrupt(number: int, frame: Any) -> NoReturn:
@@ -146,6 +160,19 @@ def real(least: float, most: float, *, above: bool = False) -> Callable[[str], f
         return number
 
     return read
+
+
+def output_file(text: str) -> pathlib.Path:
+    """The `type` of a flag that names a file to write: whether that can be done is known at once,
+    and not only after hours of work."""
+    path = pathlib.Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return path
 
 
 def parse(

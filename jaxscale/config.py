@@ -123,6 +123,10 @@ PAIRED_OBJECTIVES = ("prefix", "span_corruption", "ul2")
 """Those that also train an encoder with a decoder."""
 
 
+MOST_STEPS = 2**31 - 1
+"""The counts of steps in the state are int32."""
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """How long a run is, and what it writes when. A period of zero means never."""
@@ -153,6 +157,8 @@ class RunConfig:
             hang_seconds=0,
         )
         check_seed("run.seed", self.seed)
+        if self.steps > MOST_STEPS:
+            raise ValueError(f"run.steps = {self.steps} is too large; at most {MOST_STEPS}")
         if self.keep_every and (
             not self.checkpoint_every or self.keep_every % self.checkpoint_every
         ):

@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
         help="size of a file of tensors; default 5",
     )
     parser.add_argument(
-        "--json", metavar="FILE", type=pathlib.Path, help="write the counts there too"
+        "--json", metavar="FILE", type=command_line.output_file, help="write the counts there too"
     )
     return parser
 

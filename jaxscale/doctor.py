@@ -268,7 +268,12 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m jaxscale.doctor",
         description="Versions, devices, missing extras, compiler flags, and a self-test.",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the findings as JSON")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=command_line.output_file,
+        help="also write the findings as JSON",
+    )
     launcher.add_process_flags(parser)
     arguments, _ = command_line.parse(parser, argv)
     with command_line.refusals():

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "INDEX} a line, by the likelihood of each choice after the prompt",
     )
     parser.add_argument(
-        "--json", metavar="FILE", type=pathlib.Path, help="write the numbers there too"
+        "--json", metavar="FILE", type=command_line.output_file, help="write the numbers there too"
     )
     launcher.add_process_flags(parser)
     options, overrides = command_line.parse(parser, sys.argv[1:] if argv is None else argv)

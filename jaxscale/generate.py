@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of the random draws; default 0",
     )
     parser.add_argument(
-        "--json", metavar="FILE", type=pathlib.Path, help="write the texts there too"
+        "--json", metavar="FILE", type=command_line.output_file, help="write the texts there too"
     )
     return parser
 

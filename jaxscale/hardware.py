@@ -1,8 +1,10 @@
 """Accelerators: a table of their speeds, memory and links."""
 
+import contextlib
 import csv
 import functools
 import json
+import os
 import pathlib
 from dataclasses import dataclass
 from typing import Any
@@ -170,3 +172,12 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     """
     chip = find_chip(device_kind)
     return chip.bf16_flops_per_second if chip and dtype == "bfloat16" else None
+
+
+def host_memory_bytes() -> int:
+    """Memory of this host, or what its container may have of it."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+            sizes.append(int(pathlib.Path(path).read_text()))
+    return min(sizes)

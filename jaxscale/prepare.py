@@ -302,8 +302,15 @@ def _add_inspect_flags(add: Callable[..., Any]) -> None:
         default=3,
         help="examples that --inspect prints; default 3",
     )
-    add("--png", metavar="FILE", type=pathlib.Path, help="draw the lengths of documents")
-    add("--json", metavar="FILE", type=pathlib.Path, help="also write the numbers to this file")
+    add(
+        "--png", metavar="FILE", type=command_line.output_file, help="draw the lengths of documents"
+    )
+    add(
+        "--json",
+        metavar="FILE",
+        type=command_line.output_file,
+        help="also write the numbers to this file",
+    )
 
 
 if __name__ == "__main__":

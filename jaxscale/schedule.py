@@ -173,9 +173,19 @@ def _parser() -> argparse.ArgumentParser:
         help="passes whose residuals a rank saves at a time, and need no recompute; needs r > 0",
     )
     add("--fused", action="store_true", help="the backward pass as one operation, of cost b + w")
-    add("--png", metavar="FILE", help="write the timeline as a picture")
-    add("--json", metavar="FILE", help="write the numbers")
-    add("--csv", metavar="FILE", help="write the schedule, to edit and pass as NAME")
+    add(
+        "--png",
+        metavar="FILE",
+        type=command_line.output_file,
+        help="write the timeline as a picture",
+    )
+    add("--json", metavar="FILE", type=command_line.output_file, help="write the numbers")
+    add(
+        "--csv",
+        metavar="FILE",
+        type=command_line.output_file,
+        help="write the schedule, to edit and pass as NAME",
+    )
     return parser
 
 

@@ -5,8 +5,10 @@ Trains a model. When the folder holds a checkpoint, the run resumes from it.
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import logging
+import os
 import pathlib
 import sys
 import time
@@ -93,6 +95,8 @@ def _main(argv: Sequence[str]) -> int:
             )
         place = launcher.find_processes(options)
     workdir = options.workdir or _default_workdir(pathlib.Path(options.config))
+    with command_line.refusals():
+        _check_outputs(options, workdir)
     command_line.log_to_stdout()
     settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
     with processes.together(place, settings, None if options.describe else workdir):
@@ -103,6 +107,33 @@ def _main(argv: Sequence[str]) -> int:
                 with command_line.refusals():
                     stack.enter_context(locked(workdir))
             return _train(options, config, workdir, started)
+
+
+def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:
+    """Refuses, before training, what could not be written after it.
+
+    Raises:
+      ValueError: names the flag.
+    """
+    if options.json and options.json.parent != workdir:  # which will be made
+        try:
+            command_line.output_file(str(options.json))
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"--json {error}") from error
+    if (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
+        raise ValueError(
+            f"{workdir / 'checkpoints'} is a file, where the run's checkpoints go; move it, or "
+            "give another --workdir"
+        )
+    for name in {"wandb", "mlflow"} & set(options.trackers):
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"--trackers {name}: it is not installed; pip install 'jaxscale[{name}]'"
+            )
+    if "mlflow" in options.trackers and "MLFLOW_TRACKING_URI" not in os.environ:
+        raise ValueError(
+            "--trackers mlflow needs a server: set MLFLOW_TRACKING_URI, such as http://HOST:5000"
+        )
 
 
 def _default_workdir(config: pathlib.Path) -> pathlib.Path:

@@ -56,6 +56,7 @@ OVERRIDES = [
         "data.validation=[{'path':'a','name':'b','weight':2}]",
         "data.validation[0]['weight']: a validation set is read as a whole",
     ),
+    (f"run.steps={10**30}", f"run.steps = {10**30} is too large; at most 2147483647"),
     # the model
     ("model.num_layers=0", "model.num_layers = 0 is too small; at least 1"),
     ("model.vocab_size=1", "model.vocab_size = 1 is too small; at least 2"),

@@ -235,6 +235,35 @@ def test_a_number_out_of_range_is_one_line_at_once(name, capsys):
             assert value in said
 
 
+@pytest.mark.parametrize("name", ["aot", "convert", "doctor", "evaluate", "generate", "schedule"])
+def test_a_file_that_cannot_be_written_is_refused_at_once(name, tmp_path, capsys):
+    command = importlib.import_module(f"jaxscale.{name}")
+    for path, said in (
+        ("/nonexistent/x.json", "there is no folder /nonexistent"),
+        (str(tmp_path), "is a folder"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            command.main([f"--json={path}"])
+        assert ended.value.code == 2
+        text = capsys.readouterr().err
+        assert text.startswith(f"error: argument --json: {path}")
+        assert text.endswith(f"{said}\n")
+
+
+@pytest.mark.parametrize("count", ["abc", "0", "-1", "1e3", "99999999"])
+def test_a_number_of_devices_that_jax_cannot_have_is_one_line(count, monkeypatch, capsys):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", count)
+    monkeypatch.setattr(sys, "argv", ["x"])
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            command_line.run(lambda argv: pytest.fail("it began"))
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: JAX_NUM_CPU_DEVICES = {count!r} in the env")
+
+
 def test_no_numeric_flag_is_left_out():
     """A new flag of a command goes through `flags.whole` or `flags.real`, and into NUMBERS."""
     for path in pathlib.Path("jaxscale").glob("*.py"):

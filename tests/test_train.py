@@ -163,6 +163,11 @@ def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):
         (["--config", "configs/tiny.py", "--config.modle.num_layers=3"], "did you mean"),
         (["--config", "configs/tiny.py", "--profile", "3"], "FIRST:LAST"),
         (["--config", "configs/tiny.py", "--trackers", "tensorbord"], "tensorboard"),
+        (["--config", "configs/tiny.py", "--trackers", "wandb"], "pip install 'jaxscale[wandb]'"),
+        (
+            ["--config", "configs/tiny.py", "--json", "/nonexistent/x.json"],
+            "no folder /nonexistent",
+        ),
     ],
 )
 def test_a_typo_is_answered_before_jax_is_imported(arguments, said):
@@ -196,6 +201,9 @@ def test_a_typo_is_answered_before_jax_is_imported(arguments, said):
         ("data.tokenizer=no_such.json", "data.tokenizer"),
         ("model.vocab_size=200", "set model.vocab_size = 257"),
         ("data.heldout=0.999", "data.heldout"),
+        ("model.d_model=1000000000", "this host has"),
+        ("model.num_layers=1000000000", "lower model.num_layers or model.d_model"),
+        ("data.global_batch_size=1000000000", "lower data.global_batch_size or data.seq_len"),
     ],
 )
 def test_what_does_not_fit_the_devices_or_the_data_is_refused(override, said, tmp_path, capsys):
@@ -210,6 +218,15 @@ def test_what_does_not_fit_the_devices_or_the_data_is_refused(override, said, tm
     error = capsys.readouterr().err
     assert said in error
     assert error.startswith("error: ")
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_refused_at_once(tmp_path, capsys):
+    from jaxscale import train as command  # noqa: PLC0415
+
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(SystemExit):
+        command.main(["--config", "configs/tiny.py", "--workdir", str(tmp_path)])
+    assert "checkpoints is a file, where the run's checkpoints go" in capsys.readouterr().err
 
 
 def test_describe_prints_the_layout_and_trains_nothing(tmp_path, capsys):

@@ -97,6 +97,7 @@ def _dump(doing: str) -> None:
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
     for worker in multiprocessing.active_children():
         worker.kill()
+        worker.join(1)
 
 
 def _workers() -> Iterator[str]:

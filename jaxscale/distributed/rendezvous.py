@@ -223,20 +223,20 @@ def _read_hello(
         _send_refusal(connection, text, {})
         return False
     who, num_processes, host = member["process_id"], member["num_processes"], member["host"]
+    others = [(0, hello["host"])]
+    others += [(other["process_id"], other["host"]) for other in arrived.values() if other]
+    arrived[connection] = member
     if num_processes != hello["num_processes"]:
         raise _Refused(
             f"{name(who, host)} has --num_processes = {num_processes} and "
             f"{name(0, hello['host'])} has {hello['num_processes']}; give all the same"
         )
-    others = [(0, hello["host"])]
-    others += [(other["process_id"], other["host"]) for other in arrived.values() if other]
     for other, place in others:
         if other == who:
             raise _Refused(
                 f"--process_id = {who} is given twice, on {place} and on {host}; each process "
                 f"needs its own, from 0 to {num_processes - 1}"
             )
-    arrived[connection] = member
     return True
 
 

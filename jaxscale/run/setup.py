@@ -27,9 +27,10 @@ from jaxscale.data.tokens.corpus import open_corpus
 from jaxscale.data.tokens.tokenizer import Tokenizer, from_file, load_tokenizer
 from jaxscale.distributed import processes
 from jaxscale.formatting import gigabytes
-from jaxscale.hardware import find_chip
+from jaxscale.hardware import find_chip, host_memory_bytes
 from jaxscale.hugging_face.model_folder import copy_beside, is_hugging_face
 from jaxscale.layout import resolve_sizes
+from jaxscale.model_config import ModelConfig
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine, make_engine
@@ -122,6 +123,31 @@ def resolve_layout(config: Config, workdir: pathlib.Path | None = None) -> Confi
     return dataclasses.replace(config, layout=layout)
 
 
+def check_host_memory(config: Config) -> None:
+    """Refuses a run on CPUs that is plainly larger than the memory of this host, before arrays of
+    its shapes are even described: the host would kill it without a word.
+
+    Raises:
+      ValueError: names the settings.
+    """
+    if jax.default_backend() != "cpu" or not isinstance(config.model, ModelConfig):
+        return
+    limit, processes_here = host_memory_bytes(), jax.process_count()
+    model, data, optimizer = config.model, config.data, config.optimizer
+    types = (model.param_dtype, optimizer.moment_dtype, optimizer.second_moment_dtype)
+    state = model.num_params * sum(jnp.dtype(name).itemsize for name in types)
+    batch = data.tokens_per_step * 4 * jnp.dtype(jnp.int32).itemsize  # tokens, places, segments...
+    for name, needs, settings in (
+        ("parameters and optimizer state", state, "model.num_layers or model.d_model"),
+        ("a batch", batch, "data.global_batch_size or data.seq_len"),
+    ):
+        if needs / processes_here > limit:
+            raise ValueError(
+                f"{name} of the run need {gigabytes(needs)}, and this host has "
+                f"{gigabytes(limit)} of memory: lower {settings}, or train on more hosts"
+            )
+
+
 def check_memory(engine: Engine) -> None:
     """Refuses, before anything is compiled, a step that is predicted not to fit the memory of these
     devices, where their memory is known; of a model without formulas, a state that does not fit.
@@ -135,6 +161,10 @@ def check_memory(engine: Engine) -> None:
     from jaxscale.run.layout_report import state_bytes  # noqa: PLC0415
 
     device = engine.mesh.devices.flat[0]
+    if device.platform == "cpu":
+        limit = host_memory_bytes() / jax.local_device_count()
+        check_room(engine.config, "cpu", limit, "this host's memory, which its devices share")
+        return
     back_end = "gpu" if device.platform == "cuda" else device.platform
     chip = find_chip(device.device_kind)
     if chip and back_end in MEMORY_FRACTION:

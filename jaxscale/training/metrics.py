@@ -57,14 +57,14 @@ class Metrics:
         ]
         path = self.directory / "metrics.jsonl"
         _write(path, "".join(map(_line, read(path, last_step=start_step))))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""  # what could not be written yet
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Adds one line; `record` has a "step", and numbers or strings."""
         if not self._writes:
             return
-        self._file.write(_line(record))
-        self._file.flush()
+        self._write_line(_line(record))
         numbers = {
             name: float(value)
             for name, value in record.items()
@@ -73,16 +73,37 @@ class Metrics:
         for tracker in self._trackers:
             tracker.write(numbers, record["step"])
 
+    def _write_line(self, line: str) -> None:
+        """Writes a line, or keeps it until there is room: a full disk ends no training."""
+        had_room = not self._waiting
+        self._waiting += line.encode()
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if had_room:
+                log.warning(
+                    f"warning: {self.directory / 'metrics.jsonl'} cannot be written "
+                    f"({error.strerror}); its lines are kept until it can"
+                )
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json and loss.png, and closes."""
         if self._writes:
-            _write(self.directory / "summary.json", json.dumps(_finite(summary), indent=2) + "\n")
-            plot(self.directory / "loss.png", read(self.directory / "metrics.jsonl"))
+            try:
+                text = json.dumps(_finite(summary), indent=2) + "\n"
+                _write(self.directory / "summary.json", text)
+                plot(self.directory / "loss.png", read(self.directory / "metrics.jsonl"))
+            except OSError as error:  # the run is complete, and saved
+                log.warning(f"warning: no summary.json or loss.png could be written ({error})")
         self.close()
 
     def close(self) -> None:
         """Closes the files; what was written stays, so a run that failed can resume."""
         if self._writes:
+            self._write_line("")
+            if self._waiting:
+                log.warning(f"warning: {self._waiting.count(10)} lines of metrics are lost")
             self._file.close()
             for tracker in self._trackers:
                 tracker.close()

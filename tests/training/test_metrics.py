@@ -258,3 +258,19 @@ def test_odd_lines_are_left_out_with_a_warning(tmp_path, caplog):
     path.write_bytes(good + odd + good.replace(b"1", b"3") + b"\xff\x00{")
     assert [record["step"] for record in metrics.read(path, last_step=2)] == [1]
     assert "has 4 lines that are no records of steps" in caplog.text
+
+
+def test_a_full_disk_loses_no_line_and_ends_no_run(tmp_path: Path, caplog: Any) -> None:
+    writer = Metrics(tmp_path, trackers=())
+    writer.write({"step": 1, "loss": 1.0})
+    there = writer._file
+    with open("/dev/full", "ab", buffering=0) as writer._file:
+        writer.write({"step": 2, "loss": 1.0})
+        writer.write({"step": 3, "loss": 1.0})
+    assert [record.message.partition("cannot")[2] for record in caplog.records] == [
+        " be written (No space left on device); its lines are kept until it can"
+    ]
+    writer._file = there
+    writer.write({"step": 4, "loss": 1.0})
+    writer.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
