@@ -149,9 +149,16 @@ def _checked[Record: Shard | Index](record: Record) -> Record:
             kind = int | float
         if not isinstance(value, typing.cast(type, kind)) or isinstance(value, bool):
             raise ValueError(f"{field.name} is {value!r}")
+        if field.name in ("file", "loss_file", "tokenizer_file") and not _is_name(value):
+            raise ValueError(f"{field.name} = {value!r} is no name of a file in the folder")
     if isinstance(record, Index) and record.dtype not in ("uint16", "uint32"):
         raise ValueError(f"dtype is {record.dtype!r}")
     return record
+
+
+def _is_name(text: str) -> bool:
+    """Whether a text names a file beside the index, and nothing outside its folder."""
+    return not {"/", "\\", "\0", ":"} & set(text) and text not in (".", "..")
 
 
 def _is_prepared(path: str) -> bool:

@@ -1,0 +1,241 @@
+"""python -m jaxscale.supervise [--log FILE] [--failures N] -- COMMAND
+
+Starts a command again when it fails, and says why it gave up.
+"""
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any
+
+from jaxscale import command_line
+
+STOPPED = 143
+"""The status of a command that was asked to stop, and saved (`run.signals`)."""
+
+FINAL = {2: "it was refused: a restart would not help", 130: "it was ended by hand"}
+"""Statuses after which nothing is started again."""
+
+PASSED_ON = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGQUIT,
+)
+"""Signals that the command gets, too; after all but SIGQUIT nothing is started again."""
+
+MOST_WAIT_SECONDS = 60.0
+HEALTHY_SECONDS = 600.0
+"""An attempt of a command without --workdir that lasted this long made progress."""
+
+TAIL_LINES = 20
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the status of the command's last attempt."""
+    argv = list(argv)
+    cut = argv.index("--") if "--" in argv else len(argv)
+    options, _ = command_line.parse(_parser(), argv[:cut])
+    command = argv[cut + 1 :]
+    if not command:
+        command_line.refuse("expected -- and a command, such as -- python -m jaxscale.train ...")
+    workdir = _workdir(command)
+    log = options.log or (workdir or pathlib.Path()) / "incidents.jsonl"
+    with command_line.refusals():
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.open("a").close()
+    if workdir:  # the second attempt need not compile again
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(workdir.absolute() / "compiled"))
+    return _Supervisor(command, workdir, log, options).run()
+
+
+class _Supervisor:
+    """The attempts of a command, one after the other."""
+
+    def __init__(
+        self,
+        command: list[str],
+        workdir: pathlib.Path | None,
+        log: pathlib.Path,
+        options: argparse.Namespace,
+    ) -> None:
+        self._command, self._workdir, self._log = command, workdir, log
+        self._failures, self._wait_seconds = options.failures, options.wait_seconds
+        self._child: subprocess.Popen | None = None
+        self._asked = threading.Event()  # to stop
+        self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+
+    def run(self) -> int:
+        """Until the command succeeds, or nothing speaks for another attempt."""
+        with self._passing_on():
+            failed = 0
+            for attempt in range(1, sys.maxsize):
+                before, begin = newest_step(self._workdir), time.monotonic()
+                status = self._attempt()
+                after, seconds = newest_step(self._workdir), time.monotonic() - begin
+                progress = after > before if self._workdir else seconds > HEALTHY_SECONDS
+                failed = 0 if progress or status == STOPPED else failed + 1
+                wait = min(MOST_WAIT_SECONDS, self._wait_seconds * 2 ** max(0, failed - 1))
+                reason = self._reason_to_end(status, failed)
+                if status:
+                    action = f"gave up: {reason}" if reason else f"again in {wait:g} s"
+                    self._report(attempt, status, seconds, (before, after), action)
+                if reason or not status:
+                    return status
+                if status != STOPPED and self._asked.wait(wait):
+                    return STOPPED
+            raise AssertionError
+
+    def _reason_to_end(self, status: int, failed: int) -> str:
+        if self._asked.is_set():
+            return "the supervisor was asked to stop"
+        if failed >= self._failures:
+            progress = "a new checkpoint" if self._workdir else f"lasting {HEALTHY_SECONDS:.0f} s"
+            return f"{failed} attempts in a row failed without {progress}"
+        return FINAL.get(status, "")
+
+    def _attempt(self) -> int:
+        """Runs the command once; its status, 128 + the signal for one that was killed."""
+        self._tail.clear()
+        try:
+            self._child = subprocess.Popen(
+                self._command,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                preexec_fn=functools.partial(_end_with_parent, os.getpid()),
+            )
+        except OSError as error:
+            command_line.refuse(f"{self._command[0]}: {error.strerror}")
+        if self._asked.is_set():  # just before the child was there to be told
+            self._child.send_signal(signal.SIGTERM)
+        assert self._child.stderr
+        reading = threading.Thread(target=self._read, args=(self._child.stderr,), daemon=True)
+        reading.start()
+        code = self._child.wait()
+        reading.join(5)  # a grandchild may hold the pipe
+        return code if code >= 0 else 128 - code
+
+    def _read(self, lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
+                self._tail.append(line.rstrip("\n"))
+                with contextlib.suppress(OSError):
+                    sys.stderr.write(line)
+                    sys.stderr.flush()
+
+    def _report(
+        self, attempt: int, status: int, seconds: float, steps: tuple[int, int], action: str
+    ) -> None:
+        """One line for people, and one for programs."""
+        name = f" ({signal.Signals(status - 128).name})" if status > 128 else ""
+        with contextlib.suppress(OSError):
+            print(f"supervise: attempt {attempt} ended with {status}{name}; {action}", flush=True)
+        record = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "attempt": attempt,
+            "status": status,
+            "seconds": round(seconds, 3),
+            "checkpoint_before": steps[0],
+            "checkpoint_after": steps[1],
+            "action": action,
+            "stderr": list(self._tail),
+        }
+        with contextlib.suppress(OSError), self._log.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    @contextlib.contextmanager
+    def _passing_on(self) -> Iterator[None]:
+        def pass_on(number: int, frame: Any) -> None:
+            if number != signal.SIGQUIT:
+                self._asked.set()
+            if self._child is not None and self._child.poll() is None:
+                self._child.send_signal(number)
+
+        before = {number: signal.getsignal(number) for number in PASSED_ON}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, pass_on)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def newest_step(workdir: pathlib.Path | None) -> int:
+    """Of the checkpoints in a run's folder; 0 when there is none."""
+    folder = workdir / "checkpoints" if workdir else None
+    if folder is None or not folder.is_dir():
+        return 0
+    return max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
+
+
+def _workdir(command: Sequence[str]) -> pathlib.Path | None:
+    """What the command has after --workdir."""
+    for word, following in zip(command, [*command[1:], ""]):
+        if word.startswith("--workdir="):
+            return pathlib.Path(word.partition("=")[2])
+        if word == "--workdir":
+            return pathlib.Path(following)
+    return None
+
+
+def _end_with_parent(parent: int) -> None:
+    """In a new process: it gets SIGTERM, and saves, when the supervisor is killed (under Linux)."""
+    if LIBC is not None:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(STOPPED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxscale.supervise",
+        usage="python -m jaxscale.supervise [--log FILE] [--failures N] -- COMMAND",
+        description="Starts a command again when it fails; what resumes by itself, as training "
+        "does, then continues.",
+        epilog="The status is that of the last attempt: 0 complete, 143 asked to stop, 2 refused.",
+    )
+    add: Callable[..., Any] = parser.add_argument
+    add(
+        "--log",
+        metavar="FILE",
+        type=pathlib.Path,
+        help="a JSON object a line for each attempt that did not succeed; by default "
+        "incidents.jsonl in the command's --workdir",
+    )
+    add(
+        "--failures",
+        metavar="N",
+        type=command_line.whole(1, 10**6),
+        default=5,
+        help="give up after so many in a row without a new checkpoint; default 5",
+    )
+    add(
+        "--wait_seconds",
+        metavar="S",
+        type=command_line.real(0, 3600),
+        default=1.0,
+        help="before a failed command starts again; doubled by each failure, up to a minute; "
+        "default 1",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    command_line.run(main)

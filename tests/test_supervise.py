@@ -1,0 +1,111 @@
+"""What the supervisor starts again, what it does not, and what it writes down."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxscale import supervise
+
+FAILS = """
+import pathlib, sys
+workdir, statuses = pathlib.Path(sys.argv[2]), sys.argv[3].split(",")
+tried = len(list(workdir.glob("try*")))
+(workdir / f"try{tried}").touch()
+status = statuses[min(tried, len(statuses) - 1)]
+if status.startswith("saves"):
+    (workdir / "checkpoints" / str(tried + 1)).mkdir(parents=True)
+    status = status[5:]
+print(f"attempt {tried}", file=sys.stderr)
+if status.startswith("-"):
+    import os
+    os.kill(os.getpid(), -int(status))
+sys.exit(int(status))
+"""
+
+
+def supervised(workdir, statuses, *flags):
+    command = [sys.executable, "-c", FAILS, "--workdir", str(workdir), statuses]
+    status = supervise.main(["--wait_seconds=0", *flags, "--", *command])
+    log = workdir / "incidents.jsonl"
+    return status, [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status", "actions"),
+    [
+        ("0", 0, []),
+        ("1,-9,143,0", 0, ["again in 0 s"] * 3),
+        ("2", 2, ["gave up: it was refused: a restart would not help"]),
+        ("1", 1, ["again in 0 s"] * 2 + ["gave up: 3 attempts in a row failed without a new checkpoin"]),
+        ("1,1,saves1,1,1,0", 0, ["again in 0 s"] * 5),
+    ],
+)
+def test_what_is_started_again(statuses, status, actions, tmp_path, capfd):
+    found, incidents = supervised(tmp_path, statuses, "--failures=3")
+    assert found == status
+    assert [one["action"][:59] for one in incidents] == actions
+    if statuses.startswith("1,-9"):
+        assert [one["status"] for one in incidents] == [1, 128 + 9, 143]
+        assert incidents[1]["stderr"] == ["attempt 1"]
+        said = capfd.readouterr()
+        assert "supervise: attempt 2 ended with 137 (SIGKILL); again in 0 s" in said.out
+        assert "attempt 0\nattempt 1\n" in said.err
+    if "saves" in statuses:
+        steps = [(one["checkpoint_before"], one["checkpoint_after"]) for one in incidents]
+        assert steps[1:4] == [(0, 0), (0, 3), (3, 3)]
+
+
+WAITS = """
+import pathlib, signal, sys, time
+def stop(number, frame):
+    pathlib.Path(sys.argv[1], "saved").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_supervisor_ends_its_command_which_saves(number, tmp_path):
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "jaxscale.supervise", "--log", tmp_path / "log", "--"),
+            *(sys.executable, "-c", WAITS, str(tmp_path)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout
+    with process.stdout as lines:
+        assert lines.readline() == "ready\n"
+        process.send_signal(number)
+        status = process.wait(60)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "saved").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    if number == signal.SIGTERM:
+        assert status == 143
+        (incident,) = map(json.loads, (tmp_path / "log").read_text().splitlines())
+        assert incident["action"] == "gave up: the supervisor was asked to stop"
+
+
+def test_a_command_that_is_not_there_is_one_line(tmp_path, capsys):
+    for words, said in ((["no-such-program"], "No such file"), ([], "expected -- and a command")):
+        with pytest.raises(SystemExit) as ended:
+            supervise.main([f"--log={tmp_path / 'log'}", "--", *words])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+def test_the_folder_of_a_command_is_found():
+    assert supervise._workdir(["a", "--workdir", "x"]) == pathlib.Path("x")
+    assert supervise._workdir(["a", "--workdir=y"]) == pathlib.Path("y")
+    assert supervise._workdir(["a"]) is None
