@@ -87,7 +87,10 @@ def test_picture(tmp_path, capsys):
         (("1f1b", "--stages=2", "--microbatches=2", "--costs", "f"), "'f': '' is not a number"),
         (("1f1b", "--stages=2", "--microbatches=2", "--costs", "f=-1"), "-1 is not from 0 to"),
         (("no.csv",), "No such file or directory: 'no.csv'"),
-        (("1f1b", "--stages=2", "--microbatches=2", "--json=/no/where"), "'/no/where'"),
+        (
+            ("1f1b", "--stages=2", "--microbatches=2", "--json=/no/where"),
+            "/no/where: there is no folder /no",
+        ),
         (("zb_v", "--stages=4", "--microbatches=4"), "microbatches = 7"),
         (("1f1b", "--stages=4", "--microbatches=8", "--keep=2"), "--costs r=1"),
         ((), "NAME"),

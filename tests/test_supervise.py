@@ -41,7 +41,11 @@ def supervised(workdir, statuses, *flags):
         ("0", 0, []),
         ("1,-9,143,0", 0, ["again in 0 s"] * 3),
         ("2", 2, ["gave up: it was refused: a restart would not help"]),
-        ("1", 1, ["again in 0 s"] * 2 + ["gave up: 3 attempts in a row failed without a new checkpoin"]),
+        (
+            "1",
+            1,
+            ["again in 0 s"] * 2 + ["gave up: 3 attempts in a row failed without a new checkpoin"],
+        ),
         ("1,1,saves1,1,1,0", 0, ["again in 0 s"] * 5),
     ],
 )

@@ -55,7 +55,7 @@ def longest_phase(name: str) -> float | None:
     return _longest.get(name)
 
 
-def spent() -> dict[str, float]:
+def seconds_spent() -> dict[str, float]:
     """Name -> seconds spent so far, the present phase included."""
     now = time.monotonic()
     return {**_seconds, _now.name: _seconds.get(_now.name, 0.0) + now - _now.since}

@@ -15,6 +15,7 @@ from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.data.dataset import Examples, repeats
 from jaxscale.hardware import peak_flops
+from jaxscale.run.goodput import Account, goodput_share, time_line
 from jaxscale.run.setup import Evaluation
 from jaxscale.training.engine import Engine
 from jaxscale.training.metrics import (
@@ -60,6 +61,13 @@ class Recorder:
         model, data = config.model, config.data
         self.workdir, self.begin, self.started = workdir, begin, started
         self.steps = config.run.steps
+        earlier = read(workdir / "metrics.jsonl")
+        self._evaluated_before = any(
+            line.get("step") == begin and any(key.startswith("eval_loss") for key in line)
+            for line in earlier
+        )
+        lost = [line.get("step_seconds", 0.0) for line in earlier if line.get("step", 0) > begin]
+        self._account = Account(workdir, sum(lost), time.monotonic() - started)
         self.metrics = Metrics(
             workdir,
             start_step=begin,
@@ -80,10 +88,6 @@ class Recorder:
         self._recent: list[float] = []
         self._last: dict[str, Any] = {}
         self._evaluation: dict[str, Any] = {}
-        self._evaluated_before = any(
-            line.get("step") == begin and any(key.startswith("eval_loss") for key in line)
-            for line in (read(workdir / "metrics.jsonl") if begin else ())
-        )
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -124,12 +128,22 @@ class Recorder:
         """Writes summary.json and loss.png, and returns the summary."""
         self.flush()
         seconds = time.monotonic() - self.started
-        summary = {**self._last, **self._evaluation, "seconds": seconds}
+        causes = self._account.seconds()
+        summary = {
+            **self._last,
+            **self._evaluation,
+            "seconds": seconds,
+            "seconds_by_cause": causes,
+            "goodput": goodput_share(causes),
+            "attempts": self._account.attempts,
+        }
         self.metrics.finish(summary)
+        log.info(time_line(causes, self._account.attempts))
         return summary
 
     def close(self) -> None:
         """Closes the files; call it after a failure, too."""
+        self._keep_account()
         self.metrics.close()
 
     def _record(self, step: int, out: StepMetrics, data_seconds: float) -> None:
@@ -185,6 +199,11 @@ class Recorder:
             typical = float(np.median(self._recent or [record["step_seconds"]]))
             left = typical * (self.steps - step)
             log.info(progress_line(record, steps=self.steps, seconds_left=left))
+            self._keep_account()
+
+    def _keep_account(self) -> None:
+        if jax.process_index() == 0:
+            self._account.keep()
 
     def _utilisation(self, flops_per_second: float) -> float | None:
         return utilisation(flops_per_second, self._num_devices, self._peak)

@@ -123,7 +123,7 @@ def resolve_layout(config: Config, workdir: pathlib.Path | None = None) -> Confi
     return dataclasses.replace(config, layout=layout)
 
 
-def check_host_memory(config: Config) -> None:
+def check_host_room(config: Config) -> None:
     """Refuses a run on CPUs that is plainly larger than the memory of this host, before arrays of
     its shapes are even described: the host would kill it without a word.
 

@@ -32,7 +32,7 @@ from jaxscale.run.resume import find_newest, resume, set_aside
 from jaxscale.run.saves import Saves
 from jaxscale.run.setup import (
     Text,
-    check_host_memory,
+    check_host_room,
     check_memory,
     device_batches,
     evaluate_loss,
@@ -105,7 +105,7 @@ def open_trainer(
     begin = found.step
     config = with_schedule(config, found.metadata.get("config", {}))
     if not skip_memory_check:
-        check_host_memory(config)
+        check_host_room(config)
     config = resolve_layout(config, workdir)
     engine = make_engine(config, make_mesh(config.layout), **own)
     log.info(describe_layout(engine))

@@ -1,0 +1,45 @@
+"""The account of a run's time: over its attempts, with what a restart costs."""
+
+import json
+import time
+
+import pytest
+
+from jaxscale.distributed import phases
+from jaxscale.run import goodput
+
+
+def test_seconds_of_all_attempts_are_added_up(tmp_path, monkeypatch):
+    spent = {"training": 60.0, "waiting for input": 5.0, "importing JAX": 3.0, "starting": 2.0}
+    monkeypatch.setattr(phases, "seconds_spent", lambda: spent)
+    first = goodput.Account(tmp_path, 0.0, 70.0)
+    assert first.seconds() == {"compute": 60, "input": 5, "start": 5}
+    assert goodput.goodput_share(first.seconds()) == pytest.approx(60 / 70)
+    first.keep()
+    # Killed; 10 s later a second attempt trains 20 s of it again.
+    kept = json.loads((tmp_path / goodput.FILE).read_text())
+    (tmp_path / goodput.FILE).write_text(json.dumps(kept | {"until": time.time() - 12}))
+    second = goodput.Account(tmp_path, 20.0, 2.0)
+    seconds = second.seconds()
+    assert second.attempts == 2
+    assert seconds.pop("restart") == pytest.approx(10, abs=5)
+    assert seconds == {"compute": 100, "lost": 20, "input": 10, "start": 10}
+    line = goodput.time_line({**seconds, "restart": 10.0}, 2)
+    assert line.startswith("goodput 66.7% of 2 min 30 s in 2 attempts: compute 1 min 40 s, lost 20")
+
+
+@pytest.mark.parametrize("text", ["", "5", "{}", '{"seconds": 3}', "\x00\x01"])
+def test_an_account_that_cannot_be_read_begins_anew(tmp_path, text):
+    (tmp_path / goodput.FILE).write_text(text)
+    assert goodput.Account(tmp_path, 3.0, 0.0).attempts == 1
+
+
+def test_phases_are_exclusive(monkeypatch):
+    clock = iter([1.0, 3.0, 6.0, 10.0])
+    monkeypatch.setattr(phases.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(phases, "_seconds", phases.collections.defaultdict(float))
+    monkeypatch.setattr(phases, "_now", phases.Phase("starting", 0, 0.0))
+    phases.enter_phase("training", 1)
+    with phases.within("saving"):
+        pass
+    assert phases.seconds_spent() == {"starting": 1, "training": 2 + 4, "saving": 3}
