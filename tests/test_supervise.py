@@ -30,9 +30,14 @@ sys.exit(int(status))
 
 def supervised(workdir, statuses, *flags):
     command = [sys.executable, "-c", FAILS, "--workdir", str(workdir), statuses]
-    status = supervise.main(["--wait_seconds=0", *flags, "--", *command])
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxscale.supervise", "--wait_seconds=0", *flags, "--", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     log = workdir / "incidents.jsonl"
-    return status, [json.loads(line) for line in log.read_text().splitlines()]
+    return done, [json.loads(line) for line in log.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -49,16 +54,15 @@ def supervised(workdir, statuses, *flags):
         ("1,1,saves1,1,1,0", 0, ["again in 0 s"] * 5),
     ],
 )
-def test_what_is_started_again(statuses, status, actions, tmp_path, capfd):
-    found, incidents = supervised(tmp_path, statuses, "--failures=3")
-    assert found == status
+def test_what_is_started_again(statuses, status, actions, tmp_path):
+    done, incidents = supervised(tmp_path, statuses, "--failures=3")
+    assert done.returncode == status
     assert [one["action"][:59] for one in incidents] == actions
     if statuses.startswith("1,-9"):
         assert [one["status"] for one in incidents] == [1, 128 + 9, 143]
         assert incidents[1]["stderr"] == ["attempt 1"]
-        said = capfd.readouterr()
-        assert "supervise: attempt 2 ended with 137 (SIGKILL); again in 0 s" in said.out
-        assert "attempt 0\nattempt 1\n" in said.err
+        assert "supervise: attempt 2 ended with 137 (SIGKILL); again in 0 s" in done.stdout
+        assert done.stderr.startswith("attempt 0\nattempt 1\n")
     if "saves" in statuses:
         steps = [(one["checkpoint_before"], one["checkpoint_after"]) for one in incidents]
         assert steps[1:4] == [(0, 0), (0, 3), (3, 3)]
@@ -101,12 +105,16 @@ def test_a_signal_to_the_supervisor_ends_its_command_which_saves(number, tmp_pat
         assert incident["action"] == "gave up: the supervisor was asked to stop"
 
 
-def test_a_command_that_is_not_there_is_one_line(tmp_path, capsys):
+def test_a_command_that_is_not_there_is_one_line(tmp_path):
     for words, said in ((["no-such-program"], "No such file"), ([], "expected -- and a command")):
-        with pytest.raises(SystemExit) as ended:
-            supervise.main([f"--log={tmp_path / 'log'}", "--", *words])
-        assert ended.value.code == 2
-        assert said in capsys.readouterr().err
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxscale.supervise", f"--log={tmp_path / 'log'}", "--", *words],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert said in done.stderr
 
 
 def test_the_folder_of_a_command_is_found():

@@ -61,13 +61,14 @@ class Recorder:
         model, data = config.model, config.data
         self.workdir, self.begin, self.started = workdir, begin, started
         self.steps = config.run.steps
+        self._mark = time.monotonic()  # when the previous step was done
         earlier = read(workdir / "metrics.jsonl")
         self._evaluated_before = any(
             line.get("step") == begin and any(key.startswith("eval_loss") for key in line)
             for line in earlier
         )
         lost = [line.get("step_seconds", 0.0) for line in earlier if line.get("step", 0) > begin]
-        self._account = Account(workdir, sum(lost), time.monotonic() - started)
+        self._account = Account(workdir, sum(lost), self._mark - started)
         self.metrics = Metrics(
             workdir,
             start_step=begin,
@@ -83,7 +84,6 @@ class Recorder:
         self._train, self._batch_size = train, data.global_batch_size
         self._pending: tuple[int, StepMetrics, float] | None = None
         self._data_seconds = 0.0
-        self._mark = time.monotonic()  # when the previous step was done
         self._shown = -math.inf
         self._recent: list[float] = []
         self._last: dict[str, Any] = {}
