@@ -2,6 +2,7 @@
 its loop refuses transfers between host and devices that nobody asked for."""
 
 import dataclasses
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -74,7 +75,7 @@ def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path
         learning_rate=None,
     )
     train = SimpleNamespace(example_digest=lambda rows: "", progress=lambda last: [])
-    clock = iter([10.0, 12.0])
+    clock = itertools.chain([10.0], itertools.repeat(12.0))
     with monkeypatch.context() as patched:
         patched.setattr(recorder.time, "monotonic", lambda: next(clock))
         written = recorder.Recorder(
