@@ -11,6 +11,7 @@ import os
 import pathlib
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
@@ -24,7 +25,9 @@ _report: Callable[[str], str] = str  # error message -> the text to print
 def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Runs a command on the arguments of this process, and ends it with the command's status.
 
-    Ctrl-C, and a reader that has seen enough (`| head`), end it without a traceback.
+    Ctrl-C, and a reader that has seen enough (`| head`), end it without a traceback. A command
+    that failed does not wait for threads, which may never end: all that it had to wait for, it has
+    waited for in `main`.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
@@ -38,6 +41,13 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     except BrokenPipeError:
         silence(sys.stdout)
         status = 128 + signal.SIGPIPE
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    if status in (1, 2):
+        _end(status)
     sys.exit(status)
 
 

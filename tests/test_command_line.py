@@ -180,6 +180,29 @@ def test_ctrl_c_is_one_line():
     assert process.returncode == 130
 
 
+HANGS = """
+import sys, threading
+from jaxscale import command_line
+def main(argv):
+    threading.Thread(target=threading.Event().wait).start()  # never ends
+    if argv[0] == "refuses":
+        command_line.refuse("no")
+    raise RuntimeError("can't start new thread")
+command_line.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "said"), [("refuses", 2, "error: no\n"), ("fails", 1, "RuntimeError: can't")]
+)
+def test_a_command_that_failed_ends_although_a_thread_does_not(how, status, said):
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, how], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == status
+    assert said in done.stderr
+
+
 HUGE = "99999999999999999999"
 NUMBERS = {
     "plan": {
@@ -254,6 +277,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(name, tmp_path, capsys
 def test_a_number_of_devices_that_jax_cannot_have_is_one_line(count, monkeypatch, capsys):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", count)
     monkeypatch.setattr(sys, "argv", ["x"])
+    monkeypatch.setattr(command_line, "_end", sys.exit)
     interrupt = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit) as ended:

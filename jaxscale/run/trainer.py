@@ -238,6 +238,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
     saves = Saves(config, engine.placement, text, trainer.checkpoints, trainer.begin)
 
     def stop(step: int, request: str) -> NoReturn:
+        phases.enter_phase("saving", step)
         recorder.flush()
         saves.finish(step, state)
         done = f"after step {step}, saved" if step else "before the first step"
@@ -273,11 +274,13 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
             if (due or (last and text.evaluations)) and not request:
                 request = _evaluate(trainer, recorder, step, state.params, stops)
             if saves.due(step) or last:
+                phases.enter_phase("saving", step)
                 # Raises where loss or gradient norm is not finite: such a state is not saved.
                 recorder.flush()
                 saves.save(step, state)
             if request and not last:
                 stop(step, request)
+    phases.enter_phase("saving", run.steps)
     saves.finish(run.steps, state)
     return state
 

@@ -1,0 +1,164 @@
+"""Kills a training run at random instants until it is complete, and compares it with one that was
+left alone.
+
+    python tools/chaos/kills.py --signal SIGKILL --processes 2 --count 20 --seed 0
+
+Every attempt is the same command. One random process of it gets the signal after a random time, of
+up to 1.2 times what an attempt takes: while it imports, compiles, trains, saves or ends. What is
+held against the run: an attempt that cannot use what the ones before left, a step that is lost
+although its checkpoint was reported, an exit status that is not documented, a process that is
+still there a minute after the others, and a last state that is not that of the undisturbed run to
+the bit. The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+SETTINGS = (
+    "--config.model.num_layers=1",
+    "--config.data.seq_len=32",
+    "--config.run.checkpoint_every=20",
+    "--config.run.eval_every=50",
+    "--trackers=none",
+)
+DOCUMENTED = {0, 143, -signal.SIGTERM, -signal.SIGKILL}
+"""Statuses after SIGTERM; the last two are of a process that had not begun to listen."""
+
+
+class Faults(list[str]):
+    """What was held against the run."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 when anything is held against the run."""
+    parser = argparse.ArgumentParser(description="Kills a training run at random instants.")
+    parser.add_argument("--signal", choices=("SIGTERM", "SIGKILL"), default="SIGKILL")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--count", type=int, default=10, help="signals to send")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="chaos_"))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    alone = folder / "alone"
+    run(alone, options.processes, options.steps)  # fills the cache of compiled programs
+    shutil.rmtree(alone)
+    begin = time.monotonic()
+    run(alone, options.processes, options.steps)
+    typical = time.monotonic() - begin
+    found = disturb(folder / "disturbed", options, typical)
+    found["equal"] = state(alone, options.steps) == state(folder / "disturbed", options.steps)
+    if not found["equal"]:
+        found["faults"].append("the last state is not that of the undisturbed run")
+    shutil.rmtree(folder)
+    print(json.dumps({**vars(options), "attempt_seconds": round(typical, 1), **found}))
+    return int(bool(found["faults"]))
+
+
+def disturb(workdir: pathlib.Path, options: argparse.Namespace, typical: float) -> dict:
+    """Attempts until the run is complete and `count` signals were sent; what they came to."""
+    draw, sent, attempts, faults = random.Random(options.seed), 0, 0, Faults()
+    statuses: dict[str, int] = {}
+    slowest, reported = 0.0, 0
+    while True:
+        attempts += 1
+        processes = start(workdir, options.processes, options.steps)
+        sending = sent < options.count
+        if sending:
+            time.sleep(draw.uniform(0, 1.2 * typical))
+            victim = draw.choice(processes)
+            if victim.poll() is None:
+                victim.send_signal(signal.Signals[options.signal])
+                sent += 1
+        at = time.monotonic()
+        texts = [output(each, faults) for each in processes]
+        slowest = max(slowest, time.monotonic() - at) if sending else slowest
+        codes = tuple(each.returncode for each in processes)
+        statuses[str(codes)] = statuses.get(str(codes), 0) + 1
+        text = "\n".join(texts)
+        resumed = re.search(r"resuming at step (\d+)", text)
+        if resumed and int(resumed[1]) < reported:
+            faults.append(f"resumed at step {resumed[1]}, and checkpoint {reported} was reported")
+        saved = re.findall(r"checkpoint (\d+) saved", text)
+        reported = max([reported, *map(int, saved)])
+        if "Traceback" in text:
+            faults.append(f"a traceback: {text[-2000:]}")
+        if options.signal == "SIGTERM" and not set(codes) <= DOCUMENTED:
+            faults.append(f"statuses {codes}: {text[-2000:]}")
+        if any(code in (1, 2) for code in codes) and -signal.SIGKILL not in codes:
+            faults.append(f"an attempt could not go on, statuses {codes}: {text[-2000:]}")
+        if set(codes) == {0} or attempts > 3 * options.count + 10:
+            if sent >= options.count or attempts > 3 * options.count + 10:
+                break
+            shutil.rmtree(workdir)  # complete before all signals were sent: again
+            reported = 0
+    return {
+        "sent": sent,
+        "attempts": attempts,
+        "statuses": statuses,
+        "slowest_end_seconds": round(slowest, 1),
+        "faults": list(faults),
+    }
+
+
+def run(workdir: pathlib.Path, count: int, steps: int) -> None:
+    """An undisturbed run."""
+    for process in start(workdir, count, steps):
+        text = process.communicate(timeout=600)[0]
+        if process.returncode:
+            raise SystemExit(text)
+
+
+def start(workdir: pathlib.Path, count: int, steps: int) -> list[subprocess.Popen]:
+    """The processes of one attempt."""
+    command = [sys.executable, "-u", "-m", "jaxscale.train", "--config", "configs/tiny.py"]
+    command += [*SETTINGS, f"--config.run.steps={steps}", "--workdir", str(workdir)]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    places = [
+        [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={i}"]
+        for i in range(count)
+    ]
+    return [
+        subprocess.Popen(
+            [*command, *(place if count > 1 else [])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for place in places
+    ]
+
+
+def output(process: subprocess.Popen, faults: Faults) -> str:
+    """What a process printed until it ended; it is killed when it does not."""
+    try:
+        return process.communicate(timeout=300)[0]
+    except subprocess.TimeoutExpired:
+        faults.append("a process did not end")
+        process.kill()
+        return process.communicate()[0]
+
+
+def state(workdir: pathlib.Path, step: int) -> dict[str, int]:
+    """The checksum of every array of the last checkpoint."""
+    path = workdir / "checkpoints" / str(step) / "description" / "metadata"
+    arrays = json.loads(path.read_text())["arrays"]
+    return {name: array["checksum"] for name, array in arrays.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
