@@ -108,7 +108,8 @@ def commands() -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     for name, text in TEXTS.items():
         code = re.findall(r"```(?:bash)?\n(.*?)```", text, re.DOTALL)
         code += re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-        for line in "\n".join(" ".join(part.split("\\\n")) for part in code).splitlines():
+        lines = "\n".join(" ".join(part.split("\\\n")) for part in code)
+        for line in re.split(r"\n| -- ", lines):  # a command may start another one
             match = re.search(r"python (-m jaxscale\.\w+|tools/[\w/]+\.py)(.*)", line)
             if not match or match.group(1) == "tools/launch/local.py":
                 continue
