@@ -33,6 +33,8 @@ class ExpertOptions:
     router_groups_kept: int = option(1)
     router_logit_bias: bool = option(False)  # added to the router's logits, learned
     router_bias: bool = option(False)  # added to scores for the choice, no gradient: balance_rate
+    # A step multiplies what routers read by factors up to so far from 1 (arXiv 2101.03961).
+    router_jitter: float = option(0.0)
     # Times its even share of a sequence's choices, an expert takes so many, in the order of the
     # text, and the others are dropped; 0 drops none.
     capacity_factor: float = option(0.0)
@@ -52,12 +54,14 @@ class ExpertOptions:
         for name, choices in CHOICES.items():
             check_choice(f"model.{name}", getattr(self, name), choices)
         zero = ("expert_d_ff", "shared_d_ff", "dense_layers", "capacity_factor", "router_scale")
-        zero += ("balance_weight", "balance_rate", "router_z_loss")
+        zero += ("balance_weight", "balance_rate", "router_z_loss", "router_jitter")
         one = ("experts_per_token", "router_groups", "router_groups_kept")
         check_at_least("model", self, num_experts=0, **dict.fromkeys(zero, 0))
         check_at_least("model", self, **dict.fromkeys(one, 1))
         if not self.num_experts:
             return
+        if self.router_jitter > 1:
+            raise ValueError(f"model.router_jitter = {self.router_jitter} must be at most 1")
         experts = self.num_experts
         if self.experts_per_token > experts:
             raise ValueError(

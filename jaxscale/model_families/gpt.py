@@ -143,6 +143,7 @@ M6_T = Family(
         "experts_per_token": 2,
         "capacity_factor": 1.25,
         "balance_weight": 0.0,  # the paper's models are better without
+        "router_jitter": 0.0,
     },
     fixed={
         "norm": "layer",

@@ -285,24 +285,31 @@ class Block(nnx.Module):
         kernels: Kernels,
         kind: int = 0,
         drop: Callable[[jax.Array, int], jax.Array] = lambda x, site: x,
+        jitter: Callable[[jax.Array], jax.Array] = lambda x: x,
     ) -> tuple[jax.Array, Sums]:
-        """The stream after the layer, and the layer's sums."""
+        """The stream after the layer, and the layer's sums; `jitter` is of what a router reads."""
         with jax.named_scope("attention"):
             y_BTD = self.attention(_apply(self.attention_norm, x_BTD), batch, kernels, kind)
             y_BTD = drop(y_BTD, 0)
             after_BTD = kernels.shard(self.add(x_BTD, y_BTD, self.attention_post_norm), STREAM)
         with jax.named_scope("mlp"):
             inputs_BTD = _apply(self.mlp_norm, x_BTD if self.parallel else after_BTD)
-            z_BTD, sums = self._feed(inputs_BTD, batch, kernels)
+            z_BTD, sums = self._feed(inputs_BTD, batch, kernels, jitter)
             z_BTD = drop(z_BTD, 1)
             return kernels.shard(self.add(after_BTD, z_BTD, self.mlp_post_norm), STREAM), sums
 
     def _make_mlp(self, config: ModelConfig, weights: Weights) -> Any:
         return MLP(config, weights)
 
-    def _feed(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> tuple[jax.Array, Sums]:
+    def _feed(
+        self,
+        x_BTD: jax.Array,
+        batch: Batch,
+        kernels: Kernels,
+        jitter: Callable[[jax.Array], jax.Array],
+    ) -> tuple[jax.Array, Sums]:
         """What the MLP adds to the stream, and its sums."""
-        del batch
+        del batch, jitter
         return self.mlp(x_BTD, kernels.columns, kernels.rows), {}
 
     def add(self, x_BTD: jax.Array, y_BTD: jax.Array, norm: Norm | None) -> jax.Array:

@@ -32,6 +32,9 @@ from jaxscale.ops.tensor_parallel import add_bias
 EMBEDDING_LAYER = 2**24 - 1
 """The number of the embedding among the layers whose activations are dropped."""
 
+ROUTER_SITE = 2
+"""Of jitter, beside the two of dropout in a layer."""
+
 CACHE_AXES = ("layers", "batch", "slots", "kv_heads", "head_dim")
 """Of keys and values in a cache; "slots" has a rule in `training.sampling` only."""
 
@@ -320,10 +323,15 @@ class Decoder:
         index: jax.Array | int,
     ) -> tuple[jax.Array, Sums]:
         block = self._module(part.block, layer)
-        drop = {"drop": self._dropout(batch, index)} if self._drops(batch) else {}
+        noise = {"drop": self._dropout(batch, index)} if self._drops(batch) else {}
         if part.block is ExpertBlock:
-            return block.layer(x_BTD, batch, self.kernels, kind, **drop)
-        return block(x_BTD, batch, self.kernels, kind, **drop), {}
+            width = self.settings.router_jitter
+            if width and not isinstance(batch.noise, tuple):
+                noise["jitter"] = lambda x: self.kernels.jitter(
+                    x, batch.noise, index, ROUTER_SITE, width
+                )
+            return block.layer(x_BTD, batch, self.kernels, kind, **noise)
+        return block(x_BTD, batch, self.kernels, kind, **noise), {}
 
     def _drops(self, batch: Batch) -> bool:
         """Whether activations are dropped: in a step, not in an evaluation."""

@@ -4,6 +4,7 @@ Letters: B batch, T time, D embed, F hidden features of an expert, K choices of 
 R rows that arrived at the experts of this rank, c ranks of context.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -44,10 +45,17 @@ class Experts(nnx.Module):
             self.down_bias = weights.zeros("experts", "embed")
         self.shared = MLP(config, weights, "shared_mlp") if config.shared_d_ff else None
 
-    def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> tuple[jax.Array, Sums]:
-        """What the layer's experts add to the stream, and the sums of `expert_sums`."""
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        batch: Batch,
+        kernels: Kernels,
+        jitter: Callable[[jax.Array], jax.Array] = lambda x: x,
+    ) -> tuple[jax.Array, Sums]:
+        """What the layer's experts add to the stream, and the sums of `expert_sums`; `jitter` is of
+        what the router reads."""
         config = self.config
-        routed = self._route(x_BTD, batch.segments != 0, kernels.dispatch)
+        routed = self._route(jitter(x_BTD), batch.segments != 0, kernels.dispatch)
         plan = self._plan(routed, kernels.dispatch)
         y_BTD = self._through(x_BTD, routed.gates, plan, kernels.dispatch)
         if self.shared is not None:
@@ -173,8 +181,14 @@ class ExpertBlock(Block):
     def _make_mlp(self, config: ModelConfig, weights: Weights) -> Experts:
         return Experts(config, weights)
 
-    def _feed(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels) -> tuple[jax.Array, Sums]:
-        return self.mlp(x_BTD, batch, kernels)
+    def _feed(
+        self,
+        x_BTD: jax.Array,
+        batch: Batch,
+        kernels: Kernels,
+        jitter: Callable[[jax.Array], jax.Array],
+    ) -> tuple[jax.Array, Sums]:
+        return self.mlp(x_BTD, batch, kernels, jitter)
 
     def _decode_mlp(self, x_BTD: jax.Array, kernels: Kernels | None) -> jax.Array:
         assert kernels is not None, "a decoder gives them to its layers with experts"

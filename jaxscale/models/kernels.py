@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxscale.ops.dropout import dropout
+from jaxscale.ops.dropout import dropout, jitter
 from jaxscale.ops.embedding import lookup
 from jaxscale.ops.experts.dispatch import ONE_DEVICE, Dispatch
 from jaxscale.ops.loss import cross_entropy
@@ -28,6 +28,13 @@ def plain_dropout(
 ) -> jax.Array:
     """`ops.dropout.dropout` where tokens are in the order of the text."""
     return dropout(x_BTD, noise_B, layer, site, rate, jnp.arange(x_BTD.shape[1]))
+
+
+def plain_jitter(
+    x_BTD: jax.Array, noise_B: jax.Array, layer: jax.Array | int, site: int, width: float
+) -> jax.Array:
+    """`ops.dropout.jitter` where tokens are in the order of the text."""
+    return jitter(x_BTD, noise_B, layer, site, width, jnp.arange(x_BTD.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Kernels:
     key_heads: Callable[[jax.Array], jax.Array] = lambda x: x
     cross_entropy: Callable[..., tuple[jax.Array, jax.Array]] = cross_entropy
     dropout: Callable[..., jax.Array] = plain_dropout
+    jitter: Callable[..., jax.Array] = plain_jitter
     dispatch: Dispatch = ONE_DEVICE
     all_rows: Callable[[jax.Array], jax.Array] = lambda x: x
     shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x

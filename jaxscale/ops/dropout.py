@@ -1,4 +1,4 @@
-"""Dropout whose noise does not depend on the layout.
+"""Dropout, and other noise, that does not depend on the layout.
 
 Shapes: B batch, T time, D features.
 """
@@ -37,18 +37,14 @@ def dropout(
     """
     if not 0 <= rate < 1:
         raise ValueError(f"dropout of rate {rate} must be at least 0 and below 1")
-    if not 0 <= site < SITES:
-        raise ValueError(f"dropout at site {site}: a layer has sites 0 to {SITES - 1}")
     if rate == 0:
         return x_BTD
-    where = jnp.asarray(layer, jnp.uint32) * jnp.uint32(SITES) + jnp.uint32(site)
+    where = _where(layer, site)
     threshold = jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def drop(x_BTD: Array, noise_B: Array, where: Array, place: Array) -> Array:
-        feature_D = jax.lax.broadcasted_iota(jnp.uint32, (1, 1, x_BTD.shape[2]), 2)
-        place = jnp.broadcast_to(place, x_BTD.shape[:2]).astype(jnp.uint32)[:, :, None]
-        words = _hash(noise_B.astype(jnp.uint32)[:, None, None], where, place, feature_D)
+        words = _words(x_BTD.shape, noise_B, where, place)
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
         kept_BTD = (x_BTD.astype(wide) * jnp.asarray(1 / (1 - rate), wide)).astype(x_BTD.dtype)
         return jnp.where(words >= threshold, kept_BTD, jnp.zeros_like(x_BTD))
@@ -56,8 +52,49 @@ def dropout(
     return drop(x_BTD, noise_B, where, place_T)
 
 
+def jitter(
+    x_BTD: Array,
+    noise_B: Array,
+    layer: Array | int,
+    site: int,
+    width: float,
+    place_T: Array,
+) -> Array:
+    """Multiplies each value by its own factor, evenly drawn between 1 - width and 1 + width, in
+    float32 or wider (Fedus et al., Switch Transformers, arXiv 2101.03961, section 2.4).
+
+    Args:
+      noise_B, layer, site, place_T: of `dropout`.
+      width: from 0 to 1.
+    """
+    if not 0 <= width <= 1:
+        raise ValueError(f"jitter of width {width} must be from 0 to 1")
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def scale(x_BTD: Array, noise_B: Array, where: Array, place: Array) -> Array:
+        wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        words = _words(x_BTD.shape, noise_B, where, place)
+        even = (words >> 8).astype(wide) * 2.0**-23 - 1  # in steps that float32 has
+        return x_BTD.astype(wide) * (1 + width * even)
+
+    return scale(x_BTD, noise_B, _where(layer, site), place_T)
+
+
 SITES = 256
 """Of a layer."""
+
+
+def _where(layer: Array | int, site: int) -> Array:
+    if not 0 <= site < SITES:
+        raise ValueError(f"dropout at site {site}: a layer has sites 0 to {SITES - 1}")
+    return jnp.asarray(layer, jnp.uint32) * jnp.uint32(SITES) + jnp.uint32(site)
+
+
+def _words(shape: tuple[int, ...], noise_B: Array, where: Array, place: Array) -> Array:
+    """A random word for each value."""
+    feature_D = jax.lax.broadcasted_iota(jnp.uint32, (1, 1, shape[2]), 2)
+    place = jnp.broadcast_to(place, shape[:2]).astype(jnp.uint32)[:, :, None]
+    return _hash(noise_B.astype(jnp.uint32)[:, None, None], where, place, feature_D)
 
 
 def _hash(x: Array, y: Array, z: Array, w: Array) -> Array:

@@ -18,7 +18,7 @@ from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.ops.attention import attention, choose, score_settings
 from jaxscale.ops.attention_kernels import maskless
 from jaxscale.ops.context_attention import balanced_order, context_attention
-from jaxscale.ops.dropout import dropout
+from jaxscale.ops.dropout import dropout, jitter
 from jaxscale.ops.embedding import spread_lookup
 from jaxscale.ops.experts.dispatch import Dispatch
 from jaxscale.ops.loss import cross_entropy
@@ -63,7 +63,8 @@ def make_kernels(
         attend=_attend(layout, implementation),
         **replaced,
         lookup=functools.partial(_lookup, layout),
-        dropout=functools.partial(_dropout, layout),
+        dropout=functools.partial(_noisy, layout, dropout),
+        jitter=functools.partial(_noisy, layout, jitter),
         dispatch=Dispatch(
             layout.expert,
             layout.tensor,
@@ -165,16 +166,18 @@ def _manual(layout: Layout, local: Callable, in_specs: tuple, out_specs: Any) ->
     )
 
 
-def _dropout(
+def _noisy(
     layout: Layout,
+    kernel: Callable[..., jax.Array],
     x: jax.Array,
     noise: jax.Array,
     layer: jax.Array | int,
     site: int,
-    rate: float,
+    amount: float,
 ) -> jax.Array:
+    """`dropout` or `jitter` by the places of tokens in the text."""
     place = jnp.asarray(balanced_order(x.shape[1], layout.context))
-    return dropout(x, noise, layer, site, rate, place)
+    return kernel(x, noise, layer, site, amount, place)
 
 
 def _all_rows(layout: Layout, x: jax.Array) -> jax.Array:

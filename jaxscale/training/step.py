@@ -59,7 +59,7 @@ def make_step(
         batch = unpack_sharded(sharded)
         # A batch of long prompts may have no token that counts; its gradients are zero.
         count = jnp.maximum(jnp.sum(batch.weights), 1)
-        if getattr(config.model, "dropout", 0):
+        if any(getattr(config.model, name, 0) for name in ("dropout", "router_jitter")):
             batch = batch._replace(noise=step_noise(config, state.step))
         sums, grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):

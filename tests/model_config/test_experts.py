@@ -37,6 +37,7 @@ SHIPPED = {"family": "mixtral", "num_layers": 4}
             "a bias that the router does not have; set model.router_bias",
         ),
         (OWN | {"router_z_loss": -1.0}, "model.router_z_loss = -1.0 is too small"),
+        (OWN | {"router_jitter": 1.5}, "model.router_jitter = 1.5 must be at most 1"),
         (OWN | {"capacity_factor": -1.0}, "model.capacity_factor = -1.0 is too small"),
         (
             OWN | {"router": "prototypes", "experts_per_token": 3},

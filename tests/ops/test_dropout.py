@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.ops.context_attention import balanced_order
-from jaxscale.ops.dropout import dropout
+from jaxscale.ops.dropout import dropout, jitter
 
 BATCH, TIME, WIDTH = 8, 64, 128
 PLACES = np.arange(TIME)
@@ -115,3 +115,25 @@ def test_a_layout_drops_the_same():
 def test_what_is_out_of_range_is_refused(site, rate, message):
     with pytest.raises(ValueError, match=message):
         dropout(jnp.ones((1, 2, 3)), NOISE[:1], 0, site, rate, np.arange(2))
+
+
+def test_jitter_is_even_and_goes_with_the_places():
+    """Of its own site: factors have the mean and variance of an even distribution, and are those of
+    their places however a sequence is dealt."""
+    x = jnp.ones((BATCH, TIME, WIDTH), jnp.bfloat16)
+    factors = jitter(x, NOISE, 3, 2, 0.1, PLACES)
+    assert factors.dtype == jnp.float32
+    found = np.asarray(factors, np.float64)
+    count = found.size
+    assert 0.9 <= found.min() < 0.9 + 100 / count
+    assert 1.1 - 100 / count < found.max() <= 1.1
+    variance = 0.1**2 / 3
+    assert abs(found.mean() - 1) < 5 * np.sqrt(variance / count)
+    # The fourth moment of an even distribution is 9/5 of its squared variance.
+    assert abs(found.var() / variance - 1) < 5 * np.sqrt(0.8 / count)
+    assert abs(correlation(found, kept(rate=0.5))) < 4.5
+    order = np.asarray(balanced_order(TIME, 4))
+    dealt = jitter(x, NOISE, 3, 2, 0.1, order)
+    np.testing.assert_array_equal(dealt, factors[:, order])
+    with pytest.raises(ValueError, match=r"width 1\.5 must be from 0 to 1"):
+        jitter(x, NOISE, 3, 2, 1.5, PLACES)
