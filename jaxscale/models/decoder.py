@@ -323,7 +323,9 @@ class Decoder:
         index: jax.Array | int,
     ) -> tuple[jax.Array, Sums]:
         block = self._module(part.block, layer)
-        noise = {"drop": self._dropout(batch, index)} if self._drops(batch) else {}
+        noise: dict[str, Any] = {}
+        if self._drops(batch):
+            noise["drop"] = self._dropout(batch, index)
         if part.block is ExpertBlock:
             width = self.settings.router_jitter
             if width and not isinstance(batch.noise, tuple):
