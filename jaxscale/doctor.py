@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale import command_line, hardware
+from jaxscale import config as configs
 from jaxscale.distributed import launcher, processes
 
 log = logging.getLogger("jaxscale")
@@ -274,18 +275,39 @@ def main(argv: Sequence[str]) -> int:
         type=command_line.output_file,
         help="also write the findings as JSON",
     )
+    parser.add_argument(
+        "--preflight",
+        action="store_true",
+        help="also measure hosts, clocks, collectives, storage and room for the run of --config "
+        "in --workdir",
+    )
+    parser.add_argument("--config", metavar="FILE", default="tiny", help="of the run to come")
+    parser.add_argument(
+        "--workdir", metavar="DIR", type=pathlib.Path, default=pathlib.Path(), help="its folder"
+    )
     launcher.add_process_flags(parser)
-    arguments, _ = command_line.parse(parser, argv)
+    arguments, overrides = command_line.parse(parser, argv)
     with command_line.refusals():
         place = launcher.find_processes(arguments)
+        config = configs.load(arguments.config, overrides) if arguments.preflight else None
     command_line.log_to_stdout()
     with processes.together(place, launcher.common_flags(arguments)):
         report = examine()
         log.info(show(report))
+        found = []
+        if config is not None:
+            # Imported here, as JAX is.
+            from jaxscale.run.preflight import examine_run  # noqa: PLC0415
+
+            with command_line.refusals():
+                found = examine_run(config, arguments.workdir)
+            log.info("preflight\n" + "\n".join(f"  {finding}" for finding in found))
+            report["preflight"] = [vars(finding) for finding in found]
         if arguments.json and not (place and place.process_id):
             with command_line.refusals():
                 pathlib.Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
-        return int(any(one["problems"] for one in report["processes"]))
+        bad = [finding.advice for finding in found if finding.advice]
+        return int(any(one["problems"] for one in report["processes"]) or bool(bad))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from jaxscale import doctor
+from jaxscale.run import preflight
 from jaxscale.training import xla_options
 
 PROJECT = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
@@ -121,3 +122,38 @@ def test_the_doctor_knows_what_the_package_declares():
     assert set(doctor.EXTRAS) == set(PROJECT["optional-dependencies"])
     assert {distribution(line) for line in PROJECT["dependencies"]} <= set(doctor.PACKAGES)
     assert f"jax>={doctor.MINIMUM_JAX}" in PROJECT["dependencies"]
+
+
+def test_preflight_measures_and_says_what_to_do(tmp_path, capsys, monkeypatch):
+    flags = ["--preflight", "--config.layout.fsdp=4", "--config.layout.data=2"]
+    monkeypatch.setattr(doctor, "examine", lambda: HEALTHY)
+    monkeypatch.setattr(doctor, "show", lambda report: "")
+    monkeypatch.setattr(preflight, "PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(preflight, "SLOW_BYTES_PER_SECOND", 0)
+    assert doctor.main([*flags, f"--workdir={tmp_path}", f"--json={tmp_path / 'f.json'}"]) == 0
+    found = json.loads((tmp_path / "f.json").read_text())["preflight"]
+    checks = ["hosts", "clocks", "devices", "sum over data 2", "sum over fsdp 4"]
+    assert [one["check"] for one in found] == [*checks, "storage", "disk", "host memory"]
+    assert not any(one["advice"] for one in found)
+    assert [path.name for path in tmp_path.iterdir()] == ["f.json"]
+    capsys.readouterr()
+    # A folder that cannot be made; clocks that differ; room for nothing.
+    monkeypatch.setattr(preflight, "host_memory_bytes", lambda: 1000)
+    reports = {"clocks": [0.0, 5.0], "unresolved": [["b"], []]}
+    monkeypatch.setattr(
+        preflight.processes, "all_reports", lambda topic, own: reports.get(topic, [own])
+    )
+    (tmp_path / "file").touch()
+    assert doctor.main([*flags, f"--workdir={tmp_path / 'file'}"]) == 1
+    said = capsys.readouterr().out
+    for line in (
+        "no address for b: add them to DNS or /etc/hosts",
+        "clocks: at most 5.00 s apart; set the clocks by NTP",
+        "storage: cannot be written: [Errno 17] File exists",
+        "host memory: ",
+        "train on more hosts",
+    ):
+        assert line in said
+
+
+HEALTHY = {"processes": [{"problems": []}]}

@@ -1,0 +1,150 @@
+"""What is measured before a large run: the hosts, the network, the storage, the room."""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.config import Config
+from jaxscale.distributed import processes
+from jaxscale.formatting import gigabytes
+from jaxscale.hardware import host_memory_bytes
+from jaxscale.layout import resolve_sizes
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.sharding.specs import REPLICATED
+
+CLOCK_SECONDS = 1.0
+"""Clocks that differ by more make logs of several hosts useless, and certificates invalid."""
+
+SLOW_BYTES_PER_SECOND = 50e6
+"""Storage below this makes every checkpoint of a billion parameters take minutes."""
+
+PROBE_BYTES = 1 << 26
+COLLECTIVE_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: what was measured, and what to do about it ("" when it is good)."""
+
+    check: str
+    measured: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.measured}" + (f"; {self.advice}" if self.advice else "")
+
+
+def examine_run(config: Config, workdir: pathlib.Path) -> list[Finding]:
+    """All checks, for a run of this config in this folder; every process makes the same call."""
+    return [
+        *_hosts(),
+        *_collectives(config),
+        *_storage(config, workdir),
+        _host_memory(config),
+    ]
+
+
+def _hosts() -> Iterator[Finding]:
+    hosts = sorted(set(processes.all_reports("hosts", socket.gethostname())))
+    lost = []
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            lost.append(host)
+    lost = sorted({host for each in processes.all_reports("unresolved", lost) for host in each})
+    advice = f"no address for {', '.join(lost)}: add them to DNS or /etc/hosts" if lost else ""
+    yield Finding("hosts", f"{len(hosts)} ({', '.join(hosts[:4])})", advice)
+    clocks = processes.all_reports("clocks", time.time())  # all have just spoken to each other
+    apart = max(clocks) - min(clocks)
+    late = "set the clocks by NTP" if apart > CLOCK_SECONDS else ""
+    yield Finding("clocks", f"at most {apart:.2f} s apart", late)
+    yield Finding("devices", f"{jax.device_count()}, {jax.local_device_count()} per process")
+
+
+def _collectives(config: Config) -> Iterator[Finding]:
+    """A sum of 4 MiB over each axis of the mesh, the second time it runs."""
+    layout = resolve_sizes(config.layout, jax.device_count())
+    mesh = make_mesh(layout)
+    array = jnp.ones(COLLECTIVE_BYTES // 4, jnp.float32)
+    for axis, size in layout.sizes.items():
+        if size == 1:
+            continue
+        total = jax.jit(
+            jax.shard_map(
+                lambda x, axis=axis: jax.lax.psum(x, axis),
+                mesh=mesh,
+                in_specs=REPLICATED,
+                out_specs=REPLICATED,
+            )
+        )
+        right = float(total(array)[0]) == size
+        begin = time.perf_counter()
+        jax.block_until_ready(total(array))
+        seconds = time.perf_counter() - begin
+        yield Finding(
+            f"sum over {axis} {size}",
+            f"4 MiB in {1e3 * seconds:.1f} ms, {COLLECTIVE_BYTES / seconds / 1e9:.2f} GB/s",
+            "" if right else "the sum is wrong: leave out the hosts of this axis, one by one",
+        )
+
+
+def _storage(config: Config, workdir: pathlib.Path) -> Iterator[Finding]:
+    """Writes and reads 64 MiB in the run's folder."""
+    probe = workdir / f".preflight_{jax.process_index()}"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        begin = time.perf_counter()
+        with probe.open("wb") as file:
+            file.write(os.urandom(1 << 20) * (PROBE_BYTES >> 20))
+            file.flush()
+            os.fsync(file.fileno())
+        speed = PROBE_BYTES / (time.perf_counter() - begin)
+        error = ""
+    except OSError as failure:
+        speed, error = 0.0, str(failure)
+    with contextlib.suppress(OSError):
+        probe.unlink()
+    slowest = min(processes.all_reports("storage", speed))
+    advice = "" if slowest > SLOW_BYTES_PER_SECOND else "saves will be slow: use faster storage"
+    yield Finding(
+        "storage",
+        f"{slowest / 1e6:.0f} MB/s written" if slowest else f"cannot be written: {error}",
+        advice if slowest else "give another --workdir",
+    )
+    if not error:
+        free, run = shutil.disk_usage(workdir).free, config.run
+        kept = run.keep_last + 1  # the new one is whole before an old one goes
+        if run.keep_every:
+            kept += run.steps // run.keep_every
+        needs = kept * _state_bytes(config)
+        yield Finding(
+            "disk",
+            f"{gigabytes(free)} free, {kept} checkpoints take {gigabytes(needs)}",
+            "" if needs <= free else "make room, or lower run.keep_last or raise run.keep_every",
+        )
+
+
+def _host_memory(config: Config) -> Finding:
+    """A save copies the state to the hosts, each its share."""
+    memory, share = host_memory_bytes(), _state_bytes(config) / jax.process_count()
+    return Finding(
+        "host memory",
+        f"{gigabytes(memory)}, a save copies {gigabytes(share)}",
+        "" if 2 * share < memory else "train on more hosts, or with smaller moments",
+    )
+
+
+def _state_bytes(config: Config) -> float:
+    """Parameters and two moments; 0 for a model without formulas."""
+    optimizer = config.optimizer
+    types = (config.model.param_dtype, optimizer.moment_dtype, optimizer.second_moment_dtype)
+    return getattr(config.model, "num_params", 0) * sum(jnp.dtype(t).itemsize for t in types)
