@@ -58,8 +58,6 @@ def main(argv: Sequence[str]) -> int:
     with command_line.refusals():
         log.parent.mkdir(parents=True, exist_ok=True)
         log.open("a").close()
-    if workdir:  # the second attempt need not compile again
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(workdir.absolute() / "compiled"))
     return _Supervisor(command, workdir, log, options).run()
 
 

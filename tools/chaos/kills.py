@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="chaos_"))
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
+    os.environ["JAXSCALE_CACHE"] = str(folder / "compiled")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     alone = folder / "alone"
     run(alone, options.processes, options.steps)  # fills the cache of compiled programs
@@ -88,6 +88,7 @@ def disturb(workdir: pathlib.Path, options: argparse.Namespace, typical: float) 
         slowest = max(slowest, time.monotonic() - at) if sending else slowest
         codes = tuple(each.returncode for each in processes)
         statuses[str(codes)] = statuses.get(str(codes), 0) + 1
+        print(f"attempt {attempts}: statuses {codes}, {sent} signals sent", flush=True)
         text = "\n".join(texts)
         resumed = re.search(r"resuming at step (\d+)", text)
         if resumed and int(resumed[1]) < reported:
