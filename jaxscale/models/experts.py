@@ -19,7 +19,7 @@ from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Sums
 from jaxscale.models.weights import Weights
 from jaxscale.ops.experts import dispatch as travel
-from jaxscale.ops.experts import routing
+from jaxscale.ops.experts import expert_matmuls, routing
 from jaxscale.ops.experts.dispatch import Dispatch
 from jaxscale.ops.experts.routing import Router
 from jaxscale.ops.tensor_parallel import add_bias
@@ -128,24 +128,26 @@ class Experts(nnx.Module):
     ) -> jax.Array:
         config = self.config
         weights = (self.up[...],) if self.gate is None else (self.up[...], self.gate[...])
-        hidden_cRF = travel.expert_columns(dispatch, x_BTD, weights, plan)
+        hidden_cRF = expert_matmuls.expert_columns(dispatch, x_BTD, weights, plan)
         hidden_cRF = tuple(map(named, hidden_cRF, ("mlp_up", "mlp_gate")))
         biases: tuple[jax.Array, ...] = ()
         if config.mlp_bias:
             own = (self.down_bias, self.up_bias, self.gate_bias)
             biases = tuple(bias[...] for bias in own if bias is not None)
-        gates_cR = travel.send_gates(dispatch, gates_BTK, plan)
+        gates_cR = expert_matmuls.send_gates(dispatch, gates_BTK, plan)
 
         def down(weight_EFD: jax.Array, gates_cR: jax.Array, biases: tuple, *hidden_cRF: jax.Array):
             if biases:
-                added = (travel.expert_bias(dispatch, bias_EF, plan) for bias_EF in biases[1:])
+                added = (
+                    expert_matmuls.expert_bias(dispatch, bias_EF, plan) for bias_EF in biases[1:]
+                )
                 hidden_cRF = tuple(map(jnp.add, hidden_cRF, added))
             active = activate(config, *hidden_cRF)
             # The gate is on the features, not on the result: the gradient of gates then needs no
             # result of experts to be kept.
             active = (active.astype(gates_cR.dtype) * gates_cR[..., None]).astype(active.dtype)
             bias_ED = biases[0] if biases else None
-            return travel.expert_rows(dispatch, active, weight_EFD, plan, bias_ED, gates_cR)
+            return expert_matmuls.expert_rows(dispatch, active, weight_EFD, plan, bias_ED, gates_cR)
 
         # As in an MLP, the activation is recomputed for the backward pass.
         down = jax.checkpoint(down, prevent_cse=False)

@@ -10,14 +10,11 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxscale.layout import MANUAL_AXES, MESH_AXES
 from jaxscale.ops.context_attention import balanced_order
-from jaxscale.ops.experts.dispatch import (
-    Dispatch,
-    capacity_of,
+from jaxscale.ops.experts.dispatch import Dispatch, capacity_of, num_kept, plan_dispatch
+from jaxscale.ops.experts.expert_matmuls import (
     expert_bias,
     expert_columns,
     expert_rows,
-    num_kept,
-    plan_dispatch,
     send_gates,
 )
 from jaxscale.sharding.resolve import automatic_axes

@@ -1,0 +1,113 @@
+"""Rows of tokens, sent to their experts and back.
+
+Letters: as in `dispatch`; D features of the residual stream.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxscale.ops.experts.dispatch import (
+    Dispatch,
+    DispatchPlan,
+    exchange_parts,
+    exclusive_sums,
+    whole_tokens,
+)
+
+
+def take_rows(x: Array, index: Array) -> Array:
+    """Rows, zeros for an index beyond the last."""
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+
+
+def _ragged_offsets(dispatch: Dispatch, plan: DispatchPlan) -> tuple[Array, ...]:
+    """Of the parts that this rank exchanges with each other rank's experts, [experts * E] each:
+    where they are in its own rows and how many they are, and where they begin on the other rank;
+    and the same for the parts that the others have of its experts."""
+    assert plan.counts is not None
+    counts_se, ranks = plan.counts[0], dispatch.experts  # e: all experts
+    own, me = counts_se.shape[1] // ranks, jax.lax.axis_index("expert")
+    first_se = exclusive_sums(counts_se, axis=1)  # in the rows that s sends
+    each_sre = counts_se.reshape(ranks, ranks, own)
+    # In the rows that arrive at r: after those of r's earlier experts, and of earlier senders.
+    arrived_sre = exclusive_sums(jnp.sum(each_sre, axis=0), axis=1) + exclusive_sums(
+        each_sre, axis=0
+    )
+    to = first_se[me], counts_se[me], arrived_sre[me].reshape(-1)
+    back = arrived_sre[:, me].reshape(-1), each_sre[:, me].reshape(-1)
+    return *to, *back, first_se.reshape(ranks, ranks, own)[:, me].reshape(-1)
+
+
+def num_rows(dispatch: Dispatch, plan: DispatchPlan) -> int:
+    """Rows that may arrive at this rank's experts."""
+    if plan.counts is None or plan.sizes is None:
+        return math.prod(plan.sent.shape[1:])
+    tokens, choices = plan.slot[0, ..., 0].size, plan.slot.shape[-1]
+    return dispatch.experts * tokens * min(choices, plan.sizes.shape[-1])
+
+
+def _ragged_travel(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
+    first, size, arrived, _, received, _ = _ragged_offsets(dispatch, plan)
+    output = jnp.zeros((num_rows(dispatch, plan), *values.shape[1:]), values.dtype)
+    return jax.lax.ragged_all_to_all(
+        values, output, first, size, arrived, received, axis_name="expert"
+    )
+
+
+def _ragged_return(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
+    _, received, _, arrived, size, first = _ragged_offsets(dispatch, plan)
+    output = jnp.zeros((plan.sent.shape[1], *values.shape[1:]), values.dtype)
+    return jax.lax.ragged_all_to_all(
+        values, output, arrived, size, first, received, axis_name="expert"
+    )
+
+
+def rows_to_experts(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
+    """What belongs to the rows of the send buffer, [*S, ...], to the rows in the order of the
+    experts, [R, ...]."""
+    if plan.counts is not None:
+        return _ragged_travel(dispatch, values, plan)
+    dims = plan.sent.ndim - 1
+    values = exchange_parts(dispatch, values)
+    if plan.sizes is None:
+        values = values.swapaxes(0, 1)
+    values = values.reshape(-1, *values.shape[dims:])
+    return values if plan.order is None else take_rows(values, plan.order[0])
+
+
+def rows_from_experts(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
+    """The inverse of `rows_to_experts`, as [S, ...]."""
+    if plan.counts is not None:
+        return _ragged_return(dispatch, values, plan)
+    shape = plan.sent.shape[1:]
+    if plan.place is not None:
+        values = take_rows(values, plan.place[0])
+    if plan.sizes is None:
+        ranks, own, rows = shape
+        values = values.reshape(own, ranks, rows, *values.shape[1:]).swapaxes(0, 1)
+        values = values.reshape(-1, *values.shape[3:])
+    values = exchange_parts(dispatch, values.reshape(shape[0], -1, *values.shape[1:]))
+    return values.reshape(-1, *values.shape[2:])
+
+
+def send_tokens(dispatch: Dispatch, x_BTD: Array, plan: DispatchPlan) -> Array:
+    """[B, T, D] of a rank to [R, D] of the experts that it has."""
+    x_BTD = whole_tokens(dispatch, x_BTD)
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    return rows_to_experts(dispatch, take_rows(x_ND, plan.sent[0] // plan.slot.shape[-1]), plan)
+
+
+def collect_tokens(dispatch: Dispatch, rows_RD: Array, plan: DispatchPlan) -> Array:
+    """[R, D], parts of a sum over the ranks of tensor, to the sum over its choices of each token,
+    [B, T, D]."""
+    rows_SD = rows_from_experts(dispatch, rows_RD, plan)
+    wide = jnp.promote_types(rows_SD.dtype, jnp.float32)
+    slot_BTK = plan.slot[0]
+    parts = [take_rows(rows_SD, slot_BTK[..., k]).astype(wide) for k in range(slot_BTK.shape[-1])]
+    x_BTD = sum(parts[1:], parts[0]).astype(rows_RD.dtype)
+    if dispatch.axis("tensor") is None:
+        return x_BTD
+    return jax.lax.psum_scatter(x_BTD, "tensor", scatter_dimension=1, tiled=True)

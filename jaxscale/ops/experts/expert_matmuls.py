@@ -1,0 +1,248 @@
+"""Tokens times their experts' matrices, wherever these are.
+
+`expert_columns` sends tokens and multiplies them by their experts' matrices out of the residual
+stream; `expert_rows` multiplies by those back into it, and returns each token the sum over its
+experts. Their backward passes are each other's forward pass: what one sends the other collects.
+
+Letters: as in `dispatch`; D features of the residual stream, F hidden features.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxscale.ops.experts.dispatch import (
+    Dispatch,
+    DispatchPlan,
+    own_part,
+    whole_tokens,
+)
+from jaxscale.ops.experts.exchange import (
+    collect_tokens,
+    num_rows,
+    rows_from_experts,
+    rows_to_experts,
+    send_tokens,
+    take_rows,
+)
+from jaxscale.ops.experts.grouped_matmul import grouped_matmul, grouped_weight_gradient
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def send_gates(dispatch: Dispatch, gates_BTK: Array, plan: DispatchPlan) -> Array:
+    """The gate of each row, [c, R]."""
+
+    def local(gates_BTK: Array, plan: DispatchPlan) -> Array:
+        gates = take_rows(whole_tokens(dispatch, gates_BTK).reshape(-1), plan.sent[0])
+        return rows_to_experts(dispatch, gates, plan)[None]
+
+    specs = (dispatch.stream, dispatch.rows)
+    return dispatch.manual(local, specs, dispatch.rows)(gates_BTK, plan)
+
+
+def _send_gates_forward(dispatch: Dispatch, gates_BTK: Array, plan: DispatchPlan):
+    return send_gates(dispatch, gates_BTK, plan), plan
+
+
+def _send_gates_backward(dispatch: Dispatch, plan: DispatchPlan, dgates_cR: Array):
+    def local(dgates_cR: Array, plan: DispatchPlan) -> Array:
+        gates_BTK = take_rows(rows_from_experts(dispatch, dgates_cR[0], plan), plan.slot[0])
+        return own_part(dispatch, gates_BTK)
+
+    specs = (dispatch.rows, dispatch.rows)
+    return dispatch.manual(local, specs, dispatch.stream)(dgates_cR, plan), None
+
+
+send_gates.defvjp(_send_gates_forward, _send_gates_backward)
+
+
+# Matmuls of the rows that arrived.
+
+
+def expert_columns(
+    dispatch: Dispatch, x_BTD: Array, weights: Sequence[Array], plan: DispatchPlan
+) -> tuple[Array, ...]:
+    """Tokens to their experts, and through their matrices out of the residual stream:
+    [B, T, D] x [E, D, F] -> [c, R, F] for each weight. The rows that arrived are kept for the
+    backward pass."""
+    return _expert_columns(dispatch, x_BTD, tuple(weights), plan)
+
+
+def expert_bias(dispatch: Dispatch, bias_EF: Array, plan: DispatchPlan) -> Array:
+    """The bias of each row's expert, [c, R, F]."""
+    return _expert_bias(dispatch, bias_EF[:, None], plan)
+
+
+def expert_rows(
+    dispatch: Dispatch,
+    hidden_cRF: Array,
+    w_EFD: Array,
+    plan: DispatchPlan,
+    bias_ED: Array | None = None,
+    gates_cR: Array | None = None,
+) -> Array:
+    """Back into the residual stream, and back to the tokens: [c, R, F] x [E, F, D] -> [B, T, D],
+    summed over a token's experts; with `bias_ED` each of them adds its bias times its gate."""
+    hidden, weights = (hidden_cRF,), (w_EFD,)
+    if bias_ED is not None and gates_cR is not None:
+        # As a further feature of each rank of tensor, which has its share of the gate there.
+        shares = dispatch.tensor
+        gates_cR1 = (gates_cR / shares)[..., None].astype(hidden_cRF.dtype)
+        hidden += (jnp.broadcast_to(gates_cR1, (*gates_cR.shape, shares)),)
+        weights += (jnp.broadcast_to(bias_ED[:, None], (len(bias_ED), shares, bias_ED.shape[1])),)
+    return _expert_rows(dispatch, hidden, weights, plan)
+
+
+def _matmul(
+    dispatch: Dispatch, x_RD: Array, w: Array, plan: DispatchPlan, transposed: bool
+) -> Array:
+    """Each row by the matrix of its expert, or by that matrix transposed."""
+    if plan.sizes is not None:
+        sizes_E = plan.sizes[0]
+        return grouped_matmul(
+            x_RD,
+            w,
+            sizes_E,
+            dispatch.matmul,
+            expected=plan.slot[0].size,
+            transposed=transposed,
+        )
+    x_ErD = x_RD.reshape(w.shape[0], -1, x_RD.shape[-1])
+    contracted = (2,), (2 if transposed else 1,)
+    y_ErF = jax.lax.dot_general(x_ErD, w, (contracted, ((0,), (0,))))
+    return y_ErF.reshape(-1, y_ErF.shape[-1])
+
+
+def _weight_gradient(dispatch: Dispatch, x_RD: Array, dy_RF: Array, plan: DispatchPlan) -> Array:
+    """[E, D, F], summed over the rows of each expert on every rank of context."""
+    if plan.sizes is not None:
+        dw_EDF = grouped_weight_gradient(
+            x_RD, dy_RF, plan.sizes[0], dispatch.matmul, expected=plan.slot[0].size
+        )
+    else:
+        own = plan.sent.shape[2]
+        x_ErD, dy_ErF = (y.reshape(own, -1, y.shape[-1]) for y in (x_RD, dy_RF))
+        dw_EDF = jax.lax.dot_general(x_ErD, dy_ErF, (((1,), (1,)), ((0,), (0,))))
+    return jax.lax.psum(dw_EDF, "context") if dispatch.axis("context") else dw_EDF
+
+
+def _sent(dispatch: Dispatch, x_BTD: Array, plan: DispatchPlan) -> Array:
+    """Tokens in the order of the experts, [c, R, D]."""
+
+    def local(x_BTD: Array, plan: DispatchPlan) -> Array:
+        return send_tokens(dispatch, x_BTD, plan)[None]
+
+    return dispatch.manual(local, (dispatch.stream, dispatch.rows), dispatch.rows)(x_BTD, plan)
+
+
+def _collected(
+    dispatch: Dispatch,
+    hidden: Sequence[Array],
+    weights: Sequence[Array],
+    plan: DispatchPlan,
+    transposed: bool,
+) -> Array:
+    """The sum of matmuls [c, R, F] x weight, back at the tokens, [B, T, D]."""
+
+    def local(hidden: Sequence[Array], weights: Sequence[Array], plan: DispatchPlan) -> Array:
+        products = [
+            _matmul(dispatch, x_cRF[0], w, plan, transposed) for x_cRF, w in zip(hidden, weights)
+        ]
+        return collect_tokens(dispatch, sum(products[1:], products[0]), plan)
+
+    of_weights = dispatch.columns if transposed else dispatch.back
+    specs = (dispatch.hidden, of_weights, dispatch.rows)
+    return dispatch.manual(local, specs, dispatch.stream)(tuple(hidden), tuple(weights), plan)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _expert_columns(dispatch: Dispatch, x_BTD: Array, weights: tuple, plan: DispatchPlan):
+    return _columns_forward(dispatch, x_BTD, weights, plan)[0]
+
+
+def _columns_forward(dispatch: Dispatch, x_BTD: Array, weights: tuple, plan: DispatchPlan):
+    rows_cRD = _sent(dispatch, x_BTD, plan)
+
+    def local(rows_cRD: Array, weights: tuple, plan: DispatchPlan) -> tuple[Array, ...]:
+        return tuple(_matmul(dispatch, rows_cRD[0], w, plan, False)[None] for w in weights)
+
+    specs = (dispatch.rows, dispatch.columns, dispatch.rows)
+    hidden = dispatch.manual(local, specs, dispatch.hidden)(rows_cRD, weights, plan)
+    return hidden, (rows_cRD, weights, plan)
+
+
+def _columns_backward(dispatch: Dispatch, residuals, dhidden: tuple):
+    rows_cRD, weights, plan = residuals
+    dx_BTD = _collected(dispatch, dhidden, weights, plan, transposed=True)
+
+    def local(rows_cRD: Array, dhidden: tuple, plan: DispatchPlan) -> tuple[Array, ...]:
+        rows_RD = rows_cRD[0]
+        return tuple(_weight_gradient(dispatch, rows_RD, dy_cRF[0], plan) for dy_cRF in dhidden)
+
+    specs = (dispatch.rows, dispatch.hidden, dispatch.rows)
+    dweights = dispatch.manual(local, specs, dispatch.columns)(rows_cRD, dhidden, plan)
+    return dx_BTD, dweights, None
+
+
+_expert_columns.defvjp(_columns_forward, _columns_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _expert_bias(dispatch: Dispatch, bias_E1F: Array, plan: DispatchPlan) -> Array:
+    def local(bias_E1F: Array, plan: DispatchPlan) -> Array:
+        return _matmul(dispatch, _ones(dispatch, plan, bias_E1F.dtype), bias_E1F, plan, False)[None]
+
+    specs = (dispatch.columns, dispatch.rows)
+    return dispatch.manual(local, specs, dispatch.hidden)(bias_E1F, plan)
+
+
+def _bias_forward(dispatch: Dispatch, bias_E1F: Array, plan: DispatchPlan):
+    return _expert_bias(dispatch, bias_E1F, plan), plan
+
+
+def _bias_backward(dispatch: Dispatch, plan: DispatchPlan, dy_cRF: Array):
+    def local(dy_cRF: Array, plan: DispatchPlan) -> Array:
+        return _weight_gradient(dispatch, _ones(dispatch, plan, dy_cRF.dtype), dy_cRF[0], plan)
+
+    specs = (dispatch.hidden, dispatch.rows)
+    return dispatch.manual(local, specs, dispatch.columns)(dy_cRF, plan), None
+
+
+_expert_bias.defvjp(_bias_forward, _bias_backward)
+
+
+def _ones(dispatch: Dispatch, plan: DispatchPlan, dtype: DTypeLike) -> Array:
+    """A feature that is one in every row, [R, 1]."""
+    return jnp.ones((num_rows(dispatch, plan), 1), dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _expert_rows(dispatch: Dispatch, hidden: tuple, weights: tuple, plan: DispatchPlan) -> Array:
+    return _collected(dispatch, hidden, weights, plan, transposed=False)
+
+
+def _rows_forward(dispatch: Dispatch, hidden: tuple, weights: tuple, plan: DispatchPlan):
+    return _expert_rows(dispatch, hidden, weights, plan), (hidden, weights, plan)
+
+
+def _rows_backward(dispatch: Dispatch, residuals, dy_BTD: Array):
+    hidden, weights, plan = residuals
+    dy_cRD = _sent(dispatch, dy_BTD, plan)
+
+    def into_hidden(dy_cRD: Array, weights: tuple, plan: DispatchPlan) -> tuple[Array, ...]:
+        return tuple(_matmul(dispatch, dy_cRD[0], w, plan, True)[None] for w in weights)
+
+    def into_weights(hidden: tuple, dy_cRD: Array, plan: DispatchPlan) -> tuple[Array, ...]:
+        return tuple(_weight_gradient(dispatch, x_cRF[0], dy_cRD[0], plan) for x_cRF in hidden)
+
+    rows, columns, back = dispatch.rows, dispatch.hidden, dispatch.back
+    dhidden = dispatch.manual(into_hidden, (rows, back, rows), columns)(dy_cRD, weights, plan)
+    dweights = dispatch.manual(into_weights, (columns, rows, rows), back)(hidden, dy_cRD, plan)
+    return dhidden, dweights, None
+
+
+_expert_rows.defvjp(_rows_forward, _rows_backward)
