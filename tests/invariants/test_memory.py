@@ -64,6 +64,7 @@ CASES = {
         {"data": 2, "fsdp": 2, "zero_stage": 2, "microbatches": 2, "remat": "full"}, 32
     ),
     "tensor": case({"fsdp": 2, "tensor": 2, "remat": "full"}, 32),
+    "rows of tensor": case({"fsdp": 2, "tensor": 4, "tensor_rows": 2}, 64),
     "context": case({"fsdp": 2, "context": 2, "remat": "full"}, 32),
     "few tokens, stage 0": case(fsdp(0), 4, 16),
     "muon, layers dealt": case({"fsdp": 2, "zero_stage": 0, "remat": "full"}, 4, name="muon"),

@@ -54,6 +54,12 @@ Levels = tuple[Level, ...]  # nearest first
 def axis_levels(cluster: Cluster, parallelism: Parallelism) -> dict[str, Levels]:
     """The levels of each mesh axis' groups; consecutive devices are in the same tensor group."""
     sizes = {axis: np.asarray(getattr(parallelism, axis), float) for axis in MESH_AXES}
+    # Rows of tensor are beside its columns: there is one rank of context between them.
+    del sizes["tensor"]
+    sizes |= {
+        "tensor_rows": np.asarray(parallelism.tensor_rows, float),
+        "tensor": np.asarray(parallelism.tensor_columns, float),
+    }
     if parallelism.traits.folded_experts:
         # The expert group consists of the tensor, context and data ranks, nearest first.
         folded = sizes.pop("expert")
@@ -190,8 +196,9 @@ def collective_seconds(
     places = sorted(names.index(axis) for axis in axes)
     joined = names[places[0] : places[-1] + 1]
     whole = math.prod(sizes[axis] for axis in joined)
-    merged: dict[str, Any] = {**sizes, **dict.fromkeys(joined, 1), joined[-1]: whole}
-    levels = axis_levels(cluster, Parallelism(**merged))[joined[-1]]
+    merged = {**sizes, **dict.fromkeys(joined, 1), joined[-1]: whole}
+    levels = _levels(cluster, {axis: np.asarray(size, float) for axis, size in merged.items()})
+    levels = levels[joined[-1]]
     match kind:
         case "all-gather" | "reduce-scatter":
             return float(gather_seconds(levels, num_bytes))

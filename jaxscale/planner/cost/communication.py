@@ -1,6 +1,7 @@
 """Seconds of communication of a layer and of a step, by mesh axis, before overlap.
 
-Volumes are those of tensor and sequence parallelism (Megatron, arXiv 1909.08053, 2205.05198), ring
+Volumes are those of tensor and sequence parallelism (Megatron, arXiv 1909.08053, 2205.05198), of
+rows x columns of tensor (AxoNN, 2305.13525), ring
 attention (2310.01889), expert all-to-alls (2101.03961), ZeRO (1910.02054) and layered gradient
 accumulation (2106.02679). Activations are sent in 16 bits.
 """
@@ -35,16 +36,20 @@ def layer_traffic(
     tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
     stream = 2.0 * tokens * shape.d_model
     return LayerTraffic(
-        tensor=_tensor(shape, parallelism, levels["tensor"], stream),
+        tensor=_tensor(shape, parallelism, levels, stream),
         context=_context(shape, parallelism, levels["context"], tokens),
         expert=_expert(shape, parallelism, levels["expert"], stream),
         message=_message(parallelism, levels, stream),
     )
 
 
-def _tensor(shape: ModelShape, parallelism: Parallelism, levels: Levels, stream: Floats) -> tuple:
+def _tensor(
+    shape: ModelShape, parallelism: Parallelism, levels: dict[str, Levels], stream: Floats
+) -> tuple:
     """Two all-reduces of the residual stream per pass; with sequence parallelism each of them is a
-    reduce-scatter, and an all-gather before the next matmul."""
+    reduce-scatter, and an all-gather before the next matmul. Where tensor has rows, those of a
+    row's features over its columns; and over rows all-reduces of the results of matmuls out of the
+    stream, logits included, and of the gradients of what matmuls back into it take."""
     blocks = shape.attending / shape.layers + shape.with_mlp / shape.layers
     if parallelism.traits.folded_experts:  # experts are not split: no all-reduce
         blocks = blocks - shape.expert_layers / shape.layers * (shape.shared_experts == 0)
@@ -56,11 +61,31 @@ def _tensor(shape: ModelShape, parallelism: Parallelism, levels: Levels, stream:
             + 1
             + 2 * shape.encoder_layers / shape.layers * (shape.encoder_seq_len / shape.seq_len)
         )
+    share = stream / parallelism.tensor_rows
     if parallelism.traits.sequence_parallel:
-        one = 2 * collectives.gather_seconds(levels, stream)
+        one = 2 * collectives.gather_seconds(levels["tensor"], share)
     else:
-        one = collectives.reduce_seconds(levels, stream)
-    return blocks * one, blocks * one
+        one = collectives.reduce_seconds(levels["tensor"], share)
+    forward, backward = _over_rows(shape, parallelism, levels["tensor_rows"], stream)
+    return blocks * one + forward, blocks * one + backward
+
+
+def _over_rows(
+    shape: ModelShape, parallelism: Parallelism, levels: Levels, stream: Floats
+) -> tuple[Floats, Floats]:
+    """All-reduces over rows of an average layer, forward and backward."""
+    each = stream / shape.d_model / parallelism.tensor_columns  # a feature of every token
+
+    def seconds(features: float) -> Floats:
+        return collectives.reduce_seconds(levels, each * features)
+
+    attention = shape.attending / shape.layers
+    mlp = shape.with_mlp / shape.layers
+    queries, keys = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
+    forward = attention * seconds(queries + keys) + mlp * seconds((1 + shape.gated) * shape.d_ff)
+    backward = attention * seconds(queries) + mlp * seconds(shape.d_ff)
+    logits = 2 * seconds(shape.vocab) / shape.layers  # in 32 bits
+    return forward + logits, backward
 
 
 def _context(shape: ModelShape, parallelism: Parallelism, levels: Levels, tokens: Floats) -> tuple:

@@ -35,8 +35,9 @@ def elementwise_seconds(
     rotated = 0 if shape.learned_positions else 4 * heads
     copies, (routed, routed_back) = _expert_bytes(shape, parallelism)
     mixed, mixed_back = _mixer_bytes(shape)
-    forward = stream / streams + (activation[0] + rotated + mixed) / t + routed
-    backward = back / streams + (activation[1] + rotated + mixed_back) / t + routed_back
+    columns = parallelism.tensor_columns
+    forward = stream / streams + (activation[0] + rotated) / columns + mixed / t + routed
+    backward = back / streams + (activation[1] + rotated) / columns + mixed_back / t + routed_back
     casts = _cast_elements(shape, parallelism, wide / t, (2 if gated else 1) * wide / t, copies)
     return tuple(
         kernels.memory_seconds(cluster, tokens * width, plain=traits.eager)

@@ -107,7 +107,8 @@ def _attention(
     shape: ModelShape, cluster: Cluster, parallelism: Parallelism, tokens: Floats
 ) -> tuple:
     """Core attention and scans, forward and backward, of an average layer."""
-    traits, t = parallelism.traits, np.asarray(parallelism.tensor)
+    # Rows of tensor repeat what lies between the projections.
+    traits, t = parallelism.traits, np.asarray(parallelism.tensor_columns)
     share = shape.attending / shape.layers
     scans = kernels.scan_seconds(cluster, tokens * _scan_flops(shape) / t)
     if traits.attention != "written":
@@ -142,7 +143,8 @@ writes, dropout reads, writes and saves a mask (16 bits, a fused masked softmax)
 
 def _written_attention(shape, cluster, parallelism, tokens, share) -> tuple:
     """Unfused attention: batched matmuls, softmax and dropout."""
-    heads, s, e = shape.heads / np.asarray(parallelism.tensor), shape.seq_len, shape.head_dim
+    heads = shape.heads / np.asarray(parallelism.tensor_columns)
+    s, e = shape.seq_len, shape.head_dim
     batch = tokens * parallelism.context / s * heads
     rows = s / np.asarray(parallelism.context)
     scores = kernels.matmul_seconds(cluster, rows, s, e, batch)
@@ -239,8 +241,9 @@ bits twice; a plain one casts to 32 bits, subtracts, exponentiates and divides i
 
 
 def _head(shape, cluster, parallelism, tokens, backward: bool) -> ComputeSeconds:
-    local = shape.vocab / np.asarray(parallelism.tensor)
-    matmul = kernels.matmul_seconds(cluster, tokens, local, shape.d_model)
+    local = shape.vocab / np.asarray(parallelism.tensor_columns)
+    width = shape.d_model / parallelism.tensor_rows
+    matmul = kernels.matmul_seconds(cluster, tokens, local, width)
     width = LOSS_BYTES[parallelism.traits.loss][backward]
     return ComputeSeconds(
         matmul=matmul * ((1 if parallelism.traits.frozen else 2) if backward else 1),

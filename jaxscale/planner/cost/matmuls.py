@@ -38,7 +38,7 @@ def _matmuls(
     shape: ModelShape, parallelism: Parallelism, tokens: Floats
 ) -> Iterator[tuple[list, Floats]]:
     """Lists of (rows, columns, depth, batch), each with the number of layers that have them."""
-    t, d = np.asarray(parallelism.tensor), shape.d_model
+    t, d = np.asarray(parallelism.tensor_columns), shape.d_model / parallelism.tensor_rows
     wide = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
     # Keys and values are replicated beyond as many ranks as they have heads.
     local = shape.head_dim * (shape.heads / t + 2 * np.maximum(1, shape.kv_heads / t))

@@ -20,10 +20,10 @@ def head_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     vocab, matrix = model.padded_vocab_size, head_elements(config)
     tokens = loop.tokens * layout.context
     chunks = -(-tokens // maximum(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS))
-    logits = loop.tokens * vocab // chunks // layout.tensor
+    logits = loop.tokens * vocab // chunks // layout.tensor_columns
     together = loop.group > 1
     # Input, normalised, transposed, and its gradient; gathered over tensor.
-    stream = 5 * loop.compute * loop.tokens * model.d_model
+    stream = 5 * loop.compute * loop.tokens * model.d_model // layout.tensor_rows
     stream = stream + select(together, 2 * loop.group * stream_bytes(config, loop))
     group_sum = select(together, loop.accumulated * matrix)
     if transients.in_place:

@@ -130,7 +130,7 @@ def layer_saved_bytes(config: Config, loop: LayerLoop) -> Ints:
         tokens = loop.tokens * saved_bytes(model, remat, experts=True) // config.layout.tensor
         whole, shared = saved_row_bytes(model, remat)
         return tokens + loop.rows * (whole + shared // config.layout.tensor)
-    each = saved_bytes(model, remat, cross=loop.part == "decoder")
+    each = saved_bytes(model, remat, config.layout, cross=loop.part == "decoder")
     if loop.part != "decoder":
         return loop.tokens * each // config.layout.tensor
     more = loop.source * saved_source_bytes(model, remat)

@@ -6,8 +6,8 @@ The suite compares them with `training.remat.rematerialised`, value by value.
 from dataclasses import dataclass
 
 from jaxscale.config import ModelConfig
-from jaxscale.layout import RematPolicy
-from jaxscale.planner.model.param_shapes import itemsize
+from jaxscale.layout import Layout, RematPolicy
+from jaxscale.planner.model.param_shapes import Ints, itemsize, select
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,35 @@ def saved_source_values(model: ModelConfig, remat: RematPolicy) -> list[SavedVal
 
 
 def saved_bytes(
-    model: ModelConfig, remat: RematPolicy, *, cross: bool = False, experts: bool = False
-) -> int:
+    model: ModelConfig,
+    remat: RematPolicy,
+    layout: Layout | None = None,
+    *,
+    cross: bool = False,
+    experts: bool = False,
+) -> Ints:
     """Saved bytes per layer and token, of all tensor ranks together; `cross` and `experts` as
-    above."""
+    above.
+
+    Args:
+      layout: whose rows of tensor repeat some values; None has none.
+    """
     values = saved_values(model, remat, cross=cross, experts=experts)
-    return sum(one.num_bytes for one in values)
+    if layout is None:
+        return sum(one.num_bytes for one in values)
+    return sum(one.num_bytes * _repeats(one, layout) for one in values)
+
+
+def _repeats(value: SavedValue, layout: Layout) -> Ints:
+    """Ranks of tensor that save the same: of what lies between matmuls, those of all rows; of what
+    a matmul gathered, where tensor has rows, those of all columns."""
+    name = value.name.removeprefix("cross ")
+    if name in ("attention norm", "mlp norm"):
+        return select(layout.tensor_rows > 1, layout.tensor_columns, 1)
+    in_stream = name in ("input", "attention_out") or name.endswith("before its norm")
+    if in_stream and not name.startswith(("query", "key")):
+        return 1
+    return layout.tensor_rows
 
 
 def saved_source_bytes(model: ModelConfig, remat: RematPolicy) -> int:
@@ -135,28 +158,35 @@ def has_stash_formula(model: ModelConfig) -> bool:
     return not (model.num_encoder_layers or model.num_experts or model.kv_rank)
 
 
-def stash_bytes(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:
+def stash_bytes(
+    model: ModelConfig, remat: RematPolicy, layout: Layout | None = None
+) -> dict[str, Ints]:
     """Saved bytes of a pipeline per layer and token, of all tensor ranks together, by the table's
     buffers: "residual_b" from F to B, "residual_w" from F to W, "cotangent" from B to W.
+
+    `layout` is as in `saved_bytes`.
 
     W needs no weights: it reads saved activations and what B computed. The suite compares this with
     `pipeline.backward_split`.
     """
     names = set(remat.names)
     before, parallel = model.norm_placement in ("before", "both"), model.parallel_block
-    stream, queries = model.d_model, model.num_heads * model.head_dim
-    keys, matmuls = model.num_kv_heads * model.head_dim, ("mlp_up", "mlp_gate")[: 1 + model.gated]
-    hidden = len(matmuls) * model.d_ff
+    rows = layout.tensor_rows if layout else 1
+    whole = select(rows > 1, layout.tensor_columns, 1) if layout else 1
+    stream, d_ff, heads = model.d_model, rows * model.d_ff, rows * model.num_heads
+    queries, keys = heads * model.head_dim, rows * model.num_kv_heads * model.head_dim
+    matmuls = ("mlp_up", "mlp_gate")[: 1 + model.gated]
+    hidden = len(matmuls) * d_ff
     sizes = {"query": queries, "key": keys, "value": keys}
     # Gradients of matmul outputs: of the last matmul of attention and MLP, and of the earlier ones.
     cotangent = (1 if parallel else 2) * stream + queries + 2 * keys + hidden
     # The activation is recomputed from both its factors.
-    cotangent += 2 * model.d_ff * model.mlp_bias
+    cotangent += 2 * d_ff * model.mlp_bias
     if remat.kept_passes is not None or not remat.by_names:
         residual_b = (1 if parallel else 2) * stream + queries + 2 * keys + hidden * model.mlp_bias
         residual_b += (queries + keys) * model.qk_norm
         residual_b += 2 * stream * (model.norm_placement == "both")
-        residual_w = 2 * stream + queries + hidden * (not model.mlp_bias)
+        residual_w = 2 * stream * whole + queries + hidden * (not model.mlp_bias)
         sums = remat.kind != "save_all_but_attention"
     else:
         residual_b, residual_w = sum(sizes[name] for name in names & sizes.keys()), 0
@@ -181,13 +211,13 @@ def stash_bytes(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:
             residual_b += stream * ("attention_out" in names)
             cotangent += stream
         if model.mlp_bias:
-            residual_b += len(there) * model.d_ff
+            residual_b += len(there) * d_ff
         else:
-            residual_w += len(there) * model.d_ff
-            cotangent += hidden - len(there) * model.d_ff
+            residual_w += len(there) * d_ff
+            cotangent += hidden - len(there) * d_ff
     width = itemsize(model.compute_dtype)
     return {
-        "residual_b": width * residual_b + max(width, 4) * model.num_heads * sums,
+        "residual_b": width * residual_b + max(width, 4) * heads * sums,
         "residual_w": width * residual_w,
         "cotangent": width * cotangent,
     }

@@ -241,7 +241,7 @@ def _stack_memory(
         * max(loop.compute, 4)
         * loop.tokens
         * attention
-        // layout.tensor,
+        // layout.tensor_columns,
         outer_gradients=_outer_gradients(config, loop, transients)
         if len(rows) == 1
         else stacks_outer_gradients(config, loop, transients, is_last=is_last),
@@ -303,7 +303,7 @@ def _slots(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
     """Saved activations of a rank's chunks between operations."""
     if not has_stash_formula(config.model):
         return 0  # there is no pipeline: `is_predicted`
-    each = stash_bytes(config.model, config.layout.remat_policy)
+    each = stash_bytes(config.model, config.layout.remat_policy, config.layout)
     kept = sum(getattr(buffers, name) * size for name, size in each.items())
     return buffers.capacity * loop.tokens * kept // config.layout.tensor
 
@@ -379,5 +379,5 @@ def _forward_loop(config: Config, loop: LayerLoop) -> Ints:
     activations = (1 + loop.beside) * layer_saved_bytes(config, loop) + 5 * stream_bytes(
         config, loop
     )
-    hidden = 3 * loop.compute * hidden_values(config, loop) // config.layout.tensor
+    hidden = 3 * loop.compute * hidden_values(config, loop) // config.layout.tensor_columns
     return select(loop.group == 1, 0, loop.group * activations + hidden)

@@ -91,7 +91,7 @@ def hidden_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Int
     recomputed = sum(name not in names for name in matmuls)
     arrays = transients.hidden + min(recomputed, transients.matmuls)
     wide = model.shared_d_ff if has_experts(model, loop.part) else model.d_ff
-    return loop.compute * loop.tokens * arrays * wide // config.layout.tensor
+    return loop.compute * loop.tokens * arrays * wide // config.layout.tensor_columns
 
 
 def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
@@ -103,8 +103,9 @@ def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -
     width, wider = loop.compute, max(4 - loop.compute, 0)
     sizes = {
         "stream": model.d_model,
-        "queries": model.num_heads * model.head_dim,
-        "keys": model.num_kv_heads * model.head_dim,
+        # Which rows of tensor repeat.
+        "queries": model.num_heads * model.head_dim * layout.tensor_rows,
+        "keys": model.num_kv_heads * model.head_dim * layout.tensor_rows,
     }
     arrays = {
         "stream": transients.stream
@@ -115,9 +116,9 @@ def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -
     }
     wide = dict(zip(sizes, transients.wide))
     each = sum(size * (arrays[name] * width + wide[name] * wider) for name, size in sizes.items())
-    each = each + transients.sums * 4 * LANES * model.num_heads
+    each = each + transients.sums * 4 * LANES * model.num_heads * layout.tensor_rows
     # The input of the MLP, its gradient, and the input of attention; on a GPU also transposed.
-    each = each + (transients.whole + named) * width * model.d_model * (layout.tensor - 1)
+    each = each + (transients.whole + named) * width * model.d_model * (layout.tensor_columns - 1)
     hidden = hidden_bytes(config, loop, transients)
     if transients.in_place and model.relative_bias != "none":
         # No fused kernel of a GPU has the bias. Attention in blocks begins when the MLP is done,
@@ -162,7 +163,7 @@ def _scores(config: Config, loop: LayerLoop) -> Ints:
     """A block of attention scores (`ops.attention_blocks.block_size`)."""
     layout = config.layout
     sequences = config.data.global_batch_size // (layout.batch_shards * layout.microbatches)
-    heads = sequences * config.model.num_heads // layout.tensor
+    heads = sequences * config.model.num_heads // layout.tensor_columns
     time = loop.length // select(layout.context > 1, 2 * layout.context, 1)
     block: Ints = 64
     for size in (128, 256, 512):

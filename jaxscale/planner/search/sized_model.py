@@ -81,6 +81,11 @@ class SizedModel:
         return self.shape.num_params
 
     @property
+    def has_tensor_rows(self) -> bool:
+        """Rows of tensor have no formula here."""
+        return False
+
+    @property
     def remats(self) -> tuple[str, ...]:
         """Policies to try. For layers with biases saved bytes are not known per tensor."""
         return tuple(one for one in REMATS if not (self.shape.biases and one.startswith("save:")))
@@ -128,6 +133,7 @@ class SizedModel:
         """Why a layout is refused, as a short reason and a full message; "" where it is not."""
         said = {
             "no formula for the policy": self._policies(layout),
+            "no formula for rows of tensor": self._tensor_rows(layout),
             **{reason: self._encoder(layout, axis) for axis, reason in ENCODER_EXCLUDES.items()},
             self.batch_reason: self._batch(layout),
             "the sequence does not split": self._lengths(layout),
@@ -145,6 +151,14 @@ class SizedModel:
                     f"by its sizes; it can be {', '.join(known)}"
                 )
         return ""
+
+    def _tensor_rows(self, layout: Layout) -> str:
+        if layout.tensor_rows == 1:
+            return ""
+        return (
+            f"layout.tensor_rows = {layout.tensor_rows} has no formula for a model given by its "
+            "sizes; set layout.tensor_rows = 1, or plan a config"
+        )
 
     def _encoder(self, layout: Layout, axis: str) -> str:
         size = getattr(layout, axis)

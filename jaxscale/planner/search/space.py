@@ -102,10 +102,17 @@ def enumerate_sizes(
     rows, model = [], query.planned_model
     for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.shape.experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
-        for stage in _stages(query.pins, mesh["fsdp"]):
+        for stage, across in itertools.product(
+            _stages(query.pins, mesh["fsdp"]), _rows(query, mesh)
+        ):
             # No other setting that could be refused.
-            layout = Layout(**mesh, zero_stage=stage, context_method="gather")
-            reason, message = model.refusal(layout)
+            settings = {**mesh, "tensor_rows": across, "zero_stage": stage}
+            try:
+                layout = Layout(**settings, context_method="gather")
+            except ValueError as error:
+                reason, message = "not available in this version", str(error)
+            else:
+                reason, message = model.refusal(layout)
             if reason:
                 rejected[reason] += 1
                 messages.setdefault(reason, message)
@@ -115,11 +122,21 @@ def enumerate_sizes(
                 if batch % count:
                     rejected[model.batch_reason] += 1
                 else:
-                    rows.append((*sizes, stage, count))
+                    rows.append((*sizes, across, stage, count))
     if not rows:
         return None
     columns = np.array(rows).T
-    return LayoutBatch(**dict(zip((*MESH_AXES, "zero_stage", "microbatches"), columns)))
+    names = *MESH_AXES, "tensor_rows", "zero_stage", "microbatches"
+    return LayoutBatch(**dict(zip(names, columns)))
+
+
+def _rows(query: Query, mesh: Mapping[str, int]) -> Sequence[int]:
+    """Rows of tensor that are tried: no more than columns, since what lies between two matmuls,
+    which all rows repeat and add up, is wider than the stream."""
+    model, alone = query.planned_model, mesh["context"] == mesh["expert"] == 1
+    tried = [n for n in divisors(mesh["tensor"]) if n * n <= mesh["tensor"]]
+    free = model.has_tensor_rows and alone and not model.shape.experts
+    return _pinned(query.pins, "tensor_rows", tried if free else [1])
 
 
 def mesh_shapes(

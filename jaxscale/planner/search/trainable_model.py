@@ -116,6 +116,12 @@ class TrainableModel:
         return self.config.model.head_cost(self.config.data.seq_len)
 
     @property
+    def has_tensor_rows(self) -> bool:
+        """Whether rows of tensor are tried."""
+        model = self.config.model
+        return not (self._has_encoder or model.num_experts or model.kv_rank)
+
+    @property
     def remats(self) -> tuple[str, ...]:
         """Policies to try."""
         return sized_model.REMATS if self._has_encoder else REMATS

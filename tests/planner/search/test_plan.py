@@ -124,7 +124,8 @@ def test_why_not_of_settings():
     assert "% slower than the best" in why_not.explain_why_not(
         found, {"remat": "full", "tensor": 4}
     )
-    assert "does not divide over layout.tensor = 8" in why_not.explain_why_not(found, {"tensor": 8})
+    one_row = {"tensor": 8, "tensor_rows": 1}
+    assert "does not divide over layout.tensor = 8" in why_not.explain_why_not(found, one_row)
     assert "no mesh of 8 devices has pipeline 1 x tensor 3" in why_not.explain_why_not(
         found, {"tensor": 3}
     )

@@ -397,3 +397,17 @@ def test_a_hundred_thousand_layouts_of_experts_in_seconds(monkeypatch):
     )
     assert found.considered > 1e5
     assert time.process_time() - begin < 20
+
+
+def test_rows_of_tensor_are_searched_where_the_engine_has_them():
+    """No more than columns, unless they are pinned; every layout found is one that it takes."""
+    some = {"pipeline": 1, "tensor": 8, "zero_stage": 3}
+    found = search_layouts(query(40.0, **some), 99)
+    tried = {(one.context, one.tensor_rows) for one in found.layouts}
+    assert (1, 2) in tried
+    assert all(rows == 1 or (context, rows) == (1, 2) for context, rows in tried)
+    pinned = search_layouts(query(40.0, tensor_rows=4, **some), 99)
+    assert {one.tensor_rows for one in pinned.layouts} == {4}
+    pinned = search_layouts(query(40.0, tensor_rows=3, **some), 1)
+    assert not pinned.layouts
+    assert "does not divide layout.tensor" in pinned.messages["not available in this version"]
