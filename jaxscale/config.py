@@ -140,6 +140,12 @@ class RunConfig:
     keep_every: int = 0  # also keep each checkpoint whose step is a multiple of this
     metrics_by_layer: bool = False  # also those that are means over layers, such as experts' loads
     deterministic: bool = False  # bitwise reproducible, also on GPUs, at some cost of speed
+    # A step whose loss or gradient norm is not finite updates nothing; after so many in a row the
+    # run returns to its newest checkpoint, and passes over their examples. 0 stops at the first.
+    skip_bad_steps: int = 0
+    # Also those whose loss or gradient norm is this many robust standard deviations above the
+    # median of the steps before; 0 is never.
+    spike_score: float = 0.0
     max_hours: float = 0.0  # stop with a checkpoint after this long; 0 is never
     hang_seconds: float = 0.0  # end when nothing goes on for this long; 0: learnt from the run
 
@@ -153,12 +159,20 @@ class RunConfig:
             checkpoint_every=0,
             keep_last=1,
             keep_every=0,
+            skip_bad_steps=0,
             max_hours=0,
             hang_seconds=0,
         )
         check_seed("run.seed", self.seed)
         if self.steps > MOST_STEPS:
             raise ValueError(f"run.steps = {self.steps} is too large; at most {MOST_STEPS}")
+        if not 0 <= self.spike_score < math.inf:
+            raise ValueError(f"run.spike_score = {self.spike_score} must be at least 0, such as 8")
+        if self.spike_score and not self.skip_bad_steps:
+            raise ValueError(
+                f"run.spike_score = {self.spike_score} is for run.skip_bad_steps above 0, which "
+                "is 0; set it, such as 5, or run.spike_score = 0"
+            )
         if self.keep_every and (
             not self.checkpoint_every or self.keep_every % self.checkpoint_every
         ):

@@ -46,7 +46,7 @@ from jaxscale.training.gradients import make_gradients, make_loss, pipeline_buff
 from jaxscale.training.kernels import attention_name, evaluation_kernels, make_kernels
 from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.remat import check_host_memory, rematerialised_attention
-from jaxscale.training.step import StepMetrics, TrainState, make_step
+from jaxscale.training.step import StepMetrics, TrainState, init_guard, make_step
 from jaxscale.training.xla_options import step_options
 
 log = logging.getLogger("jaxscale")
@@ -159,11 +159,11 @@ def make_engine(
     frozen = optimizers.frozen_params(config.optimizer.groups, built.axes, built.frozen)
     optimizer = optimizer or _make_optimizer(config, mesh, zero, built.axes, frozen)
 
-    init = _make_init(built, optimizer, stages)
+    init = _make_init(config, built, optimizer, stages)
     shapes = jax.eval_shape(init, jax.random.key(0))
     said = functools.partial(_replicated_state, stages is not None)
     axes = optimizers.state_axes(optimizer, shapes.params, built.axes, said)
-    axes = TrainState((), built.axes, axes)
+    axes = TrainState((), built.axes, axes, jax.tree.map(lambda leaf: (), shapes.guard))
     axes = spread_outer(axes, layout.sizes, _width(built))
     axes = whole_kv_heads(axes, shapes, layout.sizes)
     zero = dataclasses.replace(zero, axes=axes.params)
@@ -263,6 +263,7 @@ def _placed(
         replicated(mesh),
         resolve_tree(axes.params, zero.param_rules, mesh, shapes.params),
         resolve_tree(axes.opt_state, zero.update_rules, mesh, shapes.opt_state),
+        jax.tree.map(lambda leaf: replicated(mesh), shapes.guard),
     )
     if config.layout.offloads("optimizer"):
         shardings = shardings._replace(opt_state=_on_host(shardings.opt_state, shapes.opt_state))
@@ -278,11 +279,15 @@ def _shardings(abstract: Tree) -> Tree:
 
 
 def _make_init(
-    model: Model, optimizer: optax.GradientTransformation, stages: PipelineStages | None
+    config: Config,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    stages: PipelineStages | None,
 ) -> Callable[[jax.Array], TrainState]:
     def init(key: jax.Array) -> TrainState:
         params = model.init(key, stages.layer_of_row if stages else None)
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        guard = init_guard() if config.run.skip_bad_steps else None
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), guard)
 
     return init
 

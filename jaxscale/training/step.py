@@ -1,4 +1,4 @@
-"""The train step: gradients, clipped, and the optimizer's update."""
+"""The train step: gradients, clipped, and the optimizer's update, which a bad step leaves out."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +22,22 @@ class TrainState(NamedTuple):
     step: Any  # int32 scalar, updates done
     params: Tree
     opt_state: Tree
+    guard: Tree = None  # a `Guard` with `run.skip_bad_steps`
+
+
+class Guard(NamedTuple):
+    """What bad steps are judged by; also the trees of its shardings and axes."""
+
+    losses: Any  # [WINDOW], of the last steps that were good; NaN where there was none yet
+    grad_norms: Any  # likewise
+    good: Any  # int32, good steps so far
+
+
+WINDOW = 128
+"""Good steps that a spike is compared with."""
+
+LEAST = 32
+"""Good steps before any spike is seen."""
 
 
 class StepMetrics(NamedTuple):
@@ -53,7 +69,7 @@ def make_step(
       shardings: of the state between steps.
       update_shardings: of the parameters during the update.
     """
-    offloads = config.layout.offloads("optimizer")
+    offloads, run = config.layout.offloads("optimizer"), config.run
 
     def step(state: TrainState, sharded: ShardedBatch) -> tuple[TrainState, StepMetrics]:
         batch = unpack_sharded(sharded)
@@ -64,20 +80,98 @@ def make_step(
         sums, grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
             grads = jax.tree.map(lambda x, still: jnp.zeros_like(x) if still else x, grads, frozen)
+            squares = sums_of_squares(grads)
             grads, grad_norm = mean_and_norm(grads, count, config.optimizer.clip_norm)
             params = jax.lax.with_sharding_constraint(state.params, update_shardings)
             opt_state = from_host(state.opt_state) if offloads else state.opt_state
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            updated = optax.apply_updates(params, updates)
-            params = jax.tree.map(lambda x, y, still: x if still else y, params, updated, frozen)
-            params = _adjusted(model, rows, params, sums)
+
+            def update(params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
+                updates, opt_state = optimizer.update(grads, opt_state, params)
+                updated = optax.apply_updates(params, updates)
+                params = jax.tree.map(
+                    lambda x, y, still: x if still else y, params, updated, frozen
+                )
+                return _adjusted(model, rows, params, sums), opt_state
+
+            loss, good, guard = sums["nll"] / count, jnp.array(True), state.guard
+            if run.skip_bad_steps:
+                good, guard = judge(state.guard, loss, grad_norm, run.spike_score)
+                params, opt_state = _if_good(good, update, params, opt_state)
+            else:
+                params, opt_state = update(params, opt_state)
             params = jax.lax.with_sharding_constraint(params, shardings.params)
         tokens = count_tokens(batch)
         others, by_layer = _others(model, sums, count)
-        metrics = StepMetrics(sums["nll"] / count, grad_norm, tokens, count, others, by_layer)
-        return TrainState(state.step + 1, params, opt_state), metrics
+        if run.skip_bad_steps:
+            wrong = ~jnp.isfinite(jnp.stack(squares))
+            others |= {"skipped": ~good, "nonfinite_gradients": wrong}
+        metrics = StepMetrics(loss, grad_norm, tokens, count, others, by_layer)
+        return TrainState(state.step + 1, params, opt_state, guard), metrics
 
     return step
+
+
+def init_guard() -> Guard:
+    """Of a run that has not begun."""
+    nothing = jnp.full(WINDOW, jnp.nan, jnp.float32)
+    return Guard(nothing, nothing, jnp.zeros((), jnp.int32))
+
+
+def judge(
+    guard: Guard, loss: jax.Array, grad_norm: jax.Array, spike_score: float
+) -> tuple[jax.Array, Guard]:
+    """Whether a step is good: its loss and gradient norm are finite and no spikes; and the guard
+    after it. Both are numbers of the whole batch, so that every rank judges alike.
+
+    Args:
+      spike_score: of the distance above the median of the last good steps, in robust standard
+        deviations, 1.4826 times the median distance from it; 0 sees no spikes.
+    """
+
+    def score(x: jax.Array, window: jax.Array) -> jax.Array:
+        median = jnp.nanmedian(window)
+        spread = 1.4826 * jnp.nanmedian(jnp.abs(window - median))
+        # Losses that hardly change must not make a spike of the next one.
+        return (x - median) / (spread + 1e-3 * jnp.abs(median))
+
+    loss, grad_norm = loss.astype(jnp.float32), grad_norm.astype(jnp.float32)
+    good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    if spike_score:
+        scores = jnp.maximum(score(loss, guard.losses), score(grad_norm, guard.grad_norms))
+        good &= ~((guard.good >= LEAST) & (scores > spike_score))
+    place = guard.good % WINDOW
+    after = Guard(
+        guard.losses.at[place].set(loss),
+        guard.grad_norms.at[place].set(grad_norm),
+        guard.good + 1,
+    )
+    return good, jax.tree.map(lambda new, old: jnp.where(good, new, old), after, guard)
+
+
+def _if_good(good: jax.Array, update: Callable, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
+    """The state after an update; after a bad step that before, but for the place in the schedule of
+    the learning rate, which goes on.
+
+    A loop of one trip or none: it updates the state in place. A choice between two states would
+    hold both, and `lax.cond` copies what it carries.
+    """
+
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    def count(node: Any) -> Any:
+        if not is_schedule(node):
+            return node
+        return optax.ScaleByScheduleState(
+            jnp.where(good, node.count, optax.safe_increment(node.count))
+        )
+
+    _, params, opt_state = jax.lax.while_loop(
+        lambda carry: carry[0],
+        lambda carry: (jnp.array(False), *update(*carry[1:])),
+        (good, params, opt_state),
+    )
+    return params, jax.tree.map(count, opt_state, is_leaf=is_schedule)
 
 
 def step_noise(config: Config, step: jax.Array) -> jax.Array:
@@ -130,12 +224,17 @@ def mean_and_norm(sums: Tree, count: jax.Array, limit: float) -> tuple[Tree, jax
       limit: on the norm; 0 is none.
     """
 
-    def widen(x: jax.Array) -> jax.Array:
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-    squares = [jnp.sum(jnp.square(widen(x))) for x in jax.tree.leaves(sums)]
-    root = jnp.sqrt(sum(squares))
+    root = jnp.sqrt(sum(sums_of_squares(sums)))
     count = count.astype(root.dtype)
     norm = root / count
     scale = (jnp.minimum(1.0, limit / norm) if limit else 1.0) / count
-    return jax.tree.map(lambda x: widen(x) * scale, sums), norm
+    return jax.tree.map(lambda x: _widen(x) * scale, sums), norm
+
+
+def sums_of_squares(tree: Tree) -> list[jax.Array]:
+    """Of each array, in float32 or wider."""
+    return [jnp.sum(jnp.square(_widen(x))) for x in jax.tree.leaves(tree)]
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
