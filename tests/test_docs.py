@@ -25,6 +25,7 @@ TEXTS = {
 SHORTER = {  # page -> what makes its command shorter, or smaller than what it shows
     "multi_process.md": ["--config.run.steps=2", "--config.run.eval_batches=1"],
     "autotune.md": ["--trials", "1"],
+    "reliability.md": ["--config.model.num_layers=1", "--config.data.heldout=0"],
 }
 INDEX = {name for name in TEXTS if name != "README.md"}
 

@@ -17,6 +17,7 @@ from jaxscale.data.dataset import Examples, repeats
 from jaxscale.hardware import peak_flops
 from jaxscale.run.goodput import Account, goodput_share, time_line
 from jaxscale.run.setup import Evaluation
+from jaxscale.sharding.resolve import leaf_name
 from jaxscale.training.engine import Engine
 from jaxscale.training.metrics import (
     Metrics,
@@ -32,6 +33,14 @@ log = logging.getLogger("jaxscale")
 
 LOG_SECONDS = 5.0
 """A progress line at most this often."""
+
+
+class BadStepsError(FloatingPointError):
+    """As many steps in a row as `run.skip_bad_steps` updated nothing."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(f"steps {first} to {last} updated nothing")
+        self.first, self.last = first, last
 
 
 class Recorder:
@@ -78,6 +87,9 @@ class Recorder:
         self._rate = engine.learning_rate
         self._flops = engine.flops
         self._by_layer = config.run.metrics_by_layer
+        self._skip_bad_steps = config.run.skip_bad_steps
+        self._skipped = 0  # in a row
+        self._params = engine.abstract_state.params if self._skip_bad_steps else {}
         devices = engine.mesh.devices
         self._num_devices = devices.size
         self._peak = peak_flops(devices.flat[0].device_kind, model.compute_dtype)
@@ -148,6 +160,7 @@ class Recorder:
 
     def _record(self, step: int, out: StepMetrics, data_seconds: float) -> None:
         *scalars, others, by_layer = jax.device_get(out)
+        wrong = others.pop("nonfinite_gradients", None)
         loss, grad_norm, tokens, loss_tokens = map(float, scalars)
         now = time.monotonic()
         seconds, self._mark = now - self._mark, now
@@ -166,7 +179,8 @@ class Recorder:
             "loss_tokens_per_second": loss_tokens / seconds,
             "mfu": self._utilisation(self._flops.model * tokens_per_second),
             "hfu": self._utilisation(self._flops.hardware * tokens_per_second),
-            **{name: value.tolist() for name, value in others.items()},
+            **{name: value.tolist() for name, value in others.items() if name != "skipped"},
+            **({"skipped": int(others["skipped"])} if wrong is not None else {}),
             **{name: float(np.mean(value)) for name, value in by_layer.items()},
             **self._layers(by_layer),
             "examples": self._train.example_digest(range(first - self._batch_size, first)),
@@ -175,13 +189,42 @@ class Recorder:
         self.metrics.write(record)
         for source in repeats(self._train, first - self._batch_size, first):
             log.info(f"step {step}: {source.name} begins again, epoch {source.begun}")
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        if wrong is not None:
+            self._count_skipped(record, wrong)
+        elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise FloatingPointError(
                 f"step {step}: loss = {loss}, gradient norm = {grad_norm}; stopped, and nothing "
                 "after the last checkpoint is saved. Lower optimizer.learning_rate, set "
                 "optimizer.clip_norm, or lengthen optimizer.warmup_steps"
             )
         self._show(record, now)
+
+    def _count_skipped(self, record: Mapping[str, Any], wrong: np.ndarray) -> None:
+        """Reports a step that updated nothing.
+
+        Args:
+          wrong: for each array of gradients whether it is not finite.
+
+        Raises:
+          BadStepsError: it was one too many.
+        """
+        self._skipped = self._skipped + 1 if record["skipped"] else 0
+        if not self._skipped:
+            return
+        step = record["step"]
+        names = [leaf_name(path) for path, _ in jax.tree.leaves_with_path(self._params)]
+        found = [name for name, bad in zip(names, wrong) if bad]
+        # Backward passes begin at the head, and what is not finite spreads from there on.
+        found.sort(key=lambda name: {"head": 0, "embed": 2}.get(name.partition("/")[0], 1))
+        where = f"; {len(found)} gradients are not finite, {found[0]} the first" if found else ""
+        first = (step - 1) * self._batch_size
+        log.warning(
+            f"warning: step {step} updates nothing: loss = {record['loss']}, gradient norm = "
+            f"{record['grad_norm']}{where}; its examples are {first} to "
+            f"{first + self._batch_size - 1}, {record['examples']}"
+        )
+        if self._skipped >= self._skip_bad_steps:
+            raise BadStepsError(step - self._skipped + 1, step)
 
     def _layers(self, by_layer: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
         if not self._by_layer:

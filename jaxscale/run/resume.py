@@ -1,5 +1,6 @@
 """Where a run resumes: at its newest checkpoint that is intact."""
 
+import dataclasses
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +10,14 @@ import jax
 from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.data.dataset import Examples
+from jaxscale.data.passed_over import pass_over, with_ranges
 from jaxscale.distributed import processes
+from jaxscale.run.setup import Text
 from jaxscale.storage.differences import describe_difference
 from jaxscale.training.checkpoint import Checkpoints, DamagedError
 from jaxscale.training.engine import Engine
 from jaxscale.training.learning_rate import rate_change
-from jaxscale.training.step import TrainState
+from jaxscale.training.step import TrainState, init_guard
 
 log = logging.getLogger("jaxscale")
 
@@ -68,12 +71,12 @@ def resume(
     config: Config,
     engine: Engine,
     checkpoints: Checkpoints,
-    train: Examples,
+    text: Text,
     *,
     refuse_damaged: bool = False,
-) -> tuple[int, TrainState]:
-    """The step and the state of the newest intact checkpoint, in the layout of this run. Damaged
-    ones above it are renamed, once one is read.
+) -> tuple[int, TrainState, Text]:
+    """The step and the state of the newest intact checkpoint, in the layout of this run, and the
+    text without what was passed over. Damaged ones above it are renamed, once one is read.
 
     Raises:
       ValueError: the checkpoint is of another run; or none is intact.
@@ -83,7 +86,7 @@ def resume(
     for step in reversed([step for step in checkpoints.steps() if step <= found.step]):
         try:
             metadata = checkpoints.metadata(step)
-            state = checkpoints.restore(step, engine.placement.canonical, config=resolved)
+            state = _restore(checkpoints, step, engine, resolved)
             break
         except DamagedError as error:
             if refuse_damaged:
@@ -93,14 +96,58 @@ def resume(
         assert first, "`found` is a checkpoint"
         raise first
     state = engine.placement.from_canonical(state, donate=True)
-    _check_examples(step, metadata, config, train)
+    _check_examples(step, metadata, config, text.train)
+    train = with_ranges(text.train, metadata["data"].get("passed_over", ()))
     set_aside(checkpoints, damaged, step)
     log.info(f"resuming at step {step} of {config.run.steps}")
     for line in describe_difference(metadata["config"], resolved):
         log.info(f"  changed since: {line}")
     if change := rate_change(metadata["config"], config, step):
         log.info(f"  {change}")
-    return step, state
+    return step, state, dataclasses.replace(text, train=train)
+
+
+def _restore(
+    checkpoints: Checkpoints, step: int, engine: Engine, resolved: dict[str, Any]
+) -> TrainState:
+    """A state in canonical form. What bad steps are judged by begins anew where the checkpoint has
+    none, and is left out where the run needs none."""
+    wanted = engine.placement.canonical
+    without = "guard" if wanted.guard is None else ""
+    if wanted.guard is None or "guard" in checkpoints.parts(step):
+        return checkpoints.restore(step, wanted, config=resolved, without=without)
+    state = checkpoints.restore(step, wanted._replace(guard=None), config=resolved)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted.guard)
+    return state._replace(guard=jax.device_put(init_guard(), shardings))
+
+
+def rewind(
+    bad: FloatingPointError,
+    steps: range,
+    config: Config,
+    engine: Engine,
+    checkpoints: Checkpoints,
+    text: Text,
+) -> tuple[int, TrainState, Text]:
+    """Returns to the newest checkpoint, past the examples of bad steps.
+
+    Args:
+      bad: what was wrong with them; raised where there is no checkpoint.
+      steps: the bad ones.
+    """
+    checkpoints.wait()
+    step = processes.from_first("newest checkpoint", checkpoints.latest() or 0)
+    if not step:
+        raise FloatingPointError(f"{bad}, and there is no checkpoint to return to") from bad
+    size = config.data.global_batch_size
+    first, last = (steps.start - 1) * size, (steps.stop - 1) * size
+    train = pass_over(text.train, first, last)
+    found = Found(step, checkpoints.metadata(step))
+    begin, state, _ = resume(found, config, engine, checkpoints, text)
+    log.warning(
+        f"warning: {bad}: back at step {begin}; the examples {first} to {last - 1} are passed over"
+    )
+    return begin, state, dataclasses.replace(text, train=train)
 
 
 def set_aside(checkpoints: Checkpoints, damaged: dict[int, str], step: int) -> None:

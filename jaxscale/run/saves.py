@@ -8,6 +8,7 @@ import jax
 
 from jaxscale import config as configs
 from jaxscale.config import Config
+from jaxscale.data.passed_over import ranges_of
 from jaxscale.distributed import phases, processes
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.run.setup import Text
@@ -102,6 +103,7 @@ class Saves:
         data = {
             "fingerprint": self._text.train.fingerprint,
             "next_example": next_example,
+            "passed_over": ranges_of(self._text.train),
             "tokenizer": self._text.tokenizer.fingerprint,
         }
         return {"config": configs.to_dict(self._config), "data": data}

@@ -4,8 +4,10 @@
 training loop on it.
 """
 
+import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -27,8 +29,8 @@ from jaxscale.run import signals
 from jaxscale.run.compilation_cache import programs_read
 from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
 from jaxscale.run.layout_report import describe_layout
-from jaxscale.run.recorder import Recorder
-from jaxscale.run.resume import find_newest, resume, set_aside
+from jaxscale.run.recorder import BadStepsError, Recorder
+from jaxscale.run.resume import find_newest, resume, rewind, set_aside
 from jaxscale.run.saves import Saves
 from jaxscale.run.setup import (
     Text,
@@ -41,12 +43,15 @@ from jaxscale.run.setup import (
     resolve_layout,
 )
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.checkpoint import Checkpoints
+from jaxscale.training.checkpoint import Checkpoints, NotFiniteError
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.learning_rate import with_schedule
 from jaxscale.training.step import StepMetrics, TrainState
 
 log = logging.getLogger("jaxscale")
+
+MOST_RETURNS = 3
+"""To one checkpoint, because of bad steps."""
 
 
 Step = Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]
@@ -123,8 +128,8 @@ def open_trainer(
     _log_epochs(config, text.train)
     if begin:
         phases.enter_phase("reading the checkpoint")
-        begin, state = resume(
-            found, config, engine, checkpoints, text.train, refuse_damaged=refuse_damaged
+        begin, state, text = resume(
+            found, config, engine, checkpoints, text, refuse_damaged=refuse_damaged
         )
         return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
     set_aside(checkpoints, found.damaged, begin)
@@ -166,25 +171,56 @@ def fit(
         (trainer.workdir / "config.json").write_text(resolved + "\n")
         if trainer.begin == 0:
             keep_tokenizer(trainer.config, trainer.text.tokenizer, trainer.workdir)
-    recorder = Recorder(
-        trainer.workdir,
-        trainer.config,
-        trainer.engine,
-        trainer.text.train,
-        begin=trainer.begin,
-        trackers=trackers,
-        started=started,
-    )
+    returned: collections.Counter[int] = collections.Counter()
     with (
         signals.listening(),
         hangs.watching(trainer.config.run.hang_seconds),
-        contextlib.closing(recorder),
         contextlib.closing(trainer.checkpoints),
     ):
         signals.hold()  # until the last checkpoint is written
         signals.limit(trainer.config.run.max_hours, started)
-        state = _loop(trainer, recorder, profile)
-        return trainer.engine.placement.to_canonical(state, donate=True), recorder.finish()
+        while True:
+            recorder = Recorder(
+                trainer.workdir,
+                trainer.config,
+                trainer.engine,
+                trainer.text.train,
+                begin=trainer.begin,
+                trackers=trackers,
+                started=started,
+            )
+            with contextlib.closing(recorder):
+                try:
+                    state = _loop(trainer, recorder, profile)
+                    canonical = trainer.engine.placement.to_canonical(state, donate=True)
+                    return canonical, recorder.finish()
+                except FloatingPointError as error:
+                    if not trainer.config.run.skip_bad_steps:
+                        raise
+                    bad = error.with_traceback(None)  # which would hold the state
+            trainer = _rewound(trainer, bad)
+            returned[trainer.begin] += 1
+            if returned[trainer.begin] > MOST_RETURNS:
+                raise FloatingPointError(
+                    f"{bad}, after {MOST_RETURNS} returns to step {trainer.begin}; lower "
+                    "optimizer.learning_rate, or look at the examples that metrics.jsonl names"
+                )
+
+
+def _rewound(trainer: Trainer, bad: FloatingPointError) -> Trainer:
+    """At the newest checkpoint, past the examples of bad steps: those that updated nothing, or the
+    last ones before a state that is not finite."""
+    if isinstance(bad, BadStepsError):
+        steps = range(bad.first, bad.last + 1)
+    elif isinstance(bad, NotFiniteError):
+        first = bad.step + 1 - trainer.config.run.skip_bad_steps
+        steps = range(max(first, trainer.begin + 1), bad.step + 1)
+    else:
+        raise bad
+    begin, state, text = rewind(
+        bad, steps, trainer.config, trainer.engine, trainer.checkpoints, trainer.text
+    )
+    return dataclasses.replace(trainer, begin=begin, state=state, text=text)
 
 
 def _read_and_compile(config: Config, engine: Engine, workdir: pathlib.Path) -> tuple[Text, Step]:

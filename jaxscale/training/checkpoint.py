@@ -45,6 +45,18 @@ class DamagedError(ValueError):
         self.reason = reason
 
 
+class NotFiniteError(FloatingPointError):
+    """A state with numbers that are not finite, after `step`."""
+
+    def __init__(self, step: int, names: list[str]) -> None:
+        super().__init__(
+            f"step {step}: {len(names)} arrays of the updated state are not finite, the first "
+            f"{names[0]}; stopped, and nothing after the last checkpoint is saved. Lower "
+            "optimizer.learning_rate, or set optimizer.clip_norm"
+        )
+        self.step = step
+
+
 class Checkpoints:
     """The checkpoints of a run, and the thread that writes them in the background.
 
@@ -111,7 +123,7 @@ class Checkpoints:
 
         Raises:
           ValueError: the step is already saved, or `metadata` is not JSON.
-          FloatingPointError: the state has a number that is not finite; nothing is written.
+          NotFiniteError: the state has a number that is not finite; nothing is written.
         """
         self.wait()
         if step in self.steps():
@@ -119,7 +131,10 @@ class Checkpoints:
         arrays = _named(state)
         sums = array_sums(arrays)
         if finite:
-            _check_finite(step, [n for n, a in arrays.items() if a.ndim and not sums[n].finite])
+            names = [name for name, a in arrays.items() if a.ndim and not sums[name].finite]
+            names = [name for name in names if not name.startswith("guard/")]
+            if names:
+                raise NotFiniteError(step, names)
         description = {
             "format": FORMAT,
             "arrays": {
@@ -207,6 +222,7 @@ class Checkpoints:
         *,
         config: Mapping[str, Any] | None = None,
         part: bool = False,
+        without: str = "",
     ) -> Any:
         """Reads a checkpoint onto the layout of `abstract_state`, whatever layout saved it.
 
@@ -216,6 +232,7 @@ class Checkpoints:
             goes to the default device.
           config: the present config, so that an error can name the settings that changed.
           part: whether the checkpoint may hold more arrays than `abstract_state`.
+          without: a part of the saved state that is left out.
 
         Returns:
           A tree like `abstract_state`, every value bit for bit as it was saved.
@@ -226,14 +243,19 @@ class Checkpoints:
         description = self._description(step)
         wanted = _named(abstract_state)
         wanted_signatures = {name: _signature(leaf) for name, leaf in wanted.items()}
-        found = array_differences(description["arrays"], wanted_signatures, part=part)
+        saved = {
+            name: about
+            for name, about in description["arrays"].items()
+            if not without or name.partition("/")[0] != without
+        }
+        found = array_differences(saved, wanted_signatures, part=part)
         if found:
             saved_config = description["metadata"].get("config", {})
             changed = describe_difference(saved_config, config) if config is not None else []
             title = f"checkpoint {step} in {self.directory} does not fit this run"
             raise ValueError(listing(title, found, changed))
         arrays = self._read_everywhere(step, wanted)
-        saved, sums = description["arrays"], array_sums(arrays)
+        sums = array_sums(arrays)
         wrong = [name for name in arrays if saved[name]["checksum"] != sums[name].checksum]
         if wrong:
             names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")
@@ -396,20 +418,6 @@ class Checkpoints:
         why = durable.reason(error)
         place = f"checkpoint {step} in {self.directory}"
         return DamagedError(f"{place} cannot be used ({why}); {advice}", why)
-
-
-def _check_finite(step: int, names: list[str]) -> None:
-    """Refuses a state with numbers that are not finite.
-
-    Raises:
-      FloatingPointError: with the first of `names`, the arrays that have some.
-    """
-    if names:
-        raise FloatingPointError(
-            f"step {step}: {len(names)} arrays of the updated state are not finite, the first "
-            f"{names[0]}; stopped, and nothing after the last checkpoint is saved. Lower "
-            "optimizer.learning_rate, or set optimizer.clip_norm"
-        )
 
 
 def _open_arrays(path: pathlib.Path) -> dict[str, dict[str, Any]]:

@@ -15,6 +15,7 @@ import pytest
 from jaxscale import config as configs
 from jaxscale.run import saves, setup, trainer
 from jaxscale.run.saves import SaveError
+from jaxscale.training import metrics
 from jaxscale.training.checkpoint import Checkpoints, DamagedError
 from tests.run.test_trainer import count
 
@@ -203,3 +204,40 @@ def test_a_tokenizer_that_changed_is_refused(finished, fresh):
     with pytest.raises(ValueError, match=r"it was trained with another tokenizer than 'bytes' is"):
         setup.check_tokenizer_of(metadata, other, "it")
     setup.check_tokenizer_of({"data": {}}, other, "one from before")
+
+
+def test_after_bad_steps_in_a_row_the_run_returns_and_passes_over_their_examples(
+    fresh, ready, lines
+):
+    """The list is in the checkpoint, so that a run that is resumed reads what this one would."""
+    run = dataclasses.replace(ready.config.run, steps=10, skip_bad_steps=2)
+    ready = dataclasses.replace(ready, config=dataclasses.replace(ready.config, run=run))
+    stream = setup.device_batches(ready.engine, ready.text.train, 8)
+    bad = [int(next(stream).tokens.sum()) for _ in range(6)][4:]
+    stream.close()
+
+    @jax.jit
+    def step(state, batch):
+        state, metrics = count(state, batch)
+        skipped = jnp.isin(batch.tokens.sum(), jnp.array(bad))
+        wrong = jnp.zeros(len(jax.tree.leaves(state.params)), bool).at[1].set(skipped)
+        return state, metrics._replace(others={"skipped": skipped, "nonfinite_gradients": wrong})
+
+    trainer.fit(dataclasses.replace(ready, step=step), trackers=())
+    warnings = [line for line in lines() if line.startswith("warning")]
+    assert [line.partition(" updates nothing")[0] for line in warnings[:2]] == [
+        "warning: step 5",
+        "warning: step 6",
+    ]
+    assert "its examples are 32 to 39, " in warnings[0]
+    assert "back at step 4; the examples 32 to 47 are passed over" in warnings[2]
+    records = metrics.read(ready.workdir / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 11))
+    digest = fresh.text.train.example_digest
+    wanted = [digest(range(8 * s, 8 * s + 8)) for s in (*range(4), *range(6, 12))]
+    assert [record["examples"] for record in records] == wanted
+    data = ready.checkpoints.metadata(10)["data"]
+    assert (data["passed_over"], data["next_example"]) == ([[32, 48]], 80)
+    again = reopen(ready.workdir, "run.steps=12", "run.skip_bad_steps=2")
+    assert again.text.train.example_digest(range(80, 88)) == digest(range(96, 104))
+    assert again.state.guard.good == 0, "a checkpoint from before the setting"
