@@ -161,21 +161,22 @@ def check_memory(engine: Engine) -> None:
     from jaxscale.run.layout_report import state_bytes  # noqa: PLC0415
 
     device = engine.mesh.devices.flat[0]
-    if device.platform == "cpu":
-        limit = host_memory_bytes() / jax.local_device_count()
-        check_room(engine.config, "cpu", limit, "this host's memory, which its devices share")
-        return
     back_end = "gpu" if device.platform == "cuda" else device.platform
-    chip = find_chip(device.device_kind)
-    if chip and back_end in MEMORY_FRACTION:
-        limit = chip.memory_bytes * MEMORY_FRACTION[back_end]
-        if (needs := state_bytes(engine)) > limit:
-            raise ValueError(
-                f"parameters and optimizer state alone need {gigabytes(needs)} on each device, and "
-                f"a program may have {gigabytes(limit)} of {chip.name}: raise layout.fsdp with "
-                "layout.zero_stage = 3, layout.tensor or layout.pipeline"
-            )
-        check_room(engine.config, back_end, limit, chip.name)
+    if back_end == "cpu":
+        limit = host_memory_bytes() / jax.local_device_count()
+        name = "this host's memory, which its devices share"
+    else:
+        chip = find_chip(device.device_kind)
+        if not chip or back_end not in MEMORY_FRACTION:
+            return
+        limit, name = chip.memory_bytes * MEMORY_FRACTION[back_end], chip.name
+    if (needs := state_bytes(engine)) > limit:
+        raise ValueError(
+            f"parameters and optimizer state alone need {gigabytes(needs)} on each device, and "
+            f"a program may have {gigabytes(limit)} of {name}: raise layout.fsdp with "
+            "layout.zero_stage = 3, layout.tensor or layout.pipeline"
+        )
+    check_room(engine.config, back_end, limit, name)
 
 
 def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:

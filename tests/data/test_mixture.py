@@ -325,4 +325,9 @@ def test_a_run_of_a_mixture_says_what_it_sees(tmp_path, caplog):
     state = checkpoints.metadata(8)["data"]
     checkpoints.close()
     # All there is to know of a stream, however many processes read it.
-    assert state == {"fingerprint": train.fingerprint, "next_example": 64}
+    assert state == {
+        "fingerprint": train.fingerprint,
+        "next_example": 64,
+        "passed_over": [],
+        "tokenizer": "bytes",
+    }

@@ -44,7 +44,6 @@ def fsdp(stage: int, remat: str = "full", **layout) -> dict:
 # layer in others, the head in one.
 CASES = {
     "stage 0": case(fsdp(0)),
-    "stage 1": case(fsdp(1)),
     "stage 3": case(fsdp(3)),
     "stage 0, whole stacks summed": case(fsdp(0, microbatches=4)),
     "stage 1, sequential": case(fsdp(1, microbatches=4)),
@@ -56,9 +55,7 @@ CASES = {
     "stage 3, layered, save_matmuls": case(fsdp(3, "save_matmuls", **LAYERED), 64),
     "stage 3, none": case(fsdp(3, "none"), 64),
     "stage 2, names": case(fsdp(2, f"save:{QKVA}", microbatches=2), 64),
-    "stage 2, all but attention": case(fsdp(2, "save_all_but_attention"), 64),
     "stage 3, offload": case(fsdp(3, offload="optimizer,activations"), 64),
-    "stage 3, offload names": case(fsdp(3, f"offload:{QKVA}"), 64),
     "one device": case({"remat": "full", "microbatches": 4}),
     "data and fsdp": case(
         {"data": 2, "fsdp": 2, "zero_stage": 2, "microbatches": 2, "remat": "full"}, 32
@@ -184,6 +181,9 @@ MORE_CASES = {
     "few tokens, stage 3": case(fsdp(3), 4, 16),
     "adafactor": case({"fsdp": 2, "zero_stage": 0, "remat": "full"}, 4, name="adafactor"),
     "few tokens": case(fsdp(2), 4, 16),
+    "stage 1": case(fsdp(1)),
+    "stage 2, all but attention": case(fsdp(2, "save_all_but_attention"), 64),
+    "stage 3, offload names": case(fsdp(3, f"offload:{QKVA}"), 64),
     "muon": case({"remat": "full"}, 4, name="muon"),
     "muon, stage 3": case(fsdp(3), 4, name="muon"),
     "muon, data and tensor": case(

@@ -63,16 +63,13 @@ LAYOUTS = {
         {"fsdp": 2, "context": 2, "tensor": 2, **LAYERED, **GATHER},
     ],
     "experts": [
-        {"fsdp": 2, "expert": 2, "tensor": 2, **LAYERED, "remat": "full"},
+        {"fsdp": 2, "expert": 2, "tensor": 2, **LAYERED, "remat": "save_matmuls"},
         {"pipeline": 2, "expert": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_v"},
-        {"data": 2, "expert": 2, "tensor": 2, **SHARDED_GRADS, "remat": "save_matmuls"},
     ],
     "prototypes": [
-        {"pipeline": 2, "expert": 4, "microbatches": 1, "schedule": "1f1b", "remat": "full"},
         {"expert": 2, "context": 2, "tensor": 2},
     ],
     "expert choice": [{"expert": 2, "context": 2, "tensor": 2}],
-    "esm": [{"fsdp": 2, "tensor": 2, "context": 2, "zero_stage": 3, "microbatches": 2}],
     "bert": [
         {
             "pipeline": 2,
@@ -86,8 +83,8 @@ LAYOUTS = {
         }
     ],
 }
-"""The first two of each kind evaluate, too."""
-RESUMED = ("two stacks", "local and global layers", "encoder and decoder", "experts", "esm")
+"""The first of each kind evaluates, too; `tools/matrix.py` has many more."""
+RESUMED = ("two stacks", "local and global layers", "encoder and decoder", "experts", "bert")
 """In their first layout these also begin, save, resume, and are resumed from on one device; the
 parameters of the others are a decoder's, made and stacked as those of local and global layers."""
 CASES = [
@@ -117,7 +114,7 @@ def test_a_model_is_one_device_in_float64_and_resumes(name, number, tmp_path):
     state, rest = advance(engine, state, 1)
     end = canonical(engine, state)
     near((found + rest, end.params), (metrics, last.params))
-    if number < 2:
+    if number == 0:
         near(evaluate(engine, state), sums)
     if resumes:
         with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:

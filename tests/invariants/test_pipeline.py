@@ -64,12 +64,14 @@ CHOICES = (
 )
 
 
-# Programs as those of "1f1b" and "interleaved", in other orders.
+# Programs as those of "1f1b", "interleaved" and "zb_v", in other orders.
 ALIKE = (
     {"schedule": "1f1b:fused", "pipeline": 2, "data": 2, "fsdp": 2, "zero_stage": 3}
     | {"remat": "keep:1", "microbatches": 4},
     {"schedule": "breadth_first", "virtual_stages": 2, "pipeline": 2, "fsdp": 2, "tensor": 2}
     | {"zero_stage": 2, "remat": "full", "microbatches": 8},
+    {"schedule": "zb_h2", "pipeline": 4, "fsdp": 2, "zero_stage": 3}
+    | {"remat": "save:query,attention", "microbatches": 8},
 )
 
 

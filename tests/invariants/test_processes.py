@@ -189,8 +189,6 @@ def two(folder, one, origins):
             *settings,
             "--trackers",
             "none",
-            "--profile",
-            "3:3",
             "--json",
             folder / "train.json",
         ),
@@ -214,23 +212,18 @@ def two(folder, one, origins):
         yield workdir, running.printed, code, time.monotonic() - killed
 
 
-@pytest.mark.parametrize("command", ["train", "fit", "evaluate", "generate", "doctor"])
-def test_every_command_succeeds_in_all_processes(two, command):
+def check_every_command_succeeds_in_all_processes(two):
     _, printed, _, _ = two
-    for process_id in (0, 1):
-        assert f"[{process_id}] {command}: 0\n" in printed
+    for command in ("train", "fit", "evaluate", "generate", "doctor"):
+        for process_id in (0, 1):
+            assert f"[{process_id}] {command}: 0\n" in printed
 
 
-def test_every_process_traces_the_step(folder, two):
-    for process_id in (0, 1):
-        assert list((folder / f"two_done/profile/process_{process_id}").rglob("*.xplane.pb"))
-
-
-def test_two_processes_train_as_one(one, two):
+def check_two_processes_train_as_one(one, two):
     assert_same_run(two[0].with_name("two_done"), one)
 
 
-def test_only_process_0_speaks(folder, two):
+def check_only_process_0_speaks(folder, two):
     _, printed, _, _ = two
     theirs = [line for line in printed.splitlines() if line.startswith("[1] ")]
     allowed = r"\[1\] (pid \d+|\w+: \d+|\[process 1\] SIGTERM: finishing.*|SIGTERM to process 1.*)"
@@ -242,7 +235,7 @@ def test_only_process_0_speaks(folder, two):
     assert summary == json.loads((folder / "two_done" / "summary.json").read_text())
 
 
-def test_evaluate_and_generate_find_what_the_training_said(folder, one, two):
+def check_evaluate_and_generate_find_what_the_training_said(folder, one, two):
     evaluation = json.loads((folder / "evaluate.json").read_text())
     summary = json.loads((one / "summary.json").read_text())
     assert evaluation["step"] == STEPS
@@ -253,39 +246,38 @@ def test_evaluate_and_generate_find_what_the_training_said(folder, one, two):
     assert two[1].count("--- 1 of 1\n") == 1
 
 
-def test_the_doctor_shows_every_process(folder, two):
+def check_the_doctor_shows_every_process(folder, two):
     findings = json.loads((folder / "doctor.json").read_text())
     assert [one["devices"][0]["count"] for one in findings["processes"]] == [4, 4]
     assert findings["self_test"]["passed"]
     assert f"[0] process 1 on {socket.gethostname()}\n" in two[1]
 
 
-def test_two_processes_continue_what_one_began(one, two):
+def check_two_processes_continue_what_one_began(one, two):
     assert_same_run(one.with_name("one_then_two"), one)
 
 
-@pytest.mark.parametrize("name", ["run", "hf"])
-def test_two_processes_start_from_the_weights_that_one_starts_from(name, folder, one, two, origins):
+def check_two_processes_start_from_the_same_weights(name, folder, one, two, origins):
     """Each reads the parts of its own devices."""
     assert several.fit(list(map(str, started(folder / f"from_{name}", origins[name])[1:]))) == 0
     assert_same_run(folder / f"two_from_{name}", folder / f"from_{name}")
     assert records(folder / f"from_{name}")[0]["loss"] < records(one)[0]["loss"] - 0.01
 
 
-def test_one_process_continues_what_two_began(one, two):
+def check_one_process_continues_what_two_began(one, two):
     half = continued(two[0].with_name("two_done"), "two_then_one")
     assert several.fit([str(part) for part in fit(half)[1:]]) == 0
     assert_same_run(half, one)
 
 
-def test_four_processes_continue_what_two_began(folder, one, two):
+def check_four_processes_continue_what_two_began(folder, one, two):
     half = continued(two[0].with_name("two_done"), "two_then_four")
     with group(folder / "four.commands", 4, 2, [fit(half)]) as running:
         assert running.wait() == 0, running.printed
     assert_same_run(half, one)
 
 
-def test_sigterm_to_one_process_stops_all_after_the_same_step_and_saves(two):
+def check_sigterm_to_one_process_stops_all_after_the_same_step_and_saves(two):
     workdir, printed, _, _ = two
     stopped = re.findall(r"\[(\d)\] SIGTERM to process 1 on \S+: stopped after step (\d+)", printed)
     assert sorted(process for process, _ in stopped) == ["0", "1"]
@@ -296,9 +288,25 @@ def test_sigterm_to_one_process_stops_all_after_the_same_step_and_saves(two):
     assert (workdir / "checkpoints" / str(step)).is_dir()
 
 
-def test_a_killed_process_ends_the_others_who_name_it(two):
+def check_a_killed_process_ends_the_others_who_name_it(two):
     _, printed, code, seconds = two
     assert code == 128 + signal.SIGKILL
     assert f"[0] error: process 1 on {socket.gethostname()} failed, so this one ends" in printed
     assert "Traceback" not in printed
     assert seconds < 30
+
+
+def test_several_processes_are_one_run(folder, one, two, origins):
+    """One test: a second worker of the suite would start all these processes again."""
+    check_every_command_succeeds_in_all_processes(two)
+    check_two_processes_train_as_one(one, two)
+    check_only_process_0_speaks(folder, two)
+    check_evaluate_and_generate_find_what_the_training_said(folder, one, two)
+    check_the_doctor_shows_every_process(folder, two)
+    check_two_processes_continue_what_one_began(one, two)
+    for name in ("run", "hf"):
+        check_two_processes_start_from_the_same_weights(name, folder, one, two, origins)
+    check_one_process_continues_what_two_began(one, two)
+    check_four_processes_continue_what_two_began(folder, one, two)
+    check_sigterm_to_one_process_stops_all_after_the_same_step_and_saves(two)
+    check_a_killed_process_ends_the_others_who_name_it(two)

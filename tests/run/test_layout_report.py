@@ -8,10 +8,8 @@ import pytest
 
 from jaxscale.config import from_dict
 from jaxscale.formatting import human_bytes
-from jaxscale.hardware import find_chip
 from jaxscale.planner.memory.at_rest import COUNT_BYTES, batch_bytes
 from jaxscale.planner.memory.step import step_memory
-from jaxscale.planner.search import space
 from jaxscale.run import setup
 from jaxscale.run.layout_report import describe_layout, state_bytes, traced_memory
 from jaxscale.sharding.mesh import make_mesh
@@ -92,9 +90,7 @@ def test_a_model_without_formulas_is_traced():
 
 
 def test_a_state_that_does_not_fit_is_refused(config, monkeypatch):
-    chip = dataclasses.replace(find_chip("NVIDIA H100 80GB HBM3"), memory_bytes=1e5)
-    monkeypatch.setattr(setup, "find_chip", lambda kind: chip)
-    monkeypatch.setitem(space.MEMORY_FRACTION, "cpu", 0.9)
+    monkeypatch.setattr(setup, "host_memory_bytes", lambda: 1e5 * jax.local_device_count())
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
     with pytest.raises(ValueError, match=r"state alone need .* on each device, and a program may"):
         setup.check_memory(engine)

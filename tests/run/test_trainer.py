@@ -131,3 +131,17 @@ def test_a_transfer_in_the_loop_is_refused(opened, tmp_path, transfer, refused):
     ready = dataclasses.replace(opened, workdir=tmp_path, checkpoints=checkpoints, step=step)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"Disallowed {refused} transfer"):
         trainer.fit(ready, trackers=())
+
+
+def test_every_process_traces_into_a_folder_of_its_own(monkeypatch, tmp_path):
+    """Their files have the names of their hosts."""
+    traced = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax.profiler, "start_trace", traced.append)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: traced.append("stopped"))
+    stub = SimpleNamespace(workdir=tmp_path, flush=lambda: None)
+    with trainer._tracing(range(2, 4), stub) as trace:
+        for step in range(1, 6):
+            trace(step)
+    assert traced == [str(tmp_path / "profile" / "process_1"), "stopped"]

@@ -31,7 +31,7 @@ def narrow():
     search = module.plan_layouts
 
     def plan_layouts(*arguments, pins=(), **settings):
-        return search(*arguments, pins={"context": 1, **dict(pins)}, **settings)
+        return search(*arguments, pins={"context": 1, "tensor_rows": 1, **dict(pins)}, **settings)
 
     module.plan_layouts = plan_layouts
 
