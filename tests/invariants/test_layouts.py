@@ -100,7 +100,6 @@ def test_a_tied_gpt_is_one_device_in_float64(layout, capfd):
     "layout",
     [
         {"fsdp": 8, "zero_stage": 3},
-        {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3, "microbatches": 2},
         {"context": 2, "fsdp": 2, "tensor": 2},
     ],
     ids=str,

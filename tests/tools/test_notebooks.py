@@ -57,7 +57,7 @@ as long: the best layouts here share no sequences anyway."""
 
 
 @pytest.fixture
-def execute(monkeypatch, tmp_path):
+def execute(monkeypatch):
     """The module of tools/notebooks, with the environment that it gives to kernels."""
     monkeypatch.syspath_prepend(str(FOLDER))
     module = importlib.import_module("execute")
@@ -65,9 +65,6 @@ def execute(monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
     # As a reader has it, not as the suite.
     monkeypatch.delenv("JAX_ENABLE_X64", raising=False)
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     return module
 
 
