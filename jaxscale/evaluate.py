@@ -65,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
 
-        keep_compiled_programs()
         with command_line.refusals():
+            keep_compiled_programs()
             config = run_folder.fit_devices(config, jax.device_count(), overrides)
         result = _answer(options, config, questions) if questions else _evaluate(options, config)
         if options.json and jax.process_index() == 0:

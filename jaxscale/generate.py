@@ -46,7 +46,6 @@ def _generate(
     from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
     from jaxscale.training import sampling  # noqa: PLC0415
 
-    keep_compiled_programs()
     settings = {
         "num_tokens": options.num_tokens,
         "temperature": options.temperature,
@@ -57,6 +56,7 @@ def _generate(
     }
     encoder = getattr(config.model, "num_encoder_layers", 0)
     with command_line.refusals():
+        keep_compiled_programs()
         if encoder and not all(isinstance(prompt, str) for prompt in prompts):
             raise ValueError(
                 f"--messages: model.family = {config.model.family!r} has an encoder, which reads "

@@ -160,8 +160,8 @@ def _train(
     from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
     from jaxscale.run.saves import SaveError  # noqa: PLC0415
 
-    keep_compiled_programs()
     with command_line.refusals():
+        keep_compiled_programs()
         ready = trainer.open_trainer(
             config,
             workdir,

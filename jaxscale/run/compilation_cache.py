@@ -30,21 +30,34 @@ def keep_compiled_programs() -> pathlib.Path | None:
     come first.
 
     Not on CPUs with several devices: there, ranks of a program that was read from a file begin its
-    collectives in different orders, and wait for each other for ever (jaxlib 0.12.0).
+    collectives in different orders, and wait for each other for ever (jaxlib 0.12.0). Nor on
+    several processes, unless the environment names a folder, which all of them must see: XLA for
+    GPUs divides the search for the fastest kernels over the processes, and one that read the
+    program from a file of its own host would not take part.
 
     Returns:
       The folder; None where nothing is kept.
+
+    Raises:
+      ValueError: the folder that the environment names cannot be written to.
     """
     name = os.environ.get(VARIABLE)
     several_cpus = jax.default_backend() == "cpu" and jax.device_count() > 1
-    if name == "" or several_cpus or jax.config.jax_compilation_cache_dir:
+    unshared = jax.process_count() > 1 and name is None
+    if name == "" or several_cpus or unshared or jax.config.jax_compilation_cache_dir:
         return None
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = pathlib.Path(name or pathlib.Path(cache) / "jaxscale") / "compiled" / _processor()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that cannot be written to
-        return None
+    except OSError as error:
+        if name:
+            raise ValueError(
+                f"{VARIABLE} = {name}: compiled programs cannot be kept there "
+                f"({error.strerror or error}); name a folder that can be written to, or leave it "
+                "empty to keep none"
+            ) from None
+        return None  # a home that cannot be written to
     _remove_old(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_SECONDS)

@@ -1,5 +1,6 @@
 """Where the time of a run went, over all its attempts: the share that trained it, and the rest."""
 
+import collections
 import contextlib
 import json
 import os
@@ -26,37 +27,47 @@ class Account:
     """Adds up the seconds of this attempt and of those before, which are kept in the run's folder.
 
     Two causes are known only afterwards: "lost" are the seconds of steps after the checkpoint that
-    an attempt resumes from, which are trained again; "restart" those between the end of an attempt
+    training goes on from, which are trained again; "restart" those between the end of an attempt
     and the start of the next.
 
     Args:
       workdir: the run's folder.
-      lost_seconds: of the steps that are trained again.
-      age_seconds: since this process began.
+      started: `time.monotonic()` when the process began, if all of its time belongs to this run;
+        None counts from now on.
     """
 
-    def __init__(self, workdir: pathlib.Path, lost_seconds: float, age_seconds: float) -> None:
+    def __init__(self, workdir: pathlib.Path, started: float | None = None) -> None:
         self._path = workdir / FILE
+        self._elsewhere = {} if started is not None else phases.seconds_spent()
+        self._lost = 0.0
+        age = 0.0 if started is None else time.monotonic() - started
         self.attempts, self._before = 1, dict[str, float]()
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             kept = json.loads(self._path.read_text())
             before = {str(cause): float(each) for cause, each in kept["seconds"].items()}
-            gap = time.time() - age_seconds - float(kept["until"])
+            gap = time.time() - age - float(kept["until"])
             before["restart"] = before.get("restart", 0.0) + max(0.0, gap)
-            before["compute"] = before.get("compute", 0.0) - lost_seconds
-            before["lost"] = before.get("lost", 0.0) + lost_seconds
             self.attempts, self._before = int(kept["attempts"]) + 1, before
+
+    def lose(self, seconds: float) -> None:
+        """Counts as lost what was counted as compute: the seconds of steps to be trained again."""
+        self._lost += min(seconds, self.seconds().get("compute", 0.0))
 
     def seconds(self) -> dict[str, float]:
         """Cause -> seconds, of all attempts."""
-        total = dict(self._before)
+        total = collections.Counter(self._before)
         for phase, each in phases.seconds_spent().items():
-            cause = CAUSES.get(phase, "start")
-            total[cause] = total.get(cause, 0.0) + each
-        return {cause: max(0.0, each) for cause, each in total.items()}
+            total[CAUSES.get(phase, "start")] += each - self._elsewhere.get(phase, 0.0)
+        total["compute"] -= self._lost
+        total["lost"] += self._lost
+        return {cause: each for cause, each in total.items() if each > 0}
 
     def keep(self) -> None:
-        """Writes the account; a disk that is full costs only the account."""
+        """Writes the account; a disk that is full costs only the account.
+
+        Not synchronised with the disk, which would stall the step that it is kept beside: what a
+        crash of the machine loses of it is at most an account of some seconds.
+        """
         text = {"attempts": self.attempts, "seconds": self.seconds(), "until": time.time()}
         new = self._path.with_suffix(".new")
         with contextlib.suppress(OSError):

@@ -17,6 +17,8 @@ from jaxscale.distributed import processes
 from jaxscale.formatting import gigabytes
 from jaxscale.hardware import host_memory_bytes
 from jaxscale.layout import resolve_sizes
+from jaxscale.model_config import ModelConfig
+from jaxscale.planner.memory.at_rest import whole_state_bytes
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.specs import REPLICATED
 
@@ -144,7 +146,5 @@ def _host_memory(config: Config) -> Finding:
 
 
 def _state_bytes(config: Config) -> float:
-    """Parameters and two moments; 0 for a model without formulas."""
-    optimizer = config.optimizer
-    types = (config.model.param_dtype, optimizer.moment_dtype, optimizer.second_moment_dtype)
-    return getattr(config.model, "num_params", 0) * sum(jnp.dtype(t).itemsize for t in types)
+    """Of a checkpoint; 0 for a model without formulas."""
+    return whole_state_bytes(config) if isinstance(config.model, ModelConfig) else 0

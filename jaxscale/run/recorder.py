@@ -54,6 +54,10 @@ class Recorder:
       begin: steps done before.
       trackers: where metrics go besides files.
       started: `time.monotonic()` when the process started.
+      account: of the run's time.
+
+    Attributes:
+      begin_evaluated: whether an evaluation after step `begin` is recorded already.
     """
 
     def __init__(
@@ -66,18 +70,20 @@ class Recorder:
         begin: int,
         trackers: tuple[str, ...],
         started: float,
+        account: Account,
     ) -> None:
         model, data = config.model, config.data
         self.workdir, self.begin, self.started = workdir, begin, started
         self.steps = config.run.steps
         self._mark = time.monotonic()  # when the previous step was done
         earlier = read(workdir / "metrics.jsonl")
-        self._evaluated_before = any(
+        self.begin_evaluated = any(
             line.get("step") == begin and any(key.startswith("eval_loss") for key in line)
             for line in earlier
         )
         lost = [line.get("step_seconds", 0.0) for line in earlier if line.get("step", 0) > begin]
-        self._account = Account(workdir, sum(lost), self._mark - started)
+        self._account = account
+        account.lose(sum(lost))
         self.metrics = Metrics(
             workdir,
             start_step=begin,
@@ -131,10 +137,6 @@ class Recorder:
             log.info(f"{line} | {evaluation.bits_per_byte:.3f} bits per byte")
         self.metrics.write(self._evaluation)
         self._mark = time.monotonic()
-
-    def was_evaluated(self, step: int) -> bool:
-        """Whether an earlier part of the run recorded an evaluation after `step`."""
-        return self._evaluated_before == step
 
     def finish(self) -> dict[str, Any]:
         """Writes summary.json and loss.png, and returns the summary."""

@@ -20,6 +20,10 @@ log = logging.getLogger("jaxscale")
 PAUSES_SECONDS = (1.0, 5.0)
 """Between attempts to save the last state of a run."""
 
+FINITE = ("params", "opt_state")
+"""Parts of a state that are not saved with a number that is not finite; the guard's window has NaN
+where there was no good step yet."""
+
 
 class SaveError(RuntimeError):
     """The last state of a run could not be saved."""
@@ -75,7 +79,7 @@ class Saves:
         phases.enter_phase("saving", step)
         with jax.transfer_guard("allow"):
             saved = self._placement.to_canonical(state, on_host=True)
-            self._checkpoints.save(step, saved, self._metadata(step), finite=True)
+            self._checkpoints.save(step, saved, self._metadata(step), finite=FINITE)
         self._begun, self._writing, self._retry_at = step, True, None
 
     def finish(self, step: int, state: TrainState) -> None:

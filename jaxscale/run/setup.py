@@ -132,11 +132,13 @@ def check_host_room(config: Config) -> None:
     """
     if jax.default_backend() != "cpu" or not isinstance(config.model, ModelConfig):
         return
+    # Imported here as in `planned`.
+    from jaxscale.planner.memory.at_rest import whole_state_bytes  # noqa: PLC0415
+
     limit, processes_here = host_memory_bytes(), jax.process_count()
-    model, data, optimizer = config.model, config.data, config.optimizer
-    types = (model.param_dtype, optimizer.moment_dtype, optimizer.second_moment_dtype)
-    state = model.num_params * sum(jnp.dtype(name).itemsize for name in types)
-    batch = data.tokens_per_step * 4 * jnp.dtype(jnp.int32).itemsize  # tokens, places, segments...
+    state = whole_state_bytes(config)
+    # Tokens, positions, segments and weights.
+    batch = config.data.tokens_per_step * 4 * jnp.dtype(jnp.int32).itemsize
     for name, needs, settings in (
         ("parameters and optimizer state", state, "model.num_layers or model.d_model"),
         ("a batch", batch, "data.global_batch_size or data.seq_len"),

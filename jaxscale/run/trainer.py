@@ -27,6 +27,7 @@ from jaxscale.distributed import hangs, phases, processes
 from jaxscale.formatting import duration, human_bytes
 from jaxscale.run import signals
 from jaxscale.run.compilation_cache import programs_read
+from jaxscale.run.goodput import Account
 from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
 from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.recorder import BadStepsError, Recorder
@@ -164,6 +165,7 @@ def fit(
       SaveError: the last state could not be saved.
       Stopped: by one of `signals.SIGNALS`, after a checkpoint.
     """
+    account = Account(trainer.workdir, started)
     started = time.monotonic() if started is None else started
     if jax.process_index() == 0:
         resolved = json.dumps(configs.to_dict(trainer.config), indent=2)
@@ -188,6 +190,7 @@ def fit(
                 begin=trainer.begin,
                 trackers=trackers,
                 started=started,
+                account=account,
             )
             with contextlib.closing(recorder):
                 try:
@@ -285,8 +288,8 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
         _tracing(profile, recorder) as trace,
         jax.transfer_guard("disallow"),
     ):
-        if text.evaluations and _due(trainer.begin, run.eval_every):
-            done = processes.from_first("evaluated", recorder.was_evaluated(trainer.begin))
+        if text.evaluations and trainer.begin and _due(trainer.begin, run.eval_every):
+            done = processes.from_first("evaluated", recorder.begin_evaluated)
             if not done:  # the run was stopped before, or meanwhile
                 _evaluate(trainer, recorder, trainer.begin, state.params, stops)
         for step in range(trainer.begin + 1, run.steps + 1):

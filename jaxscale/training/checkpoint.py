@@ -107,7 +107,7 @@ class Checkpoints:
         self._newest_file = newest_file
 
     def save(
-        self, step: int, state: Any, metadata: Mapping[str, Any], *, finite: bool = False
+        self, step: int, state: Any, metadata: Mapping[str, Any], *, finite: tuple[str, ...] = ()
     ) -> None:
         """Begins a save and returns as soon as `state` may be changed or donated.
 
@@ -118,8 +118,8 @@ class Checkpoints:
           step: updates made; names the checkpoint.
           state: tree of arrays, in canonical form, in device or host memory.
           metadata: what JSON can hold; the config, under "config", is used in messages.
-          finite: refuses a state with a number that is not finite in an array of 1 or more
-            dimensions.
+          finite: the parts of the state, such as "params", that are refused with a number that is
+            not finite in an array of 1 or more dimensions.
 
         Raises:
           ValueError: the step is already saved, or `metadata` is not JSON.
@@ -130,11 +130,13 @@ class Checkpoints:
             raise ValueError(f"checkpoint {step} is already in {self.directory}")
         arrays = _named(state)
         sums = array_sums(arrays)
-        if finite:
-            names = [name for name, a in arrays.items() if a.ndim and not sums[name].finite]
-            names = [name for name in names if not name.startswith("guard/")]
-            if names:
-                raise NotFiniteError(step, names)
+        names = [
+            name
+            for name, array in arrays.items()
+            if name.partition("/")[0] in finite and array.ndim and not sums[name].finite
+        ]
+        if names:
+            raise NotFiniteError(step, names)
         description = {
             "format": FORMAT,
             "arrays": {

@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import jax
+import pytest
+
+from jaxscale.run import compilation_cache
 from jaxscale.run.compilation_cache import MOST_DAYS, keep_compiled_programs
 
 PROGRAM = """
@@ -44,3 +48,16 @@ def test_a_second_process_reads_what_the_first_has_compiled(tmp_path):
 def test_several_devices_of_a_cpu_keep_nothing():
     """Their programs, read from a file, wait for each other for ever."""
     assert keep_compiled_programs() is None
+
+
+def test_several_processes_keep_only_where_the_user_says(tmp_path, monkeypatch):
+    """A program that is read by one process alone leaves the others waiting for it."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.delenv(compilation_cache.VARIABLE, raising=False)
+    assert keep_compiled_programs() is None
+    unusable = tmp_path / "file"
+    unusable.touch()
+    monkeypatch.setenv(compilation_cache.VARIABLE, str(unusable))
+    with pytest.raises(ValueError, match=f"JAXSCALE_CACHE = {unusable}: .*Not a directory.*empty"):
+        keep_compiled_programs()

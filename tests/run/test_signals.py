@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -109,6 +110,13 @@ def test_an_evaluation_that_was_broken_off_is_repeated(ready):
     assert fit(dataclasses.replace(ready, begin=3, checkpoints=checkpoints)) == ("", [3, 6])
     lines = (ready.workdir / "metrics.jsonl").read_text().splitlines()
     assert [i for i, line in enumerate(lines) if "eval_loss" in line] == [3, 7]
+
+
+def test_an_evaluation_that_is_recorded_is_not_repeated(ready):
+    (ready.workdir / "metrics.jsonl").write_text('{"step": 3, "eval_loss": 1.0}\n')
+    assert fit(dataclasses.replace(ready, begin=3)) == ("", [6])
+    lines = map(json.loads, (ready.workdir / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6]
 
 
 @pytest.mark.parametrize("step", [1, 3])

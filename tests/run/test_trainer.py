@@ -14,6 +14,7 @@ from jaxscale import config as configs
 from jaxscale.config import from_dict, load
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.run import recorder, trainer
+from jaxscale.run.goodput import Account
 from jaxscale.run.setup import open_text
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.flops import step_flops
@@ -76,10 +77,18 @@ def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path
     )
     train = SimpleNamespace(example_digest=lambda rows: "", progress=lambda last: [])
     clock = itertools.chain([10.0], itertools.repeat(12.0))
+    account = Account(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(recorder.time, "monotonic", lambda: next(clock))
         written = recorder.Recorder(
-            tmp_path, config, engine, train, begin=0, trackers=(), started=0.0
+            tmp_path,
+            config,
+            engine,
+            train,
+            begin=0,
+            trackers=(),
+            started=0.0,
+            account=account,
         )
         written._record(2, StepMetrics(*map(np.float32, (2.0, 1.0, 1000, 400)), {}, {}), 0.0)
     written.close()

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from jaxscale.config import Config
+from jaxscale.layout import Layout
 from jaxscale.optimizer_config import FACTORED_SIZE, find_group
 from jaxscale.planner.model.param_shapes import (
     Ints,
@@ -12,6 +13,7 @@ from jaxscale.planner.model.param_shapes import (
     itemsize,
     parameters,
     select,
+    stack_sizes,
 )
 
 BATCH_BYTES = 5 * 4  # per token: the fields of `Batch`
@@ -22,6 +24,13 @@ COUNTS = {"adamw": 2, "lion": 2, "adafactor": 2, "muon": 3}
 """Scalars of an optimizer's state: step counts of its own (Muon uses AdamW for vectors), and of the
 learning-rate schedule."""
 MUON_COEFFICIENTS = 3 * 4  # float32, in its state
+
+
+def whole_state_bytes(config: Config) -> Ints:
+    """Parameters and moments of the whole model, as a checkpoint has them."""
+    whole = dataclasses.replace(config, layout=Layout(data=1))
+    rows = dict(stack_sizes(config.model))
+    return parameter_bytes(whole, rows) + moment_bytes(whole, rows)
 
 
 def parameter_bytes(config: Config, rows: Rows) -> Ints:
