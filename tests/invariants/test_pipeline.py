@@ -64,7 +64,8 @@ CHOICES = (
 )
 
 
-# Programs as those of "1f1b", "interleaved" and "zb_v", in other orders.
+# The program is of a table whatever the order in it: one layout of each schedule that differs from
+# "1f1b", "interleaved" or "zb_v" in its order alone.
 ALIKE = (
     {"schedule": "1f1b:fused", "pipeline": 2, "data": 2, "fsdp": 2, "zero_stage": 3}
     | {"remat": "keep:1", "microbatches": 4},
