@@ -55,7 +55,7 @@ class Account:
 
     def seconds(self) -> dict[str, float]:
         """Cause -> seconds, of all attempts."""
-        total = collections.Counter(self._before)
+        total = collections.defaultdict[str, float](float, self._before)
         for phase, each in phases.seconds_spent().items():
             total[CAUSES.get(phase, "start")] += each - self._elsewhere.get(phase, 0.0)
         total["compute"] -= self._lost
