@@ -93,6 +93,9 @@ def check_state(one):
     assert at_rest.parameter_bytes(one, rows) == device_bytes(state.params)
     moments = at_rest.moment_bytes(one, rows) + at_rest.count_bytes(one)
     assert moments == device_bytes(state.opt_state)
+    arrays = jax.tree.leaves((state.params, state.opt_state))
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
+    assert at_rest.whole_state_bytes(one) + at_rest.count_bytes(one) == whole
 
 
 def test_every_stage_needs_less_than_the_one_before():
