@@ -82,7 +82,9 @@ def test_a_run_leaves_what_it_says(whole):
     assert summary == json.loads((workdir / "out.json").read_text())
     assert summary["step"] == 6
     assert (workdir / "loss.png").stat().st_size > 10_000
-    assert list((workdir / "tensorboard").iterdir())
+    (events,) = (workdir / "tensorboard").iterdir()
+    assert b"goodput" in events.read_bytes()
+    assert b"seconds/compute" in events.read_bytes()
     assert list((workdir / "profile").rglob("*.xplane.pb"))
     assert json.loads((workdir / "config.json").read_text())["run"]["steps"] == 6
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "4", "6"]

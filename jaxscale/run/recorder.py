@@ -245,6 +245,9 @@ class Recorder:
             left = typical * (self.steps - step)
             log.info(progress_line(record, steps=self.steps, seconds_left=left))
             self._keep_account()
+            causes = self._account.seconds()
+            shares = {f"seconds/{cause}": each for cause, each in causes.items()}
+            self.metrics.track(step, {"goodput": goodput_share(causes), **shares})
 
     def _keep_account(self) -> None:
         if jax.process_index() == 0:

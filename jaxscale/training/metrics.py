@@ -70,8 +70,13 @@ class Metrics:
             for name, value in record.items()
             if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
         }
-        for tracker in self._trackers:
-            tracker.write(numbers, record["step"])
+        self.track(record["step"], numbers)
+
+    def track(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Gives numbers to the trackers alone."""
+        if self._writes:
+            for tracker in self._trackers:
+                tracker.write(numbers, step)
 
     def _write_line(self, line: str) -> None:
         """Writes a line, or keeps it until there is room: a full disk ends no training."""
