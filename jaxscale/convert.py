@@ -16,6 +16,7 @@ from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.distributed import processes
 from jaxscale.formatting import human_bytes
+from jaxscale.storage.object_store import is_remote
 
 log = logging.getLogger("jaxscale")
 
@@ -127,6 +128,20 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--output {options.output} is not empty; name a new folder")
 
 
+def _new_folder(text: str) -> pathlib.Path:
+    """The type of --output.
+
+    Raises:
+      argparse.ArgumentTypeError: it is an address.
+    """
+    if is_remote(text):
+        raise argparse.ArgumentTypeError(
+            f"{text} is an address, and files are written here; name a folder, copy it, or train "
+            "with --workdir ADDRESS --config.model.init_from=FOLDER"
+        )
+    return pathlib.Path(text)
+
+
 def _next_steps(output: pathlib.Path, causal: bool) -> str:
     generate = f'\n  python -m jaxscale.generate --workdir {output} --prompt "..."'
     return f"""
@@ -149,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
         "--workdir", metavar="RUN", type=run_folder.folder, help="the run, with --to_hf"
     )
     parser.add_argument(
-        "--output", required=True, metavar="DIR", type=pathlib.Path, help="a new folder"
+        "--output", required=True, metavar="DIR", type=_new_folder, help="a new folder"
     )
     parser.add_argument(
         "--config",

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale import command_line, hardware
+from jaxscale import command_line, hardware, run_folder
 from jaxscale import config as configs
 from jaxscale.distributed import launcher, processes
 
@@ -283,7 +283,11 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--config", metavar="FILE", default="tiny", help="of the run to come")
     parser.add_argument(
-        "--workdir", metavar="DIR", type=pathlib.Path, default=pathlib.Path(), help="its folder"
+        "--workdir",
+        metavar="DIR",
+        type=run_folder.folder,
+        default=pathlib.Path(),
+        help="its folder or address",
     )
     launcher.add_process_flags(parser)
     arguments, overrides = command_line.parse(parser, argv)

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.layout import MESH_AXES
+from jaxscale.storage.object_store import is_remote
+from jaxscale.storage.tiers import fetch_files, fetching, local_tier
 
 log = logging.getLogger("jaxscale")
 
@@ -40,7 +42,11 @@ BESIDE_TOKENIZER = (
 def add_workdir_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that works from a run's folder."""
     parser.add_argument(
-        "--workdir", required=True, metavar="DIR", type=folder, help="the run's folder"
+        "--workdir",
+        required=True,
+        metavar="DIR",
+        type=folder,
+        help="the run's folder, or its address, such as s3://bucket/run",
     )
     parser.add_argument(
         "--config",
@@ -57,14 +63,27 @@ def add_workdir_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def folder(text: str) -> pathlib.Path:
-    """The type of --workdir: an empty one, such as of an unset variable, would be this folder.
+    """The type of --workdir: a folder, or the local tier of an address.
 
     Raises:
-      argparse.ArgumentTypeError: it is empty.
+      argparse.ArgumentTypeError: it is empty, such as an unset variable, and would be this folder;
+        or the address cannot be opened.
     """
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty; name the run's folder, or '.' for this one")
-    return pathlib.Path(text)
+    try:
+        return folder_of(text)
+    except (ValueError, OSError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def folder_of(text: str) -> pathlib.Path:
+    """A folder by its path, or the local tier of an address.
+
+    Raises:
+      ValueError: the address cannot be opened.
+    """
+    return local_tier(text) if is_remote(text) else pathlib.Path(text)
 
 
 def load_config(
@@ -84,6 +103,11 @@ def load_config(
       ValueError: an unknown key, a value of the wrong type, or a file that is no config.
     """
     path = workdir / "config.json"
+    with fetching(workdir) as store:
+        if store:
+            fetch_files(store, workdir)
+            if not path.is_file():
+                raise FileNotFoundError(f"--workdir {store.address} holds no run (no config.json)")
     if not path.is_file():
         raise FileNotFoundError(
             f"--workdir {workdir} holds no run (no config.json); train one first: "

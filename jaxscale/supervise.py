@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
-from jaxscale import command_line
+from jaxscale import command_line, run_folder
 
 STOPPED = 143
 """The status of a command that was asked to stop, and saved (`run.signals`)."""
@@ -53,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
     command = argv[cut + 1 :]
     if not command:
         command_line.refuse("expected -- and a command, such as -- python -m jaxscale.train ...")
-    workdir = _workdir(command)
+    with command_line.refusals():
+        workdir = _workdir(command)
     log = options.log or (workdir or pathlib.Path()) / "incidents.jsonl"
     with command_line.refusals():
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -187,9 +188,9 @@ def _workdir(command: Sequence[str]) -> pathlib.Path | None:
     """What the command has after --workdir."""
     for word, following in zip(command, [*command[1:], ""]):
         if word.startswith("--workdir="):
-            return pathlib.Path(word.partition("=")[2])
+            return run_folder.folder_of(word.partition("=")[2])
         if word == "--workdir":
-            return pathlib.Path(following)
+            return run_folder.folder_of(following)
     return None
 
 

@@ -21,6 +21,8 @@ from jaxscale.choices import check_choice
 from jaxscale.distributed import launcher, phases, processes
 from jaxscale.run import signals
 from jaxscale.run.lock import locked
+from jaxscale.run.mirror import Mirror, mirrored
+from jaxscale.storage.tiers import store_of
 
 log = logging.getLogger("jaxscale")
 
@@ -50,7 +52,8 @@ def _main(argv: Sequence[str]) -> int:
         "--workdir",
         metavar="DIR",
         type=run_folder.folder,
-        help="the run's folder; by default runs/NAME of the config, or the folder of a config.json",
+        help="the run's folder, or an address such as s3://bucket/run; by default runs/NAME of the "
+        "config, or the folder of a config.json",
     )
     parser.add_argument(
         "--describe",
@@ -83,6 +86,13 @@ def _main(argv: Sequence[str]) -> int:
         "resumes from the newest intact one",
     )
     parser.add_argument(
+        "--upload_seconds",
+        metavar="S",
+        type=command_line.real(0, 1e6),
+        default=30.0,
+        help="how long a run at an address that is asked to stop waits for its uploads; default 30",
+    )
+    parser.add_argument(
         "--json", metavar="FILE", type=pathlib.Path, help="write the summary of the run there too"
     )
     launcher.add_process_flags(parser)
@@ -103,10 +113,12 @@ def _main(argv: Sequence[str]) -> int:
         if options.describe:
             return _describe(config)
         with contextlib.ExitStack() as stack:
+            uploads = None
             if processes.first_of_all():
                 with command_line.refusals():
                     stack.enter_context(locked(workdir))
-            return _train(options, config, workdir, started)
+                    uploads = stack.enter_context(mirrored(workdir))
+            return _train(options, config, workdir, started, uploads)
 
 
 def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:
@@ -150,7 +162,11 @@ def _describe(config: configs.Config) -> int:
 
 
 def _train(
-    options: argparse.Namespace, config: configs.Config, workdir: pathlib.Path, started: float
+    options: argparse.Namespace,
+    config: configs.Config,
+    workdir: pathlib.Path,
+    started: float,
+    uploads: Mirror | None,
 ) -> int:
     phases.enter_phase("importing JAX")
     # JAX is imported only now, so that a typo is refused at once.
@@ -167,8 +183,20 @@ def _train(
             workdir,
             skip_memory_check=options.skip_memory_check,
             refuse_damaged=options.refuse_damaged,
+            uploads=uploads,
         )
+
+    def not_uploaded() -> str:
+        """Waits for the uploads; what is missing at the run's address, the same in all."""
+        if store_of(workdir) is None:
+            return ""
+        phases.enter_phase("uploading")
+        left = uploads.finish(options.upload_seconds) if uploads else ""
+        return processes.from_first("uploads", left)
+
     if ready is None:
+        if left := not_uploaded():
+            command_line.refuse(left, status=1)
         return 0
     try:
         state, summary = trainer.fit(
@@ -176,9 +204,14 @@ def _train(
         )
     except trainer.Stopped as stopped:
         log.info(f"{stopped}; the same command resumes from there")
+        if left := not_uploaded():
+            log.warning(f"warning: {left}")
         return signals.STOPPED
     except (FloatingPointError, SaveError) as error:
-        command_line.refuse(str(error), status=1)
+        left = not_uploaded()
+        command_line.refuse(f"{error}; {left}" if left else str(error), status=1)
+    if left := not_uploaded():
+        command_line.refuse(left, status=1)
     if options.json and jax.process_index() == 0:
         options.json.write_text(json.dumps(summary, indent=2) + "\n")
     if signals.requested():
@@ -187,7 +220,8 @@ def _train(
     phases.enter_phase("drawing a sample")
     signals.complete()
     _show_sample(ready, state.params)
-    log.info(_next_steps(options.config, workdir, ready.config))
+    store = store_of(workdir)
+    log.info(_next_steps(options.config, store.address if store else workdir, ready.config))
     return 0
 
 
@@ -228,7 +262,7 @@ def _is_causal(config: configs.Config) -> bool:
     return getattr(config.model, "causal", True)
 
 
-def _next_steps(path: str, workdir: pathlib.Path, config: configs.Config) -> str:
+def _next_steps(path: str, workdir: pathlib.Path | str, config: configs.Config) -> str:
     generate = f'\n  python -m jaxscale.generate --workdir {workdir} --prompt "def main("'
     return f"""
 Next steps:

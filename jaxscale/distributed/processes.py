@@ -21,6 +21,7 @@ from jaxscale.distributed import launcher as clusters
 from jaxscale.distributed.control_channel import ControlChannel
 from jaxscale.distributed.initialize import initialize_jax
 from jaxscale.distributed.launcher import ProcessGroup
+from jaxscale.storage.tiers import VARIABLE, store_of
 
 START_SECONDS = 300
 """How long processes wait for each other to start, and for the devices of all."""
@@ -211,9 +212,12 @@ def _check_folder(channel: ControlChannel, workdir: pathlib.Path) -> None:
         token.unlink()
         for name, seen in zip(channel.names, reports):
             if not seen:
+                advice = "give"
+                if store := store_of(workdir):
+                    advice = f"for {store.address} set {VARIABLE} to"
                 return (
                     f"--workdir {workdir} is not one folder for all: {name} does not see what "
-                    f"{channel.names[0]} wrote there; give a folder that every host has mounted"
+                    f"{channel.names[0]} wrote there; {advice} a folder that every host has mounted"
                 )
         return ""
 

@@ -18,7 +18,9 @@ from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.distributed import processes
 from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face, open_model
 from jaxscale.model_config import is_own_family
-from jaxscale.run_folder import TOKENIZERS
+from jaxscale.run.both_tiers import bring_newest
+from jaxscale.run_folder import TOKENIZERS, folder_of
+from jaxscale.storage.tiers import fetch_files, fetching
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine
 from jaxscale.training.step import TrainState
@@ -92,6 +94,9 @@ def open_weights(directory: pathlib.Path, trusted_family: str = "") -> Weights:
     """
     if is_hugging_face(directory):
         return open_model(directory)
+    with fetching(directory) as store:
+        if store:
+            fetch_files(store, directory)
     sections = configs.read_sections(directory / "config.json")
     # The objective goes along since a model need not be causal.
     data = {key: value for key, value in sections.get("data", {}).items() if key == "objective"}
@@ -104,6 +109,7 @@ def open_weights(directory: pathlib.Path, trusted_family: str = "") -> Weights:
         )
     config = configs.from_dict(given)
     with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
+        bring_newest(checkpoints)
         step = processes.from_first("checkpoint of init_from", checkpoints.latest())
         if step is None:
             raise FileNotFoundError(f"{directory} is a run's folder and holds no checkpoint yet")
@@ -150,7 +156,7 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
             )
         why, folder = f"--workdir {workdir}", workdir
     elif name:
-        why, folder = f"model.init_from = {name!r}", pathlib.Path(name)
+        why, folder = f"model.init_from = {name!r}", folder_of(name)
     else:
         return None
     weights = open_weights(folder, config.model.family)

@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""One run at a time in a folder, and at an address."""
 
 import contextlib
 import fcntl
@@ -7,12 +7,26 @@ import logging
 import os
 import pathlib
 import socket
+import threading
 import time
+import uuid
 from collections.abc import Iterator
+from typing import Any
+
+from jaxscale.distributed import processes
+from jaxscale.storage.object_store import ObjectStore, StoreError
+from jaxscale.storage.tiers import LEASE, LOCK
 
 log = logging.getLogger("jaxscale")
 
-FILE = ".lock"
+BEAT_SECONDS = 20.0
+"""A run at an address renews its lease this often."""
+
+MOST_BEATS = 4
+"""A lease that is not renewed in so many times is that of a run that died."""
+
+FIRST_BEAT_SECONDS = 2.0
+"""Of two runs that begin at once the one that wrote its lease first sees the other's after this."""
 
 
 @contextlib.contextmanager
@@ -27,12 +41,12 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
       OSError: the folder cannot be made or written to.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    with (workdir / FILE).open("a+") as file:
+    with (workdir / LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"--workdir {workdir} is in use by {_holder(workdir / FILE)}; two runs would "
+                f"--workdir {workdir} is in use by {_holder(workdir / LOCK)}; two runs would "
                 "overwrite each other's files: wait for that one, end it, or give another --workdir"
             ) from None
         except OSError as error:
@@ -41,15 +55,121 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
                 "would not be noticed"
             )
         file.truncate(0)
-        started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "start": started}))
+        file.write(json.dumps(_this_run()))
         file.flush()
         yield
 
 
+@contextlib.contextmanager
+def leased(store: ObjectStore) -> Iterator[None]:
+    """Holds an address inside: no other run writes there.
+
+    Object stores have no locks that end with a process, so the holder renews an object there. One
+    of a process that was killed on this host is taken over at once. That of another host is watched
+    for as long as `MOST_BEATS` renewals take, and taken over when none comes: nobody's clock is
+    compared. A run that finds the lease of another one in place of its own ends at once.
+
+    Raises:
+      ValueError: another run holds it.
+      StoreError: the store cannot be written to.
+    """
+    _await_free(store)
+    own = _this_run() | {"run": uuid.uuid4().hex}
+    ended = threading.Event()
+    _renew(store, own, 0)
+
+    def beat() -> None:
+        pause, count = FIRST_BEAT_SECONDS, 0
+        while not ended.wait(pause):
+            pause, count = BEAT_SECONDS, count + 1
+            # A store that does not answer for a while is the uploads' to report.
+            with contextlib.suppress(StoreError):
+                other = _lease(store)
+                if other is not None and other.get("run") != own["run"]:
+                    processes.leave(
+                        f"error: {store.address} was taken over by {_named(other)}, and this run "
+                        "ends: two would overwrite each other's checkpoints",
+                        1,
+                    )
+                _renew(store, own, count)
+
+    thread = threading.Thread(target=beat, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        with contextlib.suppress(StoreError):
+            store.remove([LEASE])
+
+
+def _await_free(store: ObjectStore) -> None:
+    """Returns when no run renews its lease of an address.
+
+    Raises:
+      ValueError: one does.
+    """
+    lease = _lease(store)
+    if lease is None or _died_here(lease):
+        return
+    seconds = MOST_BEATS * BEAT_SECONDS
+    log.info(
+        f"{store.address} was in use by {_named(lease)}; waiting {seconds:.0f} s for a sign of life"
+    )
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(BEAT_SECONDS / 4)
+        now = _lease(store)
+        if now is None:
+            return
+        if now != lease:
+            raise ValueError(
+                f"--workdir {store.address} is in use by {_named(now)}; two runs would overwrite "
+                "each other's checkpoints: wait for that one, end it, or give another --workdir"
+            )
+
+
+def _lease(store: ObjectStore) -> dict[str, Any] | None:
+    try:
+        lease = json.loads(store.read(LEASE) or b"null")
+    except ValueError:
+        return {}  # damaged: whose it is will show
+    return lease if lease is None or isinstance(lease, dict) else {}
+
+
+def _renew(store: ObjectStore, own: dict[str, Any], count: int) -> None:
+    store.write(LEASE, json.dumps(own | {"renewed": count}).encode())
+
+
+def _died_here(lease: dict[str, Any]) -> bool:
+    """Whether a lease is of a process of this host that is no more."""
+    pid = lease.get("pid")
+    if lease.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's
+        return False
+    return pid == os.getpid()
+
+
+def _this_run() -> dict[str, Any]:
+    started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return {"host": socket.gethostname(), "pid": os.getpid(), "start": started}
+
+
 def _holder(path: pathlib.Path) -> str:
     try:
-        holder = json.loads(path.read_text())
+        return _named(json.loads(path.read_text()))
+    except (OSError, ValueError):  # it has only just begun
+        return "another run"
+
+
+def _named(holder: Any) -> str:
+    try:
         return f"process {holder['pid']} on {holder['host']}, since {holder['start']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has only just begun
+    except (KeyError, TypeError):
         return "another run"

@@ -21,6 +21,8 @@ from jaxscale.model_config import ModelConfig
 from jaxscale.planner.memory.at_rest import whole_state_bytes
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.specs import REPLICATED
+from jaxscale.storage.object_store import StoreError
+from jaxscale.storage.tiers import store_of
 
 CLOCK_SECONDS = 1.0
 """Clocks that differ by more make logs of several hosts useless, and certificates invalid."""
@@ -29,6 +31,7 @@ SLOW_BYTES_PER_SECOND = 50e6
 """Storage below this makes every checkpoint of a billion parameters take minutes."""
 
 PROBE_BYTES = 1 << 26
+STORE_BYTES = 1 << 23
 COLLECTIVE_BYTES = 1 << 22
 
 
@@ -50,6 +53,7 @@ def examine_run(config: Config, workdir: pathlib.Path) -> list[Finding]:
         *_hosts(),
         *_collectives(config),
         *_storage(config, workdir),
+        *_object_store(workdir),
         _host_memory(config),
     ]
 
@@ -133,6 +137,29 @@ def _storage(config: Config, workdir: pathlib.Path) -> Iterator[Finding]:
             f"{gigabytes(free)} free, {kept} checkpoints take {gigabytes(needs)}",
             "" if needs <= free else "make room, or lower run.keep_last or raise run.keep_every",
         )
+
+
+def _object_store(workdir: pathlib.Path) -> Iterator[Finding]:
+    """Puts, reads and removes 8 MiB at the run's address, if it has one."""
+    store = store_of(workdir)
+    if store is None or jax.process_index() != 0:
+        return
+    data, name = os.urandom(STORE_BYTES), "preflight"
+    try:
+        begin = time.perf_counter()
+        store.write(name, data)
+        seconds = time.perf_counter() - begin
+        same = store.read(name) == data
+        store.remove([name])
+    except StoreError as error:
+        advice = "check the address, credentials, and the right to write and delete there"
+        yield Finding("object store", str(error), advice)
+        return
+    yield Finding(
+        "object store",
+        f"{store.address}: {STORE_BYTES / seconds / 1e6:.0f} MB/s put",
+        "" if same else "what was read is not what was put: do not train there",
+    )
 
 
 def _host_memory(config: Config) -> Finding:

@@ -1,4 +1,4 @@
-"""Where a run resumes: at its newest checkpoint that is intact."""
+"""Where a run resumes: at its newest checkpoint that is intact, here or at its address."""
 
 import dataclasses
 import logging
@@ -12,6 +12,13 @@ from jaxscale.config import Config
 from jaxscale.data.dataset import Examples
 from jaxscale.data.passed_over import pass_over, with_ranges
 from jaxscale.distributed import processes
+from jaxscale.run.both_tiers import (
+    all_steps,
+    fetch_everywhere,
+    make_intact,
+    set_aside_everywhere,
+    steps_at_address,
+)
 from jaxscale.run.setup import Text
 from jaxscale.storage.differences import describe_difference
 from jaxscale.training.checkpoint import Checkpoints, DamagedError
@@ -33,7 +40,7 @@ class Found:
 
 def find_newest(checkpoints: Checkpoints, *, refuse_damaged: bool = False) -> Found:
     """The newest checkpoint whose files are there and whose description is intact. Its arrays are
-    checked when they are read.
+    checked when they are read. One that is intact only at the run's address is brought here.
 
     Raises:
       DamagedError: there are checkpoints and none is intact; or with `refuse_damaged`, the newest
@@ -52,10 +59,13 @@ def _search(checkpoints: Checkpoints, refuse_damaged: bool) -> list[Any]:
     if jax.process_index() != 0:
         return []
     damaged, first = {}, None
-    checkpoints.latest()  # refuses a folder that was lost
-    for step in reversed(checkpoints.steps()):
+    if not steps_at_address(checkpoints):
+        checkpoints.latest()  # refuses a folder that was lost
+    for step in reversed(all_steps(checkpoints)):
         try:
-            checkpoints.metadata(step)
+            if refuse_damaged and step in checkpoints.steps():
+                checkpoints.metadata(step)
+            make_intact(checkpoints, step)
         except DamagedError as error:
             first = first or [str(error), error.reason]
             if refuse_damaged:
@@ -83,10 +93,9 @@ def resume(
       DamagedError: with `refuse_damaged`, when one is.
     """
     resolved, damaged, first = configs.to_dict(config), dict(found.damaged), None
-    for step in reversed([step for step in checkpoints.steps() if step <= found.step]):
+    for step in reversed(_steps_to(found.step, checkpoints)):
         try:
-            metadata = checkpoints.metadata(step)
-            state = _restore(checkpoints, step, engine, resolved)
+            metadata, state = _read(checkpoints, step, engine, resolved, refuse_damaged)
             break
         except DamagedError as error:
             if refuse_damaged:
@@ -105,6 +114,46 @@ def resume(
     if change := rate_change(metadata["config"], config, step):
         log.info(f"  {change}")
     return step, state, dataclasses.replace(text, train=train)
+
+
+def _steps_to(last: int, checkpoints: Checkpoints) -> list[int]:
+    """The steps up to `last` with a checkpoint in either tier; the same in every process."""
+    steps = all_steps(checkpoints) if jax.process_index() == 0 else []
+    return [s for s in processes.from_first("steps of checkpoints", steps) if s <= last]
+
+
+def _read(
+    checkpoints: Checkpoints,
+    step: int,
+    engine: Engine,
+    resolved: dict[str, Any],
+    refuse_damaged: bool,
+) -> tuple[dict[str, Any], TrainState]:
+    """The metadata and the state of a checkpoint, from the run's address where they are damaged
+    here.
+
+    Raises:
+      DamagedError: neither is intact; or with `refuse_damaged`, the one here is not.
+    """
+    problem = _problem(checkpoints, step) if jax.process_index() == 0 else None
+    if problem := processes.from_first("checkpoint", problem):
+        raise DamagedError(*problem)
+    try:
+        return checkpoints.metadata(step), _restore(checkpoints, step, engine, resolved)
+    except DamagedError as error:  # its arrays
+        if refuse_damaged:
+            raise
+        fetch_everywhere(checkpoints, step, error)
+        return checkpoints.metadata(step), _restore(checkpoints, step, engine, resolved)
+
+
+def _problem(checkpoints: Checkpoints, step: int) -> list[str] | None:
+    """The message and reason of a checkpoint that is not intact in either tier."""
+    try:
+        make_intact(checkpoints, step)
+    except DamagedError as error:
+        return [str(error), error.reason]
+    return None
 
 
 def _restore(
@@ -159,7 +208,7 @@ def set_aside(checkpoints: Checkpoints, damaged: dict[int, str], step: int) -> N
     """
     for number, why in sorted(damaged.items()):
         if jax.process_index() == 0:
-            path = checkpoints.set_aside(number)
+            path = set_aside_everywhere(checkpoints, number)
             log.warning(
                 f"warning: checkpoint {number} is damaged ({why}) and is now {path}; the newest "
                 f"intact one is {step}"

@@ -31,6 +31,7 @@ from jaxscale.hardware import find_chip, host_memory_bytes
 from jaxscale.hugging_face.model_folder import copy_beside, is_hugging_face
 from jaxscale.layout import resolve_sizes
 from jaxscale.model_config import ModelConfig
+from jaxscale.run.both_tiers import bring_newest
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine, make_engine
@@ -345,6 +346,7 @@ def restore_params(
     """
     checkpoints = Checkpoints(workdir / "checkpoints")
     try:
+        bring_newest(checkpoints)
         with newest_held(checkpoints) as step:
             if step is None:
                 raise FileNotFoundError(

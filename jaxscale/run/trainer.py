@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import pathlib
 import time
 from collections.abc import Callable, Generator
@@ -21,7 +22,7 @@ import jax
 
 from jaxscale import config as configs
 from jaxscale.batch import ShardedBatch
-from jaxscale.config import Config
+from jaxscale.config import Config, RunConfig
 from jaxscale.data.dataset import Examples
 from jaxscale.distributed import hangs, phases, processes
 from jaxscale.formatting import duration, human_bytes
@@ -30,6 +31,7 @@ from jaxscale.run.compilation_cache import programs_read
 from jaxscale.run.goodput import Account
 from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
 from jaxscale.run.layout_report import describe_layout
+from jaxscale.run.mirror import Mirror
 from jaxscale.run.recorder import BadStepsError, Recorder
 from jaxscale.run.resume import find_newest, resume, rewind, set_aside
 from jaxscale.run.saves import Saves
@@ -44,6 +46,7 @@ from jaxscale.run.setup import (
     resolve_layout,
 )
 from jaxscale.sharding.mesh import make_mesh
+from jaxscale.storage.tiers import LAST_SAVED, check_room, store_of
 from jaxscale.training.checkpoint import Checkpoints, NotFiniteError
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.learning_rate import with_schedule
@@ -82,11 +85,14 @@ def open_trainer(
     *,
     skip_memory_check: bool = False,
     refuse_damaged: bool = False,
+    uploads: Mirror | None = None,
     **own: Any,
 ) -> Trainer | None:
     """Checks everything, reads the text, compiles the step, and restores the newest checkpoint.
 
     Args:
+      uploads: of a `workdir` that is the local tier of an address; begins once it is known where
+        the run resumes.
       skip_memory_check: compiles a step even when the predicted memory exceeds the devices'.
       refuse_damaged: raises where the newest checkpoint is damaged; otherwise it is set aside, and
         the run resumes from the newest one that is intact.
@@ -105,7 +111,7 @@ def open_trainer(
         keep_last=run.keep_last,
         keep_every=run.keep_every,
         report=log.info,
-        newest_file=workdir / "last_saved",
+        newest_file=workdir / LAST_SAVED,
     )
     found = find_newest(checkpoints, refuse_damaged=refuse_damaged)
     begin = found.step
@@ -117,8 +123,11 @@ def open_trainer(
     log.info(describe_layout(engine))
     if not skip_memory_check:
         check_memory(engine)
+    _check_local_room(run, engine, checkpoints)
     if begin >= run.steps:
         checkpoints.close()
+        if uploads:
+            uploads.start(checkpoints)
         log.info(
             f"nothing to do: run.steps = {run.steps} and {workdir} is at step {begin}; "
             "raise run.steps to train longer"
@@ -132,14 +141,33 @@ def open_trainer(
         begin, state, text = resume(
             found, config, engine, checkpoints, text, refuse_damaged=refuse_damaged
         )
+        if uploads:
+            uploads.start(checkpoints)
         return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
     set_aside(checkpoints, found.damaged, begin)
+    if uploads:
+        uploads.start(checkpoints)
     if weights:
         check_tokenizer(text.tokenizer, weights)
         state = initial_state(engine, weights, jax.random.key(run.seed))
     else:
         state = engine.init(jax.random.key(run.seed))
     return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
+
+
+def _check_local_room(run: RunConfig, engine: Engine, checkpoints: Checkpoints) -> None:
+    """Refuses a run at an address whose checkpoints have no room in its local tier.
+
+    Raises:
+      StoreError: says how much they need.
+    """
+    if store_of(checkpoints.directory.parent) is None or jax.process_index() != 0:
+        return
+    leaves = jax.tree.leaves(engine.abstract_state)
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    # The new one is whole before an old one goes.
+    missing = max(0, run.keep_last + 1 - len(checkpoints.steps()))
+    check_room(checkpoints.directory.parent, missing * size, f"{missing} checkpoints of the run")
 
 
 def fit(

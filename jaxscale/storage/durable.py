@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
@@ -115,6 +116,12 @@ def changed_file(folder: pathlib.Path, files: Mapping[str, list]) -> str:
         if found_digest != digest:
             return f"{path} changed since it was written"
     return ""
+
+
+def json_digest(values: Mapping[str, object]) -> str:
+    """A digest of what JSON can hold, whatever the order of its keys."""
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _describe(path: pathlib.Path) -> list:

@@ -11,14 +11,13 @@ does not go unnoticed.
 
 import contextlib
 import glob
-import hashlib
 import json
 import logging
 import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -31,6 +30,7 @@ from jaxscale.distributed import processes
 from jaxscale.storage import durable
 from jaxscale.storage.array_sums import array_sums
 from jaxscale.storage.differences import array_differences, describe_difference, listing
+from jaxscale.storage.tiers import MARKER, local_steps
 
 FORMAT = 1
 # Orbax logs each save at length; its errors are raised here, and reported once.
@@ -181,10 +181,12 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps with a committed checkpoint, in order."""
-        if not self.directory.is_dir():
-            return []
-        numbers = [p for p in self.directory.iterdir() if p.name.isdecimal() and p.is_dir()]
-        return sorted(int(p.name) for p in numbers)
+        return local_steps(self.directory)
+
+    def kept(self, steps: Collection[int]) -> set[int]:
+        """Those of some steps whose checkpoints are kept."""
+        newest = sorted(steps)[-self._keep_last :]
+        return {s for s in steps if s in newest or (self._keep_every and s % self._keep_every == 0)}
 
     def latest(self) -> int | None:
         """The newest committed step, or None.
@@ -317,6 +319,20 @@ class Checkpoints:
         durable.move(path, target)
         return target
 
+    def remove(self, step: int) -> None:
+        """Deletes a checkpoint, unless it is being read: then it is left for the next time."""
+        path = self.directory / str(step)
+        deleted = path.with_suffix(".deleted")
+        try:
+            with durable.claimed(self._description_path(step)) as free:
+                # Under another name first: a deletion that is cut short leaves no half checkpoint.
+                if free:
+                    path.rename(deleted)
+            if free:
+                shutil.rmtree(deleted)
+        except OSError as error:
+            self._report(f"checkpoint {step} is old but could not be deleted: {error}")
+
     def _commit(self, step: int, description: dict[str, Any], begin: float) -> None:
         """In the background: waits for the arrays, gives the checkpoint its name, and removes old
         ones."""
@@ -343,10 +359,9 @@ class Checkpoints:
         if differences := array_differences(saved, description["arrays"], part=False):
             raise ValueError(f"what was written cannot be read: {differences[0]}")
         description["files"] = durable.describe_files(path)
-        description["digest"] = _digest(description)
-        place = path / "description"
-        place.mkdir()
-        (place / "metadata").write_text(json.dumps(description))
+        description["digest"] = durable.json_digest(description)
+        (path / MARKER).parent.mkdir()
+        (path / MARKER).write_text(json.dumps(description))
         durable.sync_tree(path)
         durable.move(path, self.directory / str(step))
         if self._newest_file:
@@ -364,21 +379,8 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         steps = self.steps()
-        for step in steps[: -self._keep_last]:
-            if self._keep_every and step % self._keep_every == 0:
-                continue
-            path = self.directory / str(step)
-            deleted = path.with_suffix(".deleted")
-            try:
-                with durable.claimed(self._description_path(step)) as free:
-                    # Under another name first: a deletion that is cut short leaves no half
-                    # checkpoint. One that is being read is left for the next time.
-                    if free:
-                        path.rename(deleted)
-                if free:
-                    shutil.rmtree(deleted)
-            except OSError as error:
-                self._report(f"checkpoint {step} is old but could not be deleted: {error}")
+        for step in sorted(set(steps) - self.kept(steps)):
+            self.remove(step)
 
     def _remove_leftovers(self) -> None:
         """Removes what killed saves and deletions left; nothing else is writing now."""
@@ -389,7 +391,7 @@ class Checkpoints:
                     shutil.rmtree(path, ignore_errors=True)
 
     def _description_path(self, step: int) -> pathlib.Path:
-        return self.directory / str(step) / "description" / "metadata"
+        return self.directory / str(step) / MARKER
 
     def _description(self, step: int) -> dict[str, Any]:
         if step not in self.steps():
@@ -398,7 +400,7 @@ class Checkpoints:
             )
         try:
             description = json.loads(self._description_path(step).read_text())
-            if description.pop("digest") != _digest(description):
+            if description.pop("digest") != durable.json_digest(description):
                 raise ValueError("its description changed since it was saved")
             if description["format"] != FORMAT:
                 raise ValueError(f"its format is {description['format']}, not {FORMAT}")
@@ -447,8 +449,3 @@ def _named(state: Any) -> dict[str, Any]:
 
 def _signature(array: Any) -> dict[str, Any]:
     return {"shape": list(array.shape), "dtype": str(array.dtype)}
-
-
-def _digest(description: Mapping[str, Any]) -> str:
-    text = json.dumps(description, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()

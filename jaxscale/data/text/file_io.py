@@ -12,31 +12,14 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
-import fsspec
-
 if sys.version_info >= (3, 14):
     from compression import zstd
 else:
     from backports import zstd
 
+from jaxscale.storage.object_store import filesystem, is_remote
+
 COMPRESSIONS = (".gz", ".zst")
-
-
-def is_remote(path: str) -> bool:
-    """Whether a path is an address, which fsspec opens."""
-    return "://" in path
-
-
-def filesystem(path: str) -> tuple[Any, str]:
-    """The file system of an address, and the path in it.
-
-    Raises:
-      ValueError: fsspec does not know the scheme, or the package that it needs is missing.
-    """
-    try:
-        return fsspec.core.url_to_fs(path)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{path} cannot be opened: {error}") from error
 
 
 def compression(path: str) -> str:

@@ -15,7 +15,8 @@ from array_record.python import array_record_module  # pyright: ignore
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory, text_format
 
 from jaxscale.choices import did_you_mean
-from jaxscale.data.text.file_io import filesystem, is_remote, reading
+from jaxscale.data.text.file_io import reading
+from jaxscale.storage.object_store import filesystem, is_remote
 
 _ROWS = 1024
 """Rows that are in memory at a time."""

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.data.text.file_io import compression, filesystem, is_remote, read_file, reading
+from jaxscale.data.text.file_io import compression, read_file, reading
 from jaxscale.data_source import Source, to_sources
+from jaxscale.storage.object_store import filesystem, is_remote
 
 STDLIB = "{stdlib}"
 _STDLIB_SKIPS = ("site-packages", "dist-packages", "test", "tests", "idle_test")

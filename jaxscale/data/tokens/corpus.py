@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.data.text.file_io import filesystem, is_remote, read_file, reading
+from jaxscale.data.text.file_io import read_file, reading
 from jaxscale.data.text.text_files import File, find_files
 from jaxscale.data.tokens.index import (
     Index,
@@ -31,6 +31,7 @@ from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.data.tokens.verify import check_shards, digest_of
 from jaxscale.data_source import Source, to_sources
 from jaxscale.storage.durable import exclusive, move
+from jaxscale.storage.object_store import filesystem, is_remote
 
 ARRAYS = ("offsets", "hashes")
 """Of a folder, besides the shards, as .npy files."""

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxscale.data.text.file_io import exists, is_remote, read_file
+from jaxscale.data.text.file_io import exists, read_file
 from jaxscale.data_source import Source
+from jaxscale.storage.object_store import is_remote
 
 FORMAT = "jaxscale shards 1"
 """Changes when the same documents and tokenizer would give other shards."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.data.text.file_io import is_remote, read_range, reading
+from jaxscale.data.text.file_io import read_range, reading
+from jaxscale.storage.object_store import is_remote
 
 
 @dataclass(frozen=True)

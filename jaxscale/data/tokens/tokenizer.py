@@ -24,11 +24,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxscale.data.text.chat_template import ChatTemplate, find_template, read_json, token_text
 from jaxscale.data.text.documents import sample_documents
-from jaxscale.data.text.file_io import exists, is_remote, read_file
+from jaxscale.data.text.file_io import exists, read_file
 from jaxscale.data.text.text_files import find_files
 from jaxscale.data.tokens.bpe_cache import Words, can_pretokenize
 from jaxscale.data.tokens.index import Index, find_prepared, path_in, read_index
 from jaxscale.data_source import Source, to_sources
+from jaxscale.storage.object_store import is_remote
 
 END = "<|endoftext|>"
 BOUNDARIES = (

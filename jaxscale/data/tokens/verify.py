@@ -10,8 +10,8 @@ import hashlib
 import threading
 from collections.abc import Iterable, Sequence
 
-from jaxscale.data.text.file_io import is_remote
 from jaxscale.data.tokens.npy_files import ArrayFile
+from jaxscale.storage.object_store import is_remote
 
 AT_ONCE_BYTES = 10**9
 """Read before a run begins: a second or two."""

@@ -1,0 +1,257 @@
+"""A run's folder in two tiers: here, where everything is written first, and at an address.
+
+A run whose --workdir is an address works in a folder of this machine, its local tier, which knows
+the address. What is written there is put at the address later (`run.mirror`); here is what lies
+there, under which names, and how it comes back.
+
+A checkpoint at an address is the objects of its folder. Its description, which lists all others
+with their sizes, is put last and removed first: without it there is no checkpoint.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxscale.formatting import human_bytes
+from jaxscale.storage import durable
+from jaxscale.storage.object_store import ObjectStore, StoreError, open_store
+
+log = logging.getLogger("jaxscale")
+
+VARIABLE = "JAXSCALE_LOCAL_TIER"
+"""Of the environment: the folder for local tiers instead of the user's cache."""
+
+ORIGIN = ".address"
+"""The file in a local tier that has the address."""
+
+LOCK, FETCHING = ".lock", ".fetching"
+"""Files in a local tier: a run holds the first, who brings files from the address the second."""
+
+LEASE = "lease.json"
+"""The object of the run that writes to an address."""
+
+CHECKPOINTS = "checkpoints"
+MARKER = "description/metadata"
+"""The file of a checkpoint that describes the others."""
+
+LAST_SAVED = "last_saved"
+"""The file with the newest step that was saved; at an address, that was put there."""
+
+NOT_SENT = (CHECKPOINTS, "tokens", "validation")
+"""Folders of a run whose files are not put at its address as they are: checkpoints have an order
+of their own, and tokens are made again from the text."""
+
+
+def local_tier(address: str) -> pathlib.Path:
+    """The folder of this machine for a run at an address, made if missing.
+
+    Raises:
+      ValueError: the address cannot be opened.
+      OSError: the folder cannot be made.
+    """
+    address = open_store(address).address
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    tiers = pathlib.Path(os.environ.get(VARIABLE) or pathlib.Path(cache) / "jaxscale" / "runs")
+    name = re.sub(r"[^\w.-]+", "_", address)[-80:]
+    digest = hashlib.blake2b(address.encode(), digest_size=4).hexdigest()
+    folder = tiers.expanduser().absolute() / f"{name}-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / ORIGIN).is_file():
+        durable.replace_file(folder / ORIGIN, f"{address}\n".encode())
+    return folder
+
+
+def store_of(workdir: pathlib.Path) -> ObjectStore | None:
+    """The address that a run's folder is the local tier of, if it is one."""
+    origin = workdir / ORIGIN
+    return open_store(origin.read_text().strip()) if origin.is_file() else None
+
+
+@contextlib.contextmanager
+def fetching(workdir: pathlib.Path, *, training: bool = False) -> Iterator[ObjectStore | None]:
+    """The store to bring a folder up to date from, one process at a time. None where there is no
+    other tier, or where a run is training in the folder, so that nothing is newer.
+
+    Args:
+      training: whether the caller is that run.
+    """
+    store = store_of(workdir)
+    if store is None:
+        yield None
+        return
+    waiting = f"another process fetches {store.address}; waiting for it"
+    with durable.exclusive(workdir / FETCHING, lambda: log.info(waiting)):
+        if not training:
+            with durable.claimed(workdir / LOCK) as free:
+                store = store if free else None
+        yield store
+
+
+def fetch_files(store: ObjectStore, workdir: pathlib.Path, *, nested: bool = False) -> None:
+    """Brings the files of a run but its checkpoints: all of them where the store has a newer
+    checkpoint, or nothing is here; else those that are missing.
+
+    Args:
+      nested: those in folders, too, such as TensorBoard's; readers do not need them.
+
+    Raises:
+      StoreError: the store cannot be read.
+    """
+    sizes = store.sizes()
+    newer = max(_steps(sizes), default=-1) > max(local_steps(workdir / CHECKPOINTS), default=-1)
+    everything = newer or not (workdir / "config.json").is_file()
+    wanted = {}
+    for name in sizes:
+        top, _, rest = name.partition("/")
+        if name == LEASE or top in NOT_SENT or (rest and not nested) or name.startswith("."):
+            continue
+        path = workdir / safe_name(name)
+        if everything or not path.exists():
+            wanted[name] = path
+    beside = {name: path.with_name(f"{path.name}.fetched") for name, path in wanted.items()}
+    store.download(beside)
+    for name, path in wanted.items():
+        os.replace(beside[name], path)
+
+
+def local_steps(folder: pathlib.Path) -> list[int]:
+    """The steps whose checkpoint is in a folder, in order."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and p.is_dir())
+
+
+def stored_steps(store: ObjectStore) -> list[int]:
+    """The steps whose checkpoint is in a store, in order."""
+    return _steps(store.sizes(CHECKPOINTS))
+
+
+def _steps(names: Mapping[str, Any]) -> list[int]:
+    found = (re.fullmatch(rf"{CHECKPOINTS}/(\d+)/{MARKER}", name) for name in names)
+    return sorted(int(match[1]) for match in found if match)
+
+
+def send_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> int:
+    """Puts a checkpoint, its description last; returns its bytes.
+
+    Args:
+      folder: of the checkpoints here.
+
+    Raises:
+      StoreError: it is not there as a whole; nobody takes what is there for a checkpoint.
+    """
+    prefix, place = f"{CHECKPOINTS}/{step}", folder / str(step)
+    paths = [path for path in place.rglob("*") if path.is_file()]
+    files = {f"{prefix}/{path.relative_to(place).as_posix()}": path for path in paths}
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    marker = {f"{prefix}/{MARKER}": files.pop(f"{prefix}/{MARKER}")}
+    store.upload(files)
+    there = store.sizes(prefix)
+    for name in files:
+        if there.get(name) != sizes[name]:
+            raise StoreError(
+                f"{store.address}/{name}: {there.get(name, 0)} bytes arrived of {sizes[name]}"
+            )
+    store.upload(marker)
+    return sum(sizes.values())
+
+
+def fetch_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> pathlib.Path:
+    """Brings a checkpoint into a folder under another name, which is returned.
+
+    Raises:
+      ValueError: what is in the store is damaged; says why in a few words.
+      StoreError: the store cannot be read, or there is no room here.
+    """
+    prefix, path = f"{CHECKPOINTS}/{step}", folder / f"{step}.unfinished"
+    data = store.read(f"{prefix}/{MARKER}")
+    files = _described(data or b"")
+    sizes = store.sizes(prefix)
+    for name, (size, _) in files.items():
+        if sizes.get(f"{prefix}/{name}") != size:
+            raise ValueError(f"{name} has {sizes.get(f'{prefix}/{name}', 0)} bytes, not {size}")
+    folder.mkdir(parents=True, exist_ok=True)
+    check_room(folder, sum(size for size, _ in files.values()), f"checkpoint {step}")
+    shutil.rmtree(path, ignore_errors=True)
+    store.download({f"{prefix}/{name}": path / name for name in files})
+    if changed := durable.changed_file(path, files):
+        raise ValueError(changed.removeprefix(f"{path}/"))
+    (path / MARKER).parent.mkdir(exist_ok=True)
+    (path / MARKER).write_bytes(data or b"")
+    durable.sync_tree(path)
+    return path
+
+
+def _described(data: bytes) -> dict[str, list]:
+    """The files that a description lists, with sizes and digests.
+
+    Raises:
+      ValueError: it changed since it was written.
+    """
+    try:
+        description = json.loads(data)
+        digest = description.pop("digest")
+        files = {safe_name(name): about for name, about in description["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError("its description is damaged") from error
+    if digest != durable.json_digest(description):
+        raise ValueError("its description changed since it was saved")
+    return files
+
+
+def remove_checkpoint(store: ObjectStore, step: int) -> None:
+    """Removes a checkpoint, or what an interrupted upload left of one."""
+    names = store.sizes(f"{CHECKPOINTS}/{step}")
+    marker = f"{CHECKPOINTS}/{step}/{MARKER}"
+    if marker in names:
+        store.remove([marker])
+    store.remove(name for name in names if name != marker)
+
+
+def set_aside_stored(store: ObjectStore, step: int) -> str:
+    """Gives a damaged checkpoint another name, which is returned; it is one no more."""
+    names, number = store.sizes(CHECKPOINTS), 1
+    while any(name.startswith(f"{CHECKPOINTS}/{step}.damaged{number}/") for name in names):
+        number += 1
+    prefix, target = f"{CHECKPOINTS}/{step}/", f"{CHECKPOINTS}/{step}.damaged{number}/"
+    for name in names:
+        if name.startswith(prefix):
+            store.copy(name, target + name.removeprefix(prefix))
+    remove_checkpoint(store, step)
+    return f"{store.address}/{target.rstrip('/')}"
+
+
+def unfinished_steps(store: ObjectStore) -> list[int]:
+    """The steps of which an interrupted upload, or removal, left a part."""
+    names = store.sizes(CHECKPOINTS)
+    parts = {name.split("/")[1] for name in names}
+    return sorted({int(part) for part in parts if part.isdecimal()} - set(_steps(names)))
+
+
+def check_room(folder: pathlib.Path, num_bytes: float, what: str) -> None:
+    """Raises a StoreError where the disk of a local tier has no room for so many bytes."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise StoreError(
+            f"{what}: {human_bytes(num_bytes)}, and the local tier {folder} has "
+            f"{human_bytes(free)} free; make room, or set {VARIABLE} to a folder of a larger disk"
+        )
+
+
+def safe_name(name: str) -> str:
+    """The name of an object, which is to be a path inside a folder.
+
+    Raises:
+      ValueError: it leads out of the folder.
+    """
+    parts = name.split("/")
+    if {"", ".", ".."} & set(parts) or {"\\", "\0"} & set(name):
+        raise ValueError(f"{name!r} is no name of a file in a run's folder")
+    return name
