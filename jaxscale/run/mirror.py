@@ -24,8 +24,8 @@ log = logging.getLogger("jaxscale")
 POLL_SECONDS = 0.5
 """How often the local tier is looked at for a new checkpoint."""
 
-MOST_PAUSE_SECONDS = 60.0
-"""Between attempts of an upload that fails: 1 s at first, then twice as long each time."""
+FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 1.0, 60.0
+"""Between attempts of an upload that fails: twice as long each time."""
 
 END_PAUSE_SECONDS = 5.0
 """The longest pause once the run has ended."""
@@ -49,6 +49,7 @@ class Mirror:
         self._checkpoints: Checkpoints | None = None
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
+        self._given_up = threading.Event()
         self._failure = ""
         self._seen: list[int] | None = None  # the steps here when all was put there
         self._sent: dict[str, tuple[int, int]] = {}  # files by name: bytes, and when they changed
@@ -77,6 +78,7 @@ class Mirror:
             asked = asked or (now if signals.requested() else None)
             late = asked is not None and now - asked >= stop_seconds
             if late or (self._failure and now - begin >= END_SECONDS):
+                self._given_up.set()
                 what = f"{_steps_text(self._missing)} " if self._missing else "the newest metrics "
                 why = self._failure or f"not done in {duration(stop_seconds)}"
                 return (
@@ -86,8 +88,8 @@ class Mirror:
         return ""
 
     def _run(self) -> None:
-        pause = 1.0
-        while True:
+        pause = FIRST_PAUSE_SECONDS
+        while not self._given_up.is_set():
             ending = self._ending.is_set()
             try:
                 self._sync(ending)
@@ -99,7 +101,7 @@ class Mirror:
                     self._ending.wait(pause)
                 pause = min(2 * pause, MOST_PAUSE_SECONDS)
                 continue
-            self._failure, pause = "", 1.0
+            self._failure, pause = "", FIRST_PAUSE_SECONDS
             if ending:
                 return
             self._ending.wait(POLL_SECONDS)

@@ -46,7 +46,7 @@ from jaxscale.run.setup import (
     resolve_layout,
 )
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.storage.tiers import LAST_SAVED, check_room, store_of
+from jaxscale.storage.tiers import LAST_SAVED, check_free, store_of
 from jaxscale.training.checkpoint import Checkpoints, NotFiniteError
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.learning_rate import with_schedule
@@ -167,7 +167,7 @@ def _check_local_room(run: RunConfig, engine: Engine, checkpoints: Checkpoints) 
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     # The new one is whole before an old one goes.
     missing = max(0, run.keep_last + 1 - len(checkpoints.steps()))
-    check_room(checkpoints.directory.parent, missing * size, f"{missing} checkpoints of the run")
+    check_free(checkpoints.directory.parent, missing * size, f"{missing} checkpoints of the run")
 
 
 def fit(

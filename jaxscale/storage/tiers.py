@@ -16,6 +16,7 @@ import os
 import pathlib
 import re
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -64,7 +65,9 @@ def local_tier(address: str) -> pathlib.Path:
     folder = tiers.expanduser().absolute() / f"{name}-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / ORIGIN).is_file():
-        durable.replace_file(folder / ORIGIN, f"{address}\n".encode())
+        beside = folder / f"{ORIGIN}.{uuid.uuid4().hex}"  # processes of a host start at once
+        beside.write_text(f"{address}\n")
+        durable.move(beside, folder / ORIGIN)
     return folder
 
 
@@ -178,7 +181,7 @@ def fetch_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> pat
         if sizes.get(f"{prefix}/{name}") != size:
             raise ValueError(f"{name} has {sizes.get(f'{prefix}/{name}', 0)} bytes, not {size}")
     folder.mkdir(parents=True, exist_ok=True)
-    check_room(folder, sum(size for size, _ in files.values()), f"checkpoint {step}")
+    check_free(folder, sum(size for size, _ in files.values()), f"checkpoint {step}")
     shutil.rmtree(path, ignore_errors=True)
     store.download({f"{prefix}/{name}": path / name for name in files})
     if changed := durable.changed_file(path, files):
@@ -235,7 +238,7 @@ def unfinished_steps(store: ObjectStore) -> list[int]:
     return sorted({int(part) for part in parts if part.isdecimal()} - set(_steps(names)))
 
 
-def check_room(folder: pathlib.Path, num_bytes: float, what: str) -> None:
+def check_free(folder: pathlib.Path, num_bytes: float, what: str) -> None:
     """Raises a StoreError where the disk of a local tier has no room for so many bytes."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:

@@ -1,0 +1,96 @@
+"""One run at a time at an address, however the one before it ended."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxscale.run import lock
+from jaxscale.storage import tiers
+from jaxscale.storage.object_store import StoreError
+
+
+@pytest.fixture
+def store(address, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(lock, "FIRST_BEAT_SECONDS", 0.01)
+    return tiers.open_store(address)
+
+
+def lease(store, **changed):
+    """Written as by a run on another host."""
+    values = {"host": "elsewhere", "pid": 7, "start": "2026-01-01", "run": "theirs"} | changed
+    store.write(tiers.LEASE, json.dumps(values).encode())
+
+
+def test_a_lease_is_renewed_and_ends_with_the_run(store):
+    with lock.leased(store):
+        first = json.loads(store.read(tiers.LEASE))
+        assert (first["host"], first["pid"]) == (socket.gethostname(), os.getpid())
+        deadline = time.monotonic() + 30
+        while json.loads(store.read(tiers.LEASE))["renewed"] < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert store.read(tiers.LEASE) is None
+
+
+def test_a_run_that_lives_is_not_disturbed(store):
+    ended = threading.Event()
+
+    def beat():
+        for count in range(10**6):
+            lease(store, renewed=count)
+            if ended.wait(0.01):
+                return
+
+    other = threading.Thread(target=beat)
+    other.start()
+    try:
+        message = r"is in use by process 7 on elsewhere, since 2026-01-01; two runs would overwrite"
+        with pytest.raises(ValueError, match=message), lock.leased(store):
+            pass
+    finally:
+        ended.set()
+        other.join()
+    assert json.loads(store.read(tiers.LEASE))["run"] == "theirs"
+
+
+@pytest.mark.parametrize("content", [b'{"host": "elsewhere"}', b"[1", b"[]", b"null"])
+def test_one_that_is_renewed_no_more_is_taken_over(store, content):
+    """After a while: whatever is in it."""
+    store.write(tiers.LEASE, content)
+    with lock.leased(store):
+        assert json.loads(store.read(tiers.LEASE))["pid"] == os.getpid()
+
+
+def test_one_of_a_process_that_was_killed_here_is_taken_over_at_once(store, monkeypatch):
+    process = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=-1)
+    lease(store, host=socket.gethostname(), pid=int(process.stdout))
+    monkeypatch.setattr(lock, "MOST_BEATS", 10**6)
+    with lock.leased(store):
+        assert json.loads(store.read(tiers.LEASE))["pid"] == os.getpid()
+
+
+def test_a_run_whose_lease_was_taken_ends(store, monkeypatch):
+    """It was frozen for longer than others wait, say; or both began at once."""
+    left, said = threading.Event(), []
+
+    def leave(*given):
+        said.append(given)
+        left.set()
+        raise StoreError("the process has ended")
+
+    monkeypatch.setattr(lock.processes, "leave", leave)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(lock.leased(store))
+        lease(store)
+        assert left.wait(30)
+    text, status = said[0]
+    assert text.startswith(f"error: {store.address} was taken over by process 7 on elsewhere, ")
+    assert status == 1

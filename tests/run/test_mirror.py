@@ -1,0 +1,385 @@
+"""A run at an address: what is put there, and what comes back after kills, damage and failures."""
+
+import contextlib
+import json
+import logging
+import shutil
+import threading
+
+import fsspec
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale import command_line, evaluate, run_folder, train
+from jaxscale import config as configs
+from jaxscale.run import both_tiers, lock, mirror, resume, setup, signals, trainer
+from jaxscale.storage import durable, tiers
+from jaxscale.storage.object_store import ObjectStore, StoreError
+from jaxscale.training.checkpoint import Checkpoints, DamagedError
+from jaxscale.training.step import StepMetrics
+from tests.run.conftest import move_to
+from tests.run.test_saves import SETTINGS, flip, values
+
+STATE = {"w": np.arange(6.0), "b": np.ones((3, 50))}
+
+
+@pytest.fixture
+def lines(caplog):
+    caplog.set_level(logging.INFO, "jaxscale")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch):
+    monkeypatch.setattr(mirror, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(mirror, "FIRST_PAUSE_SECONDS", 0.01)
+
+
+def open_checkpoints(place):
+    workdir = run_folder.folder(place)
+    return Checkpoints(
+        workdir / "checkpoints",
+        keep_last=2,
+        report=lambda line: None,
+        newest_file=workdir / tiers.LAST_SAVED,
+    )
+
+
+def save(place, *steps, seconds=30.0):
+    """Saves checkpoints on this machine, and puts them at an address; what could not be put."""
+    workdir = run_folder.folder(place)
+    (workdir / "config.json").write_text("{}")
+    with contextlib.closing(open_checkpoints(place)) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, {**STATE, "step": np.int32(step)}, {})
+            checkpoints.wait()
+        with mirror.mirrored(workdir) as uploads:
+            uploads.start(checkpoints)
+            return uploads.finish(seconds)
+
+
+def newest(place, **options):
+    """The step that a run on this machine would resume from, which is then intact here."""
+    workdir = run_folder.folder(place)
+    with contextlib.closing(open_checkpoints(place)) as checkpoints:
+        with tiers.fetching(workdir, training=True) as store:
+            tiers.fetch_files(store, workdir, nested=True)
+        found = resume.find_newest(checkpoints, **options)
+        wanted = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in STATE.items()}
+        if found.step:
+            read = checkpoints.restore(found.step, wanted, part=True)
+            jax.tree.map(np.testing.assert_array_equal, read, STATE)
+        resume.set_aside(checkpoints, found.damaged, found.step)
+        return found.step
+
+
+@jax.jit
+def learn(state, batch):
+    """A step that compiles at once; what it does depends on its examples and the state before."""
+    factor = 1 + jnp.sum(batch.tokens * batch.weights) / 1e8
+    params = jax.tree.map(lambda x: x * factor.astype(x.dtype), state.params)
+    return state._replace(step=state.step + 1, params=params), StepMetrics(*[factor] * 4, {}, {})
+
+
+def run(workdir, steps, *, fit=True):
+    """Trains up to a step; the trainer that it began with, and the last state."""
+    config = configs.load("configs/tiny.py", [*SETTINGS, f"run.steps={steps}"])
+    with lock.locked(workdir), mirror.mirrored(workdir) as uploads:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer, "compile_step", lambda engine: learn)
+            ready = trainer.open_trainer(config, workdir, uploads=uploads)
+        assert ready
+        state = trainer.fit(ready, trackers=())[0] if fit else ready.state
+        assert not (uploads and uploads.finish(30.0))
+    return ready, jax.tree.map(np.asarray, state)
+
+
+@pytest.mark.parametrize("address", ["s3"], indirect=True)
+def test_a_run_continues_on_an_empty_machine_to_the_bit(address, tmp_path, monkeypatch, lines):
+    """At a server that speaks S3, which also has what is damaged here; readers find it there."""
+    monkeypatch.setattr(durable, "SMALL_BYTES", 0)
+    _, expected = run(tmp_path / "straight", 8)
+    begun, _ = run(run_folder.folder(address), 4)
+    move_to(monkeypatch, tmp_path / "second_machine")
+    workdir = run_folder.folder(address)
+    resumed, state = run(workdir, 8)
+    assert (begun.begin, resumed.begin) == (0, 4)
+    assert any(line.startswith("checkpoint 4 is not here; fetched from s3") for line in lines())
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+    store = tiers.open_store(address)
+    text = (store.read("metrics.jsonl") or b"").decode()
+    straight = (tmp_path / "straight" / "metrics.jsonl").read_text()
+    losses, wanted = ([json.loads(one)["loss"] for one in t.splitlines()] for t in (text, straight))
+    assert losses == wanted
+    assert len(losses) == 8
+    assert (tiers.stored_steps(store), store.read("last_saved")) == ([6, 8], b"8\n")
+    assert {name for name in store.sizes() if "/" not in name} == {
+        "config.json",
+        "last_saved",
+        "loss.png",
+        "metrics.jsonl",
+        "seconds.json",
+        "summary.json",
+    }
+
+    flip(values(workdir, 8))  # no digest of the file, as of large ones: only the array tells
+    again, restored = run(workdir, 9, fit=False)
+    assert (again.begin, int(restored.step)) == (8, 8)
+    assert any(line.startswith("checkpoint 8 is damaged here (") for line in lines())
+
+    move_to(monkeypatch, tmp_path / "third_machine")
+    reader = run_folder.folder(address)
+    assert run_folder.load_config(reader).run.steps == 8
+    step, params, _ = setup.restore_params(resumed.engine, reader)
+    assert step == 8
+    jax.tree.map(np.testing.assert_array_equal, params, state.params)
+
+
+def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_path, monkeypatch):
+    """The next run begins at the one before it, and removes what is left of it."""
+    assert save(address, 2, 4) == ""
+    before = ObjectStore.upload
+
+    def killed(store, files):
+        if f"checkpoints/6/{tiers.MARKER}" in files:
+            raise OSError("killed")
+        before(store, files)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "upload", killed)
+        patch.setattr(mirror, "END_SECONDS", 0.0)
+        left = save(address, 6)
+    assert left.startswith("checkpoint 6 could not be put at memory://bucket")
+    assert "(OSError: killed); all is in" in left
+    store = tiers.open_store(address)
+    assert any(name.startswith("checkpoints/6/arrays") for name in store.sizes("checkpoints"))
+    assert (tiers.stored_steps(store), store.read("last_saved")) == ([2, 4], b"4\n")
+    move_to(monkeypatch, tmp_path / "second_machine")
+    assert newest(address) == 4
+    assert save(address, 5) == ""
+    assert tiers.stored_steps(store) == [4, 5]
+    assert tiers.unfinished_steps(store) == []
+    assert not [name for name in store.sizes("checkpoints") if name.startswith("checkpoints/6/")]
+
+
+def test_a_removal_that_was_killed_leaves_no_checkpoint(address, monkeypatch):
+    save(address, 2)
+    store, removed = tiers.open_store(address), []
+    monkeypatch.setattr(ObjectStore, "remove", lambda store, names: removed.append(list(names)))
+    tiers.remove_checkpoint(store, 2)
+    assert removed[0] == [f"checkpoints/2/{tiers.MARKER}"]
+    assert tiers.MARKER not in " ".join(removed[1])
+
+
+def test_a_cut_upload_gets_no_description(address, monkeypatch):
+    before = ObjectStore.upload
+
+    def cut(store, files):
+        before(store, files)
+        if name := next((name for name in files if name.endswith("arrays/_METADATA")), ""):
+            store.write(name, b"{")
+
+    monkeypatch.setattr(ObjectStore, "upload", cut)
+    monkeypatch.setattr(mirror, "END_SECONDS", 0.0)
+    assert "arrays/_METADATA: 1 bytes arrived of " in save(address, 2)
+    assert tiers.stored_steps(tiers.open_store(address)) == []
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing", "cut", "description", "name"])
+def test_a_damaged_one_there_is_fallen_back_from(address, tmp_path, monkeypatch, lines, damage):
+    save(address, 4, 6)
+    store, folder = tiers.open_store(address), "checkpoints/6"
+    names = store.sizes(folder)
+    name = max((name for name in names if tiers.MARKER not in name), key=names.__getitem__)
+    marker = f"{folder}/{tiers.MARKER}"
+    data = bytearray(store.read(marker if damage in ("description", "name") else name) or b"")
+    if damage == "missing":
+        store.remove([name])
+    elif damage == "cut":
+        store.write(name, bytes(data[:-1]))
+    elif damage == "name":
+        description = json.loads(data)
+        del description["digest"]
+        description["files"]["../../../stolen"] = [1, ""]
+        description["digest"] = durable.json_digest(description)
+        store.write(marker, json.dumps(description).encode())
+    else:
+        data[len(data) // 2] ^= 1
+        store.write(marker if damage == "description" else name, bytes(data))
+    move_to(monkeypatch, tmp_path / "second_machine")
+    assert newest(address) == 4
+    (warning,) = [line for line in lines() if line.startswith("warning")]
+    assert warning.startswith("warning: checkpoint 6 is damaged (")
+    assert warning.endswith("run/checkpoints/6.damaged1; the newest intact one is 4")
+    assert tiers.stored_steps(store) == [4]
+    assert newest(address) == 4
+    assert save(address, 6) == ""
+    assert tiers.stored_steps(store) == [4, 6]
+
+
+def test_a_damaged_one_here_is_replaced_by_the_one_there(address, lines):
+    """Also where only its arrays tell, when they are read; with a flag it is refused."""
+    save(address, 4, 6)
+    here = run_folder.folder(address)
+    flip(here / "checkpoints" / "6" / "arrays" / "_METADATA")
+    with pytest.raises(DamagedError, match=r"checkpoint 6 in .* changed since it was written"):
+        newest(address, refuse_damaged=True)
+    assert newest(address) == 6
+    assert any(line.startswith("checkpoint 6 is damaged here (") for line in lines())
+    assert (here / "checkpoints" / "6.damaged1").is_dir()
+
+    with contextlib.closing(open_checkpoints(address)) as checkpoints:
+        problem = DamagedError("bits of w changed", "bits of w changed")
+        both_tiers.fetch_everywhere(checkpoints, 6, problem)
+        assert (here / "checkpoints" / "6.damaged2").is_dir()
+        tiers.remove_checkpoint(tiers.open_store(address), 6)
+        with pytest.raises(DamagedError, match="bits of w changed"):
+            both_tiers.fetch_everywhere(checkpoints, 6, problem)
+
+
+def test_newer_ones_here_are_used_and_put_there(address, monkeypatch):
+    """Such as after a run whose uploads failed; only those that are kept."""
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror.Mirror, "finish", lambda uploads, seconds: "")
+        patch.setattr(mirror.Mirror, "start", lambda uploads, checkpoints: None)
+        save(address, 2, 4, 6)
+    store = tiers.open_store(address)
+    assert tiers.stored_steps(store) == []
+    assert newest(address) == 6
+    assert save(address) == ""
+    assert tiers.stored_steps(store) == [4, 6]
+    assert save(address, 8) == ""
+    assert tiers.stored_steps(store) == [6, 8]
+
+
+def test_a_failed_upload_is_tried_again_with_one_line(address, monkeypatch, lines):
+    before, left = ObjectStore.upload, [3]
+
+    def full(store, files):
+        if any(name.startswith("checkpoints/") for name in files) and left[0]:
+            left[0] -= 1
+            raise StoreError(f"{store.address}: SlowDown: reduce your request rate")
+        before(store, files)
+
+    monkeypatch.setattr(ObjectStore, "upload", full)
+    assert save(address, 2) == ""
+    assert left == [0]
+    (warning,) = [line for line in lines() if line.startswith("warning")]
+    assert warning.startswith(f"warning: upload to {address} failed (StoreError: {address}: Slow")
+
+
+def test_a_stop_waits_no_longer_than_it_may(address, monkeypatch):
+    """For a store that does not answer; the same command puts there what is missing."""
+    answers = threading.Event()
+    before = ObjectStore.upload
+    monkeypatch.setattr(signals, "requested", lambda: "SIGTERM")
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "upload", lambda *given: (answers.wait(), before(*given)))
+        left = save(address, 2, seconds=0.2)
+        answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "uploads":
+            thread.join(30)
+    assert "could not be put at" in left
+    assert "(not done in 200 ms); all is in " in left
+    assert left.endswith("and the same command puts it there")
+
+
+def test_a_checkpoint_is_not_deleted_while_it_is_put_there(address, monkeypatch):
+    before, kept = tiers.send_checkpoint, []
+
+    def send(store, folder, step):
+        with contextlib.closing(open_checkpoints(address)) as other:
+            other.remove(step)
+        kept.append((folder / str(step)).is_dir())
+        return before(store, folder, step)
+
+    monkeypatch.setattr(tiers, "send_checkpoint", send)
+    assert save(address, 2) == ""
+    assert kept == [True]
+
+
+def test_a_reader_takes_nothing_from_there_beside_a_run_and_drops_old_copies(
+    address, tmp_path, monkeypatch
+):
+    save(address, 2, 4)
+    first = tmp_path / "first_machine"
+    move_to(monkeypatch, tmp_path / "second_machine")
+    workdir = run_folder.folder(address)
+    with contextlib.closing(open_checkpoints(address)) as checkpoints:
+        both_tiers.bring_newest(checkpoints)
+        assert checkpoints.steps() == [4]
+        move_to(monkeypatch, first)
+        save(address, 6, 8)
+        with lock.locked(workdir):
+            both_tiers.bring_newest(checkpoints)
+            assert checkpoints.steps() == [4]
+        both_tiers.bring_newest(checkpoints)
+        assert checkpoints.steps() == [8]
+
+
+def test_a_lost_folder_of_checkpoints_at_the_address_is_no_new_run(address, tmp_path, monkeypatch):
+    save(address, 2)
+    tiers.remove_checkpoint(tiers.open_store(address), 2)
+    assert newest(address) == 2, "still here"
+    move_to(monkeypatch, tmp_path / "second_machine")
+    with pytest.raises(ValueError, match=r"holds no checkpoint, and step 2 was saved there"):
+        newest(address)
+
+
+def test_no_room_in_the_local_tier_is_one_line(address, tmp_path, monkeypatch):
+    save(address, 2)
+    move_to(monkeypatch, tmp_path / "second_machine")
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(tiers.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(StoreError, match=r"checkpoint 2: .* 100 B free; make room, or set JAXSCA"):
+        newest(address)
+    with pytest.raises(StoreError, match=r"3 checkpoints of the run: .* has 100 B free"):
+        run(run_folder.folder(f"{address}2"), 4)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a//x", "a\\x", "", "."])
+def test_names_stay_in_their_folder(name):
+    with pytest.raises(ValueError, match="is no name of a file in a run's folder"):
+        tiers.safe_name(name)
+
+
+def refused(command, capsys, *arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command_line, "log_to_stdout", lambda: None)
+        patch.setattr(trainer, "open_trainer", None)  # before anything is compiled
+        with pytest.raises(SystemExit) as status:
+            command(list(arguments))
+    said = capsys.readouterr().err
+    assert status.value.code == 2
+    assert said.count("\n") == 1
+    return said
+
+
+def test_an_address_that_cannot_be_used_is_one_line(s3_server, tmp_path, monkeypatch, capsys):
+    move_to(monkeypatch, tmp_path)
+    given = ["--config", "configs/tiny.py", "--workdir"]
+    said = refused(train.main, capsys, *given, "nowhere://bucket/run")
+    assert said == (
+        "error: argument --workdir: nowhere://bucket/run cannot be opened: Protocol not known: "
+        "nowhere\n"
+    )
+    assert "names no folder" in refused(train.main, capsys, *given, "memory://")
+    said = refused(train.main, capsys, *given, "s3://nobodys/run")
+    assert said.startswith("error: s3://nobodys/run/lease.json: FileNotFoundError: The specified")
+    said = refused(evaluate.main, capsys, "--workdir", "s3://bucket/nothing")
+    assert said == "error: --workdir s3://bucket/nothing holds no run (no config.json)\n"
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
+    move_to(monkeypatch, tmp_path)
+
+    def missing(*given, **named):
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    said = refused(train.main, capsys, "--config", "configs/tiny.py", "--workdir", "gs://b/run")
+    assert said.endswith("install gcsfs to access Google Storage; pip install 'jaxscale[gs]'\n")
