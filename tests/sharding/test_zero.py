@@ -1,16 +1,20 @@
 """The collectives of every ZeRO stage, against what a stage means."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxscale.compiled.topology import open_topology
 from jaxscale.layout import MANUAL_AXES, MESH_AXES
 from jaxscale.sharding.resolve import is_axes, manual_part, resolve
 from jaxscale.sharding.zero import Zero
+from jaxscale.training.xla_options import XLA_FLAGS
+from tests.compiled.test_topology import NEEDS_TPU
 
 SIZES = dict(zip(MESH_AXES, (1, 2, 4, 1, 1, 1)))
 AXES = {"in": ("embed", "mlp"), "out": ("mlp", "embed"), "bias": ("mlp",), "scale": ("embed",)}
@@ -110,3 +114,36 @@ def test_weights_are_whole_and_in_the_compute_type_wherever_they_are_used(stage)
 def test_losses_are_summed_in_float32_or_wider(compute):
     zero = Zero(0, True, SIZES, AXES, jnp.dtype(compute), jnp.dtype("bfloat16"))
     assert zero.loss_dtype == {"float64": "float64"}.get(compute, "float32")
+
+
+@NEEDS_TPU
+def test_no_gradient_is_all_reduced_on_a_torus_whose_sides_do_not_divide_it():
+    """Of a reduce-scatter along a matrix's own dimension XLA makes an all-reduce here: 11,008 has
+    86 tiles, and a side of the torus 4 chips."""
+    machine = open_topology("v5p:4x4x4")
+    sizes = SIZES | {"data": 1, "fsdp": 64}
+    mesh = Mesh(np.reshape(machine.devices, tuple(sizes.values())), MESH_AXES)
+    axes = {
+        "in": ("embed", "mlp"),
+        "out": ("mlp", "embed"),
+        "query": ("embed", "heads", "head_dim"),
+    }
+    shapes = {"in": (4096, 11008), "out": (11008, 4096), "query": (4096, 32, 128)}
+    zero = Zero(3, True, sizes, axes, jnp.dtype("bfloat16"), jnp.dtype("float32"))
+    reduced = {
+        name: manual_part(resolve(each, zero.param_rules, sizes)) for name, each in axes.items()
+    }
+    here = NamedSharding(mesh, PartitionSpec())
+    grads = {n: jax.ShapeDtypeStruct(s, jnp.float32, sharding=here) for n, s in shapes.items()}
+    step = jax.shard_map(
+        lambda grads: zero.reduce(grads, axes),
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=reduced,
+        axis_names=set(MANUAL_AXES),
+        check_vma=False,
+    )
+    options = {flag.name: flag.value for flag in XLA_FLAGS["TPU v5"]}
+    text = jax.jit(step).lower(grads).compile(compiler_options=options).as_text()
+    assert len(re.findall(r" reduce-scatter\(", text)) == len(axes)
+    assert not re.findall(r" all-reduce\(", text)
