@@ -9,10 +9,12 @@ from typing import Any
 
 from jaxscale.config import Config
 from jaxscale.layout import ACCUMULATIONS, MESH_AXES, REMATS, Layout, parse_schedule
+from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, find_schedule, is_foreign
 from jaxscale.planner.search import space
 from jaxscale.planner.search.trainable_model import TrainableModel
+from jaxscale.planner.tables.pipeline_slots import stack_layers
 
 Candidate = Mapping[str, Any]
 """Field of a layout -> its value, None where the layout does not read it."""
@@ -164,13 +166,18 @@ def _check_pipeline(config: Config, layout: Layout) -> None:
             layout.virtual_stages,
             layout.microbatches,
             remat,
-            config.model.num_layers,
+            stack_layers(config.model),
         )
 
 
 @functools.cache
 def _open(
-    pipeline: int, schedule: str, chunks: int, microbatches: int, remat: str, num_layers: int
+    pipeline: int,
+    schedule: str,
+    chunks: int,
+    microbatches: int,
+    remat: str,
+    stacks: tuple[StackLayers, ...],
 ) -> None:
     layout = Layout(
         pipeline=pipeline,
@@ -179,7 +186,7 @@ def _open(
         microbatches=microbatches,
         remat=remat,
     )
-    open_stages(layout, num_layers)
+    open_stages(layout, stacks)
 
 
 def _virtual_stages(layout: Layout) -> int:

@@ -418,9 +418,25 @@ class ModelConfig(ExpertOptions, LatentOptions, RopeScalingOptions):
             repeated = recomputed * sum(products.values())
         return self.flops_per_token(seq_len, causal=causal) + repeated * self.num_layers
 
-    def head_cost(self, seq_len: int) -> float:
-        """FLOPs of the head over those of a layer; layers are split into stages by it."""
-        return self.head_forward_flops / self.layer_forward_flops(seq_len)
+    def head_cost(self, seq_len: int, output_len: int = 0) -> float:
+        """FLOPs of the head over those of a mean layer; layers are split into stages by it.
+
+        Args:
+          seq_len: of the encoder, where there is one.
+          output_len: of its decoder.
+        """
+        if not self.num_encoder_layers:
+            return self.head_forward_flops / self.layer_forward_flops(seq_len)
+        own = self.layer_matmul_flops(output_len)
+        # Cross attention reads the encoder's tokens, of which each layer makes keys and values.
+        source = self.layer_matmul_flops(seq_len, causal=False)
+        queries = own["query"] + own["attention_out"] + source["attention"]
+        decoder = (sum(own.values()) + queries) * output_len
+        decoder += (own["key"] + own["value"]) * seq_len
+        encoder = sum(source.values()) * seq_len
+        layers = self.num_encoder_layers * encoder + self.num_layers * decoder
+        mean = layers / (self.num_encoder_layers + self.num_layers)
+        return self.head_forward_flops * output_len / mean
 
     @property
     def head_forward_flops(self) -> float:

@@ -47,6 +47,13 @@ def check_enough(stacks: Sequence[StackLayers], order: Order) -> None:
             )
 
 
+def has_layers(stacks: Sequence[StackLayers], stages: int) -> bool:
+    """Whether every virtual stage would have a layer."""
+    shares = deal_stages([stack.num_layers for stack in stacks], stages)
+    whole = (stack.num_layers // stack.period >= n for stack, n in zip(stacks, shares))
+    return stages >= len(stacks) and all(whole)
+
+
 def stack_shares(layers: tuple[int, ...], stacks: Sequence[StackLayers]) -> tuple[int, ...]:
     """Virtual stages of each stack, from the layers of each stage."""
     ends = np.searchsorted(np.cumsum(layers), np.cumsum([s.num_layers for s in stacks])) + 1
@@ -110,14 +117,24 @@ def partition_layers(
       shares: virtual stages of each stack.
       head_cost: FLOPs of the head over those of a layer.
     """
+    found = model_partitions(stacks, shares)
+    makespans = [simulate(table, stage_costs(table, n, head_cost)).lockstep_makespan for n in found]
+    return found[best_partition(found, makespans)]
+
+
+def model_partitions(stacks: Sequence[StackLayers], shares: Sequence[int]) -> list[tuple[int, ...]]:
+    """Candidates for the layers of each virtual stage: as even as possible, but for the last stage,
+    which may have fewer.
+
+    Args:
+      shares: virtual stages of each stack.
+    """
     before = tuple(
         layers
         for stack, share in zip(stacks[:-1], shares)
         for layers in _even_partition(stack, share)
     )
-    found = [(*before, *one) for one in _partitions(stacks[-1], shares[-1])]
-    makespans = [simulate(table, stage_costs(table, n, head_cost)).lockstep_makespan for n in found]
-    return found[best_partition(found, makespans)]
+    return [(*before, *one) for one in _partitions(stacks[-1], shares[-1])]
 
 
 def _partitions(stack: StackLayers, stages: int) -> list[tuple[int, ...]]:

@@ -372,8 +372,8 @@ def _open_stages(config: Config, make: MakeModel) -> PipelineStages:
 
 def _head_cost(config: Config, model: Model) -> float:
     """FLOPs of the head over those of a mean layer."""
-    if config.model.has_flops_formula:
-        return config.model.head_cost(config.data.seq_len)
+    if not is_own_family(config.model.family):
+        return config.model.head_cost(config.data.seq_len, config.data.output_len)
     counted = forward_cost(model, example(config, model), RematPolicy("none", ()))
     return counted.head * sum(stack.num_layers for stack in model.stacks) / counted.layers
 

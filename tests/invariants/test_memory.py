@@ -21,6 +21,15 @@ LLAMA = {
     "compute_dtype": "float32",
 }
 GPT = LLAMA | {"family": "gpt", "tied_embeddings": True, "max_seq_len": 64}
+INTERLEAVED = {
+    "pipeline": 2,
+    "fsdp": 2,
+    "tensor": 2,
+    "microbatches": 4,
+    "schedule": "interleaved",
+    "virtual_stages": 2,
+    "remat": "full",
+}
 LAYERED = {"microbatches": 4, "accumulation": "layered"}
 QKVA = "query,key,value,attention"
 
@@ -73,19 +82,6 @@ PIPELINES = {
     "1f1b, two of four passes kept": case(
         {"pipeline": 4, "microbatches": 8, "remat": "keep:2"}, 32, model={"num_layers": 8}
     ),
-    "interleaved, stage 3, full": case(
-        {
-            "pipeline": 2,
-            "fsdp": 2,
-            "tensor": 2,
-            "microbatches": 4,
-            "schedule": "interleaved",
-            "virtual_stages": 2,
-            "remat": "full",
-        },
-        32,
-        model={"num_layers": 8},
-    ),
     "breadth first, stage 1": case(
         {
             "pipeline": 2,
@@ -123,7 +119,37 @@ MORE_ENCODERS = {
     "encoder, stage 2, names": paired(fsdp(2, f"save:{QKVA}", microbatches=2), 64),
     "encoder, one device": paired({"remat": "full", "microbatches": 4}),
 }
+PIPELINES["encoder, interleaved, stage 3, full"] = paired(INTERLEAVED, 32, 32)
 MORE_PIPELINES = {
+    "interleaved, stage 3, full": case(INTERLEAVED, 32, model={"num_layers": 8}),
+    "encoder, 1f1b": paired({"pipeline": 4, "microbatches": 8, "remat": "none"}, 32, 32),
+    "encoder, zb_v, stage 1, names": paired(
+        {
+            "pipeline": 2,
+            "fsdp": 2,
+            "zero_stage": 1,
+            "microbatches": 4,
+            "schedule": "zb_v",
+            "remat": f"save:{QKVA},attention_out",
+        },
+        32,
+        32,
+    ),
+    "encoder, breadth first, stage 2": paired(
+        {
+            "pipeline": 2,
+            "fsdp": 2,
+            "zero_stage": 2,
+            "microbatches": 4,
+            "schedule": "breadth_first:fused",
+            "virtual_stages": 2,
+            "remat": "full",
+        },
+        32,
+    ),
+    "encoder, uneven, two passes kept": paired(
+        {"pipeline": 4, "microbatches": 8, "remat": "keep:2", "schedule": "zb_h1:3,3,2,4"}, 32, 16
+    ),
     "1f1b, full": case(
         {"pipeline": 4, "microbatches": 8, "remat": "full"}, 32, model={"num_layers": 8}
     ),
@@ -226,7 +252,10 @@ def test_a_compiled_pipeline_needs_what_the_formulas_say(name):
     arrays = jax.tree.leaves((kept["inbox"], kept["input"]))
     sent = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(kept["inbox"]))
     carried = sent + sum(x.size * x.dtype.itemsize for x in arrays)
-    assert step_memory(engine.config).messages == carried // engine.layout.tensor
+    needs, tensor = step_memory(engine.config), engine.layout.tensor
+    assert needs.messages == carried // tensor
+    again = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept.get("received", ())))
+    assert needs.received == again // tensor
 
 
 @pytest.mark.slow

@@ -32,14 +32,21 @@ class LayerTraffic:
 def layer_traffic(
     shape: ModelShape, parallelism: Parallelism, levels: dict[str, Levels]
 ) -> LayerTraffic:
-    """The communication of one micro-batch in an average layer."""
+    """The communication of one micro-batch in an average layer; an encoder's layers are spread over
+    the decoder's, and its output travels with the decoder's stream."""
     tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
     stream = 2.0 * tokens * shape.d_model
+    tensor = _tensor(shape, parallelism, levels, stream)
+    sent = stream * (1 + shape.encoder_seq_len / shape.seq_len)
+    if shape.encoder_layers:
+        share = shape.encoder_layers / shape.layers
+        encoder = layer_traffic(shape.encoder, parallelism, levels).tensor
+        tensor = tensor[0] + share * encoder[0], tensor[1] + share * encoder[1]
     return LayerTraffic(
-        tensor=_tensor(shape, parallelism, levels, stream),
+        tensor=tensor,
         context=_context(shape, parallelism, levels["context"], tokens),
         expert=_expert(shape, parallelism, levels["expert"], stream),
-        message=_message(parallelism, levels, stream),
+        message=_message(parallelism, levels, sent),
     )
 
 
@@ -56,11 +63,7 @@ def _tensor(
     if shape.mixer:
         blocks = blocks + shape.mixer.layers / shape.layers
     if shape.encoder_layers:
-        blocks = (
-            blocks
-            + 1
-            + 2 * shape.encoder_layers / shape.layers * (shape.encoder_seq_len / shape.seq_len)
-        )
+        blocks = blocks + 1  # cross attention
     share = stream / parallelism.tensor_rows
     if parallelism.traits.sequence_parallel:
         one = 2 * collectives.gather_seconds(levels["tensor"], share)

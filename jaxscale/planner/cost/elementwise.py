@@ -17,14 +17,16 @@ Floats = Any  # a float, or float [N]
 def elementwise_seconds(
     shape: ModelShape, cluster: Cluster, parallelism: Parallelism, tokens: Floats
 ) -> tuple:
-    """Norms, residual, positions, activation, casts: forward and backward of an average layer."""
+    """Norms, residual, positions, activation, casts: forward and backward of an average layer of a
+    decoder."""
     traits, t, d = parallelism.traits, np.asarray(parallelism.tensor), shape.d_model
     streams = t if traits.sequence_parallel else 1.0
     heads = shape.head_dim * (shape.heads + shape.kv_heads)
     stream, back = STREAM_BYTES[
         "fused" if traits.fused else "dropout" if traits.dropout else "plain"
     ]
-    stream, back = stream * d, back * d
+    blocks = 3 if shape.encoder_layers else 2  # with cross attention
+    stream, back = stream * d * blocks / 2, back * d * blocks / 2
     moe = shape.expert_layers / shape.layers
     dense = (shape.with_mlp - shape.expert_layers) / shape.layers
     wide = shape.d_ff * dense + moe * (

@@ -71,6 +71,18 @@ class LayerCompute:
 
 def layer_compute(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> LayerCompute:
     """The compute of an average layer; an encoder's layers are spread over the decoder's."""
+    decoder = _decoder_compute(shape, cluster, parallelism)
+    if not shape.encoder_layers:
+        return decoder
+    encoder = _decoder_compute(shape.encoder, cluster, parallelism)
+    share = shape.encoder_layers / shape.layers
+    names = ("forward", "backward_input", "backward_weights", "recompute")
+    both = {name: getattr(decoder, name) + getattr(encoder, name) * share for name in names}
+    return replace(decoder, **both)
+
+
+def _decoder_compute(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> LayerCompute:
+    """The same without an encoder's layers, of which cross attention reads the output."""
     tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
     forward, inputs, weights = matmul_pass_seconds(shape, cluster, parallelism, tokens)
     attention = _attention(shape, cluster, parallelism, tokens)
@@ -106,23 +118,29 @@ def layer_compute(shape: ModelShape, cluster: Cluster, parallelism: Parallelism)
 def _attention(
     shape: ModelShape, cluster: Cluster, parallelism: Parallelism, tokens: Floats
 ) -> tuple:
-    """Core attention and scans, forward and backward, of an average layer."""
+    """Core attention and scans, forward and backward, of an average layer of a decoder."""
     # Rows of tensor repeat what lies between the projections.
     traits, t = parallelism.traits, np.asarray(parallelism.tensor_columns)
     share = shape.attending / shape.layers
     scans = kernels.scan_seconds(cluster, tokens * _scan_flops(shape) / t)
     if traits.attention != "written":
         keys = shape.mean_keys if traits.attention_seen else float(shape.seq_len)
-        flops = tokens * share * shape.core_flops(keys) / t
-        if shape.encoder_layers:
-            source = shape.encoder_seq_len / shape.seq_len
-            both = shape.encoder_layers * source + shape.layers
-            core = shape.core_flops(shape.encoder_seq_len)
-            flops = flops + tokens * both / shape.layers * core / t
         # A window counts as the sequence whose mean query sees as many keys.
-        length = (2 * keys if shape.causal else keys) / np.asarray(parallelism.context)
+        reads = [(keys, 2 * keys if shape.causal else keys)]
+        if shape.encoder_layers:
+            reads.append((shape.encoder_seq_len, shape.encoder_seq_len))
         seconds = [
-            kernels.flash_seconds(cluster, flops, shape.head_dim, traits.attention, back, length)
+            sum(
+                kernels.flash_seconds(
+                    cluster,
+                    tokens * share * shape.core_flops(seen) / t,
+                    shape.head_dim,
+                    traits.attention,
+                    back,
+                    length / np.asarray(parallelism.context),
+                )
+                for seen, length in reads
+            )
             for back in (False, True)
         ]
         return seconds[0] + scans, seconds[1] + kernels.FLASH_BACKWARD * scans
@@ -216,6 +234,10 @@ def _recompute(
         "attention_out": shape.heads,
     }
     sizes = {name: 2.0 * shape.d_model * shape.head_dim * n for name, n in matmuls.items()}
+    if shape.encoder_layers:  # cross attention has the same; its keys are of the encoder's tokens
+        source = shape.encoder_seq_len / shape.seq_len
+        more = {"query": 2, "key": 1 + source, "value": 1 + source, "attention_out": 2}
+        sizes = {name: size * more[name] for name, size in sizes.items()}
     mlp = 2.0 * shape.d_model * shape.d_ff
     if shape.expert_layers:
         mlp = shape.expert_flops / (3 if shape.expert_gated else 2)

@@ -19,7 +19,7 @@ Floats = Any  # a float, or float [N]
 def matmul_pass_seconds(
     shape: ModelShape, cluster: Cluster, parallelism: Parallelism, tokens: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Seconds of an average layer: forward, gradients of inputs, gradients of weights."""
+    """Seconds of an average layer of a decoder: forward, gradients of inputs, of weights."""
     total, matmul = [np.zeros(())] * 3, parallelism.traits.matmul
     wide = parallelism.traits.wide_layers / shape.layers
     operands = {matmul: 1.0 - wide, "bfloat16": wide} if wide else {matmul: 1.0}
@@ -64,8 +64,6 @@ def _matmuls(
         yield [(tokens, entry / t, d, 1), (tokens, d, inner / t, 1)], shape.mixer.layers
     if shape.encoder_layers:
         source = tokens * shape.encoder_seq_len / shape.seq_len
-        encoder = [(source, *rest) for _, *rest in attention + mlp]
-        yield encoder, shape.encoder_layers
         heads = shape.head_dim * shape.heads / t
         cross = [(tokens, heads, d, 1), (source, (wide / t - heads), d, 1), (tokens, d, heads, 1)]
         yield cross, shape.layers

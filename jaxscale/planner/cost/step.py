@@ -128,9 +128,12 @@ def step_cost(
 
 
 def operation_seconds(
-    shape: ModelShape, cluster: Cluster, parallelism: Parallelism
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, *, sends: bool = True
 ) -> table_makespan.OperationSeconds:
     """Seconds of the operations of a pipeline, for `table_makespan.makespan`.
+
+    Args:
+      sends: whether to count the messages that end each operation, `message_seconds`.
 
     Returns:
       Float [..., virtual stages] each, in seconds of a rank's whole share of the model.
@@ -141,7 +144,17 @@ def operation_seconds(
         layer_traffic(shape, parallelism, levels),
     )
     passes, _ = make_passes(cluster, parallelism, layer, sent)
-    message = sent.message if parallelism.traits.lockstep else 0.0
+    message = sent.message if sends and parallelism.traits.lockstep else 0.0
     return stage_operation_seconds(
         StageLayers.of(shape, parallelism), parallelism, passes, layer, message
     )
+
+
+def message_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
+    """Seconds of the exchange of messages after each operation, of all chunks of a rank; 0 where
+    ranks do not run in lockstep."""
+    if not parallelism.traits.lockstep:
+        return np.zeros(())
+    levels = axis_levels(cluster, parallelism)
+    message = layer_traffic(shape, parallelism, levels).message
+    return np.asarray(message) * np.asarray(parallelism.virtual_stages)

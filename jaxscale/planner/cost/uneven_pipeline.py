@@ -6,13 +6,13 @@ with the layers that each stage really has.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxscale.pipeline_schedules.operations import R
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.cost.step import StepSeconds, operation_seconds, step_cost
+from jaxscale.planner.cost.step import StepSeconds, message_seconds, operation_seconds, step_cost
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
@@ -33,6 +33,13 @@ BUSIEST_RANK_TERMS = (
 """Terms that the busiest pipeline rank spends working."""
 
 
+class StackCost(NamedTuple):
+    """What layers of one kind cost N pipelines."""
+
+    layers: int
+    share: table_makespan.OperationSeconds  # [N, 1]: of as many as each rank would have on average
+
+
 @dataclass(frozen=True)
 class UnevenPipelineCost:
     """Cost model of N pipelines: seconds of operations for the table, and seconds outside it."""
@@ -40,9 +47,9 @@ class UnevenPipelineCost:
     seconds: StepSeconds  # without a bubble
     late: np.ndarray  # stragglers, relative to the other terms
     others: np.ndarray  # seconds outside the table
-    layer: table_makespan.OperationSeconds  # [N, 1]: of an even share of the layers
+    stacks: tuple[StackCost, ...]
     head: table_makespan.OperationSeconds  # [N, 1]: extra cost of the last stage
-    shape: ModelShape
+    message: table_makespan.OperationSeconds  # [N, 1]: sends of a rank's chunks
     parallelism: Parallelism
 
     @classmethod
@@ -54,14 +61,26 @@ class UnevenPipelineCost:
         terms, total = seconds.terms, np.atleast_1d(seconds.step_seconds)
         stragglers = np.atleast_1d(terms["stragglers"])
         own = np.atleast_1d(sum(terms[name] for name in BUSIEST_RANK_TERMS))
-        even = [np.atleast_2d(one) for one in operation_seconds(shape, cluster, parallelism)]
+        seconds_of = table_makespan.OperationSeconds
+        even = [
+            np.atleast_2d(one)
+            for one in operation_seconds(shape, cluster, parallelism, sends=False)
+        ]
+        layers = seconds_of(*(one[:, :1] for one in even))
+        sent = np.atleast_2d(message_seconds(shape, cluster, parallelism)).T
+        stacks = [StackCost(shape.layers, layers)]
+        if shape.encoder_layers:
+            encoder = operation_seconds(shape.encoder, cluster, parallelism, sends=False)
+            encoder = seconds_of(*(np.atleast_2d(one)[:, :1] for one in encoder))
+            decoder = seconds_of(*(both - one for both, one in zip(layers, encoder)))
+            stacks = [StackCost(shape.encoder_layers, encoder), StackCost(shape.layers, decoder)]
         return cls(
             seconds,
             stragglers / (total - stragglers),
             total - stragglers - own,
-            table_makespan.OperationSeconds(*(one[:, :1] for one in even)),
-            table_makespan.OperationSeconds(*(one[:, -1:] - one[:, :1] for one in even)),
-            shape,
+            tuple(stacks),
+            seconds_of(*(one[:, -1:] - one[:, :1] for one in even)),
+            seconds_of(*(np.where(one > 0, sent, 0.0) for one in layers)),
             parallelism,
         )
 
@@ -69,7 +88,8 @@ class UnevenPipelineCost:
         """float [N], a lower bound in seconds for any split and schedule: no rank ever idles."""
         ranks = np.atleast_1d(np.asarray(self.parallelism.pipeline, float))
         chunks = np.atleast_1d(np.asarray(self.parallelism.virtual_stages, float))
-        layer = sum(one[:, 0] for one in self.layer)
+        parts = (*(stack.share for stack in self.stacks), self.message)
+        layer = sum(one[:, 0] for part in parts for one in part)
         head = sum(one[:, 0] for one in self.head)
         work = np.atleast_1d(self.parallelism.microbatches) * (layer + head / (chunks * ranks))
         return (self.others + work) * (1 + self.late)
@@ -78,13 +98,23 @@ class UnevenPipelineCost:
         """Seconds of operations by stage, of some rows.
 
         Args:
-          layers: int [..., stages], the layers of each stage.
+          layers: int [..., stages], the layers of each stage; the same stages have those of one
+            stack in each of several splits.
         """
         layers = np.asarray(layers)
-        share = layers * layers.shape[-1] / self.shape.layers
-        last = np.arange(layers.shape[-1]) == layers.shape[-1] - 1
+        stages = layers.shape[-1]
+        ends = np.cumsum(layers.reshape(-1, stages)[0])
+        last, done, total = np.arange(stages) == stages - 1, 0, [0.0] * len(self.head)
+        for stack in self.stacks:
+            here = (ends > done) & (ends <= done + stack.layers)
+            share = here * layers * stages / stack.layers
+            total = [sum_ + one[rows] * share for sum_, one in zip(total, stack.share)]
+            done += stack.layers
         return table_makespan.OperationSeconds(
-            *(one[rows] * share + head[rows] * last for one, head in zip(self.layer, self.head))
+            *(
+                sum_ + sent[rows] + head[rows] * last
+                for sum_, sent, head in zip(total, self.message, self.head)
+            )
         )
 
     def makespan(self, rows: Any, spec: TableSpec, layers: Any) -> np.ndarray:

@@ -77,13 +77,14 @@ def analytic_memory(
     """Memory of a step.
 
     Args:
-      buffers: of a pipeline's busiest rank; without a pipeline `RankBuffers(shape.layers)`.
+      buffers: of a pipeline's busiest rank; without a pipeline `RankBuffers((shape.layers,))`.
       back_end: "gpu", "tpu" or "cpu".
 
     Returns:
       Fields are numbers, or float [N].
     """
-    step, transients = _Step.of(shape, parallelism, buffers.rows), TRANSIENTS[back_end, "llama"]
+    (rows,), (capacity,) = buffers.rows, buffers.capacity or (0,)
+    step, transients = _Step.of(shape, parallelism, rows), TRANSIENTS[back_end, "llama"]
     p, z, zero = (
         np.asarray(parallelism.pipeline),
         np.asarray(parallelism.fsdp),
@@ -104,7 +105,7 @@ def analytic_memory(
         * stream
     )
     working = 2 * whole + spread
-    chunk = buffers.capacity * layer
+    chunk = capacity * layer
     reduces = step.scatters | (step.single & (parallelism.batch_shards * parallelism.context > 1))
     gradients = WIDE * (step.stack + np.where(step.single, 0.0, ends))
     gradients = gradients / np.where(step.scatters, z, 1)
@@ -119,8 +120,8 @@ def analytic_memory(
         gradients=gradients,
         stash=np.where(
             pipelined,
-            _slots(buffers, whole if parallelism.remat == "full" else kept),
-            buffers.rows * group * kept,
+            capacity * _slots(buffers, whole if parallelism.remat == "full" else kept),
+            rows * group * kept,
         ),
         layer_weights=NARROW * np.where(step.gathers, np.where(pipelined, chunk, 2 * layer), layer),
         zeros=0,
@@ -135,7 +136,7 @@ def analytic_memory(
         reduction=np.where(
             step.single,
             2 * WIDE * (layer + step.outer) * (reduces & ~step.scatters),
-            _sums(shape, parallelism, step, buffers.rows),
+            _sums(shape, parallelism, step, rows),
         ),
         update=0,
         moments_copy=0,
@@ -148,9 +149,8 @@ def analytic_memory(
 
 
 def _slots(buffers: RankBuffers, each: Floats) -> Floats:
-    """Saved activations of a rank's chunks. B hands W no more than a layer saves."""
-    slots = np.maximum(buffers.residual_b, buffers.residual_w) + buffers.cotangent
-    return buffers.capacity * each * slots
+    """Saved activations of a rank, for a layer of a chunk. B hands W no more than a layer saves."""
+    return each * (np.maximum(buffers.residual_b, buffers.residual_w) + buffers.cotangent)
 
 
 def _outer_gradients(step: _Step, z: Floats, late: bool) -> Floats:

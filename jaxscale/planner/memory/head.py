@@ -1,5 +1,7 @@
 """Memory of the head, forward and backward, a chunk of tokens at a time: see `ops.loss`."""
 
+from typing import Any
+
 import numpy as np
 
 from jaxscale.config import Config
@@ -32,24 +34,28 @@ def head_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
         again = loop.scatters & np.logical_not(loop.single) & (layout.pipeline == 1)
         again = again & (chunks > 1) & (not model.tied_embeddings)
         zeros = select(again, loop.accumulated * elements(config, "embed"))
-        return _fused_bytes(loop, chunks, logits, matrix) + zeros + group_sum + stream
+        piped = layout.pipeline > 1
+        return _fused_bytes(loop, chunks, logits, matrix, piped) + zeros + group_sum + stream
     wide = max(loop.compute, 4)
     matrices = wide * matrix + loop.gathers * loop.compute * matrix
     return transients.logits * wide * logits + matrices + group_sum + stream
 
 
-def _fused_bytes(loop: LayerLoop, chunks: Ints, logits: Ints, matrix: Ints) -> Ints:
+def _fused_bytes(loop: LayerLoop, chunks: Ints, logits: Ints, matrix: Ints, piped: Any) -> Ints:
     """On a GPU, where one fusion reads a chunk's float32 logits and writes their gradient in the
     compute type: both, the output matrix in that type, and its gradient, to which a matmul adds in
     place. With one chunk the gradient is there only when the float32 logits are gone; in a single
-    visit also transposed.
+    visit also transposed. In a pipeline the matrix is among the gathered weights, and a micro-batch
+    has a gradient of its own beside the sums.
 
     Args:
       chunks, logits: their number, and the elements of one.
       matrix: elements of the output matrix.
+      piped: whether there is a pipeline.
     """
-    wide, narrow = loop.accumulated * matrix, loop.compute * matrix
+    wide, narrow = loop.accumulated * matrix, select(piped, 0, loop.compute * matrix)
     both = (max(loop.compute, 4) + loop.compute) * logits + narrow
-    several = both + select(loop.scatters | loop.single, wide, 0)
-    gradient = select(loop.single, 2, select(loop.scatters, 1, 0)) * wide
+    own = loop.scatters | piped
+    several = both + select(own | loop.single, wide, 0)
+    gradient = select(loop.single, 2, select(own, 1, 0)) * wide
     return select(chunks == 1, maximum(both, gradient + loop.compute * logits), several)

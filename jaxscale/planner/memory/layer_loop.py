@@ -1,5 +1,6 @@
 """The sizes of a step's layer loop, without JAX: see `training.layer_loop`, `sharding.zero`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,15 +38,17 @@ class LayerLoop:
     beside: Any  # whether the last layer is outside the loop
     compute: int  # bytes of an element
     accumulated: int  # bytes of an element
+    capacity: Ints  # layers of a chunk of the stack, on a rank of a pipeline
     weights: Ints  # elements of a layer, whole over fsdp
     sums: Ints  # elements of the gradient accumulators of the whole model
 
     @classmethod
-    def of(cls, config: Config, rows: Rows, stack: StackSize) -> "LayerLoop":
+    def of(cls, config: Config, rows: Rows, stack: StackSize, capacity: Ints = 0) -> "LayerLoop":
         """Of a config whose layout is resolved.
 
         Args:
           rows: layers of each stack that a device allocates.
+          capacity: in a pipeline, those of one chunk of this stack.
         """
         layout, count = config.layout, num_layer_passes(config.layout)
         whole = layout.pipeline == 1
@@ -78,6 +81,7 @@ class LayerLoop:
             beside=(gathers | layout.offloads("activations")) & whole,
             compute=itemsize(config.model.compute_dtype),
             accumulated=itemsize(config.optimizer.accumulation_dtype),
+            capacity=capacity,
             weights=elements(config, stack.part),
             sums=sums,
         )
@@ -113,6 +117,16 @@ def mlp_weights(config: Config, part: str = "layers") -> Ints:
 def stream_bytes(config: Config, loop: LayerLoop) -> Ints:
     """The residual stream of a micro-batch."""
     return loop.compute * loop.tokens * config.model.d_model // config.layout.tensor
+
+
+def message_bytes(config: Config, loops: Sequence[LayerLoop]) -> Ints:
+    """What ranks of a pipeline send each other: the streams of all stacks, and biases that layers
+    share."""
+    streams = sum(stream_bytes(config, loop) for loop in loops)
+    if config.model.relative_bias != "shared":
+        return streams
+    heads = config.model.num_heads // config.layout.tensor_columns
+    return streams + max(loops[0].compute, 4) * config.model.relative_buckets * heads
 
 
 def hidden_values(config: Config, loop: LayerLoop) -> Ints:

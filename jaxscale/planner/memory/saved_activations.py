@@ -154,17 +154,19 @@ def saved_source_bytes(model: ModelConfig, remat: RematPolicy) -> int:
 
 
 def has_stash_formula(model: ModelConfig) -> bool:
-    """Whether `stash_bytes` is right: for decoders without experts and latent attention."""
-    return not (model.num_encoder_layers or model.num_experts or model.kv_rank)
+    """Whether `stash_bytes` is right: without experts and latent attention."""
+    return not (model.num_experts or model.kv_rank)
 
 
 def stash_bytes(
-    model: ModelConfig, remat: RematPolicy, layout: Layout | None = None
+    model: ModelConfig, remat: RematPolicy, layout: Layout | None = None, *, cross: bool = False
 ) -> dict[str, Ints]:
     """Saved bytes of a pipeline per layer and token, of all tensor ranks together, by the table's
     buffers: "residual_b" from F to B, "residual_w" from F to W, "cotangent" from B to W.
 
-    `layout` is as in `saved_bytes`.
+    `layout` is as in `saved_bytes`; what matmuls of W gathered over columns of tensor is saved
+    whole. With `cross` attention, what it saves of each token that it reads is
+    `source_stash_bytes`.
 
     W needs no weights: it reads saved activations and what B computed. The suite compares this with
     `pipeline.backward_split`.
@@ -172,7 +174,7 @@ def stash_bytes(
     names = set(remat.names)
     before, parallel = model.norm_placement in ("before", "both"), model.parallel_block
     rows = layout.tensor_rows if layout else 1
-    whole = select(rows > 1, layout.tensor_columns, 1) if layout else 1
+    whole = layout.tensor_columns if layout else 1
     stream, d_ff, heads = model.d_model, rows * model.d_ff, rows * model.num_heads
     queries, keys = heads * model.head_dim, rows * model.num_kv_heads * model.head_dim
     matmuls = ("mlp_up", "mlp_gate")[: 1 + model.gated]
@@ -182,7 +184,7 @@ def stash_bytes(
     cotangent = (1 if parallel else 2) * stream + queries + 2 * keys + hidden
     # The activation is recomputed from both its factors.
     cotangent += 2 * d_ff * model.mlp_bias
-    if remat.kept_passes is not None or not remat.by_names:
+    if _by_table(remat):
         residual_b = (1 if parallel else 2) * stream + queries + 2 * keys + hidden * model.mlp_bias
         residual_b += (queries + keys) * model.qk_norm
         residual_b += 2 * stream * (model.norm_placement == "both")
@@ -197,6 +199,7 @@ def stash_bytes(
         rest_of_mlp = mlp_there and not model.mlp_bias and "attention_out" in names
         rest_of_mlp = rest_of_mlp and model.norm_placement != "both"
         input_for_w = normed or rest_of_mlp or (parallel and mlp_there)
+        input_for_w = input_for_w or (cross and {"query", "attention_out"} <= names)
         residual_w += stream * input_for_w
         residual_b += stream * (not input_for_w)
         cotangent += stream * (not normed)
@@ -216,8 +219,66 @@ def stash_bytes(
             residual_w += len(there) * d_ff
             cotangent += hidden - len(there) * d_ff
     width = itemsize(model.compute_dtype)
-    return {
-        "residual_b": width * residual_b + max(width, 4) * heads * sums,
+    wide = max(width, 4) * heads
+    found = {
+        "residual_b": width * residual_b + wide * sums,
         "residual_w": width * residual_w,
         "cotangent": width * cotangent,
     }
+    more = [_cross_stash(model, remat, whole)] if cross else []
+    if model.relative_bias == "layer":
+        more.append(_bias_stash(model, remat))
+    return {name: size + sum(one[name] for one in more) for name, size in found.items()}
+
+
+def _by_table(remat: RematPolicy) -> bool:
+    """Whether a pass keeps what a layer saves without a policy, or nothing."""
+    return remat.kept_passes is not None or not remat.by_names
+
+
+def _cross_stash(model: ModelConfig, remat: RematPolicy, whole: Ints) -> dict[str, Ints]:
+    """What a layer's cross attention adds, per token of the decoder; of `whole` ranks together what
+    a matmul gathered."""
+    width, stream = itemsize(model.compute_dtype), model.d_model
+    queries, names = model.num_heads * model.head_dim, remat.names
+    sums = max(width, 4) * model.num_heads
+    if _by_table(remat):
+        each = width * (stream + queries)
+        kept = remat.kind != "save_all_but_attention"
+        gathered = width * (stream * whole + queries)
+        return {"residual_b": each + sums * kept, "residual_w": gathered, "cotangent": each}
+    query, attended, joined = (one in names for one in ("query", "attention", "attention_out"))
+    # Else B recomputes the norm that W reads; and W reads what enters the norms of what is saved.
+    normed = joined and query
+    for_w = normed or (joined and {"mlp_up", "mlp_gate"} <= {*names})
+    return {
+        "residual_b": width * (queries * query + stream * (joined and not for_w)) + sums * attended,
+        "residual_w": width * (queries * attended + stream * for_w),
+        "cotangent": width * (stream * (2 - normed) + queries * (2 - attended)),
+    }
+
+
+def _bias_stash(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:
+    """What a layer adds where it has a table of biases of its own: W computes the scores once more
+    for the table's gradient, and so reads queries, keys, values and their sums, which without it
+    only B reads, and the gradient of attention's result."""
+    width = itemsize(model.compute_dtype)
+    queries, keys = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
+    sums = max(width, 4) * model.num_heads
+    if _by_table(remat):
+        saved, made = queries + 2 * keys, 0
+        sums_saved = remat.kind != "save_all_but_attention"
+    else:
+        sizes = {"query": queries, "key": keys, "value": keys}
+        saved = sum(size for name, size in sizes.items() if name in remat.names)
+        made, sums_saved = sum(sizes.values()) - saved, "attention" in remat.names
+    moved = width * saved + sums * sums_saved
+    cotangent = width * (made + queries) + sums * (2 - sums_saved)
+    return {"residual_b": -moved, "residual_w": moved, "cotangent": cotangent}
+
+
+def source_stash_bytes(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:
+    """Those of cross attention's keys and values, for each token that it reads."""
+    width, keys = itemsize(model.compute_dtype), model.num_kv_heads * model.head_dim
+    saved = 2 if _by_table(remat) else sum(name in remat.names for name in ("key", "value"))
+    return {"residual_b": width * saved * keys, "residual_w": 0, "cotangent": 2 * width * keys}

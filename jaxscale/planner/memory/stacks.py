@@ -15,17 +15,7 @@ from jaxscale.planner.memory.layer_loop import (
     stream_bytes,
 )
 from jaxscale.planner.memory.transients import Transients
-from jaxscale.planner.model.param_shapes import Ints, Rows, select, stack_sizes
-
-
-def stack_rows(config: Config, rows: Ints) -> Rows:
-    """Layers of each stack that a device allocates.
-
-    Args:
-      rows: those of a pipeline's rank, where the model has one stack.
-    """
-    sizes = stack_sizes(config.model)
-    return {sizes[0].part: rows} if len(sizes) == 1 else dict(sizes)
+from jaxscale.planner.model.param_shapes import Ints, select
 
 
 def held_between_bytes(config: Config, loops: list[LayerLoop]) -> Ints:

@@ -9,6 +9,7 @@ an accumulation group.
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,18 +31,19 @@ from jaxscale.planner.memory.layer_loop import (
     head_elements,
     hidden_values,
     layer_saved_bytes,
+    message_bytes,
     mlp_weights,
     stream_bytes,
 )
 from jaxscale.planner.memory.saved_activations import (
     has_stash_formula,
     saved_bytes,
+    source_stash_bytes,
     stash_bytes,
 )
 from jaxscale.planner.memory.stacks import (
     held_between_bytes,
     larger,
-    stack_rows,
     stacks_outer_gradients,
 )
 from jaxscale.planner.memory.transients import (
@@ -110,6 +112,7 @@ class Memory:
     # With an encoder.
     attention: Ints = 0  # activations and their gradients, at attention's kernel
     between_stacks: Ints = 0  # its output and last layer; the gradients of what the decoder read
+    received: Ints = 0  # in a pipeline, the streams that passes began with, for their W
 
     @property
     def arguments(self) -> Ints:
@@ -153,6 +156,7 @@ _ALWAYS = (
     "parameters_copy",
     "converted",
     "between_stacks",
+    "received",
 )
 _LAYER = (*_ALWAYS, "layer_weights", "outer_gradients", "carried", "restacked")
 PHASES = {
@@ -169,7 +173,7 @@ PHASES = {
 
 def is_predicted(config: Config) -> bool:
     """Whether there are formulas for the memory of a config's step: there are none for models of
-    one's own, nor for pipelines of an encoder and a decoder, of experts, or of latent attention."""
+    one's own, nor for pipelines of experts or of latent attention."""
     return config.model.has_formulas and (
         config.layout.pipeline == 1 or has_stash_formula(config.model)
     )
@@ -197,11 +201,12 @@ def step_memory(
         raise ValueError("there are no formulas for the memory of this model and layout")
     buffers = buffers or config_buffers(config)
     transients = _transients(back_end, gated=config.model.gated)
-    rows = stack_rows(config, buffers.rows)
-    loops = [LayerLoop.of(config, rows, stack) for stack in stack_sizes(config.model)]
-    # While the layers of one stack compute, those of the stacks after it are done.
+    sizes = stack_sizes(config.model)
+    rows = {stack.part: count for stack, count in zip(sizes, buffers.rows)}
+    capacity = buffers.capacity or (0,) * len(sizes)
+    loops = [LayerLoop.of(config, rows, stack, room) for stack, room in zip(sizes, capacity)]
     passes = [
-        _stack_memory(config, loops[: n + 1], rows, transients, buffers, own_host)
+        _stack_memory(config, loops, n, rows, transients, buffers, own_host)
         for n in range(len(loops))
     ]
     return functools.reduce(larger, passes)
@@ -210,6 +215,7 @@ def step_memory(
 def _stack_memory(
     config: Config,
     loops: list[LayerLoop],
+    number: int,
     rows: Rows,
     transients: Transients,
     buffers: RankBuffers,
@@ -218,14 +224,18 @@ def _stack_memory(
     """Memory of a step, its phases those of one stack.
 
     Args:
-      loops: of the stacks up to this one.
+      loops: of all stacks.
+      number: of this one.
     """
-    model, layout, loop = config.model, config.layout, loops[-1]
-    is_last = len(loops) == len(rows)
+    model, layout, loop = config.model, config.layout, loops[number]
+    # While the layers of one stack compute, those of the stacks after it are done; but a rank of a
+    # pipeline has buffers for the chunks of each.
+    before, is_last = loops[: number + 1], number == len(loops) - 1
     moments = moment_bytes(config, rows)
     host_optimizer = moments if layout.offloads("optimizer") else 0
-    stash, host_stash = (sum(each) for each in zip(*(_stash(config, one) for one in loops)))
+    stash, host_stash = (sum(each) for each in zip(*(_stash(config, one) for one in before)))
     pipelined = layout.pipeline > 1
+    message = message_bytes(config, loops)
     attention = (model.num_heads + model.num_kv_heads) * model.head_dim
     at_rest = parameter_bytes(config, rows)
     gradients = loop.accumulated * (loop.sums + _tied_sums(config, loop))
@@ -234,8 +244,8 @@ def _stack_memory(
         optimizer=moments + count_bytes(config) - own_host * host_optimizer,
         batch=batch_bytes(config),
         gradients=gradients,
-        stash=select(pipelined, _slots(config, loop, buffers), stash - own_host * host_stash),
-        layer_weights=_layer_weights(config, loop, transients, buffers),
+        stash=select(pipelined, _slots(config, loops, buffers), stash - own_host * host_stash),
+        layer_weights=_layer_weights(config, loop, loops, transients),
         zeros=loop.beside
         * transients.zeros
         * max(loop.compute, 4)
@@ -244,7 +254,9 @@ def _stack_memory(
         // layout.tensor_columns,
         outer_gradients=_outer_gradients(config, loop, transients)
         if len(rows) == 1
-        else stacks_outer_gradients(config, loop, transients, is_last=is_last),
+        else select(
+            pipelined, 0, stacks_outer_gradients(config, loop, transients, is_last=is_last)
+        ),
         group=_group(config, loop),
         working_set=working_set_bytes(config, loop, transients),
         attention=biased_attention_bytes(config, loop, transients),
@@ -262,11 +274,10 @@ def _stack_memory(
         moments_copy=moments if config.optimizer.name == "lion" else 0,
         host_optimizer=host_optimizer,
         host_stash=host_stash,
-        messages=select(
-            pipelined, (buffers.inbox + buffers.input + 2) * stream_bytes(config, loop)
-        ),
-        outer_weights=select(pipelined, _held_weights(config, loop, buffers)),
-        pending=select(pipelined & loop.scatters, _pending(config, loop, buffers)),
+        messages=select(pipelined, (buffers.inbox + buffers.input + 2) * message),
+        received=select(pipelined & (len(loops) > 1), buffers.residual_w * message),
+        outer_weights=select(pipelined, _held_weights(config, loop)),
+        pending=select(pipelined & loop.scatters, _pending(config, loop, loops)),
         parameters_copy=select(
             transients.copies & (layout.fsdp > 1) & np.isin(layout.zero_stage, (1, 2)), at_rest
         ),
@@ -278,7 +289,7 @@ def _stack_memory(
         restacked=restacked_bytes(config, loop)
         if transients.in_place and has_experts(model, loop.part)
         else 0,
-        between_stacks=held_between_bytes(config, loops),
+        between_stacks=select(pipelined, 0, held_between_bytes(config, before)),
     )
 
 
@@ -290,34 +301,45 @@ def _transients(back_end: str, *, gated: bool) -> Transients:
 
 
 def _layer_weights(
-    config: Config, loop: LayerLoop, transients: Transients, buffers: RankBuffers
+    config: Config, loop: LayerLoop, loops: list[LayerLoop], transients: Transients
 ) -> Ints:
-    """Of the current layer, and prefetched."""
-    gathered = loop.weights * select(config.layout.pipeline > 1, buffers.capacity, 2)
+    """Of the current layer, and prefetched; in a pipeline those of a chunk of each stack."""
+    chunks = sum(one.capacity * one.weights for one in loops)
+    gathered = select(config.layout.pipeline > 1, chunks, 2 * loop.weights)
     # An all-gather of shards that are not whole tiles pads every row with an empty one.
     gathered = gathered + select(ragged(config, transients), mlp_weights(config, loop.part))
     return loop.compute * select(loop.gathers, gathered, 0 if transients.ahead else loop.weights)
 
 
-def _slots(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
-    """Saved activations of a rank's chunks between operations."""
+def _slots(config: Config, loops: list[LayerLoop], buffers: RankBuffers) -> Ints:
+    """Saved activations of a rank's chunks between operations: each slot has room for a chunk of
+    every stack."""
     if not has_stash_formula(config.model):
         return 0  # there is no pipeline: `is_predicted`
-    each = stash_bytes(config.model, config.layout.remat_policy, config.layout)
-    kept = sum(getattr(buffers, name) * size for name, size in each.items())
-    return buffers.capacity * loop.tokens * kept // config.layout.tensor
+
+    def kept(each: Mapping[str, Ints]) -> Ints:
+        return sum(getattr(buffers, name) * size for name, size in each.items())
+
+    model, layout, total = config.model, config.layout, 0
+    for loop in loops:
+        cross = loop.part == "decoder"
+        each = loop.tokens * kept(stash_bytes(model, layout.remat_policy, layout, cross=cross))
+        if cross:
+            each = each + loop.source * kept(source_stash_bytes(model, layout.remat_policy))
+        total = total + loop.capacity * each // layout.tensor
+    return total
 
 
-def _held_weights(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
+def _held_weights(config: Config, loop: LayerLoop) -> Ints:
     """Gathered weights of embedding, head and the next chunk."""
     outer = elements(config, "embed") + head_elements(config)
-    return loop.compute * (outer + select(loop.gathers, buffers.capacity * loop.weights))
+    return loop.compute * (outer + select(loop.gathers, loop.capacity * loop.weights))
 
 
-def _pending(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
-    """A chunk's gradients before and after their reduce-scatter."""
-    chunk = buffers.capacity * (loop.weights + elements(config, "layers", True))
-    return loop.accumulated * chunk
+def _pending(config: Config, loop: LayerLoop, loops: list[LayerLoop]) -> Ints:
+    """Gradients of a chunk of each stack before their reduce-scatter, and of one after it."""
+    whole = sum(one.capacity * one.weights for one in loops)
+    return loop.accumulated * (whole + loop.capacity * elements(config, loop.part, True))
 
 
 def _tied_sums(config: Config, loop: LayerLoop) -> Ints:

@@ -105,6 +105,16 @@ class ModelShape:
         shape = replace(shape, extra_params=model.num_layer_params - usual)
         return replace(shape, extra_head_params=model.num_params - unused - shape.num_params)
 
+    @property
+    def encoder(self) -> "ModelShape":
+        """The encoder's layers as a model of their own, which shares its embedding and has no
+        head."""
+        if not self.encoder_layers:
+            raise ValueError("the model has no encoder")
+        lengths = {"layers": self.encoder_layers, "seq_len": self.encoder_seq_len}
+        alone = {"causal": False, "encoder_layers": 0, "encoder_seq_len": 0}
+        return replace(self, **lengths, **alone)
+
     # Layers of each kind.
 
     @property

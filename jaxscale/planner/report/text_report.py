@@ -46,6 +46,7 @@ PARTS = {
     "outer_weights": "gathered embedding and head",
     "outer_gradients": "gradients of embedding and head",
     "messages": "pipeline send and receive buffers",
+    "received": "streams kept for weight gradients",
     "pending": "gradients of a chunk before reduction",
     "carried": "gradients of the previous layer",
     "walk_end": "gradients waiting for reduction",

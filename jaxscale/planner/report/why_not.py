@@ -116,7 +116,7 @@ def _pipeline_problem(query: Query, layout: Layout) -> str:
     if layout.pipeline == 1:
         return ""
     try:
-        open_stages(layout, query.shape.layers, query.planned_model.head_cost)
+        open_stages(layout, query.planned_model.stacks, query.planned_model.head_cost)
     except ValueError as error:
         return str(error)
     return ""

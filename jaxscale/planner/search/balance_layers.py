@@ -7,12 +7,15 @@ long as the makespan gets shorter.
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
+from jaxscale.pipeline.partition import StackLayers, model_partitions
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
 from jaxscale.planner.search.plan import Plan, predict_plan
 from jaxscale.planner.search.space import Query
+from jaxscale.planner.tables.pipeline_slots import stage_stacks
 from jaxscale.planner.tables.table_makespan import TableSpec
 
 WORTH = 1e-3
@@ -38,37 +41,56 @@ def rebalance_layers(query: Query, plan: Plan) -> Plan:
 
 
 def balance_by_seconds(query: Query, plan: Plan) -> tuple[int, ...]:
-    """Moves one layer at a time, the one that shortens the step most, until no move does."""
+    """Moves layers between the stages of a stack, the move that shortens the step most, until none
+    does; from every number of stages that a stack may have."""
     costs, spec = (
         UnevenPipelineCost.of(query.shape, query.cluster, plan.parallelism),
         TableSpec.of(plan.layout),
     )
-    layers = np.array(plan.layers)
+    stacks = plan.planned_model.stacks
 
     def makespans(splits: np.ndarray) -> np.ndarray:
         return costs.makespan([0], spec, splits)
 
-    now = makespans(layers[None])[0]
-    while True:
-        splits = _moves(layers)
-        found = makespans(splits) if len(splits) else np.array([np.inf])
-        if found.min() >= now * (1 - 1e-6):
-            return tuple(layers.tolist())
-        layers, now = splits[found.argmin()], found.min()
+    def balanced(layers: np.ndarray) -> tuple[float, tuple[int, ...]]:
+        now = makespans(layers[None])[0]
+        while True:
+            splits = _moves(layers, stacks)
+            found = makespans(splits) if len(splits) else np.array([np.inf])
+            if found.min() >= now * (1 - 1e-6):
+                return float(now), tuple(layers.tolist())
+            layers, now = splits[found.argmin()], found.min()
+
+    starts = {plan.layers: None, **dict.fromkeys(_even_splits(stacks, len(plan.layers)))}
+    return min((balanced(np.array(one)) for one in starts), key=lambda found: found[0])[1]
 
 
-def _moves(layers: np.ndarray) -> np.ndarray:
-    """int [moves, stages], the splits that moving one layer gives."""
-    stages = range(len(layers))
+def _even_splits(stacks: Sequence[StackLayers], stages: int) -> list[tuple[int, ...]]:
+    """The most even split for each number of stages of the first of two stacks."""
+    if len(stacks) != 2:
+        return []
+    shares = [(n, stages - n) for n in range(1, stages)]
+    return [
+        min(model_partitions(stacks, share), key=lambda one: max(one) - min(one))
+        for share in shares
+        if all(stack.num_layers >= n * stack.period for stack, n in zip(stacks, share))
+    ]
+
+
+def _moves(layers: np.ndarray, stacks: Sequence[StackLayers]) -> np.ndarray:
+    """int [moves, stages], the splits that moving one layer gives, or one period of layers."""
+    stages, of_stack = range(len(layers)), stage_stacks(tuple(layers.tolist()), stacks)
     ends = {0, len(layers) - 1}
     moves = [
-        (source, target)
+        (source, target, stacks[of_stack[source]].period)
         for source, target in itertools.permutations(stages, 2)
-        if layers[source] > 1 and (len(layers) <= ALL_PAIRS or ends & {source, target})
+        if of_stack[source] == of_stack[target]
+        and layers[source] > stacks[of_stack[source]].period
+        and (len(layers) <= ALL_PAIRS or ends & {source, target})
     ]
     splits = np.repeat(layers[None], len(moves), axis=0)
     rows = np.arange(len(moves))
-    sources, targets = np.array(moves, int).reshape(-1, 2).T
-    splits[rows, sources] -= 1
-    splits[rows, targets] += 1
+    sources, targets, many = np.array(moves, int).reshape(-1, 3).T
+    splits[rows, sources] -= many
+    splits[rows, targets] += many
     return splits

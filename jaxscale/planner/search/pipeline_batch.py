@@ -3,11 +3,11 @@
 Layouts that differ in other axes share their table, so each distinct pipeline is worked out once.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
 from jaxscale.planner.model.layout_batch import LayoutBatch
@@ -19,6 +19,7 @@ from jaxscale.planner.tables.pipeline_slots import (
     RankBuffers,
     busiest_rank_buffers,
     default_stage_layers,
+    stack_buffers,
 )
 from jaxscale.planner.tables.table_makespan import TableSpec
 
@@ -28,6 +29,7 @@ class PipelineBatch(NamedTuple):
 
     specs: list[TableSpec]
     layers: list[tuple[int, ...]]  # of each spec, the layers of each virtual stage
+    stacks: tuple[StackLayers, ...]  # of the model
     index: np.ndarray  # int [N], the spec of each layout
 
     def take(self, mask: np.ndarray) -> "PipelineBatch":
@@ -47,21 +49,19 @@ def make_pipelines(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> 
         TableSpec(schedule.name, p, m, v, schedule.fused, keep) for p, m, v in distinct.tolist()
     ]
     layers = [
-        schedule.layers or default_stage_layers(spec, model.shape.layers, model.head_cost)
+        schedule.layers or default_stage_layers(spec, model.stacks, model.head_cost)
         for spec in specs
     ]
-    return PipelineBatch(specs, layers, index.reshape(-1))
+    return PipelineBatch(specs, layers, model.stacks, index.reshape(-1))
 
 
 def batch_buffers(pipelines: PipelineBatch) -> RankBuffers:
     """The buffers of the busiest rank; fields are int [N]."""
-    each = [busiest_rank_buffers(*one) for one in zip(pipelines.specs, pipelines.layers)]
-    return RankBuffers(
-        **{
-            field.name: np.array([getattr(one, field.name) for one in each])[pipelines.index]
-            for field in dataclasses.fields(RankBuffers)
-        }
-    )
+    each = [
+        busiest_rank_buffers(spec, layers, pipelines.stacks)
+        for spec, layers in zip(pipelines.specs, pipelines.layers)
+    ]
+    return stack_buffers(each, pipelines.index)
 
 
 def batch_step_seconds(
@@ -73,7 +73,8 @@ def batch_step_seconds(
       pipelines: None for layouts without a pipeline.
     """
     if pipelines:
-        return uneven_cost(query, layouts).step_seconds(*pipelines)
+        cost = uneven_cost(query, layouts)
+        return cost.step_seconds(pipelines.specs, pipelines.layers, pipelines.index)
     parallelism = Parallelism.of(layouts, query.planned_model.sequences)
     seconds = step_cost(query.shape, query.cluster, parallelism).step_seconds
     return np.broadcast_to(seconds, (len(layouts),))

@@ -101,7 +101,8 @@ class Plan:
         program, with the buffers of the busiest rank."""
         if self.layout.pipeline == 1:
             return [self.memory_bytes]
-        each = buffers_by_rank(TableSpec.of(self.layout), self.layers)
+        stacks = self.planned_model.stacks
+        each = buffers_by_rank(TableSpec.of(self.layout), self.layers, stacks)
         return [
             int(self.planned_model.memory(self.layout, buffers, self.back_end).peak)
             for buffers in each
@@ -155,10 +156,10 @@ def predict_plan(query: Query, layout: Layout) -> Plan:
         terms = {name: float(value) for name, value in seconds.terms.items()}
     else:
         pipeline, given = TableSpec.of(layout), layout.schedule_spec.layers
-        layers = given or default_stage_layers(pipeline, model.shape.layers, model.head_cost)
+        layers = given or default_stage_layers(pipeline, model.stacks, model.head_cost)
         costs = UnevenPipelineCost.of(query.shape, query.cluster, parallelism)
         seconds, terms = costs.seconds, costs.terms(pipeline, layers)
-        buffers = busiest_rank_buffers(pipeline, layers)
+        buffers = busiest_rank_buffers(pipeline, layers, model.stacks)
     hidden = {name: float(value) for name, value in seconds.hidden.items()}
     needs = model.memory(layout, buffers, query.back_end)
     plain = {field.name: int(getattr(needs, field.name)) for field in dataclasses.fields(needs)}

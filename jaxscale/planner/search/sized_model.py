@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from jaxscale.choices import nearest_divisors
 from jaxscale.layout import Layout
+from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory import analytic
 from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
@@ -26,9 +27,11 @@ REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attent
 OFFLOADS = ("none", "optimizer")
 """Without activations: there is no formula for what they would transfer."""
 
+NO_CROSS_CONTEXT = "there is no formula for cross attention under context parallelism"
 ENCODER_EXCLUDES = {
-    "pipeline": "there are no formulas for pipelines of an encoder and a decoder",
-    "context": "there is no formula for cross attention under context parallelism",
+    "pipeline": "there are no formulas for pipelines of an encoder and a decoder of which only the "
+    "sizes are known",
+    "context": NO_CROSS_CONTEXT,
 }
 """Axes that must be 1 for an encoder-decoder, and why."""
 
@@ -89,6 +92,11 @@ class SizedModel:
     def remats(self) -> tuple[str, ...]:
         """Policies to try. For layers with biases saved bytes are not known per tensor."""
         return tuple(one for one in REMATS if not (self.shape.biases and one.startswith("save:")))
+
+    @property
+    def stacks(self) -> tuple[StackLayers, ...]:
+        """The layers that a pipeline divides: those of a decoder, see `ENCODER_EXCLUDES`."""
+        return (StackLayers("layers", self.shape.layers),)
 
     @property
     def head_cost(self) -> float:
@@ -226,5 +234,5 @@ class SizedModel:
         """
         parallelism = Parallelism.of(layouts, self.sequences)
         return analytic.analytic_memory(
-            self.shape, parallelism, buffers or RankBuffers(self.shape.layers), back_end
+            self.shape, parallelism, buffers or RankBuffers((self.shape.layers,)), back_end
         )

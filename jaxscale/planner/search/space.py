@@ -19,6 +19,7 @@ import numpy as np
 from jaxscale.choices import did_you_mean, divisors, nearest_divisors
 from jaxscale.config import Config
 from jaxscale.layout import ACCUMULATIONS, MESH_AXES, Layout, parse_remat, parse_schedule
+from jaxscale.pipeline.partition import has_layers
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, SHIPPED, find_schedule, is_foreign
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.memory.step import Memory
@@ -237,7 +238,7 @@ def combine(
     if not wanted.any():
         return None
     try:
-        axes = {"pipeline": 2, "context": 2} if pipelined else {}
+        axes = {"pipeline": 2, "context": 1 + int((context & wanted).any())} if pipelined else {}
         layout = Layout(**axes, **options)
         query.planned_model.check_policies(layout)
     except ValueError as error:
@@ -258,7 +259,9 @@ def _runnable(
     keys = list(zip(np.asarray(layouts.pipeline).tolist(), layouts.microbatches.tolist()))
     served = {(p, m): schedule.serves(p, m, v, 1) for p, m in set(keys)}
     serves = np.array([served[key] for key in keys])
-    enough = np.asarray(layouts.pipeline) * v <= query.shape.layers
+    stacks = query.planned_model.stacks
+    whole = {p: has_layers(stacks, p * v) for p, _ in served}
+    enough = np.array([whole[p] for p, _ in keys])
     rejected["the schedule does not support the ranks and micro-batches"] += int((~serves).sum())
     rejected["fewer layers than pipeline stages"] += int((serves & ~enough).sum())
     good = serves & enough

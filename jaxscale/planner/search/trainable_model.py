@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxscale.config import Config
 from jaxscale.layout import OFFLOADS, Layout
+from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory.saved_activations import has_stash_formula
 from jaxscale.planner.memory.step import Memory, step_memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
@@ -18,7 +19,7 @@ from jaxscale.planner.model.param_shapes import parameters
 from jaxscale.planner.model.remat_flops import recomputed_flops
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.search import sized_model
-from jaxscale.planner.tables.pipeline_slots import RankBuffers
+from jaxscale.planner.tables.pipeline_slots import RankBuffers, stack_layers
 from jaxscale.sharding.rules import (
     REPLICATED_WEIGHTS,
     WEIGHTS,
@@ -82,7 +83,7 @@ class TrainableModel:
     def _excludes(self) -> Mapping[str, str]:
         """Axes that have no formula, and why."""
         if self._has_encoder:
-            return sized_model.ENCODER_EXCLUDES
+            return {"context": sized_model.NO_CROSS_CONTEXT}
         return {} if has_stash_formula(self.config.model) else EXPERT_EXCLUDES
 
     @functools.cached_property
@@ -111,9 +112,13 @@ class TrainableModel:
     @property
     def head_cost(self) -> float:
         """FLOPs of the head over those of a layer."""
-        if self._has_encoder:
-            return self.shape.head_flops / self.shape.layer_forward_flops
-        return self.config.model.head_cost(self.config.data.seq_len)
+        data = self.config.data
+        return self.config.model.head_cost(data.seq_len, data.output_len)
+
+    @functools.cached_property
+    def stacks(self) -> tuple[StackLayers, ...]:
+        """The layers that a pipeline divides."""
+        return stack_layers(self.config.model)
 
     @property
     def has_tensor_rows(self) -> bool:
@@ -147,8 +152,8 @@ class TrainableModel:
         """Of training, with recompute; `recomputed` is the share of a pipeline's passes that R
         operations recompute."""
         if self._has_encoder:
-            every = self.shape.flops_per_token + recomputed_flops(self.shape, remat)
-            return every * self._predicted_share
+            again = recomputed * self.shape.block_flops or recomputed_flops(self.shape, remat)
+            return (self.shape.flops_per_token + again) * self._predicted_share
         return self.config.model.hardware_flops_per_token(
             self.config.data.seq_len, remat=remat, recomputed=recomputed
         )
@@ -201,6 +206,8 @@ class TrainableModel:
         if not self._has_encoder:
             return ""
         for name, known in (("remat", self.remats), ("offload", self.offloads)):
+            if name == "remat" and layout.remat_policy.kept_passes:
+                continue  # "full" for some passes
             if getattr(layout, name) not in known:
                 return (
                     f"layout.{name} = {getattr(layout, name)!r}: there is no formula for its FLOPs "
@@ -256,5 +263,5 @@ def batch_memory(
       buffers: of a pipeline's busiest rank; None without a pipeline.
     """
     many: Any = _ConfigBatch(config.model, config.data, config.optimizer, layouts)
-    buffers = buffers or RankBuffers(rows=config.model.num_layers)
+    buffers = buffers or RankBuffers.whole(config.model)
     return step_memory(many, back_end, own_host=own_host, buffers=buffers)

@@ -5,15 +5,23 @@ the same number of slots, so no table needs to be large.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from jaxscale.config import Config
+from jaxscale.config import Config, ModelConfig
 from jaxscale.pipeline.buffer_slots import count_slots
-from jaxscale.pipeline.partition import best_partition, candidate_partitions
+from jaxscale.pipeline.partition import (
+    StackLayers,
+    best_partition,
+    deal_stages,
+    model_partitions,
+    stack_shares,
+)
 from jaxscale.pipeline.stages import chunk_stages, open_stages
-from jaxscale.planner.model.param_shapes import Ints
+from jaxscale.planner.model.param_shapes import Ints, stack_sizes
 from jaxscale.planner.tables.table_makespan import (
     OperationSeconds,
     TableSpec,
@@ -29,35 +37,89 @@ class RankBuffers:
     """Layers and buffer slots of a rank: ints, or int [N]; the defaults are those without a
     pipeline."""
 
-    rows: Ints  # layers of all chunks, each with the capacity of the largest
-    capacity: Ints = 0  # layers of one chunk
+    rows: tuple[Ints, ...]  # of each stack, layers of all chunks, each as large as the largest
+    capacity: tuple[Ints, ...] = ()  # of each stack, layers of one chunk
     residual_b: Ints = 0  # slots
     residual_w: Ints = 0
     cotangent: Ints = 0
     input: Ints = 0
     inbox: Ints = 0
 
+    @classmethod
+    def whole(cls, model: ModelConfig) -> "RankBuffers":
+        """Without a pipeline."""
+        return cls(tuple(stack.num_layers for stack in stack_sizes(model)))
 
-def busiest_rank_buffers(spec: TableSpec, layers: tuple[int, ...]) -> RankBuffers:
+
+def stack_buffers(each: Sequence[RankBuffers], index: Any) -> RankBuffers:
+    """Buffers of N layouts; fields are int [N].
+
+    Args:
+      index: int [N], the entry of `each` that a layout has.
+    """
+    several: dict[str, Any] = {
+        name: tuple(np.array(one)[index] for one in zip(*(getattr(rank, name) for rank in each)))
+        for name in ("rows", "capacity")
+    }
+    slots: dict[str, Any] = {
+        name: np.array([getattr(one, name) for one in each])[index] for name in SLOTS
+    }
+    return RankBuffers(**several, **slots)
+
+
+def stack_layers(model: ModelConfig) -> tuple[StackLayers, ...]:
+    """The stacks of a model, as a pipeline divides them."""
+    return tuple(StackLayers(name, count, model.period) for name, count in stack_sizes(model))
+
+
+def busiest_rank_buffers(
+    spec: TableSpec, layers: tuple[int, ...], stacks: Sequence[StackLayers]
+) -> RankBuffers:
     """Buffers of the busiest rank, which all ranks allocate.
 
     Args:
       layers: of each virtual stage.
     """
-    capacity = max(layers)
-    return RankBuffers(spec.virtual_stages * capacity, capacity, **most_slots(spec))
+    stack_of_stage = stage_stacks(layers, stacks)
+    numbers = range(len(stacks))
+    capacity = tuple(int(np.array(layers)[stack_of_stage == n].max()) for n in numbers)
+    chunks = stack_of_stage[_chunk_stages(spec.schedule, spec.ranks, spec.virtual_stages)]
+    rows = tuple(int((chunks == n).sum(axis=1).max()) * capacity[n] for n in numbers)
+    return RankBuffers(rows, capacity, **most_slots(spec))
 
 
-def buffers_by_rank(spec: TableSpec, layers: tuple[int, ...]) -> list[RankBuffers]:
+def buffers_by_rank(
+    spec: TableSpec, layers: tuple[int, ...], stacks: Sequence[StackLayers]
+) -> list[RankBuffers]:
     """Buffers that each rank uses; all allocate those of the busiest."""
     table = pipeline_table(spec)
     slots = count_slots(table)
+    chunks = chunk_stages(table.order)
+    of_stack = stage_stacks(layers, stacks)[chunks], range(len(stacks))
+
+    def of_stacks(rank: int) -> list[np.ndarray]:
+        return [np.array(layers)[chunks][rank][of_stack[0][rank] == n] for n in of_stack[1]]
+
     return [
         RankBuffers(
-            int(mine.sum()), int(mine.max()), **{name: int(slots[name][n]) for name in SLOTS}
+            tuple(int(mine.sum()) for mine in of_stacks(rank)),
+            tuple(int(mine.max(initial=0)) for mine in of_stacks(rank)),
+            **{name: int(slots[name][rank]) for name in SLOTS},
         )
-        for n, mine in enumerate(np.array(layers)[chunk_stages(table.order)])
+        for rank in range(len(chunks))
     ]
+
+
+def stage_stacks(layers: tuple[int, ...], stacks: Sequence[StackLayers]) -> np.ndarray:
+    """int [stages], the index of each virtual stage's stack."""
+    return np.repeat(np.arange(len(stacks)), stack_shares(layers, stacks))
+
+
+@functools.cache
+def _chunk_stages(schedule: str, ranks: int, virtual_stages: int) -> np.ndarray:
+    """int [ranks, chunks], the virtual stage of each chunk: the same for any number of
+    micro-batches and any recompute."""
+    return chunk_stages(pipeline_table(TableSpec(schedule, ranks, 2 * ranks, virtual_stages)).order)
 
 
 def config_buffers(config: Config) -> RankBuffers:
@@ -68,13 +130,14 @@ def config_buffers(config: Config) -> RankBuffers:
     """
     model, layout = config.model, config.layout
     if layout.pipeline == 1:
-        return RankBuffers(rows=model.num_layers)
-    stages = open_stages(layout, model.num_layers, model.head_cost(config.data.seq_len))
-    order = stages.table.order
+        return RankBuffers.whole(model)
+    stacks = stack_layers(model)
+    head_cost = model.head_cost(config.data.seq_len, config.data.output_len)
+    stages = open_stages(layout, stacks, head_cost)
+    held = [(stages.chunks["stack"] == n).sum(axis=1).max() for n in range(len(stacks))]
+    capacity = tuple(stages.capacity(n) for n in range(len(stacks)))
     slots = {name: stages.program.slots[name] for name in SLOTS}
-    return RankBuffers(
-        rows=order.virtual_stages * stages.capacity(), capacity=stages.capacity(), **slots
-    )
+    return RankBuffers(tuple(int(h) * c for h, c in zip(held, capacity)), capacity, **slots)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -89,14 +152,17 @@ def most_slots(spec: TableSpec) -> dict[str, int]:
     return {name: base[name] + rounds * (after[name] - base[name]) for name in base}
 
 
-def default_stage_layers(spec: TableSpec, num_layers: int, head_cost: float) -> tuple[int, ...]:
+def default_stage_layers(
+    spec: TableSpec, stacks: Sequence[StackLayers], head_cost: float
+) -> tuple[int, ...]:
     """The layers of each virtual stage where the layout leaves them to the engine
     (`pipeline.partition.partition_layers`).
 
     Args:
       head_cost: FLOPs of the head over those of a layer.
     """
-    splits = candidate_partitions(num_layers, spec.stages)
+    shares = deal_stages([stack.num_layers for stack in stacks], spec.stages)
+    splits = model_partitions(stacks, shares)
     each = np.array(splits, float)
     head = np.zeros_like(each)
     head[:, -1] = 3 * head_cost

@@ -14,7 +14,11 @@ from jaxscale.planner.memory.step import step_memory
 
 BATCH, PASSES = "data.global_batch_size", "layout.microbatches"
 BLOCKWISE = "model.attention=blockwise"
-MT5 = ("layout.fsdp=8", "layout.remat=full", f"{BATCH}=512")
+FULL = "layout.remat=full"
+PIPE = ("layout.pipeline=4",)
+HALVES, MANY = (*PIPE, "layout.fsdp=2"), (*PIPE, "layout.fsdp=16")
+INTERLEAVED = ("layout.schedule=interleaved", "layout.virtual_stages=2")
+MT5 = ("layout.fsdp=8", FULL, f"{BATCH}=512")
 SHARED = {"layout": {"data": 1, "fsdp": 8, "zero_stage": 3, "remat": "full"}}
 PYTHIA = SHARED | {
     "model": {
@@ -47,7 +51,7 @@ GEMMA = SHARED | {
 
 
 class Compiled(NamedTuple):
-    """A step for eight GPUs of a node."""
+    """A step for eight GPUs of a node, or for 64."""
 
     base: Any  # a shipped config, or the settings of one
     settings: tuple[str, ...]
@@ -109,10 +113,54 @@ STEPS = {
     "pythia_1b h200, 64 sequences, 2 passes, stage 3": Compiled(
         PYTHIA, (f"{BATCH}=64", f"{PASSES}=2", "layout.zero_stage=3"), 4_958_657_604
     ),
+    "mt5_base h200, 1f1b, stage 1": Compiled(
+        "mt5_base",
+        (*HALVES, "layout.zero_stage=1", f"{BATCH}=128", f"{PASSES}=8", FULL),
+        8_578_132_700,
+    ),
+    "mt5_base h200, interleaved, stage 3": Compiled(
+        "mt5_base",
+        (*HALVES, "layout.zero_stage=3", f"{BATCH}=128", f"{PASSES}=8", *INTERLEAVED, FULL),
+        6_250_273_644,
+    ),
+    "mt5_base h200, zb_v, nothing recomputed": Compiled(
+        "mt5_base",
+        (
+            *HALVES,
+            "layout.zero_stage=1",
+            f"{BATCH}=32",
+            f"{PASSES}=8",
+            "layout.schedule=zb_v",
+            "layout.remat=none",
+        ),
+        6_552_391_148,
+    ),
+    "mt5_large 64 a100-80, interleaved, stage 2": Compiled(
+        "mt5_large",
+        (*MANY, "layout.zero_stage=2", f"{PASSES}=16", *INTERLEAVED, FULL),
+        7_183_274_676,
+    ),
+    "mt5_large 64 a100-80, zb_v, two passes kept": Compiled(
+        "mt5_large",
+        (
+            *MANY,
+            "layout.zero_stage=1",
+            f"{PASSES}=16",
+            "layout.schedule=zb_v",
+            "layout.remat=keep:2",
+        ),
+        18_858_664_204,
+    ),
+    "mt5_large 64 h200, 1f1b, tensor 2": Compiled(
+        "mt5_large",
+        (*PIPE, "layout.fsdp=8", "layout.tensor=2", "layout.zero_stage=3", f"{PASSES}=8", FULL),
+        11_199_504_220,
+    ),
 }
 """Llama, Gemma and mT5 rows without micro-batches showed what the formulas of the head and of
-gradients missed, and the rows of two passes what waits for the head; the others were compiled
-afterwards."""
+gradients missed, the rows of two passes what waits for the head, the first pipelines of mt5_base
+what the last rank's head holds, and the one with tensor ranks what W reads; the others were
+compiled afterwards."""
 
 
 def test_they_are_right_in_the_median():

@@ -26,6 +26,7 @@ from jaxscale.planner.memory.saved_activations import (
     saved_bytes,
     saved_source_values,
     saved_values,
+    source_stash_bytes,
     stash_bytes,
 )
 from jaxscale.training.remat import rematerialised, rematerialised_attention
@@ -34,7 +35,7 @@ ROWS, TIME = 2, 64
 SIZES = {"d_model": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 10, "d_ff": 28}
 LLAMA = ModelConfig(**SIZES)
 GPT = ModelConfig(**SIZES, family="gpt")
-MT5 = ModelConfig(**SIZES, family="mt5")
+PAIRED = ModelConfig(**SIZES, family="mt5", num_layers=1, num_encoder_layers=1)
 MODELS = {
     "llama": LLAMA,
     "qk_norm": dataclasses.replace(LLAMA, qk_norm=True, compute_dtype="float32"),
@@ -157,36 +158,75 @@ def test_a_rank_has_room_for_all_rows_that_may_arrive():
         assert expert_capacity(one, seq_len) == capacity_of(factor, seq_len, 2, 8)
 
 
-@pytest.mark.parametrize("remat", POLICIES)
-def test_layers_of_an_encoder_and_a_decoder_keep_these_values(remat):
-    source = TIME - 16
-    settings = dataclasses.replace(MT5, num_layers=1, num_encoder_layers=1)
-    policy, dtype = parse_remat(remat), jnp.dtype(settings.compute_dtype)
+SOURCE = TIME - 16
+
+
+def layers_of_both(settings, policy, *, in_pipeline=False):
+    """A layer of the encoder and one of the decoder, each with what it takes. With "full", the
+    operations of a pipeline recompute it, not the layer itself."""
+    dtype = jnp.dtype(settings.compute_dtype)
     attend = functools.partial(attention, implementation="blockwise")
-    model = EncoderDecoder(settings, rematerialised_attention(Kernels(attend), policy))
+    plain = in_pipeline and policy.kind == "full"
+    kernels = Kernels(attend) if plain else rematerialised_attention(Kernels(attend), policy)
+    model = EncoderDecoder(settings, kernels)
     params = jax.eval_shape(model.init, jax.random.key(0))
-    ints, far = (jax.ShapeDtypeStruct((ROWS, time), np.int32) for time in (TIME, source))
+    ints, far = (jax.ShapeDtypeStruct((ROWS, time), np.int32) for time in (TIME, SOURCE))
     extras = dict.fromkeys(("encoder_tokens", "encoder_segments", "encoder_positions"), far)
     batch, stream = Batch(ints, ints, ints, ints, ints, extras), {}
-    for stack, length, cross in zip(model.stacks, (source, TIME), (False, True)):
+    for stack in model.stacks:
         stream = jax.eval_shape(stack.enter, params["embed"], stream, batch)
         weights = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype), params[stack.name]
         )
-        forward, _ = split_vjp(rematerialised(layer_function(stack), policy))
-        context = batch, jax.ShapeDtypeStruct((), np.int32)
-        _, _, kept = jax.eval_shape(forward, weights, *split_stream(stack, stream), context)
-        values = [(one, length) for one in saved_values(settings, policy, cross=cross)]
-        values += [(one, source) for one in cross * saved_source_values(settings, policy)]
+        layer, context = layer_function(stack), (batch, jax.ShapeDtypeStruct((), np.int32))
+        layer = layer if plain else rematerialised(layer, policy)
+        yield layer, (weights, *split_stream(stack, stream), context)
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_layers_of_an_encoder_and_a_decoder_keep_these_values(remat):
+    policy = parse_remat(remat)
+    both = layers_of_both(PAIRED, policy)
+    for (layer, arguments), length, cross in zip(both, (SOURCE, TIME), (False, True)):
+        forward, _ = split_vjp(layer)
+        _, _, kept = jax.eval_shape(forward, *arguments)
+        values = [(one, length) for one in saved_values(PAIRED, policy, cross=cross)]
+        values += [(one, SOURCE) for one in cross * saved_source_values(PAIRED, policy)]
         # The first distances of the buckets are a constant of every layer.
         found = collections.Counter(
-            (leaf.size, leaf.dtype.itemsize)
-            for leaf in kept
-            if leaf.size > settings.relative_buckets
+            (leaf.size, leaf.dtype.itemsize) for leaf in kept if leaf.size > PAIRED.relative_buckets
         )
         assert found == collections.Counter(
             (ROWS * time * one.elements, one.element_bytes) for one, time in values
         )
+
+
+@pytest.mark.parametrize("family", ["mt5", "umt5"])
+@pytest.mark.parametrize(
+    "remat",
+    [
+        "full",
+        "save_matmuls",
+        "save_all_but_attention",
+        "save:query,key,value,attention,attention_out",
+        "save:query,attention_out",
+        "save:key,attention_out,mlp_gate",
+    ],
+)
+def test_a_pipeline_of_an_encoder_and_a_decoder_keeps_these_bytes(family, remat):
+    settings = dataclasses.replace(PAIRED, family=family, relative_bias=None)
+    policy = parse_remat(remat)
+    both = layers_of_both(settings, policy, in_pipeline=True)
+    for (layer, arguments), length, cross in zip(both, (SOURCE, TIME), (False, True)):
+        parts = split(layer, *arguments)
+        # Scales and tables of biases have gradients in these types, too.
+        found = [
+            sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.size > ROWS * TIME)
+            for leaves in (parts.residuals_b, parts.residuals_w, parts.saved)
+        ]
+        each = stash_bytes(settings, policy, cross=cross)
+        more = source_stash_bytes(settings, policy) if cross else dict.fromkeys(each, 0)
+        assert found == [ROWS * (length * each[name] + SOURCE * more[name]) for name in each]
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 
-from jaxscale.config import from_dict
+from jaxscale.config import Config, from_dict
 from jaxscale.layout import Layout
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.model.layout_batch import stack_layouts
 from jaxscale.planner.search.trainable_model import batch_memory
-from jaxscale.planner.tables.pipeline_slots import RankBuffers, config_buffers
+from jaxscale.planner.tables.pipeline_slots import config_buffers, stack_buffers
 
 CONFIG = from_dict(
     {
@@ -27,6 +27,13 @@ CONFIG = from_dict(
             "compute_dtype": "bfloat16",
         },
         "data": {"global_batch_size": 64, "seq_len": 256},
+    }
+)
+PAIRED = from_dict(
+    {
+        "model": {"family": "mt5", "num_encoder_layers": 8, "num_layers": 6, "num_heads": 8},
+        "data": {"objective": "span_corruption", "global_batch_size": 64, "seq_len": 256}
+        | {"target_len": 128},
     }
 )
 TEXTS = [
@@ -53,16 +60,13 @@ def sample(options: dict, pipelines: tuple[int, ...], count: int) -> list[Layout
     ]
 
 
-def check(layouts: list[Layout], optimizer: str) -> None:
+def check(layouts: list[Layout], optimizer: str, config: Config = CONFIG) -> None:
     config = dataclasses.replace(
-        CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, name=optimizer)
+        config, optimizer=dataclasses.replace(config.optimizer, name=optimizer)
     )
     configs = [dataclasses.replace(config, layout=one) for one in layouts]
     buffers = [config_buffers(one) for one in configs]
-    fields = [field.name for field in dataclasses.fields(RankBuffers)]
-    together = RankBuffers(
-        **{name: np.array([getattr(one, name) for one in buffers]) for name in fields}
-    )
+    together = stack_buffers(buffers, np.arange(len(buffers)))
     many = batch_memory(config, stack_layouts(layouts), together, "cpu", own_host=True)
     for n, one in enumerate(configs):
         alone = step_memory(one, own_host=True)
@@ -79,6 +83,8 @@ def test_many_layouts_are_each_of_them(options):
 @pytest.mark.parametrize("options", PIPELINES, ids=str)
 def test_many_pipelines_are_each_of_them(options):
     check(sample(options, (2, 4) if options["schedule"] != "zb_v" else (2,), 30), "adamw")
+    if options.get("virtual_stages") == 2:
+        check(sample(options, (2,), 20), "adamw", PAIRED)
 
 
 def test_taking_and_stacking():

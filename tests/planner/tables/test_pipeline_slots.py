@@ -1,11 +1,11 @@
 """What ranks hold is what the engine's own pipeline has."""
 
-import dataclasses
 import itertools
 
 import pytest
 
 from jaxscale.layout import Layout
+from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.planner.tables import pipeline_slots
 from jaxscale.planner.tables.table_makespan import TableSpec
@@ -27,19 +27,31 @@ def test_slots_are_those_of_the_program(name, chunks, fused, recompute):
         assert pipeline_slots.most_slots(TableSpec.of(layout)) == slots
 
 
+STACKS = (
+    *((StackLayers("layers", count),) for count in (8, 13, 22)),
+    (StackLayers("layers", 26, 3),),
+    (StackLayers("encoder", 12), StackLayers("decoder", 12)),
+    (StackLayers("encoder", 5), StackLayers("decoder", 9)),
+)
+
+
 @pytest.mark.parametrize("head_cost", [0.0, 0.4, 2.0])
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb_v", 2)])
 def test_layers_are_dealt_as_the_engine_deals_them(name, chunks, head_cost):
-    for num_layers in (8, 13, 22):
+    for stacks in STACKS:
         layout = Layout(pipeline=4, data=1, microbatches=12, virtual_stages=chunks, schedule=name)
         spec = TableSpec.of(layout)
-        layers = pipeline_slots.default_stage_layers(spec, num_layers, head_cost)
-        stages = open_stages(layout, num_layers, head_cost)
+        layers = pipeline_slots.default_stage_layers(spec, stacks, head_cost)
+        stages = open_stages(layout, stacks, head_cost)
         assert layers == stages.layers
-        one = pipeline_slots.busiest_rank_buffers(spec, layers)
-        assert (one.rows, one.capacity) == (chunks * stages.capacity(), stages.capacity())
-        each = pipeline_slots.buffers_by_rank(spec, layers)
-        assert [rank.rows for rank in each] == [sum(row) for row in stages.counts]
-        for field in dataclasses.fields(pipeline_slots.RankBuffers)[1:]:
-            most = max(getattr(rank, field.name) for rank in each)
-            assert most == getattr(one, field.name)
+        assert pipeline_slots.stage_stacks(layers, stacks).tolist() == [*stages.stack_of_stage]
+        one = pipeline_slots.busiest_rank_buffers(spec, layers, stacks)
+        rows = [len(layer_of_row) // 4 for layer_of_row in stages.layer_of_row.values()]
+        assert [*one.rows] == rows
+        assert [*one.capacity] == [stages.capacity(n) for n in range(len(stacks))]
+        each = pipeline_slots.buffers_by_rank(spec, layers, stacks)
+        assert [sum(rank.rows) for rank in each] == [sum(row) for row in stages.counts]
+        for n in range(len(stacks)):
+            assert max(rank.capacity[n] for rank in each) == one.capacity[n]
+        for slot in pipeline_slots.SLOTS:
+            assert max(getattr(rank, slot) for rank in each) == getattr(one, slot)
