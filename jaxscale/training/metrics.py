@@ -72,7 +72,7 @@ class Metrics:
         }
         self.track(record["step"], numbers)
 
-    def track(self, step: int, numbers: Mapping[str, float]) -> None:
+    def track(self, step: int, numbers: dict[str, float]) -> None:
         """Gives numbers to the trackers alone."""
         if self._writes:
             for tracker in self._trackers:
