@@ -58,4 +58,6 @@ def _fused_bytes(loop: LayerLoop, chunks: Ints, logits: Ints, matrix: Ints, pipe
     own = loop.scatters | piped
     several = both + select(own | loop.single, wide, 0)
     gradient = select(loop.single, 2, select(own, 1, 0)) * wide
-    return select(chunks == 1, maximum(both, gradient + loop.compute * logits), several)
+    most = select(chunks == 1, maximum(both, gradient + loop.compute * logits), several)
+    # Gradients that a rank of a pipeline reduce-scatters are copied first.
+    return maximum(most, select(loop.scatters & piped, 2 * wide, 0))
