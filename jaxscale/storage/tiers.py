@@ -77,6 +77,11 @@ def store_of(workdir: pathlib.Path) -> ObjectStore | None:
     return open_store(origin.read_text().strip()) if origin.is_file() else None
 
 
+def is_in_local_tier(folder: pathlib.Path) -> bool:
+    """Whether a folder of a run is in the local tier of an address."""
+    return any((parent / ORIGIN).is_file() for parent in folder.absolute().parents)
+
+
 @contextlib.contextmanager
 def fetching(workdir: pathlib.Path, *, training: bool = False) -> Iterator[ObjectStore | None]:
     """The store to bring a folder up to date from, one process at a time. None where there is no

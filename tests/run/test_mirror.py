@@ -200,6 +200,9 @@ def test_a_damaged_one_there_is_fallen_back_from(address, tmp_path, monkeypatch,
         store.remove([name])
     elif damage == "cut":
         store.write(name, bytes(data[:-1]))
+    elif damage == "description":
+        description = json.loads(data) | {"metadata": {"config": {}}}
+        store.write(marker, json.dumps(description).encode())
     elif damage == "name":
         description = json.loads(data)
         del description["digest"]
@@ -208,7 +211,7 @@ def test_a_damaged_one_there_is_fallen_back_from(address, tmp_path, monkeypatch,
         store.write(marker, json.dumps(description).encode())
     else:
         data[len(data) // 2] ^= 1
-        store.write(marker if damage == "description" else name, bytes(data))
+        store.write(name, bytes(data))
     move_to(monkeypatch, tmp_path / "second_machine")
     assert newest(address) == 4
     (warning,) = [line for line in lines() if line.startswith("warning")]

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxscale.data.text.file_io import read_file, reading
 from jaxscale.data.text.text_files import File, find_files
+from jaxscale.data.tokens.copied import copy_folder
 from jaxscale.data.tokens.index import (
     Index,
     content_fingerprint,
@@ -32,6 +33,7 @@ from jaxscale.data.tokens.verify import check_shards, digest_of
 from jaxscale.data_source import Source, to_sources
 from jaxscale.storage.durable import exclusive, move
 from jaxscale.storage.object_store import filesystem, is_remote
+from jaxscale.storage.tiers import is_in_local_tier
 
 ARRAYS = ("offsets", "hashes")
 """Of a folder, besides the shards, as .npy files."""
@@ -191,7 +193,8 @@ def open_folder(
     """The corpus in a folder of prepared shards, here or at an address.
 
     Args:
-      directory: where the small arrays of a folder at an address are cached, to be mapped.
+      directory: where the small arrays of a folder at an address are cached, to be mapped; in the
+        local tier of a run, all of it is.
       map: memory-maps local files; otherwise reads them.
 
     Raises:
@@ -200,6 +203,8 @@ def open_folder(
     if not is_remote(folder):
         folder = str(pathlib.Path(folder).expanduser())
     index = read_index(folder)
+    if is_remote(folder) and directory and is_in_local_tier(directory):
+        folder = copy_folder(folder, index, directory)
     if index.tokenizer_fingerprint != tokenizer.fingerprint:
         file = path_in(folder, index.tokenizer_file) if index.tokenizer_file else index.tokenizer
         raise ValueError(

@@ -17,6 +17,9 @@ FORMAT = "jaxscale shards 1"
 """Changes when the same documents and tokenizer would give other shards."""
 
 INDEX = "index.json"
+NAMES = ("file", "loss_file", "tokenizer_file", "fingerprint")
+"""Fields that become names of files: nothing outside the folder."""
+
 UNFINISHED = ".unfinished"
 """The folder inside it where unfinished shards are written."""
 
@@ -150,7 +153,7 @@ def _checked[Record: Shard | Index](record: Record) -> Record:
             kind = int | float
         if not isinstance(value, typing.cast(type, kind)) or isinstance(value, bool):
             raise ValueError(f"{field.name} is {value!r}")
-        if field.name in ("file", "loss_file", "tokenizer_file") and not _is_name(value):
+        if field.name in NAMES and not _is_name(value):
             raise ValueError(f"{field.name} = {value!r} is no name of a file in the folder")
     if isinstance(record, Index) and record.dtype not in ("uint16", "uint32"):
         raise ValueError(f"dtype is {record.dtype!r}")

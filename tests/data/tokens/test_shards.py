@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 
 from jaxscale.data.text.text_files import find_files
+from jaxscale.data.tokens import copied, verify
 from jaxscale.data.tokens import prepare as preparing
-from jaxscale.data.tokens import verify
 from jaxscale.data.tokens.corpus import Corpus, open_corpus, open_folder
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import Work, find_made, make_shard, plan
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from jaxscale.storage import tiers
+from jaxscale.storage.object_store import ObjectStore
 
 BYTES = load_tokenizer("bytes")
 
@@ -399,6 +401,61 @@ def test_entries_of_both_kinds_make_one_corpus(folder, texts, tmp_path):
     assert documents(corpus) == [(texts / "whole0.md").read_text(), *documents(prepared)]
     assert corpus.num_bytes == prepared.num_bytes + 350
     assert corpus.token_bytes[corpus.tokens].sum() == corpus.num_bytes
+
+
+@pytest.mark.parametrize("damaged", ["", "tokens-00002.npy", "hashes.npy"])
+def test_a_run_at_an_address_copies_shards_and_compares_them(
+    folder, tmp_path, monkeypatch, damaged
+):
+    """What differs is fetched again by the next start, and of the shards nothing else."""
+    store = fsspec.filesystem("memory")
+    store.put(str(folder), "/bucket/out", recursive=True)
+    monkeypatch.setenv("JAXSCALE_LOCAL_TIER", str(tmp_path / "tiers"))
+    directory = tiers.local_tier("memory://bucket/run") / "tokens"
+    local = open_corpus([str(folder)], BYTES)
+    try:
+        if damaged:
+            good = store.cat_file(f"/bucket/out/{damaged}")
+            store.pipe_file(f"/bucket/out/{damaged}", good[:-1] + bytes([good[-1] ^ 1]))
+            with pytest.raises(
+                ValueError, match=rf"out/{damaged} changed since it was written, or"
+            ):
+                open_corpus(["memory://bucket/out"], BYTES, directory)
+            assert not list(directory.glob("prepared-*"))
+            store.pipe_file(f"/bucket/out/{damaged}", good)
+            fetched = []
+            before = ObjectStore.download
+            monkeypatch.setattr(
+                ObjectStore,
+                "download",
+                lambda store, files: (fetched.append(sorted(files)), before(store, files)),
+            )
+        corpus = open_corpus(["memory://bucket/out"], BYTES, directory)
+        if damaged:
+            assert fetched[0] == [damaged] * damaged.startswith("tokens")
+        assert corpus.fingerprint == local.fingerprint
+        np.testing.assert_array_equal(corpus.tokens, local.tokens)
+        corpus.verify()
+        again = open_corpus(["memory://bucket/out"], BYTES, directory)
+        np.testing.assert_array_equal(again.tokens, local.tokens)
+    finally:
+        store.rm("/bucket", recursive=True)
+
+
+def test_shards_without_room_are_read_in_part(folder, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "jaxscale")
+    store = fsspec.filesystem("memory")
+    store.put(str(folder), "/bucket/out", recursive=True)
+    monkeypatch.setenv("JAXSCALE_LOCAL_TIER", str(tmp_path / "tiers"))
+    monkeypatch.setattr(copied, "MOST_OF_FREE", 1e-15)
+    directory = tiers.local_tier("memory://bucket/run") / "tokens"
+    try:
+        corpus = open_corpus(["memory://bucket/out"], BYTES, directory)
+        np.testing.assert_array_equal(corpus.tokens, open_corpus([str(folder)], BYTES).tokens)
+    finally:
+        store.rm("/bucket", recursive=True)
+    assert "its shards are read there, in part, and not compared" in caplog.text
+    assert not list(directory.glob("prepared-*"))
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -1,0 +1,95 @@
+"""A prepared folder at an address, copied to this machine and compared with its digests."""
+
+import logging
+import pathlib
+import shutil
+
+import numpy as np
+
+from jaxscale.data.tokens.index import INDEX, Index, content_fingerprint, path_in
+from jaxscale.data.tokens.verify import digest_of
+from jaxscale.formatting import human_bytes
+from jaxscale.storage import durable
+from jaxscale.storage.object_store import open_store
+
+log = logging.getLogger("jaxscale")
+
+MOST_OF_FREE = 0.5
+"""Share of the free disk that a copy may take: checkpoints need room, too."""
+
+
+_PART = 2**22  # elements
+
+
+def copy_folder(folder: str, index: Index, directory: pathlib.Path) -> str:
+    """The path of a copy of a folder at an address, made if missing; a copy that was interrupted is
+    continued. The address itself, with a line, where there is no room for one.
+
+    Args:
+      directory: for copies, by the fingerprints of their content.
+
+    Raises:
+      ValueError: a shard is not what was written.
+      StoreError: the address cannot be read.
+    """
+    target = directory / f"prepared-{index.fingerprint}"
+    if target.is_dir():
+        return str(target)
+    sizes = {name: size for shard in index.shards for name, size in shard.files.items()}
+    store, needs = open_store(folder), sum(sizes.values())
+    directory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(directory).free
+    if needs > MOST_OF_FREE * free:
+        log.info(
+            f"data: {folder} has {human_bytes(needs)}, and {directory} {human_bytes(free)} free: "
+            "its shards are read there, in part, and not compared with their digests"
+        )
+        return folder
+    unfinished = directory / f"unfinished-{target.name}"
+    waiting = f"data: another process copies {folder}; waiting for it"
+    with durable.exclusive(directory / ".lock", lambda: log.info(waiting)):
+        if target.is_dir():
+            return str(target)
+        missing = [n for n, size in sizes.items() if not _has(unfinished / n, size)]
+        store.download({name: unfinished / name for name in missing})
+        beside = ["offsets.npy", "hashes.npy", index.tokenizer_file, INDEX]
+        store.download({name: unfinished / name for name in beside if name})
+        _compare(unfinished, folder, index)
+        durable.sync_tree(unfinished)
+        durable.move(unfinished, target)
+    log.info(f"data: {folder}, {human_bytes(needs)}, is copied to {target} and compared")
+    return str(target)
+
+
+def _has(path: pathlib.Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _compare(copy: pathlib.Path, folder: str, index: Index) -> None:
+    """Compares all arrays of a copy; those that differ are removed, and fetched again next time.
+
+    Raises:
+      ValueError: names one that differs.
+    """
+    wanted = {shard.file: shard.digest for shard in index.shards}
+    wanted |= {shard.loss_file: shard.loss_digest for shard in index.shards if shard.loss_file}
+    wrong = [name for name, digest in wanted.items() if digest and _digest(copy / name) != digest]
+    own = _digest(copy / "offsets.npy"), _digest(copy / "hashes.npy")
+    if content_fingerprint(index.tokenizer_fingerprint, *own, index.shards) != index.fingerprint:
+        wrong = wrong or ["offsets.npy", "hashes.npy"]
+    for name in wrong:
+        (copy / name).unlink(missing_ok=True)
+    if wrong:
+        raise ValueError(
+            f"{path_in(folder, ' or '.join(wrong[:2]))} changed since it was written, or on its "
+            "way here: run the same command again, or prepare the text again"
+        )
+
+
+def _digest(path: pathlib.Path) -> str:
+    """Of the array in a file; "" where there is none."""
+    try:
+        array = np.load(path, mmap_mode="r")
+    except (ValueError, OSError, EOFError):
+        return ""
+    return digest_of(array[first : first + _PART] for first in range(0, len(array), _PART))
