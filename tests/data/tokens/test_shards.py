@@ -417,9 +417,7 @@ def test_a_run_at_an_address_copies_shards_and_compares_them(
         if damaged:
             good = store.cat_file(f"/bucket/out/{damaged}")
             store.pipe_file(f"/bucket/out/{damaged}", good[:-1] + bytes([good[-1] ^ 1]))
-            with pytest.raises(
-                ValueError, match=rf"out/{damaged} changed since it was written, or"
-            ):
+            with pytest.raises(ValueError, match=rf"out/.*{damaged} changed since it was"):
                 open_corpus(["memory://bucket/out"], BYTES, directory)
             assert not list(directory.glob("prepared-*"))
             store.pipe_file(f"/bucket/out/{damaged}", good)
