@@ -126,13 +126,16 @@ def set_process_log(process_id: int, report: Callable[[str], str]) -> None:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turns errors that the user can fix into one line: in loading and checks, not in training."""
+    """Turns errors that the user can fix into one line: in loading and checks, not in training.
+
+    The status is 2, or the error's own `exit_status`.
+    """
     try:
         yield
     except BrokenPipeError:  # of stdout: no error of the user's
         raise
     except (ValueError, OSError) as error:
-        refuse(str(error))
+        refuse(str(error), getattr(error, "exit_status", 2))
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

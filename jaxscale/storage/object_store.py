@@ -24,6 +24,8 @@ OPTIONS: dict[str, dict[str, Any]] = {"file": {"auto_mkdir": True}, "local": {"a
 class StoreError(OSError):
     """An object store that did not do what it was asked; the message has its own reason."""
 
+    exit_status = 1  # it may do so the next time: a supervisor tries again
+
 
 def is_remote(path: str) -> bool:
     """Whether a path is an address, which fsspec opens."""

@@ -5,6 +5,7 @@ import json
 import logging
 import shutil
 import threading
+from types import SimpleNamespace
 
 import fsspec
 import jax
@@ -12,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale import command_line, evaluate, run_folder, train
+from jaxscale import command_line, evaluate, run_folder, supervise, train
 from jaxscale import config as configs
-from jaxscale.run import both_tiers, lock, mirror, resume, setup, signals, trainer
+from jaxscale.distributed import processes
+from jaxscale.run import both_tiers, lock, mirror, preflight, resume, setup, signals, trainer
 from jaxscale.storage import durable, tiers
 from jaxscale.storage.object_store import ObjectStore, StoreError
 from jaxscale.training.checkpoint import Checkpoints, DamagedError
@@ -350,14 +352,14 @@ def test_names_stay_in_their_folder(name):
         tiers.safe_name(name)
 
 
-def refused(command, capsys, *arguments):
+def refused(command, capsys, *arguments, expected=2):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command_line, "log_to_stdout", lambda: None)
         patch.setattr(trainer, "open_trainer", None)  # before anything is compiled
         with pytest.raises(SystemExit) as status:
             command(list(arguments))
     said = capsys.readouterr().err
-    assert status.value.code == 2
+    assert status.value.code == expected
     assert said.count("\n") == 1
     return said
 
@@ -371,7 +373,7 @@ def test_an_address_that_cannot_be_used_is_one_line(s3_server, tmp_path, monkeyp
         "nowhere\n"
     )
     assert "names no folder" in refused(train.main, capsys, *given, "memory://")
-    said = refused(train.main, capsys, *given, "s3://nobodys/run")
+    said = refused(train.main, capsys, *given, "s3://nobodys/run", expected=1)
     assert said.startswith("error: s3://nobodys/run/lease.json: FileNotFoundError: The specified")
     said = refused(evaluate.main, capsys, "--workdir", "s3://bucket/nothing")
     assert said == "error: --workdir s3://bucket/nothing holds no run (no config.json)\n"
@@ -386,3 +388,46 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     said = refused(train.main, capsys, "--config", "configs/tiny.py", "--workdir", "gs://b/run")
     assert said.endswith("install gcsfs to access Google Storage; pip install 'jaxscale[gs]'\n")
+
+
+def test_processes_with_local_tiers_of_their_own_are_refused(address, monkeypatch):
+    """Such as on hosts without a shared file system."""
+    channel = SimpleNamespace(
+        process_id=0,
+        names=["process 0 on a", "process 1 on b"],
+        tell=lambda topic, value: None,
+        gather=lambda topic, seen, decide: decide([seen, False]),
+    )
+    monkeypatch.setattr(processes, "_channel", channel)
+    workdir = run_folder.folder(address)
+    message = (
+        rf"is not one folder for all: process 1 on b does not .* for {address} set "
+        "JAXSCALE_LOCAL_TIER to a folder that every host has mounted"
+    )
+    with pytest.raises(ValueError, match=message):
+        processes._check_folder(channel, workdir)
+
+
+def test_preflight_writes_to_the_address(address, monkeypatch):
+    workdir = run_folder.folder(address)
+    assert list(preflight._object_store(workdir.parent)) == []
+    (found,) = preflight._object_store(workdir)
+    assert str(found).startswith(f"object store: {address}: ")
+    assert not found.advice
+    assert tiers.open_store(address).sizes() == {}
+
+    def refuse(*given):
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(type(tiers.open_store(address).fs), "pipe_file", refuse)
+    (found,) = preflight._object_store(workdir)
+    assert found.measured == f"{address}/preflight: PermissionError: Access Denied"
+    assert found.advice.startswith("check the address, credentials, ")
+
+
+def test_a_supervisor_sees_progress_in_the_local_tier(address):
+    save(address, 2, 4)
+    for command in (["train", "--workdir", address], ["train", f"--workdir={address}"]):
+        workdir = supervise._workdir(command)
+        assert workdir == run_folder.folder(address)
+        assert supervise.newest_step(workdir) == 4
