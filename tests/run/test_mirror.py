@@ -17,8 +17,10 @@ from jaxscale import command_line, evaluate, run_folder, supervise, train
 from jaxscale import config as configs
 from jaxscale.distributed import processes
 from jaxscale.run import both_tiers, lock, mirror, preflight, resume, setup, signals, trainer
+from jaxscale.run.initial_weights import open_initial
 from jaxscale.storage import durable, tiers
 from jaxscale.storage.object_store import ObjectStore, StoreError
+from jaxscale.training import metrics
 from jaxscale.training.checkpoint import Checkpoints, DamagedError
 from jaxscale.training.step import StepMetrics
 from tests.run.conftest import move_to
@@ -102,6 +104,7 @@ def run(workdir, steps, *, fit=True):
 def test_a_run_continues_on_an_empty_machine_to_the_bit(address, tmp_path, monkeypatch, lines):
     """At a server that speaks S3, which also has what is damaged here; readers find it there."""
     monkeypatch.setattr(durable, "SMALL_BYTES", 0)
+    monkeypatch.setattr(metrics, "plot", lambda path, records: path.touch())  # seconds to import
     _, expected = run(tmp_path / "straight", 8)
     begun, _ = run(run_folder.folder(address), 4)
     move_to(monkeypatch, tmp_path / "second_machine")
@@ -135,6 +138,9 @@ def test_a_run_continues_on_an_empty_machine_to_the_bit(address, tmp_path, monke
     move_to(monkeypatch, tmp_path / "third_machine")
     reader = run_folder.folder(address)
     assert run_folder.load_config(reader).run.steps == 8
+    config = configs.load("configs/tiny.py", [*SETTINGS, f"model.init_from={address}"])
+    weights = open_initial(config, resumed.engine, tmp_path / "another_run")
+    assert (weights.directory, weights.step) == (reader, 8)
     step, params, _ = setup.restore_params(resumed.engine, reader)
     assert step == 8
     jax.tree.map(np.testing.assert_array_equal, params, state.params)

@@ -2,6 +2,7 @@
 left alone.
 
     python tools/chaos/kills.py --signal SIGKILL --processes 2 --count 20 --seed 0
+    python tools/chaos/kills.py --address file:///tmp/store/run
 
 Every attempt is the same command. One random process of it gets the signal after a random time, of
 up to 1.2 times what an attempt takes: while it imports, compiles, trains, saves or ends. What is
@@ -9,6 +10,9 @@ held against the run: an attempt that cannot use what the ones before left, a st
 although its checkpoint was reported, an exit status that is not documented, a process that is
 still there a minute after the others, and a last state that is not that of the undisturbed run to
 the bit. The last line is JSON.
+
+With an address, such as s3://bucket/run, each attempt is on another machine, without a local tier;
+what counts as reported is what was put at the address. It should not exist yet.
 """
 
 import argparse
@@ -25,6 +29,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+
+import fsspec
 
 SETTINGS = (
     "--config.model.num_layers=1",
@@ -49,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10, help="signals to send")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--address", default="", help="of the run, in place of a folder")
     options = parser.parse_args(argv)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="chaos_"))
     os.environ["JAXSCALE_CACHE"] = str(folder / "compiled")
@@ -59,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     run(alone, options.processes, options.steps)
     typical = time.monotonic() - begin
-    found = disturb(folder / "disturbed", options, typical)
-    found["equal"] = state(alone, options.steps) == state(folder / "disturbed", options.steps)
+    disturbed = options.address or str(folder / "disturbed")
+    found = disturb(disturbed, folder, options, typical)
+    found["equal"] = state(str(alone), options.steps) == state(disturbed, options.steps)
     if not found["equal"]:
         found["faults"].append("the last state is not that of the undisturbed run")
     shutil.rmtree(folder)
@@ -68,13 +76,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(found["faults"]))
 
 
-def disturb(workdir: pathlib.Path, options: argparse.Namespace, typical: float) -> dict:
-    """Attempts until the run is complete and `count` signals were sent; what they came to."""
+def disturb(
+    workdir: str, folder: pathlib.Path, options: argparse.Namespace, typical: float
+) -> dict:
+    """Attempts until the run is complete and `count` signals were sent; what they came to.
+
+    Args:
+      workdir: a folder, or an address.
+      folder: for local tiers.
+    """
+    saves = r"checkpoint (\d+),.* put at" if options.address else r"checkpoint (\d+) saved"
     draw, sent, attempts, faults = random.Random(options.seed), 0, 0, Faults()
     statuses: dict[str, int] = {}
     slowest, reported = 0.0, 0
     while True:
         attempts += 1
+        os.environ["JAXSCALE_LOCAL_TIER"] = str(folder / f"machine{attempts}")
         processes = start(workdir, options.processes, options.steps)
         sending = sent < options.count
         if sending:
@@ -93,7 +110,7 @@ def disturb(workdir: pathlib.Path, options: argparse.Namespace, typical: float) 
         resumed = re.search(r"resuming at step (\d+)", text)
         if resumed and int(resumed[1]) < reported:
             faults.append(f"resumed at step {resumed[1]}, and checkpoint {reported} was reported")
-        saved = re.findall(r"checkpoint (\d+) saved", text)
+        saved = re.findall(saves, text)
         reported = max([reported, *map(int, saved)])
         if "Traceback" in text:
             faults.append(f"a traceback: {text[-2000:]}")
@@ -104,7 +121,8 @@ def disturb(workdir: pathlib.Path, options: argparse.Namespace, typical: float) 
         if set(codes) == {0} or attempts > 3 * options.count + 10:
             if sent >= options.count or attempts > 3 * options.count + 10:
                 break
-            shutil.rmtree(workdir)  # complete before all signals were sent: again
+            fs, path = fsspec.core.url_to_fs(workdir)
+            fs.rm(path, recursive=True)  # complete before all signals were sent: again
             reported = 0
     return {
         "sent": sent,
@@ -115,7 +133,7 @@ def disturb(workdir: pathlib.Path, options: argparse.Namespace, typical: float) 
     }
 
 
-def run(workdir: pathlib.Path, count: int, steps: int) -> None:
+def run(workdir: pathlib.Path | str, count: int, steps: int) -> None:
     """An undisturbed run."""
     for process in start(workdir, count, steps):
         text = process.communicate(timeout=600)[0]
@@ -123,7 +141,7 @@ def run(workdir: pathlib.Path, count: int, steps: int) -> None:
             raise SystemExit(text)
 
 
-def start(workdir: pathlib.Path, count: int, steps: int) -> list[subprocess.Popen]:
+def start(workdir: pathlib.Path | str, count: int, steps: int) -> list[subprocess.Popen]:
     """The processes of one attempt."""
     command = [sys.executable, "-u", "-m", "jaxscale.train", "--config", "configs/tiny.py"]
     command += [*SETTINGS, f"--config.run.steps={steps}", "--workdir", str(workdir)]
@@ -154,10 +172,10 @@ def output(process: subprocess.Popen, faults: Faults) -> str:
         return process.communicate()[0]
 
 
-def state(workdir: pathlib.Path, step: int) -> dict[str, int]:
+def state(workdir: str, step: int) -> dict[str, int]:
     """The checksum of every array of the last checkpoint."""
-    path = workdir / "checkpoints" / str(step) / "description" / "metadata"
-    arrays = json.loads(path.read_text())["arrays"]
+    fs, path = fsspec.core.url_to_fs(f"{workdir}/checkpoints/{step}/description/metadata")
+    arrays = json.loads(fs.cat_file(path))["arrays"]
     return {name: array["checksum"] for name, array in arrays.items()}
 
 
