@@ -1,6 +1,7 @@
 """What the tests of layouts share: a model with awkward shapes, batches, and runs of five steps."""
 
 import collections
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import optax
 from jaxscale.batch import Batch
 from jaxscale.compiled import collectives, hlo
 from jaxscale.config import Config, from_dict
+from jaxscale.layout import Layout
 from jaxscale.planner.memory.zero_traffic import step_traffic
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine
@@ -119,7 +121,7 @@ def run(engine: Engine, state: TrainState | None = None, first: int = 0, step=No
     Args:
       step: the engine's, compiled, where the caller has it.
     """
-    state = engine.init(jax.random.key(0)) if state is None else state
+    state = one_devices_state(engine) if state is None else state
     losses, norms, step = [], [], step or engine.step
     for batch in batches()[first:]:
         state, metrics = step(state, engine.shard(batch))
@@ -135,6 +137,15 @@ def initial_state(config: Config) -> TrainState:
     """Of one device, as NumPy arrays: making it on every layout would double the tests' time."""
     state = open_engine(config).init(jax.random.key(0))
     return jax.tree.map(np.asarray, state)
+
+
+def one_devices_state(engine: Engine, **model) -> TrainState:
+    """The initial state of one device, of a `model` with other settings, where the engine's step
+    has it; in a pipeline layers lie otherwise."""
+    config = dataclasses.replace(engine.config, layout=Layout(data=1))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, engine.abstract_state)
+    return jax.device_put(initial_state(config), shardings)
 
 
 def compile_step(engine: Engine) -> Any:

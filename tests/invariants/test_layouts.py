@@ -18,8 +18,8 @@ from tests.invariants.layouts import (
     batches,
     check_collectives,
     compile_step,
-    initial_state,
     make_config,
+    one_devices_state,
     open_engine,
     relative_error,
     run,
@@ -29,9 +29,13 @@ INVOLUNTARY = "Involuntary full rematerialization"
 
 
 @functools.cache
-def one_device(family: str, dtype: str = "float64"):
-    model = {"llama": LLAMA, "gpt": GPT}[family]
-    return run(open_engine(make_config(model, {}, dtype)))
+def engine_of_one_device(family: str):
+    return open_engine(make_config({"llama": LLAMA, "gpt": GPT}[family], {}))
+
+
+@functools.cache
+def one_device(family: str):
+    return run(engine_of_one_device(family))
 
 
 def check_layout(layout: matrix.Choice) -> dict[str, float]:
@@ -39,11 +43,7 @@ def check_layout(layout: matrix.Choice) -> dict[str, float]:
     config = make_config(LLAMA, layout)
     engine = open_engine(config)
     compiled = compile_step(engine)
-    state = jax.device_put(
-        initial_state(make_config(LLAMA, {})),
-        jax.tree.map(lambda leaf: leaf.sharding, engine.abstract_state),
-    )
-    got, expected = run(engine, state, step=compiled), one_device("llama")
+    got, expected = run(engine, step=compiled), one_device("llama")
     errors = {
         "loss": np.max(np.abs(got.losses / expected.losses - 1)),
         "gradient norm": np.max(np.abs(got.norms / expected.norms - 1)),
@@ -122,10 +122,14 @@ def test_a_layout_adds_no_more_error_in_bfloat16_than_bfloat16_itself(layout):
 @functools.cache
 def losses_and_gradient(dtype: str = "bfloat16", **layout) -> tuple[np.ndarray, Any]:
     """Of five steps, and of the first: its gradient up to a factor, as Adam's first moment."""
-    engine = open_engine(make_config(LLAMA, layout, dtype))
-    losses = run(engine).losses
-    state = engine.init(jax.random.key(0))
-    state, _ = engine.step(state, engine.shard(batches()[0]))
+    if dtype == "float64":
+        engine = engine_of_one_device("llama")
+    else:
+        engine = open_engine(make_config(LLAMA, layout, dtype))
+    # Parameters are in float64 in either.
+    begin = functools.partial(one_devices_state, engine, compute_dtype="float64")
+    losses = run(engine, begin()).losses
+    state, _ = engine.step(begin(), engine.shard(batches()[0]))
     return losses, jax.tree.map(np.asarray, optax.tree.get(state.opt_state, "mu"))
 
 

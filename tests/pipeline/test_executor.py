@@ -95,13 +95,13 @@ def test_memory_of_passes_that_are_kept_is_that_of_their_slots():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "remat"), [("1f1b", "none"), ("zb_h2", "none"), ("1f1b", "keep:2")]
+    ("schedule", "layout"), [("1f1b", {}), ("zb_h2", {}), ("1f1b", {"remat": "keep:2"})], ids=str
 )
-def test_no_tick_copies_a_buffer(schedule, remat):
+def test_no_tick_copies_a_buffer(schedule, layout):
     """Every update is in place: an array of the shape of a buffer or of an accumulator is copied
     before the first tick, if at all."""
-    _, program = compiled(schedule, 4 * RANKS, remat=remat)
-    buffers = kept(schedule, 4 * RANKS, remat=remat)
+    _, program = compiled(schedule, 4 * RANKS, **layout)
+    buffers = kept(schedule, 4 * RANKS, **layout)
     shapes = {leaf.shape for leaf in buffers if leaf.size > 1000}
     assert len(shapes) > 5
     assert copies(program.as_text(), shapes) == []
