@@ -25,6 +25,9 @@ BEAT_SECONDS = 20.0
 MOST_BEATS = 4
 """A lease that is not renewed in so many times is that of a run that died."""
 
+RELEASE_SECONDS = 5.0
+"""How long a process that ends waits until its lease is removed."""
+
 FIRST_BEAT_SECONDS = 2.0
 """Of two runs that begin at once the one that wrote its lease first sees the other's after this."""
 
@@ -99,8 +102,16 @@ def leased(store: ObjectStore) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join()
-        with contextlib.suppress(StoreError):
+        thread.join(RELEASE_SECONDS)
+        # A store that does not answer keeps no process from ending.
+        release = threading.Thread(target=_release, args=(store, own), daemon=True)
+        release.start()
+        release.join(RELEASE_SECONDS)
+
+
+def _release(store: ObjectStore, own: dict[str, Any]) -> None:
+    with contextlib.suppress(StoreError):
+        if (_lease(store) or {}).get("run") == own["run"]:
             store.remove([LEASE])
 
 

@@ -94,7 +94,7 @@ class Mirror:
             try:
                 self._sync(ending)
             except Exception as error:  # whatever it is, training goes on
-                self._report(durable.reason(error), pause)
+                self._report(_why(error), pause)
                 if ending:
                     time.sleep(min(pause, END_PAUSE_SECONDS))
                 else:
@@ -124,7 +124,11 @@ class Mirror:
         if self._seen is None:  # nobody else writes there
             for step in tiers.unfinished_steps(self.store):
                 tiers.remove_checkpoint(self.store, step)
-        self._send_files()
+        problem = None
+        try:
+            self._send_files()
+        except OSError as error:  # such as of a file that cannot be read: checkpoints matter more
+            problem = error
         there = tiers.stored_steps(self.store)
         self._newest = max(there, default=0)
         wanted = self._checkpoints.kept({*here, *there})
@@ -134,6 +138,8 @@ class Mirror:
             self._missing.remove(step)
         for step in set(there) - wanted:
             tiers.remove_checkpoint(self.store, step)
+        if problem:
+            raise problem
         self._seen = here
 
     def _send_checkpoint(self, step: int) -> None:
@@ -145,6 +151,7 @@ class Mirror:
             size = tiers.send_checkpoint(self.store, self._checkpoints.directory, step)
         seconds = duration(time.monotonic() - begin)
         self._newest = max(self._newest, step)
+        (self.workdir / tiers.SENT).touch()
         self.store.write(tiers.LAST_SAVED, f"{self._newest}\n".encode())
         log.info(
             f"checkpoint {step}, {human_bytes(size)}, put at {self.store.address} in {seconds}"
@@ -180,6 +187,12 @@ def _files(workdir: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
                 yield path.relative_to(workdir).as_posix(), path
 
 
+def _why(error: Exception) -> str:
+    """Why an upload failed, with the file or address that the error names."""
+    text = str(error) if isinstance(error, OSError) else durable.reason(error)
+    return text.splitlines()[0][:300] if text else type(error).__name__
+
+
 def _steps_text(steps: Sequence[int]) -> str:
     names = ", ".join(map(str, sorted(steps)))
     return f"checkpoint{'s' if len(steps) > 1 else ''} {names}"
@@ -191,7 +204,7 @@ def mirrored(workdir: pathlib.Path) -> Iterator[Mirror | None]:
     to inside; None for any other folder.
 
     Raises:
-      ValueError: another run writes to the address.
+      ValueError: another run writes to the address, or what was put there is gone.
       StoreError: it cannot be read and written.
     """
     store = tiers.store_of(workdir)
@@ -199,6 +212,7 @@ def mirrored(workdir: pathlib.Path) -> Iterator[Mirror | None]:
         yield None
         return
     with leased(store):
+        tiers.check_not_emptied(store, workdir)
         with tiers.fetching(workdir, training=True):
             tiers.fetch_files(store, workdir, nested=True)
         log.info(f"{store.address} is the run's folder, and {workdir} its local tier")

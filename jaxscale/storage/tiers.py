@@ -35,6 +35,9 @@ ORIGIN = ".address"
 LOCK, FETCHING = ".lock", ".fetching"
 """Files in a local tier: a run holds the first, who brings files from the address the second."""
 
+SENT = ".sent"
+"""The file in a local tier from which a checkpoint was put at the address."""
+
 LEASE = "lease.json"
 """The object of the run that writes to an address."""
 
@@ -100,6 +103,20 @@ def fetching(workdir: pathlib.Path, *, training: bool = False) -> Iterator[Objec
             with durable.claimed(workdir / LOCK) as free:
                 store = store if free else None
         yield store
+
+
+def check_not_emptied(store: ObjectStore, workdir: pathlib.Path) -> None:
+    """Refuses a local tier whose checkpoints were at its address, and are not there any more.
+
+    Raises:
+      ValueError: whether to begin again, or to put them there again, is not known.
+    """
+    steps = local_steps(workdir / CHECKPOINTS)
+    if steps and (workdir / SENT).is_file() and not stored_steps(store):
+        raise ValueError(
+            f"{store.address} holds no checkpoint any more, and its local tier {workdir} holds "
+            f"{steps[-1]}: remove that folder to begin again, or {workdir / SENT} to put them there"
+        )
 
 
 def fetch_files(store: ObjectStore, workdir: pathlib.Path, *, nested: bool = False) -> None:

@@ -94,3 +94,4 @@ def test_a_run_whose_lease_was_taken_ends(store, monkeypatch):
     text, status = said[0]
     assert text.startswith(f"error: {store.address} was taken over by process 7 on elsewhere, ")
     assert status == 1
+    assert json.loads(store.read(tiers.LEASE))["run"] == "theirs", "it is not removed"

@@ -161,7 +161,7 @@ def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_pa
         patch.setattr(mirror, "END_SECONDS", 0.0)
         left = save(address, 6)
     assert left.startswith("checkpoint 6 could not be put at memory://bucket")
-    assert "(OSError: killed); all is in" in left
+    assert "(killed); all is in" in left
     store = tiers.open_store(address)
     assert any(name.startswith("checkpoints/6/arrays") for name in store.sizes("checkpoints"))
     assert (tiers.stored_steps(store), store.read("last_saved")) == ([2, 4], b"4\n")
@@ -266,6 +266,35 @@ def test_newer_ones_here_are_used_and_put_there(address, monkeypatch):
     assert tiers.stored_steps(store) == [6, 8]
 
 
+def test_an_address_that_was_emptied_is_no_new_run(address):
+    """Nor is it filled again without a word."""
+    save(address, 2)
+    fsspec.filesystem("memory").rm("/bucket", recursive=True)
+    workdir = run_folder.folder(address)
+    with pytest.raises(ValueError, match=r"no checkpoint any more, and its .* holds 2: remove"):
+        save(address)
+    assert tiers.open_store(address).sizes() == {}
+    (workdir / tiers.SENT).unlink()
+    assert save(address) == ""
+    assert tiers.stored_steps(tiers.open_store(address)) == [2]
+
+
+def test_a_file_that_cannot_be_read_keeps_no_checkpoint_back(address, monkeypatch):
+    copy = shutil.copyfile
+
+    def unreadable(source, target):
+        if source.name == "config.json":
+            raise PermissionError(13, "Permission denied", str(source))
+        copy(source, target)
+
+    monkeypatch.setattr(mirror.shutil, "copyfile", unreadable)
+    monkeypatch.setattr(mirror, "END_SECONDS", 0.0)
+    left = save(address, 2)
+    assert left.startswith(f"the newest metrics could not be put at {address} ([Errno 13] Perm")
+    assert "config.json'); all is in" in left
+    assert tiers.stored_steps(tiers.open_store(address)) == [2]
+
+
 def test_a_failed_upload_is_tried_again_with_one_line(address, monkeypatch, lines):
     before, left = ObjectStore.upload, [3]
 
@@ -279,7 +308,7 @@ def test_a_failed_upload_is_tried_again_with_one_line(address, monkeypatch, line
     assert save(address, 2) == ""
     assert left == [0]
     (warning,) = [line for line in lines() if line.startswith("warning")]
-    assert warning.startswith(f"warning: upload to {address} failed (StoreError: {address}: Slow")
+    assert warning.startswith(f"warning: upload to {address} failed ({address}: Slow")
 
 
 def test_a_stop_waits_no_longer_than_it_may(address, monkeypatch):
