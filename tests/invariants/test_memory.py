@@ -118,6 +118,8 @@ MORE_ENCODERS = {
     "encoder, stage 3, none": paired(fsdp(3, "none"), 64),
     "encoder, stage 2, names": paired(fsdp(2, f"save:{QKVA}", microbatches=2), 64),
     "encoder, one device": paired({"remat": "full", "microbatches": 4}),
+    "encoder, tensor": paired({"fsdp": 2, "tensor": 2, "remat": "full"}, 32, 32),
+    "encoder, context": paired({"fsdp": 2, "context": 2, "remat": "full"}, 32, 32),
 }
 PIPELINES["encoder, interleaved, stage 3, full"] = paired(INTERLEAVED, 32, 32)
 MORE_PIPELINES = {

@@ -138,14 +138,18 @@ def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -
 def biased_attention_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """Activations of a micro-batch and their gradients at the kernel of attention, where the bias
     of positions has it keep more blocks than the MLP has hidden values."""
-    model = config.model
-    if model.relative_bias == "none":
-        return 0
-    wide = (model.num_heads + model.num_kv_heads) * model.head_dim
+    model, layout = config.model, config.layout
     stream, heads, hidden = transients.biased
+    if model.relative_bias == "none" or not stream:
+        return 0
+    keys = model.num_kv_heads * model.head_dim
+    wide = model.num_heads * model.head_dim + keys
     each = int(stream * model.d_model + heads * wide + hidden * model.d_ff)
-    return loop.compute * loop.tokens * each // config.layout.tensor + select(
-        stream > 0, cross_bytes(config, loop, transients)
+    # As in the working set: round the ring, and the input of attention as it was gathered.
+    each = each + transients.ring * keys * (layout.context > 1)
+    each = each + transients.whole * model.d_model * (layout.tensor_columns - 1)
+    return loop.compute * loop.tokens * each // layout.tensor + cross_bytes(
+        config, loop, transients
     )
 
 
