@@ -39,7 +39,7 @@ def get_config():
     layout.fsdp = -1
     layout.zero_stage = 3
     layout.microbatches = 8
-    layout.remat = "full"
+    layout.remat = "auto"
 
     run = ml_collections.ConfigDict()
     run.steps = 100_000

@@ -35,7 +35,7 @@ def get_config():
     layout.fsdp = -1
     layout.zero_stage = 3
     layout.microbatches = 4
-    layout.remat = "full"
+    layout.remat = "auto"
 
     run = ml_collections.ConfigDict()
     run.steps = 100_000

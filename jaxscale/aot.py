@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxscale import command_line
 from jaxscale import config as configs
-from jaxscale.layout import resolve_sizes
+from jaxscale.layout import AUTO, resolve_sizes
 
 SHOWN = 12
 """Buffers that are printed."""
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = configs.load(options.config, overrides)
     # JAX is imported only now, so that a typo is reported at once.
     from jaxscale.compiled import compile_ahead, topology  # noqa: PLC0415
+    from jaxscale.planner.auto_layout import choose_remat, devices_here  # noqa: PLC0415
     from jaxscale.planner.memory.room import check_room  # noqa: PLC0415
 
     topology.leave_hardware_alone()
@@ -63,8 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             machine = topology.open_topology(options.topology)
             layout = resolve_sizes(config.layout, len(machine.devices))
             config = dataclasses.replace(config, layout=layout)
+            kind = machine.devices[0].device_kind
+            if layout.remat == AUTO:
+                cluster = devices_here(kind, machine.platform, len(machine.devices))
+                config, line = choose_remat(config, cluster)
+                print(line)
             if not options.skip_memory_check:
-                kind = machine.devices[0].device_kind
                 check_room(config, machine.platform, machine.limit_bytes, kind)
             report = compile_ahead.compile_for(config, machine, unroll_layers=options.unroll_layers)
     except ModuleNotFoundError as error:

@@ -26,7 +26,8 @@ AUTOMATIC_AXES = (TENSOR_ROWS, "context", "tensor")
 
 ACCUMULATIONS = ("sequential", "layered")
 AUTO = "auto"
-"""As a schedule: the planner chooses it, and every setting left at its default, at start-up."""
+"""As a schedule: the planner chooses it, and every setting left at its default, at start-up. As
+`remat`: it chooses the policy alone."""
 
 CONTEXT_METHODS = ("ring", "gather")
 BLOCK_TENSORS = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
@@ -264,7 +265,7 @@ class RematPolicy:
 
 @functools.cache
 def parse_remat(remat: str) -> RematPolicy:
-    """Reads "full", "save:query,key" or "keep:4".
+    """Reads "full", "save:query,key" or "keep:4"; "auto", which is still to be chosen, saves all.
 
     Raises:
       ValueError: no such policy, or no such tensor (names the nearest); or "keep:" without a number
@@ -275,7 +276,7 @@ def parse_remat(remat: str) -> RematPolicy:
         return RematPolicy(KEEP, (), _kept_passes(remat, listed))
     if not colon:
         named = (f"{name}:TENSOR,..." for name in REMATS_WITH_NAMES)
-        check_choice("layout.remat", remat, (*REMATS, *named, f"{KEEP}:NUMBER"))
+        check_choice("layout.remat", remat, (*REMATS, *named, f"{KEEP}:NUMBER", AUTO))
         if remat == "full":
             return RematPolicy(remat, (), 0)
         if remat == "save_all_but_attention":

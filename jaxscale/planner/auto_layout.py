@@ -1,12 +1,14 @@
-"""`layout = "auto"`: the planner's layout for the local devices."""
+"""`layout = "auto"` and `layout.remat = "auto"`: the planner's choice for given devices."""
 
 import dataclasses
 import os
 from typing import Any
 
 from jaxscale.config import Config
+from jaxscale.formatting import gigabytes
 from jaxscale.hardware import Chip, find_chip
 from jaxscale.layout import AUTO, Layout
+from jaxscale.pipeline_schedules.shipped import find_schedule
 from jaxscale.planner.cost.cluster import Cluster, Tier, make_cluster
 from jaxscale.planner.report.why_not import nothing_fits
 from jaxscale.planner.search.plan import Plan, predict_plan
@@ -25,6 +27,35 @@ def choose_layout(config: Config, device_kind: str, platform: str, num_devices: 
     if not found.layouts:
         raise ValueError(f"layout = 'auto': {nothing_fits(query, found)}")
     return predict_plan(query, found.layouts[0])
+
+
+def choose_remat(config: Config, cluster: Cluster) -> tuple[Config, str]:
+    """The config with the remat policy of the fastest step that fits, and a line that says so.
+    Where none fits it is "full", which needs least, so that what refuses the step names the rest.
+
+    Args:
+      config: the sizes of its layout resolved.
+
+    Raises:
+      ValueError: there are no formulas for the model.
+    """
+    layout = config.layout
+    names = [field.name for field in dataclasses.fields(Layout) if field.name != "remat"]
+    pins = {name: getattr(layout, name) for name in names}
+    if not layout.virtual_stages:
+        schedule = find_schedule(layout.schedule_spec.name)
+        pins["virtual_stages"] = min(schedule.searched_virtual_stages)
+    query = Query(config, cluster, pins)
+    remat, said = "full", "since no policy is predicted to fit"
+    if found := search_layouts(query, 1).layouts:
+        plan = predict_plan(query, found[0])
+        limit = gigabytes(plan.limit_bytes)
+        remat, said = (
+            found[0].remat,
+            f"predicted {gigabytes(plan.memory_bytes)} of {limit} a device",
+        )
+    chosen = dataclasses.replace(config, layout=dataclasses.replace(layout, remat=remat))
+    return chosen, f"layout.remat = 'auto' chose {remat}, {said}"
 
 
 def pins_of(layout: Layout) -> dict[str, Any]:
@@ -47,8 +78,9 @@ def devices_here(device_kind: str, platform: str, num_devices: int) -> Cluster:
     chip = find_chip(device_kind)
     if chip is None:
         raise ValueError(
-            f"layout = 'auto': hardware.csv has no device {device_kind!r}; set the layout, which "
-            "`python -m jaxscale.plan --hardware FILE` finds for a file that describes the device"
+            f"'auto' is the planner's choice, and hardware.csv has no device {device_kind!r}; set "
+            "the layout and its remat, which `python -m jaxscale.plan --hardware FILE` finds for a "
+            "file that describes the device"
         )
     return make_cluster(chip.name, num_devices)
 

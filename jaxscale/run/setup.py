@@ -29,7 +29,7 @@ from jaxscale.distributed import processes
 from jaxscale.formatting import gigabytes
 from jaxscale.hardware import find_chip, host_memory_bytes
 from jaxscale.hugging_face.model_folder import copy_beside, is_hugging_face
-from jaxscale.layout import resolve_sizes
+from jaxscale.layout import AUTO, resolve_sizes
 from jaxscale.model_config import ModelConfig
 from jaxscale.run.both_tiers import bring_newest
 from jaxscale.sharding.mesh import make_mesh
@@ -121,7 +121,8 @@ def resolve_layout(config: Config, workdir: pathlib.Path | None = None) -> Confi
     """
     config = planned(config, workdir)
     layout = resolve_sizes(config.layout, jax.device_count())
-    return dataclasses.replace(config, layout=layout)
+    config = dataclasses.replace(config, layout=layout)
+    return _with_remat(config, workdir) if layout.remat == AUTO else config
 
 
 def check_host_room(config: Config) -> None:
@@ -208,6 +209,25 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
         f"{gigabytes(plan.limit_bytes)} per device"
     )
     return plan.config
+
+
+def _with_remat(config: Config, workdir: pathlib.Path | None) -> Config:
+    """The config with the remat policy that the planner chooses, or the one that a run in this
+    folder began with, on the same layout."""
+    # Imported here as in `planned`.
+    from jaxscale.planner.auto_layout import choose_remat, devices_here  # noqa: PLC0415
+
+    begun = workdir / "config.json" if workdir else None
+    if begun and begun.is_file():
+        layout = configs.from_dict(json.loads(begun.read_text())).layout
+        if dataclasses.replace(layout, remat=AUTO) == config.layout:
+            log.info(f"layout.remat = 'auto': {layout.remat}, as when the run started")
+            return dataclasses.replace(config, layout=layout)
+    device = jax.devices()[0]
+    cluster = devices_here(device.device_kind, device.platform, jax.device_count())
+    config, line = choose_remat(config, cluster)
+    log.info(line)
+    return config
 
 
 def for_sampling(config: Config) -> Config:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.device_batch import local_rows, shard_batch, unpack_sharded
-from jaxscale.layout import Layout, RematPolicy
+from jaxscale.layout import AUTO, Layout, RematPolicy
 from jaxscale.model_config import find_make, is_own_family
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
@@ -126,7 +126,7 @@ def make_engine(
     """Builds what a run needs, compiling nothing yet.
 
     Args:
-      config: its layout must be resolved: no -1.
+      config: its layout must be resolved: no -1, nothing "auto".
       mesh: of that layout; its devices may be absent ones, to compile only.
       model: makes the model from `config.model` and the kernels that the layout asks for; None is
         the one of `model.family`.
@@ -140,7 +140,13 @@ def make_engine(
       ValueError: a dimension that does not divide over its mesh axes, or a kernel that cannot
         honour the model's settings.
     """
-    layout, platform = config.layout, mesh.devices.flat[0].platform
+    layout = config.layout
+    if layout.remat == AUTO:
+        raise ValueError(
+            "layout.remat = 'auto' is chosen when a run begins, and by jaxscale.open_engine; here "
+            "set a policy, such as 'full'"
+        )
+    platform = mesh.devices.flat[0].platform
     check_divides(config)
     check_sequence(config)
     check_tensor_rows(config)

@@ -9,6 +9,8 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale.run import setup, trainer
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.engine import make_engine
 
 
 def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):
@@ -28,6 +30,19 @@ def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):
 def test_a_layout_that_is_said_stays():
     config = configs.load("configs/tiny.py")
     assert setup.planned(config) is config
+
+
+def test_a_run_keeps_the_remat_policy_that_it_began_with(tmp_path):
+    tiny = configs.load("configs/tiny.py", ["layout.remat=auto", "layout.data=8"])
+    with pytest.raises(ValueError, match=r"chosen when a run begins, .* here set a policy"):
+        make_engine(tiny, make_mesh(tiny.layout))
+    begun = setup.resolve_layout(tiny, tmp_path)
+    assert begun.layout.remat == "none"
+    other = dataclasses.replace(begun, layout=dataclasses.replace(begun.layout, remat="full"))
+    (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(other)))
+    assert setup.resolve_layout(tiny, tmp_path) == other
+    moved = dataclasses.replace(tiny, layout=dataclasses.replace(tiny.layout, data=4, fsdp=2))
+    assert setup.resolve_layout(moved, tmp_path).layout.remat == "none"
 
 
 def test_a_step_without_room_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale.config import from_dict
-from jaxscale.layout import Layout
+from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.pipeline.simulator import Costs, simulate
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.operations import R
@@ -168,6 +168,32 @@ def test_layouts_of_this_machine():
     with pytest.raises(ValueError, match=r"hardware\.csv has no device 'Abacus'"):
         auto_layout.devices_here("Abacus", "gpu", 8)
     assert auto_layout.devices_here("NVIDIA H200", "gpu", 8).name == "H200-SXM"
+
+
+def test_the_fastest_remat_policy_that_fits_is_chosen():
+    config = configs.load("configs/mixtral_8x7b.py", ["layout.remat=auto"])
+    config = dataclasses.replace(config, layout=resolve_sizes(config.layout, 64))
+    cluster = make_cluster("H100-SXM", 64)
+    chosen, line = auto_layout.choose_remat(config, cluster)
+    query = Query(config, cluster)
+    each = [
+        predict_plan(query, dataclasses.replace(config.layout, remat=remat, virtual_stages=1))
+        for remat in query.planned_model.remats
+    ]
+    fitting = [plan for plan in each if plan.memory_bytes <= plan.limit_bytes]
+    assert 0 < len(fitting) < len(each)
+    best = min(fitting, key=lambda plan: plan.step_seconds)
+    assert best.layout.remat == chosen.layout.remat
+    assert chosen == dataclasses.replace(
+        config, layout=dataclasses.replace(config.layout, remat=best.layout.remat)
+    )
+    assert line == (
+        f"layout.remat = 'auto' chose {best.layout.remat}, predicted "
+        f"{best.memory_bytes / 1e9:.2f} GB of {best.limit_bytes / 1e9:.2f} GB a device"
+    )
+    small = dataclasses.replace(cluster, chip=dataclasses.replace(cluster.chip, memory_bytes=1e9))
+    least, line = auto_layout.choose_remat(config, small)
+    assert (least.layout.remat, "no policy is predicted to fit" in line) == ("full", True)
 
 
 class Page(html.parser.HTMLParser):
