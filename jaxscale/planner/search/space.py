@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxscale.choices import did_you_mean, divisors, nearest_divisors
 from jaxscale.config import Config
-from jaxscale.layout import ACCUMULATIONS, MESH_AXES, Layout, parse_remat, parse_schedule
+from jaxscale.layout import ACCUMULATIONS, AUTO, MESH_AXES, Layout, parse_remat, parse_schedule
 from jaxscale.pipeline.partition import has_layers
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, SHIPPED, find_schedule, is_foreign
 from jaxscale.planner.cost.cluster import Cluster
@@ -301,6 +301,8 @@ def check_pins(query: Query) -> None:
         raise ValueError(
             "--pin virtual_stages=0: at least 1; leave it out for the planner to choose"
         )
+    if query.pins.get("remat") == AUTO:
+        raise ValueError("--pin remat=auto: leave it out for the planner to choose")
     # Partial recompute exists in pipelines only.
     some = parse_remat(query.pins.get("remat", "none")).kept_passes and {"pipeline": 2}
     query.planned_model.check_policies(Layout(**{**(some or {}), **query.pins}))

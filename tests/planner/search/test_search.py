@@ -339,6 +339,7 @@ def test_pins_hold():
         ({"schedule": "auto"}, "--pin schedule=auto: the planner ranks"),
         ({"schedule": "1f1b:3,x"}, "'3,x' is no choice"),
         ({"virtual_stages": 0}, "--pin virtual_stages=0: at least 1"),
+        ({"remat": "auto"}, "--pin remat=auto: leave it out"),
     ],
 )
 def test_pins_that_no_plan_has_are_refused(pin, said):
