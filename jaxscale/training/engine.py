@@ -18,7 +18,7 @@ from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.device_batch import local_rows, shard_batch, unpack_sharded
 from jaxscale.layout import AUTO, Layout, RematPolicy
-from jaxscale.model_config import find_make, is_own_family
+from jaxscale.model_config import ModelConfig, find_make, is_own_family
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.kernels import Kernels
@@ -377,9 +377,11 @@ def _open_stages(config: Config, make: MakeModel) -> PipelineStages:
 
 
 def _head_cost(config: Config, model: Model) -> float:
-    """FLOPs of the head over those of a mean layer."""
-    if not is_own_family(config.model.family):
-        return config.model.head_cost(config.data.seq_len, config.data.output_len)
+    """FLOPs of the head over those of a mean layer: counted in the program where the model is
+    one's own, by its family or passed to `make_engine` with settings that have no formula."""
+    settings = config.model
+    if isinstance(settings, ModelConfig) and not is_own_family(settings.family):
+        return settings.head_cost(config.data.seq_len, config.data.output_len)
     counted = forward_cost(model, example(config, model), RematPolicy("none", ()))
     return counted.head * sum(stack.num_layers for stack in model.stacks) / counted.layers
 

@@ -52,8 +52,6 @@ def fsdp(stage: int, remat: str = "full", **layout) -> dict:
 # Weights and gradients are most of it in some, what layers keep in others, what is at work in one
 # layer in others, the head in one.
 CASES = {
-    "stage 0": case(fsdp(0)),
-    "stage 3": case(fsdp(3)),
     "stage 0, whole stacks summed": case(fsdp(0, microbatches=4)),
     "stage 1, sequential": case(fsdp(1, microbatches=4)),
     "stage 2, sequential": case(fsdp(2, microbatches=4)),
@@ -176,6 +174,8 @@ MORE_PIPELINES = {
 }
 WIDE_HEADS = {"num_layers": 4, "d_model": 192, "num_heads": 6, "num_kv_heads": 6, "head_dim": 32}
 MORE_CASES = {
+    "stage 0": case(fsdp(0)),
+    "stage 3": case(fsdp(3)),
     "one device, none": case({}),
     "stage 0, none": case(fsdp(0, "none"), 64),
     "tensor, none": case({"tensor": 2, "zero_stage": 0}),
