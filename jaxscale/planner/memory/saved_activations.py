@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from jaxscale.config import ModelConfig
 from jaxscale.layout import Layout, RematPolicy
-from jaxscale.planner.model.param_shapes import Ints, itemsize, select
+from jaxscale.ops.sizes import LANES
+from jaxscale.planner.model.param_shapes import Ints, itemsize, maximum, select
 
 
 @dataclass(frozen=True)
@@ -153,20 +154,30 @@ def saved_source_bytes(model: ModelConfig, remat: RematPolicy) -> int:
     return sum(one.num_bytes for one in saved_source_values(model, remat))
 
 
+SUBLANES = 8
+"""Rows of a tile of LANES columns in a TPU's memory."""
+
+
 def has_stash_formula(model: ModelConfig) -> bool:
     """Whether `stash_bytes` is right: without experts and latent attention."""
     return not (model.num_experts or model.kv_rank)
 
 
 def stash_bytes(
-    model: ModelConfig, remat: RematPolicy, layout: Layout | None = None, *, cross: bool = False
+    model: ModelConfig,
+    remat: RematPolicy,
+    layout: Layout | None = None,
+    *,
+    cross: bool = False,
+    tiled: bool = False,
 ) -> dict[str, Ints]:
     """Saved bytes of a pipeline per layer and token, of all tensor ranks together, by the table's
     buffers: "residual_b" from F to B, "residual_w" from F to W, "cotangent" from B to W.
 
     `layout` is as in `saved_bytes`; what matmuls of W gathered over columns of tensor is saved
     whole. With `cross` attention, what it saves of each token that it reads is
-    `source_stash_bytes`.
+    `source_stash_bytes`. A TPU's buffers are `tiled`: heads and their features are padded to whole
+    tiles.
 
     W needs no weights: it reads saved activations and what B computed. The suite compares this with
     `pipeline.backward_split`.
@@ -176,7 +187,7 @@ def stash_bytes(
     rows = layout.tensor_rows if layout else 1
     whole = layout.tensor_columns if layout else 1
     stream, d_ff, heads = model.d_model, rows * model.d_ff, rows * model.num_heads
-    queries, keys = heads * model.head_dim, rows * model.num_kv_heads * model.head_dim
+    queries, keys = (rows * size for size in _head_features(model, layout, tiled))
     matmuls = ("mlp_up", "mlp_gate")[: 1 + model.gated]
     hidden = len(matmuls) * d_ff
     sizes = {"query": queries, "key": keys, "value": keys}
@@ -225,9 +236,10 @@ def stash_bytes(
         "residual_w": width * residual_w,
         "cotangent": width * cotangent,
     }
-    more = [_cross_stash(model, remat, whole)] if cross else []
+    features = _head_features(model, layout, tiled)
+    more = [_cross_stash(model, remat, whole, features[0])] if cross else []
     if model.relative_bias == "layer":
-        more.append(_bias_stash(model, remat))
+        more.append(_bias_stash(model, remat, features))
     return {name: size + sum(one[name] for one in more) for name, size in found.items()}
 
 
@@ -236,11 +248,25 @@ def _by_table(remat: RematPolicy) -> bool:
     return remat.kept_passes is not None or not remat.by_names
 
 
-def _cross_stash(model: ModelConfig, remat: RematPolicy, whole: Ints) -> dict[str, Ints]:
+def _head_features(model: ModelConfig, layout: Layout | None, tiled: bool) -> tuple[Ints, Ints]:
+    """Features of the queries of all heads, and of the keys; `tiled` as in `stash_bytes`."""
+    counts = model.num_heads, model.num_kv_heads
+    if not tiled:
+        queries, keys = (count * model.head_dim for count in counts)
+        return queries, keys
+    columns, wide = layout.tensor_columns if layout else 1, -(-model.head_dim // LANES) * LANES
+    queries, keys = (
+        columns * -(-maximum(1, count // columns) // SUBLANES) * SUBLANES * wide for count in counts
+    )
+    return queries, keys
+
+
+def _cross_stash(
+    model: ModelConfig, remat: RematPolicy, whole: Ints, queries: Ints
+) -> dict[str, Ints]:
     """What a layer's cross attention adds, per token of the decoder; of `whole` ranks together what
     a matmul gathered."""
-    width, stream = itemsize(model.compute_dtype), model.d_model
-    queries, names = model.num_heads * model.head_dim, remat.names
+    width, stream, names = itemsize(model.compute_dtype), model.d_model, remat.names
     sums = max(width, 4) * model.num_heads
     if _by_table(remat):
         each = width * (stream + queries)
@@ -258,12 +284,14 @@ def _cross_stash(model: ModelConfig, remat: RematPolicy, whole: Ints) -> dict[st
     }
 
 
-def _bias_stash(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:
+def _bias_stash(
+    model: ModelConfig, remat: RematPolicy, features: tuple[Ints, Ints]
+) -> dict[str, Ints]:
     """What a layer adds where it has a table of biases of its own: W computes the scores once more
     for the table's gradient, and so reads queries, keys, values and their sums, which without it
     only B reads, and the gradient of attention's result."""
     width = itemsize(model.compute_dtype)
-    queries, keys = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
+    queries, keys = features
     sums = max(width, 4) * model.num_heads
     if _by_table(remat):
         saved, made = queries + 2 * keys, 0
@@ -277,8 +305,10 @@ def _bias_stash(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:
     return {"residual_b": -moved, "residual_w": moved, "cotangent": cotangent}
 
 
-def source_stash_bytes(model: ModelConfig, remat: RematPolicy) -> dict[str, int]:
+def source_stash_bytes(
+    model: ModelConfig, remat: RematPolicy, layout: Layout | None = None, *, tiled: bool = False
+) -> dict[str, Ints]:
     """Those of cross attention's keys and values, for each token that it reads."""
-    width, keys = itemsize(model.compute_dtype), model.num_kv_heads * model.head_dim
+    width, (_, keys) = itemsize(model.compute_dtype), _head_features(model, layout, tiled)
     saved = 2 if _by_table(remat) else sum(name in remat.names for name in ("key", "value"))
     return {"residual_b": width * saved * keys, "residual_w": 0, "cotangent": 2 * width * keys}

@@ -244,7 +244,9 @@ def _stack_memory(
         optimizer=moments + count_bytes(config) - own_host * host_optimizer,
         batch=batch_bytes(config),
         gradients=gradients,
-        stash=select(pipelined, _slots(config, loops, buffers), stash - own_host * host_stash),
+        stash=select(
+            pipelined, _slots(config, loops, buffers, transients), stash - own_host * host_stash
+        ),
         layer_weights=_layer_weights(config, loop, loops, transients),
         zeros=loop.beside
         * transients.zeros
@@ -311,7 +313,9 @@ def _layer_weights(
     return loop.compute * select(loop.gathers, gathered, 0 if transients.ahead else loop.weights)
 
 
-def _slots(config: Config, loops: list[LayerLoop], buffers: RankBuffers) -> Ints:
+def _slots(
+    config: Config, loops: list[LayerLoop], buffers: RankBuffers, transients: Transients
+) -> Ints:
     """Saved activations of a rank's chunks between operations: each slot has room for a chunk of
     every stack."""
     if not has_stash_formula(config.model):
@@ -321,11 +325,13 @@ def _slots(config: Config, loops: list[LayerLoop], buffers: RankBuffers) -> Ints
         return sum(getattr(buffers, name) * size for name, size in each.items())
 
     model, layout, total = config.model, config.layout, 0
+    remat, tiled = layout.remat_policy, transients.tile > 1
     for loop in loops:
         cross = loop.part == "decoder"
-        each = loop.tokens * kept(stash_bytes(model, layout.remat_policy, layout, cross=cross))
+        each = loop.tokens * kept(stash_bytes(model, remat, layout, cross=cross, tiled=tiled))
         if cross:
-            each = each + loop.source * kept(source_stash_bytes(model, layout.remat_policy))
+            source = source_stash_bytes(model, remat, layout, tiled=tiled)
+            each = each + loop.source * kept(source)
         total = total + loop.capacity * each // layout.tensor
     return total
 

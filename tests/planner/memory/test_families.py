@@ -1,4 +1,4 @@
-"""Formulas of memory against steps of other families, compiled for GPUs that are not there.
+"""Formulas of memory against steps of other families, compiled for devices that are not there.
 
 Each figure is what `python -m jaxscale.aot --topology NAME` printed as the step's total, with the
 settings of its row (jaxlib 0.12.0.1).
@@ -51,11 +51,12 @@ GEMMA = SHARED | {
 
 
 class Compiled(NamedTuple):
-    """A step for eight GPUs of a node, or for 64."""
+    """A step for eight GPUs of a node, or for 64; or for eight TPUs."""
 
     base: Any  # a shipped config, or the settings of one
     settings: tuple[str, ...]
     peak_bytes: int
+    back_end: str = "gpu"
 
     @property
     def error(self) -> float:
@@ -69,7 +70,7 @@ class Compiled(NamedTuple):
                 section, name = key.split(".")
                 sections[section][name] = int(value)
             config = configs.from_dict(sections)
-        return step_memory(config, "gpu", own_host=True).peak / self.peak_bytes - 1
+        return step_memory(config, self.back_end, own_host=True).peak / self.peak_bytes - 1
 
 
 STEPS = {
@@ -156,12 +157,22 @@ STEPS = {
         (*PIPE, "layout.fsdp=8", "layout.tensor=2", "layout.zero_stage=3", f"{PASSES}=8", FULL),
         11_199_504_220,
     ),
+    "mt5_base v5p, 1f1b, stage 1": Compiled(
+        "mt5_base",
+        (*HALVES, "layout.zero_stage=1", f"{BATCH}=128", f"{PASSES}=8", FULL),
+        13_767_466_176,
+        "tpu",
+    ),
 }
 """Llama, Gemma and mT5 rows without micro-batches showed what the formulas of the head and of
 gradients missed, the rows of two passes what waits for the head, the first pipelines of mt5_base
 and the interleaved one of mt5_large what the last rank's head holds, the one with tensor ranks
-what W reads; the others were compiled afterwards."""
-PIPELINES = {name: step for name, step in STEPS.items() if PIPE[0] in step.settings}
+what W reads, and the one for v5p how a TPU keeps heads; the others were compiled afterwards."""
+PIPELINES = {
+    name: step
+    for name, step in STEPS.items()
+    if PIPE[0] in step.settings and step.back_end == "gpu"
+}
 
 
 def test_they_are_right_in_the_median():
