@@ -53,8 +53,7 @@ class Mirror:
         self._failure = ""
         self._seen: list[int] | None = None  # the steps here when all was put there
         self._sent: dict[str, tuple[int, int]] = {}  # files by name: bytes, and when they changed
-        self._newest = 0  # step that was put there
-        self._missing: list[int] = []  # steps that are still to be put there
+        self._there = set[int]()  # the steps at the address, as far as is known
 
     def start(self, checkpoints: "Checkpoints") -> None:
         """Begins, once it is known where the run resumes."""
@@ -70,6 +69,7 @@ class Mirror:
         """
         if self._thread is None:
             return ""
+        assert self._checkpoints
         self._ending.set()
         begin, asked = time.monotonic(), None
         while self._thread.is_alive():
@@ -79,7 +79,8 @@ class Mirror:
             late = asked is not None and now - asked >= stop_seconds
             if late or (self._failure and now - begin >= END_SECONDS):
                 self._given_up.set()
-                what = f"{_steps_text(self._missing)} " if self._missing else "the newest metrics "
+                missing = self._missing(self._checkpoints.steps())
+                what = f"{_steps_text(missing)} " if missing else "the newest metrics "
                 why = self._failure or f"not done in {duration(stop_seconds)}"
                 return (
                     f"{what}could not be put at {self.store.address} ({why}); all is in "
@@ -129,18 +130,20 @@ class Mirror:
             self._send_files()
         except OSError as error:  # such as of a file that cannot be read: checkpoints matter more
             problem = error
-        there = tiers.stored_steps(self.store)
-        self._newest = max(there, default=0)
-        wanted = self._checkpoints.kept({*here, *there})
-        self._missing = sorted(wanted & set(here) - set(there), reverse=True)
-        for step in list(self._missing):
+        self._there = set(tiers.stored_steps(self.store))
+        for step in self._missing(here):
             self._send_checkpoint(step)
-            self._missing.remove(step)
-        for step in set(there) - wanted:
+        for step in self._there - self._checkpoints.kept({*here, *self._there}):
             tiers.remove_checkpoint(self.store, step)
         if problem:
             raise problem
         self._seen = here
+
+    def _missing(self, here: Sequence[int]) -> list[int]:
+        """The steps that are still to be put at the address, the newest first."""
+        assert self._checkpoints
+        wanted = self._checkpoints.kept({*here, *self._there})
+        return sorted(wanted & set(here) - self._there, reverse=True)
 
     def _send_checkpoint(self, step: int) -> None:
         assert self._checkpoints
@@ -150,9 +153,9 @@ class Mirror:
                 return
             size = tiers.send_checkpoint(self.store, self._checkpoints.directory, step)
         seconds = duration(time.monotonic() - begin)
-        self._newest = max(self._newest, step)
+        self._there = self._there | {step}  # replaced, since another thread reads it
         (self.workdir / tiers.SENT).touch()
-        self.store.write(tiers.LAST_SAVED, f"{self._newest}\n".encode())
+        self.store.write(tiers.LAST_SAVED, f"{max(self._there)}\n".encode())
         log.info(
             f"checkpoint {step}, {human_bytes(size)}, put at {self.store.address} in {seconds}"
         )

@@ -323,7 +323,7 @@ def test_a_stop_waits_no_longer_than_it_may(address, monkeypatch):
     for thread in threading.enumerate():
         if thread.name == "uploads":
             thread.join(30)
-    assert "could not be put at" in left
+    assert left.startswith(f"checkpoint 2 could not be put at {address} ")
     assert "(not done in 200 ms); all is in " in left
     assert left.endswith("and the same command puts it there")
 
