@@ -13,6 +13,7 @@ from jaxscale.layout import REMATS, TENSOR_ROWS, RematPolicy, parse_remat
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.ops.attention import attention
 from jaxscale.pipeline import summary
+from jaxscale.pipeline.layer_placement import stack_of
 from jaxscale.pipeline.simulator import simulate
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.planner.memory.at_rest import sides
@@ -106,8 +107,29 @@ def _pipeline(engine: Engine) -> list[str]:
         outer, axes, whole, zero.sizes, zero.compute_dtype.itemsize
     )
     rows = [*summary.table_rows(engine.stages)]
+    if padding := _padding(engine):
+        rows.append(
+            ("padding", f"{human_bytes(padding)} of rows without a layer, mean of all ranks")
+        )
     rows += [(f"buffer: {name}", human_bytes(size)) for name, size in buffers.items() if size]
     return ["pipeline\n" + table(rows)]
+
+
+def _padding(engine: Engine) -> int:
+    """Bytes between steps that a device has for layers that are not there: a rank's rows of a stack
+    are as many as the busiest needs, each of its chunks as large as the largest."""
+    zero, state, axes = engine.zero, engine.abstract_state, engine.state_axes
+    empty = {name: float((rows < 0).mean()) for name, rows in engine.placement.layer_of_row.items()}
+    total = 0.0
+    for tree, names, rules in (
+        (state.params, axes.params, zero.param_rules),
+        (state.opt_state, axes.opt_state, zero.update_rules),
+    ):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        for (path, leaf), one in zip(leaves, jax.tree.leaves(names, is_leaf=is_axes), strict=True):
+            if "layers" in one:
+                total += empty[stack_of(path, empty)] * _bytes(leaf, one, rules, zero.sizes)
+    return round(total)
 
 
 def _buffers(engine: Engine) -> dict[str, int]:

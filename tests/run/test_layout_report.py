@@ -165,6 +165,27 @@ def test_what_passes_a_pipeline_could_keep():
     assert times[-1] == 24
 
 
+def test_a_dealing_that_pads_says_how_much():
+    """With two chunks each rank has layers of encoder and decoder; with one, of one, and room for
+    the other's."""
+    needs, padding = [], []
+    for schedule, chunks in (("interleaved", 2), ("1f1b", 1), ("1f1b:3,1,2,2", 1)):
+        layout = {"data": 1, "pipeline": 4, "microbatches": 8, "virtual_stages": chunks}
+        config = from_dict(
+            {
+                "layout": layout | {"schedule": schedule},
+                "model": {"family": "mt5", "num_layers": 4, "num_encoder_layers": 4},
+                "data": {"objective": "span_corruption", "target_len": 64, "seq_len": 64},
+            }
+        )
+        engine = make_engine(config, make_mesh(config.layout, jax.devices()[:4]))
+        said = re.search(r"padding +(.*) of rows without a layer", describe_layout(engine))
+        padding.append(said and said[1])
+        needs.append(step_memory(engine.config).arguments)
+    dense, *padded = needs
+    assert padding == [None, *(human_bytes(size - dense) for size in padded)]
+
+
 @pytest.mark.parametrize(
     ("layout", "axes"),
     [
