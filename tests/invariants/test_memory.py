@@ -220,12 +220,22 @@ MORE_CASES = {
 }
 
 
+def unread_bytes(config: Config) -> int:
+    """Positions, which no step of an encoder-decoder reads, and which jax 0.11 leaves among the
+    arguments of a pipeline that gathers weights."""
+    layout, data = config.layout, config.data
+    gathers = layout.pipeline > 1 and layout.fsdp > 1 and layout.zero_stage == 3
+    if jax.__version_info__ >= (0, 12) or not (gathers and config.model.num_encoder_layers):
+        return 0
+    return 4 * data.global_batch_size * (data.seq_len + data.output_len) // layout.batch_shards
+
+
 def check(config: Config) -> Engine:
     engine = open_engine(config)
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     compiled = lowered.compile()
     analysis, predicted = compiled.memory_analysis(), step_memory(config)
-    assert predicted.arguments == analysis.argument_size_in_bytes
+    assert predicted.arguments + unread_bytes(config) == analysis.argument_size_in_bytes
     assert predicted.temporaries == pytest.approx(analysis.temp_size_in_bytes, rel=0.1)
     return engine
 
