@@ -52,6 +52,8 @@ EXTRAS = {
     "parquet": ("pyarrow",),
     "sentencepiece": ("sentencepiece",),
     "measure": ("optuna", "scikit-learn"),
+    "s3": ("s3fs",),
+    "gs": ("gcsfs",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow-skinny",),
     "dev": ("pytest", "pytest-xdist", "hypothesis", "ruff", "pyright", "import-linter"),
