@@ -314,7 +314,6 @@ def compiled_products(model: ModelConfig, remat: str) -> float:
         ("llama", "full"),
         ("llama", "save_matmuls"),
         ("llama", "save_all_but_attention"),
-        ("gpt", "full"),
         ("gpt", "save:query,attention,mlp_up"),
         ("gemma3", "full"),  # a norm needs the result of the last matmul
         ("gpt_neox", "full"),  # attention ends in the stream, too
