@@ -49,9 +49,11 @@ def check_enough(stacks: Sequence[StackLayers], order: Order) -> None:
 
 def has_layers(stacks: Sequence[StackLayers], stages: int) -> bool:
     """Whether every virtual stage would have a layer."""
+    periods = [stack.num_layers // stack.period for stack in stacks]
+    if not len(stacks) <= stages <= sum(periods):  # also what takes a search no time
+        return False
     shares = deal_stages([stack.num_layers for stack in stacks], stages)
-    whole = (stack.num_layers // stack.period >= n for stack, n in zip(stacks, shares))
-    return stages >= len(stacks) and all(whole)
+    return all(have >= needed for have, needed in zip(periods, shares))
 
 
 def stack_shares(layers: tuple[int, ...], stacks: Sequence[StackLayers]) -> tuple[int, ...]:
