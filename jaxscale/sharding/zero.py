@@ -56,6 +56,11 @@ class Zero:
     accumulation_dtype: jnp.dtype
     # Of weights, with a model's own logical axes.
     rules: Rules = field(default_factory=lambda: WEIGHTS)
+    # Of a matrix that is reduce-scattered the ranks are a dimension of their own. XLA for TPUs with
+    # sparse cores otherwise makes an all-reduce, of twice the bytes, where the other dimension in
+    # tiles of 128 does not divide by the sides of the torus, as 11,008 on 4 x 4 x 4. Other TPUs
+    # have no such reduce-scatter, and would need a second buffer for the all-reduce.
+    ranks_apart: bool = False
 
     @property
     def replicated_rules(self) -> Rules:
@@ -245,16 +250,24 @@ class Zero:
         return jax.lax.psum(x, mesh_axes) if mesh_axes else x
 
     def _reduce_scatter(self, grad: jax.Array, axes: Axes) -> jax.Array:
-        dim, ranks = _sharded_dim(axes), self.sizes["fsdp"]
-        if ranks == 1 or dim is None:
+        dim = _sharded_dim(axes)
+        if self.sizes["fsdp"] == 1 or dim is None:
             return grad
         if "outer_embed" not in axes:
-            return _scatter_sum(grad, "fsdp", dim, ranks)
+            return self._scatter_sum(grad, dim)
         # Each rank of fsdp takes its part of every pipeline rank's part.
         before, after = grad.shape[:dim], grad.shape[dim + 1 :]
         parts = grad.reshape(*before, self.sizes["pipeline"], -1, *after)
-        parts = _scatter_sum(parts, "fsdp", dim + 1, ranks)
+        parts = self._scatter_sum(parts, dim + 1)
         return parts.reshape(*before, -1, *after)
+
+    def _scatter_sum(self, grad: jax.Array, dim: int) -> jax.Array:
+        # In arrays of more dimensions XLA would lay the ranks inside another one.
+        if not self.ranks_apart or grad.ndim != 2:
+            return jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=dim, tiled=True)
+        parts = jnp.moveaxis(grad, dim, 0)
+        parts = parts.reshape(self.sizes["fsdp"], -1, *parts.shape[1:])
+        return jnp.moveaxis(jax.lax.psum_scatter(parts, "fsdp"), 0, dim)
 
     def _reduce_over_pipeline(self, grad: jax.Array, axes: Axes) -> jax.Array:
         if "outer_embed" not in axes:
@@ -310,18 +323,3 @@ class Zero:
 def _sharded_dim(axes: Axes) -> int | None:
     """The dimension that is sharded over fsdp, if the stage shards it."""
     return next((dim for dim, name in enumerate(axes) if name in ("embed", "outer_embed")), None)
-
-
-def _scatter_sum(grad: jax.Array, mesh_axis: str, dim: int, ranks: int) -> jax.Array:
-    """The reduce-scatter of a dimension over the ranks of a mesh axis.
-
-    For a matrix the ranks are a dimension of their own. Of a reduce-scatter along a dimension of
-    the matrix, XLA for TPUs makes an all-reduce of twice the bytes where the other dimension in
-    tiles of 128 does not divide by the sides of the torus, as 11,008 on 4 x 4 x 4. It does not for
-    arrays of more dimensions, but would if their ranks were one more.
-    """
-    if grad.ndim != 2:
-        return jax.lax.psum_scatter(grad, mesh_axis, scatter_dimension=dim, tiled=True)
-    parts = jnp.moveaxis(grad, dim, 0)
-    parts = parts.reshape(ranks, -1, *parts.shape[1:])
-    return jnp.moveaxis(jax.lax.psum_scatter(parts, mesh_axis), 0, dim)

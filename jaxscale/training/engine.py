@@ -47,7 +47,7 @@ from jaxscale.training.kernels import attention_name, evaluation_kernels, make_k
 from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.remat import check_host_memory, rematerialised_attention
 from jaxscale.training.step import StepMetrics, TrainState, init_guard, make_step
-from jaxscale.training.xla_options import step_options
+from jaxscale.training.xla_options import has_sparse_cores, step_options
 
 log = logging.getLogger("jaxscale")
 
@@ -160,7 +160,10 @@ def make_engine(
     _check_experts(layout, built)
     stages = _open_stages(config, make) if layout.pipeline > 1 else None
     rows = stages.layer_of_row if stages else _canonical_rows(built)
-    zero = _make_zero(config, built, stages, {**WEIGHTS, **own})
+    zero = dataclasses.replace(
+        _make_zero(config, built, stages, {**WEIGHTS, **own}),
+        ranks_apart=has_sparse_cores(mesh.devices.flat[0].device_kind),
+    )
     rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
     frozen = optimizers.frozen_params(config.optimizer.groups, built.axes, built.frozen)
     optimizer = optimizer or _make_optimizer(config, mesh, zero, built.axes, frozen)

@@ -132,6 +132,11 @@ XLA_FLAGS = {
 the scheduled program of a layered step as its reason says (libtpu 0.0.51, XLA of jax 0.12)."""
 
 
+def has_sparse_cores(device_kind: str) -> bool:
+    """Whether it is a TPU whose sparse cores drive collectives."""
+    return XLA_FLAGS.get(device_kind) is _TPU_SPARSE_CORES
+
+
 DETERMINISTIC = {
     "cpu": (),
     "tpu": (),

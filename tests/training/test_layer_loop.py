@@ -37,15 +37,15 @@ def lowered_step(num_layers: int = 3, **layout) -> str:
 def timeline(program: str) -> str:
     """Gathers (g) and reductions (r) of the MLP's last weight, which alone has its shape, and the
     matmuls that read it (.), in the order of the program; a run of matmuls is one."""
-    whole = "tensor<32x16xbf16>"
+    whole, shard = "tensor<32x16x{}>", "tensor<32x8x{}>"
     found = []
     for line in program.splitlines():
-        if "stablehlo.all_gather" in line and line.endswith(whole):
+        if "stablehlo.all_gather" in line and line.endswith(whole.format("bf16")):
             found.append("g")
-        # The shard of the sum, whose first dimension was the one that is scattered.
-        elif "transpose" in line and line.endswith("(tensor<8x32xf32>) -> tensor<32x8xf32>"):
+        # A reduction holds a function: its types are on the line that closes that.
+        elif line.endswith(f"}}) : ({whole.format('f32')}) -> {shard.format('f32')}"):
             found.append("r")
-        elif "stablehlo.dot_general" in line and f" {whole})" in line:
+        elif "stablehlo.dot_general" in line and f" {whole.format('bf16')})" in line:
             found.append(".")
     return re.sub(r"\.+", ".", "".join(found))
 
