@@ -49,11 +49,8 @@ def choose_remat(config: Config, cluster: Cluster) -> tuple[Config, str]:
     remat, said = "full", "since no policy is predicted to fit"
     if found := search_layouts(query, 1).layouts:
         plan = predict_plan(query, found[0])
-        limit = gigabytes(plan.limit_bytes)
-        remat, said = (
-            found[0].remat,
-            f"predicted {gigabytes(plan.memory_bytes)} of {limit} a device",
-        )
+        needs, limit = gigabytes(plan.memory_bytes), gigabytes(plan.limit_bytes)
+        remat, said = found[0].remat, f"predicted {needs} of {limit} a device"
     chosen = dataclasses.replace(config, layout=dataclasses.replace(layout, remat=remat))
     return chosen, f"layout.remat = 'auto' chose {remat}, {said}"
 

@@ -140,13 +140,8 @@ def make_engine(
       ValueError: a dimension that does not divide over its mesh axes, or a kernel that cannot
         honour the model's settings.
     """
-    layout = config.layout
-    if layout.remat == AUTO:
-        raise ValueError(
-            "layout.remat = 'auto' is chosen when a run begins, and by jaxscale.open_engine; here "
-            "set a policy, such as 'full'"
-        )
-    platform = mesh.devices.flat[0].platform
+    layout, platform = config.layout, mesh.devices.flat[0].platform
+    _check_remat(layout)
     check_divides(config)
     check_sequence(config)
     check_tensor_rows(config)
@@ -160,10 +155,7 @@ def make_engine(
     _check_experts(layout, built)
     stages = _open_stages(config, make) if layout.pipeline > 1 else None
     rows = stages.layer_of_row if stages else _canonical_rows(built)
-    zero = dataclasses.replace(
-        _make_zero(config, built, stages, {**WEIGHTS, **own}),
-        ranks_apart=has_sparse_cores(mesh.devices.flat[0].device_kind),
-    )
+    zero = _make_zero(config, mesh, built, stages, {**WEIGHTS, **own})
     rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
     frozen = optimizers.frozen_params(config.optimizer.groups, built.axes, built.frozen)
     optimizer = optimizer or _make_optimizer(config, mesh, zero, built.axes, frozen)
@@ -250,7 +242,17 @@ def _make_optimizer(
     )
 
 
-def _make_zero(config: Config, model: Model, stages: PipelineStages | None, rules: Rules) -> Zero:
+def _check_remat(layout: Layout) -> None:
+    if layout.remat == AUTO:
+        raise ValueError(
+            "layout.remat = 'auto' is chosen when a run begins, and by jaxscale.open_engine; here "
+            "set a policy, such as 'full'"
+        )
+
+
+def _make_zero(
+    config: Config, mesh: Mesh, model: Model, stages: PipelineStages | None, rules: Rules
+) -> Zero:
     layout = config.layout
     single_visit = layout.accumulation == "layered" or layout.microbatches == 1
     return Zero(
@@ -261,6 +263,7 @@ def _make_zero(config: Config, model: Model, stages: PipelineStages | None, rule
         jnp.dtype(config.model.compute_dtype),
         jnp.dtype(config.optimizer.accumulation_dtype),
         rules,
+        has_sparse_cores(mesh.devices.flat[0].device_kind),
     )
 
 

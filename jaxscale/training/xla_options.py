@@ -108,8 +108,8 @@ _TPU_SPARSE_CORES = (
     XlaFlag(
         "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
         True,
-        "and all-reduces: XLA turns a reduce-scatter into one where the other dimension in tiles "
-        "of 128 does not divide by the sides of the torus, as 11,008 on 4 x 4 x 4",
+        "and all-reduces, such as XLA makes of a reduce-scatter where the other dimension in tiles "
+        "of 128 does not divide by the sides of the torus (`Zero.ranks_apart` avoids most)",
     ),
     XlaFlag(
         "xla_tpu_enable_sparse_core_offload_queuing_in_lhs",
