@@ -21,8 +21,9 @@ from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.formatting import gigabytes, table
 from jaxscale.layout import Layout
+from jaxscale.planner.cost.tensor_volumes import step_volumes
 from jaxscale.planner.plan_layouts import plan_layouts
-from jaxscale.planner.report import html_report, text_report, why_not
+from jaxscale.planner.report import html_report, tensor_grids, text_report, why_not
 from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
 from jaxscale.planner.search.search import search_layouts
@@ -60,6 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text_report.ranking_text(answer))
         print(f"\nStep time of the best plan\n{text_report.waterfall_text(answer.plans[0])}")
         print(f"\nIts memory per device\n{text_report.memory_text(answer.plans[0])}")
+        if grids := tensor_grids.grids_text(answer.query, answer.plans[0]):
+            print(
+                "\nBytes that a device sends over its tensor ranks, by their grid (a layer's are "
+                f"of one micro-batch)\n{grids}"
+            )
         if options.why_not:
             print("\n" + why_not.explain_why_not(answer, parse_pins(split_pins(options.why_not))))
         if options.compare:
@@ -339,6 +345,7 @@ def _plan_json(one: Plan, tokens: float) -> dict[str, Any]:
         "stage_memory_bytes": one.stage_bytes,
         "terms": one.terms,
         "hidden": one.hidden,
+        "tensor_bytes": _tensor_bytes(one),
         "memory": one.memory.at_peak,
         "host_bytes": one.host_bytes,
         "watts": one.watts,
@@ -347,6 +354,14 @@ def _plan_json(one: Plan, tokens: float) -> dict[str, Any]:
         "usd": None if math.isnan(run_cost.usd) else float(run_cost.usd),
         "goodput": run_cost.goodput.fraction,
     }
+
+
+def _tensor_bytes(one: Plan) -> dict[str, float]:
+    """Of a step and device, over rows and columns of tensor; {} where no formula counts them."""
+    model = one.planned_model
+    if not model.has_tensor_rows:
+        return {}
+    return step_volumes(model.shape, one.layout, model.sequences)._asdict()
 
 
 def _prove(answer: RankedPlans, count: int, name: str) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ FIELDS = (
     "expert",
     "context",
     "tensor",
+    "tensor_rows",
     "zero_stage",
     "microbatches",
     "accumulation",
@@ -115,11 +116,13 @@ def _schedules(wanted: str) -> list[tuple[str, int]]:
 
 
 def _meshes(config: Config, num_devices: int) -> Iterator[Layout]:
-    """Every factorisation of the devices into the axes of the mesh; that of expert divides the
-    model's experts."""
-    experts = getattr(config.model, "num_experts", 0)
+    """Every factorisation of the devices into the axes of the mesh, and of tensor into rows and
+    columns; expert divides the model's experts."""
+    model, experts = TrainableModel(config), getattr(config.model, "num_experts", 0)
     for sizes in space.mesh_shapes(num_devices, experts=experts):
-        yield Layout(**dict(zip(MESH_AXES, sizes)), context_method="gather")  # pyright: ignore
+        mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
+        for across in space.grid_rows(model, mesh):
+            yield Layout(**mesh, tensor_rows=across, context_method="gather")
 
 
 def _mesh_refusal(config: Config, mesh: Layout) -> str:
@@ -147,6 +150,7 @@ def _mesh_candidates(
                 "expert": mesh.expert,
                 "context": mesh.context,
                 "tensor": mesh.tensor,
+                "tensor_rows": mesh.tensor_rows,
                 "zero_stage": stage,
                 "microbatches": count,
                 "accumulation": accumulation,

@@ -1,6 +1,7 @@
 """The layouts that a search may try are those that the engine accepts, each once."""
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -28,17 +29,16 @@ def test_choices_and_layouts_are_one_to_one(pool):
 
 
 def test_every_mesh_that_divides_is_there_and_no_other(pool):
-    """Four heads: eight ranks of tensor have nothing to share; two key heads are replicated."""
-    meshes = {tuple(c[a] for a in ("pipeline", "fsdp", "context", "tensor")) for c in pool}
-    assert {mesh[3] for mesh in meshes} == {1, 2, 4}
+    """Four heads: eight columns of tensor have nothing to share; two key heads are replicated. Rows
+    are no more than columns, and go without ranks of context."""
+    axes = ("pipeline", "fsdp", "context", "tensor", "tensor_rows")
+    meshes = {tuple(choices[axis] for axis in axes) for choices in pool}
     sizes = (1, 2, 4, 8)
     expected = {
-        (p, f, c, t)
-        for p in sizes
-        for f in sizes
-        for c in sizes
-        for t in (1, 2, 4)
-        if 8 % (p * f * c * t) == 0
+        (p, f, c, t, r)
+        for p, f, c, t in itertools.product(sizes, repeat=4)
+        for r in (1, 2)
+        if 8 % (p * f * c * t) == 0 and t // r <= 4 and (r == 1 or (c == 1 and t >= 4))
     }
     assert meshes == expected
 

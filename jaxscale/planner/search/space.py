@@ -104,7 +104,8 @@ def enumerate_sizes(
     for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.shape.experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
         for stage, across in itertools.product(
-            _stages(query.pins, mesh["fsdp"]), _rows(query, mesh)
+            _stages(query.pins, mesh["fsdp"]),
+            _pinned(query.pins, "tensor_rows", grid_rows(model, mesh)),
         ):
             # No other setting that could be refused.
             settings = {**mesh, "tensor_rows": across, "zero_stage": stage}
@@ -131,13 +132,17 @@ def enumerate_sizes(
     return LayoutBatch(**dict(zip(names, columns)))
 
 
-def _rows(query: Query, mesh: Mapping[str, int]) -> Sequence[int]:
+def grid_rows(model: TrainableModel | SizedModel, sizes: Mapping[str, int]) -> list[int]:
     """Rows of tensor that are tried: no more than columns, since what lies between two matmuls,
-    which all rows repeat and add up, is wider than the stream."""
-    model, alone = query.planned_model, mesh["context"] == mesh["expert"] == 1
-    tried = [n for n in divisors(mesh["tensor"]) if n * n <= mesh["tensor"]]
-    free = model.has_tensor_rows and alone and not model.shape.experts
-    return _pinned(query.pins, "tensor_rows", tried if free else [1])
+    which all rows repeat and add up, is wider than the stream.
+
+    Args:
+      sizes: of the mesh axes.
+    """
+    alone = sizes["context"] == sizes["expert"] == 1
+    if not (alone and model.has_tensor_rows) or model.shape.experts:
+        return [1]
+    return [n for n in divisors(sizes["tensor"]) if n * n <= sizes["tensor"]]
 
 
 def mesh_shapes(

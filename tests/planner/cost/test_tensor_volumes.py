@@ -1,0 +1,36 @@
+"""Bytes over rows and columns of tensor, against compiled steps."""
+
+import dataclasses
+
+import pytest
+
+from jaxscale.config import load
+from jaxscale.layout import Layout
+from jaxscale.planner.cost.tensor_volumes import layer_volumes, step_volumes
+from jaxscale.planner.model.shape import ModelShape
+
+
+@pytest.mark.parametrize(("across", "over_rows", "over_columns"), [(1, 0, 475), (2, 453, 238)])
+def test_a_step_sends_what_its_program_does(across, over_rows, over_columns):
+    """Llama 2 70B on 64 v5p, as `tools/bench/tensor_rows.py --compile` counted: whole arrays, those
+    of all-reduces twice, of which a device sends all but its own share."""
+    config = load("llama2_70b", ["data.global_batch_size=64"])
+    layout = Layout(data=1, fsdp=8, tensor=8, tensor_rows=across, remat="full")
+    found = step_volumes(ModelShape.of(config), layout, 64)
+    assert found.rows == pytest.approx((1 - 1 / across) * over_rows * 1e9, rel=0.01)
+    columns = layout.tensor_columns
+    assert found.columns == pytest.approx((1 - 1 / columns) * over_columns * 1e9, rel=0.01)
+
+
+def test_what_is_recomputed_is_sent_again():
+    shape = ModelShape.of(load("llama3_8b"))
+    grid = Layout(data=1, tensor=8, tensor_rows=2)
+    each = {
+        remat: layer_volumes(shape, dataclasses.replace(grid, remat=remat), 1)
+        for remat in ("none", "full", "save:mlp_up,mlp_gate,query,key,value", "save:attention_out")
+    }
+    none, full, inner, joined = each.values()
+    assert full.rows > inner.rows == none.rows
+    # Four gathers and four scatters; then two gathers more, and a scatter.
+    assert full.columns / none.columns == pytest.approx(11 / 8)
+    assert joined.columns / none.columns == pytest.approx(10 / 8)
