@@ -1,4 +1,5 @@
-"""DeepSeek-V3 (arXiv 2412.19437), from scratch, without the module that predicts a second token.
+"""DeepSeek-V3 (arXiv 2412.19437), from scratch, without the module that predicts a further token,
+which model.prediction_depth = 1 adds.
 
 Command: python -m jaxscale.train --config configs/deepseek_v3.py --workdir runs/deepseek_v3
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json

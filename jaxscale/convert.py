@@ -62,6 +62,8 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
         paired = {"objective": "span_corruption", "target_len": configs.DataConfig.seq_len}
         sections["data"] = {**sections.get("data", {}), **paired}
     config = configs.from_dict(sections, overrides)
+    if depth := config.model.prediction_depth:
+        model = open_model(options.from_hf, prediction_depth=depth)
     check_settings(config.model, model, "--config.model")
     setup.open_tokenizer(config, model.directory)  # refuses one that does not fit the model
     _, engine = setup.open_engine(config)

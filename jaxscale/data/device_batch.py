@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +16,16 @@ from jaxscale.sharding.rules import check_divides, check_sequence
 
 
 def shard_batch(
-    batch: Batch, config: Config, sharding: NamedSharding, global_batch_size: int | None
+    batch: Batch,
+    config: Config,
+    sharding: NamedSharding,
+    global_batch_size: int | None,
+    prepare: Callable[[Batch], Batch] | None = None,
 ) -> ShardedBatch:
-    """`Engine.shard`, for a config's layout and the sharding of its batches."""
+    """`Engine.shard`, for a config's layout and the sharding of its batches; `prepare` is the
+    model's."""
     _check_fields(batch)
+    batch = prepare(batch) if prepare else batch
     rows, seq_len = batch.tokens.shape
     held = range(rows)
     if global_batch_size is not None:

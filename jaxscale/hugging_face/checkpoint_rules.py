@@ -29,6 +29,7 @@ class ParameterTensors:
     tensors: tuple[str, ...]  # names, those of a layer's experts together
     copies: tuple[tuple[str, str], ...]  # a tensor, and one that must be equal where it is present
     parts: tuple[int, ...]  # layers, and experts, with a tensor each
+    written: tuple[str, ...] = ()  # those copies of its one tensor that are written too
 
     def tensor(self, *place: int) -> str:
         """The tensor of a layer, or of its expert."""
@@ -87,7 +88,8 @@ def _tensors_of(
     split = [_split(rule, wanted) for rule in rules]
     first, *others = [_names(rule, parts) for rule in rules]
     copies = tuple((name, copy) for names in others for name, copy in zip(first, names))
-    return ParameterTensors(parameter.name, split[0], tuple(first), copies, parts)
+    written = tuple(name for rule in rules if rule.is_copy for name in _names(rule, parts))
+    return ParameterTensors(parameter.name, split[0], tuple(first), copies, parts, written)
 
 
 def _names(rule: TensorRule, parts: tuple[int, ...]) -> list[str]:

@@ -92,8 +92,11 @@ def is_hugging_face(directory: pathlib.Path) -> bool:
     return "model_type" in _read_json(directory / "config.json")
 
 
-def open_model(directory: pathlib.Path) -> HuggingFaceModel:
+def open_model(directory: pathlib.Path, *, prediction_depth: int = 0) -> HuggingFaceModel:
     """Opens a folder; reads no values.
+
+    Args:
+      prediction_depth: how many of the modules that predict further tokens are read.
 
     Raises:
       FileNotFoundError: no config.json, or no checkpoint.
@@ -119,14 +122,17 @@ def open_model(directory: pathlib.Path) -> HuggingFaceModel:
     tensors = open_tensors(directory)
     try:
         settings = family.from_hf(hf, tensors)
-        ModelConfig(**settings)
+        if prediction_depth:
+            settings["prediction_depth"] = prediction_depth
+        layers = ModelConfig(**settings).num_layers
     except ValueError as error:
         raise ValueError(f"{directory / 'config.json'}: {error}") from error
     for old, new in family.hf_renamed.items():
         tensors = {_with_end(name, old, new): tensor for name, tensor in tensors.items()}
     if not any(name.startswith(family.hf_prefix) for name in tensors):
         tensors = {family.hf_prefix + name: tensor for name, tensor in tensors.items()}
-    return HuggingFaceModel(directory, settings, tensors, family.ignored)
+    ignored = tuple(pattern.format(layers=layers) for pattern in family.ignored)
+    return HuggingFaceModel(directory, settings, tensors, ignored)
 
 
 def _with_end(name: str, old: str, new: str) -> str:

@@ -8,6 +8,7 @@ import itertools
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ def write_params(
     max_file_bytes: int,
 ) -> dict[str, StoredTensor]:
     """Writes a checkpoint; the padding rows of the vocabulary and the copies of tied parameters are
-    left out.
+    left out, but for those that a rule has written.
 
     Args:
       params: in canonical form, on any layout of the devices of this process.
@@ -45,6 +46,10 @@ def write_params(
     Raises:
       ValueError: a value is too large for `dtype`.
     """
+    parameters = [
+        *parameters,
+        *(replace(one, tensors=(copy,)) for one in parameters for copy in one.written),
+    ]
     shapes = {name: one.rule.shape for one in parameters for name in one.tensors}
     tensors = {name: (FILE_TYPES[dtype], shapes[name]) for name in sorted(shapes, key=_by_layer)}
     stored = lay_out(directory, tensors, max_file_bytes)

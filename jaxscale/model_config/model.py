@@ -10,6 +10,7 @@ from jaxscale.choices import check_at_least, check_choice
 from jaxscale.layout import BLOCK_TENSORS, parse_remat
 from jaxscale.model_config.experts import ExpertOptions
 from jaxscale.model_config.latent_attention import LatentOptions
+from jaxscale.model_config.prediction import PredictionOptions
 from jaxscale.model_config.rope_scaling import SCALING, RopeScalingOptions
 from jaxscale.model_config.settings import ATTENTIONS, DTYPES, is_own_family, option
 from jaxscale.model_families.shipped import find_family, refuse_setting
@@ -32,7 +33,7 @@ CHOICES = {
 
 
 @dataclass(frozen=True)
-class ModelConfig(ExpertOptions, LatentOptions, RopeScalingOptions):
+class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOptions):
     """A transformer of any family of `jaxscale.model_families`: a decoder, or an encoder and a
     decoder where `num_encoder_layers` is not zero.
 
@@ -143,6 +144,8 @@ class ModelConfig(ExpertOptions, LatentOptions, RopeScalingOptions):
         self._check_positions()
         self.check_experts(self.num_layers, self.period)
         self.check_latent(self.num_heads, self.num_kv_heads, self.head_dim)
+        ahead = bool(self.num_encoder_layers) or not self.causal
+        self.check_prediction(self.positions, self.layer_pattern, ahead)
         more = self.qk_norm or self.attention_sinks or self.attention_bias != "none"
         if self.kv_rank and more:
             raise ValueError(
@@ -214,7 +217,14 @@ class ModelConfig(ExpertOptions, LatentOptions, RopeScalingOptions):
     def has_formulas(self) -> bool:
         """Whether the planner has formulas for the model's memory and time."""
         # With latent attention two compiled steps were predicted 14 % too low and 85 % too high.
-        return not (is_own_family(self.family) or self.kv_rank)
+        return not (is_own_family(self.family) or self.kv_rank or self.prediction_depth)
+
+    @property
+    def without_formulas(self) -> str:
+        """The setting for which it has none."""
+        if is_own_family(self.family) or not self.prediction_depth:
+            return f"model.family = {self.family!r}"
+        return f"model.prediction_depth = {self.prediction_depth}"
 
     @property
     def has_flops_formula(self) -> bool:
@@ -339,7 +349,18 @@ class ModelConfig(ExpertOptions, LatentOptions, RopeScalingOptions):
         """Parameters that one token meets: those of its own experts and of all that is shared."""
         idle = self.num_experts - self.experts_per_token
         expert = self._mlp_params(self.expert_d_ff or self.d_ff)
-        return self.num_params - self.num_expert_layers * idle * expert
+        layers = self.num_expert_layers + self.prediction_depth * (self.num_experts > 0)
+        return self.num_params - layers * idle * expert
+
+    @property
+    def _prediction_params(self) -> int:
+        """Parameters of the modules that predict further tokens: each has a layer, two matrices
+        before it, and three norms."""
+        if not self.prediction_depth:
+            return 0
+        experts = self.num_experts
+        layer = self.expert_layer_params(experts) if experts else self.num_layer_params
+        return self.prediction_depth * (layer + 2 * self.d_model**2 + 3 * self._norm_params)
 
     @property
     def _encoder_params(self) -> int:
@@ -371,7 +392,7 @@ class ModelConfig(ExpertOptions, LatentOptions, RopeScalingOptions):
         if self.head_transform:
             head += self.d_model**2 + self.d_model + self.padded_vocab_size
         outer = embedding + head + positions + types + norms * self._norm_params
-        return layers + outer + self._encoder_params
+        return layers + outer + self._encoder_params + self._prediction_params
 
     @property
     def published_params(self) -> int:
@@ -389,9 +410,9 @@ class ModelConfig(ExpertOptions, LatentOptions, RopeScalingOptions):
         softmax and the embedding lookup are left out.
         This is the numerator of MFU.
         """
-        return 3 * (
-            self.layer_forward_flops(seq_len, causal) * self.num_layers + self.head_forward_flops
-        )
+        layers = self.layer_forward_flops(seq_len, causal) * self.num_layers
+        modules = sum(self._prediction_matmul_flops(seq_len, causal).values())
+        return 3 * (layers + modules + self.head_forward_flops)
 
     def hardware_flops_per_token(
         self, seq_len: int, *, remat: str = "none", recomputed: float = 0.0, causal: bool = True
@@ -412,11 +433,16 @@ class ModelConfig(ExpertOptions, LatentOptions, RopeScalingOptions):
         if policy.by_names and self.norm_placement != "before":
             again.add("mlp_down")
         if policy.by_names:
-            again.add("router")
-        repeated = sum(products[name] for name in products if name in again)
-        if recomputed:
-            repeated = recomputed * sum(products.values())
-        return self.flops_per_token(seq_len, causal=causal) + repeated * self.num_layers
+            again |= {"router", "prediction"}
+
+        def repeated(flops: dict[str, float]) -> float:
+            if recomputed:
+                return recomputed * sum(flops.values())
+            return sum(flops[name] for name in flops if name in again)
+
+        layers = repeated(products) * self.num_layers
+        modules = repeated(self._prediction_matmul_flops(seq_len, causal))
+        return self.flops_per_token(seq_len, causal=causal) + layers + modules
 
     def head_cost(self, seq_len: int, output_len: int = 0) -> float:
         """FLOPs of the head over those of a mean layer; layers are split into stages by it.
@@ -440,8 +466,10 @@ class ModelConfig(ExpertOptions, LatentOptions, RopeScalingOptions):
 
     @property
     def head_forward_flops(self) -> float:
-        """FLOPs of the head's forward pass for a token."""
-        return 2.0 * self.d_model * (self.vocab_size + self.d_model * self.head_transform)
+        """FLOPs of the head's forward pass for a token, of which each module for further tokens has
+        one of its own."""
+        each = 2.0 * self.d_model * (self.vocab_size + self.d_model * self.head_transform)
+        return each * (1 + self.prediction_depth)
 
     def layer_forward_flops(self, seq_len: int, causal: bool = True) -> float:
         """FLOPs of a mean layer's forward pass for a token."""
@@ -450,9 +478,19 @@ class ModelConfig(ExpertOptions, LatentOptions, RopeScalingOptions):
     def layer_matmul_flops(self, seq_len: int, causal: bool = True) -> dict[str, float]:
         """The same for each matmul, by the names of `layout.BLOCK_TENSORS`, "mlp_down", and
         "router" of layers with experts."""
+        return self._matmul_flops(seq_len, causal, self.num_expert_layers / self.num_layers)
+
+    def _prediction_matmul_flops(self, seq_len: int, causal: bool) -> dict[str, float]:
+        """The same of all modules that predict further tokens, and "prediction", the matrices
+        before their layers."""
+        depth = self.prediction_depth
+        layer = self._matmul_flops(seq_len, causal, float(self.num_experts > 0))
+        own = {**layer, "prediction": 4.0 * self.d_model**2}
+        return {name: depth * flops for name, flops in own.items()}
+
+    def _matmul_flops(self, seq_len: int, causal: bool, with_experts: float) -> dict[str, float]:
         scored = self.num_heads * (self.head_dim + self.value_dim)
         made = {name: 2.0 * size for name, size in self._attention_sizes.items()}
-        with_experts = self.num_expert_layers / self.num_layers
         active = self.shared_d_ff + self.experts_per_token * (self.expert_d_ff or self.d_ff)
         d_ff = self.d_ff + with_experts * (active - self.d_ff)
         mlp = 2.0 * self.d_model * d_ff

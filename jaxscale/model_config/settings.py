@@ -59,6 +59,11 @@ class ModelSettings:
         return False
 
     @property
+    def without_formulas(self) -> str:
+        """The setting for which it has none."""
+        return f"model.family = {self.family!r}"
+
+    @property
     def has_flops_formula(self) -> bool:
         """Whether the record counts the operations of a token; else they are counted in the traced
         program."""

@@ -1,5 +1,5 @@
 """DeepSeek-V3: latent attention, experts beside a shared one, balanced by biases; the first layers
-have none. Without the modules that predict further tokens."""
+have none. After the last one there may be modules that predict further tokens."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -44,7 +44,8 @@ UNREAD = (
     "qk_head_dim",
     "seq_aux",
 )
-"""Keys of training, or of the modules that predict further tokens; and sizes that follow."""
+"""Keys of training, or of the modules that predict further tokens, which are read where a run has
+some; and sizes that follow."""
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def _to_hf(model: Model) -> dict[str, Any]:
         "routed_scaling_factor": model.router_scale,
         "n_group": model.router_groups,
         "topk_group": model.router_groups_kept,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.prediction_depth,
         **{key: value for key, (value,) in HF_FIXED.items()},
     }
 
@@ -174,6 +175,8 @@ DEEPSEEK_V3 = Family(
         "router_groups_kept": 4,
         "balance_rate": 0.001,
         "balance_weight": 0.0001,
+        "prediction_depth": 0,
+        "prediction_weight": 0.3,
     },
     fixed=FIXED,
     hf_types=("deepseek_v3",),
@@ -181,6 +184,6 @@ DEEPSEEK_V3 = Family(
     read_hf=_from_hf,
     write_hf=_to_hf,
     tensors=_tensors,
-    # As transformers: of the published model these are of a module that predicts further tokens.
-    ignored=("*.rotary_emb.inv_freq", "model.layers.61.*"),
+    # As transformers: of the published model these are of the module that predicts a further token.
+    ignored=("*.rotary_emb.inv_freq", "model.layers.{layers}.*"),
 )

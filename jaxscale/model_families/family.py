@@ -43,8 +43,9 @@ class TensorRule:
     ours = tensor.reshape(view)[take].transpose(order).reshape(shape of ours), then zero rows up to
     the padded vocabulary. The last reshape only splits dims.
 
-    Of several rules for one parameter (a tied head) the first names the tensor that is written;
-    those of the others may be missing, and must be equal to it where they are present.
+    Of several rules for one parameter (a tied head) the first names the tensor that is written, and
+    each that `is_copy`; those of the others may be missing, and must be equal to it where they are
+    present.
     """
 
     param: str  # path of ours, "layers/attention/q"; of a stack: one tensor per layer
@@ -54,6 +55,7 @@ class TensorRule:
     take: tuple[int | slice, ...] = ()  # of a fused tensor; several rules then share one name
     shape: tuple[int, ...] = ()  # of the tensor itself, where it is not that of `view`
     first: int = 0  # layers of the model before those of the stack
+    is_copy: bool = False  # a second tensor with the values of another, which is written too
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class Family:
     tensors: Callable[[Model], tuple[TensorRule, ...]]
     hf_prefix: str = "model."  # of names; checkpoints of a model without its head leave it out
     hf_renamed: Mapping[str, str] = field(default_factory=dict)  # older ends of names -> theirs now
-    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # globs of tensors without parameters
+    # Globs of tensors without parameters; {layers} is the number of layers.
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     untied: str = ""  # the tensor of a head of its own, where config.json does not say if it is one
 
     def from_hf(self, hf: Mapping[str, Any], tensors: Collection[str] = ()) -> dict[str, Any]:

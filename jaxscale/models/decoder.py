@@ -5,6 +5,7 @@ Letters: B batch, T query time, S key time, D embed, F mlp hidden, N query heads
 H head_dim, V vocab (padded), L layers.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -23,6 +24,14 @@ from jaxscale.models.experts import ExpertBlock, expert_metrics, expert_sums
 from jaxscale.models.forward import scan_periods
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.latent_attention import empty_latent_cache
+from jaxscale.models.prediction import (
+    MERGE,
+    PREDICTION,
+    Merge,
+    further_fields,
+    prediction_stack,
+    with_further_targets,
+)
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import Weights, axes_of, module_of, params_of, stack_axes, stack_params
 from jaxscale.ops.attention import attention
@@ -34,6 +43,9 @@ EMBEDDING_LAYER = 2**24 - 1
 
 ROUTER_SITE = 2
 """Of jitter, beside the two of dropout in a layer."""
+
+FINAL_NORM = "final_norm"
+"""Where the embedding has the norm after the last layer, if modules read after it."""
 
 CACHE_AXES = ("layers", "batch", "slots", "kv_heads", "head_dim")
 """Of keys and values in a cache; "slots" has a rule in `training.sampling` only."""
@@ -59,6 +71,9 @@ class Embedding(nnx.Module):
         types = config.token_types
         self.token_types = weights.normal("token_types", "embed") if types else None
         self.norm = Norm(config, weights) if config.embedding_norm else None
+        # The modules that predict further tokens read what comes after it; the head borrows it.
+        shares = config.final_norm and config.prediction_depth
+        self.final_norm = Norm(config, weights) if shares else None
         self.scale = math.sqrt(config.d_model) if config.scaled_embedding else None
         self.compute_dtype, self.dropped = config.compute_dtype, config.dropped_token
         self.causal = config.causal
@@ -122,7 +137,8 @@ class Head(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         weights = Weights(config, key)
-        self.norm = Norm(config, weights) if config.final_norm else None
+        own_norm = config.final_norm and not config.prediction_depth
+        self.norm = Norm(config, weights) if own_norm else None
         self.output = None if config.tied_embeddings else weights.normal("embed", "vocab")
         self.activation = config.activation
         if config.head_transform:
@@ -142,6 +158,11 @@ class Head(nnx.Module):
         return self.transform_norm(ACTIVATIONS[self.activation](y_BTD))
 
 
+def make_norm(config: ModelConfig, key: jax.Array) -> Norm:
+    """A norm as wide as the stream."""
+    return Norm(config, Weights(config, key))
+
+
 class Part(NamedTuple):
     """Consecutive layers with one type of block."""
 
@@ -155,22 +176,39 @@ class Part(NamedTuple):
 class Decoder:
     """A decoder as pure functions over its parameters: a `models.protocol.Model` over the stream
     {"x": [batch, seq, d_model]}, of one stack, "layers", or where only the later layers have
-    experts of two, "dense_layers" and "expert_layers".
+    experts of two, "dense_layers" and "expert_layers". The modules that predict further tokens, if
+    there are any, are one more stack, "prediction".
     """
 
     settings: ModelConfig
     kernels: Kernels
+    trains: bool = True  # otherwise without the stack "prediction", whose parameters are left alone
     block_type: ClassVar[Any] = Block  # a module, made by (settings, key)
     head_type: ClassVar[Any] = Head  # likewise
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """One of all layers, or one without experts and one with them."""
-        return tuple(self._stack(part) for part in self.parts)
+        """One of all layers, or one without experts and one with them; and in training that of the
+        modules that predict further tokens."""
+        return tuple(self._stack(part) for part in (self.parts if self.trains else self.trunk))
+
+    @property
+    def evaluated(self) -> "Decoder":
+        """The model of the same parameters without what only training needs."""
+        return dataclasses.replace(self, trains=False)
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The stacks' names, types of block, and layers."""
+        """The stacks' names, types of block, and layers, of all parameters."""
+        config, last = self.settings, self.trunk[-1]
+        if not config.prediction_depth:
+            return self.trunk
+        more = Part(PREDICTION, last.block, config.num_layers, config.prediction_depth)
+        return (*self.trunk, more)
+
+    @property
+    def trunk(self) -> tuple[Part, ...]:
+        """The same, of the layers that a prediction of the next token goes through."""
         config, own = self.settings, type(self).block_type
         if not config.num_experts:
             return (Part("layers", own, 0, config.num_layers),)
@@ -183,6 +221,19 @@ class Decoder:
         )
 
     def _stack(self, part: Part) -> Stack:
+        sums = expert_sums(self.settings) if part.block is ExpertBlock else {}
+        if part.name == PREDICTION:
+            return prediction_stack(
+                self.settings,
+                lambda embed, x: self._final_norm(embed.get(FINAL_NORM), x),
+                self._embed,
+                lambda weights, x, batch, index: self._layer(
+                    part, weights, x, batch, 0, part.first + index
+                ),
+                self.kernels.shard,
+                sums,
+            )
+
         def enter(embed: Params, stream: Stream, batch: Batch) -> Stream:
             return {"x": stream["x"] if part.first else self.embed(embed, batch)}
 
@@ -191,7 +242,6 @@ class Decoder:
             x, sums = self._layer(part, weights, stream["x"], batch, layer.kind, index)
             return {"x": x}, sums
 
-        sums = expert_sums(self.settings) if part.block is ExpertBlock else {}
         return Stack(
             part.name,
             part.num_layers,
@@ -204,13 +254,20 @@ class Decoder:
 
     @property
     def borrows(self) -> Mapping[str, tuple[str, ...]]:
-        """A tied head uses the embedding."""
-        return {"tied": ("embed", "tokens")} if self.settings.tied_embeddings else {}
+        """A tied head uses the embedding; and the final norm, where modules read after it."""
+        config, found = self.settings, {}
+        if config.tied_embeddings:
+            found["tied"] = ("embed", "tokens")
+        if config.prediction_depth and config.final_norm:
+            for leaf in ("scale", "bias") if config.norm == "layer" else ("scale",):
+                found[f"{FINAL_NORM}_{leaf}"] = ("embed", FINAL_NORM, leaf)
+        return found
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """None."""
-        return ()
+        """The losses of the modules that predict further tokens."""
+        depth = self.settings.prediction_depth if self.trains else 0
+        return tuple(f"prediction_loss_{k}" for k in range(1, 1 + depth))
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -252,26 +309,39 @@ class Decoder:
 
     @property
     def rules(self) -> Mapping[str, tuple[str, ...]]:
-        """None."""
-        return {}
+        """What the stream has for each module that predicts a further token is on every rank."""
+        return {"depths": ()} if self.settings.prediction_depth else {}
 
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
-        """None."""
-        return {}
+        """The targets of the modules that predict further tokens, which `prepare` makes."""
+        return further_fields(self.settings.prediction_depth, seq_len)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """A batch on the host, with `extras`."""
+        depth = self.settings.prediction_depth
+        return with_further_targets(batch, depth) if depth else batch
 
     def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
         """Fresh parameters; they depend on the key alone. None stacks all layers in order."""
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         keys = jax.random.split(layers_key, self.settings.num_layers)
         embed = params_of(Embedding(self.settings, embed_key))
+
+        def stacked(make: Any, name: str, keys: jax.Array) -> Params:
+            chosen = None if rows is None else rows[name]
+            return stack_params(functools.partial(make, self.settings), keys, chosen)
+
         layers = {
-            part.name: stack_params(
-                functools.partial(part.block, self.settings),
-                keys[part.first : part.first + part.num_layers],
-                None if rows is None else rows[part.name],
+            part.name: stacked(
+                part.block, part.name, keys[part.first : part.first + part.num_layers]
             )
-            for part in self.parts
+            for part in self.trunk
         }
+        if depth := self.settings.prediction_depth:
+            # Keys of their own: the other parameters are those of the model without modules.
+            keys = jax.random.split(jax.random.fold_in(layers_key, 0), (2, depth))
+            module = stacked(self.trunk[-1].block, PREDICTION, keys[0])
+            layers[PREDICTION] = {**module, MERGE: stacked(Merge, PREDICTION, keys[1])}
         return {
             "embed": embed,
             **layers,
@@ -281,24 +351,31 @@ class Decoder:
     @property
     def axes(self) -> Params:
         """The tree of parameters with the tuple of logical axes in place of each array."""
+        layers = {part.name: stack_axes(part.block, self.settings) for part in self.parts}
+        if PREDICTION in layers:
+            layers[PREDICTION][MERGE] = stack_axes(Merge, self.settings)
         return {
             "embed": axes_of(Embedding, self.settings),
-            **{part.name: stack_axes(part.block, self.settings) for part in self.parts},
+            **layers,
             "head": axes_of(type(self).head_type, self.settings),
         }
 
     def embed(self, embed: Params, batch: Batch) -> jax.Array:
         """Tokens to [batch, seq, d_model] in the compute type, whatever the type of `embed`."""
+        return self._embed(embed, batch, batch.tokens, 0)
+
+    def _embed(self, embed: Params, batch: Batch, tokens: jax.Array, site: int) -> jax.Array:
+        """The same of other tokens at the places of the batch's; `site` is of dropout."""
         with jax.named_scope("embed"):
             x_BTD = self._module(Embedding, embed)(
-                batch.tokens,
+                tokens,
                 batch.positions,
                 self.kernels.lookup,
                 batch.segments,
                 dict(batch.extras).get("token_types"),
             )
             if self._drops(batch):
-                x_BTD = self._dropout(batch, EMBEDDING_LAYER)(x_BTD, 0)
+                x_BTD = self._dropout(batch, EMBEDDING_LAYER)(x_BTD, site)
             return self.kernels.shard(x_BTD, STREAM)
 
     def block(
@@ -346,25 +423,40 @@ class Decoder:
         return lambda x, site: self.kernels.dropout(x, batch.noise, layer, site, rate)
 
     def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
-        """The sum over weighted tokens of loss, and of the negative log-likelihood in nats."""
+        """The sum over weighted tokens of loss, and of the negative log-likelihood in nats; in the
+        loss of a step also those of the modules that predict further tokens, `metrics`."""
+        config, x_BTD = self.settings, stream["x"]
         with jax.named_scope("head"):
-            x_BTD, matrix, bias_V = self._final(head, stream["x"])
-            x_BTD = self.kernels.shard(x_BTD, ("batch", "seq", "embed"))
-            loss, nll = self.kernels.cross_entropy(
-                x_BTD,
-                matrix,
-                batch.targets,
-                batch.weights,
-                vocab_size=self.num_classes,
-                bias_V=bias_V,
-                soft_cap=self.settings.logit_soft_cap,
-                z_loss=self.settings.z_loss,
-                transposed=self.settings.tied_embeddings,
-            )
-            return {"loss": loss, "nll": nll}
+            if not self.metrics:  # the modules have applied it
+                x_BTD = self._final_norm(self._borrowed_norm(head), x_BTD)
+            loss, nll = self._cross_entropy(head, x_BTD, batch.targets, batch.weights)
+            sums = {"loss": loss, "nll": nll}
+            for k, name in enumerate(self.metrics, 1):
+                targets, weights = batch.extras[f"targets_{k}"], batch.extras[f"weights_{k}"]
+                ahead_BTD = stream["ahead"][:, :, k - 1]
+                loss, sums[name] = self._cross_entropy(head, ahead_BTD, targets, weights)
+                sums["loss"] += config.prediction_weight / config.prediction_depth * loss
+            return sums
+
+    def _cross_entropy(
+        self, head: Params, x_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        x_BTD, matrix, bias_V = self._final(head, x_BTD)
+        return self.kernels.cross_entropy(
+            self.kernels.shard(x_BTD, ("batch", "seq", "embed")),
+            matrix,
+            targets_BT,
+            weights_BT,
+            vocab_size=self.num_classes,
+            bias_V=bias_V,
+            soft_cap=self.settings.logit_soft_cap,
+            z_loss=self.settings.z_loss,
+            transposed=self.settings.tied_embeddings,
+        )
 
     def logits(self, head: Params, x_BTD: jax.Array) -> jax.Array:
         """Float32 [batch, seq, vocab_size]."""
+        x_BTD = self._final_norm(self._borrowed_norm(head), x_BTD)
         x_BTD, matrix, bias_V = self._final(head, x_BTD)
         return logits(
             x_BTD,
@@ -421,16 +513,24 @@ class Decoder:
 
         # The cache is carried, not scanned over: carried, it is updated in place.
         carry = x_BTD, cache
-        for part in self.parts:
+        for part in self.trunk:
             layers = params[part.name], jnp.arange(part.first, part.first + part.num_layers)
             function = functools.partial(one, part)
             carry = scan_periods(function, carry, layers, self.settings.period)
         return carry
 
+    def _borrowed_norm(self, head: Params) -> Params | None:
+        """The parameters of the final norm where it is not the head's own."""
+        paths = {name: path for name, path in self.borrows.items() if FINAL_NORM in path}
+        return {path[-1]: head[name] for name, path in paths.items()} or None
+
+    def _final_norm(self, params: Params | None, x_BTD: jax.Array) -> jax.Array:
+        return x_BTD if params is None else module_of(make_norm, self.settings, params)(x_BTD)
+
     def _final(
         self, head: Params, x_BTD: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        own = {name: value for name, value in head.items() if name != "tied"}
+        own = {name: value for name, value in head.items() if name not in self.borrows}
         module = self._module(type(self).head_type, own)
         matrix = head["tied"] if self.settings.tied_embeddings else module.output[...]
         bias = getattr(module, "output_bias", None)

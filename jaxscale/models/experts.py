@@ -231,16 +231,19 @@ def expert_metrics(sums: Sums) -> Sums:
     even), the share of experts that none chose, and the share of choices that were dropped.
 
     Args:
-      sums: of `expert_sums`, of all layers of a stack, by names such as "layers/load".
+      sums: of `expert_sums`, of all layers of each stack, by names such as "layers/load".
     """
-    stack = next(iter(sums)).partition("/")[0]
-    load_LE = sums[f"{stack}/load"]
+
+    def every(what: str) -> jax.Array:
+        return jnp.concatenate([x for name, x in sums.items() if name.endswith(f"/{what}")])
+
+    load_LE = every("load")
     mean_L = jnp.maximum(jnp.mean(load_LE, axis=-1), 1e-9)
     found = {
         "expert_load_cv": jnp.std(load_LE, axis=-1) / mean_L,
         "dead_experts": jnp.mean(load_LE == 0, axis=-1, dtype=load_LE.dtype),
     }
-    if f"{stack}/dropped" in sums:
+    if any(name.endswith("/dropped") for name in sums):
         chosen_L = jnp.maximum(jnp.sum(load_LE, axis=-1), 1)
-        found["dropped_choices"] = sums[f"{stack}/dropped"] / chosen_L
+        found["dropped_choices"] = every("dropped") / chosen_L
     return found

@@ -79,6 +79,11 @@ class Model(Protocol):
     have `report(sums) -> sums`, from the sums of its layers to numbers for each layer, [layers]
     each, whose means become metrics by these names; where it is None the sums are reported as they
     are.
+
+    It may have `prepare(batch) -> batch`, on the host, which adds `extras` that are made of other
+    tokens' fields: on the mesh neighbours may lie on different ranks. And it may have `evaluated`,
+    the model without stacks that only training passes through, its last ones: of the same
+    parameters, and with a head that takes the stream of the stack before.
     """
 
     @property

@@ -269,7 +269,7 @@ class Rank:
 
     def is_here(self, row: Row, part: StackPart, condition: jax.Array) -> jax.Array:
         """The condition, where the row's chunk is of this stack."""
-        if len(self.parts) == 1:
+        if len(self.stages.stacks) == 1:
             return condition
         return condition & (self.chunks["stack"][row["chunk"]] == part.number)
 
@@ -281,7 +281,7 @@ class Rank:
     ) -> Tree:
         """`one(index, kind, carry)` for each layer of the row's chunk, if it is of this stack."""
         period, count = part.stack.period, self.chunks["count"][row["chunk"]]
-        if len(self.parts) > 1:
+        if len(self.stages.stacks) > 1:  # an evaluation may leave the last ones out
             count = jnp.where(self.chunks["stack"][row["chunk"]] == part.number, count, 0)
 
         def one_period(number, carry):
@@ -309,7 +309,7 @@ class Rank:
 
     def first_row(self, row: Row) -> Index:
         """The first row of the chunk among its stack's rows on this rank."""
-        if len(self.parts) == 1:
+        if len(self.stages.stacks) == 1:
             return row["chunk"] * self.stages.capacity()
         return self.chunks["begin"][row["chunk"]]
 

@@ -33,6 +33,7 @@ MAY_DIFFER = (
     "causal",
     "compute_dtype",
     "param_dtype",
+    "prediction_weight",
     "rope_length",
     "z_loss",
 )
@@ -82,18 +83,21 @@ class RunWeights:
 Weights = HuggingFaceModel | RunWeights
 
 
-def open_weights(directory: pathlib.Path, trusted_family: str = "") -> Weights:
+def open_weights(
+    directory: pathlib.Path, trusted_family: str = "", prediction_depth: int = 0
+) -> Weights:
     """A Hugging Face model's folder, or the newest checkpoint of a run's.
 
     Args:
       trusted_family: a family of one's own that may be imported; that of the new run, say.
+      prediction_depth: that of the new run: of a Hugging Face model no more modules are read.
 
     Raises:
       FileNotFoundError: the folder holds neither.
       ValueError: it cannot be used; says why.
     """
     if is_hugging_face(directory):
-        return open_model(directory)
+        return open_model(directory, prediction_depth=prediction_depth)
     with fetching(directory) as store:
         if store:
             fetch_files(store, directory)
@@ -159,7 +163,8 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
         why, folder = f"model.init_from = {name!r}", folder_of(name)
     else:
         return None
-    weights = open_weights(folder, config.model.family)
+    depth = getattr(config.model, "prediction_depth", 0)
+    weights = open_weights(folder, config.model.family, depth)
     check_settings(config.model, weights, why)
     weights.check(engine.model.axes, engine.placement.canonical.params)
     if config.optimizer.keep_state and not weights.has_state:

@@ -127,7 +127,7 @@ def from_pretrained(
     )
     model: Any = find_model(config)(config, plain_kernels())
     params = weights.read(model.axes, jax.eval_shape(model.init, jax.random.key(0)))
-    return Pretrained(config, params, model)
+    return Pretrained(config, params, getattr(model, "evaluated", model))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -189,8 +189,8 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
         return config
     if not config.model.has_formulas:
         raise ValueError(
-            f"layout = 'auto' plans with formulas, and there are none for model.family = "
-            f"{config.model.family!r}; set the layout"
+            "layout = 'auto' plans with formulas, and there are none for "
+            f"{config.model.without_formulas}; set the layout"
         )
     # Imported here: twenty modules that most runs do not need.
     from jaxscale.planner.auto_layout import choose_layout  # noqa: PLC0415

@@ -207,17 +207,22 @@ def check_divides(config: Config) -> None:
 
 
 def check_tensor_rows(config: Config) -> None:
-    """Refuses rows of tensor for a model with experts.
+    """Refuses rows of tensor for a model with experts, or with modules that predict further tokens.
 
     Raises:
       ValueError: with what to set.
     """
-    rows = config.layout.tensor_rows
-    if rows > 1 and config.model.num_experts:
+    rows, model = config.layout.tensor_rows, config.model
+    if rows > 1 and model.num_experts:
         raise ValueError(
-            f"layout.tensor_rows = {rows} with model.num_experts = {config.model.num_experts} is "
+            f"layout.tensor_rows = {rows} with model.num_experts = {model.num_experts} is "
             "not available in this version: experts have their columns over tensor alone; set "
             "layout.tensor_rows = 1"
+        )
+    if rows > 1 and model.prediction_depth:
+        raise ValueError(
+            f"layout.tensor_rows = {rows} with model.prediction_depth = {model.prediction_depth} "
+            "is not available in this version; set layout.tensor_rows = 1"
         )
 
 

@@ -97,7 +97,8 @@ class Engine:
         Raises:
           ValueError: it is not a batch on the host, or does not divide over the layout.
         """
-        return shard_batch(batch, self.config, self.batch_sharding, global_batch_size)
+        sharding, prepare = self.batch_sharding, getattr(self.model, "prepare", None)
+        return shard_batch(batch, self.config, sharding, global_batch_size, prepare)
 
     def local_rows(self, global_batch_size: int) -> tuple[int, ...]:
         """The rows of a step's batch that this process's devices hold, in order."""
@@ -180,6 +181,7 @@ def make_engine(
         config, built, rows, gradients, optimizer, frozen, _shardings(state), update_shardings
     )
     evaluated = make(config.model, evaluation_kernels(kernels))
+    evaluated = getattr(evaluated, "evaluated", evaluated)
     evaluate = _make_evaluate(make_loss(evaluated, layout, zero, mesh, stages))
     options = step_options(mesh, deterministic=config.run.deterministic)
     return Engine(

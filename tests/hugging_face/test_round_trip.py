@@ -2,12 +2,13 @@
 
 import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxscale.config import Config, DataConfig
 from jaxscale.hugging_face import tensor_blocks, write_params
@@ -86,11 +87,12 @@ def test_tensors_come_back_bit_for_bit(layout, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [{"expert": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3}, {"pipeline": 2, "expert": 2}],
-    ids=["expert", "pipeline"],
+    ("name", "layout"),
+    [
+        ("mixtral", {"expert": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3}),
+        ("qwen3_moe_dense", {"pipeline": 2, "expert": 2}),
+    ],
 )
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe_dense"])
 def test_each_expert_has_tensors_of_its_own(name, layout, tmp_path):
     """Those of a layer's experts lie on several ranks, and its first layers may have none."""
     source = GOLDENS / name
@@ -110,6 +112,37 @@ def test_each_expert_has_tensors_of_its_own(name, layout, tmp_path):
         beside=tmp_path,
     )
     assert tiny_llama.bits(load_all(tmp_path / "output")) == tiny_llama.bits(values)
+
+
+def test_a_module_that_predicts_a_further_token_is_read_and_written_where_a_run_has_it(tmp_path):
+    source, rng = tmp_path / "source", np.random.default_rng(0)
+    shutil.copytree(GOLDENS / "deepseek_v3", source)
+    values = load_file(source / "model.safetensors")
+    layer, module, width = "model.layers.1.", "model.layers.2.", 24
+    own = dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (width,))
+    own |= {"eh_proj": (width, 2 * width)}
+    more = {n.replace(layer, module): -x for n, x in values.items() if n.startswith(layer)}
+    more |= {f"{module}{n}.weight": rng.normal(size=s).astype("f") for n, s in own.items()}
+    more[f"{module}embed_tokens.weight"] = values["model.embed_tokens.weight"]
+    more[f"{module}shared_head.head.weight"] = values["lm_head.weight"]
+    values |= more
+    save_file(values, source / "model.safetensors")
+
+    without = open_model(source)
+    assert without.config.prediction_depth == 0
+    engine = engine_of(without.config, {})
+    without.check(engine.model.axes, engine.placement.canonical.params)
+
+    model = open_model(source, prediction_depth=1)
+    engine = engine_of(model.config, {"expert": 2})
+    params = model.read(engine.model.axes, engine.placement.canonical.params)
+    merge = jax.tree.map(lambda x: np.asarray(x[0]), params["prediction"]["merge"])
+    for part, columns in (("embedding", slice(width)), ("hidden", slice(width, None))):
+        np.testing.assert_array_equal(merge[part].T, values[f"{module}eh_proj.weight"][:, columns])
+    output = tmp_path / "output"
+    write_model(output, model.config, engine.model.axes, params, dtype="float32", beside=tmp_path)
+    assert tiny_llama.bits(load_all(output)) == tiny_llama.bits(values)
+    assert json.loads((output / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
 def test_a_tied_head_is_checked_and_not_written(tmp_path):

@@ -84,13 +84,22 @@ KINDS = {
             **SIZES,
             **experts.EVERYTHING,
             **experts.LATENT_ATTENTION,
+            "dense_layers": 0,  # two stacks are as many as the fewest stages of `tools/matrix.py`
+            "prediction_depth": 2,
         },
         more_axes=("expert",),
     ),
     "expert choice": Kind(
-        {"family": "tests.models.experts:make", **SIZES, **experts.EXPERT_CHOICE}
+        {
+            "family": "tests.models.experts:make",
+            **SIZES,
+            **experts.EXPERT_CHOICE,
+            "prediction_depth": 1,
+        }
     ),
-    "prototypes": Kind({"family": "tests.models.experts:make", **SIZES, **experts.PROTOTYPES}),
+    "prototypes": Kind(
+        {"family": "tests.models.experts:make", **SIZES, **experts.PROTOTYPES, "dense_layers": 1}
+    ),
     "bert": Kind(MASKED | {"family": "bert", "max_seq_len": SEQ_LEN}, objective="masked"),
     "esm": Kind(
         MASKED | {"family": "esm", "dropped_token": 3, "embedding_norm": True}, objective="masked"

@@ -34,7 +34,9 @@ def outer(model: Model, tokens: str, norm: str, output: str) -> Iterator[TensorR
       norm: theirs, without ".weight".
     """
     yield stored("embed/tokens", tokens, model.vocab_size, model.d_model)
-    yield from norm_rules(model, "head/norm", norm)
+    # Where modules read after it, the embedding has it.
+    final = "embed/final_norm" if model.prediction_depth else "head/norm"
+    yield from norm_rules(model, final, norm)
     if model.tied_embeddings:
         yield stored("embed/tokens", output, model.vocab_size, model.d_model)
     else:
@@ -118,13 +120,43 @@ def expert_tensors(
     """
     common = [*layer_norms(model), *attention(model)]
     with_experts = [*common, *expert_rules(model, block, names)]
+    outer_rules = [*llama_outer(model)]
+    if model.prediction_depth:
+        outer_rules += prediction_rules(model, with_experts)
     if not model.dense_layers:
-        return (*llama_outer(model), *with_experts)
+        return (*outer_rules, *with_experts)
     return (
-        *llama_outer(model),
+        *outer_rules,
         *of_stack([*common, *mlp_rules(model)], "dense_layers", 0),
         *of_stack(with_experts, "expert_layers", model.dense_layers),
     )
+
+
+def prediction_rules(model: Model, layer: Iterable[TensorRule]) -> Iterator[TensorRule]:
+    """The modules that predict further tokens, under the names of DeepSeek-V3: layers after the
+    last one, each with what comes before it, a norm, and copies of embedding and output matrix.
+
+    Args:
+      layer: the rules of a layer.
+    """
+    width, ours = model.d_model, "layers/merge"
+    own = [
+        *norm_rules(model, f"{ours}/embedding_norm", f"{LAYER}.enorm"),
+        *norm_rules(model, f"{ours}/hidden_norm", f"{LAYER}.hnorm"),
+        *norm_rules(model, f"{ours}/output_norm", f"{LAYER}.shared_head.norm"),
+    ]
+    for part, begin in (("embedding", 0), ("hidden", width)):
+        inputs = (slice(None), slice(begin, begin + width))
+        name, shape = f"{LAYER}.eh_proj.weight", (width, 2 * width)
+        own.append(TensorRule(f"{ours}/{part}", name, shape, (1, 0), inputs))
+    yield from of_stack([*layer, *own], "prediction", model.num_layers)
+    copied = (
+        stored("embed/tokens", f"{LAYER}.embed_tokens.weight", model.vocab_size, width),
+        matrix("head/output", f"{LAYER}.shared_head.head.weight", width, model.vocab_size),
+    )
+    for k in range(model.prediction_depth):
+        for rule in copied:
+            yield dataclasses.replace(rule, first=model.num_layers + k, is_copy=True)
 
 
 def expert_rules(model: Model, block: str, names: Mapping[str, str]) -> Iterator[TensorRule]:

@@ -61,9 +61,9 @@ class Query:
         """
         if isinstance(self.model, Config) and not self.model.model.has_formulas:
             raise ValueError(
-                "layouts are planned with formulas, and there are none for model.family = "
-                f"{self.model.model.family!r}; python -m jaxscale.aot compiles a layout's step for "
-                "absent devices and says what it needs"
+                "layouts are planned with formulas, and there are none for "
+                f"{self.model.model.without_formulas}; python -m jaxscale.aot compiles a layout's "
+                "step for absent devices and says what it needs"
             )
         return TrainableModel(self.model) if isinstance(self.model, Config) else self.model
 

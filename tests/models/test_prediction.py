@@ -1,0 +1,173 @@
+"""Modules that predict further tokens against their definition, document by document, in float64;
+and what is left of them outside a step: nothing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.batch import Batch
+from jaxscale.config import Config, DataConfig
+from jaxscale.layout import Layout
+from jaxscale.model_config import ModelConfig
+from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.forward import forward
+from jaxscale.models.prediction import with_further_targets
+from jaxscale.models.protocol import head_params
+from jaxscale.training.flops import example, forward_cost
+
+SIZES = {"num_layers": 1, "d_model": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
+SIZES |= {"d_ff": 24, "vocab_size": 40, "kv_rank": 6, "query_rank": 4, "rope_head_dim": 4}
+FLOAT64 = {"compute_dtype": "float64", "param_dtype": "float64"}
+DEPTH, WEIGHT = 2, 0.7
+WITHOUT = ModelConfig(
+    family="deepseek_v3", num_experts=0, dense_layers=0, z_loss=1e-2, **SIZES, **FLOAT64
+)
+CONFIG = dataclasses.replace(WITHOUT, prediction_depth=DEPTH, prediction_weight=WEIGHT)
+DOCUMENTS = [(0, 0, 7), (0, 7, 12), (1, 0, 2), (1, 2, 9)]
+"""Row, begin, end; the second row ends with padding."""
+
+
+def make_batch() -> Batch:
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, SIZES["vocab_size"], (2, 2, 12), np.int32)
+    segments, positions = np.zeros((2, 2, 12), np.int32)
+    weights = np.zeros((2, 12), np.float32)
+    for number, (row, begin, end) in enumerate(DOCUMENTS, 1):
+        here = row, slice(begin, end)
+        segments[here], positions[here] = number, np.arange(end - begin)
+        targets[row, begin : end - 1] = tokens[row, begin + 1 : end]
+        weights[here] = rng.integers(0, 2, end - begin)
+    return Batch(tokens, targets, segments, positions, weights)
+
+
+def norm(x, scale):
+    eps = CONFIG.norm_eps
+    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + eps) * scale["scale"]
+
+
+def definition(params, batch: Batch):
+    """The losses of arXiv 2412.19437, section 2.2, by its formulas 21 to 25: the sum, and each."""
+    model = Decoder(WITHOUT, plain_kernels())
+    embed, modules = params["embed"], params["prediction"]
+    losses = [0.0] * (1 + DEPTH)
+
+    def block(weights, x):
+        ones = np.ones((1, len(x)), np.int32)
+        one = Batch(ones, ones, ones, np.arange(len(x), dtype=np.int32)[None], ones)
+        return model.block(weights, x[None], one)[0]
+
+    def add_loss(k, h, targets, weights):
+        scores = h @ params["head"]["output"][:, : CONFIG.vocab_size]
+        log_z = jax.nn.logsumexp(scores, axis=-1)
+        nll = log_z - jnp.take_along_axis(scores, targets[:, None], axis=1)[:, 0]
+        losses[k] += jnp.sum(weights * jnp.stack([nll + CONFIG.z_loss * log_z**2, nll]), axis=1)
+
+    for row, begin, end in DOCUMENTS:
+        here = row, slice(begin, end)
+        length, weights = end - begin, batch.weights[here]
+        text = np.append(batch.tokens[here], batch.targets[row, end - 1])
+        h = embed["tokens"][text[:length]]
+        h = block(jax.tree.map(lambda x: x[0], params["layers"]), h)
+        h = norm(h, embed["final_norm"])
+        add_loss(0, h, text[1:], weights)
+        for k in range(1, 1 + DEPTH):
+            module = jax.tree.map(lambda x, k=k: x[k - 1], modules)
+            merge, left = module.pop("merge"), length - k
+            if left <= 0:
+                break
+            inputs = norm(h[:left], merge["hidden_norm"])
+            ahead = norm(embed["tokens"][text[k:length]], merge["embedding_norm"])
+            both = jnp.concatenate([inputs, ahead], axis=-1)
+            h = block(module, both @ jnp.concatenate([merge["hidden"], merge["embedding"]]))
+            h = norm(h, merge["output_norm"])
+            add_loss(k, h, text[k + 1 :], weights[k:])
+    names = ("nll", "prediction_loss_1", "prediction_loss_2")
+    total = losses[0][0] + WEIGHT / DEPTH * sum(loss for loss, _ in losses[1:])
+    return total, {name: nll for name, (_, nll) in zip(names, losses)}
+
+
+def test_losses_and_gradients_are_their_definition():
+    model = Decoder(CONFIG, plain_kernels())
+    batch = make_batch()
+    prepared = with_further_targets(batch, DEPTH)
+    params = model.init(jax.random.key(0))
+    # No scale is one, and no two are equal.
+    scales = iter(jax.random.split(jax.random.key(1), 99))
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(scales), x.shape), params)
+
+    def ours(params):
+        stream = forward(model, params, prepared)
+        losses = model.loss(head_params(model, params), stream, prepared)
+        return losses.pop("loss"), losses
+
+    def theirs(params):
+        return definition(params, batch)
+
+    each = [jax.value_and_grad(one, has_aux=True) for one in (ours, theirs)]
+    got, wanted = jax.jit(lambda params: [one(params) for one in each])(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), got, wanted)
+    assert np.abs(got[1]["embed"]["final_norm"]["scale"]).min() > 0
+
+
+def test_no_target_is_of_another_document():
+    batch = with_further_targets(make_batch(), DEPTH)
+    for row, begin, end in DOCUMENTS:
+        for k in range(1, 1 + DEPTH):
+            last = max(end - k, begin)
+            here, there = (row, slice(begin, last)), (row, slice(begin + k, end))
+            if last > begin:
+                np.testing.assert_array_equal(
+                    batch.extras[f"targets_{k}"][here], batch.targets[there]
+                )
+                np.testing.assert_array_equal(
+                    batch.extras[f"weights_{k}"][here], batch.weights[there]
+                )
+            assert not batch.extras[f"weights_{k}"][row, last:end].any()
+
+
+def test_outside_a_step_it_is_the_model_without_modules():
+    key, batch = jax.random.key(0), make_batch()
+    small, large = (Decoder(config, plain_kernels()) for config in (WITHOUT, CONFIG))
+    without, params = small.init(key), large.init(key)
+    without["head"]["norm"] = {"scale": params["embed"]["final_norm"]["scale"] * 1.1}
+    params["embed"]["final_norm"] = without["head"]["norm"]
+    modules, final = params.pop("prediction"), params["embed"]["final_norm"]
+    assert jax.tree.leaves(modules)[0].shape[0] == DEPTH
+    head = {**params["head"], "norm": final}
+    embed = {"tokens": params["embed"]["tokens"]}
+    jax.tree.map(np.testing.assert_array_equal, {**params, "embed": embed, "head": head}, without)
+
+    def logits(model, params):
+        return model.logits(head_params(model, params), forward(model, params, batch)["x"])
+
+    found = jax.jit(lambda *p: (logits(large.evaluated, p[0]), logits(small, p[1])))
+    np.testing.assert_array_equal(*found(params, without))
+    assert large.evaluated.metrics == small.metrics == ()
+
+
+def test_parameters_and_operations_are_counted():
+    """Of the published model too: the module has 11.6 billion parameters of its own."""
+    sizes = {"num_layers": 61, "d_model": 7168, "num_heads": 128, "num_kv_heads": 128}
+    sizes |= {"head_dim": 192, "d_ff": 18432, "vocab_size": 129280, "kv_rank": 512}
+    sizes |= {"query_rank": 1536, "rope_head_dim": 64, "value_head_dim": 128, "dense_layers": 3}
+    sizes |= {"expert_d_ff": 2048, "shared_d_ff": 2048, "prediction_depth": 1}
+    published = ModelConfig(family="deepseek_v3", **sizes)
+    assert published.num_params - 671_026_419_200 == 11_610_240_768
+    for config in (published, CONFIG):
+        model = Decoder(config, plain_kernels())
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.num_params
+    run = Config(
+        model=dataclasses.replace(CONFIG, vocab_size=128, d_ff=512),
+        data=DataConfig(global_batch_size=1, seq_len=32),
+    )
+    made = Decoder(run.model, plain_kernels())
+    for remat in ("none", "full"):
+        policy = Layout(remat=remat).remat_policy
+        cost = forward_cost(made, example(run, made), policy)
+        forward = run.model.flops_per_token(32, causal=False) / 3
+        again = run.model.hardware_flops_per_token(32, remat=remat, causal=False) - 3 * forward
+        np.testing.assert_allclose((cost.layers + cost.head) / 32, forward, rtol=1e-9)
+        np.testing.assert_allclose(cost.recomputed / 32, again, rtol=1e-9)
