@@ -10,7 +10,7 @@ from jaxscale.choices import check_at_least, check_choice
 from jaxscale.layout import BLOCK_TENSORS, parse_remat
 from jaxscale.model_config.experts import ExpertOptions
 from jaxscale.model_config.latent_attention import LatentOptions
-from jaxscale.model_config.prediction import PredictionOptions
+from jaxscale.model_config.prediction import PREDICTION, PredictionOptions
 from jaxscale.model_config.rope_scaling import SCALING, RopeScalingOptions
 from jaxscale.model_config.settings import ATTENTIONS, DTYPES, is_own_family, option
 from jaxscale.model_families.shipped import find_family, refuse_setting
@@ -199,7 +199,8 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
     @property
     def settings(self) -> dict[str, Any]:
         """The fields that a user of this family may set, and their values; those of rotary
-        positions' scaling where there is one, or where they were set."""
+        positions' scaling, and of modules that predict further tokens, where there are some, or
+        where they were set."""
         if is_own_family(self.family):
             return dataclasses.asdict(self)
         family = find_family(self.family)
@@ -208,9 +209,9 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
             for one in dataclasses.fields(self)
             if "plain" not in one.metadata or one.name in family.settings
         }
-        if self.rope_scaling != "none":
-            return found
-        unused = {n for n in SCALING if found.get(n) == family.settings.get(n)}
+        idle = SCALING if self.rope_scaling == "none" else ()
+        idle += () if self.prediction_depth else PREDICTION
+        unused = {n for n in idle if found.get(n) == family.settings.get(n)}
         return {name: value for name, value in found.items() if name not in unused}
 
     @property
@@ -435,13 +436,15 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         if policy.by_names:
             again |= {"router", "prediction"}
 
-        def repeated(flops: dict[str, float]) -> float:
+        def repeated(flops: dict[str, float], names: set[str]) -> float:
             if recomputed:
                 return recomputed * sum(flops.values())
-            return sum(flops[name] for name in flops if name in again)
+            return sum(flops[name] for name in flops if name in names)
 
-        layers = repeated(products) * self.num_layers
-        modules = repeated(self._prediction_matmul_flops(seq_len, causal))
+        layers = repeated(products, again) * self.num_layers
+        if policy.by_names:
+            again.add("mlp_down")  # whose result the norm of a module reads
+        modules = repeated(self._prediction_matmul_flops(seq_len, causal), again)
         return self.flops_per_token(seq_len, causal=causal) + layers + modules
 
     def head_cost(self, seq_len: int, output_len: int = 0) -> float:

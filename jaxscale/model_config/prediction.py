@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from jaxscale.choices import check_at_least
 from jaxscale.model_config.settings import option
 
+PREDICTION = ("prediction_depth", "prediction_weight")
+"""The settings, which a run without modules need not show."""
+
 
 @dataclass(frozen=True)
 class PredictionOptions:
