@@ -217,13 +217,12 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
     @property
     def has_formulas(self) -> bool:
         """Whether the planner has formulas for the model's memory and time."""
-        # With latent attention two compiled steps were predicted 14 % too low and 85 % too high.
-        return not (is_own_family(self.family) or self.kv_rank or self.prediction_depth)
+        return not (is_own_family(self.family) or self.prediction_depth)
 
     @property
     def without_formulas(self) -> str:
         """The setting for which it has none."""
-        if is_own_family(self.family) or not self.prediction_depth:
+        if is_own_family(self.family):
             return f"model.family = {self.family!r}"
         return f"model.prediction_depth = {self.prediction_depth}"
 

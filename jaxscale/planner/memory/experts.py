@@ -53,6 +53,21 @@ def saved_row_bytes(model: ModelConfig, remat: RematPolicy) -> tuple[int, int]:
     return whole, shared
 
 
+def stash_row_bytes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Bytes that a pipeline keeps of each row by the table's buffers, as `stash_bytes`: what every
+    rank of tensor has whole, and what they share. W reads the rows that arrived, those of the
+    gradients that did, and hidden features and their gradients; with biases B adds them up, and W
+    reads the product of activation and gate in place of the features."""
+    width, wide = itemsize(model.compute_dtype), max(itemsize(model.compute_dtype), 4)
+    rows, features = width * model.d_model, hidden_features(model)
+    hidden, biased = width * (1 + model.gated) * features, model.mlp_bias
+    return {
+        "residual_b": (4 * bool(model.capacity_factor), hidden * biased),  # whose it is
+        "residual_w": (rows + wide, hidden * (not biased)),
+        "cotangent": (rows, hidden + wide * features * biased),
+    }
+
+
 class RowArrays(NamedTuple):
     """Arrays that are live at once in the backward pass of a layer, where nothing is saved."""
 
@@ -71,13 +86,22 @@ UNORDERED = (RowArrays(9, 8, 2.0), RowArrays(6, 10, 2.0))
 """The same where each of several passes reduce-scatters gradients: the scheduler does not know how
 long the loops take, and leaves the gradients of weights to the end."""
 
+AFTER_DENSE = (RowArrays(3, 5, 1.5),)
+"""Blocks in layers that come after others without experts: gradients of the layer above, as they
+are reduced, and the sums of two of the three matrices. Counted in steps of DeepSeek-V3, whose
+gradients are large, for 256 H100."""
+AFTER_DENSE_UNORDERED = (RowArrays(7, 8, 0.6),)
+"""The same where each of several passes reduce-scatters, for 2,048 H100; or those above, and the
+gradients of the head before they are reduced."""
 
-def row_bytes(config: Config, loop: Any, blocks: bool) -> Ints:
+
+def row_bytes(config: Config, loop: Any, head: Ints, *, blocks: bool) -> Ints:
     """Bytes of the rows that are live at once in a layer's backward pass, beside saved ones, and of
     gradients on their way.
 
     Args:
       loop: a `LayerLoop` of layers with experts.
+      head: bytes of the gradients of the head, whole.
       blocks: whether the back end's matmuls of experts are loops over blocks.
     """
     model, remat = config.model, config.layout.remat_policy
@@ -100,6 +124,9 @@ def row_bytes(config: Config, loop: Any, blocks: bool) -> Ints:
     if not blocks or model.capacity_factor:
         return live(WHOLE)
     several = loop.scatters & np.logical_not(loop.single)
+    if model.dense_layers:
+        alone = live(AFTER_DENSE)
+        return select(several, maximum(live(AFTER_DENSE_UNORDERED), alone + head), alone)
     return select(several, live(UNORDERED), live(BLOCKS))
 
 

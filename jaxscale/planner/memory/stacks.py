@@ -15,7 +15,7 @@ from jaxscale.planner.memory.layer_loop import (
     stream_bytes,
 )
 from jaxscale.planner.memory.transients import Transients
-from jaxscale.planner.model.param_shapes import Ints, select
+from jaxscale.planner.model.param_shapes import Ints, has_experts, select
 
 
 def held_between_bytes(config: Config, loops: list[LayerLoop]) -> Ints:
@@ -35,7 +35,8 @@ def stacks_outer_gradients(
     config: Config, loop: LayerLoop, transients: Transients, *, is_last: bool
 ) -> Ints:
     """Gradients of the head during the decoder, and of the embedding, by the decoder's tokens,
-    during the encoder: whole, unless they are added to whole accumulators in place.
+    during the encoder: whole, unless they are added to whole accumulators in place; and likewise
+    those of layers with experts and of the ones before them.
 
     In a single visit a GPU adds the rows of both stacks to the embedding's together, at the end,
     and those of the head are reduced during the layers."""
@@ -49,6 +50,8 @@ def stacks_outer_gradients(
     head = whole if is_last else select(loop.gathers, shard, whole)
     in_place = transients.in_place & np.logical_not(loop.scatters | loop.single)
     several = select(in_place, 0, head + embed)
+    if transients.in_place and has_experts(config.model, loop.part):
+        several = 0  # the head's are reduced before the loop over layers
     return select(transients.in_place & loop.single, shard + whole, several)
 
 

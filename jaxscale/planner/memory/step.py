@@ -23,7 +23,7 @@ from jaxscale.planner.memory.at_rest import (
     parameter_bytes,
 )
 from jaxscale.planner.memory.end_of_step import reduction_bytes, update_bytes
-from jaxscale.planner.memory.experts import restacked_bytes
+from jaxscale.planner.memory.experts import restacked_bytes, stash_row_bytes
 from jaxscale.planner.memory.head import head_bytes
 from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
@@ -36,10 +36,10 @@ from jaxscale.planner.memory.layer_loop import (
     stream_bytes,
 )
 from jaxscale.planner.memory.saved_activations import (
-    has_stash_formula,
     saved_bytes,
     source_stash_bytes,
     stash_bytes,
+    stash_refusal,
 )
 from jaxscale.planner.memory.stacks import (
     held_between_bytes,
@@ -175,7 +175,7 @@ def is_predicted(config: Config) -> bool:
     """Whether there are formulas for the memory of a config's step: there are none for models of
     one's own, nor for pipelines of experts or of latent attention."""
     return config.model.has_formulas and (
-        config.layout.pipeline == 1 or has_stash_formula(config.model)
+        config.layout.pipeline == 1 or not stash_refusal(config.model, config.layout)
     )
 
 
@@ -318,7 +318,7 @@ def _slots(
 ) -> Ints:
     """Saved activations of a rank's chunks between operations: each slot has room for a chunk of
     every stack."""
-    if not has_stash_formula(config.model):
+    if stash_refusal(config.model, config.layout):
         return 0  # there is no pipeline: `is_predicted`
 
     def kept(each: Mapping[str, Ints]) -> Ints:
@@ -327,11 +327,18 @@ def _slots(
     model, layout, total = config.model, config.layout, 0
     remat, tiled = layout.remat_policy, transients.tile > 1
     for loop in loops:
-        cross = loop.part == "decoder"
-        each = loop.tokens * kept(stash_bytes(model, remat, layout, cross=cross, tiled=tiled))
+        cross, experts = loop.part == "decoder", has_experts(model, loop.part)
+        kinds = {"cross": cross, "experts": experts, "tiled": tiled}
+        each = loop.tokens * kept(stash_bytes(model, remat, layout, **kinds))
         if cross:
             source = source_stash_bytes(model, remat, layout, tiled=tiled)
             each = each + loop.source * kept(source)
+        if experts:
+            rows = stash_row_bytes(model)
+            whole = kept({name: layout.tensor * size for name, (size, _) in rows.items()})
+            each = each + loop.rows * (
+                whole + kept({name: size for name, (_, size) in rows.items()})
+            )
         total = total + loop.capacity * each // layout.tensor
     return total
 

@@ -7,7 +7,12 @@ from typing import Any
 from jaxscale.config import Config
 from jaxscale.ops.sizes import BLOCK_SCORES, LANES
 from jaxscale.planner.memory.experts import row_bytes
-from jaxscale.planner.memory.layer_loop import LayerLoop, elements, mlp_weights
+from jaxscale.planner.memory.layer_loop import (
+    LayerLoop,
+    elements,
+    head_elements,
+    mlp_weights,
+)
 from jaxscale.planner.model.param_shapes import Ints, has_experts, maximum, select
 
 
@@ -131,8 +136,16 @@ def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -
         + cross_bytes(config, loop, transients)
         + hidden
         + _scores(config, loop)
-        + (row_bytes(config, loop, transients.blocks) if has_experts(model, loop.part) else 0)
+        + _rows(config, loop, transients)
     )
+
+
+def _rows(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+    """What the rows of experts add."""
+    if not has_experts(config.model, loop.part):
+        return 0
+    head = loop.accumulated * head_elements(config)
+    return row_bytes(config, loop, head, blocks=transients.blocks)
 
 
 def biased_attention_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:

@@ -68,8 +68,6 @@ class SizedModel:
             trains = "an encoder-decoder by a config (--config mt5_xxl) has the memory of our step"
         elif self.untrainable_parts:
             trains = f"this version cannot train a model with {self.untrainable_parts}"
-        elif self.shape.latent:
-            trains = "a config of latent attention trains, and has no formulas"
         else:
             trains = (
                 "to train a model of these sizes, and to have the memory of our step, describe it "

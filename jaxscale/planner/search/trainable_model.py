@@ -12,7 +12,7 @@ from typing import Any
 from jaxscale.config import Config
 from jaxscale.layout import OFFLOADS, Layout
 from jaxscale.pipeline.partition import StackLayers
-from jaxscale.planner.memory.saved_activations import has_stash_formula
+from jaxscale.planner.memory.saved_activations import stash_refusal
 from jaxscale.planner.memory.step import Memory, step_memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.param_shapes import parameters
@@ -54,10 +54,6 @@ EXPERT_NOTE = (
     "Their memory was compared with compiled steps on GPUs, without context ranks; --prove "
     "compiles the plans shown."
 )
-EXPERT_EXCLUDES = {
-    "pipeline": "there is no formula for what a pipeline keeps of layers with experts",
-}
-"""Axes that must be 1 for such a model, and why."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class TrainableModel:
         """A caveat that is printed with the plan."""
         if self._has_encoder:
             return ENCODER_NOTE
-        return EXPERT_NOTE if self._excludes else ""
+        return EXPERT_NOTE if self.config.model.num_experts else ""
 
     @property
     def _has_encoder(self) -> bool:
@@ -82,9 +78,7 @@ class TrainableModel:
     @property
     def _excludes(self) -> Mapping[str, str]:
         """Axes that have no formula, and why."""
-        if self._has_encoder:
-            return {"context": sized_model.NO_CROSS_CONTEXT}
-        return {} if has_stash_formula(self.config.model) else EXPERT_EXCLUDES
+        return {"context": sized_model.NO_CROSS_CONTEXT} if self._has_encoder else {}
 
     @functools.cached_property
     def shape(self) -> ModelShape:
@@ -204,7 +198,8 @@ class TrainableModel:
                 size = getattr(layout, axis)
                 return f"layout.{axis} = {size}: {reason}; set layout.{axis} = 1"
         if not self._has_encoder:
-            return ""
+            piped = layout.pipeline > 1
+            return stash_refusal(self.config.model, layout) if piped else ""
         for name, known in (("remat", self.remats), ("offload", self.offloads)):
             if name == "remat" and layout.remat_policy.kept_passes:
                 continue  # "full" for some passes

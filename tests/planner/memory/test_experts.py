@@ -13,7 +13,7 @@ from jaxscale import config as configs
 from jaxscale.planner.memory.step import step_memory
 
 GIB = 2**30
-MIXTRAL, QWEN = "mixtral_8x7b", "qwen3_30b_a3b"
+MIXTRAL, QWEN, DEEPSEEK = "mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3"
 
 
 class Compiled(NamedTuple):
@@ -30,14 +30,16 @@ class Compiled(NamedTuple):
     capacity: float = 0.0
     accumulation: str = "sequential"
     tensor: int = 1
+    seq_len: int = 4096
 
     @property
     def error(self) -> float:
         """Of the predicted peak, relative; positive where it is higher."""
         settings = {
             "model.num_layers": self.layers,
-            "model.capacity_factor": self.capacity,
+            **({"model.capacity_factor": self.capacity} if self.capacity else {}),
             "data.global_batch_size": self.sequences,
+            "data.seq_len": self.seq_len,
             "layout.microbatches": self.passes,
             "layout.fsdp": self.fsdp,
             "layout.expert": self.expert,
@@ -65,6 +67,8 @@ DERIVED = {
     "qwen3_moe h100:1x8, fsdp 2, 2 passes": Compiled(QWEN, 4, 16, 2, 2, 4, "none", 24.11),
     "qwen3_moe h200:1x8, capacity, none": Compiled(QWEN, 4, 16, 1, 1, 8, "none", 19.83, 1.25),
     "qwen3_moe h100:8x8": Compiled(QWEN, 48, 1024, 16, 8, 8, "full", 28.52),
+    "deepseek_v3 h100:32x8": Compiled(DEEPSEEK, 10, 256, 1, 32, 8, "full", 40.28, seq_len=2048),
+    "deepseek_v3 h100:256x8": Compiled(DEEPSEEK, 61, 16384, 8, 256, 8, "full", 59.29),
 }
 """The numbers of arrays are counted in these."""
 
@@ -75,8 +79,18 @@ AFTERWARDS = {
     "mixtral h200:1x8, fsdp 2, layered": Compiled(
         MIXTRAL, 4, 32, 4, 2, 4, "full", 28.04, accumulation="layered"
     ),
+    "deepseek_v3 h100:32x8, 16 ranks of expert": Compiled(
+        DEEPSEEK, 8, 1024, 4, 16, 16, "full", 53.27, seq_len=2048
+    ),
+    "deepseek_v3 h100:32x8, 32 ranks of expert": Compiled(
+        DEEPSEEK, 8, 512, 2, 8, 32, "full", 54.82, seq_len=1024
+    ),
+    "deepseek_v3 h200:32x8, none": Compiled(
+        DEEPSEEK, 8, 512, 2, 32, 8, "none", 41.00, seq_len=1024
+    ),
 }
-"""Compiled when the counts were fixed; the layered one then showed an array counted twice."""
+"""Compiled when the counts were fixed; the layered one then showed an array counted twice,
+and the last one that with few rows the head's gradients are there."""
 
 STEPS = DERIVED | AFTERWARDS
 

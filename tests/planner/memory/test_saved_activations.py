@@ -21,7 +21,12 @@ from jaxscale.ops.attention import attention
 from jaxscale.ops.experts.dispatch import capacity_of
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.pipeline.backward_split import split
-from jaxscale.planner.memory.experts import expert_capacity, rows_of_token, saved_row_bytes
+from jaxscale.planner.memory.experts import (
+    expert_capacity,
+    rows_of_token,
+    saved_row_bytes,
+    stash_row_bytes,
+)
 from jaxscale.planner.memory.saved_activations import (
     saved_bytes,
     saved_source_values,
@@ -125,6 +130,7 @@ WITH_EXPERTS = {
     "mixtral without a balancing loss": MIXTRAL | {"balance_weight": 0.0},
     "qwen3_moe": {"family": "qwen3_moe", "num_experts": 8, "expert_d_ff": 12}
     | {"experts_per_token": 3},
+    "gpt_oss": MIXTRAL | {"family": "gpt_oss", "sliding_window": 16},
     "deepseek_v3": DEEPSEEK,
     "values as wide as keys, queries of the stream": DEEPSEEK
     | {"value_head_dim": 0, "query_rank": 0},
@@ -134,7 +140,10 @@ WITH_EXPERTS = {
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_a_layer_with_experts_keeps_these_bytes(name):
     model, tokens = ModelConfig(**SIZES | WITH_EXPERTS[name]), ROWS * TIME
-    for remat in ("none", "full", "save_matmuls", "save_all_but_attention", "save:mlp_up,value"):
+    policies = ("none", "save:mlp_up,value")
+    if name in ("mixtral", "deepseek_v3"):
+        policies += ("full", "save_matmuls", "save_all_but_attention")
+    for remat in policies:
         (forward, _), arguments = passes(model, remat)
         _, _, kept = jax.eval_shape(forward, *arguments)
         # One value of each token is a norm's or a router's; the rest are constants of every layer.
@@ -147,6 +156,30 @@ def test_a_layer_with_experts_keeps_these_bytes(name):
         policy, rows = parse_remat(remat), tokens * rows_of_token(model, Layout(data=1), TIME)
         of_rows = rows * sum(saved_row_bytes(model, policy))
         assert found == tokens * saved_bytes(model, policy, experts=True) + of_rows, remat
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in WITH_EXPERTS if "kv_rank" not in WITH_EXPERTS[name]]
+)
+def test_a_pipeline_of_layers_with_experts_keeps_these_bytes(name):
+    model, tokens = ModelConfig(**SIZES | WITH_EXPERTS[name]), ROWS * TIME
+    rows = tokens * rows_of_token(model, Layout(data=1), TIME)
+    for remat in ("full", "save_all_but_attention")[: 1 + (name == "mixtral")]:
+        layer = layer_function(decoder_of(model).stacks[-1])
+        if remat != "full":
+            layer = layer_under(decoder_of(model), remat)
+        parts = split(layer, *passes(model, remat)[1])
+        # As above; gradients of scales are of these types, too.
+        found = [
+            sum(
+                leaf.size * (4 if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf.dtype.itemsize)
+                for leaf in leaves
+                if leaf.size > tokens
+            )
+            for leaves in (parts.residuals_b, parts.residuals_w, parts.saved)
+        ]
+        each, of_rows = stash_bytes(model, parse_remat(remat), experts=True), stash_row_bytes(model)
+        assert found == [tokens * each[one] + rows * sum(of_rows[one]) for one in each], remat
 
 
 def test_a_rank_has_room_for_all_rows_that_may_arrive():

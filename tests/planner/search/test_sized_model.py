@@ -116,7 +116,7 @@ def test_why_not_of_experts():
 
 
 def test_what_has_to_be_known_is_said_once():
-    assert "a config of latent attention trains, and has no formulas" in DEEPSEEK.note
+    assert "to have the memory of our step, describe it by a config" in DEEPSEEK.note
     assert "cannot train a model with state-space mixers" in NEMOTRON.note
     assert "an encoder-decoder by a config" in MT5.note
     dense = SizedModel(NAMED["llama3-8b"], 512)
