@@ -42,6 +42,7 @@ OFFLOADS = ("none", "optimizer", "activations", "optimizer,activations")
 
 READ_WITH = {
     "pipeline": ("schedule", "virtual_stages", "sequence_chunks"),
+    "expert": ("overlap_experts",),
     "context": ("context_method",),
     "tensor": ("tensor_rows",),
 }
@@ -78,6 +79,7 @@ class Layout:
     virtual_stages: int = 0  # chunks of a pipeline rank; 0 takes as few as the schedule can have
     sequence_chunks: int = 1
     context_method: str = "ring"  # read only when context > 1
+    overlap_experts: bool = False  # exchanges the tokens of half the sequences at a time
     remat: str = "none"  # what a layer saves for its backward pass
     offload: str = "none"  # what lives in host memory
 

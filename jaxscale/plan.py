@@ -248,6 +248,9 @@ def _add_check_flags(add: Callable[..., Any]) -> None:
     )
 
 
+_PINNED: dict[Any, str] = {int: r"-?\d+", bool: "True|False"}
+
+
 def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
     """["tensor=8", "remat=full"] -> {"tensor": 8, "remat": "full"}.
 
@@ -258,10 +261,12 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
     types = {field.name: field.type for field in dataclasses.fields(Layout)}
     for text in texts:
         name, equals, value = text.removeprefix("layout.").partition("=")
-        whole = re.fullmatch(r"-?\d+", value)
-        if not equals or not value or (types.get(name) is int and not whole):
-            raise ValueError(f"{text!r} is not KEY=VALUE, such as tensor=8 or remat=full")
-        pins[name] = int(value) if types.get(name) is int else value
+        kind = types.get(name)
+        if not equals or not re.fullmatch(_PINNED.get(kind, r".+"), value):
+            raise ValueError(
+                f"{text!r} is not KEY=VALUE, such as tensor=8, remat=full or overlap_experts=True"
+            )
+        pins[name] = int(value) if kind is int else value == "True" if kind is bool else value
     return pins
 
 

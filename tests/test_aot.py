@@ -12,7 +12,8 @@ import jax
 import pytest
 
 from jaxscale import aot
-from jaxscale.compiled import compile_ahead, topology
+from jaxscale.compiled import compile_ahead, hlo, topology
+from jaxscale.compiled.collectives import collectives
 from jaxscale.compiled.compile_ahead import CompileReport, compile_for
 from jaxscale.config import from_dict
 
@@ -29,6 +30,7 @@ MODEL = {
     "vocab_size": 512,
     "compute_dtype": "bfloat16",
 }
+EXPERTS = MODEL | {"family": "mixtral", "num_layers": 1, "num_experts": 4, "experts_per_token": 2}
 PLATFORMS = {"v5p:2x2x1": "tpu", "v5e:2x2": "tpu", "v5e:1x1": "tpu", "h200:1x4": "gpu"}
 
 
@@ -37,20 +39,21 @@ def compiled(
     name: str, accumulation: str = "sequential", microbatches: int = 1, **model
 ) -> CompileReport:
     """A ZeRO-3 step over four devices."""
+    settings = {"fsdp": -1, "accumulation": accumulation, "microbatches": microbatches}
+    if PLATFORMS[name] == "gpu" and not topology.has_cudnn():
+        model["attention"] = "blockwise"
+    return compiled_model(name, MODEL | model, settings)
+
+
+def compiled_model(name: str, model: dict, layout: dict) -> CompileReport:
+    """A step over four devices."""
     if not topology.compiler_installed(PLATFORMS[name]):
         pytest.skip(f"no compiler for {PLATFORMS[name]}s: uv sync --inexact --extra aot")
-    without_cudnn = PLATFORMS[name] == "gpu" and not topology.has_cudnn()
     config = from_dict(
         {
-            "model": MODEL | model | ({"attention": "blockwise"} if without_cudnn else {}),
+            "model": model,
             "data": {"global_batch_size": 16, "seq_len": 256},
-            "layout": {
-                "data": 1,
-                "fsdp": -1,
-                "remat": "full",
-                "accumulation": accumulation,
-                "microbatches": microbatches,
-            },
+            "layout": {"data": 1, "remat": "full", **layout},
         }
     )
     # The suite runs in float64 and a run does not: TPU kernels know 32 bits only.
@@ -102,6 +105,27 @@ def test_the_collectives_of_a_layer_run_beside_one(name):
     report = compiled(name, "layered", MICROBATCHES)
     hidden = [one for one in report.collectives if one.asynchronous and one.overlapped_flops > 0]
     assert {"all-gather", "reduce-scatter"} <= {one.asked for one in hidden}
+
+
+@pytest.mark.parametrize("name", ["h200:1x4", pytest.param("v5p:2x2x1", marks=pytest.mark.slow)])
+def test_half_of_the_tokens_travel_beside_the_experts_of_the_other_half(name):
+    """Of each half's way to its experts and back, one has matmuls beside it, in both passes: the
+    first half's, and the last half's, which nothing of the layer comes before or after, have not.
+    In one piece the forward pass has none."""
+    settings = EXPERTS | {"attention": "blockwise" if PLATFORMS[name] == "gpu" else "auto"}
+    report = compiled_model(name, settings, {"expert": -1, "overlap_experts": True})
+    found = collectives(hlo.parse_hlo(report.program), {"expert": 4})
+    rows = EXPERTS["d_model"] * 2 * (16 // 4 // 2) * 256 * 2  # bytes of a half's choices
+    sent = sorted(
+        (one.first, one.overlapped_flops > 0)
+        for one in found
+        if one.kind == "ragged-all-to-all" and one.num_bytes >= rows
+    )
+    beside = [overlapped for _, overlapped in sent]
+    assert sum(beside[:4]) >= 2
+    assert sum(beside[-4:]) >= 2
+    assert len(beside) >= 8
+    assert sum(beside) / len(beside) > 0.5
 
 
 def test_heads_are_turned_by_a_kernel():

@@ -120,6 +120,18 @@ REFUSED = [
         "layout.data = -1 takes what expert 16 leaves of 8 devices",
     ),
     ("model.family=mixtral layout.expert=0", "layout.expert = 0; an axis has a size of at least 1"),
+    (
+        "model.family=mixtral layout.overlap_experts=True",
+        "layout.overlap_experts = True with layout.expert = 1: every rank has all experts, and no",
+    ),
+    (
+        "model.family=mixtral layout.expert=2 layout.overlap_experts=True layout.microbatches=2",
+        "a rank has one sequence of a micro-batch; set layout.microbatches = 1, or layout.overlap",
+    ),
+    (
+        "model.family=mixtral layout.expert=8 layout.overlap_experts=True data.global_batch_size=8",
+        "set data.global_batch_size = 16, or layout.overlap_experts = False",
+    ),
     ("layout.sequence_chunks=2", "layout.sequence_chunks = 2 is not available in this version"),
 ]
 

@@ -186,6 +186,7 @@ def test_numbers_as_people_write_them():
     assert (parse_bytes("70GB"), parse_bytes("64GiB")) == (70e9, 64 * 2**30)
     assert split_pins("remat=save:query,key,tensor=4") == ["remat=save:query,key", "tensor=4"]
     assert parse_pins(["tensor=4", "remat=full"]) == {"tensor": 4, "remat": "full"}
+    assert parse_pins(["overlap_experts=True"]) == {"overlap_experts": True}
 
 
 def run(*words: str) -> str:

@@ -56,15 +56,14 @@ class Experts(nnx.Module):
         what the router reads."""
         config = self.config
         routed = self._route(jitter(x_BTD), batch.segments != 0, kernels.dispatch)
-        plan = self._plan(routed, kernels.dispatch)
-        y_BTD = self._through(x_BTD, routed.gates, plan, kernels.dispatch)
+        y_BTD, plans = self._through_experts(x_BTD, routed, kernels.dispatch)
         if self.shared is not None:
             y_BTD += self.shared(x_BTD, kernels.columns, kernels.rows)
         with jax.named_scope("router"):
             counts_BE = routing.choice_counts(routed.experts, config.num_experts)
             sums = {"load": jnp.sum(counts_BE, axis=0)}
             if drops(config):
-                sums["dropped"] = jnp.sum(sums["load"]) - travel.num_kept(plan)
+                sums["dropped"] = jnp.sum(sums["load"]) - sum(map(travel.num_kept, plans))
             if config.has_balance_loss:
                 sums["loss"] = self._loss(routed, counts_BE, batch, kernels)
         return y_BTD, sums
@@ -74,8 +73,7 @@ class Experts(nnx.Module):
         dropped."""
         dispatch = Dispatch(matmul=matmul, keeps_all=True)
         routed = self._route(x_BTD, jnp.ones(x_BTD.shape[:2], bool), dispatch)
-        plan = self._plan(routed, dispatch)
-        y_BTD = self._through(x_BTD, routed.gates, plan, dispatch)
+        y_BTD, _ = self._through_experts(x_BTD, routed, dispatch)
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
     def _route(self, x_BTD: jax.Array, valid_BT: jax.Array, dispatch: Dispatch) -> "Routed":
@@ -110,12 +108,25 @@ class Experts(nnx.Module):
         )
         return jnp.where(valid_BT[..., None], choose(ranked_BTE, bias_E), -1)
 
-    def _plan(self, routed: "Routed", dispatch: Dispatch) -> travel.DispatchPlan:
+    def _through_experts(
+        self, x_BTD: jax.Array, routed: "Routed", dispatch: Dispatch
+    ) -> tuple[jax.Array, list[travel.DispatchPlan]]:
+        """What the routed experts add, and where tokens went. Where halves travel by themselves,
+        nothing of one waits for the other: one's exchange can run beside the other's matmuls."""
+        parts = [dispatch.parts(array) for array in (x_BTD, routed.experts, routed.gates)]
+        plans = [self._plan(experts_BTK, dispatch) for experts_BTK in parts[1]]
+        added: list[jax.Array] = []
+        for x_BTD, gates_BTK, plan in zip(parts[0], parts[2], plans):
+            before_BTD = added[-1] if added else None
+            added.append(self._through(x_BTD, gates_BTK, plan, dispatch, before_BTD))
+        return jnp.concatenate(added) if len(added) > 1 else added[0], plans
+
+    def _plan(self, experts_BTK: jax.Array, dispatch: Dispatch) -> travel.DispatchPlan:
         config = self.config
-        capacity = self._capacity(routed.experts.shape[1])
+        capacity = self._capacity(experts_BTK.shape[1])
         if dispatch.keeps_all and config.router != "expert_choice":
             capacity = 0
-        return travel.plan_dispatch(dispatch, routed.experts, config.num_experts, capacity)
+        return travel.plan_dispatch(dispatch, experts_BTK, config.num_experts, capacity)
 
     def _capacity(self, seq_len: int) -> int:
         """Tokens that an expert takes of a sequence; 0 is no limit."""
@@ -124,7 +135,12 @@ class Experts(nnx.Module):
         return travel.capacity_of(config.capacity_factor, seq_len, each, config.num_experts)
 
     def _through(
-        self, x_BTD: jax.Array, gates_BTK: jax.Array, plan: travel.DispatchPlan, dispatch: Dispatch
+        self,
+        x_BTD: jax.Array,
+        gates_BTK: jax.Array,
+        plan: travel.DispatchPlan,
+        dispatch: Dispatch,
+        before_BTD: jax.Array | None,
     ) -> jax.Array:
         config = self.config
         weights = (self.up[...],) if self.gate is None else (self.up[...], self.gate[...])
@@ -136,7 +152,13 @@ class Experts(nnx.Module):
             biases = tuple(bias[...] for bias in own if bias is not None)
         gates_cR = expert_matmuls.send_gates(dispatch, gates_BTK, plan)
 
-        def down(weight_EFD: jax.Array, gates_cR: jax.Array, biases: tuple, *hidden_cRF: jax.Array):
+        def down(
+            weight_EFD: jax.Array,
+            gates_cR: jax.Array,
+            biases: tuple,
+            before_BTD: jax.Array | None,
+            *hidden_cRF: jax.Array,
+        ):
             if biases:
                 added = (
                     expert_matmuls.expert_bias(dispatch, bias_EF, plan) for bias_EF in biases[1:]
@@ -147,11 +169,13 @@ class Experts(nnx.Module):
             # result of experts to be kept.
             active = (active.astype(gates_cR.dtype) * gates_cR[..., None]).astype(active.dtype)
             bias_ED = biases[0] if biases else None
-            return expert_matmuls.expert_rows(dispatch, active, weight_EFD, plan, bias_ED, gates_cR)
+            return expert_matmuls.expert_rows(
+                dispatch, active, weight_EFD, plan, bias_ED, gates_cR, before_BTD
+            )
 
         # As in an MLP, the activation is recomputed for the backward pass.
         down = jax.checkpoint(down, prevent_cse=False)
-        return down(self.down[...], gates_cR, biases, *hidden_cRF)
+        return down(self.down[...], gates_cR, biases, before_BTD, *hidden_cRF)
 
     def _loss(
         self, routed: "Routed", counts_BE: jax.Array, batch: Batch, kernels: Kernels

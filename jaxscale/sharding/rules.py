@@ -206,6 +206,35 @@ def check_divides(config: Config) -> None:
         )
 
 
+def check_overlap(config: Config) -> None:
+    """Refuses halves of what does not travel, and of a single sequence.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    layout, batch = config.layout, config.data.global_batch_size
+    if not layout.overlap_experts:
+        return
+    if layout.expert == 1:
+        raise ValueError(
+            "layout.overlap_experts = True with layout.expert = 1: every rank has all experts, "
+            "and no tokens travel; set layout.overlap_experts = False"
+        )
+    if batch >= 2 * layout.batch_shards * layout.microbatches:
+        return
+    fewer = nearest_divisors(layout.microbatches, layout.microbatches)
+    change = (
+        f"layout.microbatches = {fewer}"
+        if fewer
+        else f"data.global_batch_size = {2 * layout.batch_shards}"
+    )
+    raise ValueError(
+        "layout.overlap_experts = True exchanges the tokens of half of a rank's sequences beside "
+        "the matmuls of the other half, and a rank has one sequence of a micro-batch; set "
+        f"{change}, or layout.overlap_experts = False"
+    )
+
+
 def check_tensor_rows(config: Config) -> None:
     """Refuses rows of tensor for a model with experts, or with modules that predict further tokens.
 

@@ -37,7 +37,13 @@ from jaxscale.sharding.resolve import (
     spread_outer,
     whole_kv_heads,
 )
-from jaxscale.sharding.rules import check_divides, check_sequence, check_tensor_rows, own_rules
+from jaxscale.sharding.rules import (
+    check_divides,
+    check_overlap,
+    check_sequence,
+    check_tensor_rows,
+    own_rules,
+)
 from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
 from jaxscale.training import optimizer as optimizers
@@ -144,6 +150,7 @@ def make_engine(
     layout, platform = config.layout, mesh.devices.flat[0].platform
     _check_remat(layout)
     check_divides(config)
+    check_overlap(config)
     check_sequence(config)
     check_tensor_rows(config)
     check_types(config)

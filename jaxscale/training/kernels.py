@@ -74,6 +74,7 @@ def make_kernels(
             # matrix of every expert (jax 0.12).
             "ragged_dot" if platform == "tpu" else "blocks",
             ragged=platform != "cpu",
+            halves=layout.overlap_experts,
         ),
         all_rows=functools.partial(_all_rows, layout),
         cross_entropy=functools.partial(cross_entropy, shards=layout.context, unroll=unroll),
@@ -82,8 +83,9 @@ def make_kernels(
 
 
 def evaluation_kernels(kernels: Kernels) -> Kernels:
-    """The same where experts take every token, whatever their capacity."""
-    everything = dataclasses.replace(kernels.dispatch, keeps_all=True)
+    """The same where experts take every token, whatever their capacity; a batch to evaluate may
+    have too few sequences for halves."""
+    everything = dataclasses.replace(kernels.dispatch, keeps_all=True, halves=False)
     return dataclasses.replace(kernels, dispatch=everything)
 
 

@@ -67,7 +67,7 @@ LAYOUTS = {
         {"fsdp": 2, "expert": 2, "tensor": 2, **LAYERED, "remat": "save_matmuls"},
         {"pipeline": 2, "expert": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_v"},
     ],
-    "prototypes": [{"expert": 2, "tensor": 2}],
+    "prototypes": [{"expert": 2, "tensor": 2, "overlap_experts": True}],
     "expert choice": [{"expert": 2, "context": 2, "tensor": 2}],
     "bert": [
         {

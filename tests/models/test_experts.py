@@ -1,16 +1,20 @@
 """Layers with experts against their definition: loads, auxiliary losses, biases, padding."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxscale.batch import Batch
 from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
-from jaxscale.models.experts import expert_metrics
+from jaxscale.models.experts import Experts, expert_metrics
 from jaxscale.models.protocol import Layer
+from jaxscale.models.weights import Weights, module_of
+from jaxscale.ops.experts.dispatch import Dispatch
 from tests.models import experts
 
 SIZES = {"d_model": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "d_ff": 8}
@@ -21,7 +25,8 @@ B, T = 2, 12
 
 @functools.cache
 def layer():
-    """A model, one of its layers with experts, an input with padding, and what the layer gives."""
+    """A model, one of its layers with experts, an input with padding, and what the layer gives; and
+    the function of parameters and input that gives it."""
     model = Decoder(CONFIG, plain_kernels())
     params = jax.tree.map(lambda x: x[1], model.init(jax.random.key(0))["expert_layers"])
     rng = np.random.default_rng(0)
@@ -31,8 +36,9 @@ def layer():
     weights = rng.integers(0, 2, (B, T)).astype(np.float32) * (segments != 0)
     batch = Batch(tokens, tokens, segments, places, weights)
     x, block = rng.normal(size=(B, T, CONFIG.d_model)), model.stacks[1].block
-    out, sums = jax.jit(lambda params, x: block(params, {"x": x}, batch, Layer(1, 0)))(params, x)
-    return model, params, x, batch, out["x"], sums
+    run = jax.jit(lambda params, x: block(params, {"x": x}, batch, Layer(1, 0)))
+    out, sums = run(params, x)
+    return model, params, x, batch, out["x"], sums, run
 
 
 def silu(x):
@@ -45,12 +51,11 @@ def norm(x, scale):
 
 def test_a_layer_is_its_definition():
     """Token by token, in NumPy: the experts chosen, what they add, the loads and the losses."""
-    model, params, x, batch, out, sums = layer()
-    del model
+    _, params, x, batch, out, sums, _ = layer()
     mlp, router = jax.tree.map(np.asarray, params["mlp"]), np.asarray(params["mlp"]["router"])
     # What enters the experts: the stream after attention, which the layer adds to.
     wanted, load = np.zeros(out.shape), np.zeros(CONFIG.num_experts)
-    after = after_attention(params, x, batch)
+    after = after_attention(params, x)
     inputs = norm(after, np.asarray(params["mlp_norm"]["scale"]))
     loss = 0.0
     for row in range(B):
@@ -84,13 +89,47 @@ def test_a_layer_is_its_definition():
     np.testing.assert_allclose(sums["loss"], loss, rtol=1e-6)  # counts are float32
 
 
-def after_attention(params, x, batch):
+def after_attention(params, x):
     """The stream with the layer's attention: that of the layer with experts that add nothing."""
-    model = layer()[0]
+    *_, run = layer()
     silent = jax.tree.map(jnp.zeros_like, params["mlp"])
-    quiet = {**params, "mlp": silent}
-    out, _ = jax.jit(lambda p, x: model.stacks[1].block(p, {"x": x}, batch, Layer(1, 0)))(quiet, x)
-    return np.asarray(out["x"])
+    return np.asarray(run({**params, "mlp": silent}, x)[0]["x"])
+
+
+def test_halves_of_a_micro_batch_are_the_whole():
+    """Of three sequences of each of two ranks, with padding: every result and every gradient."""
+    rng = np.random.default_rng(1)
+    rows, params = 3 * 2, layer()[1]["mlp"]
+    x, weights = rng.normal(size=(rows, T, CONFIG.d_model)), rng.random((rows, T))
+    segments = np.ones((rows, T), np.int32)
+    segments[1, 5:] = 0
+    batch = Batch(segments, segments, segments, segments, weights)
+
+    def grads(halves, params, x, batch):
+        kernels = dataclasses.replace(plain_kernels(), dispatch=Dispatch(2, halves=halves))
+
+        def loss(params, x):
+            experts = module_of(lambda *args: Experts(CONFIG, Weights(*args)), CONFIG, params)
+            out, sums = experts(x, batch, kernels)
+            return jnp.sum(jnp.sin(out)) + sums["loss"], (out, sums)
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+
+    def local(*arguments):
+        both = grads(True, *arguments), grads(False, *arguments)
+        return jax.tree.map(lambda leaf: leaf[None], both)
+
+    mine, everybodys = PartitionSpec("expert"), PartitionSpec()
+    specs = dict.fromkeys(params, everybodys) | dict.fromkeys(("up", "gate", "down"), mine)
+    run = jax.shard_map(
+        local,
+        mesh=Mesh(jax.devices()[:2], ("expert",)),
+        in_specs=(specs, mine, mine),
+        out_specs=mine,
+        check_vma=False,
+    )
+    split, together = jax.jit(run)(params, x, batch)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12), split, together)
 
 
 def test_a_bias_falls_where_more_tokens_came_than_the_mean():

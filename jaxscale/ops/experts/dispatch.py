@@ -34,6 +34,14 @@ class Dispatch:
     matmul: str = "blocks"  # of `ops.experts.grouped_matmul`
     ragged: bool = False  # whether the back end can exchange parts of any size
     keeps_all: bool = False  # whether nothing is dropped, whatever the capacity: in evaluation
+    halves: bool = False  # whether the halves of a rank's sequences travel by themselves
+
+    def parts(self, x: Array) -> tuple[Array, ...]:
+        """An array of sequences, [B, ...], as those that travel together."""
+        if not self.halves:
+            return (x,)
+        middle = len(x) // 2
+        return x[:middle], x[middle:]
 
     @property
     def stream(self) -> PartitionSpec:

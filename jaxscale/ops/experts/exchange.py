@@ -57,9 +57,15 @@ def _ragged_travel(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Arr
     )
 
 
-def _ragged_return(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
+def _ragged_return(
+    dispatch: Dispatch, values: Array, plan: DispatchPlan, before: Array | None
+) -> Array:
     _, received, _, arrived, size, first = _ragged_offsets(dispatch, plan)
     output = jnp.zeros((plan.sent.shape[1], *values.shape[1:]), values.dtype)
+    if before is not None:
+        # Zeros that are not known before `before` is: an optimization barrier is gone when XLA
+        # schedules.
+        output = jnp.full_like(output, before.reshape(-1)[0] > jnp.inf)
     return jax.lax.ragged_all_to_all(
         values, output, arrived, size, first, received, axis_name="expert"
     )
@@ -78,10 +84,12 @@ def rows_to_experts(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Ar
     return values if plan.order is None else take_rows(values, plan.order[0])
 
 
-def rows_from_experts(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
-    """The inverse of `rows_to_experts`, as [S, ...]."""
+def rows_from_experts(
+    dispatch: Dispatch, values: Array, plan: DispatchPlan, before: Array | None = None
+) -> Array:
+    """The inverse of `rows_to_experts`, as [S, ...]; a ragged one after `before` is there."""
     if plan.counts is not None:
-        return _ragged_return(dispatch, values, plan)
+        return _ragged_return(dispatch, values, plan, before)
     shape = plan.sent.shape[1:]
     if plan.place is not None:
         values = take_rows(values, plan.place[0])
@@ -100,10 +108,12 @@ def send_tokens(dispatch: Dispatch, x_BTD: Array, plan: DispatchPlan) -> Array:
     return rows_to_experts(dispatch, take_rows(x_ND, plan.sent[0] // plan.slot.shape[-1]), plan)
 
 
-def collect_tokens(dispatch: Dispatch, rows_RD: Array, plan: DispatchPlan) -> Array:
+def collect_tokens(
+    dispatch: Dispatch, rows_RD: Array, plan: DispatchPlan, before: Array | None = None
+) -> Array:
     """[R, D], parts of a sum over the ranks of tensor, to the sum over its choices of each token,
-    [B, T, D]."""
-    rows_SD = rows_from_experts(dispatch, rows_RD, plan)
+    [B, T, D]. `before` as in `rows_from_experts`."""
+    rows_SD = rows_from_experts(dispatch, rows_RD, plan, before)
     wide = jnp.promote_types(rows_SD.dtype, jnp.float32)
     slot_BTK = plan.slot[0]
     parts = [take_rows(rows_SD, slot_BTK[..., k]).astype(wide) for k in range(slot_BTK.shape[-1])]

@@ -84,9 +84,15 @@ def expert_rows(
     plan: DispatchPlan,
     bias_ED: Array | None = None,
     gates_cR: Array | None = None,
+    before_BTD: Array | None = None,
 ) -> Array:
     """Back into the residual stream, and back to the tokens: [c, R, F] x [E, F, D] -> [B, T, D],
-    summed over a token's experts; with `bias_ED` each of them adds its bias times its gate."""
+    summed over a token's experts; with `bias_ED` each of them adds its bias times its gate.
+
+    Args:
+      before_BTD: other tokens that return first. XLA's scheduler wants an exchange to last as long
+        as it can: it would start both at the end, one right after the other, with no matmul beside.
+    """
     hidden, weights = (hidden_cRF,), (w_EFD,)
     if bias_ED is not None and gates_cR is not None:
         # As a further feature of each rank of tensor, which has its share of the gate there.
@@ -94,7 +100,7 @@ def expert_rows(
         gates_cR1 = (gates_cR / shares)[..., None].astype(hidden_cRF.dtype)
         hidden += (jnp.broadcast_to(gates_cR1, (*gates_cR.shape, shares)),)
         weights += (jnp.broadcast_to(bias_ED[:, None], (len(bias_ED), shares, bias_ED.shape[1])),)
-    return _expert_rows(dispatch, hidden, weights, plan)
+    return _expert_rows(dispatch, hidden, weights, plan, jax.lax.stop_gradient(before_BTD))
 
 
 def _matmul(
@@ -145,18 +151,26 @@ def _collected(
     weights: Sequence[Array],
     plan: DispatchPlan,
     transposed: bool,
+    before_BTD: Array | None = None,
 ) -> Array:
     """The sum of matmuls [c, R, F] x weight, back at the tokens, [B, T, D]."""
 
-    def local(hidden: Sequence[Array], weights: Sequence[Array], plan: DispatchPlan) -> Array:
+    def local(
+        hidden: Sequence[Array],
+        weights: Sequence[Array],
+        plan: DispatchPlan,
+        before_BTD: Array | None,
+    ) -> Array:
         products = [
             _matmul(dispatch, x_cRF[0], w, plan, transposed) for x_cRF, w in zip(hidden, weights)
         ]
-        return collect_tokens(dispatch, sum(products[1:], products[0]), plan)
+        return collect_tokens(dispatch, sum(products[1:], products[0]), plan, before_BTD)
 
     of_weights = dispatch.columns if transposed else dispatch.back
-    specs = (dispatch.hidden, of_weights, dispatch.rows)
-    return dispatch.manual(local, specs, dispatch.stream)(tuple(hidden), tuple(weights), plan)
+    specs = (dispatch.hidden, of_weights, dispatch.rows, dispatch.stream)
+    return dispatch.manual(local, specs, dispatch.stream)(
+        tuple(hidden), tuple(weights), plan, before_BTD
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -221,12 +235,24 @@ def _ones(dispatch: Dispatch, plan: DispatchPlan, dtype: DTypeLike) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expert_rows(dispatch: Dispatch, hidden: tuple, weights: tuple, plan: DispatchPlan) -> Array:
-    return _collected(dispatch, hidden, weights, plan, transposed=False)
+def _expert_rows(
+    dispatch: Dispatch,
+    hidden: tuple,
+    weights: tuple,
+    plan: DispatchPlan,
+    before_BTD: Array | None,
+) -> Array:
+    return _collected(dispatch, hidden, weights, plan, False, before_BTD)
 
 
-def _rows_forward(dispatch: Dispatch, hidden: tuple, weights: tuple, plan: DispatchPlan):
-    return _expert_rows(dispatch, hidden, weights, plan), (hidden, weights, plan)
+def _rows_forward(
+    dispatch: Dispatch,
+    hidden: tuple,
+    weights: tuple,
+    plan: DispatchPlan,
+    before_BTD: Array | None,
+):
+    return _expert_rows(dispatch, hidden, weights, plan, before_BTD), (hidden, weights, plan)
 
 
 def _rows_backward(dispatch: Dispatch, residuals, dy_BTD: Array):
@@ -242,7 +268,7 @@ def _rows_backward(dispatch: Dispatch, residuals, dy_BTD: Array):
     rows, columns, back = dispatch.rows, dispatch.hidden, dispatch.back
     dhidden = dispatch.manual(into_hidden, (rows, back, rows), columns)(dy_cRD, weights, plan)
     dweights = dispatch.manual(into_weights, (columns, rows, rows), back)(hidden, dy_cRD, plan)
-    return dhidden, dweights, None
+    return dhidden, dweights, None, None
 
 
 _expert_rows.defvjp(_rows_forward, _rows_backward)

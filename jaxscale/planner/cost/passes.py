@@ -51,26 +51,28 @@ def make_passes(
     ring = parallelism.context_method == "ring"
     t = np.asarray(parallelism.tensor, float)
 
-    def in_chunks(seconds: Floats, work: Floats) -> Floats:
-        """A matmul and its collective in t chunks, of which the first is not overlapped."""
-        if not piecewise:
-            return seconds
-        first = seconds / t
-        late = np.maximum(first, seconds - work)
+    def in_chunks(seconds: Floats, work: Floats, chunks: Floats) -> Floats:
+        """Work and its collective in chunks, of which the first is not overlapped."""
+        late = np.maximum(seconds / chunks, seconds - work)
         return late + slow * np.minimum(seconds - late, work)
+
+    def exchange(seconds: Floats, work: ComputeSeconds) -> Floats:
+        """In halves, the first one's rows on their way to experts, and the last one's on their way
+        back, are not overlapped."""
+        if parallelism.overlap_experts:
+            return in_chunks(seconds, work.matmul, 2)
+        return beside(seconds, work.seconds, traits.overlap_experts)
 
     exposed = {
         "tensor": [
-            in_chunks(s, w.matmul) for s, w in zip(sent.tensor, (layer.forward, layer.backward))
+            in_chunks(s, w.matmul, t) if piecewise else s
+            for s, w in zip(sent.tensor, (layer.forward, layer.backward))
         ],
         "context": [
             beside(s, w.attention, ring)
             for s, w in zip(sent.context, (layer.forward, layer.backward))
         ],
-        "expert": [
-            beside(s, w.seconds, traits.overlap_experts)
-            for s, w in zip(sent.expert, (layer.forward, layer.backward))
-        ],
+        "expert": [exchange(s, w) for s, w in zip(sent.expert, (layer.forward, layer.backward))],
     }
     full = parallelism.remat_share if parallelism.remat == "full" else 0.0
     recompute = layer.recompute * parallelism.remat_share

@@ -1,4 +1,4 @@
-"""A batch of layouts: integer settings are arrays, string settings are common to all."""
+"""A batch of layouts: integer settings are arrays, other settings are common to all."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -37,6 +37,7 @@ class LayoutBatch:
     accumulation: str = "sequential"
     schedule: str = "1f1b"
     context_method: str = "ring"
+    overlap_experts: bool = False
     remat: str = "none"
     offload: str = "none"
 
@@ -74,7 +75,7 @@ class LayoutBatch:
 
 
 def stack_layouts(layouts: list[Layout]) -> LayoutBatch:
-    """A batch of layouts whose string settings are equal."""
+    """A batch of layouts whose settings are equal but for integer ones."""
     common: dict[str, Any] = {
         field.name: getattr(layouts[0], field.name)
         for field in dataclasses.fields(Layout)

@@ -78,6 +78,7 @@ def layout_text(layout: Layout) -> str:
         parts.append(layout.schedule + chunks)
     if layout.context > 1:
         parts.append(layout.context_method)
+    parts += ["experts overlapped"] * layout.overlap_experts
     parts += [f"remat {layout.remat}"] * (layout.remat != "none")
     parts += [f"offload {layout.offload}"] * (layout.offload != "none")
     return ", ".join(parts)

@@ -27,6 +27,7 @@ REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attent
 OFFLOADS = ("none", "optimizer")
 """Without activations: there is no formula for what they would transfer."""
 
+NO_HALVES = "the tokens of a micro-batch do not travel to experts in halves"
 NO_CROSS_CONTEXT = "there is no formula for cross attention under context parallelism"
 ENCODER_EXCLUDES = {
     "pipeline": "there are no formulas for pipelines of an encoder and a decoder of which only the "

@@ -25,7 +25,7 @@ from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.shape import ModelShape
-from jaxscale.planner.search.sized_model import SizedModel
+from jaxscale.planner.search.sized_model import NO_HALVES, SizedModel
 from jaxscale.planner.search.trainable_model import TrainableModel
 from jaxscale.planner.tables.pipeline_slots import most_slots
 from jaxscale.planner.tables.table_makespan import TableSpec
@@ -101,6 +101,7 @@ def enumerate_sizes(
     there are none. Refusals are counted in `rejected`, with one message for each reason in
     `messages`."""
     rows, model = [], query.planned_model
+    halves = {"overlap_experts": query.pins.get("overlap_experts", False)}
     for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.shape.experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
         for stage, across in itertools.product(
@@ -108,7 +109,7 @@ def enumerate_sizes(
             _pinned(query.pins, "tensor_rows", grid_rows(model, mesh)),
         ):
             # No other setting that could be refused.
-            settings = {**mesh, "tensor_rows": across, "zero_stage": stage}
+            settings = {**mesh, "tensor_rows": across, "zero_stage": stage, **halves}
             try:
                 layout = Layout(**settings, context_method="gather")
             except ValueError as error:
@@ -123,13 +124,15 @@ def enumerate_sizes(
             for count in _pinned(query.pins, "microbatches", divisors(batch)):
                 if batch % count:
                     rejected[model.batch_reason] += 1
+                elif layout.overlap_experts and (batch == count or layout.expert == 1):
+                    rejected[NO_HALVES] += 1
                 else:
                     rows.append((*sizes, across, stage, count))
     if not rows:
         return None
     columns = np.array(rows).T
     names = *MESH_AXES, "tensor_rows", "zero_stage", "microbatches"
-    return LayoutBatch(**dict(zip(names, columns)))
+    return LayoutBatch(**dict(zip(names, columns)), **halves)
 
 
 def grid_rows(model: TrainableModel | SizedModel, sizes: Mapping[str, int]) -> list[int]:

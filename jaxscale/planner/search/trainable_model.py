@@ -24,6 +24,7 @@ from jaxscale.sharding.rules import (
     REPLICATED_WEIGHTS,
     WEIGHTS,
     check_divides,
+    check_overlap,
     check_sequence,
     check_tensor_rows,
     mesh_axes,
@@ -181,6 +182,7 @@ class TrainableModel:
             return "not available in this version", str(error)
         for check, reason in (
             (check_divides, self.batch_reason),
+            (check_overlap, sized_model.NO_HALVES),
             (check_sequence, "data.seq_len does not split"),
             (check_tensor_rows, "not available in this version"),
             (check_parameters, "a dimension of the model does not divide"),

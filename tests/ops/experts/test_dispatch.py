@@ -79,7 +79,8 @@ def through_experts(dispatch, factor, experts, x, up, down, up_bias, down_bias, 
     (hidden,) = expert_columns(dispatch, x, (up,), plan)
     gates = send_gates(dispatch, gates, plan)
     hidden = jnp.tanh(hidden + expert_bias(dispatch, up_bias, plan)) * gates[..., None]
-    return expert_rows(dispatch, hidden, down, plan, down_bias, gates), num_kept(plan)
+    # That others return first, here the tokens themselves, changes nothing.
+    return expert_rows(dispatch, hidden, down, plan, down_bias, gates, x), num_kept(plan)
 
 
 def ragged_all_to_all(
@@ -105,7 +106,7 @@ def ragged_all_to_all(
 
 
 CASES = [(sizes, factor, False) for sizes in MESHES for factor in (0.0, 1.0)]
-CASES += [(sizes, 0.0, True) for sizes in MESHES if sizes[MESH_AXES.index("expert")] > 1]
+CASES += [(sizes, 0.0, True) for sizes in (MESHES[2], MESHES[4])]
 
 
 @pytest.mark.parametrize(("sizes", "factor", "ragged"), CASES)

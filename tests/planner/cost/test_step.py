@@ -182,6 +182,15 @@ def test_experts_send_tokens_to_each_other():
     assert merged.expert < far.expert
 
 
+def test_half_of_an_exchange_hides_behind_matmuls():
+    """At most, and its kernels slow them down on a GPU."""
+    layout = Parallelism(fsdp=64, expert=8, microbatch=2)
+    whole = step_cost(MOE, H100, layout)
+    halves = step_cost(MOE, H100, replace(layout, overlap_experts=True))
+    assert 0.5 * whole.expert < halves.expert < 0.7 * whole.expert
+    assert whole.hidden["expert"] == 0 < halves.hidden["expert"]
+
+
 def test_keys_that_go_round_hide_behind_attention_within_a_node():
     long = replace(SMALL, seq_len=131072)
     ring, gather = (
