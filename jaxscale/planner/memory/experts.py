@@ -94,6 +94,10 @@ AFTER_DENSE_UNORDERED = (RowArrays(7, 8, 0.6),)
 """The same where each of several passes reduce-scatters, for 2,048 H100; or those above, and the
 gradients of the head before they are reduced."""
 
+PIPED = RowArrays(3, 3)
+"""In a pipeline, beside its slots: R, B and W are apart. Counted in steps of Mixtral and Qwen3-MoE
+for 16 to 64 H100."""
+
 
 def row_bytes(config: Config, loop: Any, head: Ints, *, blocks: bool) -> Ints:
     """Bytes of the rows that are live at once in a layer's backward pass, beside saved ones, and of
@@ -121,21 +125,25 @@ def row_bytes(config: Config, loop: Any, head: Ints, *, blocks: bool) -> Ints:
         ]
         return maximum(*each)
 
+    pipelined = config.layout.pipeline > 1
+    slots = PIPED.hidden * hidden + PIPED.stream * stream
     if not blocks or model.capacity_factor:
-        return live(WHOLE)
+        return select(pipelined, slots, live(WHOLE))
     several = loop.scatters & np.logical_not(loop.single)
     if model.dense_layers:
         alone = live(AFTER_DENSE)
-        return select(several, maximum(live(AFTER_DENSE_UNORDERED), alone + head), alone)
-    return select(several, live(UNORDERED), live(BLOCKS))
+        found = select(several, maximum(live(AFTER_DENSE_UNORDERED), alone + head), alone)
+    else:
+        found = select(several, live(UNORDERED), live(BLOCKS))
+    return select(pipelined, slots, found)
 
 
-def restacked_bytes(config: Config, loop: Any) -> Ints:
-    """Gradients of all layers' experts once more: a GPU's reduce-scatter wants the dimension that
-    it scatters to be the first, and the accumulators are laid out both ways."""
+def restacked_bytes(config: Config, loop: Any, layers: Ints) -> Ints:
+    """Gradients of all of a device's layers' experts once more: a GPU's reduce-scatter wants the
+    dimension that it scatters to be the first, and the accumulators are laid out both ways."""
     mine = sum(
         array.shard_size(config.layout, over_fsdp=True)
         for array in parameters(config.model)
         if array.part == loop.part and "experts" in array.axes
     )
-    return select(loop.scatters, loop.num_layers * loop.accumulated * mine)
+    return select(loop.scatters, layers * loop.accumulated * mine)

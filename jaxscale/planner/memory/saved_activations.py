@@ -160,10 +160,16 @@ SUBLANES = 8
 
 def stash_refusal(model: ModelConfig, layout: Layout) -> str:
     """Why `stash_bytes` does not know what a pipeline keeps, with what to set; "" where it does."""
-    if model.num_experts or model.kv_rank:
+    if model.kv_rank:
         return (
-            f"layout.pipeline = {layout.pipeline}: what a pipeline keeps of layers with experts "
-            "was not compared with compiled steps; set layout.pipeline = 1"
+            f"layout.pipeline = {layout.pipeline}: there is no formula for what a pipeline keeps "
+            "of latent attention; set layout.pipeline = 1"
+        )
+    if model.num_experts and not _by_table(layout.remat_policy):
+        return (
+            f"layout.remat = {layout.remat!r}: there is no formula for what a pipeline keeps of "
+            "layers with experts under a policy by names; set layout.remat = 'full', 'none' or "
+            "'keep:4'"
         )
     return ""
 

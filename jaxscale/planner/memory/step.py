@@ -288,7 +288,7 @@ def _stack_memory(
         * sum(count * elements(config, part, loop.gathers) for part, count in rows.items()),
         carried=carried_bytes(config, loop, transients),
         walk_end=walk_end_bytes(config, loop, transients),
-        restacked=restacked_bytes(config, loop)
+        restacked=restacked_bytes(config, loop, rows[loop.part])
         if transients.in_place and has_experts(model, loop.part)
         else 0,
         between_stacks=select(pipelined, 0, held_between_bytes(config, before)),

@@ -31,6 +31,8 @@ class Compiled(NamedTuple):
     accumulation: str = "sequential"
     tensor: int = 1
     seq_len: int = 4096
+    pipeline: int = 1
+    chunks: int = 1
 
     @property
     def error(self) -> float:
@@ -46,6 +48,9 @@ class Compiled(NamedTuple):
             "layout.remat": self.remat,
             "layout.accumulation": self.accumulation,
             "layout.tensor": self.tensor,
+            "layout.pipeline": self.pipeline,
+            "layout.virtual_stages": self.chunks,
+            "layout.schedule": "interleaved" if self.chunks > 1 else "1f1b",
         }
         config = configs.load(self.base, [f"{name}={value}" for name, value in settings.items()])
         return step_memory(config, "gpu", own_host=True).peak / (GIB * self.peak_gib) - 1
@@ -88,11 +93,30 @@ AFTERWARDS = {
     "deepseek_v3 h200:32x8, none": Compiled(
         DEEPSEEK, 8, 512, 2, 32, 8, "none", 41.00, seq_len=1024
     ),
+    "deepseek_v3 h100:32x8, names": Compiled(
+        DEEPSEEK, 8, 256, 1, 16, 16, "save:query,key,value", 45.46, seq_len=2048
+    ),
 }
 """Compiled when the counts were fixed; the layered one then showed an array counted twice,
-and the last one that with few rows the head's gradients are there."""
+and the one of H200 with DeepSeek-V3 that with few rows the head's gradients are there."""
 
-STEPS = DERIVED | AFTERWARDS
+PIPELINES = {
+    "mixtral h100:2x8, pipeline 2": Compiled(MIXTRAL, 8, 32, 4, 1, 8, "full", 38.99, pipeline=2),
+    "mixtral h100:4x8, pipeline 4": Compiled(MIXTRAL, 8, 64, 8, 2, 4, "full", 27.88, pipeline=4),
+    "mixtral h200:4x8, pipeline 2, none": Compiled(
+        MIXTRAL, 8, 128, 8, 4, 4, "none", 50.46, pipeline=2
+    ),
+    "mixtral h100:8x8, pipeline 4, interleaved": Compiled(
+        MIXTRAL, 32, 512, 16, 4, 4, "full", 68.99, pipeline=4, chunks=2
+    ),
+    "qwen3_moe h100:2x8, pipeline 2": Compiled(QWEN, 8, 64, 8, 1, 8, "full", 32.69, pipeline=2),
+    "mixtral h100:8x8, pipeline 2, one pass kept": Compiled(
+        MIXTRAL, 16, 256, 8, 8, 4, "keep:1", 89.57, pipeline=2
+    ),
+}
+"""The first two and the fourth gave the rows that R, B and W have."""
+
+STEPS = DERIVED | AFTERWARDS | PIPELINES
 
 
 def test_they_are_right_in_the_median():

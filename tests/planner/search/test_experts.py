@@ -16,6 +16,7 @@ from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.plan_layouts import plan_layouts
 from jaxscale.planner.report import text_report
 from jaxscale.planner.report.why_not import explain_why_not
+from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.space import Query, check_pins, mesh_shapes
 from jaxscale.planner.search.trainable_model import TrainableModel
 
@@ -53,6 +54,17 @@ def test_a_plan_trains_and_says_what_is_not_validated():
     assert "layout.expert = 8" in explain_why_not(answer, {"expert": 16})
 
 
+def test_a_pipeline_of_experts_is_planned_and_written(tmp_path):
+    pins = PINS | {"pipeline": 4, "fsdp": 4, "schedule": "interleaved", "zero_stage": 3}
+    best = plan_layouts(MIXTRAL, "h200", 64, top=1, pins=pins | {"expert": 4}).plans[0]
+    assert best.fits
+    assert min(best.terms["expert"], best.terms["bubble"]) > 0
+    assert best.memory.at_peak["stash"] > best.memory.at_peak["working_set"]
+    assert max(best.stage_bytes) <= best.memory_bytes
+    write_plan(tmp_path / "mine.py", best, "mixtral_8x7b")
+    assert load(str(tmp_path / "mine.py")).layout == best.layout
+
+
 def test_without_ranks_of_experts_nothing_is_exchanged():
     cluster, shape = make_cluster("h100", 64), TrainableModel(MIXTRAL).shape
 
@@ -68,9 +80,11 @@ def test_without_ranks_of_experts_nothing_is_exchanged():
 
 def test_what_a_pipeline_has_no_formula_for_is_refused_by_name():
     cluster = make_cluster("h100", 64)
-    for model in (MIXTRAL, load("configs/deepseek_v3.py")):
-        with pytest.raises(ValueError, match=r"layout.pipeline = 2: .* set layout.pipeline = 1"):
-            check_pins(Query(model, cluster, {"pipeline": 2}))
+    with pytest.raises(ValueError, match=r"layout.remat = 'save:query': .* set layout.remat = 'fu"):
+        check_pins(Query(MIXTRAL, cluster, {"pipeline": 2, "remat": "save:query"}))
+    latent = load("configs/deepseek_v3.py")
+    with pytest.raises(ValueError, match=r"layout.pipeline = 2: .* set layout.pipeline = 1"):
+        check_pins(Query(latent, cluster, {"pipeline": 2}))
     layout = Layout(data=1, pipeline=2, fsdp=4, expert=8, remat="save:query")
     piped = dataclasses.replace(MIXTRAL, layout=layout)
     assert not is_predicted(piped)
