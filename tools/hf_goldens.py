@@ -127,10 +127,10 @@ MASKED = ("Bert", "Esm")
 CHATS = ("llama_chat",)
 """Goldens with a tokenizer and a chat template."""
 
-GREEDY = {"gemma2": 1.0, "gpt2": 2.0, "mistral": 2.0, "umt5": 2.0}
+GREEDY = {"gemma2": 1.0, "gpt2": 2.0, "mistral": 2.0, "qwen3_moe_sparse": 2.0, "umt5": 2.0}
 """Goldens with greedy texts (soft caps with local and global layers, learned positions, a window
-shorter than the prompts, an encoder), and the factor of their parameters that makes them less dull.
-"""
+shorter than the prompts, experts in every second layer, an encoder), and the factor of their
+parameters that makes them less dull."""
 
 CASES = {
     # Llama
@@ -228,6 +228,7 @@ CASES = {
             "router_aux_loss_coef": 0.02,
         },
     ),
+    "qwen3_moe_sparse": ("Qwen3Moe", QWEN_MOE | {"num_hidden_layers": 5, "decoder_sparse_step": 2}),
     # DeepSeek-V3
     "deepseek_v3": ("DeepseekV3", DEEPSEEK | {"rope_parameters": YARN_SCALES}),
     "deepseek_v3_direct": (

@@ -96,7 +96,7 @@ def _names(rule: TensorRule, parts: tuple[int, ...]) -> list[str]:
     """The tensors of the layers, and of the experts of each."""
     layers, experts = (*parts, 1, 1)[:2]
     return [
-        rule.name.format(layer=rule.first + layer, expert=expert)
+        rule.name.format(layer=rule.first + rule.stride * layer, expert=expert)
         for layer in range(layers)
         for expert in range(experts)
     ]

@@ -22,6 +22,7 @@ class ExpertOptions:
     expert_d_ff: int = option(0)  # hidden features of an expert; 0 is d_ff
     shared_d_ff: int = option(0)  # of an expert that every token goes through; 0 is none
     dense_layers: int = option(0)  # the first ones, without experts
+    expert_pattern: str = option("")  # repeats after those: D dense, E with experts; "": all E
     # "top_k" gives a token its best experts; "prototypes" the best one of each of
     # experts_per_token sets (arXiv 2105.15082); with "expert_choice" each expert takes its best
     # tokens, by capacity_factor (arXiv 2202.09368).
@@ -80,11 +81,31 @@ class ExpertOptions:
                 f"layers of model.layer_pattern; set model.dense_layers = "
                 f"{self.dense_layers // period * period}"
             )
+        self._check_pattern(num_layers, period)
         self._check_router(experts)
         if self.balance_rate and not self.router_bias:
             raise ValueError(
                 f"model.balance_rate = {self.balance_rate} changes a bias that the router does not "
                 "have; set model.router_bias = True, or model.balance_rate = 0"
+            )
+
+    def _check_pattern(self, num_layers: int, period: int) -> None:
+        pattern, dense = self.expert_pattern, self.dense_layers
+        if set(pattern) - set("DE") or (pattern and "E" not in pattern):
+            raise ValueError(
+                f"model.expert_pattern = {pattern!r} is of letters D (dense) and E (with experts), "
+                "at least one of them E, such as 'DE'"
+            )
+        if rest := pattern and (num_layers - dense) % len(pattern):
+            raise ValueError(
+                f"model.expert_pattern = {pattern!r} does not divide the {num_layers - dense} "
+                f"layers after model.dense_layers = {dense}; set model.num_layers = "
+                f"{num_layers - rest} or {num_layers - rest + len(pattern)}"
+            )
+        if pattern and period > 1:
+            raise ValueError(
+                f"model.expert_pattern = {pattern!r} with model.layer_pattern is not available; "
+                "set one of them to ''"
             )
 
     def _check_router(self, experts: int) -> None:
@@ -137,6 +158,12 @@ class ExpertOptions:
                 "model.router_scores = 'softmax_of_chosen' with model.router = 'expert_choice', "
                 "whose tokens may have no expert; set model.router_scores = 'softmax'"
             )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer of the model has experts, by its index."""
+        pattern = self.expert_pattern or "E"
+        place = layer - self.dense_layers
+        return self.num_experts > 0 and place >= 0 and pattern[place % len(pattern)] == "E"
 
     @property
     def has_balance_loss(self) -> bool:

@@ -199,8 +199,8 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
     @property
     def settings(self) -> dict[str, Any]:
         """The fields that a user of this family may set, and their values; those of rotary
-        positions' scaling, and of modules that predict further tokens, where there are some, or
-        where they were set."""
+        positions' scaling, of modules that predict further tokens, and of experts in turns, where
+        there are some, or where they were set."""
         if is_own_family(self.family):
             return dataclasses.asdict(self)
         family = find_family(self.family)
@@ -211,20 +211,26 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         }
         idle = SCALING if self.rope_scaling == "none" else ()
         idle += () if self.prediction_depth else PREDICTION
+        idle += () if self.expert_pattern else ("expert_pattern",)
         unused = {n for n in idle if found.get(n) == family.settings.get(n)}
         return {name: value for name, value in found.items() if name not in unused}
 
     @property
     def has_formulas(self) -> bool:
         """Whether the planner has formulas for the model's memory and time."""
-        return not (is_own_family(self.family) or self.prediction_depth)
+        return not (is_own_family(self.family) or self._unplanned)
 
     @property
     def without_formulas(self) -> str:
         """The setting for which it has none."""
-        if is_own_family(self.family):
-            return f"model.family = {self.family!r}"
-        return f"model.prediction_depth = {self.prediction_depth}"
+        name = "" if is_own_family(self.family) else self._unplanned
+        return f"model.{name or 'family'} = {getattr(self, name or 'family')!r}"
+
+    @property
+    def _unplanned(self) -> str:
+        """An option that no formula knows, if it is used."""
+        names = ("prediction_depth", "expert_pattern")
+        return next((name for name in names if getattr(self, name)), "")
 
     @property
     def has_flops_formula(self) -> bool:
@@ -342,7 +348,7 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
     @property
     def num_expert_layers(self) -> int:
         """Layers with experts."""
-        return self.num_layers - self.dense_layers if self.num_experts else 0
+        return sum(map(self.has_experts, range(self.num_layers)))
 
     @property
     def num_active_params(self) -> int:
@@ -454,7 +460,8 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
           output_len: of its decoder.
         """
         if not self.num_encoder_layers:
-            return self.head_forward_flops / self.layer_forward_flops(seq_len)
+            turn = len(self.expert_pattern) or 1  # layers of the model in one of a stack
+            return self.head_forward_flops / (turn * self.layer_forward_flops(seq_len))
         own = self.layer_matmul_flops(output_len)
         # Cross attention reads the encoder's tokens, of which each layer makes keys and values.
         source = self.layer_matmul_flops(seq_len, causal=False)

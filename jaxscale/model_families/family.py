@@ -55,6 +55,7 @@ class TensorRule:
     take: tuple[int | slice, ...] = ()  # of a fused tensor; several rules then share one name
     shape: tuple[int, ...] = ()  # of the tensor itself, where it is not that of `view`
     first: int = 0  # layers of the model before those of the stack
+    stride: int = 1  # layers of the model for one of the stack
     is_copy: bool = False  # a second tensor with the values of another, which is written too
 
 

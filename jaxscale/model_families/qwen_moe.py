@@ -1,4 +1,4 @@
-"""Qwen3-MoE: a Qwen3 with experts, of which the first layers may have none."""
+"""Qwen3-MoE: a Qwen3 with experts; the first layers, and others in a pattern, may have none."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +18,9 @@ from jaxscale.model_families.hf.config import (
 )
 from jaxscale.model_families.hf.tensors import expert_tensors
 
+LONGEST_PATTERN = 8
+"""Layers that are one turn of a pattern: a program has each of them."""
+
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     rest = {"num_key_value_heads": 4, **hf}
@@ -27,7 +30,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     ours = {
         **sizes,
         **pop_experts(rest, experts=128, per_token=8),
-        "dense_layers": _pop_dense_layers(rest, sizes["num_layers"]),
+        **_pop_dense_layers(rest, sizes["num_layers"]),
         "expert_d_ff": pop(rest, "moe_intermediate_size", 768),
         "router_normalized": pop(rest, "norm_topk_prob", False),
         "sliding_window": window or 0 if pop(rest, "use_sliding_window", False) else 0,
@@ -40,21 +43,27 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return ours
 
 
-def _pop_dense_layers(rest: dict[str, Any], num_layers: int) -> int:
-    """How many of the first layers have no experts.
+def _pop_dense_layers(rest: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Which layers have no experts: the first ones, and others in a pattern.
 
     Raises:
-      ValueError: others have none.
+      ValueError: none has any, or the pattern is too long.
     """
     without = pop(rest, "mlp_only_layers", None) or []
     step = pop(rest, "decoder_sparse_step", 1)
     dense = [i for i in range(num_layers) if i in without or (i + 1) % step]
-    if dense != list(range(len(dense))) or len(dense) == num_layers:
-        raise ValueError(
-            f"config.json has mlp_only_layers = {without} and decoder_sparse_step = {step}: of "
-            f"{num_layers} layers {dense} have no experts; only the first ones can, and not all"
-        )
-    return len(dense)
+    letters = "".join("D" if i in dense else "E" for i in range(num_layers))
+    for size in range(1, 1 + LONGEST_PATTERN):
+        for first in range(letters.find("E") + 1):
+            turns, rest_of_it = divmod(num_layers - first, size)
+            pattern = letters[first : first + size]
+            if not rest_of_it and pattern * turns == letters[first:]:
+                return {"dense_layers": first, "expert_pattern": pattern if size > 1 else ""}
+    raise ValueError(
+        f"config.json has mlp_only_layers = {without} and decoder_sparse_step = {step}: of "
+        f"{num_layers} layers {dense} have no experts; the first ones can, others in a pattern of "
+        f"at most {LONGEST_PATTERN} layers, and not all"
+    )
 
 
 def _to_hf(model: Model) -> dict[str, Any]:
@@ -64,7 +73,7 @@ def _to_hf(model: Model) -> dict[str, Any]:
         "num_experts": model.num_experts,
         "num_experts_per_tok": model.experts_per_token,
         "moe_intermediate_size": model.expert_d_ff or model.d_ff,
-        "mlp_only_layers": list(range(model.dense_layers)),
+        "mlp_only_layers": [i for i in range(model.num_layers) if not model.has_experts(i)],
         "decoder_sparse_step": 1,
         "norm_topk_prob": model.router_normalized,
         "router_aux_loss_coef": model.balance_weight,
@@ -93,6 +102,7 @@ QWEN3_MOE = Family(
         "experts_per_token": 8,
         "expert_d_ff": 0,
         "dense_layers": 0,
+        "expert_pattern": "",
         "router_normalized": True,
     },
     fixed={"qk_norm": True},

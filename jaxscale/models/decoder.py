@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +20,28 @@ from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS
 from jaxscale.models.block import ACTIVATIONS, Block, Cache, Norm
-from jaxscale.models.experts import ExpertBlock, expert_metrics, expert_sums
+from jaxscale.models.experts import ExpertBlock, expert_metrics
 from jaxscale.models.forward import scan_periods
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.latent_attention import empty_latent_cache
+from jaxscale.models.parts import (
+    Part,
+    adjust_biases,
+    all_parts,
+    join_sums,
+    part_axes,
+    part_params,
+    part_sums,
+    trunk_parts,
+)
 from jaxscale.models.prediction import (
-    MERGE,
     PREDICTION,
-    Merge,
     further_fields,
     prediction_stack,
     with_further_targets,
 )
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
-from jaxscale.models.weights import Weights, axes_of, module_of, params_of, stack_axes, stack_params
+from jaxscale.models.weights import Weights, axes_of, module_of, params_of
 from jaxscale.ops.attention import attention
 from jaxscale.ops.loss import logits
 from jaxscale.ops.tensor_parallel import add_bias
@@ -163,19 +171,10 @@ def make_norm(config: ModelConfig, key: jax.Array) -> Norm:
     return Norm(config, Weights(config, key))
 
 
-class Part(NamedTuple):
-    """Consecutive layers with one type of block."""
-
-    name: str  # of their stack
-    block: Any  # a module, made by (settings, key)
-    first: int  # layers before
-    num_layers: int
-
-
 @dataclass(frozen=True)
 class Decoder:
     """A decoder as pure functions over its parameters: a `models.protocol.Model` over the stream
-    {"x": [batch, seq, d_model]}, of one stack, "layers", or where only the later layers have
+    {"x": [batch, seq, d_model]}, of one stack, "layers", or where the first layers have no
     experts of two, "dense_layers" and "expert_layers". The modules that predict further tokens, if
     there are any, are one more stack, "prediction".
     """
@@ -200,35 +199,22 @@ class Decoder:
     @property
     def parts(self) -> tuple[Part, ...]:
         """The stacks' names, types of block, and layers, of all parameters."""
-        config, last = self.settings, self.trunk[-1]
-        if not config.prediction_depth:
-            return self.trunk
-        more = Part(PREDICTION, last.block, config.num_layers, config.prediction_depth)
-        return (*self.trunk, more)
+        return all_parts(self.settings, type(self).block_type)
 
     @property
     def trunk(self) -> tuple[Part, ...]:
         """The same, of the layers that a prediction of the next token goes through."""
-        config, own = self.settings, type(self).block_type
-        if not config.num_experts:
-            return (Part("layers", own, 0, config.num_layers),)
-        if not config.dense_layers:
-            return (Part("layers", ExpertBlock, 0, config.num_layers),)
-        dense, experts = config.dense_layers, config.num_expert_layers
-        return (
-            Part("dense_layers", own, 0, dense),
-            Part("expert_layers", ExpertBlock, dense, experts),
-        )
+        return trunk_parts(self.settings, type(self).block_type)
 
     def _stack(self, part: Part) -> Stack:
-        sums = expert_sums(self.settings) if part.block is ExpertBlock else {}
+        sums = part_sums(part, self.settings)
         if part.name == PREDICTION:
             return prediction_stack(
                 self.settings,
                 lambda embed, x: self._final_norm(embed.get(FINAL_NORM), x),
                 self._embed,
-                lambda weights, x, batch, index: self._layer(
-                    part, weights, x, batch, 0, part.first + index
+                lambda weights, x, batch, index: self._turn(
+                    part, weights, x, batch, 0, part.layer(index)
                 ),
                 self.kernels.shard,
                 sums,
@@ -238,8 +224,8 @@ class Decoder:
             return {"x": stream["x"] if part.first else self.embed(embed, batch)}
 
         def block(weights: Params, stream: Stream, batch: Batch, layer: Layer) -> tuple:
-            index = part.first + layer.index if part.first else layer.index
-            x, sums = self._layer(part, weights, stream["x"], batch, layer.kind, index)
+            index = part.layer(layer.index)
+            x, sums = self._turn(part, weights, stream["x"], batch, layer.kind, index)
             return {"x": x}, sums
 
         return Stack(
@@ -272,14 +258,18 @@ class Decoder:
     @property
     def frozen(self) -> tuple[str, ...]:
         """The biases of routers, which `adjust` changes."""
-        return tuple(f"{name}/mlp/router_bias" for name in self._biased)
+        return tuple(
+            "/".join((part.name, *path, "mlp", "router_bias"))
+            for part in self._biased
+            for path in part.expert_paths
+        )
 
     @property
-    def _biased(self) -> tuple[str, ...]:
-        """Stacks whose routers have a bias for balancing."""
+    def _biased(self) -> tuple[Part, ...]:
+        """Those whose routers have a bias for balancing."""
         if not self.settings.router_bias:
             return ()
-        return tuple(part.name for part in self.parts if part.block is ExpertBlock)
+        return tuple(part for part in self.parts if part.expert_paths)
 
     def adjust(self, params: Params, sums: Sums) -> Params:
         """Balancing without an auxiliary loss (arXiv 2408.15664): the bias of an expert that more
@@ -288,14 +278,16 @@ class Decoder:
         Args:
           sums: of the whole step, in the order of the layers' rows.
         """
-        for name in self._biased:
-            load_LE = sums[f"{name}/load"]
+
+        def change(load_LE: jax.Array) -> jax.Array:
             uneven_LE = jnp.sign(jnp.mean(load_LE, axis=-1, keepdims=True) - load_LE)
-            bias_LE = params[name]["mlp"]["router_bias"]
-            bias_LE += (self.settings.balance_rate * uneven_LE).astype(bias_LE.dtype)
-            mlp = {**params[name]["mlp"], "router_bias": bias_LE}
-            params = {**params, name: {**params[name], "mlp": mlp}}
-        return params
+            return self.settings.balance_rate * uneven_LE
+
+        changed = {
+            part.name: adjust_biases(part, params[part.name], sums[f"{part.name}/load"], change)
+            for part in self._biased
+        }
+        return {**params, **changed}
 
     @property
     def report(self) -> Callable[[Sums], Sums] | None:
@@ -324,24 +316,13 @@ class Decoder:
     def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
         """Fresh parameters; they depend on the key alone. None stacks all layers in order."""
         embed_key, layers_key, head_key = jax.random.split(key, 3)
-        keys = jax.random.split(layers_key, self.settings.num_layers)
         embed = params_of(Embedding(self.settings, embed_key))
-
-        def stacked(make: Any, name: str, keys: jax.Array) -> Params:
-            chosen = None if rows is None else rows[name]
-            return stack_params(functools.partial(make, self.settings), keys, chosen)
-
         layers = {
-            part.name: stacked(
-                part.block, part.name, keys[part.first : part.first + part.num_layers]
+            part.name: part_params(
+                part, self.settings, layers_key, None if rows is None else rows[part.name]
             )
-            for part in self.trunk
+            for part in self.parts
         }
-        if depth := self.settings.prediction_depth:
-            # Keys of their own: the other parameters are those of the model without modules.
-            keys = jax.random.split(jax.random.fold_in(layers_key, 0), (2, depth))
-            module = stacked(self.trunk[-1].block, PREDICTION, keys[0])
-            layers[PREDICTION] = {**module, MERGE: stacked(Merge, PREDICTION, keys[1])}
         return {
             "embed": embed,
             **layers,
@@ -351,12 +332,9 @@ class Decoder:
     @property
     def axes(self) -> Params:
         """The tree of parameters with the tuple of logical axes in place of each array."""
-        layers = {part.name: stack_axes(part.block, self.settings) for part in self.parts}
-        if PREDICTION in layers:
-            layers[PREDICTION][MERGE] = stack_axes(Merge, self.settings)
         return {
             "embed": axes_of(Embedding, self.settings),
-            **layers,
+            **{part.name: part_axes(part, self.settings) for part in self.parts},
             "head": axes_of(type(self).head_type, self.settings),
         }
 
@@ -388,22 +366,40 @@ class Decoder:
     ) -> jax.Array:
         """A layer of the first stack; `kind` is its index modulo `config.period`, and dropout
         depends on `index`."""
-        return self._layer(self.parts[0], layer, x_BTD, batch, kind, index)[0]
+        return self._turn(self.parts[0], layer, x_BTD, batch, kind, index)[0]
+
+    def _turn(
+        self,
+        part: Part,
+        layers: Params,
+        x_BTD: jax.Array,
+        batch: Batch,
+        kind: int,
+        index: jax.Array | int,
+    ) -> tuple[jax.Array, Sums]:
+        """A layer of a stack, which is one of the model or a few, and their sums."""
+        if len(part.blocks) == 1:
+            return self._layer(part.blocks[0], layers, x_BTD, batch, kind, index)
+        found = []
+        for i, (block, (name,)) in enumerate(zip(part.blocks, part.paths)):
+            x_BTD, sums = self._layer(block, layers[name], x_BTD, batch, kind, index + i)
+            found += [sums] if sums else []
+        return x_BTD, join_sums(found)
 
     def _layer(
         self,
-        part: Part,
+        kind_of_block: Any,
         layer: Params,
         x_BTD: jax.Array,
         batch: Batch,
         kind: int,
         index: jax.Array | int,
     ) -> tuple[jax.Array, Sums]:
-        block = self._module(part.block, layer)
+        block = self._module(kind_of_block, layer)
         noise: dict[str, Any] = {}
         if self._drops(batch):
             noise["drop"] = self._dropout(batch, index)
-        if part.block is ExpertBlock:
+        if kind_of_block is ExpertBlock:
             width = self.settings.router_jitter
             if width and not isinstance(batch.noise, tuple):
                 noise["jitter"] = lambda x: self.kernels.jitter(
@@ -506,15 +502,17 @@ class Decoder:
 
         def one(part, carry, layer, kind):
             weights, index = layer
-            block = self._module(part.block, weights)
-            x_BTD = shard(carry[0], ("batch",))
-            own = (self.kernels,) if part.block is ExpertBlock else ()
-            return block.decode(x_BTD, positions_BT, carry[1], index, kind, *own)
+            for i, (make, path) in enumerate(zip(part.blocks, part.paths)):
+                block = self._module(make, weights[path[0]] if path else weights)
+                x_BTD = shard(carry[0], ("batch",))
+                own = (self.kernels,) if make is ExpertBlock else ()
+                carry = block.decode(x_BTD, positions_BT, carry[1], index + i, kind, *own)
+            return carry
 
         # The cache is carried, not scanned over: carried, it is updated in place.
         carry = x_BTD, cache
         for part in self.trunk:
-            layers = params[part.name], jnp.arange(part.first, part.first + part.num_layers)
+            layers = params[part.name], part.layer(jnp.arange(part.num_layers))
             function = functools.partial(one, part)
             carry = scan_periods(function, carry, layers, self.settings.period)
         return carry

@@ -258,16 +258,16 @@ def expert_metrics(sums: Sums) -> Sums:
       sums: of `expert_sums`, of all layers of each stack, by names such as "layers/load".
     """
 
-    def every(what: str) -> jax.Array:
-        return jnp.concatenate([x for name, x in sums.items() if name.endswith(f"/{what}")])
+    def every(what: str) -> list[jax.Array]:
+        return [x for name, x in sums.items() if name.endswith(f"/{what}")]
 
-    load_LE = every("load")
+    load_LE = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in every("load")])
     mean_L = jnp.maximum(jnp.mean(load_LE, axis=-1), 1e-9)
     found = {
         "expert_load_cv": jnp.std(load_LE, axis=-1) / mean_L,
         "dead_experts": jnp.mean(load_LE == 0, axis=-1, dtype=load_LE.dtype),
     }
-    if any(name.endswith("/dropped") for name in sums):
+    if dropped := every("dropped"):
         chosen_L = jnp.maximum(jnp.sum(load_LE, axis=-1), 1)
-        found["dropped_choices"] = every("dropped") / chosen_L
+        found["dropped_choices"] = jnp.concatenate([x.reshape(-1) for x in dropped]) / chosen_L
     return found

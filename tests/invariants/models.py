@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -98,7 +99,12 @@ KINDS = {
         }
     ),
     "prototypes": Kind(
-        {"family": "tests.models.experts:make", **SIZES, **experts.PROTOTYPES, "dense_layers": 1}
+        {
+            "family": "tests.models.experts:make",
+            **SIZES,
+            **experts.PROTOTYPES,
+            "expert_pattern": "DE",
+        }
     ),
     "bert": Kind(MASKED | {"family": "bert", "max_seq_len": SEQ_LEN}, objective="masked"),
     "esm": Kind(
@@ -169,10 +175,28 @@ def one_device(name: str) -> Engine:
     return open_engine(name, {})
 
 
+BEGUN = ("two stacks", "local and global layers", "encoder and decoder")
+"""Kinds that begin as a run does; the others, which are decoders too, begin with parameters that
+NumPy draws, which costs no program."""
+
+
 @functools.cache
 def first_state(name: str) -> TrainState:
     """Of one device, as NumPy arrays: making it on every layout would cost a program each."""
-    return jax.device_get(one_device(name).init(jax.random.key(0)))
+    engine = one_device(name)
+    if name in BEGUN:
+        return jax.device_get(engine.init(jax.random.key(0)))
+    rng = np.random.default_rng(0)
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        return rng.normal("scale" in str(path[-1]), 0.1, leaf.shape)
+
+    state = engine.abstract_state
+    params = jax.tree_util.tree_map_with_path(draw, state.params)
+    if KINDS[name].settings["family"] == "tests.models.experts:make":
+        params = jax.device_get(experts.uneven(jax.tree.map(jnp.asarray, params)))
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
+    return state._replace(params=params)
 
 
 def on_ranks(engine: Engine, state: TrainState) -> TrainState:

@@ -28,6 +28,20 @@ SHIPPED = {"family": "mixtral", "num_layers": 4}
             OWN | {"dense_layers": 1, "layer_pattern": "LG", "sliding_window": 4},
             "1 is not a multiple of the 2 layers of model.layer_pattern; set model.dense_layers",
         ),
+        (
+            OWN | {"expert_pattern": "DX"},
+            "model.expert_pattern = 'DX' is of letters D (dense) and E",
+        ),
+        (OWN | {"expert_pattern": "DD"}, "at least one of them E, such as 'DE'"),
+        (
+            OWN | {"expert_pattern": "DDE"},
+            "does not divide the 4 layers after model.dense_layers = 0; set model.num_layers = 3",
+        ),
+        (
+            OWN | {"expert_pattern": "DE", "layer_pattern": "LG", "sliding_window": 4},
+            "model.expert_pattern = 'DE' with model.layer_pattern is not available; set one of",
+        ),
+        (SHIPPED | {"expert_pattern": "DE"}, "model.expert_pattern is not a setting of model.fami"),
         (OWN | {"router": "top-k"}, "model.router = 'top-k' is not known; it can be top_k"),
         (OWN | {"router_scores": "tanh"}, "model.router_scores = 'tanh' is not known; it can be"),
         (OWN | {"balance": "batch"}, "model.balance = 'batch' is not known; it can be sequence, m"),
@@ -77,3 +91,15 @@ def test_a_token_meets_its_own_experts_and_what_is_shared():
     sizes = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "vocab_size": 32000}
     model = ModelConfig(family="mixtral", num_layers=32, d_model=4096, d_ff=14336, **sizes)
     assert (model.num_params, model.num_active_params) == (46_702_792_704, 12_879_925_248)
+
+
+def test_layers_with_and_without_experts_take_turns():
+    """Qwen3-30B-A3B with experts in every second layer has half of their parameters less."""
+    sizes = {"num_heads": 32, "num_kv_heads": 4, "head_dim": 128, "vocab_size": 151936}
+    sizes |= {"num_layers": 48, "d_model": 2048, "d_ff": 6144, "expert_d_ff": 768}
+    whole, half = (ModelConfig(family="qwen3_moe", **sizes, expert_pattern=p) for p in ("", "DE"))
+    layer = 128 * (3 * 2048 * 768 + 2048) - 3 * 2048 * 6144
+    assert whole.num_params - half.num_params == 24 * layer
+    assert [half.has_experts(i) for i in range(4)] == [False, True, False, True]
+    assert not half.has_formulas
+    assert half.without_formulas == "model.expert_pattern = 'DE'"

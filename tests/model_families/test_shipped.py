@@ -98,7 +98,7 @@ def test_a_run_has_at_most_80_leaves_and_only_those_of_its_family(name):
     sections = config.to_dict(run)
     assert sum(len(section) for section in sections.values()) <= 80
     # What scales rotary positions, or predicts further tokens, is left out where nothing does.
-    shown = set(FAMILIES[name].settings) - set(SCALING) - set(PREDICTION)
+    shown = set(FAMILIES[name].settings) - {*SCALING, *PREDICTION, "expert_pattern"}
     assert shown <= set(sections["model"])
     assert not set(FAMILIES[name].fixed) & set(sections["model"])
     assert config.from_dict(json.loads(json.dumps(sections))) == run
@@ -135,7 +135,11 @@ REFUSED = [
     ("esm", {"mask_token_id": None}, "token_dropout = true and no mask_token_id"),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; for mixtral it can be"),
     ("mixtral", {"moe_intermediate_size": 8}, "has moe_intermediate_size = 8, which is not known"),
-    ("qwen3_moe_dense", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: of 3 layers [0, 2]"),
+    (
+        "qwen3_moe_dense",
+        {"num_hidden_layers": 10, "mlp_only_layers": [5]},
+        "of 10 layers [5] have no experts; the first ones can, others in a pattern of at most 8",
+    ),
     ("deepseek_v3", {"attention_bias": True}, "attention_bias = True; for deepseek_v3 it can be"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False; for deepseek_v3 it can"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False; for deepseek_v3 it can be"),
@@ -143,7 +147,7 @@ REFUSED = [
     ("deepseek_v3", {"index_topk": 2048}, "has index_topk = 2048, which is not known for deepseek"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0; for gpt_oss it can be 1.702"),
     ("gpt_oss", {"attention_bias": False}, "attention_bias = False; for gpt_oss it can be True"),
-    ("qwen3_moe", {"mlp_only_layers": [1]}, "of 2 layers [1] have no experts; only the first ones"),
+    ("qwen3_moe", {"decoder_sparse_step": 3}, "of 2 layers [0, 1] have no experts; the first ones"),
 ]
 
 

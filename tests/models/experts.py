@@ -43,6 +43,7 @@ LATENT_ATTENTION = {
 }
 PROTOTYPES = {
     "num_layers": 4,
+    "expert_pattern": "DE",
     "num_experts": 8,
     "experts_per_token": 2,
     "router": "prototypes",
@@ -74,16 +75,20 @@ class Uneven(Decoder):
 
     def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
         params = super().init(key, rows)
-        for part in self.parts:
-            mlp = params[part.name]["mlp"]
-            if "router" not in mlp:
-                continue
-            router = mlp["router"].at[:, :, SECOND].set(mlp["router"][:, :, FIRST])
-            mlp = {**mlp, "router": router}
-            if "router_bias" in mlp:
-                mlp["router_bias"] = mlp["router_bias"].at[:, NEVER].add(-1e3)
-            params = {**params, part.name: {**params[part.name], "mlp": mlp}}
-        return params
+        return {name: uneven(layers) for name, layers in params.items()}
+
+
+def uneven(layers: Params) -> Params:
+    """The layers of a stack, or of a part of one, with two like experts and one without tokens."""
+    if not isinstance(layers, dict):
+        return layers
+    if "router" not in layers:
+        return {name: uneven(value) for name, value in layers.items()}
+    router = layers["router"].at[:, :, SECOND].set(layers["router"][:, :, FIRST])
+    layers = {**layers, "router": router}
+    if "router_bias" in layers:
+        layers["router_bias"] = layers["router_bias"].at[:, NEVER].add(-1e3)
+    return layers
 
 
 def make(settings: ModelConfig, kernels: Kernels) -> Uneven:

@@ -128,20 +128,36 @@ def test_no_target_is_of_another_document():
             assert not batch.extras[f"weights_{k}"][row, last:end].any()
 
 
-def test_outside_a_step_it_is_the_model_without_modules():
-    key, batch = jax.random.key(0), make_batch(DOCUMENTS)
-    small, large = (Decoder(config, plain_kernels()) for config in (WITHOUT, CONFIG))
-    without, params = small.init(key), large.init(key)
-    without["head"]["norm"] = {"scale": params["embed"]["final_norm"]["scale"] * 1.1}
-    params["embed"]["final_norm"] = without["head"]["norm"]
-    modules, final = params.pop("prediction"), params["embed"]["final_norm"]
-    assert jax.tree.leaves(modules)[0].shape[0] == DEPTH
-    head = {**params["head"], "norm": final}
-    embed = {"tokens": params["embed"]["tokens"]}
-    jax.tree.map(np.testing.assert_array_equal, {**params, "embed": embed, "head": head}, without)
+def test_it_begins_and_is_evaluated_as_the_model_without_modules():
+    """And in the rows of a pipeline as in its layers, also where those with experts are in turn."""
+    turns = {"num_experts": 2, "expert_pattern": "DE", "num_layers": 4, "d_ff": 8}
+    small, large = (
+        Decoder(dataclasses.replace(config, **turns), plain_kernels())
+        for config in (WITHOUT, CONFIG)
+    )
+    rows = {"layers": np.array([1, -1, 0]), "prediction": np.array([-1, 1, 0])}
+    makes = (small.init, large.init, lambda key: large.init(key, rows))
+    made = jax.jit(lambda key: [make(key) for make in makes])(jax.random.key(0))
+    without, params, placed = jax.device_get(made)
+
+    for name, chosen in rows.items():
+        for found, wanted in zip(jax.tree.leaves(placed[name]), jax.tree.leaves(params[name])):
+            assert not np.any(found[chosen < 0])
+            np.testing.assert_array_equal(found[chosen >= 0], wanted[chosen[chosen >= 0]])
+    up = params["layers"]["layer_1"]["mlp"]["up"]
+    assert up.shape == (2, 2, 16, 8)
+    assert np.abs(up[0] - up[1]).min() > 0
+
+    final = without["head"]["norm"]["scale"] = np.linspace(0.5, 2, 16)
+    params["embed"]["final_norm"]["scale"] = final
+    own = {**params, "embed": {"tokens": params["embed"]["tokens"]}}
+    assert own.pop("prediction")["merge"]["hidden"].shape == (DEPTH, 16, 16)
+    own["head"] = {**params["head"], "norm": {"scale": final}}
+    jax.tree.map(np.testing.assert_array_equal, own, without)
 
     def logits(model, params):
-        return model.logits(head_params(model, params), forward(model, params, batch)["x"])
+        stream = forward(model, params, make_batch(DOCUMENTS))
+        return model.logits(head_params(model, params), stream["x"])
 
     found = jax.jit(lambda *p: (logits(large.evaluated, p[0]), logits(small, p[1])))
     np.testing.assert_array_equal(*found(params, without))

@@ -111,7 +111,7 @@ def expert_tensors(
     names: Mapping[str, str] = PROJECTIONS,
     attention: Callable[[Model], Iterable[TensorRule]] = attention_rules,
 ) -> tuple[TensorRule, ...]:
-    """All tensors of a Llama with experts, of which the first layers may have none.
+    """All tensors of a Llama with experts, of which some layers may have none.
 
     Args:
       block: theirs of a layer, which has the router, "gate", and the experts.
@@ -123,13 +123,13 @@ def expert_tensors(
     outer_rules = [*llama_outer(model)]
     if model.prediction_depth:
         outer_rules += prediction_rules(model, with_experts)
-    if not model.dense_layers:
-        return (*outer_rules, *with_experts)
-    return (
-        *outer_rules,
-        *of_stack([*common, *mlp_rules(model)], "dense_layers", 0),
-        *of_stack(with_experts, "expert_layers", model.dense_layers),
-    )
+    dense, first = [*common, *mlp_rules(model)], model.dense_layers
+    rules = list(of_stack(dense, "dense_layers", 0)) if first else []
+    stack, pattern = "expert_layers" if first else "layers", model.expert_pattern or "E"
+    for i, letter in enumerate(pattern):
+        own = stack if len(pattern) == 1 else f"{stack}/layer_{i}"
+        rules += of_stack(dense if letter == "D" else with_experts, own, first + i, len(pattern))
+    return (*outer_rules, *rules)
 
 
 def prediction_rules(model: Model, layer: Iterable[TensorRule]) -> Iterator[TensorRule]:
@@ -175,8 +175,11 @@ def expert_rules(model: Model, block: str, names: Mapping[str, str]) -> Iterator
             yield matrix(f"layers/mlp{part}/{ours}", name, *sizes)
 
 
-def of_stack(rules: Iterable[TensorRule], stack: str, first: int) -> Iterator[TensorRule]:
-    """Rules of an only stack, "layers", for one that begins with the model's layer `first`."""
+def of_stack(
+    rules: Iterable[TensorRule], stack: str, first: int, stride: int = 1
+) -> Iterator[TensorRule]:
+    """Rules of an only stack, "layers", for one of every `stride`-th layer of the model, from
+    `first` on."""
     for rule in rules:
         param = stack + rule.param.removeprefix("layers")
-        yield dataclasses.replace(rule, param=param, first=first)
+        yield dataclasses.replace(rule, param=param, first=first, stride=stride)
