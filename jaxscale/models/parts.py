@@ -35,8 +35,9 @@ class Part(NamedTuple):
     @property
     def paths(self) -> tuple[tuple[str, ...], ...]:
         """Where the parameters of each layer of a turn are, in those of the turn."""
-        several = len(self.blocks) > 1
-        return tuple((f"layer_{i}",) if several else () for i in range(len(self.blocks)))
+        if len(self.blocks) == 1:
+            return ((),)
+        return tuple((f"layer_{i}",) for i in range(len(self.blocks)))
 
     @property
     def expert_paths(self) -> tuple[tuple[str, ...], ...]:
@@ -95,13 +96,15 @@ def part_params(part: Part, config: ModelConfig, key: jax.Array, rows: np.ndarra
     keys = keys[: size * part.num_layers]
     if size == 1:
         return stacked(part.blocks[0], keys)
-    return {path[0]: stacked(part.blocks[i], keys[i::size]) for i, path in enumerate(part.paths)}
+    names = enumerate(map("/".join, part.paths))
+    return {name: stacked(part.blocks[i], keys[i::size]) for i, name in names}
 
 
 def part_axes(part: Part, config: ModelConfig) -> Params:
     """The logical axes of `part_params`."""
     if len(part.blocks) > 1:
-        return {p[0]: stack_axes(block, config) for p, block in zip(part.paths, part.blocks)}
+        names = map("/".join, part.paths)
+        return {name: stack_axes(block, config) for name, block in zip(names, part.blocks)}
     axes = stack_axes(part.blocks[0], config)
     return {**axes, MERGE: stack_axes(Merge, config)} if part.name == PREDICTION else axes
 
@@ -118,12 +121,8 @@ def part_sums(part: Part, config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def join_sums(found: Sequence[Sums]) -> Sums:
     """The sums of a turn, from those of its layers with experts."""
-    return {
-        name: sum(one[name] for one in found)
-        if name == "loss"
-        else jnp.stack([one[name] for one in found])
-        for name in found[0]
-    }
+    joined = {name: jnp.stack([one[name] for one in found]) for name in found[0]}
+    return {**joined, **({"loss": jnp.sum(joined["loss"])} if "loss" in joined else {})}
 
 
 def adjust_biases(

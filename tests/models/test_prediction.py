@@ -146,7 +146,8 @@ def test_it_begins_and_is_evaluated_as_the_model_without_modules():
             np.testing.assert_array_equal(found[chosen >= 0], wanted[chosen[chosen >= 0]])
     up = params["layers"]["layer_1"]["mlp"]["up"]
     assert up.shape == (2, 2, 16, 8)
-    assert np.abs(up[0] - up[1]).min() > 0
+    queries = [params["layers"][f"layer_{i}"]["attention"]["q"] for i in (0, 1)]
+    assert np.abs(queries[0] - queries[1]).min() > 0
 
     final = without["head"]["norm"]["scale"] = np.linspace(0.5, 2, 16)
     params["embed"]["final_norm"]["scale"] = final
