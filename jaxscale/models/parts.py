@@ -102,11 +102,11 @@ def part_params(part: Part, config: ModelConfig, key: jax.Array, rows: np.ndarra
 
 def part_axes(part: Part, config: ModelConfig) -> Params:
     """The logical axes of `part_params`."""
-    if len(part.blocks) > 1:
-        names = map("/".join, part.paths)
-        return {name: stack_axes(block, config) for name, block in zip(names, part.blocks)}
-    axes = stack_axes(part.blocks[0], config)
-    return {**axes, MERGE: stack_axes(Merge, config)} if part.name == PREDICTION else axes
+    several = [stack_axes(block, config) for block in part.blocks]
+    if len(several) > 1:
+        return dict(zip(map("/".join, part.paths), several))
+    merge = {MERGE: stack_axes(Merge, config)} if part.name == PREDICTION else {}
+    return {**several[0], **merge}
 
 
 def part_sums(part: Part, config: ModelConfig) -> dict[str, tuple[int, ...]]:
