@@ -119,6 +119,12 @@ REFUSED = [
         "model.family=mixtral layout.expert=16",
         "layout.data = -1 takes what expert 16 leaves of 8 devices",
     ),
+    (
+        "model.family=qwen3_moe model.num_layers=4 model.expert_pattern=DE layout.pipeline=4 "
+        "layout.microbatches=4",
+        "4, 2 turns of model.expert_pattern, is less than the 4 stages of layout.pipeline = 4 x 1 "
+        "chunks; each has at least one turn of 2 layers: set model.num_layers = 8, or layout.pipe",
+    ),
     ("model.family=mixtral layout.expert=0", "layout.expert = 0; an axis has a size of at least 1"),
     (
         "model.family=mixtral layout.overlap_experts=True",
