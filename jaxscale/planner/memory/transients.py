@@ -53,7 +53,7 @@ _TPU: dict[str, Any] = {
     "zeros": 0,
     "sums": 1,
     "wide": (0, 0, 0),
-    "whole": 3,
+    "whole": 7,
     "apart": 4,
     "late": True,
     "ahead": True,
@@ -82,7 +82,7 @@ TRANSIENTS = {
     ("gpu", "gpt"): Transients(5, 4, 4, 2, remade=4, **_GPU),
     # Counted in the buffer assignments of the TPU's compiler (libtpu 0.0.51, bfloat16), steps of 4
     # layers on v5p:4x4x4: llama2_7b with 4 sequences, gpt_175b with 1 and, 2,048 wide, with 8, and
-    # llama2_70b over 4 ranks of tensor. The flags were
+    # llama2_70b over 4 ranks of tensor; whole streams in all its layers over 8. The flags were
     # observed there, with stage 1 on fewer chips, and in pipelines.
     ("tpu", "llama"): Transients(3, 2, 2, 2, **_TPU),
     ("tpu", "gpt"): Transients(3, 2, 2, 1, **_TPU),

@@ -23,6 +23,16 @@ def test_no_case_is_far_off(name):
     assert abs(PAIRS[name].error) <= 0.15, comparison_text([PAIRS[name]])
 
 
+def test_ranks_of_tensor_are_right_on_tpus():
+    errors = [
+        abs(pair.error)
+        for name, pair in PAIRS.items()
+        if pair.back_end == "tpu" and "tensor=" in name
+    ]
+    assert len(errors) == 4
+    assert max(errors) <= 0.06
+
+
 def test_the_summary_names_every_case():
     pairs = list(PAIRS.values())
     text = comparison_text(pairs)
