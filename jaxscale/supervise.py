@@ -1,4 +1,4 @@
-"""python -m jaxscale.supervise [--log FILE] [--failures N] -- COMMAND
+"""python -m jaxscale.supervise [--log FILE] [--failures N] [--layouts LAYOUT ...] -- COMMAND
 
 Starts a command again when it fails, and says why it gave up.
 """
@@ -7,6 +7,7 @@ import argparse
 import collections
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import json
 import os
@@ -20,11 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from jaxscale import command_line, run_folder
+from jaxscale.layout import Layout
 
 STOPPED = 143
 """The status of a command that was asked to stop, and saved (`run.signals`)."""
 
-FINAL = {2: "it was refused: a restart would not help", 130: "it was ended by hand"}
+REFUSED = 2
+FINAL = {REFUSED: "it was refused: a restart would not help", 130: "it was ended by hand"}
 """Statuses after which nothing is started again."""
 
 PASSED_ON = (
@@ -74,6 +77,7 @@ class _Supervisor:
     ) -> None:
         self._command, self._workdir, self._log = command, workdir, log
         self._failures, self._wait_seconds = options.failures, options.wait_seconds
+        self._layouts: list[list[str]] = options.layouts or [[]]
         self._child: subprocess.Popen | None = None
         self._asked = threading.Event()  # to stop
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
@@ -84,7 +88,7 @@ class _Supervisor:
             failed = 0
             for attempt in range(1, sys.maxsize):
                 before, begin = newest_step(self._workdir), time.monotonic()
-                status = self._attempt()
+                status = self._attempt_each()
                 after, seconds = newest_step(self._workdir), time.monotonic() - begin
                 progress = after > before if self._workdir else seconds > HEALTHY_SECONDS
                 failed = 0 if progress or status == STOPPED else failed + 1
@@ -107,12 +111,27 @@ class _Supervisor:
             return f"{failed} attempts in a row failed without {progress}"
         return FINAL.get(status, "")
 
-    def _attempt(self) -> int:
-        """Runs the command once; its status, 128 + the signal for one that was killed."""
+    def _attempt_each(self) -> int:
+        """Runs the command in the first layout that it does not refuse; its status."""
+        *others, last = self._layouts
+        for layout in others:
+            status = self._attempt(layout)
+            if status != REFUSED or self._asked.is_set():
+                return status
+            with contextlib.suppress(OSError):
+                print(f"supervise: refused with {' '.join(layout)}; trying the next", flush=True)
+        return self._attempt(last)
+
+    def _attempt(self, layout: Sequence[str]) -> int:
+        """Runs the command once; its status, 128 + the signal for one that was killed.
+
+        Args:
+          layout: settings that are added to the command.
+        """
         self._tail.clear()
         try:
             self._child = subprocess.Popen(
-                self._command,
+                [*self._command, *layout],
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
@@ -184,6 +203,23 @@ def newest_step(workdir: pathlib.Path | None) -> int:
     return max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
 
 
+def _layout(text: str) -> list[str]:
+    """The type of --layouts: "fsdp=8,tensor=2" as settings of a command.
+
+    Raises:
+      argparse.ArgumentTypeError: it is no list of a layout's settings.
+    """
+    known = [field.name for field in dataclasses.fields(Layout)]
+    for word in text.split(","):
+        name, equals, value = word.partition("=")
+        if name not in known or not equals or not value:
+            raise argparse.ArgumentTypeError(
+                f"{word!r} of {text!r} is no setting of a layout; expected NAME=VALUE,... with "
+                f"names of {', '.join(known)}"
+            )
+    return [f"--config.layout.{word}" for word in text.split(",")]
+
+
 def _workdir(command: Sequence[str]) -> pathlib.Path | None:
     """What the command has after --workdir."""
     for word, following in zip(command, [*command[1:], ""]):
@@ -205,7 +241,8 @@ def _end_with_parent(parent: int) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.supervise",
-        usage="python -m jaxscale.supervise [--log FILE] [--failures N] -- COMMAND",
+        usage="python -m jaxscale.supervise [--log FILE] [--failures N] [--layouts LAYOUT ...] "
+        "-- COMMAND",
         description="Starts a command again when it fails; what resumes by itself, as training "
         "does, then continues.",
         epilog="The status is that of the last attempt: 0 complete, 143 asked to stop, 2 refused.",
@@ -224,6 +261,15 @@ def _parser() -> argparse.ArgumentParser:
         type=command_line.whole(1, 10**6),
         default=5,
         help="give up after so many in a row without a new checkpoint; default 5",
+    )
+    add(
+        "--layouts",
+        metavar="LAYOUT",
+        nargs="+",
+        type=_layout,
+        help="settings such as fsdp=8,tensor=2, added to the command; an attempt that is refused "
+        "with one, since devices are missing, is made with the next. To let the planner choose, "
+        "train with --config.layout=auto",
     )
     add(
         "--wait_seconds",

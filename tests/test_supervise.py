@@ -105,6 +105,22 @@ def test_a_signal_to_the_supervisor_ends_its_command_which_saves(number, tmp_pat
         assert incident["action"] == "gave up: the supervisor was asked to stop"
 
 
+def test_layouts_are_tried_in_turn_at_each_attempt(tmp_path):
+    """Those that are refused, for devices that are missing; the first is tried again later."""
+    done, incidents = supervised(tmp_path, "2,1,2,0", "--layouts", "fsdp=8,data=2", "fsdp=4")
+    assert done.returncode == 0
+    assert [(one["status"], one["action"]) for one in incidents] == [(1, "again in 0 s")]
+    refused = "refused with --config.layout.fsdp=8 --config.layout.data=2; trying the next"
+    assert done.stdout.count(refused) == 2
+    done, incidents = supervised(tmp_path, "2", "--layouts", "fsdp=8", "fsdp=4")
+    assert done.returncode == incidents[-1]["status"] == 2
+    for bad in ("fspd=8", "fsdp", "fsdp=8,"):
+        done, _ = supervised(tmp_path, "0", "--layouts", bad)
+        assert done.returncode == 2
+        assert "is no setting of a layout; expected NAME=VALUE" in done.stderr
+    assert len(list(tmp_path.glob("try*"))) == 6, "nothing was started"
+
+
 def test_a_command_that_is_not_there_is_one_line(tmp_path):
     for words, said in ((["no-such-program"], "No such file"), ([], "expected -- and a command")):
         done = subprocess.run(

@@ -50,6 +50,8 @@ narrow()
 compile_once()
 remember("jaxscale.planner.plan_layouts", "plan_layouts")
 remember("jaxscale.planner.search.plan", "predict_plan")
+remember("jaxscale.run.setup", "open_engine")
+remember("jaxscale.training.engine", "make_engine")
 del narrow, compile_once, remember
 """
 """So that a cell of a minute's planning or compiling, run again, takes no second one; nor the first

@@ -1,0 +1,184 @@
+"""Gives every command bad input: flags, settings and files.
+
+    python tools/chaos/inputs.py --count 200 --seed 0
+
+A run is trained; then each case starts a command in a process of its own: with a flag of its
+--help set to a value drawn from VALUES, with a leaf of the config set to one, or on a copy of the
+run in which one file holds other bytes. What is held against it: a traceback, more than a minute
+without an end, a signal, a refusal without a line that begins with "error:", and more than 30 lines
+on stderr. Cases that a command accepts are listed, to be read by a person: some values are good
+ones. The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+VALUES = (
+    "",
+    "0",
+    "-1",
+    "1.5",
+    "nan",
+    "inf",
+    "1e999",
+    str(10**30),
+    "none",
+    "word",
+    "two words",
+    "a=b",
+    "[1, 2",
+    "\N{COLLISION SYMBOL}",
+    "/dev/null",
+    "/nonexistent/folder/file",
+    "../..",
+    "x" * 5000,
+)
+CONTENTS = (b"", b"5", b"{}", b"[]", b'{"a": ', b"\xff\xfe" * 50, b"\0" * 4096)
+MOST_LINES, MOST_SECONDS = 30, 60
+SKIPPED = ("--help", "--json", "--png", "--csv")
+"""Flags whose every value is a file's name are tried once, below."""
+
+
+class Case(NamedTuple):
+    """A command, and what is bad about it."""
+
+    command: tuple[str, ...]
+    about: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 when a command did not refuse as it should."""
+    parser = argparse.ArgumentParser(description="Gives every command bad input.")
+    parser.add_argument("--count", type=int, default=200, help="cases")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="chaos_"))
+    os.environ["JAXSCALE_CACHE"] = str(folder / "compiled")
+    try:
+        cases = draw_cases(folder, options.count, random.Random(options.seed))
+        found = try_all(cases)
+    finally:
+        shutil.rmtree(folder)
+    print(json.dumps({**vars(options), **found}))
+    return int(bool(found["faults"]))
+
+
+def draw_cases(folder: pathlib.Path, count: int, draw: random.Random) -> list[Case]:
+    """Some of all cases: two fifths flags, two fifths settings, a fifth files."""
+    run, text = folder / "run", folder / "text.txt"
+    text.write_text("A line of text.\n" * 50)
+    trained = ("train", "--config", "configs/tiny.py", "--workdir", str(run))
+    settings = ("--config.run.checkpoint_every=2", "--trackers=none")
+    done = start((*trained, *settings))
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    good = {
+        "train": (*trained, "--describe"),
+        "evaluate": ("evaluate", "--workdir", str(run)),
+        "generate": ("generate", "--workdir", str(run), "--num_tokens=2"),
+        "convert": ("convert", "--to_hf", "--workdir", str(run), "--output", str(folder / "hf")),
+        "prepare": ("prepare", f"--input={text}", "--tokenizer=bytes", f"--output={folder}/out"),
+        "plan": ("plan", "--model=llama2_7b", "--hardware=h100", "--devices=8"),
+        "aot": ("aot", "--config", "configs/tiny.py", "--topology=h100:1x1"),
+        "schedule": ("schedule", "1f1b", "--stages=2", "--microbatches=4"),
+        "doctor": ("doctor",),
+        "supervise": ("supervise", f"--log={folder}/incidents.jsonl"),
+    }
+    flags = [
+        Case((*command, f"{flag}={value}"), f"{name} {flag}={value[:40]!r}")
+        for name, command in good.items()
+        for flag in flags_of(name)
+        for value in VALUES
+    ]
+    config = json.loads((run / "config.json").read_text())
+    leaves = [
+        Case((*good["train"], f"--config.{leaf}={value}"), f"{leaf}={value[:40]!r}")
+        for leaf in leaves_of(config)
+        for value in VALUES
+    ]
+    files = []
+    names = sorted(path.relative_to(run) for path in run.rglob("*") if path.is_file())
+    for number, name in enumerate(draw.choices(names, k=count // 5)):
+        content, command = draw.choice(CONTENTS), draw.choice(("train", "evaluate", "generate"))
+        copy = folder / f"copy{number}"
+        shutil.copytree(run, copy)
+        (copy / name).write_bytes(content)
+        words = tuple(word.replace(str(run), str(copy)) for word in good[command])
+        words = tuple(word for word in words if word != "--describe")
+        files.append(Case(words, f"{command} with {name} = {content[:10]!r}"))
+    many = 2 * count // 5
+    return [*draw.sample(flags, min(many, len(flags))), *draw.sample(leaves, many), *files]
+
+
+def flags_of(command: str) -> list[str]:
+    """Those that --help shows."""
+    shown = re.findall(r"^  (?:-\w, )?(--\w+)", start((command, "--help")).stdout, re.MULTILINE)
+    return [flag for flag in dict.fromkeys(shown) if flag not in (*SKIPPED, "--config")]
+
+
+def leaves_of(config: dict[str, Any]) -> list[str]:
+    return [f"{name}.{leaf}" for name, part in config.items() for leaf in part]
+
+
+def try_all(cases: Sequence[Case]) -> dict[str, Any]:
+    """How many were refused, which were accepted, and the faults."""
+    refused, accepted, faults = 0, [], []
+    for number, case in enumerate(cases, 1):
+        fault = ""
+        try:
+            done = start(case.command)
+        except subprocess.TimeoutExpired:
+            fault = f"no end in {MOST_SECONDS} s"
+        else:
+            fault = fault_of(done)
+            refused += done.returncode == 2
+            accepted += [case.about] if done.returncode == 0 else []
+        if fault:
+            faults.append(f"{case.about}: {fault}")
+        print(f"{number} of {len(cases)}: {case.about}: {fault or 'as it should'}", flush=True)
+    return {"cases": len(cases), "refused": refused, "accepted": accepted, "faults": faults}
+
+
+def fault_of(done: subprocess.CompletedProcess) -> str:
+    """What is held against a command's end; "" if nothing is."""
+    lines = done.stderr.splitlines()
+    if "Traceback" in done.stderr + done.stdout:
+        return f"a traceback: {lines[-1]}"
+    if done.returncode not in (0, 1, 2):
+        return f"status {done.returncode}: {done.stderr[-300:]}"
+    if done.returncode and not re.search(r"(^|: )error: ", done.stderr, re.MULTILINE):
+        return f"status {done.returncode} without an error: {done.stderr[-300:]}"
+    return f"{len(lines)} lines on stderr" if len(lines) > MOST_LINES else ""
+
+
+def start(command: Sequence[str]) -> subprocess.CompletedProcess:
+    """Runs a command of the package until it ends.
+
+    Raises:
+      subprocess.TimeoutExpired: it did not.
+    """
+    name, *arguments = command
+    more = ["--", "true"] if name == "supervise" and "--help" not in arguments else []
+    return subprocess.run(
+        [sys.executable, "-m", f"jaxscale.{name}", *arguments, *more],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        timeout=MOST_SECONDS,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
