@@ -217,7 +217,7 @@ def test_real_trials_on_eight_devices(tmp_path, monkeypatch):
     assert devices == search.Devices(8, "cpu", "cpu")
     small = ["data.seq_len=16", "model.num_layers=1"]
     config = configs.load("configs/tiny.py", small)
-    first = [Layout(data=2, fsdp=2, context=2, zero_stage=2), Layout(data=4, tensor=2)]
+    first = [Layout(data=4, fsdp=2, zero_stage=2), Layout(data=4, tensor=2)]
     trials = search.search_by_measuring(
         config, devices, trials=2, storage=tmp_path / "a.db", first=first, steps=2
     )

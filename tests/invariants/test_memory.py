@@ -54,12 +54,9 @@ def fsdp(stage: int, remat: str = "full", **layout) -> dict:
 CASES = {
     "stage 0, whole stacks summed": case(fsdp(0, microbatches=4)),
     "stage 1, sequential": case(fsdp(1, microbatches=4)),
-    "stage 2, sequential": case(fsdp(2, microbatches=4)),
     "stage 3, sequential": case(fsdp(3, microbatches=4)),
     "stage 0, layered": case(fsdp(0, **LAYERED)),
     "stage 3, layered": case(fsdp(3, **LAYERED)),
-    "stage 1, layered, none": case(fsdp(1, "none", **LAYERED), 64),
-    "stage 3, layered, save_matmuls": case(fsdp(3, "save_matmuls", **LAYERED), 64),
     "stage 3, none": case(fsdp(3, "none"), 64),
     "stage 2, names": case(fsdp(2, f"save:{QKVA}", microbatches=2), 64),
     "stage 3, offload": case(fsdp(3, offload="optimizer,activations"), 64),
@@ -76,7 +73,6 @@ CASES = {
     "gpt": case(fsdp(3), 64, model=GPT),
 }
 PIPELINES = {
-    "1f1b": case({"pipeline": 4, "microbatches": 8, "remat": "none"}, 32, model={"num_layers": 8}),
     "1f1b, two of four passes kept": case(
         {"pipeline": 4, "microbatches": 8, "remat": "keep:2"}, 32, model={"num_layers": 8}
     ),
@@ -119,10 +115,11 @@ MORE_ENCODERS = {
     "encoder, tensor": paired({"fsdp": 2, "tensor": 2, "remat": "full"}, 32, 32),
     "encoder, context": paired({"fsdp": 2, "context": 2, "remat": "full"}, 32, 32),
 }
-PIPELINES["encoder, interleaved, stage 3, full"] = paired(INTERLEAVED, 32, 32)
+PIPELINES["encoder, 1f1b"] = paired({"pipeline": 4, "microbatches": 8, "remat": "none"}, 32, 32)
 MORE_PIPELINES = {
+    "encoder, interleaved, stage 3, full": paired(INTERLEAVED, 32, 32),
+    "1f1b": case({"pipeline": 4, "microbatches": 8, "remat": "none"}, 32, model={"num_layers": 8}),
     "interleaved, stage 3, full": case(INTERLEAVED, 32, model={"num_layers": 8}),
-    "encoder, 1f1b": paired({"pipeline": 4, "microbatches": 8, "remat": "none"}, 32, 32),
     "encoder, zb_v, stage 1, names": paired(
         {
             "pipeline": 2,
@@ -174,6 +171,9 @@ MORE_PIPELINES = {
 }
 WIDE_HEADS = {"num_layers": 4, "d_model": 192, "num_heads": 6, "num_kv_heads": 6, "head_dim": 32}
 MORE_CASES = {
+    "stage 2, sequential": case(fsdp(2, microbatches=4)),
+    "stage 1, layered, none": case(fsdp(1, "none", **LAYERED), 64),
+    "stage 3, layered, save_matmuls": case(fsdp(3, "save_matmuls", **LAYERED), 64),
     "stage 0": case(fsdp(0)),
     "stage 3": case(fsdp(3)),
     "one device, none": case({}),
