@@ -252,6 +252,10 @@ class Decoder:
     @property
     def metrics(self) -> tuple[str, ...]:
         """The losses of the modules that predict further tokens."""
+        return self._prediction_losses
+
+    @property
+    def _prediction_losses(self) -> tuple[str, ...]:
         depth = self.settings.prediction_depth if self.trains else 0
         return tuple(f"prediction_loss_{k}" for k in range(1, 1 + depth))
 
@@ -423,11 +427,11 @@ class Decoder:
         loss of a step also those of the modules that predict further tokens, `metrics`."""
         config, x_BTD = self.settings, stream["x"]
         with jax.named_scope("head"):
-            if not self.metrics:  # the modules have applied it
+            if not self._prediction_losses:  # the modules have applied it
                 x_BTD = self._final_norm(self._borrowed_norm(head), x_BTD)
             loss, nll = self._cross_entropy(head, x_BTD, batch.targets, batch.weights)
             sums = {"loss": loss, "nll": nll}
-            for k, name in enumerate(self.metrics, 1):
+            for k, name in enumerate(self._prediction_losses, 1):
                 targets, weights = batch.extras[f"targets_{k}"], batch.extras[f"weights_{k}"]
                 ahead_BTD = stream["ahead"][:, :, k - 1]
                 loss, sums[name] = self._cross_entropy(head, ahead_BTD, targets, weights)

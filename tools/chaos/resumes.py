@@ -94,6 +94,9 @@ def campaign(folder: pathlib.Path) -> dict[str, Any]:
     engines = [opened(layout) for layout in LAYOUTS]
     batch = synthetic_batch(engines[0].config)
 
+    def quiet(line: str) -> None:
+        """Each save's report."""
+
     def step(engine: Any, state: Any) -> tuple[Any, float]:
         state, metrics = engine.step(state, engine.shard(batch))
         return state, float(metrics.loss)
@@ -102,7 +105,7 @@ def campaign(folder: pathlib.Path) -> dict[str, Any]:
     for number, engine in enumerate(engines):
         state, _ = step(engine, engine.init(jax.random.key(0)))
         canonical = engine.placement.to_canonical(state)
-        with contextlib.closing(Checkpoints(folder / str(number), report=str)) as checkpoints:
+        with contextlib.closing(Checkpoints(folder / str(number), report=quiet)) as checkpoints:
             checkpoints.save(1, canonical, {})
         saved.append(jax.device_get(canonical))
         losses.append(step(engine, engine.placement.from_canonical(canonical))[1])
@@ -110,7 +113,7 @@ def campaign(folder: pathlib.Path) -> dict[str, Any]:
     count, largest, faults = 0, 0.0, []
     for number, engine in enumerate(engines):
         for origin in range(len(engines)):
-            with contextlib.closing(Checkpoints(folder / str(origin), report=str)) as checkpoints:
+            with contextlib.closing(Checkpoints(folder / str(origin), report=quiet)) as checkpoints:
                 state = checkpoints.restore(1, engine.placement.canonical)
             pair = f"{LAYOUTS[origin]} resumed as {LAYOUTS[number]}"
             equal = jax.tree.map(np.array_equal, jax.device_get(state), saved[origin])
