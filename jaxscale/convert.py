@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     """Writes config.json, tokenizer and checkpoint 0 of a run that has not begun."""
     # JAX is imported only now, so that a typo is refused at once.
+    import jax  # noqa: PLC0415
+
     from jaxscale.hugging_face.model_folder import copy_beside, open_model  # noqa: PLC0415
     from jaxscale.run import setup  # noqa: PLC0415
     from jaxscale.run.initial_weights import check_settings  # noqa: PLC0415
@@ -70,7 +72,8 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     params = model.read(engine.model.axes, engine.placement.canonical.params)
     output.mkdir(parents=True, exist_ok=True)
     copy_beside(model.directory, output)
-    checkpoints = Checkpoints(output / "checkpoints", report=log.info)
+    host_gb = max(leaf.nbytes for leaf in jax.tree.leaves(params)) // 10**9 + 1
+    checkpoints = Checkpoints(output / "checkpoints", report=log.info, host_gb=host_gb)
     data = {"fingerprint": "", "next_example": 0}
     metadata = {"config": configs.to_dict(config), "data": data}
     checkpoints.save(0, {"params": params}, metadata)
@@ -82,8 +85,8 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     (output / "config.json").write_text(text + "\n")
     log.info(
         f"{model.directory}: {len(model.tensors)} tensors, {config.model.num_params:,} parameters "
-        f"(padding rows included), at most {human_bytes(model.largest_tensor_bytes)} in host "
-        f"memory at a time\n{_next_steps(output, causal)}"
+        f"(padding rows included), read with at most {human_bytes(model.largest_tensor_bytes)} in "
+        f"host memory at a time, and written with {host_gb} GB\n{_next_steps(output, causal)}"
     )
     return {"tensors": len(model.tensors), "parameters": config.model.num_params}
 

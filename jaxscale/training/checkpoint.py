@@ -70,6 +70,8 @@ class Checkpoints:
       report: gets one line after each commit, and after a save or a deletion that failed.
       newest_file: outside of the folder; gets the step of each commit, so that a folder that was
         lost is noticed.
+      host_gb: at least an array; no more is copied to the host, and held until it is written, at a
+        time. A state must not change then before `wait` returns. 0 is all of it at once.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Checkpoints:
         keep_every: int = 0,
         report: Callable[[str], None] = print,
         newest_file: pathlib.Path | None = None,
+        host_gb: int = 0,
     ) -> None:
         if keep_last < 1 or keep_every < 0:
             raise ValueError(
@@ -99,7 +102,7 @@ class Checkpoints:
         self._report = report if jax.process_index() == 0 else lambda line: None
         # Folders are made before `save` returns: in the background, a failure would hang threads.
         self._writer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(),
+            ocp.CompositeCheckpointHandler(**({"arrays": _limited(host_gb)} if host_gb else {})),
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         self._thread: threading.Thread | None = None
@@ -422,6 +425,15 @@ class Checkpoints:
         why = durable.reason(error)
         place = f"checkpoint {step} in {self.directory}"
         return DamagedError(f"{place} cannot be used ({why}); {advice}", why)
+
+
+def _limited(host_gb: int) -> ocp.PyTreeCheckpointHandler:
+    """Writes arrays one after the other, with at most so much of them in host memory."""
+    return ocp.PyTreeCheckpointHandler(
+        save_concurrent_gb=host_gb,
+        save_device_host_concurrent_gb=host_gb,
+        is_prioritized_key_fn=lambda path: False,
+    )
 
 
 def _open_arrays(path: pathlib.Path) -> dict[str, dict[str, Any]]:
