@@ -86,7 +86,7 @@ KINDS = {
             **experts.EVERYTHING,
             **experts.LATENT_ATTENTION,
             "dense_layers": 0,  # two stacks are as many as the fewest stages of `tools/matrix.py`
-            "prediction_depth": 2,
+            "prediction_depth": 1,
         },
         more_axes=("expert",),
     ),
@@ -95,7 +95,7 @@ KINDS = {
             "family": "tests.models.experts:make",
             **SIZES,
             **experts.EXPERT_CHOICE,
-            "prediction_depth": 1,
+            "prediction_depth": 2,
         }
     ),
     "prototypes": Kind(
