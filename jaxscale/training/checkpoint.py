@@ -102,7 +102,7 @@ class Checkpoints:
         self._report = report if jax.process_index() == 0 else lambda line: None
         # Folders are made before `save` returns: in the background, a failure would hang threads.
         self._writer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(**({"arrays": _limited(host_gb)} if host_gb else {})),
+            ocp.CompositeCheckpointHandler(**_handlers(host_gb)),
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         self._thread: threading.Thread | None = None
@@ -427,13 +427,14 @@ class Checkpoints:
         return DamagedError(f"{place} cannot be used ({why}); {advice}", why)
 
 
-def _limited(host_gb: int) -> ocp.PyTreeCheckpointHandler:
-    """Writes arrays one after the other, with at most so much of them in host memory."""
-    return ocp.PyTreeCheckpointHandler(
-        save_concurrent_gb=host_gb,
-        save_device_host_concurrent_gb=host_gb,
-        is_prioritized_key_fn=lambda path: False,
-    )
+def _handlers(host_gb: int) -> dict[str, Any]:
+    """The writer of arrays, where at most so much of them may be in host memory."""
+    limits: dict[str, Any] = {
+        "save_concurrent_gb": host_gb,
+        "save_device_host_concurrent_gb": host_gb,
+        "is_prioritized_key_fn": lambda path: False,
+    }
+    return {"arrays": ocp.PyTreeCheckpointHandler(**limits)} if host_gb else {}
 
 
 def _open_arrays(path: pathlib.Path) -> dict[str, dict[str, Any]]:
