@@ -24,11 +24,6 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # of operations in program
 os.environ["XLA_FLAGS"] = " ".join(
     (
         "--xla_backend_optimization_level=0",
-        "--xla_cpu_opt_preset=CPU_OPT_PRESET_FAST_COMPILE",
-        # What only optimisation reads.
-        "--xla_llvm_enable_alias_scope_metadata=false",
-        "--xla_llvm_enable_noalias_metadata=false",
-        "--xla_llvm_enable_invariant_load_metadata=false",
         "--xla_cpu_collective_call_terminate_timeout_seconds=300",
     )
 )

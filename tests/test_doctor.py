@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from jaxscale import doctor
+from jaxscale.layout import Layout
 from jaxscale.run import preflight
 from jaxscale.training import xla_options
 
@@ -154,6 +155,17 @@ def test_preflight_measures_and_says_what_to_do(tmp_path, capsys, monkeypatch):
         "train on more hosts",
     ):
         assert line in said
+
+
+def test_preflight_knows_what_a_sum_should_take():
+    layout = Layout(data=8, fsdp=8)
+    seconds = preflight.expected_seconds(layout, 64, "NVIDIA H100 80GB HBM3", "gpu")
+    assert list(seconds) == ["data", "fsdp"]
+    nvlink = 2 * 7 / 8 * 4 * 2**20 / 450e9  # at the nominal rate
+    assert nvlink < seconds["fsdp"] < 8 * nvlink
+    assert seconds["data"] > 2 * seconds["fsdp"], "between nodes"
+    for kind, platform in (("unheard of", "gpu"), ("cpu", "cpu")):
+        assert preflight.expected_seconds(layout, 64, kind, platform) == {}
 
 
 HEALTHY = {"processes": [{"problems": []}]}

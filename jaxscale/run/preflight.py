@@ -15,10 +15,13 @@ import jax.numpy as jnp
 from jaxscale.config import Config
 from jaxscale.distributed import processes
 from jaxscale.formatting import gigabytes
-from jaxscale.hardware import host_memory_bytes
-from jaxscale.layout import resolve_sizes
+from jaxscale.hardware import find_chip, host_memory_bytes
+from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.model_config import ModelConfig
+from jaxscale.planner.auto_layout import devices_here
+from jaxscale.planner.cost.collectives import axis_levels, reduce_seconds
 from jaxscale.planner.memory.at_rest import whole_state_bytes
+from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.specs import REPLICATED
 from jaxscale.storage.object_store import StoreError
@@ -29,6 +32,9 @@ CLOCK_SECONDS = 1.0
 
 SLOW_BYTES_PER_SECOND = 50e6
 """Storage below this makes every checkpoint of a billion parameters take minutes."""
+
+SLOW_COLLECTIVE = 5
+"""Times what a sum should take: one call is measured, and starting it counts."""
 
 PROBE_BYTES = 1 << 26
 STORE_BYTES = 1 << 23
@@ -77,9 +83,13 @@ def _hosts() -> Iterator[Finding]:
 
 
 def _collectives(config: Config) -> Iterator[Finding]:
-    """A sum of 4 MiB over each axis of the mesh, the second time it runs."""
+    """A sum of 4 MiB over each axis of the mesh, the second time it runs, beside what it should
+    take on devices that the planner knows."""
     layout = resolve_sizes(config.layout, jax.device_count())
-    mesh = make_mesh(layout)
+    mesh, device = make_mesh(layout), jax.devices()[0]
+    expected = expected_seconds(
+        layout, config.data.global_batch_size, device.device_kind, device.platform
+    )
     array = jnp.ones(COLLECTIVE_BYTES // 4, jnp.float32)
     for axis, size in layout.sizes.items():
         if size == 1:
@@ -96,11 +106,31 @@ def _collectives(config: Config) -> Iterator[Finding]:
         begin = time.perf_counter()
         jax.block_until_ready(total(array))
         seconds = time.perf_counter() - begin
-        yield Finding(
-            f"sum over {axis} {size}",
-            f"4 MiB in {1e3 * seconds:.1f} ms, {COLLECTIVE_BYTES / seconds / 1e9:.2f} GB/s",
-            "" if right else "the sum is wrong: leave out the hosts of this axis, one by one",
-        )
+        measured = f"4 MiB in {1e3 * seconds:.2f} ms, {COLLECTIVE_BYTES / seconds / 1e9:.2f} GB/s"
+        advice = "" if right else "the sum is wrong: leave out the hosts of this axis, one by one"
+        if should := expected.get(axis):
+            measured += f", and {1e3 * should:.2f} ms by the planner"
+            if right and seconds > SLOW_COLLECTIVE * should:
+                advice = (
+                    "slow: look for a host or a link of this axis that is, such as with nccl-tests"
+                )
+        yield Finding(f"sum over {axis} {size}", measured, advice)
+
+
+def expected_seconds(
+    layout: Layout, global_batch_size: int, device_kind: str, platform: str
+) -> dict[str, float]:
+    """What the sums of a preflight should take by axis, by the planner's model of links; empty on
+    CPUs and on devices that it does not know."""
+    if platform == "cpu" or find_chip(device_kind) is None:
+        return {}
+    cluster = devices_here(device_kind, platform, layout.num_devices)
+    levels = axis_levels(cluster, Parallelism.of(layout, global_batch_size))
+    return {
+        axis: float(reduce_seconds(levels[axis], COLLECTIVE_BYTES))
+        for axis, size in layout.sizes.items()
+        if size > 1 and axis in levels
+    }
 
 
 def _storage(config: Config, workdir: pathlib.Path) -> Iterator[Finding]:

@@ -210,6 +210,7 @@ def status_of(process_id: int) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_real_trials_on_eight_devices(tmp_path, monkeypatch):
     """Two layouts have one loss; a model that no memory holds is said to be that."""
     monkeypatch.delenv("JAX_ENABLE_X64")

@@ -10,6 +10,7 @@ import pytest
 from tests.hugging_face import conversion_memory
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_host_holds_one_tensor_at_a_time(tmp_path):
     conversion_memory.make_zeros(tmp_path / "model")

@@ -83,7 +83,10 @@ def test_a_sample_of_all_layouts_is_one_device_in_float64(layout):
     [
         {"fsdp": 2, "tensor": 4, "zero_stage": 3, "microbatches": 4},
         {"data": 4, "tensor": 2, "tensor_rows": 2, "zero_stage": 0, "microbatches": 2},
-        {"context": 4, "data": 2, "zero_stage": 0, "context_method": "gather"},
+        pytest.param(
+            {"context": 4, "data": 2, "zero_stage": 0, "context_method": "gather"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

@@ -66,11 +66,8 @@ CASES = {
     ),
     "tensor": case({"fsdp": 2, "tensor": 2, "remat": "full"}, 32),
     "rows of tensor": case({"fsdp": 2, "tensor": 4, "tensor_rows": 2}, 64),
-    "context": case({"fsdp": 2, "context": 2, "remat": "full"}, 32),
     "few tokens, stage 0": case(fsdp(0), 4, 16),
     "muon, layers dealt": case({"fsdp": 2, "zero_stage": 0, "remat": "full"}, 4, name="muon"),
-    "large vocabulary": case(fsdp(3), 64, model={"num_layers": 2, "vocab_size": 4096}),
-    "gpt": case(fsdp(3), 64, model=GPT),
 }
 PIPELINES = {
     "1f1b, two of four passes kept": case(
@@ -171,6 +168,9 @@ MORE_PIPELINES = {
 }
 WIDE_HEADS = {"num_layers": 4, "d_model": 192, "num_heads": 6, "num_kv_heads": 6, "head_dim": 32}
 MORE_CASES = {
+    "context": case({"fsdp": 2, "context": 2, "remat": "full"}, 32),
+    "large vocabulary": case(fsdp(3), 64, model={"num_layers": 2, "vocab_size": 4096}),
+    "gpt": case(fsdp(3), 64, model=GPT),
     "stage 2, sequential": case(fsdp(2, microbatches=4)),
     "stage 1, layered, none": case(fsdp(1, "none", **LAYERED), 64),
     "stage 3, layered, save_matmuls": case(fsdp(3, "save_matmuls", **LAYERED), 64),

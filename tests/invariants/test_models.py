@@ -91,8 +91,14 @@ RESUMED = ("two stacks", "local and global layers", "encoder and decoder", "expe
 """In their first layout these also begin (those of `BEGUN`), save, resume, and are resumed from on
 one device; the parameters of the others are a decoder's, stacked as those of local and global
 layers."""
+SLOW = (("two stacks", 2), ("own block and loss", 1))
 CASES = [
-    pytest.param(name, number, id=f"{name}-{layout}")
+    pytest.param(
+        name,
+        number,
+        id=f"{name}-{layout}",
+        marks=[pytest.mark.slow] if (name, number) in SLOW else [],
+    )
     for name, layouts in LAYOUTS.items()
     for number, layout in enumerate(layouts)
 ]

@@ -39,7 +39,7 @@ MODELS = {
 }
 # A micro-batch has 16,384 tokens or more in each.
 LAYOUTS = [
-    ("gpt", {"microbatches": 2}),
+    pytest.param("gpt", {"microbatches": 2}, marks=pytest.mark.slow),
     ("gpt", {"fsdp": 2, "tensor": 2, "zero_stage": 3}),
     ("llama", {"context": 2, "microbatches": 2}),
     ("llama", {"pipeline": 2, "microbatches": 2, "schedule": "1f1b"}),

@@ -296,6 +296,11 @@ def check_a_killed_process_ends_the_others_who_name_it(two):
     assert seconds < 30
 
 
+@pytest.mark.slow
+def test_four_processes_continue_what_two_began(folder, one, two):
+    check_four_processes_continue_what_two_began(folder, one, two)
+
+
 def test_several_processes_are_one_run(folder, one, two, origins):
     """One test: a second worker of the suite would start all these processes again."""
     check_every_command_succeeds_in_all_processes(two)
@@ -307,6 +312,5 @@ def test_several_processes_are_one_run(folder, one, two, origins):
     for name in ("run", "hf"):
         check_two_processes_start_from_the_same_weights(name, folder, one, two, origins)
     check_one_process_continues_what_two_began(one, two)
-    check_four_processes_continue_what_two_began(folder, one, two)
     check_sigterm_to_one_process_stops_all_after_the_same_step_and_saves(two)
     check_a_killed_process_ends_the_others_who_name_it(two)

@@ -58,7 +58,7 @@ def as_plain(params, variant, num_layers):
     }
 
 
-@pytest.mark.parametrize("variant", ["loop", "scan"])
+@pytest.mark.parametrize("variant", [pytest.param("loop", marks=pytest.mark.slow), "scan"])
 def test_the_plain_model_has_our_losses(baseline, variant):
     ours = config.load("configs/tiny.py", SETTINGS)
     engine = make_engine(ours, make_mesh(ours.layout, jax.devices()[:1]))

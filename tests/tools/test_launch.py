@@ -31,11 +31,12 @@ SCANCEL = """#!/bin/bash
 echo "scancel $*" >> called
 kill -TERM $(cat tasks)
 """
+SUPERVISED = "-u -m jaxscale.supervise -- python -u -m jaxscale.train"
 PYTHON = """#!/bin/bash
 # In the place of a training: who it is and what it is to do; it takes its time, or fails.
-{ env | grep ^SLURM_; echo "ARGUMENTS=$*"; } > "task_$SLURM_PROCID"
+{ env | grep -E '^(SLURM_|JAXSCALE_TOKEN)'; echo "ARGUMENTS=$*"; } > "task_$SLURM_PROCID"
 trap 'exit 143' TERM
-if [ "$*" = "-u -m jaxscale.train fail" ]; then exit 3; fi
+if [[ "$*" == *fail ]]; then exit 3; fi
 touch "ready_$SLURM_PROCID"
 while true; do sleep 0.1; done
 """
@@ -72,13 +73,15 @@ def job(tmp_path):
 
 def test_the_tasks_of_the_slurm_script_find_each_other(job, tmp_path):
     assert job("fail").wait(30) == 3
-    places = []
+    places, tokens = [], set()
     for process_id in range(3):
         lines = (tmp_path / f"task_{process_id}").read_text().splitlines()
         environ = dict(line.split("=", 1) for line in lines)
-        assert environ.pop("ARGUMENTS") == "-u -m jaxscale.train fail"
+        assert environ.pop("ARGUMENTS") == f"{SUPERVISED} fail"
+        tokens.add(environ.pop("JAXSCALE_TOKEN"))
         options = dict.fromkeys(launcher.FLAGS)
         places.append(launcher.find_processes(type("Options", (), options)(), environ))
+    assert [len(token) for token in tokens] == [32]
     assert [place.process_id for place in places] == [0, 1, 2]
     assert {place.num_processes for place in places} == {3}
     assert {place.coordinator.partition(":")[0] for place in places} == {"gpu7"}
@@ -98,6 +101,65 @@ def test_before_its_time_is_up_a_slurm_job_saves_and_goes_back_into_the_queue(jo
     assert called == ["scancel --signal=TERM 4711", "scontrol requeue 4711"]
 
 
+def check_command(container):
+    """Supervised, and with a token from a secret."""
+    assert container["command"] == ["python", *SUPERVISED.split()]
+    (token,) = (each for each in container["env"] if each["name"] == "JAXSCALE_TOKEN")
+    assert token["valueFrom"] == {"secretKeyRef": {"name": "jaxscale", "key": "token"}}
+
+
+def test_the_pods_of_the_job_set_find_each_other(monkeypatch):
+    (jobs,) = yaml.safe_load_all((FOLDER / "jobset.yaml").read_text())
+    assert (jobs["apiVersion"], jobs["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    name, network = jobs["metadata"]["name"], jobs["spec"]["network"]
+    assert network["enableDNSHostnames"]
+    assert network["publishNotReadyAddresses"]
+    (replicated,) = jobs["spec"]["replicatedJobs"]
+    spec = replicated["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    check_command(container)
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"]
+    environ = {each["name"]: each.get("value") for each in container["env"]}
+    pods = f"{name}-{replicated['name']}-0"
+    for index in (0, 3):
+        domain = f"{pods}-{index}.{network['subdomain']}.default.svc.cluster.local"
+        monkeypatch.setattr(launcher.socket, "getfqdn", lambda domain=domain: domain)
+        options = dict.fromkeys(launcher.FLAGS)
+        found = launcher.find_processes(
+            type("Options", (), options)(), environ | {"JOB_COMPLETION_INDEX": str(index)}
+        )
+        assert found
+        coordinator = f"{pods}-0.{network['subdomain']}.default.svc.cluster.local:8476"
+        assert found.coordinator == coordinator
+        assert (found.num_processes, found.process_id) == (spec["completions"], index)
+
+
+GCLOUD = """#!/bin/bash
+printf '%s\\n' "$@" > gcloud_arguments
+for word in "$@"; do case $word in --command=*) bash -c "${word#--command=}" ;; esac; done
+"""
+
+
+def test_a_tpu_slice_starts_one_supervised_process_on_each_host(tmp_path):
+    """Where gcloud is played by a program that runs the command once, here."""
+    for name, text in {"gcloud": GCLOUD, "python": PYTHON}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        [FOLDER / "tpu_vm.sh", "my-slice", "europe-west4-b", "--workdir", "two words", "fail"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 3
+    words = (tmp_path / "gcloud_arguments").read_text().splitlines()
+    assert words[:5] == ["compute", "tpus", "tpu-vm", "ssh", "my-slice"]
+    assert {"--zone=europe-west4-b", "--worker=all"} <= set(words)
+    environ = dict(line.split("=", 1) for line in (tmp_path / "task_").read_text().splitlines())
+    assert environ["ARGUMENTS"] == f"{SUPERVISED} --workdir two words fail"
+    assert len(environ["JAXSCALE_TOKEN"]) == 32
+
+
 def test_the_pods_of_the_manifest_find_each_other(monkeypatch):
     service, job = yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())
     spec = job["spec"]
@@ -109,7 +171,8 @@ def test_the_pods_of_the_manifest_find_each_other(monkeypatch):
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"]
     (container,) = pod["containers"]
-    environ = {each["name"]: each["value"] for each in container["env"]}
+    check_command(container)
+    environ = {each["name"]: each.get("value") for each in container["env"]}
     name = job["metadata"]["name"]
     for index in (0, 3):
         domain = f"{name}-{index}.{pod['subdomain']}.default.svc.cluster.local"

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = options.command[options.command[:1] == ["--"] :]
     if options.processes < 1 or not command:
         parser.error("expected a number from 1 up, then -- and a command")
+    os.environ.setdefault("JAXSCALE_TOKEN", secrets.token_hex(16))  # nobody else takes part
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     started = [start(command, i, options.processes, port) for i in range(options.processes)]

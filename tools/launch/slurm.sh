@@ -5,6 +5,8 @@
 #     --config configs/llama3_8b.py --workdir /shared/runs/llama3
 #
 # The arguments are those of jaxscale.train; the processes find each other by what srun tells them.
+# When one of them dies or hangs all end, and their supervisors start them again from the last
+# checkpoint; what happened is in incidents.jsonl of --workdir.
 # Code, Python and --workdir must be on a file system that all nodes share.
 #
 #SBATCH --job-name=jaxscale
@@ -21,8 +23,14 @@
 requeue=no
 trap 'requeue=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
-# A process that fails ends the others by itself; the flag is for those that have not met yet.
-srun --kill-on-bad-exit=1 --label "${PYTHON:-python}" -u -m jaxscale.train "$@" &
+# Only processes that know it take part.
+JAXSCALE_TOKEN=${JAXSCALE_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
+export JAXSCALE_TOKEN
+
+# A supervisor that gave up ends the job: with status 2 when the run was refused.
+python=${PYTHON:-python}
+srun --kill-on-bad-exit=1 --label "$python" -u -m jaxscale.supervise -- \
+    "$python" -u -m jaxscale.train "$@" &
 wait $!
 status=$?
 while kill -0 $! 2>/dev/null; do # the trap ends a wait, too

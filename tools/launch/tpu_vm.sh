@@ -1,0 +1,22 @@
+#!/bin/bash
+# Trains on every host of a Cloud TPU slice: one process per host, which has all of its chips.
+#
+#   tools/launch/tpu_vm.sh my-slice europe-west4-b \
+#     --config llama2_7b --workdir /shared/runs/llama2
+#
+# The name of the slice, its zone, then the arguments of jaxscale.train; the processes find each
+# other by what the slice tells them. --workdir must be on a file system that all hosts have mounted,
+# such as Filestore, and the package on every host:
+#
+#   gcloud compute tpus tpu-vm ssh my-slice --zone=europe-west4-b --worker=all \
+#     --command="pip install 'jaxscale[tpu]'"
+set -euo pipefail
+
+slice=$1 zone=$2
+shift 2
+# Only processes that know it take part.
+token=${JAXSCALE_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
+# Quoted once more, for the shell of the hosts.
+arguments=$(printf ' %q' "$@")
+gcloud compute tpus tpu-vm ssh "$slice" --zone="$zone" --worker=all \
+    --command="JAXSCALE_TOKEN=$token python -u -m jaxscale.supervise -- python -u -m jaxscale.train$arguments"
