@@ -115,8 +115,7 @@ def draw_cases(folder: pathlib.Path, count: int, draw: random.Random) -> list[Ca
         shutil.copytree(run, copy)
         (copy / name).write_bytes(content)
         words = tuple(word.replace(str(run), str(copy)) for word in good[command])
-        if command == "train":  # longer than it was
-            words = (*words[:-1], "--config.run.steps=7", "--trackers=none")
+        words = tuple(word for word in words if word != "--describe")
         files.append(Case(words, f"{command} with {name} = {content[:10]!r}"))
     many = 2 * count // 5
     return [*draw.sample(flags, min(many, len(flags))), *draw.sample(leaves, many), *files]
