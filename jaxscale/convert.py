@@ -86,7 +86,7 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     log.info(
         f"{model.directory}: {len(model.tensors)} tensors, {config.model.num_params:,} parameters "
         f"(padding rows included), read with at most {human_bytes(model.largest_tensor_bytes)} in "
-        f"host memory at a time, and written with {host_gb} GB\n{_next_steps(output, causal)}"
+        f"host memory at a time, and written {host_gb} GB at a time\n{_next_steps(output, causal)}"
     )
     return {"tensors": len(model.tensors), "parameters": config.model.num_params}
 

@@ -70,8 +70,9 @@ class Checkpoints:
       report: gets one line after each commit, and after a save or a deletion that failed.
       newest_file: outside of the folder; gets the step of each commit, so that a folder that was
         lost is noticed.
-      host_gb: at least an array; no more is copied to the host, and held until it is written, at a
-        time. A state must not change then before `wait` returns. 0 is all of it at once.
+      host_gb: at least an array; no more is copied to the host, and held with its compressed form
+        until it is written, at a time. A state must not change then before `wait` returns. 0 is
+        all of it at once.
     """
 
     def __init__(
