@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 VALUES = (
     "",
     "0",
@@ -65,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     folder = pathlib.Path(tempfile.mkdtemp(prefix="chaos_"))
     os.environ["JAXSCALE_CACHE"] = str(folder / "compiled")
+    # Some commands accept a value as the name of what they write, where they are.
+    os.environ["PYTHONPATH"] = str(ROOT)
+    os.chdir(folder)
     try:
         cases = draw_cases(folder, options.count, random.Random(options.seed))
         found = try_all(cases)
@@ -78,7 +82,7 @@ def draw_cases(folder: pathlib.Path, count: int, draw: random.Random) -> list[Ca
     """Some of all cases: two fifths flags, two fifths settings, a fifth files."""
     run, text = folder / "run", folder / "text.txt"
     text.write_text("A line of text.\n" * 50)
-    trained = ("train", "--config", "configs/tiny.py", "--workdir", str(run))
+    trained = ("train", "--config", "tiny", "--workdir", str(run))
     settings = ("--config.run.checkpoint_every=2", "--trackers=none")
     done = start((*trained, *settings))
     if done.returncode:
@@ -90,7 +94,7 @@ def draw_cases(folder: pathlib.Path, count: int, draw: random.Random) -> list[Ca
         "convert": ("convert", "--to_hf", "--workdir", str(run), "--output", str(folder / "hf")),
         "prepare": ("prepare", f"--input={text}", "--tokenizer=bytes", f"--output={folder}/out"),
         "plan": ("plan", "--model=llama2_7b", "--hardware=h100", "--devices=8"),
-        "aot": ("aot", "--config", "configs/tiny.py", "--topology=h100:1x1"),
+        "aot": ("aot", "--config", "tiny", "--topology=h100:1x1"),
         "schedule": ("schedule", "1f1b", "--stages=2", "--microbatches=4"),
         "doctor": ("doctor",),
         "supervise": ("supervise", f"--log={folder}/incidents.jsonl"),
