@@ -24,7 +24,14 @@ sys.path.insert(0, str(ROOT))
 
 ERRORS = ("loss", "gradient norm", "gradients", "parameters")
 MODEL_ERRORS = ("loss", "gradient norm", "parameters")
-ALL = ("local and global layers", "encoder and decoder", "esm", "two stacks", "experts")
+ALL = (
+    "local and global layers",
+    "encoder and decoder",
+    "esm",
+    "two stacks",
+    "experts",
+    "experts on every mesh",
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -82,8 +89,11 @@ def _model(kind: str, options: argparse.Namespace) -> int:
 
     if kind not in models.KINDS:
         raise SystemExit(f"--model {kind!r} is not known; it can be {', '.join(models.KINDS)}")
-    pairs, more = matrix.pairwise_model_layouts, models.KINDS[kind].more_axes
-    layouts = list(matrix.every_model_layout(*more)) if options.whole else pairs(*more)
+    axes, every = models.KINDS[kind].axes, models.KINDS[kind].every_mesh
+    if options.whole:
+        layouts = list(matrix.every_model_layout(axes))
+    else:
+        layouts = matrix.pairwise_model_layouts(axes, every=every)
     found, status = _run(layouts, lambda layout: models.check_model_layout(kind, layout))
     if not found:
         return status

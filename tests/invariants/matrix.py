@@ -10,6 +10,8 @@ from typing import Any
 Choice = dict[str, Any]
 
 NUM_DEVICES = 8
+MODEL_BATCH = 8
+MODEL_LAYERS = 8  # of a model that every mesh is proven for
 AXES = ("data", "fsdp", "context", "tensor")
 ACCUMULATIONS = (("sequential", 1), ("sequential", 2), ("layered", 2))
 REMATS = (
@@ -76,34 +78,59 @@ def sample(layouts: Iterable[Choice], count: int = 24) -> list[Choice]:
     return random.Random(1).sample(list(layouts), count)
 
 
-def every_model_layout(*more: str) -> Iterator[Choice]:
-    """Three axes of eight devices, of which one may be that of a pipeline, or one of `more`."""
+def model_axes(*more: str) -> list[Choice]:
+    """Three axes of two devices each, of which one may be that of a pipeline, or one of `more`."""
     names = "pipeline", *AXES, *more
-    for several in itertools.combinations(names, 3):
-        axes = {axis: 2 if axis in several else 1 for axis in names}
+    return [
+        {axis: 2 if axis in several else 1 for axis in names}
+        for several in itertools.combinations(names, 3)
+    ]
+
+
+def every_mesh(*axes: str) -> list[Choice]:
+    """All ordered ways to write eight as a product of these sizes."""
+    return [{"context": 1, **sizes} for sizes in factorisations(axes)]
+
+
+def every_model_layout(all_axes: Iterable[Choice]) -> Iterator[Choice]:
+    """Every setting of each mesh."""
+    for axes in all_axes:
+        rows = MODEL_BATCH // (axes["data"] * axes["fsdp"] * axes.get("expert", 1))
         for stage, remat in itertools.product(_stages(axes), MODEL_REMATS):
             if axes["pipeline"] == 1:
-                for accumulation, method in itertools.product(ACCUMULATIONS[1:], _methods(axes)):
+                ways = ACCUMULATIONS[1:] if rows > 1 else ACCUMULATIONS[:1]
+                for accumulation, method in itertools.product(ways, _methods(axes)):
                     yield _layout(axes, stage, accumulation, remat, "none", method)
                 continue
-            # A row for each micro-batch of eight rows, of which zb_v needs three.
-            microbatches = min(4, 8 // (axes["data"] * axes["fsdp"] * axes.get("expert", 1)))
-            for schedule in SCHEDULES if microbatches > 2 else SCHEDULES[:-1]:
+            # As many micro-batches as ranks, and four where there are rows; zb_v needs three.
+            microbatches = min(max(4, axes["pipeline"]), rows)
+            several = 2 * axes["pipeline"] <= MODEL_LAYERS  # chunks of a rank
+            for schedule in SCHEDULES[: (3 if microbatches > 2 else 2) if several else 1]:
                 accumulation = ("sequential", microbatches)
                 method = "gather" if axes["context"] > 1 else "ring"
                 layout = _layout(axes, stage, accumulation, remat, "none", method)
                 yield {**layout, "schedule": schedule}
 
 
-def pairwise_model_layouts(*more: str) -> list[Choice]:
-    """Every two settings, the size of an axis being one, together in some layout."""
-    everything, chosen = list(every_model_layout(*more)), []
+def pairwise_model_layouts(all_axes: Iterable[Choice], *, every: bool = False) -> list[Choice]:
+    """Every two settings, the size of an axis being one, together in some layout.
+
+    Args:
+      every: each of the meshes is in some layout, too.
+    """
+    everything, chosen = list(every_model_layout(all_axes)), []
     random.Random(0).shuffle(everything)
     missing = set().union(*map(_pairs, everything))
+
+    def choose(candidates: list[Choice]) -> None:
+        gains = [len(_pairs(layout) & missing) for layout in candidates]
+        chosen.append(candidates[gains.index(max(gains))])
+        missing.difference_update(_pairs(chosen[-1]))
+
+    for axes in all_axes if every else ():
+        choose([layout for layout in everything if axes.items() <= layout.items()])
     while missing:
-        gains = [len(_pairs(layout) & missing) for layout in everything]
-        chosen.append(everything[gains.index(max(gains))])
-        missing -= _pairs(chosen[-1])
+        choose(everything)
     return chosen
 
 

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +17,11 @@ from jaxscale.config import Config, from_dict
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.step import TrainState
+from tests.invariants import matrix
+from tests.invariants.matrix import MODEL_BATCH, MODEL_LAYERS
 from tests.models import experts, two_stacks
 
-BATCH, SEQ_LEN, STEPS, VOCABULARY = 8, 16, 3, 64
+SEQ_LEN, STEPS, VOCABULARY = 16, 3, 64
 FLOAT64 = {"compute_dtype": "float64", "param_dtype": "float64"}
 SIZES = {"d_model": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "d_ff": 48}
 OWN_MODEL = pathlib.Path(__file__).parents[2] / "docs" / "my_model.py"
@@ -45,7 +47,8 @@ class Kind(NamedTuple):
     own: Callable[[], dict[str, Any]] = dict
     target_len: int = 0
     objective: str = "causal"
-    more_axes: tuple[str, ...] = ()  # of the mesh, beside those that every model has
+    axes: Sequence[dict] = matrix.model_axes()  # meshes that `tools/matrix.py` runs
+    every_mesh: bool = False  # each of them, not only every pair of axes
 
 
 T5 = {"family": "t5", "num_layers": 2, "num_encoder_layers": 2, "d_model": 16, "num_heads": 4}
@@ -88,7 +91,20 @@ KINDS = {
             "dense_layers": 0,  # two stacks are as many as the fewest stages of `tools/matrix.py`
             "prediction_depth": 1,
         },
-        more_axes=("expert",),
+        axes=matrix.model_axes("expert"),
+    ),
+    "experts on every mesh": Kind(
+        {
+            "family": "tests.models.experts:make",
+            **SIZES,
+            **experts.EVERYTHING,
+            "num_layers": MODEL_LAYERS,
+            "dense_layers": 0,
+            "num_heads": 8,
+            "num_kv_heads": 8,
+        },
+        axes=matrix.every_mesh("pipeline", "data", "fsdp", "expert", "tensor"),
+        every_mesh=True,
     ),
     "expert choice": Kind(
         {
@@ -118,7 +134,7 @@ def make_config(kind: Kind, **layout) -> Config:
         {
             "model": {**kind.settings, **FLOAT64, "vocab_size": VOCABULARY},
             "data": {
-                "global_batch_size": BATCH,
+                "global_batch_size": MODEL_BATCH,
                 "seq_len": SEQ_LEN,
                 "target_len": kind.target_len,
                 "objective": kind.objective,
@@ -139,7 +155,7 @@ def make_batches(extras: dict, seq_len: int = SEQ_LEN, *, masked: bool = False) 
     random = np.random.default_rng(0)
 
     def draw(length: int) -> np.ndarray:
-        return random.integers(0, VOCABULARY, (BATCH, length), np.int32)
+        return random.integers(0, VOCABULARY, (MODEL_BATCH, length), np.int32)
 
     for _ in range(STEPS):
         tokens = draw(seq_len)
