@@ -19,7 +19,7 @@ from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS
 from jaxscale.models.block import Cache
-from jaxscale.models.decoder import CACHE_AXES, Head, empty_cache
+from jaxscale.models.decoder import CACHE_AXES, empty_cache
 from jaxscale.models.encoder_decoder_block import (
     TABLE,
     CrossCache,
@@ -28,6 +28,7 @@ from jaxscale.models.encoder_decoder_block import (
     SharedEmbedding,
 )
 from jaxscale.models.forward import apply_stack, scan_periods
+from jaxscale.models.head import Head
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import (

@@ -66,6 +66,8 @@ class Stack:
     must be a sum over tokens as the head's is: an auxiliary loss is its coefficient times a mean
     times the tokens counted); the others are reported as [num_layers, ...]."""
     period: int = 1
+    turn: int = 1
+    """Layers of the model, of several kinds, that are one of the stack."""
     tensors: tuple[str, ...] = ()
     """Names that the block gives to its activations (`checkpoint_name`), for `layout.remat`."""
 

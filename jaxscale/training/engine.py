@@ -387,8 +387,7 @@ def _abstract_batch(config: Config, model: Model, sharding: NamedSharding) -> Sh
 
 def _open_stages(config: Config, make: MakeModel) -> PipelineStages:
     model = make(config.model, plain_kernels())
-    turn = len(getattr(config.model, "expert_pattern", "")) or 1
-    stacks = [StackLayers(one.name, one.num_layers, one.period, turn) for one in model.stacks]
+    stacks = [StackLayers(one.name, one.num_layers, one.period, one.turn) for one in model.stacks]
     return open_stages(config.layout, stacks, _head_cost(config, model))
 
 

@@ -1,0 +1,83 @@
+"""From tokens to the residual stream.
+
+Letters: B batch, T time, S the times compared with, D embed.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.config import ModelConfig
+from jaxscale.models.block import Norm
+from jaxscale.models.weights import Weights
+
+TRAINING_MASKS = 0.15 * 0.8
+"""The share of tokens that ESM-2's training masked."""
+
+
+class Embedding(nnx.Module):
+    """Tokens, and learned positions and token types where there are any, to the residual stream."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        weights = Weights(config, key)
+        self.tokens = weights.normal("vocab", "embed")
+        learned = config.positions == "learned"
+        self.positions = weights.normal("positions", "embed") if learned else None
+        types = config.token_types
+        self.token_types = weights.normal("token_types", "embed") if types else None
+        self.norm = Norm(config, weights) if config.embedding_norm else None
+        # The modules that predict further tokens read what comes after it; the head borrows it.
+        shares = config.final_norm and config.prediction_depth
+        self.final_norm = Norm(config, weights) if shares else None
+        self.scale = math.sqrt(config.d_model) if config.scaled_embedding else None
+        self.compute_dtype, self.dropped = config.compute_dtype, config.dropped_token
+        self.causal = config.causal
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        lookup: Callable,
+        segments_BT: jax.Array | None = None,
+        types_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """The stream [batch, time, d_model].
+
+        Args:
+          segments_BT: texts, for `dropped_token`; None where the model is causal.
+          types_BT: token types; None is type 0 everywhere.
+        """
+        x_BTD = lookup(self.tokens[...], tokens_BT, "vocab", self.compute_dtype)
+        if self.dropped >= 0:
+            # A causal model must not know how many tokens after it are masked.
+            texts_BT = None if self.causal else segments_BT
+            x_BTD *= dropped_scale(tokens_BT == self.dropped, texts_BT).astype(x_BTD.dtype)
+        if self.scale is not None:
+            # The factor is rounded to the compute type, as in Gemma's own code.
+            x_BTD *= jnp.asarray(self.scale, x_BTD.dtype)
+        if self.token_types is not None and types_BT is not None:
+            table = self.token_types[...]
+            x_BTD += lookup(table, types_BT, "token_types", self.compute_dtype)
+        elif self.token_types is not None:
+            x_BTD += self.token_types[...][0].astype(x_BTD.dtype)
+        if self.positions is not None:
+            table = self.positions[...]
+            x_BTD += lookup(table, positions_BT, "positions", self.compute_dtype)
+        return x_BTD if self.norm is None else self.norm(x_BTD)
+
+
+def dropped_scale(dropped_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+    """Factors of the embeddings, [batch, time, 1]: 0 of the dropped tokens, and of the others of a
+    text such that together they weigh as much as with the share dropped in training
+    (`token_dropout` of ESM-2, Lin et al. 2023). Without segments none counts as dropped."""
+    kept_BT = 1.0 - TRAINING_MASKS
+    if segments_BT is not None:
+        # Compared, not scattered: tokens of a text may lie on several ranks, in any order.
+        same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
+        length_BT = jnp.sum(same_BTS, axis=-1)
+        left_BT = jnp.sum(same_BTS & ~dropped_BT[:, None, :], axis=-1)
+        kept_BT *= length_BT / jnp.maximum(left_BT, 1)
+    return jnp.where(dropped_BT, 0.0, kept_BT)[..., None]
