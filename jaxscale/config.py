@@ -389,7 +389,7 @@ def _import_schedule(config: Config) -> None:
 
 def to_dict(config: Config) -> dict[str, dict]:
     """The nested dictionaries of `from_dict`: every leaf, but those of other model families,
-    optimizers and objectives, and of mesh axes of size 1."""
+    optimizers and objectives, and defaults that nothing reads, as of mesh axes of size 1."""
     sections = dataclasses.asdict(config)
     sections["model"], sections["optimizer"] = config.model.settings, config.optimizer.settings
     sections["layout"] = config.layout.leaves
@@ -397,6 +397,10 @@ def to_dict(config: Config) -> dict[str, dict]:
         sections["data"][key] = tuple(map(to_plain, getattr(config.data, key)))
     if config.data.objective not in PAIRED_OBJECTIVES:
         del sections["data"]["target_len"]  # always 0
+    if not getattr(config.model, "init_from", ""):
+        del sections["optimizer"]["keep_state"]  # always False
+    if not config.run.skip_bad_steps:
+        del sections["run"]["spike_score"]  # always 0
     return sections
 
 

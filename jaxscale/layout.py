@@ -45,8 +45,9 @@ READ_WITH = {
     "expert": ("overlap_experts",),
     "context": ("context_method",),
     "tensor": ("tensor_rows",),
+    "microbatches": ("accumulation",),
 }
-"""Axis -> settings that are read only where its size is above 1."""
+"""Setting -> those that are read only where it is above 1."""
 
 
 @dataclass(frozen=True)
@@ -190,10 +191,10 @@ class Layout:
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """The fields and their values, without defaults that are not read: those of an axis of
+        """The fields and their values, without defaults that are not read, as those of an axis of
         size 1."""
         unread = {
-            name for axis, names in READ_WITH.items() if getattr(self, axis) == 1 for name in names
+            name for with_, names in READ_WITH.items() if getattr(self, with_) == 1 for name in names
         }
         return {
             field.name: getattr(self, field.name)

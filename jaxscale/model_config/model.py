@@ -11,7 +11,7 @@ from jaxscale.layout import BLOCK_TENSORS, parse_remat
 from jaxscale.model_config.experts import ExpertOptions
 from jaxscale.model_config.latent_attention import LatentOptions
 from jaxscale.model_config.prediction import PREDICTION, PredictionOptions
-from jaxscale.model_config.rope_scaling import SCALING, RopeScalingOptions
+from jaxscale.model_config.rope_scaling import READ_BY, SCALING, RopeScalingOptions
 from jaxscale.model_config.settings import ATTENTIONS, DTYPES, is_own_family, option
 from jaxscale.model_families.shipped import find_family, refuse_setting
 
@@ -198,9 +198,9 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields that a user of this family may set, and their values; those of rotary
-        positions' scaling, of modules that predict further tokens, and of experts in turns, where
-        there are some, or where they were set."""
+        """The fields that a user of this family may set, and their values, without defaults that
+        nothing reads: of rotary positions' scaling, of modules that predict further tokens, of
+        experts in turns or in groups, and of a table of positions."""
         if is_own_family(self.family):
             return dataclasses.asdict(self)
         family = find_family(self.family)
@@ -209,11 +209,17 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
             for one in dataclasses.fields(self)
             if "plain" not in one.metadata or one.name in family.settings
         }
-        idle = SCALING if self.rope_scaling == "none" else ()
-        idle += () if self.prediction_depth else PREDICTION
-        idle += () if self.expert_pattern else ("expert_pattern",)
-        unused = {n for n in idle if found.get(n) == family.settings.get(n)}
-        return {name: value for name, value in found.items() if name not in unused}
+        plain = {one.name: one.default for one in dataclasses.fields(self)} | family.settings
+        return {n: x for n, x in found.items() if n not in self._idle or x != plain[n]}
+
+    @property
+    def _idle(self) -> set[str]:
+        """Settings that this model does not read."""
+        idle = set(SCALING) - set(READ_BY[self.rope_scaling])
+        idle |= set() if self.prediction_depth else set(PREDICTION)
+        idle |= set() if self.expert_pattern else {"expert_pattern"}
+        idle |= set() if self.router_groups > 1 else {"router_groups_kept"}
+        return idle | (set() if self.positions == "learned" else {"max_seq_len"})
 
     @property
     def has_formulas(self) -> bool:

@@ -10,19 +10,20 @@ SCALINGS = ("none", "linear", "llama3", "yarn", "longrope", "dynamic")
 BY_LENGTH = ("longrope", "dynamic")
 """Those that depend on the length of the longest sequence."""
 
-SCALING = (
-    "rope_factor",
-    "rope_original_context",
-    "rope_low_turns",
-    "rope_high_turns",
-    "rope_attention_factor",
-    "rope_truncate",
-    "rope_mscale",
-    "rope_short_factors",
-    "rope_long_factors",
-    "rope_length",
-)
-"""What `rope_scaling` reads."""
+_CONTEXT = ("rope_factor", "rope_original_context")
+_TURNS = (*_CONTEXT, "rope_low_turns", "rope_high_turns")
+_FACTORS = ("rope_attention_factor", "rope_short_factors", "rope_long_factors", "rope_length")
+READ_BY = {
+    "none": (),
+    "linear": ("rope_factor",),
+    "llama3": _TURNS,
+    "yarn": (*_TURNS, "rope_attention_factor", "rope_truncate", "rope_mscale"),
+    "longrope": (*_CONTEXT, *_FACTORS),
+    "dynamic": (*_CONTEXT, "rope_length"),
+}
+"""What each `rope_scaling` reads."""
+SCALING = tuple(dict.fromkeys(name for names in READ_BY.values() for name in names))
+"""What one of them reads."""
 USUAL_TURNS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 
 

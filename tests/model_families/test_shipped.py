@@ -91,17 +91,50 @@ def test_parameters_are_those_of_a_published_model(name):
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == model.num_params
 
 
+def shown(run):
+    """The sections of a run, which are it, and how many leaves they have."""
+    sections = config.to_dict(run)
+    assert config.from_dict(json.loads(json.dumps(sections))) == run
+    return sections, sum(len(section) for section in sections.values())
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_has_at_most_80_leaves_and_only_those_of_its_family(name):
     model = ModelConfig(family=name)
     run = Config(model=model, data=DataConfig(objective="causal" if model.causal else "masked"))
-    sections = config.to_dict(run)
-    assert sum(len(section) for section in sections.values()) <= 80
+    sections, leaves = shown(run)
+    assert leaves <= 80
     # What scales rotary positions, or predicts further tokens, is left out where nothing does.
-    shown = set(FAMILIES[name].settings) - {*SCALING, *PREDICTION, "expert_pattern"}
-    assert shown <= set(sections["model"])
+    unread = {*SCALING, *PREDICTION, "expert_pattern", "router_groups_kept"}
+    assert set(FAMILIES[name].settings) - unread <= set(sections["model"])
     assert not set(FAMILIES[name].fixed) & set(sections["model"])
-    assert config.from_dict(json.loads(json.dumps(sections))) == run
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("deepseek_v3", ["model.prediction_depth=1"]),
+        ("qwen3_30b_a3b", ["model.expert_pattern=DE", "layout.tensor=2"]),
+        ("llama32_1b", ["layout.tensor=2", "layout.microbatches=2"]),
+        ("moe_tiny", ["layout.pipeline=2", "layout.expert=2", "layout.microbatches=2"]),
+    ],
+)
+def test_a_run_that_uses_many_options_has_as_few(name, options):
+    run = config.load(name, options)
+    sections, leaves = shown(run)
+    assert leaves <= 80
+    assert {option.partition(".")[2].partition("=")[0] for option in options} <= {
+        leaf for section in sections.values() for leaf in section
+    }
+
+
+def test_what_nothing_reads_is_shown_where_it_was_set():
+    settings = {"family": "llama", "max_seq_len": 4096, "rope_low_turns": 1.0}
+    sections, _ = shown(Config(model=ModelConfig(**settings)))
+    assert set(settings) <= set(sections["model"])
+    assert not {"keep_state", "spike_score", "accumulation"} & {
+        leaf for section in sections.values() for leaf in section
+    }
 
 
 def test_an_option_is_a_setting_or_fixed_and_never_both():
