@@ -194,7 +194,7 @@ class Layout:
         """The fields and their values, without defaults that are not read, as those of an axis of
         size 1."""
         unread = {
-            name for with_, names in READ_WITH.items() if getattr(self, with_) == 1 for name in names
+            name for key, names in READ_WITH.items() if getattr(self, key) == 1 for name in names
         }
         return {
             field.name: getattr(self, field.name)

@@ -209,7 +209,7 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
             for one in dataclasses.fields(self)
             if "plain" not in one.metadata or one.name in family.settings
         }
-        plain = {one.name: one.default for one in dataclasses.fields(self)} | family.settings
+        plain = {**{one.name: one.default for one in dataclasses.fields(self)}, **family.settings}
         return {n: x for n, x in found.items() if n not in self._idle or x != plain[n]}
 
     @property
