@@ -4,10 +4,11 @@
 
 A run is trained; then each case starts a command in a process of its own: with a flag of its
 --help set to a value drawn from VALUES, with a leaf of the config set to one, or on a copy of the
-run in which one file holds other bytes. What is held against it: a traceback, more than a minute
-without an end, a signal, a refusal without a line that begins with "error:", and more than 30 lines
-on stderr. Cases that a command accepts are listed, to be read by a person: some values are good
-ones. The last line is JSON.
+run in which one file holds other bytes; training goes on with such a copy for two steps. What is
+held against it: a traceback, more than a minute without an end, a signal, a refusal without a line
+that begins with "error:", more than 30 lines on stderr, and a training that goes on to a state
+other than that of the undamaged run, to the bit. Cases that a command accepts are listed, to be
+read by a person: some values are good ones. The last line is JSON.
 """
 
 import argparse
@@ -46,6 +47,7 @@ VALUES = (
 )
 CONTENTS = (b"", b"5", b"{}", b"[]", b'{"a": ', b"\xff\xfe" * 50, b"\0" * 4096)
 MOST_LINES, MOST_SECONDS = 30, 60
+STEPS, FURTHER = 5, 7
 SKIPPED = ("--help", "--json", "--png", "--csv")
 """Flags whose every value is a file's name are tried once, below."""
 
@@ -55,6 +57,7 @@ class Case(NamedTuple):
 
     command: tuple[str, ...]
     about: str
+    alike: tuple[pathlib.Path, ...] = ()  # runs that end with the same state, if it is accepted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,10 +86,7 @@ def draw_cases(folder: pathlib.Path, count: int, draw: random.Random) -> list[Ca
     run, text = folder / "run", folder / "text.txt"
     text.write_text("A line of text.\n" * 50)
     trained = ("train", "--config", "tiny", "--workdir", str(run))
-    settings = ("--config.run.checkpoint_every=2", "--trackers=none")
-    done = start((*trained, *settings))
-    if done.returncode:
-        raise SystemExit(done.stderr)
+    further = make_runs(run, folder / "further")
     good = {
         "train": (*trained, "--describe"),
         "evaluate": ("evaluate", "--workdir", str(run)),
@@ -112,17 +112,50 @@ def draw_cases(folder: pathlib.Path, count: int, draw: random.Random) -> list[Ca
         for value in VALUES
     ]
     files = []
-    names = sorted(path.relative_to(run) for path in run.rglob("*") if path.is_file())
+    names = sorted(path.relative_to(run) for path in read_files(run))
     for number, name in enumerate(draw.choices(names, k=count // 5)):
         content, command = draw.choice(CONTENTS), draw.choice(("train", "evaluate", "generate"))
         copy = folder / f"copy{number}"
         shutil.copytree(run, copy)
         (copy / name).write_bytes(content)
-        words = tuple(word.replace(str(run), str(copy)) for word in good[command])
-        words = tuple(word for word in words if word != "--describe")
-        files.append(Case(words, f"{command} with {name} = {content[:10]!r}"))
+        about = f"{command} with {name} = {content[:10]!r}"
+        if command == "train":
+            files.append(Case(training(copy, FURTHER), about, (copy, further)))
+        else:
+            words = tuple(word.replace(str(run), str(copy)) for word in good[command])
+            files.append(Case(words, about))
     many = 2 * count // 5
     return [*draw.sample(flags, min(many, len(flags))), *draw.sample(leaves, many), *files]
+
+
+def training(workdir: pathlib.Path, steps: int) -> tuple[str, ...]:
+    settings = ("--config.run.checkpoint_every=2", f"--config.run.steps={steps}")
+    return ("train", "--config", "tiny", "--workdir", str(workdir), "--trackers=none", *settings)
+
+
+def make_runs(run: pathlib.Path, further: pathlib.Path) -> pathlib.Path:
+    """Trains a run, and a copy of it for longer; the copy."""
+    for workdir, steps in ((run, STEPS), (further, FURTHER)):
+        done = start(training(workdir, steps))
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        if workdir is run:
+            shutil.copytree(run, further)
+    return further
+
+
+def read_files(run: pathlib.Path) -> list[pathlib.Path]:
+    """The files of a run but those of older checkpoints, which nobody reads."""
+    older = [path for path in (run / "checkpoints").iterdir() if path.name != str(STEPS)]
+    files = (path for path in run.rglob("*") if path.is_file())
+    return [path for path in files if not set(older) & set(path.parents)]
+
+
+def sums_of(run: pathlib.Path) -> dict[str, int]:
+    """The checksum of every array of a run after FURTHER steps."""
+    path = run / "checkpoints" / str(FURTHER) / "description" / "metadata"
+    arrays = json.loads(path.read_text())["arrays"]
+    return {name: array["checksum"] for name, array in arrays.items()}
 
 
 def flags_of(command: str) -> list[str]:
@@ -146,6 +179,9 @@ def try_all(cases: Sequence[Case]) -> dict[str, Any]:
             fault = f"no end in {MOST_SECONDS} s"
         else:
             fault = fault_of(done)
+            if done.returncode == 0 and not fault and case.alike:
+                one, other = map(sums_of, case.alike)
+                fault = "" if one == other else "the state is not that of the undamaged run"
             refused += done.returncode == 2
             accepted += [case.about] if done.returncode == 0 else []
         if fault:
