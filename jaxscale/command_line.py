@@ -179,10 +179,14 @@ def output_file(text: str) -> pathlib.Path:
     """The `type` of a flag that names a file to write: whether that can be done is known at once,
     and not only after hours of work."""
     path = pathlib.Path(text)
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # such as a name that is too long
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
+    if is_folder:
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written")
     return path

@@ -361,7 +361,7 @@ def read_sections(path: pathlib.Path) -> dict[str, dict]:
     """
     try:
         sections = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
         raise ValueError(f"{path} is not the config of a run: sections of keys and values")

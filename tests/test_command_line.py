@@ -1,7 +1,10 @@
 """The command line: overrides are collected, everything unknown is refused in one line."""
 
 import argparse
+import contextlib
+import functools
 import importlib
+import io
 import os
 import pathlib
 import re
@@ -10,6 +13,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxscale import command_line, schedule, train
 
@@ -258,12 +263,51 @@ def test_a_number_out_of_range_is_one_line_at_once(name, capsys):
             assert value in said
 
 
+NOWHERE = {
+    "train": ["--config=/nonexistent/x.py"],
+    "evaluate": ["--workdir=/nonexistent/run"],
+    "generate": ["--workdir=/nonexistent/run"],
+    "prepare": ["--input=/nonexistent/text", "--output=/nonexistent/out"],
+    "plan": ["--config=/nonexistent/x.py", "--hardware=h100", "--devices=8"],
+    "aot": ["--config=/nonexistent/x.py", "--topology=h100:1x1"],
+    "schedule": ["no_such_schedule"],
+}
+"""Commands that read their flags, and then refuse what they are given."""
+
+WORDS = st.sampled_from(
+    ["", "0", "-1", "nan", "1e999", "a=b", "[1, 2", "/dev/null", "../..", "x" * 5000, "\0", "--"]
+) | st.text("0123456789-+.e:=,/x[]{}'\" \0\u00e9", max_size=8)
+
+
+@functools.cache
+def flags_of(name):
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        importlib.import_module(f"jaxscale.{name}").main(["--help"])
+    found = re.findall(r"^  (?:-\w, )?(--\w+)", shown.getvalue(), re.MULTILINE)
+    return [flag for flag in dict.fromkeys(found) if flag != "--help"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(sorted(NOWHERE)))
+def test_whatever_a_flag_is_given_the_refusal_is_one_line(data, name):
+    flags = st.tuples(st.sampled_from(flags_of(name)), WORDS, st.booleans())
+    words = list(NOWHERE[name])
+    for flag, value, joined in data.draw(st.lists(flags, min_size=1, max_size=3)):
+        words += [f"{flag}={value}"] if joined else [flag, value]
+    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"jaxscale.{name}").main(words)
+    assert ended.value.code in (1, 2)
+    assert said.getvalue().startswith("error: ")
+    assert said.getvalue().count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["aot", "convert", "doctor", "evaluate", "generate", "schedule"])
 def test_a_file_that_cannot_be_written_is_refused_at_once(name, tmp_path, capsys):
     command = importlib.import_module(f"jaxscale.{name}")
     for path, said in (
         ("/nonexistent/x.json", "there is no folder /nonexistent"),
         (str(tmp_path), "is a folder"),
+        ("x" * 5000, "File name too long"),
     ):
         with pytest.raises(SystemExit) as ended:
             command.main([f"--json={path}"])

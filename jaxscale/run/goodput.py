@@ -42,7 +42,7 @@ class Account:
         self._lost = 0.0
         age = 0.0 if started is None else time.monotonic() - started
         self.attempts, self._before = 1, dict[str, float]()
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        with contextlib.suppress(Exception):  # a damaged account costs only the account
             kept = json.loads(self._path.read_text())
             before = {str(cause): float(each) for cause, each in kept["seconds"].items()}
             gap = time.time() - age - float(kept["until"])

@@ -144,7 +144,7 @@ def _await_free(store: ObjectStore) -> None:
 def _lease(store: ObjectStore) -> dict[str, Any] | None:
     try:
         lease = json.loads(store.read(LEASE) or b"null")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}  # damaged: whose it is will show
     return lease if lease is None or isinstance(lease, dict) else {}
 
@@ -162,7 +162,7 @@ def _died_here(lease: dict[str, Any]) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # another user's
+    except (OSError, OverflowError):  # another user's, or no process id at all
         return False
     return pid == os.getpid()
 
@@ -175,7 +175,7 @@ def _this_run() -> dict[str, Any]:
 def _holder(path: pathlib.Path) -> str:
     try:
         return _named(json.loads(path.read_text()))
-    except (OSError, ValueError):  # it has only just begun
+    except (OSError, ValueError, RecursionError):  # it has only just begun
         return "another run"
 
 

@@ -19,7 +19,7 @@ from jaxscale.run.both_tiers import (
     set_aside_everywhere,
     steps_at_address,
 )
-from jaxscale.run.setup import Text
+from jaxscale.run.setup import Text, metadata_of
 from jaxscale.storage.differences import describe_difference
 from jaxscale.training.checkpoint import Checkpoints, DamagedError
 from jaxscale.training.engine import Engine
@@ -50,7 +50,7 @@ def find_newest(checkpoints: Checkpoints, *, refuse_damaged: bool = False) -> Fo
     if isinstance(found[0], str):
         raise DamagedError(*found)
     step, damaged = found
-    metadata = checkpoints.metadata(step) if step else {}
+    metadata = metadata_of(checkpoints, step) if step else {}
     return Found(step, metadata, {int(number): why for number, why in damaged.items()})
 
 
@@ -139,12 +139,12 @@ def _read(
     if problem := processes.from_first("checkpoint", problem):
         raise DamagedError(*problem)
     try:
-        return checkpoints.metadata(step), _restore(checkpoints, step, engine, resolved)
+        return metadata_of(checkpoints, step), _restore(checkpoints, step, engine, resolved)
     except DamagedError as error:  # its arrays
         if refuse_damaged:
             raise
         fetch_everywhere(checkpoints, step, error)
-        return checkpoints.metadata(step), _restore(checkpoints, step, engine, resolved)
+        return metadata_of(checkpoints, step), _restore(checkpoints, step, engine, resolved)
 
 
 def _problem(checkpoints: Checkpoints, step: int) -> list[str] | None:
@@ -191,7 +191,7 @@ def rewind(
     size = config.data.global_batch_size
     first, last = (steps.start - 1) * size, (steps.stop - 1) * size
     train = pass_over(text.train, first, last)
-    found = Found(step, checkpoints.metadata(step))
+    found = Found(step, metadata_of(checkpoints, step))
     begin, state, _ = resume(found, config, engine, checkpoints, text)
     log.warning(
         f"warning: {bad}: back at step {begin}; the examples {first} to {last - 1} are passed over"

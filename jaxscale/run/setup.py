@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
-import json
 import logging
 import math
 import pathlib
@@ -29,10 +28,11 @@ from jaxscale.distributed import processes
 from jaxscale.formatting import gigabytes
 from jaxscale.hardware import find_chip, host_memory_bytes
 from jaxscale.hugging_face.model_folder import copy_beside, is_hugging_face
-from jaxscale.layout import AUTO, resolve_sizes
+from jaxscale.layout import AUTO, Layout, resolve_sizes
 from jaxscale.model_config import ModelConfig
 from jaxscale.run.both_tiers import bring_newest
 from jaxscale.sharding.mesh import make_mesh
+from jaxscale.storage.description import check_metadata
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine, make_engine
 
@@ -198,7 +198,7 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
 
     begun = workdir / "config.json" if workdir else None
     if begun and begun.is_file():
-        layout = configs.from_dict(json.loads(begun.read_text())).layout
+        layout = _layout_begun(config, begun)
         log.info(f"layout = 'auto': {layout_text(layout)}, as when the run started")
         return dataclasses.replace(config, layout=layout)
     device = jax.devices()[0]
@@ -219,7 +219,7 @@ def _with_remat(config: Config, workdir: pathlib.Path | None) -> Config:
 
     begun = workdir / "config.json" if workdir else None
     if begun and begun.is_file():
-        layout = configs.from_dict(json.loads(begun.read_text())).layout
+        layout = _layout_begun(config, begun)
         if dataclasses.replace(layout, remat=AUTO) == config.layout:
             log.info(f"layout.remat = 'auto': {layout.remat}, as when the run started")
             return dataclasses.replace(config, layout=layout)
@@ -228,6 +228,19 @@ def _with_remat(config: Config, workdir: pathlib.Path | None) -> Config:
     config, line = choose_remat(config, cluster)
     log.info(line)
     return config
+
+
+def _layout_begun(config: Config, begun: pathlib.Path) -> Layout:
+    """The layout in the config.json of a run that goes on. The file is only read: code from outside
+    the package is imported where the present config names it, too.
+
+    Raises:
+      ValueError: the file is no config of a run.
+    """
+    sections, now = configs.read_sections(begun), configs.to_dict(config)
+    names = (("model", "family"), ("layout", "schedule"))
+    same = all(sections.get(part, {}).get(key) == now[part].get(key) for part, key in names)
+    return configs.from_dict(sections, trust_foreign=same).layout
 
 
 def for_sampling(config: Config) -> Config:
@@ -373,7 +386,7 @@ def restore_params(
                     f"--workdir {workdir} holds no checkpoint yet; the command that trains it "
                     "writes one every run.checkpoint_every steps, and at the end"
                 )
-            metadata = checkpoints.metadata(step)
+            metadata = metadata_of(checkpoints, step)
             if tokenizer:
                 check_tokenizer_of(metadata, tokenizer, f"checkpoint {step} in {workdir}")
             wanted = {"params": engine.placement.canonical.params}
@@ -381,6 +394,21 @@ def restore_params(
             return step, params, metadata
     finally:
         checkpoints.close()
+
+
+def metadata_of(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
+    """What a run added to the description of its checkpoint.
+
+    Raises:
+      ValueError: it is not that of a run, or the checkpoint cannot be used.
+    """
+    metadata = checkpoints.metadata(step)
+    try:
+        check_metadata(metadata)
+    except ValueError as error:
+        place = checkpoints.directory / str(step)
+        raise ValueError(f"{place} is not a checkpoint of a run: {error}") from error
+    return metadata
 
 
 @contextlib.contextmanager

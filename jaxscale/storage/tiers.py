@@ -10,7 +10,6 @@ with their sizes, is put last and removed first: without it there is no checkpoi
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import pathlib
@@ -22,6 +21,7 @@ from typing import Any
 
 from jaxscale.formatting import human_bytes
 from jaxscale.storage import durable
+from jaxscale.storage.description import read_description, safe_name
 from jaxscale.storage.object_store import ObjectStore, StoreError, open_store
 
 log = logging.getLogger("jaxscale")
@@ -197,7 +197,7 @@ def fetch_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> pat
     """
     prefix, path = f"{CHECKPOINTS}/{step}", folder / f"{step}.unfinished"
     data = store.read(f"{prefix}/{MARKER}")
-    files = _described(data or b"")
+    files = read_description(data or b"")["files"]
     sizes = store.sizes(prefix)
     for name, (size, _) in files.items():
         if sizes.get(f"{prefix}/{name}") != size:
@@ -212,23 +212,6 @@ def fetch_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> pat
     (path / MARKER).write_bytes(data or b"")
     durable.sync_tree(path)
     return path
-
-
-def _described(data: bytes) -> dict[str, list]:
-    """The files that a description lists, with sizes and digests.
-
-    Raises:
-      ValueError: it changed since it was written.
-    """
-    try:
-        description = json.loads(data)
-        digest = description.pop("digest")
-        files = {safe_name(name): about for name, about in description["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError("its description is damaged") from error
-    if digest != durable.json_digest(description):
-        raise ValueError("its description changed since it was saved")
-    return files
 
 
 def remove_checkpoint(store: ObjectStore, step: int) -> None:
@@ -268,15 +251,3 @@ def check_free(folder: pathlib.Path, num_bytes: float, what: str) -> None:
             f"{what}: {human_bytes(num_bytes)}, and the local tier {folder} has "
             f"{human_bytes(free)} free; make room, or set {VARIABLE} to a folder of a larger disk"
         )
-
-
-def safe_name(name: str) -> str:
-    """The name of an object, which is to be a path inside a folder.
-
-    Raises:
-      ValueError: it leads out of the folder.
-    """
-    parts = name.split("/")
-    if {"", ".", ".."} & set(parts) or {"\\", "\0"} & set(name):
-        raise ValueError(f"{name!r} is no name of a file in a run's folder")
-    return name

@@ -29,10 +29,10 @@ from etils import epath
 from jaxscale.distributed import processes
 from jaxscale.storage import durable
 from jaxscale.storage.array_sums import array_sums
+from jaxscale.storage.description import read_description, write_description
 from jaxscale.storage.differences import array_differences, describe_difference, listing
 from jaxscale.storage.tiers import MARKER, local_steps
 
-FORMAT = 1
 # Orbax logs each save at length; its errors are raised here, and reported once.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
@@ -142,7 +142,6 @@ class Checkpoints:
         if names:
             raise NotFiniteError(step, names)
         description = {
-            "format": FORMAT,
             "arrays": {
                 n: _signature(a) | {"checksum": sums[n].checksum} for n, a in arrays.items()
             },
@@ -363,9 +362,8 @@ class Checkpoints:
         if differences := array_differences(saved, description["arrays"], part=False):
             raise ValueError(f"what was written cannot be read: {differences[0]}")
         description["files"] = durable.describe_files(path)
-        description["digest"] = durable.json_digest(description)
         (path / MARKER).parent.mkdir()
-        (path / MARKER).write_text(json.dumps(description))
+        (path / MARKER).write_text(write_description(description))
         durable.sync_tree(path)
         durable.move(path, self.directory / str(step))
         if self._newest_file:
@@ -403,15 +401,11 @@ class Checkpoints:
                 f"there is no checkpoint {step} in {self.directory}; there are {self.steps()}"
             )
         try:
-            description = json.loads(self._description_path(step).read_text())
-            if description.pop("digest") != durable.json_digest(description):
-                raise ValueError("its description changed since it was saved")
-            if description["format"] != FORMAT:
-                raise ValueError(f"its format is {description['format']}, not {FORMAT}")
+            description = read_description(self._description_path(step).read_bytes())
             folder = self.directory / str(step)
-            if changed := durable.changed_file(folder, description.get("files", {})):
+            if changed := durable.changed_file(folder, description["files"]):
                 raise ValueError(changed)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise self._unusable(step, error) from error
         return description
 

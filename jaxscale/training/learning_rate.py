@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.config import Config
+from jaxscale.config import Config, from_dict
 from jaxscale.optimizer_config import OptimizerConfig
 
 DECAY_SHARE = 0.2
@@ -75,7 +75,7 @@ def with_schedule(config: Config, saved: dict[str, dict]) -> Config:
     """
     if config.optimizer.schedule_steps is not None:
         return config
-    steps = _saved_schedule_steps(saved) if saved else config.run.steps
+    steps = _saved_schedule(saved).schedule_steps if saved else config.run.steps
     optimizer = dataclasses.replace(config.optimizer, schedule_steps=steps)
     return dataclasses.replace(config, optimizer=optimizer)
 
@@ -88,8 +88,9 @@ def rate_change(saved: dict[str, dict], config: Config, begin: int) -> str:
       config: the present one.
       begin: steps done.
     """
-    steps = _saved_schedule_steps(saved)
-    settings = {name: saved["optimizer"][name] for name in RATE_SETTINGS}
+    saved_config = _saved_schedule(saved)
+    steps = saved_config.schedule_steps
+    settings = {name: getattr(saved_config.optimizer, name) for name in RATE_SETTINGS}
     before = dataclasses.replace(config.optimizer, schedule_steps=steps, **settings)
     if before == config.optimizer:
         return ""
@@ -101,6 +102,11 @@ def rate_change(saved: dict[str, dict], config: Config, begin: int) -> str:
     )
 
 
-def _saved_schedule_steps(saved: dict[str, dict]) -> int:
-    """Of a checkpoint's config; one from before the setting has a schedule of its `run.steps`."""
-    return saved["optimizer"].get("schedule_steps") or saved["run"]["steps"]
+def _saved_schedule(saved: dict[str, dict]) -> Config:
+    """What the learning rate depends on in a checkpoint's config, checked like any setting. One
+    from before `schedule_steps` has a schedule of its `run.steps`."""
+    names = {"optimizer": (*RATE_SETTINGS, "schedule_steps"), "run": ("steps",)}
+    parts = {part: saved.get(part, {}) for part in names}
+    return from_dict(
+        {part: {n: parts[part][n] for n in names[part] if n in parts[part]} for part in names}
+    )

@@ -129,7 +129,7 @@ def read(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict[
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             odd += number < len(lines)
             continue
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):

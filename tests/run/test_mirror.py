@@ -26,6 +26,7 @@ from jaxscale.training.step import StepMetrics
 from tests.run.conftest import move_to
 from tests.run.test_saves import SETTINGS, flip, values
 
+METADATA = {"config": {}, "data": {"fingerprint": "", "next_example": 0}}
 STATE = {"w": np.arange(6.0), "b": np.ones((3, 50))}
 
 
@@ -57,7 +58,7 @@ def save(place, *steps, seconds=30.0):
     (workdir / "config.json").write_text("{}")
     with contextlib.closing(open_checkpoints(place)) as checkpoints:
         for step in steps:
-            checkpoints.save(step, {**STATE, "step": np.int32(step)}, {})
+            checkpoints.save(step, {**STATE, "step": np.int32(step)}, METADATA)
             checkpoints.wait()
         with mirror.mirrored(workdir) as uploads:
             uploads.start(checkpoints)

@@ -25,6 +25,14 @@ def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):
     other = dataclasses.replace(config, layout=configs.Layout(data=1, fsdp=8))
     (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(other)))
     assert setup.planned(config, tmp_path) == other
+    # It is only read: code that it names is not imported, nor is what is no config a traceback.
+    for text, said in (
+        ('{"layout": {"schedule": "antigravity:RECORD"}}', "names code from outside the package"),
+        ("[]", "is not the config of a run"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            setup.planned(config, tmp_path)
 
 
 def test_a_layout_that_is_said_stays():

@@ -1,0 +1,99 @@
+"""The description of a checkpoint, which is in its folder: its arrays, its files, and what the run
+adds. It is only read, whoever wrote it: every field is checked before anybody uses it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.storage import durable
+
+FORMAT = 1
+
+
+def write_description(values: Mapping[str, Any]) -> str:
+    """The text of a description: its values, and their digest."""
+    values = {"format": FORMAT} | dict(values)
+    return json.dumps(values | {"digest": durable.json_digest(values)})
+
+
+def read_description(text: str | bytes) -> dict[str, Any]:
+    """The values of a description: "arrays", "metadata" and, but in old ones, "files".
+
+    Raises:
+      ValueError: it changed since it was written, or is none; says why in a few words.
+    """
+    try:
+        values = json.loads(text)
+        digest = values.pop("digest")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("its description is damaged") from error
+    if digest != durable.json_digest(values):
+        raise ValueError("its description changed since it was saved")
+    if values.get("format") != FORMAT:
+        raise ValueError(f"its format is {values.get('format')!r:.40}, not {FORMAT}")
+    for part, is_good in (("arrays", _is_array), ("files", _is_file)):
+        found = values.setdefault("files", {}) if part == "files" else values.get(part)
+        if not isinstance(found, dict) or not all(map(is_good, found.items())):
+            raise ValueError(f"its description has no proper {part!r}")
+    if not isinstance(values.get("metadata"), dict):
+        raise ValueError("its description has no proper 'metadata'")
+    return values
+
+
+def check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Checks what a run adds to the description of its checkpoints.
+
+    Raises:
+      ValueError: names what is missing or of another type.
+    """
+    config, data = metadata.get("config"), metadata.get("data")
+    if not isinstance(config, dict) or not all(isinstance(part, dict) for part in config.values()):
+        raise ValueError("its description has no proper 'config'")
+    if not isinstance(data, dict) or not (
+        isinstance(data.get("fingerprint"), str)
+        and _is_count(data.get("next_example"))
+        and isinstance(data.get("tokenizer", ""), str)
+        and _are_ranges(data.get("passed_over", ()))
+    ):
+        raise ValueError("its description has no proper 'data'")
+
+
+def safe_name(name: str) -> str:
+    """The name of an object, which is to be a path inside a folder.
+
+    Raises:
+      ValueError: it leads out of the folder.
+    """
+    parts = name.split("/")
+    if {"", ".", ".."} & set(parts) or {"\\", "\0"} & set(name):
+        raise ValueError(f"{name!r} is no name of a file in a run's folder")
+    return name
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_ranges(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value
+    )
+
+
+def _is_array(item: tuple[str, Any]) -> bool:
+    about = item[1]
+    return (
+        isinstance(about, dict)
+        and isinstance(about.get("shape"), list)
+        and all(map(_is_count, about["shape"]))
+        and isinstance(about.get("dtype"), str)
+        and _is_count(about.get("checksum"))
+    )
+
+
+def _is_file(item: tuple[str, Any]) -> bool:
+    name, about = item
+    if not isinstance(about, list) or len(about) != 2:
+        return False
+    safe_name(name)
+    return _is_count(about[0]) and isinstance(about[1], str)
