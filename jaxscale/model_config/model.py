@@ -224,19 +224,14 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
     @property
     def has_formulas(self) -> bool:
         """Whether the planner has formulas for the model's memory and time."""
-        return not (is_own_family(self.family) or self._unplanned)
+        return not (is_own_family(self.family) or self.prediction_depth)
 
     @property
     def without_formulas(self) -> str:
         """The setting for which it has none."""
-        name = "" if is_own_family(self.family) else self._unplanned
-        return f"model.{name or 'family'} = {getattr(self, name or 'family')!r}"
-
-    @property
-    def _unplanned(self) -> str:
-        """An option that no formula knows, if it is used."""
-        names = ("prediction_depth", "expert_pattern")
-        return next((name for name in names if getattr(self, name)), "")
+        if not is_own_family(self.family):
+            return f"model.prediction_depth = {self.prediction_depth}"
+        return f"model.family = {self.family!r}"
 
     @property
     def has_flops_formula(self) -> bool:

@@ -88,7 +88,7 @@ def trained_parameters(config: Config) -> list[ParamShape]:
     return [
         array
         for array in parameters(config.model)
-        if array.name != "mlp/router_bias"
+        if not array.name.endswith("mlp/router_bias")
         and not find_group(f"{array.part}/{array.name}", groups).frozen
     ]
 

@@ -1,10 +1,11 @@
 """The sizes of a step's layer loop, without JAX: see `training.layer_loop`, `sharding.zero`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxscale.config import Config
+from jaxscale.layout import RematPolicy, parse_remat
 from jaxscale.planner.memory.experts import hidden_features, rows_of_token, saved_row_bytes
 from jaxscale.planner.memory.saved_activations import saved_bytes, saved_source_bytes
 from jaxscale.planner.memory.zero_traffic import num_layer_passes
@@ -12,10 +13,10 @@ from jaxscale.planner.model.param_shapes import (
     Ints,
     Rows,
     StackSize,
-    has_experts,
     itemsize,
     parameters,
     select,
+    turn_of,
 )
 
 
@@ -25,6 +26,7 @@ class LayerLoop:
     `pipeline.executor`."""
 
     part: str  # the stack, as in `ParamShape`
+    turn: tuple[bool, ...]  # of each layer of the model in one of the stack: whether with experts
     num_layers: int  # of the stack
     length: int  # tokens of a sequence
     tokens: Ints  # of a micro-batch on a device, of all tensor ranks together
@@ -58,8 +60,8 @@ class LayerLoop:
         length = data.seq_len if stack.part == "encoder" else data.output_len
         source = data.seq_len if stack.part == "decoder" else 0
         tokens = data.global_batch_size * length // shards
-        rows_here = 0
-        if has_experts(config.model, stack.part):
+        rows_here, turn = 0, turn_of(config.model, stack.part)
+        if any(turn):
             rows_here = tokens * rows_of_token(config.model, layout, length)
         gathers = several & (stage == 3)
         scatters = several & ((stage >= 2) | ((stage == 1) & single))
@@ -68,6 +70,7 @@ class LayerLoop:
         sums = sums + select(single, 0, elements(config, "embed head", scatters))
         return cls(
             part=stack.part,
+            turn=turn,
             num_layers=stack.num_layers,
             length=length,
             tokens=tokens,
@@ -85,6 +88,17 @@ class LayerLoop:
             weights=elements(config, stack.part),
             sums=sums,
         )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer of the stack has some."""
+        return any(self.turn)
+
+    @property
+    def layers_of_turn(self) -> list["LayerLoop"]:
+        """The same for each layer of the model in one of the stack, as if it were the only one."""
+        rows = {True: self.rows, False: 0}
+        return [replace(self, turn=(one,), rows=rows[one]) for one in self.turn]
 
 
 def elements(config: Config, parts: str, over_fsdp: Any = False) -> Ints:
@@ -132,15 +146,31 @@ def message_bytes(config: Config, loops: Sequence[LayerLoop]) -> Ints:
 def hidden_values(config: Config, loop: LayerLoop) -> Ints:
     """Of the MLPs or experts of a layer, for a micro-batch."""
     model = config.model
-    if not has_experts(model, loop.part):
+    if not loop.has_experts:
         return loop.tokens * model.d_ff
     return loop.tokens * model.shared_d_ff + loop.rows * hidden_features(model)
 
 
 def layer_saved_bytes(config: Config, loop: LayerLoop) -> Ints:
-    """Saved activations of a layer and a micro-batch."""
-    model, remat = config.model, config.layout.remat_policy
-    if has_experts(model, loop.part):
+    """Saved activations of a layer and a micro-batch. Of a turn of several a policy by names saves
+    what enters the first."""
+    remat = config.layout.remat_policy
+    each = [_saved_bytes(config, one, remat) for one in loop.layers_of_turn]
+    within = (len(each) - 1) * stream_bytes(config, loop) if remat.by_names else 0
+    return sum(each) - within
+
+
+def recomputed_bytes(config: Config, loop: LayerLoop) -> Ints:
+    """Of one layer of a turn, what a backward pass of the next one finds recomputed."""
+    every, remat = parse_remat("none"), config.layout.remat_policy
+    if not remat.by_names:
+        return 0
+    return _saved_bytes(config, loop, every) - _saved_bytes(config, loop, remat)
+
+
+def _saved_bytes(config: Config, loop: LayerLoop, remat: RematPolicy) -> Ints:
+    model = config.model
+    if loop.has_experts:
         tokens = loop.tokens * saved_bytes(model, remat, experts=True) // config.layout.tensor
         whole, shared = saved_row_bytes(model, remat)
         return tokens + loop.rows * (whole + shared // config.layout.tensor)

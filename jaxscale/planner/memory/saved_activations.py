@@ -165,6 +165,12 @@ def stash_refusal(model: ModelConfig, layout: Layout) -> str:
             f"layout.pipeline = {layout.pipeline}: there is no formula for what a pipeline keeps "
             "of latent attention; set layout.pipeline = 1"
         )
+    if model.expert_pattern:
+        return (
+            f"layout.pipeline = {layout.pipeline}: there is no formula for what a pipeline keeps "
+            f"of layers in turns (model.expert_pattern = {model.expert_pattern!r}); set "
+            "layout.pipeline = 1"
+        )
     if model.num_experts and not _by_table(layout.remat_policy):
         return (
             f"layout.remat = {layout.remat!r}: there is no formula for what a pipeline keeps of "

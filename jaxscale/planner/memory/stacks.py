@@ -15,7 +15,7 @@ from jaxscale.planner.memory.layer_loop import (
     stream_bytes,
 )
 from jaxscale.planner.memory.transients import Transients
-from jaxscale.planner.model.param_shapes import Ints, has_experts, select
+from jaxscale.planner.model.param_shapes import Ints, select
 
 
 def held_between_bytes(config: Config, loops: list[LayerLoop]) -> Ints:
@@ -50,7 +50,7 @@ def stacks_outer_gradients(
     head = whole if is_last else select(loop.gathers, shard, whole)
     in_place = transients.in_place & np.logical_not(loop.scatters | loop.single)
     several = select(in_place, 0, head + embed)
-    if transients.in_place and has_experts(config.model, loop.part):
+    if transients.in_place and loop.has_experts:
         several = 0  # the head's are reduced before the loop over layers
     return select(transients.in_place & loop.single, shard + whole, several)
 

@@ -59,7 +59,6 @@ from jaxscale.planner.memory.transients import (
 from jaxscale.planner.model.param_shapes import (
     Ints,
     Rows,
-    has_experts,
     maximum,
     select,
     stack_sizes,
@@ -289,7 +288,7 @@ def _stack_memory(
         carried=carried_bytes(config, loop, transients),
         walk_end=walk_end_bytes(config, loop, transients),
         restacked=restacked_bytes(config, loop, rows[loop.part])
-        if transients.in_place and has_experts(model, loop.part)
+        if transients.in_place and loop.has_experts
         else 0,
         between_stacks=select(pipelined, 0, held_between_bytes(config, before)),
     )
@@ -327,7 +326,7 @@ def _slots(
     model, layout, total = config.model, config.layout, 0
     remat, tiled = layout.remat_policy, transients.tile > 1
     for loop in loops:
-        cross, experts = loop.part == "decoder", has_experts(model, loop.part)
+        cross, experts = loop.part == "decoder", loop.has_experts
         kinds = {"cross": cross, "experts": experts, "tiled": tiled}
         each = loop.tokens * kept(stash_bytes(model, remat, layout, **kinds))
         if cross:

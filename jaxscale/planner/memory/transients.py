@@ -12,8 +12,9 @@ from jaxscale.planner.memory.layer_loop import (
     elements,
     head_elements,
     mlp_weights,
+    recomputed_bytes,
 )
-from jaxscale.planner.model.param_shapes import Ints, has_experts, maximum, select
+from jaxscale.planner.model.param_shapes import Ints, maximum, select
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,21 @@ def hidden_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Int
     matmuls = ("mlp_up", "mlp_gate") if model.gated else ("mlp_up",)
     recomputed = sum(name not in names for name in matmuls)
     arrays = transients.hidden + min(recomputed, transients.matmuls)
-    wide = model.shared_d_ff if has_experts(model, loop.part) else model.d_ff
+    wide = model.shared_d_ff if loop.has_experts else model.d_ff
     return loop.compute * loop.tokens * arrays * wide // config.layout.tensor_columns
 
 
 def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
-    """Activations of a micro-batch and their gradients."""
+    """Activations of a micro-batch and their gradients. In a turn of several layers, of the layer
+    where they are most, with what was recomputed of those before it."""
+    found, before = [], 0
+    for one in loop.layers_of_turn:
+        found.append(_layer_working_set(config, one, transients) + before)
+        before = before + recomputed_bytes(config, one)
+    return maximum(*found)
+
+
+def _layer_working_set(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     model, layout = config.model, config.layout
     # A pipeline may recompute in R operations instead.
     by_table = layout.remat_policy.kept_passes is not None
@@ -142,7 +152,7 @@ def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -
 
 def _rows(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """What the rows of experts add."""
-    if not has_experts(config.model, loop.part):
+    if not loop.has_experts:
         return 0
     head = loop.accumulated * head_elements(config)
     return row_bytes(config, loop, head, blocks=transients.blocks)

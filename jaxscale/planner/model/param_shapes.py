@@ -83,7 +83,8 @@ class ParamShape:
 
 
 class StackSize(NamedTuple):
-    """Layers of one kind, in the order in which a step passes them."""
+    """Layers of one kind, in the order in which a step passes them; where layers with and without
+    experts take turns, a layer of a stack is a turn."""
 
     part: str  # "layers"; or "encoder" and "decoder"; or "dense_layers" and "expert_layers"
     num_layers: int
@@ -91,22 +92,23 @@ class StackSize(NamedTuple):
 
 def stack_sizes(model: ModelConfig) -> tuple[StackSize, ...]:
     """The stacks of a model."""
-    if model.num_experts and model.dense_layers:
+    if model.num_encoder_layers:
         return (
-            StackSize("dense_layers", model.dense_layers),
-            StackSize("expert_layers", model.num_expert_layers),
+            StackSize("encoder", model.num_encoder_layers),
+            StackSize("decoder", model.num_layers),
         )
-    if not model.num_encoder_layers:
-        return (StackSize("layers", model.num_layers),)
-    return (
-        StackSize("encoder", model.num_encoder_layers),
-        StackSize("decoder", model.num_layers),
-    )
+    first = model.dense_layers if model.num_experts else 0
+    if not first:
+        return (StackSize("layers", model.num_layers // len(turn_of(model, "layers"))),)
+    turns = (model.num_layers - first) // len(turn_of(model, "expert_layers"))
+    return StackSize("dense_layers", first), StackSize("expert_layers", turns)
 
 
-def has_experts(model: ModelConfig, part: str) -> bool:
-    """Whether the layers of a stack have experts."""
-    return model.num_experts > 0 and part != "dense_layers"
+def turn_of(model: ModelConfig, part: str) -> tuple[bool, ...]:
+    """Of each layer of the model in a layer of a stack, whether it has experts."""
+    if not model.num_experts or part == "dense_layers":
+        return (False,)
+    return tuple(letter == "E" for letter in model.expert_pattern or "E")
 
 
 def parameters(model: ModelConfig) -> list[ParamShape]:
@@ -136,7 +138,7 @@ def parameters(model: ModelConfig) -> list[ParamShape]:
     # Matrices out of the compressed features of latent attention.
     from_rank = {"attention/k_plain": model.kv_rank, "attention/v": model.kv_rank}
     from_rank |= dict.fromkeys(("attention/q_plain", "attention/q_turned"), model.query_rank)
-    layers = {stack.part: _layer(model, stack.part) for stack in stack_sizes(model)}
+    layers = {stack.part: _stack_layer(model, stack.part) for stack in stack_sizes(model)}
 
     def shape(name: str, axes: tuple[str, ...]) -> tuple[int, ...]:
         inputs = (model.kv_rank and from_rank.get(name)) or model.d_model
@@ -176,7 +178,18 @@ def _head(model: ModelConfig) -> Axes:
     return arrays if model.tied_embeddings else {**arrays, "output": ("embed", "vocab")}
 
 
-def _layer(model: ModelConfig, part: str) -> Axes:
+def _stack_layer(model: ModelConfig, part: str) -> Axes:
+    turn = turn_of(model, part)
+    if len(turn) == 1:
+        return _layer(model, part, experts=turn[0])
+    return {
+        f"layer_{i}/{name}": axes
+        for i, experts in enumerate(turn)
+        for name, axes in _layer(model, part, experts=experts).items()
+    }
+
+
+def _layer(model: ModelConfig, part: str, *, experts: bool) -> Axes:
     arrays: dict[str, tuple[str, ...]] = {}
     for name in ("attention", *(("cross",) if part == "decoder" else ()), "mlp"):
         if model.norm_placement in ("before", "both"):
@@ -186,7 +199,7 @@ def _layer(model: ModelConfig, part: str) -> Axes:
         if name != "mlp":
             arrays |= _attention(model, name)
         else:
-            arrays |= _experts(model) if has_experts(model, part) else _mlp(model)
+            arrays |= _experts(model) if experts else _mlp(model)
     if model.relative_bias == "layer":
         arrays["attention/bias"] = TABLE
     return arrays

@@ -64,7 +64,7 @@ class ModelShape:
     shared_ff: int = 0  # of a shared expert; 0 is expert_ff
     expert_width: int = 0  # width of the routed experts' input; 0 is d_model
     expert_gated: bool = True
-    dense_layers: int = 0  # layers before the first MoE layer
+    dense_layers: int = 0  # layers without experts, wherever they are
     latent: LatentAttention | None = None
     mixer: StateSpaceMixer | None = None
     attention_layers: int = -1  # layers with attention; -1 is all
@@ -347,7 +347,7 @@ def _expert_sizes(model: ModelConfig) -> dict[str, Any]:
         "shared_experts": int(model.shared_d_ff > 0),
         "shared_ff": model.shared_d_ff,
         "expert_gated": model.gated,
-        "dense_layers": model.dense_layers,
+        "dense_layers": model.num_layers - model.num_expert_layers,
     }
 
 

@@ -33,6 +33,8 @@ class Compiled(NamedTuple):
     seq_len: int = 4096
     pipeline: int = 1
     chunks: int = 1
+    pattern: str = ""
+    dense: int = 0
 
     @property
     def error(self) -> float:
@@ -51,6 +53,8 @@ class Compiled(NamedTuple):
             "layout.pipeline": self.pipeline,
             "layout.virtual_stages": self.chunks,
             "layout.schedule": "interleaved" if self.chunks > 1 else "1f1b",
+            **({"model.expert_pattern": self.pattern} if self.pattern else {}),
+            **({"model.dense_layers": self.dense} if self.dense else {}),
         }
         config = configs.load(self.base, [f"{name}={value}" for name, value in settings.items()])
         return step_memory(config, "gpu", own_host=True).peak / (GIB * self.peak_gib) - 1
@@ -116,7 +120,20 @@ PIPELINES = {
 }
 """The first two and the fourth gave the rows that R, B and W have."""
 
-STEPS = DERIVED | AFTERWARDS | PIPELINES
+TURNS = {
+    "qwen3_moe h100:1x8, every second layer": Compiled(
+        QWEN, 8, 16, 1, 1, 8, "full", 33.80, pattern="DE"
+    ),
+    "qwen3_moe h100:1x8, every second layer, 2 passes": Compiled(
+        QWEN, 8, 16, 2, 2, 4, "none", 27.07, pattern="DE"
+    ),
+    "qwen3_moe h100:8x8, every second layer": Compiled(
+        QWEN, 48, 1024, 16, 8, 8, "full", 27.04, pattern="DE"
+    ),
+}
+"""Compiled when the formulas of turns were written."""
+
+STEPS = DERIVED | AFTERWARDS | PIPELINES | TURNS
 
 
 def test_they_are_right_in_the_median():

@@ -11,7 +11,7 @@ import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.compiled import flops, hlo
-from jaxscale.config import ModelConfig
+from jaxscale.config import Config, DataConfig, ModelConfig
 from jaxscale.layout import BLOCK_TENSORS, Layout, parse_remat
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
@@ -24,9 +24,9 @@ from jaxscale.pipeline.backward_split import split
 from jaxscale.planner.memory.experts import (
     expert_capacity,
     rows_of_token,
-    saved_row_bytes,
     stash_row_bytes,
 )
+from jaxscale.planner.memory.layer_loop import LayerLoop, layer_saved_bytes
 from jaxscale.planner.memory.saved_activations import (
     saved_bytes,
     saved_source_values,
@@ -34,6 +34,7 @@ from jaxscale.planner.memory.saved_activations import (
     source_stash_bytes,
     stash_bytes,
 )
+from jaxscale.planner.model.param_shapes import stack_sizes
 from jaxscale.training.remat import rematerialised, rematerialised_attention
 
 ROWS, TIME = 2, 64
@@ -134,6 +135,8 @@ WITH_EXPERTS = {
     "deepseek_v3": DEEPSEEK,
     "values as wide as keys, queries of the stream": DEEPSEEK
     | {"value_head_dim": 0, "query_rank": 0},
+    "a turn of two layers": {"family": "qwen3_moe", "num_experts": 8, "expert_d_ff": 12}
+    | {"num_layers": 5, "dense_layers": 1, "expert_pattern": "DE"},
 }
 
 
@@ -143,6 +146,8 @@ def test_a_layer_with_experts_keeps_these_bytes(name):
     policies = ("none", "save:mlp_up,value")
     if name in ("mixtral", "deepseek_v3"):
         policies += ("full", "save_matmuls", "save_all_but_attention")
+    elif "expert_pattern" in WITH_EXPERTS[name]:
+        policies += ("full",)
     for remat in policies:
         (forward, _), arguments = passes(model, remat)
         _, _, kept = jax.eval_shape(forward, *arguments)
@@ -153,13 +158,15 @@ def test_a_layer_with_experts_keeps_these_bytes(name):
             for leaf in kept
             if leaf.size > tokens and leaf.shape != (model.d_model, model.num_experts)
         )
-        policy, rows = parse_remat(remat), tokens * rows_of_token(model, Layout(data=1), TIME)
-        of_rows = rows * sum(saved_row_bytes(model, policy))
-        assert found == tokens * saved_bytes(model, policy, experts=True) + of_rows, remat
+        data = DataConfig(global_batch_size=ROWS, seq_len=TIME)
+        run = Config(model=model, data=data, layout=Layout(data=1, remat=remat))
+        loop = LayerLoop.of(run, dict(stack_sizes(model)), stack_sizes(model)[-1])
+        assert found == layer_saved_bytes(run, loop), remat
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in WITH_EXPERTS if "kv_rank" not in WITH_EXPERTS[name]]
+    "name",
+    [name for name, of in WITH_EXPERTS.items() if not {"kv_rank", "expert_pattern"} & of.keys()],
 )
 def test_a_pipeline_of_layers_with_experts_keeps_these_bytes(name):
     model, tokens = ModelConfig(**SIZES | WITH_EXPERTS[name]), ROWS * TIME

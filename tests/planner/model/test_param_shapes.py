@@ -45,6 +45,9 @@ MODELS |= {
     "qwen3_moe": ModelConfig(
         family="qwen3_moe", num_layers=3, dense_layers=1, num_experts=16, expert_d_ff=24
     ),
+    "qwen3_moe, every second layer": ModelConfig(
+        family="qwen3_moe", num_layers=5, dense_layers=1, num_experts=16, expert_pattern="DE"
+    ),
     "deepseek_v3": ModelConfig(family="deepseek_v3", **LATENT),
     "deepseek_v3 without a rank of queries": ModelConfig(
         family="deepseek_v3", **LATENT | {"query_rank": 0}

@@ -36,6 +36,16 @@ def test_counts_are_those_of_every_decoder(family):
     assert shape.flops_per_token == pytest.approx(config.model.flops_per_token(128), rel=1e-2)
 
 
+def test_turns_count_the_layers_with_experts():
+    config = load("qwen3_30b_a3b", ["model.num_layers=12", "model.expert_pattern=DDE"])
+    shape = ModelShape.of(config)
+    assert shape.expert_layers == 4
+    assert shape.num_params == config.model.num_params
+    assert shape.active_params == config.model.num_active_params
+    flops = config.model.flops_per_token(config.data.seq_len)
+    assert shape.flops_per_token == pytest.approx(flops, rel=1e-3)
+
+
 @pytest.mark.parametrize("name", ["mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3"])
 def test_counts_are_those_of_a_model_with_experts(name):
     config = load(f"configs/{name}.py")

@@ -85,6 +85,9 @@ def test_what_a_pipeline_has_no_formula_for_is_refused_by_name():
     latent = load("configs/deepseek_v3.py")
     with pytest.raises(ValueError, match=r"layout.pipeline = 2: .* set layout.pipeline = 1"):
         check_pins(Query(latent, cluster, {"pipeline": 2}))
+    turns = load("qwen3_30b_a3b", ["model.expert_pattern=DE"])
+    with pytest.raises(ValueError, match=r"layout.pipeline = 2: .* layers in turns .* = 1"):
+        check_pins(Query(turns, cluster, {"pipeline": 2}))
     layout = Layout(data=1, pipeline=2, fsdp=4, expert=8, remat="save:query")
     piped = dataclasses.replace(MIXTRAL, layout=layout)
     assert not is_predicted(piped)
@@ -106,6 +109,18 @@ def test_an_automatic_layout_has_a_plan():
     plan = choose_layout(config, "NVIDIA H100 80GB HBM3", "gpu", 8)
     assert plan.layout.num_devices == 8
     assert plan.fits
+
+
+def test_layers_in_turns_are_planned():
+    pins = PINS | {"fsdp": 8, "expert": 8, "zero_stage": 3, "microbatches": 16}
+    every, half = (
+        plan_layouts(load("qwen3_30b_a3b", options), "h100", 64, pins=pins, top=1).plans[0]
+        for options in ([], ["model.expert_pattern=DE"])
+    )
+    assert half.fits
+    assert half.memory_bytes < every.memory_bytes
+    # Every second layer exchanges rows.
+    assert np.isclose(half.terms["expert"], every.terms["expert"] / 2, rtol=0.05)
 
 
 def test_latent_attention_is_planned():
