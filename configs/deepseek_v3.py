@@ -3,7 +3,7 @@ which model.prediction_depth = 1 adds.
 
 Command: python -m jaxscale.train --config configs/deepseek_v3.py --workdir runs/deepseek_v3
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json
-Hardware: 2,048 accelerators of 80 GB, in nodes of 8.
+Hardware: 2,048 accelerators of 80 GB, in nodes of 8 whose accelerators share the experts.
 Parameters: 671,026,419,200, of which a token meets 37,552,297,472.
 Expected: not measured yet.
 """
@@ -41,7 +41,7 @@ def get_config():
     layout = ml_collections.ConfigDict()
     layout.data = 1
     layout.fsdp = -1
-    layout.expert = 64
+    layout.expert = 8
     layout.zero_stage = 3
     layout.microbatches = 8
     layout.remat = "full"

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from jaxscale.choices import divisors
 from jaxscale.config import Config
 from jaxscale.formatting import gigabytes
+from jaxscale.planner.memory.experts import rows_of_token
 from jaxscale.planner.memory.step import Memory, is_predicted, step_memory
+from jaxscale.planner.model.param_shapes import itemsize
 
 MARGIN = 1.15
 """By how much a predicted peak must exceed the limit to be refused: the planner's largest error on
@@ -24,7 +26,8 @@ def check_room(config: Config, back_end: str, limit_bytes: float, device: str) -
       device: its name.
 
     Raises:
-      ValueError: with the number of micro-batches that fits, where one does.
+      ValueError: with the number of micro-batches that fits, or fewer ranks of experts that do,
+        where there are some.
     """
     if not is_predicted(config):
         return
@@ -48,8 +51,34 @@ def check_room(config: Config, back_end: str, limit_bytes: float, device: str) -
             said += f"set layout.microbatches = {count}, with {gigabytes(needs.peak)}"
             break
     else:
-        said += "no number of micro-batches fits: python -m jaxscale.plan finds layouts that do"
+        said += "no number of micro-batches fits: "
+        said += _fewer_expert_ranks(config, back_end, limit_bytes)
     raise ValueError(f"{said}, or go on anyway with --skip_memory_check")
+
+
+def _fewer_expert_ranks(config: Config, back_end: str, limit_bytes: float) -> str:
+    """What would fit where the rows that experts may receive are too many: as many devices, with
+    fewer of them on the axis of experts and more on fsdp."""
+    model, layout = config.model, config.layout
+    elsewhere = "python -m jaxscale.plan finds layouts that do"
+    if not model.num_experts or model.capacity_factor or layout.expert == 1:
+        return elsewhere
+    length = config.data.output_len
+    shards = layout.batch_shards * layout.microbatches * layout.context
+    rows = int(rows_of_token(model, layout, length))
+    array = rows * config.data.global_batch_size * length // shards * model.d_model
+    said = (
+        f"with layout.expert = {layout.expert} a rank has room for {rows} rows for each of its "
+        f"tokens, whatever arrives, {gigabytes(itemsize(model.compute_dtype) * array)} an array; "
+    )
+    for ranks in reversed(divisors(layout.expert)[:-1]):
+        fsdp = layout.fsdp * layout.expert // ranks
+        changed = dataclasses.replace(layout, expert=ranks, fsdp=fsdp)
+        needs = _needs(dataclasses.replace(config, layout=changed), back_end)
+        if needs.peak <= limit_bytes and model.d_model % fsdp == 0:
+            fits = f"set layout.expert = {ranks} and layout.fsdp = {fsdp}, with "
+            return said + fits + gigabytes(needs.peak)
+    return said + elsewhere
 
 
 def _needs(config: Config, back_end: str) -> Memory:
