@@ -1,0 +1,138 @@
+"""What a checkpoint costs: how long training stands still for a save, and the share of a load that
+verifies it.
+
+    python tools/bench/checkpoint.py --gigabytes 2 --repeats 5
+
+A state of parameters and two moments in float32, on the devices that JAX has, is saved, and read
+again: once from the disk, with nothing of its files in the page cache, and once from that cache.
+Medians of the repeats; the last line is JSON.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.storage import durable
+from jaxscale.training import checkpoint
+
+ARRAYS = 8
+"""Of each of the three parts: as many as a stack has kinds of weights."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the medians."""
+    parser = argparse.ArgumentParser(description="Measures saves and loads of a state.")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="of the state; default 2")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", type=pathlib.Path, help="on the disk to measure")
+    options = parser.parse_args(argv)
+    state = make_state(options.gigabytes)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="checkpoint_", dir=options.folder))
+    rounds = []
+    try:
+        with contextlib.closing(
+            checkpoint.Checkpoints(folder / "checkpoints", keep_last=1, report=silent)
+        ) as checkpoints:
+            for number in range(options.repeats + 1):  # the first one compiles
+                rounds.append(measure(checkpoints, number, state))
+                print(f"{number}: {rounds[-1]}", flush=True)
+    finally:
+        shutil.rmtree(folder)
+    medians = {
+        name: round(statistics.median(each[name] for each in rounds[1:]), 4) for name in rounds[0]
+    }
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    device = jax.devices()[0].device_kind
+    print(json.dumps({"bytes": num_bytes, "device": device, "repeats": options.repeats, **medians}))
+    return 0
+
+
+def silent(line: str) -> None:
+    """Each save's report."""
+
+
+def make_state(gigabytes: float) -> dict[str, dict[str, jax.Array]]:
+    """Random arrays in three parts."""
+    rows = max(1, int(gigabytes * 1e9 / (3 * ARRAYS * 4 * 4096)))
+    keys = iter(jax.random.split(jax.random.key(0), 3 * ARRAYS))
+    return {
+        part: {f"w{i}": jax.random.normal(next(keys), (rows, 4096)) for i in range(ARRAYS)}
+        for part in ("params", "mu", "nu")
+    }
+
+
+def measure(checkpoints: checkpoint.Checkpoints, step: int, state: Any) -> dict[str, float]:
+    """Saves and reads a state once; seconds, and shares of a load."""
+    state = jax.block_until_ready(jax.tree.map(lambda x: x * jnp.float32(1.0001), state))
+    seconds = {}
+    with timed_sums() as sums:
+        begin = time.perf_counter()
+        checkpoints.save(step, state, {}, finite=("params", "mu", "nu"))
+        seconds["stall_seconds"] = time.perf_counter() - begin
+        seconds["stall_sums_seconds"] = sum(sums)
+    checkpoints.wait()
+    if checkpoints.outcome():
+        raise SystemExit(checkpoints.outcome())
+    seconds["save_seconds"] = time.perf_counter() - begin
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
+    for where in ("disk", "cache"):
+        if where == "disk":
+            drop_cache(checkpoints.directory)
+        with timed_sums() as sums:
+            begin = time.perf_counter()
+            jax.block_until_ready(checkpoints.restore(step, abstract))
+            load = time.perf_counter() - begin
+        seconds[f"load_from_{where}_seconds"] = load
+        seconds[f"verified_share_from_{where}"] = sum(sums) / load
+    return seconds
+
+
+@contextlib.contextmanager
+def timed_sums() -> Any:
+    """The seconds of each call of `array_sums` inside."""
+    plain: Callable[..., Any] = checkpoint.array_sums
+    seconds: list[float] = []
+
+    def timed(arrays: Any) -> Any:
+        jax.block_until_ready(arrays)
+        begin = time.perf_counter()
+        try:
+            return plain(arrays)
+        finally:
+            seconds.append(time.perf_counter() - begin)
+
+    checkpoint.array_sums = timed
+    try:
+        yield seconds
+    finally:
+        checkpoint.array_sums = plain
+
+
+def drop_cache(folder: pathlib.Path) -> None:
+    """Makes the next reader of these files go to the disk."""
+    durable.sync_tree(folder)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
