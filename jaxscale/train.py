@@ -19,7 +19,7 @@ from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.choices import check_choice
 from jaxscale.distributed import launcher, phases, processes
-from jaxscale.run import signals
+from jaxscale.run import notices, signals
 from jaxscale.run.lock import locked
 from jaxscale.run.mirror import Mirror, mirrored
 from jaxscale.storage.tiers import store_of
@@ -86,6 +86,13 @@ def _main(argv: Sequence[str]) -> int:
         "resumes from the newest intact one",
     )
     parser.add_argument(
+        "--preemption_notices",
+        choices=notices.CLOUDS,
+        default="none",
+        help="gce: ask the metadata server of Google's machines every second whether it takes this "
+        "one away, and then save and stop, as after SIGTERM; default none",
+    )
+    parser.add_argument(
         "--upload_seconds",
         metavar="S",
         type=command_line.real(0, 1e6),
@@ -114,6 +121,8 @@ def _main(argv: Sequence[str]) -> int:
             return _describe(config)
         with contextlib.ExitStack() as stack:
             uploads = None
+            with command_line.refusals():
+                stack.enter_context(notices.noticed(options.preemption_notices))
             if processes.first_of_all():
                 with command_line.refusals():
                     stack.enter_context(locked(workdir))

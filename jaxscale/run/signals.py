@@ -1,4 +1,4 @@
-"""Requests to stop a run: signals, and the end of the time that it was given.
+"""Requests to stop a run: signals, the end of the time that it was given, a cloud's notice.
 
 While a step runs, a request waits for the end of the step, and a checkpoint is saved. Before
 training begins there is nothing to save, and the process ends at once. A Python handler would run
@@ -29,7 +29,7 @@ ENDED_UNSAVED = 130
 """The status after a second Ctrl-C, which does not wait for the checkpoint."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
-"""Those that stop a run. SIGALRM is ours: `limit` sets the alarm."""
+"""Those that stop a run. SIGALRM is ours: `limit` sets the alarm, and `ask` sends it."""
 
 AGAIN_SECONDS = 1.0
 """A second Ctrl-C this much later is meant as one: a terminal and a launcher may both send the
@@ -45,7 +45,7 @@ _first = 0  # the first request: the number of its signal
 _held = False  # whether a request waits for the training loop
 _status = STOPPED  # of a process that ends at once
 _interruptible = False
-_limit = ""  # what set the alarm
+_limit = ""  # what set the alarm, or sent it
 
 
 @contextlib.contextmanager
@@ -92,6 +92,14 @@ def limit(hours: float, since: float) -> None:
         _limit = f"run.max_hours = {hours:g}"
         left = since + 3600 * hours - time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3))
+
+
+def ask(reason: str) -> None:
+    """Asks to stop for another reason than a signal; for any thread."""
+    global _limit
+    if _listening:
+        _limit = reason
+        os.kill(os.getpid(), signal.SIGALRM)
 
 
 def requested() -> str:

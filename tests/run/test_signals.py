@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import http.server
 import json
 import os
 import signal
@@ -14,7 +15,8 @@ import jax
 import pytest
 
 from jaxscale import config as configs
-from jaxscale.run import signals, trainer
+from jaxscale import train
+from jaxscale.run import notices, signals, trainer
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.step import StepMetrics
 
@@ -145,6 +147,57 @@ def test_the_time_of_a_run_may_be_limited(ready):
     said, steps = fit(ready)
     assert said == "run.max_hours = 1e-09: stopped before the first step"
     assert steps == []
+
+
+@pytest.fixture
+def metadata_server(monkeypatch):
+    """That of Google's machines: what it answers, in a list of one."""
+    answers = [b"FALSE"]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            good = self.path == "/computeMetadata/v1/instance/preempted"
+            good = good and self.headers["Metadata-Flavor"] == "Google"
+            self.send_response(200 if good else 403)
+            self.end_headers()
+            self.wfile.write(answers[0] if good else b"")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        monkeypatch.setenv(notices.HOST, f"127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(notices, "LOOK_SECONDS", 0.01)
+        yield answers
+        server.shutdown()
+        thread.join()
+
+
+def test_the_notice_of_a_cloud_saves_the_step(ready, metadata_server):
+    def step(state, batch):
+        if int(state.step) == 2:
+            metadata_server[0] = b"TRUE"
+            while not signals.requested():
+                time.sleep(0.01)
+        return count(state, batch)
+
+    with signals.listening(), notices.noticed("gce"):
+        said, steps = fit(dataclasses.replace(ready, step=step))
+    assert said == "the preemption notice of gce: stopped after step 3, saved"
+    assert steps == [3]
+
+
+def test_a_machine_without_a_metadata_server_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv(notices.HOST, "127.0.0.1:9")
+    command = ["--config=tiny", f"--workdir={tmp_path}", "--preemption_notices=gce"]
+    with pytest.raises(SystemExit) as ended:
+        train.main(command)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --preemption_notices gce: no metadata server at 127.0.0.1:9 (")
+    assert said.count("\n") == 1
 
 
 BUSY = """
