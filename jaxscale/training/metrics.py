@@ -61,16 +61,11 @@ class Metrics:
         self._waiting = b""  # what could not be written yet
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Adds one line; `record` has a "step", and numbers or strings."""
+        """Adds one line; `record` has a "step", and numbers, lists of them, or strings."""
         if not self._writes:
             return
         self._write_line(_line(record))
-        numbers = {
-            name: float(value)
-            for name, value in record.items()
-            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
-        }
-        self.track(record["step"], numbers)
+        self.track(record["step"], _numbers(record))
 
     def track(self, step: int, numbers: dict[str, float]) -> None:
         """Gives numbers to the trackers alone."""
@@ -322,6 +317,19 @@ def _line(record: Mapping[str, Any]) -> str:
     }
     clean = _finite(record) | ({"nonfinite": wrong} if wrong else {})
     return json.dumps(clean, allow_nan=False) + "\n"
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """What trackers show of a record: its numbers, and those of lists as "name/0", "name/1"."""
+    found = dict(record)
+    for name, value in record.items():
+        if isinstance(value, list):
+            found |= {f"{name}/{index}": one for index, one in enumerate(value)}
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def _finite(tree: Any) -> Any:

@@ -65,9 +65,12 @@ def test_a_run_that_is_resumed_for_longer_keeps_its_schedule_and_counts_its_toke
         assert line["loss_tokens"] < line["tokens"]
 
 
+BY_LAYER = ["run.metrics_by_layer=True"]
+
+
 def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path, monkeypatch):
     """Of 1,000 tokens in two seconds, 400 with loss, on two H200; half the passes recomputed."""
-    config = load("configs/llama32_1b.py", ["layout.pipeline=2", "layout.remat=keep:2"])
+    config = load("configs/llama32_1b.py", ["layout.pipeline=2", "layout.remat=keep:2", *BY_LAYER])
     devices = np.array([SimpleNamespace(device_kind="NVIDIA H200")] * 2)
     model = Decoder(config.model, plain_kernels())
     engine = SimpleNamespace(
@@ -90,10 +93,12 @@ def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path
             started=0.0,
             account=account,
         )
-        written._record(2, StepMetrics(*map(np.float32, (2.0, 1.0, 1000, 400)), {}, {}), 0.0)
+        loads = {"expert_load_cv": np.array([0.5, 1.5])}
+        written._record(2, StepMetrics(*map(np.float32, (2.0, 1.0, 1000, 400)), {}, loads), 0.0)
     written.close()
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (record["tokens"], record["loss_tokens"]) == (1000, 400)
+    assert (record["expert_load_cv"], record["expert_load_cv_by_layer"]) == (1.0, [0.5, 1.5])
     assert (record["tokens_per_second"], record["loss_tokens_per_second"]) == (500, 200)
     model, seq_len = config.model, config.data.seq_len
     share = 500 / (2 * 989.4e12)

@@ -91,11 +91,16 @@ def test_torn_line_in_a_run_that_goes_on_from_there(tmp_path: Path) -> None:
 def test_finish_draws_and_writes_tensorboard(tmp_path: Path) -> None:
     writer = Metrics(tmp_path)
     write_steps(writer, 1, 20)
+    writer.write({"step": 21, "expert_load_cv": 0.5, "expert_load_cv_by_layer": [0.25, 0.75]})
     writer.finish({"loss": 3.0})
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": 3.0}
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert b"grad_norm" in events.read_bytes()
+    *_, last = tensorboard_events(events)
+    assert {value.tag: value.simple_value for value in last.summary.value} == {
+        "expert_load_cv_by_layer/1": 0.75
+    }
 
 
 def tensorboard_events(path: Path) -> Iterator[Any]:
