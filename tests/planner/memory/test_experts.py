@@ -10,6 +10,8 @@ from typing import NamedTuple
 import pytest
 
 from jaxscale import config as configs
+from jaxscale.layout import parse_remat
+from jaxscale.planner.memory.saved_activations import saved_bytes
 from jaxscale.planner.memory.step import step_memory
 
 GIB = 2**30
@@ -144,3 +146,17 @@ def test_they_are_right_in_the_median():
 @pytest.mark.parametrize("name", STEPS)
 def test_none_is_far_off(name):
     assert abs(STEPS[name].error) <= 0.11
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_a_turn_holds_what_it_recomputed_of_its_first_layer(remat):
+    layout = ["layout.fsdp=1", "layout.microbatches=64", f"layout.remat={remat}"]
+    every, half = (
+        configs.load(QWEN, [f"model.expert_pattern={pattern}", *layout]) for pattern in ("", "DE")
+    )
+    tokens = 1024 // 8 // 64 * 4096
+    each = saved_bytes(half.model, parse_remat("none")) - saved_bytes(
+        half.model, parse_remat(remat)
+    )
+    more = step_memory(half, "gpu").working_set - step_memory(every, "gpu").working_set
+    assert more == tokens * each
