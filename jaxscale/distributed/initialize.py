@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.distributed import consistency, launcher
+from jaxscale.distributed import consistency, launcher, rendezvous
 from jaxscale.distributed.control_channel import ControlChannel
 from jaxscale.distributed.launcher import ProcessGroup
 
@@ -37,6 +37,7 @@ def initialize_jax(channel: ControlChannel, cluster: ProcessGroup, timeout: int)
         cluster.num_processes,
         cluster.process_id,
         local_device_ids=cluster.devices,
+        coordinator_bind_address=None if cluster.process_id else _bound(cluster.address[0], port),
         cluster_detection_method="deactivate",
         initialization_timeout=timeout,
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
@@ -63,6 +64,16 @@ def initialize_jax(channel: ControlChannel, cluster: ProcessGroup, timeout: int)
 
     if refusal := channel.gather("devices", report, decide, timeout):
         raise ValueError(refusal)
+
+
+def _bound(host: str, port: int) -> str | None:
+    """Where JAX's own service listens, which knows no token: on the one address that is needed;
+    None, which is all of them, where a name stands for several or for another machine."""
+    found = rendezvous.bind_address(host)
+    if found is None:
+        return None
+    family, address = found
+    return f"[{address}]:{port}" if family == socket.AF_INET6 else f"{address}:{port}"
 
 
 def _through_here(host: str, port: int) -> int:

@@ -19,6 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxscale.config import check_seed
 from jaxscale.data.text.chat_template import Messages
 from jaxscale.data.tokens.tokenizer import SENTINEL, Tokenizer
+from jaxscale.formatting import gigabytes
+from jaxscale.hardware import host_memory_bytes
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.positions import for_length
@@ -108,6 +110,7 @@ def sample(
     model = for_length(engine.model, longest + num_tokens)
     width = round_up(longest - 1) if longest > 1 else 0
     slots = max(width, round_up(longest + num_tokens))
+    _check_room(model, params, source, len(ids), slots)
     rows = np.full((len(ids), slots), tokenizer.boundary, np.int32)
     for row, tokens in zip(rows, ids):
         row[: len(tokens)] = tokens
@@ -306,6 +309,31 @@ def _extend(
     start = (jnp.zeros((), jnp.int32), tokens_BS, jnp.zeros(batch, bool), cache)
     tokens_BS = jax.lax.while_loop(unfinished, one, start)[1]
     return jax.lax.with_sharding_constraint(tokens_BS, replicated(mesh))
+
+
+def _check_room(
+    model: Decoder | EncoderDecoder, params: Any, source: Source | None, batch: int, slots: int
+) -> None:
+    """Refuses texts whose cache is plainly larger than the memory of a host of CPUs, which would
+    kill the process without a word; an accelerator's allocator says so itself.
+
+    Raises:
+      ValueError: with both sizes.
+    """
+    if jax.default_backend() != "cpu":
+        return
+    cache = jax.eval_shape(
+        lambda *given: begin_cache(model, *given, batch, slots, lambda tree, axes: tree),
+        params,
+        source,
+    )
+    needs = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    limit = host_memory_bytes()
+    if needs / jax.process_count() > limit:
+        raise ValueError(
+            f"the keys and values of {batch} texts of {slots} tokens need {gigabytes(needs)}, and "
+            f"this host has {gigabytes(limit)} of memory: lower --num_tokens, or give fewer prompts"
+        )
 
 
 def begin_cache(

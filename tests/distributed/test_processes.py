@@ -4,10 +4,13 @@ import os
 import socket
 import subprocess
 import sys
+import types
 
+import jax
 import pytest
 
 from jaxscale.distributed import launcher, processes
+from jaxscale.distributed.initialize import initialize_jax
 from jaxscale.distributed.launcher import ProcessGroup
 
 
@@ -19,6 +22,25 @@ def test_one_process_alone_does_nothing(place):
         assert processes.all_reports("report", 5) == [5]
         assert processes.stops(1) == ""
         assert processes.stops(2, "SIGTERM") == "SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("host", "where"), [("127.0.0.1", "127.0.0.1:"), ("192.0.2.1", None), ("::1", "[::1]:")]
+)
+def test_jax_listens_only_where_it_is_needed(host, where, monkeypatch):
+    """Its service knows no token."""
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    given = []
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *_, **settings: given.append(settings)
+    )
+    channel = types.SimpleNamespace(
+        process_id=0, tell=lambda *_: None, gather=lambda *_: "", names=[]
+    )
+    initialize_jax(channel, ProcessGroup(f"{host}:1", 2, 0, "a test"), 1)
+    bound = given[0]["coordinator_bind_address"]
+    assert bound is None if where is None else bound.startswith(where)
 
 
 def test_alone_costs_no_import_of_jax():

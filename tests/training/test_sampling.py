@@ -309,6 +309,14 @@ def test_bad_settings_are_refused(settings, message):
         sampling.sample(engine, params, TOKENIZER, **settings)
 
 
+def test_texts_beyond_the_memory_of_the_host_are_refused_before_anything_is_compiled(monkeypatch):
+    engine, params = one_device(GPT)
+    monkeypatch.setattr(sampling, "host_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(sampling, "_extend", lambda *_, **__: pytest.fail("it began"))
+    with pytest.raises(ValueError, match=r"2 texts of \d+ tokens need .* lower --num_tokens"):
+        sampling.sample(engine, params, TOKENIZER, ["a", "a"], num_tokens=3)
+
+
 def test_several_ends_stop_strings_and_a_first_token():
     """Each ends a text where it appears first; ids of a prompt are taken as they are."""
     engine, params = one_device(LLAMA)
