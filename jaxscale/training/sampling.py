@@ -323,7 +323,7 @@ def _check_room(
     if jax.default_backend() != "cpu":
         return
     cache = jax.eval_shape(
-        lambda *given: begin_cache(model, *given, batch, slots, lambda tree, axes: tree),
+        lambda params, source: begin_cache(model, params, source, batch, slots, _unplaced),
         params,
         source,
     )
@@ -334,6 +334,10 @@ def _check_room(
             f"the keys and values of {batch} texts of {slots} tokens need {gigabytes(needs)}, and "
             f"this host has {gigabytes(limit)} of memory: lower --num_tokens, or give fewer prompts"
         )
+
+
+def _unplaced(tree: Any, axes: Any) -> Any:
+    return tree
 
 
 def begin_cache(
