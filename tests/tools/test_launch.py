@@ -108,6 +108,21 @@ def check_command(container):
     assert token["valueFrom"] == {"secretKeyRef": {"name": "jaxscale", "key": "token"}}
 
 
+def check_processes(monkeypatch, spec: dict, container: dict, pods: str, subdomain: str):
+    """The pods of an indexed job, of names `pods`-INDEX, agree on who they are."""
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"]
+    environ = {each["name"]: each.get("value") for each in container["env"]}
+    for index in (0, 3):
+        domain = f"{pods}-{index}.{subdomain}.default.svc.cluster.local"
+        monkeypatch.setattr(launcher.socket, "getfqdn", lambda domain=domain: domain)
+        options = type("Options", (), dict.fromkeys(launcher.FLAGS))()
+        found = launcher.find_processes(options, environ | {"JOB_COMPLETION_INDEX": str(index)})
+        assert found
+        assert found.coordinator == f"{pods}-0.{subdomain}.default.svc.cluster.local:8476"
+        assert (found.num_processes, found.process_id) == (spec["completions"], index)
+
+
 def test_the_pods_of_the_job_set_find_each_other(monkeypatch):
     (jobs,) = yaml.safe_load_all((FOLDER / "jobset.yaml").read_text())
     assert (jobs["apiVersion"], jobs["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
@@ -118,21 +133,9 @@ def test_the_pods_of_the_job_set_find_each_other(monkeypatch):
     spec = replicated["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     check_command(container)
-    assert spec["completionMode"] == "Indexed"
-    assert spec["completions"] == spec["parallelism"]
-    environ = {each["name"]: each.get("value") for each in container["env"]}
-    pods = f"{name}-{replicated['name']}-0"
-    for index in (0, 3):
-        domain = f"{pods}-{index}.{network['subdomain']}.default.svc.cluster.local"
-        monkeypatch.setattr(launcher.socket, "getfqdn", lambda domain=domain: domain)
-        options = dict.fromkeys(launcher.FLAGS)
-        found = launcher.find_processes(
-            type("Options", (), options)(), environ | {"JOB_COMPLETION_INDEX": str(index)}
-        )
-        assert found
-        coordinator = f"{pods}-0.{network['subdomain']}.default.svc.cluster.local:8476"
-        assert found.coordinator == coordinator
-        assert (found.num_processes, found.process_id) == (spec["completions"], index)
+    check_processes(
+        monkeypatch, spec, container, f"{name}-{replicated['name']}-0", network["subdomain"]
+    )
 
 
 GCLOUD = """#!/bin/bash
@@ -168,21 +171,8 @@ def test_the_pods_of_the_manifest_find_each_other(monkeypatch):
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert pod["subdomain"] == service["metadata"]["name"]
-    assert spec["completionMode"] == "Indexed"
-    assert spec["completions"] == spec["parallelism"]
     (container,) = pod["containers"]
     check_command(container)
-    environ = {each["name"]: each.get("value") for each in container["env"]}
-    name = job["metadata"]["name"]
-    for index in (0, 3):
-        domain = f"{name}-{index}.{pod['subdomain']}.default.svc.cluster.local"
-        monkeypatch.setattr(launcher.socket, "getfqdn", lambda domain=domain: domain)
-        options = dict.fromkeys(launcher.FLAGS)
-        found = launcher.find_processes(
-            type("Options", (), options)(), environ | {"JOB_COMPLETION_INDEX": str(index)}
-        )
-        assert found
-        assert found.coordinator == f"{name}-0.{pod['subdomain']}.default.svc.cluster.local:8476"
-        assert (found.num_processes, found.process_id) == (spec["completions"], index)
+    check_processes(monkeypatch, spec, container, job["metadata"]["name"], pod["subdomain"])
     volumes = {volume["name"] for volume in pod["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
