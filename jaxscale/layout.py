@@ -60,7 +60,7 @@ class Layout:
     `tensor` into rows x columns: each rank has d_model / rows features of the stream, and tensor /
     rows ranks share what lies between two matmuls (arXiv 2305.13525). The ranks of `context` share
     each sequence, and `context_method` says how its keys reach its queries: "ring" or "gather"
-    (`ops/context_attention.py`). In a pipeline `remat` can be "keep:4": each rank saves all
+    (`ops/attention/context.py`). In a pipeline `remat` can be "keep:4": each rank saves all
     residuals of up to four passes through a chunk at a time, and recomputes the others as with
     "full" (`pipeline.orders.keep_passes`). `schedule` and `remat` are stored as written; their
     parsed forms are `schedule_spec` and `remat_policy`.

@@ -17,7 +17,9 @@ UNKNOWN_CYCLES = 2.0**60
 """The compiler writes 2**63 - 1 for unknown cycles."""
 
 ATTENTION_MATMULS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
-"""Matmuls between queries and keys in a Pallas kernel that declares no FLOPs."""
+FLASH_MATMULS = {"flash_forward": 2, "flash_query_gradients": 3, "flash_key_gradients": 4}
+"""Matmuls between queries and keys in a Pallas kernel that declares no FLOPs; on TPUs, and on
+GPUs."""
 
 Own = Callable[[Instruction, Mapping[str, Instruction]], float | None]
 """The cost of an instruction by itself, given the instructions of its computation by name; None
@@ -133,6 +135,13 @@ def _kernel_flops(instruction: Instruction, named: Mapping[str, Instruction]) ->
         matmuls = 5 if "Backward" in target else 2
         half = 0.5 if "CAUSAL" in instruction.rest else 1
         return half * matmuls * 2.0 * math.prod(query) * max(key[1:3])
+    if found := re.search(r"/(flash_\w+?)(_of_pair)?/", instruction.op_name):
+        # [batch, time, heads, head_dim]; causal, but for two chunks of a sequence: of their pairs
+        # most see each other whole.
+        arrays = [hlo.arrays(named[name].shape)[0] for name in instruction.operands]
+        query, key = [dims for _, dims in arrays if len(dims) == 4][:2]
+        matmuls = FLASH_MATMULS[found[1]] * (1.0 if found[2] else 0.5)
+        return matmuls * 2.0 * math.prod(query) * key[1]
     for kernel, matmuls in ATTENTION_MATMULS.items():
         if instruction.name.startswith(kernel):
             # [..., heads, time, head_dim], after the tables of the mask; causal.

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
-from jaxscale.ops.context_attention import balanced_order
+from jaxscale.ops.attention.context_walk import balanced_order
 from jaxscale.sharding.rules import check_divides, check_sequence
 
 

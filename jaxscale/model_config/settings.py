@@ -10,7 +10,7 @@ from typing import Any
 from jaxscale.choices import check_at_least, check_choice
 
 DTYPES = ("float64", "float32", "bfloat16")
-ATTENTIONS = ("auto", "reference", "blockwise", "cudnn", "splash")
+ATTENTIONS = ("auto", "reference", "blockwise", "cudnn", "flash", "splash")
 
 
 def option(plain: Any) -> Any:

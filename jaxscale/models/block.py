@@ -21,7 +21,7 @@ from jaxscale.models.latent_attention import MultiHeadLatentAttention
 from jaxscale.models.positions import rope_settings
 from jaxscale.models.protocol import STREAM, Sums
 from jaxscale.models.weights import Weights
-from jaxscale.ops.attention import decode_attention
+from jaxscale.ops.attention.attention import decode_attention
 from jaxscale.ops.norm import layer_norm, rms_norm
 from jaxscale.ops.rope import rotary
 from jaxscale.ops.tensor_parallel import add_bias, columns, rows

@@ -43,7 +43,7 @@ from jaxscale.models.prediction import (
 )
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import axes_of, module_of, params_of
-from jaxscale.ops.attention import attention
+from jaxscale.ops.attention.attention import attention
 from jaxscale.ops.loss import logits
 
 EMBEDDING_LAYER = 2**24 - 1

@@ -38,7 +38,7 @@ from jaxscale.models.weights import (
     stack_axes,
     stack_params,
 )
-from jaxscale.ops.attention import attention
+from jaxscale.ops.attention.attention import attention
 from jaxscale.ops.loss import logits
 
 

@@ -22,7 +22,7 @@ from jaxscale.models.protocol import STREAM
 from jaxscale.models.weights import (
     Weights,
 )
-from jaxscale.ops.attention import decode_attention
+from jaxscale.ops.attention.attention import decode_attention
 from jaxscale.ops.tensor_parallel import columns
 
 TABLE = ("buckets", "heads")

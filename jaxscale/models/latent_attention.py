@@ -18,7 +18,7 @@ from jaxscale.config import ModelConfig
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.positions import rope_settings
 from jaxscale.models.weights import Weights
-from jaxscale.ops.attention import decode_attention
+from jaxscale.ops.attention.attention import decode_attention
 from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.rope import rotary
 from jaxscale.ops.tensor_parallel import columns, linear, rows

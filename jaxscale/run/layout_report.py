@@ -11,7 +11,7 @@ import jax
 from jaxscale.formatting import human_bytes, table
 from jaxscale.layout import REMATS, TENSOR_ROWS, RematPolicy, parse_remat
 from jaxscale.models.decoder import plain_kernels
-from jaxscale.ops.attention import attention
+from jaxscale.ops.attention.attention import attention
 from jaxscale.pipeline import summary
 from jaxscale.pipeline.layer_placement import stack_of
 from jaxscale.pipeline.simulator import simulate

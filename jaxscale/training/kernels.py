@@ -15,9 +15,10 @@ from jax.typing import DTypeLike
 from jaxscale.config import Config
 from jaxscale.layout import TENSOR_ROWS, Layout
 from jaxscale.models.kernels import Kernels, plain_lookup
-from jaxscale.ops.attention import attention, choose, score_settings
-from jaxscale.ops.attention_kernels import maskless
-from jaxscale.ops.context_attention import balanced_order, context_attention
+from jaxscale.ops.attention.attention import SPREAD, attention, choose, score_settings
+from jaxscale.ops.attention.context import context_attention
+from jaxscale.ops.attention.context_walk import balanced_order
+from jaxscale.ops.attention.platform_kernels import maskless
 from jaxscale.ops.dropout import dropout, jitter
 from jaxscale.ops.embedding import spread_lookup
 from jaxscale.ops.experts.dispatch import Dispatch
@@ -95,23 +96,24 @@ def attention_name(config: Config, platform: str) -> str:
     Raises:
       ValueError: the one that is set cannot honour the settings.
     """
-    model, layout = config.model, config.layout
-    if layout.context == 1:
-        return choose(
-            model.attention,
-            platform,
-            dtype=model.compute_dtype,
-            head_dim=model.head_dim,
-            seq_len=config.data.seq_len,
-            uses=model.attention_uses,
-        )
-    if model.attention not in ("auto", "blockwise"):
+    model, context = config.model, config.layout.context
+    if context > 1 and model.attention not in ("auto", *SPREAD):
         raise ValueError(
             f"model.attention = {model.attention!r} attends within one device, and layout.context "
-            f"= {layout.context} spreads a sequence over several; set model.attention = 'auto', or "
+            f"= {context} spreads a sequence over several; set model.attention = 'auto', or "
             "layout.context = 1"
         )
-    return f"blockwise, by {layout.context_method}"
+    name = choose(
+        model.attention,
+        platform,
+        dtype=model.compute_dtype,
+        head_dim=model.head_dim,
+        # A kernel sees a pair of the chunks of `context_walk.py`.
+        seq_len=config.data.seq_len // (2 * context if context > 1 else 1),
+        uses=model.attention_uses,
+        spread=context > 1,
+    )
+    return name if context == 1 else f"{name}, by {config.layout.context_method}"
 
 
 def _attend(layout: Layout, implementation: str) -> Callable[..., jax.Array]:
@@ -133,7 +135,7 @@ def _attend(layout: Layout, implementation: str) -> Callable[..., jax.Array]:
             local = functools.partial(attention, implementation=implementation, **settings)
         else:
             local = functools.partial(
-                context_attention,
+                _context_kernel(implementation),
                 axis="context",
                 method=layout.context_method,
                 scoring=score_settings(*arrays[:6], **settings),
@@ -144,6 +146,15 @@ def _attend(layout: Layout, implementation: str) -> Callable[..., jax.Array]:
         return _manual(layout, local, specs, queries)(*arrays)
 
     return attend
+
+
+def _context_kernel(implementation: str) -> Callable[..., jax.Array]:
+    if not implementation.startswith("flash"):
+        return context_attention
+    # Half a second to import, and only a GPU needs it.
+    from jaxscale.ops.attention.context_flash import context_flash  # noqa: PLC0415
+
+    return context_flash
 
 
 def _manual(layout: Layout, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:

@@ -13,7 +13,7 @@ from jaxscale.layout import Layout, RematPolicy
 from jaxscale.models.experts import CHOICE
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import LayerFunction
-from jaxscale.ops.attention_kernels import is_cudnn_forward
+from jaxscale.ops.attention.platform_kernels import is_cudnn_forward
 
 Tree = Any
 

@@ -6,7 +6,7 @@ import pytest
 
 import jaxscale
 from jaxscale.batch import Batch, ShardedBatch
-from jaxscale.ops.context_attention import balanced_order
+from jaxscale.ops.attention.context_walk import balanced_order
 from tests.invariants.layouts import BATCH, LLAMA, SEQ_LEN, batches, make_config, open_engine
 
 CONTEXT = {"context": 2, "fsdp": 2, "microbatches": 2}

@@ -13,7 +13,7 @@ from jaxscale.config import ModelConfig
 from jaxscale.layout import parse_remat
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.kernels import Kernels
-from jaxscale.ops.attention import attention
+from jaxscale.ops.attention.attention import attention
 from jaxscale.pipeline.backward_split import split
 from jaxscale.training.remat import rematerialised, rematerialised_attention
 

@@ -12,13 +12,13 @@ import pytest
 
 from jaxscale.layout import MANUAL_AXES
 from jaxscale.models.decoder import plain_kernels
-from jaxscale.ops.context_attention import balanced_order
+from jaxscale.ops.attention.context_walk import balanced_order
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.specs import BATCH_ROWS, REPLICATED
 from jaxscale.training.kernels import attention_name, make_kernels
 from tests.invariants.layouts import LLAMA, make_config, open_engine
-from tests.ops.test_attention import arguments
+from tests.ops.attention.test_attention import arguments
 
 # LLAMA has 8 key heads and a width of 64; sequences are of 24 tokens where nothing else is said.
 REFUSED = [

@@ -15,8 +15,8 @@ from jaxscale.layout import parse_remat
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import layer_function
-from jaxscale.ops.attention import attention
-from jaxscale.ops.attention_kernels import maskless
+from jaxscale.ops.attention.attention import attention
+from jaxscale.ops.attention.platform_kernels import maskless
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.planner.memory.saved_activations import saved_values
 from jaxscale.training.remat import rematerialised, rematerialised_attention

@@ -20,7 +20,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
-from jaxscale.ops.attention import attention, choose  # noqa: E402
+from jaxscale.ops.attention.attention import attention, choose  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)

@@ -213,7 +213,7 @@ def usual(options: argparse.Namespace, microbatches: int, remat: bool = False) -
     from jaxscale.data.synthetic import synthetic_batch  # noqa: PLC0415
     from jaxscale.models.decoder import Decoder, Kernels  # noqa: PLC0415
     from jaxscale.models.protocol import head_params  # noqa: PLC0415
-    from jaxscale.ops.attention import attention  # noqa: PLC0415
+    from jaxscale.ops.attention.attention import attention  # noqa: PLC0415
     from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415
 
     config = make_config(options, "gpipe", microbatches)

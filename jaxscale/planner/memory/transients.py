@@ -187,7 +187,7 @@ def cross_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints
 
 
 def _scores(config: Config, loop: LayerLoop) -> Ints:
-    """A block of attention scores (`ops.attention_blocks.block_size`)."""
+    """A block of attention scores (`ops.attention.blocks.block_size`)."""
     layout = config.layout
     sequences = config.data.global_batch_size // (layout.batch_shards * layout.microbatches)
     heads = sequences * config.model.num_heads // layout.tensor_columns

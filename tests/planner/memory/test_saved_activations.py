@@ -17,7 +17,7 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import layer_function, split_stream
-from jaxscale.ops.attention import attention
+from jaxscale.ops.attention.attention import attention
 from jaxscale.ops.experts.dispatch import capacity_of
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.pipeline.backward_split import split

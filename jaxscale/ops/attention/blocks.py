@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxscale.ops import relative_bias
+from jaxscale.ops.attention import relative_bias
 from jaxscale.ops.sizes import BLOCK_SCORES
 
 
@@ -124,7 +124,7 @@ def reaches(queries: Queries, keys: Keys, *, offset: Array | int, scoring: Scori
     """The reach of every block of queries; the arguments of `attend`."""
     visible_IJ = visible(queries.segments, keys.segments, offset=offset, scoring=scoring)
     distance_I = offset + queries.segments.shape[-1] * jnp.arange(len(queries.segments))
-    return Reach(distance_I, *_ranges(visible_IJ))
+    return Reach(distance_I, *visible_ranges(visible_IJ))
 
 
 def attend_block(
@@ -266,7 +266,7 @@ def gradients(
         return sums, (grad_k_BKsH.astype(dtype), grad_v_BKsH.astype(dtype))
 
     visible_IJ = visible(queries.segments, keys.segments, offset=offset, scoring=scoring)
-    xs = jnp.arange(len(keys.segments)), *_ranges(visible_IJ.T), keys
+    xs = jnp.arange(len(keys.segments)), *visible_ranges(visible_IJ.T), keys
     sums, (grad_k_JBKsH, grad_v_JBKsH) = jax.lax.scan(key_block, sums, xs)
     return sums, grad_k_JBKsH, grad_v_JBKsH
 
@@ -364,7 +364,7 @@ def visible(
     return visible_IJ & jnp.any(overlap_IJB, axis=-1)
 
 
-def _ranges(visible: Array) -> tuple[Array, Array]:
+def visible_ranges(visible: Array) -> tuple[Array, Array]:
     """For each row, begin and end of the columns outside of which none is visible."""
     end = visible.shape[1] - jnp.argmax(visible[:, ::-1], axis=1)
     return jnp.argmax(visible, axis=1), jnp.where(jnp.any(visible, axis=1), end, 0)

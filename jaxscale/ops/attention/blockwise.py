@@ -1,6 +1,6 @@
 """Attention in blocks, in plain JAX: the kernel for CPUs.
 
-Shapes: as in `attention_blocks.py`.
+Shapes: as in `blocks.py`.
 """
 
 import functools
@@ -9,8 +9,8 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.ops import attention_blocks
-from jaxscale.ops.attention_blocks import Scoring
+from jaxscale.ops.attention import blocks
+from jaxscale.ops.attention.blocks import Scoring
 
 
 def blockwise_attention(
@@ -30,12 +30,12 @@ def blockwise_attention(
     Its residuals are its arguments, the output and one number per query and head.
 
     Args:
-      block: queries, and keys, of a block; None is by `attention_blocks.block_size`.
+      block: queries, and keys, of a block; None is by `blocks.block_size`.
     """
     longest = max(q_BTNH.shape[1], k_BSKH.shape[1])
-    block = min(block or attention_blocks.block_size(q_BTNH), longest)
+    block = min(block or blocks.block_size(q_BTNH), longest)
     given = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS)
-    tables = (attention_blocks.wide(x, q_BTNH) for x in (bias_bN, sinks_N))
+    tables = (blocks.wide(x, q_BTNH) for x in (bias_bN, sinks_N))
     return _attention(block, scoring, *given, *tables)
 
 
@@ -49,20 +49,18 @@ def _forward(
 ) -> tuple[Array, Array]:
     """The output, and log(sum(exp(score))) as [I, B, K, G, t]."""
     tokens = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS)
-    queries, keys = attention_blocks.in_blocks(*tokens, block=block)
-    reach = attention_blocks.reaches(queries, keys, offset=0, scoring=scoring)
+    queries, keys = blocks.in_blocks(*tokens, block=block)
+    reach = blocks.reaches(queries, keys, offset=0, scoring=scoring)
 
     def query_block(arguments):
         queries, reach = arguments
-        softmax = attention_blocks.start(queries.q, sinks_N)
-        softmax = attention_blocks.attend_block(
-            softmax, queries, reach, keys, bias_bN, scoring=scoring
-        )
+        softmax = blocks.start(queries.q, sinks_N)
+        softmax = blocks.attend_block(softmax, queries, reach, keys, bias_bN, scoring=scoring)
         blind = segments_BS is not None
-        return attention_blocks.finish_softmax(softmax, q_BTNH.dtype, blind=blind)
+        return blocks.finish_softmax(softmax, q_BTNH.dtype, blind=blind)
 
     out_IBKGtH, log_z_IBKGt = jax.lax.map(query_block, (queries, reach))
-    return attention_blocks.from_query_blocks(out_IBKGtH, q_BTNH.shape[1]), log_z_IBKGt
+    return blocks.from_query_blocks(out_IBKGtH, q_BTNH.shape[1]), log_z_IBKGt
 
 
 def _forward_rule(block: int, scoring: Scoring, *given: Array | None):
@@ -76,10 +74,10 @@ def _backward_rule(block: int, scoring: Scoring, residuals, grad_BTNH: Array):
     *tokens, bias_bN, sinks_N, out_BTNH, log_z_IBKGt = residuals
     q_BTNH, k_BSKH, *_ = tokens
     num_kv_heads = k_BSKH.shape[2]
-    queries, keys = attention_blocks.in_blocks(*tokens, block=block)
-    output = attention_blocks.output(out_BTNH, grad_BTNH, log_z_IBKGt, num_kv_heads, block)
-    sums, grad_k_JBKsH, grad_v_JBKsH = attention_blocks.gradients(
-        attention_blocks.no_sums(queries, bias_bN, log_z_IBKGt.dtype),
+    queries, keys = blocks.in_blocks(*tokens, block=block)
+    output = blocks.output(out_BTNH, grad_BTNH, log_z_IBKGt, num_kv_heads, block)
+    sums, grad_k_JBKsH, grad_v_JBKsH = blocks.gradients(
+        blocks.no_sums(queries, bias_bN, log_z_IBKGt.dtype),
         queries,
         output,
         keys,
@@ -89,13 +87,13 @@ def _backward_rule(block: int, scoring: Scoring, residuals, grad_BTNH: Array):
         dtype=k_BSKH.dtype,
     )
     return (
-        attention_blocks.from_query_blocks(sums.q.astype(q_BTNH.dtype), q_BTNH.shape[1]),
-        attention_blocks.from_key_blocks(grad_k_JBKsH, k_BSKH.shape[1]),
-        attention_blocks.from_key_blocks(grad_v_JBKsH, k_BSKH.shape[1]),
+        blocks.from_query_blocks(sums.q.astype(q_BTNH.dtype), q_BTNH.shape[1]),
+        blocks.from_key_blocks(grad_k_JBKsH, k_BSKH.shape[1]),
+        blocks.from_key_blocks(grad_v_JBKsH, k_BSKH.shape[1]),
         None,
         None,
         sums.bias,
-        attention_blocks.sink_gradient(sinks_N, output),
+        blocks.sink_gradient(sinks_N, output),
     )
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.ops import relative_bias
-from tests.ops.test_attention import arguments, blockwise, differentiated
+from jaxscale.ops.attention import relative_bias
+from tests.ops.attention.test_attention import arguments, blockwise, differentiated
 
 
 def published_bucket(relative, causal, num_buckets, max_distance):

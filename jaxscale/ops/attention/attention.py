@@ -4,6 +4,7 @@ Shapes: B batch, T query time, S key time, N query heads, K key heads, G query h
 (N = K * G), H head_dim, b buckets of a relative position bias.
 """
 
+import contextlib
 from collections.abc import Collection
 from typing import Any
 
@@ -13,13 +14,17 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jaxscale.ops import attention_kernels
-from jaxscale.ops.attention_blocks import Scoring, in_reach
-from jaxscale.ops.blockwise import blockwise_attention
-from jaxscale.ops.relative_bias import relative_buckets
+from jaxscale.ops.attention import platform_kernels
+from jaxscale.ops.attention.blocks import Scoring, in_reach
+from jaxscale.ops.attention.blockwise import blockwise_attention
+from jaxscale.ops.attention.relative_bias import relative_buckets
 
-PLATFORM_KERNELS = {"cpu": "blockwise", "gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}
-"""What "auto" selects if the kernel honours the run's settings; otherwise it is "blockwise"."""
+PLATFORM_KERNELS = {"gpu": ("cudnn", "flash"), "cuda": ("cudnn", "flash"), "tpu": ("splash",)}
+"""Of which "auto" selects the first that honours the run's settings; otherwise it is
+"blockwise"."""
+
+SPREAD = ("blockwise", "flash")
+"""Those that attend over a sequence that is spread over several ranks, too."""
 
 USES = {
     "soft_cap": "no soft cap of scores",
@@ -49,7 +54,7 @@ def attention(
     makes possible, has output zero. The softmax is in float32, or in the input's type where that is
     wider. The output and the residuals other than the arguments carry the checkpoint name
     "attention", except with "cudnn", whose results a remat policy recognises by
-    `attention_kernels.is_cudnn_forward`.
+    `platform_kernels.is_cudnn_forward`.
 
     Args:
       segments_BS: the keys' segments, in cross attention, which is not causal and has neither
@@ -57,7 +62,8 @@ def attention(
       bias_bN: the table of T5's relative position bias (`relative_bias.py`), or None.
       sinks_N: of each head a score in the softmax's sum, without a value: attention sinks (arXiv
         2309.17453, as learned logits in gpt-oss, arXiv 2508.10925); or None.
-      implementation: "reference", "blockwise", "cudnn" or "splash"; see `choose` and `check`.
+      implementation: "reference", "blockwise", "cudnn", "flash" or "splash"; see `choose` and
+        `check`.
       **settings: those of `score_settings`.
 
     Raises:
@@ -67,10 +73,10 @@ def attention(
     scoring = score_settings(*given, **settings)
     if sinks_N is not None and segments_BS is not None:
         raise ValueError("cross attention has no attention sinks")
-    if implementation not in ("reference", "blockwise", "cudnn", "splash"):
+    if implementation not in LACKS:
         raise ValueError(
             f"attention implementation {implementation!r} is not known; it can be "
-            "reference, blockwise, cudnn or splash"
+            f"{', '.join(LACKS)}"
         )
     asked = {
         "soft_cap": scoring.soft_cap,
@@ -81,9 +87,11 @@ def attention(
     check_uses(implementation, [use for use, is_asked in asked.items() if is_asked])
     match implementation:
         case "cudnn":
-            return attention_kernels.cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, scoring)
+            return platform_kernels.cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, scoring)
+        case "flash":
+            return platform_kernels.flash(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, scoring)
         case "splash":
-            return attention_kernels.splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, scoring)
+            return platform_kernels.splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, scoring)
         case "blockwise":
             return blockwise_attention(*given, sinks_N, scoring=scoring)
     return checkpoint_name(_reference(*given, sinks_N, scoring), "attention")
@@ -139,14 +147,16 @@ def choose(
     head_dim: int,
     seq_len: int,
     uses: Collection[str] = (),
+    spread: bool = False,
 ) -> str:
     """The name of the implementation that a run uses; only "auto" leaves a choice.
 
-    "auto" is the platform's kernel in `PLATFORM_KERNELS` where `check` accepts it, and
-    "blockwise" otherwise, so that every setting runs on every platform.
+    "auto" is the first of the platform's kernels in `PLATFORM_KERNELS` that `check` accepts, and
+    "blockwise" if there is none, so that every setting runs on every platform.
 
     Args:
       uses: of `USES`, all that any layer of the model asks for.
+      spread: whether "auto" is to be one of `SPREAD`.
 
     Raises:
       ValueError: the named implementation cannot honour the settings.
@@ -155,12 +165,13 @@ def choose(
     if implementation != "auto":
         check(implementation, platform=platform, **asked)
         return implementation
-    kernel = PLATFORM_KERNELS.get(platform, "blockwise")
-    try:
-        check(kernel, platform=platform, **asked)
-    except ValueError:
-        return "blockwise"
-    return kernel
+    for kernel in PLATFORM_KERNELS.get(platform, ()):
+        if spread and kernel not in SPREAD:
+            continue
+        with contextlib.suppress(ValueError):
+            check(kernel, platform=platform, **asked)
+            return kernel
+    return "blockwise"
 
 
 def check(
@@ -175,11 +186,14 @@ def check(
     """Raises ValueError, naming the setting to change, if a kernel cannot honour the arguments."""
     if implementation in ("reference", "blockwise"):
         return
-    limits = {"cudnn": attention_kernels.cudnn_limits, "splash": attention_kernels.splash_limits}
+    limits = {
+        "cudnn": platform_kernels.cudnn_limits,
+        "flash": platform_kernels.flash_limits,
+        "splash": platform_kernels.splash_limits,
+    }
     if implementation not in limits:
         raise ValueError(
-            f"model.attention = {implementation!r} is not known; it can be auto, reference, "
-            "blockwise, cudnn or splash"
+            f"model.attention = {implementation!r} is not known; it can be auto, {', '.join(LACKS)}"
         )
     broken = limits[implementation](platform, jnp.dtype(dtype), head_dim, seq_len)
     if broken:
@@ -204,6 +218,7 @@ LACKS = {
     "reference": (),
     "blockwise": (),
     "cudnn": ("soft_cap", "bias", "cross", "sinks"),
+    "flash": ("bias", "cross"),
     "splash": ("bias", "cross", "sinks"),
 }
 """Of `USES`, what each implementation cannot do."""

@@ -1,9 +1,10 @@
-"""Attention kernels that a platform brings: cuDNN on NVIDIA GPUs, Pallas splash on TPUs.
+"""Attention kernels of a platform: cuDNN and `flash.py` on NVIDIA GPUs, Pallas splash on TPUs.
 
 Shapes: as in `attention.py`.
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,8 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxscale.ops.attention_blocks import Scoring
+from jaxscale.ops.attention.blocks import Scoring
 from jaxscale.ops.sizes import LANES
+
+FLASH_BLOCKS = (64, 32, 16)
+"""Queries, and keys, of a block."""
+
+FLASH_HEAD_DIMS = (16, 32, 64, 128, 256)
+"""Of which Triton has tiles."""
+
+FLASH_ELEMENTS = 64 * 128
+"""Of a block's queries, at most."""
 
 
 def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, scoring: Scoring) -> Array:
@@ -62,6 +72,14 @@ def is_cudnn_forward(primitive, *_, **__) -> bool:
     """A remat policy that saves the results of cuDNN's kernel. It goes by the primitive, since the
     kernel's differentiation rule gives them no names."""
     return primitive.name.startswith("dot_product_attention_fwd")
+
+
+def flash(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, scoring: Scoring) -> Array:
+    """`flash.flash_attention`."""
+    # Half a second to import, and only a GPU needs it.
+    from jaxscale.ops.attention.flash import flash_attention  # noqa: PLC0415
+
+    return flash_attention(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, scoring=scoring)
 
 
 def splash(
@@ -129,6 +147,36 @@ def cudnn_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
         )
     if seq_len % 2:
         return f"needs an even data.seq_len, and it is {seq_len}; change either"
+    return ""
+
+
+def flash_block(time: int, head_dim: int) -> int:
+    """Queries, and keys, of a block of `flash`: the most whose sums stay in registers; 0 if no
+    block divides the sequence."""
+    sizes = (size for size in FLASH_BLOCKS if size * head_dim <= FLASH_ELEMENTS)
+    return next((size for size in sizes if time % size == 0), 0)
+
+
+def flash_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
+    """Which setting `flash` cannot honour, and what to set instead; "" if it honours
+    all."""
+    if platform not in ("gpu", "cuda"):
+        return f"needs an NVIDIA GPU and the platform is {platform}"
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return "needs Pallas's back end for Triton, which this version of JAX no longer has"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"computes in bfloat16 and model.compute_dtype = {dtype.name!r}; change either"
+    if head_dim not in FLASH_HEAD_DIMS:
+        return (
+            f"needs model.head_dim to be one of {', '.join(map(str, FLASH_HEAD_DIMS))}, and it is "
+            f"{head_dim}; change either"
+        )
+    if not flash_block(seq_len, head_dim):
+        least = FLASH_BLOCKS[-1]
+        return (
+            f"needs data.seq_len to be a multiple of {least} (and of {2 * least} x layout.context, "
+            f"if this is not 1), and is to attend to {seq_len} tokens at a time; change either"
+        )
     return ""
 
 

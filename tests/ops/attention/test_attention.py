@@ -10,10 +10,17 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.ops import attention_kernels
-from jaxscale.ops.attention import attention, check, choose, decode_attention, score_settings
-from jaxscale.ops.attention_kernels import maskless
-from jaxscale.ops.blockwise import blockwise_attention
+from jaxscale.ops.attention import platform_kernels
+from jaxscale.ops.attention.attention import (
+    attention,
+    check,
+    choose,
+    decode_attention,
+    score_settings,
+)
+from jaxscale.ops.attention.blockwise import blockwise_attention
+from jaxscale.ops.attention.flash import flash_attention
+from jaxscale.ops.attention.platform_kernels import maskless
 from jaxscale.ops.rope import rotary
 
 reference = functools.partial(attention, implementation="reference")
@@ -209,7 +216,35 @@ def test_splash_is_the_reference(kv_heads, settings):
 
 def splash(*args, **settings):
     """Its kernel, on a CPU."""
-    return attention_kernels.splash(*args, score_settings(*args, **settings), interpret=True)
+    return platform_kernels.splash(*args, score_settings(*args, **settings), interpret=True)
+
+
+FLASH_CASES: dict[str, dict] = {
+    "sinks, window, capped": {"sinks": 1, "sliding_window": 20, "soft_cap": 0.7},
+    "one key head, both ways, window": {"kv_heads": 1, "causal": False, "sliding_window": 18},
+}
+
+
+def flash(q, k, v, segments, segments_BS=None, bias=None, sinks=None, **settings):
+    """Its kernels, on a CPU."""
+    scoring = score_settings(q, k, v, segments, segments_BS, bias, **settings)
+    return flash_attention(q, k, v, segments, sinks, scoring=scoring, interpret=True)
+
+
+@pytest.mark.parametrize("case", FLASH_CASES.values(), ids=FLASH_CASES)
+def test_flash_is_the_reference(case):
+    assert_close(*parity(case, flash, time=48), 1e-12)
+
+
+def test_flash_is_close_in_bfloat16_and_large_scores_do_not_overflow():
+    args = arguments(48, 4, 2, dtype=jnp.bfloat16, packing="every")
+    run = with_gradients(flash)
+    got = run(*args)
+    expected = with_gradients(reference)(*(arg.astype(jnp.float64) for arg in args[:3]), args[3])
+    assert [value.dtype for value in got] == [jnp.bfloat16] * 4
+    assert_close(got, expected, 12 * float(jnp.finfo(jnp.bfloat16).eps))
+    for value in run(300 * args[0], 300 * args[1], *args[2:]):
+        assert bool(jnp.all(jnp.isfinite(value)))
 
 
 def test_scaling_in_the_rotation_adds_no_rounding_to_that_of_queries_and_keys():
@@ -371,10 +406,15 @@ def test_auto_is_the_platforms_kernel_where_it_honours_the_settings():
     assert choose("auto", "gpu", **settings) == "cudnn"
     assert choose("auto", "tpu", **settings) == "splash"
     assert choose("auto", "gpu", **{**settings, "dtype": "float32"}) == "blockwise"
-    assert choose("auto", "gpu", **{**settings, "head_dim": 256}) == "blockwise"
+    assert choose("auto", "gpu", **{**settings, "head_dim": 256}) == "flash"
+    assert choose("auto", "gpu", **{**settings, "head_dim": 72}) == "cudnn"
+    assert choose("auto", "gpu", **{**settings, "head_dim": 192}) == "blockwise"
+    assert choose("auto", "gpu", **settings, spread=True) == "flash"
+    assert choose("auto", "tpu", **settings, spread=True) == "blockwise"
     assert choose("auto", "tpu", **{**settings, "seq_len": 100}) == "blockwise"
     assert choose("reference", "tpu", **settings) == "reference"
-    assert choose("auto", "gpu", **settings, uses=["soft_cap"]) == "blockwise"
+    assert choose("auto", "gpu", **settings, uses=["soft_cap", "sinks"]) == "flash"
+    assert choose("auto", "gpu", **settings, uses=["bias"]) == "blockwise"
     assert choose("auto", "tpu", **settings, uses=["soft_cap"]) == "splash"
     assert choose("auto", "tpu", **settings, uses=["soft_cap", "cross"]) == "blockwise"
     assert choose("blockwise", "tpu", **settings, uses=["bias", "cross"]) == "blockwise"
@@ -391,8 +431,18 @@ def test_auto_is_the_platforms_kernel_where_it_honours_the_settings():
         ("splash", "gpu", {}, "needs a TPU and the platform is gpu"),
         ("splash", "tpu", {"dtype": "float64"}, "model.compute_dtype = 'float64'"),
         ("splash", "tpu", {"seq_len": 200}, "data.seq_len .* multiple of 128, and it is 200"),
-        ("flash", "gpu", {}, "model.attention = 'flash' is not known"),
-        ("cudnn", "gpu", {"uses": ["soft_cap"]}, "no soft cap .* reference, blockwise, splash"),
+        ("triton", "gpu", {}, "model.attention = 'triton' is not known"),
+        ("flash", "cpu", {}, "needs an NVIDIA GPU and the platform is cpu"),
+        ("flash", "gpu", {"dtype": "float32"}, "model.compute_dtype = 'float32'"),
+        ("flash", "gpu", {"head_dim": 72}, "model.head_dim to be one of .* it is 72"),
+        ("flash", "gpu", {"seq_len": 40}, "a multiple of 16 .* to 40 tokens"),
+        ("flash", "gpu", {"uses": ["bias"]}, "no relative position bias"),
+        (
+            "cudnn",
+            "gpu",
+            {"uses": ["soft_cap"]},
+            "no soft cap .* reference, blockwise, flash, splash",
+        ),
         ("cudnn", "gpu", {"uses": ["cross"]}, "has no cross attention"),
         ("splash", "tpu", {"uses": ["bias"]}, "no relative position bias.* reference, blockwise"),
     ],
@@ -414,7 +464,7 @@ def test_a_kernel_that_cannot_honour_the_settings_is_refused(
 @pytest.mark.parametrize(
     ("implementation", "settings", "message"),
     [
-        ("flash", {}, "'flash' is not known"),
+        ("triton", {}, "'triton' is not known"),
         ("cudnn", {"soft_cap": 30.0}, "'cudnn' has no soft cap of scores, .* 'auto'"),
         ("splash", {"buckets": 8}, "'splash' has no relative position bias"),
         ("blockwise", {"key_time": 6}, "cross attention with causal order"),

@@ -10,16 +10,28 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.ops import attention_blocks
-from jaxscale.ops.attention import score_settings
-from jaxscale.ops.context_attention import balanced_order, context_attention
-from tests.ops.test_attention import arguments, assert_close, differentiated, parity, with_gradients
+from jaxscale.ops.attention import blocks
+from jaxscale.ops.attention.attention import score_settings
+from jaxscale.ops.attention.context import context_attention
+from jaxscale.ops.attention.context_flash import context_flash
+from jaxscale.ops.attention.context_walk import balanced_order
+from tests.ops.attention.test_attention import (
+    arguments,
+    assert_close,
+    differentiated,
+    parity,
+    with_gradients,
+)
 
 METHODS = ("ring", "gather")
 
 
-def spread(ranks, method, *, block=None):
-    """`context_attention` as a function of whole sequences in their own order."""
+def spread(ranks, method, *, block=None, flash=False):
+    """`context_attention`, or the kernels of `context_flash` on a CPU, as a function of whole
+    sequences in their own order."""
+    kernel = functools.partial(context_attention, block=block)
+    if flash:
+        kernel = functools.partial(context_flash, interpret=True)
     mesh = jax.make_mesh(
         (ranks,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
     )
@@ -27,9 +39,7 @@ def spread(ranks, method, *, block=None):
 
     def attend(*args, **settings):
         scoring = score_settings(*args[:6], **settings)
-        local = functools.partial(
-            context_attention, axis="context", method=method, scoring=scoring, block=block
-        )
+        local = functools.partial(kernel, axis="context", method=method, scoring=scoring)
         *tokens, bias, sinks = (*args, None, None, None)[:7]
         specs = (*[time] * 5, P(), P())
         run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=time, check_vma=False)
@@ -63,12 +73,35 @@ CASES: dict[str, dict] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_spread_sequence_is_the_reference(case, method):
-    case = dict(case)
+BY_BOTH = ("eight ranks, window of some chunks", "both ways, bias", "sinks")
+"""The others by one method each, in turn: the pairs of chunks do not depend on what is done."""
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        (name, method)
+        for number, name in enumerate(CASES)
+        for method in (METHODS if name in BY_BOTH else METHODS[number % 2 :][:1])
+    ],
+)
+def test_a_spread_sequence_is_the_reference(name, method):
+    case = dict(CASES[name])
     run = spread(case.pop("ranks"), method, block=case.pop("block", None))
     assert_close(*parity(case, run, time=48), 1e-12)
+
+
+def test_the_kernels_for_gpus_are_the_reference():
+    """Chunks of two blocks; a document may end in any."""
+    case = {"sinks": 1, "sliding_window": 50, "soft_cap": 0.7}
+    assert_close(*parity(case, spread(2, "ring", flash=True), time=128), 1e-12)
+
+
+def test_the_kernels_for_gpus_are_close_in_bfloat16():
+    case = {"kv_heads": 1, "causal": False}
+    got, expected = parity(case, spread(2, "gather", flash=True), time=64, dtype=jnp.bfloat16)
+    assert [value.dtype for value in got] == [jnp.bfloat16] * 4
+    assert_close(got, expected, 12 * float(jnp.finfo(jnp.bfloat16).eps))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -96,7 +129,7 @@ def test_every_rank_computes_the_same_number_of_blocks(method, monkeypatch):
 
         return count
 
-    monkeypatch.setattr(attention_blocks, "_mask", counting(attention_blocks._mask))
+    monkeypatch.setattr(blocks, "_mask", counting(blocks._mask))
     args = arguments(2 * ranks * chunk, 2, 1, packing="one", batch=1)
     run = spread(ranks, method, block=block)
     jax.block_until_ready(with_gradients(run)(*args))

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.ops import attention_blocks
-from jaxscale.ops.attention_blocks import Scoring
-from tests.ops.test_attention import arguments, assert_close
+from jaxscale.ops.attention import blocks
+from jaxscale.ops.attention.blocks import Scoring
+from tests.ops.attention.test_attention import arguments, assert_close
 
 
 @pytest.mark.parametrize("offset", [0, 8, 32])
@@ -28,7 +28,7 @@ def test_blocks_that_nobody_sees_are_left_out_and_no_others(offset):
             for name, places in here.items()
         }
         visible = np.asarray(
-            attention_blocks.visible(
+            blocks.visible(
                 split["query"], split["key"], offset=offset, scoring=Scoring(1.0, window, causal)
             )
         )
@@ -54,31 +54,23 @@ def test_keys_may_come_in_parts_and_in_any_order(window):
     def in_parts(q, k, v, segments):
         # Two stretches of 12, in blocks of 5: the last block of each is not full.
         parts = [
-            attention_blocks.in_blocks(*(x[:, s : s + 12] for x in (q, k, v, segments)), None, 5)
+            blocks.in_blocks(*(x[:, s : s + 12] for x in (q, k, v, segments)), None, 5)
             for s in (0, 12)
         ]
         out = []
         for i, (queries, _) in enumerate(parts):
-            softmax = attention_blocks.start(queries.q)
+            softmax = blocks.start(queries.q)
             for j in (1 - i, i):
-                softmax = attention_blocks.attend(
+                softmax = blocks.attend(
                     softmax, queries, parts[j][1], offset=12 * (i - j), scoring=scoring
                 )
-            out.append(
-                attention_blocks.from_query_blocks(
-                    attention_blocks.finish_softmax(softmax, q.dtype)[0], 12
-                )
-            )
+            out.append(blocks.from_query_blocks(blocks.finish_softmax(softmax, q.dtype)[0], 12))
         return jnp.concatenate(out, axis=1)
 
     def at_once(q, k, v, segments):
-        queries, keys = attention_blocks.in_blocks(q, k, v, segments, None, 24)
-        softmax = attention_blocks.attend(
-            attention_blocks.start(queries.q), queries, keys, offset=0, scoring=scoring
-        )
-        return attention_blocks.from_query_blocks(
-            attention_blocks.finish_softmax(softmax, q.dtype)[0], 24
-        )
+        queries, keys = blocks.in_blocks(q, k, v, segments, None, 24)
+        softmax = blocks.attend(blocks.start(queries.q), queries, keys, offset=0, scoring=scoring)
+        return blocks.from_query_blocks(blocks.finish_softmax(softmax, q.dtype)[0], 24)
 
     got, expected = (jax.jit(function)(q, k, v, segments) for function in (in_parts, at_once))
     assert_close([got], [expected], 1e-13)

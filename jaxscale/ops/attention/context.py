@@ -1,0 +1,144 @@
+"""Attention over a sequence that is spread over a mesh axis: context parallelism.
+
+The arithmetic of a pair of chunks is that of `blocks.py`; the pairs are those of `context_walk.py`.
+
+Shapes: as in `blocks.py`, T here a rank's share of the sequence; h its two chunks.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.ops.attention import blocks
+from jaxscale.ops.attention.blocks import Keys, Queries, Scoring, Sums
+from jaxscale.ops.attention.context_walk import Chunks, add, at, halves, put, walk
+
+
+def context_attention(
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segments_BT: Array,
+    segments_BS: Array | None = None,
+    bias_bN: Array | None = None,
+    sinks_N: Array | None = None,
+    *,
+    axis: str,
+    method: str,
+    scoring: Scoring,
+    block: int | None = None,
+) -> Array:
+    """`attention.attention` where each rank of `axis` passes its share, in `balanced_order`.
+
+    For use where `axis` is manual and has at least two ranks. Order, window and bias go by the
+    place in the whole sequence. The residuals of a rank are its arguments, its output and one
+    number per query and head; the last two carry the checkpoint name "attention".
+
+    Args:
+      axis: the mesh axis.
+      method: "ring" or "gather".
+      block: queries, and keys, of a block; None is by `blocks.block_size`.
+    """
+    chunk, key_chunk = q_BTNH.shape[1] // 2, k_BSKH.shape[1] // 2
+    block = min(block or blocks.block_size(q_BTNH), max(chunk, key_chunk))
+    static = _Static(Chunks(axis, method, scoring.causal, chunk), scoring, key_chunk, block)
+    given = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS)
+    tables = (blocks.wide(x, q_BTNH) for x in (bias_bN, sinks_N))
+    return _attention(static, *given, *tables)
+
+
+class _Static(NamedTuple):
+    chunks: Chunks
+    scoring: Scoring
+    key_chunk: int
+    block: int
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: _Static, *given: Array | None) -> Array:
+    return _forward(static, *given)[0]
+
+
+def _forward(
+    static: _Static, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, sinks_N
+) -> tuple[Array, Array]:
+    """The output, and log(sum(exp(score))) as [h, I, B, K, G, t]."""
+    queries, keys = _in_blocks(static, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS)
+
+    def visit(softmax, sums, keys, h, c, offset):
+        seen = at(softmax, h), at(queries, h), at(keys, c), bias_bN
+        return put(softmax, h, blocks.attend(*seen, offset=offset, scoring=static.scoring)), sums
+
+    softmax, _ = walk(static.chunks, keys, visit, blocks.start(queries.q, sinks_N), ())
+    out_hIBKGtH, log_z_hIBKGt = blocks.finish_softmax(
+        softmax, q_BTNH.dtype, blind=segments_BS is not None
+    )
+    out_BTNH = _joined(blocks.from_query_blocks, out_hIBKGtH, static.chunks.chunk)
+    return out_BTNH, log_z_hIBKGt
+
+
+def _forward_rule(static: _Static, *given: Array | None):
+    results = _forward(static, *given)
+    out_BTNH, log_z_hIBKGt = checkpoint_name(results, "attention")
+    return out_BTNH, (*given, out_BTNH, log_z_hIBKGt)
+
+
+def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
+    *tokens, bias_bN, sinks_N, out_BTNH, log_z_hIBKGt = residuals
+    q_BTNH, k_BSKH, v_BSKH, *_ = tokens
+    queries, keys = _in_blocks(static, *tokens)
+    output = jax.vmap(
+        lambda *each: blocks.output(*each, num_kv_heads=k_BSKH.shape[2], block=static.block)
+    )(halves(out_BTNH), halves(grad_BTNH), log_z_hIBKGt)
+
+    def visit(sums, key_sums, keys, h, c, offset):
+        more, *key_more = blocks.gradients(
+            Sums(at(sums.q, h), sums.bias),
+            at(queries, h),
+            at(output, h),
+            at(keys, c),
+            bias_bN,
+            offset=offset,
+            scoring=static.scoring,
+            dtype=wide,
+        )
+        sums = Sums(put(sums.q, h, more.q), more.bias)
+        return sums, put(key_sums, c, add(at(key_sums, c), tuple(key_more)))
+
+    wide = log_z_hIBKGt.dtype
+    sums = blocks.no_sums(queries, bias_bN, wide)
+    zeros = tuple(jnp.zeros(x.shape, wide) for x in (keys.k, keys.v))
+    sums, grads = walk(static.chunks, keys, visit, sums, zeros)
+    grad_k_BSKH, grad_v_BSKH = (
+        _joined(blocks.from_key_blocks, grad, static.key_chunk) for grad in grads
+    )
+    grad_q_BTNH = _joined(blocks.from_query_blocks, sums.q, static.chunks.chunk)
+    return (
+        grad_q_BTNH.astype(q_BTNH.dtype),
+        grad_k_BSKH.astype(k_BSKH.dtype),
+        grad_v_BSKH.astype(v_BSKH.dtype),
+        None,
+        None,
+        sums.bias,
+        blocks.sink_gradient(sinks_N, output),
+    )
+
+
+_attention.defvjp(_forward_rule, _backward_rule)
+
+
+def _in_blocks(static: _Static, *tokens: Array | None) -> tuple[Queries, Keys]:
+    """`blocks.in_blocks` of each of a rank's two chunks, with a leading [h]."""
+    return jax.vmap(lambda *each: blocks.in_blocks(*each, block=static.block))(
+        *(None if x is None else halves(x) for x in tokens)
+    )
+
+
+def _joined(from_blocks: Callable, x_h: Array, chunk: int) -> Array:
+    """[h, blocks, ...] -> [B, T, ...]."""
+    return jnp.concatenate([from_blocks(x, chunk) for x in x_h], axis=1)

@@ -1,0 +1,141 @@
+"""`context.py` with the kernels of `flash.py`, for GPUs.
+
+Each pair of chunks is one call of a kernel; the results of several calls are weighted by what each
+has of a query's softmax.
+
+Shapes: as in `flash.py`, T here a rank's share of the sequence; h its two chunks.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.ops.attention import flash
+from jaxscale.ops.attention.blocks import Scoring
+from jaxscale.ops.attention.context_walk import Chunks, add, at, halves, put, walk
+from jaxscale.ops.attention.flash_kernels import HIDDEN, Settings
+from jaxscale.ops.attention.platform_kernels import flash_block
+
+
+def context_flash(
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segments_BT: Array,
+    segments_BS: None = None,
+    bias_bN: None = None,
+    sinks_N: Array | None = None,
+    *,
+    axis: str,
+    method: str,
+    scoring: Scoring,
+    interpret: bool = False,
+) -> Array:
+    """`context.context_attention`, without cross attention and bias."""
+    assert segments_BS is bias_bN is None, "refused by `attention.check`"
+    chunk = q_BTNH.shape[1] // 2
+    block = flash_block(chunk, q_BTNH.shape[3])
+    settings = Settings(scoring, block, interpret, of_pair=True)
+    static = _Static(Chunks(axis, method, scoring.causal, chunk), settings)
+    return _attention(
+        static, q_BTNH, k_BSKH, v_BSKH, segments_BT, flash.wide_sinks(sinks_N, q_BTNH)
+    )
+
+
+class _Static(NamedTuple):
+    chunks: Chunks
+    settings: Settings
+
+
+class _Keys(NamedTuple):
+    """Of some chunks; a leading [h] or [c] each."""
+
+    k: Array
+    v: Array
+    segments: Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: _Static, *given: Array | None) -> Array:
+    return _forward_rule(static, *given)[0]
+
+
+def _forward_rule(static: _Static, q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N):
+    q_hBTNH, segments_hBT = halves(q_BTNH), halves(segments_BT)
+    wide = flash.wide_type(q_BTNH)
+    numbers_hBNT = (*q_hBTNH.shape[:2], q_hBTNH.shape[3], q_hBTNH.shape[2])
+    none = jnp.full(numbers_hBNT, HIDDEN, wide)
+    # A sink is a key that is seen before the others, whose value is zero.
+    log_z_hBNT = none if sinks_N is None else jnp.broadcast_to(sinks_N[:, None], none.shape)
+
+    def visit(carry, sums, keys, h, c, offset):
+        out_BTNH, log_z_BNT = at(carry, h)
+        k_BSKH, v_BSKH, segments_BS = at(keys, c)
+        more_BTNH, more_BNT = flash.flash_forward(
+            static.settings,
+            at(q_hBTNH, h),
+            k_BSKH,
+            v_BSKH,
+            at(segments_hBT, h),
+            segments_BS,
+            offset=offset,
+            out_dtype=wide,
+        )
+        new_BNT = jnp.logaddexp(log_z_BNT, more_BNT)
+        old_share, share = (
+            jnp.swapaxes(jnp.exp(part_BNT - new_BNT), 1, 2)[..., None]
+            for part_BNT in (log_z_BNT, more_BNT)
+        )
+        return put(carry, h, (out_BTNH * old_share + more_BTNH * share, new_BNT)), sums
+
+    keys = _Keys(*map(halves, (k_BSKH, v_BSKH, segments_BT)))
+    start = jnp.zeros(q_hBTNH.shape, wide), log_z_hBNT
+    (out_hBTNH, log_z_hBNT), _ = walk(static.chunks, keys, visit, start, ())
+    out_BTNH = jnp.concatenate(list(out_hBTNH.astype(q_BTNH.dtype)), axis=1)
+    out_BTNH, log_z_hBNT = checkpoint_name((out_BTNH, log_z_hBNT), "attention")
+    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, out_BTNH, log_z_hBNT)
+
+
+def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
+    q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, out_BTNH, log_z_hBNT = residuals
+    wide = log_z_hBNT.dtype
+    grad_hBTNH = halves(grad_BTNH)
+    inner_hBNT = jax.vmap(flash.inner_products)(halves(out_BTNH), grad_hBTNH)
+    queries = (halves(q_BTNH), halves(segments_BT), grad_hBTNH, log_z_hBNT, inner_hBNT)
+
+    def visit(grads_hBTNH, key_sums, keys, h, c, offset):
+        q_BTNH, segments_BT, *others = at(queries, h)
+        k_BSKH, v_BSKH, segments_BS = at(keys, c)
+        more_BTNH, *key_more = flash.flash_backward(
+            static.settings,
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            segments_BT,
+            segments_BS,
+            *others,
+            offset=offset,
+        )
+        grads_hBTNH = put(grads_hBTNH, h, at(grads_hBTNH, h) + more_BTNH)
+        return grads_hBTNH, put(key_sums, c, add(at(key_sums, c), tuple(key_more)))
+
+    keys = _Keys(*map(halves, (k_BSKH, v_BSKH, segments_BT)))
+    zeros = tuple(jnp.zeros(x.shape, wide) for x in (keys.k, keys.v))
+    start = jnp.zeros(grad_hBTNH.shape, wide)
+    grad_q_hBTNH, key_grads = walk(static.chunks, keys, visit, start, zeros)
+    grads = (
+        jnp.concatenate(list(grad), axis=1).astype(x.dtype)
+        for grad, x in zip((grad_q_hBTNH, *key_grads), (q_BTNH, k_BSKH, v_BSKH))
+    )
+    sinks = None
+    if sinks_N is not None:
+        both = (jnp.concatenate(list(x), axis=2) for x in (log_z_hBNT, inner_hBNT))
+        sinks = flash.sink_gradient(sinks_N, *both)
+    return (*grads, None, sinks)
+
+
+_attention.defvjp(_forward_rule, _backward_rule)
