@@ -102,10 +102,12 @@ def every_model_layout(all_axes: Iterable[Choice]) -> Iterator[Choice]:
                 for accumulation, method in itertools.product(ways, _methods(axes)):
                     yield _layout(axes, stage, accumulation, remat, "none", method)
                 continue
-            # As many micro-batches as ranks, and four where there are rows; zb_v needs three.
-            microbatches = min(max(4, axes["pipeline"]), rows)
-            several = 2 * axes["pipeline"] <= MODEL_LAYERS  # chunks of a rank
-            for schedule in SCHEDULES[: (3 if microbatches > 2 else 2) if several else 1]:
+            ranks = axes["pipeline"]
+            microbatches = min(4 if ranks == 2 else 8, rows)
+            schedules = SCHEDULES if 2 * ranks <= MODEL_LAYERS else SCHEDULES[:1]
+            for schedule in schedules:
+                if schedule == "zb_v" and microbatches < 2 * ranks - 1:
+                    continue
                 accumulation = ("sequential", microbatches)
                 method = "gather" if axes["context"] > 1 else "ring"
                 layout = _layout(axes, stage, accumulation, remat, "none", method)
