@@ -15,6 +15,7 @@ from jaxscale import aot
 from jaxscale.compiled import compile_ahead, hlo, topology
 from jaxscale.compiled.collectives import collectives
 from jaxscale.compiled.compile_ahead import CompileReport, compile_for
+from jaxscale.compiled.flops import FLASH_MATMULS
 from jaxscale.config import from_dict
 
 LAYERS, ARRAYS = 4, 9  # of a layer: seven matrices and two norms
@@ -126,6 +127,20 @@ def test_half_of_the_tokens_travel_beside_the_experts_of_the_other_half(name):
     assert sum(beside[-4:]) >= 2
     assert len(beside) >= 8
     assert sum(beside) / len(beside) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize("context", [1, 2])
+def test_attention_on_gpus_waits_for_no_host(context):
+    """A loop whose trip count the compiler does not know asks the host in every iteration."""
+    layout = {"fsdp": -1, "context": context}
+    report = compiled_model("h200:1x4", MODEL | {"attention": "flash"}, layout)
+    kernels = re.findall(r"/(flash_\w+)/pallas_call", report.program)
+    assert {name.removesuffix("_of_pair") for name in kernels} == set(FLASH_MATMULS)
+    loops = [line for line in report.program.splitlines() if " while(" in line]
+    assert loops
+    assert all("known_trip_count" in line for line in loops)
 
 
 def test_heads_are_turned_by_a_kernel():

@@ -176,8 +176,10 @@ def implementations(shape: Shape, *, all_of_them: bool) -> list[str]:
         seq_len=shape.time,
     )
     names = [best]
-    if best == "cudnn" and shape.documents == 1:
-        names.append("cudnn, unpacked")
+    if best == "cudnn":
+        names.append("flash")
+        if shape.documents == 1:
+            names.append("cudnn, unpacked")
     if all_of_them:
         names += ["blockwise", "reference"]
     return list(dict.fromkeys(names))

@@ -16,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.ops.attention import blocks
 from jaxscale.ops.attention.blocks import Keys, Queries, Scoring, Sums
-from jaxscale.ops.attention.context_walk import Chunks, add, at, halves, put, walk
+from jaxscale.ops.attention.context_walk import Chunks, halves, walk
+from jaxscale.ops.stacked import add, at, put
 
 
 def context_attention(
@@ -72,7 +73,8 @@ def _forward(
 
     def visit(softmax, sums, keys, h, c, offset):
         seen = at(softmax, h), at(queries, h), at(keys, c), bias_bN
-        return put(softmax, h, blocks.attend(*seen, offset=offset, scoring=static.scoring)), sums
+        more = blocks.attend(*seen, offset=offset, scoring=static.scoring)
+        return put(softmax, more, h), sums
 
     softmax, _ = walk(static.chunks, keys, visit, blocks.start(queries.q, sinks_N), ())
     out_hIBKGtH, log_z_hIBKGt = blocks.finish_softmax(
@@ -107,8 +109,8 @@ def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
             scoring=static.scoring,
             dtype=wide,
         )
-        sums = Sums(put(sums.q, h, more.q), more.bias)
-        return sums, put(key_sums, c, add(at(key_sums, c), tuple(key_more)))
+        sums = Sums(put(sums.q, more.q, h), more.bias)
+        return sums, put(key_sums, add(at(key_sums, c), tuple(key_more)), c)
 
     wide = log_z_hIBKGt.dtype
     sums = blocks.no_sums(queries, bias_bN, wide)

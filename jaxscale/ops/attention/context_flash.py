@@ -16,9 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.ops.attention import flash
 from jaxscale.ops.attention.blocks import Scoring
-from jaxscale.ops.attention.context_walk import Chunks, add, at, halves, put, walk
+from jaxscale.ops.attention.context_walk import Chunks, halves, walk
 from jaxscale.ops.attention.flash_kernels import HIDDEN, Settings
 from jaxscale.ops.attention.platform_kernels import flash_block
+from jaxscale.ops.stacked import add, at, put
 
 
 def context_flash(
@@ -75,7 +76,7 @@ def _forward_rule(static: _Static, q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N)
     def visit(carry, sums, keys, h, c, offset):
         out_BTNH, log_z_BNT = at(carry, h)
         k_BSKH, v_BSKH, segments_BS = at(keys, c)
-        more_BTNH, more_BNT = flash.flash_forward(
+        more_BTNH, more_BNT = flash.flash_output(
             static.settings,
             at(q_hBTNH, h),
             k_BSKH,
@@ -90,7 +91,7 @@ def _forward_rule(static: _Static, q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N)
             jnp.swapaxes(jnp.exp(part_BNT - new_BNT), 1, 2)[..., None]
             for part_BNT in (log_z_BNT, more_BNT)
         )
-        return put(carry, h, (out_BTNH * old_share + more_BTNH * share, new_BNT)), sums
+        return put(carry, (out_BTNH * old_share + more_BTNH * share, new_BNT), h), sums
 
     keys = _Keys(*map(halves, (k_BSKH, v_BSKH, segments_BT)))
     start = jnp.zeros(q_hBTNH.shape, wide), log_z_hBNT
@@ -104,13 +105,13 @@ def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
     q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, out_BTNH, log_z_hBNT = residuals
     wide = log_z_hBNT.dtype
     grad_hBTNH = halves(grad_BTNH)
-    inner_hBNT = jax.vmap(flash.inner_products)(halves(out_BTNH), grad_hBTNH)
+    inner_hBNT = jax.vmap(flash.flash_inner)(halves(out_BTNH), grad_hBTNH)
     queries = (halves(q_BTNH), halves(segments_BT), grad_hBTNH, log_z_hBNT, inner_hBNT)
 
     def visit(grads_hBTNH, key_sums, keys, h, c, offset):
         q_BTNH, segments_BT, *others = at(queries, h)
         k_BSKH, v_BSKH, segments_BS = at(keys, c)
-        more_BTNH, *key_more = flash.flash_backward(
+        more_BTNH, *key_more = flash.flash_gradients(
             static.settings,
             q_BTNH,
             k_BSKH,
@@ -120,8 +121,8 @@ def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
             *others,
             offset=offset,
         )
-        grads_hBTNH = put(grads_hBTNH, h, at(grads_hBTNH, h) + more_BTNH)
-        return grads_hBTNH, put(key_sums, c, add(at(key_sums, c), tuple(key_more)))
+        grads_hBTNH = put(grads_hBTNH, at(grads_hBTNH, h) + more_BTNH, h)
+        return grads_hBTNH, put(key_sums, add(at(key_sums, c), tuple(key_more)), c)
 
     keys = _Keys(*map(halves, (k_BSKH, v_BSKH, segments_BT)))
     zeros = tuple(jnp.zeros(x.shape, wide) for x in (keys.k, keys.v))
@@ -134,7 +135,7 @@ def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
     sinks = None
     if sinks_N is not None:
         both = (jnp.concatenate(list(x), axis=2) for x in (log_z_hBNT, inner_hBNT))
-        sinks = flash.sink_gradient(sinks_N, *both)
+        sinks = flash.flash_sink_gradient(sinks_N, *both)
     return (*grads, None, sinks)
 
 

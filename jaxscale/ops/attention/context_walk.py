@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxscale.ops.stacked import add
+
 Tree = Any
 
 
@@ -150,17 +152,3 @@ def _visit_all(
 def halves(x_BT: Array) -> Array:
     """[B, T, ...] -> [h, B, T / 2, ...]."""
     return jnp.stack(jnp.split(x_BT, 2, axis=1))
-
-
-def at(tree: Tree, index: Array) -> Tree:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
-
-
-def put(tree: Tree, index: Array, part: Tree) -> Tree:
-    return jax.tree.map(
-        lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), tree, part
-    )
-
-
-def add(one: Tree, other: Tree) -> Tree:
-    return jax.tree.map(jnp.add, one, other)

@@ -66,36 +66,36 @@ def _attention(settings: Settings, *given: Array | None) -> Array:
 def _forward_rule(settings: Settings, q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N):
     tokens = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
     out_BTNH, log_z_BNT = checkpoint_name(
-        flash_forward(settings, *tokens, sinks_N=sinks_N), "attention"
+        flash_output(settings, *tokens, sinks_N=sinks_N), "attention"
     )
     return out_BTNH, (*tokens[:4], sinks_N, out_BTNH, log_z_BNT)
 
 
 def _backward_rule(settings: Settings, residuals, grad_BTNH: Array):
     q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, out_BTNH, log_z_BNT = residuals
-    inner_BNT = inner_products(out_BTNH, grad_BTNH)
+    inner_BNT = flash_inner(out_BTNH, grad_BTNH)
     tokens = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
-    grads = flash_backward(settings, *tokens, grad_BTNH, log_z_BNT, inner_BNT)
+    grads = flash_gradients(settings, *tokens, grad_BTNH, log_z_BNT, inner_BNT)
     grads = (grad.astype(x.dtype) for grad, x in zip(grads, tokens))
-    sinks = None if sinks_N is None else sink_gradient(sinks_N, log_z_BNT, inner_BNT)
+    sinks = None if sinks_N is None else flash_sink_gradient(sinks_N, log_z_BNT, inner_BNT)
     return (*grads, None, sinks)
 
 
 _attention.defvjp(_forward_rule, _backward_rule)
 
 
-def inner_products(out_BTNH: Array, grad_BTNH: Array) -> Array:
+def flash_inner(out_BTNH: Array, grad_BTNH: Array) -> Array:
     """Of each query's output and its gradient, [B, N, T]."""
     wide = wide_type(out_BTNH)
     return jnp.einsum("BTNH,BTNH->BNT", out_BTNH.astype(wide), grad_BTNH.astype(wide))
 
 
-def sink_gradient(sinks_N: Array, log_z_BNT: Array, inner_BNT: Array) -> Array:
+def flash_sink_gradient(sinks_N: Array, log_z_BNT: Array, inner_BNT: Array) -> Array:
     """Of sinks, whose share of a query's softmax has the value zero."""
     return -jnp.sum(jnp.exp(sinks_N[:, None] - log_z_BNT) * inner_BNT, axis=(0, 2))
 
 
-def flash_forward(
+def flash_output(
     settings: Settings,
     q_BTNH: Array,
     k_BSKH: Array,
@@ -145,7 +145,7 @@ def flash_forward(
     )
 
 
-def flash_backward(
+def flash_gradients(
     settings: Settings,
     q_BTNH: Array,
     k_BSKH: Array,
@@ -164,7 +164,7 @@ def flash_backward(
       grad_BTNH: of the output.
       log_z_BNT: over all keys that the queries saw, of which these may be a part.
       inner_BNT: sum(output * grad) over H, likewise.
-      offset: as in `flash_forward`.
+      offset: as in `flash_output`.
     """
     (batch, time, heads, _), block = q_BTNH.shape, settings.block
     group, key_heads, wide = heads // k_BSKH.shape[2], k_BSKH.shape[2], log_z_BNT.dtype

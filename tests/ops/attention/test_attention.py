@@ -1,6 +1,7 @@
 """Attention: the reference against loops, every implementation against the reference."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -245,6 +246,20 @@ def test_flash_is_close_in_bfloat16_and_large_scores_do_not_overflow():
     assert_close(got, expected, 12 * float(jnp.finfo(jnp.bfloat16).eps))
     for value in run(300 * args[0], 300 * args[1], *args[2:]):
         assert bool(jnp.all(jnp.isfinite(value)))
+
+
+def test_flash_keeps_no_scores_and_its_results_by_name():
+    args, expected = shapes(256, 4, 2, jnp.bfloat16)
+    assert kept_bytes(flash, *args) == expected
+
+    def kernels_and_arrays(run):
+        text = str(jax.make_jaxpr(differentiated(run))(*args))
+        return text.count("pallas_call["), re.search(r"256,(\d,)*256\b", text)
+
+    assert kernels_and_arrays(flash) == (3, None)
+    policy = jax.checkpoint_policies.save_only_these_names("attention")
+    assert kernels_and_arrays(jax.checkpoint(flash, policy=policy)) == (3, None)
+    assert kernels_and_arrays(functools.partial(attention, implementation="reference"))[1]
 
 
 def test_scaling_in_the_rotation_adds_no_rounding_to_that_of_queries_and_keys():
