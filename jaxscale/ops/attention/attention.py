@@ -89,7 +89,10 @@ def attention(
         case "cudnn":
             return platform_kernels.cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, scoring)
         case "flash":
-            return platform_kernels.flash(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, scoring)
+            # Half a second to import, and only a GPU needs it.
+            from jaxscale.ops.attention import flash  # noqa: PLC0415
+
+            return flash.flash_attention(*given[:4], sinks_N, scoring=scoring)
         case "splash":
             return platform_kernels.splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, scoring)
         case "blockwise":

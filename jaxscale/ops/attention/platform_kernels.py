@@ -74,14 +74,6 @@ def is_cudnn_forward(primitive, *_, **__) -> bool:
     return primitive.name.startswith("dot_product_attention_fwd")
 
 
-def flash(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, scoring: Scoring) -> Array:
-    """`flash.flash_attention`."""
-    # Half a second to import, and only a GPU needs it.
-    from jaxscale.ops.attention.flash import flash_attention  # noqa: PLC0415
-
-    return flash_attention(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, scoring=scoring)
-
-
 def splash(
     q_BTNH,
     k_BSKH,
@@ -151,14 +143,14 @@ def cudnn_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
 
 
 def flash_block(time: int, head_dim: int) -> int:
-    """Queries, and keys, of a block of `flash`: the most whose sums stay in registers; 0 if no
+    """Queries, and keys, of a block of `flash.py`: the most whose sums stay in registers; 0 if no
     block divides the sequence."""
     sizes = (size for size in FLASH_BLOCKS if size * head_dim <= FLASH_ELEMENTS)
     return next((size for size in sizes if time % size == 0), 0)
 
 
 def flash_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
-    """Which setting `flash` cannot honour, and what to set instead; "" if it honours
+    """Which setting `flash.py` cannot honour, and what to set instead; "" if it honours
     all."""
     if platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU and the platform is {platform}"
