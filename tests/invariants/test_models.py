@@ -61,7 +61,14 @@ LAYOUTS = {
         {"fsdp": 2, "tensor": 2, "context": 2, **SHARDED_GRADS, "remat": "save_matmuls"},
     ],
     "encoder and decoder": [
-        {"pipeline": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_v", "remat": "full"},
+        {
+            "pipeline": 2,
+            "data": 2,
+            "tensor": 2,
+            "microbatches": 4,
+            "schedule": "zb_v",
+            "remat": "full",
+        },
         {"fsdp": 2, "context": 2, "tensor": 2, **LAYERED, **GATHER},
     ],
     "experts": [
