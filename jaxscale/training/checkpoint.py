@@ -262,7 +262,7 @@ class Checkpoints:
             title = f"checkpoint {step} in {self.directory} does not fit this run"
             raise ValueError(listing(title, found, changed))
         arrays = self._read_everywhere(step, wanted)
-        sums = array_sums(arrays)
+        sums = array_sums(arrays, finite=False)
         wrong = [name for name in arrays if saved[name]["checksum"] != sums[name].checksum]
         if wrong:
             names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")

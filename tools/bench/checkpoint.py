@@ -5,6 +5,7 @@ verifies it.
 
 A state of parameters and two moments in float32, on the devices that JAX has, is saved, and read
 again: once from the disk, with nothing of its files in the page cache, and once from that cache.
+Processor seconds are those of the whole process, and tell on a machine that does other things, too.
 Medians of the repeats; the last line is JSON.
 """
 
@@ -18,8 +19,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
@@ -75,19 +76,22 @@ def make_state(gigabytes: float) -> dict[str, dict[str, jax.Array]]:
     }
 
 
+class Spent(NamedTuple):
+    """Seconds of the wall's clock, and of all processors for this process."""
+
+    wall: float
+    processor: float
+
+
 def measure(checkpoints: checkpoint.Checkpoints, step: int, state: Any) -> dict[str, float]:
     """Saves and reads a state once; seconds, and shares of a load."""
     state = jax.block_until_ready(jax.tree.map(lambda x: x * jnp.float32(1.0001), state))
-    seconds = {}
-    with timed_sums() as sums:
-        begin = time.perf_counter()
-        checkpoints.save(step, state, {}, finite=("params", "mu", "nu"))
-        seconds["stall_seconds"] = time.perf_counter() - begin
-        seconds["stall_sums_seconds"] = sum(sums)
+    found = {}
+    spent = timed(lambda: checkpoints.save(step, state, {}, finite=("params", "mu", "nu")))
+    found["stall_seconds"], found["stall_processor_seconds"] = spent
     checkpoints.wait()
     if checkpoints.outcome():
         raise SystemExit(checkpoints.outcome())
-    seconds["save_seconds"] = time.perf_counter() - begin
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
     )
@@ -95,31 +99,36 @@ def measure(checkpoints: checkpoint.Checkpoints, step: int, state: Any) -> dict[
         if where == "disk":
             drop_cache(checkpoints.directory)
         with timed_sums() as sums:
-            begin = time.perf_counter()
-            jax.block_until_ready(checkpoints.restore(step, abstract))
-            load = time.perf_counter() - begin
-        seconds[f"load_from_{where}_seconds"] = load
-        seconds[f"verified_share_from_{where}"] = sum(sums) / load
-    return seconds
+            load = timed(lambda: jax.block_until_ready(checkpoints.restore(step, abstract)))
+        found[f"load_from_{where}_seconds"] = load.wall
+        found[f"load_from_{where}_processor_seconds"] = load.processor
+        found[f"verified_share_from_{where}"] = sums[0].wall / load.wall
+        found[f"verified_processor_share_from_{where}"] = sums[0].processor / load.processor
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def timed(work: Callable[[], Any]) -> Spent:
+    """What some work takes."""
+    wall, processor = time.perf_counter(), time.process_time()
+    work()
+    return Spent(time.perf_counter() - wall, time.process_time() - processor)
 
 
 @contextlib.contextmanager
-def timed_sums() -> Any:
-    """The seconds of each call of `array_sums` inside."""
-    plain: Callable[..., Any] = checkpoint.array_sums
-    seconds: list[float] = []
+def timed_sums() -> Iterator[list[Spent]]:
+    """What each call of `array_sums` inside takes."""
+    plain = checkpoint.array_sums
+    spent: list[Spent] = []
 
-    def timed(arrays: Any) -> Any:
+    def measured(arrays: Any, **settings: Any) -> Any:
         jax.block_until_ready(arrays)
-        begin = time.perf_counter()
-        try:
-            return plain(arrays)
-        finally:
-            seconds.append(time.perf_counter() - begin)
+        found = {}
+        spent.append(timed(lambda: found.update(plain(arrays, **settings))))
+        return found
 
-    checkpoint.array_sums = timed
+    checkpoint.array_sums = measured
     try:
-        yield seconds
+        yield spent
     finally:
         checkpoint.array_sums = plain
 
