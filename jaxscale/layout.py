@@ -44,10 +44,13 @@ READ_WITH = {
     "pipeline": ("schedule", "virtual_stages", "sequence_chunks"),
     "expert": ("overlap_experts",),
     "context": ("context_method",),
-    "tensor": ("tensor_rows",),
+    "tensor": ("tensor_rows", "overlap_tensor"),
     "microbatches": ("accumulation",),
 }
 """Setting -> those that are read only where it is above 1."""
+
+OVERLAPS = ("overlap_experts", "overlap_tensor")
+"""Settings that divide work in parts, so that communication runs beside it."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Layout:
     sequence_chunks: int = 1
     context_method: str = "ring"  # read only when context > 1
     overlap_experts: bool = False  # exchanges the tokens of half the sequences at a time
+    overlap_tensor: bool = False  # gathers and scatters over tensor in steps beside their matmuls
     remat: str = "none"  # what a layer saves for its backward pass
     offload: str = "none"  # what lives in host memory
 
@@ -139,6 +143,11 @@ class Layout:
             )
         if rows == 1:
             return
+        if self.overlap_tensor:
+            raise ValueError(
+                f"layout.overlap_tensor = True with layout.tensor_rows = {rows} is not available "
+                "in this version; set layout.overlap_tensor = False, or layout.tensor_rows = 1"
+            )
         for axis, why in (
             ("context", "ranks of context need whole heads of each token"),
             ("expert", "experts have their columns over tensor alone"),
@@ -165,6 +174,12 @@ class Layout:
             raise ValueError(
                 f"layout.context_method = 'ring' with layout.pipeline = {self.pipeline} is not "
                 "available in this version; set layout.context_method = 'gather'"
+            )
+        if self.overlap_tensor:
+            # For the same reason.
+            raise ValueError(
+                f"layout.overlap_tensor = True with layout.pipeline = {self.pipeline} is not "
+                "available in this version; set layout.overlap_tensor = False"
             )
         if self.offloads("activations") or self.remat_policy.offloads:
             raise ValueError(

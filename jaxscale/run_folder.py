@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from jaxscale import config as configs
 from jaxscale.config import Config
-from jaxscale.layout import MESH_AXES
+from jaxscale.layout import MESH_AXES, OVERLAPS, READ_WITH
 from jaxscale.storage.object_store import is_remote
 from jaxscale.storage.tiers import fetch_files, fetching, local_tier
 
@@ -119,7 +119,8 @@ def load_config(
         sizes = {axis: 1 for axis in (*MESH_AXES, "tensor_rows") if axis not in named}
         if "data" in sizes and "-1" not in named.values():
             sizes["data"] = -1
-        sections["layout"] |= sizes
+        read = {name for axis in sizes for name in READ_WITH.get(axis, ())}
+        sections["layout"] |= sizes | dict.fromkeys(read & set(OVERLAPS), False)
     for override in overrides:
         _set(sections, override)
     return configs.from_dict(sections, trust_foreign=trust_foreign)
@@ -169,7 +170,8 @@ def fit_devices(config: Config, num_devices: int, overrides: Sequence[str] = ())
         f"{num_devices}; --config.layout.KEY=VALUE chooses otherwise"
     )
     sizes: dict[str, Any] = dict.fromkeys((*MESH_AXES, "tensor_rows"), 1) | {"data": num_devices}
-    return dataclasses.replace(config, layout=dataclasses.replace(layout, **sizes))
+    alone = sizes | dict.fromkeys(OVERLAPS, False)
+    return dataclasses.replace(config, layout=dataclasses.replace(layout, **alone))
 
 
 def refuse_file(text: str) -> NoReturn:

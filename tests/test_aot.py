@@ -7,6 +7,8 @@ import functools
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import pytest
@@ -186,26 +188,45 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
             "--config",
             "configs/tiny.py",
             "--topology",
-            "a100-40:1x2",
+            "a100-40:1x4",
             "--json",
             str(written),
             "--hlo",
             str(kept),
-            "--config.layout.fsdp=2",
-            "--config.layout.data=1",
+            "--config.model.compute_dtype=bfloat16",
+            "--config.model.attention=blockwise",
+            "--config.layout.tensor=4",
+            "--config.layout.overlap_tensor=True",
+            "--config.layout.remat=full",
         ]
     )
     assert status == 0
     printed = capsys.readouterr().out
-    assert "a100-40:1x2: 2 devices, fsdp 2" in printed
+    assert "a100-40:1x4: 4 devices, tensor 4" in printed
     assert "collectives of a step" in printed
     numbers = json.loads(written.read_text())
-    assert numbers["devices"] == 2
+    assert numbers["devices"] == 4
     assert numbers["peak_bytes"] < numbers["limit_bytes"]
     assert math.isclose(
         sum(one["bytes"] > 0 for one in numbers["collectives"]), len(numbers["collectives"])
     )
     assert "ENTRY" in kept.read_text()
+    check_ring(numbers["collectives"], rings=2 * 11, sent=3 * 8 * 64 // 4 * 64)
+
+
+def check_ring(found: Sequence[Mapping[str, Any]], rings: int, sent: int) -> None:
+    """Every step of every ring has matmuls beside it. A layer has four rings forward, repeats the
+    first three, and has four backward, in each of which a rank sends `sent` numbers."""
+    steps = [one for one in found if one["kind"] == "collective-permute"]
+    assert sum(one["bytes"] for one in steps) == rings * sent * 2
+    assert all(one["beside_flops"] > 0 for one in steps)
+
+
+@pytest.mark.slow
+def test_ring_steps_run_beside_matmuls_on_tpus():
+    report = compiled_model("v5p:2x2x1", MODEL, {"tensor": 4, "overlap_tensor": True})
+    rings, sent = LAYERS * 11, 3 * 16 * 256 // 4 * MODEL["d_model"]
+    check_ring(aot.numbers(report)["collectives"], rings, sent)
 
 
 def test_an_unknown_machine_is_refused_with_those_that_are_known(capsys):

@@ -138,6 +138,18 @@ REFUSED = [
         "model.family=mixtral layout.expert=8 layout.overlap_experts=True data.global_batch_size=8",
         "set data.global_batch_size = 16, or layout.overlap_experts = False",
     ),
+    (
+        "layout.overlap_tensor=True",
+        "layout.overlap_tensor = True with layout.tensor = 1: every rank has its matmuls to itself",
+    ),
+    (
+        "layout.overlap_tensor=True layout.tensor=4 layout.tensor_rows=2",
+        "layout.overlap_tensor = True with layout.tensor_rows = 2 is not available in this version",
+    ),
+    (
+        "layout.overlap_tensor=True layout.tensor=2 layout.pipeline=2 layout.microbatches=2",
+        "layout.overlap_tensor = True with layout.pipeline = 2 is not available in this version",
+    ),
     ("layout.sequence_chunks=2", "layout.sequence_chunks = 2 is not available in this version"),
 ]
 

@@ -54,7 +54,14 @@ def test_overrides_are_read_as_the_types_of_what_they_replace(tmp_path):
     assert again.data.source[0].path == ("c",)
 
 
-SAVED = {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 1, "microbatches": 2}
+SAVED = {
+    "data": 2,
+    "fsdp": 2,
+    "tensor": 2,
+    "overlap_tensor": True,
+    "zero_stage": 1,
+    "microbatches": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +79,9 @@ SAVED = {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 1, "microbatches": 2}
 def test_a_run_fits_other_devices(num_devices, overrides, expected, tmp_path, caplog):
     with caplog.at_level("INFO", "jaxscale"):
         layout = load(save(tmp_path, **SAVED), *overrides, num_devices=num_devices)
-    assert layout == Layout(**{"data": 1, "zero_stage": 1, "microbatches": 2, **expected})
+    overlaps = {"overlap_tensor": "tensor" in expected}  # or it would be refused
+    settings = {"data": 1, "zero_stage": 1, "microbatches": 2, **expected, **overlaps}
+    assert layout == Layout(**settings)
     changed = num_devices != 8 and not overrides
     assert [r.message for r in caplog.records] == changed * [
         "trained on 8 devices (data 2 x fsdp 2 x tensor 2), and here "

@@ -207,21 +207,18 @@ def _flops_at(program: Program, place: _Place, costs: Mapping[str, float]) -> fl
 def _parts(instruction: Instruction) -> list[float]:
     """Bytes of the shape's arrays; for a start that lists operands and results, of the results."""
     sizes = [hlo.array_bytes(*array) for array in hlo.arrays(instruction.shape)]
-    lists_both = instruction.shape.startswith("((") or (
-        instruction.opcode in ("all-gather-start", "collective-permute-start")
-    )
+    nested = instruction.shape.startswith("((")
+    if instruction.opcode == "collective-permute-start" and not nested:
+        return sizes[:1]  # the others: the result, and on TPUs what the done needs
+    lists_both = nested or instruction.opcode == "all-gather-start"
     return sizes[len(sizes) // 2 :] if lists_both else sizes
 
 
 def _arrays(instruction: Instruction) -> int:
-    if instruction.opcode == "collective-permute-start":
-        return 1
     return len(_parts(instruction))
 
 
 def _payload(computation: Sequence[Instruction], instruction: Instruction, kind: str) -> float:
-    if instruction.opcode == "collective-permute-start":
-        return hlo.array_bytes(*hlo.arrays(instruction.shape)[0])
     if kind == "ragged-all-to-all":
         sides = [one.shape for one in computation if one.name in instruction.operands[:2]]
         return min(hlo.array_bytes(*hlo.arrays(shape)[0]) for shape in sides)

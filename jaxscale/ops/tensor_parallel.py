@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jaxscale.ops.collective_matmul import gather_matmuls, matmuls_scatter
+
 
 def linear(x: Array, weight: Array, *, contracted: int = 1) -> Array:
     """[*a, *c] x [*c, *o] -> [*a, *o].
@@ -66,6 +68,14 @@ class Spread(NamedTuple):
     time: tuple[str, ...]  # mesh axes that T is spread over everywhere
     axes: tuple[str, ...]  # all that are automatic
     features: str | None = None
+    ring: bool = False  # whether gathers and scatters are steps beside the matmuls
+    recomputes: bool = False  # whether the backward pass begins with a forward pass of the layer
+
+    @property
+    def saves_gathered(self) -> bool:
+        """Whether the gathered stream is kept for the backward pass; in a layer that is recomputed
+        first it is there. XLA sees by itself that two gathers are one, but not two rings."""
+        return self.features is not None or (self.ring and self.recomputes)
 
     @property
     def stream(self) -> PartitionSpec:
@@ -95,7 +105,7 @@ class Spread(NamedTuple):
         """Over the ranks that have different features."""
         return jax.lax.psum(xs, self.features) if self.features else xs
 
-    def manual(self, function: Callable, in_specs: tuple, out_specs: PartitionSpec) -> Callable:
+    def manual(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         """The function with every mesh axis manual."""
         return jax.shard_map(
             function,
@@ -152,6 +162,8 @@ _linear.defvjp(_forward, _backward)
 
 def _gathered(spread: Spread, x_BTD: Array) -> Array:
     """The stream, as one rank of `axis` needs it: T whole."""
+    if spread.ring:
+        return _gathered_matmuls(spread, x_BTD, (), o=0)[0]
     if spread.axis is None:
         return x_BTD
 
@@ -169,6 +181,8 @@ def _scattered(spread: Spread, xs: Sequence[Array], weights: Sequence[Array], o:
     """
 
     def local(xs: Sequence[Array], weights: Sequence[Array]) -> Array:
+        if spread.axis and spread.ring:
+            return matmuls_scatter(xs, weights, axis=spread.axis, o=o)
         products = [
             _matmul(x, weight, (range(2, x.ndim), [c for c in range(weight.ndim) if c != o]))
             for x, weight in zip(xs, weights)
@@ -180,6 +194,23 @@ def _scattered(spread: Spread, xs: Sequence[Array], weights: Sequence[Array], o:
 
     specs = [spread.weight(weight.ndim, o) for weight in weights]
     return spread.manual(local, (spread.hidden, specs), spread.stream)(list(xs), list(weights))
+
+
+def _gathered_matmuls(
+    spread: Spread, x_BTD: Array, weights: Sequence[Array], o: int
+) -> tuple[Array, tuple[Array, ...]]:
+    """The gathered stream, and its matmuls [B, T, D] x weight, summed over ranks of `features`.
+
+    Args:
+      o: which dimension of the weights is D.
+    """
+    if spread.axis is None or not spread.ring:
+        whole_BTD = _gathered(spread, x_BTD)
+        return whole_BTD, _projected(spread, whole_BTD, weights, o)
+    local = functools.partial(gather_matmuls, axis=spread.axis, o=o)
+    specs = (spread.stream, tuple(spread.weight(weight.ndim, o) for weight in weights))
+    results = (spread.gathered, (spread.hidden,) * len(weights))
+    return spread.manual(local, specs, results)(x_BTD, tuple(weights))
 
 
 def _projected(spread: Spread, x_BTD: Array, weights: Sequence[Array], o: int) -> tuple[Array, ...]:
@@ -206,15 +237,14 @@ def _spread_columns(spread: Spread, x_BTD: Array, weights: tuple) -> tuple[Array
 
 
 def _columns_forward(spread: Spread, x_BTD: Array, weights: tuple):
-    whole_BTD = _gathered(spread, x_BTD)
-    ys = _projected(spread, whole_BTD, weights, o=0)
-    return ys, (whole_BTD if spread.features else x_BTD, weights)
+    whole_BTD, ys = _gathered_matmuls(spread, x_BTD, weights, o=0)
+    return ys, (whole_BTD if spread.saves_gathered else x_BTD, weights)
 
 
 def _columns_backward(spread: Spread, residuals, dys: tuple):
     x_BTD, weights = residuals
     dx_BTD = _scattered(spread, dys, weights, o=0)
-    x_BTD = x_BTD if spread.features else _gathered(spread, x_BTD)
+    x_BTD = x_BTD if spread.saves_gathered else _gathered(spread, x_BTD)
     return dx_BTD, tuple(_weight_gradient(x_BTD, dy, 2) for dy in dys)
 
 
@@ -232,8 +262,7 @@ def _rows_forward(spread: Spread, x_BT: Array, weight: Array):
 
 def _rows_backward(spread: Spread, residuals, dy_BTD: Array):
     x_BT, weight = residuals
-    dy_BTD = _gathered(spread, dy_BTD)
-    (dx_BT,) = _projected(spread, dy_BTD, (weight,), o=weight.ndim - 1)
+    dy_BTD, (dx_BT,) = _gathered_matmuls(spread, dy_BTD, (weight,), o=weight.ndim - 1)
     return dx_BT, _weight_gradient(x_BT, dy_BTD, 2)
 
 

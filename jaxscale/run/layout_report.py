@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxscale.formatting import human_bytes, table
-from jaxscale.layout import REMATS, TENSOR_ROWS, RematPolicy, parse_remat
+from jaxscale.layout import REMATS, TENSOR_ROWS, Layout, RematPolicy, parse_remat
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.ops.attention.attention import attention
 from jaxscale.pipeline import summary
@@ -56,6 +56,7 @@ def _summary(engine: Engine) -> str:
         ("micro-batches", f"{layout.microbatches}, {layout.accumulation}"),
         ("remat", layout.remat),
         ("attention", engine.attention),
+        *_tensor(layout),
         (
             "types",
             f"parameters {config.param_dtype}, compute {config.compute_dtype}, "
@@ -66,6 +67,13 @@ def _summary(engine: Engine) -> str:
         ("memory", _peak(engine)),
     ]
     return "layout\n" + table(rows)
+
+
+def _tensor(layout: Layout) -> list[tuple[str, str]]:
+    """How the stream is gathered and scattered over tensor, where that is in steps."""
+    if not layout.overlap_tensor:
+        return []
+    return [("tensor", f"gathered and scattered in {layout.tensor - 1} sends beside the matmuls")]
 
 
 def _optimizer(engine: Engine) -> list[tuple[str, str]]:

@@ -270,7 +270,7 @@ def for_sampling(config: Config) -> Config:
             seq_len=length,
             target_len=length if config.data.target_len else 0,
         ),
-        layout=dataclasses.replace(layout, microbatches=1),
+        layout=dataclasses.replace(layout, microbatches=1, overlap_experts=False),
     )
 
 

@@ -235,6 +235,19 @@ def check_overlap(config: Config) -> None:
     )
 
 
+def check_ring(config: Config) -> None:
+    """Refuses ring steps between ranks that are not there.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    if config.layout.overlap_tensor and config.layout.tensor == 1:
+        raise ValueError(
+            "layout.overlap_tensor = True with layout.tensor = 1: every rank has its matmuls to "
+            "itself, and nothing travels; set layout.overlap_tensor = False"
+        )
+
+
 def check_tensor_rows(config: Config) -> None:
     """Refuses rows of tensor for a model with experts, or with modules that predict further tokens.
 

@@ -40,6 +40,7 @@ from jaxscale.sharding.resolve import (
 from jaxscale.sharding.rules import (
     check_divides,
     check_overlap,
+    check_ring,
     check_sequence,
     check_tensor_rows,
     own_rules,
@@ -151,6 +152,7 @@ def make_engine(
     _check_remat(layout)
     check_divides(config)
     check_overlap(config)
+    check_ring(config)
     check_sequence(config)
     check_tensor_rows(config)
     check_types(config)

@@ -51,7 +51,14 @@ def make_kernels(
             name if layout.sizes.get(name, 1) > 1 else None for name in ("tensor", TENSOR_ROWS)
         )
         time = _mesh_axes(layout, ACTIVATIONS["seq"])
-        spread = Spread(axis, time, automatic_axes(layout.sizes), features)
+        spread = Spread(
+            axis,
+            time,
+            automatic_axes(layout.sizes),
+            features,
+            ring=layout.overlap_tensor,
+            recomputes=layout.remat == "full",
+        )
         replaced = {
             "columns": functools.partial(spread_columns, spread=spread),
             "rows": functools.partial(spread_rows, spread=spread),

@@ -81,7 +81,7 @@ def test_a_sample_of_all_layouts_is_one_device_in_float64(layout):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"fsdp": 2, "tensor": 4, "zero_stage": 3, "microbatches": 4},
+        {"fsdp": 2, "tensor": 4, "overlap_tensor": True, "microbatches": 4},
         {"data": 4, "tensor": 2, "tensor_rows": 2, "zero_stage": 0, "microbatches": 2},
         pytest.param(
             {"context": 4, "data": 2, "zero_stage": 0, "context_method": "gather"},
@@ -103,7 +103,7 @@ def test_a_tied_gpt_is_one_device_in_float64(layout, capfd):
     "layout",
     [
         {"fsdp": 8, "zero_stage": 3},
-        {"context": 2, "fsdp": 2, "tensor": 2},
+        {"context": 2, "fsdp": 2, "tensor": 2, "overlap_tensor": True},
     ],
     ids=str,
 )

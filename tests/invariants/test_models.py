@@ -76,7 +76,7 @@ LAYOUTS = {
         {"pipeline": 2, "expert": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_v"},
     ],
     "prototypes": [{"expert": 2, "tensor": 2, "overlap_experts": True}],
-    "expert choice": [{"expert": 2, "context": 2, "tensor": 2}],
+    "expert choice": [{"expert": 2, "context": 2, "tensor": 2, "overlap_tensor": True}],
     "bert": [
         {
             "pipeline": 2,

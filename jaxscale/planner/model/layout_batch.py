@@ -38,6 +38,7 @@ class LayoutBatch:
     schedule: str = "1f1b"
     context_method: str = "ring"
     overlap_experts: bool = False
+    overlap_tensor: bool = False
     remat: str = "none"
     offload: str = "none"
 

@@ -79,6 +79,7 @@ def layout_text(layout: Layout) -> str:
     if layout.context > 1:
         parts.append(layout.context_method)
     parts += ["experts overlapped"] * layout.overlap_experts
+    parts += ["tensor overlapped"] * layout.overlap_tensor
     parts += [f"remat {layout.remat}"] * (layout.remat != "none")
     parts += [f"offload {layout.offload}"] * (layout.offload != "none")
     return ", ".join(parts)

@@ -28,6 +28,7 @@ OFFLOADS = ("none", "optimizer")
 """Without activations: there is no formula for what they would transfer."""
 
 NO_HALVES = "the tokens of a micro-batch do not travel to experts in halves"
+NO_RING = "there are no ranks of tensor to form a ring"
 NO_CROSS_CONTEXT = "there is no formula for cross attention under context parallelism"
 ENCODER_EXCLUDES = {
     "pipeline": "there are no formulas for pipelines of an encoder and a decoder of which only the "

@@ -18,14 +18,22 @@ import numpy as np
 
 from jaxscale.choices import did_you_mean, divisors, nearest_divisors
 from jaxscale.config import Config
-from jaxscale.layout import ACCUMULATIONS, AUTO, MESH_AXES, Layout, parse_remat, parse_schedule
+from jaxscale.layout import (
+    ACCUMULATIONS,
+    AUTO,
+    MESH_AXES,
+    OVERLAPS,
+    Layout,
+    parse_remat,
+    parse_schedule,
+)
 from jaxscale.pipeline.partition import has_layers
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, SHIPPED, find_schedule, is_foreign
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.shape import ModelShape
-from jaxscale.planner.search.sized_model import NO_HALVES, SizedModel
+from jaxscale.planner.search.sized_model import NO_HALVES, NO_RING, SizedModel
 from jaxscale.planner.search.trainable_model import TrainableModel
 from jaxscale.planner.tables.pipeline_slots import most_slots
 from jaxscale.planner.tables.table_makespan import TableSpec
@@ -101,7 +109,7 @@ def enumerate_sizes(
     there are none. Refusals are counted in `rejected`, with one message for each reason in
     `messages`."""
     rows, model = [], query.planned_model
-    halves = {"overlap_experts": query.pins.get("overlap_experts", False)}
+    overlaps = {name: query.pins.get(name, False) for name in OVERLAPS}
     for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.shape.experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
         for stage, across in itertools.product(
@@ -109,7 +117,7 @@ def enumerate_sizes(
             _pinned(query.pins, "tensor_rows", grid_rows(model, mesh)),
         ):
             # No other setting that could be refused.
-            settings = {**mesh, "tensor_rows": across, "zero_stage": stage, **halves}
+            settings = {**mesh, "tensor_rows": across, "zero_stage": stage, **overlaps}
             try:
                 layout = Layout(**settings, context_method="gather")
             except ValueError as error:
@@ -126,13 +134,15 @@ def enumerate_sizes(
                     rejected[model.batch_reason] += 1
                 elif layout.overlap_experts and (batch == count or layout.expert == 1):
                     rejected[NO_HALVES] += 1
+                elif layout.overlap_tensor and layout.tensor == 1:
+                    rejected[NO_RING] += 1
                 else:
                     rows.append((*sizes, across, stage, count))
     if not rows:
         return None
     columns = np.array(rows).T
     names = *MESH_AXES, "tensor_rows", "zero_stage", "microbatches"
-    return LayoutBatch(**dict(zip(names, columns)), **halves)
+    return LayoutBatch(**dict(zip(names, columns)), **overlaps)
 
 
 def grid_rows(model: TrainableModel | SizedModel, sizes: Mapping[str, int]) -> list[int]:

@@ -25,6 +25,7 @@ from jaxscale.sharding.rules import (
     WEIGHTS,
     check_divides,
     check_overlap,
+    check_ring,
     check_sequence,
     check_tensor_rows,
     mesh_axes,
@@ -183,6 +184,7 @@ class TrainableModel:
         for check, reason in (
             (check_divides, self.batch_reason),
             (check_overlap, sized_model.NO_HALVES),
+            (check_ring, sized_model.NO_RING),
             (check_sequence, "data.seq_len does not split"),
             (check_tensor_rows, "not available in this version"),
             (check_parameters, "a dimension of the model does not divide"),

@@ -191,6 +191,16 @@ def test_half_of_an_exchange_hides_behind_matmuls():
     assert whole.hidden["expert"] == 0 < halves.hidden["expert"]
 
 
+def test_chunks_of_tensor_hide_behind_matmuls():
+    """All but the first of eight, at most; on TPUs the compiler is counted to do so anyway."""
+    layout = Parallelism(fsdp=8, tensor=8)
+    whole, chunks = (
+        step_cost(SMALL, H100, replace(layout, overlap_tensor=chosen)) for chosen in (False, True)
+    )
+    assert whole.tensor / 8 <= chunks.tensor < 0.5 * whole.tensor
+    assert whole.hidden["tensor"] == 0 < chunks.hidden["tensor"]
+
+
 def test_keys_that_go_round_hide_behind_attention_within_a_node():
     long = replace(SMALL, seq_len=131072)
     ring, gather = (
