@@ -78,10 +78,10 @@ STEPS = {
         "mt5_base", (*MT5, "layout.zero_stage=1", f"{PASSES}=2"), 8_249_020_836
     ),
     "gemma3_1b h200, 16 sequences, 1 passes, stage 3": Compiled(
-        GEMMA, (f"{BATCH}=16", f"{PASSES}=1", "layout.zero_stage=3"), 5_529_117_820
+        GEMMA, (f"{BATCH}=16", f"{PASSES}=1", "layout.zero_stage=3"), 5_528_746_876
     ),
     "gemma3_1b h200, 32 sequences, 2 passes, stage 2": Compiled(
-        GEMMA, (f"{BATCH}=32", f"{PASSES}=2", "layout.zero_stage=2"), 9_500_236_756
+        GEMMA, (f"{BATCH}=32", f"{PASSES}=2", "layout.zero_stage=2"), 9_483_257_556
     ),
     "llama32_1b h200, 16 sequences, 1 passes, stage 3": Compiled(
         "llama32_1b",
@@ -106,13 +106,13 @@ STEPS = {
         "mt5_base", (*MT5, "layout.zero_stage=3", f"{PASSES}=2"), 5_484_782_500
     ),
     "pythia_1b h200, 16 sequences, 1 passes, stage 3": Compiled(
-        PYTHIA, (f"{BATCH}=16", f"{PASSES}=1", "layout.zero_stage=3"), 3_556_926_020
+        PYTHIA, (f"{BATCH}=16", f"{PASSES}=1", "layout.zero_stage=3"), 3_552_551_236
     ),
     "pythia_1b h200, 32 sequences, 1 passes, stage 3": Compiled(
-        PYTHIA, (f"{BATCH}=32", f"{PASSES}=1", "layout.zero_stage=3"), 4_224_551_492
+        PYTHIA, (f"{BATCH}=32", f"{PASSES}=1", "layout.zero_stage=3"), 4_166_038_596
     ),
     "pythia_1b h200, 64 sequences, 2 passes, stage 3": Compiled(
-        PYTHIA, (f"{BATCH}=64", f"{PASSES}=2", "layout.zero_stage=3"), 4_958_657_604
+        PYTHIA, (f"{BATCH}=64", f"{PASSES}=2", "layout.zero_stage=3"), 4_665_776_196
     ),
     "mt5_base h200, 1f1b, stage 1": Compiled(
         "mt5_base",
