@@ -99,14 +99,22 @@ def opened() -> Iterator[Callable[..., Checkpoints]]:
         checkpoints.close()
 
 
-@pytest.fixture
-def saved(tmp_path: pathlib.Path, opened: Callable) -> Checkpoints:
+@pytest.fixture(scope="session")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Steps 3 and 6, complete."""
-    checkpoints = opened(tmp_path)
+    folder = tmp_path_factory.mktemp("two_steps")
+    checkpoints = Checkpoints(folder)
     for step in (3, 6):
         checkpoints.save(step, make_state(step), METADATA)
-    checkpoints.wait()
-    return checkpoints
+    checkpoints.close()
+    return folder
+
+
+@pytest.fixture
+def saved(two_steps: pathlib.Path, tmp_path: pathlib.Path, opened: Callable) -> Checkpoints:
+    """A copy of them for one test."""
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
+    return opened(tmp_path)
 
 
 @pytest.mark.parametrize("begin", LAYOUTS, ids=str)
