@@ -124,16 +124,18 @@ def _sum_of_rows(
     `limit`."""
     total, largest = 0, 0
     for first in range(0, rows.shape[1], _CHUNK):
-        step = max(1, _CHUNK // min(rows.shape[1], _CHUNK))
+        width = min(rows.shape[1] - first, _CHUNK)
+        step = max(1, _CHUNK // max(1, width))
+        columns, plain = np.zeros(width, np.uint32), np.empty(len(rows), np.uint32)
         for row in range(0, len(rows), step):
-            part = rows[row : row + step, first : first + _CHUNK]
-            columns = np.add.reduce(part, axis=0, dtype=np.uint32)
-            plain = np.add.reduce(part, axis=1, dtype=np.uint32)
-            places = starts[row : row + step] + np.uint32(first % 2**32)
-            total += int(np.add.reduce(columns * _ODD[: columns.size], dtype=np.uint32))
-            total += int(np.add.reduce(2 * places * plain, dtype=np.uint32))
+            part = rows[row : row + step, first : first + width]
+            columns += np.add.reduce(part, axis=0, dtype=np.uint32)
+            np.add.reduce(part, axis=1, dtype=np.uint32, out=plain[row : row + step])
             if limit:
                 largest = max(largest, int(np.max(part & part.dtype.type(limit[0]))))
+        places = starts + np.uint32(first % 2**32)
+        total += int(np.add.reduce(columns * _ODD[:width], dtype=np.uint32))
+        total += int(np.add.reduce(2 * places * plain, dtype=np.uint32))
     return total, largest
 
 
