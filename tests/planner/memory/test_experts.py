@@ -132,6 +132,9 @@ TURNS = {
     "qwen3_moe h100:8x8, every second layer": Compiled(
         QWEN, 48, 1024, 16, 8, 8, "full", 27.04, pattern="DE"
     ),
+    "qwen3_moe h200:1x8, every third layer, names": Compiled(
+        QWEN, 12, 32, 1, 4, 2, "save:query,key,value", 24.61, pattern="DDE"
+    ),
 }
 """Compiled when the formulas of turns were written."""
 
