@@ -8,9 +8,10 @@ import tomllib
 import jax
 import pytest
 
+from jaxscale import config as configs
 from jaxscale import doctor
 from jaxscale.layout import Layout
-from jaxscale.run import preflight
+from jaxscale.run import preflight, trainer
 from jaxscale.training import xla_options
 
 PROJECT = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
@@ -169,3 +170,18 @@ def test_preflight_knows_what_a_sum_should_take():
 
 
 HEALTHY = {"processes": [{"problems": []}]}
+
+
+def test_a_large_run_is_examined_before_anything_compiles(tmp_path, monkeypatch, caplog):
+    found = preflight.Finding("clocks", "at most 5.00 s apart", "set the clocks by NTP")
+    monkeypatch.setattr(trainer, "LARGE_RUN", jax.device_count())
+    monkeypatch.setattr(preflight, "examine_run", lambda config, workdir: [found])
+
+    def compiles(*_, **__):
+        raise NotImplementedError
+
+    monkeypatch.setattr(trainer, "make_engine", compiles)
+    with pytest.raises(NotImplementedError):
+        trainer.open_trainer(configs.load("configs/tiny.py"), tmp_path)
+    (said,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert said.message == f"warning: preflight, {found}"

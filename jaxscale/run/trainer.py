@@ -54,6 +54,9 @@ from jaxscale.training.step import StepMetrics, TrainState
 
 log = logging.getLogger("jaxscale")
 
+LARGE_RUN = 64
+"""Devices from which a run measures its hosts, links and storage before it compiles anything."""
+
 MOST_RETURNS = 3
 """To one checkpoint, because of bad steps."""
 
@@ -119,6 +122,8 @@ def open_trainer(
     if not skip_memory_check:
         check_host_room(config)
     config = resolve_layout(config, workdir)
+    if begin < run.steps and jax.device_count() >= LARGE_RUN:
+        _examine(config, workdir)
     engine = make_engine(config, make_mesh(config.layout), **own)
     log.info(describe_layout(engine))
     if not skip_memory_check:
@@ -153,6 +158,18 @@ def open_trainer(
     else:
         state = engine.init(jax.random.key(run.seed))
     return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
+
+
+def _examine(config: Config, workdir: pathlib.Path) -> None:
+    """Says what `doctor --preflight` finds; a warning for each finding that asks for something."""
+    from jaxscale.run.preflight import examine_run  # noqa: PLC0415 - the planner's modules
+
+    phases.enter_phase("preflight")
+    for finding in examine_run(config, workdir):
+        if finding.advice:
+            log.warning(f"warning: preflight, {finding}")
+        else:
+            log.info(f"preflight, {finding}")
 
 
 def _check_local_room(run: RunConfig, engine: Engine, checkpoints: Checkpoints) -> None:
