@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +66,13 @@ def main(argv: Sequence[str]) -> int:
     return _Supervisor(command, workdir, log, options).run()
 
 
+BAD_HOSTS = "{bad_hosts}"
+"""What a word of the command has where the hosts that are passed over go."""
+
+BLAMED = re.compile(r"process \d+ on (\S+) (?:failed|ended|does not respond)")
+"""How every process names the one that was the first to fail (`distributed.control_channel`)."""
+
+
 class _Supervisor:
     """The attempts of a command, one after the other."""
 
@@ -78,6 +86,9 @@ class _Supervisor:
         self._command, self._workdir, self._log = command, workdir, log
         self._failures, self._wait_seconds = options.failures, options.wait_seconds
         self._layouts: list[list[str]] = options.layouts or [[]]
+        self._pass_over_after = options.pass_over_after
+        self._blame: collections.Counter[str] = collections.Counter()  # host -> attempts
+        self._blamed: set[str] = set()  # in this attempt
         self._child: subprocess.Popen | None = None
         self._asked = threading.Event()  # to stop
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
@@ -92,6 +103,8 @@ class _Supervisor:
                 after, seconds = newest_step(self._workdir), time.monotonic() - begin
                 progress = after > before if self._workdir else seconds > HEALTHY_SECONDS
                 failed = 0 if progress or status == STOPPED else failed + 1
+                if status not in (0, STOPPED):
+                    self._blame.update(self._blamed)
                 wait = min(MOST_WAIT_SECONDS, self._wait_seconds * 2 ** max(0, failed - 1))
                 reason = self._reason_to_end(status, failed)
                 if status:
@@ -102,6 +115,10 @@ class _Supervisor:
                 if status != STOPPED and self._asked.wait(wait):
                     return STOPPED
             raise AssertionError
+
+    @property
+    def _bad_hosts(self) -> list[str]:
+        return sorted(h for h, count in self._blame.items() if count >= self._pass_over_after)
 
     def _reason_to_end(self, status: int, failed: int) -> str:
         if self._asked.is_set():
@@ -129,9 +146,10 @@ class _Supervisor:
           layout: settings that are added to the command.
         """
         self._tail.clear()
+        self._blamed.clear()
         try:
             self._child = subprocess.Popen(
-                [*self._command, *layout],
+                [*with_hosts(self._command, self._bad_hosts), *layout],
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
@@ -152,6 +170,7 @@ class _Supervisor:
         with lines:
             for line in lines:
                 self._tail.append(line.rstrip("\n"))
+                self._blamed |= blamed_host(line)
                 with contextlib.suppress(OSError):
                     sys.stderr.write(line)
                     sys.stderr.flush()
@@ -171,6 +190,7 @@ class _Supervisor:
             "checkpoint_before": steps[0],
             "checkpoint_after": steps[1],
             "action": action,
+            "bad_hosts": self._bad_hosts,
             "stderr": list(self._tail),
         }
         with contextlib.suppress(OSError), self._log.open("a") as file:
@@ -193,6 +213,28 @@ class _Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def blamed_host(line: str) -> set[str]:
+    """The host whose process was the first to fail, if a line of an attempt names it.
+
+    >>> blamed_host("3: error: process 1 on node7 failed, so this one ends: no room")
+    {'node7'}
+    """
+    found = BLAMED.search(line)
+    return {found[1]} if found else set()
+
+
+def with_hosts(command: Sequence[str], bad: Sequence[str]) -> list[str]:
+    """A command with the hosts to pass over; without the words for them while there are none.
+
+    >>> with_hosts(["srun", "--exclude={bad_hosts}", "train"], ["node3", "node7"])
+    ['srun', '--exclude=node3,node7', 'train']
+    >>> with_hosts(["srun", "--exclude={bad_hosts}", "train"], [])
+    ['srun', 'train']
+    """
+    words = command if bad else [word for word in command if BAD_HOSTS not in word]
+    return [word.replace(BAD_HOSTS, ",".join(bad)) for word in words]
 
 
 def newest_step(workdir: pathlib.Path | None) -> int:
@@ -270,6 +312,14 @@ def _parser() -> argparse.ArgumentParser:
         help="settings such as fsdp=8,tensor=2, added to the command; an attempt that is refused "
         "with one, since devices are missing, is made with the next. To let the planner choose, "
         "train with --config.layout=auto",
+    )
+    add(
+        "--pass_over_after",
+        metavar="N",
+        type=command_line.whole(1, 10**6),
+        default=2,
+        help="attempts that a host was the first to fail in, after which it is in the place of "
+        f"{BAD_HOSTS} in COMMAND, such as srun --exclude={BAD_HOSTS}; default 2",
     )
     add(
         "--wait_seconds",
