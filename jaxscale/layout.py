@@ -49,6 +49,13 @@ READ_WITH = {
 }
 """Setting -> those that are read only where it is above 1."""
 
+EXCLUDES = (
+    ("expert", "tensor_rows"),
+    ("context", "tensor_rows"),
+    ("pipeline", "overlap_tensor"),
+)
+"""Settings that are refused where an axis is above 1."""
+
 OVERLAPS = ("overlap_experts", "overlap_tensor")
 """Settings that divide work in parts, so that communication runs beside it."""
 
@@ -211,6 +218,7 @@ class Layout:
         unread = {
             name for key, names in READ_WITH.items() if getattr(self, key) == 1 for name in names
         }
+        unread |= {name for key, name in EXCLUDES if getattr(self, key) != 1}
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)

@@ -322,11 +322,12 @@ def _check_room(
     """
     if jax.default_backend() != "cpu":
         return
-    cache = jax.eval_shape(
-        lambda params, source: begin_cache(model, params, source, batch, slots, _unplaced),
-        params,
-        source,
-    )
+
+    def begin(params: Any, source: Source | None) -> Any:
+        params = weights_in_use(model.axes, params, model.settings.compute_dtype)
+        return begin_cache(model, params, source, batch, slots, _unplaced)
+
+    cache = jax.eval_shape(begin, params, source)
     needs = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     limit = host_memory_bytes()
     if needs / jax.process_count() > limit:
