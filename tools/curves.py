@@ -1,0 +1,42 @@
+"""python tools/curves.py RUN [RUN ...] --png FILE
+
+Draws the losses of some runs' folders in one figure: training loss, and bits per byte of held-out
+text. docs/moe_tiny.png is of `--config quickstart` and `--config moe_tiny`.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from jaxscale.plots import save_figure
+
+PANELS = {
+    "loss": "training loss, nats per token",
+    "eval_bits_per_byte": "held-out text, bits per byte",
+}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads `metrics.jsonl` of each run."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[2])
+    parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN")
+    parser.add_argument("--png", required=True, metavar="FILE")
+    options = parser.parse_args(argv)
+    figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=110)
+    for panel, (name, title) in zip(figure.subplots(1, 2), PANELS.items()):
+        for run in options.runs:
+            lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+            points = [(line["step"], line[name]) for line in lines if name in line]
+            panel.plot(*zip(*points), label=run.name, marker="o" if len(points) < 20 else "")
+        panel.set(xlabel="step", title=title)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(frameon=False)
+    save_figure(figure, options.png)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
