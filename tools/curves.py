@@ -22,7 +22,7 @@ PANELS = {
 
 def main(argv: Sequence[str]) -> None:
     """Reads `metrics.jsonl` of each run."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[2])
+    parser = argparse.ArgumentParser(description="Draws the losses of runs in one figure.")
     parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN")
     parser.add_argument("--png", required=True, metavar="FILE")
     options = parser.parse_args(argv)
@@ -31,7 +31,8 @@ def main(argv: Sequence[str]) -> None:
         for run in options.runs:
             lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
             points = [(line["step"], line[name]) for line in lines if name in line]
-            panel.plot(*zip(*points), label=run.name, marker="o" if len(points) < 20 else "")
+            steps, values = [step for step, _ in points], [value for _, value in points]
+            panel.plot(steps, values, label=run.name, marker="o" if len(points) < 20 else "")
         panel.set(xlabel="step", title=title)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False)
