@@ -37,6 +37,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     started = time.monotonic()
+    options, overrides = command_line.parse(_parser(), argv)
+    with command_line.refusals():
+        config = configs.load(options.config, overrides)
+        if options.profile and options.profile[-1] > config.run.steps:
+            raise ValueError(
+                f"--profile: step {options.profile[-1]} is beyond run.steps = {config.run.steps}"
+            )
+        place = launcher.find_processes(options)
+    workdir = options.workdir or _default_workdir(pathlib.Path(options.config))
+    with command_line.refusals():
+        _check_outputs(options, workdir)
+    command_line.log_to_stdout()
+    settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
+    with processes.together(place, settings, None if options.describe else workdir):
+        if options.describe:
+            return _describe(config)
+        with contextlib.ExitStack() as stack:
+            uploads = None
+            with command_line.refusals():
+                stack.enter_context(notices.noticed(options.preemption_notices))
+            if processes.first_of_all():
+                with command_line.refusals():
+                    stack.enter_context(locked(workdir))
+                    uploads = stack.enter_context(mirrored(workdir))
+            return _train(options, config, workdir, started, uploads)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.train",
         description="Trains a model; resumes when the folder holds a checkpoint.",
@@ -103,31 +131,7 @@ def _main(argv: Sequence[str]) -> int:
         "--json", metavar="FILE", type=pathlib.Path, help="write the summary of the run there too"
     )
     launcher.add_process_flags(parser)
-    options, overrides = command_line.parse(parser, argv)
-    with command_line.refusals():
-        config = configs.load(options.config, overrides)
-        if options.profile and options.profile[-1] > config.run.steps:
-            raise ValueError(
-                f"--profile: step {options.profile[-1]} is beyond run.steps = {config.run.steps}"
-            )
-        place = launcher.find_processes(options)
-    workdir = options.workdir or _default_workdir(pathlib.Path(options.config))
-    with command_line.refusals():
-        _check_outputs(options, workdir)
-    command_line.log_to_stdout()
-    settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
-    with processes.together(place, settings, None if options.describe else workdir):
-        if options.describe:
-            return _describe(config)
-        with contextlib.ExitStack() as stack:
-            uploads = None
-            with command_line.refusals():
-                stack.enter_context(notices.noticed(options.preemption_notices))
-            if processes.first_of_all():
-                with command_line.refusals():
-                    stack.enter_context(locked(workdir))
-                    uploads = stack.enter_context(mirrored(workdir))
-            return _train(options, config, workdir, started, uploads)
+    return parser
 
 
 def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:

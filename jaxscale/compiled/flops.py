@@ -135,9 +135,8 @@ def _kernel_flops(instruction: Instruction, named: Mapping[str, Instruction]) ->
         matmuls = 5 if "Backward" in target else 2
         half = 0.5 if "CAUSAL" in instruction.rest else 1
         return half * matmuls * 2.0 * math.prod(query) * max(key[1:3])
-    if found := re.search(r"/(flash_\w+?)(_of_pair)?/", instruction.op_name):
-        # [batch, time, heads, head_dim]; causal, but for two chunks of a sequence: of their pairs
-        # most see each other whole.
+    if found := re.search(r"/(flash_\w+?)(_whole)?/", instruction.op_name):
+        # [batch, time, heads, head_dim].
         arrays = [hlo.arrays(named[name].shape)[0] for name in instruction.operands]
         query, key = [dims for _, dims in arrays if len(dims) == 4][:2]
         matmuls = FLASH_MATMULS[found[1]] * (1.0 if found[2] else 0.5)

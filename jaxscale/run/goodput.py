@@ -22,6 +22,17 @@ CAUSES = {
 }
 """Phase -> what its seconds are counted as; those of any other are "start"."""
 
+DAMAGED = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)
+"""What reading an account may raise that is damaged, or is none."""
+
 
 class Account:
     """Adds up the seconds of this attempt and of those before, which are kept in the run's folder.
@@ -42,7 +53,7 @@ class Account:
         self._lost = 0.0
         age = 0.0 if started is None else time.monotonic() - started
         self.attempts, self._before = 1, dict[str, float]()
-        with contextlib.suppress(Exception):  # a damaged account costs only the account
+        with contextlib.suppress(*DAMAGED):  # which costs only the account
             kept = json.loads(self._path.read_text())
             before = {str(cause): float(each) for cause, each in kept["seconds"].items()}
             gap = time.time() - age - float(kept["until"])

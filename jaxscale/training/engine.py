@@ -149,14 +149,7 @@ def make_engine(
         honour the model's settings.
     """
     layout, platform = config.layout, mesh.devices.flat[0].platform
-    _check_remat(layout)
-    check_divides(config)
-    check_overlap(config)
-    check_ring(config)
-    check_sequence(config)
-    check_tensor_rows(config)
-    check_types(config)
-    check_host_memory(layout, mesh)
+    _check_settings(config, mesh)
     make = model or find_model(config.model)
     own = own_rules({**make(config.model, plain_kernels()).rules, **(rules or {})})
     attention = attention_name(config, platform)
@@ -253,12 +246,23 @@ def _make_optimizer(
     )
 
 
-def _check_remat(layout: Layout) -> None:
-    if layout.remat == AUTO:
+def _check_settings(config: Config, mesh: Mesh) -> None:
+    """Refuses what no model can be built for."""
+    if config.layout.remat == AUTO:
         raise ValueError(
             "layout.remat = 'auto' is chosen when a run begins, and by jaxscale.open_engine; here "
             "set a policy, such as 'full'"
         )
+    for check in (
+        check_divides,
+        check_overlap,
+        check_ring,
+        check_sequence,
+        check_tensor_rows,
+        check_types,
+    ):
+        check(config)
+    check_host_memory(config.layout, mesh)
 
 
 def _make_zero(

@@ -115,20 +115,9 @@ def flash_output(
       out_dtype: of the output; None is that of the queries.
     """
     (batch, time, heads, _), block = q_BTNH.shape, settings.block
-    group, wide = heads // k_BSKH.shape[2], wide_type(q_BTNH)
+    wide = wide_type(q_BTNH)
     seen_BIJ = _seen_blocks(settings, segments_BT, segments_BS, offset)
-    queries = _rows(q_BTNH, block, lambda i, n, b: (b, i, n, 0))
-    keys = _rows(k_BSKH, None, lambda i, n, b: (b, 0, n // group, 0))
-    numbers = pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, i))
-    specs = [
-        pl.BlockSpec((None, None, 2), lambda i, n, b: (b, i, 0)),
-        pl.BlockSpec((1,), lambda i, n, b: (0,)),
-        queries,
-        keys,
-        keys,
-        pl.BlockSpec((None, block), lambda i, n, b: (b, i)),
-        pl.BlockSpec((None, segments_BS.shape[1]), lambda i, n, b: (b, 0)),
-    ]
+    specs, queries, numbers = _specs_of_queries(q_BTNH, k_BSKH, block)
     arrays = [_ranges(seen_BIJ), _scalar(offset), q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS]
     if sinks_N is not None:
         specs.append(pl.BlockSpec((1,), lambda i, n, b: (n,)))
@@ -172,21 +161,8 @@ def flash_gradients(
     arrays = [_scalar(offset), q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS]
     arrays += [grad_BTNH, log_z_BNT, inner_BNT]
 
-    queries = _rows(q_BTNH, block, lambda i, n, b: (b, i, n, 0))
-    keys = _rows(k_BSKH, None, lambda i, n, b: (b, 0, n // group, 0))
-    numbers = pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, i))
-    specs = [
-        pl.BlockSpec((None, None, 2), lambda i, n, b: (b, i, 0)),
-        pl.BlockSpec((1,), lambda i, n, b: (0,)),
-        queries,
-        keys,
-        keys,
-        pl.BlockSpec((None, block), lambda i, n, b: (b, i)),
-        pl.BlockSpec((None, segments_BS.shape[1]), lambda i, n, b: (b, 0)),
-        queries,
-        numbers,
-        numbers,
-    ]
+    specs, queries, numbers = _specs_of_queries(q_BTNH, k_BSKH, block)
+    specs += [queries, numbers, numbers]
     (grad_q_BTNH,) = _call(
         functools.partial(flash_kernels.flash_query_gradients, settings),
         settings,
@@ -220,6 +196,27 @@ def flash_gradients(
         ([keys, keys], [(k_BSKH.shape, wide)] * 2),
     )
     return grad_q_BTNH, grad_k_BSKH, grad_v_BSKH
+
+
+def _specs_of_queries(
+    q_BTNH: Array, k_BSKH: Array, block: int
+) -> tuple[list[pl.BlockSpec], pl.BlockSpec, pl.BlockSpec]:
+    """What a program for a block of queries of one head reads: the range of its blocks of keys, the
+    offset, queries, keys, values, and the segments of both. And its part of arrays like the
+    queries, and of numbers [B, N, T]."""
+    group, key_time = q_BTNH.shape[2] // k_BSKH.shape[2], k_BSKH.shape[1]
+    queries = _rows(q_BTNH, block, lambda i, n, b: (b, i, n, 0))
+    keys = _rows(k_BSKH, None, lambda i, n, b: (b, 0, n // group, 0))
+    specs = [
+        pl.BlockSpec((None, None, 2), lambda i, n, b: (b, i, 0)),
+        pl.BlockSpec((1,), lambda i, n, b: (0,)),
+        queries,
+        keys,
+        keys,
+        pl.BlockSpec((None, block), lambda i, n, b: (b, i)),
+        pl.BlockSpec((None, key_time), lambda i, n, b: (b, 0)),
+    ]
+    return specs, queries, pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, i))
 
 
 def _seen_blocks(
@@ -266,5 +263,5 @@ def _call(
         out_shape=[jax.ShapeDtypeStruct(*shape) for shape in shapes],
         interpret=settings.interpret,
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-        name=kernel.func.__name__ + "_of_pair" * settings.of_pair,
+        name=kernel.func.__name__ + "_whole" * settings.whole,
     )(*arrays)

@@ -24,7 +24,13 @@ class Settings(NamedTuple):
     scoring: Scoring
     block: int
     interpret: bool = False  # on a CPU, slowly
-    of_pair: bool = False  # of two chunks of a sequence: for the kernels' names
+    of_pair: bool = False  # of two chunks of a sequence, of which one is mostly before the other
+
+    @property
+    def whole(self) -> bool:
+        """Whether queries see all keys rather than half of them: in the kernels' names, by which
+        FLOPs are counted."""
+        return self.of_pair or not self.scoring.causal
 
 
 def flash_forward(
