@@ -21,6 +21,7 @@ from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS
 from jaxscale.models.block import Norm
+from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import STREAM, Axes, Layer, Params, Stack, Stream, Sums
 from jaxscale.models.weights import Weights, module_of
 from jaxscale.ops.tensor_parallel import linear
@@ -48,7 +49,9 @@ class Merge(nnx.Module):
         self.embedding = weights.normal("embed", "transform", scale=half)
         self.output_norm = Norm(config, weights)
 
-    def __call__(self, hidden_BTD: jax.Array, embedding_BTD: jax.Array) -> jax.Array:
+    def __call__(
+        self, hidden_BTD: jax.Array, embedding_BTD: jax.Array, linear: Callable = linear
+    ) -> jax.Array:
         """What the layer reads."""
         merged_BTD = linear(self.hidden_norm(hidden_BTD), self.hidden[...])
         return merged_BTD + linear(self.embedding_norm(embedding_BTD), self.embedding[...])
@@ -59,7 +62,7 @@ def prediction_stack(
     final_norm: Callable[[Params, jax.Array], jax.Array],
     embed: Callable[[Params, Batch, jax.Array, int], jax.Array],
     layer: Callable[[Params, jax.Array, Batch, jax.Array], tuple[jax.Array, Sums]],
-    shard: Callable[[jax.Array, Axes], jax.Array],
+    kernels: Kernels,
     sums: Mapping[str, tuple[int, ...]],
 ) -> Stack:
     """The modules, as layers of a stack over {"x": the model's representation, "ahead": [B, T, K,
@@ -71,7 +74,7 @@ def prediction_stack(
       layer: one layer, from its weights, what it reads, a batch and the module's index.
       sums: of a layer.
     """
-    depth = config.prediction_depth
+    depth, shard = config.prediction_depth, kernels.shard
 
     def enter(params: Params, stream: Stream, batch: Batch) -> Stream:
         tokens = [batch.targets]  # of a document's tokens those one further on
@@ -94,7 +97,7 @@ def prediction_stack(
         if depth > 1:
             hidden = jnp.where(index == 0, hidden, at(jnp.maximum(index - 1, 0)))
         with jax.named_scope("merge"):
-            merged = shard(merge(hidden, at(index)), STREAM)
+            merged = shard(merge(hidden, at(index), kernels.linear), STREAM)
         made, sums = layer(own, merged, batch, index)
         made = merge.output_norm(made)[:, :, None]
         ahead = jax.lax.dynamic_update_slice_in_dim(ahead, made, index, axis=2)

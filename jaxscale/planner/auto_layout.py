@@ -93,6 +93,7 @@ def _cpu_cluster(num_devices: int) -> Cluster:
         device_kinds=("cpu",),
         generation="cpu",
         bf16_flops_per_second=50e9,
+        fp8_flops_per_second=50e9,  # emulated
         memory_bytes=memory,
         memory_bytes_per_second=5e9,
         confidence="memory",

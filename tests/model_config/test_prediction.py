@@ -35,10 +35,7 @@ def test_a_model_that_they_are_not_defined_for(settings, said):
         ModelConfig(**settings)
 
 
-def test_rows_of_tensor_are_refused_and_formulas_named():
+def test_rows_of_tensor_are_refused():
     config = Config(model=ModelConfig(**OWN), layout=Layout(tensor=4, tensor_rows=2))
     with pytest.raises(ValueError, match=r"model.prediction_depth = 1 is not available in this"):
         check_tensor_rows(config)
-    model = ModelConfig(family="deepseek_v3", num_heads=4, rope_head_dim=4, prediction_depth=1)
-    assert not model.has_formulas
-    assert model.without_formulas == "model.prediction_depth = 1"

@@ -93,13 +93,17 @@ def _over_rows(
 
 def _context(shape: ModelShape, parallelism: Parallelism, levels: Levels, tokens: Floats) -> tuple:
     """Keys and values go round the ring, or are all-gathered; in the backward pass with their
-    gradients."""
+    gradients. Or queries, keys, values and outputs are exchanged, and all of their gradients."""
     c, t = np.asarray(parallelism.context), np.asarray(parallelism.tensor)
     if shape.latent:
         width = shape.heads / t * (2 * shape.latent.nope_dim)
     else:
         width = 2 * shape.head_dim * np.maximum(1, shape.kv_heads / t)
     share = shape.attending / shape.layers
+    if parallelism.context_method == "ulysses":
+        heads = 2 * (shape.heads / t + np.maximum(shape.kv_heads / t, c))  # keys: at least one each
+        both = collectives.exchange_seconds(levels, 2.0 * tokens * shape.head_dim * heads)
+        return share * both, share * both
     # Keys outside a window are not needed, but whole chunks are sent.
     held = 2.0 * tokens * width
     if parallelism.context_method == "ring":

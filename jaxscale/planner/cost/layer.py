@@ -101,9 +101,10 @@ def _decoder_compute(shape: ModelShape, cluster: Cluster, parallelism: Paralleli
     back = second.seconds + third.seconds
     second = replace(second, waiting=np.maximum(0, launches[1] - ahead * back))
     # Multi-token prediction layers are on the rank of the head.
-    each, extra = 1 + shape.extra_predictions, shape.extra_predictions
+    extra = shape.extra_predictions
     head, head_back = (
-        _head(shape, cluster, parallelism, tokens, backward=back) * each for back in (False, True)
+        _head(shape, cluster, parallelism, tokens, backward=back) * (shape.head_passes + extra)
+        for back in (False, True)
     )
     return LayerCompute(
         forward=first,

@@ -17,6 +17,7 @@ from jaxscale.planner.model.param_shapes import (
 )
 
 BATCH_BYTES = 5 * 4  # per token: the fields of `Batch`
+FURTHER_BYTES = 2 * 4  # per token and module that predicts further ones
 SOURCE_BYTES = 3 * 4  # per token of an encoder: those of `Batch.extras`
 POSITION_BYTES = 4  # per token, of these
 COUNT_BYTES = 4  # an int32 scalar
@@ -73,7 +74,7 @@ def batch_bytes(config: Config) -> Ints:
     layout, data = config.layout, config.data
     shards = layout.batch_shards * layout.context
     tokens = data.global_batch_size * data.output_len // shards
-    found = BATCH_BYTES * tokens + COUNT_BYTES
+    found = (BATCH_BYTES + FURTHER_BYTES * config.model.prediction_depth) * tokens + COUNT_BYTES
     if not config.model.num_encoder_layers:
         return found
     source = data.global_batch_size * data.seq_len // shards

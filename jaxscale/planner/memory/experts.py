@@ -12,7 +12,14 @@ import numpy as np
 
 from jaxscale.config import Config, ModelConfig
 from jaxscale.layout import RematPolicy
-from jaxscale.planner.model.param_shapes import Ints, itemsize, maximum, parameters, select
+from jaxscale.planner.model.param_shapes import (
+    PREDICTION,
+    Ints,
+    itemsize,
+    maximum,
+    parameters,
+    select,
+)
 
 
 def rows_of_token(model: ModelConfig, layout: Any, length: int) -> Ints:
@@ -94,6 +101,14 @@ AFTER_DENSE_UNORDERED = (RowArrays(7, 8, 0.6),)
 """The same where each of several passes reduce-scatters, for 2,048 H100; or those above, and the
 gradients of the head before they are reduced."""
 
+LONE = (RowArrays(4, 5),)
+"""Of a module that predicts further tokens, alone in its stack, as the hidden features are
+recomputed; beside the gradients of the head. Counted in a step of DeepSeek-V3 for 256 H200 that
+saves everything, and in one that recomputes, which needs less."""
+LONE_UNORDERED = (RowArrays(6, 9, 2.0),)
+"""The same in each of several passes: the loops over blocks begin with zeros, which the compiler
+copies at the beginning of the pass, as there is no loop over layers. Counted in two such steps."""
+
 PIPED = RowArrays(3, 3)
 """In a pipeline, beside its slots: R, B and W are apart. Counted in steps of Mixtral and Qwen3-MoE
 for 16 to 64 H100."""
@@ -130,7 +145,11 @@ def row_bytes(config: Config, loop: Any, head: Ints, *, blocks: bool) -> Ints:
     if not blocks or model.capacity_factor:
         return select(pipelined, slots, live(WHOLE))
     several = loop.scatters & np.logical_not(loop.single)
-    if model.dense_layers:
+    if loop.part == PREDICTION and loop.num_layers == 1:
+        # The head is passed through once for each, and the gradients are added up.
+        passed = (2 + model.prediction_depth) * head
+        found = select(several, live(LONE_UNORDERED) + head, live(LONE) + passed)
+    elif model.dense_layers:
         alone = live(AFTER_DENSE)
         found = select(several, maximum(live(AFTER_DENSE_UNORDERED), alone + head), alone)
     else:

@@ -165,6 +165,12 @@ def stash_refusal(model: ModelConfig, layout: Layout) -> str:
             f"layout.pipeline = {layout.pipeline}: there is no formula for what a pipeline keeps "
             "of latent attention; set layout.pipeline = 1"
         )
+    if model.prediction_depth:
+        return (
+            f"layout.pipeline = {layout.pipeline}: there is no formula for what a pipeline keeps "
+            f"of modules for further tokens (model.prediction_depth = {model.prediction_depth}); "
+            "set layout.pipeline = 1"
+        )
     if model.expert_pattern:
         return (
             f"layout.pipeline = {layout.pipeline}: there is no formula for what a pipeline keeps "

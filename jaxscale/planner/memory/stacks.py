@@ -39,13 +39,16 @@ def stacks_outer_gradients(
     those of layers with experts and of the ones before them.
 
     In a single visit a GPU adds the rows of both stacks to the embedding's together, at the end,
-    and those of the head are reduced during the layers."""
+    and those of the head are reduced during the layers, or during the modules that predict further
+    tokens, whose working set has them."""
     wide = max(loop.compute, 4)
     embed = 0 if is_last else wide * elements(config, "embed")
     whole = loop.accumulated * head_elements(config)
     shard = loop.single * loop.accumulated * head_elements(config, loop.scatters)
     if not transients.late:
         return shard + embed
+    if transients.in_place and config.model.prediction_depth:
+        return shard
     # While weights are gathered the head's are reduced.
     head = whole if is_last else select(loop.gathers, shard, whole)
     in_place = transients.in_place & np.logical_not(loop.scatters | loop.single)

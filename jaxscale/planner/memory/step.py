@@ -306,7 +306,8 @@ def _layer_weights(
 ) -> Ints:
     """Of the current layer, and prefetched; in a pipeline those of a chunk of each stack."""
     chunks = sum(one.capacity * one.weights for one in loops)
-    gathered = select(config.layout.pipeline > 1, chunks, 2 * loop.weights)
+    layers = min(loop.num_layers, 2)  # a single one prefetches nothing
+    gathered = select(config.layout.pipeline > 1, chunks, layers * loop.weights)
     # An all-gather of shards that are not whole tiles pads every row with an empty one.
     gathered = gathered + select(ragged(config, transients), mlp_weights(config, loop.part))
     return loop.compute * select(loop.gathers, gathered, 0 if transients.ahead else loop.weights)

@@ -207,7 +207,10 @@ def ragged(config: Config, transients: Transients) -> Any:
 
 def carried_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients of the previous layer during a layer's backward pass: as the loop carries them, and
-    as they are reduced."""
+    as they are reduced. Where rows of experts are most of memory, without a capacity, the peak
+    comes later: counted in steps of Mixtral, Qwen3-MoE and DeepSeek-V3 for v5p."""
+    if loop.has_experts and not config.model.capacity_factor:
+        return 0
     carries = _carries(config, loop, transients)
     return select(carries, (loop.compute + loop.accumulated) * loop.weights)
 

@@ -19,6 +19,8 @@ from jaxscale.sharding.rules import spreads_outer
 
 Ints = Any
 """An int, or int [N] for N layouts."""
+PREDICTION = "prediction"
+"""The stack of the modules that predict further tokens."""
 Rows = Mapping[str, Ints]
 """Layers of each stack, by its name."""
 
@@ -86,7 +88,7 @@ class StackSize(NamedTuple):
     """Layers of one kind, in the order in which a step passes them; where layers with and without
     experts take turns, a layer of a stack is a turn."""
 
-    part: str  # "layers"; or "encoder" and "decoder"; or "dense_layers" and "expert_layers"
+    part: str  # as the engine names the stack
     num_layers: int
 
 
@@ -97,17 +99,20 @@ def stack_sizes(model: ModelConfig) -> tuple[StackSize, ...]:
             StackSize("encoder", model.num_encoder_layers),
             StackSize("decoder", model.num_layers),
         )
-    first = model.dense_layers if model.num_experts else 0
+    first, depth = model.dense_layers if model.num_experts else 0, model.prediction_depth
+    further = (StackSize(PREDICTION, depth),) if depth else ()
     if not first:
-        return (StackSize("layers", model.num_layers // len(turn_of(model, "layers"))),)
+        return StackSize("layers", model.num_layers // len(turn_of(model, "layers"))), *further
     turns = (model.num_layers - first) // len(turn_of(model, "expert_layers"))
-    return StackSize("dense_layers", first), StackSize("expert_layers", turns)
+    return StackSize("dense_layers", first), StackSize("expert_layers", turns), *further
 
 
 def turn_of(model: ModelConfig, part: str) -> tuple[bool, ...]:
     """Of each layer of the model in a layer of a stack, whether it has experts."""
     if not model.num_experts or part == "dense_layers":
         return (False,)
+    if part == PREDICTION:
+        return (True,)
     return tuple(letter == "E" for letter in model.expert_pattern or "E")
 
 
@@ -163,6 +168,8 @@ def _embedding(model: ModelConfig) -> Axes:
         arrays["positions"] = ("positions", "embed")
     if model.num_encoder_layers:
         arrays |= _norm(model, "encoder_norm")
+    if model.prediction_depth and model.final_norm:
+        arrays |= _norm(model, "final_norm")
     if model.relative_bias == "shared":
         arrays |= {"encoder_bias": TABLE, "decoder_bias": TABLE}
     if model.token_types:
@@ -171,7 +178,8 @@ def _embedding(model: ModelConfig) -> Axes:
 
 
 def _head(model: ModelConfig) -> Axes:
-    arrays = dict(_norm(model, "norm")) if model.final_norm else {}
+    own_norm = model.final_norm and not model.prediction_depth
+    arrays = dict(_norm(model, "norm")) if own_norm else {}
     if model.head_transform:
         arrays |= {"transform": ("embed", "transform"), "transform_bias": ("embed",)}
         arrays |= {**_norm(model, "transform_norm"), "output_bias": ("vocab",)}
@@ -180,6 +188,8 @@ def _head(model: ModelConfig) -> Axes:
 
 def _stack_layer(model: ModelConfig, part: str) -> Axes:
     turn = turn_of(model, part)
+    if part == PREDICTION:
+        return {**_layer(model, part, experts=turn[0]), **_merge(model)}
     if len(turn) == 1:
         return _layer(model, part, experts=turn[0])
     return {
@@ -187,6 +197,13 @@ def _stack_layer(model: ModelConfig, part: str) -> Axes:
         for i, experts in enumerate(turn)
         for name, axes in _layer(model, part, experts=experts).items()
     }
+
+
+def _merge(model: ModelConfig) -> Axes:
+    """Of `models.prediction.Merge`."""
+    norms = [_norm(model, f"merge/{name}_norm") for name in ("hidden", "embedding", "output")]
+    matrices = {f"merge/{name}": ("embed", "transform") for name in ("hidden", "embedding")}
+    return {**norms[0], **norms[1], **norms[2], **matrices}
 
 
 def _layer(model: ModelConfig, part: str, *, experts: bool) -> Axes:

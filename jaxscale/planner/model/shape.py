@@ -70,16 +70,19 @@ class ModelShape:
     attention_layers: int = -1  # layers with attention; -1 is all
     mlp_layers: int = -1  # layers with an MLP or experts; -1 is all
     extra_predictions: int = 0  # multi-token prediction modules, each a layer and a head pass
+    head_passes: int = 1  # more where such modules are among the layers
     encoder_layers: int = 0
     encoder_seq_len: int = 0
 
     @classmethod
     def of(cls, config: Config) -> "ModelShape":
-        """The shape of a configuration's model at its sequence length."""
+        """The shape of a configuration's model at its sequence length. Modules that predict further
+        tokens are layers at its end; what merges their inputs counts as the head's."""
         model = config.model
         windows = [model.window(index) for index in range(model.num_layers)]
         shape = cls(
-            layers=model.num_layers,
+            layers=model.num_layers + model.prediction_depth,
+            head_passes=1 + model.prediction_depth,
             d_model=model.d_model,
             heads=model.num_heads,
             kv_heads=model.num_kv_heads,
@@ -332,7 +335,7 @@ class ModelShape:
     @property
     def flops_per_token(self) -> float:
         """Of training: forward and backward, without recompute. The numerator of MFU."""
-        each = 1 + self.extra_predictions
+        each = self.head_passes + self.extra_predictions
         extra = self.extra_predictions * self.layer_forward_flops
         return 3 * (self.block_flops + extra + each * self.head_flops)
 

@@ -11,7 +11,6 @@ from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
 from jaxscale.planner.model.layout_batch import LayoutBatch
-from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import Query
 from jaxscale.planner.search.trainable_model import TrainableModel
@@ -75,12 +74,12 @@ def batch_step_seconds(
     if pipelines:
         cost = uneven_cost(query, layouts)
         return cost.step_seconds(pipelines.specs, pipelines.layers, pipelines.index)
-    parallelism = Parallelism.of(layouts, query.planned_model.sequences)
+    parallelism = query.planned_model.parallelism(layouts)
     seconds = step_cost(query.shape, query.cluster, parallelism).step_seconds
     return np.broadcast_to(seconds, (len(layouts),))
 
 
 def uneven_cost(query: Query, layouts: LayoutBatch) -> UnevenPipelineCost:
     """The cost model of layouts with a pipeline."""
-    parallelism = Parallelism.of(layouts, query.planned_model.sequences)
+    parallelism = query.planned_model.parallelism(layouts)
     return UnevenPipelineCost.of(query.shape, query.cluster, parallelism)

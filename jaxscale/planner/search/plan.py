@@ -49,7 +49,7 @@ class Plan:
     @property
     def parallelism(self) -> Parallelism:
         """The layout as the cost formulas read it."""
-        return Parallelism.of(self.layout, self.planned_model.sequences)
+        return self.planned_model.parallelism(self.layout)
 
     @property
     def terms(self) -> dict[str, float]:
@@ -149,7 +149,7 @@ def predict_plan(query: Query, layout: Layout) -> Plan:
       ValueError: no such pipeline exists.
     """
     model = query.planned_model
-    parallelism = Parallelism.of(layout, model.sequences)
+    parallelism = model.parallelism(layout)
     layers, buffers = (), None
     if layout.pipeline == 1:
         seconds = step_cost(query.shape, query.cluster, parallelism)

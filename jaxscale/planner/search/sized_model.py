@@ -29,6 +29,7 @@ OFFLOADS = ("none", "optimizer")
 
 NO_HALVES = "the tokens of a micro-batch do not travel to experts in halves"
 NO_RING = "there are no ranks of tensor to form a ring"
+NO_HEADS = "the heads do not divide among the ranks of context"
 NO_CROSS_CONTEXT = "there is no formula for cross attention under context parallelism"
 ENCODER_EXCLUDES = {
     "pipeline": "there are no formulas for pipelines of an encoder and a decoder of which only the "
@@ -113,6 +114,10 @@ class SizedModel:
         operations recompute."""
         in_table = recomputed * self.shape.block_flops
         return self.shape.flops_per_token + (in_table or recomputed_flops(self.shape, remat))
+
+    def parallelism(self, layout: Layout | LayoutBatch) -> Parallelism:
+        """A layout, or a batch of them, as the cost formulas read it."""
+        return Parallelism.of(layout, self.sequences)
 
     def with_layout(self, _: Layout) -> NoReturn:
         """Refused: there is no config.
@@ -232,7 +237,7 @@ class SizedModel:
         Args:
           buffers: of a pipeline's busiest rank; None without a pipeline.
         """
-        parallelism = Parallelism.of(layouts, self.sequences)
+        parallelism = self.parallelism(layouts)
         return analytic.analytic_memory(
             self.shape, parallelism, buffers or RankBuffers((self.shape.layers,)), back_end
         )

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxscale.choices import did_you_mean, divisors, nearest_divisors
 from jaxscale.config import Config
+from jaxscale.hardware import check_matmul_units
 from jaxscale.layout import (
     ACCUMULATIONS,
     AUTO,
@@ -73,7 +74,19 @@ class Query:
                 f"{self.model.model.without_formulas}; python -m jaxscale.aot compiles a layout's "
                 "step for absent devices and says what it needs"
             )
+        if isinstance(self.model, Config):
+            self._check_matmuls(self.model.model.matmul_dtype)
         return TrainableModel(self.model) if isinstance(self.model, Config) else self.model
+
+    def _check_matmuls(self, dtype: str) -> None:
+        if dtype == "int8":
+            raise ValueError(
+                "model.matmul_dtype = 'int8': there are no formulas for matmuls of which a third "
+                "stays in model.compute_dtype; plan with model.matmul_dtype = '' and compile the "
+                "layout with python -m jaxscale.aot"
+            )
+        if dtype and self.cluster.name != CPU:
+            check_matmul_units(dtype, self.cluster.chip.generation, self.cluster.name)
 
     @property
     def back_end(self) -> str:

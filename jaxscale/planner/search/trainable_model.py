@@ -15,6 +15,7 @@ from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory.saved_activations import stash_refusal
 from jaxscale.planner.memory.step import Memory, step_memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
+from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
 from jaxscale.planner.model.param_shapes import parameters
 from jaxscale.planner.model.remat_flops import recomputed_flops
 from jaxscale.planner.model.shape import ModelShape
@@ -28,6 +29,7 @@ from jaxscale.sharding.rules import (
     check_ring,
     check_sequence,
     check_tensor_rows,
+    check_ulysses,
     mesh_axes,
     with_whole_kv_heads,
 )
@@ -81,6 +83,13 @@ class TrainableModel:
     def _excludes(self) -> Mapping[str, str]:
         """Axes that have no formula, and why."""
         return {"context": sized_model.NO_CROSS_CONTEXT} if self._has_encoder else {}
+
+    def parallelism(self, layout: Layout | LayoutBatch) -> Parallelism:
+        """A layout, or a batch of them, as the cost formulas read it."""
+        traits = JAXSCALE
+        if self.config.model.matmul_dtype:
+            traits = dataclasses.replace(JAXSCALE, matmul="fp8")
+        return Parallelism.of(layout, self.sequences, traits=traits)
 
     @functools.cached_property
     def shape(self) -> ModelShape:
@@ -185,6 +194,7 @@ class TrainableModel:
             (check_divides, self.batch_reason),
             (check_overlap, sized_model.NO_HALVES),
             (check_ring, sized_model.NO_RING),
+            (check_ulysses, sized_model.NO_HEADS),
             (check_sequence, "data.seq_len does not split"),
             (check_tensor_rows, "not available in this version"),
             (check_parameters, "a dimension of the model does not divide"),

@@ -209,6 +209,10 @@ def test_keys_that_go_round_hide_behind_attention_within_a_node():
     )
     assert ring.context < gather.context
     assert ring.hidden["context"] > 0
+    # All-to-alls move less, and none of it beside attention.
+    heads = step_cost(long, H100, Parallelism(fsdp=64, context=8, context_method="ulysses"))
+    assert ring.context < heads.context < gather.context
+    assert heads.hidden["context"] == 0
     # Round several nodes one member of each sends over its own link to the network.
     far = step_cost(long, H100, Parallelism(fsdp=16, context=32, context_method="ring"))
     assert far.context > ring.context

@@ -1,7 +1,7 @@
-"""Formulas of memory against steps with experts, compiled for GPUs that are not there.
+"""Formulas of memory against steps with experts, compiled for GPUs and TPUs that are not there.
 
 Each figure is what `python -m jaxscale.aot --topology NAME` printed as the step's total, with the
-settings of its row (jaxlib 0.12.0.1).
+settings of its row (jaxlib 0.12.0.1; libtpu 0.0.51).
 """
 
 import statistics
@@ -36,7 +36,9 @@ class Compiled(NamedTuple):
     pipeline: int = 1
     chunks: int = 1
     pattern: str = ""
-    dense: int = 0
+    dense: int = 0  # layers without experts before the others, where not the config's; -1: none
+    depth: int = 0  # modules that predict further tokens
+    back_end: str = "gpu"
 
     @property
     def error(self) -> float:
@@ -56,10 +58,11 @@ class Compiled(NamedTuple):
             "layout.virtual_stages": self.chunks,
             "layout.schedule": "interleaved" if self.chunks > 1 else "1f1b",
             **({"model.expert_pattern": self.pattern} if self.pattern else {}),
-            **({"model.dense_layers": self.dense} if self.dense else {}),
+            **({"model.dense_layers": max(self.dense, 0)} if self.dense else {}),
+            **({"model.prediction_depth": self.depth} if self.depth else {}),
         }
         config = configs.load(self.base, [f"{name}={value}" for name, value in settings.items()])
-        return step_memory(config, "gpu", own_host=True).peak / (GIB * self.peak_gib) - 1
+        return step_memory(config, self.back_end, own_host=True).peak / (GIB * self.peak_gib) - 1
 
 
 DERIVED = {
@@ -138,7 +141,54 @@ TURNS = {
 }
 """Compiled when the formulas of turns were written."""
 
-STEPS = DERIVED | AFTERWARDS | PIPELINES | TURNS
+FURTHER = {
+    "deepseek_v3 h100:32x8, one module": Compiled(
+        DEEPSEEK, 10, 256, 1, 32, 8, "full", 36.56, seq_len=2048, depth=1
+    ),
+    "deepseek_v3 h100:32x8, one module, 16 ranks of expert": Compiled(
+        DEEPSEEK, 8, 1024, 4, 16, 16, "full", 63.09, seq_len=2048, depth=1
+    ),
+    "deepseek_v3 h200:32x8, one module, none": Compiled(
+        DEEPSEEK, 8, 512, 2, 32, 8, "none", 50.63, seq_len=1024, depth=1
+    ),
+    "deepseek_v3 h100:32x8, one module, 32 ranks of expert": Compiled(
+        DEEPSEEK, 8, 512, 2, 8, 32, "full", 62.17, seq_len=1024, depth=1
+    ),
+    "deepseek_v3 h200:32x8, one module, none, 1 pass": Compiled(
+        DEEPSEEK, 8, 256, 1, 16, 16, "none", 77.63, seq_len=2048, depth=1
+    ),
+    "deepseek_v3 h100:32x8, two modules": Compiled(
+        DEEPSEEK, 10, 256, 1, 32, 8, "full", 41.89, seq_len=2048, depth=2
+    ),
+    "deepseek_v3 h100:256x8, one module": Compiled(
+        DEEPSEEK, 61, 16384, 8, 256, 8, "full", 66.86, depth=1
+    ),
+}
+"""What a module has at once is counted in the first three and the fifth."""
+
+TPUS = {
+    "mixtral v5p:2x2x2, fsdp 2": Compiled(MIXTRAL, 4, 8, 1, 2, 4, "full", 23.57, back_end="tpu"),
+    "mixtral v5p:2x2x2": Compiled(MIXTRAL, 4, 8, 1, 1, 8, "full", 24.71, back_end="tpu"),
+    "mixtral v5p:2x2x2, none": Compiled(MIXTRAL, 4, 8, 1, 1, 8, "none", 32.89, back_end="tpu"),
+    "mixtral v5p:2x2x2, fsdp 4": Compiled(MIXTRAL, 4, 32, 1, 4, 2, "full", 29.21, back_end="tpu"),
+    "qwen3_moe v5p:2x2x2": Compiled(QWEN, 4, 16, 1, 1, 8, "full", 27.67, back_end="tpu"),
+    "deepseek_v3 v5p:8x8x16": Compiled(
+        DEEPSEEK, 4, 1024, 1, 128, 8, "full", 33.59, back_end="tpu", dense=-1
+    ),
+    "deepseek_v3 v5p:8x8x16, 3 of 7 layers without experts": Compiled(
+        DEEPSEEK, 7, 1024, 1, 128, 8, "full", 35.52, back_end="tpu"
+    ),
+    "mixtral v5p:2x2x2, capacity": Compiled(
+        MIXTRAL, 4, 8, 1, 1, 8, "full", 20.68, 1.25, back_end="tpu"
+    ),
+    "qwen3_moe v5p:2x2x2, fsdp 2, 8 layers": Compiled(
+        QWEN, 8, 16, 1, 2, 4, "full", 22.42, back_end="tpu", seq_len=2048
+    ),
+}
+"""That the gradients of the layer above are gone at the peak was seen in the first and in that of
+DeepSeek-V3."""
+
+STEPS = DERIVED | AFTERWARDS | PIPELINES | TURNS | FURTHER | TPUS
 
 
 def test_they_are_right_in_the_median():

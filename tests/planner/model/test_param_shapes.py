@@ -49,6 +49,7 @@ MODELS |= {
         family="qwen3_moe", num_layers=5, dense_layers=1, num_experts=16, expert_pattern="DE"
     ),
     "deepseek_v3": ModelConfig(family="deepseek_v3", **LATENT),
+    "deepseek_v3 with two modules": ModelConfig(family="deepseek_v3", prediction_depth=2, **LATENT),
     "deepseek_v3 without a rank of queries": ModelConfig(
         family="deepseek_v3", **LATENT | {"query_rank": 0}
     ),

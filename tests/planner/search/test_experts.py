@@ -124,7 +124,14 @@ def test_layers_in_turns_are_planned():
 
 
 def test_latent_attention_is_planned():
-    pins = PINS | {"fsdp": 256, "expert": 8, "zero_stage": 3}
-    best = plan_layouts("configs/deepseek_v3.py", "h100", 2048, pins=pins, top=1).plans[0]
-    assert best.layout.pipeline == 1
-    assert best.fits
+    pins = PINS | {"fsdp": 256, "expert": 8, "zero_stage": 3, "microbatches": 8}
+    plain, more = (
+        plan_layouts(load("deepseek_v3", options), "h200", 2048, pins=pins, top=1).plans[0]
+        for options in ([], ["model.prediction_depth=1"])
+    )
+    assert plain.layout.pipeline == 1
+    assert plain.fits
+    # A module for a further token is one more layer with experts, and another pass of the head.
+    again = more.config.model.flops_per_token(4096) / plain.config.model.flops_per_token(4096)
+    assert more.memory_bytes > plain.memory_bytes
+    assert np.isclose(more.step_seconds / plain.step_seconds, again, rtol=0.05)

@@ -296,3 +296,22 @@ def test_a_pipeline_is_timed_by_the_table_that_the_engine_runs(remat):
     late = 1 + float(parts.late[0])
     whole = (float(parts.others[0]) + run.lockstep_makespan) * late
     assert plan.step_seconds == pytest.approx(whole, rel=1e-9)
+
+
+def test_float8_is_planned_where_there_are_units_for_it():
+    """Matmuls at twice the peak and casts between them: faster, and by less than twice."""
+
+    def query(name, dtype):
+        model = dataclasses.replace(CONFIG.model, matmul_dtype=dtype)
+        return Query(dataclasses.replace(CONFIG, model=model), make_cluster(name, 8))
+
+    layout = Layout(data=1, fsdp=8)
+    wide, narrow = (predict_plan(query("H100-SXM", dtype), layout) for dtype in ("", "float8"))
+    assert 0.5 < narrow.terms["matmul"] / wide.terms["matmul"] < 0.8
+    assert narrow.step_seconds < wide.step_seconds
+    for name, dtype, said in (
+        ("A100-80", "float8", "which does not multiply it faster"),
+        ("TPUv5p", "int8", "a third stays in model.compute_dtype"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            predict_plan(query(name, dtype), layout)
