@@ -1,19 +1,22 @@
 """What a run records: step times, metrics, progress lines, its summary."""
 
 import contextlib
+import dataclasses
 import logging
 import math
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxscale import config as configs
+from jaxscale.compiled.trace import DeviceTime, read_trace, time_by_cause, trace_line
 from jaxscale.config import Config
 from jaxscale.data.dataset import Examples, repeats
+from jaxscale.distributed import phases, processes
 from jaxscale.hardware import peak_flops
 from jaxscale.run.goodput import Account, goodput_share, time_line
 from jaxscale.run.setup import Evaluation
@@ -106,6 +109,7 @@ class Recorder:
         self._recent: list[float] = []
         self._last: dict[str, Any] = {}
         self._evaluation: dict[str, Any] = {}
+        self._profile: dict[str, Any] = {}
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -138,6 +142,20 @@ class Recorder:
         self.metrics.write(self._evaluation)
         self._mark = time.monotonic()
 
+    def traced(self, steps: range, reports: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Keeps for the summary where the time of traced steps went, and says it, in a line for
+        each process.
+
+        Args:
+          reports: of each process, the fields of `DeviceTime` of each of its devices.
+        """
+        self._profile = {"profile": {"steps": list(steps), "processes": reports}}
+        for i, devices in enumerate(reports):
+            times = [DeviceTime(**device) for device in devices]
+            process = f"process {i}, " if len(reports) > 1 else ""
+            log.info(f"traced steps, {process}{trace_line(times, len(steps))}")
+        self._mark = time.monotonic()
+
     def finish(self) -> dict[str, Any]:
         """Writes summary.json and loss.png, and returns the summary."""
         self.flush()
@@ -146,6 +164,7 @@ class Recorder:
         summary = {
             **self._last,
             **self._evaluation,
+            **self._profile,
             "seconds": seconds,
             "seconds_by_cause": causes,
             "goodput": goodput_share(causes),
@@ -255,3 +274,53 @@ class Recorder:
 
     def _utilisation(self, flops_per_second: float) -> float | None:
         return utilisation(flops_per_second, self._num_devices, self._peak)
+
+
+@contextlib.contextmanager
+def tracing(profile: range, recorder: Recorder, program: Any) -> Generator[Callable[[int], None]]:
+    """Traces the steps in `profile`: called with each step before it starts. Each process of
+    several has a folder of its own, since their files are named by their hosts.
+
+    Args:
+      program: the compiled step.
+    """
+    folder = recorder.workdir / "profile"
+    if jax.process_count() > 1:
+        folder /= f"process_{jax.process_index()}"
+    done: list[int] = []  # the steps in the trace that is being taken
+
+    def at(step: int) -> None:
+        inside = step in profile
+        if inside and not done:
+            recorder.flush()  # no operation of the step before is in the trace
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # it would slow the host that it traces
+            jax.profiler.start_trace(str(folder), profiler_options=options)
+        elif done and not inside:
+            stop()
+        if inside:
+            done.append(step)
+
+    def stop() -> None:
+        recorder.flush()
+        with phases.within("reading a trace"):
+            jax.profiler.stop_trace()
+            log.info(f"trace written to {recorder.workdir / 'profile'}")
+            times = [dataclasses.asdict(one) for one in _times(folder, program)]
+            reports = processes.all_reports("trace", times)
+        recorder.traced(range(done[0], done[-1] + 1), reports)
+        done.clear()
+
+    yield at
+    if done:
+        stop()
+
+
+def _times(folder: pathlib.Path, program: Any) -> list[DeviceTime]:
+    """Of the devices of this process. What cannot be read must not end the run."""
+    try:
+        return time_by_cause(read_trace(folder), program.as_text())
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        log.warning(f"warning: the trace could not be summarised ({reason})")
+        return []
