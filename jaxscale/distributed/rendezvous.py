@@ -24,7 +24,15 @@ LATE_SECONDS = 5
 
 
 class _Refused(ValueError):  # noqa: N818 - sent to all, it ends start-up
-    """Start-up is refused; every process that has connected gets the reason."""
+    """Start-up is refused; every process that has connected gets the reason, and the status."""
+
+    exit_status = 2
+
+
+class MissingProcessError(_Refused):
+    """One did not come: it may the next time, so that a supervisor tries again."""
+
+    exit_status = 1
 
 
 def join(
@@ -61,7 +69,7 @@ def join(
     hello = {
         "process_id": process_id,
         "num_processes": num_processes,
-        "host": socket.gethostname(),
+        "host": host_name(),
         "report": report,
         "nonce": os.urandom(16).hex(),
     }
@@ -97,7 +105,8 @@ def _accept_all(
             while sum(map(bool, arrived.values())) < hello["num_processes"] - 1:
                 events = selector.select(max(0.0, deadline - time.monotonic()))
                 if not events:
-                    raise _Refused(_missing(coordinator, hello, arrived, timeout) + hint)
+                    missing = _missing(coordinator, hello, arrived, timeout)
+                    raise MissingProcessError(missing + hint)
                 for key, _ in events:
                     if key.fileobj is listener:
                         connection = Connection(listener.accept()[0])
@@ -118,9 +127,9 @@ def _accept_all(
             if answer.get("refusal"):
                 raise _Refused(answer["refusal"])
         except _Refused as refusal:
-            _abort_all(hello, arrived, str(refusal))
+            _abort_all(hello, arrived, refusal)
             if time.monotonic() < deadline:  # the others would wait until their own deadline
-                _refuse_late(listener, hello["num_processes"] - 1 - len(arrived), str(refusal))
+                _refuse_late(listener, hello["num_processes"] - 1 - len(arrived), refusal)
             raise
     welcome = {"names": [name(i, each["host"]) for i, each in enumerate(hellos)], "answer": answer}
     for connection in joined.values():
@@ -131,20 +140,22 @@ def _accept_all(
 
 
 def _abort_all(
-    hello: dict[str, Any], arrived: Mapping[Connection, dict[str, Any]], text: str
+    hello: dict[str, Any], arrived: Mapping[Connection, dict[str, Any]], refusal: _Refused
 ) -> None:
     """Sends the refusal to every process that has connected: the whole text once on each host."""
     printing = {hello["host"]: 0}  # host -> the process that prints it
     for connection, member in arrived.items():
         host, who = member.get("host", ""), member.get("process_id", -1)
         first = printing.setdefault(host, who)
-        short = f"not started: the same error as {name(first, host)}"
-        _send_refusal(connection, text if who == first else short, member)
+        short = type(refusal)(f"not started: the same error as {name(first, host)}")
+        _send_refusal(connection, refusal if who == first else short, member)
         connection.socket.close()
 
 
-def _send_refusal(connection: Connection, text: str, member: Mapping[str, Any]) -> None:
-    connection.send({"refusal": text, "proof": _proof("welcome", member)})
+def _send_refusal(connection: Connection, refusal: _Refused, member: Mapping[str, Any]) -> None:
+    text, missing = str(refusal), isinstance(refusal, MissingProcessError)
+    proof = _proof("welcome", member)
+    connection.send({"refusal": text, "missing": missing, "proof": proof})
 
 
 def _proof(kind: str, hello: Mapping[str, Any]) -> str:
@@ -154,7 +165,7 @@ def _proof(kind: str, hello: Mapping[str, Any]) -> str:
     return hmac.new(token.encode(), "\n".join(words).encode(), hashlib.sha256).hexdigest()
 
 
-def _refuse_late(listener: socket.socket, count: int, text: str) -> None:
+def _refuse_late(listener: socket.socket, count: int, refusal: _Refused) -> None:
     """Sends the refusal to processes that connect late, up to `count`, for `LATE_SECONDS`."""
     deadline = time.monotonic() + LATE_SECONDS
     while count > 0 and (left := deadline - time.monotonic()) > 0:
@@ -163,9 +174,16 @@ def _refuse_late(listener: socket.socket, count: int, text: str) -> None:
             connection = Connection(listener.accept()[0])
             connection.socket.settimeout(1)
             connection.receive()  # closing with unread data could discard what is sent
-            _send_refusal(connection, text, next(connection.messages(), {}))
+            _send_refusal(connection, refusal, next(connection.messages(), {}))
             connection.socket.close()
             count -= 1
+
+
+def host_name() -> str:
+    """The name of this host in messages: what those who can do without it call it. JAXSCALE_NODE is
+    for containers, whose own names say nothing; `srun --exclude` takes SLURM's name."""
+    given = os.environ.get("JAXSCALE_NODE") or os.environ.get("SLURMD_NODENAME")
+    return given or socket.gethostname()
 
 
 def name(process_id: int, host: str) -> str:
@@ -220,7 +238,7 @@ def _read_hello(
         return False
     if not hmac.compare_digest(_proof("hello", member), member["proof"]):
         text = f"{TOKEN} is not that of process 0; set the same in the environment of all processes"
-        _send_refusal(connection, text, {})
+        _send_refusal(connection, _Refused(text), {})
         return False
     who, num_processes, host = member["process_id"], member["num_processes"], member["host"]
     others = [(0, hello["host"])]
@@ -309,7 +327,7 @@ def _connect(
         connection.socket.close()
         time.sleep(0.3)
     who = name(hello["process_id"], hello["host"])
-    raise ValueError(
+    raise MissingProcessError(
         f"{who} found no process 0 at {coordinator} in {timeout:.0f} s ({trouble}): is it running, "
         f"is that the address of its host, and is the port open between hosts?{hint}"
     )
@@ -323,7 +341,8 @@ def _answer(connection: Connection, hello: dict[str, Any], deadline: float) -> d
             proven = welcome.get("proof") == _proof("welcome", hello)
             # One with another token cannot prove itself, and is believed that much.
             if "refusal" in welcome and (proven or str(welcome["refusal"]).startswith(TOKEN)):
-                raise _Refused(str(welcome["refusal"])[:10_000])
+                refused = MissingProcessError if welcome.get("missing") else _Refused
+                raise refused(str(welcome["refusal"])[:10_000])
             if "names" not in welcome or not proven:
                 raise ValueError("no answer of process 0")
             connection.socket.settimeout(None)

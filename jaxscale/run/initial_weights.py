@@ -32,6 +32,7 @@ MAY_DIFFER = (
     "attention",
     "causal",
     "compute_dtype",
+    "matmul_dtype",
     "param_dtype",
     "prediction_weight",
     "rope_length",

@@ -36,6 +36,10 @@ AGAIN_SECONDS = 1.0
 first."""
 
 
+COMPLETE = "the run is complete and saved"
+"""What is said to a request that comes too late."""
+
+
 class Interrupted(Exception):  # noqa: N818 - a request is no error
     """A request to stop arrived inside `interruptible`."""
 
@@ -157,7 +161,8 @@ def _read(pipe: int) -> None:
             elif number == signal.SIGINT and interrupted and now - interrupted > AGAIN_SECONDS:
                 processes.leave("SIGINT again: ended without saving", ENDED_UNSAVED)
             elif not said:
-                log.warning(f"{_name(number)}: finishing the step, then saving ...")
+                goes_on = "finishing the step, then saving ..." if _status else COMPLETE
+                log.warning(f"{_name(number)} while {phases.current()}: {goes_on}")
                 said = True
             if number == signal.SIGINT:
                 interrupted = interrupted or now
@@ -168,7 +173,7 @@ def _end_at_once(number: int) -> None:
     if _status:
         text = f"{_name(number)} while {phases.current()}: stopped, and there was nothing to save"
     else:
-        text = f"{_name(number)}: the run is complete and saved"
+        text = f"{_name(number)} while {phases.current()}: {COMPLETE}"
     processes.leave(text, _status)
 
 

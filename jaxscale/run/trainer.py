@@ -14,7 +14,7 @@ import logging
 import math
 import pathlib
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -32,7 +32,7 @@ from jaxscale.run.goodput import Account
 from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
 from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.mirror import Mirror
-from jaxscale.run.recorder import BadStepsError, Recorder
+from jaxscale.run.recorder import BadStepsError, Recorder, tracing
 from jaxscale.run.resume import find_newest, resume, rewind, set_aside
 from jaxscale.run.saves import Saves
 from jaxscale.run.setup import (
@@ -198,7 +198,8 @@ def fit(
 
     Args:
       trackers: where metrics go besides files: "tensorboard", "wandb", "mlflow".
-      profile: steps to trace with XLA's profiler, into `workdir`/profile.
+      profile: steps to trace with XLA's profiler, into `workdir`/profile; the summary says where
+        their time went.
       started: `time.monotonic()` when the process began, for the time to the first step.
 
     Returns:
@@ -330,7 +331,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
 
     with (
         contextlib.closing(stream),
-        _tracing(profile, recorder) as trace,
+        tracing(profile, recorder, trainer.step) as trace,
         jax.transfer_guard("disallow"),
     ):
         if text.evaluations and trainer.begin and _due(trainer.begin, run.eval_every):
@@ -404,31 +405,3 @@ def _evaluate(
 
 def _due(step: int, period: int) -> bool:
     return period > 0 and step % period == 0
-
-
-@contextlib.contextmanager
-def _tracing(profile: range, recorder: Recorder) -> Generator[Callable[[int], None]]:
-    """Traces the steps in `profile`: called with each step before it starts. Each process of
-    several has a folder of its own, since their files are named by their hosts."""
-    folder = recorder.workdir / "profile"
-    if jax.process_count() > 1:
-        folder /= f"process_{jax.process_index()}"
-    running = False
-
-    def at(step: int) -> None:
-        nonlocal running
-        inside = step in profile
-        if inside and not running:
-            jax.profiler.start_trace(str(folder))
-        elif running and not inside:
-            stop()
-        running = inside
-
-    def stop() -> None:
-        recorder.flush()
-        jax.profiler.stop_trace()
-        log.info(f"trace written to {recorder.workdir / 'profile'}")
-
-    yield at
-    if running:
-        stop()

@@ -36,7 +36,7 @@ def array_sums(arrays: Mapping[str, Any], *, finite: bool = True) -> dict[str, A
     """
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         on_host = {
-            name: pool.submit(_host_sum, array, finite)
+            name: _in_pool(pool, array, finite)
             for name, array in arrays.items()
             if _is_in_host_memory(array)
         }
@@ -47,6 +47,17 @@ def array_sums(arrays: Mapping[str, Any], *, finite: bool = True) -> dict[str, A
             if name not in on_host
         }
         return {n: sums[n] if n in sums else on_host[n].result() for n in arrays}
+
+
+def _in_pool(
+    pool: concurrent.futures.Executor, array: Any, finite: bool
+) -> concurrent.futures.Future:
+    try:
+        return pool.submit(_host_sum, array, finite)
+    except RuntimeError:  # there is no memory for a thread
+        done = concurrent.futures.Future()
+        done.set_result(_host_sum(array, finite))
+        return done
 
 
 @jax.jit

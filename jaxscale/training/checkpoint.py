@@ -36,6 +36,9 @@ from jaxscale.storage.tiers import MARKER, local_steps
 # Orbax logs each save at length; its errors are raised here, and reported once.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
+MOST_ERRORS = 1000
+"""Of one save that failed."""
+
 
 class DamagedError(ValueError):
     """A checkpoint that cannot be used, whatever the run; `reason` says why in a few words."""
@@ -159,11 +162,16 @@ class Checkpoints:
                 args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(arrays)),
             )
         except Exception as error:
+            self._forget_errors()
             self._fail(step, error)
             return
         arguments = (step, description, begin)
         self._thread = threading.Thread(target=self._commit, args=arguments, name="commit")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # there is no memory for a thread
+            self._thread = None
+            self._commit(*arguments)
 
     def wait(self) -> None:
         """Returns when nothing is being written."""
@@ -344,6 +352,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 self._finish(step, description)
         except Exception as error:
+            self._forget_errors()
             self._fail(step, error)
             return
         self._failure = ""
@@ -368,6 +377,16 @@ class Checkpoints:
         durable.move(path, self.directory / str(step))
         if self._newest_file:
             durable.replace_file(self._newest_file, f"{step}\n".encode())
+
+    def _forget_errors(self) -> None:
+        """After a save that failed: the writer keeps an error for each file, and would raise the
+        next one of them in each later save, and when it is closed."""
+        for _ in range(MOST_ERRORS):
+            try:
+                self._writer.wait_until_finished()
+                return
+            except Exception:
+                continue
 
     def _unfinished(self, step: int) -> pathlib.Path:
         return self.directory / f"{step}.unfinished"

@@ -102,8 +102,9 @@ def test_a_process_that_does_not_come_to_a_loopback_address(monkeypatch, capsys)
     monkeypatch.setattr(processes, "LOOPBACK_SECONDS", 0.3)
     port = free_port()
     place = ProcessGroup(f"localhost:{port}", 2, 0)
-    with pytest.raises(SystemExit), processes.together(place, {}):
+    with pytest.raises(SystemExit) as end, processes.together(place, {}):
         pytest.fail("it began without process 1")
+    assert end.value.code == 1, "a supervisor tries again"
     said = capsys.readouterr().err
     assert said.startswith(f"error: process 1 of 2 did not connect to localhost:{port}")
     assert said.endswith("localhost means the host itself, so all must be on one\n")

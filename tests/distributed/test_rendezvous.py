@@ -134,22 +134,27 @@ def test_a_refusal_reaches_all():
     # Once on a host is enough.
     hint = f"not started: the same error as process 0 on {socket.gethostname()}"
     assert [str(error) for error in errors] == ["process 1 is odd", hint, hint]
+    assert {error.exit_status for error in errors} == {2}
 
 
-def test_those_who_do_not_come_are_named():
+def test_those_who_do_not_come_are_named(monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")  # under SLURM its name of this host
     port = free_port()
     errors = together(*(lambda i=i: join(port, i, 5, timeout=0.7) for i in (0, 2)))
     said = (
         f"processes 1, 3 and 4 of 5 did not connect to 127.0.0.1:{port} in 1 s (process 0 on "
-        f"{socket.gethostname()} and process 2 on {socket.gethostname()} did)"
+        "node7 and process 2 on node7 did)"
     )
     assert str(errors[0]).startswith(said)
     assert "not started: the same error as process 0 on" in str(errors[1])
+    # A supervisor tries again.
+    assert [error.exit_status for error in errors] == [1, 1]
 
 
 def test_without_process_0_its_address_is_in_doubt():
     port = free_port()
-    with pytest.raises(ValueError, match=rf"found no process 0 at 127.0.0.1:{port} .*refused"):
+    said = rf"found no process 0 at 127.0.0.1:{port} .*refused"
+    with pytest.raises(rendezvous.MissingProcessError, match=said):
         join(port, 1, 2, timeout=-4)
     with pytest.raises(ValueError, match=r"found no process 0 at no-such-host\.invalid:7"):
         rendezvous.join("no-such-host.invalid:7", ("no-such-host.invalid", 7), 2, 1, None, dict, -4)

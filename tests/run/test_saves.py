@@ -6,7 +6,10 @@ import dataclasses
 import errno
 import logging
 import os
+import re
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -61,13 +64,13 @@ def lines(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def full(checkpoints, monkeypatch, times):
-    """The disk has no room the first so many times."""
+def full(checkpoints, monkeypatch, times, number=errno.ENOSPC):
+    """The disk has no room, or is read-only, the first so many times."""
     before, left = checkpoints._writer.save, iter(range(times))
 
     def save(*arguments, **named):
         if next(left, None) is not None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(number, os.strerror(number))
         before(*arguments, **named)
 
     monkeypatch.setattr(checkpoints._writer, "save", save)
@@ -87,8 +90,8 @@ def test_a_failed_save_is_repeated_while_training_goes_on(ready, monkeypatch, li
 
 def test_the_last_save_is_tried_again_then_refused(ready, monkeypatch):
     monkeypatch.setattr(saves, "PAUSES_SECONDS", (0.0, 0.0))
-    full(ready.checkpoints, monkeypatch, 99)
-    with pytest.raises(SaveError, match=r"saving checkpoint 6 .*\(No space left on device\)"):
+    full(ready.checkpoints, monkeypatch, 99, errno.EROFS)
+    with pytest.raises(SaveError, match=r"saving checkpoint 6 .*\(Read-only file system\)"):
         trainer.fit(ready, trackers=())
     assert ready.checkpoints.steps() == []
 
@@ -241,3 +244,45 @@ def test_after_bad_steps_in_a_row_the_run_returns_and_passes_over_their_examples
     again = reopen(ready.workdir, "run.steps=12", "run.skip_bad_steps=2")
     assert again.text.train.example_digest(range(80, 88)) == digest(range(96, 104))
     assert again.state.guard.good == 0, "a checkpoint from before the setting"
+
+
+LIMITED = """
+import pathlib, resource, sys, threading
+import numpy as np
+from jaxscale import command_line
+from jaxscale.training.checkpoint import Checkpoints
+
+def refused(thread):
+    raise RuntimeError("can't start new thread")
+
+def main(argv):
+    place = pathlib.Path(argv[0])
+    checkpoints = Checkpoints(place, report=lambda line: print(line, flush=True))
+    limits, start = resource.getrlimit(resource.RLIMIT_FSIZE), threading.Thread.start
+    state = {f"w{i}": np.ones((256, 256)) for i in range(8)}
+    for step, limit in enumerate((0, limits[0], limits[0], limits[0], 0)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        threading.Thread.start = refused if step == 2 else start
+        checkpoints.save(step, state, {})
+        checkpoints.wait()
+    checkpoints.close()
+
+command_line.run(main)
+"""
+
+
+def test_a_failed_save_leaves_no_error_for_later_ones_and_says_one_line(tmp_path):
+    """No file can be written, as on a full disk, or no thread started, as under `ulimit -v`; what
+    the writer's threads do then concerns nobody."""
+    words = [sys.executable, "-W", "ignore:coroutine:RuntimeWarning", "-c", LIMITED, tmp_path]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    said = [re.sub(r"checkpoint | in (/\S+|[\d.]+ s)|;.*", "", line) for line in lines]
+    assert said == [
+        "warning: saving 0 failed (File too large)",
+        "1 saved",
+        "warning: saving 2 failed (RuntimeError: can't start new thread)",
+        "3 saved",
+        "warning: saving 4 failed (File too large)",
+    ]

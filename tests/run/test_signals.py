@@ -78,9 +78,22 @@ def at_step(number, step):
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
-def test_a_signal_during_a_step_saves_it(ready, name):
+def test_a_signal_during_a_step_saves_it(ready, name, caplog):
     ready = dataclasses.replace(ready, step=at_step(signal.Signals[name], 2))
     assert fit(ready) == (f"{name}: stopped after step 2, saved", [2])
+    assert f"{name} while training (step 2): finishing the step, then saving ..." in caplog.text
+
+
+def test_all_processes_of_a_complete_run_draw_a_sample_or_none(monkeypatch, tmp_path, caplog):
+    """One that was asked to stop must not leave the others waiting for it."""
+    caplog.set_level("INFO", "jaxscale")
+    monkeypatch.setattr(trainer, "open_trainer", lambda *_, **__: object())
+    monkeypatch.setattr(trainer, "fit", lambda *_, **__: (None, {}))
+    monkeypatch.setattr(train.processes, "all_reports", lambda topic, own: ["", "SIGTERM"])
+    monkeypatch.setattr(train, "_show_sample", lambda *_: pytest.fail("the other draws none"))
+    options = train._parser().parse_args(["--config", "configs/tiny.py"])
+    assert train._train(options, configs.load("configs/tiny.py"), tmp_path, 0.0, None) == 0
+    assert "SIGTERM: the run is complete and saved; no sample is drawn" in caplog.text
 
 
 def test_a_signal_during_the_last_save_does_not_lose_it(ready, monkeypatch):

@@ -152,10 +152,14 @@ def test_every_process_traces_into_a_folder_of_its_own(monkeypatch, tmp_path):
     traced = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(jax.profiler, "start_trace", traced.append)
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda path, **options: traced.append(path))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: traced.append("stopped"))
-    stub = SimpleNamespace(workdir=tmp_path, flush=lambda: None)
-    with trainer._tracing(range(2, 4), stub) as trace:
+    reports = []
+    stub = SimpleNamespace(
+        workdir=tmp_path, flush=lambda: None, traced=lambda *report: reports.append(report)
+    )
+    with recorder.tracing(range(2, 4), stub, program=None) as trace:
         for step in range(1, 6):
             trace(step)
     assert traced == [str(tmp_path / "profile" / "process_1"), "stopped"]
+    assert reports == [(range(2, 4), [[]])], "what cannot be read does not end the run"

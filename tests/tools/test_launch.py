@@ -4,39 +4,55 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 import yaml
 
+from jaxscale import supervise
 from jaxscale.distributed import launcher
 
 FOLDER = pathlib.Path("tools/launch").resolve()
 
 SRUN = """#!/bin/bash
-# Three tasks on two nodes, each with the variables that srun sets.
-shift 2
+# Three tasks on two nodes, each with the variables that srun sets; SIGUSR1 is passed on.
+echo "srun $*" >> called
+while [[ "$1" == --* ]]; do shift; done
 export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_NUM_NODES=2
 export SLURM_STEP_TASKS_PER_NODE=2,1 SLURM_STEP_NODELIST='gpu[7-8]'
-for place in "0 0 0" "1 0 1" "2 1 0"; do
-    read -r process node local <<< "$place"
-    SLURM_PROCID=$process SLURM_NODEID=$node SLURM_LOCALID=$local "$@" &
-    echo $! >> tasks
+trap 'kill -USR1 $tasks' USR1
+for place in "0 0 0 gpu7" "1 0 1 gpu7" "2 1 0 gpu8"; do
+    read -r process node local host <<< "$place"
+    SLURM_PROCID=$process SLURM_NODEID=$node SLURM_LOCALID=$local SLURMD_NODENAME=$host "$@" &
+    tasks+=" $!"
 done
 status=0
-for task in $(cat tasks); do wait "$task" || status=$?; done
+for task in $tasks; do
+    while kill -0 "$task" 2>/dev/null; do wait "$task"; status=$?; done
+done
 exit $status
 """
-SCANCEL = """#!/bin/bash
-echo "scancel $*" >> called
-kill -TERM $(cat tasks)
+SCONTROL = """#!/bin/bash
+echo "scontrol $*" >> called
+if [ "$1 $2" = "show job" ]; then echo "JobId=4711 ExcNodeList=${EXCLUDED:-(null)} A=b"; fi
+if [ "$1 $2" = "show hostnames" ] && [ -n "$3" ]; then tr , '\\n' <<< "$3"; fi
+exit 0
 """
 SUPERVISED = "-u -m jaxscale.supervise -- python -u -m jaxscale.train"
-PYTHON = """#!/bin/bash
-# In the place of a training: who it is and what it is to do; it takes its time, or fails.
-{ env | grep -E '^(SLURM_|JAXSCALE_TOKEN)'; echo "ARGUMENTS=$*"; } > "task_$SLURM_PROCID"
-trap 'exit 143' TERM
-if [[ "$*" == *fail ]]; then exit 3; fi
+PYTHON = f"""#!/bin/bash
+# In the place of a training: who it is and what it is to do; it takes its time, or fails. Under
+# SLURM the supervisor is ours.
+if [[ "$3" == jaxscale.supervise && -n "$SLURM_JOB_ID" ]]; then
+    exec {sys.executable} -u -m jaxscale.supervise --wait_seconds=0 "${{@:4}}"
+fi
+{{ env | grep -E '^(SLURM_|JAXSCALE_TOKEN)'; echo "ARGUMENTS=$*"; }} > "task_$SLURM_PROCID"
+trap 'exit 143' TERM USR1
+if [[ "$*" == *fail ]]; then exit 2; fi
+if [[ "$*" == *breaks ]]; then
+    echo "error: process 2 on gpu8 failed, so this one ends: no more" >&2
+    exit 1
+fi
 touch "ready_$SLURM_PROCID"
 while true; do sleep 0.1; done
 """
@@ -45,19 +61,14 @@ while true; do sleep 0.1; done
 @pytest.fixture
 def job(tmp_path):
     """Starts the script where SLURM's commands are played by others."""
-    programs = {
-        "srun": SRUN,
-        "scancel": SCANCEL,
-        "python": PYTHON,
-        "scontrol": '#!/bin/bash\necho "scontrol $*" >> called\n',
-    }
-    for name, text in programs.items():
+    for name, text in {"srun": SRUN, "python": PYTHON, "scontrol": SCONTROL}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     started = []
 
-    def start(*arguments):
-        environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
+    def start(*arguments, **environ):
+        environ |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
+        environ |= {"SLURM_JOB_NUM_NODES": "2", "PYTHONPATH": str(FOLDER.parents[1])}
         process = subprocess.Popen(
             [FOLDER / "slurm.sh", *arguments], env=environ, cwd=tmp_path, start_new_session=True
         )
@@ -71,13 +82,18 @@ def job(tmp_path):
             process.wait()
 
 
+def called(folder):
+    """What SLURM was told, without questions."""
+    return [x for x in (folder / "called").read_text().splitlines() if "scontrol show" not in x]
+
+
 def test_the_tasks_of_the_slurm_script_find_each_other(job, tmp_path):
-    assert job("fail").wait(30) == 3
+    assert job("fail").wait(60) == 2
     places, tokens = [], set()
     for process_id in range(3):
         lines = (tmp_path / f"task_{process_id}").read_text().splitlines()
         environ = dict(line.split("=", 1) for line in lines)
-        assert environ.pop("ARGUMENTS") == f"{SUPERVISED} fail"
+        assert environ.pop("ARGUMENTS") == "-u -m jaxscale.train fail"
         tokens.add(environ.pop("JAXSCALE_TOKEN"))
         options = dict.fromkeys(launcher.FLAGS)
         places.append(launcher.find_processes(type("Options", (), options)(), environ))
@@ -85,20 +101,41 @@ def test_the_tasks_of_the_slurm_script_find_each_other(job, tmp_path):
     assert [place.process_id for place in places] == [0, 1, 2]
     assert {place.num_processes for place in places} == {3}
     assert {place.coordinator.partition(":")[0] for place in places} == {"gpu7"}
-    assert not (tmp_path / "called").exists(), "an error is not tried again"
+    assert len(called(tmp_path)) == 1, "what is refused is not tried again"
 
 
-def test_before_its_time_is_up_a_slurm_job_saves_and_goes_back_into_the_queue(job, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_before_its_time_is_up_a_slurm_job_saves_and_goes_back_into_the_queue(
+    job, tmp_path, number
+):
+    """SIGUSR1 says that its time is up; after SIGTERM it is to end."""
     process = job("--config", "x")
     for process_id in range(3):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not (tmp_path / f"ready_{process_id}").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(30) == 143
-    called = (tmp_path / "called").read_text().splitlines()
-    assert called == ["scancel --signal=TERM 4711", "scontrol requeue 4711"]
+    process.send_signal(number)
+    assert process.wait(60) == 143
+    back = ["scontrol requeue 4711"] if number == signal.SIGUSR1 else []
+    assert called(tmp_path)[1:] == back
+
+
+@pytest.mark.parametrize("before", ["", "gpu2"])
+def test_a_slurm_job_goes_on_without_nodes_that_fail(job, tmp_path, before):
+    """Also while it has no others; it goes back into the queue unless too many nodes fail."""
+    assert job("breaks", EXCLUDED=before).wait(60) == 1
+    srun = "srun --nodes=2 --ntasks=2 {}--label --kill-on-bad-exit=0 --wait=120 python -u -m "
+    srun += "jaxscale.train breaks"
+    tried = [srun.format("")] * 2 + [srun.format("--exclude=gpu8 ")] * 3
+    exclude = [
+        "scontrol requeuehold 4711",
+        "scontrol update JobId=4711 ExcNodeList=gpu8",
+        "scontrol release 4711",
+    ]
+    assert called(tmp_path) == [*tried, *([] if before else exclude)]
+    log = (tmp_path / "jaxscale-4711.incidents.jsonl").read_text()
+    assert len(log.splitlines()) == 5
 
 
 def check_command(container):
@@ -106,6 +143,18 @@ def check_command(container):
     assert container["command"] == ["python", *SUPERVISED.split()]
     (token,) = (each for each in container["env"] if each["name"] == "JAXSCALE_TOKEN")
     assert token["valueFrom"] == {"secretKeyRef": {"name": "jaxscale", "key": "token"}}
+
+
+def check_failures(spec, container):
+    """A refused run is not started again; a lost pod is replaced while the others wait for it."""
+    assert spec["template"]["spec"]["restartPolicy"] == "Never", "which podFailurePolicy asks for"
+    refused, lost = spec["podFailurePolicy"]["rules"]
+    codes = {"containerName": container["name"], "operator": "In", "values": [supervise.REFUSED]}
+    assert refused == {"action": "FailJob", "onExitCodes": codes}
+    assert lost["action"] == "Ignore"
+    assert lost["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    (node,) = (each for each in container["env"] if each["name"] == "JAXSCALE_NODE")
+    assert node["valueFrom"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
 
 
 def check_processes(monkeypatch, spec: dict, container: dict, pods: str, subdomain: str):
@@ -133,6 +182,9 @@ def test_the_pods_of_the_job_set_find_each_other(monkeypatch):
     spec = replicated["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     check_command(container)
+    check_failures(spec, container)
+    (rule,) = jobs["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
     check_processes(
         monkeypatch, spec, container, f"{name}-{replicated['name']}-0", network["subdomain"]
     )
@@ -154,7 +206,7 @@ def test_a_tpu_slice_starts_one_supervised_process_on_each_host(tmp_path):
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)},
         cwd=tmp_path,
     )
-    assert done.returncode == 3
+    assert done.returncode == 2
     words = (tmp_path / "gcloud_arguments").read_text().splitlines()
     assert words[:5] == ["compute", "tpus", "tpu-vm", "ssh", "my-slice"]
     assert {"--zone=europe-west4-b", "--worker=all"} <= set(words)
@@ -173,6 +225,7 @@ def test_the_pods_of_the_manifest_find_each_other(monkeypatch):
     assert pod["subdomain"] == service["metadata"]["name"]
     (container,) = pod["containers"]
     check_command(container)
+    check_failures(spec, container)
     check_processes(monkeypatch, spec, container, job["metadata"]["name"], pod["subdomain"])
     volumes = {volume["name"] for volume in pod["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes

@@ -5,11 +5,12 @@ left alone.
     python tools/chaos/kills.py --address file:///tmp/store/run
 
 Every attempt is the same command. One random process of it gets the signal after a random time, of
-up to 1.2 times what an attempt takes: while it imports, compiles, trains, saves or ends. What is
-held against the run: an attempt that cannot use what the ones before left, a step that is lost
-although its checkpoint was reported, an exit status that is not documented, a process that is
-still there a minute after the others, and a last state that is not that of the undisturbed run to
-the bit. The last line is JSON.
+up to what an undisturbed attempt takes: while it imports, compiles, trains, saves or ends; or, at
+every second attempt, of up to what is left of it after the first step. What is held
+against the run: an attempt that cannot use what the ones before left, a step that is lost although
+its checkpoint was reported, an exit status that is not documented, a process that is still there a
+minute after the others, and a last state that is not that of the undisturbed run to the bit. The
+last line is JSON, with what the run was doing at each signal, as it says after SIGTERM.
 
 With an address, such as s3://bucket/run, each attempt is on another machine, without a local tier;
 what counts as reported is what was put at the address. It should not exist yet.
@@ -39,6 +40,8 @@ SETTINGS = (
     "--config.run.eval_every=50",
     "--trackers=none",
 )
+BEGUN = "first step done"
+PHASE = re.compile(r"SIGTERM(?: to process [^\n]*?)? while ([^\n:]+?)(?: \(step \d+\))?:")
 DOCUMENTED = {0, 143, -signal.SIGTERM, -signal.SIGKILL}
 """Statuses after SIGTERM; the last two are of a process that had not begun to listen."""
 
@@ -63,41 +66,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     alone = folder / "alone"
     run(alone, options.processes, options.steps)  # fills the cache of compiled programs
     shutil.rmtree(alone)
-    begin = time.monotonic()
-    run(alone, options.processes, options.steps)
-    typical = time.monotonic() - begin
+    typical = run(alone, options.processes, options.steps)
     disturbed = options.address or str(folder / "disturbed")
     found = disturb(disturbed, folder, options, typical)
     found["equal"] = state(str(alone), options.steps) == state(disturbed, options.steps)
     if not found["equal"]:
         found["faults"].append("the last state is not that of the undisturbed run")
     shutil.rmtree(folder)
-    print(json.dumps({**vars(options), "attempt_seconds": round(typical, 1), **found}))
+    print(json.dumps({**vars(options), "attempt_seconds": round(typical[0], 1), **found}))
     return int(bool(found["faults"]))
 
 
 def disturb(
-    workdir: str, folder: pathlib.Path, options: argparse.Namespace, typical: float
+    workdir: str, folder: pathlib.Path, options: argparse.Namespace, typical: Sequence[float]
 ) -> dict:
     """Attempts until the run is complete and `count` signals were sent; what they came to.
 
     Args:
       workdir: a folder, or an address.
       folder: for local tiers.
+      typical: seconds of an attempt, and of its end from the first step on.
     """
     saves = r"checkpoint (\d+),.* put at" if options.address else r"checkpoint (\d+) saved"
     draw, sent, attempts, faults = random.Random(options.seed), 0, 0, Faults()
     statuses: dict[str, int] = {}
+    during: dict[str, int] = {}
     slowest, reported = 0.0, 0
     while True:
         attempts += 1
         os.environ["JAXSCALE_LOCAL_TIER"] = str(folder / f"machine{attempts}")
         processes = start(workdir, options.processes, options.steps)
         sending = sent < options.count
+        hit = False
         if sending:
-            time.sleep(draw.uniform(0, 1.2 * typical))
+            if attempts % 2 == 0:
+                await_line(processes, BEGUN)
+            time.sleep(draw.uniform(0, typical[1 - attempts % 2]))
             victim = draw.choice(processes)
-            if victim.poll() is None:
+            if hit := victim.poll() is None:
                 victim.send_signal(signal.Signals[options.signal])
                 sent += 1
         at = time.monotonic()
@@ -105,8 +111,12 @@ def disturb(
         slowest = max(slowest, time.monotonic() - at) if sending else slowest
         codes = tuple(each.returncode for each in processes)
         statuses[str(codes)] = statuses.get(str(codes), 0) + 1
-        print(f"attempt {attempts}: statuses {codes}, {sent} signals sent", flush=True)
         text = "\n".join(texts)
+        if hit:
+            said = PHASE.search(text)
+            phase = said[1] if said else "unknown" if BEGUN in text else "not listening yet"
+            during[phase] = during.get(phase, 0) + 1
+        print(f"attempt {attempts}: statuses {codes}, {sent} signals sent", flush=True)
         resumed = re.search(r"resuming at step (\d+)", text)
         if resumed and int(resumed[1]) < reported:
             faults.append(f"resumed at step {resumed[1]}, and checkpoint {reported} was reported")
@@ -114,9 +124,12 @@ def disturb(
         reported = max([reported, *map(int, saved)])
         if "Traceback" in text:
             faults.append(f"a traceback: {text[-2000:]}")
-        if options.signal == "SIGTERM" and not set(codes) <= DOCUMENTED:
+        # One that ended before it listened leaves the others waiting for it.
+        absent = re.search("did not connect|found no process 0", text) and min(codes) < 0
+        fine = DOCUMENTED | ({1} if absent else set())
+        if options.signal == "SIGTERM" and not set(codes) <= fine:
             faults.append(f"statuses {codes}: {text[-2000:]}")
-        if any(code in (1, 2) for code in codes) and -signal.SIGKILL not in codes:
+        if any(code in (1, 2) for code in codes) and -signal.SIGKILL not in codes and not absent:
             faults.append(f"an attempt could not go on, statuses {codes}: {text[-2000:]}")
         if set(codes) == {0} or attempts > 3 * options.count + 10:
             if sent >= options.count or attempts > 3 * options.count + 10:
@@ -128,20 +141,38 @@ def disturb(
         "sent": sent,
         "attempts": attempts,
         "statuses": statuses,
+        "during": during,
         "slowest_end_seconds": round(slowest, 1),
         "faults": list(faults),
     }
 
 
-def run(workdir: pathlib.Path | str, count: int, steps: int) -> None:
-    """An undisturbed run."""
-    for process in start(workdir, count, steps):
-        text = process.communicate(timeout=600)[0]
-        if process.returncode:
-            raise SystemExit(text)
+def run(workdir: pathlib.Path | str, count: int, steps: int) -> tuple[float, float]:
+    """An undisturbed run; its seconds, and those from its first step on."""
+    begin = time.monotonic()
+    processes = start(workdir, count, steps)
+    await_line(processes, BEGUN)
+    begun = time.monotonic()
+    faults = Faults()
+    texts = [output(process, faults) for process in processes]
+    if faults or any(process.returncode for process in processes):
+        raise SystemExit("\n".join([*faults, *texts]))
+    return time.monotonic() - begin, time.monotonic() - begun
 
 
-def start(workdir: pathlib.Path | str, count: int, steps: int) -> list[subprocess.Popen]:
+class Attempt(subprocess.Popen):
+    """A process that prints into a file, which may be read meanwhile."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.printed = tempfile.NamedTemporaryFile("w+b")  # noqa: SIM115 - closed with the process
+        super().__init__(command, stdout=self.printed, stderr=subprocess.STDOUT)
+
+    def text(self) -> str:
+        """What it has printed so far."""
+        return pathlib.Path(self.printed.name).read_text(errors="replace")
+
+
+def start(workdir: pathlib.Path | str, count: int, steps: int) -> list[Attempt]:
     """The processes of one attempt."""
     command = [sys.executable, "-u", "-m", "jaxscale.train", "--config", "configs/tiny.py"]
     command += [*SETTINGS, f"--config.run.steps={steps}", "--workdir", str(workdir)]
@@ -151,25 +182,26 @@ def start(workdir: pathlib.Path | str, count: int, steps: int) -> list[subproces
         [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={i}"]
         for i in range(count)
     ]
-    return [
-        subprocess.Popen(
-            [*command, *(place if count > 1 else [])],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for place in places
-    ]
+    return [Attempt([*command, *(place if count > 1 else [])]) for place in places]
 
 
-def output(process: subprocess.Popen, faults: Faults) -> str:
+def await_line(processes: Sequence[Attempt], words: str) -> None:
+    """Returns once one of them has printed these words, or has ended."""
+    while all(each.poll() is None and words not in each.text() for each in processes):
+        time.sleep(0.02)
+
+
+def output(process: Attempt, faults: Faults) -> str:
     """What a process printed until it ended; it is killed when it does not."""
     try:
-        return process.communicate(timeout=300)[0]
+        process.wait(timeout=300)
     except subprocess.TimeoutExpired:
         faults.append("a process did not end")
         process.kill()
-        return process.communicate()[0]
+        process.wait()
+    text = process.text()
+    process.printed.close()
+    return text
 
 
 def state(workdir: str, step: int) -> dict[str, int]:

@@ -3,10 +3,13 @@
 #
 #   sbatch --nodes=4 --gpus-per-node=8 tools/launch/slurm.sh \
 #     --config configs/llama3_8b.py --workdir /shared/runs/llama3
+#   SPARE_NODES=1 sbatch --nodes=5 ...  trains on four, and has one in reserve
 #
 # The arguments are those of jaxscale.train; the processes find each other by what srun tells them.
-# When one of them dies or hangs all end, and their supervisors start them again from the last
-# checkpoint; what happened is in incidents.jsonl of --workdir.
+# When one of them dies or hangs, or a node is lost, all end, and a supervisor beside this script
+# starts them again from the last checkpoint, without nodes that were the first to fail in two
+# attempts as long as there are spare ones. When there are none left, the job goes back into the
+# queue, and is to start on other nodes. What happened is in NAME-JOB.incidents.jsonl.
 # Code, Python and --workdir must be on a file system that all nodes share.
 #
 #SBATCH --job-name=jaxscale
@@ -17,28 +20,66 @@
 # Ten minutes before the time is up this script gets SIGUSR1.
 #SBATCH --signal=B:USR1@600
 #SBATCH --requeue
+# A lost node ends the processes, not the job.
+#SBATCH --no-kill
 
-# Then every process gets SIGTERM, finishes the step and saves; the job goes back into the queue
-# and continues from there. Preemption and scancel send SIGTERM themselves.
-requeue=no
-trap 'requeue=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+# Then every process finishes the step and saves, and the job goes back into the queue and continues
+# from there; with scancel --signal=TERM --batch JOB it saves and ends. srun passes SIGUSR1 on, and
+# cancels what it runs after SIGTERM. That comes by scancel and by preemption to all processes at
+# once, which have KillWait then (30 seconds, unless the site says otherwise).
+requeue=no supervisor=
+# shellcheck disable=SC2317 # the traps call it
+stop() { [ -z "$supervisor" ] || kill -USR1 "$supervisor"; }
+trap 'requeue=yes; stop' USR1
+trap stop TERM
+
+# Back into the queue, without the nodes in $1 and those that were left out before.
+requeue_without() {
+    trap '' TERM # it is sent to this script, too
+    if [ -z "$1" ]; then
+        scontrol requeue "$SLURM_JOB_ID"
+        return
+    fi
+    scontrol requeuehold "$SLURM_JOB_ID" # only what waits can be changed
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$1${excluded:+,$excluded}"
+    scontrol release "$SLURM_JOB_ID"
+}
 
 # Only processes that know it take part.
 JAXSCALE_TOKEN=${JAXSCALE_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
 export JAXSCALE_TOKEN
 
-# A supervisor that gave up ends the job: with status 2 when the run was refused.
 python=${PYTHON:-python}
-srun --kill-on-bad-exit=1 --label "$python" -u -m jaxscale.supervise -- \
+nodes=$((SLURM_JOB_NUM_NODES - ${SPARE_NODES:-0}))
+incidents=${SLURM_JOB_NAME:-jaxscale}-$SLURM_JOB_ID.incidents.jsonl
+# When one process dies the others end by themselves, having said which one it was; srun waits for
+# that, and does not kill them at once.
+"$python" -u -m jaxscale.supervise --log "$incidents" -- \
+    srun --nodes=$nodes --ntasks=$nodes '--exclude={bad_hosts}' --label \
+    --kill-on-bad-exit=0 --wait=120 \
     "$python" -u -m jaxscale.train "$@" &
-wait $!
+supervisor=$!
+wait $supervisor
 status=$?
-while kill -0 $! 2>/dev/null; do # the trap ends a wait, too
-    wait $!
+while kill -0 $supervisor 2>/dev/null; do # a trap ends a wait, too
+    wait $supervisor
     status=$?
 done
 
-if [ $requeue = yes ] && [ $status -eq 143 ]; then # 143: stopped by SIGTERM, saved
-    scontrol requeue "$SLURM_JOB_ID"
-fi
+# Nodes that were passed over: of the last attempt that did not succeed.
+bad=$(sed -n '$s/.*"bad_hosts": \[\([^]]*\)\].*/\1/p' "$incidents" 2>/dev/null | tr -d '" ')
+excluded=$(scontrol show job --oneliner "$SLURM_JOB_ID" |
+    sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p') # "(null)" for none
+case $status in
+0 | 2 | 130) ;; # complete, refused, ended by hand
+143)            # stopped by SIGTERM, saved
+    [ $requeue = no ] || requeue_without "$bad"
+    ;;
+*) # The supervisor gave up. Where more than an eighth of the nodes fail it is rather the program.
+    all=$(scontrol show hostnames "$bad${bad:+${excluded:+,}}$excluded" | wc -l)
+    if [ -n "$bad" ] && [ "$all" -le $(((nodes + 7) / 8)) ]; then
+        requeue_without "$bad"
+    fi
+    ;;
+esac
 exit $status

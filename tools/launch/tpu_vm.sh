@@ -10,6 +10,10 @@
 #
 #   gcloud compute tpus tpu-vm ssh my-slice --zone=europe-west4-b --worker=all \
 #     --command="pip install 'jaxscale[tpu]'"
+#
+# A supervisor on each host starts its process again. A slice works with all of its hosts or not at
+# all: one that fails again and again (incidents.jsonl of --workdir names it) cannot be passed over;
+# delete the slice, create it again, and give the same command.
 set -euo pipefail
 
 slice=$1 zone=$2
