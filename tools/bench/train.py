@@ -50,19 +50,24 @@ class Run(NamedTuple):
 
 
 class Subject:
-    """A process of `measure.py`, its first step done when the constructor returns.
+    """A process that speaks as `measure.py` does, its first step done when the constructor returns.
+
+    Args:
+      command: is given `--started` too.
+      path: of its imports, in front of PYTHONPATH.
 
     Raises:
       RuntimeError: the process failed; the message ends with what it wrote.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], num_cpu_devices: int):
-        script, variant = PROGRAMS[name]
-        path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    def __init__(
+        self, name: str, command: Sequence[str], num_cpu_devices: int, path: str = str(ROOT)
+    ):
+        paths = [path, os.environ.get("PYTHONPATH", "")] if path else []
         environment = {
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several may share an accelerator
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "JAX_ENABLE_COMPILATION_CACHE": "false",
             "JAX_TRACEBACK_FILTERING": "off",  # the error itself on the last line
             "JAX_NUM_CPU_DEVICES": str(num_cpu_devices),
@@ -71,13 +76,7 @@ class Subject:
         self.steps: list[dict[str, float]] = []
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                str(ROOT / "tools/bench" / script),
-                f"--variant={variant}",
-                f"--started={time.monotonic()}",
-                *arguments,
-            ],
+            [*command, f"--started={time.monotonic()}"],
             env=environment,
             text=True,
             stdin=subprocess.PIPE,
@@ -118,6 +117,13 @@ class Subject:
         raise RuntimeError(f"{self.name} ended with {status}: {errors}")
 
 
+def command_of(name: str, config_file: str, settings: Sequence[str]) -> list[str]:
+    """What starts one of PROGRAMS."""
+    script, variant = PROGRAMS[name]
+    program = [sys.executable, str(ROOT / "tools/bench" / script), f"--variant={variant}"]
+    return [*program, f"--config={config_file}", "--set", *settings]
+
+
 def measure(
     config_file: str, settings: Sequence[str], names: Iterable[str], *, steps: int
 ) -> dict[str, Run]:
@@ -125,11 +131,11 @@ def measure(
     layout = configs.load(config_file, settings).layout
     sizes = [getattr(layout, axis) for axis in MESH_AXES]
     num_devices = math.prod(size for size in sizes if size > 0)
-    arguments = [f"--config={config_file}", "--set", *settings]
     with contextlib.ExitStack() as stack:
         subjects = []
         for name in names:
-            subject = Subject(name, arguments, num_devices if name == OURS else 1)
+            command = command_of(name, config_file, settings)
+            subject = Subject(name, command, num_devices if name == OURS else 1)
             subjects.append(stack.enter_context(contextlib.closing(subject)))
         for _ in range(steps):
             for subject in subjects:

@@ -1,0 +1,221 @@
+"""python tools/bench/peers.py [--install] [--environment DIR] [--dtypes NAME ...] [--json FILE]
+
+Times train steps and the start-up on a CPU beside MaxText's: the same sizes of model and batch,
+AdamW with float32 state, synthetic tokens, nothing saved. MaxText has an environment of its own,
+which `--install` makes (2.4 GB), and runs its own train command, with each remat policy of
+`--remat`, as `peer_maxtext.py` says. All subjects of a round are alive together and step in turn,
+and a ratio is the median over neighbouring steps, so that other work on the machine slows all
+alike.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # a checkout need not be installed
+
+from baseline import SIZES  # noqa: E402
+from provenance import provenance  # noqa: E402
+from train import (  # noqa: E402
+    COLUMNS,
+    OURS,
+    Run,
+    Subject,
+    command_of,
+    compare,
+    median,
+    row,
+    summarise,
+)
+
+from jaxscale import command_line  # noqa: E402
+from jaxscale import config as configs  # noqa: E402
+from jaxscale.config import Config, ModelConfig  # noqa: E402
+
+PACKAGE = "maxtext[tpu]==0.2.5"
+CONFIG = "configs/bench_8x256.py"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 1 when a subject failed."""
+    parser = argparse.ArgumentParser(
+        prog="python tools/bench/peers.py",
+        description="Times train steps and the start-up beside MaxText's.",
+        epilog="Any leaf of the config can be set: --config.data.seq_len=256",
+    )
+    parser.add_argument("--config", metavar="FILE", default=CONFIG)
+    parser.add_argument("--install", action="store_true", help=f"first installs {PACKAGE} in DIR")
+    parser.add_argument(
+        "--environment",
+        metavar="DIR",
+        type=pathlib.Path,
+        default=pathlib.Path.home() / ".cache" / "jaxscale" / "peers" / "maxtext",
+        help="the virtual environment of MaxText",
+    )
+    parser.add_argument("--dtypes", nargs="+", metavar="NAME", default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--remat",
+        nargs="+",
+        metavar="POLICY",
+        default=["full", "minimal"],
+        help="MaxText's remat policies, each a subject; ours is the config's",
+    )
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a process")
+    parser.add_argument("--repeats", type=int, default=3, help="processes of each subject")
+    parser.add_argument("--json", metavar="FILE", help="append a line of JSON for each subject")
+    options, overrides = command_line.parse(parser, argv)
+    python = options.environment / "bin" / "python"
+    if options.install:
+        install(options.environment)
+    if not python.exists():
+        parser.error(f"{python} does not exist; --install makes it, or name another --environment")
+    failed = False
+    for dtype in options.dtypes:
+        settings = [*overrides, "layout.data=1", f"model.compute_dtype={dtype}"]
+        print(f"\n{options.config}, {dtype}\n{COLUMNS}", flush=True)
+        try:
+            records = run_case(python, options, settings)
+        except (RuntimeError, ValueError) as error:
+            print(f"failed: {error}")
+            failed = True
+            continue
+        for record in records:
+            print(row(record), flush=True)
+            if options.json:
+                with pathlib.Path(options.json).open("a") as lines:
+                    lines.write(json.dumps({"benchmark": "peers", **provenance(), **record}) + "\n")
+        print(ratios(records[0]), flush=True)
+    return int(failed)
+
+
+def install(environment: pathlib.Path) -> None:
+    """Makes a virtual environment with MaxText."""
+    venv.create(environment, with_pip=True)
+    python = str(environment / "bin" / "python")
+    subprocess.run([python, "-m", "pip", "install", "--quiet", PACKAGE], check=True)
+
+
+def run_case(
+    python: pathlib.Path, options: argparse.Namespace, settings: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The records of a compute type, ours first."""
+    config = configs.load(options.config, settings)
+    names = [OURS, *(f"maxtext {remat}" for remat in options.remat)]
+    rounds = []
+    for _ in range(options.repeats):
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            subjects = []
+            for name in names:
+                command, path = command_of(OURS, options.config, settings), str(ROOT)
+                if name != OURS:
+                    given = maxtext_settings(config, name.removeprefix("maxtext "), folder)
+                    program = str(ROOT / "tools/bench/peer_maxtext.py")
+                    # Without -P it would import what stands beside the program.
+                    command, path = [str(python), "-P", program, *given], ""
+                subject = Subject(name, command, 1, path)
+                subjects.append(stack.enter_context(contextlib.closing(subject)))
+            check_same_model(config, subjects)
+            for _ in range(options.steps):
+                for subject in subjects:
+                    subject.step()
+            rounds.append({subject.name: subject.finish() for subject in subjects})
+    case = {"config": options.config, "settings": list(settings), "rounds": len(rounds)}
+    return with_ratios({name: [each[name] for each in rounds] for name in names}, config, case)
+
+
+def maxtext_settings(config: Config, remat: str, folder: str) -> list[str]:
+    """MaxText's settings for our config.
+
+    Raises:
+      ValueError: a model option or an optimizer that is not translated.
+    """
+    model, data, optimizer = config.model, config.data, config.optimizer
+    if ModelConfig(**{name: getattr(model, name) for name in SIZES}) != model:
+        raise ValueError(f"peers: of the model only {', '.join(SIZES)} are translated")
+    if optimizer.name != "adamw":
+        raise ValueError(f"peers: optimizer.name = {optimizer.name} is not translated; set adamw")
+    given = {
+        "run_name": "peer",
+        "base_output_directory": folder,
+        "hardware": "cpu",
+        "skip_jax_distributed_system": "true",
+        "dataset_type": "synthetic",
+        "enable_checkpointing": "false",
+        "steps": 1_000_000,  # the input's end stops it
+        "base_emb_dim": model.d_model,
+        "base_num_decoder_layers": model.num_layers,
+        "base_num_query_heads": model.num_heads,
+        "base_num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "base_mlp_dim": model.d_ff,
+        "vocab_size": model.vocab_size,
+        "rope_max_timescale": int(model.rope_theta),
+        "max_target_length": data.seq_len,
+        "per_device_batch_size": data.global_batch_size,
+        "dtype": model.compute_dtype,
+        "weight_dtype": model.param_dtype,
+        "remat_policy": remat,
+        "learning_rate": optimizer.learning_rate,
+        "adam_b1": optimizer.b1,
+        "adam_b2": optimizer.b2,
+        "adam_weight_decay": optimizer.weight_decay,
+        "gradient_clipping_threshold": optimizer.clip_norm,
+    }
+    return [f"{name}={value}" for name, value in given.items()]
+
+
+def check_same_model(config: Config, subjects: Sequence[Subject]) -> None:
+    """Raises:
+    ValueError: a peer has another number of parameters than our config.
+    """
+    for subject in subjects:
+        found = subject.first.get("num_params", config.model.num_params)
+        if found != config.model.num_params:
+            raise ValueError(
+                f"{subject.name} has {found:,} parameters, ours {config.model.num_params:,}"
+            )
+
+
+def with_ratios(
+    runs: dict[str, list[Run]], config: Config, case: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """A record for each subject; ours is compared with the peer whose steps are the fastest."""
+    records = {name: {**case, **summarise(name, each, config)} for name, each in runs.items()}
+    peers = [name for name in records if name != OURS]
+    fastest = min(peers, key=lambda name: records[name]["step_seconds"])
+    pairs = list(zip(runs[OURS], runs[fastest]))
+
+    def start_ratio(seconds_of: Any) -> float:
+        return median(seconds_of(mine) / seconds_of(theirs) for mine, theirs in pairs)
+
+    records[OURS] |= {
+        "compared_with": fastest,
+        **compare(runs[OURS], runs[fastest]),
+        "start_ratio": start_ratio(lambda run: sum(run.first["phases"].values())),
+        "start_cpu_ratio": start_ratio(lambda run: run.first["cpu_seconds"]),
+    }
+    return list(records.values())
+
+
+def ratios(ours: dict[str, Any]) -> str:
+    """Both targets, in a line."""
+    return (
+        f"{ours['speed_ratio']:.2f} x the tokens/s of {ours['compared_with']} "
+        f"({ours['cpu_ratio']:.2f} by CPU time); start to first step: {ours['start_ratio']:.2f} of "
+        f"its time ({ours['start_cpu_ratio']:.2f} of its CPU time)"
+    )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.exit(main(sys.argv[1:]))
