@@ -121,6 +121,8 @@ def program_text(report: Any) -> str:
     flops = "unknown: a loop has a data-dependent trip count"
     if report.flops is not None:
         flops = f"{report.flops / 1e12:,.1f} TFLOP"
+    if report.flops and report.narrow_flops:
+        flops += f", {report.narrow_flops / report.flops:.1%} of them with operands of 8 bits"
     seconds = "none" if report.optimal_seconds is None else f"{report.optimal_seconds:.4g} s"
     parts.append(
         "a step, per device\n"
@@ -190,6 +192,7 @@ def numbers(report: Any) -> dict[str, Any]:
         "alias_bytes": report.alias_bytes,
         "host_bytes": report.host_bytes,
         "flops": report.flops,
+        "narrow_flops": report.narrow_flops,
         "optimal_seconds": report.optimal_seconds,
         "compile_seconds": report.compile_seconds,
         "collective_bytes": report.collective_bytes,

@@ -31,6 +31,7 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = _report_unraisable
     try:
         _check_environment()
         status = main(sys.argv[1:]) or 0
@@ -65,6 +66,13 @@ def _interrupt(number: int, frame: Any) -> NoReturn:
     """The first Ctrl-C lets the command tidy up; the second one does not wait for that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise KeyboardInterrupt
+
+
+def _report_unraisable(error: Any) -> None:
+    """As Python does; but after a save that failed, and was reported, arrays that are still being
+    written find their event loop closed, each with a traceback."""
+    if str(error.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(error)
 
 
 def _end(status: int) -> NoReturn:

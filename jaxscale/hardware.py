@@ -80,6 +80,14 @@ GENERATIONS = (
 and Amazon's generations. "cpu" is for virtual devices."""
 
 
+MATMUL_UNITS = {
+    "float8": ("sm89", "sm90", "sm100", "sm103", "tpu7"),
+    "int8": ("tpu5e", "tpu5p", "tpu6"),
+}
+"""Generations that multiply a `model.matmul_dtype` faster than bfloat16. GPUs, which have 8-bit
+floats, are left out of int8; AMD's have other 8-bit floats."""
+
+
 @functools.cache
 def chips() -> tuple[Chip, ...]:
     """The table of `hardware.csv`, by vendor and year."""
@@ -172,6 +180,22 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     """
     chip = find_chip(device_kind)
     return chip.bf16_flops_per_second if chip and dtype == "bfloat16" else None
+
+
+def check_matmul_units(matmul_dtype: str, generation: str, name: str) -> None:
+    """Refuses a `model.matmul_dtype` that devices of a generation have no matmul units for.
+
+    Raises:
+      ValueError: names the devices that have.
+    """
+    if generation in MATMUL_UNITS[matmul_dtype]:
+        return
+    others = [other for other, those in MATMUL_UNITS.items() if generation in those]
+    raise ValueError(
+        f"model.matmul_dtype = {matmul_dtype!r} on {name}, which does not multiply it faster than "
+        "bfloat16: float8 is for Ada, Hopper, Blackwell and TPU v7, int8 for TPU v5e, v5p and v6e; "
+        "set model.matmul_dtype = " + " or ".join(map(repr, [*others, ""]))
+    )
 
 
 def host_memory_bytes() -> int:

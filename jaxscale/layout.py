@@ -29,7 +29,7 @@ AUTO = "auto"
 """As a schedule: the planner chooses it, and every setting left at its default, at start-up. As
 `remat`: it chooses the policy alone."""
 
-CONTEXT_METHODS = ("ring", "gather")
+CONTEXT_METHODS = ("ring", "gather", "ulysses")
 BLOCK_TENSORS = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Results of a layer's matmuls, by their names in remat policies; "attention" is the output of the
 attention kernel. The result of a layer's last matmul is not listed: no backward pass needs it.
@@ -70,10 +70,11 @@ class Layout:
     `tensor` into rows x columns: each rank has d_model / rows features of the stream, and tensor /
     rows ranks share what lies between two matmuls (arXiv 2305.13525). The ranks of `context` share
     each sequence, and `context_method` says how its keys reach its queries: "ring" or "gather"
-    (`ops/attention/context.py`). In a pipeline `remat` can be "keep:4": each rank saves all
-    residuals of up to four passes through a chunk at a time, and recomputes the others as with
-    "full" (`pipeline.orders.keep_passes`). `schedule` and `remat` are stored as written; their
-    parsed forms are `schedule_spec` and `remat_policy`.
+    (`ops/attention/context.py`), or "ulysses": all-to-alls, after which each has whole sequences
+    for some of the heads (`ops/attention/ulysses.py`). In a pipeline `remat` can be "keep:4":
+    each rank saves all residuals of up to four passes through a chunk at a time, and recomputes
+    the others as with "full" (`pipeline.orders.keep_passes`). `schedule` and `remat` are stored
+    as written; their parsed forms are `schedule_spec` and `remat_policy`.
     """
 
     pipeline: int = 1
@@ -180,7 +181,7 @@ class Layout:
             # are not at the same operation.
             raise ValueError(
                 f"layout.context_method = 'ring' with layout.pipeline = {self.pipeline} is not "
-                "available in this version; set layout.context_method = 'gather'"
+                "available in this version; set layout.context_method = 'gather' or 'ulysses'"
             )
         if self.overlap_tensor:
             # For the same reason.

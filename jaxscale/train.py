@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FIRST:LAST",
         type=_steps,
         default=range(0),
-        help="trace these steps into DIR/profile",
+        help="trace these steps into DIR/profile, and say where their time went",
     )
     parser.add_argument(
         "--trackers",
@@ -227,8 +227,9 @@ def _train(
         command_line.refuse(left, status=1)
     if options.json and jax.process_index() == 0:
         options.json.write_text(json.dumps(summary, indent=2) + "\n")
-    if signals.requested():
-        log.info(f"{signals.requested()}: the run is complete and saved; no sample is drawn")
+    # All draw it together: one that was asked to stop must not leave the others waiting.
+    if requests := [*filter(None, processes.all_reports("stop", signals.requested()))]:
+        log.info(f"{requests[0]}: {signals.COMPLETE}; no sample is drawn")
         return 0
     phases.enter_phase("drawing a sample")
     signals.complete()

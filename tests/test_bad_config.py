@@ -107,6 +107,7 @@ OVERRIDES = [
     ("model.attention=splsh", "model.attention = 'splsh' is not known"),
     ("model.compute_dtype=bf16", "model.compute_dtype = 'bf16' is not known"),
     ("model.param_dtype=float16", "model.param_dtype = 'float16' is not known"),
+    ("model.matmul_dtype=fp8", "model.matmul_dtype = 'fp8' is not known; it can be"),
     ("model.family=gpt model.rope_theta=500", "model.rope_theta is not a setting of model.family"),
     (
         "model.family=gpt model.tied_embeddings=True data.seq_len=4096",

@@ -88,7 +88,12 @@ REFUSED = [
     ),
     # attention that cannot be had
     ("layout.context=2 model.attention=reference", "attends within one device, and layout.context"),
-    ("layout.context=2 model.attention=splash", "set model.attention = 'auto', or layout.context"),
+    ("layout.context=2 model.attention=splash", "or layout.context_method = 'ulysses'"),
+    (
+        "layout.context=4 layout.fsdp=2 layout.context_method=ulysses "
+        "model.num_heads=6 model.num_kv_heads=2",
+        "set layout.context = 2, or layout.context_method = 'ring' or 'gather'",
+    ),
     ("model.attention=cudnn", "needs an NVIDIA GPU and the platform is cpu"),
     ("model.attention=splash", "needs a TPU and the platform is cpu"),
     # what a remat policy or a type cannot mean
@@ -98,6 +103,14 @@ REFUSED = [
     ),
     ("model.compute_dtype=float64", "model.compute_dtype = 'float64' needs JAX_ENABLE_X64=1"),
     ("optimizer.moment_dtype=float64", "optimizer.moment_dtype = 'float64' needs JAX_ENABLE_X64"),
+    (
+        "model.family=mixtral model.matmul_dtype=float8",
+        "model.matmul_dtype = 'float8' with model.num_experts = 8 is not available in this version",
+    ),
+    (
+        "layout.overlap_tensor=True layout.tensor=2 model.matmul_dtype=int8",
+        "model.matmul_dtype = 'int8' with layout.overlap_tensor = True",
+    ),
     (
         "layout.expert=2",
         "layout.expert = 2, but model.family = 'llama' has no experts here; set layout.expert = 1",

@@ -152,3 +152,28 @@ def test_figures_have_the_right_order_of_magnitude(chip):
     assert 10e9 < chip.memory_bytes < 500e9
     # Operations per byte of memory traffic: all training chips lie between these.
     assert 100 < chip.bf16_flops_per_second / chip.memory_bytes_per_second < 650
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "instead"),
+    [
+        ("float8", "A100-80", "''"),
+        ("float8", "MI300X", "''"),
+        ("float8", "TPUv5p", "'int8' or ''"),
+        ("int8", "TPUv4", "''"),
+        ("int8", "H100-SXM", "'float8' or ''"),
+    ],
+)
+def test_matmuls_of_8_bits_are_refused_where_they_are_no_faster(dtype, name, instead):
+    chip = next(chip for chip in hardware.chips() if chip.name == name)
+    with pytest.raises(
+        ValueError, match=f"{dtype!r} on {name}, .* model.matmul_dtype = {instead}$"
+    ):
+        hardware.check_matmul_units(dtype, chip.generation, name)
+
+
+def test_matmuls_of_8_bits_are_for_chips_that_have_a_higher_peak():
+    for generations in hardware.MATMUL_UNITS.values():
+        for chip in hardware.chips():
+            faster = chip.fp8_flops_per_second > 1.8 * chip.bf16_flops_per_second
+            assert faster or chip.generation not in generations

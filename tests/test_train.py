@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from jaxscale.compiled.trace import CAUSES
 from jaxscale.training.learning_rate import schedule
 
 TINY = (
@@ -86,6 +87,11 @@ def test_a_run_leaves_what_it_says(whole):
     assert b"goodput" in events.read_bytes()
     assert b"seconds/compute" in events.read_bytes()
     assert list((workdir / "profile").rglob("*.xplane.pb"))
+    assert summary["profile"]["steps"] == [2, 3]
+    for device in summary["profile"]["processes"][0]:
+        causes = device["seconds_by_cause"]
+        assert all(causes[cause] > 0 for cause in CAUSES)
+        assert sum(causes.values()) == pytest.approx(device["seconds"])
     assert json.loads((workdir / "config.json").read_text())["run"]["steps"] == 6
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "4", "6"]
     for said in (

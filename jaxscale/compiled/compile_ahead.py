@@ -13,7 +13,12 @@ import jax
 from jaxscale.compiled import hlo
 from jaxscale.compiled.attribute import BufferUse, attribute_buffers
 from jaxscale.compiled.collectives import Collective, collectives, summed
-from jaxscale.compiled.flops import computation_costs, instruction_cycles, instruction_flops
+from jaxscale.compiled.flops import (
+    computation_costs,
+    instruction_cycles,
+    instruction_flops,
+    narrow_flops,
+)
 from jaxscale.compiled.live_buffers import live_at_peak
 from jaxscale.compiled.overlap import with_waits
 from jaxscale.compiled.topology import Topology, has_cudnn, open_topology
@@ -49,6 +54,7 @@ class CompileReport:
     alias_bytes: int  # outputs that alias donated arguments
     host_bytes: int
     flops: float | None  # of an average rank; None with data-dependent trip counts
+    narrow_flops: float | None  # of those, with operands of 8 bits
     optimal_seconds: float | None  # the compiler's estimate; None on GPUs
     compile_seconds: float
     collectives: tuple[Collective, ...]  # per step, by axes and kind
@@ -138,6 +144,7 @@ def _report(
         + memory.generated_code_size_in_bytes
     )
     total_flops = computation_costs(program, instruction_flops)[program.entry]
+    narrow = computation_costs(program, narrow_flops)[program.entry]
     return CompileReport(
         **_common(machine, engine),
         fits=peak <= machine.limit_bytes,
@@ -148,6 +155,7 @@ def _report(
         alias_bytes=memory.alias_size_in_bytes,
         host_bytes=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
         flops=None if math.isnan(total_flops) else total_flops,
+        narrow_flops=None if math.isnan(total_flops) else narrow,
         optimal_seconds=_seconds(machine, engine, compiled, program, unrolled),
         compile_seconds=seconds,
         collectives=tuple(summed(_collectives(machine, engine, program))),
@@ -169,7 +177,9 @@ def _collectives(machine: Topology, engine: Engine, program: hlo.Program) -> lis
     def link_seconds(one: Collective) -> float:
         return collective_seconds(links, sizes, one.kind, one.axes, one.num_bytes)
 
-    rate = chip.bf16_flops_per_second * chip.matmul_fraction
+    narrow = engine.config.model.matmul_dtype
+    peak = chip.fp8_flops_per_second if narrow else chip.bf16_flops_per_second
+    rate = peak * chip.matmul_fraction
     return with_waits(program, found, link_seconds, rate)
 
 
@@ -203,6 +213,7 @@ def _refused(machine: Topology, engine: Engine, refusal: str, seconds: float) ->
         alias_bytes=0,
         host_bytes=0,
         flops=None,
+        narrow_flops=None,
         optimal_seconds=None,
         compile_seconds=seconds,
         collectives=(),

@@ -76,6 +76,21 @@ def instruction_flops(instruction: Instruction, named: Mapping[str, Instruction]
     return None
 
 
+def narrow_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
+    """Of `instruction_flops` those of matmuls with operands of 8 bits; kernels of attention, whose
+    first operands may be tables of 8 bits, have none."""
+    flops = instruction_flops(instruction, named)
+    if not flops:
+        return flops
+    if (
+        instruction.opcode == "custom-call"
+        and 'custom_call_target="__cublas' not in instruction.rest
+    ):
+        return 0.0
+    operands = [hlo.arrays(named[name].shape)[0] for name in instruction.operands[:2]]
+    return flops if all(hlo.BYTES[dtype] == 1 for dtype, _ in operands) else 0.0
+
+
 def instruction_cycles(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
     """The TPU compiler's estimate of an instruction's cycles; it has none for kernels and
     collectives."""

@@ -12,7 +12,13 @@ from jaxscale.model_config.experts import ExpertOptions
 from jaxscale.model_config.latent_attention import LatentOptions
 from jaxscale.model_config.prediction import PREDICTION, PredictionOptions
 from jaxscale.model_config.rope_scaling import READ_BY, SCALING, RopeScalingOptions
-from jaxscale.model_config.settings import ATTENTIONS, DTYPES, is_own_family, option
+from jaxscale.model_config.settings import (
+    ATTENTIONS,
+    DTYPES,
+    MATMUL_DTYPES,
+    is_own_family,
+    option,
+)
 from jaxscale.model_families.shipped import find_family, refuse_setting
 
 VOCABULARY_MULTIPLE = 128
@@ -29,6 +35,7 @@ CHOICES = {
     "attention": ATTENTIONS,
     "compute_dtype": DTYPES,
     "param_dtype": DTYPES,
+    "matmul_dtype": MATMUL_DTYPES,
 }
 
 
@@ -98,6 +105,7 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
     attention: str = "auto"
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
+    matmul_dtype: str = ""  # of the operands of layers' matmuls; "" is compute_dtype
     init_from: str = ""  # a Hugging Face model, or a run, whose weights a new run starts from
 
     def __post_init__(self) -> None:
@@ -218,20 +226,14 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         idle = set(SCALING) - set(READ_BY[self.rope_scaling])
         idle |= set() if self.prediction_depth else set(PREDICTION)
         idle |= set() if self.expert_pattern else {"expert_pattern"}
+        idle |= set() if self.matmul_dtype else {"matmul_dtype"}
         idle |= set() if self.router_groups > 1 else {"router_groups_kept"}
         return idle | (set() if self.positions == "learned" else {"max_seq_len"})
 
     @property
     def has_formulas(self) -> bool:
         """Whether the planner has formulas for the model's memory and time."""
-        return not (is_own_family(self.family) or self.prediction_depth)
-
-    @property
-    def without_formulas(self) -> str:
-        """The setting for which it has none."""
-        if not is_own_family(self.family):
-            return f"model.prediction_depth = {self.prediction_depth}"
-        return f"model.family = {self.family!r}"
+        return not is_own_family(self.family)
 
     @property
     def has_flops_formula(self) -> bool:

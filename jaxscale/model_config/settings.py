@@ -10,6 +10,7 @@ from typing import Any
 from jaxscale.choices import check_at_least, check_choice
 
 DTYPES = ("float64", "float32", "bfloat16")
+MATMUL_DTYPES = ("", "float8", "int8")
 ATTENTIONS = ("auto", "reference", "blockwise", "cudnn", "flash", "splash")
 
 
@@ -30,12 +31,14 @@ class ModelSettings:
     attention: str = "auto"
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
+    matmul_dtype: str = ""  # of the operands of layers' matmuls; "" is compute_dtype
     init_from: str = ""  # a run of the same model, whose weights a new run starts from
 
     def __post_init__(self) -> None:
         check_choice("model.attention", self.attention, ATTENTIONS)
         check_choice("model.compute_dtype", self.compute_dtype, DTYPES)
         check_choice("model.param_dtype", self.param_dtype, DTYPES)
+        check_choice("model.matmul_dtype", self.matmul_dtype, MATMUL_DTYPES)
         check_at_least("model", self, vocab_size=2, head_dim=1)
 
     @property
@@ -50,8 +53,11 @@ class ModelSettings:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields and their values."""
-        return dataclasses.asdict(self)
+        """The fields and their values, without `matmul_dtype` where it is not set."""
+        found = dataclasses.asdict(self)
+        if not self.matmul_dtype:
+            del found["matmul_dtype"]
+        return found
 
     @property
     def has_formulas(self) -> bool:

@@ -115,7 +115,7 @@ class Decoder:
                 lambda weights, x, batch, index: self._turn(
                     part, weights, x, batch, 0, part.layer(index)
                 ),
-                self.kernels.shard,
+                self.kernels,
                 sums,
             )
 

@@ -12,7 +12,7 @@ from jaxscale.ops.embedding import lookup
 from jaxscale.ops.experts.dispatch import ONE_DEVICE, Dispatch
 from jaxscale.ops.loss import cross_entropy
 from jaxscale.ops.rope import rotary
-from jaxscale.ops.tensor_parallel import columns, rows
+from jaxscale.ops.tensor_parallel import columns, linear, rows
 
 
 def plain_lookup(
@@ -49,6 +49,9 @@ class Kernels:
     `rotary_scales`, a model that rotates queries and keys should multiply each by the root of the
     scale there (`factor`) and pass scale 1.
 
+    `columns` and `rows` are matmuls with weights that may be spread over ranks of tensor, `linear`
+    is one with a weight that each rank has whole.
+
     `key_heads` takes what has key/value heads as its last dimension but one: weights, biases,
     scales. It repeats heads where ranks of tensor outnumber them.
 
@@ -60,6 +63,7 @@ class Kernels:
     lookup: Callable[[jax.Array, jax.Array, str, DTypeLike], jax.Array] = plain_lookup
     columns: Callable[[jax.Array, Sequence[jax.Array]], tuple[jax.Array, ...]] = columns
     rows: Callable[[jax.Array, jax.Array], jax.Array] = rows
+    linear: Callable[[jax.Array, jax.Array], jax.Array] = linear
     rotary: Callable[..., jax.Array] = rotary
     rotary_scales: bool = False
     key_heads: Callable[[jax.Array], jax.Array] = lambda x: x

@@ -6,6 +6,7 @@ values, R features that are rotated, h halves of them and r pairs (R = h * r), C
 query_rank or, where queries are made of the stream itself, D.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels, kind: int) -> jax.Array:
         config, turn = self.config, rope_settings(self.config, kind)
-        from_BTQ, from_BTC, k_BTR = self._compressed(x_BTD)
+        from_BTQ, from_BTC, k_BTR = self._compressed(x_BTD, kernels.linear)
         parts = kernels.columns(from_BTQ, (self.q_plain[...], self.q_turned[...]))
         q_BTNH = self._queries(parts, batch.positions, turn)
         k_plain_BTN, v_BTNV = kernels.columns(from_BTC, (self.k_plain[...], self.v[...]))
@@ -78,14 +79,17 @@ class MultiHeadLatentAttention(nnx.Module):
         o_BTNV = o_BTNH[..., : config.value_dim]
         return named(kernels.rows(o_BTNV, self.out[...]), "attention_out")
 
-    def _compressed(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _compressed(
+        self, x_BTD: jax.Array, linear: Callable = linear
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """What queries are made of, what keys and values are made of, and the shared keys, not yet
         rotated. Each rank of tensor compresses its own tokens."""
         from_BTQ = x_BTD
         if self.config.query_rank:
             from_BTQ = linear(x_BTD, self.q_down[...])
             from_BTQ = rms_norm(from_BTQ, self.q_scale[...], eps=NORM_EPS)
-        from_BTC, k_BThr = columns(x_BTD, (self.kv_down[...], self.k_turned[...]))
+        from_BTC = linear(x_BTD, self.kv_down[...])
+        k_BThr = linear(x_BTD, self.k_turned[...])
         from_BTC = rms_norm(from_BTC, self.kv_scale[...], eps=NORM_EPS)
         return from_BTQ, from_BTC, k_BThr.reshape(*k_BThr.shape[:2], -1)
 

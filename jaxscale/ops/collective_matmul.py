@@ -8,20 +8,27 @@ written out, so that XLA's scheduler sees all of them. It thinks that a permutat
 several matmuls, would put most of them beside one, and merges matmuls with the same weights: so
 each chunk is made to wait for the matmuls of the one before.
 
-All functions are for one rank, with the axis manual. Shapes: B batch, T time, t a rank's part of T,
-D features of the residual stream, c contracted dimensions.
+All functions are for one rank, with the axis manual; `multiply` is `ops.matmul.matmul` with a type
+and a role. Shapes: B batch, T time, t a rank's part of T, D features of the residual stream, c
+contracted dimensions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxscale.ops.matmul import matmul
+
 
 def gather_matmuls(
-    x_BtD: Array, weights: Sequence[Array], axis: str, o: int
+    x_BtD: Array,
+    weights: Sequence[Array],
+    axis: str,
+    o: int,
+    multiply: Callable[..., Array] = matmul,
 ) -> tuple[Array, tuple[Array, ...]]:
     """The gathered [B, T, D], and its matmuls with weights whose dimension `o` is D."""
     ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -32,7 +39,7 @@ def gather_matmuls(
         if distance:
             arrived[way] = _after(made, _shifted(arrived[way], axis, way))
         chunk_BtD = arrived[way]
-        made = [jax.lax.dot_general(chunk_BtD, w, (([2], [o]), ((), ()))) for w in weights]
+        made = [multiply(chunk_BtD, weight, ([2], [o])) for weight in weights]
         parts = [chunk_BtD, *made]
         start = (rank - way * distance) % ranks * x_BtD.shape[1]
         gathered = gathered or [_room(part, ranks) for part in parts]
@@ -43,7 +50,13 @@ def gather_matmuls(
     return gathered[0], tuple(gathered[1:])
 
 
-def matmuls_scatter(xs: Sequence[Array], weights: Sequence[Array], axis: str, o: int) -> Array:
+def matmuls_scatter(
+    xs: Sequence[Array],
+    weights: Sequence[Array],
+    axis: str,
+    o: int,
+    multiply: Callable[..., Array] = matmul,
+) -> Array:
     """The sum of matmuls [B, T, *c] x weight over ranks, of which each gets its part: [B, t, D].
 
     Sums travel to the rank that gets them from both sides, and each rank on the way adds its own
@@ -64,8 +77,7 @@ def matmuls_scatter(xs: Sequence[Array], weights: Sequence[Array], axis: str, o:
         for x, weight in zip(xs, weights):
             chunk = jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
             contracted = [c for c in range(weight.ndim) if c != o]
-            dims = (range(2, x.ndim), contracted), ((), ())
-            made.append(jax.lax.dot_general(chunk, weight, dims, preferred_element_type=wide))
+            made.append(multiply(chunk, weight, (range(2, x.ndim), contracted), result=wide))
         total = sum(made[1:], made[0])
         for came in (arrived.pop(way, None), None if distance else arrived.pop(-way, None)):
             total = total if came is None else total + came.astype(wide)

@@ -14,9 +14,10 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxscale.ops.collective_matmul import gather_matmuls, matmuls_scatter
+from jaxscale.ops.matmul import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, matmul
 
 
-def linear(x: Array, weight: Array, *, contracted: int = 1) -> Array:
+def linear(x: Array, weight: Array, *, contracted: int = 1, dtype: str = "") -> Array:
     """[*a, *c] x [*c, *o] -> [*a, *o].
 
     JAX would differentiate a matmul by its right operand as (dy^T x)^T. XLA's CPU back end then
@@ -25,18 +26,19 @@ def linear(x: Array, weight: Array, *, contracted: int = 1) -> Array:
 
     Args:
       contracted: how many dimensions c has.
+      dtype: `model.matmul_dtype`.
     """
-    return _linear(contracted, x, weight)
+    return _linear(contracted, dtype, x, weight)
 
 
-def columns(x_BTD: Array, weights: Sequence[Array]) -> tuple[Array, ...]:
+def columns(x_BTD: Array, weights: Sequence[Array], *, dtype: str = "") -> tuple[Array, ...]:
     """Matmuls out of the residual stream: [B, T, D] x [D, *o] -> [B, T, *o] for each weight."""
-    return tuple(linear(x_BTD, weight) for weight in weights)
+    return tuple(linear(x_BTD, weight, dtype=dtype) for weight in weights)
 
 
-def rows(x_BT: Array, weight: Array) -> Array:
+def rows(x_BT: Array, weight: Array, *, dtype: str = "") -> Array:
     """A matmul back into the residual stream: [B, T, *c] x [*c, D] -> [B, T, D]."""
-    return linear(x_BT, weight, contracted=x_BT.ndim - 2)
+    return linear(x_BT, weight, contracted=x_BT.ndim - 2, dtype=dtype)
 
 
 def add_bias(x: Array, bias: Array) -> Array:
@@ -70,6 +72,7 @@ class Spread(NamedTuple):
     features: str | None = None
     ring: bool = False  # whether gathers and scatters are steps beside the matmuls
     recomputes: bool = False  # whether the backward pass begins with a forward pass of the layer
+    dtype: str = ""  # `model.matmul_dtype`
 
     @property
     def saves_gathered(self) -> bool:
@@ -132,29 +135,28 @@ def spread_rows(x_BT: Array, weight: Array, spread: Spread) -> Array:
     return _spread_rows(spread, x_BT, weight)
 
 
-def _matmul(x: Array, y: Array, dims: tuple) -> Array:
-    return jax.lax.dot_general(x, y, (dims, ((), ())))
-
-
-def _weight_gradient(x: Array, dy: Array, leading: int) -> Array:
+def _weight_gradient(x: Array, dy: Array, leading: int, dtype: str) -> Array:
     """[*a, *c] x [*a, *o] -> [*c, *o], where a has `leading` dimensions."""
-    return _matmul(x, dy, (range(leading), range(leading)))
+    over = range(leading), range(leading)
+    return matmul(x, dy, over, dtype=dtype, role=WEIGHT_GRADIENT)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(contracted: int, x: Array, weight: Array) -> Array:
-    return _matmul(x, weight, (range(x.ndim - contracted, x.ndim), range(contracted)))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear(contracted: int, dtype: str, x: Array, weight: Array) -> Array:
+    dims = range(x.ndim - contracted, x.ndim), range(contracted)
+    return matmul(x, weight, dims, dtype=dtype)
 
 
-def _forward(contracted: int, x: Array, weight: Array):
-    return _linear(contracted, x, weight), (x, weight)
+def _forward(contracted: int, dtype: str, x: Array, weight: Array):
+    return _linear(contracted, dtype, x, weight), (x, weight)
 
 
-def _backward(contracted: int, residuals, dy: Array):
+def _backward(contracted: int, dtype: str, residuals, dy: Array):
     x, weight = residuals
     leading = x.ndim - contracted
-    dx = _matmul(dy, weight, (range(leading, dy.ndim), range(contracted, weight.ndim)))
-    return dx, _weight_gradient(x, dy, leading)
+    dims = range(leading, dy.ndim), range(contracted, weight.ndim)
+    dx = matmul(dy, weight, dims, dtype=dtype, role=INPUT_GRADIENT)
+    return dx, _weight_gradient(x, dy, leading, dtype)
 
 
 _linear.defvjp(_forward, _backward)
@@ -163,7 +165,7 @@ _linear.defvjp(_forward, _backward)
 def _gathered(spread: Spread, x_BTD: Array) -> Array:
     """The stream, as one rank of `axis` needs it: T whole."""
     if spread.ring:
-        return _gathered_matmuls(spread, x_BTD, (), o=0)[0]
+        return _gathered_matmuls(spread, x_BTD, (), o=0, role=FORWARD)[0]
     if spread.axis is None:
         return x_BTD
 
@@ -173,18 +175,21 @@ def _gathered(spread: Spread, x_BTD: Array) -> Array:
     return spread.manual(local, (spread.stream,), spread.gathered)(x_BTD)
 
 
-def _scattered(spread: Spread, xs: Sequence[Array], weights: Sequence[Array], o: int) -> Array:
+def _scattered(
+    spread: Spread, xs: Sequence[Array], weights: Sequence[Array], o: int, role: str
+) -> Array:
     """The sum of matmuls [B, T, *c] x weight, over ranks too, each of which gets its part of T.
 
     Args:
       o: which dimension of the weights is that of the result; c are all the others.
     """
+    product = functools.partial(matmul, dtype=spread.dtype, role=role, over=spread.axis)
 
     def local(xs: Sequence[Array], weights: Sequence[Array]) -> Array:
         if spread.axis and spread.ring:
-            return matmuls_scatter(xs, weights, axis=spread.axis, o=o)
+            return matmuls_scatter(xs, weights, axis=spread.axis, o=o, multiply=product)
         products = [
-            _matmul(x, weight, (range(2, x.ndim), [c for c in range(weight.ndim) if c != o]))
+            product(x, weight, (range(2, x.ndim), [c for c in range(weight.ndim) if c != o]))
             for x, weight in zip(xs, weights)
         ]
         total: Any = sum(products)
@@ -197,7 +202,7 @@ def _scattered(spread: Spread, xs: Sequence[Array], weights: Sequence[Array], o:
 
 
 def _gathered_matmuls(
-    spread: Spread, x_BTD: Array, weights: Sequence[Array], o: int
+    spread: Spread, x_BTD: Array, weights: Sequence[Array], o: int, role: str
 ) -> tuple[Array, tuple[Array, ...]]:
     """The gathered stream, and its matmuls [B, T, D] x weight, summed over ranks of `features`.
 
@@ -206,25 +211,30 @@ def _gathered_matmuls(
     """
     if spread.axis is None or not spread.ring:
         whole_BTD = _gathered(spread, x_BTD)
-        return whole_BTD, _projected(spread, whole_BTD, weights, o)
-    local = functools.partial(gather_matmuls, axis=spread.axis, o=o)
+        return whole_BTD, _projected(spread, whole_BTD, weights, o, role)
+    product = functools.partial(matmul, dtype=spread.dtype, role=role)
+    local = functools.partial(gather_matmuls, axis=spread.axis, o=o, multiply=product)
     specs = (spread.stream, tuple(spread.weight(weight.ndim, o) for weight in weights))
     results = (spread.gathered, (spread.hidden,) * len(weights))
     return spread.manual(local, specs, results)(x_BTD, tuple(weights))
 
 
-def _projected(spread: Spread, x_BTD: Array, weights: Sequence[Array], o: int) -> tuple[Array, ...]:
+def _projected(
+    spread: Spread, x_BTD: Array, weights: Sequence[Array], o: int, role: str
+) -> tuple[Array, ...]:
     """Matmuls with a gathered stream, [B, T, D] x weight, summed over ranks of `features`.
 
     Args:
       o: which dimension of the weights is D.
     """
+    product = functools.partial(matmul, dtype=spread.dtype, role=role)
 
     def local(x_BTD: Array, weights: Sequence[Array]) -> Sequence[Array]:
-        return spread.summed([_matmul(x_BTD, weight, ([2], [o])) for weight in weights])
+        over = functools.partial(product, over=spread.features)
+        return spread.summed([over(x_BTD, weight, ([2], [o])) for weight in weights])
 
     if spread.features is None:
-        return tuple(_matmul(x_BTD, weight, ([2], [o])) for weight in weights)
+        return tuple(product(x_BTD, weight, ([2], [o])) for weight in weights)
     specs = [spread.weight(weight.ndim, o) for weight in weights]
     return tuple(
         spread.manual(local, (spread.gathered, specs), spread.hidden)(x_BTD, list(weights))
@@ -237,15 +247,15 @@ def _spread_columns(spread: Spread, x_BTD: Array, weights: tuple) -> tuple[Array
 
 
 def _columns_forward(spread: Spread, x_BTD: Array, weights: tuple):
-    whole_BTD, ys = _gathered_matmuls(spread, x_BTD, weights, o=0)
+    whole_BTD, ys = _gathered_matmuls(spread, x_BTD, weights, o=0, role=FORWARD)
     return ys, (whole_BTD if spread.saves_gathered else x_BTD, weights)
 
 
 def _columns_backward(spread: Spread, residuals, dys: tuple):
     x_BTD, weights = residuals
-    dx_BTD = _scattered(spread, dys, weights, o=0)
+    dx_BTD = _scattered(spread, dys, weights, o=0, role=INPUT_GRADIENT)
     x_BTD = x_BTD if spread.saves_gathered else _gathered(spread, x_BTD)
-    return dx_BTD, tuple(_weight_gradient(x_BTD, dy, 2) for dy in dys)
+    return dx_BTD, tuple(_weight_gradient(x_BTD, dy, 2, spread.dtype) for dy in dys)
 
 
 _spread_columns.defvjp(_columns_forward, _columns_backward)
@@ -253,7 +263,7 @@ _spread_columns.defvjp(_columns_forward, _columns_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _spread_rows(spread: Spread, x_BT: Array, weight: Array) -> Array:
-    return _scattered(spread, [x_BT], [weight], o=weight.ndim - 1)
+    return _scattered(spread, [x_BT], [weight], o=weight.ndim - 1, role=FORWARD)
 
 
 def _rows_forward(spread: Spread, x_BT: Array, weight: Array):
@@ -262,8 +272,9 @@ def _rows_forward(spread: Spread, x_BT: Array, weight: Array):
 
 def _rows_backward(spread: Spread, residuals, dy_BTD: Array):
     x_BT, weight = residuals
-    dy_BTD, (dx_BT,) = _gathered_matmuls(spread, dy_BTD, (weight,), o=weight.ndim - 1)
-    return dx_BT, _weight_gradient(x_BT, dy_BTD, 2)
+    o = weight.ndim - 1
+    dy_BTD, (dx_BT,) = _gathered_matmuls(spread, dy_BTD, (weight,), o, INPUT_GRADIENT)
+    return dx_BT, _weight_gradient(x_BT, dy_BTD, 2, spread.dtype)
 
 
 _spread_rows.defvjp(_rows_forward, _rows_backward)

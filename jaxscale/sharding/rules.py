@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.choices import nearest_divisors
-from jaxscale.config import Config
+from jaxscale.config import Config, ModelConfig
 from jaxscale.layout import TENSOR_ROWS
 
 Axes = tuple[str, ...]
@@ -246,6 +246,56 @@ def check_ring(config: Config) -> None:
             "layout.overlap_tensor = True with layout.tensor = 1: every rank has its matmuls to "
             "itself, and nothing travels; set layout.overlap_tensor = False"
         )
+
+
+def check_matmuls(config: Config) -> None:
+    """Refuses matmuls of 8 bits where there is none.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    model = config.model
+    if not model.matmul_dtype:
+        return
+    said = f"model.matmul_dtype = {model.matmul_dtype!r}"
+    if experts := getattr(model, "num_experts", 0):
+        raise ValueError(
+            f"{said} with model.num_experts = {experts} is not available in this version: the "
+            "matmuls of experts are in model.compute_dtype; set model.matmul_dtype = ''"
+        )
+    if model.matmul_dtype == "int8" and config.layout.overlap_tensor:
+        raise ValueError(
+            f"{said} with layout.overlap_tensor = True: ranks that multiply different tokens at a "
+            "time would need the same scales; set layout.overlap_tensor = False"
+        )
+
+
+def divides_heads(ranks: int, heads: int, key_heads: int) -> bool:
+    """Whether ranks can have equally many heads, and the key heads that these read."""
+    return heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
+
+
+def check_ulysses(config: Config) -> None:
+    """Refuses heads that do not divide among the ranks of context that exchange them.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    model, layout = config.model, config.layout
+    spread = layout.context > 1 and layout.context_method == "ulysses"
+    if not spread or not isinstance(model, ModelConfig):  # others are refused by the kernel
+        return
+    ranks, columns = layout.context, layout.tensor_columns
+    heads, key_heads = model.num_heads // columns, max(model.num_kv_heads // columns, 1)
+    if divides_heads(ranks, heads, key_heads):
+        return
+    nearest = max(n for n in range(1, ranks) if divides_heads(n, heads, key_heads))
+    each = f" on each of {columns} ranks of tensor" if columns > 1 else ""
+    raise ValueError(
+        f"layout.context_method = 'ulysses' with layout.context = {ranks} divides heads, and there "
+        f"are {heads} and {key_heads} of keys{each}; set layout.context = {nearest}, or "
+        "layout.context_method = 'ring' or 'gather'"
+    )
 
 
 def check_tensor_rows(config: Config) -> None:

@@ -39,10 +39,12 @@ from jaxscale.sharding.resolve import (
 )
 from jaxscale.sharding.rules import (
     check_divides,
+    check_matmuls,
     check_overlap,
     check_ring,
     check_sequence,
     check_tensor_rows,
+    check_ulysses,
     own_rules,
 )
 from jaxscale.sharding.specs import batch_sharding, replicated
@@ -50,7 +52,13 @@ from jaxscale.sharding.zero import Zero
 from jaxscale.training import optimizer as optimizers
 from jaxscale.training.flops import StepFlops, example, forward_cost, step_flops
 from jaxscale.training.gradients import make_gradients, make_loss, pipeline_buffers
-from jaxscale.training.kernels import attention_name, evaluation_kernels, make_kernels
+from jaxscale.training.kernels import (
+    attention_name,
+    attention_text,
+    check_matmul_device,
+    evaluation_kernels,
+    make_kernels,
+)
 from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.remat import check_host_memory, rematerialised_attention
 from jaxscale.training.step import StepMetrics, TrainState, init_guard, make_step
@@ -153,7 +161,9 @@ def make_engine(
     make = model or find_model(config.model)
     own = own_rules({**make(config.model, plain_kernels()).rules, **(rules or {})})
     attention = attention_name(config, platform)
-    kernels = make_kernels(layout, attention, platform, rules=own, unroll=unroll_layers)
+    kernels = make_kernels(
+        layout, attention, platform, config.model.matmul_dtype, rules=own, unroll=unroll_layers
+    )
     built = make(config.model, kernels)
     _check_experts(layout, built)
     stages = _open_stages(config, make) if layout.pipeline > 1 else None
@@ -201,7 +211,7 @@ def make_engine(
         zero=zero,
         stages=stages,
         batch_sharding=batch_sharding(mesh),
-        attention=attention,
+        attention=attention_text(layout, attention),
         flops=step_flops(
             config,
             make(config.model, recomputing(plain_kernels())),
@@ -255,14 +265,17 @@ def _check_settings(config: Config, mesh: Mesh) -> None:
         )
     for check in (
         check_divides,
+        check_matmuls,
         check_overlap,
         check_ring,
         check_sequence,
         check_tensor_rows,
         check_types,
+        check_ulysses,
     ):
         check(config)
     check_host_memory(config.layout, mesh)
+    check_matmul_device(config.model.matmul_dtype, mesh.devices.flat[0])
 
 
 def _make_zero(

@@ -13,27 +13,42 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxscale.config import Config
+from jaxscale.hardware import check_matmul_units, find_chip
 from jaxscale.layout import TENSOR_ROWS, Layout
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.ops.attention.attention import SPREAD, attention, choose, score_settings
 from jaxscale.ops.attention.context import context_attention
 from jaxscale.ops.attention.context_walk import balanced_order
 from jaxscale.ops.attention.platform_kernels import maskless
+from jaxscale.ops.attention.ulysses import ulysses_attention
 from jaxscale.ops.dropout import dropout, jitter
 from jaxscale.ops.embedding import spread_lookup
 from jaxscale.ops.experts.dispatch import Dispatch
 from jaxscale.ops.loss import cross_entropy
 from jaxscale.ops.rope import rotary, rotary_on_tpu
 from jaxscale.ops.sizes import LANES
-from jaxscale.ops.tensor_parallel import Spread, spread_columns, spread_rows
+from jaxscale.ops.tensor_parallel import (
+    Spread,
+    columns,
+    linear,
+    rows,
+    spread_columns,
+    spread_rows,
+)
 from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, Rules, automatic_axes, constrain
 from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec
+
+ATTENTION_SCOPE = "attention_kernel"
+"""Named scope of what lies between queries, keys and values and the heads' outputs."""
+ULYSSES = "ulysses"
+"""The context method that attends within a rank, by any kernel."""
 
 
 def make_kernels(
     layout: Layout,
     implementation: str,
     platform: str,
+    matmul_dtype: str = "",
     *,
     rules: Rules | None = None,
     unroll: bool = False,
@@ -42,10 +57,16 @@ def make_kernels(
 
     Args:
       implementation: of attention, by `attention_name`.
+      matmul_dtype: of the model.
       rules: of a model's own logical axes.
       unroll: writes loops out, for XLA's cost analysis.
     """
-    replaced = {}
+    quantised = {"dtype": matmul_dtype} if matmul_dtype else {}
+    replaced: dict[str, Any] = {
+        "columns": functools.partial(columns, **quantised),
+        "rows": functools.partial(rows, **quantised),
+        "linear": functools.partial(linear, **quantised),
+    }
     if layout.tensor > 1:
         axis, features = (
             name if layout.sizes.get(name, 1) > 1 else None for name in ("tensor", TENSOR_ROWS)
@@ -58,8 +79,9 @@ def make_kernels(
             features,
             ring=layout.overlap_tensor,
             recomputes=layout.remat == "full",
+            **quantised,
         )
-        replaced = {
+        replaced |= {
             "columns": functools.partial(spread_columns, spread=spread),
             "rows": functools.partial(spread_rows, spread=spread),
         }
@@ -104,23 +126,45 @@ def attention_name(config: Config, platform: str) -> str:
       ValueError: the one that is set cannot honour the settings.
     """
     model, context = config.model, config.layout.context
-    if context > 1 and model.attention not in ("auto", *SPREAD):
+    spread = context > 1 and config.layout.context_method != ULYSSES
+    if spread and model.attention not in ("auto", *SPREAD):
         raise ValueError(
             f"model.attention = {model.attention!r} attends within one device, and layout.context "
-            f"= {context} spreads a sequence over several; set model.attention = 'auto', or "
-            "layout.context = 1"
+            f"= {context} spreads a sequence over several; set model.attention = 'auto', "
+            "layout.context = 1, or layout.context_method = 'ulysses'"
         )
-    name = choose(
+    return choose(
         model.attention,
         platform,
         dtype=model.compute_dtype,
         head_dim=model.head_dim,
         # A kernel sees a pair of the chunks of `context_walk.py`.
-        seq_len=config.data.seq_len // (2 * context if context > 1 else 1),
+        seq_len=config.data.seq_len // (2 * context if spread else 1),
         uses=model.attention_uses,
-        spread=context > 1,
+        spread=spread,
     )
-    return name if context == 1 else f"{name}, by {config.layout.context_method}"
+
+
+def attention_text(layout: Layout, implementation: str) -> str:
+    """The implementation of attention as a run prints it."""
+    return (
+        implementation if layout.context == 1 else f"{implementation}, by {layout.context_method}"
+    )
+
+
+def check_matmul_device(matmul_dtype: str, device: Any) -> None:
+    """Refuses matmuls of 8 bits on a device that has no units for them. A CPU emulates them.
+
+    Raises:
+      ValueError: names the devices that have.
+    """
+    if not matmul_dtype or device.platform == "cpu":
+        return
+    chip = find_chip(device.device_kind)
+    # A GPU that the table does not have says what its kernels are written for.
+    capability = str(getattr(device, "compute_capability", "")).replace(".", "")
+    generation = chip.generation if chip else f"sm{capability}"
+    check_matmul_units(matmul_dtype, generation, device.device_kind)
 
 
 def _attend(layout: Layout, implementation: str) -> Callable[..., jax.Array]:
@@ -138,7 +182,7 @@ def _attend(layout: Layout, implementation: str) -> Callable[..., jax.Array]:
         q, k, v, segments_BT, segments_BS=None, bias_bN=None, sinks_N=None, **settings
     ) -> jax.Array:
         arrays = (q, k, v, segments_BT, segments_BS, bias_bN, sinks_N)
-        if layout.context == 1:
+        if layout.context == 1 or layout.context_method == ULYSSES:
             local = functools.partial(attention, implementation=implementation, **settings)
         else:
             local = functools.partial(
@@ -149,14 +193,17 @@ def _attend(layout: Layout, implementation: str) -> Callable[..., jax.Array]:
             )
         if implementation == "cudnn" and not under_policy:
             local = maskless(local)
+        if layout.context > 1 and layout.context_method == ULYSSES:
+            local = functools.partial(ulysses_attention, axis="context", attend=local)
         specs = (queries, keys, keys, segments, segments, bias, sinks)
-        return _manual(layout, local, specs, queries)(*arrays)
+        with jax.named_scope(ATTENTION_SCOPE):
+            return _manual(layout, local, specs, queries)(*arrays)
 
     return attend
 
 
 def _context_kernel(implementation: str) -> Callable[..., jax.Array]:
-    if not implementation.startswith("flash"):
+    if implementation != "flash":
         return context_attention
     # Half a second to import, and only a GPU needs it.
     from jaxscale.ops.attention.context_flash import context_flash  # noqa: PLC0415

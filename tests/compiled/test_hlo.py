@@ -10,7 +10,12 @@ from jax.sharding import PartitionSpec
 
 from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import collectives, summed
-from jaxscale.compiled.flops import computation_costs, instruction_cycles, instruction_flops
+from jaxscale.compiled.flops import (
+    computation_costs,
+    instruction_cycles,
+    instruction_flops,
+    narrow_flops,
+)
 from jaxscale.compiled.live_buffers import live_at_peak
 
 MESH = {"data": 2, "fsdp": 4}
@@ -176,6 +181,28 @@ def test_the_pieces_of_a_gather_are_one():
 def test_cycles_are_summed_without_what_the_compiler_does_not_know():
     program = hlo.parse_hlo(PIECES)
     assert computation_costs(program, instruction_cycles)["main"] == 1000
+
+
+def test_matmuls_of_8_bits_are_told_from_others():
+    """Of a matmul of each type as XLA and cuBLAS have it, and an attention kernel after the tables
+    of its mask, which are of 8 bits."""
+    program = hlo.parse_hlo("""
+ENTRY %main (a: s8[64,32], b: f8e5m2[64,32], c: f8e4m3fn[32,16], q: bf16[2,64,32]) -> bf16[64,16] {
+  %a = s8[64,32] parameter(0)
+  %b = f8e5m2[64,32] parameter(1)
+  %c = f8e4m3fn[32,16] parameter(2)
+  %q = bf16[2,64,32] parameter(3)
+  %w = bf16[32,16] parameter(4)
+  %one = bf16[64,16] dot(%b, %c), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %two = bf16[64,16] dot(%b, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %three = (bf16[64,16], s8[4]) custom-call(%b, %c), custom_call_target="__cublas$lt$matmul$f8", backend_config={"lhs_contracting_dimensions":["1"]}
+  %splash_mha_fwd.1 = bf16[2,64,32] custom-call(%a, %a, %q, %q), custom_call_target="tpu_custom_call"
+  ROOT %r = bf16[64,16] add(%one, %two)
+}
+""")  # noqa: E501
+    matmul, attention = 2 * 64 * 32 * 16, 0.5 * 2 * 2 * 2 * 64 * 32 * 64
+    each = [computation_costs(program, own)["main"] for own in (instruction_flops, narrow_flops)]
+    assert each == [3 * matmul + attention, 2 * matmul]
 
 
 def test_a_mesh_that_the_program_is_not_for_is_refused():

@@ -83,6 +83,7 @@ def test_a_sample_of_all_layouts_is_one_device_in_float64(layout):
     [
         {"fsdp": 2, "tensor": 4, "overlap_tensor": True, "microbatches": 4},
         {"data": 4, "tensor": 2, "tensor_rows": 2, "zero_stage": 0, "microbatches": 2},
+        {"context": 4, "tensor": 2, "context_method": "ulysses"},
         pytest.param(
             {"context": 4, "data": 2, "zero_stage": 0, "context_method": "gather"},
             marks=pytest.mark.slow,

@@ -57,7 +57,7 @@ CHOICES = (
         {"pipeline": 4, "fsdp": 2},
         {"pipeline": 2, "data": 2, "fsdp": 2},
         {"pipeline": 2, "fsdp": 2, "tensor": 2},
-        {"pipeline": 2, "fsdp": 2, "context": 2, "context_method": "gather"},
+        {"pipeline": 2, "fsdp": 2, "context": 2, "context_method": "ulysses"},
     ],
     [{"zero_stage": stage} for stage in range(4)],
     [{"remat": "none"}, {"remat": "full"}, {"remat": "keep:1"}, {"remat": "save:query,attention"}],

@@ -81,7 +81,8 @@ def spread_mlp(ranks, **settings):
         )
     )
     names = [equation.primitive.name for equation in _equations(jax.make_jaxpr(ours)(*args).jaxpr)]
-    wanted = jax.jit(jax.value_and_grad(functools.partial(mlp, columns, rows), (0, 1, 2, 3)))
+    plain = (functools.partial(one, dtype=spread.dtype) for one in (columns, rows))
+    wanted = jax.jit(jax.value_and_grad(functools.partial(mlp, *plain), (0, 1, 2, 3)))
     return ours(*args), wanted(*args), collections.Counter(names)
 
 
@@ -94,8 +95,12 @@ def _equations(jaxpr):
                 yield from _equations(inner)
 
 
-@pytest.mark.parametrize(("ranks", "settings"), [(2, {}), (3, {"ring": True})])
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(2, {}), (3, {"ring": True}), (3, {"ring": True, "dtype": "float8"}), (2, {"dtype": "int8"})],
+)
 def test_spread_products_are_the_products(ranks, settings):
+    """Of 8 bits too: ranks that have other scales round the same way, or find the same scales."""
     got, wanted, _ = spread_mlp(ranks, **settings)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)

@@ -16,7 +16,7 @@ from jaxscale.ops.attention.context_walk import balanced_order
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.specs import BATCH_ROWS, REPLICATED
-from jaxscale.training.kernels import attention_name, make_kernels
+from jaxscale.training.kernels import attention_name, attention_text, make_kernels
 from tests.invariants.layouts import LLAMA, make_config, open_engine
 from tests.ops.attention.test_attention import arguments
 
@@ -65,6 +65,13 @@ REFUSED = [
         "model.attention = 'reference' attends within one "
         "device, and layout.context = 2 spreads a sequence over several; set model.attention",
     ),
+    (
+        {"context": 4, "context_method": "ulysses", "tensor": 2},
+        {"num_kv_heads": 6, "num_heads": 12},
+        "layout.context_method = 'ulysses' with layout.context = 4 divides heads, and there are 6 "
+        "and 3 of keys on each of 2 ranks of tensor; set layout.context = 3, or "
+        "layout.context_method = 'ring'",
+    ),
 ]
 
 
@@ -82,9 +89,22 @@ def test_what_does_not_divide_is_refused(layout, changed, said):
 
 
 def test_attention_says_how_keys_arrive():
-    assert attention_name(make_config(LLAMA, {}), "cpu") == "blockwise"
-    layout = {"context": 2, "context_method": "gather"}
-    assert attention_name(make_config(LLAMA, layout), "tpu") == "blockwise, by gather"
+    config = make_config(LLAMA, {})
+    assert attention_text(config.layout, attention_name(config, "cpu")) == "blockwise"
+    config = make_config(LLAMA, {"context": 2, "context_method": "gather"})
+    assert attention_text(config.layout, attention_name(config, "tpu")) == "blockwise, by gather"
+
+
+def test_whole_sequences_have_any_kernel():
+    config = make_config(LLAMA | {"head_dim": 128}, {"context": 2, "context_method": "ulysses"})
+    kernel = {"attention": "splash", "compute_dtype": "bfloat16"}
+    model = dataclasses.replace(config.model, **kernel)
+    data = dataclasses.replace(config.data, seq_len=256)
+    config = dataclasses.replace(config, model=model, data=data)
+    assert attention_name(config, "tpu") == "splash"
+    layout = dataclasses.replace(config.layout, context_method="ring")
+    with pytest.raises(ValueError, match=r"or layout.context_method = 'ulysses'"):
+        attention_name(dataclasses.replace(config, layout=layout), "tpu")
 
 
 @pytest.mark.parametrize(("width", "spread"), [(34, False), (36, True)])

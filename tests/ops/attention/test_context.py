@@ -11,10 +11,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.ops.attention import blocks
-from jaxscale.ops.attention.attention import score_settings
+from jaxscale.ops.attention.attention import attention, score_settings
 from jaxscale.ops.attention.context import context_attention
 from jaxscale.ops.attention.context_flash import context_flash
 from jaxscale.ops.attention.context_walk import balanced_order
+from jaxscale.ops.attention.ulysses import ulysses_attention
 from tests.ops.attention.test_attention import (
     arguments,
     assert_close,
@@ -24,22 +25,27 @@ from tests.ops.attention.test_attention import (
 )
 
 METHODS = ("ring", "gather")
+ULYSSES = "ulysses"
 
 
 def spread(ranks, method, *, block=None, flash=False):
     """`context_attention`, or the kernels of `context_flash` on a CPU, as a function of whole
     sequences in their own order."""
-    kernel = functools.partial(context_attention, block=block)
+    kernel = functools.partial(context_attention, block=block, method=method)
     if flash:
-        kernel = functools.partial(context_flash, interpret=True)
+        kernel = functools.partial(context_flash, interpret=True, method=method)
     mesh = jax.make_mesh(
         (ranks,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
     )
     time = P(None, "context")
 
     def attend(*args, **settings):
-        scoring = score_settings(*args[:6], **settings)
-        local = functools.partial(kernel, axis="context", method=method, scoring=scoring)
+        if method == ULYSSES:
+            within = functools.partial(attention, implementation="blockwise", **settings)
+            local = functools.partial(ulysses_attention, axis="context", attend=within)
+        else:
+            scoring = score_settings(*args[:6], **settings)
+            local = functools.partial(kernel, axis="context", scoring=scoring)
         *tokens, bias, sinks = (*args, None, None, None)[:7]
         specs = (*[time] * 5, P(), P())
         run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=time, check_vma=False)
@@ -89,6 +95,24 @@ def test_a_spread_sequence_is_the_reference(name, method):
     case = dict(CASES[name])
     run = spread(case.pop("ranks"), method, block=case.pop("block", None))
     assert_close(*parity(case, run, time=48), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        (4, {"buckets": 6, "max_distance": 15, "kv_heads": 1}),
+        (2, {"sinks": 1, "sliding_window": 9}),
+        (2, {"causal": False, "key_time": 32}),
+    ],
+    ids=["one key head for four ranks", "sinks and a window", "cross"],
+)
+def test_whole_sequences_for_some_heads_are_the_reference(ranks, case):
+    assert_close(*parity(case, spread(ranks, ULYSSES), time=48), 1e-12)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"4 heads and 2 key heads do not divide among 8 ranks"):
+        spread(8, ULYSSES)(*arguments(48, 4, 2))
 
 
 def test_the_kernels_for_gpus_are_the_reference():

@@ -1,0 +1,91 @@
+"""Attention over a sequence that is spread over a mesh axis, by heads: context parallelism with
+all-to-alls (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+An all-to-all gives each rank whole sequences for some of the heads, any kernel attends within the
+rank, and another all-to-all returns to all heads for a share of the sequence.
+
+Shapes: as in `attention.py`, T and S here a rank's share of the sequence; c ranks.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxscale.sharding.rules import divides_heads
+
+
+def ulysses_attention(
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segments_BT: Array,
+    segments_BS: Array | None = None,
+    bias_bN: Array | None = None,
+    sinks_N: Array | None = None,
+    *,
+    axis: str,
+    attend: Callable[..., Array],
+) -> Array:
+    """`attention.attention` where each rank of `axis` passes its share, in `balanced_order`.
+
+    For use where `axis` is manual. Where there are fewer key heads than ranks each is sent to all
+    ranks whose query heads read it.
+
+    Args:
+      axis: the mesh axis; the number of its ranks divides N, and K or is a multiple of it.
+      attend: attention within a rank; its arguments are those of `attention.attention`.
+
+    Raises:
+      ValueError: heads that do not divide.
+    """
+    ranks, heads, key_heads = jax.lax.axis_size(axis), q_BTNH.shape[2], k_BSKH.shape[2]
+    if not divides_heads(ranks, heads, key_heads):
+        raise ValueError(
+            f"{heads} heads and {key_heads} key heads do not divide among {ranks} ranks of "
+            f"{axis!r}; set layout.context_method = 'ring' or 'gather'"
+        )
+    repeats = max(ranks // key_heads, 1)
+    keys = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BSKH, v_BSKH))
+    heads = [_to_heads(x, axis) for x in (q_BTNH, *keys)]
+    segments = [
+        None if x is None else _natural(jax.lax.all_gather(x, axis, axis=1, tiled=True), ranks)
+        for x in (segments_BT, segments_BS)
+    ]
+    tables = [None if x is None else _own_heads(x, axis) for x in (bias_bN, sinks_N)]
+    return _to_time(attend(*heads, *segments, *tables), axis)
+
+
+def _to_heads(x_BTNH: Array, axis: str) -> Array:
+    """All of the sequence, in its own order, for this rank's heads."""
+    exchange = functools.partial(jax.lax.all_to_all, axis_name=axis, tiled=True)
+    return _natural(exchange(x_BTNH, split_axis=2, concat_axis=1), jax.lax.axis_size(axis))
+
+
+def _to_time(x_BTNH: Array, axis: str) -> Array:
+    """The inverse of `_to_heads`."""
+    exchange = functools.partial(jax.lax.all_to_all, axis_name=axis, tiled=True)
+    return exchange(_balanced(x_BTNH, jax.lax.axis_size(axis)), split_axis=1, concat_axis=2)
+
+
+def _natural(x_BT: Array, ranks: int) -> Array:
+    """[B, T, ...], from `balanced_order`: all first chunks, then the second ones from the last."""
+    x_BchT = x_BT.reshape(x_BT.shape[0], ranks, 2, -1, *x_BT.shape[2:])
+    chunks = jnp.concatenate((x_BchT[:, :, 0], x_BchT[:, ::-1, 1]), axis=1)
+    return chunks.reshape(x_BT.shape)
+
+
+def _balanced(x_BT: Array, ranks: int) -> Array:
+    """The inverse of `_natural`."""
+    chunks = x_BT.reshape(x_BT.shape[0], 2 * ranks, -1, *x_BT.shape[2:])
+    x_BchT = jnp.stack((chunks[:, :ranks], chunks[:, : ranks - 1 : -1]), axis=2)
+    return x_BchT.reshape(x_BT.shape)
+
+
+def _own_heads(table_N: Array, axis: str) -> Array:
+    """[..., N] -> those of this rank's heads."""
+    count = table_N.shape[-1] // jax.lax.axis_size(axis)
+    start = jax.lax.axis_index(axis) * count
+    return jax.lax.dynamic_slice_in_dim(table_N, start, count, axis=-1)

@@ -1,0 +1,117 @@
+"""Matmuls with weights in the compute type, or with both operands quantised to 8 bits.
+
+`float8` is e4m3 for activations and weights and e5m2 for gradients of outputs (arXiv 2209.05433),
+in all three matmuls of a weight, each operand times one power of two that brings its largest
+magnitude into the upper half of the type's range ("current scaling": the scale is of this very
+array). A power of two changes no significand: whatever the array's other elements are, an element
+rounds as it would alone, unless it is 2^14 times smaller than the largest (e5m2: 2^29). So layouts,
+which differ in the arrays that are scaled together, agree but for such elements.
+
+`int8` is for what has no such exponents: each row and column has a scale of its own along what is
+contracted, whatever the layout. A weight's gradient, contracted over tokens, stays in the compute
+type: scales over tokens would depend on the layout, and small gradients would round to zero.
+
+The operands of 8 bits enter `dot_general` themselves, and the result is scaled: XLA folds the scale
+into the matmul, where it would not fold a quantised array that is scaled back before (on Hopper the
+matmul silently stays in bfloat16).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "forward", "input gradient", "weight gradient"
+"""The matmuls of a weight w: x w, dy w^T and x^T dy."""
+
+_E4M3, _E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+OPERANDS: dict[tuple[str, str], tuple[Any, Any]] = {
+    ("float8", FORWARD): (_E4M3, _E4M3),
+    ("float8", INPUT_GRADIENT): (_E5M2, _E4M3),
+    ("float8", WEIGHT_GRADIENT): (_E4M3, _E5M2),
+    ("int8", FORWARD): (jnp.int8, jnp.int8),
+    ("int8", INPUT_GRADIENT): (jnp.int8, jnp.int8),
+}
+"""The types of both operands by `model.matmul_dtype` and matmul; the others stay as they are."""
+
+_LARGEST_SCALE = 2.0**100
+"""Of arrays that are all but zero: two of them multiplied, and their inverses, are in float32."""
+
+
+def matmul(
+    x: Array,
+    y: Array,
+    contracted: tuple[Sequence[int], Sequence[int]],
+    *,
+    dtype: str = "",
+    role: str = FORWARD,
+    over: str | None = None,
+    result: DTypeLike | None = None,
+) -> Array:
+    """[*a, *c] x [*c, *o] -> [*a, *o] for any places of c, as `jax.lax.dot_general` has them.
+
+    Args:
+      contracted: the dimensions c of x and of y.
+      dtype: `model.matmul_dtype`; "" multiplies the operands as they are.
+      role: of FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT.
+      over: a manual mesh axis that c is spread over, so that its ranks find the same scales where
+        these are along c.
+      result: the type of the result; None is that of the operands.
+    """
+    dims: Any = (contracted, ((), ()))
+    types = OPERANDS.get((dtype, role))
+    if types is None:
+        return jax.lax.dot_general(x, y, dims, preferred_element_type=result)
+    result = jnp.dtype(result or jnp.result_type(x, y))
+    if dtype == "float8":
+        (x, of_x), (y, of_y) = (scaled_float8(a, to) for a, to in zip((x, y), types))
+        return jax.lax.dot_general(x, y, dims, preferred_element_type=result) * (
+            of_x * of_y
+        ).astype(result)
+    (x, of_x), (y, of_y) = (scaled_int8(a, c, over) for a, c in zip((x, y), contracted))
+    product = jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.int32)
+    wide = jnp.promote_types(result, jnp.float32)
+    of_x = of_x.reshape(*of_x.shape, *(1,) * of_y.ndim)
+    return (product.astype(wide) * (of_x * of_y).astype(wide)).astype(result)
+
+
+def scaled_float8(x: Array, dtype: Any) -> tuple[Array, Array]:
+    """The array over a power of two, in `dtype`, and that power of two, in float32.
+
+    An infinity or NaN anywhere makes the power infinite or NaN.
+    """
+    scale = _power_of_two(float(jnp.finfo(dtype).max) / _largest(x))
+    return (x.astype(_wide(x)) * scale).astype(dtype), 1 / scale
+
+
+def scaled_int8(x: Array, contracted: Sequence[int], over: str | None) -> tuple[Array, Array]:
+    """The array over its steps, rounded to int8, and the steps, in float32 or wider, one for each
+    place of the dimensions that are not contracted: a 127th of the largest magnitude there."""
+    kept = [dim for dim in range(x.ndim) if dim not in contracted]
+    wide = x.astype(_wide(x))
+    largest = jnp.max(jnp.abs(wide), axis=tuple(contracted), keepdims=True)
+    if over:
+        largest = jax.lax.pmax(largest, over)
+    step = jnp.where(largest == 0, 1, largest) / 127
+    return jnp.round(wide / step).astype(jnp.int8), step.reshape([x.shape[dim] for dim in kept])
+
+
+def _largest(x: Array) -> Array:
+    """The largest magnitude in float32, NaN if there is one."""
+    return jnp.max(jnp.abs(x)).astype(jnp.float32)
+
+
+def _power_of_two(x: Array) -> Array:
+    """The largest power of two up to a float32 that is not negative: of its bits, since exp2 and
+    log2 are not exact on every back end."""
+    x = jnp.minimum(x, _LARGEST_SCALE)
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
+    return jnp.where(jnp.isnan(x), x, jax.lax.bitcast_convert_type(bits, jnp.float32))
+
+
+def _wide(x: Array) -> jnp.dtype:
+    return jnp.promote_types(x.dtype, jnp.float32)
