@@ -44,6 +44,7 @@ gpu_device_info {{
   memory_bandwidth: {memory_bandwidth} l2_cache_size: {l2_cache_size}
   device_memory_size: {device_memory_size}
   cuda_compute_capability {{ major: {major} minor: {minor} }}
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}

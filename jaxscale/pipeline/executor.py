@@ -31,7 +31,7 @@ from jaxscale.models.protocol import (
     return_borrowed,
     split_stream,
 )
-from jaxscale.ops.stacked import add, add_rows, at, put
+from jaxscale.ops.stacked import Index, add, add_rows, at, put
 from jaxscale.pipeline.rank import Chunks, Columns, Rank, Remat, Row, StackPart, State, when
 from jaxscale.pipeline.stages import (
     EMBEDDING,
@@ -73,6 +73,9 @@ def execute(
     """
     rank = Rank.of(model, zero, stages, stages.program, remat, params, batches, chunks, row_major)
     state = _run(rank, rank.initial_state(rank.accumulators(params)), columns)
+    if state.pending is not None and rank.has_one_chunk:
+        for part in rank.parts:
+            state = _reduce(rank, state, 0, part)
     outer_grads = return_borrowed(model, state.grads["embed"], state.grads["head"])
     return state.sums, {**state.grads, **outer_grads}
 
@@ -105,7 +108,8 @@ def buffers(
     """The buffers and sums that a rank carries between ticks, empty: for their sizes."""
     rank = Rank.of(model, zero, stages, stages.program, remat, params, batches, chunks, False)
     state = rank.initial_state(rank.accumulators(params))
-    return {**state.buffers, "weights": state.weights, "gradients": (state.pending, state.grads)}
+    weights = rank.only_chunk or state.weights
+    return {**state.buffers, "weights": weights, "gradients": (state.pending, state.grads)}
 
 
 def _run(rank: Rank, state: State, columns: Columns) -> State:
@@ -137,12 +141,12 @@ def _tick(rank: Rank, state: State, row: Row) -> State:
         if kind in kinds:
             mine = row["kind"] == kind
             state = when(mine, lambda s, run=operation: run(s, row), state, OPERATIONS[kind])
-    if state.pending is not None:
+    if state.pending is not None and not rank.has_one_chunk:
         for part in rank.parts:
             reduces = rank.is_here(row, part, row["reduce"] == 1)
             state = when(
                 reduces,
-                lambda s, p=part: _reduce(rank, s, row, p),
+                lambda s, p=part: _reduce(rank, s, rank.first_row(row), p),
                 state,
                 rank.scope(REDUCE, part),
             )
@@ -223,13 +227,11 @@ def _gather(rank: Rank, state: State, row: Row, part: StackPart) -> State:
     return state._replace(weights=weights)
 
 
-def _reduce(rank: Rank, state: State, row: Row, part: StackPart) -> State:
+def _reduce(rank: Rank, state: State, begin: Index, part: StackPart) -> State:
+    """Reduces the gradients of the chunk whose first row among the stack's is `begin`."""
     pending, name = state.pending[part.name], part.name
     shards = rank.zero.reduce(pending, rank.zero.axes[name])
-    # Where a rank has one chunk, a TPU's compiler would move a reduction whose result is only
-    # accumulated out of both loops, and carry two more sets of unsharded gradients in them.
-    shards = jax.lax.optimization_barrier(shards)
-    grads = {**state.grads, name: add_rows(state.grads[name], rank.first_row(row), shards)}
+    grads = {**state.grads, name: add_rows(state.grads[name], begin, shards)}
     zeros = jax.tree.map(jnp.zeros_like, pending)
     return state._replace(grads=grads, pending={**state.pending, name: zeros})
 

@@ -51,7 +51,7 @@ class State(NamedTuple):
 
     made: Stream  # the result of this tick, for the rank before or after
     buffers: dict[str, Tree]  # [slots, ...]
-    weights: Tree  # of a chunk of each stack, gathered; None where nothing is to be gathered
+    weights: Tree  # of a chunk of each stack, gathered; None where a tick has none to gather
     pending: Tree  # their gradients, not reduced yet; None where nothing is to be reduced
     grads: dict[str, Tree]  # accumulators
     sums: Sums
@@ -92,6 +92,7 @@ class Rank:
     batches: Batch
     chunks: Mapping[str, jax.Array]  # [chunks] each
     row_major: bool
+    only_chunk: Tree  # gathered before the first tick; None where ranks have several chunks
 
     @classmethod
     def of(
@@ -129,6 +130,9 @@ class Rank:
             _check_alike(stack, kinds)
             parts.append(StackPart(number, stack, kinds, layers))
         held = {name: jnp.asarray(values[0]) for name, values in chunks.items()}
+        only_chunk = None
+        if zero.gathers and stages.table.order.virtual_stages == 1:
+            only_chunk = {p.name: zero.gather(p.layers, zero.axes[p.name]) for p in parts}
         return cls(
             model,
             zero,
@@ -141,7 +145,12 @@ class Rank:
             batches,
             held,
             row_major,
+            only_chunk,
         )
+
+    @property
+    def has_one_chunk(self) -> bool:
+        return self.stages.table.order.virtual_stages == 1
 
     @property
     def keeps_received(self) -> bool:
@@ -184,6 +193,7 @@ class Rank:
 
         chunk = {p.name: jax.eval_shape(lambda p=p: self.chunk_weights(p, 0)) for p in self.parts}
         axes = {part.name: zero.axes[part.name] for part in self.parts}
+        gathers = zero.gathers and not self.only_chunk
         found = {
             "inbox": streams(slots["inbox"] + 1),  # the last one is never read
             "input": streams(slots["input"]),
@@ -196,7 +206,7 @@ class Rank:
         return State(
             made={name: jnp.zeros(x.shape, x.dtype) for name, x in self.stream.items()},
             buffers=found,
-            weights=self._placed_zeros(chunk, axes) if zero.gathers else None,
+            weights=self._placed_zeros(chunk, axes) if gathers else None,
             pending=zero.accumulators(chunk, axes) if zero.reduces and grads else None,
             grads=grads,
             sums=zero_sums(self.model, zero.loss_dtype),
@@ -315,8 +325,9 @@ class Rank:
 
     def layer_weights(self, state: State, row: Row, part: StackPart, index: jax.Array) -> Tree:
         """One layer of the chunk, gathered."""
-        if state.weights is not None:
-            return at(state.weights[part.name], index)
+        chunk = self.only_chunk or state.weights
+        if chunk is not None:
+            return at(chunk[part.name], index)
         shards = at(part.layers, self.first_row(row) + index)
         return self.zero.gather(shards, self.zero.layer_axes(part.name))
 

@@ -195,7 +195,9 @@ def make_engine(
     evaluated = make(config.model, evaluation_kernels(kernels))
     evaluated = getattr(evaluated, "evaluated", evaluated)
     evaluate = _make_evaluate(make_loss(evaluated, layout, zero, mesh, stages))
-    options = step_options(mesh, deterministic=config.run.deterministic)
+    options = step_options(
+        mesh, pipelined=stages is not None, deterministic=config.run.deterministic
+    )
     return Engine(
         config=config,
         model=built,

@@ -1,6 +1,7 @@
 """The XLA options that a train step is compiled with, by device."""
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ class XlaFlag:
     """A compiler option and why it is set."""
 
     name: str
-    value: bool | int
+    value: bool | int | str
     reason: str
 
 
@@ -131,6 +132,30 @@ XLA_FLAGS = {
 """By what JAX reports as `device.device_kind`, else as `device.platform`. Each was seen to change
 the scheduled program of a layered step as its reason says (libtpu 0.0.51, XLA of jax 0.12)."""
 
+PIPELINED = {
+    "cpu": (),
+    "tpu": (),
+    "gpu": (
+        XlaFlag(
+            "xla_gpu_enable_command_buffer",
+            "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
+            "XLA's default and WHILE: a tick's operations are loops of zero or one trips, and for "
+            "each the host reads the condition and waits; recorded in a CUDA graph the device "
+            "decides. XLA leaves WHILE and CONDITIONAL out with a driver or CUDA older than 12.3. "
+            "Not COLLECTIVES: NCCL cannot be captured in a conditional node (NVIDIA/nccl#1986), so "
+            "a loop with a collective in it stays on the host",
+        ),
+        XlaFlag(
+            "xla_disable_hlo_passes",
+            "dynamic-slice-annotator",
+            "a copy of one layer's slice would be a memcpy whose address the host computes from "
+            "the layer's index, and a loop with such a copy cannot be recorded; without the pass "
+            "it is a kernel",
+        ),
+    ),
+}
+"""By `device.platform`: what a step with a pipeline has besides."""
+
 
 def has_sparse_cores(device_kind: str) -> bool:
     """Whether it is a TPU whose sparse cores drive collectives."""
@@ -156,8 +181,7 @@ compiled program in one order."""
 
 def flags_of(device: Any) -> tuple[XlaFlag, ...]:
     """The table's options for a device, which may be an absent one."""
-    platform = "gpu" if device.platform == "cuda" else device.platform
-    return XLA_FLAGS.get(device.device_kind, XLA_FLAGS.get(platform, ()))
+    return XLA_FLAGS.get(device.device_kind, XLA_FLAGS.get(_platform(device), ()))
 
 
 def refused_options(flags: Sequence[XlaFlag], sharding: Sharding) -> dict[str, str]:
@@ -185,11 +209,14 @@ def refused_options(flags: Sequence[XlaFlag], sharding: Sharding) -> dict[str, s
     return {flag.name: error for flag in flags if (error := refusal([flag]))}
 
 
-def step_options(mesh: Mesh, *, deterministic: bool = False) -> dict[str, bool | int]:
+def step_options(
+    mesh: Mesh, *, pipelined: bool = False, deterministic: bool = False
+) -> dict[str, bool | int | str]:
     """The table's options for a mesh's devices, without those that this version of XLA does not
     know, which are logged.
 
     Args:
+      pipelined: whether to add those of `PIPELINED` that the environment's XLA_FLAGS leave open.
       deterministic: whether to add the options that make a step compute the same bits every time.
 
     Raises:
@@ -198,7 +225,8 @@ def step_options(mesh: Mesh, *, deterministic: bool = False) -> dict[str, bool |
     """
     device = mesh.devices.flat[0]
     needed = _deterministic(device) if deterministic else ()
-    flags = (*flags_of(device), *needed)
+    recorded = PIPELINED.get(_platform(device), ()) if pipelined else ()
+    flags = (*flags_of(device), *(flag for flag in recorded if not _is_set(flag)), *needed)
     refused = refused_options(flags, replicated(mesh))
     for name, error in refused.items():
         if "No such compile option" not in error:
@@ -217,9 +245,19 @@ def step_options(mesh: Mesh, *, deterministic: bool = False) -> dict[str, bool |
     return {flag.name: flag.value for flag in flags if flag.name not in refused}
 
 
+def _is_set(flag: XlaFlag) -> bool:
+    """Whether the environment sets it, as `--name` or `--name=value`."""
+    set_there = os.environ.get("XLA_FLAGS", "").split()
+    return any(one.split("=")[0] == f"--{flag.name}" for one in set_there)
+
+
+def _platform(device: Any) -> str:
+    return "gpu" if device.platform == "cuda" else device.platform
+
+
 def _deterministic(device: Any) -> tuple[XlaFlag, ...]:
     """The options of `DETERMINISTIC` for a device, or a refusal."""
-    platform = "gpu" if device.platform == "cuda" else device.platform
+    platform = _platform(device)
     if platform == "gpu" and device not in jax.devices():
         raise ValueError(
             "run.deterministic = True: the compiler for absent GPUs finds no matmul kernels in "

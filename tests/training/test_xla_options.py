@@ -1,6 +1,7 @@
 """Options of the step: those of the device, without what this XLA does not know."""
 
 import logging
+import re
 
 import jax
 import pytest
@@ -57,6 +58,53 @@ def test_absent_gpus_cannot_be_compiled_for_deterministically():
     assert "xla_gpu_deterministic_ops" not in step_options(mesh)
     with pytest.raises(ValueError, match=r"compile with run\.deterministic = False"):
         step_options(mesh, deterministic=True)
+
+
+def test_on_gpus_the_operations_of_a_tick_wait_for_no_host(tmp_path):
+    """The loops of a pipeline are in CUDA graphs, whose conditions the device reads, but those with
+    a collective in them: over the ticks, B, and in it the head and the embedding, whose gradients
+    are reduce-scattered."""
+    if not topology.compiler_installed("gpu"):
+        pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
+    config = from_dict(
+        {
+            "model": {"num_layers": 4, "d_model": 128, "num_heads": 1, "num_kv_heads": 1}
+            | {"head_dim": 128, "d_ff": 256, "vocab_size": 256, "attention": "reference"},
+            "data": {"global_batch_size": 8, "seq_len": 64},
+            "layout": {"data": 1, "pipeline": 2, "fsdp": 2, "microbatches": 4, "remat": "full"},
+        }
+    )
+    mesh = make_mesh(config.layout, topology.open_topology("h200:1x4").devices)
+    engine = make_engine(config, mesh)
+    dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    engine.step.lower(engine.abstract_state, engine.abstract_batch).compile(compiler_options=dump)
+    (thunks,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
+    loops = loops_in_graphs(thunks.read_text())
+    assert len(loops) == 12
+    # Before 0.12, XLA computes the addresses of W's copies on the host.
+    assert loops.count(False) == (4 if jax.__version_info__ >= (0, 12) else 6)
+
+
+def loops_in_graphs(thunks: str) -> list[bool]:
+    """Of each loop and conditional, whether a CUDA graph has it, from XLA's indented list of what
+    the host executes."""
+    found, around = [], []
+    for indent, kind in re.findall(r"^( *)\d+: k(\w+)", thunks, re.MULTILINE):
+        around = [(depth, name) for depth, name in around if depth < len(indent)]
+        if kind in ("While", "Conditional"):
+            found.append(any(name == "CommandBuffer" for _, name in around))
+        around.append((len(indent), kind))
+    return found
+
+
+def test_what_the_environment_says_of_cuda_graphs_wins(monkeypatch):
+    if not topology.compiler_installed("gpu"):
+        pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
+    mesh = make_mesh(Layout(data=1, fsdp=4), topology.open_topology("h200:1x4").devices)
+    assert "xla_gpu_enable_command_buffer" not in step_options(mesh)
+    assert "WHILE" in str(step_options(mesh, pipelined=True)["xla_gpu_enable_command_buffer"])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert "xla_gpu_enable_command_buffer" not in step_options(mesh, pipelined=True)
 
 
 def test_an_option_with_a_wrong_value_is_an_error(monkeypatch):

@@ -277,8 +277,8 @@ def _stack_memory(
         host_stash=host_stash,
         messages=select(pipelined, (buffers.inbox + buffers.input + 2) * message),
         received=select(pipelined & (len(loops) > 1), buffers.residual_w * message),
-        outer_weights=select(pipelined, _held_weights(config, loop)),
-        pending=select(pipelined & loop.scatters, _pending(config, loop, loops)),
+        outer_weights=select(pipelined, _held_weights(config, loop, buffers)),
+        pending=select(pipelined & loop.scatters, _pending(config, loop, loops, buffers)),
         parameters_copy=select(
             transients.copies & (layout.fsdp > 1) & np.isin(layout.zero_stage, (1, 2)), at_rest
         ),
@@ -343,16 +343,19 @@ def _slots(
     return total
 
 
-def _held_weights(config: Config, loop: LayerLoop) -> Ints:
-    """Gathered weights of embedding, head and the next chunk."""
+def _held_weights(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
+    """Gathered weights of embedding and head and, where a rank has several, of the next chunk."""
     outer = elements(config, "embed") + head_elements(config)
-    return loop.compute * (outer + select(loop.gathers, loop.capacity * loop.weights))
+    next_chunk = select(loop.gathers & (buffers.chunks > 1), loop.capacity * loop.weights)
+    return loop.compute * (outer + next_chunk)
 
 
-def _pending(config: Config, loop: LayerLoop, loops: list[LayerLoop]) -> Ints:
-    """Gradients of a chunk of each stack before their reduce-scatter, and of one after it."""
+def _pending(config: Config, loop: LayerLoop, loops: list[LayerLoop], buffers: RankBuffers) -> Ints:
+    """Gradients of a chunk of each stack before their reduce-scatter, and of one after it; those
+    of an only chunk are reduced after the last tick."""
     whole = sum(one.capacity * one.weights for one in loops)
-    return loop.accumulated * (whole + loop.capacity * elements(config, loop.part, True))
+    reduced = select(buffers.chunks > 1, loop.capacity * elements(config, loop.part, True))
+    return loop.accumulated * (whole + reduced)
 
 
 def _tied_sums(config: Config, loop: LayerLoop) -> Ints:

@@ -44,6 +44,7 @@ class RankBuffers:
     cotangent: Ints = 0
     input: Ints = 0
     inbox: Ints = 0
+    chunks: Ints = 1  # of a rank
 
     @classmethod
     def whole(cls, model: ModelConfig) -> "RankBuffers":
@@ -62,7 +63,7 @@ def stack_buffers(each: Sequence[RankBuffers], index: Any) -> RankBuffers:
         for name in ("rows", "capacity")
     }
     slots: dict[str, Any] = {
-        name: np.array([getattr(one, name) for one in each])[index] for name in SLOTS
+        name: np.array([getattr(one, name) for one in each])[index] for name in (*SLOTS, "chunks")
     }
     return RankBuffers(**several, **slots)
 
@@ -85,7 +86,7 @@ def busiest_rank_buffers(
     capacity = tuple(int(np.array(layers)[stack_of_stage == n].max()) for n in numbers)
     chunks = stack_of_stage[_chunk_stages(spec.schedule, spec.ranks, spec.virtual_stages)]
     rows = tuple(int((chunks == n).sum(axis=1).max()) * capacity[n] for n in numbers)
-    return RankBuffers(rows, capacity, **most_slots(spec))
+    return RankBuffers(rows, capacity, **most_slots(spec), chunks=chunks.shape[1])
 
 
 def buffers_by_rank(
@@ -105,6 +106,7 @@ def buffers_by_rank(
             tuple(int(mine.sum()) for mine in of_stacks(rank)),
             tuple(int(mine.max(initial=0)) for mine in of_stacks(rank)),
             **{name: int(slots[name][rank]) for name in SLOTS},
+            chunks=chunks.shape[1],
         )
         for rank in range(len(chunks))
     ]
@@ -137,7 +139,8 @@ def config_buffers(config: Config) -> RankBuffers:
     held = [(stages.chunks["stack"] == n).sum(axis=1).max() for n in range(len(stacks))]
     capacity = tuple(stages.capacity(n) for n in range(len(stacks)))
     slots = {name: stages.program.slots[name] for name in SLOTS}
-    return RankBuffers(tuple(int(h) * c for h, c in zip(held, capacity)), capacity, **slots)
+    rows = tuple(int(h) * c for h, c in zip(held, capacity))
+    return RankBuffers(rows, capacity, **slots, chunks=stages.counts.shape[1])
 
 
 @functools.lru_cache(maxsize=4096)
