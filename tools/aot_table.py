@@ -272,7 +272,7 @@ def hidden(numbers: dict[str, Any]) -> tuple[str, str]:
         return ("?", "?") if beside else ("0 %", "0 %") if numbers["collectives"] else ("-", "-")
     return (
         share(numbers["beside_bytes"], numbers["collective_bytes"]),
-        share(numbers["link_seconds"] - numbers["wait_seconds"], numbers["link_seconds"]),
+        share(max(0, numbers["link_seconds"] - numbers["wait_seconds"]), numbers["link_seconds"]),
     )
 
 

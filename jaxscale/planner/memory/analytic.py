@@ -106,6 +106,7 @@ def analytic_memory(
     )
     working = 2 * whole + spread
     chunk = capacity * layer
+    next_chunk = chunk * (np.asarray(buffers.chunks) > 1)
     reduces = step.scatters | (step.single & (parallelism.batch_shards * parallelism.context > 1))
     gradients = WIDE * (step.stack + np.where(step.single, 0.0, ends))
     gradients = gradients / np.where(step.scatters, z, 1)
@@ -143,8 +144,8 @@ def analytic_memory(
         host_optimizer=moments,
         host_stash=0,
         messages=np.where(pipelined, (buffers.inbox + buffers.input + 2) * stream, 0.0),
-        outer_weights=np.where(pipelined, NARROW * (ends + step.gathers * chunk), 0.0),
-        pending=np.where(pipelined & step.scatters, WIDE * chunk * (1 + 1 / z), 0.0),
+        outer_weights=np.where(pipelined, NARROW * (ends + step.gathers * next_chunk), 0.0),
+        pending=np.where(pipelined & step.scatters, WIDE * (chunk + next_chunk / z), 0.0),
     )
 
 
