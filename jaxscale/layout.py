@@ -29,6 +29,7 @@ AUTO = "auto"
 """As a schedule: the planner chooses it, and every setting left at its default, at start-up. As
 `remat`: it chooses the policy alone."""
 
+PIPELINE_GATHERS = ("chunk", "layer")
 CONTEXT_METHODS = ("ring", "gather", "ulysses")
 BLOCK_TENSORS = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Results of a layer's matmuls, by their names in remat policies; "attention" is the output of the
@@ -41,7 +42,7 @@ OFFLOADS = ("none", "optimizer", "activations", "optimizer,activations")
 
 
 READ_WITH = {
-    "pipeline": ("schedule", "virtual_stages", "sequence_chunks"),
+    "pipeline": ("schedule", "virtual_stages", "sequence_chunks", "pipeline_gather"),
     "expert": ("overlap_experts",),
     "context": ("context_method",),
     "tensor": ("tensor_rows", "overlap_tensor"),
@@ -71,7 +72,10 @@ class Layout:
     rows ranks share what lies between two matmuls (arXiv 2305.13525). The ranks of `context` share
     each sequence, and `context_method` says how its keys reach its queries: "ring" or "gather"
     (`ops/attention/context.py`), or "ulysses": all-to-alls, after which each has whole sequences
-    for some of the heads (`ops/attention/ulysses.py`). In a pipeline `remat` can be "keep:4":
+    for some of the heads (`ops/attention/ulysses.py`). With `pipeline_gather` "chunk" a pipeline
+    rank holds the gathered weights and the summed gradients of a chunk; with "layer" an operation
+    gathers each layer's weights and reduces each layer's gradients: less memory, more traffic. In a
+    pipeline `remat` can be "keep:4":
     each rank saves all residuals of up to four passes through a chunk at a time, and recomputes
     the others as with "full" (`pipeline.orders.keep_passes`). `schedule` and `remat` are stored
     as written; their parsed forms are `schedule_spec` and `remat_policy`.
@@ -90,6 +94,7 @@ class Layout:
     schedule: str = "1f1b"  # read only when pipeline > 1
     virtual_stages: int = 0  # chunks of a pipeline rank; 0 takes as few as the schedule can have
     sequence_chunks: int = 1
+    pipeline_gather: str = "chunk"  # what a rank gathers at a time; read only when pipeline > 1
     context_method: str = "ring"  # read only when context > 1
     overlap_experts: bool = False  # exchanges the tokens of half the sequences at a time
     overlap_tensor: bool = False  # gathers and scatters over tensor in steps beside their matmuls
@@ -117,6 +122,7 @@ class Layout:
             raise ValueError(f"layout.microbatches = {self.microbatches}; at least 1")
         check_choice("layout.accumulation", self.accumulation, ACCUMULATIONS)
         parse_schedule(self.schedule)  # refuses what it cannot read, as parse_remat does
+        check_choice("layout.pipeline_gather", self.pipeline_gather, PIPELINE_GATHERS)
         check_choice("layout.context_method", self.context_method, CONTEXT_METHODS)
         check_choice("layout.offload", self.offload, OFFLOADS)
         parse_remat(self.remat)

@@ -131,7 +131,7 @@ class Rank:
             parts.append(StackPart(number, stack, kinds, layers))
         held = {name: jnp.asarray(values[0]) for name, values in chunks.items()}
         only_chunk = None
-        if zero.gathers and stages.table.order.virtual_stages == 1:
+        if zero.gathers and stages.table.order.virtual_stages == 1 and not stages.by_layer:
             only_chunk = {p.name: zero.gather(p.layers, zero.axes[p.name]) for p in parts}
         return cls(
             model,
@@ -193,7 +193,9 @@ class Rank:
 
         chunk = {p.name: jax.eval_shape(lambda p=p: self.chunk_weights(p, 0)) for p in self.parts}
         axes = {part.name: zero.axes[part.name] for part in self.parts}
-        gathers = zero.gathers and not self.only_chunk
+        by_layer = self.stages.by_layer
+        gathers = zero.gathers and not (self.only_chunk or by_layer)
+        reduces = zero.reduces and not by_layer
         found = {
             "inbox": streams(slots["inbox"] + 1),  # the last one is never read
             "input": streams(slots["input"]),
@@ -207,7 +209,7 @@ class Rank:
             made={name: jnp.zeros(x.shape, x.dtype) for name, x in self.stream.items()},
             buffers=found,
             weights=self._placed_zeros(chunk, axes) if gathers else None,
-            pending=zero.accumulators(chunk, axes) if zero.reduces and grads else None,
+            pending=zero.accumulators(chunk, axes) if reduces and grads else None,
             grads=grads,
             sums=zero_sums(self.model, zero.loss_dtype),
         )

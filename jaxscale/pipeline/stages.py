@@ -45,6 +45,7 @@ class PipelineStages:
     head_cost: float = 0.0  # FLOPs of the head over those of a layer
     stacks: tuple[StackLayers, ...] = ()  # of the model
     stack_of_stage: tuple[int, ...] = ()  # the index of each virtual stage's stack
+    by_layer: bool = False  # whether operations gather and reduce a layer at a time, not a chunk
 
     @functools.cached_property
     def forward_program(self) -> TickProgram:
@@ -199,6 +200,7 @@ def open_stages(
         head_cost,
         tuple(stacks),
         tuple(n for n, share in enumerate(shares) for _ in range(share)),
+        layout.pipeline_gather == "layer",
     )
 
 

@@ -115,6 +115,8 @@ def _pipeline(engine: Engine) -> list[str]:
         outer, axes, whole, zero.sizes, zero.compute_dtype.itemsize
     )
     rows = [*summary.table_rows(engine.stages)]
+    if zero.gathers or zero.reduces:
+        rows.append(("over fsdp", f"a {engine.layout.pipeline_gather} at a time"))
     if padding := _padding(engine):
         rows.append(
             ("padding", f"{human_bytes(padding)} of rows without a layer, mean of all ranks")

@@ -68,12 +68,17 @@ CHOICES = (
 # "1f1b", "interleaved" or "zb_v" in its order alone.
 ALIKE = (
     {"schedule": "1f1b:fused", "pipeline": 2, "data": 2, "fsdp": 2, "zero_stage": 3}
-    | {"remat": "keep:1", "microbatches": 4},
+    | {"remat": "keep:1", "microbatches": 4, "pipeline_gather": "layer"},
     {"schedule": "breadth_first", "virtual_stages": 2, "pipeline": 2, "fsdp": 2, "tensor": 2}
     | {"zero_stage": 2, "remat": "full", "microbatches": 8},
     {"schedule": "zb_h2", "pipeline": 4, "fsdp": 2, "zero_stage": 3}
-    | {"remat": "save:query,attention", "microbatches": 8},
+    | {"remat": "save:query,attention", "microbatches": 8, "pipeline_gather": "layer"},
 )
+BY_LAYER = (
+    {"schedule": "interleaved", "virtual_stages": 2, "pipeline": 2, "fsdp": 2, "tensor": 2}
+    | {"remat": "full", "microbatches": 8, "pipeline_gather": "layer"}
+)
+"""Weights and gradients a layer at a time, as in others here."""
 
 
 def every_pipeline() -> list[dict[str, Any]]:
@@ -156,7 +161,7 @@ def in_order(engine, params):
 SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ALIKE[:-1]]
 
 
-@pytest.mark.parametrize("layout", [*pairwise_pipelines(), ALIKE[-1], *SLOW], ids=name)
+@pytest.mark.parametrize("layout", [*pairwise_pipelines(), ALIKE[-1], BY_LAYER, *SLOW], ids=name)
 def test_every_pipeline_is_one_device_in_float64(layout, capfd):
     check_pipeline(layout)
     assert INVOLUNTARY not in capfd.readouterr().err
@@ -172,10 +177,12 @@ def test_a_sample_of_all_pipelines_is_one_device_in_float64(layout):
     "layout",
     [
         {"pipeline": 4, "schedule": "1f1b", "microbatches": 8, "tensor": 2},
-        {"pipeline": 2, "schedule": "zb_v", "microbatches": 4, "fsdp": 2, **ROWS},
+        {"pipeline": 2, "schedule": "zb_v", "microbatches": 4, "fsdp": 2, **ROWS}
+        | {"pipeline_gather": "layer"},
         # Layers as one chooses; d_model does not divide over three ranks, so what is outside the
         # layers is whole on each.
-        {"pipeline": 3, "schedule": "zb_h1:1,3,1", "microbatches": 8, "fsdp": 2, "zero_stage": 2},
+        {"pipeline": 3, "schedule": "zb_h1:1,3,1", "microbatches": 8, "fsdp": 2, "zero_stage": 2}
+        | {"pipeline_gather": "layer"},
     ],
     ids=name,
 )

@@ -44,6 +44,9 @@ def state_seconds(
     turns = np.where(v > 1, m / np.maximum(1, np.minimum(m, p)), 1.0)
     if parallelism.schedule == "breadth_first":
         turns = np.ones_like(turns)
+    by_layer = parallelism.pipeline_gather == "layer"  # in every operation
+    if by_layer:
+        turns = m
     walks = np.where(p > 1, turns, 1.0 if parallelism.accumulation == "layered" else m)
     forward = stages.busiest * passes["forward"].seconds * m / walks
     back = sum(passes[name].seconds for name in ("input", "weights", "recompute"))
@@ -69,6 +72,8 @@ def state_seconds(
     )
     scatters = (zero >= 2) if traits.reduce_each else np.zeros_like(third)
     gathers = third * (0.0 if traits.keep_gathered else 1.0)
+    if by_layer and np.any(layer.recompute):
+        gathers = gathers + third * (p > 1)  # for its own operation
     back_sent = gathers * state.gather + scatters * state.scatter
     off = beside(back_sent, backward, traits.overlap_gradients, state.scatter / count)
     if cluster.chip.generation in WAITS_FOR_SCATTER:

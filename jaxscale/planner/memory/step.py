@@ -304,10 +304,13 @@ def _transients(back_end: str, *, gated: bool) -> Transients:
 def _layer_weights(
     config: Config, loop: LayerLoop, loops: list[LayerLoop], transients: Transients
 ) -> Ints:
-    """Of the current layer, and prefetched; in a pipeline those of a chunk of each stack."""
-    chunks = sum(one.capacity * one.weights for one in loops)
+    """Of the current layer, and prefetched; in a pipeline those of a chunk of each stack, or of
+    the current layer."""
+    held = sum(one.capacity * one.weights for one in loops)
+    if config.layout.pipeline_gather == "layer":
+        held = loop.weights
     layers = min(loop.num_layers, 2)  # a single one prefetches nothing
-    gathered = select(config.layout.pipeline > 1, chunks, layers * loop.weights)
+    gathered = select(config.layout.pipeline > 1, held, layers * loop.weights)
     # An all-gather of shards that are not whole tiles pads every row with an empty one.
     gathered = gathered + select(ragged(config, transients), mlp_weights(config, loop.part))
     return loop.compute * select(loop.gathers, gathered, 0 if transients.ahead else loop.weights)
@@ -346,13 +349,16 @@ def _slots(
 def _held_weights(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
     """Gathered weights of embedding and head and, where a rank has several, of the next chunk."""
     outer = elements(config, "embed") + head_elements(config)
-    next_chunk = select(loop.gathers & (buffers.chunks > 1), loop.capacity * loop.weights)
+    several = (buffers.chunks > 1) & (config.layout.pipeline_gather == "chunk")
+    next_chunk = select(loop.gathers & several, loop.capacity * loop.weights)
     return loop.compute * (outer + next_chunk)
 
 
 def _pending(config: Config, loop: LayerLoop, loops: list[LayerLoop], buffers: RankBuffers) -> Ints:
     """Gradients of a chunk of each stack before their reduce-scatter, and of one after it; those
-    of an only chunk are reduced after the last tick."""
+    of an only chunk are reduced after the last tick, those of a layer at once."""
+    if config.layout.pipeline_gather == "layer":
+        return 0
     whole = sum(one.capacity * one.weights for one in loops)
     reduced = select(buffers.chunks > 1, loop.capacity * elements(config, loop.part, True))
     return loop.accumulated * (whole + reduced)

@@ -36,6 +36,7 @@ class LayoutBatch:
     sequence_chunks: Ints = 1
     accumulation: str = "sequential"
     schedule: str = "1f1b"
+    pipeline_gather: str = "chunk"
     context_method: str = "ring"
     overlap_experts: bool = False
     overlap_tensor: bool = False

@@ -24,6 +24,7 @@ from jaxscale.layout import (
     AUTO,
     MESH_AXES,
     OVERLAPS,
+    PIPELINE_GATHERS,
     Layout,
     parse_remat,
     parse_schedule,
@@ -224,12 +225,16 @@ def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
             "context_method": method,
             "pipelined": False,
         }
-    for (schedule, chunks), remat, offload in itertools.product(_schedules(pins), remats, offloads):
+    gathers = _pinned(pins, "pipeline_gather", PIPELINE_GATHERS)
+    for (schedule, chunks), remat, offload, gather in itertools.product(
+        _schedules(pins), remats, offloads, gathers
+    ):
         yield {
             "remat": remat,
             "offload": offload,
             "schedule": schedule,
             "virtual_stages": chunks,
+            "pipeline_gather": gather,
             "accumulation": pins.get("accumulation", "sequential"),
             "context_method": pins.get("context_method", "gather"),
             "pipelined": True,
@@ -266,6 +271,9 @@ def combine(
             options["accumulation"] == query.pins.get("accumulation", "sequential")
         )
         wanted &= context | (options["context_method"] == query.pins.get("context_method", "ring"))
+    elif options["pipeline_gather"] != query.pins.get("pipeline_gather", "chunk"):
+        # Without gradients in shards there is nothing to gather or to scatter.
+        wanted &= (np.asarray(sizes.fsdp) > 1) & (np.asarray(sizes.zero_stage) > 1)
     if not wanted.any():
         return None
     try:
