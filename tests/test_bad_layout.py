@@ -163,6 +163,12 @@ REFUSED = [
         "layout.overlap_tensor=True layout.tensor=2 layout.pipeline=2 layout.microbatches=2",
         "layout.overlap_tensor = True with layout.pipeline = 2 is not available in this version",
     ),
+    ("layout.pipeline_gather=layers", "layout.pipeline_gather = 'layers' is not known"),
+    (
+        "layout.pipeline_gather=layer layout.pipeline=2 layout.microbatches=2 layout.fsdp=2 "
+        "layout.zero_stage=1",
+        "neither weights nor gradients of a micro-batch are in shards; set layout.pipeline_gather",
+    ),
     ("layout.sequence_chunks=2", "layout.sequence_chunks = 2 is not available in this version"),
 ]
 

@@ -60,6 +60,19 @@ CASES = (
         4,
         "remat=full pipeline=4 microbatches=16 schedule=breadth_first virtual_stages=4",
     ),
+    Case(
+        "llama2_7b",
+        "v5p:4x4x4",
+        4,
+        "remat=full pipeline=4 microbatches=16 schedule=1f1b pipeline_gather=layer",
+    ),
+    Case(
+        "llama2_7b",
+        "v5p:4x4x4",
+        4,
+        "remat=full pipeline=4 microbatches=16 schedule=interleaved virtual_stages=2 "
+        "pipeline_gather=layer",
+    ),
     Case("llama2_7b", "v5e:16x16", 4, "remat=full"),
     Case("llama2_7b", "v5e:16x16", 4, f"remat={MINIMAL}"),
     Case("llama2_7b", "v6e:16x16", 4, "remat=full"),

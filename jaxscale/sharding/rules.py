@@ -248,6 +248,23 @@ def check_ring(config: Config) -> None:
         )
 
 
+def check_pipeline_gather(config: Config) -> None:
+    """Refuses gathers and reductions by layer where there are none.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    layout = config.layout
+    if layout.pipeline == 1 or layout.pipeline_gather == "chunk":
+        return
+    if layout.fsdp == 1 or layout.zero_stage < 2:
+        raise ValueError(
+            f"layout.pipeline_gather = 'layer' with layout.fsdp = {layout.fsdp} and "
+            f"layout.zero_stage = {layout.zero_stage}: neither weights nor gradients of a "
+            "micro-batch are in shards; set layout.pipeline_gather = 'chunk'"
+        )
+
+
 def check_matmuls(config: Config) -> None:
     """Refuses matmuls of 8 bits where there is none.
 

@@ -117,6 +117,15 @@ MORE_PIPELINES = {
     "encoder, interleaved, stage 3, full": paired(INTERLEAVED, 32, 32),
     "1f1b": case({"pipeline": 4, "microbatches": 8, "remat": "none"}, 32, model={"num_layers": 8}),
     "interleaved, stage 3, full": case(INTERLEAVED, 32, model={"num_layers": 8}),
+    "interleaved, by layer": case(
+        INTERLEAVED | {"pipeline_gather": "layer"}, 32, model={"num_layers": 8}
+    ),
+    "zb_h1, stage 2, by layer": case(
+        {"pipeline": 2, "fsdp": 2, "zero_stage": 2, "microbatches": 4, "schedule": "zb_h1"}
+        | {"remat": "full", "pipeline_gather": "layer"},
+        32,
+        model={"num_layers": 8},
+    ),
     "encoder, zb_v, stage 1, names": paired(
         {
             "pipeline": 2,

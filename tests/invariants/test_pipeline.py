@@ -74,10 +74,13 @@ ALIKE = (
     {"schedule": "zb_h2", "pipeline": 4, "fsdp": 2, "zero_stage": 3}
     | {"remat": "save:query,attention", "microbatches": 8, "pipeline_gather": "layer"},
 )
-BY_LAYER = (
-    {"schedule": "interleaved", "virtual_stages": 2, "pipeline": 2, "fsdp": 2, "tensor": 2}
-    | {"remat": "full", "microbatches": 8, "pipeline_gather": "layer"}
-)
+BY_LAYER = {
+    "schedule": "interleaved",
+    "virtual_stages": 2,
+    "pipeline": 2,
+    "fsdp": 2,
+    "tensor": 2,
+} | {"remat": "full", "microbatches": 8, "pipeline_gather": "layer"}
 """Weights and gradients a layer at a time, as in others here."""
 
 

@@ -106,7 +106,9 @@ def analytic_memory(
     )
     working = 2 * whole + spread
     chunk = capacity * layer
-    next_chunk = chunk * (np.asarray(buffers.chunks) > 1)
+    by_layer = parallelism.pipeline_gather == "layer"
+    held = layer if by_layer else chunk
+    next_chunk = chunk * (not by_layer) * (np.asarray(buffers.chunks) > 1)
     reduces = step.scatters | (step.single & (parallelism.batch_shards * parallelism.context > 1))
     gradients = WIDE * (step.stack + np.where(step.single, 0.0, ends))
     gradients = gradients / np.where(step.scatters, z, 1)
@@ -124,7 +126,7 @@ def analytic_memory(
             capacity * _slots(buffers, whole if parallelism.remat == "full" else kept),
             rows * group * kept,
         ),
-        layer_weights=NARROW * np.where(step.gathers, np.where(pipelined, chunk, 2 * layer), layer),
+        layer_weights=NARROW * np.where(step.gathers, np.where(pipelined, held, 2 * layer), layer),
         zeros=0,
         outer_gradients=_outer_gradients(step, z, transients.late),
         group=together * (group * (kept + 3 * stream) + 2 * WIDE * layer),
@@ -145,7 +147,9 @@ def analytic_memory(
         host_stash=0,
         messages=np.where(pipelined, (buffers.inbox + buffers.input + 2) * stream, 0.0),
         outer_weights=np.where(pipelined, NARROW * (ends + step.gathers * next_chunk), 0.0),
-        pending=np.where(pipelined & step.scatters, WIDE * (chunk + next_chunk / z), 0.0),
+        pending=np.where(
+            pipelined & step.scatters & (not by_layer), WIDE * (chunk + next_chunk / z), 0.0
+        ),
     )
 
 

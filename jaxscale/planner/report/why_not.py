@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxscale.choices import divisors
 from jaxscale.formatting import gigabytes
-from jaxscale.layout import MESH_AXES, OFFLOADS, Layout
+from jaxscale.layout import MESH_AXES, OFFLOADS, PIPELINE_GATHERS, Layout
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.shipped import RUNNABLE
 from jaxscale.planner.report.text_report import PARTS, comparison, layout_text
@@ -177,6 +177,7 @@ def neighbours(query: Query, layout: Layout) -> list[Layout]:
             for name, chunks in itertools.product(RUNNABLE, (1, 2, 4))
         ]
         changes += [{"remat": f"keep:{passes}"} for passes in (1, 2, 4, 8)]
+        changes += [{"pipeline_gather": gather} for gather in PIPELINE_GATHERS]
     for smaller, larger in itertools.permutations(MESH_AXES, 2):
         size = getattr(layout, smaller)
         changes += [

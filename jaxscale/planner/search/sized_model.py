@@ -29,6 +29,7 @@ OFFLOADS = ("none", "optimizer")
 
 NO_HALVES = "the tokens of a micro-batch do not travel to experts in halves"
 NO_RING = "there are no ranks of tensor to form a ring"
+NO_SHARDS = "neither weights nor gradients of a layer are in shards"
 NO_HEADS = "the heads do not divide among the ranks of context"
 NO_CROSS_CONTEXT = "there is no formula for cross attention under context parallelism"
 ENCODER_EXCLUDES = {

@@ -271,8 +271,8 @@ def combine(
             options["accumulation"] == query.pins.get("accumulation", "sequential")
         )
         wanted &= context | (options["context_method"] == query.pins.get("context_method", "ring"))
-    elif options["pipeline_gather"] != query.pins.get("pipeline_gather", "chunk"):
-        # Without gradients in shards there is nothing to gather or to scatter.
+    elif options["pipeline_gather"] == "layer":
+        # Elsewhere there is nothing to gather or to scatter.
         wanted &= (np.asarray(sizes.fsdp) > 1) & (np.asarray(sizes.zero_stage) > 1)
     if not wanted.any():
         return None

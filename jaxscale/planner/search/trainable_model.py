@@ -26,6 +26,7 @@ from jaxscale.sharding.rules import (
     WEIGHTS,
     check_divides,
     check_overlap,
+    check_pipeline_gather,
     check_ring,
     check_sequence,
     check_tensor_rows,
@@ -193,6 +194,7 @@ class TrainableModel:
         for check, reason in (
             (check_divides, self.batch_reason),
             (check_overlap, sized_model.NO_HALVES),
+            (check_pipeline_gather, sized_model.NO_SHARDS),
             (check_ring, sized_model.NO_RING),
             (check_ulysses, sized_model.NO_HEADS),
             (check_sequence, "data.seq_len does not split"),

@@ -98,6 +98,7 @@ DENSE = [
     {"fsdp": 64, "microbatches": 8, "accumulation": "layered"},
     {"pipeline": 4, "fsdp": 16, "microbatches": 8, "zero_stage": 2},
     {"pipeline": 4, "fsdp": 16, "microbatches": 16, "schedule": "zb_h1", "remat": "full"},
+    {"pipeline": 4, "fsdp": 16, "microbatches": 16, "pipeline_gather": "layer", "remat": "full"},
     {
         "pipeline": 4,
         "fsdp": 4,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxscale.config import Config, from_dict, load
-from jaxscale.layout import ACCUMULATIONS, OFFLOADS, Layout
+from jaxscale.layout import ACCUMULATIONS, OFFLOADS, PIPELINE_GATHERS, Layout
 from jaxscale.pipeline_schedules.schedule import Schedule
 from jaxscale.pipeline_schedules.shipped import find_schedule
 from jaxscale.planner.cost.cluster import make_cluster
@@ -100,8 +100,11 @@ def by_hand(asked: Query) -> list[tuple[float, Layout]]:
 def same_as_another(mesh: dict, stage: int, options: dict) -> bool:
     """Whether a choice means nothing on these axes."""
     gathers = options["context_method"] == "gather"
-    return (mesh["fsdp"] == 1 and stage < 3) or (
-        mesh["pipeline"] == mesh["context"] == 1 and gathers
+    whole = mesh["fsdp"] == 1 or stage < 2
+    return (
+        (mesh["fsdp"] == 1 and stage < 3)
+        or (mesh["pipeline"] == mesh["context"] == 1 and gathers)
+        or (whole and options.get("pipeline_gather") == "layer")
     )
 
 
@@ -121,6 +124,8 @@ def string_options(pipeline: int) -> list[dict]:
         ]
     return [
         {"remat": remat, "schedule": name, "virtual_stages": chunks, "context_method": "gather"}
+        | {"pipeline_gather": gather}
+        for gather in PIPELINE_GATHERS
         for remat in TRIED
         for name in (*PIPELINES, "1f1b:fused")
         for chunks in (1, 2)
@@ -140,6 +145,23 @@ def test_the_optimum_is_that_of_going_through_all(pipeline, memory_gb, monkeypat
     assert found.seconds == pytest.approx([seconds for seconds, _ in everything[:3]], rel=1e-12)
     fastest = everything[0][0] * (1 + 1e-12)
     assert found.layouts[0] in [layout for seconds, layout in everything if seconds <= fastest]
+
+
+def test_a_pipeline_gathers_by_layer_where_a_chunk_does_not_fit():
+    """Which costs time: the weights of a layer are gathered for each micro-batch."""
+    pins = {"pipeline": 4, "fsdp": 2, "tensor": 1, "microbatches": 4, "remat": "full"}
+    pins |= {"zero_stage": 3, "schedule": "1f1b", "virtual_stages": 1, "offload": "none"}
+    roomy = search_layouts(query(30, **pins), 2)
+    assert [one.pipeline_gather for one in roomy.layouts] == ["chunk", "layer"]
+    chunk, layer = (predict_plan(query(30, **pins), one) for one in roomy.layouts)
+    assert layer.step_seconds > chunk.step_seconds
+    assert layer.memory_bytes < chunk.memory_bytes
+    least = (layer.memory_bytes + chunk.memory_bytes) / 2 / 1e9
+    assert [one.pipeline_gather for one in search_layouts(query(least, **pins), 2).layouts] == [
+        "layer"
+    ]
+    shards = search_layouts(query(30, **{**pins, "fsdp": 1, "data": 2}), 2)
+    assert [one.pipeline_gather for one in shards.layouts] == ["chunk"]
 
 
 MOE = SizedModel(
