@@ -16,8 +16,8 @@ RANKS, SEQ_LEN = 4, 64
 
 
 @functools.cache
-def compiled(schedule: str, microbatches: int, **layout):
-    """(engine, its compiled step) of a small model whose activations outweigh its parameters."""
+def opened(schedule: str, microbatches: int, **layout):
+    """The engine of a small model whose activations outweigh its parameters."""
     shards = layout.get("fsdp", 1)
     config = from_dict(
         {
@@ -41,7 +41,13 @@ def compiled(schedule: str, microbatches: int, **layout):
             },
         }
     )
-    engine = make_engine(config, make_mesh(config.layout, jax.devices()[: RANKS * shards]))
+    return make_engine(config, make_mesh(config.layout, jax.devices()[: RANKS * shards]))
+
+
+@functools.cache
+def compiled(schedule: str, microbatches: int, **layout):
+    """(engine, its compiled step)."""
+    engine = opened(schedule, microbatches, **layout)
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     options = {"xla_backend_optimization_level": 0}
     return engine, lowered.compile(compiler_options=options)
@@ -138,6 +144,16 @@ def test_the_test_of_copies_finds_them():
 
     buffer = jax.ShapeDtypeStruct(shape, np.float32)
     assert copies(jax.jit(run).lower((buffer, buffer)).compile().as_text(), {shape})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_by_layer_a_rank_carries_no_weights_and_no_gradients_of_a_chunk(schedule):
+    chunks = {"virtual_stages": 1 + (schedule == "interleaved")}
+    for gather, carries in (("chunk", True), ("layer", False)):
+        kept = opened(schedule, 4, fsdp=2, pipeline_gather=gather, **chunks).pipeline_buffers()
+        pending, _ = kept["gradients"]
+        assert bool(jax.tree.leaves(kept["weights"])) == carries
+        assert bool(jax.tree.leaves(pending)) == carries
 
 
 def test_zero_3_gathers_a_chunk_once_a_window_and_scatters_once():

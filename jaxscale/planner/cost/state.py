@@ -72,8 +72,8 @@ def state_seconds(
     )
     scatters = (zero >= 2) if traits.reduce_each else np.zeros_like(third)
     gathers = third * (0.0 if traits.keep_gathered else 1.0)
-    if by_layer and np.any(layer.recompute):
-        gathers = gathers + third * (p > 1)  # for its own operation
+    if by_layer and parallelism.remat == "full":
+        gathers = gathers + third * (p > 1)  # recomputing is an operation of its own
     back_sent = gathers * state.gather + scatters * state.scatter
     off = beside(back_sent, backward, traits.overlap_gradients, state.scatter / count)
     if cluster.chip.generation in WAITS_FOR_SCATTER:
