@@ -75,10 +75,10 @@ class Layout:
     for some of the heads (`ops/attention/ulysses.py`). With `pipeline_gather` "chunk" a pipeline
     rank holds the gathered weights and the summed gradients of a chunk; with "layer" an operation
     gathers each layer's weights and reduces each layer's gradients: less memory, more traffic. In a
-    pipeline `remat` can be "keep:4":
-    each rank saves all residuals of up to four passes through a chunk at a time, and recomputes
-    the others as with "full" (`pipeline.orders.keep_passes`). `schedule` and `remat` are stored
-    as written; their parsed forms are `schedule_spec` and `remat_policy`.
+    pipeline `remat` can be "keep:4": each rank saves all residuals of up to four passes through a
+    chunk at a time, and recomputes the others as with "full" (`pipeline.orders.keep_passes`).
+    `schedule` and `remat` are stored as written; their parsed forms are `schedule_spec` and
+    `remat_policy`.
     """
 
     pipeline: int = 1
