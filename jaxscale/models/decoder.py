@@ -343,7 +343,7 @@ class Decoder:
     ) -> tuple[jax.Array, jax.Array]:
         x_BTD, matrix, bias_V = self._final(head, x_BTD)
         return self.kernels.cross_entropy(
-            self.kernels.shard(x_BTD, ("batch", "seq", "embed")),
+            x_BTD,
             matrix,
             targets_BT,
             weights_BT,

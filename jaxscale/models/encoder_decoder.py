@@ -159,7 +159,7 @@ class EncoderDecoder:
         with jax.named_scope("head"):
             x_BTD, matrix = self._final(head, stream["x"])
             loss, nll = self.kernels.cross_entropy(
-                self.kernels.shard(x_BTD, ("batch", "seq", "embed")),
+                x_BTD,
                 matrix,
                 batch.targets,
                 batch.weights,

@@ -1,28 +1,38 @@
 """Cross entropy that never materialises the logits of all tokens at once.
 
 Shapes: B batch, T time, N tokens (B * T), J chunks, C tokens of one chunk,
-D features, V vocabulary, S shards of the sequence.
+D features, V vocabulary (inside the functions of one rank: its columns of the head).
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxscale.ops.sizes import CHUNK_BYTES, CHUNK_TOKENS
+from jaxscale.ops.sizes import loss_chunk_tokens
+from jaxscale.ops.tensor_parallel import Spread
 
 
 class _Static(NamedTuple):
     vocab_size: int
     soft_cap: float
     z_loss: float
-    chunk_tokens: int
+    chunk_tokens: int | None
+    long_chunks: bool
     accumulation_dtype: DTypeLike
     transposed: bool
+    spread: Spread | None
     unroll: bool
+
+    @property
+    def ranks(self) -> str | None:
+        """The mesh axis over which the head's columns are spread."""
+        return self.spread.axis if self.spread else None
 
 
 def cross_entropy(
@@ -36,9 +46,10 @@ def cross_entropy(
     soft_cap: float = 0.0,
     z_loss: float = 0.0,
     chunk_tokens: int | None = None,
+    long_chunks: bool = False,
     accumulation_dtype: DTypeLike = jnp.float32,
     transposed: bool = False,
-    shards: int = 1,
+    spread: Spread | None = None,
     unroll: bool = False,
 ) -> tuple[Array, Array]:
     """Sums weight * (nll + z_loss * log(Z)^2) over tokens, in nats.
@@ -46,6 +57,11 @@ def cross_entropy(
     Under differentiation one pass over chunks of tokens computes the loss and its gradients;
     the backward pass only scales them. Matmuls take inputs in the type of `x_BTD` and
     accumulate in float32 or wider, as does the softmax.
+
+    Where the columns of the head are spread over ranks of tensor, each computes its logits of every
+    token (arXiv 1909.08053, section 3). For a chunk three numbers of each token cross: the maximum,
+    the sum and the target's logit. The gradient of x is reduce-scattered once, when all chunks are
+    done, in the type of x as between layers.
 
     Args:
       head: [D, V], or [V, D] when `transposed` (an embedding that doubles as the head). Entries
@@ -56,40 +72,33 @@ def cross_entropy(
       bias_V: added to the logits, before the soft cap.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 is none.
       z_loss: weight of log(Z)^2, which keeps the logits near zero (arXiv 2204.02311).
-      chunk_tokens: tokens whose logits exist together; None is by `CHUNK_BYTES`.
+      chunk_tokens: tokens whose logits exist together; None is by `loss_chunk_tokens`.
+      long_chunks: whether these are at least as many as D.
       accumulation_dtype: of the head's gradient while it is summed over chunks; widened to that
         of the softmax where it is narrower.
-      shards: in how many equal parts T is spread over devices. A chunk takes as many tokens from
-        each, so that none has to move; the head's gradient is summed over them once, at the end.
+      spread: how x and the head are spread over mesh axes: T as `spread.stream`, and V over
+        `spread.axis`, which divides it. No token moves to another rank of `spread.time`, over which
+        the head's gradient is summed once, at the end.
       unroll: unrolls the loop over chunks.
 
     Returns:
       The loss, and the sum of weight * nll alone, through which no gradient flows. Both are
       float32 scalars, or float64 where the inputs are.
     """
-    num_tokens, vocab = targets_BT.size // shards, head.shape[0 if transposed else 1]
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens = {chunk_tokens} must be at least 1, or None")
     static = _Static(
         vocab_size,
         soft_cap,
         z_loss,
-        _chunk_size(num_tokens, vocab, chunk_tokens),
+        chunk_tokens,
+        long_chunks,
         jnp.promote_types(accumulation_dtype, _softmax_dtype(x_BTD)),
         transposed,
+        spread,
         unroll,
     )
-    x_SND, targets_SN, weights_SN = (_shards(x, shards) for x in (x_BTD, targets_BT, weights_BT))
-    if shards == 1:
-        return _loss(static, x_SND[0], head, bias_V, targets_SN[0], weights_SN[0])
-    losses_S, nlls_S = jax.vmap(functools.partial(_loss, static), (0, None, None, 0, 0))(
-        x_SND, head, bias_V, targets_SN, weights_SN
-    )
-    return jnp.sum(losses_S), jnp.sum(nlls_S)
-
-
-def _shards(x_BT: Array, shards: int) -> Array:
-    """[B, T, ...] -> [S, B * T / S, ...]: each shard's tokens."""
-    x_BST = x_BT.reshape(x_BT.shape[0], shards, -1, *x_BT.shape[2:])
-    return jnp.moveaxis(x_BST, 1, 0).reshape(shards, -1, *x_BT.shape[2:])
+    return _loss(static, x_BTD, head, bias_V, targets_BT, weights_BT)
 
 
 def logits(
@@ -110,11 +119,8 @@ def _softmax_dtype(x: Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _chunk_size(num_tokens: int, vocab: int, chunk_tokens: int | None) -> int:
+def _chunk_size(num_tokens: int, most: int) -> int:
     """Tokens of a chunk, chosen so that the last chunk is as full as the others can be."""
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens = {chunk_tokens} must be at least 1, or None")
-    most = chunk_tokens or max(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS)
     num_chunks = -(-num_tokens // most)
     return -(-num_tokens // num_chunks)
 
@@ -140,12 +146,16 @@ def _chunk_loss(
     capped_CV = _project(x_CD, head, bias_V, static.transposed)
     if static.soft_cap:
         capped_CV = static.soft_cap * jnp.tanh(capped_CV / static.soft_cap)
-    # The vocabulary may be sharded over an automatic axis, where XLA's partitioner would refuse a
-    # gather of the target's logit: compare and sum instead.
-    ids_V = jnp.arange(capped_CV.shape[-1], dtype=targets_C.dtype)
+    # Compared and summed, not gathered: that is one pass over the logits, and another rank may have
+    # the target's.
+    columns = capped_CV.shape[-1]
+    ids_V = _first_id(static, columns) + jnp.arange(columns, dtype=targets_C.dtype)
     is_real_V, is_target_CV = ids_V < static.vocab_size, ids_V == targets_C[:, None]
     log_z_C = jax.nn.logsumexp(capped_CV, axis=-1, where=is_real_V)
-    nll_C = log_z_C - jnp.sum(jnp.where(is_target_CV, capped_CV, 0), axis=-1)
+    target_C = jnp.sum(jnp.where(is_target_CV, capped_CV, 0), axis=-1)
+    if static.ranks:
+        log_z_C, target_C = _over_ranks(static.ranks, log_z_C, target_C)
+    nll_C = log_z_C - target_C
 
     def logits_gradient() -> Array:
         p_CV = jnp.where(is_real_V, jnp.exp(capped_CV - log_z_C[:, None]), 0)
@@ -158,52 +168,133 @@ def _chunk_loss(
     return loss, jnp.sum(weights_C * nll_C), logits_gradient
 
 
-def _chunks(static: _Static, *arrays: Array) -> list[Array]:
-    """[N, ...] -> [chunks, C, ...]; the last chunk is padded with zeros, of weight zero."""
-    missing = -arrays[0].shape[0] % static.chunk_tokens
+def _first_id(static: _Static, columns: int) -> Any:
+    """The token of this rank's first column of the head."""
+    return jax.lax.axis_index(static.ranks) * columns if static.ranks else 0
+
+
+def _over_ranks(axis: str, log_z_C: Array, target_C: Array) -> tuple[Array, Array]:
+    """Both over the columns of all ranks. A rank with nothing but padding has a `log_z_C` of -inf."""
+    most_C = jax.lax.pmax(log_z_C, axis)
+    total_C, target_C = jax.lax.psum((jnp.exp(log_z_C - most_C), target_C), axis)
+    return most_C + jnp.log(total_C), target_C
+
+
+def _chunks(static: _Static, vocab: int, x_BTD: Array, *arrays_BT: Array) -> list[Array]:
+    """[B, T, ...] -> [chunks, C, ...]; the last chunk is padded with zeros, of weight zero."""
+    features = x_BTD.shape[-1] if static.long_chunks else 0
+    most = static.chunk_tokens or int(loss_chunk_tokens(vocab, features))
+    flat = [array.reshape(-1, *array.shape[2:]) for array in (x_BTD, *arrays_BT)]
+    size = _chunk_size(flat[0].shape[0], most)
+    missing = -flat[0].shape[0] % size
     return [
         jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)).reshape(
-            -1, static.chunk_tokens, *array.shape[1:]
+            -1, size, *array.shape[1:]
         )
-        for array in arrays
+        for array in flat
     ]
+
+
+def _on_ranks(static: _Static, local: Callable, gradients: bool) -> Callable:
+    """`local`, which returns the loss and nll, or these and gradients, on each rank's part of its
+    arguments."""
+    spread = static.spread
+    if spread is None:
+        return local
+    everywhere, bias = PartitionSpec(), PartitionSpec(spread.axis)
+    tokens, matrix = PartitionSpec(None, spread.time), PartitionSpec(None, spread.axis)
+    head = PartitionSpec(spread.axis, None) if static.transposed else matrix
+    results: Any = (everywhere, everywhere)
+    if gradients:
+        results = results, (spread.stream, matrix, bias)
+    return spread.manual(local, (spread.stream, head, bias, tokens, tokens), results)
+
+
+def _over_time(static: _Static, sums: Any) -> Any:
+    """Sums over this rank's tokens, summed over the ranks that have others."""
+    spread = static.spread
+    return jax.lax.psum(sums, spread.time) if spread and spread.time else sums
+
+
+def _gathered(static: _Static, x_BTD: Array) -> Array:
+    """Every token whose logits this rank has columns of."""
+    if not static.ranks:
+        return x_BTD
+    return jax.lax.all_gather(x_BTD, static.ranks, axis=1, tiled=True)
+
+
+def _scattered(static: _Static, x_BTD: Array) -> Array:
+    """Sums over ranks, each of which gets its part of T."""
+    if not static.ranks:
+        return x_BTD
+    return jax.lax.psum_scatter(x_BTD, static.ranks, scatter_dimension=1, tiled=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(
     static: _Static,
-    x_ND: Array,
+    x_BTD: Array,
     head: Array,
     bias_V: Array | None,
-    targets_N: Array,
-    weights_N: Array,
+    targets_BT: Array,
+    weights_BT: Array,
 ):
-    head = head.astype(x_ND.dtype)
-    weights_N = weights_N.astype(_softmax_dtype(x_ND))
+    local = _on_ranks(static, functools.partial(_local_loss, static), gradients=False)
+    return local(x_BTD, head.astype(x_BTD.dtype), bias_V, targets_BT, weights_BT)
+
+
+def _local_loss(
+    static: _Static,
+    x_BTD: Array,
+    head: Array,
+    bias_V: Array | None,
+    targets_BT: Array,
+    weights_BT: Array,
+):
+    """The loss and nll on one rank."""
+    weights_BT = weights_BT.astype(_softmax_dtype(x_BTD))
+    vocab = head.shape[0 if static.transposed else 1]
 
     def step(sums, chunk):
         x_CD, targets_C, weights_C = chunk
         loss, nll, _ = _chunk_loss(static, x_CD, head, bias_V, targets_C, weights_C)
         return (sums[0] + loss, sums[1] + nll), None
 
-    zero = jnp.zeros((), _softmax_dtype(x_ND))
-    return jax.lax.scan(
-        step, (zero, zero), _chunks(static, x_ND, targets_N, weights_N), unroll=static.unroll
-    )[0]
+    zero = jnp.zeros((), _softmax_dtype(x_BTD))
+    chunks = _chunks(static, vocab, _gathered(static, x_BTD), targets_BT, weights_BT)
+    sums, _ = jax.lax.scan(step, (zero, zero), chunks, unroll=static.unroll)
+    return _over_time(static, sums)
 
 
 def _loss_forward(
     static: _Static,
-    x_ND: Array,
+    x_BTD: Array,
     head: Array,
     bias_V: Array | None,
-    targets_N: Array,
-    weights_N: Array,
+    targets_BT: Array,
+    weights_BT: Array,
 ):
-    matmul = functools.partial(jnp.einsum, preferred_element_type=_softmax_dtype(x_ND))
-    narrow = head.astype(x_ND.dtype)
-    weights_N = weights_N.astype(_softmax_dtype(x_ND))
-    x_JCD, targets_JC, weights_JC = _chunks(static, x_ND, targets_N, weights_N)
+    local = _on_ranks(static, functools.partial(_local_gradients, static), gradients=True)
+    narrow = head.astype(x_BTD.dtype)
+    sums, gradients = local(x_BTD, narrow, bias_V, targets_BT, weights_BT)
+    like_bias = None if bias_V is None else jnp.zeros((), bias_V.dtype)
+    return sums, (*gradients, jnp.zeros((), head.dtype), like_bias)
+
+
+def _local_gradients(
+    static: _Static,
+    x_BTD: Array,
+    head: Array,
+    bias_V: Array | None,
+    targets_BT: Array,
+    weights_BT: Array,
+):
+    """(loss, nll) and their gradients for x, the head as [D, V], and the bias, on one rank."""
+    matmul = functools.partial(jnp.einsum, preferred_element_type=_softmax_dtype(x_BTD))
+    weights_BT = weights_BT.astype(_softmax_dtype(x_BTD))
+    shape_DV = head.shape[::-1] if static.transposed else head.shape
+    x_BTD = _gathered(static, x_BTD)
+    x_JCD, targets_JC, weights_JC = _chunks(static, shape_DV[1], x_BTD, targets_BT, weights_BT)
     # The head's gradient is summed as [D, V] with x transposed beforehand: a matmul that contracts
     # the first dimension of its left operand is two to three times slower on a CPU.
     x_JDC = jnp.swapaxes(x_JCD, 1, 2)
@@ -211,33 +302,32 @@ def _loss_forward(
     def step(carry, chunk):
         x_CD, x_DC, targets_C, weights_C = chunk
         loss_sum, nll_sum, grad_head_DV, grad_bias_V = carry
-        loss, nll, logits_gradient = _chunk_loss(static, x_CD, narrow, bias_V, targets_C, weights_C)
+        loss, nll, logits_gradient = _chunk_loss(static, x_CD, head, bias_V, targets_C, weights_C)
         grad_CV = logits_gradient()
-        grad_x_CD = matmul("CV,VD->CD" if static.transposed else "CV,DV->CD", grad_CV, narrow)
+        grad_x_CD = matmul("CV,VD->CD" if static.transposed else "CV,DV->CD", grad_CV, head)
         grad_head_DV += matmul("DC,CV->DV", x_DC, grad_CV)
         if bias_V is not None:
             grad_bias_V += jnp.sum(grad_CV.astype(grad_bias_V.dtype), axis=0)
         sums = (loss_sum + loss, nll_sum + nll, grad_head_DV, grad_bias_V)
         return sums, grad_x_CD.astype(x_CD.dtype)
 
-    zero = jnp.zeros((), _softmax_dtype(x_ND))
-    shape_DV = head.shape[::-1] if static.transposed else head.shape
+    zero = jnp.zeros((), _softmax_dtype(x_BTD))
     head_start = jnp.zeros(shape_DV, static.accumulation_dtype)
     bias_start = None if bias_V is None else jnp.zeros(bias_V.shape, static.accumulation_dtype)
-    (loss, nll, grad_head_DV, grad_bias_V), grad_x_JCD = jax.lax.scan(
+    carry, grad_x_JCD = jax.lax.scan(
         step,
         (zero, zero, head_start, bias_start),
         (x_JCD, x_JDC, targets_JC, weights_JC),
         unroll=static.unroll,
     )
-    grad_x_ND = grad_x_JCD.reshape(-1, x_ND.shape[1])[: x_ND.shape[0]]
-    like_bias = None if bias_V is None else jnp.zeros((), bias_V.dtype)
-    residuals = grad_x_ND, grad_head_DV, grad_bias_V, jnp.zeros((), head.dtype), like_bias
-    return (loss, nll), residuals
+    loss, nll, grad_head_DV, grad_bias_V = _over_time(static, carry)
+    grad_x_ND = grad_x_JCD.reshape(-1, x_BTD.shape[-1])[: targets_BT.size]
+    grad_x_BTD = _scattered(static, grad_x_ND.reshape(x_BTD.shape))
+    return (loss, nll), (grad_x_BTD, grad_head_DV, grad_bias_V)
 
 
 def _loss_backward(static: _Static, residuals, cotangents):
-    grad_x_ND, grad_head_DV, grad_bias_V, like_head, like_bias = residuals
+    grad_x_BTD, grad_head_DV, grad_bias_V, like_head, like_bias = residuals
     scale = cotangents[0]
     grad_head = (grad_head_DV * scale).astype(like_head.dtype)
     if static.transposed:
@@ -245,7 +335,7 @@ def _loss_backward(static: _Static, residuals, cotangents):
         # no matmul from bfloat16 to float32 that reads its left operand by columns.
         grad_head = jax.lax.optimization_barrier(grad_head).T
     grad_bias = None if like_bias is None else (grad_bias_V * scale).astype(like_bias.dtype)
-    return (grad_x_ND * scale).astype(grad_x_ND.dtype), grad_head, grad_bias, None, None
+    return (grad_x_BTD * scale).astype(grad_x_BTD.dtype), grad_head, grad_bias, None, None
 
 
 _loss.defvjp(_loss_forward, _loss_backward)

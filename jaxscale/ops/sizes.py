@@ -1,6 +1,10 @@
 """Block and chunk sizes of the functions of this folder. Without JAX: the planner, which predicts
 their memory, reads the same numbers."""
 
+from typing import Any
+
+import numpy as np
+
 LANES = 128
 """Width of a TPU's vector register: what sequence lengths must be a multiple of."""
 
@@ -10,6 +14,20 @@ cache."""
 
 CHUNK_BYTES = 128 * 2**20
 CHUNK_TOKENS = 1024
-"""Tokens of a chunk of the loss: as many as have float32 logits of `CHUNK_BYTES`, or `CHUNK_TOKENS`
-if that is more. Each chunk reads the head and updates its gradient: at C tokens that is about
-C / 2 operations per byte, and a GPU or TPU needs about 200 to be limited by compute."""
+
+
+def loss_chunk_tokens(vocab: Any, features: int = 0) -> Any:
+    """Tokens of a chunk of the loss at most: as many as have float32 logits of `CHUNK_BYTES`, or
+    `CHUNK_TOKENS` or `features` if that is more.
+
+    A chunk of C tokens reads the head twice and reads and writes its float32 gradient, 12 bytes for
+    each of D x vocab elements whatever C is, beside 18 for each of C x vocab logits; that is at
+    most C / 2 operations per byte, and a GPU or TPU needs about 200 to be limited by compute. With
+    C = D the first part is at most 40 % of the bytes, and the logits take as much memory as the
+    head's gradient.
+
+    Args:
+      vocab: columns of the head on a rank; an int, or an array for many layouts.
+      features: D where chunks are to be as long; 0 for the shorter ones.
+    """
+    return np.maximum(CHUNK_BYTES // (4 * vocab), max(CHUNK_TOKENS, features))

@@ -107,7 +107,9 @@ def make_kernels(
             halves=layout.overlap_experts,
         ),
         all_rows=functools.partial(_all_rows, layout),
-        cross_entropy=functools.partial(cross_entropy, shards=layout.context, unroll=unroll),
+        cross_entropy=functools.partial(
+            _cross_entropy, layout, long_chunks=platform == "gpu", unroll=unroll
+        ),
         shard=lambda x, axes: constrain(x, axes, layout.sizes, {**ACTIVATIONS, **(rules or {})}),
     )
 
@@ -302,6 +304,19 @@ def _lookup(
         axes=automatic_axes(layout.sizes),
         features=features[0] if features else None,
     )
+
+
+def _cross_entropy(
+    layout: Layout, x_BTD: jax.Array, head: jax.Array, *args: jax.Array, **settings: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The loss with context and tensor manual. Rows of tensor stay automatic: they share D."""
+    time, columns = _mesh_axes(layout, ACTIVATIONS["seq"]), _mesh_axes(layout, WEIGHTS["vocab"])
+    # Every rank has a head of a model of one's own whole where they do not divide its columns.
+    vocab = head.shape[0 if settings.get("transposed") else 1]
+    axis = columns[0] if columns and vocab % layout.tensor_columns == 0 else None
+    axes = tuple(name for name in automatic_axes(layout.sizes) if name != TENSOR_ROWS)
+    spread = Spread(axis, time, axes) if axis or time else None
+    return cross_entropy(x_BTD, head, *args, spread=spread, **settings)
 
 
 def _mesh_axes(layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:
