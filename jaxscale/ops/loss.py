@@ -174,7 +174,7 @@ def _first_id(static: _Static, columns: int) -> Any:
 
 
 def _over_ranks(axis: str, log_z_C: Array, target_C: Array) -> tuple[Array, Array]:
-    """Both over the columns of all ranks. A rank with nothing but padding has a `log_z_C` of -inf."""
+    """Both over the columns of all ranks. One of nothing but padding has a `log_z_C` of -inf."""
     most_C = jax.lax.pmax(log_z_C, axis)
     total_C, target_C = jax.lax.psum((jnp.exp(log_z_C - most_C), target_C), axis)
     return most_C + jnp.log(total_C), target_C

@@ -17,17 +17,17 @@ CHUNK_TOKENS = 1024
 
 
 def loss_chunk_tokens(vocab: Any, features: int = 0) -> Any:
-    """Tokens of a chunk of the loss at most: as many as have float32 logits of `CHUNK_BYTES`, or
+    """The most tokens of a chunk of the loss: as many as have float32 logits of `CHUNK_BYTES`, or
     `CHUNK_TOKENS` or `features` if that is more.
 
-    A chunk of C tokens reads the head twice and reads and writes its float32 gradient, 12 bytes for
-    each of D x vocab elements whatever C is, beside 18 for each of C x vocab logits; that is at
-    most C / 2 operations per byte, and a GPU or TPU needs about 200 to be limited by compute. With
-    C = D the first part is at most 40 % of the bytes, and the logits take as much memory as the
-    head's gradient.
+    A chunk of C tokens reads the head twice, and reads and writes its float32 gradient: 12 bytes
+    for each of D x V elements, whatever C is, beside 22 for each of C x V logits in programs for
+    GPUs. The matmul that adds to the gradient has at most C / 4 operations per byte, and an H200
+    needs 206 to be limited by compute. With C = D the first part is a third of the bytes, and the
+    float32 logits take as much memory as the head's gradient.
 
     Args:
-      vocab: columns of the head on a rank; an int, or an array for many layouts.
-      features: D where chunks are to be as long; 0 for the shorter ones.
+      vocab: V, the columns of the head on a rank; an int, or an array for many layouts.
+      features: D where chunks are to be as long; 0 for short ones.
     """
     return np.maximum(CHUNK_BYTES // (4 * vocab), max(CHUNK_TOKENS, features))

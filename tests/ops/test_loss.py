@@ -230,18 +230,22 @@ def test_a_step_reduces_the_gradients_once_and_a_chunk_three_numbers_a_token(spr
 
     compiled = on_ranks(gradients).lower(*args).compile()
     found = collectives(hlo.parse_hlo(compiled.as_text()), RANKS)
-    in_chunks = [one for one in found if one.count > 1]
-    assert {one.count for one in in_chunks} <= {batch * time // 2 // chunk}
-    words = sum(one.num_bytes for one in in_chunks) / 4
-    assert words == (3 * chunk if tensor > 1 else 0)
-    sent = [(one.axes, one.asked, one.num_bytes) for one in found if one.op_name and one not in in_chunks]
-    print(sent)
+    assert {one.count for one in found} == ({1, batch * time // 2 // chunk} if tensor > 1 else {1})
+    assert sum(one.num_bytes for one in found if one.count > 1) == 4 * (3 * chunk) * (tensor > 1)
+    sent = {(one.axes, one.asked): one.num_bytes for one in found if one.count == 1}
+    two_sums = 4
+    assert sent.pop((("context",), "all-reduce")) == 4 * D * vocab // tensor + two_sums
+    if tensor > 1:
+        assert sent.pop((("tensor",), "reduce-scatter")) == 4 * D * batch * time // 2
+        assert sent.pop((("tensor",), "all-gather")) == 4 * D * batch * time // 2
+    assert not sent
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * chunk * vocab * 4
 
 
 def test_partial_gradients_of_x_are_rounded_once_a_rank():
-    """Each of r ranks rounds its part to bfloat16, by 2^-9 of it at most, and so are the r - 1 sums
-    of parts: an error of r * 2^-8 of the sum of the parts' sizes bounds both."""
+    """To bfloat16, by half a unit in the last place, 2^-8 of a number at most. So are the r - 1
+    sums of parts, each of which is smaller than the sum of the parts' sizes: with the parts' own an
+    error of r * 2^-8 of that at most, to first order."""
     ranks, (x, head, targets, weights) = RANKS["tensor"], arguments(batch=8, time=32)
     head = jnp.tile(head, (1, 8)).astype(jnp.bfloat16)
     x = x.astype(jnp.bfloat16)
@@ -261,7 +265,6 @@ def test_partial_gradients_of_x_are_rounded_once_a_rank():
     )
     error = np.abs(got - jnp.sum(by_rank, 0))
     bound = ranks * 2.0**-8 * jnp.sum(jnp.abs(by_rank), 0)
-    print(np.max(error/ np.maximum(bound,1e-9)))
     # The gradient of the logits is rounded to bfloat16 too, whatever the ranks.
     bound += 2.0**-8 * jnp.einsum("btv,dv->btd", jnp.abs(p), jnp.abs(wide_head))
     assert np.all(error <= bound)

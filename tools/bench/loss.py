@@ -1,6 +1,7 @@
 """Cross entropy in chunks of several sizes: error against whole logits, time and memory.
 
-Loss and gradients together, as a step needs them; one JSON line for each size.
+Loss and gradients together, as a step needs them; one JSON line for each size. With --compile
+h200:1x1, for a machine that is not there: bytes that its kernels move, and memory.
 """
 
 import argparse
@@ -13,14 +14,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
+from jaxscale.compiled import hlo, topology  # noqa: E402
+from jaxscale.compiled.bytes_moved import bytes_moved  # noqa: E402
 from jaxscale.ops.loss import cross_entropy  # noqa: E402
 
 SIZES = {"num_tokens": 16_384, "features": 2_048, "vocab": 128_256}  # llama32_1b, 4 sequences
+HEADS = {"llama32_1b": (2_048, 128_256), "llama3_8b": (4_096, 128_256)}
+"""Features and vocabulary, to compile for."""
 TINY = {"num_tokens": 1_024, "features": 64, "vocab": 512}
 CHUNKS = (None, 1_024, 2_048, 4_096, 8_192)
 """Tokens of a chunk; None is what training takes."""
@@ -46,6 +53,7 @@ def chunked(chunk_tokens: int | None) -> Callable:
             jnp.ones((1, targets_N.size)),
             vocab_size=head_DV.shape[1],
             chunk_tokens=chunk_tokens,
+            long_chunks=jax.default_backend() == "gpu",
         )[0]
 
     return loss
@@ -78,12 +86,56 @@ def measure(loss: Callable, args: tuple, expected: Any) -> tuple[dict[str, Any],
     return record, got
 
 
+def compile_sizes(name: str) -> list[dict[str, Any]]:
+    """A record for each head and size of chunk, of the program for one device of a topology."""
+    topology.leave_hardware_alone()
+    mesh = Mesh(np.array(topology.open_topology(name).devices[:1]), "x")
+    here, num_tokens = NamedSharding(mesh, PartitionSpec()), SIZES["num_tokens"]
+    records = []
+    for model, (features, vocab) in HEADS.items():
+        args = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+            for shape, dtype in (
+                ((num_tokens, features), jnp.bfloat16),
+                ((features, vocab), jnp.float32),
+                ((num_tokens,), jnp.int32),
+            )
+        ]
+        for chunk in CHUNKS[1:]:
+            step = jax.jit(jax.value_and_grad(chunked(chunk), (0, 1)))
+            compiled = step.lower(*args).compile()
+            memory, text = compiled.memory_analysis(), compiled.as_text()
+            assert memory
+            assert text
+            moved = bytes_moved(hlo.parse_hlo(text))
+            records.append(
+                {
+                    "model": model,
+                    "chunk_tokens": chunk,
+                    "bytes_moved": moved,
+                    "temp_bytes": memory.temp_size_in_bytes,
+                }
+            )
+            print(
+                f"{model:10} {chunk:6} tokens a chunk: {moved / 1e9:6.1f} GB moved, "
+                f"{memory.temp_size_in_bytes / 1e9:5.2f} GB of temporaries",
+                flush=True,
+            )
+    return records
+
+
 def main(argv: Sequence[str]) -> int:
     """Returns 1 when an error is beyond its bound."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="tiny, for any machine")
+    parser.add_argument("--compile", metavar="TOPOLOGY", help="run nothing: count bytes")
     parser.add_argument("--json", metavar="FILE", help="append a line for each size")
     options = parser.parse_args(argv)
+    if options.compile:
+        write(
+            options.json, [{"benchmark": "loss", **one} for one in compile_sizes(options.compile)]
+        )
+        return 0
     sizes = TINY if options.rehearse else SIZES
     keys = jax.random.split(jax.random.key(0), 3)
     shape = (sizes["features"], sizes["vocab"])
@@ -104,10 +156,15 @@ def main(argv: Sequence[str]) -> int:
             f"{record['flops_per_second'] / 1e12:6.1f} TFLOP/s, differs by {difference:.1e}",
             flush=True,
         )
-        if options.json:
-            with open(options.json, "a") as lines:
-                lines.write(json.dumps({**record, **sizes}) + "\n")
+        write(options.json, [{**record, **sizes}])
     return int(failed)
+
+
+def write(path: str | None, records: Sequence[dict[str, Any]]) -> None:
+    """A line for each record, at the end of a file."""
+    if path:
+        with open(path, "a") as lines:
+            lines.writelines(json.dumps(record) + "\n" for record in records)
 
 
 if __name__ == "__main__":

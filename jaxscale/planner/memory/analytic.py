@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from jaxscale.layout import parse_remat
-from jaxscale.ops.sizes import CHUNK_BYTES, CHUNK_TOKENS
+from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.planner.cost.communication import local_params
 from jaxscale.planner.memory.at_rest import BATCH_BYTES
 from jaxscale.planner.memory.other_trainers import layer_bytes
 from jaxscale.planner.memory.step import Memory
-from jaxscale.planner.memory.transients import TRANSIENTS
+from jaxscale.planner.memory.transients import TRANSIENTS, Transients
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables.pipeline_slots import RankBuffers
@@ -134,7 +134,7 @@ def analytic_memory(
         layer_gradients=WIDE * layer * (reduces | pipelined | together)
         + np.where(together, working, 4 * stream),
         forward_loop=together * group * (2 * kept + 5 * stream),
-        head=_head(shape, parallelism, step, 1.5 if in_place else transients.logits),
+        head=_head(shape, parallelism, step, transients),
         head_sums=np.where(step.single & in_place, 0.0, gradients),
         reduction=np.where(
             step.single,
@@ -167,14 +167,18 @@ def _outer_gradients(step: _Step, z: Floats, late: bool) -> Floats:
     return np.where(step.single, WIDE * (shards + step.head), several)
 
 
-def _head(shape: ModelShape, parallelism: Parallelism, step: _Step, logits: float) -> Floats:
-    """Logits of a chunk (as many as `logits` float32 arrays), the output matrix with its gradient,
-    and the stream before and after the norm."""
-    size = max(CHUNK_BYTES // (4 * shape.vocab), CHUNK_TOKENS)
-    chunks = np.ceil(step.tokens * parallelism.context / size)
+def _head(
+    shape: ModelShape, parallelism: Parallelism, step: _Step, transients: Transients
+) -> Floats:
+    """Logits of a chunk, the output matrix with its gradient, and the stream before and after the
+    norm."""
+    logits = 1.5 if transients.in_place else transients.logits  # float32 arrays
+    features = shape.d_model if transients.in_place else 0
+    vocab = shape.vocab / np.asarray(parallelism.tensor)
+    chunks = np.ceil(step.tokens / loss_chunk_tokens(vocab, features))
     streams = 5 * parallelism.tensor + np.where(step.group > 1, 2 * step.group, 0)
     matrices = (WIDE + step.gathers * NARROW + (step.group > 1) * WIDE) * step.head
-    each = logits * WIDE * step.tokens * shape.vocab / parallelism.tensor
+    each = logits * WIDE * step.tokens * vocab
     return each / chunks + matrices + streams * step.stream
 
 

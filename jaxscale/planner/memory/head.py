@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import Config
-from jaxscale.ops.sizes import CHUNK_BYTES, CHUNK_TOKENS
+from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
     elements,
@@ -19,10 +19,10 @@ from jaxscale.planner.model.param_shapes import Ints, maximum, select
 def head_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """Logits of a chunk, the output matrix with its gradient, and the stream."""
     model, layout = config.model, config.layout
-    vocab, matrix = model.padded_vocab_size, head_elements(config)
-    tokens = loop.tokens * layout.context
-    chunks = -(-tokens // maximum(CHUNK_BYTES // (4 * vocab), CHUNK_TOKENS))
-    logits = loop.tokens * vocab // chunks // layout.tensor_columns
+    vocab, matrix = model.padded_vocab_size // layout.tensor_columns, head_elements(config)
+    features = model.d_model if transients.in_place else 0  # as `training.kernels` has it on a GPU
+    chunks = -(-loop.tokens // loss_chunk_tokens(vocab, features))
+    logits = loop.tokens * vocab // chunks
     together = loop.group > 1
     # Input, normalised, transposed, and its gradient; gathered over tensor.
     stream = 5 * loop.compute * loop.tokens * model.d_model // layout.tensor_rows

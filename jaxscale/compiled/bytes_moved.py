@@ -1,0 +1,103 @@
+"""Bytes that the kernels of a compiled program read from and write to a device's memory.
+
+Each array that a kernel takes or returns counts once, loops multiplied out: what a matmul reads
+again for its tiles is not counted, nor what a cache saves. Of an array that a kernel slices, or
+updates in place, the slice counts.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from jaxscale.compiled import hlo
+from jaxscale.compiled.flops import computation_costs
+from jaxscale.compiled.hlo import Instruction, Program
+
+FREE = (
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "partition-id",
+    "replica-id",
+    "after-all",
+    "opt-barrier",
+)
+CALLS = ("while", "conditional", "call", "async-start")
+"""Instructions whose bytes are those of the computations that they call."""
+FUSIONS = ("fusion", "fusion-start")
+
+
+def bytes_moved(program: Program) -> float:
+    """Of one run of the program; nan where a trip count depends on data."""
+
+    def own(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
+        if instruction.opcode in CALLS:
+            return None
+        if instruction.opcode in FREE or instruction.opcode.endswith(("-done", "-update")):
+            return 0.0
+        if instruction.opcode in FUSIONS:
+            callee = instruction.attribute(r"calls=%?([\w.\-]+)")
+            return _fusion_bytes(program.computations[callee])
+        if instruction.opcode in ("dynamic-slice", "dynamic-update-slice"):
+            return 2 * _part_bytes(instruction, named)
+        read = sum(hlo.shape_bytes(named[name].shape) for name in instruction.operands)
+        return read + _written_bytes(instruction.shape)
+
+    return computation_costs(program, own)[program.entry]
+
+
+def _fusion_bytes(inside: Sequence[Instruction]) -> float:
+    """Of one kernel, from the computation that it runs."""
+    named = {instruction.name: instruction for instruction in inside}
+    total = 0.0
+    for parameter in inside:
+        if parameter.opcode == "parameter":
+            parts = [_read_bytes(user, parameter, named) for user in _users(parameter, inside)]
+            total += min(sum(parts), hlo.shape_bytes(parameter.shape))
+    root = inside[-1]
+    results = [named[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return total + sum(_result_bytes(result, named) for result in results)
+
+
+def _users(source: Instruction, inside: Sequence[Instruction]) -> list[tuple[Instruction, str]]:
+    """Instructions that take an array, and the name under which they do: bitcasts are free."""
+    found = []
+    for user in inside:
+        if source.name in user.operands:
+            found += _users(user, inside) if user.opcode == "bitcast" else [(user, source.name)]
+    return found
+
+
+def _read_bytes(
+    use: tuple[Instruction, str], parameter: Instruction, named: Mapping[str, Instruction]
+) -> float:
+    user, name = use
+    if user.opcode == "dynamic-slice" and name == user.operands[0]:
+        return _part_bytes(user, named)
+    if user.opcode == "dynamic-update-slice" and name == user.operands[0]:
+        return 0.0
+    return hlo.shape_bytes(parameter.shape)
+
+
+def _result_bytes(result: Instruction, named: Mapping[str, Instruction]) -> float:
+    while result.opcode == "bitcast":
+        result = named[result.operands[0]]
+    if result.opcode == "dynamic-update-slice":
+        return _part_bytes(result, named)
+    return _written_bytes(result.shape)
+
+
+def _part_bytes(instruction: Instruction, named: Mapping[str, Instruction]) -> float:
+    """Of the slice that is read or written."""
+    if instruction.opcode == "dynamic-slice":
+        return hlo.shape_bytes(instruction.shape)
+    return hlo.shape_bytes(named[instruction.operands[1]].shape)
+
+
+def _written_bytes(shape: str) -> float:
+    """Without the workspace of a matmul of a library, which is s8[...]."""
+    return sum(
+        hlo.array_bytes(dtype, dims)
+        for dtype, dims in hlo.arrays(shape)
+        if dtype != "s8" or len(dims) != 1
+    )
