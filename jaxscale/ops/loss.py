@@ -76,9 +76,10 @@ def cross_entropy(
       long_chunks: whether these are at least as many as D.
       accumulation_dtype: of the head's gradient while it is summed over chunks; widened to that
         of the softmax where it is narrower.
-      spread: how x and the head are spread over mesh axes: T as `spread.stream`, and V over
-        `spread.axis`, which divides it. No token moves to another rank of `spread.time`, over which
-        the head's gradient is summed once, at the end.
+      spread: how x and the head are spread over mesh axes: x as `spread.stream`, V over
+        `spread.axis`, which divides it, and D over `spread.features`, over which logits are summed.
+        No token moves to another rank of `spread.time`, over which the head's gradient is summed
+        once, at the end.
       unroll: unrolls the loop over chunks.
 
     Returns:
@@ -125,12 +126,20 @@ def _chunk_size(num_tokens: int, most: int) -> int:
     return -(-num_tokens // num_chunks)
 
 
-def _project(x_CD: Array, head: Array, bias_V: Array | None, transposed: bool) -> Array:
-    """Logits, accumulated in float32 or wider."""
+def _project(
+    x_CD: Array,
+    head: Array,
+    bias_V: Array | None,
+    transposed: bool,
+    spread: Spread | None = None,
+) -> Array:
+    """Logits, accumulated in float32 or wider, over ranks that have other features too."""
     contract = "...D,VD->...V" if transposed else "...D,DV->...V"
     raw_CV = jnp.einsum(
         contract, x_CD, head.astype(x_CD.dtype), preferred_element_type=_softmax_dtype(x_CD)
     )
+    if spread:
+        (raw_CV,) = spread.summed([raw_CV])
     return raw_CV if bias_V is None else raw_CV + bias_V.astype(raw_CV.dtype)
 
 
@@ -143,7 +152,7 @@ def _chunk_loss(
     weights_C: Array,
 ):
     """One chunk's loss and nll, and a function that returns the gradient for its logits."""
-    capped_CV = _project(x_CD, head, bias_V, static.transposed)
+    capped_CV = _project(x_CD, head, bias_V, static.transposed, static.spread)
     if static.soft_cap:
         capped_CV = static.soft_cap * jnp.tanh(capped_CV / static.soft_cap)
     # Compared and summed, not gathered: that is one pass over the logits, and another rank may have
@@ -202,11 +211,11 @@ def _on_ranks(static: _Static, local: Callable, gradients: bool) -> Callable:
     if spread is None:
         return local
     everywhere, bias = PartitionSpec(), PartitionSpec(spread.axis)
-    tokens, matrix = PartitionSpec(None, spread.time), PartitionSpec(None, spread.axis)
-    head = PartitionSpec(spread.axis, None) if static.transposed else matrix
+    tokens = PartitionSpec(None, spread.time)
+    head = spread.weight(2, o=1 if static.transposed else 0)
     results: Any = (everywhere, everywhere)
     if gradients:
-        results = results, (spread.stream, matrix, bias)
+        results = results, (spread.stream, spread.weight(2, o=0), bias)
     return spread.manual(local, (spread.stream, head, bias, tokens, tokens), results)
 
 

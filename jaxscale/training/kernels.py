@@ -309,13 +309,16 @@ def _lookup(
 def _cross_entropy(
     layout: Layout, x_BTD: jax.Array, head: jax.Array, *args: jax.Array, **settings: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss with context and tensor manual. Rows of tensor stay automatic: they share D."""
+    """The loss, which ranks of context and tensor share."""
     time, columns = _mesh_axes(layout, ACTIVATIONS["seq"]), _mesh_axes(layout, WEIGHTS["vocab"])
+    features = _mesh_axes(layout, ACTIVATIONS["embed"])
     # Every rank has a head of a model of one's own whole where they do not divide its columns.
     vocab = head.shape[0 if settings.get("transposed") else 1]
     axis = columns[0] if columns and vocab % layout.tensor_columns == 0 else None
-    axes = tuple(name for name in automatic_axes(layout.sizes) if name != TENSOR_ROWS)
-    spread = Spread(axis, time, axes) if axis or time else None
+    spread = None
+    if axis or time or features:
+        of_stream = features[0] if features else None
+        spread = Spread(axis, time, automatic_axes(layout.sizes), of_stream)
     return cross_entropy(x_BTD, head, *args, spread=spread, **settings)
 
 

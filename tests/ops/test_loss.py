@@ -75,10 +75,10 @@ def test_value_and_gradients_are_those_of_the_formula(options, chunk_tokens, tra
 
 RANKS = {"fsdp": 1, "context": 2, "tensor": 4}
 SPREADS = {
-    "alone": None,
     "context": Spread(None, ("context",), ("context", "tensor")),
     "tensor": Spread("tensor", (), ("context", "tensor")),
     "both": Spread("tensor", ("context",), ("context", "tensor")),
+    "features": Spread("tensor", (), ("context", "tensor"), "context"),
 }
 
 
@@ -95,7 +95,7 @@ def on_ranks(function):
 
 @pytest.mark.parametrize(
     ("spread", "transposed"),
-    [("alone", True), ("context", False), ("tensor", False), ("both", True)],
+    [("context", False), ("tensor", False), ("both", True), ("features", True)],
 )
 def test_ranks_change_nothing_and_a_bias_is_another_row_of_the_head(spread, transposed):
     """Of a column of ones; in chunks, capped. The last of four ranks of tensor has six columns of
