@@ -44,7 +44,7 @@ MOST_MICROBATCHES = 64
 def candidate_of(layout: Layout) -> Candidate:
     """The searched settings of a layout; layouts with equal ones run the same program."""
     chosen = {name: getattr(layout, name) for name in FIELDS}
-    if layout.fsdp == 1:
+    if layout.zero_ranks == 1:
         chosen["zero_stage"] = None
     if layout.pipeline > 1 or layout.microbatches == 1:
         chosen["accumulation"] = None
@@ -137,7 +137,7 @@ def _mesh_candidates(
     microbatches = (
         [] if rest else [n for n in range(1, min(each, MOST_MICROBATCHES) + 1) if each % n == 0]
     )
-    stages = (1, 2, 3) if mesh.fsdp > 1 else (None,)
+    stages = (1, 2, 3) if mesh.zero_ranks > 1 else (None,)
     piped = mesh.pipeline > 1
     pipelines = schedules if piped else ((None, None),)
     for count, stage, (schedule, chunks), remat in itertools.product(

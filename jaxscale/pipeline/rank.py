@@ -341,7 +341,7 @@ class Rank:
     def _placed_zeros(self, shapes: Tree, axes: Tree) -> Tree:
         return jax.tree.map(
             lambda axes, x: constrain(
-                jnp.zeros(x.shape, x.dtype), axes, self.zero.sizes, self.zero.rules
+                jnp.zeros(x.shape, x.dtype), axes, self.zero.sizes, self.zero.replicated_rules
             ),
             axes,
             shapes,

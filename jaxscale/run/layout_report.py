@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxscale.formatting import human_bytes, table
-from jaxscale.layout import REMATS, TENSOR_ROWS, Layout, RematPolicy, parse_remat
+from jaxscale.layout import REMATS, Layout, RematPolicy, parse_remat
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.ops.attention.attention import attention
 from jaxscale.pipeline import summary
@@ -52,7 +52,7 @@ def _summary(engine: Engine) -> str:
     layout, config = engine.layout, engine.config.model
     rows = [
         ("devices", f"{layout.num_devices}: {layout.axes_text or 'every axis 1'}"),
-        ("zero stage", f"{layout.zero_stage} over fsdp {layout.fsdp}"),
+        ("zero stage", f"{layout.zero_stage} over {_zero_axes(layout)}"),
         ("micro-batches", f"{layout.microbatches}, {layout.accumulation}"),
         ("remat", layout.remat),
         ("attention", engine.attention),
@@ -110,7 +110,7 @@ def _pipeline(engine: Engine) -> list[str]:
     zero, buffers = engine.zero, _buffers(engine)
     outer = {name: engine.abstract_state.params[name] for name in ("embed", "head")}
     axes = {name: zero.axes[name] for name in outer}
-    whole = {**zero.rules, "embed": (TENSOR_ROWS,), "outer_embed": (TENSOR_ROWS,)}
+    whole = {**zero.replicated_rules, "outer_embed": zero.replicated_rules["embed"]}
     buffers["embedding and head, gathered"] = tree_bytes(
         outer, axes, whole, zero.sizes, zero.compute_dtype.itemsize
     )
@@ -148,7 +148,7 @@ def _buffers(engine: Engine) -> dict[str, int]:
 
 
 def _stages(engine: Engine) -> str:
-    """Bytes at rest on a device for each stage; only `fsdp` and `tensor` divide them."""
+    """Bytes at rest on a device for each stage; only fsdp, context and tensor divide them."""
     rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "optimizer", "together")]
     state, axes = engine.abstract_state, engine.state_axes
     width = engine.zero.accumulation_dtype.itemsize
@@ -162,6 +162,11 @@ def _stages(engine: Engine) -> str:
         sizes = (params, grads, moments, params + grads + moments)
         rows.append((f"zero {stage}{chosen}", *(human_bytes(size) for size in sizes)))
     return "bytes at rest on each device\n" + table(rows)
+
+
+def _zero_axes(layout: Layout) -> str:
+    context = f" x context {layout.context}" if layout.context > 1 else ""
+    return f"fsdp {layout.fsdp}{context}"
 
 
 def _num_params(engine: Engine) -> int:

@@ -251,7 +251,7 @@ def for_sampling(config: Config) -> Config:
     """
     layout = resolve_sizes(config.layout, jax.device_count())
     if layout.pipeline > 1:
-        ranks = layout.tensor_rows * layout.fsdp * layout.pipeline
+        ranks = layout.tensor_rows * layout.context * layout.fsdp * layout.pipeline
         axis = "data" if config.model.d_model % ranks else "fsdp"
         size = getattr(layout, axis) * layout.pipeline
         log.info(

@@ -62,7 +62,7 @@ def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
     """A tree of axes in which parameters outside the layers are sharded over the pipeline too, if
     their "embed" dimension divides."""
     share = d_model // sizes.get(TENSOR_ROWS, 1)
-    if not spreads_outer(sizes["pipeline"], sizes["fsdp"], share):
+    if not spreads_outer(sizes["pipeline"], sizes["fsdp"] * sizes["context"], share):
         return axes_tree
 
     def one(axes: Axes) -> Axes:

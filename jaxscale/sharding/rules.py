@@ -20,9 +20,9 @@ Rules = Mapping[str, tuple[str, ...]]
 # columns, and the reverse, so that no activation moves between two matmuls (arXiv 2305.13525).
 WEIGHTS: Rules = {
     "layers": ("pipeline",),
-    "embed": ("tensor_rows", "fsdp"),
+    "embed": ("tensor_rows", "context", "fsdp"),
     # Of parameters outside the layers, which the ranks of the pipeline would otherwise replicate.
-    "outer_embed": ("tensor_rows", "pipeline", "fsdp"),
+    "outer_embed": ("tensor_rows", "context", "pipeline", "fsdp"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     # Where ranks outnumber them: `with_whole_kv_heads`.
@@ -78,7 +78,7 @@ REPLICATED_WEIGHTS: Rules = {
     "embed": ("tensor_rows",),
     "outer_embed": ("tensor_rows", "pipeline"),
 }
-"""For the ZeRO stages that replicate a tree over the fsdp axis."""
+"""Of a tree that a ZeRO stage replicates over fsdp and context, and of weights in use."""
 
 
 def mesh_axes(
@@ -145,9 +145,13 @@ def with_whole_kv_heads(axes: Axes, shape: tuple[int, ...], sizes: Mapping[str, 
     return tuple("whole_kv_heads" if name == "kv_heads" else name for name in axes)
 
 
-def spreads_outer(pipeline: Any, fsdp: Any, d_model: int) -> Any:
-    """Whether parameters outside the layers are sharded over the pipeline: of ints or arrays."""
-    return (pipeline > 1) & (d_model % (pipeline * fsdp) == 0)
+def spreads_outer(pipeline: Any, ranks: Any, d_model: int) -> Any:
+    """Whether parameters outside the layers are sharded over the pipeline: of ints or arrays.
+
+    Args:
+      ranks: of fsdp and context together.
+    """
+    return (pipeline > 1) & (d_model % (pipeline * ranks) == 0)
 
 
 LAYER_SHARD_AXES = ("fsdp", "data", "context")

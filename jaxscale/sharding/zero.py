@@ -4,13 +4,13 @@ that follow. For use in a `shard_map` in which pipeline, data, fsdp and expert a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxscale.layout import MANUAL_AXES, TENSOR_ROWS
+from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
 from jaxscale.sharding.resolve import (
     REPLICATED_WEIGHTS,
     WEIGHTS,
@@ -32,16 +32,20 @@ Tree = Any
 class Zero:
     """A stage on a mesh.
 
-    A parameter is sharded along its "embed" dimension. One that has none stays whole on every
-    rank, and its gradient is summed over the axis; those are small vectors. With a pipeline, the
-    parameters outside the layers are sharded over its ranks too, whatever the stage: "outer_embed".
+    A parameter is sharded along its "embed" dimension, over fsdp and context: the ranks of context
+    use the same weights, for other tokens of the same sequences. One that has none stays whole on
+    every rank, and its gradient is summed over the axes; those are small vectors. With a pipeline,
+    the parameters outside the layers are sharded over its ranks too, whatever the stage:
+    "outer_embed".
 
     The ranks of expert share the batch, and each has experts of its own: their gradients are summed
     over the other axes only, those of all other parameters over this one too.
 
-    Where tensor has rows, they too are sharded along "embed", before fsdp: each row has a block of
-    consecutive features. Inside the `shard_map` such an array has this dimension `apart`, as [rows,
-    features of a block]: the part over the manual axes alone would be of other features.
+    Where tensor has rows, each uses a block of consecutive features of every weight. Such blocks,
+    and those of context, are of the whole array, and fsdp divides each. As both axes are automatic,
+    an array inside the `shard_map` has this dimension `apart`, as [blocks, features of a block]:
+    the part over the manual axes alone would be of other features. There are rows or ranks of
+    context, never both.
 
     A step that visits each layer once (one micro-batch, or layered accumulation) reduces a layer's
     gradients at that visit, over every replica, so that this communication overlaps the next
@@ -64,7 +68,7 @@ class Zero:
 
     @property
     def replicated_rules(self) -> Rules:
-        """Of a tree that is replicated over the fsdp axis."""
+        """Of a tree that is replicated over fsdp and context, and of weights in use."""
         return {**self.rules, **REPLICATED_WEIGHTS}
 
     @property
@@ -95,7 +99,7 @@ class Zero:
     @property
     def gathers(self) -> bool:
         """Whether weights must be gathered before they are used."""
-        return self.stage == 3 and self.sizes["fsdp"] > 1
+        return self.stage == 3 and max(self.sizes["fsdp"], self.sizes["context"]) > 1
 
     @property
     def reduces(self) -> bool:
@@ -108,50 +112,58 @@ class Zero:
         """Whether a visit's gradients are reduce-scattered."""
         return self.stage >= 2 or (self.stage == 1 and self.single_visit)
 
-    @property
-    def _rows(self) -> int:
-        return self.sizes.get(TENSOR_ROWS, 1)
+    def _blocks_over(self, rules: Rules) -> str | None:
+        """The automatic axis that has a block of an array each."""
+        sharded = (axis for axis in rules["embed"] if axis in AUTOMATIC_AXES)
+        return next((axis for axis in sharded if self.sizes.get(axis, 1) > 1), None)
 
-    def apart(self, tree: Tree) -> Tree:
-        """Parameters or their gradients as they are inside the `shard_map`."""
-        return self._reshaped(
-            tree, lambda shape, dim: (*shape[:dim], self._rows, -1, *shape[dim + 1 :])
+    def apart(self, params: Tree) -> Tree:
+        """Parameters as they are inside the `shard_map`."""
+        axis = self._blocks_over(self.param_rules)
+
+        def reshaped(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+            return *shape[:dim], self.sizes[axis or ""], -1, *shape[dim + 1 :]
+
+        return _reshaped(self.axes, params, reshaped) if axis else params
+
+    def together(self, grads: Tree) -> Tree:
+        """Gradients from inside the `shard_map` as they are outside."""
+
+        def reshaped(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+            return *shape[:dim], -1, *shape[dim + 2 :]
+
+        return (
+            _reshaped(self.axes, grads, reshaped)
+            if self._blocks_over(self.update_rules)
+            else grads
         )
-
-    def together(self, tree: Tree) -> Tree:
-        """The inverse of `apart`."""
-        return self._reshaped(tree, lambda shape, dim: (*shape[:dim], -1, *shape[dim + 2 :]))
-
-    def _reshaped(self, tree: Tree, shape_of: Callable) -> Tree:
-        if self._rows == 1:
-            return tree
-
-        def one(axes, x):
-            dim = _sharded_dim(axes)
-            return x if dim is None else x.reshape(shape_of(x.shape, dim))
-
-        return jax.tree.map(one, self.axes, tree, is_leaf=is_axes)
 
     def apart_spec(self, axes: Axes, rules: Rules) -> PartitionSpec:
         """The spec of an array inside the `shard_map`, over all axes."""
         spec, dim = resolve(axes, rules, self.sizes), _sharded_dim(axes)
-        if self._rows == 1 or dim is None:
+        block = self._blocks_over(rules)
+        if block is None or dim is None:
             return spec
-        entry = tuple(axis for axis in mesh_axes_of(spec[dim]) if axis != TENSOR_ROWS)
-        return PartitionSpec(*spec[:dim], TENSOR_ROWS, entry or None, *spec[dim + 1 :])
+        entry = tuple(axis for axis in mesh_axes_of(spec[dim]) if axis != block)
+        return PartitionSpec(*spec[:dim], block, entry or None, *spec[dim + 1 :])
 
     def gather(self, shards: Tree, axes: Tree) -> Tree:
-        """Weights as the model uses them: in the compute type, gathered over fsdp."""
+        """Weights as the model uses them: in the compute type, gathered over fsdp and context."""
 
         def one(axes, shard):
             weight = shard.astype(weight_dtype(axes, self.compute_dtype))
             dim = _sharded_dim(axes)
-            over = (*("pipeline",) * ("outer_embed" in axes), *("fsdp",) * self.gathers)
+            over = [
+                *("context",) * (self.gathers and self.sizes["context"] > 1),
+                *("pipeline",) * ("outer_embed" in axes),
+                *("fsdp",) * (self.gathers and self.sizes["fsdp"] > 1),
+            ]
             if dim is None or not over:
                 return weight
-            return jax.lax.all_gather(weight, over, axis=dim, tiled=True)
+            return jax.lax.all_gather(weight, tuple(over), axis=dim, tiled=True)
 
-        return self._collectively(one, axes, shards, apart=(True, False))
+        given = _Form(self.param_rules, apart=True)
+        return self._collectively(one, axes, shards, given, _Form(self.replicated_rules))
 
     def gather_part(self, shards: Tree, part: str) -> Tree:
         """`gather` of the parameters outside the layers, or of one layer of a stack."""
@@ -172,7 +184,9 @@ class Zero:
                 grad = self._reduce_scatter(grad, axes)
             return self._sum_replicas(grad, axes) if self.single_visit else grad
 
-        return self._collectively(one, axes, grads, apart=(False, True))
+        # Given so that each rank of context is given the sum of its features alone.
+        given = _Form(self.update_rules)
+        return self._collectively(one, axes, grads, given, given._replace(apart=True))
 
     def finish(self, grads: Tree) -> Tree:
         """The reductions over replicas that remain at the end of a step."""
@@ -196,19 +210,25 @@ class Zero:
                 grad = self._reduce_over_pipeline(grad, axes)
             return self._sum_replicas(grad, axes)
 
-        return self._collectively(one, self.axes, grads, apart=(True, True))
+        form = _Form(self.update_rules, apart=True)
+        return self._collectively(one, self.axes, grads, form, form)
 
     def zeros(self, params: Tree, axes: Tree) -> Tree:
         """Accumulators of gradients: shards where visits leave shards, else whole."""
+
+        given, block = self._blocks_over(self.param_rules), self._blocks_over(self.update_rules)
 
         def one(axes, param):
             shape = list(param.shape)
             dim = _sharded_dim(axes)
             if dim is not None:
-                last = dim + (self._rows > 1)
+                if block and not given:
+                    blocks = self.sizes[block]
+                    shape[dim : dim + 1] = [blocks, shape[dim] // blocks]
+                last = dim + (block is not None)
                 shape[last] //= self.sizes["fsdp"] if self.scatters and self.stage < 3 else 1
                 shape[last] *= self.sizes["pipeline"] if "outer_embed" in axes else 1
-            return self._accumulator(shape, self.apart_spec(axes, self.rules))
+            return self._accumulator(shape, self.apart_spec(axes, self.update_rules))
 
         return jax.tree.map(one, axes, params, is_leaf=is_axes)
 
@@ -222,7 +242,7 @@ class Zero:
     def accumulators(self, weights: Tree, axes: Tree) -> Tree:
         """Zeros for the gradients of whole weights."""
         return jax.tree.map(
-            lambda axes, x: self._accumulator(x.shape, resolve(axes, self.rules, self.sizes)),
+            lambda axes, x: self._accumulator(x.shape, resolve(axes, self.update_rules, self.sizes)),
             axes,
             weights,
             is_leaf=is_axes,
@@ -276,7 +296,7 @@ class Zero:
         return jax.lax.psum_scatter(grad, "pipeline", scatter_dimension=dim, tiled=True)
 
     def _collectively(
-        self, one: Callable, axes: Tree, tree: Tree, *, apart: tuple[bool, bool]
+        self, one: Callable, axes: Tree, tree: Tree, given: "_Form", returned: "_Form"
     ) -> Tree:
         """Maps `one(axes, array)` over a tree with every mesh axis manual.
 
@@ -284,12 +304,13 @@ class Zero:
         automatic, before a gather or a scatter over the manual ones; and XLA for CPUs ends the
         process over a sum in 16 bits where an axis is automatic, even one of a single rank.
         """
+        apart = [form.apart and self._blocks_over(form.rules) for form in (given, returned)]
 
         def each(axes, x):
-            dim = _sharded_dim(axes) if self._rows > 1 else None
+            dim = _sharded_dim(axes)
             if dim is None:
                 return one(axes, x)
-            # Each rank has one row.
+            # Each rank has one block.
             x = one(axes, jnp.squeeze(x, dim) if apart[0] else x)
             return jnp.expand_dims(x, dim) if apart[1] else x
 
@@ -302,11 +323,11 @@ class Zero:
             return local(tree)
         specs = [
             jax.tree.map(
-                lambda axes, spec=spec: automatic_part(spec(axes, self.rules)),
+                lambda axes, form=form: automatic_part(self._spec(axes, form)),
                 axes,
                 is_leaf=is_axes,
             )
-            for spec in (self.apart_spec if one else self._spec for one in apart)
+            for form in (given, returned)
         ]
         return jax.shard_map(
             local,
@@ -316,8 +337,27 @@ class Zero:
             check_vma=False,
         )(tree)
 
-    def _spec(self, axes: Axes, rules: Rules) -> PartitionSpec:
-        return resolve(axes, rules, self.sizes)
+    def _spec(self, axes: Axes, form: "_Form") -> PartitionSpec:
+        if form.apart:
+            return self.apart_spec(axes, form.rules)
+        return resolve(axes, form.rules, self.sizes)
+
+
+class _Form(NamedTuple):
+    """How an array is laid out over the automatic axes."""
+
+    rules: Rules
+    apart: bool = False
+
+
+def _reshaped(axes_tree: Tree, tree: Tree, shape_of: Callable) -> Tree:
+    """Arrays with the sharded dimension as `shape_of(shape, dim)` has it."""
+
+    def one(axes, x):
+        dim = _sharded_dim(axes)
+        return x if dim is None else x.reshape(shape_of(x.shape, dim))
+
+    return jax.tree.map(one, axes_tree, tree, is_leaf=is_axes)
 
 
 def _sharded_dim(axes: Axes) -> int | None:

@@ -52,7 +52,11 @@ Levels = tuple[Level, ...]  # nearest first
 
 
 def axis_levels(cluster: Cluster, parallelism: Parallelism) -> dict[str, Levels]:
-    """The levels of each mesh axis' groups; consecutive devices are in the same tensor group."""
+    """The levels of each mesh axis' groups; consecutive devices are in the same tensor group.
+
+    "zero" is for the ranks that a ZeRO stage shards over, of fsdp and context together; ranks of
+    expert are counted as if they were outside of these, not between them.
+    """
     sizes = {axis: np.asarray(getattr(parallelism, axis), float) for axis in MESH_AXES}
     # Rows of tensor are beside its columns: there is one rank of context between them.
     del sizes["tensor"]
@@ -63,9 +67,13 @@ def axis_levels(cluster: Cluster, parallelism: Parallelism) -> dict[str, Levels]
     if parallelism.traits.folded_experts:
         # The expert group consists of the tensor, context and data ranks, nearest first.
         folded = sizes.pop("expert")
+        levels = _levels(cluster, sizes) | _levels(cluster, {"expert": folded})
+    else:
         levels = _levels(cluster, sizes)
-        return {**levels, "expert": _levels(cluster, {"expert": folded})["expert"]}
-    return _levels(cluster, sizes)
+    together = {axis: size for axis, size in sizes.items() if axis not in ("fsdp", "context")}
+    both = {"zero": sizes["fsdp"] * sizes["context"]}
+    inner = {axis: together.pop(axis) for axis in ("tensor_rows", "tensor")}
+    return {**levels, "zero": _levels(cluster, {**together, **both, **inner})["zero"]}
 
 
 def _levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, Levels]:

@@ -136,12 +136,12 @@ def _message(parallelism: Parallelism, levels: dict[str, Levels], stream: Floats
 class StateTraffic:
     """Seconds of collectives over the parameters of all layers of a device, each done once."""
 
-    gather: Floats  # all-gather of the layers' weights, over fsdp
+    gather: Floats  # all-gather of the layers' weights, over fsdp and context
     gather_outer: Floats  # the same for embedding and head
-    scatter: Floats  # reduce-scatter of gradients, over fsdp
+    scatter: Floats  # reduce-scatter of gradients, over fsdp and context
     replicas: Floats  # all-reduce of gradient shards, over data
-    whole: Floats  # all-reduce of whole gradients, over data and fsdp
-    update: Floats  # all-gather of updated parameters, over fsdp
+    whole: Floats  # all-reduce of whole gradients, over data, fsdp and context
+    update: Floats  # all-gather of updated parameters, over fsdp and context
     ends: Floats  # exchange of tied embedding gradients between first and last pipeline rank
 
 
@@ -169,11 +169,11 @@ def state_traffic(
 ) -> StateTraffic:
     """The state collectives of a step, each done once."""
     layers, outer = local_params(shape, parallelism)
-    held, fsdp, data = layers + outer, levels["fsdp"], levels["data"]
+    held, zero, data = layers + outer, levels["zero"], levels["data"]
     count = np.maximum(1.0, shape.layers / np.asarray(parallelism.pipeline))
     width = 0.0 if parallelism.traits.frozen else parallelism.traits.gradient_bytes
-    ranks = collectives.group_size(fsdp)
-    both = collectives.reduce_seconds(fsdp, width * held) + collectives.reduce_seconds(
+    ranks = collectives.group_size(zero)
+    both = collectives.reduce_seconds(zero, width * held) + collectives.reduce_seconds(
         data, width * held
     )
     # Expert ranks with their own tokens replicate everything but the routed experts.
@@ -186,12 +186,12 @@ def state_traffic(
     tied = width * shape.embedding_params / parallelism.tensor if shape.tied else 0.0
     ends = collectives.send_seconds(levels["pipeline"], tied)
     return StateTraffic(
-        gather=count * collectives.gather_seconds(fsdp, 2.0 * layers / count),
-        gather_outer=collectives.gather_seconds(fsdp, 2.0 * outer),
-        scatter=count * collectives.gather_seconds(fsdp, width * held / count),
+        gather=count * collectives.gather_seconds(zero, 2.0 * layers / count),
+        gather_outer=collectives.gather_seconds(zero, 2.0 * outer),
+        scatter=count * collectives.gather_seconds(zero, width * held / count),
         replicas=collectives.reduce_seconds(data, width * held / ranks)
         + collectives.reduce_seconds(levels["expert"], common / ranks),
         whole=both + collectives.reduce_seconds(levels["expert"], common),
-        update=collectives.gather_seconds(fsdp, 2.0 * held),
+        update=collectives.gather_seconds(zero, 2.0 * held),
         ends=ends,
     )

@@ -36,7 +36,7 @@ def state_seconds(
     stages: StageLayers,
     state: StateTraffic,
 ) -> tuple[Floats, Floats, dict[str, Floats]]:
-    """Exposed seconds over fsdp and over data, and the overlapped seconds by axis."""
+    """Exposed seconds over fsdp (with context) and over data, and the overlapped seconds by axis."""
     traits = parallelism.traits
     zero, m = np.asarray(parallelism.zero_stage), np.asarray(parallelism.microbatches, float)
     p, v = np.asarray(parallelism.pipeline), np.asarray(parallelism.virtual_stages, float)
@@ -96,7 +96,7 @@ def optimizer_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallel
     layers, outer = local_params(shape, parallelism)
     if parallelism.traits.frozen:
         return np.zeros(())
-    ranks = np.where(np.asarray(parallelism.zero_stage) > 0, parallelism.fsdp, 1)
+    ranks = np.where(np.asarray(parallelism.zero_stage) > 0, parallelism.zero_ranks, 1)
     return memory_seconds(cluster, OPTIMIZER_BYTES * (layers + outer) / ranks)
 
 
@@ -122,7 +122,7 @@ def offload_seconds(
     layers, outer = local_params(shape, parallelism)
     seconds = np.zeros(())
     if "optimizer" in parallelism.offload:
-        ranks = np.where(np.asarray(parallelism.zero_stage) > 0, parallelism.fsdp, 1)
+        ranks = np.where(np.asarray(parallelism.zero_stage) > 0, parallelism.zero_ranks, 1)
         seconds = seconds + 12.0 * (layers + outer) / ranks / host
     if "activations" in parallelism.offload or parallelism.remat.startswith("offload:"):
         tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context

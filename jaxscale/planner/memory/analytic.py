@@ -49,7 +49,7 @@ class _Step:
     def of(cls, shape: ModelShape, parallelism: Parallelism, rows: Floats) -> "_Step":
         p, t, z = (
             np.asarray(one, float)
-            for one in (parallelism.pipeline, parallelism.tensor, parallelism.fsdp)
+            for one in (parallelism.pipeline, parallelism.tensor, parallelism.zero_ranks)
         )
         m, zero = np.asarray(parallelism.microbatches, float), np.asarray(parallelism.zero_stage)
         group = m if parallelism.accumulation == "layered" else np.ones_like(m)
@@ -87,7 +87,7 @@ def analytic_memory(
     step, transients = _Step.of(shape, parallelism, rows), TRANSIENTS[back_end, "llama"]
     p, z, zero = (
         np.asarray(parallelism.pipeline),
-        np.asarray(parallelism.fsdp),
+        np.asarray(parallelism.zero_ranks),
         np.asarray(parallelism.zero_stage),
     )
     layer, group, stream, pipelined = step.layer, step.group, step.stream, step.pipelined
@@ -185,7 +185,7 @@ def _head(
 def _sums(shape: ModelShape, parallelism: Parallelism, step: _Step, rows: Floats) -> Floats:
     """Outputs of the gradient reductions at the end of a step; expert ranks reduce all but the
     routed experts'."""
-    z, zero = np.asarray(parallelism.fsdp), np.asarray(parallelism.zero_stage)
+    z, zero = np.asarray(parallelism.zero_ranks), np.asarray(parallelism.zero_stage)
     every = (np.asarray(parallelism.data) > 1) | ((z > 1) & (zero <= 1))
     common = (shape.block_params - shape.routed_params) / parallelism.tensor * rows / shape.layers
     common = (common + step.outer) * (np.asarray(parallelism.expert) > 1)

@@ -79,7 +79,7 @@ def batch_bytes(config: Config) -> Ints:
         return found
     source = data.global_batch_size * data.seq_len // shards
     # Nothing reads positions but the barrier before the layer loop gathers weights.
-    gathers = (layout.fsdp > 1) & (layout.zero_stage == 3) & (layout.pipeline == 1)
+    gathers = (layout.zero_ranks > 1) & (layout.zero_stage == 3) & (layout.pipeline == 1)
     return found + SOURCE_BYTES * source - select(gathers, 0, POSITION_BYTES * (tokens + source))
 
 

@@ -27,7 +27,7 @@ def reduction_bytes(config: Config, loop: LayerLoop, transients: Transients, row
     last = loop.weights + elements(config, "embed head")
     once = select(loop.reduces & np.logical_not(loop.scatters), 2 * loop.accumulated * last)
     # The stacks that are not reduced per visit.
-    left = (layout.data > 1) | ((layout.fsdp > 1) & (stage <= 1))
+    left = (layout.data > 1) | ((layout.zero_ranks > 1) & (stage <= 1))
     layers = sum(count * elements(config, part, stage >= 1) for part, count in rows.items())
     stacks = loop.accumulated * (layers + elements(config, "embed head", stage >= 1))
     if transients.in_place:
@@ -83,7 +83,7 @@ def _orthogonalised(config: Config, part: str, rows: Ints) -> Ints:
     ]
     whole = sum(array.shard_size(layout, over_fsdp=False) for array in matrices)
     mine = -(-rows // ranks) * (2 * whole + 2 * maximum(*squares))
-    shards = (layout.zero_stage >= 1) & (np.asarray(layout.fsdp) > 1)
+    shards = (layout.zero_stage >= 1) & (np.asarray(layout.zero_ranks) > 1)
     # The compiler's own way through shards: every matrix, and its Gram matrix.
     alone = rows * (2 * whole + sum(squares))
     sharded = mine + select((ranks > 1) & np.logical_not(shards), rows * whole)

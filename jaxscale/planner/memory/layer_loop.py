@@ -54,7 +54,7 @@ class LayerLoop:
         """
         layout, count = config.layout, num_layer_passes(config.layout)
         whole = layout.pipeline == 1
-        several, stage, single = layout.fsdp > 1, layout.zero_stage, (count == 1) & whole
+        several, stage, single = layout.zero_ranks > 1, layout.zero_stage, (count == 1) & whole
         shards = layout.batch_shards * layout.microbatches * layout.context
         data = config.data
         length = data.seq_len if stack.part == "encoder" else data.output_len

@@ -202,7 +202,7 @@ def ragged(config: Config, transients: Transients) -> Any:
     """Whether shards are not whole tiles: an all-gather then pads rows, and a reduce-scatter
     materialises whole gradients. Observed for gpt_175b with 4 layers on v5p:8x8x16, 12 rows a
     chip."""
-    return config.model.d_model % (transients.tile * config.layout.fsdp) != 0
+    return config.model.d_model % (transients.tile * config.layout.zero_ranks) != 0
 
 
 def carried_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:

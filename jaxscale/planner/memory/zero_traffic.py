@@ -1,8 +1,9 @@
-"""Collectives of a step over `data` and `fsdp`, from the model's shapes and the layout alone.
+"""Collectives of a step that the engine writes over `data`, `fsdp` and `context`, from the model's shapes and the layout alone.
 
 Counts follow ZeRO (arXiv 1910.02054) and layered gradient accumulation (arXiv 2106.02679); the
-suite compares them with compiled programs, array by array. Collectives over `tensor` and `context`,
-and reductions of scalars, are not included.
+suite compares them with compiled programs, array by array. Collectives over `tensor`, those of
+attention and of gradients over `context`, which the compiler writes, and reductions of scalars are
+not included.
 """
 
 from collections.abc import Iterable
@@ -30,7 +31,8 @@ def num_layer_passes(layout: Layout) -> int:
 
 
 def step_traffic(config: Config) -> list[ZeroTraffic]:
-    """Every collective over `data` and `fsdp`; those over axes of size 1 do not exist.
+    """Every collective of state over data, fsdp and context but the reductions over context alone;
+    those over axes of size 1 do not exist.
 
     Args:
       config: its layout resolved.
@@ -48,19 +50,22 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
     layer = [array for array in arrays if array.part == "layers"]
     stacks = [(array, layers if array.part == "layers" else 1) for array in arrays]
 
+    zero = ["fsdp", "context"]
     count = num_layer_passes(layout)
     single = count == 1
     scatters = stage >= 2 or (stage == 1 and single)
     found = []
 
     def add(
-        what, kind, axes, sent: Iterable[tuple[ParamShape, int]], times, width, *, shards=False
+        what, kind, axes, sent: Iterable[tuple[ParamShape, int]], times, width, *, parts=1
     ):
         axes = tuple(axis for axis in axes if getattr(layout, axis) > 1)
         sent = list(sent)
         if not axes or not sent:
             return
-        sizes = [repeats * array.shard_size(layout, over_fsdp=shards) for array, repeats in sent]
+        sizes = [
+            repeats * array.shard_size(layout, over_fsdp=False) // parts for array, repeats in sent
+        ]
         found.append(ZeroTraffic(what, kind, axes, len(sent) * times, sum(sizes) * times * width))
 
     def over_embed(sent, wanted=True):
@@ -69,11 +74,11 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
     visits = [(array, 1) for array in layer for _ in range(layers)] + once
     if stage == 3:
         passes = [(array, 1) for array in layer for _ in range(2 * layers - 1)]
-        add("weights of layers", "all-gather", ["fsdp"], over_embed(passes), count, compute)
+        add("weights of layers", "all-gather", zero, over_embed(passes), count, compute)
         add(
             "weights of embedding and head",
             "all-gather",
-            ["fsdp"],
+            zero,
             over_embed(once),
             count,
             compute,
@@ -86,9 +91,18 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
             over_embed(visits),
             count,
             accumulated,
+            parts=layout.context,
         )
     elif stage == 1:
-        add("gradients of the step", "reduce-scatter", ["fsdp"], over_embed(stacks), 1, accumulated)
+        add(
+            "gradients of the step",
+            "reduce-scatter",
+            ["fsdp"],
+            over_embed(stacks),
+            1,
+            accumulated,
+            parts=layout.context,
+        )
     left, what = (visits, "each visit") if single else (stacks, "the step")
     if stage >= 1:
         add(
@@ -98,10 +112,10 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
             over_embed(left),
             1,
             accumulated,
-            shards=True,
+            parts=layout.zero_ranks,
         )
         left = over_embed(left, wanted=False)
     add(f"whole gradients of {what}", "all-reduce", ["data", "fsdp"], left, 1, accumulated)
     if stage in (1, 2):
-        add("updated parameters", "all-gather", ["fsdp"], over_embed(stacks), 1, stored)
+        add("updated parameters", "all-gather", zero, over_embed(stacks), 1, stored)
     return found

@@ -47,6 +47,7 @@ class LayoutBatch:
     remat_policy = Layout.remat_policy
     offloads = Layout.offloads
     batch_shards = Layout.batch_shards
+    zero_ranks = Layout.zero_ranks
     tensor_columns = Layout.tensor_columns
 
     def __len__(self) -> int:

@@ -60,7 +60,7 @@ class ParamShape:
         return math.prod(self.shape)
 
     def shard_size(self, layout: Layout, *, over_fsdp: Any, at_rest: bool = False) -> Ints:
-        """Elements on one device, sharded over tensor and, where asked, over fsdp.
+        """Elements on one device, sharded over tensor and, where asked, over fsdp and context.
 
         Args:
           at_rest: between steps embedding and head are sharded over the pipeline, too, where they
@@ -68,10 +68,10 @@ class ParamShape:
         """
         divisor, columns = 1, layout.tensor_columns
         if "embed" in self.axes:
-            divisor = select(over_fsdp, layout.fsdp, 1) * layout.tensor_rows
+            divisor = select(over_fsdp, layout.zero_ranks, 1) * layout.tensor_rows
         if at_rest and not self.in_layers and "embed" in self.axes:
             width = self.shape[self.axes.index("embed")] // layout.tensor_rows
-            spread = spreads_outer(layout.pipeline, layout.fsdp, width)
+            spread = spreads_outer(layout.pipeline, layout.zero_ranks, width)
             divisor = divisor * select(spread, layout.pipeline, 1)
         if "experts" in self.axes:
             divisor = divisor * layout.expert

@@ -68,7 +68,7 @@ PARTS = {
 def layout_text(layout: Layout) -> str:
     """A layout in one line: the settings that differ from a single device's defaults."""
     parts = [layout.axes_text or "one device"]
-    if layout.fsdp > 1:
+    if layout.zero_ranks > 1:
         parts.append(f"zero {layout.zero_stage}")
     if layout.microbatches > 1:
         order = " layered" if layout.accumulation == "layered" else ""

@@ -212,7 +212,6 @@ class SizedModel:
         over = {
             "tensor": ("heads", "kv_heads", "d_ff", "expert_ff", "shared_ff", "vocab"),
             "expert": ("experts",),
-            "fsdp": ("d_model",) if layout.zero_stage >= 1 else (),
         }
         if shape.latent:  # keys and values of all heads come from one vector
             over["tensor"] = tuple(name for name in over["tensor"] if name != "kv_heads")
@@ -229,6 +228,21 @@ class SizedModel:
                     f"{name} = {size} does not divide over layout.{axis} = {sizes[axis]}; the "
                     f"nearest that does is layout.{axis} = {nearest_divisors(size, sizes[axis])}"
                 )
+        if layout.zero_stage >= 1:
+            yield from self._state(layout)
+
+    def _state(self, layout: Layout) -> Iterator[str]:
+        """What ZeRO shards, over ranks of context and then of fsdp."""
+        size = self.shape.d_model
+        for axis, before in (("context", ""), ("fsdp", f" / layout.context {layout.context}")):
+            ranks, before = layout.sizes[axis], before if layout.context > 1 else ""
+            if size % ranks:
+                nearest = nearest_divisors(size, ranks)
+                yield (
+                    f"d_model{before} = {size} does not divide over layout.{axis} = {ranks}; the "
+                    f"nearest that does is layout.{axis} = {nearest}"
+                )
+            size //= ranks
 
     def memory(
         self, layouts: LayoutBatch | Layout, buffers: RankBuffers | None, back_end: str

@@ -127,7 +127,7 @@ def enumerate_sizes(
     for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.shape.experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
         for stage, across in itertools.product(
-            _stages(query.pins, mesh["fsdp"]),
+            _stages(query.pins, mesh["fsdp"] * mesh["context"]),
             _pinned(query.pins, "tensor_rows", grid_rows(model, mesh)),
         ):
             # No other setting that could be refused.
@@ -199,9 +199,9 @@ def _pinned(pins: Mapping[str, Any], name: str, allowed: Sequence) -> Sequence:
     return [pins[name]] if name in pins else allowed
 
 
-def _stages(pins: Mapping[str, Any], fsdp: int) -> Sequence[int]:
-    """With one rank of fsdp all stages are equivalent."""
-    return _pinned(pins, "zero_stage", range(4) if fsdp > 1 else [3])
+def _stages(pins: Mapping[str, Any], ranks: int) -> Sequence[int]:
+    """With one rank of fsdp and context all stages are equivalent."""
+    return _pinned(pins, "zero_stage", range(4) if ranks > 1 else [3])
 
 
 def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
