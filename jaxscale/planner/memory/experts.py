@@ -129,7 +129,7 @@ def row_bytes(config: Config, loop: Any, head: Ints, *, blocks: bool) -> Ints:
     hidden = loop.compute * loop.rows * hidden_features(model) // config.layout.tensor
     stream = loop.compute * loop.rows * model.d_model
     # Those of several micro-batches together wait in accumulators of their own.
-    gradients = select(loop.scatters & (loop.group == 1), loop.accumulated * loop.weights)
+    gradients = select(loop.scatters & (loop.group == 1), loop.accumulated * loop.unreduced)
 
     def live(counts: tuple[RowArrays, ...]) -> Ints:
         each = [

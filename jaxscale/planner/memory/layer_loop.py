@@ -41,7 +41,8 @@ class LayerLoop:
     compute: int  # bytes of an element
     accumulated: int  # bytes of an element
     capacity: Ints  # layers of a chunk of the stack, on a rank of a pipeline
-    weights: Ints  # elements of a layer, whole over fsdp
+    weights: Ints  # elements of a layer, whole over fsdp and context
+    unreduced: Ints  # elements of a layer's gradient, which the compiler reduces over context
     sums: Ints  # elements of the gradient accumulators of the whole model
 
     @classmethod
@@ -86,6 +87,7 @@ class LayerLoop:
             accumulated=itemsize(config.optimizer.accumulation_dtype),
             capacity=capacity,
             weights=elements(config, stack.part),
+            unreduced=elements(config, stack.part) // select(stage >= 1, layout.context, 1),
             sums=sums,
         )
 

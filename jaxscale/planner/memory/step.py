@@ -407,7 +407,7 @@ def _group(config: Config, loop: LayerLoop) -> Ints:
 
 def _layer_gradients(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     # Gradients to be reduced are live until all of them are computed.
-    waiting = select(loop.reduces & (not transients.carries), loop.accumulated * loop.weights)
+    waiting = select(loop.reduces & (not transients.carries), loop.accumulated * loop.unreduced)
     waiting = waiting * (1 + transients.queued)
     # The MLP's weights are freed by then; gathered ones stay in the loop's carry.
     done = select(loop.gathers, 0, loop.compute * mlp_weights(config, loop.part))

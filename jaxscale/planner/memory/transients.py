@@ -212,7 +212,7 @@ def carried_bytes(config: Config, loop: LayerLoop, transients: Transients) -> In
     if loop.has_experts and not config.model.capacity_factor:
         return 0
     carries = _carries(config, loop, transients)
-    return select(carries, (loop.compute + loop.accumulated) * loop.weights)
+    return select(carries, (loop.compute + loop.accumulated) * loop.unreduced)
 
 
 def walk_end_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
@@ -224,7 +224,7 @@ def walk_end_bytes(config: Config, loop: LayerLoop, transients: Transients) -> I
     # The embedding's also before the cast. And the loop's carry leaves fragments too small for a
     # whole matrix: 8 GB for gpt_175b.
     narrow = embed + select(loop.gathers, 2 * loop.weights)
-    wide = layers * loop.weights + outer + results
+    wide = layers * loop.unreduced + outer + results
     return select(
         _carries(config, loop, transients), loop.accumulated * wide + loop.compute * narrow
     )
