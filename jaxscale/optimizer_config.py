@@ -14,6 +14,7 @@ from jaxscale.choices import check_at_least, check_choice
 from jaxscale.model_config import DTYPES
 
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
+ROUNDINGS = ("nearest", "stochastic")
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 FACTORED_SIZE = 128
@@ -72,6 +73,7 @@ class OptimizerConfig:
     clip_norm: float = 1.0  # on the global gradient norm; 0 is none
     moment_dtype: str = "float32"  # of first moments
     second_moment_dtype: str = "float32"
+    moment_rounding: str = "nearest"  # of moments to bfloat16; "stochastic" is right on average
     accumulation_dtype: str = "float32"  # of gradients, summed over micro-batches and replicas
     keep_state: bool = False  # a new run also takes the moments of the run in model.init_from
     groups: tuple[ParamGroup, ...] = ()  # parameters with a rate or decay of their own, or frozen
@@ -82,6 +84,7 @@ class OptimizerConfig:
         check_choice("optimizer.moment_dtype", self.moment_dtype, DTYPES)
         check_choice("optimizer.second_moment_dtype", self.second_moment_dtype, DTYPES)
         check_choice("optimizer.accumulation_dtype", self.accumulation_dtype, DTYPES)
+        check_choice("optimizer.moment_rounding", self.moment_rounding, ROUNDINGS)
         check_at_least(
             "optimizer",
             self,
@@ -123,13 +126,24 @@ class OptimizerConfig:
         } | {"groups": tuple(map(_to_plain, self.groups))}
 
     def _check_moments(self) -> None:
-        """Refuses moments that rounding would freeze: adding less than 2^-8 of a bfloat16 number to
-        it may not change it."""
+        """Refuses moments that rounding to the nearest would freeze: adding less than 2^-8 of a
+        bfloat16 number to it may not change it. And stochastic rounding of what is not narrow."""
+        if self.moment_rounding == "stochastic":
+            names = {"moment_dtype", "second_moment_dtype"} - set(UNUSED.get(self.name, ()))
+            if "bfloat16" not in (getattr(self, name) for name in names):
+                raise ValueError(
+                    "optimizer.moment_rounding = 'stochastic' is of moments in bfloat16, and "
+                    f"optimizer.name = {self.name!r} has none; set optimizer.moment_dtype or "
+                    "optimizer.second_moment_dtype = 'bfloat16', or "
+                    "optimizer.moment_rounding = 'nearest'"
+                )
+            return
         if self.second_moment_dtype == "bfloat16":
             raise ValueError(
                 "optimizer.second_moment_dtype = 'bfloat16' would freeze second moments, which "
                 "change by less than its precision in a step; it can be float32 or float64 "
-                "(optimizer.moment_dtype, of first moments, can be bfloat16)"
+                "(optimizer.moment_dtype, of first moments, can be bfloat16), or set "
+                "optimizer.moment_rounding = 'stochastic'"
             )
         decay = "b2" if self.name == "lion" else "b1"
         narrow = (
@@ -139,7 +153,7 @@ class OptimizerConfig:
             raise ValueError(
                 f"optimizer.moment_dtype = 'bfloat16' would freeze a moment that decays by "
                 f"optimizer.{decay} = {getattr(self, decay)}; at most {1 - 2**-8:.3f}, or set "
-                "optimizer.moment_dtype = 'float32'"
+                "optimizer.moment_dtype = 'float32' or optimizer.moment_rounding = 'stochastic'"
             )
 
 

@@ -145,6 +145,8 @@ OVERRIDES = [
     ("optimizer.second_moment_dtype=half", "optimizer.second_moment_dtype = 'half' is not known"),
     ("optimizer.second_moment_dtype=bfloat16", "would freeze second moments, which change by less"),
     ("optimizer.moment_dtype=bfloat16 optimizer.b1=0.999", "freeze a moment that decays by"),
+    ("optimizer.moment_rounding=up", "optimizer.moment_rounding = 'up' is not known"),
+    ("optimizer.moment_rounding=stochastic", "is of moments in bfloat16, and optimizer.name"),
     ("optimizer.accumulation_dtype=half", "optimizer.accumulation_dtype = 'half' is not known"),
     # the layout
     ("layout.data=0", "layout.data = 0; an axis has a size of at least 1, or -1"),

@@ -133,9 +133,7 @@ class Zero:
             return *shape[:dim], -1, *shape[dim + 2 :]
 
         return (
-            _reshaped(self.axes, grads, reshaped)
-            if self._blocks_over(self.update_rules)
-            else grads
+            _reshaped(self.axes, grads, reshaped) if self._blocks_over(self.update_rules) else grads
         )
 
     def apart_spec(self, axes: Axes, rules: Rules) -> PartitionSpec:
@@ -242,7 +240,9 @@ class Zero:
     def accumulators(self, weights: Tree, axes: Tree) -> Tree:
         """Zeros for the gradients of whole weights."""
         return jax.tree.map(
-            lambda axes, x: self._accumulator(x.shape, resolve(axes, self.update_rules, self.sizes)),
+            lambda axes, x: self._accumulator(
+                x.shape, resolve(axes, self.update_rules, self.sizes)
+            ),
             axes,
             weights,
             is_leaf=is_axes,

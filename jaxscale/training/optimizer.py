@@ -20,6 +20,7 @@ import numpy as np
 import optax
 import optax.contrib
 
+from jaxscale.ops.rounding import round_stochastically
 from jaxscale.optimizer_config import FACTORED_SIZE, OptimizerConfig, ParamGroup, find_group
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.training.learning_rate import schedule_of
@@ -85,7 +86,8 @@ def make(
     if frozen is not None and any(jax.tree.leaves(frozen)):
         labels = jax.tree.map(lambda still: "frozen" if still else "trained", frozen)
         rule = optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, labels)
-    return _at_rest(rule, jnp.dtype(config.moment_dtype), jnp.dtype(config.second_moment_dtype))
+    dtypes = jnp.dtype(config.moment_dtype), jnp.dtype(config.second_moment_dtype)
+    return _at_rest(rule, *dtypes, stochastic=config.moment_rounding == "stochastic")
 
 
 def frozen_params(groups: Sequence[ParamGroup], axes: Any, names: Sequence[str] = ()) -> Any:
@@ -178,9 +180,13 @@ def _by_group(config: OptimizerConfig, axes: Any) -> optax.GradientTransformatio
 
 
 def _at_rest(
-    inner: optax.GradientTransformation, first: jnp.dtype, second: jnp.dtype
+    inner: optax.GradientTransformation, first: jnp.dtype, second: jnp.dtype, *, stochastic: bool
 ) -> optax.GradientTransformation:
-    """`inner` computed in float32 or wider, with its moments kept in these types."""
+    """`inner` computed in float32 or wider, with its moments kept in these types.
+
+    Args:
+      stochastic: how they are rounded to bfloat16.
+    """
     wide = jnp.promote_types(jnp.promote_types(first, second), jnp.float32)
 
     def widen(tree: Any) -> Any:
@@ -193,7 +199,10 @@ def _at_rest(
             owner = _owner(path, paths)
             if owner is None:
                 return leaf
-            return leaf.astype(second if _field(path, owner) in SECOND_MOMENTS else first)
+            dtype = second if _field(path, owner) in SECOND_MOMENTS else first
+            if stochastic and dtype == jnp.bfloat16 != leaf.dtype:
+                return round_stochastically(leaf, _updates_done(state))
+            return leaf.astype(dtype)
 
         return jax.tree_util.tree_map_with_path(convert, state)
 
@@ -206,6 +215,11 @@ def _at_rest(
         return updates, moments(state, updates, first, second)
 
     return optax.GradientTransformation(init, update)
+
+
+def _updates_done(state: Any) -> jax.Array:
+    """The first of its counts: the rule has one, and the learning rate's schedule."""
+    return optax.tree.get_all_with_path(state, "count")[0][1]
 
 
 def _muon(

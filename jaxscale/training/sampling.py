@@ -219,7 +219,10 @@ def without_pipeline(engine: Engine, params: Any) -> tuple[Any, Mesh]:
     sizes = engine.layout.sizes
     ranks = sizes["pipeline"] * sizes["data"]
     all_ranks, sizes["pipeline"] = ranks * sizes["fsdp"], 1
-    if engine.config.model.d_model % (engine.layout.tensor_rows * sizes["context"] * all_ranks) == 0:
+    if (
+        engine.config.model.d_model % (engine.layout.tensor_rows * sizes["context"] * all_ranks)
+        == 0
+    ):
         sizes["data"], sizes["fsdp"], rules = 1, all_ranks, WEIGHTS
     else:
         sizes["data"], rules = ranks, engine.zero.param_rules

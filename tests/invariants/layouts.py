@@ -154,8 +154,8 @@ def compile_step(engine: Engine) -> Any:
 
 
 def check_collectives(config: Config, compiled: Any) -> None:
-    """Over data and fsdp, and these with context, a step sends what theory says, to the array and to
-    the byte. Over context alone attention sends, too, and the compiler sums gradients."""
+    """Over data and fsdp, and these with context, a step sends what theory says, to the array and
+    to the byte. Over context alone attention sends, too, and the compiler sums gradients."""
     sent, expected = collections.Counter(), collections.Counter()
     program = hlo.parse_hlo(compiled.as_text())
     for one in collectives.collectives(program, config.layout.sizes):

@@ -1,6 +1,7 @@
 """Properties that every update rule must have, and what is special to Muon and Adafactor."""
 
 import functools
+import math
 import pathlib
 from typing import Any
 
@@ -295,6 +296,33 @@ def test_moments_forget_large_gradients(name: str) -> None:
         return run()
 
     assert_trees_equal(last_update("bfloat16"), last_update("float32"), 0.02)
+
+
+def test_stochastic_rounding_keeps_what_rounding_to_the_nearest_freezes() -> None:
+    """Second moments that fall by a thousandth in a step, half the precision of bfloat16. A number
+    with a last bit u goes down by u with the probability 0.001 / u, else it stays: a variance of at
+    most 0.001 u, u being at most 2^-7 of it, in each step."""
+    size, steps = 4096, 3000
+    scales = np.random.default_rng(0).uniform(0.5, 2, size).astype(np.float32)
+    factors = np.where(np.arange(steps) < 50, 2.0**4, 2.0**-10).astype(np.float32)
+    axes = {"scale": ("embed",)}
+
+    def second_moments(dtype: str, rounding: str) -> np.ndarray:
+        settings = config("adamw", b2=0.999, second_moment_dtype=dtype, moment_rounding=rounding)
+        optimizer = optim.make(settings, steps=steps, axes=axes)
+        params = {"scale": jnp.zeros(size, jnp.float32)}
+
+        def step(state: Any, factor: jax.Array) -> tuple[Any, None]:
+            return optimizer.update({"scale": factor * scales}, state, params)[1], None
+
+        state = jax.jit(lambda: jax.lax.scan(step, optimizer.init(params), factors)[0])()
+        return np.asarray(optax.tree.get(state, "nu")["scale"], np.float64)
+
+    exact = second_moments("float32", "nearest")
+    errors = second_moments("bfloat16", "stochastic") / exact - 1
+    deviation = math.sqrt(steps * 0.001 * 2**-7)
+    assert np.abs(errors).max() < 6 * deviation
+    assert abs(errors.mean()) < 5 * deviation / math.sqrt(size)
 
 
 SETTINGS = {

@@ -36,7 +36,7 @@ def state_seconds(
     stages: StageLayers,
     state: StateTraffic,
 ) -> tuple[Floats, Floats, dict[str, Floats]]:
-    """Exposed seconds over fsdp (with context) and over data, and the overlapped seconds by axis."""
+    """Exposed seconds over fsdp with context, and over data; and the overlapped seconds by axis."""
     traits = parallelism.traits
     zero, m = np.asarray(parallelism.zero_stage), np.asarray(parallelism.microbatches, float)
     p, v = np.asarray(parallelism.pipeline), np.asarray(parallelism.virtual_stages, float)

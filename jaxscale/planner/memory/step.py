@@ -280,7 +280,8 @@ def _stack_memory(
         outer_weights=select(pipelined, _held_weights(config, loop, buffers)),
         pending=select(pipelined & loop.scatters, _pending(config, loop, loops, buffers)),
         parameters_copy=select(
-            transients.copies & (layout.zero_ranks > 1) & np.isin(layout.zero_stage, (1, 2)), at_rest
+            transients.copies & (layout.zero_ranks > 1) & np.isin(layout.zero_stage, (1, 2)),
+            at_rest,
         ),
         converted=transients.ahead
         * loop.compute

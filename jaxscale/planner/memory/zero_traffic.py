@@ -1,4 +1,5 @@
-"""Collectives of a step that the engine writes over `data`, `fsdp` and `context`, from the model's shapes and the layout alone.
+"""Collectives of state in a step over `data`, `fsdp` and `context`, from the model's shapes and the
+layout alone.
 
 Counts follow ZeRO (arXiv 1910.02054) and layered gradient accumulation (arXiv 2106.02679); the
 suite compares them with compiled programs, array by array. Collectives over `tensor`, those of
@@ -56,9 +57,7 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
     scatters = stage >= 2 or (stage == 1 and single)
     found = []
 
-    def add(
-        what, kind, axes, sent: Iterable[tuple[ParamShape, int]], times, width, *, parts=1
-    ):
+    def add(what, kind, axes, sent: Iterable[tuple[ParamShape, int]], times, width, *, parts=1):
         axes = tuple(axis for axis in axes if getattr(layout, axis) > 1)
         sent = list(sent)
         if not axes or not sent:
