@@ -25,9 +25,10 @@ def test_a_dimension_is_spread_over_all_the_axes_of_its_name():
         ("data", "fsdp", "expert"), ("context", "tensor"), None
     )
     assert resolve(("layers", "embed", "mlp"), WEIGHTS, ALL) == PartitionSpec(
-        "pipeline", "fsdp", "tensor"
+        "pipeline", ("context", "fsdp"), "tensor"
     )
-    assert resolve(("embed", "mlp"), WEIGHTS, ALL | {"fsdp": 1}) == PartitionSpec(None, "tensor")
+    alone = ALL | {"fsdp": 1, "context": 1}
+    assert resolve(("embed", "mlp"), WEIGHTS, alone) == PartitionSpec(None, "tensor")
 
 
 def test_two_dimensions_on_one_mesh_axis_are_refused():
