@@ -22,7 +22,7 @@ LIMIT = 24e6
 @functools.cache
 def compiled(**layout):
     """(engine, its compiled step) of a thin model on two long sequences: nearly all of the memory
-    is for activations."""
+    is for activations. Its state is whole on each device, so that layers are passed alike."""
     config = from_dict(
         {
             "model": {
@@ -36,7 +36,7 @@ def compiled(**layout):
                 "compute_dtype": "float32",
             },
             "data": {"global_batch_size": SEQUENCES, "seq_len": SEQ_LEN},
-            "layout": {"data": 1, "remat": "full", **layout},
+            "layout": {"data": 1, "remat": "full", "zero_stage": 0, **layout},
         }
     )
     engine = open_engine(config)
@@ -101,6 +101,16 @@ def test_a_ring_gathers_nothing_and_sums_each_gradient_once():
     found = context_bytes(context=4)
     assert set(found) == {"collective-permute", "all-reduce"}
     assert found["all-reduce"] == pytest.approx(4 * engine.config.model.num_params, abs=64)
+
+
+def test_state_is_gathered_once_a_pass():
+    """Sharded over context, a layer's weights are gathered for its forward and its backward pass,
+    the last layer's once; embedding and head once. Nothing else is."""
+    engine, _ = compiled(context=4, zero_stage=3)
+    found = context_bytes(context=4, zero_stage=3)
+    params = engine.config.model.num_params
+    layer = engine.config.model.num_layer_params
+    assert found["all-gather"] == pytest.approx(4 * (params + layer), abs=64)
 
 
 def test_gathering_gathers_keys_alone():
