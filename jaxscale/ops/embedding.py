@@ -43,6 +43,7 @@ def spread_lookup(
     time: tuple[str, ...],
     axes: tuple[str, ...],
     features: str | None = None,
+    scatters: bool = False,
 ) -> jax.Array:
     """`lookup`, its T spread over `time`.
 
@@ -59,11 +60,15 @@ def spread_lookup(
       time: the mesh axes that the result's T is spread over, the slowest first; they divide it.
       axes: every mesh axis that is still automatic here.
       features: the mesh axis that D is spread over everywhere.
+      scatters: whether each rank of the other axes of `time`, which divide D, keeps its part of D
+        of the table's gradient, as of the state.
     """
     num_rows, table_dtype = table_VD.shape[0], table_VD.dtype
     together = tuple(axis for axis in time if axis != rows)  # over which indices are spread
     table, indices = PartitionSpec(rows, features), PartitionSpec(None, together)
     result = PartitionSpec(None, time, features)
+    scatters = scatters and bool(together)
+    gradient = PartitionSpec(rows, together) if scatters else table
 
     def manual(function: Callable, in_specs: tuple, out_specs: PartitionSpec) -> Callable:
         return jax.shard_map(
@@ -94,7 +99,10 @@ def spread_lookup(
             indices_BT, mine_BT1 = own(indices_BT, share, rows)
             dx_BTD = jnp.where(mine_BT1, dx_BTD, 0)
         sums_VD = _sum_uses(share, indices_BT, dx_BTD)
-        sums_VD = jax.lax.psum(sums_VD, together) if together else sums_VD
+        if scatters:
+            sums_VD = jax.lax.psum_scatter(sums_VD, together, scatter_dimension=1, tiled=True)
+        elif together:
+            sums_VD = jax.lax.psum(sums_VD, together)
         return sums_VD.astype(table_dtype)
 
     @jax.custom_vjp
@@ -102,7 +110,7 @@ def spread_lookup(
         return manual(local_lookup, (table, indices), result)(table_VD, indices_BT)
 
     def backward(indices_BT: jax.Array, dx_BTD: jax.Array) -> tuple[jax.Array, None]:
-        return manual(local_gradient, (indices, result), table)(indices_BT, dx_BTD), None
+        return manual(local_gradient, (indices, result), gradient)(indices_BT, dx_BTD), None
 
     lookup.defvjp(lambda table_VD, indices: (lookup(table_VD, indices), indices), backward)
     return lookup(table_VD, indices_BT)

@@ -27,6 +27,7 @@ class _Static(NamedTuple):
     accumulation_dtype: DTypeLike
     transposed: bool
     spread: Spread | None
+    scatters: bool
     unroll: bool
 
     @property
@@ -50,6 +51,7 @@ def cross_entropy(
     accumulation_dtype: DTypeLike = jnp.float32,
     transposed: bool = False,
     spread: Spread | None = None,
+    scatters: bool = False,
     unroll: bool = False,
 ) -> tuple[Array, Array]:
     """Sums weight * (nll + z_loss * log(Z)^2) over tokens, in nats.
@@ -80,6 +82,7 @@ def cross_entropy(
         `spread.axis`, which divides it, and D over `spread.features`, over which logits are summed.
         No token moves to another rank of `spread.time`, over which the head's gradient is summed
         once, at the end.
+      scatters: whether each rank of `spread.time` keeps its part of D of that sum, as of the state.
       unroll: unrolls the loop over chunks.
 
     Returns:
@@ -97,6 +100,7 @@ def cross_entropy(
         jnp.promote_types(accumulation_dtype, _softmax_dtype(x_BTD)),
         transposed,
         spread,
+        scatters and bool(spread and spread.time),
         unroll,
     )
     return _loss(static, x_BTD, head, bias_V, targets_BT, weights_BT)
@@ -215,7 +219,9 @@ def _on_ranks(static: _Static, local: Callable, gradients: bool) -> Callable:
     head = spread.weight(2, o=1 if static.transposed else 0)
     results: Any = (everywhere, everywhere)
     if gradients:
-        results = results, (spread.stream, spread.weight(2, o=0), bias)
+        kept = PartitionSpec(spread.time, spread.axis)
+        summed = kept if static.scatters else spread.weight(2, o=0)
+        results = results, (spread.stream, summed, bias)
     return spread.manual(local, (spread.stream, head, bias, tokens, tokens), results)
 
 
@@ -329,7 +335,13 @@ def _local_gradients(
         (x_JCD, x_JDC, targets_JC, weights_JC),
         unroll=static.unroll,
     )
-    loss, nll, grad_head_DV, grad_bias_V = _over_time(static, carry)
+    loss, nll, grad_head_DV, grad_bias_V = carry
+    if static.scatters:
+        time = static.spread.time if static.spread else ()
+        grad_head_DV = jax.lax.psum_scatter(grad_head_DV, time, scatter_dimension=0, tiled=True)
+    else:
+        grad_head_DV = _over_time(static, grad_head_DV)
+    loss, nll, grad_bias_V = _over_time(static, (loss, nll, grad_bias_V))
     grad_x_ND = grad_x_JCD.reshape(-1, x_BTD.shape[-1])[: targets_BT.size]
     grad_x_BTD = _scattered(static, grad_x_ND.reshape(x_BTD.shape))
     return (loss, nll), (grad_x_BTD, grad_head_DV, grad_bias_V)

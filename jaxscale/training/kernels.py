@@ -303,6 +303,7 @@ def _lookup(
         time=time,
         axes=automatic_axes(layout.sizes),
         features=features[0] if features else None,
+        scatters=layout.zero_stage >= 1 and table.shape[1] % layout.context == 0,
     )
 
 
@@ -319,7 +320,8 @@ def _cross_entropy(
     if axis or time or features:
         of_stream = features[0] if features else None
         spread = Spread(axis, time, automatic_axes(layout.sizes), of_stream)
-    return cross_entropy(x_BTD, head, *args, spread=spread, **settings)
+    scatters = layout.zero_stage >= 1  # d_model divides then
+    return cross_entropy(x_BTD, head, *args, spread=spread, scatters=scatters, **settings)
 
 
 def _mesh_axes(layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:
