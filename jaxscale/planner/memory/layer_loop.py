@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from jaxscale.config import Config
 from jaxscale.layout import RematPolicy, parse_remat
 from jaxscale.planner.memory.experts import hidden_features, rows_of_token, saved_row_bytes
@@ -69,6 +71,8 @@ class LayerLoop:
         sums = sum(count * elements(config, part, scatters) for part, count in rows.items())
         # With a single visit the gradients of embedding and head need no accumulator.
         sums = sums + select(single, 0, elements(config, "embed head", scatters))
+        # The compiler reduces over context in each visit, whatever the engine does over fsdp.
+        sums = sums // select((stage == 1) & np.logical_not(single), layout.context, 1)
         return cls(
             part=stack.part,
             turn=turn,

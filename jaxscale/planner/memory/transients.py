@@ -224,7 +224,10 @@ def walk_end_bytes(config: Config, loop: LayerLoop, transients: Transients) -> I
     # The embedding's also before the cast. And the loop's carry leaves fragments too small for a
     # whole matrix: 8 GB for gpt_175b.
     narrow = embed + select(loop.gathers, 2 * loop.weights)
-    wide = layers * loop.unreduced + outer + results
+    # Two matrices out of the stream before the compiler reduces them over context.
+    matrices = mlp_weights(config, loop.part) * (1 + config.model.gated) // (2 + config.model.gated)
+    crossing = select(loop.unreduced != loop.weights, matrices)
+    wide = layers * loop.unreduced + crossing + outer + results
     return select(
         _carries(config, loop, transients), loop.accumulated * wide + loop.compute * narrow
     )
