@@ -21,6 +21,7 @@ from jaxscale.data.text.chat_template import Messages
 from jaxscale.data.tokens.tokenizer import SENTINEL, Tokenizer
 from jaxscale.formatting import gigabytes
 from jaxscale.hardware import host_memory_bytes
+from jaxscale.layout import TENSOR_ROWS
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.positions import for_length
@@ -207,27 +208,31 @@ def source_rows(prompts: Sequence[np.ndarray], num_rows: int = 0) -> Source:
 
 
 def without_pipeline(engine: Engine, params: Any) -> tuple[Any, Mesh]:
-    """The parameters, in canonical form, and a mesh of the same devices without a pipeline axis:
-    its ranks shard every layer instead, as those of fsdp do.
+    """The parameters, in canonical form, and a mesh of the same devices without the axes pipeline
+    and context: their ranks shard every layer instead, as those of fsdp do.
 
-    Otherwise every rank would fetch each layer from the rank that holds it, and the compiler's
-    partitioner crashes on some arrays that are sharded over both axes.
+    Otherwise every rank would fetch each layer from the rank of the pipeline that holds it, and the
+    compiler's partitioner crashes on some arrays that are sharded over both axes; and those of
+    context would have no tokens of their own.
     """
     params = engine.placement.part("params").to_canonical(params)
-    if engine.layout.pipeline == 1:
+    sizes, names = engine.layout.sizes, engine.mesh.axis_names
+    if sizes["pipeline"] == sizes["context"] == 1:
         return params, engine.mesh
-    sizes = engine.layout.sizes
-    ranks = sizes["pipeline"] * sizes["data"]
-    all_ranks, sizes["pipeline"] = ranks * sizes["fsdp"], 1
-    if (
-        engine.config.model.d_model % (engine.layout.tensor_rows * sizes["context"] * all_ranks)
-        == 0
-    ):
-        sizes["data"], sizes["fsdp"], rules = 1, all_ranks, WEIGHTS
-    else:
-        sizes["data"], rules = ranks, engine.zero.param_rules
-    devices = engine.mesh.devices.reshape([sizes[axis] for axis in engine.mesh.axis_names])
-    mesh = Mesh(devices, engine.mesh.axis_names, axis_types=engine.mesh.axis_types)
+    # Weights are divided by context before fsdp.
+    devices = np.moveaxis(engine.mesh.devices, names.index("context"), names.index("fsdp"))
+    sizes["fsdp"], sizes["context"] = sizes["context"] * sizes["fsdp"], 1
+    rules = engine.zero.param_rules
+    if sizes["pipeline"] > 1:
+        ranks, sizes["pipeline"] = sizes["pipeline"] * sizes["data"], 1
+        shards = sizes.get(TENSOR_ROWS, 1) * ranks * sizes["fsdp"]
+        if engine.config.model.d_model % shards == 0:
+            sizes["data"], sizes["fsdp"], rules = 1, ranks * sizes["fsdp"], WEIGHTS
+        else:
+            sizes["data"] = ranks
+    mesh = Mesh(
+        devices.reshape([sizes[axis] for axis in names]), names, axis_types=engine.mesh.axis_types
+    )
     axes = whole_kv_heads(engine.model.axes, params, mesh.shape)
     shardings = resolve_tree(axes, rules, mesh, params)
     return jax.device_put(params, shardings), mesh
