@@ -45,7 +45,7 @@ def _fused_bytes(loop: LayerLoop, chunks: Ints, logits: Ints, matrix: Ints, pipe
     """On a GPU, where one fusion reads a chunk's float32 logits and writes their gradient in the
     compute type: both, the output matrix in that type, and its gradient, to which a matmul adds in
     place. With one chunk the gradient is there only when the float32 logits are gone; in a single
-    visit also transposed. In a pipeline the matrix is among the gathered weights, and a micro-batch
+    visit also transposed, but where the compiler reduces it over context. In a pipeline the matrix is among the gathered weights, and a micro-batch
     has a gradient of its own beside the sums.
 
     Args:
@@ -57,7 +57,8 @@ def _fused_bytes(loop: LayerLoop, chunks: Ints, logits: Ints, matrix: Ints, pipe
     both = (max(loop.compute, 4) + loop.compute) * logits + narrow
     own = loop.scatters | piped
     several = both + select(own | loop.single, wide, 0)
-    gradient = select(loop.single, 2, select(own, 1, 0)) * wide
+    transposed = loop.single & (loop.unreduced == loop.weights)
+    gradient = select(transposed, 2, select(own | loop.single, 1, 0)) * wide
     most = select(chunks == 1, maximum(both, gradient + loop.compute * logits), several)
     # Gradients that a rank of a pipeline reduce-scatters are copied first.
     return maximum(most, select(loop.scatters & piped, 2 * wide, 0))
