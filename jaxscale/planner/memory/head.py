@@ -45,8 +45,8 @@ def _fused_bytes(loop: LayerLoop, chunks: Ints, logits: Ints, matrix: Ints, pipe
     """On a GPU, where one fusion reads a chunk's float32 logits and writes their gradient in the
     compute type: both, the output matrix in that type, and its gradient, to which a matmul adds in
     place. With one chunk the gradient is there only when the float32 logits are gone; in a single
-    visit also transposed, but where the compiler reduces it over context. In a pipeline the matrix is among the gathered weights, and a micro-batch
-    has a gradient of its own beside the sums.
+    visit also transposed, but where the compiler reduces it over context. In a pipeline the matrix
+    is among the gathered weights, and a micro-batch has a gradient of its own beside the sums.
 
     Args:
       chunks, logits: their number, and the elements of one.
