@@ -117,20 +117,26 @@ class OptimizerConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields and their values, without defaults that the rule has no use for."""
+        """The fields and their values, without defaults that are not read."""
         unused = UNUSED.get(self.name, ())
+        if not self._has_narrow_moments:
+            unused = (*unused, "moment_rounding")
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
             if field.name not in unused or getattr(self, field.name) != field.default
         } | {"groups": tuple(map(_to_plain, self.groups))}
 
+    @property
+    def _has_narrow_moments(self) -> bool:
+        names = {"moment_dtype", "second_moment_dtype"} - set(UNUSED.get(self.name, ()))
+        return "bfloat16" in (getattr(self, name) for name in names)
+
     def _check_moments(self) -> None:
         """Refuses moments that rounding to the nearest would freeze: adding less than 2^-8 of a
         bfloat16 number to it may not change it. And stochastic rounding of what is not narrow."""
         if self.moment_rounding == "stochastic":
-            names = {"moment_dtype", "second_moment_dtype"} - set(UNUSED.get(self.name, ()))
-            if "bfloat16" not in (getattr(self, name) for name in names):
+            if not self._has_narrow_moments:
                 raise ValueError(
                     "optimizer.moment_rounding = 'stochastic' is of moments in bfloat16, and "
                     f"optimizer.name = {self.name!r} has none; set optimizer.moment_dtype or "

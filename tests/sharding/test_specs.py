@@ -10,6 +10,7 @@ ELSEWHERE = {
     # A rank's share within the kernel's own `shard_map`.
     "ops/embedding.py",
     "ops/experts/dispatch.py",
+    "ops/loss.py",
     "ops/tensor_parallel.py",
 }
 
