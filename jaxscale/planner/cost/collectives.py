@@ -54,8 +54,7 @@ Levels = tuple[Level, ...]  # nearest first
 def axis_levels(cluster: Cluster, parallelism: Parallelism) -> dict[str, Levels]:
     """The levels of each mesh axis' groups; consecutive devices are in the same tensor group.
 
-    "zero" is for the ranks that a ZeRO stage shards over, of fsdp and context together; ranks of
-    expert are counted as if they were outside of these, not between them.
+    "zero" is for the ranks that a ZeRO stage shards over, of fsdp and context together.
     """
     sizes = {axis: np.asarray(getattr(parallelism, axis), float) for axis in MESH_AXES}
     # Rows of tensor are beside its columns: there is one rank of context between them.
@@ -70,10 +69,8 @@ def axis_levels(cluster: Cluster, parallelism: Parallelism) -> dict[str, Levels]
         levels = _levels(cluster, sizes) | _levels(cluster, {"expert": folded})
     else:
         levels = _levels(cluster, sizes)
-    together = {axis: size for axis, size in sizes.items() if axis not in ("fsdp", "context")}
-    both = {"zero": sizes["fsdp"] * sizes["context"]}
-    inner = {axis: together.pop(axis) for axis in ("tensor_rows", "tensor")}
-    return {**levels, "zero": _levels(cluster, {**together, **both, **inner})["zero"]}
+    pairs = zip(levels["fsdp"], levels["context"], strict=True)
+    return {**levels, "zero": tuple(_together(*pair, bool(cluster.torus)) for pair in pairs)}
 
 
 def _levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, Levels]:
@@ -103,6 +100,22 @@ def _tier_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, Le
 
 def _level(members: np.ndarray, sent: Floats, rate: Floats, latency: float) -> Level:
     return Level(members, sent, rate, (members - 1) * latency, np.log2(members) * latency)
+
+
+def _together(one: Level, other: Level, torus: bool) -> Level:
+    """A level of the groups that consist of two axes' ranks. Axes of a torus have links of their
+    own; members of a tier share theirs."""
+    rates = one.bytes_per_second, other.bytes_per_second
+    both = rates[0] + rates[1] if torus else np.minimum(*rates)
+    alone = np.where(np.asarray(other.members) > 1, rates[1], rates[0])
+    crossed = (np.asarray(one.members) > 1) & (np.asarray(other.members) > 1)
+    return Level(
+        members=one.members * other.members,
+        sent=1 - (1 - one.sent) * (1 - other.sent),
+        bytes_per_second=np.where(crossed, both, alone),
+        ring_seconds=one.ring_seconds * other.members + other.ring_seconds,
+        tree_seconds=one.tree_seconds + other.tree_seconds,
+    )
 
 
 def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, Levels]:

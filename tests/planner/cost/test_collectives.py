@@ -47,6 +47,21 @@ def test_every_member_in_a_node_brings_its_own_nic():
         assert got == pytest.approx(size / members * (total - 1) / total / rate, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "fsdp", "context"), [("h100", 8, 4), ("h100", 2, 4), ("h100", 8, 16), ("v5p", 4, 16)]
+)
+def test_ranks_of_fsdp_and_context_gather_as_one_axis_of_as_many(name, fsdp, context):
+    """With nothing between the two axes their groups are the same devices."""
+    ranks, size = fsdp * context, 8e9
+    whole = collectives.gather_seconds(levels(name, ranks, "fsdp", fsdp=ranks), size)
+    both = levels(name, ranks, "zero", fsdp=fsdp, context=context)
+    assert collectives.gather_seconds(both, size) == pytest.approx(whole, rel=0.02)
+    # With ranks of expert between those of fsdp, and none of context, nothing is combined.
+    alone = {"fsdp": ranks, "expert": 2}
+    got, expected = (levels(name, 2 * ranks, axis, **alone) for axis in ("zero", "fsdp"))
+    assert collectives.gather_seconds(got, size) == collectives.gather_seconds(expected, size)
+
+
 def test_gradients_that_are_not_scattered_cross_twice():
     """Stage 0 sums whole gradients, which is a reduce-scatter and an all-gather (arXiv 1910.02054,
     section 7): twice the time of stage 2's, but for what does not depend on the bytes."""
