@@ -261,11 +261,11 @@ def check_pipeline_gather(config: Config) -> None:
     layout = config.layout
     if layout.pipeline == 1 or layout.pipeline_gather == "chunk":
         return
-    if layout.fsdp == 1 or layout.zero_stage < 2:
+    if layout.zero_ranks == 1 or layout.zero_stage < 2:
         raise ValueError(
-            f"layout.pipeline_gather = 'layer' with layout.fsdp = {layout.fsdp} and "
-            f"layout.zero_stage = {layout.zero_stage}: neither weights nor gradients of a "
-            "micro-batch are in shards; set layout.pipeline_gather = 'chunk'"
+            f"layout.pipeline_gather = 'layer' with layout.fsdp = {layout.fsdp}, layout.context = "
+            f"{layout.context} and layout.zero_stage = {layout.zero_stage}: neither weights nor "
+            "gradients of a micro-batch are in shards; set layout.pipeline_gather = 'chunk'"
         )
 
 

@@ -303,7 +303,7 @@ def _lookup(
         time=time,
         axes=automatic_axes(layout.sizes),
         features=features[0] if features else None,
-        scatters=layout.zero_stage >= 1 and table.shape[1] % layout.context == 0,
+        scatters=_scatters(layout, table.shape[1]),
     )
 
 
@@ -320,8 +320,13 @@ def _cross_entropy(
     if axis or time or features:
         of_stream = features[0] if features else None
         spread = Spread(axis, time, automatic_axes(layout.sizes), of_stream)
-    scatters = layout.zero_stage >= 1  # d_model divides then
+    scatters = _scatters(layout, x_BTD.shape[-1])
     return cross_entropy(x_BTD, head, *args, spread=spread, scatters=scatters, **settings)
+
+
+def _scatters(layout: Layout, features: int) -> bool:
+    """Whether ranks of context keep their features of a gradient alone, as they do of the state."""
+    return layout.zero_stage >= 1 and features % layout.context == 0
 
 
 def _mesh_axes(layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:

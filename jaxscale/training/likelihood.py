@@ -34,7 +34,7 @@ from jaxscale.training.sampling import (
     round_up,
     row_placement,
     source_rows,
-    without_pipeline,
+    without_pipeline_or_context,
 )
 
 ROWS = 16
@@ -97,7 +97,7 @@ def log_likelihoods(
             f"model has model.max_seq_len = {config.max_seq_len}; shorten the prompt"
         )
     model = for_length(engine.model, longest)
-    params, mesh = without_pipeline(engine, params)
+    params, mesh = without_pipeline_or_context(engine, params)
     replicas = mesh.size // math.prod(mesh.shape[axis] for axis in automatic_axes(mesh.shape))
     num_rows = replicas * max(1, ROWS // replicas)
     found = np.zeros(len(ids))

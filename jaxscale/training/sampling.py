@@ -107,7 +107,7 @@ def sample(
             f"{longest + num_tokens - 1} learned positions, and the model has "
             f"model.max_seq_len = {config.max_seq_len}; shorten the prompt or lower --num_tokens"
         )
-    params, mesh = without_pipeline(engine, params)
+    params, mesh = without_pipeline_or_context(engine, params)
     model = for_length(engine.model, longest + num_tokens)
     width = round_up(longest - 1) if longest > 1 else 0
     slots = max(width, round_up(longest + num_tokens))
@@ -207,7 +207,7 @@ def source_rows(prompts: Sequence[np.ndarray], num_rows: int = 0) -> Source:
     return tokens, segments
 
 
-def without_pipeline(engine: Engine, params: Any) -> tuple[Any, Mesh]:
+def without_pipeline_or_context(engine: Engine, params: Any) -> tuple[Any, Mesh]:
     """The parameters, in canonical form, and a mesh of the same devices without the axes pipeline
     and context: their ranks shard every layer instead, as those of fsdp do.
 

@@ -273,7 +273,7 @@ def combine(
         wanted &= context | (options["context_method"] == query.pins.get("context_method", "ring"))
     elif options["pipeline_gather"] == "layer":
         # Elsewhere there is nothing to gather or to scatter.
-        wanted &= (np.asarray(sizes.fsdp) > 1) & (np.asarray(sizes.zero_stage) > 1)
+        wanted &= (np.asarray(sizes.zero_ranks) > 1) & (np.asarray(sizes.zero_stage) > 1)
     if not wanted.any():
         return None
     try:

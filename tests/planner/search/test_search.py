@@ -100,9 +100,10 @@ def by_hand(asked: Query) -> list[tuple[float, Layout]]:
 def same_as_another(mesh: dict, stage: int, options: dict) -> bool:
     """Whether a choice means nothing on these axes."""
     gathers = options["context_method"] == "gather"
-    whole = mesh["fsdp"] == 1 or stage < 2
+    alone = mesh["fsdp"] * mesh["context"] == 1
+    whole = alone or stage < 2
     return (
-        (mesh["fsdp"] == 1 and stage < 3)
+        (alone and stage < 3)
         or (mesh["pipeline"] == mesh["context"] == 1 and gathers)
         or (whole and options.get("pipeline_gather") == "layer")
     )
