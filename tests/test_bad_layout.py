@@ -104,10 +104,6 @@ REFUSED = [
     ("model.compute_dtype=float64", "model.compute_dtype = 'float64' needs JAX_ENABLE_X64=1"),
     ("optimizer.moment_dtype=float64", "optimizer.moment_dtype = 'float64' needs JAX_ENABLE_X64"),
     (
-        "model.family=mixtral model.matmul_dtype=float8",
-        "model.matmul_dtype = 'float8' with model.num_experts = 8 is not available in this version",
-    ),
-    (
         "layout.overlap_tensor=True layout.tensor=2 model.matmul_dtype=int8",
         "model.matmul_dtype = 'int8' with layout.overlap_tensor = True",
     ),

@@ -270,7 +270,7 @@ def check_pipeline_gather(config: Config) -> None:
 
 
 def check_matmuls(config: Config) -> None:
-    """Refuses matmuls of 8 bits where there is none.
+    """Refuses matmuls of 8 bits where there are none.
 
     Raises:
       ValueError: with what to set.
@@ -279,11 +279,6 @@ def check_matmuls(config: Config) -> None:
     if not model.matmul_dtype:
         return
     said = f"model.matmul_dtype = {model.matmul_dtype!r}"
-    if experts := getattr(model, "num_experts", 0):
-        raise ValueError(
-            f"{said} with model.num_experts = {experts} is not available in this version: the "
-            "matmuls of experts are in model.compute_dtype; set model.matmul_dtype = ''"
-        )
     if model.matmul_dtype == "int8" and config.layout.overlap_tensor:
         raise ValueError(
             f"{said} with layout.overlap_tensor = True: ranks that multiply different tokens at a "

@@ -104,6 +104,7 @@ def make_kernels(
             # matrix of every expert (jax 0.12).
             "ragged_dot" if platform == "tpu" else "blocks",
             ragged=platform != "cpu",
+            dtype=matmul_dtype,
             halves=layout.overlap_experts,
         ),
         all_rows=functools.partial(_all_rows, layout),

@@ -34,6 +34,7 @@ class Dispatch:
     matmul: str = "blocks"  # of `ops.experts.grouped_matmul`
     ragged: bool = False  # whether the back end can exchange parts of any size
     keeps_all: bool = False  # whether nothing is dropped, whatever the capacity: in evaluation
+    dtype: str = ""  # `model.matmul_dtype`
     halves: bool = False  # whether the halves of a rank's sequences travel by themselves
 
     def parts(self, x: Array) -> tuple[Array, ...]:

@@ -104,35 +104,42 @@ def expert_rows(
 
 
 def _matmul(
-    dispatch: Dispatch, x_RD: Array, w: Array, plan: DispatchPlan, transposed: bool
+    dispatch: Dispatch,
+    x_RD: Array,
+    w: Array,
+    plan: DispatchPlan,
+    *,
+    transposed: bool = False,
+    dtype: str = "",
+    over: str | None = None,
 ) -> Array:
-    """Each row by the matrix of its expert, or by that matrix transposed."""
-    if plan.sizes is not None:
-        sizes_E = plan.sizes[0]
-        return grouped_matmul(
-            x_RD,
-            w,
-            sizes_E,
-            dispatch.matmul,
-            expected=plan.slot[0].size,
-            transposed=transposed,
-        )
-    x_ErD = x_RD.reshape(w.shape[0], -1, x_RD.shape[-1])
-    contracted = (2,), (2 if transposed else 1,)
-    y_ErF = jax.lax.dot_general(x_ErD, w, (contracted, ((0,), (0,))))
-    return y_ErF.reshape(-1, y_ErF.shape[-1])
+    """Each row by the matrix of its expert, or by that matrix transposed; `over` is the mesh axis
+    that the contracted features are spread over."""
+    return grouped_matmul(
+        x_RD,
+        w,
+        None if plan.sizes is None else plan.sizes[0],
+        dispatch.matmul,
+        expected=plan.slot[0].size,
+        transposed=transposed,
+        dtype=dtype,
+        over=over,
+    )
 
 
-def _weight_gradient(dispatch: Dispatch, x_RD: Array, dy_RF: Array, plan: DispatchPlan) -> Array:
+def _weight_gradient(
+    dispatch: Dispatch, x_RD: Array, dy_RF: Array, plan: DispatchPlan, dtype: str = ""
+) -> Array:
     """[E, D, F], summed over the rows of each expert on every rank of context."""
-    if plan.sizes is not None:
-        dw_EDF = grouped_weight_gradient(
-            x_RD, dy_RF, plan.sizes[0], dispatch.matmul, expected=plan.slot[0].size
-        )
-    else:
-        own = plan.sent.shape[2]
-        x_ErD, dy_ErF = (y.reshape(own, -1, y.shape[-1]) for y in (x_RD, dy_RF))
-        dw_EDF = jax.lax.dot_general(x_ErD, dy_ErF, (((1,), (1,)), ((0,), (0,))))
+    dw_EDF = grouped_weight_gradient(
+        x_RD,
+        dy_RF,
+        None if plan.sizes is None else plan.sizes[0],
+        dispatch.matmul,
+        num_groups=plan.sent.shape[2] if plan.sizes is None else 0,
+        expected=plan.slot[0].size,
+        dtype=dtype,
+    )
     return jax.lax.psum(dw_EDF, "context") if dispatch.axis("context") else dw_EDF
 
 
@@ -150,10 +157,11 @@ def _collected(
     hidden: Sequence[Array],
     weights: Sequence[Array],
     plan: DispatchPlan,
-    transposed: bool,
+    dtypes: Sequence[str],
+    transposed: bool = False,
     before_BTD: Array | None = None,
 ) -> Array:
-    """The sum of matmuls [c, R, F] x weight, back at the tokens, [B, T, D]."""
+    """The sum of matmuls [c, R, F] x weight, each of its type, back at the tokens, [B, T, D]."""
 
     def local(
         hidden: Sequence[Array],
@@ -161,8 +169,10 @@ def _collected(
         plan: DispatchPlan,
         before_BTD: Array | None,
     ) -> Array:
+        over = dispatch.axis("tensor")
         products = [
-            _matmul(dispatch, x_cRF[0], w, plan, transposed) for x_cRF, w in zip(hidden, weights)
+            _matmul(dispatch, x_cRF[0], w, plan, transposed=transposed, dtype=dtype, over=over)
+            for x_cRF, w, dtype in zip(hidden, weights, dtypes)
         ]
         return collect_tokens(dispatch, sum(products[1:], products[0]), plan, before_BTD)
 
@@ -182,7 +192,8 @@ def _columns_forward(dispatch: Dispatch, x_BTD: Array, weights: tuple, plan: Dis
     rows_cRD = _sent(dispatch, x_BTD, plan)
 
     def local(rows_cRD: Array, weights: tuple, plan: DispatchPlan) -> tuple[Array, ...]:
-        return tuple(_matmul(dispatch, rows_cRD[0], w, plan, False)[None] for w in weights)
+        multiply = functools.partial(_matmul, dispatch, rows_cRD[0], dtype=dispatch.dtype)
+        return tuple(multiply(w, plan)[None] for w in weights)
 
     specs = (dispatch.rows, dispatch.columns, dispatch.rows)
     hidden = dispatch.manual(local, specs, dispatch.hidden)(rows_cRD, weights, plan)
@@ -191,11 +202,14 @@ def _columns_forward(dispatch: Dispatch, x_BTD: Array, weights: tuple, plan: Dis
 
 def _columns_backward(dispatch: Dispatch, residuals, dhidden: tuple):
     rows_cRD, weights, plan = residuals
-    dx_BTD = _collected(dispatch, dhidden, weights, plan, transposed=True)
+    dtypes = [dispatch.dtype] * len(weights)
+    dx_BTD = _collected(dispatch, dhidden, weights, plan, dtypes, transposed=True)
 
     def local(rows_cRD: Array, dhidden: tuple, plan: DispatchPlan) -> tuple[Array, ...]:
-        rows_RD = rows_cRD[0]
-        return tuple(_weight_gradient(dispatch, rows_RD, dy_cRF[0], plan) for dy_cRF in dhidden)
+        return tuple(
+            _weight_gradient(dispatch, rows_cRD[0], dy_cRF[0], plan, dispatch.dtype)
+            for dy_cRF in dhidden
+        )
 
     specs = (dispatch.rows, dispatch.hidden, dispatch.rows)
     dweights = dispatch.manual(local, specs, dispatch.columns)(rows_cRD, dhidden, plan)
@@ -208,7 +222,7 @@ _expert_columns.defvjp(_columns_forward, _columns_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _expert_bias(dispatch: Dispatch, bias_E1F: Array, plan: DispatchPlan) -> Array:
     def local(bias_E1F: Array, plan: DispatchPlan) -> Array:
-        return _matmul(dispatch, _ones(dispatch, plan, bias_E1F.dtype), bias_E1F, plan, False)[None]
+        return _matmul(dispatch, _ones(dispatch, plan, bias_E1F.dtype), bias_E1F, plan)[None]
 
     specs = (dispatch.columns, dispatch.rows)
     return dispatch.manual(local, specs, dispatch.hidden)(bias_E1F, plan)
@@ -234,6 +248,11 @@ def _ones(dispatch: Dispatch, plan: DispatchPlan, dtype: DTypeLike) -> Array:
     return jnp.ones((num_rows(dispatch, plan), 1), dtype)
 
 
+def _with_bias(dispatch: Dispatch) -> tuple[str, str]:
+    """The types of the matmuls with a weight and with a bias."""
+    return dispatch.dtype, ""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _expert_rows(
     dispatch: Dispatch,
@@ -242,7 +261,8 @@ def _expert_rows(
     plan: DispatchPlan,
     before_BTD: Array | None,
 ) -> Array:
-    return _collected(dispatch, hidden, weights, plan, False, before_BTD)
+    dtypes = _with_bias(dispatch)
+    return _collected(dispatch, hidden, weights, plan, dtypes, before_BTD=before_BTD)
 
 
 def _rows_forward(
@@ -260,10 +280,16 @@ def _rows_backward(dispatch: Dispatch, residuals, dy_BTD: Array):
     dy_cRD = _sent(dispatch, dy_BTD, plan)
 
     def into_hidden(dy_cRD: Array, weights: tuple, plan: DispatchPlan) -> tuple[Array, ...]:
-        return tuple(_matmul(dispatch, dy_cRD[0], w, plan, True)[None] for w in weights)
+        multiply = functools.partial(_matmul, dispatch, dy_cRD[0], transposed=True)
+        return tuple(
+            multiply(w, plan, dtype=dtype)[None] for w, dtype in zip(weights, _with_bias(dispatch))
+        )
 
     def into_weights(hidden: tuple, dy_cRD: Array, plan: DispatchPlan) -> tuple[Array, ...]:
-        return tuple(_weight_gradient(dispatch, x_cRF[0], dy_cRD[0], plan) for x_cRF in hidden)
+        return tuple(
+            _weight_gradient(dispatch, x_cRF[0], dy_cRD[0], plan, dtype)
+            for x_cRF, dtype in zip(hidden, _with_bias(dispatch))
+        )
 
     rows, columns, back = dispatch.rows, dispatch.hidden, dispatch.back
     dhidden = dispatch.manual(into_hidden, (rows, back, rows), columns)(dy_cRD, weights, plan)

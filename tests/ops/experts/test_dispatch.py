@@ -171,3 +171,59 @@ def test_capacity_is_rounded_up_and_at_most_the_sequence():
     assert capacity_of(1.25, 100, 2, 8) == 32  # 31.25
     assert capacity_of(100.0, 16, 1, 8) == 16
     assert capacity_of(0.0, 16, 1, 8) == 0
+
+
+@pytest.mark.parametrize("sizes", [MESHES[1], MESHES[2], MESHES[4]])
+@pytest.mark.parametrize("dtype", ["float8", "int8"])
+def test_matmuls_of_8_bits_are_the_same_on_every_mesh(sizes, dtype):
+    """Of numbers that are near enough to each other that a scale, which is of what a rank has,
+    makes none of them subnormal."""
+    _, experts, _ = example()
+    rng = np.random.default_rng(1)
+    x, up, dy = (
+        np.round(rng.uniform(0.25, 4, shape) * 64) / 64 * rng.choice([-1, 1], shape)
+        for shape in ((B, T, D), (E, D, F), (B, T, F))
+    )
+
+    def run(sizes):
+        axes = dict(zip(MESH_AXES, sizes))
+        ranks = axes["expert"], axes["tensor"], axes["context"]
+        dispatch = Dispatch(*ranks, automatic_axes(axes), dtype=dtype)
+        order = balanced_order(T, axes["context"])
+        back = np.broadcast_to(np.eye(F), (E, F, F))
+
+        def forward(x, up, experts):
+            plan = plan_dispatch(dispatch, experts, E)
+            (hidden,) = expert_columns(dispatch, x, (up,), plan)
+            return hidden, plan
+
+        def local(x, up, experts, dy):
+            y, pullback, plan = jax.vjp(lambda x, up: forward(x, up, experts), x, up, has_aux=True)
+            # Each row gets the gradient of its token.
+            wide = Dispatch(*ranks, automatic_axes(axes))
+            (dhidden,) = expert_columns(wide, dy, (jnp.asarray(back[: len(up)]),), plan)
+            dx, dup = pullback(dhidden)
+            summed = tuple(name for name in ("data", "fsdp") if axes[name] > 1)
+            dup = jax.lax.psum(dup, summed) if summed else dup
+            return expert_rows(wide, y, jnp.asarray(back[: len(up)]), plan), dx, dup
+
+        y, dx, dup = jax.jit(
+            jax.shard_map(
+                local,
+                mesh=jax.make_mesh(
+                    sizes,
+                    MESH_AXES,
+                    axis_types=(AxisType.Auto,) * 6,
+                    devices=jax.devices()[: np.prod(sizes)],
+                ),
+                in_specs=(ROWS, EXPERTS, ROWS, ROWS),
+                out_specs=(ROWS, ROWS, EXPERTS),
+                axis_names=set(MANUAL_AXES),
+                check_vma=False,
+            )
+        )(x[:, order], up, experts[:, order], dy[:, order])
+        text = np.argsort(order)
+        return y[:, text], dx[:, text], dup
+
+    for got, expected in zip(run(sizes), run(MESHES[0])):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-11)
