@@ -82,12 +82,13 @@ def narrow_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> 
     flops = instruction_flops(instruction, named)
     if not flops:
         return flops
-    if (
-        instruction.opcode == "custom-call"
-        and 'custom_call_target="__cublas' not in instruction.rest
-    ):
-        return 0.0
-    operands = [hlo.arrays(named[name].shape)[0] for name in instruction.operands[:2]]
+    factors = instruction.operands[:2]
+    if instruction.opcode == "custom-call":
+        if instruction.name.startswith("ragged-dot"):
+            factors = instruction.operands[-2:]  # after the tables of groups
+        elif 'custom_call_target="__cublas' not in instruction.rest:
+            return 0.0
+    operands = [hlo.arrays(named[name].shape)[0] for name in factors]
     return flops if all(hlo.BYTES[dtype] == 1 for dtype, _ in operands) else 0.0
 
 
