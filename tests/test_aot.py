@@ -145,6 +145,22 @@ def test_attention_on_gpus_waits_for_no_host(context):
     assert all("known_trip_count" in line for line in loops)
 
 
+def test_residuals_of_all_microbatches_lie_in_one_set_of_arrays():
+    """On GPUs XLA fills new ones with zeros and copies them: once a step, not in every pass."""
+    layout = {"data": 4, "fsdp": 1, "zero_stage": 0, "microbatches": MICROBATCHES}
+    report = compiled_model("h200:1x4", MODEL | {"attention": "blockwise"}, layout)
+    program = hlo.parse_hlo(report.program)
+    stream = f"bf16[{LAYERS},1,1,256,256]"  # what enters each layer
+    times = program.executions()
+    runs = [
+        times[name]
+        for name, instructions in program.computations.items()
+        for one in instructions
+        if stream in one.shape and (one.opcode == "copy" or "broadcast_fusion" in one.name)
+    ]
+    assert runs == [1]
+
+
 def test_heads_are_turned_by_a_kernel():
     """In each pass, queries and keys; the top layer stands beside the loop, forward and backward,
     the bottom one backward."""

@@ -18,6 +18,7 @@ from jaxscale.models.protocol import (
     head_params,
     zero_sums,
 )
+from jaxscale.ops.stacked import at
 from jaxscale.pipeline.executor import Chunks, Columns, Remat, buffers, execute, execute_forward
 from jaxscale.pipeline.stages import PipelineStages
 from jaxscale.sharding.resolve import Rules, is_axes, manual_part
@@ -54,14 +55,22 @@ def make_gradients(
         return _pipelined(model, layout, zero, mesh, stages)
     group_pass = make_group_pass(model, layout, zero, unroll_layers=unroll_layers)
     group = 1 if layout.accumulation == "sequential" else layout.microbatches
+    # One set of arrays for the residuals of all groups: in each, XLA would fill new ones with zeros
+    # and copy them. Not on TPUs, where a step needed more memory and moved as many bytes; nor where
+    # layers prefetch, as the scheduler for GPUs then hid fewer gathers.
+    offloads = layout.offloads("activations") or layout.remat_policy.offloads
+    reuses = layout.microbatches > group and not (zero.gathers or offloads)
+    reuses = reuses and mesh.devices.flat[0].platform != "tpu"
 
     def local(params: Tree, batch: Batch) -> tuple[Sums, Tree]:
         groups = split_batch(batch, layout.microbatches // group, group)
-        carry = (zero_sums(model, zero.loss_dtype), zero.zeros(params, zero.axes))
-        carry, _ = each(
-            lambda carry, batch: (group_pass(params, batch, *carry), None), carry, groups
+        sums = zero_sums(model, zero.loss_dtype)
+        saved = group_pass.empty(params, at(groups, 0), sums) if reuses else None
+        carry = sums, zero.zeros(params, zero.axes), saved
+        (sums, grads, _), _ = each(
+            lambda carry, batch: (group_pass.run(params, batch, *carry), None), carry, groups
         )
-        return zero.total(carry[0]), zero.finish(carry[1])
+        return zero.total(sums), zero.finish(grads)
 
     run = jax.shard_map(
         local,

@@ -60,7 +60,24 @@ from jaxscale.training.remat import from_host, rematerialised, to_host
 
 Tree = Any
 Index = int | jax.Array
-GroupPass = Callable[[Tree, Batch, Sums, Tree], tuple[Sums, Tree]]
+Saved = tuple[SavedLayers | None, ...]
+"""The residuals of each stack."""
+
+
+class GroupPass(NamedTuple):
+    """Loss and gradients of an accumulation group, and the residuals that lie in between.
+
+    - `run(params, batch, sums, grads, saved) -> (sums, grads, saved)` adds the losses and gradients
+      of a group. Residuals are written into `saved`; where it is None, into new arrays, which are
+      not returned.
+    - `empty(params, batch, sums) -> saved`: arrays that the residuals of every group fit, for
+      layers that prefetch nothing.
+
+    The fields of `batch` are [G, ...].
+    """
+
+    run: Callable[[Tree, Batch, Sums, Tree, Saved | None], tuple[Sums, Tree, Saved | None]]
+    empty: Callable[[Tree, Batch, Sums], Saved]
 
 
 @dataclass(frozen=True)
@@ -93,12 +110,13 @@ class _Prefetched(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """What the backward pass of every layer reads from."""
+    """What the passes read from."""
 
     layers: Tree  # parameters as they are sharded, [L, ...]
     batch: Batch  # [G, ...]
     shared: Stream  # [G, ...]
-    residuals: SavedLayers | None  # of the forward pass; without prefetched ones
+    # Without prefetched ones; in the forward pass, the arrays that they are written into.
+    residuals: SavedLayers | None
 
 
 class _Passed(NamedTuple):
@@ -123,10 +141,7 @@ class _Carry(NamedTuple):
 def make_group_pass(
     model: Model, layout: Layout, zero: Zero, *, unroll_layers: bool = False
 ) -> GroupPass:
-    """`(params, batch, sums, grads) -> (sums, grads)`: adds the losses and gradients of a group.
-
-    The fields of `batch` are [G, ...]. For use in a `shard_map` in which pipeline, data and fsdp
-    are manual.
+    """For use in a `shard_map` in which pipeline, data and fsdp are manual.
 
     Args:
       unroll_layers: unrolls the loops over layers, for XLA's cost analysis, which counts the body
@@ -142,10 +157,24 @@ def make_group_pass(
 
     loops = [make_loop(stack) for stack in model.stacks]
 
-    def group_pass(params: Tree, batch: Batch, sums: Sums, grads: Tree) -> tuple[Sums, Tree]:
-        return _group_pass(model, zero, loops, params, batch, sums, grads)
+    def run(
+        params: Tree, batch: Batch, sums: Sums, grads: Tree, saved: Saved | None
+    ) -> tuple[Sums, Tree, Saved | None]:
+        into = saved or (None,) * len(loops)
+        sums, grads, written = _group_pass(model, zero, loops, params, batch, sums, grads, into)
+        return sums, grads, saved and written
 
-    return group_pass
+    def empty(params: Tree, batch: Batch, sums: Sums) -> Saved:
+        def forward(params: Tree, batch: Batch, sums: Sums) -> Saved:
+            embed = zero.gather(params["embed"], zero.axes["embed"])
+            new = (None,) * len(loops)
+            passed = _stacks_forward(loops, params, embed, batch, sums, new)[2]
+            return tuple(one.residuals for one in passed)
+
+        shapes = jax.eval_shape(forward, params, batch, sums)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    return GroupPass(run, empty)
 
 
 def _group_pass(
@@ -156,29 +185,35 @@ def _group_pass(
     batch: Batch,
     sums: Sums,
     grads: Tree,
-) -> tuple[Sums, Tree]:
+    into: Sequence[SavedLayers | None],
+) -> tuple[Sums, Tree, Saved]:
     if zero.gathers:
         params, batch = _only_after(params, batch)
     embed = zero.gather(params["embed"], zero.axes["embed"])
-    stream, sums, passed = _stacks_forward(loops, params, embed, batch, sums)
+    stream, sums, passed = _stacks_forward(loops, params, embed, batch, sums, into)
     sums, dhead, dstream = head_pass(model, zero, params, batch, stream, sums)
     dembed, stacks = _stacks_backward(loops, params, embed, batch, dstream, passed, grads)
     outer = return_borrowed(model, zero.reduce(dembed, zero.axes["embed"]), dhead)
     outer = {name: add(grads[name], grad) for name, grad in outer.items()}
-    return sums, {**outer, **stacks}
+    return sums, {**outer, **stacks}, tuple(one.residuals for one in passed)
 
 
 def _stacks_forward(
-    loops: Sequence[_Loop], params: Tree, embed: Tree, batch: Batch, sums: Sums
+    loops: Sequence[_Loop],
+    params: Tree,
+    embed: Tree,
+    batch: Batch,
+    sums: Sums,
+    into: Sequence[SavedLayers | None],
 ) -> tuple[Stream, Sums, list[_Passed]]:
     """The last stack's stream [G, ...], the sums, and what each stack's backward pass needs."""
     stream, passed = {}, []
-    for loop in loops:
+    for loop, saved in zip(loops, into):
         entered, layers = stream, params[loop.stack.name]
         x, shared = split_stream(loop.stack, enter(loop.stack, embed, stream, batch))
         own = {name: sums[name] for name in sum_shapes(loop.stack)}
         x, own, last_layer, residuals = _forward_pass(
-            loop, _Inputs(layers, batch, shared, None), x, own
+            loop, _Inputs(layers, batch, shared, saved), x, own
         )
         sums, stream = {**sums, **own}, {**x, **shared}
         passed.append(_Passed(entered, shared, last_layer, residuals))
@@ -231,7 +266,12 @@ def _forward_pass(
         return (x, sums), residuals
 
     (x, sums), residuals = ascend(
-        layer, (x, sums), loop.stack.num_layers, loop.stack.period, unroll=loop.unroll
+        layer,
+        (x, sums),
+        loop.stack.num_layers,
+        loop.stack.period,
+        unroll=loop.unroll,
+        into=inputs.residuals,
     )
     return x, sums, _Prefetched(), residuals
 

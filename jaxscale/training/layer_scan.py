@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxscale.ops.stacked import at
+from jaxscale.ops.stacked import at, put
 
 Tree = Any
 Residuals = list[jax.Array]
@@ -55,12 +55,23 @@ def each(function: Callable, carry: Tree, xs: Tree, unroll: bool = False) -> tup
 
 
 def ascend(
-    function: Callable, carry: Tree, num_layers: int, period: int, *, unroll: bool = False
+    function: Callable,
+    carry: Tree,
+    num_layers: int,
+    period: int,
+    *,
+    unroll: bool = False,
+    into: SavedLayers | None = None,
 ) -> tuple[Tree, SavedLayers | None]:
-    """`function(carry, place) -> (carry, y)` for the first layers of a stack, in order."""
+    """`function(carry, place) -> (carry, y)` for the first layers of a stack, in order.
+
+    Args:
+      into: arrays that the whole periods' y are written into; None makes new ones, which XLA fills
+        with zeros first.
+    """
     if num_layers == 0:
         return carry, None
-    whole, ys = num_layers // period, ()
+    whole = num_layers // period
 
     def one_period(carry, number):
         ys = []
@@ -70,8 +81,16 @@ def ascend(
             ys.append(y)
         return carry, tuple(ys)
 
-    if whole:
-        carry, ys = each(one_period, carry, jnp.array(range(whole)), unroll)
+    def write_period(state, number):
+        carry, written = state
+        carry, ys = one_period(carry, number)
+        return (carry, put(written, ys, number)), None
+
+    numbers, ys = jnp.array(range(whole)), ()
+    if whole and into:
+        (carry, ys), _ = each(write_period, (carry, into.periods), numbers, unroll)
+    elif whole:
+        carry, ys = each(one_period, carry, numbers, unroll)
     rest = []
     for index in range(whole * period, num_layers):
         carry, y = function(carry, Place(index, index % period))
