@@ -74,7 +74,8 @@ class OptimizerConfig:
     moment_dtype: str = "float32"  # of first moments
     second_moment_dtype: str = "float32"
     moment_rounding: str = "nearest"  # of moments to bfloat16; "stochastic" is right on average
-    accumulation_dtype: str = "float32"  # of gradients, summed over micro-batches and replicas
+    accumulation_dtype: str = "float32"  # of gradients, summed over micro-batches
+    reduction_dtype: str = ""  # of their sums over ranks; "" is accumulation_dtype
     keep_state: bool = False  # a new run also takes the moments of the run in model.init_from
     groups: tuple[ParamGroup, ...] = ()  # parameters with a rate or decay of their own, or frozen
 
@@ -84,6 +85,8 @@ class OptimizerConfig:
         check_choice("optimizer.moment_dtype", self.moment_dtype, DTYPES)
         check_choice("optimizer.second_moment_dtype", self.second_moment_dtype, DTYPES)
         check_choice("optimizer.accumulation_dtype", self.accumulation_dtype, DTYPES)
+        if self.reduction_dtype:
+            check_choice("optimizer.reduction_dtype", self.reduction_dtype, DTYPES)
         check_choice("optimizer.moment_rounding", self.moment_rounding, ROUNDINGS)
         check_at_least(
             "optimizer",
@@ -116,11 +119,17 @@ class OptimizerConfig:
             )
 
     @property
+    def reduced_in(self) -> str:
+        """The type in which gradients are summed over ranks."""
+        return self.reduction_dtype or self.accumulation_dtype
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The fields and their values, without defaults that are not read."""
         unused = UNUSED.get(self.name, ())
         if not self._has_narrow_moments:
             unused = (*unused, "moment_rounding")
+        unused = (*unused, "reduction_dtype")  # that of accumulation, unless it is set
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)

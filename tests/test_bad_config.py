@@ -148,6 +148,7 @@ OVERRIDES = [
     ("optimizer.moment_rounding=up", "optimizer.moment_rounding = 'up' is not known"),
     ("optimizer.moment_rounding=stochastic", "is of moments in bfloat16, and optimizer.name"),
     ("optimizer.accumulation_dtype=half", "optimizer.accumulation_dtype = 'half' is not known"),
+    ("optimizer.reduction_dtype=half", "optimizer.reduction_dtype = 'half' is not known"),
     # the layout
     ("layout.data=0", "layout.data = 0; an axis has a size of at least 1, or -1"),
     ("layout.tensor=-2", "layout.tensor = -2; an axis has a size of at least 1"),

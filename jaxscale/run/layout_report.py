@@ -60,7 +60,7 @@ def _summary(engine: Engine) -> str:
         (
             "types",
             f"parameters {config.param_dtype}, compute {config.compute_dtype}, "
-            f"gradients {engine.zero.accumulation_dtype}",
+            f"gradients {engine.zero.accumulation_dtype}{_reduced_in(engine)}",
         ),
         ("parameters", f"{_num_params(engine):,}"),
         *_optimizer(engine),
@@ -140,6 +140,11 @@ def _padding(engine: Engine) -> int:
             if "layers" in one:
                 total += empty[stack_of(path, empty)] * _bytes(leaf, one, rules, zero.sizes)
     return round(total)
+
+
+def _reduced_in(engine: Engine) -> str:
+    dtype = engine.zero.reduction_dtype
+    return "" if dtype == engine.zero.accumulation_dtype else f" (summed over ranks in {dtype})"
 
 
 def _buffers(engine: Engine) -> dict[str, int]:

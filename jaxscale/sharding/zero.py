@@ -65,6 +65,7 @@ class Zero:
     # tiles of 128 does not divide by the sides of the torus, as 11,008 on 4 x 4 x 4. Other TPUs
     # have no such reduce-scatter, and would need a second buffer for the all-reduce.
     ranks_apart: bool = False
+    reduction_dtype: jnp.dtype | None = None  # None is the accumulation type
 
     @property
     def replicated_rules(self) -> Rules:
@@ -195,12 +196,7 @@ class Zero:
             if self.stage == 1 and "outer_embed" in axes and self.sizes["fsdp"] > 1:
                 # In one collective, as it was gathered. One axis after the other, a TPU would lay
                 # the parts of a few ranks along 128 lanes, and need the memory of 128 parts.
-                grad = jax.lax.psum_scatter(
-                    grad,
-                    ("pipeline", "fsdp"),
-                    scatter_dimension=axes.index("outer_embed"),
-                    tiled=True,
-                )
+                grad = self._scattered(grad, ("pipeline", "fsdp"), axes.index("outer_embed"))
                 return self._sum_replicas(grad, axes)
             if self.stage == 1:
                 grad = self._reduce_scatter(grad, axes)
@@ -250,7 +246,8 @@ class Zero:
 
     def total(self, values: Tree) -> Tree:
         """Scalars, summed over every replica, and over the pipeline."""
-        return jax.tree.map(lambda value: self._sum(value, MANUAL_AXES), values)
+        over = self._present(MANUAL_AXES)
+        return jax.tree.map(lambda value: jax.lax.psum(value, over) if over else value, values)
 
     def _accumulator(self, shape: Sequence[int], spec: PartitionSpec) -> jax.Array:
         # Without the constraint the compiler would replicate it over the ranks of tensor.
@@ -265,9 +262,23 @@ class Zero:
             summed.append("expert")
         return self._sum(grad, tuple(summed))
 
-    def _sum(self, x: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
-        mesh_axes = tuple(axis for axis in mesh_axes if self.sizes[axis] > 1)
-        return jax.lax.psum(x, mesh_axes) if mesh_axes else x
+    def _sum(self, grad: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
+        over = self._present(mesh_axes)
+        return self._reduced(lambda grad: jax.lax.psum(grad, over), grad) if over else grad
+
+    def _present(self, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in mesh_axes if self.sizes[axis] > 1)
+
+    def _scattered(self, grad: jax.Array, over: str | tuple[str, ...], dim: int) -> jax.Array:
+        def scatter(grad: jax.Array) -> jax.Array:
+            return jax.lax.psum_scatter(grad, over, scatter_dimension=dim, tiled=True)
+
+        return self._reduced(scatter, grad)
+
+    def _reduced(self, collective: Callable, grad: jax.Array) -> jax.Array:
+        """A sum over ranks, in the type for that."""
+        grad = grad.astype(self.reduction_dtype or self.accumulation_dtype)
+        return collective(grad).astype(self.accumulation_dtype)
 
     def _reduce_scatter(self, grad: jax.Array, axes: Axes) -> jax.Array:
         dim = _sharded_dim(axes)
@@ -284,16 +295,16 @@ class Zero:
     def _scatter_sum(self, grad: jax.Array, dim: int) -> jax.Array:
         # In arrays of more dimensions XLA would lay the ranks inside another one.
         if not self.ranks_apart or grad.ndim != 2:
-            return jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=dim, tiled=True)
+            return self._scattered(grad, "fsdp", dim)
         parts = jnp.moveaxis(grad, dim, 0)
         parts = parts.reshape(self.sizes["fsdp"], -1, *parts.shape[1:])
-        return jnp.moveaxis(jax.lax.psum_scatter(parts, "fsdp"), 0, dim)
+        parts = self._reduced(lambda parts: jax.lax.psum_scatter(parts, "fsdp"), parts)
+        return jnp.moveaxis(parts, 0, dim)
 
     def _reduce_over_pipeline(self, grad: jax.Array, axes: Axes) -> jax.Array:
         if "outer_embed" not in axes:
             return self._sum(grad, ("pipeline",))
-        dim = axes.index("outer_embed")
-        return jax.lax.psum_scatter(grad, "pipeline", scatter_dimension=dim, tiled=True)
+        return self._scattered(grad, "pipeline", axes.index("outer_embed"))
 
     def _collectively(
         self, one: Callable, axes: Tree, tree: Tree, given: "_Form", returned: "_Form"
@@ -318,7 +329,7 @@ class Zero:
             return jax.tree.map(each, axes, tree, is_leaf=is_axes)
 
         manual = automatic_axes(self.sizes)
-        narrow = self.accumulation_dtype.itemsize < 4
+        narrow = (self.reduction_dtype or self.accumulation_dtype).itemsize < 4
         if not narrow and all(self.sizes[axis] == 1 for axis in manual):
             return local(tree)
         specs = [

@@ -296,6 +296,7 @@ def _make_zero(
         jnp.dtype(config.optimizer.accumulation_dtype),
         rules,
         has_sparse_cores(mesh.devices.flat[0].device_kind),
+        jnp.dtype(config.optimizer.reduced_in),
     )
 
 

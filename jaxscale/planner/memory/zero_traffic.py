@@ -40,9 +40,9 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
     """
     model, layout = config.model, config.layout
     stage, layers = layout.zero_stage, model.num_layers
-    compute, accumulated, stored = (
+    compute, reduced, stored = (
         itemsize(name)
-        for name in (model.compute_dtype, config.optimizer.accumulation_dtype, model.param_dtype)
+        for name in (model.compute_dtype, config.optimizer.reduced_in, model.param_dtype)
     )
     arrays = parameters(model)
     # A tied head reads the embedding and has its own gradient of it.
@@ -89,7 +89,7 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
             ["fsdp"],
             over_embed(visits),
             count,
-            accumulated,
+            reduced,
             parts=layout.context,
         )
     elif stage == 1:
@@ -99,7 +99,7 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
             ["fsdp"],
             over_embed(stacks),
             1,
-            accumulated,
+            reduced,
             parts=layout.context,
         )
     left, what = (visits, "each visit") if single else (stacks, "the step")
@@ -110,11 +110,11 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
             ["data"],
             over_embed(left),
             1,
-            accumulated,
+            reduced,
             parts=layout.zero_ranks,
         )
         left = over_embed(left, wanted=False)
-    add(f"whole gradients of {what}", "all-reduce", ["data", "fsdp"], left, 1, accumulated)
+    add(f"whole gradients of {what}", "all-reduce", ["data", "fsdp"], left, 1, reduced)
     if stage in (1, 2):
         add("updated parameters", "all-gather", zero, over_embed(stacks), 1, stored)
     return found

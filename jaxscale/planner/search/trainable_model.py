@@ -16,7 +16,7 @@ from jaxscale.planner.memory.saved_activations import stash_refusal
 from jaxscale.planner.memory.step import Memory, step_memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
-from jaxscale.planner.model.param_shapes import parameters
+from jaxscale.planner.model.param_shapes import itemsize, parameters
 from jaxscale.planner.model.remat_flops import recomputed_flops
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.search import sized_model
@@ -87,9 +87,10 @@ class TrainableModel:
 
     def parallelism(self, layout: Layout | LayoutBatch) -> Parallelism:
         """A layout, or a batch of them, as the cost formulas read it."""
-        traits = JAXSCALE
+        width = itemsize(self.config.optimizer.reduced_in)
+        traits = dataclasses.replace(JAXSCALE, gradient_bytes=width)
         if self.config.model.matmul_dtype:
-            traits = dataclasses.replace(JAXSCALE, matmul="fp8")
+            traits = dataclasses.replace(traits, matmul="fp8")
         return Parallelism.of(layout, self.sequences, traits=traits)
 
     @functools.cached_property
