@@ -1,5 +1,6 @@
 """Loops over layers whose settings repeat with a period."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,12 +22,14 @@ def test_each_layer_of_a_period_has_its_own_settings_up_and_down(num_layers, per
 
     begin = jnp.full((num_layers, 2), -1, jnp.int32), 0
     wanted = np.array([(index, index % period) for index in range(num_layers)])
-    (seen, _), kept = ascend(up, begin, num_layers, period)
-    np.testing.assert_array_equal(seen, wanted)
-    assert kept
-    assert [int(kept.at(Place(*place))[0]) for place in wanted.tolist()] == (
-        wanted @ [10, 1]
-    ).tolist()
+    first = ascend(up, begin, num_layers, period)
+    used = jax.tree.map(lambda x: x + 1, first[1])
+    for (seen, _), kept in (first, ascend(up, begin, num_layers, period, into=used)):
+        np.testing.assert_array_equal(seen, wanted)
+        assert kept
+        assert [int(kept.at(Place(*place))[0]) for place in wanted.tolist()] == (
+            wanted @ [10, 1]
+        ).tolist()
     for top, bottom in ((num_layers - 1, 0), (num_layers - 2, 1)):
         seen, count = descend(visit, begin, top, bottom, period)
         np.testing.assert_array_equal(seen[:count], wanted[bottom : top + 1][::-1])
