@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
 from jaxscale.compiled import hlo, topology  # noqa: E402
 from jaxscale.compiled.bytes_moved import bytes_moved  # noqa: E402
+from jaxscale.compiled.flops import computation_costs, instruction_cycles  # noqa: E402
 from jaxscale.ops.loss import cross_entropy  # noqa: E402
 
 SIZES = {"num_tokens": 16_384, "features": 2_048, "vocab": 128_256}  # llama32_1b, 4 sequences
@@ -89,7 +90,8 @@ def measure(loss: Callable, args: tuple, expected: Any) -> tuple[dict[str, Any],
 def compile_sizes(name: str) -> list[dict[str, Any]]:
     """A record for each head and size of chunk, of the program for one device of a topology."""
     topology.leave_hardware_alone()
-    mesh = Mesh(np.array(topology.open_topology(name).devices[:1]), "x")
+    machine = topology.open_topology(name)
+    mesh = Mesh(np.array(machine.devices[:1]), "x")
     here, num_tokens = NamedSharding(mesh, PartitionSpec()), SIZES["num_tokens"]
     records = []
     for model, (features, vocab) in HEADS.items():
@@ -107,18 +109,24 @@ def compile_sizes(name: str) -> list[dict[str, Any]]:
             memory, text = compiled.memory_analysis(), compiled.as_text()
             assert memory
             assert text
-            moved = bytes_moved(hlo.parse_hlo(text))
+            program = hlo.parse_hlo(text)
+            moved, seconds = bytes_moved(program), None
+            if machine.clock_hertz:
+                cycles = computation_costs(program, instruction_cycles)[program.entry]
+                seconds = cycles / machine.clock_hertz
             records.append(
                 {
                     "model": model,
                     "chunk_tokens": chunk,
                     "bytes_moved": moved,
                     "temp_bytes": memory.temp_size_in_bytes,
+                    "estimated_seconds": seconds,
                 }
             )
+            estimate = f", {1e3 * seconds:.1f} ms by the compiler's estimate" if seconds else ""
             print(
                 f"{model:10} {chunk:6} tokens a chunk: {moved / 1e9:6.1f} GB moved, "
-                f"{memory.temp_size_in_bytes / 1e9:5.2f} GB of temporaries",
+                f"{memory.temp_size_in_bytes / 1e9:5.2f} GB of temporaries{estimate}",
                 flush=True,
             )
     return records
