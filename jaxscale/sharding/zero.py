@@ -275,9 +275,14 @@ class Zero:
 
         return self._reduced(scatter, grad)
 
+    @property
+    def _sent_dtype(self) -> jnp.dtype:
+        given = self.reduction_dtype
+        return self.accumulation_dtype if given is None else given
+
     def _reduced(self, collective: Callable, grad: jax.Array) -> jax.Array:
         """A sum over ranks, in the type for that."""
-        grad = grad.astype(self.reduction_dtype or self.accumulation_dtype)
+        grad = grad.astype(self._sent_dtype)
         return collective(grad).astype(self.accumulation_dtype)
 
     def _reduce_scatter(self, grad: jax.Array, axes: Axes) -> jax.Array:
@@ -329,7 +334,7 @@ class Zero:
             return jax.tree.map(each, axes, tree, is_leaf=is_axes)
 
         manual = automatic_axes(self.sizes)
-        narrow = (self.reduction_dtype or self.accumulation_dtype).itemsize < 4
+        narrow = self._sent_dtype.itemsize < 4
         if not narrow and all(self.sizes[axis] == 1 for axis in manual):
             return local(tree)
         specs = [

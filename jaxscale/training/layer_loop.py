@@ -141,7 +141,8 @@ class _Carry(NamedTuple):
 def make_group_pass(
     model: Model, layout: Layout, zero: Zero, *, unroll_layers: bool = False
 ) -> GroupPass:
-    """For use in a `shard_map` in which pipeline, data and fsdp are manual.
+    """The pass over a model's layers, forward and back, for use in a `shard_map` in which pipeline,
+    data and fsdp are manual.
 
     Args:
       unroll_layers: unrolls the loops over layers, for XLA's cost analysis, which counts the body

@@ -105,6 +105,21 @@ def ragged_all_to_all(
     return output
 
 
+def on_mesh(sizes, local, in_specs, out_specs):
+    """`local` with the axes manual that are so in a step, compiled."""
+    devices = jax.devices()[: np.prod(sizes)]
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 6, devices=devices),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(MANUAL_AXES),
+            check_vma=False,
+        )
+    )
+
+
 CASES = [(sizes, factor, False) for sizes in MESHES for factor in (0.0, 1.0)]
 CASES += [(sizes, 0.0, True) for sizes in (MESHES[2], MESHES[4])]
 
@@ -133,22 +148,10 @@ def test_every_mesh_gives_what_one_device_does(sizes, factor, ragged, monkeypatc
         return y, (dx, *dweights, dgates), summed(count, ("data", "fsdp", "expert"))
 
     arguments = ROWS, *[EXPERTS] * 4, ROWS
-    run = jax.shard_map(
-        local,
-        mesh=jax.make_mesh(
-            sizes,
-            MESH_AXES,
-            axis_types=(AxisType.Auto,) * 6,
-            devices=jax.devices()[: np.prod(sizes)],
-        ),
-        in_specs=(arguments, ROWS, ROWS),
-        out_specs=(ROWS, arguments, PartitionSpec()),
-        axis_names=set(MANUAL_AXES),
-        check_vma=False,
-    )
+    run = on_mesh(sizes, local, (arguments, ROWS, ROWS), (ROWS, arguments, PartitionSpec()))
     (x, *weights, gates), experts, dy = example()
     dealt = (x[:, order], *weights, gates[:, order]), experts[:, order], dy[:, order]
-    y, (dx, *dweights, dgates), count = jax.jit(run)(*dealt)
+    y, (dx, *dweights, dgates), count = run(*dealt)
     capacity = capacity_of(factor, T, K, E)
     result, gradients = wanted(capacity)
     assert count == kept(capacity).sum()
@@ -207,21 +210,8 @@ def test_matmuls_of_8_bits_are_the_same_on_every_mesh(sizes, dtype):
             dup = jax.lax.psum(dup, summed) if summed else dup
             return expert_rows(wide, y, jnp.asarray(back[: len(up)]), plan), dx, dup
 
-        y, dx, dup = jax.jit(
-            jax.shard_map(
-                local,
-                mesh=jax.make_mesh(
-                    sizes,
-                    MESH_AXES,
-                    axis_types=(AxisType.Auto,) * 6,
-                    devices=jax.devices()[: np.prod(sizes)],
-                ),
-                in_specs=(ROWS, EXPERTS, ROWS, ROWS),
-                out_specs=(ROWS, ROWS, EXPERTS),
-                axis_names=set(MANUAL_AXES),
-                check_vma=False,
-            )
-        )(x[:, order], up, experts[:, order], dy[:, order])
+        run_there = on_mesh(sizes, local, (ROWS, EXPERTS, ROWS, ROWS), (ROWS, ROWS, EXPERTS))
+        y, dx, dup = run_there(x[:, order], up, experts[:, order], dy[:, order])
         text = np.argsort(order)
         return y[:, text], dx[:, text], dup
 
