@@ -21,6 +21,11 @@ FLASH_MATMULS = {"flash_forward": 2, "flash_query_gradients": 3, "flash_key_grad
 """Matmuls between queries and keys in a Pallas kernel that declares no FLOPs; on TPUs, and on
 GPUs."""
 
+RAGGED_DOT = 'ragged_dot_tiling="'
+"""What XLA's kernels of `ragged_dot` on TPUs all have among their attributes. Their name is the
+compiler's, and that of the traced operation is lost where it transposes the matrices. The tables of
+groups, vectors, come before the operands."""
+
 Own = Callable[[Instruction, Mapping[str, Instruction]], float | None]
 """The cost of an instruction by itself, given the instructions of its computation by name; None
 where it is the cost of the computations that it calls."""
@@ -82,14 +87,14 @@ def narrow_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> 
     flops = instruction_flops(instruction, named)
     if not flops:
         return flops
-    factors = instruction.operands[:2]
-    if instruction.opcode == "custom-call":
-        if instruction.name.startswith("ragged-dot"):
-            factors = instruction.operands[-2:]  # after the tables of groups
-        elif 'custom_call_target="__cublas' not in instruction.rest:
-            return 0.0
-    operands = [hlo.arrays(named[name].shape)[0] for name in factors]
-    return flops if all(hlo.BYTES[dtype] == 1 for dtype, _ in operands) else 0.0
+    grouped = RAGGED_DOT in instruction.rest
+    multiplies = grouped or 'custom_call_target="__cublas' in instruction.rest
+    if instruction.opcode == "custom-call" and not multiplies:
+        return 0.0
+    operands = [hlo.arrays(named[name].shape)[0] for name in instruction.operands]
+    if grouped:
+        operands = [(dtype, dims) for dtype, dims in operands if len(dims) > 1]
+    return flops if all(hlo.BYTES[dtype] == 1 for dtype, _ in operands[:2]) else 0.0
 
 
 def instruction_cycles(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:

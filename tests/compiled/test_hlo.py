@@ -184,8 +184,8 @@ def test_cycles_are_summed_without_what_the_compiler_does_not_know():
 
 
 def test_matmuls_of_8_bits_are_told_from_others():
-    """Of a matmul of each type as XLA and cuBLAS have it, and an attention kernel after the tables
-    of its mask, which are of 8 bits."""
+    """Of a matmul of each type as XLA and cuBLAS have it, a kernel of `ragged_dot` after the table
+    of its groups, and one of attention after the tables of its mask, which are of 8 bits."""
     program = hlo.parse_hlo("""
 ENTRY %main (a: s8[64,32], b: f8e5m2[64,32], c: f8e4m3fn[32,16], q: bf16[2,64,32]) -> bf16[64,16] {
   %a = s8[64,32] parameter(0)
@@ -193,16 +193,19 @@ ENTRY %main (a: s8[64,32], b: f8e5m2[64,32], c: f8e4m3fn[32,16], q: bf16[2,64,32
   %c = f8e4m3fn[32,16] parameter(2)
   %q = bf16[2,64,32] parameter(3)
   %w = bf16[32,16] parameter(4)
+  %e = s8[2,32,16] parameter(5)
+  %t = s32[2] parameter(6)
   %one = bf16[64,16] dot(%b, %c), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   %two = bf16[64,16] dot(%b, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   %three = (bf16[64,16], s8[4]) custom-call(%b, %c), custom_call_target="__cublas$lt$matmul$f8", backend_config={"lhs_contracting_dimensions":["1"]}
+  %four = s32[64,16] custom-call(%t, %a, %e), custom_call_target="tpu_custom_call", frontend_attributes={ragged_dot_tiling="64,32,16"}, backend_config={"cost_estimate":{"flops":"65536"}}
   %splash_mha_fwd.1 = bf16[2,64,32] custom-call(%a, %a, %q, %q), custom_call_target="tpu_custom_call"
   ROOT %r = bf16[64,16] add(%one, %two)
 }
 """)  # noqa: E501
     matmul, attention = 2 * 64 * 32 * 16, 0.5 * 2 * 2 * 2 * 64 * 32 * 64
     each = [computation_costs(program, own)["main"] for own in (instruction_flops, narrow_flops)]
-    assert each == [3 * matmul + attention, 2 * matmul]
+    assert each == [4 * matmul + attention, 3 * matmul]
 
 
 def test_a_mesh_that_the_program_is_not_for_is_refused():
