@@ -214,6 +214,11 @@ class Layout:
         return parse_remat(self.remat)
 
     @property
+    def single_visit(self) -> bool:
+        """Whether a step computes the gradients of each layer once."""
+        return self.pipeline == 1 and (self.accumulation == "layered" or self.microbatches == 1)
+
+    @property
     def auto(self) -> bool:
         """Whether the planner is still to choose this layout."""
         return self.schedule == AUTO

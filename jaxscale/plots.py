@@ -85,11 +85,11 @@ def _arrays(engine: Engine, parameter: Sequence[str]) -> dict[str, tuple]:
     leaf, axes, zero = engine.abstract_state.params, engine.state_axes.params, engine.zero
     for name in parameter:
         leaf, axes = leaf[name], axes[name]
-    kept = zero.update_rules if zero.scatters else zero.replicated_rules
+    single = engine.layout.single_visit
     rules = {
-        "weights": zero.param_rules,
-        "gradients": kept,
-        "optimizer state": zero.update_rules,
+        "weights": zero.state_rules,
+        "gradients": zero.accumulator_rules(single_visit=single),
+        "optimizer state": zero.state_rules,
     }
     widths = {"gradients": zero.accumulation_dtype.itemsize}
     found: dict[str, tuple] = {

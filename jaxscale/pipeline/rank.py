@@ -36,7 +36,7 @@ from jaxscale.pipeline.stages import (
     LAYERS,
     PipelineStages,
 )
-from jaxscale.sharding.resolve import ACTIVATIONS, constrain, is_axes
+from jaxscale.sharding.resolve import ACTIVATIONS, constrain
 from jaxscale.sharding.zero import Zero
 
 Tree = Any
@@ -70,7 +70,7 @@ class StackPart(NamedTuple):
     number: int
     stack: Stack
     kinds: tuple[Split, ...]  # the operations of each kind of layer
-    layers: Tree  # parameters, [chunks * capacity, ...]
+    layers: Tree  # parameters at rest, or gathered and kept, [chunks * capacity, ...]
 
     @property
     def name(self) -> str:
@@ -120,6 +120,8 @@ class Rank:
             layers = params[stack.name]
             axes = zero.layer_axes(stack.name)
             layer = jax.eval_shape(lambda x, a=axes: zero.gather(at(x, 0), a), layers)
+            if zero.keeps:
+                layers = zero.gather(layers, zero.axes[stack.name])
             context = first, jax.ShapeDtypeStruct((), jnp.int32)
             kinds = tuple(
                 split(remat(one), layer, *split_stream(stack, stream), context)
@@ -130,7 +132,7 @@ class Rank:
             _check_alike(stack, kinds)
             parts.append(StackPart(number, stack, kinds, layers))
         held = {name: jnp.asarray(values[0]) for name, values in chunks.items()}
-        only_chunk = None
+        only_chunk, zero = None, zero.kept
         if zero.gathers and stages.table.order.virtual_stages == 1 and not stages.by_layer:
             only_chunk = {p.name: zero.gather(p.layers, zero.axes[p.name]) for p in parts}
         return cls(
@@ -161,7 +163,7 @@ class Rank:
         """Zeros to sum the gradients in."""
         model, zero, axes = self.model, self.zero, self.zero.axes
         return {
-            **{part.name: zero.zeros(part.layers, axes[part.name]) for part in self.parts},
+            **{p.name: zero.zeros(params[p.name], axes[p.name]) for p in self.parts},
             "embed": zero.zeros(params["embed"], axes["embed"]),
             "head": zero.zeros(head_params(model, params), head_params(model, axes)),
         }
@@ -208,7 +210,7 @@ class Rank:
         return State(
             made={name: jnp.zeros(x.shape, x.dtype) for name, x in self.stream.items()},
             buffers=found,
-            weights=self._placed_zeros(chunk, axes) if gathers else None,
+            weights=zero.room(chunk, axes) if gathers else None,
             pending=zero.accumulators(chunk, axes) if reduces and grads else None,
             grads=grads,
             sums=zero_sums(self.model, zero.loss_dtype),
@@ -337,16 +339,6 @@ class Rank:
         size = self.stages.capacity(part.number)
         shards = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, begin, size), part.layers)
         return self.zero.gather(shards, self.zero.axes[part.name])
-
-    def _placed_zeros(self, shapes: Tree, axes: Tree) -> Tree:
-        return jax.tree.map(
-            lambda axes, x: constrain(
-                jnp.zeros(x.shape, x.dtype), axes, self.zero.sizes, self.zero.replicated_rules
-            ),
-            axes,
-            shapes,
-            is_leaf=is_axes,
-        )
 
     def add_gradients(
         self, state: State, row: Row, part: StackPart, index: jax.Array, dweights: Tree

@@ -115,7 +115,7 @@ def _pipeline(engine: Engine) -> list[str]:
         outer, axes, whole, zero.sizes, zero.compute_dtype.itemsize
     )
     rows = [*summary.table_rows(engine.stages)]
-    if zero.gathers or zero.reduces:
+    if zero.kept.gathers or zero.reduces:
         rows.append(("over fsdp", f"a {engine.layout.pipeline_gather} at a time"))
     if padding := _padding(engine):
         rows.append(
@@ -131,14 +131,13 @@ def _padding(engine: Engine) -> int:
     zero, state, axes = engine.zero, engine.abstract_state, engine.state_axes
     empty = {name: float((rows < 0).mean()) for name, rows in engine.placement.layer_of_row.items()}
     total = 0.0
-    for tree, names, rules in (
-        (state.params, axes.params, zero.param_rules),
-        (state.opt_state, axes.opt_state, zero.update_rules),
-    ):
+    for tree, names in ((state.params, axes.params), (state.opt_state, axes.opt_state)):
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         for (path, leaf), one in zip(leaves, jax.tree.leaves(names, is_leaf=is_axes), strict=True):
             if "layers" in one:
-                total += empty[stack_of(path, empty)] * _bytes(leaf, one, rules, zero.sizes)
+                total += empty[stack_of(path, empty)] * _bytes(
+                    leaf, one, zero.state_rules, zero.sizes
+                )
     return round(total)
 
 
@@ -153,20 +152,23 @@ def _buffers(engine: Engine) -> dict[str, int]:
 
 
 def _stages(engine: Engine) -> str:
-    """Bytes at rest on a device for each stage; only fsdp, context and tensor divide them."""
-    rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "optimizer", "together")]
+    """Bytes of the model on a device for each stage; only fsdp, context and tensor divide them."""
+    names = ("parameters", "gradients", "optimizer", "gathered weights", "together")
+    rows: list[tuple[str, ...]] = [("", *names)]
     state, axes = engine.abstract_state, engine.state_axes
-    width = engine.zero.accumulation_dtype.itemsize
+    width, narrow = engine.zero.accumulation_dtype.itemsize, engine.zero.compute_dtype.itemsize
     for stage in range(4):
         zero = dataclasses.replace(engine.zero, stage=stage)
-        params = tree_bytes(state.params, axes.params, zero.param_rules, zero.sizes)
-        rules = zero.update_rules if zero.scatters else zero.replicated_rules
+        at_rest, whole = zero.state_rules, zero.replicated_rules
+        params = tree_bytes(state.params, axes.params, at_rest, zero.sizes)
+        rules = zero.accumulator_rules(single_visit=engine.layout.single_visit)
         grads = tree_bytes(state.params, axes.params, rules, zero.sizes, width)
-        moments = tree_bytes(state.opt_state, axes.opt_state, zero.update_rules, zero.sizes)
+        moments = tree_bytes(state.opt_state, axes.opt_state, at_rest, zero.sizes)
+        kept = tree_bytes(state.params, axes.params, whole, zero.sizes, narrow) if zero.keeps else 0
         chosen = " *" if stage == engine.zero.stage else ""
-        sizes = (params, grads, moments, params + grads + moments)
+        sizes = (params, grads, moments, kept, params + grads + moments + kept)
         rows.append((f"zero {stage}{chosen}", *(human_bytes(size) for size in sizes)))
-    return "bytes at rest on each device\n" + table(rows)
+    return "bytes of the model on each device in a step\n" + table(rows)
 
 
 def _zero_axes(layout: Layout) -> str:
@@ -211,7 +213,7 @@ def traced_memory(engine: Engine) -> tuple[int, int]:
     executor, else the residuals of the layers, all of which tensor is taken to divide.
     """
     between, zero, layout, config = state_bytes(engine), engine.zero, engine.layout, engine.config
-    rules = zero.update_rules if zero.scatters else zero.replicated_rules
+    rules = zero.accumulator_rules(single_visit=layout.single_visit)
     width = zero.accumulation_dtype.itemsize
     grads = tree_bytes(
         engine.abstract_state.params, engine.state_axes.params, rules, zero.sizes, width
@@ -331,7 +333,7 @@ def _parameters(engine: Engine) -> str:
                 ", ".join(axes),
                 mesh_axes,
                 " x ".join(map(str, leaf.shape)),
-                human_bytes(_bytes(leaf, axes, engine.zero.param_rules, engine.zero.sizes)),
+                human_bytes(_bytes(leaf, axes, engine.zero.state_rules, engine.zero.sizes)),
             )
         )
     return table(rows)

@@ -3,7 +3,7 @@ that follow. For use in a `shard_map` in which pipeline, data, fsdp and expert a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from jaxscale.sharding.resolve import (
     Rules,
     automatic_axes,
     automatic_part,
+    constrain,
     constrain_to,
     is_axes,
     resolve,
@@ -47,13 +48,16 @@ class Zero:
     the part over the manual axes alone would be of other features. There are rows or ranks of
     context, never both.
 
-    A step that visits each layer once (one micro-batch, or layered accumulation) reduces a layer's
-    gradients at that visit, over every replica, so that this communication overlaps the next
-    layer's compute; stage 1 then accumulates in shards, as stage 2 does.
+    From stage 1 on the parameters at rest are shards, as the optimizer's state is: they are the
+    float32 weights of the paper's mixed precision. Stages 1 and 2 gather each layer once a step, in
+    the compute type, in the first forward pass, and keep it; stage 3 gathers it for each pass.
+
+    A step computes a layer's gradients in one visit for each accumulation group. Stages 2 and 3
+    reduce-scatter those of every visit. The reductions that remain are the last visit's, so that
+    they overlap the next layer's compute.
     """
 
     stage: int
-    single_visit: bool  # whether a step visits each layer's gradients once
     sizes: Mapping[str, int]  # of the mesh axes
     axes: Tree  # the parameters' tree of logical axes
     compute_dtype: jnp.dtype
@@ -66,6 +70,7 @@ class Zero:
     # have no such reduce-scatter, and would need a second buffer for the all-reduce.
     ranks_apart: bool = False
     reduction_dtype: jnp.dtype | None = None  # None is the accumulation type
+    has_gathered: bool = False  # whether the weights that it is given were gathered, and kept
 
     @property
     def replicated_rules(self) -> Rules:
@@ -73,15 +78,15 @@ class Zero:
         return {**self.rules, **REPLICATED_WEIGHTS}
 
     @property
-    def param_rules(self) -> Rules:
-        """Of parameters at rest."""
-        return self.rules if self.stage >= 3 else self.replicated_rules
-
-    @property
-    def update_rules(self) -> Rules:
-        """Of the optimizer's inputs and state: the reduced gradients of a step, moments, and the
-        parameters while they are updated."""
+    def state_rules(self) -> Rules:
+        """Of parameters at rest, of the optimizer's state, and of the reduced gradients of a
+        step."""
         return self.rules if self.stage >= 1 else self.replicated_rules
+
+    def accumulator_rules(self, *, single_visit: bool) -> Rules:
+        """Of gradients while they are summed, in a step that computes each layer's once, or more
+        often."""
+        return self.state_rules if self.scatters or single_visit else self.replicated_rules
 
     def layer_axes(self, stack: str) -> Tree:
         """The axes of one layer, a slice of a stack."""
@@ -100,18 +105,39 @@ class Zero:
     @property
     def gathers(self) -> bool:
         """Whether weights must be gathered before they are used."""
-        return self.stage == 3 and max(self.sizes["fsdp"], self.sizes["context"]) > 1
+        several = max(self.sizes["fsdp"], self.sizes["context"]) > 1
+        return self.stage >= 1 and several and not self.has_gathered
 
     @property
-    def reduces(self) -> bool:
-        """Whether a visit's gradients are reduced at once."""
-        over_replicas = self.single_visit and max(self.sizes["data"], self.sizes["expert"]) > 1
-        return over_replicas or ((self.scatters or self.single_visit) and self.sizes["fsdp"] > 1)
+    def keeps(self) -> bool:
+        """Whether weights are kept for the rest of a step when they have been gathered."""
+        return self.gathers and self.stage < 3
+
+    @property
+    def kept(self) -> "Zero":
+        """The same for weights that were gathered and kept."""
+        return replace(self, has_gathered=self.has_gathered or self.keeps)
 
     @property
     def scatters(self) -> bool:
-        """Whether a visit's gradients are reduce-scattered."""
-        return self.stage >= 2 or (self.stage == 1 and self.single_visit)
+        """Whether every visit leaves shards of gradients."""
+        return self.stage >= 2
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the gradients of every visit are reduced."""
+        return self.scatters and self.sizes["fsdp"] > 1
+
+    @property
+    def scatters_last(self) -> bool:
+        """Whether gradients are whole until the last visit leaves shards."""
+        return self.stage == 1 and self.sizes["fsdp"] > 1
+
+    @property
+    def remains(self) -> bool:
+        """Whether more than vectors remains to be reduced over replicas by the last visit."""
+        replicas = max(self.sizes["data"], self.sizes["expert"])
+        return replicas > 1 or (self.stage < 2 and self.sizes["fsdp"] > 1)
 
     def _blocks_over(self, rules: Rules) -> str | None:
         """The automatic axis that has a block of an array each."""
@@ -120,7 +146,7 @@ class Zero:
 
     def apart(self, params: Tree) -> Tree:
         """Parameters as they are inside the `shard_map`."""
-        axis = self._blocks_over(self.param_rules)
+        axis = self._blocks_over(self.state_rules)
 
         def reshaped(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
             return *shape[:dim], self.sizes[axis or ""], -1, *shape[dim + 1 :]
@@ -134,7 +160,7 @@ class Zero:
             return *shape[:dim], -1, *shape[dim + 2 :]
 
         return (
-            _reshaped(self.axes, grads, reshaped) if self._blocks_over(self.update_rules) else grads
+            _reshaped(self.axes, grads, reshaped) if self._blocks_over(self.state_rules) else grads
         )
 
     def apart_spec(self, axes: Axes, rules: Rules) -> PartitionSpec:
@@ -148,6 +174,8 @@ class Zero:
 
     def gather(self, shards: Tree, axes: Tree) -> Tree:
         """Weights as the model uses them: in the compute type, gathered over fsdp and context."""
+        if self.has_gathered:
+            return shards
 
         def one(axes, shard):
             weight = shard.astype(weight_dtype(axes, self.compute_dtype))
@@ -161,7 +189,7 @@ class Zero:
                 return weight
             return jax.lax.all_gather(weight, tuple(over), axis=dim, tiled=True)
 
-        given = _Form(self.param_rules, apart=True)
+        given = _Form(self.state_rules, apart=True)
         return self._collectively(one, axes, shards, given, _Form(self.replicated_rules))
 
     def gather_part(self, shards: Tree, part: str) -> Tree:
@@ -174,23 +202,18 @@ class Zero:
         return jax.tree.map(lambda weight: weight.astype(self.loss_dtype), weights)
 
     def reduce(self, grads: Tree, axes: Tree) -> Tree:
-        """Reduces the gradients of one visit: to shards where the stage allows, and over all
-        replicas where it is the only visit."""
+        """Reduces the gradients of one visit: to shards from stage 2 on."""
 
         def one(axes, grad):
             grad = grad.astype(self.accumulation_dtype)
-            if self.scatters:
-                grad = self._reduce_scatter(grad, axes)
-            return self._sum_replicas(grad, axes) if self.single_visit else grad
+            return self._reduce_scatter(grad, axes) if self.scatters else grad
 
         # Given so that each rank of context is given the sum of its features alone.
-        given = _Form(self.update_rules)
+        given = _Form(self.state_rules)
         return self._collectively(one, axes, grads, given, given._replace(apart=True))
 
-    def finish(self, grads: Tree) -> Tree:
-        """The reductions over replicas that remain at the end of a step."""
-        if self.single_visit:
-            return grads
+    def finish(self, grads: Tree, axes: Tree) -> Tree:
+        """The reductions over replicas that remain for the sum of all visits."""
 
         def one(axes, grad):
             if self.stage == 1 and "outer_embed" in axes and self.sizes["fsdp"] > 1:
@@ -204,27 +227,38 @@ class Zero:
                 grad = self._reduce_over_pipeline(grad, axes)
             return self._sum_replicas(grad, axes)
 
-        form = _Form(self.update_rules, apart=True)
-        return self._collectively(one, self.axes, grads, form, form)
+        form = _Form(self.state_rules, apart=True)
+        return self._collectively(one, axes, grads, form, form)
 
-    def zeros(self, params: Tree, axes: Tree) -> Tree:
-        """Accumulators of gradients: shards where visits leave shards, else whole."""
+    def zeros(self, params: Tree, axes: Tree, *, finished: bool = False) -> Tree:
+        """Accumulators of gradients: shards where visits leave shards, else whole.
 
-        given, block = self._blocks_over(self.param_rules), self._blocks_over(self.update_rules)
+        Args:
+          params: at rest.
+          finished: zeros as the gradients are when no reduction remains.
+        """
+        more = {"embed": 1, "outer_embed": 1}
+        if not finished:
+            whole = self.sizes["fsdp"] if self.stage == 1 else 1
+            more = {"embed": whole, "outer_embed": whole * self.sizes["pipeline"]}
 
         def one(axes, param):
-            shape = list(param.shape)
-            dim = _sharded_dim(axes)
+            shape, dim = list(param.shape), _sharded_dim(axes)
             if dim is not None:
-                if block and not given:
-                    blocks = self.sizes[block]
-                    shape[dim : dim + 1] = [blocks, shape[dim] // blocks]
-                last = dim + (block is not None)
-                shape[last] //= self.sizes["fsdp"] if self.scatters and self.stage < 3 else 1
-                shape[last] *= self.sizes["pipeline"] if "outer_embed" in axes else 1
-            return self._accumulator(shape, self.apart_spec(axes, self.update_rules))
+                shape[dim + (self._blocks_over(self.state_rules) is not None)] *= more[axes[dim]]
+            return self._accumulator(shape, self.apart_spec(axes, self.state_rules))
 
         return jax.tree.map(one, axes, params, is_leaf=is_axes)
+
+    def room(self, weights: Tree, axes: Tree) -> Tree:
+        """Arrays for gathered weights, of these shapes and types."""
+        rules = self.replicated_rules
+        return jax.tree.map(
+            lambda axes, x: constrain(jnp.zeros(x.shape, x.dtype), axes, self.sizes, rules),
+            axes,
+            weights,
+            is_leaf=is_axes,
+        )
 
     def running_sum(self, weights: Tree, axes: Tree, microbatches: Tree) -> Tree | None:
         """Accumulators for the gradients of whole weights over an accumulation group, [G, ...];
@@ -236,9 +270,7 @@ class Zero:
     def accumulators(self, weights: Tree, axes: Tree) -> Tree:
         """Zeros for the gradients of whole weights."""
         return jax.tree.map(
-            lambda axes, x: self._accumulator(
-                x.shape, resolve(axes, self.update_rules, self.sizes)
-            ),
+            lambda axes, x: self._accumulator(x.shape, resolve(axes, self.state_rules, self.sizes)),
             axes,
             weights,
             is_leaf=is_axes,

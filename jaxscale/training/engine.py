@@ -188,11 +188,7 @@ def make_engine(
     recomputing = functools.partial(rematerialised_attention, remat=layout.remat_policy)
     trained = make(config.model, recomputing(kernels))
     gradients = make_gradients(trained, layout, zero, mesh, stages, unroll_layers=unroll_layers)
-    # ZeRO stages 1 and 2 update shards of the parameters, then gather them again.
-    update_shardings = resolve_tree(axes.params, zero.update_rules, mesh, shapes.params)
-    step = make_step(
-        config, built, rows, gradients, optimizer, frozen, _shardings(state), update_shardings
-    )
+    step = make_step(config, built, rows, gradients, optimizer, frozen, _shardings(state))
     evaluated = make(config.model, evaluation_kernels(kernels))
     evaluated = getattr(evaluated, "evaluated", evaluated)
     evaluate = _make_evaluate(make_loss(evaluated, layout, zero, mesh, stages))
@@ -255,7 +251,7 @@ def _make_optimizer(
         steps=config.schedule_steps,
         axes=axes,
         frozen=frozen,
-        by_layer=functools.partial(_by_layer, mesh, zero.update_rules, rules),
+        by_layer=functools.partial(_by_layer, mesh, zero.state_rules, rules),
     )
 
 
@@ -286,10 +282,8 @@ def _make_zero(
     config: Config, mesh: Mesh, model: Model, stages: PipelineStages | None, rules: Rules
 ) -> Zero:
     layout = config.layout
-    single_visit = layout.accumulation == "layered" or layout.microbatches == 1
     return Zero(
         layout.zero_stage,
-        single_visit and stages is None,
         layout.sizes,
         spread_outer(model.axes, layout.sizes, _width(model)),
         jnp.dtype(config.model.compute_dtype),
@@ -306,8 +300,8 @@ def _placed(
     """The shapes of a state with the shardings that it has between steps."""
     shardings = TrainState(
         replicated(mesh),
-        resolve_tree(axes.params, zero.param_rules, mesh, shapes.params),
-        resolve_tree(axes.opt_state, zero.update_rules, mesh, shapes.opt_state),
+        resolve_tree(axes.params, zero.state_rules, mesh, shapes.params),
+        resolve_tree(axes.opt_state, zero.state_rules, mesh, shapes.opt_state),
         jax.tree.map(lambda leaf: replicated(mesh), shapes.guard),
     )
     if config.layout.offloads("optimizer"):

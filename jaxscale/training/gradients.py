@@ -1,6 +1,7 @@
 """Loss and gradients of a step, summed over micro-batches and replicas."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,7 @@ from jaxscale.sharding.specs import (
     TABLE_COLUMNS,
 )
 from jaxscale.sharding.zero import Zero
-from jaxscale.training.layer_loop import make_group_pass
+from jaxscale.training.layer_loop import Accumulated, GroupPass, Visit, make_group_pass
 from jaxscale.training.layer_scan import each
 from jaxscale.training.remat import rematerialised
 
@@ -53,34 +54,63 @@ def make_gradients(
     """
     if stages is not None:
         return _pipelined(model, layout, zero, mesh, stages)
-    group_pass = make_group_pass(model, layout, zero, unroll_layers=unroll_layers)
-    group = 1 if layout.accumulation == "sequential" else layout.microbatches
+    count = 1 if layout.accumulation == "layered" else layout.microbatches
+    spans = _group_spans(zero, count)
     # One set of arrays for the residuals of all groups: in each, XLA would fill new ones with zeros
     # and copy them. Not on TPUs, where a step needed more memory and moved as many bytes; nor where
     # layers prefetch, as the scheduler for GPUs then hid fewer gathers.
     offloads = layout.offloads("activations") or layout.remat_policy.offloads
-    reuses = layout.microbatches > group and not (zero.gathers or offloads)
-    reuses = reuses and mesh.devices.flat[0].platform != "tpu"
+    reuses = not (zero.kept.gathers or offloads) and mesh.devices.flat[0].platform != "tpu"
 
     def local(params: Tree, batch: Batch) -> tuple[Sums, Tree]:
-        groups = split_batch(batch, layout.microbatches // group, group)
-        sums = zero_sums(model, zero.loss_dtype)
-        saved = group_pass.empty(params, at(groups, 0), sums) if reuses else None
-        carry = sums, zero.zeros(params, zero.axes), saved
-        (sums, grads, _), _ = each(
-            lambda carry, batch: (group_pass.run(params, batch, *carry), None), carry, groups
-        )
-        return zero.total(sums), zero.finish(grads)
+        groups = split_batch(batch, count, layout.microbatches // count)
+        weights, grads = params, zero.zeros(params, zero.axes, finished=count == 1)
+        done, visit = Accumulated(zero_sums(model, zero.loss_dtype), grads), None
+        for begin, end in spans:
+            visit = Visit(first=begin == 0, last=end == count == begin + 1)
+            one = make_group_pass(model, layout, zero, visit, unroll_layers=unroll_layers)
+            if visit.last and begin and zero.scatters_last:
+                grads = zero.zeros(params, zero.axes, finished=True)
+                done = done._replace(grads=grads, earlier=done.grads)
+            if reuses and count - begin > 1 and not (visit.first and zero.keeps):
+                saved = done.saved or one.empty(weights, at(groups, begin), done.sums)
+                done = done._replace(saved=saved)
+            some = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], groups)
+            weights, done = _each_group(one, weights, some, done)
+        assert visit is not None, "a step has an accumulation group"
+        # What remains otherwise are vectors.
+        grads = done.grads if visit.last else zero.finish(done.grads, zero.axes)
+        return zero.total(done.sums), grads
 
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS),
-        out_specs=(REPLICATED, _manual_specs(zero, zero.update_rules)),
+        in_specs=(_manual_specs(zero, zero.state_rules), BATCH_ROWS),
+        out_specs=(REPLICATED, _manual_specs(zero, zero.state_rules)),
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
     return functools.partial(_with_rows, zero, run)
+
+
+def _group_spans(zero: Zero, count: int) -> list[tuple[int, int]]:
+    """The accumulation groups that one loop goes through, from one to the next: the first group is
+    apart where it keeps the weights that it gathers, and the last one where it reduces what
+    remains."""
+    apart = {1} if zero.keeps else set()
+    apart |= {count - 1} if zero.remains else set()
+    return list(itertools.pairwise(sorted({0, count, *apart})))
+
+
+def _each_group(
+    group_pass: GroupPass, weights: Tree, groups: Batch, done: Accumulated
+) -> tuple[Tree, Accumulated]:
+    """`GroupPass.run` for groups [N, G, ...]; only a single one's weights may be other ones."""
+    if jax.tree.leaves(groups)[0].shape[0] == 1:
+        return group_pass.run(weights, at(groups, 0), done)
+    return weights, jax.lax.scan(
+        lambda done, batch: (group_pass.run(weights, batch, done)[1], None), done, groups
+    )[0]
 
 
 def _with_rows(zero: Zero, run: Callable, params: Tree, *others: Any) -> tuple[Sums, Tree]:
@@ -107,13 +137,13 @@ def _pipelined(
             chunks,
             row_major=row_major,
         )
-        return zero.total(sums), zero.finish(grads)
+        return zero.total(sums), zero.finish(grads, zero.axes)
 
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS, TABLE_COLUMNS, CHUNKS),
-        out_specs=(REPLICATED, _manual_specs(zero, zero.update_rules)),
+        in_specs=(_manual_specs(zero, zero.state_rules), BATCH_ROWS, TABLE_COLUMNS, CHUNKS),
+        out_specs=(REPLICATED, _manual_specs(zero, zero.state_rules)),
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
@@ -154,7 +184,7 @@ def pipeline_buffers(
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS, CHUNKS),
+        in_specs=(_manual_specs(zero, zero.state_rules), BATCH_ROWS, CHUNKS),
         out_specs=PER_MANUAL_RANK,
         axis_names=set(MANUAL_AXES),
         check_vma=False,
@@ -185,7 +215,7 @@ def make_loss(
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS),
+        in_specs=(_manual_specs(zero, zero.state_rules), BATCH_ROWS),
         out_specs=REPLICATED,
         axis_names=set(MANUAL_AXES),
         check_vma=False,
@@ -206,7 +236,7 @@ def _pipelined_loss(
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.param_rules), BATCH_ROWS, TABLE_COLUMNS, CHUNKS),
+        in_specs=(_manual_specs(zero, zero.state_rules), BATCH_ROWS, TABLE_COLUMNS, CHUNKS),
         out_specs=REPLICATED,
         axis_names=set(MANUAL_AXES),
         check_vma=False,

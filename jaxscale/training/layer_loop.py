@@ -14,8 +14,10 @@ its forward pass and B its backward pass, over all G micro-batches. With L = 3:
     reduce       |    |    |    |      |    | dW2 | dW1 | dW0
 
 The last layer's backward pass reuses the weights of its forward pass: 2L - 1 gathers of layer
-weights and L reductions of layer gradients per group. Residuals that are offloaded to host memory
-are prefetched with the weights. A layout without collectives and offload prefetches nothing.
+weights and L reductions of layer gradients per group. In ZeRO stages 1 and 2 the first group keeps
+the weights that its forward pass gathers, for the rest of the step: L gathers. Reductions that no
+stage does for every group are the last one's. Residuals that are offloaded to host memory are
+prefetched with the weights. A layout without collectives and offload prefetches nothing.
 
 A model with several stacks goes through them one after the other, and back. Layers whose static
 settings repeat with a period are looped over a period at a time.
@@ -24,7 +26,7 @@ Letters: G micro-batches, L layers of a stack.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -38,13 +40,14 @@ from jaxscale.models.protocol import (
     Stream,
     Sums,
     add_layer_sums,
+    head_params,
     layer_function,
     return_borrowed,
     split_stream,
     sum_shapes,
 )
 from jaxscale.ops.split_vjp import split_vjp
-from jaxscale.ops.stacked import add, add_at, at
+from jaxscale.ops.stacked import add, add_at, at, put
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.layer_scan import (
     Place,
@@ -55,7 +58,7 @@ from jaxscale.training.layer_scan import (
     each,
     one_layer,
 )
-from jaxscale.training.outer_passes import enter, enter_backward, head_pass
+from jaxscale.training.outer_passes import enter, enter_backward, gather_head, head_pass
 from jaxscale.training.remat import from_host, rematerialised, to_host
 
 Tree = Any
@@ -64,19 +67,40 @@ Saved = tuple[SavedLayers | None, ...]
 """The residuals of each stack."""
 
 
+class Visit(NamedTuple):
+    """Which of a step's groups visit the layers."""
+
+    first: bool  # among them the first one
+    last: bool  # the last one, alone
+
+    @property
+    def only(self) -> bool:
+        """Whether a step visits each layer once."""
+        return self.first and self.last
+
+
+class Accumulated(NamedTuple):
+    """What the groups of a step hand on from one to the next."""
+
+    sums: Sums
+    grads: Tree  # sums of gradients; after the last group, reduced
+    # Those of the groups before the last one, where the reduced ones are arrays of another shape.
+    earlier: Tree = None
+    saved: Saved | None = None  # arrays that residuals are written into; None: into new ones
+
+
 class GroupPass(NamedTuple):
     """Loss and gradients of an accumulation group, and the residuals that lie in between.
 
-    - `run(params, batch, sums, grads, saved) -> (sums, grads, saved)` adds the losses and gradients
-      of a group. Residuals are written into `saved`; where it is None, into new arrays, which are
-      not returned.
+    - `run(params, batch, before) -> (weights, after)` adds the losses and gradients of a group. The
+      weights are those that later groups of a step begin with: gathered and kept, or as at rest.
     - `empty(params, batch, sums) -> saved`: arrays that the residuals of every group fit, for
       layers that prefetch nothing.
 
     The fields of `batch` are [G, ...].
     """
 
-    run: Callable[[Tree, Batch, Sums, Tree, Saved | None], tuple[Sums, Tree, Saved | None]]
+    run: Callable[[Tree, Batch, Accumulated], tuple[Tree, Accumulated]]
     empty: Callable[[Tree, Batch, Sums], Saved]
 
 
@@ -86,6 +110,7 @@ class _Loop:
 
     stack: Stack
     zero: Zero
+    visit: Visit
     passes: tuple[tuple[Callable, Callable], ...]  # `split_vjp` of each kind of layer
     offload: bool  # whether residuals are in host memory between the passes
     unroll: bool
@@ -101,6 +126,11 @@ class _Loop:
         """Whether a layer needs weights or residuals that take time to arrive."""
         return self.zero.gathers or self.offload
 
+    @property
+    def reduces(self) -> bool:
+        """Whether a layer's gradients are reduced over ranks, during the layer below."""
+        return self.zero.reduces or (self.visit.last and self.zero.remains)
+
 
 class _Prefetched(NamedTuple):
     """What was fetched for a layer during the compute before it; None: read when it begins."""
@@ -112,16 +142,18 @@ class _Prefetched(NamedTuple):
 class _Inputs(NamedTuple):
     """What the passes read from."""
 
-    layers: Tree  # parameters as they are sharded, [L, ...]
+    layers: Tree  # parameters as at rest, or gathered and kept, [L, ...]
     batch: Batch  # [G, ...]
     shared: Stream  # [G, ...]
     # Without prefetched ones; in the forward pass, the arrays that they are written into.
     residuals: SavedLayers | None
+    earlier: Tree = None  # gradients of the groups before, if not in the accumulators
 
 
 class _Passed(NamedTuple):
     """What the forward pass of a stack leaves for its backward pass."""
 
+    layers: Tree  # parameters that it reads weights from, [L, ...]
     entered: Stream  # before the stack, [G, ...]
     shared: Stream  # [G, ...]
     last_layer: _Prefetched
@@ -139,31 +171,29 @@ class _Carry(NamedTuple):
 
 
 def make_group_pass(
-    model: Model, layout: Layout, zero: Zero, *, unroll_layers: bool = False
+    model: Model, layout: Layout, zero: Zero, visit: Visit, *, unroll_layers: bool = False
 ) -> GroupPass:
     """The pass over a model's layers, forward and back, for use in a `shard_map` in which pipeline,
     data and fsdp are manual.
 
     Args:
+      visit: that of the groups that it is for.
       unroll_layers: unrolls the loops over layers, for XLA's cost analysis, which counts the body
         of a loop once.
     """
     offload = layout.offloads("activations")
+    zero = zero if visit.first else zero.kept
 
     def make_loop(stack: Stack) -> _Loop:
         layers = [layer_function(stack, kind) for kind in range(stack.period)]
         passes = [split_vjp(rematerialised(layer, layout.remat_policy)) for layer in layers]
         first = stack.name == model.stacks[0].name
-        return _Loop(stack, zero, tuple(passes), offload, unroll_layers, first)
+        return _Loop(stack, zero, visit, tuple(passes), offload, unroll_layers, first)
 
     loops = [make_loop(stack) for stack in model.stacks]
 
-    def run(
-        params: Tree, batch: Batch, sums: Sums, grads: Tree, saved: Saved | None
-    ) -> tuple[Sums, Tree, Saved | None]:
-        into = saved or (None,) * len(loops)
-        sums, grads, written = _group_pass(model, zero, loops, params, batch, sums, grads, into)
-        return sums, grads, saved and written
+    def run(params: Tree, batch: Batch, before: Accumulated) -> tuple[Tree, Accumulated]:
+        return _group_pass(model, zero, loops, visit, params, batch, before)
 
     def empty(params: Tree, batch: Batch, sums: Sums) -> Saved:
         def forward(params: Tree, batch: Batch, sums: Sums) -> Saved:
@@ -182,21 +212,40 @@ def _group_pass(
     model: Model,
     zero: Zero,
     loops: Sequence[_Loop],
+    visit: Visit,
     params: Tree,
     batch: Batch,
-    sums: Sums,
-    grads: Tree,
-    into: Sequence[SavedLayers | None],
-) -> tuple[Sums, Tree, Saved]:
-    if zero.gathers:
+    before: Accumulated,
+) -> tuple[Tree, Accumulated]:
+    if zero.gathers and not zero.keeps:
         params, batch = _only_after(params, batch)
     embed = zero.gather(params["embed"], zero.axes["embed"])
-    stream, sums, passed = _stacks_forward(loops, params, embed, batch, sums, into)
-    sums, dhead, dstream = head_pass(model, zero, params, batch, stream, sums)
-    dembed, stacks = _stacks_backward(loops, params, embed, batch, dstream, passed, grads)
-    outer = return_borrowed(model, zero.reduce(dembed, zero.axes["embed"]), dhead)
-    outer = {name: add(grads[name], grad) for name, grad in outer.items()}
-    return sums, {**outer, **stacks}, tuple(one.residuals for one in passed)
+    into = before.saved or (None,) * len(loops)
+    stream, sums, passed = _stacks_forward(loops, params, embed, batch, before.sums, into)
+    head = gather_head(model, zero, params, embed)
+    sums, dhead, dstream = head_pass(model, zero, head, batch, stream, sums)
+    earlier = before.grads if before.earlier is None else before.earlier
+    head_axes = head_params(model, zero.axes)
+    if visit.last:
+        if not visit.only:  # what the head borrows is among the embedding's
+            own = {name: dhead[name] for name in earlier["head"]}
+            dhead = {**dhead, **add(earlier["head"], own)}
+        dhead = zero.finish(dhead, head_axes)
+    dembed, stacks = _stacks_backward(loops, embed, batch, dstream, passed, before)
+    dembed = zero.reduce(dembed, zero.axes["embed"])
+    if visit.last:
+        dembed = dembed if visit.only else add(earlier["embed"], dembed)
+        dembed = zero.finish(dembed, zero.axes["embed"])
+    outer = return_borrowed(model, dembed, dhead)
+    if not visit.last:
+        outer = {name: add(before.grads[name], grad) for name, grad in outer.items()}
+    saved = before.saved and tuple(one.residuals for one in passed)
+    after = Accumulated(sums, {**outer, **stacks}, saved=saved)
+    if not zero.keeps:
+        return params, after
+    kept = {loop.stack.name: one.layers for loop, one in zip(loops, passed)}
+    own = {name: head[name] for name in params["head"]}
+    return {"embed": embed, "head": own, **kept}, after
 
 
 def _stacks_forward(
@@ -213,33 +262,35 @@ def _stacks_forward(
         entered, layers = stream, params[loop.stack.name]
         x, shared = split_stream(loop.stack, enter(loop.stack, embed, stream, batch))
         own = {name: sums[name] for name in sum_shapes(loop.stack)}
-        x, own, last_layer, residuals = _forward_pass(
-            loop, _Inputs(layers, batch, shared, saved), x, own
-        )
+        inputs = _Inputs(layers, batch, shared, saved)
+        forward = _forward_pass_with_prefetch if loop.prefetches else _forward_pass
+        x, own, kept, last_layer, residuals = forward(loop, inputs, x, own)
         sums, stream = {**sums, **own}, {**x, **shared}
-        passed.append(_Passed(entered, shared, last_layer, residuals))
+        layers = layers if kept is None else kept
+        passed.append(_Passed(layers, entered, shared, last_layer, residuals))
     return stream, sums, passed
 
 
 def _stacks_backward(
     loops: Sequence[_Loop],
-    params: Tree,
     embed: Tree,
     batch: Batch,
     dstream: Stream,
     passed: list[_Passed],
-    grads: Tree,
+    before: Accumulated,
 ) -> tuple[Tree, Tree]:
-    """The gradients of the embedding, and those of each stack's layers added to `grads`."""
+    """The gradients of the embedding, and the accumulators of each stack's layers with theirs."""
     stacks, dembed = {}, None
-    for loop, (entered, shared, last_layer, residuals) in reversed(list(zip(loops, passed))):
-        name = loop.stack.name
-        layers = params[name]
+    for loop, (layers, entered, shared, last_layer, residuals) in reversed(
+        list(zip(loops, passed))
+    ):
+        name, loop = loop.stack.name, replace(loop, zero=loop.zero.kept)
         if loop.zero.gathers:
             layers, dstream = _only_after(layers, dstream)
         dx, dshared = split_stream(loop.stack, dstream)
-        carry = _Carry(dx, loop.zero.widen(dshared), last_layer, None, grads[name])
-        inputs = _Inputs(layers, batch, shared, residuals)
+        carry = _Carry(dx, loop.zero.widen(dshared), last_layer, None, before.grads[name])
+        earlier = None if before.earlier is None else before.earlier[name]
+        inputs = _Inputs(layers, batch, shared, residuals, earlier)
         dx, dshared, stacks[name] = _backward_pass(loop, inputs, carry)
         dstream = {**dx, **dshared}
         outer = loop.stack, loop.zero, embed, entered, batch
@@ -249,15 +300,14 @@ def _stacks_backward(
 
 def _forward_pass(
     loop: _Loop, inputs: _Inputs, x: Stream, sums: Sums
-) -> tuple[Stream, Sums, _Prefetched, SavedLayers | None]:
+) -> tuple[Stream, Sums, Tree, _Prefetched, SavedLayers | None]:
     """Every layer, forward.
 
     Returns:
-      x [G, ...]; the sums; the weights and residuals of the last layer, where its backward pass
-      reuses them; and the residuals of the other layers, or of all.
+      x [G, ...]; the sums; weights that were gathered and are kept, [L, ...], if any; the weights
+      and residuals of the last layer, where its backward pass reuses them; and the residuals of the
+      other layers, or of all.
     """
-    if loop.prefetches:
-        return _forward_pass_with_prefetch(loop, inputs, x, sums)
 
     def layer(carry, place):
         x, sums = carry
@@ -274,22 +324,28 @@ def _forward_pass(
         unroll=loop.unroll,
         into=inputs.residuals,
     )
-    return x, sums, _Prefetched(), residuals
+    return x, sums, None, _Prefetched(), residuals
 
 
 def _forward_pass_with_prefetch(
     loop: _Loop, inputs: _Inputs, x: Stream, sums: Sums
-) -> tuple[Stream, Sums, _Prefetched, SavedLayers | None]:
+) -> tuple[Stream, Sums, Tree, _Prefetched, SavedLayers | None]:
+    """`_forward_pass` of layers whose weights are gathered, or whose residuals are offloaded."""
     last = loop.stack.num_layers - 1
 
-    def layer(carry, place):
-        x, sums, weights = carry
-        next_weights = _gather(loop, inputs.layers, place.index + 1)
-        x, sums, residuals = _layer_forward(loop, weights, inputs, x, sums, place)
-        return (x, sums, next_weights), to_host(residuals) if loop.offload else residuals
+    def fetch(index: Index, kept: Tree) -> tuple[Tree, Tree]:
+        weights = _gather(loop, inputs.layers, index)
+        return weights, put(kept, weights, index) if loop.zero.keeps else None
 
-    carry = x, sums, _gather(loop, inputs.layers, 0)
-    (x, sums, weights), residuals = ascend(
+    def layer(carry, place):
+        x, sums, weights, kept = carry
+        next_weights, kept = fetch(place.index + 1, kept)
+        x, sums, residuals = _layer_forward(loop, weights, inputs, x, sums, place)
+        residuals = to_host(residuals) if loop.offload else residuals
+        return (x, sums, next_weights, kept), residuals
+
+    carry = x, sums, *fetch(0, _room(loop, inputs.layers))
+    (x, sums, weights, kept), residuals = ascend(
         layer, carry, last, loop.stack.period, unroll=loop.unroll
     )
     x, sums, last_residuals = _layer_forward(
@@ -298,7 +354,15 @@ def _forward_pass_with_prefetch(
     # This layer's forward and backward pass are in one region: without the barrier the compiler
     # would merge what the backward pass recomputes with the forward pass, and save it.
     last_residuals = jax.lax.optimization_barrier(last_residuals)
-    return x, sums, _Prefetched(weights, last_residuals), residuals
+    return x, sums, kept, _Prefetched(weights, last_residuals), residuals
+
+
+def _room(loop: _Loop, layers: Tree) -> Tree:
+    """Arrays for the gathered weights of a stack, [L, ...], if they are kept."""
+    if not loop.zero.keeps:
+        return None
+    axes = loop.zero.axes[loop.stack.name]
+    return loop.zero.room(jax.eval_shape(lambda x: loop.zero.gather(x, axes), layers), axes)
 
 
 def _backward_pass(loop: _Loop, inputs: _Inputs, carry: _Carry) -> tuple[Stream, Stream, Tree]:
@@ -308,10 +372,10 @@ def _backward_pass(loop: _Loop, inputs: _Inputs, carry: _Carry) -> tuple[Stream,
     def layer(carry, place):
         return _layer_backward(loop, inputs, carry, place, prefetch=loop.prefetches)
 
-    # The last layer has no gradients above it to reduce, and the first one nothing to prefetch:
-    # they are outside the loop. Without collectives there is only the loop.
+    # The last layer has no gradients above it to reduce, and its residuals may be outside the loop;
+    # the first one has nothing to prefetch. Without collectives there is only the loop.
     top, bottom, period = loop.stack.num_layers - 1, 0, loop.stack.period
-    if loop.prefetches or loop.zero.reduces:
+    if carry.prefetched.residuals is not None or loop.reduces:
         prefetch = loop.prefetches and top > 0
         carry = _layer_backward(loop, inputs, carry, Place(top, top % period), prefetch=prefetch)
         top -= 1
@@ -322,7 +386,7 @@ def _backward_pass(loop: _Loop, inputs: _Inputs, carry: _Carry) -> tuple[Stream,
         carry = _bottom_backward(loop, inputs, carry)
     grads = carry.grads
     if carry.unreduced is not None:
-        grads = _reduce_into(loop, grads, 0, carry.unreduced)
+        grads = _accumulate(loop, inputs, grads, 0, carry.unreduced)
     return carry.dx, carry.dshared, grads
 
 
@@ -380,12 +444,13 @@ def _layer_backward(
         residuals = inputs.residuals.at(here)
     prefetched = _prefetch(loop, inputs, place) if prefetch else _Prefetched()
     if unreduced is not None:
-        grads = _reduce_into(loop, grads, index + 1, unreduced)
+        grads = _accumulate(loop, inputs, grads, index + 1, unreduced)
     here = Place(now, place.kind)
     dweights, dx, dshared = _sum_gradients(loop, weights, inputs, residuals, dx, dshared, here)
-    if loop.zero.reduces:
+    if loop.reduces:
         return _Carry(dx, dshared, prefetched, dweights, grads)
-    return _Carry(dx, dshared, prefetched, None, _reduce_into(loop, grads, index, dweights))
+    grads = _accumulate(loop, inputs, grads, index, dweights)
+    return _Carry(dx, dshared, prefetched, None, grads)
 
 
 def _sum_gradients(
@@ -430,9 +495,16 @@ def _prefetch(loop: _Loop, inputs: _Inputs, above: Place) -> _Prefetched:
     return _Prefetched(weights, from_host(inputs.residuals.at(below)))
 
 
-def _reduce_into(loop: _Loop, grads: Tree, index: Index, dweights: Tree) -> Tree:
-    """Reduces the gradients of one layer and adds them to its accumulators."""
-    return add_at(grads, index, loop.zero.reduce(dweights, loop.axes))
+def _accumulate(loop: _Loop, inputs: _Inputs, grads: Tree, index: Index, dweights: Tree) -> Tree:
+    """Reduces the gradients of one layer and adds them to its accumulators; those of the last
+    visit, to what they are when no reduction remains."""
+    visit, total = loop.visit, loop.zero.reduce(dweights, loop.axes)
+    if not visit.last:
+        return add_at(grads, index, total)
+    if not visit.only:
+        earlier = grads if inputs.earlier is None else inputs.earlier
+        total = add(at(earlier, index), total)
+    return put(grads, loop.zero.finish(total, loop.axes), index)
 
 
 def _only_after(weights: Tree, x: Tree) -> tuple[Tree, Tree]:

@@ -51,13 +51,21 @@ def enter_backward(
     return dstream, total
 
 
+def gather_head(model: Model, zero: Zero, params: Tree, embed: Tree) -> Tree:
+    """The weights of the head, gathered. What it borrows from the embedding is gathered again, or
+    where gathered weights are kept, taken from `embed`."""
+    if zero.keeps:
+        head = zero.gather(params["head"], zero.axes["head"])
+        return head_params(model, {"embed": embed, "head": head})
+    return zero.gather(head_params(model, params), head_params(model, zero.axes))
+
+
 def head_pass(
-    model: Model, zero: Zero, params: Tree, batch: Batch, stream: Stream, sums: Sums
+    model: Model, zero: Zero, head: Tree, batch: Batch, stream: Stream, sums: Sums
 ) -> tuple[Sums, Tree, Stream]:
     """The head, forward and backward: adds the losses to `sums`; the gradients of head and
     stream."""
     axes = head_params(model, zero.axes)
-    head = zero.gather(head_params(model, params), axes)
 
     def one(carry, xs):
         sums, total = carry

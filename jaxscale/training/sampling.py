@@ -222,7 +222,7 @@ def without_pipeline_or_context(engine: Engine, params: Any) -> tuple[Any, Mesh]
     # Weights are divided by context before fsdp.
     devices = np.moveaxis(engine.mesh.devices, names.index("context"), names.index("fsdp"))
     sizes["fsdp"], sizes["context"] = sizes["context"] * sizes["fsdp"], 1
-    rules = engine.zero.param_rules
+    rules = engine.zero.state_rules
     if sizes["pipeline"] > 1:
         ranks, sizes["pipeline"] = sizes["pipeline"] * sizes["data"], 1
         shards = sizes.get(TENSOR_ROWS, 1) * ranks * sizes["fsdp"]

@@ -59,7 +59,6 @@ def make_step(
     optimizer: optax.GradientTransformation,
     frozen: Tree,
     shardings: TrainState,
-    update_shardings: Tree,
 ) -> Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]:
     """Gradients, clipped, the optimizer's update, and what the model does after it.
 
@@ -67,7 +66,6 @@ def make_step(
       rows: the layer in each row of the parameters' stacks.
       frozen: tree of the parameters with whether each is left as it is.
       shardings: of the state between steps.
-      update_shardings: of the parameters during the update.
     """
     offloads, run = config.layout.offloads("optimizer"), config.run
 
@@ -82,7 +80,7 @@ def make_step(
             grads = jax.tree.map(lambda x, still: jnp.zeros_like(x) if still else x, grads, frozen)
             squares = sums_of_squares(grads)
             grads, grad_norm = mean_and_norm(grads, count, config.optimizer.clip_norm)
-            params = jax.lax.with_sharding_constraint(state.params, update_shardings)
+            params = state.params
             opt_state = from_host(state.opt_state) if offloads else state.opt_state
 
             def update(params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:

@@ -63,10 +63,10 @@ def test_every_layout_is_one_device_in_float64(layout, capfd):
 
 
 def test_everything_travels_in_its_own_type():
-    """The compute type, that of sums of gradients and that of parameters have three widths here, as
-    in no layout above; stage 2 reduces gradients and gathers new parameters."""
+    """The compute type is narrower here than that of parameters and of sums of gradients, as in no
+    layout above: stage 2 gathers the one, once a step, and reduces the other."""
     layout = {"data": 2, "fsdp": 2, "zero_stage": 2, "microbatches": 2}
-    config = make_config(LLAMA, layout, "bfloat16", accumulation_dtype="float32")
+    config = make_config(LLAMA, layout, "float32")
     engine = open_engine(config)
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     check_collectives(config, lowered.compile())

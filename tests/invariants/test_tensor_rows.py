@@ -72,7 +72,7 @@ def run(grid, function, names, out):
     mesh, axes = make_mesh(layout), {name: AXES[name] for name in names}
     # Rows alone: a spread over columns of one rank.
     kernels = make_kernels(layout, "reference", "cpu") if layout.tensor > 1 else Plain()
-    zero = Zero(3, True, layout.sizes, axes, jnp.dtype("float64"), jnp.dtype("float64"))
+    zero = Zero(3, layout.sizes, axes, jnp.dtype("float64"), jnp.dtype("float64"))
     weights, x, dy = arrays(names, out)
     batch = layout.batch_shards
     x, dy = (each.reshape(batch, TOKENS // batch, -1) for each in (x, dy))

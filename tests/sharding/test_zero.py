@@ -49,8 +49,8 @@ def specs(zero, rules):
     )
 
 
-def make(stage, single, accumulation="float32"):
-    return Zero(stage, single, SIZES, AXES, jnp.dtype("bfloat16"), jnp.dtype(accumulation))
+def make(stage, accumulation="float32"):
+    return Zero(stage, SIZES, AXES, jnp.dtype("bfloat16"), jnp.dtype(accumulation))
 
 
 def integers(seed, leading=()):
@@ -62,18 +62,21 @@ def integers(seed, leading=()):
     }
 
 
-def summed(zero, each):
-    """The gradients [rank, visit, ...] of a step, reduced."""
+def summed(zero, each, single):
+    """The gradients [rank, visit, ...] of a step of one or two visits, reduced."""
 
     def local(params, each):
         total = zero.zeros(params, AXES)
-        for visit in range(1 if zero.single_visit else 2):
+        for visit in range(1 if single else 2):
             grads = jax.tree.map(lambda x, n=visit: x[0, n].astype("bfloat16"), each)
             total = jax.tree.map(jnp.add, total, zero.reduce(grads, AXES))
-        return zero.finish(total)
+        done = zero.finish(total, AXES)
+        finished = zero.zeros(params, AXES, finished=True)
+        assert jax.tree.map(jnp.shape, done) == jax.tree.map(jnp.shape, finished)
+        return done
 
     step = run(
-        zero, local, specs(zero, zero.param_rules), EVERY_RANK, specs(zero, zero.update_rules)
+        zero, local, specs(zero, zero.state_rules), EVERY_RANK, specs(zero, zero.state_rules)
     )
     return step(integers(1), each)
 
@@ -86,8 +89,8 @@ def test_gradients_are_summed_once_over_every_rank_and_exactly(stage, single):
     sum in the accumulation type, on the shards that the optimizer sees."""
     each = integers(0, (8, 2))
     # Stage 3 as on TPUs with sparse cores, the others as elsewhere.
-    zero = dataclasses.replace(make(stage, single), ranks_apart=stage == 3)
-    for name, got in summed(zero, each).items():
+    zero = dataclasses.replace(make(stage), ranks_apart=stage == 3)
+    for name, got in summed(zero, each, single).items():
         assert got.dtype == jnp.float32
         visits = 1 if single else 2
         np.testing.assert_array_equal(got, each[name][:, :visits].sum((0, 1)))
@@ -97,7 +100,7 @@ def test_gradients_are_summed_once_over_every_rank_and_exactly(stage, single):
 def test_gradients_may_be_summed_in_bfloat16(stage, single):
     """XLA for CPUs ends the process over such a sum where an axis is left to the compiler."""
     each = {name: x % 4 for name, x in integers(0, (8, 2)).items()}
-    for name, got in summed(make(stage, single, "bfloat16"), each).items():
+    for name, got in summed(make(stage, "bfloat16"), each, single).items():
         assert got.dtype == jnp.bfloat16
         visits = 1 if single else 2
         np.testing.assert_array_equal(got, each[name][:, :visits].sum((0, 1)))
@@ -111,8 +114,8 @@ def test_gradients_may_be_summed_over_ranks_in_bfloat16_and_over_visits_in_float
     seven additions, and between two reductions; stages 2 and 3 send every visit's own."""
     rng = np.random.default_rng(2)
     each = jax.tree.map(lambda x: rng.normal(size=x.shape).astype("f4"), integers(0, (8, 2)))
-    zero = dataclasses.replace(make(stage, single), reduction_dtype=jnp.dtype("bfloat16"))
-    for name, got in summed(zero, each).items():
+    zero = dataclasses.replace(make(stage), reduction_dtype=jnp.dtype("bfloat16"))
+    for name, got in summed(zero, each, single).items():
         assert got.dtype == jnp.float32
         terms = np.asarray(each[name][:, : 1 if single else 2].astype(jnp.bfloat16), "f8")
         error, bound = abs(got - terms.sum((0, 1))), 10 * 2**-9 * abs(terms).sum((0, 1))
@@ -120,19 +123,19 @@ def test_gradients_may_be_summed_over_ranks_in_bfloat16_and_over_visits_in_float
         assert error.max() > 2**-14 * abs(terms).sum((0, 1)).max(), "summed in float32"
     # With nobody to sum with, nothing is rounded.
     first = jax.tree.map(lambda x: x[:1].astype("bfloat16").astype("f4"), each)
-    alone = summed(dataclasses.replace(zero, sizes=dict.fromkeys(MESH_AXES, 1)), first)
+    alone = summed(dataclasses.replace(zero, sizes=dict.fromkeys(MESH_AXES, 1)), first, single)
     for name, x in first.items():
         np.testing.assert_array_equal(alone[name], x[0, : 1 if single else 2].sum(0))
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_weights_are_whole_and_in_the_compute_type_wherever_they_are_used(stage):
-    zero, params = make(stage, True), integers(0)
+    zero, params = make(stage), integers(0)
 
     def local(params):
         return jax.tree.map(lambda x: x[None], zero.gather(params, AXES))
 
-    used = run(zero, local, specs(zero, zero.param_rules), EVERY_RANK)(params)
+    used = run(zero, local, specs(zero, zero.state_rules), EVERY_RANK)(params)
     for name, weight in params.items():
         assert used[name].dtype == (jnp.float32 if name == "router" else jnp.bfloat16)
         np.testing.assert_array_equal(used[name], np.broadcast_to(weight, (8, *weight.shape)))
@@ -140,7 +143,7 @@ def test_weights_are_whole_and_in_the_compute_type_wherever_they_are_used(stage)
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32", "float64"])
 def test_losses_are_summed_in_float32_or_wider(compute):
-    zero = Zero(0, True, SIZES, AXES, jnp.dtype(compute), jnp.dtype("bfloat16"))
+    zero = Zero(0, SIZES, AXES, jnp.dtype(compute), jnp.dtype("bfloat16"))
     assert zero.loss_dtype == {"float64": "float64"}.get(compute, "float32")
 
 
@@ -159,9 +162,9 @@ def test_no_gradient_is_all_reduced_on_a_torus_whose_sides_do_not_divide_it():
     shapes = {"in": (4096, 11008), "out": (11008, 4096), "query": (4096, 32, 128)}
     narrow, wide = jnp.dtype("bfloat16"), jnp.dtype("float32")
     assert has_sparse_cores(machine.devices[0].device_kind)
-    zero = Zero(3, True, sizes, axes, narrow, wide, ranks_apart=True)
+    zero = Zero(3, sizes, axes, narrow, wide, ranks_apart=True)
     reduced = {
-        name: manual_part(resolve(each, zero.param_rules, sizes)) for name, each in axes.items()
+        name: manual_part(resolve(each, zero.state_rules, sizes)) for name, each in axes.items()
     }
     here = NamedSharding(mesh, PartitionSpec())
     grads = {n: jax.ShapeDtypeStruct(s, jnp.float32, sharding=here) for n, s in shapes.items()}

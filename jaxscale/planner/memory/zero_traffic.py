@@ -40,21 +40,19 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
     """
     model, layout = config.model, config.layout
     stage, layers = layout.zero_stage, model.num_layers
-    compute, reduced, stored = (
-        itemsize(name)
-        for name in (model.compute_dtype, config.optimizer.reduced_in, model.param_dtype)
-    )
+    compute, reduced = itemsize(model.compute_dtype), itemsize(config.optimizer.reduced_in)
     arrays = parameters(model)
     # A tied head reads the embedding and has its own gradient of it.
     tied = [array for array in arrays if model.tied_embeddings and array.name == "tokens"]
-    once = [(array, 1) for array in arrays if array.part != "layers"] + [(a, 1) for a in tied]
+    outer = [(array, 1) for array in arrays if array.part != "layers"]
+    once = outer + [(array, 1) for array in tied]
     layer = [array for array in arrays if array.part == "layers"]
     stacks = [(array, layers if array.part == "layers" else 1) for array in arrays]
 
     zero = ["fsdp", "context"]
     count = num_layer_passes(layout)
-    single = count == 1
-    scatters = stage >= 2 or (stage == 1 and single)
+    # As `Zero.remains`: the last of several visits reduces layer by layer.
+    remains = max(layout.data, layout.expert) > 1 or (stage < 2 and layout.fsdp > 1)
     found = []
 
     def add(what, kind, axes, sent: Iterable[tuple[ParamShape, int]], times, width, *, parts=1):
@@ -71,41 +69,27 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
         return [item for item in sent if ("embed" in item[0].axes) == wanted]
 
     visits = [(array, 1) for array in layer for _ in range(layers)] + once
-    if stage == 3:
-        passes = [(array, 1) for array in layer for _ in range(2 * layers - 1)]
-        add("weights of layers", "all-gather", zero, over_embed(passes), count, compute)
+    if stage >= 1:
+        # Stages 1 and 2 keep what they gather; a tied head is the embedding then.
+        kept = stage < 3
+        passes = [(array, 1) for array in layer for _ in range(layers if kept else 2 * layers - 1)]
+        times = 1 if kept else count
+        read = outer if kept else once
+        add("weights of layers", "all-gather", zero, over_embed(passes), times, compute)
+        add("weights of embedding and head", "all-gather", zero, over_embed(read), times, compute)
         add(
-            "weights of embedding and head",
-            "all-gather",
-            zero,
-            over_embed(once),
-            count,
-            compute,
-        )
-    if scatters:
-        add(
-            "gradients of each visit",
+            "gradients of each visit" if stage >= 2 else "gradients of the last visit",
             "reduce-scatter",
             ["fsdp"],
             over_embed(visits),
-            count,
+            count if stage >= 2 else 1,
             reduced,
             parts=layout.context,
         )
-    elif stage == 1:
-        add(
-            "gradients of the step",
-            "reduce-scatter",
-            ["fsdp"],
-            over_embed(stacks),
-            1,
-            reduced,
-            parts=layout.context,
-        )
-    left, what = (visits, "each visit") if single else (stacks, "the step")
+    left = visits if count == 1 or remains else stacks
     if stage >= 1:
         add(
-            f"gradient shards of {what}",
+            "gradient shards",
             "all-reduce",
             ["data"],
             over_embed(left),
@@ -114,7 +98,5 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
             parts=layout.zero_ranks,
         )
         left = over_embed(left, wanted=False)
-    add(f"whole gradients of {what}", "all-reduce", ["data", "fsdp"], left, 1, reduced)
-    if stage in (1, 2):
-        add("updated parameters", "all-gather", zero, over_embed(stacks), 1, stored)
+    add("whole gradients", "all-reduce", ["data", "fsdp"], left, 1, reduced)
     return found
