@@ -76,6 +76,10 @@ def make_gradients(
                 saved = done.saved or one.empty(weights, at(groups, begin), done.sums)
                 done = done._replace(saved=saved)
             some = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], groups)
+            if begin:
+                # Otherwise a compiler could begin with the forward pass of the last group, and hold
+                # its residuals beside those of the others.
+                some, done = jax.lax.optimization_barrier((some, done))
             weights, done = _each_group(one, weights, some, done)
         assert visit is not None, "a step has an accumulation group"
         # What remains otherwise are vectors.
