@@ -246,7 +246,7 @@ SECONDS = {
 """Groups of terms of a step: label -> colour, terms."""
 
 BYTES = {
-    "weights": ("blue", ("parameters", "parameters_copy", "converted")),
+    "weights": ("blue", ("parameters", "kept_weights", "converted")),
     "gradients": (
         "green",
         ("gradients", "pending", "outer_gradients", "layer_gradients", "carried", "walk_end"),

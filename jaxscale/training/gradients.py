@@ -69,17 +69,18 @@ def make_gradients(
         for begin, end in spans:
             visit = Visit(first=begin == 0, last=end == count == begin + 1)
             one = make_group_pass(model, layout, zero, visit, unroll_layers=unroll_layers)
+            some = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], groups)
+            nothing = jnp.zeros(())
+            if begin:
+                # Otherwise a compiler could begin with the forward pass of the last group, or with
+                # empty arrays for residuals, and hold them beside those of the groups before.
+                some, done, nothing = jax.lax.optimization_barrier((some, done, nothing))
             if visit.last and begin and zero.scatters_last:
                 grads = zero.zeros(params, zero.axes, finished=True)
                 done = done._replace(grads=grads, earlier=done.grads)
-            if reuses and count - begin > 1 and not (visit.first and zero.keeps):
-                saved = done.saved or one.empty(weights, at(groups, begin), done.sums)
+            if reuses and count > 1 and not (visit.first and zero.keeps):
+                saved = done.saved or one.empty(weights, at(some, 0), done.sums, nothing)
                 done = done._replace(saved=saved)
-            some = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], groups)
-            if begin:
-                # Otherwise a compiler could begin with the forward pass of the last group, and hold
-                # its residuals beside those of the others.
-                some, done = jax.lax.optimization_barrier((some, done))
             weights, done = _each_group(one, weights, some, done)
         assert visit is not None, "a step has an accumulation group"
         # What remains otherwise are vectors.

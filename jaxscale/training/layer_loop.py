@@ -94,14 +94,14 @@ class GroupPass(NamedTuple):
 
     - `run(params, batch, before) -> (weights, after)` adds the losses and gradients of a group. The
       weights are those that later groups of a step begin with: gathered and kept, or as at rest.
-    - `empty(params, batch, sums) -> saved`: arrays that the residuals of every group fit, for
-      layers that prefetch nothing.
+    - `empty(params, batch, sums, nothing) -> saved`: arrays that the residuals of every group fit,
+      for layers that prefetch nothing; filled with `nothing`, a scalar 0, when it is there.
 
     The fields of `batch` are [G, ...].
     """
 
     run: Callable[[Tree, Batch, Accumulated], tuple[Tree, Accumulated]]
-    empty: Callable[[Tree, Batch, Sums], Saved]
+    empty: Callable[[Tree, Batch, Sums, jax.Array], Saved]
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def make_group_pass(
     def run(params: Tree, batch: Batch, before: Accumulated) -> tuple[Tree, Accumulated]:
         return _group_pass(model, zero, loops, visit, params, batch, before)
 
-    def empty(params: Tree, batch: Batch, sums: Sums) -> Saved:
+    def empty(params: Tree, batch: Batch, sums: Sums, nothing: jax.Array) -> Saved:
         def forward(params: Tree, batch: Batch, sums: Sums) -> Saved:
             embed = zero.gather(params["embed"], zero.axes["embed"])
             new = (None,) * len(loops)
@@ -203,7 +203,7 @@ def make_group_pass(
             return tuple(one.residuals for one in passed)
 
         shapes = jax.eval_shape(forward, params, batch, sums)
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return jax.tree.map(lambda x: jnp.full(x.shape, nothing.astype(x.dtype)), shapes)
 
     return GroupPass(run, empty)
 

@@ -109,12 +109,14 @@ def analytic_memory(
     by_layer = parallelism.pipeline_gather == "layer"
     held = layer if by_layer else chunk
     next_chunk = chunk * (not by_layer) * (np.asarray(buffers.chunks) > 1)
-    reduces = step.scatters | (step.single & (parallelism.batch_shards * parallelism.context > 1))
+    reduces = step.scatters | (~pipelined & (parallelism.batch_shards * parallelism.context > 1))
     gradients = WIDE * (step.stack + np.where(step.single, 0.0, ends))
-    gradients = gradients / np.where(step.scatters, z, 1)
+    # The last of several visits leaves shards beside the whole sums.
+    late = (z > 1) & (zero == 1) & ~step.scatters & ~pipelined
+    gradients = gradients * (1 / np.where(step.scatters, z, 1) + late / z)
     in_place = transients.in_place
     return Memory(
-        parameters=WIDE * rest / np.where(zero == 3, z, 1),
+        parameters=WIDE * rest / np.where(zero >= 1, z, 1),
         optimizer=moments * ("optimizer" not in parallelism.offload),
         batch=BATCH_BYTES
         * parallelism.microbatches
@@ -137,15 +139,18 @@ def analytic_memory(
         head=_head(shape, parallelism, step, transients),
         head_sums=np.where(step.single & in_place, 0.0, gradients),
         reduction=np.where(
-            step.single,
-            2 * WIDE * (layer + step.outer) * (reduces & ~step.scatters),
+            pipelined,
             _sums(shape, parallelism, step, rows),
+            2 * WIDE * (layer + step.outer) * (reduces & ~step.scatters),
         ),
         update=0,
         moments_copy=0,
         host_optimizer=moments,
         host_stash=0,
         messages=np.where(pipelined, (buffers.inbox + buffers.input + 2) * stream, 0.0),
+        kept_weights=NARROW
+        * ((z > 1) & ((zero == 1) | (zero == 2)))
+        * (step.stack + np.where(pipelined, 0.0, step.outer)),
         outer_weights=np.where(pipelined, NARROW * (ends + step.gathers * next_chunk), 0.0),
         pending=np.where(
             pipelined & step.scatters & (not by_layer), WIDE * (chunk + next_chunk / z), 0.0

@@ -6,6 +6,7 @@ import math
 from jaxscale.config import Config
 from jaxscale.layout import Layout
 from jaxscale.optimizer_config import FACTORED_SIZE, find_group
+from jaxscale.planner.memory.zero_traffic import num_layer_passes
 from jaxscale.planner.model.param_shapes import (
     Ints,
     ParamShape,
@@ -35,14 +36,14 @@ def whole_state_bytes(config: Config) -> Ints:
 
 
 def parameter_bytes(config: Config, rows: Rows) -> Ints:
-    """The parameters, sharded over fsdp in ZeRO stage 3.
+    """The parameters, sharded over fsdp from ZeRO stage 1.
 
     Args:
       rows: layers of each stack that a device allocates.
     """
     layout, stage = config.layout, config.layout.zero_stage
     elements = sum(
-        _repeats(array, rows) * array.shard_size(layout, over_fsdp=stage == 3, at_rest=True)
+        _repeats(array, rows) * array.shard_size(layout, over_fsdp=stage >= 1, at_rest=True)
         for array in _stacks(parameters(config.model))
     )
     return itemsize(config.model.param_dtype) * elements
@@ -78,9 +79,13 @@ def batch_bytes(config: Config) -> Ints:
     if not config.model.num_encoder_layers:
         return found
     source = data.global_batch_size * data.seq_len // shards
-    # Nothing reads positions but the barrier before the layer loop gathers weights.
-    gathers = (layout.zero_ranks > 1) & (layout.zero_stage == 3) & (layout.pipeline == 1)
-    return found + SOURCE_BYTES * source - select(gathers, 0, POSITION_BYTES * (tokens + source))
+    # Nothing reads positions but barriers: before the layer loop gathers weights, and between
+    # accumulation groups of which the first gathers, or the last reduces, what others do not.
+    several, stage = layout.zero_ranks > 1, layout.zero_stage
+    apart = several & (stage >= 1) | (layout.batch_shards > select(stage >= 2, layout.fsdp, 1))
+    barriers = several & (stage == 3) | (apart & (num_layer_passes(layout) > 1))
+    read = barriers & (layout.pipeline == 1)
+    return found + SOURCE_BYTES * source - select(read, 0, POSITION_BYTES * (tokens + source))
 
 
 def trained_parameters(config: Config) -> list[ParamShape]:

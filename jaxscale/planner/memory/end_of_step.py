@@ -26,7 +26,7 @@ def reduction_bytes(config: Config, loop: LayerLoop, transients: Transients, row
     # Inputs and outputs of the reductions of the last layer, embedding and head.
     last = loop.weights + elements(config, "embed head")
     once = select(loop.reduces & np.logical_not(loop.scatters), 2 * loop.accumulated * last)
-    # The stacks that are not reduced per visit.
+    # In a pipeline, the stacks that are not reduced per visit.
     left = (layout.data > 1) | ((layout.zero_ranks > 1) & (stage <= 1))
     layers = sum(count * elements(config, part, stage >= 1) for part, count in rows.items())
     stacks = loop.accumulated * (layers + elements(config, "embed head", stage >= 1))
@@ -39,7 +39,7 @@ def reduction_bytes(config: Config, loop: LayerLoop, transients: Transients, row
             )
         )
         stacks = 2 * loop.accumulated * largest
-    return select(loop.single, once, select(left, stacks))
+    return select(layout.pipeline == 1, once, select(left, stacks))
 
 
 def update_bytes(config: Config, rows: Rows) -> Ints:

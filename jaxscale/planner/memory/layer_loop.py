@@ -36,9 +36,10 @@ class LayerLoop:
     source: Ints  # tokens that its cross attention reads, counted likewise; 0 where it has none
     group: Ints  # micro-batches of an accumulation group: one loop over the layers
     single: Any  # whether a step computes each layer's gradients once
-    gathers: Any  # whether weights are all-gathered
+    gathers: Any  # whether weights are all-gathered in every pass
+    keeps: Any  # whether they are once, and kept
     scatters: Any  # whether gradients are reduce-scattered per visit
-    reduces: Any  # whether gradients are reduced per visit
+    reduces: Any  # whether gradients are reduced per visit, or in the last one
     beside: Any  # whether the last layer is outside the loop
     compute: int  # bytes of an element
     accumulated: int  # bytes of an element
@@ -66,13 +67,17 @@ class LayerLoop:
         rows_here, turn = 0, turn_of(config.model, stack.part)
         if any(turn):
             rows_here = tokens * rows_of_token(config.model, layout, length)
-        gathers = several & (stage == 3)
+        gathers, keeps = several & (stage == 3), several & ((stage == 1) | (stage == 2))
         scatters = several & ((stage >= 2) | ((stage == 1) & single))
         sums = sum(count * elements(config, part, scatters) for part, count in rows.items())
         # With a single visit the gradients of embedding and head need no accumulator.
         sums = sums + select(single, 0, elements(config, "embed head", scatters))
+        late = several & (stage == 1) & np.logical_not(single)
         # The compiler reduces over context in each visit, whatever the engine does over fsdp.
-        sums = sums // select((stage == 1) & np.logical_not(single), layout.context, 1)
+        sums = sums // select(late, layout.context, 1)
+        # The last visit leaves shards beside the whole sums.
+        shards_left = sum(count * elements(config, part, True) for part, count in rows.items())
+        sums = sums + select(late & whole, shards_left)
         return cls(
             part=stack.part,
             turn=turn,
@@ -84,9 +89,10 @@ class LayerLoop:
             group=layout.microbatches // count,
             single=single,
             gathers=gathers,
+            keeps=keeps,
             scatters=scatters,
-            reduces=scatters | (single & (layout.batch_shards > 1)),
-            beside=(gathers | layout.offloads("activations")) & whole,
+            reduces=scatters | (whole & (layout.batch_shards > 1)),
+            beside=(gathers | (keeps & single) | layout.offloads("activations")) & whole,
             compute=itemsize(config.model.compute_dtype),
             accumulated=itemsize(config.optimizer.accumulation_dtype),
             capacity=capacity,

@@ -12,8 +12,6 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from jaxscale.config import Config
 from jaxscale.layout import parse_remat
 from jaxscale.planner.memory.at_rest import (
@@ -102,8 +100,9 @@ class Memory:
     messages: Ints = 0  # received activations and gradients, and send buffers
     outer_weights: Ints = 0  # gathered embedding, head and chunk
     pending: Ints = 0  # gradients of a chunk before reduction
+    # In ZeRO stages 1 and 2, in every phase but the last.
+    kept_weights: Ints = 0  # gathered, in the compute type
     # What the TPU's compiler adds.
-    parameters_copy: Ints = 0  # throughout, where the update ends in an all-gather
     converted: Ints = 0  # sharded parameters of the layers, cast to the compute type
     carried: Ints = 0  # gradients of the previous layer, before and after reduction
     walk_end: Ints = 0  # gradients queued for reduction at the end of the loop
@@ -152,7 +151,7 @@ _ALWAYS = (
     "messages",
     "outer_weights",
     "pending",
-    "parameters_copy",
+    "kept_weights",
     "converted",
     "between_stacks",
     "received",
@@ -164,8 +163,8 @@ PHASES = {
     "activations of a layer": (*_LAYER, "group", "working_set"),
     "attention of a layer": (*_LAYER, "group", "attention"),
     "gradients of a layer": (*_LAYER, "group", "layer_gradients"),
-    "end of the layer loop": ("gradients", "moments_copy", "parameters_copy", "walk_end"),
-    "end of the step": ("gradients", "outer_gradients", "moments_copy", "parameters_copy", "end"),
+    "end of the layer loop": ("gradients", "moments_copy", "kept_weights", "walk_end"),
+    "end of the step": ("gradients", "outer_gradients", "moments_copy", "end"),
 }
 """The parts that are live in each phase of a step, beside the arguments."""
 
@@ -236,10 +235,9 @@ def _stack_memory(
     pipelined = layout.pipeline > 1
     message = message_bytes(config, loops)
     attention = (model.num_heads + model.num_kv_heads) * model.head_dim
-    at_rest = parameter_bytes(config, rows)
     gradients = loop.accumulated * (loop.sums + _tied_sums(config, loop))
     return Memory(
-        parameters=at_rest,
+        parameters=parameter_bytes(config, rows),
         optimizer=moments + count_bytes(config) - own_host * host_optimizer,
         batch=batch_bytes(config),
         gradients=gradients,
@@ -279,13 +277,14 @@ def _stack_memory(
         received=select(pipelined & (len(loops) > 1), buffers.residual_w * message),
         outer_weights=select(pipelined, _held_weights(config, loop, buffers)),
         pending=select(pipelined & loop.scatters, _pending(config, loop, loops, buffers)),
-        parameters_copy=select(
-            transients.copies & (layout.zero_ranks > 1) & np.isin(layout.zero_stage, (1, 2)),
-            at_rest,
-        ),
-        converted=transients.ahead
+        kept_weights=loop.keeps * loop.compute * _kept(config, rows),
+        # Those that a pipeline keeps are gathered at once.
+        converted=select(loop.keeps & pipelined, 0, transients.ahead)
         * loop.compute
-        * sum(count * elements(config, part, loop.gathers) for part, count in rows.items()),
+        * sum(
+            count * elements(config, part, loop.gathers | loop.keeps)
+            for part, count in rows.items()
+        ),
         carried=carried_bytes(config, loop, transients),
         walk_end=walk_end_bytes(config, loop, transients),
         restacked=restacked_bytes(config, loop, rows[loop.part])
@@ -315,6 +314,12 @@ def _layer_weights(
     # An all-gather of shards that are not whole tiles pads every row with an empty one.
     gathered = gathered + select(ragged(config, transients), mlp_weights(config, loop.part))
     return loop.compute * select(loop.gathers, gathered, 0 if transients.ahead else loop.weights)
+
+
+def _kept(config: Config, rows: Rows) -> Ints:
+    """Weights that are gathered once a step; of a pipeline the others are counted elsewhere."""
+    layers = sum(count * elements(config, part) for part, count in rows.items())
+    return layers + select(config.layout.pipeline == 1, elements(config, "embed head"))
 
 
 def _slots(

@@ -38,7 +38,6 @@ class Transients:
     late: bool = False  # whole gradients of embedding and head are live during the layers
     ahead: bool = False  # weights of all layers are cast before the loops
     carries: bool = False  # a layer's gradients are carried to the next iteration
-    copies: bool = False  # parameters that an all-gather replaces are copied
     tile: int = 1  # rows of a tile in collectives
     queued: bool = False  # a layer's gradients are still being reduced while the next are computed
     in_place: bool = False  # whole gradients are summed and reduced where they are
@@ -59,7 +58,6 @@ _TPU: dict[str, Any] = {
     "late": True,
     "ahead": True,
     "carries": True,
-    "copies": True,
     "tile": 8,
     "blocks": False,
 }

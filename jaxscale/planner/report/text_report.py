@@ -40,7 +40,7 @@ PARTS = {
     "batch": "batch",
     "gradients": "gradients",
     "stash": "saved activations",
-    "parameters_copy": "copy of the weights",
+    "kept_weights": "gathered weights, kept for the step",
     "converted": "weights cast to the compute type",
     "layer_weights": "gathered weights of a layer",
     "outer_weights": "gathered embedding and head",
