@@ -249,7 +249,15 @@ BYTES = {
     "weights": ("blue", ("parameters", "kept_weights", "converted")),
     "gradients": (
         "green",
-        ("gradients", "pending", "outer_gradients", "layer_gradients", "carried", "walk_end"),
+        (
+            "gradients",
+            "reduced_gradients",
+            "pending",
+            "outer_gradients",
+            "layer_gradients",
+            "carried",
+            "walk_end",
+        ),
     ),
     "optimizer state": ("orange", ("optimizer", "moments_copy")),
     "saved activations": ("sky", ("stash", "group", "messages")),

@@ -190,7 +190,8 @@ def test_a_dealing_that_pads_says_how_much():
     ("layout", "axes"),
     [
         ({"data": 4}, "data 4"),
-        ({"fsdp": 4, "zero_stage": 1}, "fsdp 4"),
+        ({"fsdp": 4, "zero_stage": 0}, "fsdp 4"),
+        ({"fsdp": 4, "zero_stage": 1}, ""),
         ({"data": 2, "fsdp": 2}, "data 2 x fsdp 2"),
         ({"fsdp": 4}, ""),
     ],

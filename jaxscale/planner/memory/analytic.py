@@ -111,9 +111,8 @@ def analytic_memory(
     next_chunk = chunk * (not by_layer) * (np.asarray(buffers.chunks) > 1)
     reduces = step.scatters | (~pipelined & (parallelism.batch_shards * parallelism.context > 1))
     gradients = WIDE * (step.stack + np.where(step.single, 0.0, ends))
-    # The last of several visits leaves shards beside the whole sums.
+    gradients = gradients / np.where(step.scatters, z, 1)
     late = (z > 1) & (zero == 1) & ~step.scatters & ~pipelined
-    gradients = gradients * (1 / np.where(step.scatters, z, 1) + late / z)
     in_place = transients.in_place
     return Memory(
         parameters=WIDE * rest / np.where(zero >= 1, z, 1),
@@ -148,6 +147,7 @@ def analytic_memory(
         host_optimizer=moments,
         host_stash=0,
         messages=np.where(pipelined, (buffers.inbox + buffers.input + 2) * stream, 0.0),
+        reduced_gradients=late * WIDE * step.stack / z,
         kept_weights=NARROW
         * ((z > 1) & ((zero == 1) | (zero == 2)))
         * (step.stack + np.where(pipelined, 0.0, step.outer)),

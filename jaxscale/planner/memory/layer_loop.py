@@ -47,6 +47,7 @@ class LayerLoop:
     weights: Ints  # elements of a layer, whole over fsdp and context
     unreduced: Ints  # elements of a layer's gradient, which the compiler reduces over context
     sums: Ints  # elements of the gradient accumulators of the whole model
+    reduced: Ints  # of the layers' gradients that the last of several visits leaves beside them
 
     @classmethod
     def of(cls, config: Config, rows: Rows, stack: StackSize, capacity: Ints = 0) -> "LayerLoop":
@@ -72,12 +73,10 @@ class LayerLoop:
         sums = sum(count * elements(config, part, scatters) for part, count in rows.items())
         # With a single visit the gradients of embedding and head need no accumulator.
         sums = sums + select(single, 0, elements(config, "embed head", scatters))
-        late = several & (stage == 1) & np.logical_not(single)
         # The compiler reduces over context in each visit, whatever the engine does over fsdp.
+        late = (stage == 1) & np.logical_not(single)
         sums = sums // select(late, layout.context, 1)
-        # The last visit leaves shards beside the whole sums.
         shards_left = sum(count * elements(config, part, True) for part, count in rows.items())
-        sums = sums + select(late & whole, shards_left)
         return cls(
             part=stack.part,
             turn=turn,
@@ -99,6 +98,7 @@ class LayerLoop:
             weights=elements(config, stack.part),
             unreduced=elements(config, stack.part) // select(stage >= 1, layout.context, 1),
             sums=sums,
+            reduced=select(late & several & whole, shards_left),
         )
 
     @property

@@ -102,6 +102,7 @@ class Memory:
     pending: Ints = 0  # gradients of a chunk before reduction
     # In ZeRO stages 1 and 2, in every phase but the last.
     kept_weights: Ints = 0  # gathered, in the compute type
+    reduced_gradients: Ints = 0  # stage 1: shards that the last visit leaves beside whole sums
     # What the TPU's compiler adds.
     converted: Ints = 0  # sharded parameters of the layers, cast to the compute type
     carried: Ints = 0  # gradients of the previous layer, before and after reduction
@@ -156,15 +157,34 @@ _ALWAYS = (
     "between_stacks",
     "received",
 )
-_LAYER = (*_ALWAYS, "layer_weights", "outer_gradients", "carried", "restacked")
+_LAYER = (
+    *_ALWAYS,
+    "reduced_gradients",
+    "layer_weights",
+    "outer_gradients",
+    "carried",
+    "restacked",
+)
 PHASES = {
     "forward": (*_LAYER, "forward_loop"),
     "head": (*(part for part in _ALWAYS if part != "gradients"), "head", "head_sums"),
     "activations of a layer": (*_LAYER, "group", "working_set"),
     "attention of a layer": (*_LAYER, "group", "attention"),
     "gradients of a layer": (*_LAYER, "group", "layer_gradients"),
-    "end of the layer loop": ("gradients", "moments_copy", "kept_weights", "walk_end"),
-    "end of the step": ("gradients", "outer_gradients", "moments_copy", "end"),
+    "end of the layer loop": (
+        "gradients",
+        "reduced_gradients",
+        "moments_copy",
+        "kept_weights",
+        "walk_end",
+    ),
+    "end of the step": (
+        "gradients",
+        "reduced_gradients",
+        "outer_gradients",
+        "moments_copy",
+        "end",
+    ),
 }
 """The parts that are live in each phase of a step, beside the arguments."""
 
@@ -277,6 +297,7 @@ def _stack_memory(
         received=select(pipelined & (len(loops) > 1), buffers.residual_w * message),
         outer_weights=select(pipelined, _held_weights(config, loop, buffers)),
         pending=select(pipelined & loop.scatters, _pending(config, loop, loops, buffers)),
+        reduced_gradients=loop.accumulated * loop.reduced,
         kept_weights=loop.keeps * loop.compute * _kept(config, rows),
         # Those that a pipeline keeps are gathered at once.
         converted=select(loop.keeps & pipelined, 0, transients.ahead)

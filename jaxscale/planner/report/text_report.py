@@ -40,6 +40,7 @@ PARTS = {
     "batch": "batch",
     "gradients": "gradients",
     "stash": "saved activations",
+    "reduced_gradients": "gradients, reduced",
     "kept_weights": "gathered weights, kept for the step",
     "converted": "weights cast to the compute type",
     "layer_weights": "gathered weights of a layer",

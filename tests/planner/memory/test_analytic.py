@@ -47,7 +47,7 @@ def test_state_takes_sixteen_bytes_a_parameter_over_its_axes(axes, stage):
     common = MIXTRAL.num_params - MIXTRAL.routed_params
     buffers = (common + MIXTRAL.routed_params / layout.expert) / layout.tensor
     state = found.parameters + found.gradients + found.optimizer
-    over = [layout.fsdp if stage >= least else 1 for least in (3, 2, 1)]
+    over = [layout.fsdp if stage >= least else 1 for least in (1, 2, 1)]
     wanted = buffers * sum(width / z for width, z in zip((4, 4, 8), over))
     assert state == pytest.approx(wanted, rel=1e-6)
 

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from jaxscale.config import from_dict
+from jaxscale.layout import Layout
 from jaxscale.planner.memory import at_rest, layer_loop
 from jaxscale.planner.memory import step as formulas
 from jaxscale.planner.memory.step import step_memory
@@ -147,17 +148,19 @@ def test_the_peak_is_the_arguments_and_the_largest_phase():
     assert all(size >= 0 for size in dataclasses.asdict(one).values())
 
 
-def test_only_a_tpu_copies_parameters_that_it_gathers_at_a_steps_end():
-    for stage, copied in ((0, False), (1, True), (2, True), (3, False)):
-        one = config({"zero_stage": stage})
-        assert step_memory(one, "tpu").parameters_copy == copied * step_memory(one).parameters
-        assert step_memory(one, "gpu").parameters_copy == step_memory(one).parameters_copy == 0
-    assert step_memory(config({"fsdp": 1, "zero_stage": 1}), "tpu").parameters_copy == 0
+def test_the_middle_stages_keep_whole_weights_beside_shards_at_rest():
+    halves = {"model": MODEL | {"compute_dtype": "bfloat16"}}
+    for stage, shards, kept in ((0, 1, False), (1, 4, True), (2, 4, True), (3, 4, False)):
+        one = dataclasses.replace(config({"zero_stage": stage}), model=from_dict(halves).model)
+        whole = step_memory(dataclasses.replace(one, layout=Layout(data=1))).parameters
+        assert step_memory(one).parameters == whole // shards
+        assert step_memory(one).kept_weights == kept * whole // 2
+    assert step_memory(config({"fsdp": 1, "zero_stage": 1})).kept_weights == 0
 
 
 def test_a_tpu_converts_the_weights_of_all_layers_before_it_walks():
     halves = {"model": MODEL | {"compute_dtype": "bfloat16"}}
-    for stage, shards in ((1, 1), (3, 4)):
+    for stage, shards in ((0, 1), (1, 4), (3, 4)):
         one = dataclasses.replace(config({"zero_stage": stage}), model=from_dict(halves).model)
         layers = MODEL["num_layers"] * layer_loop.elements(one, "layers")
         assert step_memory(one, "tpu").converted == 2 * layers // shards
