@@ -81,7 +81,7 @@ def run(grid, function, names, out):
         gathered = zero.gather(shards, axes)
         y, pullback = jax.vjp(lambda weights, x: function(kernels, weights, x), gathered, x)
         dweights, dx = pullback(dy)
-        return y, dx, zero.reduce(dweights, axes)
+        return y, dx, zero.finish(zero.reduce(dweights, axes), axes)
 
     specs = jax.tree.map(
         lambda one: manual_part(zero.apart_spec(one, zero.rules)), axes, is_leaf=is_axes
