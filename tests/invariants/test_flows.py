@@ -46,6 +46,7 @@ JOURNEY = {
         "offload": "optimizer",
     },
     "context": {"context": 2, "fsdp": 2, "zero_stage": 1, "offload": "optimizer,activations"},
+    "heads": {"context": 2, "tensor": 2, "context_method": "ulysses"},
     "uneven": {"pipeline": 3, "schedule": "1f1b:2,1,1", "microbatches": 4, "fsdp": 2},
     "layered": {
         "fsdp": 2,
