@@ -66,8 +66,8 @@ class Layout:
     """Sizes of the mesh axes, and how a step is executed on them.
 
     One axis may be -1: it takes the remaining devices. `zero_stage` says what is sharded over
-    `fsdp` and `context`: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters (ZeRO,
-    arXiv 1910.02054). `data` replicates, so data x fsdp is hybrid sharding. `tensor_rows` divides
+    `fsdp` and `context`: 0 nothing, 1 the parameters at rest and the optimizer's state, 2 also
+    gradients, 3 also the weights in use (ZeRO, arXiv 1910.02054). `data` replicates, so data x fsdp is hybrid sharding. `tensor_rows` divides
     `tensor` into rows x columns: each rank has d_model / rows features of the stream, and tensor /
     rows ranks share what lies between two matmuls (arXiv 2305.13525). The ranks of `context` share
     each sequence, and `context_method` says how its keys reach its queries: "ring" or "gather"

@@ -140,7 +140,7 @@ def analytic_memory(
         reduction=np.where(
             pipelined,
             _sums(shape, parallelism, step, rows),
-            2 * WIDE * (layer + step.outer) * (reduces & ~step.scatters),
+            2 * WIDE * (layer + step.outer) * (reduces & (zero == 0)),
         ),
         update=0,
         moments_copy=0,

@@ -25,7 +25,7 @@ def reduction_bytes(config: Config, loop: LayerLoop, transients: Transients, row
     layout, stage = config.layout, config.layout.zero_stage
     # Inputs and outputs of the reductions of the last layer, embedding and head.
     last = loop.weights + elements(config, "embed head")
-    once = select(loop.reduces & np.logical_not(loop.scatters), 2 * loop.accumulated * last)
+    once = select(loop.reduces & (stage == 0), 2 * loop.accumulated * last)
     # In a pipeline, the stacks that are not reduced per visit.
     left = (layout.data > 1) | ((layout.zero_ranks > 1) & (stage <= 1))
     layers = sum(count * elements(config, part, stage >= 1) for part, count in rows.items())

@@ -31,7 +31,7 @@ def head_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     if transients.in_place:
         # In each of several passes the loop over chunks begins with zeros that the embedding's
         # gradient begins with, too: the compiler keeps them. Not where the two are tied.
-        again = loop.scatters & np.logical_not(loop.single) & (layout.pipeline == 1)
+        again = loop.scatters & loop.repeats & (layout.pipeline == 1)
         again = again & (chunks > 1) & (not model.tied_embeddings)
         zeros = select(again, loop.accumulated * elements(config, "embed"))
         piped = layout.pipeline > 1
@@ -45,15 +45,17 @@ def _fused_bytes(loop: LayerLoop, chunks: Ints, logits: Ints, matrix: Ints, pipe
     """On a GPU, where one fusion reads a chunk's float32 logits and writes their gradient in the
     compute type: both, the output matrix in that type, and its gradient, to which a matmul adds in
     place. With one chunk the gradient is there only when the float32 logits are gone; in a single
-    visit also transposed, but where the compiler reduces it over context. In a pipeline the matrix
-    is among the gathered weights, and a micro-batch has a gradient of its own beside the sums.
+    visit also transposed, but where the compiler reduces it over context. The matrix may be among
+    the weights that were gathered and kept, as it is in a pipeline, where a micro-batch has a
+    gradient of its own beside the sums.
 
     Args:
       chunks, logits: their number, and the elements of one.
       matrix: elements of the output matrix.
       piped: whether there is a pipeline.
     """
-    wide, narrow = loop.accumulated * matrix, select(piped, 0, loop.compute * matrix)
+    wide, narrow = loop.accumulated * matrix, loop.compute * matrix
+    narrow = select(piped | loop.keeps, 0, narrow)
     both = (max(loop.compute, 4) + loop.compute) * logits + narrow
     own = loop.scatters | piped
     several = both + select(own | loop.single, wide, 0)

@@ -36,6 +36,7 @@ class LayerLoop:
     source: Ints  # tokens that its cross attention reads, counted likewise; 0 where it has none
     group: Ints  # micro-batches of an accumulation group: one loop over the layers
     single: Any  # whether a step computes each layer's gradients once
+    repeats: Any  # whether groups are a loop: see `training.gradients`
     gathers: Any  # whether weights are all-gathered in every pass
     keeps: Any  # whether they are once, and kept
     scatters: Any  # whether gradients are reduce-scattered per visit
@@ -69,6 +70,7 @@ class LayerLoop:
         if any(turn):
             rows_here = tokens * rows_of_token(config.model, layout, length)
         gathers, keeps = several & (stage == 3), several & ((stage == 1) | (stage == 2))
+        remains = layout.batch_shards > select(stage >= 2, layout.fsdp, 1)
         scatters = several & ((stage >= 2) | ((stage == 1) & single))
         sums = sum(count * elements(config, part, scatters) for part, count in rows.items())
         # With a single visit the gradients of embedding and head need no accumulator.
@@ -87,6 +89,7 @@ class LayerLoop:
             source=data.global_batch_size * source // shards,
             group=layout.microbatches // count,
             single=single,
+            repeats=np.asarray(count) - keeps - remains > 1,
             gathers=gathers,
             keeps=keeps,
             scatters=scatters,

@@ -298,7 +298,7 @@ def _stack_memory(
         outer_weights=select(pipelined, _held_weights(config, loop, buffers)),
         pending=select(pipelined & loop.scatters, _pending(config, loop, loops, buffers)),
         reduced_gradients=loop.accumulated * loop.reduced,
-        kept_weights=loop.keeps * loop.compute * _kept(config, rows),
+        kept_weights=loop.keeps * loop.compute * _kept(config, loop, rows),
         # Those that a pipeline keeps are gathered at once.
         converted=select(loop.keeps & pipelined, 0, transients.ahead)
         * loop.compute
@@ -337,10 +337,13 @@ def _layer_weights(
     return loop.compute * select(loop.gathers, gathered, 0 if transients.ahead else loop.weights)
 
 
-def _kept(config: Config, rows: Rows) -> Ints:
-    """Weights that are gathered once a step; of a pipeline the others are counted elsewhere."""
+def _kept(config: Config, loop: LayerLoop, rows: Rows) -> Ints:
+    """Weights that are gathered once a step; of a pipeline those outside the layers are counted
+    elsewhere. An embedding that is not the head's is not read again in a single visit."""
     layers = sum(count * elements(config, part) for part, count in rows.items())
-    return layers + select(config.layout.pipeline == 1, elements(config, "embed head"))
+    again = elements(config, "embed head") - head_elements(config)
+    outer = head_elements(config) + select(loop.single, 0, again)
+    return layers + select(config.layout.pipeline == 1, outer)
 
 
 def _slots(

@@ -75,13 +75,13 @@ class Compiled(NamedTuple):
 
 STEPS = {
     "mt5_base a100-80, 512 sequences, 2 passes, stage 1": Compiled(
-        "mt5_base", (*MT5, "layout.zero_stage=1", f"{PASSES}=2"), 8_249_020_836
+        "mt5_base", (*MT5, "layout.zero_stage=1", f"{PASSES}=2"), 6_614_874_780
     ),
     "gemma3_1b h200, 16 sequences, 1 passes, stage 3": Compiled(
         GEMMA, (f"{BATCH}=16", f"{PASSES}=1", "layout.zero_stage=3"), 5_528_746_876
     ),
     "gemma3_1b h200, 32 sequences, 2 passes, stage 2": Compiled(
-        GEMMA, (f"{BATCH}=32", f"{PASSES}=2", "layout.zero_stage=2"), 9_483_257_556
+        GEMMA, (f"{BATCH}=32", f"{PASSES}=2", "layout.zero_stage=2"), 7_885_626_140
     ),
     "llama32_1b h200, 16 sequences, 1 passes, stage 3": Compiled(
         "llama32_1b",
@@ -91,13 +91,13 @@ STEPS = {
     "llama32_1b h200, 32 sequences, 2 passes, stage 1": Compiled(
         "llama32_1b",
         (BLOCKWISE, FULL, "layout.fsdp=8", f"{BATCH}=32", f"{PASSES}=2", "layout.zero_stage=1"),
-        14_925_083_724,
+        12_546_104_236,
     ),
     "mt5_base h200, 512 sequences, 1 passes, stage 1": Compiled(
-        "mt5_base", (*MT5, "layout.zero_stage=1", f"{PASSES}=1"), 6_832_093_996
+        "mt5_base", (*MT5, "layout.zero_stage=1", f"{PASSES}=1"), 5_217_556_524
     ),
     "mt5_base h200, 512 sequences, 2 passes, stage 2": Compiled(
-        "mt5_base", (*MT5, "layout.zero_stage=2", f"{PASSES}=2"), 7_130_899_876
+        "mt5_base", (*MT5, "layout.zero_stage=2", f"{PASSES}=2"), 4_932_897_068
     ),
     "mt5_base h200, 512 sequences, 1 passes, stage 3": Compiled(
         "mt5_base", (*MT5, "layout.zero_stage=3", f"{PASSES}=1"), 4_824_722_588
@@ -117,7 +117,7 @@ STEPS = {
     "mt5_base h200, 1f1b, stage 1": Compiled(
         "mt5_base",
         (*HALVES, "layout.zero_stage=1", f"{BATCH}=128", f"{PASSES}=8", FULL),
-        8_578_132_700,
+        8_384_441_820,
     ),
     "mt5_base h200, interleaved, stage 3": Compiled(
         "mt5_base",
@@ -134,12 +134,12 @@ STEPS = {
             "layout.schedule=zb_v",
             "layout.remat=none",
         ),
-        6_552_391_148,
+        6_360_279_788,
     ),
     "mt5_large 64 a100-80, interleaved, stage 2": Compiled(
         "mt5_large",
         (*MANY, "layout.zero_stage=2", f"{PASSES}=16", *INTERLEAVED, FULL),
-        7_183_274_676,
+        6_389_187_892,
     ),
     "mt5_large 64 a100-80, zb_v, two passes kept": Compiled(
         "mt5_large",
@@ -150,7 +150,7 @@ STEPS = {
             "layout.schedule=zb_v",
             "layout.remat=keep:2",
         ),
-        18_858_664_204,
+        18_064_576_908,
     ),
     "mt5_large 64 h200, 1f1b, tensor 2": Compiled(
         "mt5_large",
@@ -160,7 +160,7 @@ STEPS = {
     "mt5_base v5p, 1f1b, stage 1": Compiled(
         "mt5_base",
         (*HALVES, "layout.zero_stage=1", f"{BATCH}=128", f"{PASSES}=8", FULL),
-        13_767_466_176,
+        10_984_736_768,
         "tpu",
     ),
 }
