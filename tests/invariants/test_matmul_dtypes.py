@@ -51,11 +51,9 @@ SIZES = {"heads": 4, "kv_heads": 4, "mlp": 4, "experts": 2}
 
 CONTEXT = {"context": 2, "fsdp": 2}
 EXPERT_COLUMNS = {"expert": 2, "tensor": 2}
-SHARDED_GRADS = {"fsdp": 2, "zero_stage": 2, "microbatches": 2}
 CASES = [
-    ("float8", "dense", {**SHARDED_GRADS, "tensor": 2}),
-    ("float8", "dense", CONTEXT),
-    ("float8", "experts", {**SHARDED_GRADS, "expert": 2}),
+    ("float8", "dense", {**CONTEXT, "tensor": 2, "zero_stage": 2, "microbatches": 2}),
+    ("float8", "experts", {"fsdp": 2, "expert": 2}),
     ("int8", "dense", {"pipeline": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"}),
     ("int8", "experts", EXPERT_COLUMNS),
 ]
