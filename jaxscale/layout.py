@@ -67,16 +67,17 @@ class Layout:
 
     One axis may be -1: it takes the remaining devices. `zero_stage` says what is sharded over
     `fsdp` and `context`: 0 nothing, 1 the parameters at rest and the optimizer's state, 2 also
-    gradients, 3 also the weights in use (ZeRO, arXiv 1910.02054). `data` replicates, so data x fsdp is hybrid sharding. `tensor_rows` divides
-    `tensor` into rows x columns: each rank has d_model / rows features of the stream, and tensor /
-    rows ranks share what lies between two matmuls (arXiv 2305.13525). The ranks of `context` share
-    each sequence, and `context_method` says how its keys reach its queries: "ring" or "gather"
-    (`ops/attention/context.py`), or "ulysses": all-to-alls, after which each has whole sequences
-    for some of the heads (`ops/attention/ulysses.py`). With `pipeline_gather` "chunk" a pipeline
-    rank holds the gathered weights and the summed gradients of a chunk; with "layer" an operation
-    gathers each layer's weights and reduces each layer's gradients: less memory, more traffic. In a
-    pipeline `remat` can be "keep:4": each rank saves all residuals of up to four passes through a
-    chunk at a time, and recomputes the others as with "full" (`pipeline.orders.keep_passes`).
+    gradients, 3 also the weights in use (ZeRO, arXiv 1910.02054). `data` replicates, so data x fsdp
+    is hybrid sharding. `tensor_rows` divides `tensor` into rows x columns: each rank has d_model /
+    rows features of the stream, and tensor / rows ranks share what lies between two matmuls (arXiv
+    2305.13525). The ranks of `context` share each sequence, and `context_method` says how its keys
+    reach its queries: "ring" or "gather" (`ops/attention/context.py`), or "ulysses": all-to-alls,
+    after which each has whole sequences for some of the heads (`ops/attention/ulysses.py`). With
+    `pipeline_gather` "chunk" a pipeline rank holds the gathered weights and the summed gradients of
+    a chunk; with "layer" an operation gathers each layer's weights and reduces each layer's
+    gradients: less memory, more traffic. In a pipeline `remat` can be "keep:4": each rank saves all
+    residuals of up to four passes through a chunk at a time, and recomputes the others as with
+    "full" (`pipeline.orders.keep_passes`).
     `schedule` and `remat` are stored as written; their parsed forms are `schedule_spec` and
     `remat_policy`.
     """

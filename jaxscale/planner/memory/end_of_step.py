@@ -23,22 +23,27 @@ from jaxscale.sharding.rules import LAYER_SHARD_AXES, shards_layers
 def reduction_bytes(config: Config, loop: LayerLoop, transients: Transients, rows: Rows) -> Ints:
     """Outputs of reductions over replicas."""
     layout, stage = config.layout, config.layout.zero_stage
-    # Inputs and outputs of the reductions of the last layer, embedding and head.
+
+    def largest(rows: Rows) -> Ints:
+        return maximum(
+            *(
+                rows.get(array.part, 1) * array.shard_size(layout, over_fsdp=stage >= 1)
+                for array in parameters(config.model)
+            )
+        )
+
+    # Inputs and outputs of the reductions of the last layer, embedding and head; where whole
+    # gradients are summed in place, two of the largest are in flight.
     last = loop.weights + elements(config, "embed head")
+    if transients.in_place:
+        last = select(loop.single, last, largest({}))
     once = select(loop.reduces & (stage == 0), 2 * loop.accumulated * last)
     # In a pipeline, the stacks that are not reduced per visit.
     left = (layout.data > 1) | ((layout.zero_ranks > 1) & (stage <= 1))
     layers = sum(count * elements(config, part, stage >= 1) for part, count in rows.items())
     stacks = loop.accumulated * (layers + elements(config, "embed head", stage >= 1))
     if transients.in_place:
-        # Two of the largest are in flight.
-        largest = maximum(
-            *(
-                rows.get(array.part, 1) * array.shard_size(layout, over_fsdp=stage >= 1)
-                for array in parameters(config.model)
-            )
-        )
-        stacks = 2 * loop.accumulated * largest
+        stacks = 2 * loop.accumulated * largest(rows)
     return select(layout.pipeline == 1, once, select(left, stacks))
 
 

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import numpy as np
-
 from jaxscale.config import Config
 from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.planner.memory.layer_loop import (
