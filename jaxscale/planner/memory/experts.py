@@ -144,7 +144,7 @@ def row_bytes(config: Config, loop: Any, head: Ints, *, blocks: bool) -> Ints:
     slots = PIPED.hidden * hidden + PIPED.stream * stream
     if not blocks or model.capacity_factor:
         return select(pipelined, slots, live(WHOLE))
-    several = loop.scatters & np.logical_not(loop.single)
+    several = loop.scatters & loop.repeats
     if loop.part == PREDICTION and loop.num_layers == 1:
         # The head is passed through once for each, and the gradients are added up.
         passed = (2 + model.prediction_depth) * head
