@@ -1,7 +1,6 @@
 """Loss and gradients of a step, summed over micro-batches and replicas."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +16,7 @@ from jaxscale.models.protocol import (
     Model,
     Sums,
     head_params,
-    zero_sums,
 )
-from jaxscale.ops.stacked import at
 from jaxscale.pipeline.executor import Chunks, Columns, Remat, buffers, execute, execute_forward
 from jaxscale.pipeline.stages import PipelineStages
 from jaxscale.sharding.resolve import Rules, is_axes, manual_part
@@ -31,7 +28,7 @@ from jaxscale.sharding.specs import (
     TABLE_COLUMNS,
 )
 from jaxscale.sharding.zero import Zero
-from jaxscale.training.layer_loop import Accumulated, GroupPass, Visit, make_group_pass
+from jaxscale.training.accumulation import make_accumulation, num_groups
 from jaxscale.training.layer_scan import each
 from jaxscale.training.remat import rematerialised
 
@@ -54,38 +51,11 @@ def make_gradients(
     """
     if stages is not None:
         return _pipelined(model, layout, zero, mesh, stages)
-    count = 1 if layout.accumulation == "layered" else layout.microbatches
-    spans = _group_spans(zero, count)
-    # One set of arrays for the residuals of all groups: in each, XLA would fill new ones with zeros
-    # and copy them. Not on TPUs, where a step needed more memory and moved as many bytes; nor where
-    # layers prefetch, as the scheduler for GPUs then hid fewer gathers.
-    offloads = layout.offloads("activations") or layout.remat_policy.offloads
-    reuses = not (zero.kept.gathers or offloads) and mesh.devices.flat[0].platform != "tpu"
+    platform, count = mesh.devices.flat[0].platform, num_groups(layout)
+    accumulate = make_accumulation(model, layout, zero, platform, unroll_layers=unroll_layers)
 
     def local(params: Tree, batch: Batch) -> tuple[Sums, Tree]:
-        groups = split_batch(batch, count, layout.microbatches // count)
-        weights, grads = params, zero.zeros(params, zero.axes, finished=count == 1)
-        done, visit = Accumulated(zero_sums(model, zero.loss_dtype), grads), None
-        for begin, end in spans:
-            visit = Visit(first=begin == 0, last=end == count == begin + 1)
-            one = make_group_pass(model, layout, zero, visit, unroll_layers=unroll_layers)
-            some = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], groups)
-            nothing = jnp.zeros(())
-            if begin:
-                # Otherwise a compiler could begin with the forward pass of the last group, or with
-                # empty arrays for residuals, and hold them beside those of the groups before.
-                some, done, nothing = jax.lax.optimization_barrier((some, done, nothing))
-            if visit.last and begin and zero.scatters_last:
-                grads = zero.zeros(params, zero.axes, finished=True)
-                done = done._replace(grads=grads, earlier=done.grads)
-            if reuses and count > 1 and not (visit.first and zero.keeps):
-                saved = done.saved or one.empty(weights, at(some, 0), done.sums, nothing)
-                done = done._replace(saved=saved)
-            weights, done = _each_group(one, weights, some, done)
-        assert visit is not None, "a step has an accumulation group"
-        # What remains otherwise are vectors.
-        grads = done.grads if visit.last else zero.finish(done.grads, zero.axes)
-        return zero.total(done.sums), grads
+        return accumulate(params, split_batch(batch, count, layout.microbatches // count))
 
     run = jax.shard_map(
         local,
@@ -96,26 +66,6 @@ def make_gradients(
         check_vma=False,
     )
     return functools.partial(_with_rows, zero, run)
-
-
-def _group_spans(zero: Zero, count: int) -> list[tuple[int, int]]:
-    """The accumulation groups that one loop goes through, from one to the next: the first group is
-    apart where it keeps the weights that it gathers, and the last one where it reduces what
-    remains."""
-    apart = {1} if zero.keeps else set()
-    apart |= {count - 1} if zero.remains else set()
-    return list(itertools.pairwise(sorted({0, count, *apart})))
-
-
-def _each_group(
-    group_pass: GroupPass, weights: Tree, groups: Batch, done: Accumulated
-) -> tuple[Tree, Accumulated]:
-    """`GroupPass.run` for groups [N, G, ...]; only a single one's weights may be other ones."""
-    if jax.tree.leaves(groups)[0].shape[0] == 1:
-        return group_pass.run(weights, at(groups, 0), done)
-    return weights, jax.lax.scan(
-        lambda done, batch: (group_pass.run(weights, batch, done)[1], None), done, groups
-    )[0]
 
 
 def _with_rows(zero: Zero, run: Callable, params: Tree, *others: Any) -> tuple[Sums, Tree]:

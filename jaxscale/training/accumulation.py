@@ -1,0 +1,272 @@
+"""Accumulation: the groups of micro-batches of a step, one after the other, and a group's pass.
+
+With layered accumulation all micro-batches of a step are one group, with sequential accumulation
+each is one of its own. Groups go through a loop, but for the first one where it keeps the weights
+that it gathers, and the last one where it reduces what remains: ZeRO stages 1 and 2 gather during
+the first forward pass, and what no stage reduces for every group is reduced during the last
+backward pass.
+
+A group's pass goes through the embedding, the stacks of the model one after the other, the head,
+and back (`layer_loop`, `outer_passes`).
+
+Letters: G micro-batches of a group.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.batch import Batch
+from jaxscale.layout import Layout
+from jaxscale.models.protocol import (
+    Model,
+    Stack,
+    Stream,
+    Sums,
+    head_params,
+    layer_function,
+    return_borrowed,
+    split_stream,
+    sum_shapes,
+    zero_sums,
+)
+from jaxscale.ops.split_vjp import split_vjp
+from jaxscale.ops.stacked import add, at
+from jaxscale.sharding.zero import Zero
+from jaxscale.training.layer_loop import (
+    Carry,
+    Inputs,
+    Loop,
+    Passed,
+    Visit,
+    backward_pass,
+    forward_pass,
+    only_after,
+)
+from jaxscale.training.layer_scan import SavedLayers
+from jaxscale.training.outer_passes import enter, enter_backward, gather_head, head_pass
+from jaxscale.training.remat import rematerialised
+
+Tree = Any
+Saved = tuple[SavedLayers | None, ...]
+"""The residuals of each stack."""
+
+
+class Accumulated(NamedTuple):
+    """What the groups of a step hand on from one to the next."""
+
+    sums: Sums
+    grads: Tree  # sums of gradients; after the last group, reduced
+    # Those of the groups before the last one, where the reduced ones are arrays of another shape.
+    earlier: Tree = None
+    saved: Saved | None = None  # arrays that residuals are written into; None: into new ones
+
+
+class GroupPass(NamedTuple):
+    """Loss and gradients of an accumulation group, and the residuals that lie in between.
+
+    - `run(params, batch, before) -> (weights, after)` adds the losses and gradients of a group. The
+      weights are those that later groups of a step begin with: gathered and kept, or as at rest.
+    - `empty(params, batch, sums, nothing) -> saved`: arrays that the residuals of every group fit,
+      for layers that prefetch nothing; filled with `nothing`, a scalar 0, when it is there.
+
+    The fields of `batch` are [G, ...].
+    """
+
+    run: Callable[[Tree, Batch, Accumulated], tuple[Tree, Accumulated]]
+    empty: Callable[[Tree, Batch, Sums, jax.Array], Saved]
+
+
+def num_groups(layout: Layout) -> int:
+    """The accumulation groups of a step without a pipeline."""
+    return 1 if layout.accumulation == "layered" else layout.microbatches
+
+
+def make_accumulation(
+    model: Model, layout: Layout, zero: Zero, platform: str, *, unroll_layers: bool = False
+) -> Callable[[Tree, Batch], tuple[Sums, Tree]]:
+    """`(params, groups) -> (sums, gradient sums)` of a rank's part of a batch, [groups, G, ...],
+    its gradients reduced, for use in a `shard_map` in which pipeline, data and fsdp are manual.
+
+    Args:
+      unroll_layers: unrolls the loops over layers, for XLA's cost analysis, which counts the body
+        of a loop once.
+    """
+    count = num_groups(layout)
+    # One set of arrays for the residuals of all groups: in each, XLA would fill new ones with zeros
+    # and copy them. Not on TPUs, where a step needed more memory and moved as many bytes; nor where
+    # layers prefetch, as the scheduler for GPUs then hid fewer gathers.
+    offloads = layout.offloads("activations") or layout.remat_policy.offloads
+    reuses = count > 1 and platform != "tpu" and not (zero.kept.gathers or offloads)
+
+    def run(params: Tree, groups: Batch) -> tuple[Sums, Tree]:
+        weights, grads = params, zero.zeros(params, zero.axes, finished=count == 1)
+        done, visit = Accumulated(zero_sums(model, zero.loss_dtype), grads), Visit(True, True)
+        for begin, end in _spans(zero, count):
+            visit = Visit(first=begin == 0, last=end == count == begin + 1)
+            group_pass = _make_group_pass(model, layout, zero, visit, unroll_layers)
+            some = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], groups)
+            nothing = jnp.zeros(())
+            if begin:
+                # Otherwise a compiler could begin with the forward pass of the last group, or with
+                # empty arrays for residuals, and hold them beside those of the groups before.
+                some, done, nothing = jax.lax.optimization_barrier((some, done, nothing))
+            if visit.last and begin and zero.scatters_last:
+                grads = zero.zeros(params, zero.axes, finished=True)
+                done = done._replace(grads=grads, earlier=done.grads)
+            if reuses and not (visit.first and zero.keeps):
+                empty = group_pass.empty
+                saved = done.saved or empty(weights, at(some, 0), done.sums, nothing)
+                done = done._replace(saved=saved)
+            weights, done = _each_group(group_pass, weights, some, done)
+        # What remains otherwise are vectors.
+        grads = done.grads if visit.last else zero.finish(done.grads, zero.axes)
+        return zero.total(done.sums), grads
+
+    return run
+
+
+def _spans(zero: Zero, count: int) -> list[tuple[int, int]]:
+    """The groups that one loop goes through, from one to the next."""
+    apart = {1} if zero.keeps else set()
+    apart |= {count - 1} if zero.remains else set()
+    return list(itertools.pairwise(sorted({0, count, *apart})))
+
+
+def _each_group(
+    group_pass: GroupPass, weights: Tree, groups: Batch, done: Accumulated
+) -> tuple[Tree, Accumulated]:
+    """`GroupPass.run` for groups [N, G, ...]; only a single one's weights may be other ones."""
+    if jax.tree.leaves(groups)[0].shape[0] == 1:
+        return group_pass.run(weights, at(groups, 0), done)
+    return weights, jax.lax.scan(
+        lambda done, batch: (group_pass.run(weights, batch, done)[1], None), done, groups
+    )[0]
+
+
+def _make_group_pass(
+    model: Model, layout: Layout, zero: Zero, visit: Visit, unroll_layers: bool
+) -> GroupPass:
+    offload = layout.offloads("activations")
+    zero = zero if visit.first else zero.kept
+
+    def make_loop(stack: Stack) -> Loop:
+        layers = [layer_function(stack, kind) for kind in range(stack.period)]
+        passes = [split_vjp(rematerialised(layer, layout.remat_policy)) for layer in layers]
+        first = stack.name == model.stacks[0].name
+        return Loop(stack, zero, visit, tuple(passes), offload, unroll_layers, first)
+
+    loops = [make_loop(stack) for stack in model.stacks]
+
+    def run(params: Tree, batch: Batch, before: Accumulated) -> tuple[Tree, Accumulated]:
+        return _group_pass(model, zero, loops, visit, params, batch, before)
+
+    def empty(params: Tree, batch: Batch, sums: Sums, nothing: jax.Array) -> Saved:
+        def forward(params: Tree, batch: Batch, sums: Sums) -> Saved:
+            embed = zero.gather(params["embed"], zero.axes["embed"])
+            new = (None,) * len(loops)
+            entered = _stacks_forward(loops, params, embed, batch, sums, new)[2]
+            return tuple(one.passed.residuals for one in entered)
+
+        shapes = jax.eval_shape(forward, params, batch, sums)
+        return jax.tree.map(lambda x: jnp.full(x.shape, nothing.astype(x.dtype)), shapes)
+
+    return GroupPass(run, empty)
+
+
+class _Entered(NamedTuple):
+    """A stack after its forward pass."""
+
+    before: Stream  # what the stack began with, [G, ...]
+    shared: Stream  # [G, ...]
+    passed: Passed
+
+
+def _group_pass(
+    model: Model,
+    zero: Zero,
+    loops: Sequence[Loop],
+    visit: Visit,
+    params: Tree,
+    batch: Batch,
+    before: Accumulated,
+) -> tuple[Tree, Accumulated]:
+    if zero.gathers and not zero.keeps:
+        params, batch = only_after(params, batch)
+    embed = zero.gather(params["embed"], zero.axes["embed"])
+    into = before.saved or (None,) * len(loops)
+    stream, sums, entered = _stacks_forward(loops, params, embed, batch, before.sums, into)
+    head = gather_head(model, zero, params, embed)
+    sums, dhead, dstream = head_pass(model, zero, head, batch, stream, sums)
+    earlier = before.grads if before.earlier is None else before.earlier
+    if visit.last:
+        if not visit.only:  # what the head borrows is among the embedding's
+            own = {name: dhead[name] for name in earlier["head"]}
+            dhead = {**dhead, **add(earlier["head"], own)}
+        dhead = zero.finish(dhead, head_params(model, zero.axes))
+    dembed, stacks = _stacks_backward(loops, embed, batch, dstream, entered, before)
+    dembed = zero.reduce(dembed, zero.axes["embed"])
+    if visit.last:
+        dembed = dembed if visit.only else add(earlier["embed"], dembed)
+        dembed = zero.finish(dembed, zero.axes["embed"])
+    outer = return_borrowed(model, dembed, dhead)
+    if not visit.last:
+        outer = {name: add(before.grads[name], grad) for name, grad in outer.items()}
+    saved = before.saved and tuple(one.passed.residuals for one in entered)
+    after = Accumulated(sums, {**outer, **stacks}, saved=saved)
+    if not zero.keeps:
+        return params, after
+    layers = {loop.stack.name: one.passed.layers for loop, one in zip(loops, entered)}
+    own = {name: head[name] for name in params["head"]}
+    return {"embed": embed, "head": own, **layers}, after
+
+
+def _stacks_forward(
+    loops: Sequence[Loop],
+    params: Tree,
+    embed: Tree,
+    batch: Batch,
+    sums: Sums,
+    into: Sequence[SavedLayers | None],
+) -> tuple[Stream, Sums, list[_Entered]]:
+    """The last stack's stream [G, ...], the sums, and what each stack's backward pass needs."""
+    stream, entered = {}, []
+    for loop, saved in zip(loops, into):
+        x, shared = split_stream(loop.stack, enter(loop.stack, embed, stream, batch))
+        own = {name: sums[name] for name in sum_shapes(loop.stack)}
+        inputs = Inputs(params[loop.stack.name], batch, shared, saved)
+        passed = forward_pass(loop, inputs, x, own)
+        entered.append(_Entered(stream, shared, passed))
+        sums, stream = {**sums, **passed.sums}, {**passed.x, **shared}
+    return stream, sums, entered
+
+
+def _stacks_backward(
+    loops: Sequence[Loop],
+    embed: Tree,
+    batch: Batch,
+    dstream: Stream,
+    entered: list[_Entered],
+    before: Accumulated,
+) -> tuple[Tree, Tree]:
+    """The gradients of the embedding, and the accumulators of each stack's layers with theirs."""
+    stacks, dembed = {}, None
+    for loop, (stream, shared, passed) in reversed(list(zip(loops, entered))):
+        name, layers, loop = loop.stack.name, passed.layers, replace(loop, zero=loop.zero.kept)
+        if loop.zero.gathers:
+            layers, dstream = only_after(layers, dstream)
+        dx, dshared = split_stream(loop.stack, dstream)
+        widened = loop.zero.widen(dshared)
+        carry = Carry(dx, widened, passed.last_layer, None, before.grads[name])
+        earlier = None if before.earlier is None else before.earlier[name]
+        inputs = Inputs(layers, batch, shared, passed.residuals, earlier)
+        dx, dshared, stacks[name] = backward_pass(loop, inputs, carry)
+        dstream = {**dx, **dshared}
+        dstream, dembed = enter_backward(
+            loop.stack, loop.zero, embed, stream, batch, dstream, dembed
+        )
+    return dembed, stacks
