@@ -90,8 +90,8 @@ BLOCKS = (RowArrays(6, 4, 0.75), RowArrays(3, 6, 0.75))
 """A loop over blocks copies what it reads and what it writes. Counted in steps of Mixtral (hidden
 features are most) and Qwen3-MoE (rows of the stream are) for eight H100."""
 UNORDERED = (RowArrays(9, 8, 2.0), RowArrays(6, 10, 2.0))
-"""The same where each of several passes reduce-scatters gradients: the scheduler does not know how
-long the loops take, and leaves the gradients of weights to the end."""
+"""The same in a loop over passes each of which reduce-scatters gradients: the scheduler does not
+know how long the loops take, and leaves the gradients of weights to the end."""
 
 AFTER_DENSE = (RowArrays(3, 5, 1.5),)
 """Blocks in layers that come after others without experts: gradients of the layer above, as they
@@ -145,8 +145,13 @@ def row_bytes(config: Config, loop: Any, head: Ints, *, blocks: bool) -> Ints:
     if not blocks or model.capacity_factor:
         return select(pipelined, slots, live(WHOLE))
     several = loop.scatters & loop.repeats
+    # Where everything is saved, also in passes that are no loop: counted in steps of DeepSeek-V3.
+    saved_all = loop.scatters & np.logical_not(loop.single) & (remat.kind == "none")
+    if model.dense_layers:
+        several = several | saved_all
     if loop.part == PREDICTION and loop.num_layers == 1:
         # The head is passed through once for each, and the gradients are added up.
+        several = saved_all
         passed = (2 + model.prediction_depth) * head
         found = select(several, live(LONE_UNORDERED) + head, live(LONE) + passed)
     elif model.dense_layers:
