@@ -7,7 +7,7 @@ the first forward pass, and what no stage reduces for every group is reduced dur
 backward pass.
 
 A group's pass goes through the embedding, the stacks of the model one after the other, the head,
-and back (`layer_loop`, `outer_passes`).
+and back (`layer_loop`).
 
 Letters: G micro-batches of a group.
 """
@@ -27,6 +27,7 @@ from jaxscale.models.protocol import (
     Stack,
     Stream,
     Sums,
+    head_gradients,
     head_params,
     layer_function,
     return_borrowed,
@@ -47,8 +48,7 @@ from jaxscale.training.layer_loop import (
     forward_pass,
     only_after,
 )
-from jaxscale.training.layer_scan import SavedLayers
-from jaxscale.training.outer_passes import enter, enter_backward, gather_head, head_pass
+from jaxscale.training.layer_scan import SavedLayers, each
 from jaxscale.training.remat import rematerialised
 
 Tree = Any
@@ -200,8 +200,8 @@ def _group_pass(
     embed = zero.gather(params["embed"], zero.axes["embed"])
     into = before.saved or (None,) * len(loops)
     stream, sums, entered = _stacks_forward(loops, params, embed, batch, before.sums, into)
-    head = gather_head(model, zero, params, embed)
-    sums, dhead, dstream = head_pass(model, zero, head, batch, stream, sums)
+    head = _gather_head(model, zero, params, embed)
+    sums, dhead, dstream = _head_pass(model, zero, head, batch, stream, sums)
     earlier = before.grads if before.earlier is None else before.earlier
     if visit.last:
         if not visit.only:  # what the head borrows is among the embedding's
@@ -236,7 +236,7 @@ def _stacks_forward(
     """The last stack's stream [G, ...], the sums, and what each stack's backward pass needs."""
     stream, entered = {}, []
     for loop, saved in zip(loops, into):
-        x, shared = split_stream(loop.stack, enter(loop.stack, embed, stream, batch))
+        x, shared = split_stream(loop.stack, _enter(loop.stack, embed, stream, batch))
         own = {name: sums[name] for name in sum_shapes(loop.stack)}
         inputs = Inputs(params[loop.stack.name], batch, shared, saved)
         passed = forward_pass(loop, inputs, x, own)
@@ -266,7 +266,69 @@ def _stacks_backward(
         inputs = Inputs(layers, batch, shared, passed.residuals, earlier)
         dx, dshared, stacks[name] = backward_pass(loop, inputs, carry)
         dstream = {**dx, **dshared}
-        dstream, dembed = enter_backward(
+        dstream, dembed = _enter_backward(
             loop.stack, loop.zero, embed, stream, batch, dstream, dembed
         )
     return dembed, stacks
+
+
+def _enter(stack: Stack, embed: Tree, stream: Stream, batch: Batch) -> Stream:
+    """The stream that enters a stack, [G, ...]."""
+    return each(lambda _, xs: (None, stack.enter(embed, *xs)), None, (stream, batch))[1]
+
+
+def _enter_backward(
+    stack: Stack,
+    zero: Zero,
+    embed: Tree,
+    stream: Stream,
+    batch: Batch,
+    dstream: Stream,
+    total: Tree,
+) -> tuple[Stream, Tree]:
+    """The gradients of the stream before a stack, and those of the embedding added to `total`."""
+
+    def one(total, xs):
+        stream, batch, dstream = xs
+        # The forward pass of the embedding's vjp is a lookup whose result is not used: XLA drops
+        # it.
+        entered, pullback = jax.vjp(
+            lambda embed, stream: stack.enter(embed, stream, batch),
+            zero.widen(embed),
+            stream,
+        )
+        dstream = jax.tree.map(lambda d, x: d.astype(x.dtype), dstream, entered)
+        dembed, dstream = pullback(dstream)
+        return add(total, dembed), dstream
+
+    if total is None:
+        total = zero.running_sum(embed, zero.axes["embed"], batch)
+    total, dstream = each(one, total, (stream, batch, dstream))
+    return dstream, total
+
+
+def _gather_head(model: Model, zero: Zero, params: Tree, embed: Tree) -> Tree:
+    """The weights of the head, gathered. What it borrows from the embedding is gathered again, or
+    where gathered weights are kept, taken from `embed`."""
+    if zero.keeps:
+        head = zero.gather(params["head"], zero.axes["head"])
+        return head_params(model, {"embed": embed, "head": head})
+    return zero.gather(head_params(model, params), head_params(model, zero.axes))
+
+
+def _head_pass(
+    model: Model, zero: Zero, head: Tree, batch: Batch, stream: Stream, sums: Sums
+) -> tuple[Sums, Tree, Stream]:
+    """The head, forward and backward: adds the losses to `sums`; the gradients of head and
+    stream."""
+    axes = head_params(model, zero.axes)
+
+    def one(carry, xs):
+        sums, total = carry
+        stream, batch = xs
+        losses, dhead, dstream = head_gradients(model, zero.widen(head), stream, batch)
+        return ({**sums, **add({n: sums[n] for n in losses}, losses)}, add(total, dhead)), dstream
+
+    carry = sums, zero.running_sum(head, axes, batch)
+    (sums, total), dstream = each(one, carry, (stream, batch))
+    return sums, zero.reduce(total, axes), dstream
