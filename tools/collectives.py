@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             )
         )
     print(
-        "\nover tensor and context: the activations of a layer's products and of attention, and "
+        "\nover tensor and context: the activations of a layer's matmuls and of attention, and "
         "sums; theory here is of data and fsdp"
     )
     return 0 if agree else 1

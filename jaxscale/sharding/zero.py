@@ -4,19 +4,20 @@ that follow. For use in a `shard_map` in which pipeline, data, fsdp and expert a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES
+from jaxscale.layout import MANUAL_AXES
+from jaxscale.sharding import blocks
+from jaxscale.sharding.blocks import Form, blocks_over, map_manually, sharded_dim
 from jaxscale.sharding.resolve import (
     REPLICATED_WEIGHTS,
     WEIGHTS,
     Axes,
     Rules,
-    automatic_axes,
     automatic_part,
     constrain,
     constrain_to,
@@ -24,7 +25,6 @@ from jaxscale.sharding.resolve import (
     resolve,
     weight_dtype,
 )
-from jaxscale.sharding.specs import mesh_axes_of
 
 Tree = Any
 
@@ -42,11 +42,8 @@ class Zero:
     The ranks of expert share the batch, and each has experts of its own: their gradients are summed
     over the other axes only, those of all other parameters over this one too.
 
-    Where tensor has rows, each uses a block of consecutive features of every weight. Such blocks,
-    and those of context, are of the whole array, and fsdp divides each. As both axes are automatic,
-    an array inside the `shard_map` has this dimension `apart`, as [blocks, features of a block]:
-    the part over the manual axes alone would be of other features. There are rows or ranks of
-    context, never both.
+    Where tensor has rows, or there are ranks of context, arrays inside the `shard_map` have the
+    sharded dimension apart (`blocks`).
 
     From stage 1 on the parameters at rest are shards, as the optimizer's state is: they are the
     float32 weights of the paper's mixed precision. Stages 1 and 2 gather each layer once a step, in
@@ -139,38 +136,17 @@ class Zero:
         replicas = max(self.sizes["data"], self.sizes["expert"])
         return replicas > 1 or (self.stage < 2 and self.sizes["fsdp"] > 1)
 
-    def _blocks_over(self, rules: Rules) -> str | None:
-        """The automatic axis that has a block of an array each."""
-        sharded = (axis for axis in rules["embed"] if axis in AUTOMATIC_AXES)
-        return next((axis for axis in sharded if self.sizes.get(axis, 1) > 1), None)
-
     def apart(self, params: Tree) -> Tree:
         """Parameters as they are inside the `shard_map`."""
-        axis = self._blocks_over(self.state_rules)
-
-        def reshaped(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-            return *shape[:dim], self.sizes[axis or ""], -1, *shape[dim + 1 :]
-
-        return _reshaped(self.axes, params, reshaped) if axis else params
+        return blocks.split_blocks(params, self.axes, self.state_rules, self.sizes)
 
     def together(self, grads: Tree) -> Tree:
         """Gradients from inside the `shard_map` as they are outside."""
-
-        def reshaped(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-            return *shape[:dim], -1, *shape[dim + 2 :]
-
-        return (
-            _reshaped(self.axes, grads, reshaped) if self._blocks_over(self.state_rules) else grads
-        )
+        return blocks.join_blocks(grads, self.axes, self.state_rules, self.sizes)
 
     def apart_spec(self, axes: Axes, rules: Rules) -> PartitionSpec:
         """The spec of an array inside the `shard_map`, over all axes."""
-        spec, dim = resolve(axes, rules, self.sizes), _sharded_dim(axes)
-        block = self._blocks_over(rules)
-        if block is None or dim is None:
-            return spec
-        entry = tuple(axis for axis in mesh_axes_of(spec[dim]) if axis != block)
-        return PartitionSpec(*spec[:dim], block, entry or None, *spec[dim + 1 :])
+        return blocks.apart_spec(axes, rules, self.sizes)
 
     def gather(self, shards: Tree, axes: Tree) -> Tree:
         """Weights as the model uses them: in the compute type, gathered over fsdp and context."""
@@ -179,7 +155,7 @@ class Zero:
 
         def one(axes, shard):
             weight = shard.astype(weight_dtype(axes, self.compute_dtype))
-            dim = _sharded_dim(axes)
+            dim = sharded_dim(axes)
             over = [
                 *("context",) * (self.gathers and self.sizes["context"] > 1),
                 *("pipeline",) * ("outer_embed" in axes),
@@ -189,8 +165,8 @@ class Zero:
                 return weight
             return jax.lax.all_gather(weight, tuple(over), axis=dim, tiled=True)
 
-        given = _Form(self.state_rules, apart=True)
-        return self._collectively(one, axes, shards, given, _Form(self.replicated_rules))
+        given = Form(self.state_rules, apart=True)
+        return self._manually(one, axes, shards, given, Form(self.replicated_rules))
 
     def gather_part(self, shards: Tree, part: str) -> Tree:
         """`gather` of the parameters outside the layers, or of one layer of a stack."""
@@ -209,8 +185,8 @@ class Zero:
             return self._reduce_scatter(grad, axes) if self.scatters else grad
 
         # Given so that each rank of context is given the sum of its features alone.
-        given = _Form(self.state_rules)
-        return self._collectively(one, axes, grads, given, given._replace(apart=True))
+        given = Form(self.state_rules)
+        return self._manually(one, axes, grads, given, given._replace(apart=True))
 
     def finish(self, grads: Tree, axes: Tree) -> Tree:
         """The reductions over replicas that remain for the sum of all visits."""
@@ -227,8 +203,8 @@ class Zero:
                 grad = self._reduce_over_pipeline(grad, axes)
             return self._sum_replicas(grad, axes)
 
-        form = _Form(self.state_rules, apart=True)
-        return self._collectively(one, axes, grads, form, form)
+        form = Form(self.state_rules, apart=True)
+        return self._manually(one, axes, grads, form, form)
 
     def zeros(self, params: Tree, axes: Tree, *, finished: bool = False) -> Tree:
         """Accumulators of gradients: shards where visits leave shards, else whole.
@@ -243,9 +219,11 @@ class Zero:
             more = {"embed": whole, "outer_embed": whole * self.sizes["pipeline"]}
 
         def one(axes, param):
-            shape, dim = list(param.shape), _sharded_dim(axes)
+            shape, dim = list(param.shape), sharded_dim(axes)
             if dim is not None:
-                shape[dim + (self._blocks_over(self.state_rules) is not None)] *= more[axes[dim]]
+                shape[dim + (blocks_over(self.state_rules, self.sizes) is not None)] *= more[
+                    axes[dim]
+                ]
             return self._accumulator(shape, self.apart_spec(axes, self.state_rules))
 
         return jax.tree.map(one, axes, params, is_leaf=is_axes)
@@ -288,7 +266,7 @@ class Zero:
     def _sum_replicas(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """The sum over the axes that no reduce-scatter has summed over."""
         summed = ["data"]
-        if self.stage == 0 or _sharded_dim(axes) is None:
+        if self.stage == 0 or sharded_dim(axes) is None:
             summed.append("fsdp")
         if "experts" not in axes:
             summed.append("expert")
@@ -318,7 +296,7 @@ class Zero:
         return collective(grad).astype(self.accumulation_dtype)
 
     def _reduce_scatter(self, grad: jax.Array, axes: Axes) -> jax.Array:
-        dim = _sharded_dim(axes)
+        dim = sharded_dim(axes)
         if self.sizes["fsdp"] == 1 or dim is None:
             return grad
         if "outer_embed" not in axes:
@@ -343,71 +321,7 @@ class Zero:
             return self._sum(grad, ("pipeline",))
         return self._scattered(grad, "pipeline", axes.index("outer_embed"))
 
-    def _collectively(
-        self, one: Callable, axes: Tree, tree: Tree, given: "_Form", returned: "_Form"
-    ) -> Tree:
-        """Maps `one(axes, array)` over a tree with every mesh axis manual.
-
-        Otherwise XLA's partitioner would first replicate an operand over the axes that are still
-        automatic, before a gather or a scatter over the manual ones; and XLA for CPUs ends the
-        process over a sum in 16 bits where an axis is automatic, even one of a single rank.
-        """
-        apart = [form.apart and self._blocks_over(form.rules) for form in (given, returned)]
-
-        def each(axes, x):
-            dim = _sharded_dim(axes)
-            if dim is None:
-                return one(axes, x)
-            # Each rank has one block.
-            x = one(axes, jnp.squeeze(x, dim) if apart[0] else x)
-            return jnp.expand_dims(x, dim) if apart[1] else x
-
-        def local(tree):
-            return jax.tree.map(each, axes, tree, is_leaf=is_axes)
-
-        manual = automatic_axes(self.sizes)
+    def _manually(self, one: Callable, axes: Tree, tree: Tree, given: Form, returned: Form) -> Tree:
+        """`blocks.map_manually`."""
         narrow = self._sent_dtype.itemsize < 4
-        if not narrow and all(self.sizes[axis] == 1 for axis in manual):
-            return local(tree)
-        specs = [
-            jax.tree.map(
-                lambda axes, form=form: automatic_part(self._spec(axes, form)),
-                axes,
-                is_leaf=is_axes,
-            )
-            for form in (given, returned)
-        ]
-        return jax.shard_map(
-            local,
-            in_specs=(specs[0],),
-            out_specs=specs[1],
-            axis_names=set(manual),
-            check_vma=False,
-        )(tree)
-
-    def _spec(self, axes: Axes, form: "_Form") -> PartitionSpec:
-        if form.apart:
-            return self.apart_spec(axes, form.rules)
-        return resolve(axes, form.rules, self.sizes)
-
-
-class _Form(NamedTuple):
-    """How an array is laid out over the automatic axes."""
-
-    rules: Rules
-    apart: bool = False
-
-
-def _reshaped(axes_tree: Tree, tree: Tree, shape_of: Callable) -> Tree:
-    """Arrays with the sharded dimension as `shape_of(shape, dim)` has it."""
-
-    def one(axes, x):
-        dim = _sharded_dim(axes)
-        return x if dim is None else x.reshape(shape_of(x.shape, dim))
-
-    return jax.tree.map(one, axes_tree, tree, is_leaf=is_axes)
-
-
-def _sharded_dim(axes: Axes) -> int | None:
-    """The dimension that is sharded over fsdp, if the stage shards it."""
-    return next((dim for dim, name in enumerate(axes) if name in ("embed", "outer_embed")), None)
+        return map_manually(one, axes, tree, given, returned, self.sizes, always=narrow)

@@ -60,9 +60,8 @@ class Accumulated(NamedTuple):
     """What the groups of a step hand on from one to the next."""
 
     sums: Sums
-    grads: Tree  # sums of gradients; after the last group, reduced
-    # Those of the groups before the last one, where the reduced ones are arrays of another shape.
-    earlier: Tree = None
+    grads: Tree  # sums of gradients; those that the last group leaves are reduced
+    earlier: Tree = None  # sums before the last group, where reduced ones have another shape
     saved: Saved | None = None  # arrays that residuals are written into; None: into new ones
 
 
@@ -103,19 +102,20 @@ def make_accumulation(
     offloads = layout.offloads("activations") or layout.remat_policy.offloads
     reuses = count > 1 and platform != "tpu" and not (zero.kept.gathers or offloads)
 
+    visits = _visits(zero, count)
+
     def run(params: Tree, groups: Batch) -> tuple[Sums, Tree]:
         weights, grads = params, zero.zeros(params, zero.axes, finished=count == 1)
-        done, visit = Accumulated(zero_sums(model, zero.loss_dtype), grads), Visit(True, True)
-        for begin, end in _spans(zero, count):
-            visit = Visit(first=begin == 0, last=end == count == begin + 1)
+        done = Accumulated(zero_sums(model, zero.loss_dtype), grads)
+        for visit, span in visits:
             group_pass = _make_group_pass(model, layout, zero, visit, unroll_layers)
-            some = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], groups)
+            some = jax.tree.map(lambda x, span=span: x[span], groups)
             nothing = jnp.zeros(())
-            if begin:
+            if not visit.first:
                 # Otherwise a compiler could begin with the forward pass of the last group, or with
                 # empty arrays for residuals, and hold them beside those of the groups before.
                 some, done, nothing = jax.lax.optimization_barrier((some, done, nothing))
-            if visit.last and begin and zero.scatters_last:
+            if visit.last and not visit.only and zero.scatters_last:
                 grads = zero.zeros(params, zero.axes, finished=True)
                 done = done._replace(grads=grads, earlier=done.grads)
             if reuses and not (visit.first and zero.keeps):
@@ -123,18 +123,23 @@ def make_accumulation(
                 saved = done.saved or empty(weights, at(some, 0), done.sums, nothing)
                 done = done._replace(saved=saved)
             weights, done = _each_group(group_pass, weights, some, done)
-        # What remains otherwise are vectors.
-        grads = done.grads if visit.last else zero.finish(done.grads, zero.axes)
+        # What remains after another visit than the last one are vectors.
+        reduced = visits[-1][0].last
+        grads = done.grads if reduced else zero.finish(done.grads, zero.axes)
         return zero.total(done.sums), grads
 
     return run
 
 
-def _spans(zero: Zero, count: int) -> list[tuple[int, int]]:
-    """The groups that one loop goes through, from one to the next."""
+def _visits(zero: Zero, count: int) -> list[tuple[Visit, slice]]:
+    """The visits of a step's groups, in order, each with the groups that one loop goes through."""
     apart = {1} if zero.keeps else set()
     apart |= {count - 1} if zero.remains else set()
-    return list(itertools.pairwise(sorted({0, count, *apart})))
+    bounds = itertools.pairwise(sorted({0, count, *apart}))
+    return [
+        (Visit(first=begin == 0, last=end == count == begin + 1), slice(begin, end))
+        for begin, end in bounds
+    ]
 
 
 def _each_group(
