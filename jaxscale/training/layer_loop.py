@@ -325,12 +325,13 @@ def _accumulate(loop: Loop, inputs: Inputs, grads: Tree, index: Index, dweights:
     """Reduces the gradients of one layer and adds them to its accumulators; those of the last
     visit, to what they are when no reduction remains."""
     visit, total = loop.visit, loop.zero.reduce(dweights, loop.axes)
-    if not visit.last:
-        return add_at(grads, index, total)
-    if not visit.only:
+    if visit.last and not visit.only:
         earlier = grads if inputs.earlier is None else inputs.earlier
-        total = add(at(earlier, index), total)
-    return put(grads, loop.zero.finish(total, loop.axes), index)
+        total = loop.zero.finish(add(at(earlier, index), total), loop.axes)
+        return put(grads, total, index)
+    # An only visit adds to zeros: where XLA for GPUs puts what a reduce-scatter leaves, without a
+    # sum, it hides none of them.
+    return add_at(grads, index, loop.zero.finish(total, loop.axes) if visit.last else total)
 
 
 def only_after(weights: Tree, x: Tree) -> tuple[Tree, Tree]:
