@@ -46,6 +46,7 @@ class Interrupted(Exception):  # noqa: N818 - a request is no error
 
 _listening = False
 _first = 0  # the first request: the number of its signal
+_phase = ""  # what the main thread did at it, if it was free to notice
 _held = False  # whether a request waits for the training loop
 _status = STOPPED  # of a process that ends at once
 _interruptible = False
@@ -60,11 +61,11 @@ def listening() -> Iterator[None]:
     SIGQUIT prints the stacks of all threads, and the run goes on. Does nothing inside another
     `listening`, or outside the main thread, which alone may set handlers.
     """
-    global _listening, _first, _held, _status, _limit
+    global _listening, _first, _phase, _held, _status, _limit
     if _listening or threading.current_thread() is not threading.main_thread():
         yield
         return
-    _listening, _first, _held, _status, _limit = True, 0, False, STOPPED, ""
+    _listening, _first, _phase, _held, _status, _limit = True, 0, "", False, STOPPED, ""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -142,8 +143,9 @@ def interruptible() -> Iterator[None]:
 
 def _note(number: int, frame: Any) -> None:
     """The handler in the main thread."""
-    global _first
-    _first = _first or number
+    global _first, _phase
+    # The thread that says it may have its turn when this one is past it.
+    _first, _phase = _first or number, _phase or phases.current()
     if _interruptible:
         raise Interrupted
 
@@ -162,7 +164,7 @@ def _read(pipe: int) -> None:
                 processes.leave("SIGINT again: ended without saving", ENDED_UNSAVED)
             elif not said:
                 goes_on = "finishing the step, then saving ..." if _status else COMPLETE
-                log.warning(f"{_name(number)} while {phases.current()}: {goes_on}")
+                log.warning(f"{_name(number)} while {_phase or phases.current()}: {goes_on}")
                 said = True
             if number == signal.SIGINT:
                 interrupted = interrupted or now

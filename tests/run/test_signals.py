@@ -84,6 +84,20 @@ def test_a_signal_during_a_step_saves_it(ready, name, caplog):
     assert f"{name} while training (step 2): finishing the step, then saving ..." in caplog.text
 
 
+def test_a_signal_is_said_to_be_during_what_it_interrupted(ready, monkeypatch, caplog):
+    """However late the thread that says so has its turn."""
+    name = signals._name
+
+    def later(number):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.3)
+        return name(number)
+
+    monkeypatch.setattr(signals, "_name", later)
+    fit(dataclasses.replace(ready, step=at_step(signal.SIGTERM, 2)))
+    assert "SIGTERM while training (step 2)" in caplog.text
+
+
 def test_all_processes_of_a_complete_run_draw_a_sample_or_none(monkeypatch, tmp_path, caplog):
     """One that was asked to stop must not leave the others waiting for it."""
     caplog.set_level("INFO", "jaxscale")
