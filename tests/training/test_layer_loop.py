@@ -61,9 +61,10 @@ def test_each_layer_is_prefetched_and_reduced_during_its_neighbours_compute(accu
     ("stage", "expected"), [(1, "gg.g." + "r.r.r"), (2, "gg.g." + "r.r.r." + "r.r.r")]
 )
 def test_the_first_microbatch_gathers_and_the_last_one_reduces(stage, expected):
-    """Of two micro-batches: gather 0; gather 1, F0; gather 2, F1; F2, head, B2. Stage 1 reduces
-    during the second one's B1 and B0, stage 2 during the first one's, too."""
-    assert timeline(lowered_step(zero_stage=stage, microbatches=2)) == expected
+    """Of four: gather 0; gather 1, F0; gather 2, F1; F2, head, B2. Stage 1 reduces during B1 and B0
+    of the last one alone, which is apart from a loop over those between; stage 2 in all of them, of
+    which those after the first one are a loop."""
+    assert timeline(lowered_step(zero_stage=stage, microbatches=4)) == expected
 
 
 def test_a_single_layer_is_gathered_once():
