@@ -215,9 +215,15 @@ class Layout:
         return parse_remat(self.remat)
 
     @property
+    def num_groups(self) -> int:
+        """Accumulation groups: how often a step without a pipeline loops over the layers, forward
+        and backward."""
+        return 1 if self.accumulation == "layered" else self.microbatches
+
+    @property
     def single_visit(self) -> bool:
         """Whether a step computes the gradients of each layer once."""
-        return self.pipeline == 1 and (self.accumulation == "layered" or self.microbatches == 1)
+        return self.pipeline == 1 and self.num_groups == 1
 
     @property
     def auto(self) -> bool:

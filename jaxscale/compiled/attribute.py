@@ -17,11 +17,11 @@ MODULES = ("attention", "mlp", "head", "embed", "optimizer")
 
 SAVED = "saved activations"
 SHRINKS = {
-    "parameters": "zero_stage = 3, fsdp, tensor, pipeline",
-    "optimizer state": "zero_stage, fsdp, offload = 'optimizer'",
+    "parameters": "zero_stage = 1, fsdp, tensor, pipeline",
+    "optimizer state": "zero_stage = 1, fsdp, offload = 'optimizer'",
     "batch": "data.global_batch_size",
-    "gathered weights": "tensor, pipeline",
-    "gradients": "zero_stage, fsdp, tensor, pipeline",
+    "gathered weights": "zero_stage = 3, tensor, pipeline",
+    "gradients": "zero_stage = 2, fsdp, tensor, pipeline",
     SAVED: "remat = 'full', microbatches, offload = 'activations', context",
     "temporaries": "microbatches, context, tensor",
 }
@@ -29,7 +29,7 @@ SHRINKS = {
 
 SHRINKS_IN_PIPELINES = {
     **SHRINKS,
-    "gathered weights": "tensor, pipeline, virtual_stages",
+    "gathered weights": "zero_stage = 3, tensor, pipeline, virtual_stages",
     SAVED: "remat = 'full', microbatches, schedule = '1f1b', context",
 }
 """The same for a layout with a pipeline."""
@@ -74,8 +74,7 @@ def _settings(engine: Engine) -> dict[str, str]:
     """SHRINKS without what the layout already has."""
     layout = engine.layout
     done = {
-        "zero_stage": layout.zero_stage == 3,
-        "zero_stage = 3": layout.zero_stage == 3,
+        **{f"zero_stage = {stage}": layout.zero_stage >= stage for stage in (1, 2, 3)},
         "remat = 'full'": layout.remat == "full",
         "offload = 'optimizer'": layout.offloads("optimizer"),
         "offload = 'activations'": layout.offloads("activations"),
@@ -113,6 +112,8 @@ def _what(buffer: Buffer, engine: Engine, is_weight: bool, in_pipeline: str) -> 
     (dtype, dims), *_ = hlo.arrays(buffer.shape)
     if dtype == "f32" and is_weight:
         return "gradients"
+    if engine.zero.keeps and is_weight:
+        return "gathered weights"
     depths = {n for s in engine.model.stacks for n in (s.num_layers, s.num_layers - 1)}
     if len(dims) > 2 and dims[0] in depths and not engine.stages:
         return SAVED

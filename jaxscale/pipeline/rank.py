@@ -132,7 +132,8 @@ class Rank:
             _check_alike(stack, kinds)
             parts.append(StackPart(number, stack, kinds, layers))
         held = {name: jnp.asarray(values[0]) for name, values in chunks.items()}
-        only_chunk, zero = None, zero.kept
+        zero = zero.kept
+        only_chunk = None
         if zero.gathers and stages.table.order.virtual_stages == 1 and not stages.by_layer:
             only_chunk = {p.name: zero.gather(p.layers, zero.axes[p.name]) for p in parts}
         return cls(

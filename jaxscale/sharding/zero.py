@@ -213,6 +213,7 @@ class Zero:
           params: at rest.
           finished: zeros as the gradients are when no reduction remains.
         """
+        is_apart = blocks_over(self.state_rules, self.sizes) is not None
         more = {"embed": 1, "outer_embed": 1}
         if not finished:
             whole = self.sizes["fsdp"] if self.stage == 1 else 1
@@ -221,9 +222,7 @@ class Zero:
         def one(axes, param):
             shape, dim = list(param.shape), sharded_dim(axes)
             if dim is not None:
-                shape[dim + (blocks_over(self.state_rules, self.sizes) is not None)] *= more[
-                    axes[dim]
-                ]
+                shape[dim + is_apart] *= more[axes[dim]]
             return self._accumulator(shape, self.apart_spec(axes, self.state_rules))
 
         return jax.tree.map(one, axes, params, is_leaf=is_axes)

@@ -80,11 +80,6 @@ class GroupPass(NamedTuple):
     empty: Callable[[Tree, Batch, Sums, jax.Array], Saved]
 
 
-def num_groups(layout: Layout) -> int:
-    """The accumulation groups of a step without a pipeline."""
-    return 1 if layout.accumulation == "layered" else layout.microbatches
-
-
 def make_accumulation(
     model: Model, layout: Layout, zero: Zero, platform: str, *, unroll_layers: bool = False
 ) -> Callable[[Tree, Batch], tuple[Sums, Tree]]:
@@ -95,7 +90,7 @@ def make_accumulation(
       unroll_layers: unrolls the loops over layers, for XLA's cost analysis, which counts the body
         of a loop once.
     """
-    count = num_groups(layout)
+    count = layout.num_groups
     # One set of arrays for the residuals of all groups: in each, XLA would fill new ones with zeros
     # and copy them. Not on TPUs, where a step needed more memory and moved as many bytes; nor where
     # layers prefetch, as the scheduler for GPUs then hid fewer gathers.

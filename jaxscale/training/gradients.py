@@ -28,7 +28,7 @@ from jaxscale.sharding.specs import (
     TABLE_COLUMNS,
 )
 from jaxscale.sharding.zero import Zero
-from jaxscale.training.accumulation import make_accumulation, num_groups
+from jaxscale.training.accumulation import make_accumulation
 from jaxscale.training.layer_scan import each
 from jaxscale.training.remat import rematerialised
 
@@ -51,7 +51,7 @@ def make_gradients(
     """
     if stages is not None:
         return _pipelined(model, layout, zero, mesh, stages)
-    platform, count = mesh.devices.flat[0].platform, num_groups(layout)
+    platform, count = mesh.devices.flat[0].platform, layout.num_groups
     accumulate = make_accumulation(model, layout, zero, platform, unroll_layers=unroll_layers)
 
     def local(params: Tree, batch: Batch) -> tuple[Sums, Tree]:
@@ -158,9 +158,13 @@ def make_loss(
         return _pipelined_loss(model, layout, zero, mesh, stages)
 
     def local(params: Tree, batch: Batch) -> jax.Array:
+        # Once, as in a train step, or for each micro-batch.
+        weights = zero.gather(params, zero.axes) if zero.keeps else params
+        held = zero.kept
+
         def one(nll_sum, batch):
-            stream = forward(model, params, batch, zero.gather_part)
-            head = zero.gather(head_params(model, params), head_params(model, zero.axes))
+            stream = forward(model, weights, batch, held.gather_part)
+            head = held.gather(head_params(model, weights), head_params(model, zero.axes))
             losses = model.loss(head, stream, batch)
             return nll_sum + losses["nll"], None
 

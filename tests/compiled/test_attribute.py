@@ -18,7 +18,6 @@ MODEL = {
     "head_dim": 16,
     "d_ff": 96,
     "vocab_size": 64,
-    "compute_dtype": "float32",
 }
 
 
@@ -33,9 +32,25 @@ MODEL = {
     ids=str,
 )
 def test_what_waits_for_the_backward_pass_is_found(layout, settings):
+    uses = _uses({**MODEL, "compute_dtype": "float32"}, layout)
+    assert uses == sorted(uses, key=lambda use: -use.num_bytes)
+    kept = [use for use in uses[:3] if use.what == SAVED]
+    assert kept
+    assert settings in kept[0].smaller_with
+
+
+def test_weights_that_a_step_keeps_are_found():
+    uses = _uses({**MODEL, "d_ff": 1536}, {"fsdp": 2, "zero_stage": 2, "microbatches": 2})
+    whole = next(use for use in uses if use.shape == "bf16[8,32,1536]")
+    assert whole.what == "gathered weights"
+    assert whole.smaller_with == "zero_stage = 3, tensor, pipeline"
+
+
+def _uses(model, layout):
+    """Of the buffers of a step on two devices, 16 sequences of 256 tokens."""
     config = from_dict(
         {
-            "model": MODEL,
+            "model": model,
             "data": {"global_batch_size": 16, "seq_len": 256},
             "layout": {"data": 1, **layout},
         }
@@ -44,8 +59,4 @@ def test_what_waits_for_the_backward_pass_is_found(layout, settings):
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     program = lowered.compile()
     scopes = engine.stages.trips if engine.stages else {}
-    uses = attribute_buffers(live_at_peak(hlo.parse_hlo(program.as_text(), scopes)), engine)
-    assert uses == sorted(uses, key=lambda use: -use.num_bytes)
-    kept = [use for use in uses[:3] if use.what == SAVED]
-    assert kept
-    assert settings in kept[0].smaller_with
+    return attribute_buffers(live_at_peak(hlo.parse_hlo(program.as_text(), scopes)), engine)

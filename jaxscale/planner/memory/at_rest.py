@@ -6,7 +6,7 @@ import math
 from jaxscale.config import Config
 from jaxscale.layout import Layout
 from jaxscale.optimizer_config import FACTORED_SIZE, find_group
-from jaxscale.planner.memory.zero_traffic import num_layer_passes
+from jaxscale.planner.memory.zero_traffic import reduces_last
 from jaxscale.planner.model.param_shapes import (
     Ints,
     ParamShape,
@@ -81,10 +81,9 @@ def batch_bytes(config: Config) -> Ints:
     source = data.global_batch_size * data.seq_len // shards
     # Nothing reads positions but barriers: before the layer loop gathers weights, and between
     # accumulation groups of which the first gathers, or the last reduces, what others do not.
-    several, stage = layout.zero_ranks > 1, layout.zero_stage
-    apart = several & (stage >= 1) | (layout.batch_shards > select(stage >= 2, layout.fsdp, 1))
-    barriers = several & (stage == 3) | (apart & (num_layer_passes(layout) > 1))
-    read = barriers & (layout.pipeline == 1)
+    gathers = (layout.zero_ranks > 1) & (layout.zero_stage >= 1)
+    apart = (gathers | reduces_last(layout)) & (layout.num_groups > 1)
+    read = (gathers & (layout.zero_stage == 3) | apart) & (layout.pipeline == 1)
     return found + SOURCE_BYTES * source - select(read, 0, POSITION_BYTES * (tokens + source))
 
 

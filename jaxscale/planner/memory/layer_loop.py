@@ -10,7 +10,7 @@ from jaxscale.config import Config
 from jaxscale.layout import RematPolicy, parse_remat
 from jaxscale.planner.memory.experts import hidden_features, rows_of_token, saved_row_bytes
 from jaxscale.planner.memory.saved_activations import saved_bytes, saved_source_bytes
-from jaxscale.planner.memory.zero_traffic import num_layer_passes
+from jaxscale.planner.memory.zero_traffic import reduces_last
 from jaxscale.planner.model.param_shapes import (
     Ints,
     Rows,
@@ -58,7 +58,7 @@ class LayerLoop:
           rows: layers of each stack that a device allocates.
           capacity: in a pipeline, those of one chunk of this stack.
         """
-        layout, count = config.layout, num_layer_passes(config.layout)
+        layout, count = config.layout, config.layout.num_groups
         whole = layout.pipeline == 1
         several, stage, single = layout.zero_ranks > 1, layout.zero_stage, (count == 1) & whole
         shards = layout.batch_shards * layout.microbatches * layout.context
@@ -70,7 +70,6 @@ class LayerLoop:
         if any(turn):
             rows_here = tokens * rows_of_token(config.model, layout, length)
         gathers, keeps = several & (stage == 3), several & ((stage == 1) | (stage == 2))
-        remains = layout.batch_shards > select(stage >= 2, layout.fsdp, 1)
         scatters = several & ((stage >= 2) | ((stage == 1) & single))
         sums = sum(count * elements(config, part, scatters) for part, count in rows.items())
         # With a single visit the gradients of embedding and head need no accumulator.
@@ -89,7 +88,7 @@ class LayerLoop:
             source=data.global_batch_size * source // shards,
             group=layout.microbatches // count,
             single=single,
-            repeats=np.asarray(count) - keeps - remains > 1,
+            repeats=np.asarray(count) - keeps - reduces_last(layout) > 1,
             gathers=gathers,
             keeps=keeps,
             scatters=scatters,

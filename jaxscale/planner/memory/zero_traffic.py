@@ -9,10 +9,11 @@ not included.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from jaxscale.config import Config
 from jaxscale.layout import Layout
-from jaxscale.planner.model.param_shapes import ParamShape, itemsize, parameters
+from jaxscale.planner.model.param_shapes import ParamShape, itemsize, parameters, select
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class ZeroTraffic:
     num_bytes: int  # of the whole arrays: gathered, or before the scatter
 
 
-def num_layer_passes(layout: Layout) -> int:
-    """How often a step loops over the layers, forward and backward."""
-    return 1 if layout.accumulation == "layered" else layout.microbatches
+def reduces_last(layout: Layout) -> Any:
+    """As `Zero.remains`: whether the last of several visits reduces what the others do not."""
+    return layout.batch_shards > select(layout.zero_stage >= 2, layout.fsdp, 1)
 
 
 def step_traffic(config: Config) -> list[ZeroTraffic]:
@@ -50,9 +51,7 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
     stacks = [(array, layers if array.part == "layers" else 1) for array in arrays]
 
     zero = ["fsdp", "context"]
-    count = num_layer_passes(layout)
-    # As `Zero.remains`: the last of several visits reduces layer by layer.
-    remains = max(layout.data, layout.expert) > 1 or (stage < 2 and layout.fsdp > 1)
+    count = layout.num_groups
     found = []
 
     def add(what, kind, axes, sent: Iterable[tuple[ParamShape, int]], times, width, *, parts=1):
@@ -86,7 +85,7 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
             reduced,
             parts=layout.context,
         )
-    left = visits if count == 1 or remains else stacks
+    left = visits if count == 1 or reduces_last(layout) else stacks
     if stage >= 1:
         add(
             "gradient shards",

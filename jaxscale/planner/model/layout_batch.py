@@ -48,6 +48,7 @@ class LayoutBatch:
     offloads = Layout.offloads
     batch_shards = Layout.batch_shards
     zero_ranks = Layout.zero_ranks
+    num_groups = Layout.num_groups
     tensor_columns = Layout.tensor_columns
 
     def __len__(self) -> int:
