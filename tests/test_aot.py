@@ -110,6 +110,22 @@ def test_the_collectives_of_a_layer_run_beside_one(name):
     assert {"all-gather", "reduce-scatter"} <= {one.asked for one in hidden}
 
 
+def test_the_collectives_of_a_large_layer_are_one_each_beside_its_matmuls():
+    """XLA for GPUs by itself does not combine results of more than 30 MB, has four collectives in
+    flight, and hid a quarter of the reduce-scatters of this layer."""
+    large = MODEL | {"d_model": 4096, "num_heads": 32, "num_kv_heads": 8, "d_ff": 14336}
+    layout = {"fsdp": -1, "microbatches": 2}
+    report = compiled_model("h200:1x4", large | {"attention": "reference"}, layout)
+    found = collectives(hlo.parse_hlo(report.program), {"fsdp": 4})
+    loops = [one for one in found if one.num_bytes > 1e6 and one.count > layout["microbatches"]]
+    # The first and the last layer are outside of loops, forward one of them, backward both.
+    trips = [LAYERS - 2, LAYERS - 2, LAYERS - 1]
+    assert sorted(one.count for one in loops) == [2 * n for n in trips]
+    assert sorted(one.kind for one in loops) == ["all-gather", "all-gather", "reduce-scatter"]
+    assert {one.arrays for one in loops} == {ARRAYS}
+    assert all(one.overlapped_flops > 0 for one in loops)
+
+
 @pytest.mark.parametrize("name", ["h200:1x4", pytest.param("v5p:2x2x1", marks=pytest.mark.slow)])
 def test_half_of_the_tokens_travel_beside_the_experts_of_the_other_half(name):
     """Of each half's way to its experts and back, one has matmuls beside it, in both passes: the

@@ -285,13 +285,14 @@ class Zero:
         return self._reduced(scatter, grad)
 
     @property
-    def _sent_dtype(self) -> jnp.dtype:
+    def sent_dtype(self) -> jnp.dtype:
+        """Of gradients, in reductions over ranks."""
         given = self.reduction_dtype
         return self.accumulation_dtype if given is None else given
 
     def _reduced(self, collective: Callable, grad: jax.Array) -> jax.Array:
         """A sum over ranks, in the type for that."""
-        grad = grad.astype(self._sent_dtype)
+        grad = grad.astype(self.sent_dtype)
         return collective(grad).astype(self.accumulation_dtype)
 
     def _reduce_scatter(self, grad: jax.Array, axes: Axes) -> jax.Array:
@@ -322,5 +323,5 @@ class Zero:
 
     def _manually(self, one: Callable, axes: Tree, tree: Tree, given: Form, returned: Form) -> Tree:
         """`blocks.map_manually`."""
-        narrow = self._sent_dtype.itemsize < 4
+        narrow = self.sent_dtype.itemsize < 4
         return map_manually(one, axes, tree, given, returned, self.sizes, always=narrow)

@@ -26,6 +26,7 @@ from jaxscale.models.protocol import Model
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import PipelineStages, open_stages
+from jaxscale.sharding.layer_bytes import LayerBytes, largest_layer
 from jaxscale.sharding.resolve import (
     WEIGHTS,
     Axes,
@@ -193,7 +194,10 @@ def make_engine(
     evaluated = getattr(evaluated, "evaluated", evaluated)
     evaluate = _make_evaluate(make_loss(evaluated, layout, zero, mesh, stages))
     options = step_options(
-        mesh, pipelined=stages is not None, deterministic=config.run.deterministic
+        mesh,
+        pipelined=stages is not None,
+        deterministic=config.run.deterministic,
+        layer=_combined_layer(layout, zero, shapes.params) if stages is None else None,
     )
     return Engine(
         config=config,
@@ -232,6 +236,15 @@ def _check_experts(layout: Layout, model: Model) -> None:
             f"layout.expert = {layout.expert}, but no parameter of model.family = "
             f"{model.settings.family!r} has the logical axis 'experts'; set layout.expert = 1"
         )
+
+
+def _combined_layer(layout: Layout, zero: Zero, params: Tree) -> LayerBytes | None:
+    """The largest layer, where the collectives of one are to be combined: not with experts, whose
+    own exchanges and loops lie between them, so that a step waits longer for fewer, larger ones."""
+    has_experts = any("experts" in axes for axes in jax.tree.leaves(zero.axes, is_leaf=is_axes))
+    if layout.num_devices == 1 or has_experts:
+        return None
+    return largest_layer(zero, params)
 
 
 def find_model(settings: Any) -> MakeModel:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
+from jaxscale.sharding.layer_bytes import LayerBytes
 from jaxscale.sharding.specs import replicated
 
 log = logging.getLogger("jaxscale")
@@ -162,6 +163,36 @@ def has_sparse_cores(device_kind: str) -> bool:
     return XLA_FLAGS.get(device_kind) is _TPU_SPARSE_CORES
 
 
+COMBINED_BYTES = 30 * 2**20
+"""Of results of collectives, up to which XLA for GPUs combines them by itself."""
+
+_COPIES_ASIDE = XlaFlag(
+    "xla_disable_hlo_passes",
+    "dynamic-slice-annotator",
+    "XLA would overlap the copies of a layer's gradients to their place with the layer's compute, "
+    "and so begin with waiting for their all-reduce",
+)
+
+
+def _combining(device: Any, layer: LayerBytes | None) -> tuple[XlaFlag, ...]:
+    """Options that combine the collectives of a layer, and no more: the gradients of the head would
+    wait for the embedding's. Larger models otherwise have more collectives in a layer than may be
+    in flight at once, and some of them overlap nothing."""
+    if layer is None or _platform(device) != "gpu":
+        return ()
+    reason = "the weights, or the gradients, of a layer travel in one NCCL call"
+    combined = tuple(
+        XlaFlag(f"xla_gpu_{kind}_combine_threshold_bytes", num_bytes, reason)
+        for kind, num_bytes in (
+            ("all_gather", layer.gathered),
+            ("reduce_scatter", layer.reduced),
+            ("all_reduce", layer.reduced),
+        )
+        if num_bytes > COMBINED_BYTES
+    )
+    return combined if layer.gathered else (*combined, _COPIES_ASIDE)
+
+
 DETERMINISTIC = {
     "cpu": (),
     "tpu": (),
@@ -210,14 +241,20 @@ def refused_options(flags: Sequence[XlaFlag], sharding: Sharding) -> dict[str, s
 
 
 def step_options(
-    mesh: Mesh, *, pipelined: bool = False, deterministic: bool = False
+    mesh: Mesh,
+    *,
+    pipelined: bool = False,
+    deterministic: bool = False,
+    layer: LayerBytes | None = None,
 ) -> dict[str, bool | int | str]:
     """The table's options for a mesh's devices, without those that this version of XLA does not
     know, which are logged.
 
     Args:
-      pipelined: whether to add those of `PIPELINED` that the environment's XLA_FLAGS leave open.
+      pipelined: whether to add those of `PIPELINED`. These, and those for `layer`, are only added
+        where the environment's XLA_FLAGS leave them open.
       deterministic: whether to add the options that make a step compute the same bits every time.
+      layer: the largest one, whose collectives are to be combined.
 
     Raises:
       RuntimeError: XLA refuses one for another reason.
@@ -226,7 +263,8 @@ def step_options(
     device = mesh.devices.flat[0]
     needed = _deterministic(device) if deterministic else ()
     recorded = PIPELINED.get(_platform(device), ()) if pipelined else ()
-    flags = (*flags_of(device), *(flag for flag in recorded if not _is_set(flag)), *needed)
+    optional = (*recorded, *_combining(device, layer))
+    flags = (*flags_of(device), *(flag for flag in optional if not _is_set(flag)), *needed)
     refused = refused_options(flags, replicated(mesh))
     for name, error in refused.items():
         if "No such compile option" not in error:

@@ -9,10 +9,13 @@ import pytest
 from jaxscale.compiled import topology
 from jaxscale.config import from_dict
 from jaxscale.layout import Layout
+from jaxscale.sharding.layer_bytes import LayerBytes
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import xla_options
 from jaxscale.training.engine import make_engine
 from jaxscale.training.xla_options import step_options
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def test_a_cpu_needs_none():
@@ -105,6 +108,24 @@ def test_what_the_environment_says_of_cuda_graphs_wins(monkeypatch):
     assert "WHILE" in str(step_options(mesh, pipelined=True)["xla_gpu_enable_command_buffer"])
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
     assert "xla_gpu_enable_command_buffer" not in step_options(mesh, pipelined=True)
+
+
+def test_the_collectives_of_a_large_layer_are_combined_on_gpus(monkeypatch):
+    large, small = LayerBytes(gathered=437 * 10**6, reduced=109 * 10**6), LayerBytes(10**6, 10**6)
+    assert step_options(make_mesh(Layout(data=8), jax.devices()), layer=large) == {}
+    if not topology.compiler_installed("gpu"):
+        pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
+    mesh = make_mesh(Layout(data=1, fsdp=4), topology.open_topology("h200:1x4").devices)
+    always = step_options(mesh)
+    names = [f"xla_gpu_{kind}_combine_threshold_bytes" for kind in KINDS]
+    combined = dict(zip(names, (large.gathered, large.reduced, large.reduced)))
+    assert step_options(mesh, layer=large) == always | combined
+    assert step_options(mesh, layer=small) == always
+    # Without a gather whole gradients are all-reduced.
+    added = step_options(mesh, layer=LayerBytes(0, large.reduced)).keys() - always.keys()
+    assert added == {*names[1:], "xla_disable_hlo_passes"}
+    monkeypatch.setenv("XLA_FLAGS", f"--{names[0]}=1000")
+    assert names[0] not in step_options(mesh, layer=large)
 
 
 def test_an_option_with_a_wrong_value_is_an_error(monkeypatch):

@@ -1,0 +1,52 @@
+"""Bytes of a layer on one device, as its collectives over ranks leave them."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxscale.sharding.blocks import sharded_dim
+from jaxscale.sharding.resolve import Axes, Rules, is_axes, mesh_axes, weight_dtype
+from jaxscale.sharding.zero import Zero
+
+Tree = Any
+
+
+class LayerBytes(NamedTuple):
+    """Of one layer, all its arrays together."""
+
+    gathered: int  # weights in use, of those that are gathered over fsdp and context
+    reduced: int  # sums of gradients over ranks: whole arrays, or shards from ZeRO stage 1 on
+
+
+def largest_layer(zero: Zero, params: Tree) -> LayerBytes:
+    """The most that a layer of any stack has; one of several layers of the model is all of them.
+
+    Args:
+      params: shapes of the parameters, in canonical form.
+    """
+
+    def elements(axes: Axes, leaf: Any, rules: Rules) -> int:
+        over = mesh_axes(axes, rules, zero.sizes)
+        ranks = (zero.sizes[axis] for entry in over[1:] for axis in entry)
+        return math.prod(leaf.shape[1:]) // math.prod(ranks)
+
+    def gathered(axes: Axes, leaf: Any) -> int:
+        if not zero.gathers or sharded_dim(axes) is None:
+            return 0
+        dtype = weight_dtype(axes, zero.compute_dtype)
+        return dtype.itemsize * elements(axes, leaf, zero.replicated_rules)
+
+    def reduced(axes: Axes, leaf: Any) -> int:
+        return zero.sent_dtype.itemsize * elements(axes, leaf, zero.state_rules)
+
+    def most(num_bytes: Callable[[Axes, Any], int]) -> int:
+        stacks = (name for name in params if name not in ("embed", "head"))
+        trees = (
+            jax.tree.map(num_bytes, zero.axes[name], params[name], is_leaf=is_axes)
+            for name in stacks
+        )
+        return max(sum(jax.tree.leaves(tree)) for tree in trees)
+
+    return LayerBytes(most(gathered), most(reduced))
