@@ -239,10 +239,11 @@ def _check_experts(layout: Layout, model: Model) -> None:
 
 
 def _combined_layer(layout: Layout, zero: Zero, params: Tree) -> LayerBytes | None:
-    """The largest layer, where the collectives of one are to be combined: not with experts, whose
-    own exchanges and loops lie between them, so that a step waits longer for fewer, larger ones."""
+    """The largest layer, if there are collectives of one that are to be combined: not with experts,
+    whose own exchanges and loops lie between them, so that a step can wait longer for fewer, larger
+    ones."""
     has_experts = any("experts" in axes for axes in jax.tree.leaves(zero.axes, is_leaf=is_axes))
-    if layout.num_devices == 1 or has_experts:
+    if layout.batch_shards * layout.context == 1 or has_experts:
         return None
     return largest_layer(zero, params)
 
