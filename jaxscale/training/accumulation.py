@@ -71,7 +71,7 @@ class GroupPass(NamedTuple):
     - `run(params, batch, before) -> (weights, after)` adds the losses and gradients of a group. The
       weights are those that later groups of a step begin with: gathered and kept, or as at rest.
     - `empty(params, batch, sums, nothing) -> saved`: arrays that the residuals of every group fit,
-      for layers that prefetch nothing; filled with `nothing`, a scalar 0, when it is there.
+      filled with `nothing`, a scalar 0, when it is there.
 
     The fields of `batch` are [G, ...].
     """
@@ -92,10 +92,9 @@ def make_accumulation(
     """
     count = layout.num_groups
     # One set of arrays for the residuals of all groups: in each, XLA would fill new ones with zeros
-    # and copy them. Not on TPUs, where a step needed more memory and moved as many bytes; nor where
-    # layers prefetch, as the scheduler for GPUs then hid fewer gathers.
+    # and copy them. Not on TPUs, where a step needed more memory and moved as many bytes.
     offloads = layout.offloads("activations") or layout.remat_policy.offloads
-    reuses = count > 1 and platform != "tpu" and not (zero.kept.gathers or offloads)
+    reuses = count > 1 and platform != "tpu" and not offloads
 
     visits = _visits(zero, count)
 

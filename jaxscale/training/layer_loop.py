@@ -171,7 +171,7 @@ def _forward_pass_with_prefetch(loop: Loop, inputs: Inputs, x: Stream, sums: Sum
 
     carry = x, sums, *fetch(0, _room(loop, inputs.layers))
     (x, sums, weights, kept), residuals = ascend(
-        layer, carry, last, loop.stack.period, unroll=loop.unroll
+        layer, carry, last, loop.stack.period, unroll=loop.unroll, into=inputs.residuals
     )
     x, sums, last_residuals = _layer_forward(
         loop, weights, inputs, x, sums, Place(last, last % loop.stack.period)
