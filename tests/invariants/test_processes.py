@@ -226,7 +226,10 @@ def check_two_processes_train_as_one(one, two):
 def check_only_process_0_speaks(folder, two):
     _, printed, _, _ = two
     theirs = [line for line in printed.splitlines() if line.startswith("[1] ")]
-    stop = r"\[process 1\] SIGTERM while training \(step \d+\): finishing.*|SIGTERM to process 1.*"
+    phases = "training|waiting for input|evaluating|saving"
+    stop = (
+        rf"\[process 1\] SIGTERM while ({phases}) \(step \d+\): finishing.*|SIGTERM to process 1.*"
+    )
     allowed = rf"\[1\] (pid \d+|\w+: \d+|{stop})"
     # Gloo's threads say that they are connected, into one another's lines, whose ends can then
     # stand alone.
