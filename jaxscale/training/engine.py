@@ -197,7 +197,7 @@ def make_engine(
         mesh,
         pipelined=stages is not None,
         deterministic=config.run.deterministic,
-        layer=_combined_layer(layout, zero, shapes.params) if stages is None else None,
+        layer=_combined_layer(layout, zero, shapes.params),
     )
     return Engine(
         config=config,
@@ -239,11 +239,12 @@ def _check_experts(layout: Layout, model: Model) -> None:
 
 
 def _combined_layer(layout: Layout, zero: Zero, params: Tree) -> LayerBytes | None:
-    """The largest layer, if there are collectives of one that are to be combined: not with experts,
-    whose own exchanges and loops lie between them, so that a step can wait longer for fewer, larger
-    ones."""
+    """The largest layer, if there are collectives of one that are to be combined: not in a pipeline,
+    which gathers by chunks; nor with experts, whose own exchanges and loops lie between them, so
+    that a step can wait longer for fewer, larger ones."""
     has_experts = any("experts" in axes for axes in jax.tree.leaves(zero.axes, is_leaf=is_axes))
-    if layout.batch_shards * layout.context == 1 or has_experts:
+    alone = layout.batch_shards * layout.context == 1
+    if alone or has_experts or layout.pipeline > 1:
         return None
     return largest_layer(zero, params)
 

@@ -74,7 +74,7 @@ DERIVED = {
     "mixtral h100:1x8, fsdp 2, none": Compiled(MIXTRAL, 4, 8, 1, 2, 4, "none", 31.94),
     "mixtral h100:1x8, fsdp 2, capacity": Compiled(MIXTRAL, 4, 16, 2, 2, 4, "full", 21.71, 1.25),
     "mixtral h200:1x8, fsdp 2, 2 passes": Compiled(MIXTRAL, 4, 16, 2, 2, 4, "full", 27.56),
-    "mixtral h200:1x8, fsdp 4, 2 passes": Compiled(MIXTRAL, 4, 32, 2, 4, 2, "full", 28.17),
+    "mixtral h200:1x8, fsdp 4, 2 passes": Compiled(MIXTRAL, 4, 32, 2, 4, 2, "full", 28.09),
     "mixtral h100:1x8, fsdp 8": Compiled(MIXTRAL, 4, 8, 1, 8, 1, "full", 29.45),
     "mixtral h200:1x8, 2 passes": Compiled(MIXTRAL, 4, 16, 2, 1, 8, "full", 25.50),
     "qwen3_moe h100:1x8": Compiled(QWEN, 4, 16, 1, 1, 8, "full", 29.68),
