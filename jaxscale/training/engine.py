@@ -239,9 +239,9 @@ def _check_experts(layout: Layout, model: Model) -> None:
 
 
 def _combined_layer(layout: Layout, zero: Zero, params: Tree) -> LayerBytes | None:
-    """The largest layer, if there are collectives of one that are to be combined: not in a pipeline,
-    which gathers by chunks; nor with experts, whose own exchanges and loops lie between them, so
-    that a step can wait longer for fewer, larger ones."""
+    """The largest layer, if its collectives are to be combined: not in a pipeline, which gathers by
+    chunks; nor with experts, whose own exchanges and loops lie between them, so that a step can
+    wait longer for fewer, larger ones."""
     has_experts = any("experts" in axes for axes in jax.tree.leaves(zero.axes, is_leaf=is_axes))
     alone = layout.batch_shards * layout.context == 1
     if alone or has_experts or layout.pipeline > 1:

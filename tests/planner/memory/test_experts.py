@@ -94,7 +94,7 @@ AFTERWARDS = {
         MIXTRAL, 4, 32, 4, 2, 4, "full", 28.04, accumulation="layered"
     ),
     "deepseek_v3 h100:32x8, 16 ranks of expert": Compiled(
-        DEEPSEEK, 8, 1024, 4, 16, 16, "full", 52.79, seq_len=2048
+        DEEPSEEK, 8, 1024, 4, 16, 16, "full", 52.74, seq_len=2048
     ),
     "deepseek_v3 h100:32x8, 32 ranks of expert": Compiled(
         DEEPSEEK, 8, 512, 2, 8, 32, "full", 45.63, seq_len=1024
