@@ -111,8 +111,9 @@ def make_step(
 
 def init_guard() -> Guard:
     """Of a run that has not begun."""
-    nothing = jnp.full(WINDOW, jnp.nan, jnp.float32)
-    return Guard(nothing, nothing, jnp.zeros((), jnp.int32))
+    # Arrays of their own: a step is given each of them to reuse.
+    losses, norms = (jnp.full(WINDOW, jnp.nan, jnp.float32) for _ in range(2))
+    return Guard(losses, norms, jnp.zeros((), jnp.int32))
 
 
 def judge(
