@@ -101,7 +101,7 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
     from jaxscale.run import setup  # noqa: PLC0415
 
     with command_line.refusals():
-        config, engine = setup.open_engine(config)
+        config, engine = setup.open_engine(setup.for_evaluation(config))
         step, params, metadata = setup.restore_params(engine, options.workdir)
         text = processes.first("text", lambda: setup.open_text(config, options.workdir))
     if text.heldout and metadata["data"]["fingerprint"] != text.train.fingerprint:

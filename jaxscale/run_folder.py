@@ -4,7 +4,6 @@ A mistyped key must be refused in a fraction of a second, so nothing here import
 """
 
 import argparse
-import ast
 import dataclasses
 import logging
 import pathlib
@@ -121,9 +120,7 @@ def load_config(
             sizes["data"] = -1
         read = {name for axis in sizes for name in READ_WITH.get(axis, ())}
         sections["layout"] |= sizes | dict.fromkeys(read & set(OVERLAPS), False)
-    for override in overrides:
-        _set(sections, override)
-    return configs.from_dict(sections, trust_foreign=trust_foreign)
+    return configs.from_dict(sections, overrides, trust_foreign=trust_foreign)
 
 
 def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
@@ -185,20 +182,3 @@ def _named_axes(overrides: Sequence[str]) -> dict[str, str]:
     """The mesh axes that overrides set -> their sizes, as text."""
     settings = {path: text for path, _, text in (o.partition("=") for o in overrides)}
     return {axis: settings[f"layout.{axis}"] for axis in MESH_AXES if f"layout.{axis}" in settings}
-
-
-def _set(sections: dict[str, dict[str, Any]], override: str) -> None:
-    """Applies an override, in the type of the value that it replaces."""
-    path, _, text = override.partition("=")
-    section, _, key = path.partition(".")
-    values = sections.setdefault(section, {})
-    before = values.get(key)
-    if isinstance(before, str):
-        values[key] = text
-    elif isinstance(before, list) and not text.startswith(("(", "[")):
-        values[key] = text.split(",")
-    else:
-        try:
-            values[key] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            values[key] = text

@@ -52,6 +52,9 @@ def test_overrides_are_read_as_the_types_of_what_they_replace(tmp_path):
     assert (loaded.data.seq_len, loaded.model.compute_dtype) == (64, "float32")
     again = run_folder.load_config(tmp_path, ["data.source=('c',)"])
     assert again.data.source[0].path == ("c",)
+    one = "data.validation={'name': 'more', 'path': 'c,d.txt'}"
+    (again,) = run_folder.load_config(tmp_path, [one]).data.validation
+    assert (again.name, again.path) == ("more", ("c,d.txt",))
 
 
 SAVED = {
@@ -112,7 +115,7 @@ def test_a_layout_that_was_asked_for_is_not_replaced(tmp_path):
         ("{}", ["layout.fspd=2"], "did you mean config.layout.fsdp?"),
         ("{}", ["layot.fsdp=2"], "did you mean config.layout?"),
         ("{}", ["fsdp=2"], "did you mean config.layout.fsdp?"),
-        ("{}", ["layout.fsdp"], "config.layout.fsdp = '' is of type str; expected a whole number"),
+        ("{}", ["layout.fsdp"], "--config.layout.fsdp: expected --config.section.key=value"),
         ("{}", ["data.seq_len=many"], "config.data.seq_len = 'many' is of type str"),
     ],
 )

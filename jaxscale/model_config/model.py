@@ -236,6 +236,11 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         return not is_own_family(self.family)
 
     @property
+    def without_formulas(self) -> str:
+        """The setting for which it has none."""
+        return f"model.family = {self.family!r}"
+
+    @property
     def has_flops_formula(self) -> bool:
         """Whether `flops_per_token` counts the model's operations: those of a decoder alone."""
         return not is_own_family(self.family) and not self.num_encoder_layers

@@ -243,6 +243,22 @@ def _layout_begun(config: Config, begun: pathlib.Path) -> Layout:
     return configs.from_dict(sections, trust_foreign=same).layout
 
 
+def for_evaluation(config: Config) -> Config:
+    """The config for a command that only evaluates. Where the batch of training does not split over
+    the devices at hand, each evaluates about as many sequences at a time as a micro-batch has."""
+    layout = resolve_sizes(config.layout, jax.device_count())
+    batch, shards = config.data.global_batch_size, layout.batch_shards
+    if layout.pipeline > 1 or batch % (shards * layout.microbatches) == 0:
+        return config
+    each = max(1, round(batch / layout.microbatches / shards))
+    log.info(f"evaluating {each * shards} sequences at a time")
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, global_batch_size=each * shards),
+        layout=dataclasses.replace(layout, microbatches=1, overlap_experts=False),
+    )
+
+
 def for_sampling(config: Config) -> Config:
     """The config for a command that only samples: it has no batches, no schedule and its own
     attention, so the run's settings for those need not fit the devices at hand.

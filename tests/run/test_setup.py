@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxscale import config as configs
+from jaxscale.layout import Layout
 from jaxscale.run import setup, trainer
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
@@ -69,6 +70,31 @@ def test_a_step_without_room_is_refused_before_anything_is_compiled(tmp_path, mo
         trainer.open_trainer(config, tmp_path)
     with pytest.raises(Compiled):
         trainer.open_trainer(config, tmp_path, skip_memory_check=True)
+
+
+@pytest.mark.parametrize("family", ["docs.my_model:MyModel", "tests.models.mixer:make"])
+def test_no_layout_is_planned_for_a_model_of_ones_own(family):
+    config = configs.from_dict({"model": {"family": family}, "layout": {"schedule": "auto"}})
+    with pytest.raises(ValueError, match=f"there are none for model.family = '{family}'"):
+        setup.planned(config)
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "expected"),
+    [
+        ({"fsdp": 4, "microbatches": 2}, 16, (16, 2)),  # it fits
+        ({"fsdp": 8, "microbatches": 4}, 8, (8, 1)),
+        ({"data": 8, "microbatches": 2}, 40, (16, 1)),
+        ({"data": 8}, 4, (8, 1)),
+    ],
+)
+def test_a_batch_that_does_not_split_is_evaluated_in_others(layout, batch, expected):
+    config = configs.Config(
+        layout=Layout(**{"data": 8 // layout.get("fsdp", 8)} | layout),
+        data=configs.DataConfig(global_batch_size=batch),
+    )
+    found = setup.for_evaluation(config)
+    assert (found.data.global_batch_size, found.layout.microbatches) == expected
 
 
 def test_the_ranks_of_a_pipeline_share_layers_to_sample():
