@@ -102,17 +102,19 @@ class _Supervisor:
                 status = self._attempt_each()
                 after, seconds = newest_step(self._workdir), time.monotonic() - begin
                 progress = after > before if self._workdir else seconds > HEALTHY_SECONDS
-                failed = 0 if progress or status == STOPPED else failed + 1
+                failed = 0 if progress else failed + 1
                 if status not in (0, STOPPED):
                     self._blame.update(self._blamed)
                 wait = min(MOST_WAIT_SECONDS, self._wait_seconds * 2 ** max(0, failed - 1))
+                if status == STOPPED and progress:
+                    wait = 0.0
                 reason = self._reason_to_end(status, failed)
                 if status:
                     action = f"gave up: {reason}" if reason else f"again in {wait:g} s"
                     self._report(attempt, status, seconds, (before, after), action)
                 if reason or not status:
                     return status
-                if status != STOPPED and self._asked.wait(wait):
+                if self._asked.wait(wait):
                     return STOPPED
             raise AssertionError
 
@@ -179,7 +181,9 @@ class _Supervisor:
         self, attempt: int, status: int, seconds: float, steps: tuple[int, int], action: str
     ) -> None:
         """One line for people, and one for programs."""
+        # Of 143, which a command also has that stopped for another reason, nobody knows the signal.
         name = f" ({signal.Signals(status - 128).name})" if status > 128 else ""
+        name = " (it was asked to stop)" if status == STOPPED else name
         with contextlib.suppress(OSError):
             print(f"supervise: attempt {attempt} ended with {status}{name}; {action}", flush=True)
         record = {

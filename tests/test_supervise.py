@@ -56,7 +56,7 @@ def supervised(workdir, statuses, *flags):
     ("statuses", "status", "actions"),
     [
         ("0", 0, []),
-        ("1,-9,143,0", 0, ["again in 0 s"] * 3),
+        ("1,-9,saves143,143,0", 0, ["again in 0 s"] * 4),
         ("2", 2, ["gave up: it was refused: a restart would not help"]),
         (
             "1",
@@ -64,6 +64,11 @@ def supervised(workdir, statuses, *flags):
             ["again in 0 s"] * 2 + ["gave up: 3 attempts in a row failed without a new checkpoin"],
         ),
         ("1,1,saves1,1,1,0", 0, ["again in 0 s"] * 5),
+        (
+            "143",
+            143,
+            ["again in 0 s"] * 2 + ["gave up: 3 attempts in a row failed without a new checkpoin"],
+        ),
     ],
 )
 def test_what_is_started_again(statuses, status, actions, tmp_path):
@@ -71,11 +76,12 @@ def test_what_is_started_again(statuses, status, actions, tmp_path):
     assert done.returncode == status
     assert [one["action"][:59] for one in incidents] == actions
     if statuses.startswith("1,-9"):
-        assert [one["status"] for one in incidents] == [1, 128 + 9, 143]
+        assert [one["status"] for one in incidents] == [1, 128 + 9, 143, 143]
+        assert "attempt 3 ended with 143 (it was asked to stop); again in 0 s" in done.stdout
         assert incidents[1]["stderr"] == ["attempt 1"]
         assert "supervise: attempt 2 ended with 137 (SIGKILL); again in 0 s" in done.stdout
         assert done.stderr.startswith("attempt 0\nattempt 1\n")
-    if "saves" in statuses:
+    if statuses.startswith("1,1"):
         steps = [(one["checkpoint_before"], one["checkpoint_after"]) for one in incidents]
         assert steps[1:4] == [(0, 0), (0, 3), (3, 3)]
 
