@@ -35,6 +35,8 @@ AGAIN_SECONDS = 1.0
 """A second Ctrl-C this much later is meant as one: a terminal and a launcher may both send the
 first."""
 
+LONGEST_TIMER_SECONDS = 1e9
+"""Thirty years: the most that every system's timer takes."""
 
 COMPLETE = "the run is complete and saved"
 """What is said to a request that comes too late."""
@@ -96,7 +98,7 @@ def limit(hours: float, since: float) -> None:
     if hours and _listening:
         _limit = f"run.max_hours = {hours:g}"
         left = since + 3600 * hours - time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3))
+        signal.setitimer(signal.ITIMER_REAL, min(max(left, 1e-3), LONGEST_TIMER_SECONDS))
 
 
 def ask(reason: str) -> None:

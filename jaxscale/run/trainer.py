@@ -14,7 +14,7 @@ import logging
 import math
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -34,7 +34,7 @@ from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.mirror import Mirror
 from jaxscale.run.recorder import BadStepsError, Recorder, tracing
 from jaxscale.run.resume import find_newest, resume, rewind, set_aside
-from jaxscale.run.saves import Saves
+from jaxscale.run.saves import SaveError, Saves
 from jaxscale.run.setup import (
     Text,
     check_host_room,
@@ -46,6 +46,7 @@ from jaxscale.run.setup import (
     resolve_layout,
 )
 from jaxscale.sharding.mesh import make_mesh
+from jaxscale.storage import durable
 from jaxscale.storage.tiers import LAST_SAVED, check_free, store_of
 from jaxscale.training.checkpoint import Checkpoints, NotFiniteError
 from jaxscale.training.engine import Engine, make_engine
@@ -208,17 +209,23 @@ def fit(
 
     Raises:
       FloatingPointError: the loss, the gradient norm or the state to be saved is not finite.
-      SaveError: the last state could not be saved.
+      SaveError: the last state could not be saved, or nothing can be written at the start.
       Stopped: by one of `signals.SIGNALS`, after a checkpoint.
     """
+    if profile and profile[0] <= trainer.begin:
+        log.warning(
+            f"warning: of --profile {profile[0]}:{profile[-1]}, the steps up to {trainer.begin} "
+            "were trained before, and are not traced"
+        )
     account = Account(trainer.workdir, started)
     started = time.monotonic() if started is None else started
     if jax.process_index() == 0:
         resolved = json.dumps(configs.to_dict(trainer.config), indent=2)
-        trainer.workdir.mkdir(parents=True, exist_ok=True)
-        (trainer.workdir / "config.json").write_text(resolved + "\n")
-        if trainer.begin == 0:
-            keep_tokenizer(trainer.config, trainer.text.tokenizer, trainer.workdir)
+        with _writing(trainer.workdir):
+            trainer.workdir.mkdir(parents=True, exist_ok=True)
+            durable.replace_file(trainer.workdir / "config.json", f"{resolved}\n".encode())
+            if trainer.begin == 0:
+                keep_tokenizer(trainer.config, trainer.text.tokenizer, trainer.workdir)
     returned: collections.Counter[int] = collections.Counter()
     with (
         signals.listening(),
@@ -228,16 +235,17 @@ def fit(
         signals.hold()  # until the last checkpoint is written
         signals.limit(trainer.config.run.max_hours, started)
         while True:
-            recorder = Recorder(
-                trainer.workdir,
-                trainer.config,
-                trainer.engine,
-                trainer.text.train,
-                begin=trainer.begin,
-                trackers=trackers,
-                started=started,
-                account=account,
-            )
+            with _writing(trainer.workdir):
+                recorder = Recorder(
+                    trainer.workdir,
+                    trainer.config,
+                    trainer.engine,
+                    trainer.text.train,
+                    begin=trainer.begin,
+                    trackers=trackers,
+                    started=started,
+                    account=account,
+                )
             with contextlib.closing(recorder):
                 try:
                     state = _loop(trainer, recorder, profile)
@@ -254,6 +262,17 @@ def fit(
                     f"{bad}, after {MOST_RETURNS} returns to step {trainer.begin}; lower "
                     "optimizer.learning_rate, or look at the examples that metrics.jsonl names"
                 )
+
+
+@contextlib.contextmanager
+def _writing(workdir: pathlib.Path) -> Iterator[None]:
+    """What fails here ends a run before it has trained a step."""
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(
+            f"{workdir} cannot be written ({durable.reason(error)}), and no step was trained"
+        ) from error
 
 
 def _rewound(trainer: Trainer, bad: FloatingPointError) -> Trainer:

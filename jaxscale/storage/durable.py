@@ -36,10 +36,14 @@ def sync_tree(folder: pathlib.Path) -> None:
 def replace_file(path: pathlib.Path, data: bytes) -> None:
     """Writes a file as a whole: after a crash there is the old one or the new one, on disk."""
     beside = path.with_name(f"{path.name}.new")
-    with open(beside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # a full disk has no room for a part of it
+        beside.unlink(missing_ok=True)
+        raise
     move(beside, path)
 
 

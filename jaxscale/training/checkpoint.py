@@ -392,9 +392,10 @@ class Checkpoints:
         return self.directory / f"{step}.unfinished"
 
     def _fail(self, step: int, error: Exception) -> None:
+        newest = max(self.steps(), default=None)
         self._failure = (
             f"saving checkpoint {step} in {self.directory} failed ({durable.reason(error)}); "
-            f"the newest one there is {max(self.steps(), default=None)}"
+            + ("there is none yet" if newest is None else f"the newest one there is {newest}")
         )
         self._report(f"warning: {self._failure}")
 

@@ -14,6 +14,7 @@ import jax
 import tensorboardX
 
 from jaxscale.formatting import duration, quantity
+from jaxscale.storage.durable import replace_file
 
 log = logging.getLogger("jaxscale")
 
@@ -56,7 +57,8 @@ class Metrics:
             _open_tracker(name, self.directory, start_step, config or {}) for name in trackers
         ]
         path = self.directory / "metrics.jsonl"
-        _write(path, "".join(map(_line, read(path, last_step=start_step))))
+        records = read(path, last_step=start_step)
+        replace_file(path, "".join(map(_line, records)).encode())
         self._file = path.open("ab", buffering=0)
         self._waiting = b""  # what could not be written yet
 
@@ -92,7 +94,7 @@ class Metrics:
         if self._writes:
             try:
                 text = json.dumps(_finite(summary), indent=2) + "\n"
-                _write(self.directory / "summary.json", text)
+                replace_file(self.directory / "summary.json", text.encode())
                 plot(self.directory / "loss.png", read(self.directory / "metrics.jsonl"))
             except OSError as error:  # the run is complete, and saved
                 log.warning(f"warning: no summary.json or loss.png could be written ({error})")
@@ -338,10 +340,3 @@ def _finite(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return [_finite(value) for value in tree]
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    """Replaces a file as a whole: a crash leaves the old one or the new one."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

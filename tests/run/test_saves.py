@@ -82,7 +82,7 @@ def test_a_failed_save_is_repeated_while_training_goes_on(ready, monkeypatch, li
     trainer.fit(ready, trackers=())
     warnings = [line for line in lines() if line.startswith("warning")]
     assert [line.split()[3] for line in warnings] == ["2", "3", "4"]
-    assert all("failed (No space left on device); the newest" in line for line in warnings)
+    assert all("failed (No space left on device); there is none" in line for line in warnings)
     saved = [line.split()[1] for line in lines() if " saved in " in line]
     assert saved in (["6"], ["5", "6"], ["8", "6"])
     assert ready.checkpoints.steps()[-1] == 6
@@ -244,6 +244,12 @@ def test_after_bad_steps_in_a_row_the_run_returns_and_passes_over_their_examples
     again = reopen(ready.workdir, "run.steps=12", "run.skip_bad_steps=2")
     assert again.text.train.example_digest(range(80, 88)) == digest(range(96, 104))
     assert again.state.guard.good == 0, "a checkpoint from before the setting"
+
+
+def test_a_folder_that_takes_no_files_ends_a_run_before_its_first_step(ready, tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(SaveError, match=r"\(Is a directory\), and no step was trained"):
+        trainer.fit(dataclasses.replace(ready, workdir=tmp_path), trackers=())
 
 
 LIMITED = """

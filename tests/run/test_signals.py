@@ -176,6 +176,13 @@ def test_the_time_of_a_run_may_be_limited(ready):
     assert steps == []
 
 
+def test_a_limit_longer_than_any_timer_takes_is_never_reached():
+    with signals.listening():
+        signals.limit(1e300, time.monotonic())
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 1e8
+        assert not signals.requested()
+
+
 @pytest.fixture
 def metadata_server(monkeypatch):
     """That of Google's machines: what it answers, in a list of one."""
