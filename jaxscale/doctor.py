@@ -283,7 +283,7 @@ def main(argv: Sequence[str]) -> int:
         help="also measure hosts, clocks, collectives, storage and room for the run of --config "
         "in --workdir",
     )
-    parser.add_argument("--config", metavar="FILE", default="tiny", help="of the run to come")
+    parser.add_argument("--config", metavar="FILE", help="of the run that --preflight is for")
     parser.add_argument(
         "--workdir",
         metavar="DIR",
@@ -295,7 +295,10 @@ def main(argv: Sequence[str]) -> int:
     arguments, overrides = command_line.parse(parser, argv)
     with command_line.refusals():
         place = launcher.find_processes(arguments)
-        config = configs.load(arguments.config, overrides) if arguments.preflight else None
+        if (arguments.config or overrides) and not arguments.preflight:
+            raise ValueError("--config is of the run that --preflight is for; add --preflight")
+        name = arguments.config or "tiny"
+        config = configs.load(name, overrides) if arguments.preflight else None
     command_line.log_to_stdout()
     with processes.together(place, launcher.common_flags(arguments)):
         report = examine()

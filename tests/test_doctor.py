@@ -126,6 +126,14 @@ def test_the_doctor_knows_what_the_package_declares():
     assert f"jax>={doctor.MINIMUM_JAX}" in PROJECT["dependencies"]
 
 
+def test_a_config_is_of_a_preflight(capsys):
+    for flags in (["--config", "nope"], ["--config.layout.fsdp=4"]):
+        with pytest.raises(SystemExit) as refused:
+            doctor.main(flags)
+        assert refused.value.code == 2
+        assert "add --preflight" in capsys.readouterr().err
+
+
 def test_preflight_measures_and_says_what_to_do(tmp_path, capsys, monkeypatch):
     flags = ["--preflight", "--config.layout.fsdp=4", "--config.layout.data=2"]
     monkeypatch.setattr(doctor, "examine", lambda: HEALTHY)

@@ -137,7 +137,7 @@ def _found(module: str) -> bool:
 
 
 def _tpu(name: str, row: dict[str, str], shape: str) -> Topology:
-    matched = re.fullmatch(r"(\d+(?:x\d+)+)(?::(\d+))?", shape)
+    matched = re.fullmatch(r"(\d+(?:x\d+)+)(?::0*([1-9]\d*))?", shape)
     if not matched:
         raise ValueError(
             f"topology {name!r}: write the chips along each dimension of the torus, as in "

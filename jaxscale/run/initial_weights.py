@@ -103,8 +103,9 @@ def open_weights(
         if store:
             fetch_files(store, directory)
     sections = configs.read_sections(directory / "config.json")
-    # The objective goes along since a model need not be causal.
-    data = {key: value for key, value in sections.get("data", {}).items() if key == "objective"}
+    # What a model is checked with: it need not be causal, and may have few positions.
+    along = ("objective", "seq_len", "target_len")
+    data = {key: value for key, value in sections.get("data", {}).items() if key in along}
     given = {"model": sections.get("model", {}), "data": data}
     family = given["model"].get("family", "")
     if is_own_family(family) and family != trusted_family:

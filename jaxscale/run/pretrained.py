@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxscale.batch import Batch
 from jaxscale.config import ModelConfig
@@ -87,7 +88,10 @@ class Pretrained:
 
     def _checked(self, name: str, tokens: Any, segments: Any) -> tuple[jax.Array, ...]:
         """Tokens, their segments and positions."""
-        tokens = jnp.asarray(tokens, jnp.int32)
+        given = np.asarray(tokens)
+        if given.size and not np.issubdtype(given.dtype, np.integer):
+            raise ValueError(f"{name} are {given.dtype} and must be whole numbers")
+        tokens = jnp.asarray(given, jnp.int32)
         segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
         if tokens.ndim != 2 or segments.shape != tokens.shape:
             raise ValueError(
@@ -118,6 +122,11 @@ def from_pretrained(
       FileNotFoundError: the folder holds neither.
       ValueError: an unknown setting or tensor; names it.
     """
+    if "float64" in (compute_dtype, param_dtype) and not jax.config.jax_enable_x64:
+        raise ValueError(
+            "compute_dtype or param_dtype = 'float64' needs jax.config.update('jax_enable_x64', "
+            "True) first"
+        )
     weights = open_weights(pathlib.Path(directory))
     config = dataclasses.replace(
         weights.config,

@@ -24,7 +24,7 @@ def explain_why_not(answer: RankedPlans, pins: dict[str, Any]) -> str:
     try:
         check_pins(query)
     except ValueError as error:
-        return f"why not {asked}: {error}"
+        return f"why not {asked}: {str(error).removeprefix('--pin ')}"
     found = search_layouts(query, 1)
     if found.layouts:
         one = predict_plan(query, found.layouts[0])

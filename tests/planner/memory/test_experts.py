@@ -88,7 +88,7 @@ DERIVED = {
 
 AFTERWARDS = {
     "mixtral h100:8x8": Compiled(MIXTRAL, 32, 1024, 16, 8, 8, "full", 29.60),
-    "mixtral h100:8x8, fsdp 64": Compiled(MIXTRAL, 32, 512, 2, 64, 1, "full", 42.76),
+    "mixtral h100:8x8, fsdp 64": Compiled(MIXTRAL, 32, 512, 2, 64, 1, "full", 43.32),
     "mixtral h200:1x8, tensor 2": Compiled(MIXTRAL, 4, 8, 1, 1, 4, "full", 23.20, tensor=2),
     "mixtral h200:1x8, fsdp 2, layered": Compiled(
         MIXTRAL, 4, 32, 4, 2, 4, "full", 28.04, accumulation="layered"
