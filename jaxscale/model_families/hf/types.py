@@ -42,41 +42,15 @@ TYPES = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 """Of keys, which mean the same in every family, and of those in the mappings among them."""
 
 # For which null is the same as no such key, here and in transformers or its older versions.
-OR_NULL = frozenset(
-    [
-        "num_key_value_heads",
-        "head_dim",
-        "original_max_position_embeddings",
-        "n_inner",
-        "num_decoder_layers",
-        "sliding_window",
-        "sliding_window_pattern",
-        "_sliding_window_pattern",
-        "q_lora_rank",
-        "mask_token_id",
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "factor",
-        "token_dropout",
-        "emb_layer_norm_before",
-        "hidden_act",
-        "hidden_activation",
-        "activation_function",
-        "rope_type",
-        "type",
-        "layer_types",
-        "mlp_only_layers",
-        "rope_parameters",
-        "rope_scaling",
-        "full_attention",
-        "sliding_attention",
-    ]
+_OR_NULL = (
+    "num_key_value_heads head_dim original_max_position_embeddings n_inner num_decoder_layers "
+    "sliding_window sliding_window_pattern _sliding_window_pattern q_lora_rank mask_token_id "
+    "attn_logit_softcapping final_logit_softcapping attention_factor beta_fast beta_slow mscale "
+    "mscale_all_dim factor token_dropout emb_layer_norm_before hidden_act hidden_activation "
+    "activation_function rope_type type layer_types mlp_only_layers rope_parameters rope_scaling "
+    "full_attention sliding_attention"
 )
+OR_NULL = frozenset(_OR_NULL.split())
 
 
 def check_types(hf: Mapping[str, Any], where: str = "config.json") -> None:
