@@ -177,7 +177,9 @@ def write_model(
     """
     if directory.exists():
         raise ValueError(f"--output {directory} exists; name a new folder")
-    hf = find_family(config.family).to_hf(config)
+    family = find_family(config.family)
+    config, params = family.hf_form(config, params)
+    hf = family.to_hf(config)
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

@@ -346,6 +346,13 @@ def test_what_their_format_does_not_have_is_refused(settings, fragment):
         FAMILIES[model.family].to_hf(model)
 
 
+def test_a_tied_umt5_whose_head_is_not_scaled_is_refused():
+    """Transformers scales the inputs of every UMT5's head; a larger head would not be tied."""
+    model = ModelConfig(family="umt5", tied_embeddings=True)
+    with pytest.raises(ValueError, match=r"cannot be written in .* set model.scaled_head = True"):
+        FAMILIES["umt5"].hf_form(model, {})
+
+
 @pytest.mark.parametrize(
     ("before", "kind", "factor"), [(8.0, "llama3", 8.0), (32, "llama3", 32.0), (1.0, "none", 1.0)]
 )
