@@ -53,7 +53,7 @@ _OR_NULL = (
 OR_NULL = frozenset(_OR_NULL.split())
 
 
-def check_types(hf: Mapping[str, Any], where: str = "config.json") -> None:
+def check_value_types(hf: Mapping[str, Any], where: str = "config.json") -> None:
     """Refuses a value of another type; converts none.
 
     Args:
@@ -72,15 +72,16 @@ def check_types(hf: Mapping[str, Any], where: str = "config.json") -> None:
                 f"{where} has {key} = {value!r}; it can be {kind}{' or null' if null else ''}"
             )
         if kind == MAPPING:
-            check_types(value, f"{where}: {key}")
+            check_value_types(value, f"{where}: {key}")
 
 
 def _is(value: object, kind: str) -> bool:
     if kind in (SIZE, WHOLE):
         return type(value) is int and value >= (kind == SIZE)
     if kind in (NUMBER, POSITIVE):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and math.isfinite(value) and (value > 0 or kind == NUMBER)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return math.isfinite(value) and (value > 0 or kind == NUMBER)
     if kind == NUMBERS:
         return isinstance(value, list | tuple) and all(_is(one, NUMBER) for one in value)
     types: dict[str, Any] = {BOOL: bool, TEXT: str, LIST: list | tuple, MAPPING: Mapping}
