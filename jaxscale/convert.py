@@ -5,6 +5,7 @@ Converts a Hugging Face model to a run's folder, and a run to a Hugging Face mod
 """
 
 import argparse
+import dataclasses
 import json
 import logging
 import pathlib
@@ -16,6 +17,7 @@ from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.distributed import processes
 from jaxscale.formatting import human_bytes
+from jaxscale.model_config.settings import is_own_family
 from jaxscale.storage.object_store import is_remote
 
 log = logging.getLogger("jaxscale")
@@ -67,7 +69,7 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     if depth := config.model.prediction_depth:
         model = open_model(options.from_hf, prediction_depth=depth)
     check_settings(config.model, model, "--config.model")
-    setup.open_tokenizer(config, model.directory)  # refuses one that does not fit the model
+    _check_tokenizer(config, model.directory)
     _, engine = setup.open_engine(config)
     params = model.read(engine.model.axes, engine.placement.canonical.params)
     output.mkdir(parents=True, exist_ok=True)
@@ -91,6 +93,22 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     return {"tensors": len(model.tensors), "parameters": config.model.num_params}
 
 
+def _check_tokenizer(config: configs.Config, directory: pathlib.Path) -> None:
+    """Refuses a tokenizer that does not fit the model, whose vocabulary cannot be changed here."""
+    from jaxscale.run import setup  # noqa: PLC0415
+
+    # Of a model that every tokenizer fits, so that its advice is not to set another vocabulary.
+    largest = dataclasses.replace(config.model, vocab_size=2**31)
+    tokenizer = setup.open_tokenizer(dataclasses.replace(config, model=largest), directory)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"data.tokenizer = {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, and "
+            f"the model in {directory} only {config.model.vocab_size}; put the model's own "
+            "tokenizer.json there, or set --config.data.tokenizer=FILE to a tokenizer of at most "
+            f"{config.model.vocab_size} tokens"
+        )
+
+
 def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     """Writes a run's newest checkpoint as transformers reads it."""
     import jax  # noqa: PLC0415
@@ -99,7 +117,11 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
     from jaxscale.run import setup  # noqa: PLC0415
 
     workdir, output = options.workdir, options.output
-    config = run_folder.load_config(workdir, overrides)
+    try:
+        config = run_folder.load_config(workdir, overrides)
+    except ValueError as error:
+        _refuse_own_family(workdir, error)
+        raise
     config = run_folder.fit_devices(config, jax.device_count(), overrides)
     _, engine = setup.open_engine(setup.for_sampling(config))
     tokenizer = setup.open_tokenizer(config, workdir)
@@ -113,10 +135,21 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
         beside=workdir,
         end_of_text=tokenizer.boundary,
         decoder_start=tokenizer.decoder_start,
+        padding=tokenizer.pad,
         max_file_bytes=int(options.max_file_gb * 1e9),
     )
     log.info(f"step {step} of {workdir} written to {output}: {tensors} tensors")
     return {"step": step, "tensors": tensors}
+
+
+def _refuse_own_family(workdir: pathlib.Path, error: ValueError) -> None:
+    """Raises ValueError in place of another where a run is of a model of one's own."""
+    family = configs.read_sections(workdir / "config.json").get("model", {}).get("family")
+    if isinstance(family, str) and is_own_family(family):
+        raise ValueError(
+            f"model.family = {family!r} of {workdir} is a model of one's own, which has no format "
+            "at Hugging Face; --to_hf can write models of the shipped families"
+        ) from error
 
 
 def _check(options: argparse.Namespace) -> None:

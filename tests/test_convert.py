@@ -173,6 +173,14 @@ BAD_COMMANDS = {
         ["--from_hf", "{hf}", "--output", "{hf}_", "--config.model.rope_theta=2"],
         "model.rope_theta = 2.0 here, 5000.0 there",
     ),
+    "large tokenizer": (
+        ["--from_hf", "{hf}", "--output", "{hf}_", "--config.data.tokenizer=bytes"],
+        "data.tokenizer = 'bytes' has 257 tokens, and the model in {hf} only 130; put the model's",
+    ),
+    "own family": (
+        ["--to_hf", "--workdir", "{own}", "--output", "{hf}_"],
+        "of {own} is a model of one's own, which has no format at Hugging Face",
+    ),
     "tokenizer": (["--from_hf", "{bare}", "--output", "{hf}_"], "no tokenizer.json and no"),
 }
 
@@ -182,11 +190,15 @@ def test_commands_that_cannot_work_are_refused_in_one_line(name, converted, tmp_
     words, message = BAD_COMMANDS[name]
     bare = tiny_llama.save(tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
-    places = {"hf": converted / "hf", "run": converted / "run", "bare": bare}
+    own = tmp_path / "own"
+    own.mkdir()
+    sections = {"model": {"family": "tests.models.two_stacks:make"}}
+    (own / "config.json").write_text(json.dumps(sections))
+    places = {"hf": converted / "hf", "run": converted / "run", "bare": bare, "own": own}
     with pytest.raises(SystemExit) as stopped:
         convert.main([word.format(**places) for word in words])
     assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message.format(**places) in capsys.readouterr().err
     assert not (converted / "hf_").exists()
 
 

@@ -104,7 +104,7 @@ def open_model(directory: pathlib.Path, *, prediction_depth: int = 0) -> Hugging
     """
     hf = _read_json(directory / "config.json")
     kind = hf.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         own = " (its auto_map names code of its own, which is not run)" if "auto_map" in hf else ""
         raise ValueError(
             f"{directory / 'config.json'}: model_type {kind!r} is not supported{own}; it can be "
@@ -155,6 +155,7 @@ def write_model(
     beside: pathlib.Path,
     end_of_text: int | None = None,
     decoder_start: int | None = None,
+    padding: int | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> int:
     """Writes a folder that transformers loads; it has its name only once it is complete.
@@ -165,6 +166,7 @@ def write_model(
       beside: a run's folder, whose tokenizer goes along.
       end_of_text: the id of that token, where the weights do not come from a model that says it.
       decoder_start: likewise, of an encoder-decoder.
+      padding: likewise, where the tokenizer has such a token.
       max_file_bytes: of each file of tensors.
 
     Returns:
@@ -175,13 +177,19 @@ def write_model(
     """
     if directory.exists():
         raise ValueError(f"--output {directory} exists; name a new folder")
-    hf = find_family(config.family).to_hf(config)
+    family = find_family(config.family)
+    config, params = family.hf_form(config, params)
+    hf = family.to_hf(config)
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     parameters = parameters_of(config, axes, params)
     stored = write_params(unfinished, parameters, params, dtype, max_file_bytes)
-    ids = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": None}
+    if padding is None and not (config.causal and not config.num_encoder_layers):
+        # transformers cannot do without: ESM counts positions by it, T5 its labels. A decoder can,
+        # and would not train the embedding of this id.
+        padding = end_of_text
+    ids = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": padding}
     if config.num_encoder_layers:
         ids["decoder_start_token_id"] = decoder_start
     written = {**hf, **ids, **_special_ids(beside), "torch_dtype": dtype}

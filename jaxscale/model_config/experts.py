@@ -130,6 +130,12 @@ class ExpertOptions:
                 f"{self.router_groups}"
             )
         each = experts // self.router_groups
+        if self.router_groups > 1 and each < 2:
+            raise ValueError(
+                f"model.router_groups = {self.router_groups} of model.num_experts = {experts} have "
+                "one expert each, and groups are chosen by their two best; set "
+                f"model.router_groups = {experts // 2 if experts % 2 == 0 else 1}, or 1 for none"
+            )
         kept = self.router_groups_kept * each
         if self.router_groups_kept > self.router_groups or kept < self.experts_per_token:
             raise ValueError(

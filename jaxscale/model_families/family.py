@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxscale.model_families.value_types import check_value_types
+
 Model = Any
 """A `ModelConfig`, which is made with these records and so cannot be named here."""
 
@@ -83,6 +85,9 @@ class Family:
     hf_renamed: Mapping[str, str] = field(default_factory=dict)  # older ends of names -> theirs now
     # Globs of tensors without parameters; {layers} is the number of layers.
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    # Another model with the same logits, and its parameters in place of these (in canonical form),
+    # where the format has no room for this one.
+    hf_form: Callable[[Model, Any], tuple[Model, Any]] = lambda model, params: (model, params)
     untied: str = ""  # the tensor of a head of its own, where config.json does not say if it is one
 
     def from_hf(self, hf: Mapping[str, Any], tensors: Collection[str] = ()) -> dict[str, Any]:
@@ -91,6 +96,7 @@ class Family:
         Raises:
           ValueError: an unknown key, or a value that is not supported; names it.
         """
+        check_value_types(hf)
         head = {"tied_embeddings": self.untied not in tensors} if self.untied else {}
         return {"family": self.name, **self.read_hf(hf), **head}
 

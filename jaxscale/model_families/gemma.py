@@ -88,12 +88,23 @@ def _both_to_hf(model: Model) -> dict[str, Any]:
         "hidden_activation": activation_to_hf(model),
         "rms_norm_eps": model.norm_eps,
         "attention_bias": model.attention_bias == "all",
-        "query_pre_attn_scalar": model.attention_scale_dim or model.head_dim,
+        "query_pre_attn_scalar": _whole_scale(model),
         "final_logit_softcapping": model.logit_soft_cap or None,
         "sliding_window": model.sliding_window or None,
         "layer_types": layer_types(model),
         "tie_word_embeddings": model.tied_embeddings,
     }
+
+
+def _whole_scale(model: Model) -> int:
+    """What scores are divided by the root of; transformers refuses a float, even a whole one."""
+    scale = model.attention_scale_dim or model.head_dim
+    if scale != int(scale):
+        raise ValueError(
+            f"model.attention_scale_dim = {scale} cannot be written in Hugging Face's format of "
+            f"{model.family} models, where it is a whole number; set one"
+        )
+    return int(scale)
 
 
 def _gemma2_to_hf(model: Model) -> dict[str, Any]:

@@ -4,9 +4,14 @@ attention's scores.
 Whether the head is tied is not to be read from a config.json: transformers 5 writes
 tie_word_embeddings = true for all of them, and leaves the head of an untied one where it is. So the
 tensors decide (`Family.untied`).
+
+tie_word_embeddings = false in a UMT5 means a head without `scaled_head`, as in the published files,
+which are of transformers 4. Transformers 5 scales the inputs of every UMT5's head, whatever its
+file says; so a model without it is written as one that has it, with a larger head.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -95,6 +100,22 @@ def _to_hf(model: Model) -> dict[str, Any]:
     }
 
 
+def _umt5_form(model: Model, params: Any) -> tuple[Model, Any]:
+    """A model whose head's inputs are scaled."""
+    if model.scaled_head:
+        return model, params
+    if model.tied_embeddings:
+        raise ValueError(
+            "model.scaled_head = False with model.tied_embeddings = True cannot be written in "
+            "Hugging Face's format of umt5 models, where the embedding is the head and its inputs "
+            "are scaled; set model.scaled_head = True, or model.tied_embeddings = False"
+        )
+    head = params["head"]
+    larger = head["output"] * math.sqrt(model.d_model)
+    scaled = dataclasses.replace(model, scaled_head=True)
+    return scaled, {**params, "head": {**head, "output": larger.astype(head["output"].dtype)}}
+
+
 def _tensors(model: Model) -> tuple[TensorRule, ...]:
     tokens = "shared.weight"
     rules = [*outer(model, tokens, "decoder.final_layer_norm", "lm_head.weight")]
@@ -181,5 +202,6 @@ UMT5 = dataclasses.replace(
     paper="UMT5, arXiv 2304.09151",
     fixed={**T5.fixed, "relative_bias": "layer"},
     hf_types=("umt5",),
+    hf_form=_umt5_form,
     hf_architectures="UMT5ForConditionalGeneration",
 )

@@ -1,13 +1,17 @@
 """Folders that are refused before any value is read."""
 
 import json
+import pathlib
 
 import pytest
 
 from jaxscale.hugging_face import model_folder
-from jaxscale.hugging_face.model_folder import open_model
+from jaxscale.hugging_face.model_folder import open_model, write_model
 from jaxscale.hugging_face.safetensors_format import read_header
+from jaxscale.run.pretrained import from_pretrained
 from tests.hugging_face import tiny_llama
+
+GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
 
 
 def config(**changes):
@@ -46,6 +50,8 @@ def wrong_size(folder):
 
 REFUSED = {
     "type": (config(model_type="lama"), "model_type 'lama' is not supported; it can be .*llama"),
+    "list for a type": (config(model_type=["llama"]), "model_type .'llama'. is not supported"),
+    "text for a number": (config(vocab_size="300"), "config.json: .*vocab_size = '300'; it can"),
     "setting": (config(rope_turns=3), r"config.json: .*rope_turns"),
     "code": (
         config(model_type="lama", auto_map={"AutoModel": "x.Y"}),
@@ -89,6 +95,27 @@ def test_code_of_its_own_is_not_run_and_a_line_says_so(tmp_path, monkeypatch):
     (line,) = said
     assert f"{folder / 'config.json'} names code of its own (auto_map), which is not run" in line
     assert "jaxscale's llama" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "padding", "written"),
+    [("esm", 1, 1), ("esm", None, 9), ("bert", None, 9), ("umt5", None, 9), ("llama", None, None)],
+)
+def test_an_exported_model_has_the_padding_id_that_transformers_needs(
+    name, padding, written, tmp_path
+):
+    model = from_pretrained(GOLDENS / name)
+    write_model(
+        tmp_path / "hf",
+        model.config,
+        model.model.axes,
+        model.params,
+        dtype="float32",
+        beside=tmp_path,
+        end_of_text=9,
+        padding=padding,
+    )
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"] == written
 
 
 def test_headers_are_read_as_the_library_writes_them(tmp_path):

@@ -72,6 +72,10 @@ SHIPPED = {"family": "mixtral", "num_layers": 4}
         (OWN | {"router_groups": 0}, "model.router_groups = 0 is too small; at least 1"),
         (OWN | {"router_groups": 3}, "8 is not a multiple of model.router_groups = 3"),
         (
+            OWN | {"router_groups": 8, "router_groups_kept": 4},
+            "have one expert each, and groups are chosen by their two best; set model.router_gr",
+        ),
+        (
             OWN | {"router_groups": 4, "router_groups_kept": 5},
             "model.router_groups_kept = 5 of model.router_groups = 4",
         ),

@@ -194,6 +194,53 @@ def test_what_is_not_known_is_refused_by_name(name, change, fragment):
     assert "\n" not in str(caught.value)
 
 
+# Changes of a config.json that ended in a traceback, or were dropped: the whole message.
+SCALES = "config.json scales rotary positions by rope_type = "
+MALFORMED = [
+    ("llama", {"vocab_size": "300"}, "vocab_size = '300'; it can be a whole number above 0"),
+    ("llama", {"vocab_size": 300.0}, "vocab_size = 300.0; it can be a whole number above 0"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0; it can be a whole number abo"),
+    ("llama", {"num_hidden_layers": True}, "num_hidden_layers = True; it can be a whole number a"),
+    ("llama", {"max_position_embeddings": None}, "max_position_embeddings = None; it can be a who"),
+    ("mistral", {"sliding_window": "4"}, "sliding_window = '4'; it can be a whole number, 0 or m"),
+    ("llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6'; it can be a number"),
+    ("llama", {"rms_norm_eps": None}, "rms_norm_eps = None; it can be a number"),
+    ("llama", {"rope_theta": None}, "rope_theta = None; it can be a number above 0"),
+    ("llama", {"rope_theta": float("inf")}, "rope_theta = inf; it can be a number above 0"),
+    ("qwen2", {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'; it can be true or false"),
+    ("gpt_neox", {"hidden_act": 1}, "hidden_act = 1; it can be text or null"),
+    ("gemma2", {"layer_types": 1}, "layer_types = 1; it can be a list or null"),
+    ("llama", {"rope_scaling": [1, 2]}, "rope_scaling = [1, 2]; it can be a mapping of names to"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling has factor = '2'"),
+    (
+        "gemma3",
+        {"rope_parameters": {"full_attention": {"rope_theta": "x"}}},
+        "config.json: rope_parameters: full_attention has rope_theta = 'x'; it can be a number",
+    ),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "needs 'low_freq_factor'"),
+    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": 4}}, "it can be a list of numb"),
+    ("llama", {"rope_scaling": {"type": "longrope", "factor": 4}}, "which needs 'short_factor'"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, f"{SCALES}'linear', which needs 'factor'"),
+    ("llama", {"rope_scaling": {"type": "dynamic"}}, f"{SCALES}'dynamic', which needs 'factor'"),
+    ("llama", {"rope_scaling": {"type": "yarn"}}, f"{SCALES}'yarn', which needs 'factor'"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "fragment"), MALFORMED)
+def test_a_value_of_another_type_is_refused_by_name(name, change, fragment):
+    hf = json.loads((GOLDENS / name / "config.json").read_text())
+    with pytest.raises(ValueError, match=re.escape(fragment)) as caught:
+        FAMILIES[name].from_hf({**hf, **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_what_scores_are_divided_by_is_written_whole():
+    """Gemma's class at transformers refuses 12.0."""
+    for family in ("gemma2", "gemma3"):
+        hf = FAMILIES[family].to_hf(ModelConfig(family=family, attention_scale_dim=12.0))
+        assert repr(hf["query_pre_attn_scalar"]) == "12"
+
+
 def test_the_form_of_transformers_4_is_read_too():
     """As published: without keys that have defaults, and rotary settings in their old place."""
     sizes = {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 7}
@@ -290,12 +337,20 @@ def test_keys_of_published_files_are_known():
         ({"family": "gpt_oss", "mlp_limit": 0.0}, "model.mlp_limit = 0 cannot be written"),
         ({"family": "deepseek_v3", "shared_d_ff": 9}, "model.shared_d_ff = 9 cannot be written"),
         ({"family": "esm", "causal": True}, "model.causal = True cannot be written"),
+        ({"family": "gemma2", "attention_scale_dim": 0.5}, "attention_scale_dim = 0.5 cannot be"),
     ],
 )
 def test_what_their_format_does_not_have_is_refused(settings, fragment):
     model = ModelConfig(**settings)
     with pytest.raises(ValueError, match=re.escape(fragment)):
         FAMILIES[model.family].to_hf(model)
+
+
+def test_a_tied_umt5_whose_head_is_not_scaled_is_refused():
+    """Transformers scales the inputs of every UMT5's head; a larger head would not be tied."""
+    model = ModelConfig(family="umt5", tied_embeddings=True)
+    with pytest.raises(ValueError, match=r"cannot be written in .* set model.scaled_head = True"):
+        FAMILIES["umt5"].hf_form(model, {})
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,12 @@ class Tokenizer:
     @property
     def decoder_start(self) -> int:
         """What a decoder with an encoder reads first: the padding token, as T5, or the boundary."""
-        return self.special.get("<pad>", self.special.get("[PAD]", self.boundary))
+        return self.boundary if self.pad is None else self.pad
+
+    @property
+    def pad(self) -> int | None:
+        """The id of the padding token, if there is one."""
+        return self.special.get("<pad>", self.special.get("[PAD]"))
 
     @property
     def mask(self) -> int | None:

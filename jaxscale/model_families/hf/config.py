@@ -157,6 +157,16 @@ def activation_to_hf(model: Model) -> str:
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation)
 
 
+ROPE_NEEDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+"""Keys without a default, by the kind of scaling."""
+
+
 def pop_rope(rest: dict[str, Any], theta: float = 10_000.0) -> dict[str, Any]:
     """The settings of rotary positions, in the form of transformers 4 (`rope_theta` and
     `rope_scaling`) or 5 (`rope_parameters`).
@@ -179,7 +189,7 @@ def rope_from_hf(given: Mapping[str, Any], theta: float, context: int) -> dict[s
       context: max_position_embeddings of the model.
 
     Raises:
-      ValueError: an unknown kind of scaling, or an unknown key.
+      ValueError: an unknown kind of scaling, an unknown key, or one that it needs is missing.
     """
     left = dict(given)
     kind = left.pop("rope_type", None) or left.pop("type", None) or "default"
@@ -190,6 +200,11 @@ def rope_from_hf(given: Mapping[str, Any], theta: float, context: int) -> dict[s
             f"config.json scales rotary positions by rope_type = {kind!r}; it can be default, "
             "linear, llama3, yarn, longrope or dynamic"
         )
+    for key in ROPE_NEEDS.get(kind, ()):
+        if left.get(key) is None:
+            raise ValueError(
+                f"config.json scales rotary positions by rope_type = {kind!r}, which needs {key!r}"
+            )
     if kind != "default":
         ours |= {"rope_scaling": kind, "rope_factor": left.pop("factor", None)}
     if kind in ("llama3", "yarn", "longrope"):

@@ -91,7 +91,7 @@ def chosen_by_experts(scores_BTE: Array, capacity: int) -> Array:
 def _in_best_groups(scores_BTE: Array, router: Router) -> Array:
     """The scores, minus infinity outside a token's best groups."""
     parts = scores_BTE.reshape(*scores_BTE.shape[:-1], router.groups, -1)
-    best = jnp.sum(jax.lax.top_k(parts, min(2, parts.shape[-1]))[0], axis=-1)
+    best = jnp.sum(jax.lax.top_k(parts, 2)[0], axis=-1)
     chosen = jax.lax.top_k(best, router.groups_kept)[1]
     kept = jnp.any(chosen[..., None] == jnp.arange(router.groups), axis=-2)
     return jnp.where(kept[..., None], parts, -jnp.inf).reshape(scores_BTE.shape)
