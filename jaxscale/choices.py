@@ -39,7 +39,8 @@ def check_choice(name: str, got: object, allowed: Iterable[str], *, equals: str 
     allowed = tuple(allowed)
     if got not in allowed:
         raise ValueError(
-            f"{name}{equals}{got!r} is not known; it can be {', '.join(allowed)}"
+            f"{name}{equals}{got!r} is not known; it can be "
+            f"{', '.join(choice or "''" for choice in allowed)}"
             f"{did_you_mean(got, allowed)}"
         )
 

@@ -77,7 +77,9 @@ class DataConfig:
         for name, read in (("source", to_sources), ("validation", to_validation)):
             entries = read(getattr(self, name))
             if self.target_len:
-                entries = tuple(self._for_encoder(entry) for entry in entries)
+                entries = tuple(
+                    self._for_encoder(f"data.{name}[{i}]", entry) for i, entry in enumerate(entries)
+                )
             object.__setattr__(self, name, entries)
         for i, source in enumerate(self.source):
             if source.name:
@@ -88,22 +90,22 @@ class DataConfig:
         if not 0 <= self.heldout < 1:
             raise ValueError(f"data.heldout = {self.heldout} must be at least 0 and below 1")
 
-    def _for_encoder(self, source: Source) -> Source:
-        """The entry with what an encoder and its decoder need of pairs.
+    def _for_encoder(self, name: str, source: Source) -> Source:
+        """The entry of this name with what an encoder and its decoder need of pairs.
 
         Raises:
           ValueError: they do not train on it.
         """
         if source.messages:
             raise ValueError(
-                f"data.source messages = {source.messages!r} are conversations, and "
+                f"{name}: messages = {source.messages!r} are conversations, and "
                 f"data.target_len = {self.target_len} is of an encoder's decoder, which learns "
                 "from texts, or from prompts with responses; give the fields prompt and response"
             )
         if source.response and self.objective != "prefix":
             raise ValueError(
                 f"data.objective = {self.objective!r} chooses what a decoder writes, and so does "
-                f"data.source response = {source.response!r}; set data.objective = 'prefix'"
+                f"{name}: response = {source.response!r}; set data.objective = 'prefix'"
             )
         return dataclasses.replace(source, apart=bool(source.response))
 

@@ -32,7 +32,7 @@ class Source:
     `path` lists files, folders, globs or object-store addresses, or is one prepared folder.
     `boundary` None is a whole file for text, a sequence for FASTA, a record for everything else.
     `weight` None is by the amount of text; in a list of (step, weight) each weight holds from its
-    step on.
+    step on. Errors name the key only: whoever reads an entry knows the setting that it is of.
     """
 
     path: tuple[str, ...]
@@ -52,36 +52,33 @@ class Source:
     def __post_init__(self) -> None:
         if not self.path or "" in self.path:
             raise ValueError(
-                f"data.source = {self.path} has an empty path or none; give files, folders or globs"
+                f"path = {self.path} has an empty path or none; give files, folders or globs"
             )
         if self.format is not None:
-            check_choice("data.source format", self.format, FORMATS)
+            check_choice("format", self.format, FORMATS)
         if self.boundary is not None:
-            check_choice("data.source boundary", self.boundary, BOUNDARIES)
-        check_choice("data.source long_documents", self.long_documents, LONG_DOCUMENTS)
+            check_choice("boundary", self.boundary, BOUNDARIES)
+        check_choice("long_documents", self.long_documents, LONG_DOCUMENTS)
         if not self.field or "" in self.field.split("."):
-            raise ValueError(f"data.source field = {self.field!r} must be a name, or names with .")
+            raise ValueError(f"field = {self.field!r} must be a name, or names with .")
         if self.max_document_bytes < 0 or 0 < self.max_document_bytes < 4:
             raise ValueError(
-                f"data.source max_document_bytes = {self.max_document_bytes} cannot hold every "
+                f"max_document_bytes = {self.max_document_bytes} cannot hold every "
                 "character; at least 4, or 0 for no limit"
             )
         if not 0 <= self.skip_share < 1:
-            raise ValueError(
-                f"data.source skip_share = {self.skip_share} must be at least 0 and below 1"
-            )
+            raise ValueError(f"skip_share = {self.skip_share} must be at least 0 and below 1")
         if self.format in RECORD_FORMATS and self.boundary not in (None, "record"):
             raise ValueError(
-                f"data.source boundary = {self.boundary!r} cuts text; a document of format = "
+                f"boundary = {self.boundary!r} cuts text; a document of format = "
                 f"{self.format!r} is a record"
             )
         if self.format == "text" and self.boundary == "record":
             raise ValueError(
-                "data.source boundary = 'record' needs records; text has 'file', 'line' or "
-                "'paragraph'"
+                "boundary = 'record' needs records; text has 'file', 'line' or 'paragraph'"
             )
         if self.apart and not self.response:
-            raise ValueError("data.source apart = True needs the fields of prompt and response")
+            raise ValueError("apart = True needs the fields of prompt and response")
         if self.marks_loss:
             self._check_dialogue()
         if self.weight is not None:
@@ -103,27 +100,25 @@ class Source:
         """Refuses settings of plain text beside `prompt` and `response`, or `messages`."""
         named = f"prompt = {self.prompt!r}, response = {self.response!r}"
         if self.messages and (self.prompt or self.response):
-            raise ValueError(
-                f"data.source messages = {self.messages!r} excludes {named}; an entry has either"
-            )
+            raise ValueError(f"messages = {self.messages!r} excludes {named}; an entry has either")
         if not self.messages and not (self.prompt and self.response):
-            raise ValueError(f"data.source {named}; give the fields of both")
+            raise ValueError(f"{named}; give the fields of both")
         if self.field != TEXT:
             raise ValueError(
-                f"data.source field = {self.field!r} is for plain text; leave it out of an entry "
+                f"field = {self.field!r} is for plain text; leave it out of an entry "
                 "with prompt and response, or messages"
             )
         for field in self.fields:
             if "" in field.split("."):
-                raise ValueError(f"data.source {field!r} must be a name, or names with .")
+                raise ValueError(f"{field!r} must be a name, or names with .")
         if self.format in ("text", "fasta", "shards"):
             raise ValueError(
-                f"data.source format = {self.format!r} has no fields for prompt and response, or "
+                f"format = {self.format!r} has no fields for prompt and response, or "
                 "messages; it can be jsonl, parquet, arrow or arrayrecord"
             )
         if self.max_document_bytes and self.long_documents == "split":
             raise ValueError(
-                f"data.source max_document_bytes = {self.max_document_bytes} would split a "
+                f"max_document_bytes = {self.max_document_bytes} would split a "
                 "response from its prompt; set long_documents = 'refuse', or leave it out"
             )
 
@@ -161,6 +156,15 @@ def to_validation(value: Sequence[object]) -> tuple[Source, ...]:
     return sources
 
 
+def setting(key: str) -> str:
+    """The key of an entry in an error about its text, which is read by a run and by `prepare`.
+
+    >>> setting("field")
+    "'field' in its entry of data.source (--field of prepare)"
+    """
+    return f"{key!r} in its entry of data.source (--{key} of prepare)"
+
+
 def to_plain(source: Source) -> str | dict[str, Any]:
     """The shortest form that `to_sources` reads: a path, or the keys that differ from defaults."""
     changed = {
@@ -178,7 +182,7 @@ def _to_source(name: str, entry: object) -> Source:
     if isinstance(entry, Source):
         return entry
     if isinstance(entry, str):
-        return Source((entry,))
+        entry = {"path": entry}
     if not isinstance(entry, Mapping):
         raise ValueError(
             f"{name} = {entry!r} is of type {type(entry).__name__}; expected a path, or a mapping "
@@ -194,7 +198,10 @@ def _to_source(name: str, entry: object) -> Source:
     if "path" not in entry:
         raise ValueError(f"{name} = {dict(entry)} has no 'path'")
     values = {str(key): _convert(f"{name}[{key!r}]", key, entry[key]) for key in entry}
-    return Source(**values)
+    try:
+        return Source(**values)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _convert(name: str, key: str, value: Any) -> Any:
@@ -252,8 +259,8 @@ def _check_weight(weight: Weight) -> None:
     steps = [step for step, _ in pairs]
     if not pairs or steps[0] != 0 or steps != sorted(set(steps)):
         raise ValueError(
-            f"data.source weight = {weight} must begin at step 0 and rise in steps, such as "
+            f"weight = {weight} must begin at step 0 and rise in steps, such as "
             "[[0, 1.0], [1000, 0.5]]"
         )
     if not all(math.isfinite(weight) and weight >= 0 for _, weight in pairs):
-        raise ValueError(f"data.source weight = {weight} must be finite and at least 0")
+        raise ValueError(f"weight = {weight} must be finite and at least 0")

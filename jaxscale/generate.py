@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _prompts(options: argparse.Namespace) -> list[str | Conversation]:
     file = options.prompt_file
-    lines = file.read_text().removesuffix("\n").split("\n") if file else []
+    lines = _read(file).removesuffix("\n").split("\n") if file else []
     conversations = read_conversations(options.messages) if options.messages else []
     if not options.prompt and not any(lines) and not conversations:
         raise ValueError(
@@ -172,6 +172,16 @@ def _prompts(options: argparse.Namespace) -> list[str | Conversation]:
             "FILE.json"
         )
     return [*options.prompt, *lines, *conversations]
+
+
+def _read(file: pathlib.Path) -> str:
+    try:
+        return file.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--prompt_file {file} is not {error.encoding} text: byte {error.start} is "
+            f"0x{error.object[error.start]:02x} ({error.reason}); convert it"
+        ) from error
 
 
 def _shown(messages: Conversation) -> str:

@@ -333,6 +333,11 @@ def parse_remat(remat: str) -> RematPolicy:
             kept = tuple(name for name in BLOCK_TENSORS if name != "attention")
             return RematPolicy(remat, kept)
         return RematPolicy(remat, BLOCK_TENSORS)
+    if kind in (*REMATS, AUTO):
+        raise ValueError(
+            f"layout.remat = {remat!r}: {kind!r} takes no names; write {kind!r} alone, or "
+            f"save:{listed} to save these"
+        )
     check_choice("layout.remat", kind, (*REMATS_WITH_NAMES, KEEP))
     names = tuple(name.strip() for name in listed.split(","))
     for name in names:

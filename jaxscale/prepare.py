@@ -7,9 +7,10 @@ import argparse
 import json
 import os
 import pathlib
+import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jaxscale import command_line
@@ -36,15 +37,18 @@ _SOURCE_KEYS = (
 )
 
 
+_WORK_KEYS = ("workers", "shard_bytes", "training_bytes", "heldout", "seed")
+
 MOST_BYTES = 2**60
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 130 after an interrupt."""
-    options, overrides = command_line.parse(_parser(), sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    options, overrides = command_line.parse(_parser(), argv)
     command_line.log_to_stdout()
     with command_line.refusals():
-        _check(options, overrides)
+        _check(options, overrides, {word.partition("=")[0] for word in argv})
         if options.inspect is not None:
             result = _inspect(options, overrides)
         else:
@@ -97,9 +101,16 @@ def _report(index: Index, tokenizer: Tokenizer, output: pathlib.Path, seconds: f
         f"{output}: {index.num_documents:,} documents{left_out}, {index.num_bytes / 1e6:,.1f} MB "
         f"of text, {index.num_tokens:,} tokens ({index.num_bytes / index.num_tokens:.2f} bytes a "
         f"token) in {len(index.shards)} shards; {seconds:.1f} s\n"
-        f"to train on it: --config.data.source={output} --config.data.tokenizer={own} "
+        f"to train on it: --config.data.source={shlex.quote(_as_source(output))} "
+        f"--config.data.tokenizer={shlex.quote(str(own))} "
         f"--config.model.vocab_size={index.vocab_size}"
     )
+
+
+def _as_source(folder: pathlib.Path) -> str:
+    """A folder as the command line takes it; a comma would separate two paths."""
+    plain = "," not in str(folder) and not str(folder).startswith(("(", "[", "{"))
+    return str(folder) if plain else str({"path": str(folder)})
 
 
 def _inspect(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
@@ -138,8 +149,12 @@ def _source(options: argparse.Namespace, paths: Sequence[str]) -> Source:
     return to_sources([{"path": paths} | given])[0]
 
 
-def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Refuses missing flags, and flags that exclude each other."""
+def _check(options: argparse.Namespace, overrides: Sequence[str], given: Collection[str]) -> None:
+    """Refuses missing flags, flags that exclude each other, and those that nothing would read.
+
+    Args:
+      given: the words of the command line, without what follows a `=`.
+    """
     if options.inspect is None:
         for flag in ("input", "output", "tokenizer"):
             if not getattr(options, flag):
@@ -151,10 +166,26 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
             raise ValueError("--config is for --inspect; give --input PATH ... to prepare")
         if is_remote(options.output):
             raise ValueError(f"--output {options.output}: shards are written here and then copied")
+        if pathlib.Path(options.output).is_file():
+            raise ValueError(
+                f"--output {options.output} is a file; shards go into a folder, give another name"
+            )
+        _refuse_unread(("examples", "png"), given, "for --inspect; leave it out to prepare")
     elif options.input or options.output:
         raise ValueError("--inspect reads only; leave --input and --output out")
     elif bool(options.config) == bool(options.inspect):
         raise ValueError("--inspect needs either PATH ... or --config FILE")
+    else:
+        _refuse_unread(_WORK_KEYS, given, "for preparing; leave it out of --inspect")
+        if options.config:
+            keys = ("tokenizer", *_SOURCE_KEYS)
+            _refuse_unread(keys, given, "for --inspect PATH; with --config, set it in data")
+
+
+def _refuse_unread(keys: Sequence[str], given: Collection[str], purpose: str) -> None:
+    for key in keys:
+        if f"--{key}" in given:
+            raise ValueError(f"--{key} is {purpose}")
 
 
 def _num_cores() -> int:

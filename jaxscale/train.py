@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import pathlib
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -235,7 +236,8 @@ def _train(
     signals.complete()
     _show_sample(ready, state.params)
     store = store_of(workdir)
-    log.info(_next_steps(options.config, store.address if store else workdir, ready.config))
+    where = store.address if store else workdir
+    log.info(_next_steps(options.config, where, ready.config, options.trackers))
     return 0
 
 
@@ -276,16 +278,20 @@ def _is_causal(config: configs.Config) -> bool:
     return getattr(config.model, "causal", True)
 
 
-def _next_steps(path: str, workdir: pathlib.Path | str, config: configs.Config) -> str:
-    generate = f'\n  python -m jaxscale.generate --workdir {workdir} --prompt "def main("'
+def _next_steps(
+    path: str, workdir: pathlib.Path | str, config: configs.Config, trackers: Sequence[str]
+) -> str:
+    folder, other = shlex.quote(str(workdir)), shlex.quote(f"{workdir}_8")  # of commands to paste
+    generate = f'\n  python -m jaxscale.generate --workdir {folder} --prompt "def main("'
+    events = " tensorboard/," if "tensorboard" in trackers else ""
     return f"""
 Next steps:
-  python -m jaxscale.evaluate --workdir {workdir}{generate if _is_causal(config) else ""}
+  python -m jaxscale.evaluate --workdir {folder}{generate if _is_causal(config) else ""}
 {_how_to_train_longer(config)}
-  another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train --config {path} \\
-                       --workdir {workdir}_8 --config.layout.fsdp=4 --config.layout.tensor=2
+  another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train --config {shlex.quote(path)} \\
+                       --workdir {other} --config.layout.fsdp=4 --config.layout.tensor=2
   your own text:     --config.data.source='my_texts/**/*.txt' and another --workdir
-  what was written:  {workdir}/loss.png, metrics.jsonl, summary.json, tensorboard/, checkpoints/"""
+  what was written:  {workdir}/loss.png, metrics.jsonl, summary.json,{events} checkpoints/"""
 
 
 def _how_to_train_longer(config: configs.Config) -> str:
@@ -313,6 +319,10 @@ def _steps(text: str) -> range:
 
 def _trackers(text: str) -> tuple[str, ...]:
     names = () if text == "none" else tuple(text.split(","))
+    if "none" in names:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has none beside others; leave it out, or write none alone"
+        )
     for name in names:
         try:
             check_choice("--trackers", name, TRACKERS)

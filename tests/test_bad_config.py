@@ -114,7 +114,21 @@ OVERRIDES = [
         "data.seq_len = 4096 is more than model.max_seq_len = 2048",
     ),
     # data
-    ("data.source=", "data.source = ('',) has an empty path or none"),
+    ("data.source=", "data.source[0]: path = ('',) has an empty path or none"),
+    ("data.validation=", "data.validation[0]: path = ('',) has an empty path or none"),
+    (
+        "data.validation={'name':'a','path':'b','skip_share':3}",
+        "data.validation[0]: skip_share = 3.0 must be at least 0 and below 1",
+    ),
+    (
+        "data.validation={'name':'a','path':'b','boundary':'lines'}",
+        "data.validation[0]: boundary = 'lines' is not known",
+    ),
+    (
+        "data.validation={'name':'a','path':'b','prompt':'q'}",
+        "data.validation[0]: prompt = 'q', response = ''; give the fields of both",
+    ),
+    ("model.matmul_dtype=fp8", "it can be '', float8, int8"),
     ("data.source=()", "data.source = () has an empty path or none"),
     ("data.global_batch_size=0", "data.global_batch_size = 0 is too small"),
     ("data.seq_len=1", "data.seq_len = 1 is too small; at least 2"),
@@ -174,6 +188,8 @@ OVERRIDES = [
     ("layout.remat=save:", "layout.remat = 'save:': '' is not known; it can be query, key"),
     ("layout.remat=save:mlp_gat", "layout.remat = 'save:mlp_gat': 'mlp_gat' is not known"),
     ("layout.remat=save:mlp_gat", "did you mean 'mlp_gate'?"),
+    ("layout.remat=full:query", "layout.remat = 'full:query': 'full' takes no names; write 'full'"),
+    ("layout.remat=none:query", "'none' takes no names; write 'none' alone, or save:query"),
     ("layout.remat=save:key,key", "layout.remat = 'save:key,key' names a tensor twice"),
     ("layout.remat=store:key", "layout.remat = 'store' is not known; it can be save, offload,"),
     ("layout.offload=disk", "layout.offload = 'disk' is not known"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from jaxscale import config, prepare
 from jaxscale.data.inspect import histogram
 from jaxscale.data.tokens.corpus import open_corpus
 from jaxscale.data.tokens.tokenizer import load_tokenizer
+from jaxscale.data_source import Source
 
 
 @pytest.fixture(scope="session")
@@ -205,6 +207,15 @@ def test_lengths_are_counted_between_powers_of_two():
         ("--input a.txt --tokenizer bytes --output OUT --skip_share 2", "--skip_share: 2 is not"),
         ("--input PREPARED --tokenizer bytes --output OUT", "holds shards already; give text"),
         ("--input a.txt --tokenizer bytes --output OUT --config x.py", "--config is for --inspect"),
+        ("--input a.txt --tokenizer bytes --output a.txt", "--output a.txt is a file; shards go"),
+        ("--input a.txt --tokenizer bytes --output OUT --png p", "--png is for --inspect; leave"),
+        (
+            "--input a.txt --tokenizer bytes --output OUT --examples=3",
+            "--examples is for --inspect",
+        ),
+        ("--inspect a.txt --workers 2", "--workers is for preparing; leave it out of --inspect"),
+        ("--inspect --config c.py --skip_share=0.1", "--skip_share is for --inspect PATH; with"),
+        ("--inspect --config c.py --tokenizer bytes", "with --config, set it in data"),
         ("--inspect", "--inspect needs either PATH ... or --config FILE"),
         ("--inspect a.txt --config b.py", "--inspect needs either PATH"),
         ("--inspect a.txt --output b", "--inspect reads only; leave --input and --output out"),
@@ -238,9 +249,22 @@ def test_a_bad_record_is_named_and_a_worker_says_it_too(texts, tmp_path, capsys)
         output = tmp_path / workers
         message = refused(capsys, *flags, "--output", str(output), "--workers", workers)
         assert f"{tmp_path}/a.jsonl, line 151 is not JSON: Unterminated string" in message
-        assert "'skip_share'" in message
+        assert "'skip_share' in its entry of data.source (--skip_share of prepare)" in message
     prepare.main([*flags, "--output", str(output), "--skip_share", "0.01", "--workers", "0"])
     assert "199 documents, 1 bad ones left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["my data", "a, b", "{c}", "it's,x"])
+def test_the_folder_can_be_pasted_into_the_command_of_a_run(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    flags = ["--input", "a.txt", "--tokenizer", "bytes", "--workers", "0"]
+    prepare.main([*flags, "--output", name])
+    words = shlex.split(capsys.readouterr().out.partition("to train on it: ")[2])
+    settings = [word.removeprefix("--config.") for word in words]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_dict(config.Config())))
+    assert config.load(str(path), settings).data.source == (Source((name,)),)
 
 
 def test_help_and_mistakes_need_no_jax():

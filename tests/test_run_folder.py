@@ -247,6 +247,14 @@ def test_mistakes_are_answered_within_a_second(name, words, message, tmp_path):
     assert used - before.children_user - before.children_system < 1
 
 
+def test_a_file_of_prompts_that_is_not_text_is_named(tmp_path, capsys):
+    file = tmp_path / "latin.txt"
+    file.write_bytes("caf\xe9 noir".encode("latin-1"))
+    with pytest.raises(SystemExit):
+        generate.main(["--workdir", str(tmp_path), "--prompt_file", str(file)])
+    assert f"--prompt_file {file} is not utf-8 text: byte 3 is 0xe9" in capsys.readouterr().err
+
+
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     saved = run_folder.load_config(save(tmp_path), ["layout.data=8"])
     _, engine = setup.open_engine(saved)

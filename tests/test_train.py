@@ -3,6 +3,7 @@
 import json
 import pathlib
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 
 from jaxscale.compiled.trace import CAUSES
+from jaxscale.config import load
 from jaxscale.training.learning_rate import schedule
 
 TINY = (
@@ -171,6 +173,8 @@ def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):
         (["--config", "configs/tiny.py", "--config.modle.num_layers=3"], "did you mean"),
         (["--config", "configs/tiny.py", "--profile", "3"], "FIRST:LAST"),
         (["--config", "configs/tiny.py", "--trackers", "tensorbord"], "tensorboard"),
+        (["--config", "configs/tiny.py", "--trackers", "none,tensorboard"], "write none alone"),
+        (["--config", "configs/tiny.py", "--trackers", "tensorboard,none"], "write none alone"),
         (["--config", "configs/tiny.py", "--trackers", "wandb"], "pip install 'jaxscale[wandb]'"),
         (
             ["--config", "configs/tiny.py", "--json", "/nonexistent/x.json"],
@@ -226,6 +230,24 @@ def test_what_does_not_fit_the_devices_or_the_data_is_refused(override, said, tm
     error = capsys.readouterr().err
     assert said in error
     assert error.startswith("error: ")
+
+
+def test_the_last_lines_name_what_was_written_in_commands_that_can_be_pasted():
+    from jaxscale.train import _next_steps  # noqa: PLC0415
+
+    config = load("configs/tiny.py")
+    lines = _next_steps("my configs/c.py", "my run", config, ("tensorboard",)).splitlines()
+    commands = [line for line in lines if "workdir " in line]
+    assert len(commands) == 3, "evaluate, generate, another layout"
+    assert shlex.split(commands[0])[-1] == "my run"
+    assert shlex.split(commands[1])[4:] == ["my run", "--prompt", "def main("]
+    assert "--config 'my configs/c.py'" in "\n".join(lines)
+    assert "--workdir 'my run_8'" in commands[2]
+    assert lines[-1].endswith(
+        "my run/loss.png, metrics.jsonl, summary.json, tensorboard/, checkpoints/"
+    )
+    silent = _next_steps("c.py", "r", config, ()).splitlines()
+    assert silent[-1].endswith("r/loss.png, metrics.jsonl, summary.json, checkpoints/")
 
 
 def test_a_file_in_the_place_of_the_checkpoints_is_refused_at_once(tmp_path, capsys):

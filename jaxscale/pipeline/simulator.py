@@ -92,10 +92,12 @@ def simulate(table: Table, costs: Costs = EQUAL) -> Run:
 def peak_stash(table: Table) -> np.ndarray:
     """int [ranks], the most activations of a chunk and segment that are alive on a rank at once.
 
-    They are alive from F until the last operation that needs them, W or X.
+    They are alive from F, or from R where a pass has one (only its input is kept until then), until
+    the last operation that needs them, W or X.
     """
     ops = table.ops
-    saved = ops.kind == F
+    saved = (ops.kind == F) | (ops.kind == R)
+    saved[table.needs[ops.kind == R, 0]] = False  # the F of these passes
     released = (ops.kind == W) | (ops.kind == X)
     alive = np.cumsum(saved.astype(int) - released) + released  # while the operation runs
     before = np.searchsorted(ops.rank, np.arange(table.order.ranks))

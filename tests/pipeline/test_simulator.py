@@ -41,6 +41,21 @@ def test_lockstep_ticks_last_as_long_as_their_slowest_operation():
             assert later[0] - begins.pop() == run.duration[now].max()
 
 
+@pytest.mark.parametrize(
+    ("keep", "ticks", "stash"),
+    [
+        (None, 206, [8, 7, 6, 5, 4, 3, 2, 1]),
+        (4, 237, [5, 5, 5, 5, 4, 3, 2, 1]),
+        (0, 270, [1] * 8),
+    ],
+)
+def test_a_pass_with_recompute_keeps_its_activations_from_there_on(keep, ticks, stash):
+    """The ticks and passes of docs/pipelines.md."""
+    table = compile_order(make_order("1f1b", 8, 64, keep=keep))
+    assert table.ticks == ticks
+    assert simulate(table, Costs(r=1)).peak_stash == tuple(stash)
+
+
 def test_nothing_starts_before_what_it_needs():
     for name in ("interleaved", "dualpipe", "bitpipe"):
         table = compile_order(make_order(name, 4, 8))

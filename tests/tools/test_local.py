@@ -137,6 +137,13 @@ def test_a_line_without_a_command_is_refused(argv, capsys):
     assert "error" in capsys.readouterr().err
 
 
+def test_a_command_that_is_not_there_is_one_line():
+    command = [sys.executable, SCRIPT, "2", "--", "nonexist_cmd"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: nonexist_cmd: No such file or directory\n"
+
+
 def test_the_environment_is_kept(monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     process = start(1, "import os; print(os.environ['JAX_NUM_CPU_DEVICES'])")

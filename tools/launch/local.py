@@ -51,7 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("JAXSCALE_TOKEN", secrets.token_hex(16))  # nobody else takes part
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    started = [start(command, i, options.processes, port) for i in range(options.processes)]
+    try:
+        started = [start(command, i, options.processes, port) for i in range(options.processes)]
+    except OSError as error:
+        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
+        return 2
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: end(started, signal.SIGTERM))
     printing = [threading.Thread(target=show, args=each) for each in enumerate(started)]

@@ -10,6 +10,7 @@ from jaxscale.data.text.chat_template import Messages, Span
 from jaxscale.data.text.dialogue import Conversation, Exchange
 from jaxscale.data.text.formats import boundary, is_splittable, read_records, where
 from jaxscale.data.text.text_files import File, draw, hash_identity
+from jaxscale.data_source import setting
 
 _SAMPLE_PLACES = 64  # pieces that a sample is drawn from, if there are so many
 
@@ -98,8 +99,9 @@ def read_documents(piece: Piece, render: Render | None = None) -> Iterator[Docum
                 yield Bad(
                     file,
                     position,
-                    f"has {num_bytes} bytes, more than max_document_bytes = {limit} of its entry "
-                    "of data.source; raise that, or set long_documents to 'split'",
+                    f"has {num_bytes} bytes, more than max_document_bytes = {limit}; raise "
+                    f"{setting('max_document_bytes')}, or set {setting('long_documents')} to "
+                    "'split'",
                 )
     except ValueError as error:
         after = "" if position is None or whole else f" (after {where(file, position)})"

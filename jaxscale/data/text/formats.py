@@ -22,7 +22,7 @@ from jaxscale.data.text.dialogue import (
 from jaxscale.data.text.file_io import compression, opened
 from jaxscale.data.text.tables import TABLES
 from jaxscale.data.text.text_files import File
-from jaxscale.data_source import Source
+from jaxscale.data_source import Source, setting
 
 Records = Iterator[tuple[int, str | Exchange | Conversation | ValueError]]
 """Positions, each with its content, or with an error that a caller may skip."""
@@ -48,14 +48,14 @@ def boundary(file: File) -> str:
     if file.format == "text":
         if wanted == "record":
             raise ValueError(
-                f"{file.path} is text, which has no records; set its boundary in data.source to "
-                "'file', 'line' or 'paragraph', or its format"
+                f"{file.path} is text, which has no records; set {setting('boundary')} to "
+                f"'file', 'line' or 'paragraph', or set {setting('format')}"
             )
         return wanted or "file"
     if wanted not in (None, "record"):
         raise ValueError(
-            f"{file.path} is {file.format}, of which a record is a document; its boundary in "
-            f"data.source cannot be {wanted!r}"
+            f"{file.path} is {file.format}, of which a record is a document; "
+            f"{setting('boundary')} cannot be {wanted!r}"
         )
     return "record"
 
@@ -226,8 +226,8 @@ def _value_of(record: Any, field: str, key: str) -> Any:
         if not isinstance(value, Mapping) or name not in value:
             names = list(value) if isinstance(value, Mapping) else []
             return ValueError(
-                f"has no field {field!r}; it has {', '.join(names) or 'none'}; set {key!r} in "
-                f"data.source{did_you_mean(name, names)}"
+                f"has no field {field!r}; it has {', '.join(names) or 'none'}; set "
+                f"{setting(key)}{did_you_mean(name, names)}"
             )
         value = value[name]
     return value

@@ -16,6 +16,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message, message_fa
 
 from jaxscale.choices import did_you_mean
 from jaxscale.data.text.file_io import reading
+from jaxscale.data_source import setting
 from jaxscale.storage.object_store import filesystem, is_remote
 
 _ROWS = 1024
@@ -146,8 +147,8 @@ def _column(path: str, field: str, schema: Any) -> str:
     for name in field.split("."):
         if name not in names:
             raise ValueError(
-                f"{path} has no column {field!r}; it has {', '.join(names)}; set 'field' in "
-                f"data.source{did_you_mean(name, names)}"
+                f"{path} has no column {field!r}; it has {', '.join(names)}; set "
+                f"{setting('field')}{did_you_mean(name, names)}"
             )
         kind = (schema if kind is None else kind).field(name).type
         names = [inner.name for inner in kind] if str(kind).startswith("struct") else []

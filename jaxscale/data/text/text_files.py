@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxscale.data.text.file_io import compression, read_file, reading
-from jaxscale.data_source import Source, to_sources
+from jaxscale.data_source import Source, setting, to_sources
 from jaxscale.storage.object_store import filesystem, is_remote
 
 STDLIB = "{stdlib}"
@@ -188,8 +188,8 @@ def _sorted(files: list[File], *, whole_folder: bool) -> list[File]:
     for file in files:
         if file.format == "json":
             raise ValueError(
-                f"{file.path} may hold a record a line, or be a text; give its entry of "
-                "data.source 'format': 'jsonl' or 'text'"
+                f"{file.path} may hold a record a line, or be a text; set "
+                f"{setting('format')} to 'jsonl' or 'text'"
             )
     return files
 

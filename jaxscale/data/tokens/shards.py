@@ -31,6 +31,7 @@ from jaxscale.data.tokens.index import (
 )
 from jaxscale.data.tokens.npy_files import ArrayWriter
 from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.data_source import setting
 from jaxscale.storage.durable import move, sync
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2_000_000, 10_000  # tokenised at a time
@@ -275,8 +276,8 @@ def _good(
                 count[1] += 1
                 if not piece.file.source.skip_share:
                     raise ValueError(
-                        f"{document} (set 'skip_share' in its entry of data.source to leave out a "
-                        "share of such documents)"
+                        f"{document} (set {setting('skip_share')} to leave out a share of such "
+                        "documents)"
                     )
                 if len(examples) < _EXAMPLES:
                     examples.append(str(document))
@@ -315,8 +316,8 @@ def _check_counts(works: Sequence[Work], made: Sequence[Made]) -> int:
         if bad > source.skip_share * documents:
             raise ValueError(
                 f"{bad} of {documents} documents of {source.path[0]} are bad, a share of "
-                f"{bad / documents:.2g} and more than skip_share = {source.skip_share:g} of its "
-                f"entry of data.source; the first: {'; '.join(examples[:_EXAMPLES])}"
+                f"{bad / documents:.2g} and more than skip_share = {source.skip_share:g}; raise "
+                f"{setting('skip_share')}; the first: {'; '.join(examples[:_EXAMPLES])}"
             )
     if all_bad:
         _log.info(

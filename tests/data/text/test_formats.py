@@ -227,7 +227,7 @@ def test_long_documents_are_refused_where_that_is_set(tmp_path):
     file = listed(tmp_path / "a.jsonl", max_document_bytes=100, long_documents="refuse")
     problem = problem_of(file)
     assert "a.jsonl, line 2 has 101 bytes, more than max_document_bytes = 100" in problem
-    assert "set long_documents to 'split'" in problem
+    assert "--long_documents of prepare) to 'split'" in problem
 
 
 LINES = [
@@ -237,7 +237,7 @@ LINES = [
     ("null", "is null, not an object"),
     (
         '{"txt": "a"}',
-        "has no field 'text'; it has txt; set 'field' in data.source; did you",
+        "has no field 'text'; it has txt; set 'field' in its entry of data.source",
     ),
     ('{"a": 1, "b": 2}', "has no field 'text'; it has a, b"),
     ("{}", "has no field 'text'; it has none"),

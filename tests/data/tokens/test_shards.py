@@ -266,8 +266,8 @@ def test_a_bad_document_ends_the_work_and_is_named(texts, tmp_path, caplog):
 def test_more_bad_documents_than_allowed_are_counted_and_shown(texts, tmp_path):
     spoil(texts, 3)
     message = (
-        r"3 of 52 documents of .* are bad, a share of 0.058 and more than skip_share = 0.05 of "
-        r"its entry of data.source; the first: .*a.jsonl, line 11 is not JSON.*line 12.*line 13"
+        r"3 of 52 documents of .* are bad, a share of 0.058 and more than skip_share = 0.05; raise "
+        r".*--skip_share of prepare\); the first: .*a.jsonl, line 11 is not JSON.*line 12.*line 13"
     )
     with pytest.raises(ValueError, match=message):
         prepare(works_of(texts, tmp_path / "out", skip_share=0.05), BYTES)
