@@ -62,7 +62,10 @@ def _main(argv: Sequence[str]) -> int:
                 with command_line.refusals():
                     stack.enter_context(locked(workdir))
                     uploads = stack.enter_context(mirrored(workdir))
-            return _train(options, config, workdir, started, uploads)
+            of_layout = ("layout.", "layout=")
+            kept = [f"--config.{one}" for one in overrides if not one.startswith(of_layout)]
+            same = shlex.join(["--config", options.config, *kept])
+            return _train(options, config, workdir, started, uploads, same)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -181,6 +184,7 @@ def _train(
     workdir: pathlib.Path,
     started: float,
     uploads: Mirror | None,
+    same: str,
 ) -> int:
     phases.enter_phase("importing JAX")
     # JAX is imported only now, so that a typo is refused at once.
@@ -237,7 +241,7 @@ def _train(
     _show_sample(ready, state.params)
     store = store_of(workdir)
     where = store.address if store else workdir
-    log.info(_next_steps(options.config, where, ready.config, options.trackers))
+    log.info(_next_steps(same, where, ready.config, options.trackers))
     return 0
 
 
@@ -279,8 +283,13 @@ def _is_causal(config: configs.Config) -> bool:
 
 
 def _next_steps(
-    path: str, workdir: pathlib.Path | str, config: configs.Config, trackers: Sequence[str]
+    same: str, workdir: pathlib.Path | str, config: configs.Config, trackers: Sequence[str]
 ) -> str:
+    """What to do with a run that is complete.
+
+    Args:
+      same: the words of its command that say what is trained.
+    """
     folder, other = shlex.quote(str(workdir)), shlex.quote(f"{workdir}_8")  # of commands to paste
     generate = f'\n  python -m jaxscale.generate --workdir {folder} --prompt "def main("'
     events = " tensorboard/," if "tensorboard" in trackers else ""
@@ -288,7 +297,7 @@ def _next_steps(
 Next steps:
   python -m jaxscale.evaluate --workdir {folder}{generate if _is_causal(config) else ""}
 {_how_to_train_longer(config)}
-  another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train --config {shlex.quote(path)} \\
+  another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train {same} \\
                        --workdir {other} --config.layout.fsdp=4 --config.layout.tensor=2
   your own text:     --config.data.source='my_texts/**/*.txt' and another --workdir
   what was written:  {workdir}/loss.png, metrics.jsonl, summary.json,{events} checkpoints/"""

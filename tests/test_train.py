@@ -236,7 +236,9 @@ def test_the_last_lines_name_what_was_written_in_commands_that_can_be_pasted():
     from jaxscale.train import _next_steps  # noqa: PLC0415
 
     config = load("configs/tiny.py")
-    lines = _next_steps("my configs/c.py", "my run", config, ("tensorboard",)).splitlines()
+    lines = _next_steps(
+        "--config 'my configs/c.py'", "my run", config, ("tensorboard",)
+    ).splitlines()
     commands = [line for line in lines if "workdir " in line]
     assert len(commands) == 3, "evaluate, generate, another layout"
     assert shlex.split(commands[0])[-1] == "my run"
@@ -246,7 +248,7 @@ def test_the_last_lines_name_what_was_written_in_commands_that_can_be_pasted():
     assert lines[-1].endswith(
         "my run/loss.png, metrics.jsonl, summary.json, tensorboard/, checkpoints/"
     )
-    silent = _next_steps("c.py", "r", config, ()).splitlines()
+    silent = _next_steps("--config c.py", "r", config, ()).splitlines()
     assert silent[-1].endswith("r/loss.png, metrics.jsonl, summary.json, checkpoints/")
 
 
