@@ -20,6 +20,7 @@ from jaxscale.hugging_face.checkpoint_rules import (
 )
 from jaxscale.hugging_face.read_params import read_params
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor, open_tensors
+from jaxscale.hugging_face.value_types import check_value_types
 from jaxscale.hugging_face.write_params import write_params
 from jaxscale.model_families.shipped import SHIPPED, find_family
 from jaxscale.run_folder import HF_CONFIG, copy_tokenizer
@@ -121,6 +122,7 @@ def open_model(directory: pathlib.Path, *, prediction_depth: int = 0) -> Hugging
     family = FAMILIES[kind]
     tensors = open_tensors(directory)
     try:
+        check_value_types(hf)
         settings = family.from_hf(hf, tensors)
         if prediction_depth:
             settings["prediction_depth"] = prediction_depth

@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxscale.model_families.value_types import check_value_types
-
 Model = Any
 """A `ModelConfig`, which is made with these records and so cannot be named here."""
 
@@ -96,7 +94,6 @@ class Family:
         Raises:
           ValueError: an unknown key, or a value that is not supported; names it.
         """
-        check_value_types(hf)
         head = {"tied_embeddings": self.untied not in tensors} if self.untied else {}
         return {"family": self.name, **self.read_hf(hf), **head}
 

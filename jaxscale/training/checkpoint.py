@@ -109,6 +109,9 @@ class Checkpoints:
             ocp.CompositeCheckpointHandler(**_handlers(host_gb)),
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
+        # Of several files that cannot be written, all but the first would be reported again when
+        # their errors are forgotten.
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         self._thread: threading.Thread | None = None
         self._failure = ""
         self._newest_file = newest_file
@@ -392,10 +395,10 @@ class Checkpoints:
         return self.directory / f"{step}.unfinished"
 
     def _fail(self, step: int, error: Exception) -> None:
-        newest = max(self.steps(), default=None)
+        saved = self.steps()
         self._failure = (
             f"saving checkpoint {step} in {self.directory} failed ({durable.reason(error)}); "
-            + ("there is none yet" if newest is None else f"the newest one there is {newest}")
+            + (f"the newest one there is {max(saved)}" if saved else "there is none yet")
         )
         self._report(f"warning: {self._failure}")
 

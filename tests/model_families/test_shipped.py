@@ -9,6 +9,7 @@ import pytest
 
 from jaxscale import config
 from jaxscale.config import Config, DataConfig, ModelConfig
+from jaxscale.hugging_face.value_types import check_value_types
 from jaxscale.model_config.model import PREDICTION, SCALING
 from jaxscale.model_families.shipped import FAMILIES, SHIPPED
 from jaxscale.models.decoder import plain_kernels
@@ -228,9 +229,15 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("name", "change", "fragment"), MALFORMED)
 def test_a_value_of_another_type_is_refused_by_name(name, change, fragment):
-    hf = json.loads((GOLDENS / name / "config.json").read_text())
+    """As `open_model` reads one: first the types, then the values."""
+    hf = json.loads((GOLDENS / name / "config.json").read_text()) | change
+
+    def read():
+        check_value_types(hf)
+        FAMILIES[name].from_hf(hf)
+
     with pytest.raises(ValueError, match=re.escape(fragment)) as caught:
-        FAMILIES[name].from_hf({**hf, **change})
+        read()
     assert "\n" not in str(caught.value)
 
 
