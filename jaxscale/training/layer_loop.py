@@ -307,9 +307,6 @@ def _sum_gradients(
 
 def _gather(loop: Loop, layers: Tree, index: Index) -> Tree:
     """The weights of one layer, whole over fsdp."""
-    if loop.zero.has_gathered:
-        # An array of its own: XLA for TPUs would otherwise take the slice in each matmul, slower.
-        return jax.lax.optimization_barrier(at(layers, index))
     return loop.zero.gather(at(layers, index), loop.axes)
 
 
