@@ -105,9 +105,8 @@ class _Supervisor:
                 failed = 0 if progress else failed + 1
                 if status not in (0, STOPPED):
                     self._blame.update(self._blamed)
-                wait = min(MOST_WAIT_SECONDS, self._wait_seconds * 2 ** max(0, failed - 1))
-                if status == STOPPED and progress:
-                    wait = 0.0
+                backoff = min(MOST_WAIT_SECONDS, self._wait_seconds * 2 ** max(0, failed - 1))
+                wait = 0.0 if status == STOPPED and progress else backoff
                 reason = self._reason_to_end(status, failed)
                 if status:
                     action = f"gave up: {reason}" if reason else f"again in {wait:g} s"

@@ -35,6 +35,9 @@ from jaxscale.storage.tiers import MARKER, local_steps
 
 # Orbax logs each save at length; its errors are raised here, and reported once.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+# Of several files that cannot be written the first is reported. The others' errors asyncio reports
+# when they are forgotten.
+logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
 
 MOST_ERRORS = 1000
 """Of one save that failed."""
@@ -109,9 +112,6 @@ class Checkpoints:
             ocp.CompositeCheckpointHandler(**_handlers(host_gb)),
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
-        # Of several files that cannot be written, all but the first would be reported again when
-        # their errors are forgotten.
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         self._thread: threading.Thread | None = None
         self._failure = ""
         self._newest_file = newest_file

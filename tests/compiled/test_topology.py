@@ -72,6 +72,7 @@ def test_an_unknown_kind_lists_those_that_are_known(name, message):
         ("v5p:4x4", "2 dimensions and a torus of v5p has 3"),
         ("v5p", "as in v5p:8x8x8"),
         ("v5e:16", "as in v5e:16x16"),
+        ("v5e:4x4:0", "followed by :2 for two such slices"),
         ("v5p:3x2x1", "libtpu refuses it"),
     ],
 )

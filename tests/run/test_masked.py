@@ -140,6 +140,16 @@ def test_a_causal_run_goes_on_masked_and_back(proteins, runs):
         assert bool(np.any(model(tokens)[0, :6] != model(changed)[0, :6])) is sees
 
 
+def test_what_a_loaded_model_cannot_compute_is_refused(runs):
+    base, _ = runs
+    refused = pytest.raises(ValueError, match=r"float64.* needs .*jax_enable_x64")
+    with jax.enable_x64(False), refused:
+        from_pretrained(base / "causal", compute_dtype="float64")
+    model = from_pretrained(base / "causal")
+    with pytest.raises(ValueError, match="tokens are float64 and must be whole numbers"):
+        model(np.full((1, 8), 5.0))
+
+
 def test_a_masked_run_is_evaluated_on_the_same_masks_and_draws_no_samples(runs, capsys):
     base, printed = runs
     assert "no sample: the model is not causal" in printed

@@ -106,7 +106,7 @@ def test_all_processes_of_a_complete_run_draw_a_sample_or_none(monkeypatch, tmp_
     monkeypatch.setattr(train.processes, "all_reports", lambda topic, own: ["", "SIGTERM"])
     monkeypatch.setattr(train, "_show_sample", lambda *_: pytest.fail("the other draws none"))
     options = train._parser().parse_args(["--config", "configs/tiny.py"])
-    assert train._train(options, configs.load("configs/tiny.py"), tmp_path, 0.0, None) == 0
+    assert train._train(options, configs.load("configs/tiny.py"), tmp_path, 0.0, None, "") == 0
     assert "SIGTERM: the run is complete and saved; no sample is drawn" in caplog.text
 
 

@@ -15,6 +15,7 @@ from jaxscale.config import from_dict, load
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.run import recorder, trainer
 from jaxscale.run.goodput import Account
+from jaxscale.run.initial_weights import open_weights
 from jaxscale.run.setup import open_text
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.flops import step_flops
@@ -31,24 +32,26 @@ SMALL = (
 )
 
 
-def short_run(workdir, *overrides):
+def short_run(workdir, *overrides, profile=range(0)):
     """The records of a run of the smallest model, and its last state."""
     ready = trainer.open_trainer(load("configs/tiny.py", [*SMALL, *overrides]), workdir)
     assert ready
-    state, _ = trainer.fit(ready, trackers=())
+    state, _ = trainer.fit(ready, trackers=(), profile=profile)
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return records, jax.tree.map(np.asarray, state)
 
 
-def test_a_run_that_is_resumed_for_longer_keeps_its_schedule_and_counts_its_tokens(tmp_path):
+def test_a_run_that_is_resumed_for_longer_keeps_its_schedule_and_counts_its_tokens(
+    tmp_path, caplog
+):
     """To the bit the run that knew both numbers from the start; and its tokens are those that a
-    look at the examples counts."""
+    look at the examples counts. Steps that were trained before cannot be traced."""
     first, straight = tmp_path / "first", tmp_path / "straight"
-    short_run(first, "data.objective=prefix", "run.steps=2")
-    resumed, state = short_run(first, "data.objective=prefix", "run.steps=4")
-    expected, last = short_run(
-        straight, "data.objective=prefix", "run.steps=4", "optimizer.schedule_steps=2"
-    )
+    given = ["data.objective=prefix", "model.family=gpt", "model.max_seq_len=32"]
+    short_run(first, *given, "run.steps=2")
+    resumed, state = short_run(first, *given, "run.steps=4", profile=range(1, 3))
+    assert "of --profile 1:2, the steps up to 2 were trained before" in caplog.text
+    expected, last = short_run(straight, *given, "run.steps=4", "optimizer.schedule_steps=2")
     same = ("step", "loss", "grad_norm", "learning_rate", "examples")
     assert [[line[key] for key in same] for line in resumed] == [
         [line[key] for key in same] for line in expected
@@ -57,6 +60,7 @@ def test_a_run_that_is_resumed_for_longer_keeps_its_schedule_and_counts_its_toke
     assert resumed[-1]["learning_rate"] == pytest.approx(1e-4), "the final rate"
     config = from_dict(json.loads((first / "config.json").read_text()))
     assert (config.run.steps, config.optimizer.schedule_steps) == (4, 2)
+    assert open_weights(first).config.max_seq_len == 32, "as many positions as the run's sequences"
     examples = open_text(config, first).train
     for line in resumed:
         batch = [examples[8 * (line["step"] - 1) + row] for row in range(8)]

@@ -129,6 +129,9 @@ def test_why_not_of_settings():
     assert "no mesh of 8 devices has pipeline 1 x tensor 3" in why_not.explain_why_not(
         found, {"tensor": 3}
     )
+    said = why_not.explain_why_not(found, {"tensors": 2})
+    assert "tensors is not a field of a layout" in said
+    assert "--pin" not in said
 
 
 def test_nothing_fits_is_explained():
