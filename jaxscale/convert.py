@@ -166,6 +166,17 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--output {options.output} is not empty; name a new folder")
 
 
+def _model_folder(text: str) -> pathlib.Path:
+    """The type of --from_hf.
+
+    Raises:
+      argparse.ArgumentTypeError: it is an address.
+    """
+    if is_remote(text):
+        raise argparse.ArgumentTypeError(f"{text} is an address; copy it into a folder, name that")
+    return pathlib.Path(text)
+
+
 def _new_folder(text: str) -> pathlib.Path:
     """The type of --output.
 
@@ -195,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
         "model, which transformers loads.",
     )
     parser.add_argument(
-        "--from_hf", metavar="DIR", type=pathlib.Path, help="the model's folder, to read"
+        "--from_hf", metavar="DIR", type=_model_folder, help="the model's folder, to read"
     )
     parser.add_argument("--to_hf", action="store_true", help="write a model's folder from a run")
     parser.add_argument(

@@ -100,11 +100,7 @@ class OptimizerConfig:
             clip_norm=0,
             epsilon=0,
         )
-        if "epsilon" in UNUSED.get(self.name, ()) and self.epsilon != OptimizerConfig.epsilon:
-            raise ValueError(
-                f"optimizer.epsilon = {self.epsilon} is of adamw and muon; leave it out with "
-                f"optimizer.name = {self.name!r}"
-            )
+        self._check_unused()
         object.__setattr__(self, "groups", to_param_groups(self.groups))
         if self.schedule_steps is not None:
             check_at_least("optimizer", self, schedule_steps=1)
@@ -138,8 +134,23 @@ class OptimizerConfig:
 
     @property
     def _has_narrow_moments(self) -> bool:
-        names = {"moment_dtype", "second_moment_dtype"} - set(UNUSED.get(self.name, ()))
-        return "bfloat16" in (getattr(self, name) for name in names)
+        return "bfloat16" in (getattr(self, name) for name in self._dtypes)
+
+    @property
+    def _dtypes(self) -> tuple[str, ...]:
+        """The settings of the types of the moments that the rule keeps."""
+        both = ("moment_dtype", "second_moment_dtype")
+        return tuple(name for name in both if name not in UNUSED.get(self.name, ()))
+
+    def _check_unused(self) -> None:
+        """Refuses settings that would change nothing."""
+        for name in UNUSED.get(self.name, ()):
+            if getattr(self, name) != getattr(OptimizerConfig, name):
+                readers = [rule for rule in OPTIMIZERS if name not in UNUSED.get(rule, ())]
+                raise ValueError(
+                    f"optimizer.{name} = {getattr(self, name)!r} is of {', '.join(readers)}; leave "
+                    f"it out with optimizer.name = {self.name!r}"
+                )
 
     def _check_moments(self) -> None:
         """Refuses moments that rounding to the nearest would freeze: adding less than 2^-8 of a
@@ -148,23 +159,21 @@ class OptimizerConfig:
             if not self._has_narrow_moments:
                 raise ValueError(
                     "optimizer.moment_rounding = 'stochastic' is of moments in bfloat16, and "
-                    f"optimizer.name = {self.name!r} has none; set optimizer.moment_dtype or "
-                    "optimizer.second_moment_dtype = 'bfloat16', or "
-                    "optimizer.moment_rounding = 'nearest'"
+                    f"optimizer.name = {self.name!r} has none; set "
+                    + " or ".join(f"optimizer.{name}" for name in self._dtypes)
+                    + " = 'bfloat16', or optimizer.moment_rounding = 'nearest'"
                 )
             return
         if self.second_moment_dtype == "bfloat16":
+            first = " (optimizer.moment_dtype, of first moments, can be bfloat16)"
             raise ValueError(
                 "optimizer.second_moment_dtype = 'bfloat16' would freeze second moments, which "
-                "change by less than its precision in a step; it can be float32 or float64 "
-                "(optimizer.moment_dtype, of first moments, can be bfloat16), or set "
+                "change by less than its precision in a step; it can be float32 or float64"
+                f"{first if 'moment_dtype' in self._dtypes else ''}, or set "
                 "optimizer.moment_rounding = 'stochastic'"
             )
         decay = "b2" if self.name == "lion" else "b1"
-        narrow = (
-            self.moment_dtype == "bfloat16" and self.name != "adafactor"
-        )  # which has no first moment
-        if narrow and getattr(self, decay) > 1 - 2**-8:
+        if self.moment_dtype == "bfloat16" and getattr(self, decay) > 1 - 2**-8:
             raise ValueError(
                 f"optimizer.moment_dtype = 'bfloat16' would freeze a moment that decays by "
                 f"optimizer.{decay} = {getattr(self, decay)}; at most {1 - 2**-8:.3f}, or set "

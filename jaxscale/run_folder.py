@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import logging
 import pathlib
+import re
 import shutil
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -80,8 +81,10 @@ def folder_of(text: str) -> pathlib.Path:
     """A folder by its path, or the local tier of an address.
 
     Raises:
-      ValueError: the address cannot be opened.
+      ValueError: the address cannot be opened, or lacks a slash.
     """
+    if re.match(r"\w{2,}:/(?!/)", text):
+        raise ValueError(f"{text} lacks a slash; did you mean {text.replace(':/', '://', 1)}?")
     return local_tier(text) if is_remote(text) else pathlib.Path(text)
 
 

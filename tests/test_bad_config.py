@@ -159,6 +159,15 @@ OVERRIDES = [
     ("optimizer.second_moment_dtype=half", "optimizer.second_moment_dtype = 'half' is not known"),
     ("optimizer.second_moment_dtype=bfloat16", "would freeze second moments, which change by less"),
     ("optimizer.moment_dtype=bfloat16 optimizer.b1=0.999", "freeze a moment that decays by"),
+    ("optimizer.name=adafactor optimizer.b1=0.5", "b1 = 0.5 is of adamw, lion, muon; leave it out"),
+    (
+        "optimizer.name=lion optimizer.second_moment_dtype=bfloat16",
+        "is of adamw, adafactor, muon; leave it out with optimizer.name = 'lion'",
+    ),
+    (
+        "optimizer.name=lion optimizer.moment_rounding=stochastic",
+        "has none; set optimizer.moment_dtype = 'bfloat16', or",
+    ),
     ("optimizer.moment_rounding=up", "optimizer.moment_rounding = 'up' is not known"),
     ("optimizer.moment_rounding=stochastic", "is of moments in bfloat16, and optimizer.name"),
     ("optimizer.accumulation_dtype=half", "optimizer.accumulation_dtype = 'half' is not known"),

@@ -97,11 +97,11 @@ def open_weights(
       FileNotFoundError: the folder holds neither.
       ValueError: it cannot be used; says why.
     """
-    if is_hugging_face(directory):
-        return open_model(directory, prediction_depth=prediction_depth)
     with fetching(directory) as store:
         if store:
             fetch_files(store, directory)
+    if is_hugging_face(directory):
+        return open_model(directory, prediction_depth=prediction_depth)
     sections = configs.read_sections(directory / "config.json")
     # What a model is checked with: it need not be causal, and may have few positions.
     along = ("objective", "seq_len", "target_len")

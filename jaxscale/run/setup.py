@@ -353,8 +353,8 @@ def keep_tokenizer(config: Config, tokenizer: Tokenizer, workdir: pathlib.Path) 
     if given.name in run_folder.TOKENIZERS:
         run_folder.copy_tokenizer(given.parent, workdir)
     origin = getattr(config.model, "init_from", "")
-    if origin and is_hugging_face(pathlib.Path(origin)):
-        copy_beside(pathlib.Path(origin), workdir)
+    if origin and is_hugging_face(folder := run_folder.folder_of(origin)):
+        copy_beside(folder, workdir)
 
 
 def _kept(config: Config, workdir: pathlib.Path) -> Tokenizer | None:

@@ -47,6 +47,7 @@ from jaxscale.run.setup import (
 )
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.storage import durable
+from jaxscale.storage.differences import describe_difference
 from jaxscale.storage.tiers import LAST_SAVED, check_free, store_of
 from jaxscale.training.checkpoint import Checkpoints, NotFiniteError
 from jaxscale.training.engine import Engine, make_engine
@@ -138,6 +139,8 @@ def open_trainer(
             f"nothing to do: run.steps = {run.steps} and {workdir} is at step {begin}; "
             "raise run.steps to train longer"
         )
+        for line in describe_difference(found.metadata["config"], configs.to_dict(config)):
+            log.info(f"  changed since: {line}")
         return None
     weights = None if begin else open_initial(config, engine, workdir)
     text, step = _read_and_compile(config, engine, workdir)

@@ -13,6 +13,7 @@ from jaxscale.batch import Batch
 from jaxscale.compiled import collectives, hlo
 from jaxscale.config import Config, from_dict
 from jaxscale.layout import Layout
+from jaxscale.optimizer_config import UNUSED
 from jaxscale.planner.memory.zero_traffic import step_traffic
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine
@@ -57,14 +58,15 @@ GPT = {
 
 def make_config(model: dict, layout: dict, dtype: str = "float64", **optimizer) -> Config:
     """In `dtype`, and sums and parameters in float64."""
+    unused = UNUSED.get(optimizer.get("name", ""), ())
+    moments = {"moment_dtype", "second_moment_dtype"}.difference(unused)
     return from_dict(
         {
             "model": {**model, "compute_dtype": dtype, "param_dtype": "float64"},
             "data": {"global_batch_size": BATCH, "seq_len": SEQ_LEN},
             "optimizer": {
                 "clip_norm": CLIP_NORM,
-                "moment_dtype": "float64",
-                "second_moment_dtype": "float64",
+                **dict.fromkeys(moments, "float64"),
                 "accumulation_dtype": "float64",
                 "learning_rate": LEARNING_RATE,
                 **optimizer,

@@ -17,7 +17,6 @@ from jaxscale import command_line, evaluate, run_folder, supervise, train
 from jaxscale import config as configs
 from jaxscale.distributed import processes
 from jaxscale.run import both_tiers, lock, mirror, preflight, resume, setup, signals, trainer
-from jaxscale.run.initial_weights import open_initial
 from jaxscale.storage import durable, tiers
 from jaxscale.storage.object_store import ObjectStore, StoreError
 from jaxscale.training import metrics
@@ -88,9 +87,9 @@ def learn(state, batch):
     return state._replace(step=state.step + 1, params=params), StepMetrics(*[factor] * 4, {}, {})
 
 
-def run(workdir, steps, *, fit=True):
+def run(workdir, steps, *others, fit=True):
     """Trains up to a step; the trainer that it began with, and the last state."""
-    config = configs.load("configs/tiny.py", [*SETTINGS, f"run.steps={steps}"])
+    config = configs.load("configs/tiny.py", [*SETTINGS, f"run.steps={steps}", *others])
     with lock.locked(workdir), mirror.mirrored(workdir) as uploads:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer, "compile_step", lambda engine: learn)
@@ -137,11 +136,12 @@ def test_a_run_continues_on_an_empty_machine_to_the_bit(address, tmp_path, monke
     assert any(line.startswith("checkpoint 8 is damaged here (") for line in lines())
 
     move_to(monkeypatch, tmp_path / "third_machine")
+    move_to(monkeypatch, tmp_path / "third_machine")
+    begun, initial = run(tmp_path / "another_run", 1, f"model.init_from={address}", fit=False)
+    assert begun.begin == 0
+    jax.tree.map(np.testing.assert_array_equal, initial.params, state.params)
     reader = run_folder.folder(address)
     assert run_folder.load_config(reader).run.steps == 8
-    config = configs.load("configs/tiny.py", [*SETTINGS, f"model.init_from={address}"])
-    weights = open_initial(config, resumed.engine, tmp_path / "another_run")
-    assert (weights.directory, weights.step) == (reader, 8)
     step, params, _ = setup.restore_params(resumed.engine, reader)
     assert step == 8
     jax.tree.map(np.testing.assert_array_equal, params, state.params)

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
-from jaxscale.optimizer_config import OPTIMIZERS, OptimizerConfig
+from jaxscale.optimizer_config import OPTIMIZERS, UNUSED, OptimizerConfig
 from jaxscale.sharding.resolve import is_axes
 from jaxscale.training import optimizer as optim
 
@@ -63,10 +63,11 @@ def random_params(dtype: Any = np.float64, sizes: dict[str, int] = SIZES, seed: 
 
 
 def config(name: str, **changes: Any) -> OptimizerConfig:
+    """Without settings that the rule has no use for."""
     wide = {"moment_dtype": "float64", "second_moment_dtype": "float64"}
-    return OptimizerConfig(
-        **{"name": name, "learning_rate": 0.05, "warmup_steps": 2} | wide | changes
-    )
+    settings = {"learning_rate": 0.05, "warmup_steps": 2} | wide | changes
+    unused = UNUSED.get(name, ())
+    return OptimizerConfig(name, **{key: settings[key] for key in settings if key not in unused})
 
 
 @functools.cache

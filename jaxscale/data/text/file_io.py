@@ -17,6 +17,7 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
+from jaxscale.storage.durable import reason
 from jaxscale.storage.object_store import filesystem, is_remote
 
 COMPRESSIONS = (".gz", ".zst")
@@ -32,7 +33,8 @@ def compression(path: str) -> str:
 def reading(path: str) -> Iterator[None]:
     """Turns errors while a file is read into a ValueError that names it."""
     try:
-        yield
+        with _of_libraries(path):
+            yield
     except EOFError as error:
         raise ValueError(
             f"{path} is cut short: its compressed data have no end; fetch it again"
@@ -41,6 +43,19 @@ def reading(path: str) -> Iterator[None]:
         raise ValueError(f"{path} is damaged: {error}; fetch it again") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _of_libraries(path: str) -> Iterator[None]:
+    """Libraries of object stores raise errors of their own kinds: those become OSErrors."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, zlib.error, zstd.ZstdError):
+        raise
+    except Exception as error:
+        if not is_remote(path):
+            raise
+        raise OSError(reason(error)) from error
 
 
 @contextlib.contextmanager

@@ -67,8 +67,8 @@ def test_the_state_is_the_engines_to_the_byte(optimizer, stage, groups):
     one = config(
         {"zero_stage": stage, "fsdp": 2, "tensor": 2},
         name=optimizer,
-        moment_dtype="bfloat16",
         groups=groups,
+        **({} if optimizer == "adafactor" else {"moment_dtype": "bfloat16"}),
     )
     check_state(one)
 
