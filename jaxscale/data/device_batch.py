@@ -25,6 +25,7 @@ def shard_batch(
     """`Engine.shard`, for a config's layout and the sharding of its batches; `prepare` is the
     model's."""
     _check_fields(batch)
+    _check_values(batch, config.model)
     batch = prepare(batch) if prepare else batch
     rows, seq_len = batch.tokens.shape
     held = range(rows)
@@ -103,6 +104,29 @@ def _check_fields(batch: Any) -> None:
                 f"batch.extras[{name!r}] has shape {field.shape}, and batch.tokens "
                 f"{batch.tokens.shape}; it is [batch, a length of its own]"
             )
+
+
+def _check_values(batch: Batch, model: Any) -> None:
+    """Refuses what a gather on a device would clip without a word."""
+    vocabulary, at_most = model.vocab_size, f"below model.vocab_size = {model.vocab_size}"
+    _check_range("tokens", batch.tokens, vocabulary, at_most)
+    targets = np.where(batch.weights != 0, batch.targets, 0)
+    _check_range("targets with weights", targets, vocabulary, at_most)
+    if getattr(model, "positions", "") == "learned":
+        at_most = f"below model.max_seq_len = {model.max_seq_len}"
+        _check_range("positions", batch.positions, model.max_seq_len, at_most)
+    else:
+        _check_range("positions", batch.positions, 2**31, "of 32 bits")
+    if not np.isfinite(batch.weights).all():
+        raise ValueError("batch.weights are not all finite; 0 leaves a token out of the loss")
+
+
+def _check_range(name: str, field: np.ndarray, end: int, at_most: str) -> None:
+    if field.size and not 0 <= field.min() <= field.max() < end:
+        raise ValueError(
+            f"batch.{name} are from {field.min()} to {field.max()}; they must be at least 0 and "
+            f"{at_most}"
+        )
 
 
 def _check_array(name: str, field: Any, wanted: tuple[str, ...]) -> None:

@@ -10,9 +10,11 @@ does not go unnoticed.
 """
 
 import contextlib
+import errno
 import glob
 import json
 import logging
+import os
 import pathlib
 import shutil
 import threading
@@ -49,6 +51,19 @@ class DamagedError(ValueError):
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class UnreadableError(OSError):
+    """A checkpoint that the operating system does not let this process read: it may be intact."""
+
+    exit_status = 1  # it may do so the next time: a supervisor tries again
+
+
+NOT_READ = frozenset(
+    os.strerror(code)
+    for code in (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE)
+)
+"""Reasons for which a file cannot be read that say nothing of what is in it."""
 
 
 class NotFiniteError(FloatingPointError):
@@ -257,6 +272,7 @@ class Checkpoints:
 
         Raises:
           ValueError: names, shapes or types differ, or the checkpoint cannot be used.
+          UnreadableError: the operating system does not let this process read it.
         """
         description = self._description(step)
         wanted = _named(abstract_state)
@@ -286,13 +302,15 @@ class Checkpoints:
         arrays, problem = {}, ["", ""]
         try:
             arrays = self._read(step, wanted)
-        except DamagedError as error:
+        except (DamagedError, UnreadableError) as error:
             if jax.process_count() == 1:
                 raise
-            problem = [str(error), error.reason]
-        for message, why in processes.all_reports("read of a checkpoint", problem):
+            problem = [str(error), error.reason if isinstance(error, DamagedError) else ""]
+        problems = processes.all_reports("read of a checkpoint", problem)
+        # Where one cannot read it, what the others read of it does not matter.
+        for message, why in sorted(problems, key=lambda each: each[1]):
             if message:
-                raise DamagedError(message, why)
+                raise DamagedError(message, why) if why else UnreadableError(message)
         return arrays
 
     def _read(self, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
@@ -432,7 +450,11 @@ class Checkpoints:
             raise self._unusable(step, error) from error
         return description
 
-    def _unusable(self, step: int, error: Exception) -> DamagedError:
+    def _unusable(self, step: int, error: Exception) -> DamagedError | UnreadableError:
+        why = durable.reason(error)
+        place = f"checkpoint {step} in {self.directory}"
+        if why in NOT_READ:
+            return UnreadableError(f"{place} cannot be read: {why}; it is left as it is")
         before = max((other for other in self.steps() if other < step), default=None)
         advice = (
             "there is none before it"
@@ -440,8 +462,6 @@ class Checkpoints:
             else f"the one before it is {before}: remove {self.directory / str(step)} to "
             "resume from it"
         )
-        why = durable.reason(error)
-        place = f"checkpoint {step} in {self.directory}"
         return DamagedError(f"{place} cannot be used ({why}); {advice}", why)
 
 

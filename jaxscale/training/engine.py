@@ -112,7 +112,8 @@ class Engine:
             process's devices hold, in the order of `local_rows`.
 
         Raises:
-          ValueError: it is not a batch on the host, or does not divide over the layout.
+          ValueError: it is not a batch on the host, has values out of range, or does not divide
+            over the layout.
         """
         sharding, prepare = self.batch_sharding, getattr(self.model, "prepare", None)
         return shard_batch(batch, self.config, sharding, global_batch_size, prepare)

@@ -7,7 +7,15 @@ import pytest
 import jaxscale
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.ops.attention.context_walk import balanced_order
-from tests.invariants.layouts import BATCH, LLAMA, SEQ_LEN, batches, make_config, open_engine
+from tests.invariants.layouts import (
+    BATCH,
+    LLAMA,
+    SEQ_LEN,
+    VOCABULARY,
+    batches,
+    make_config,
+    open_engine,
+)
 
 CONTEXT = {"context": 2, "fsdp": 2, "microbatches": 2}
 
@@ -51,6 +59,15 @@ def changed(**fields):
     return batches()[0]._replace(**fields)
 
 
+def with_one(name, value):
+    """A value where there is loss."""
+    batch = batches()[0]
+    there = tuple(np.argwhere(batch.weights > 0)[0])
+    field = getattr(batch, name).copy()
+    field[there] = value
+    return batch._replace(**{name: field})
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -62,6 +79,11 @@ def changed(**fields):
         (lambda engine: changed(weights=np.ones((BATCH, SEQ_LEN))), "float64; pass float32"),
         (lambda engine: changed(segments=np.ones((BATCH, 3), np.int32)), r"\(16, 3\), and"),
         (lambda engine: changed(tokens=np.ones(BATCH, np.int32)), r"it is \[batch, seq\]"),
+        (lambda engine: with_one("tokens", VOCABULARY), "below model.vocab_size"),
+        (lambda engine: with_one("tokens", -1), "tokens are from -1 to .* at least 0"),
+        (lambda engine: with_one("targets", -100), "targets with weights are from -100 to"),
+        (lambda engine: with_one("positions", -1), "positions are from -1 to"),
+        (lambda engine: with_one("weights", np.nan), "weights are not all finite"),
         (
             lambda engine: Batch(*(x[:6] for x in batches()[0][:5])),
             "data.global_batch_size to 4 or 8",

@@ -18,8 +18,8 @@ import pytest
 from jaxscale import config as configs
 from jaxscale.run import saves, setup, trainer
 from jaxscale.run.saves import SaveError
-from jaxscale.training import metrics
-from jaxscale.training.checkpoint import Checkpoints, DamagedError
+from jaxscale.training import checkpoint, metrics
+from jaxscale.training.checkpoint import Checkpoints, DamagedError, UnreadableError
 from tests.run.test_trainer import count
 
 SETTINGS = [
@@ -144,6 +144,18 @@ def flip(path):
 def values(workdir, step):
     files = (workdir / "checkpoints" / str(step)).rglob("d/*")
     return max(files, key=lambda path: path.stat().st_size)
+
+
+def test_a_checkpoint_that_may_not_be_read_stays(begun, monkeypatch):
+    """It may be intact: an older one in its place would be steps lost."""
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(checkpoint, "read_description", refuse)
+    with pytest.raises(UnreadableError, match=r"6 in .* cannot be read: Permission denied; it is"):
+        reopen(begun, "run.steps=8")
+    assert sorted(path.name for path in (begun / "checkpoints").iterdir()) == ["4", "6"]
 
 
 def test_a_damaged_checkpoint_is_set_aside(begun, lines):
