@@ -266,7 +266,7 @@ class Config:
         return self.optimizer.schedule_steps or self.run.steps
 
 
-def load(path: str, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a configuration file, applies overrides, and checks everything once.
 
     Args:
@@ -280,6 +280,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
         that are incompatible.
       FileNotFoundError: no such file.
     """
+    path = str(path)
     if path.endswith(".json"):
         return from_dict(read_sections(_existing(path)), overrides)
     sections: dict[str, dict] = {section.name: {} for section in dataclasses.fields(Config)}
@@ -303,6 +304,8 @@ def from_dict(
       trust_foreign: whether to import the code from outside the package that `model.family` or
         `layout.schedule` names: somebody else may have written a run's config.json.
     """
+    if isinstance(overrides, str):
+        raise ValueError(f"overrides are a list, such as [{overrides!r}], and not one text")
     changed = [_split_override(override) for override in overrides]
     texts = {f"{name}.{key}": text for name, key, text in changed}
     given = sections.get("model", {})
@@ -340,6 +343,8 @@ def _split_override(override: str) -> tuple[str, str, str]:
     """The section, the key, and the text of the value."""
     override = f"layout.schedule={AUTO}" if override == "layout=auto" else override
     key, separator, text = override.partition("=")
+    if key.startswith("--config."):
+        raise ValueError(f"{override!r}: leave out '--config.', which is of the command line")
     name, dot, key = key.partition(".")
     _section(name)
     if not separator or not dot:

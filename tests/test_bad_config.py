@@ -21,6 +21,7 @@ OVERRIDES = [
     ("model.num_layers", "--config.model.num_layers: expected --config.section.key=value"),
     ("model=3", "--config.model=3: expected --config.section.key=value"),
     ("=3", "unknown section config."),
+    ("--config.model.num_layers=3", "leave out '--config.', which is of the command line"),
     # types
     ("model.num_layers=2.5", "config.model.num_layers = 2.5 is of type float; expected a whole"),
     ("model.num_layers=two", "config.model.num_layers = 'two' is of type str; expected a whole"),
@@ -286,6 +287,10 @@ def path(tmp_path):
 @pytest.mark.parametrize(("overrides", "fragment"), [*OVERRIDES, *NOT_YET])
 def test_overrides(path, overrides, fragment):
     assert fragment in refusal(config.load, str(path), overrides.split(" "))
+
+
+def test_overrides_are_a_list(path):
+    assert "such as ['run.steps=3']" in refusal(config.load, path, "run.steps=3")
 
 
 @pytest.mark.parametrize(("text", "fragment"), FILES)

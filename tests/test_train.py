@@ -129,8 +129,21 @@ def test_a_finished_run_has_nothing_to_do(whole, capsys):
     from jaxscale import train as command  # noqa: PLC0415
 
     workdir, _ = whole
-    assert command.main([*TINY, "--workdir", str(workdir), "--config.run.steps=6"]) == 0
-    assert "nothing to do: run.steps = 6" in capsys.readouterr().out
+    assert (
+        command.main(
+            [
+                *TINY,
+                "--workdir",
+                str(workdir),
+                "--config.run.steps=6",
+                "--config.run.eval_batches=3",
+            ]
+        )
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "nothing to do: run.steps = 6" in said
+    assert "changed since: run.eval_batches = " in said
 
 
 def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):

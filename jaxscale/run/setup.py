@@ -306,13 +306,13 @@ def open_tokenizer(config: Config, workdir: pathlib.Path) -> Tokenizer:
     return _fitting(_kept(config, workdir) or load_tokenizer(name, directory=workdir), config)
 
 
-def open_text(config: Config, workdir: pathlib.Path) -> Text:
+def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
     """Opens the text that `config.data` names; tokenises it the first time.
 
     Raises:
       ValueError: the data cannot be used with this model; names the setting.
     """
-    data = config.data
+    data, workdir = config.data, pathlib.Path(workdir)
     if getattr(config.model, "num_encoder_layers", 0) and not data.target_len:
         raise ValueError(
             f"model.family = {config.model.family!r} has an encoder, which reads data.seq_len = "

@@ -86,7 +86,7 @@ class Trainer:
 
 def open_trainer(
     config: Config,
-    workdir: pathlib.Path,
+    workdir: str | pathlib.Path,
     *,
     skip_memory_check: bool = False,
     refuse_damaged: bool = False,
@@ -110,7 +110,7 @@ def open_trainer(
       ValueError: settings that are incompatible with each other, the devices, the data or the
         checkpoint. Layouts and shapes are refused before anything is compiled.
     """
-    run = config.run
+    run, workdir = config.run, pathlib.Path(workdir)
     checkpoints = Checkpoints(
         workdir / "checkpoints",
         keep_last=run.keep_last,
