@@ -18,25 +18,28 @@ local = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(local)
 
 
-def start(count, program):
+def start(count, program, stderr=subprocess.STDOUT):
     return subprocess.Popen(
         [sys.executable, SCRIPT, str(count), "--", sys.executable, "-c", program],
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
     )
 
 
 def test_each_process_gets_its_place_and_its_lines_a_number():
+    """On the stream where it prints them: `supervise` reads who failed in stderr."""
     gloo = "[Gloo] [Gloo] Rank Rank 0 is connected to 1 peer ranks. is connected"
-    process = start(3, f"import sys; print(*sys.argv[1:]); print({gloo!r})")
-    printed = sorted(process.communicate(timeout=60)[0].splitlines())
+    program = f"import sys; print(*sys.argv[1:]); print({gloo!r}); print('oh', file=sys.stderr)"
+    process = start(3, program, subprocess.PIPE)
+    printed, complaints = (sorted(text.splitlines()) for text in process.communicate(timeout=60))
     assert process.returncode == 0
     assert not local.GLOO.fullmatch("3\n"), "whoever prints a number means it"
     port = printed[0].partition("127.0.0.1:")[2].partition(" ")[0]
     assert printed == [
         f"[{i}] --coordinator=127.0.0.1:{port} --num_processes=3 --process_id={i}" for i in range(3)
     ]
+    assert complaints == [f"[{i}] oh" for i in range(3)]
 
 
 ONE_FAILS = """

@@ -3,9 +3,10 @@
     python tools/launch/local.py 4 -- python -m jaxscale.train --config configs/tiny.py
 
 Each process gets --coordinator, --num_processes and --process_id; its lines are printed behind its
-number. On a CPU, JAX_NUM_CPU_DEVICES=2 in the environment gives each two devices; GPUs are dealt
-out with CUDA_VISIBLE_DEVICES, in equal shares. When one process fails, the others are told to end;
-so they are by Ctrl-C, which makes a training save first. A second Ctrl-C kills.
+number, on the stream where it prints them. On a CPU, JAX_NUM_CPU_DEVICES=2 in the environment gives
+each two devices; GPUs are dealt out with CUDA_VISIBLE_DEVICES, in equal shares. When one process
+fails, the others are told to end; so they are by Ctrl-C, which makes a training save first. A
+second Ctrl-C kills.
 
 Returns the status of the process that failed first, or 0.
 """
@@ -23,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import IO
 
 GRACE_SECONDS = 30
 """After the first failure the others have this time to end by themselves, as they should."""
@@ -58,7 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: end(started, signal.SIGTERM))
-    printing = [threading.Thread(target=show, args=each) for each in enumerate(started)]
+    printing = [
+        threading.Thread(target=show, args=(i, *pipe))
+        for i, process in enumerate(started)
+        for pipe in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+    ]
     for thread in printing:
         thread.start()
     status = wait(started)
@@ -83,7 +89,7 @@ def start(command: Sequence[str], process_id: int, count: int, port: int) -> sub
         errors="replace",
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,
         preexec_fn=functools.partial(end_with_parent, os.getpid()),
     )
 
@@ -113,13 +119,12 @@ def gpus(process_id: int, count: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if names else {}
 
 
-def show(process_id: int, process: subprocess.Popen) -> None:
-    """Prints what a process prints, behind its number."""
-    assert process.stdout
-    with process.stdout as lines:
+def show(process_id: int, lines: IO[str], target: IO[str]) -> None:
+    """Prints what a process prints to one of its streams to ours, behind its number."""
+    with lines:
         for line in lines:
             if not GLOO.fullmatch(line):
-                print(f"[{process_id}] {line}", end="", flush=True)
+                print(f"[{process_id}] {line}", end="", file=target, flush=True)
 
 
 def end(processes: Sequence[subprocess.Popen], number: int) -> None:
