@@ -1,7 +1,12 @@
 """Interleaved 1F1B: several chunks of the model on each rank."""
 
 from jaxscale.pipeline_schedules.operations import F, Op, Rows, X
-from jaxscale.pipeline_schedules.schedule import ROUNDS_OF_STAGES, WHOLE_SEQUENCES, Schedule
+from jaxscale.pipeline_schedules.schedule import (
+    ROUNDS_OF_STAGES,
+    SEVERAL_CHUNKS,
+    WHOLE_SEQUENCES,
+    Schedule,
+)
 from jaxscale.pipeline_schedules.scripts import alternate
 
 
@@ -22,7 +27,8 @@ INTERLEAVED = Schedule(
     name="interleaved",
     paper="Megatron-LM, arXiv 2104.04473",
     make_rows=_interleaved,
-    needs=(WHOLE_SEQUENCES, ROUNDS_OF_STAGES),
+    needs=(WHOLE_SEQUENCES, ROUNDS_OF_STAGES, SEVERAL_CHUNKS),
+    virtual_stages=2,
     searched_virtual_stages=(2, 3, 4, 5, 8),
     steady_rounds=2,
 )

@@ -20,6 +20,7 @@ class Need(NamedTuple):
     holds: Callable[[int, int, int, int], bool]
 
 
+SEVERAL_CHUNKS = Need("virtual_stages to be at least 2", lambda p, m, v, k: v >= 2)
 ONE_CHUNK = Need("virtual_stages = 1", lambda p, m, v, k: v == 1)
 TWO_CHUNKS = Need("virtual_stages = 2, a V of two chunks per rank", lambda p, m, v, k: v == 2)
 WHOLE_SEQUENCES = Need("sequence_chunks = 1", lambda p, m, v, k: k == 1)

@@ -3,7 +3,7 @@
 import math
 
 from jaxscale.pipeline_schedules.operations import F, Op, Rows, X
-from jaxscale.pipeline_schedules.schedule import ONE_CHUNK, Need, Schedule
+from jaxscale.pipeline_schedules.schedule import ONE_CHUNK, SEVERAL_CHUNKS, Need, Schedule
 from jaxscale.pipeline_schedules.scripts import alternate
 
 
@@ -54,11 +54,13 @@ SEQ1F1B_INTERLEAVED = Schedule(
     paper="Seq1F1B-I, arXiv 2406.03488",
     make_rows=_seq1f1b_interleaved,
     needs=(
+        SEVERAL_CHUNKS,
         Need(
             "microbatches * sequence_chunks to be a multiple of the least common multiple of "
             "stages and sequence_chunks",
             lambda p, m, v, k: m * k % math.lcm(p, k) == 0,
         ),
     ),
+    virtual_stages=2,
     runs=False,
 )

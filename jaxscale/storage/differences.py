@@ -13,9 +13,9 @@ def describe_difference(saved: Mapping[str, Any], config: Mapping[str, Any]) -> 
     lines = []
     for key in sorted(before.keys() | now.keys()):
         if key not in now:
-            lines.append(f"{key} = {before[key]!r} when saved, no such key now")
+            lines.append(f"{key} = {before[key]!r} when saved, not read now")
         elif key not in before:
-            lines.append(f"{key} = {now[key]!r} now, no such key when saved")
+            lines.append(f"{key} = {now[key]!r} now, not read when saved")
         elif before[key] != now[key]:
             lines.append(f"{key} = {before[key]!r} when saved, {now[key]!r} now")
     return lines

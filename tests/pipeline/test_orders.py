@@ -82,7 +82,9 @@ def test_other_refusals(arguments, options, message):
 
 def test_chunks_default_to_what_the_schedule_is_made_for():
     defaults = {name: make_order(name, 4, 8).virtual_stages for name in NAMES}
-    assert {name for name, v in defaults.items() if v == 2} == {"bitpipe", "zb_v", "dualpipe_v"}
+    assert {name for name, v in defaults.items() if v == 2} == {
+        *("bitpipe", "dualpipe_v", "interleaved", "seq1f1b_interleaved", "zb_v")
+    }
     assert set(defaults.values()) == {1, 2}
 
 

@@ -322,7 +322,7 @@ def test_differences_are_listed(saved: Checkpoints) -> None:
         "  params/layers: shape [3, 8, 16] saved, [3, 8, 32] wanted; "
         "dtype bfloat16 saved, float32 wanted",
         "settings that changed since it was saved:",
-        "  config.model.d_ff = 64 now, no such key when saved",
+        "  config.model.d_ff = 64 now, not read when saved",
         "  config.model.d_model = 16 when saved, 32 now",
     ]
 
@@ -339,7 +339,7 @@ def test_describe_difference() -> None:
     before = {"run": {"steps": 10, "seed": 0}, "old": 1, "data": {"source": ("a",)}}
     now = {"run": {"steps": 20, "seed": 0}, "data": {"source": ["a"]}}
     assert describe_difference(before, now) == [
-        "old = 1 when saved, no such key now",
+        "old = 1 when saved, not read now",
         "run.steps = 10 when saved, 20 now",
     ]
 
