@@ -88,9 +88,27 @@ def test_preparing_again_is_immediate_and_other_text_is_refused(prepared, texts,
     assert "--config.data.source=" in capsys.readouterr().out
     message = refused(capsys, *again, "--max_document_bytes", "50")
     assert "holds shards of other text, or by another tokenizer or other settings" in message
-    message = refused(capsys, *flags, "--input", f"{texts}/a.jsonl", "--tokenizer", "bpe:310")
-    assert "'bpe:310', but" in message
-    assert "has 300 tokens" in message
+    for other in (["--tokenizer", "bpe:310"], ["--tokenizer", "bpe:300", "--seed", "1"]):
+        message = refused(capsys, *flags, "--input", f"{texts}/a.jsonl", *other)
+        assert "holds shards of other text, or by another tokenizer or other settings" in message
+
+
+def test_a_refused_command_leaves_no_tokenizer_to_the_next(texts, tmp_path, capsys):
+    """Neither in its own folder, once its text is mended, nor in one of finished shards."""
+    flags = ["--output", str(tmp_path / "o"), "--workers", "0", "--tokenizer"]
+    (tmp_path / "m.jsonl").write_text('{"text": "%s"}\nno JSON\n' % ("wrong words of it, " * 9))
+    refused(capsys, "--input", str(tmp_path / "m.jsonl"), *flags, "bpe:260")
+    (tmp_path / "m.jsonl").write_text('{"text": "%s"}\n' % ("the right text instead " * 9))
+    assert prepare.main(["--input", str(tmp_path / "m.jsonl"), *flags, "bpe:260"]) == 0
+    trained = load_tokenizer("bpe:260", [str(tmp_path / "m.jsonl")])
+    assert (tmp_path / "o" / "tokenizer.json").read_bytes() == trained.file
+    finished = [*flags[:1], str(tmp_path / "b"), *flags[2:]]
+    assert prepare.main(["--input", f"{texts}/b.txt", *finished, "bytes"]) == 0
+    there = sorted((tmp_path / "b").iterdir())
+    assert "by another tokenizer" in refused(
+        capsys, "--input", f"{texts}/b.txt", *finished, "bpe:260"
+    )
+    assert sorted((tmp_path / "b").iterdir()) == there
 
 
 def test_inspecting_shards_says_what_is_there(prepared, tmp_path, capsys):
@@ -212,6 +230,10 @@ def test_lengths_are_counted_between_powers_of_two():
         (
             "--input a.txt --tokenizer bytes --output OUT --examples=3",
             "--examples is for --inspect",
+        ),
+        (
+            "--input a.txt --tokenizer bytes --output OUT --seed=1",
+            "--seed is for --tokenizer bpe:N; leave it out with bytes",
         ),
         ("--inspect a.txt --workers 2", "--workers is for preparing; leave it out of --inspect"),
         ("--inspect --config c.py --skip_share=0.1", "--skip_share is for --inspect PATH; with"),

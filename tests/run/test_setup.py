@@ -110,3 +110,33 @@ def test_the_ranks_of_a_pipeline_share_layers_to_sample():
         configs.Config(model=model, layout=configs.Layout(pipeline=4, data=2))
     ).layout
     assert (found.data, found.fsdp) == (8, 1)
+
+
+def test_a_run_without_weights_trains_its_tokenizer_again_where_the_text_changed(
+    tmp_path, monkeypatch
+):
+    """An attempt on the wrong text leaves nothing to the next one; a run with weights goes on."""
+    text, run = tmp_path / "a.txt", tmp_path / "run"
+
+    def attempt(words: str):
+        text.write_text("\n".join([words] * 40))
+        data = {
+            "source": [{"path": str(text), "boundary": "line"}],
+            "tokenizer": "bpe:262",
+            "heldout": 0.2,
+        }
+        config = {"data": data | {"seq_len": 8}, "model": {"vocab_size": 262}}
+        return setup.open_text(configs.from_dict(config), run).tokenizer
+
+    wrong, right = attempt("the wrong words of it"), attempt("some other text")
+    assert wrong.fingerprint != right.fingerprint
+    with monkeypatch.context() as patch:  # which the first process has just saved
+        patch.setattr(setup.processes, "first_of_all", lambda: False)
+        assert attempt("a copy of the file").fingerprint == right.fingerprint
+    (run / "checkpoints" / "10").mkdir(parents=True)
+    run = run.rename(tmp_path / "moved")
+    assert attempt("and yet another text").fingerprint == right.fingerprint
+    (run / "tokenizer_record.txt").unlink()  # a run from before there were records
+    before = {path.name: path.read_bytes() for path in run.glob("*.*")}
+    assert attempt("and yet another text").fingerprint == right.fingerprint
+    assert {path.name: path.read_bytes() for path in run.glob("*.*")} == before
