@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -251,6 +252,28 @@ def test_what_cannot_be_done_is_one_line(prepared, tmp_path, capsys, monkeypatch
     (tmp_path / "a.txt").write_text("some text")
     words = flags.replace("OUT", str(tmp_path / "out")).replace("PREPARED", str(prepared[0]))
     assert message in refused(capsys, *words.split())
+
+
+WITHOUT_PRIVILEGES = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"]
+"""Before a command: it is refused what root, who may run the tests, would not be."""
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv takes away root's privileges")
+@pytest.mark.parametrize(
+    ("mode", "path", "named"), [(0, "*.txt", "no"), (0, "a.txt", "no"), (0o444, "", "no/a.txt")]
+)
+def test_a_folder_that_may_not_be_read_is_named(tmp_path, mode, path, named):
+    folder = tmp_path / "no"
+    folder.mkdir()
+    (folder / "a.txt").touch()
+    folder.chmod(mode)
+    words = ["--input", str(folder / path), "--tokenizer", "bytes", "--output", str(tmp_path / "o")]
+    command = [sys.executable, "-m", "jaxscale.prepare", *words]
+    command = command if os.geteuid() else [*WITHOUT_PRIVILEGES, *command]
+    done = subprocess.run(command, capture_output=True, text=True)
+    folder.chmod(0o777)
+    assert done.stderr == f"error: {tmp_path / named} cannot be read: Permission denied\n"
+    assert done.returncode == 2
 
 
 def test_a_bad_record_is_named_and_a_worker_says_it_too(texts, tmp_path, capsys):

@@ -9,6 +9,7 @@ import fnmatch
 import hashlib
 import json
 import logging
+import os
 import pathlib
 import stat
 import sysconfig
@@ -146,7 +147,7 @@ def _list(path: str, source: Source, entry: int) -> list[File]:
                 entry,
             )
         )
-    return _sorted(files, whole_folder=pathlib.Path(path).is_dir())
+    return _sorted(files, whole_folder=os.path.isdir(path))
 
 
 def _list_remote(path: str, source: Source, entry: int) -> list[File]:
@@ -209,9 +210,10 @@ def _expand(entry: str) -> tuple[pathlib.Path, Iterator[pathlib.Path]]:
         pattern = pathlib.PurePath(entry.removeprefix(STDLIB).lstrip("/") or "**/*.py").parts
         return root, _walk(root, pattern, _STDLIB_SKIPS)
     path = pathlib.Path(entry).expanduser().absolute()
-    if path.is_file():
+    # Where a folder may not be entered these say no, and the walk names it.
+    if os.path.isfile(path):
         return path.parent, iter([path])
-    if path.is_dir():
+    if os.path.isdir(path):
         saved = _saved_dataset(path)
         return path, _walk(path, ("**", "*")) if saved is None else iter(saved)
     parts = path.parts
@@ -224,13 +226,13 @@ def _saved_dataset(folder: pathlib.Path) -> list[pathlib.Path] | None:
     """The files of a data set that Hugging Face's `save_to_disk` wrote here, if it did."""
     splits, state = folder / "dataset_dict.json", folder / "state.json"
     try:
-        if splits.is_file():
+        if os.path.isfile(splits):
             names = json.loads(read_file(str(splits)))["splits"]
             raise ValueError(
                 f"{folder} holds the splits {', '.join(names)} of a data set; name one of them: "
                 f"{folder / names[0]}"
             )
-        if state.is_file() and (folder / "dataset_info.json").is_file():
+        if os.path.isfile(state) and os.path.isfile(folder / "dataset_info.json"):
             about = json.loads(read_file(str(state)))
             if about.get("_indices_data_files"):
                 raise ValueError(
@@ -247,10 +249,10 @@ def _walk(
     folder: pathlib.Path, pattern: Sequence[str], skips: Sequence[str] = ()
 ) -> Iterator[pathlib.Path]:
     """Files below `folder` that match, component by component; `**` is any number of folders."""
-    if not folder.is_dir():
-        return
     try:
         entries = sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error.strerror}") from error
     head, *rest = pattern
@@ -262,13 +264,13 @@ def _walk(
         if path.name.startswith(".") and not head.startswith("."):
             continue
         if head == "**":
-            if path.is_dir() and not _loops(path):
+            if os.path.isdir(path) and not _loops(path):
                 yield from _walk(path, pattern, skips)
         elif not fnmatch.fnmatchcase(path.name, head):
             continue
         elif rest:
             yield from _walk(path, rest, skips)
-        elif not path.is_dir():
+        elif not os.path.isdir(path):
             yield path
 
 
