@@ -294,7 +294,10 @@ def test_a_bad_record_is_named_and_a_worker_says_it_too(texts, tmp_path, capsys)
         output = tmp_path / workers
         message = refused(capsys, *flags, "--output", str(output), "--workers", workers)
         assert f"{tmp_path}/a.jsonl, line 151 is not JSON: Unterminated string" in message
-        assert "'skip_share' in its entry of data.source (--skip_share of prepare)" in message
+        assert (
+            "'skip_share' in its entry of data.source or data.validation (--skip_share of prepare)"
+            in message
+        )
     prepare.main([*flags, "--output", str(output), "--skip_share", "0.01", "--workers", "0"])
     assert "199 documents, 1 bad ones left out" in capsys.readouterr().out
 

@@ -126,7 +126,7 @@ def read_documents(piece: Piece, render: Render | None = None) -> Iterator[Docum
         after = "" if position is None or whole else f" (after {where(file, position)})"
         raise ValueError(f"{error}{after}") from error
     if not found and piece.start == 0 and piece.stop == file.num_bytes:
-        raise ValueError(f"{file.path} holds no document; leave it out of data.source")
+        raise ValueError(f"{file.path} holds no document; leave it out of {file.source.listed_in}")
 
 
 def sample_documents(

@@ -72,13 +72,14 @@ def find_files(source: Sequence[str | Source]) -> list[File]:
     """
     found: dict[tuple[str, tuple[str, ...]], File] = {}
     num_repeated, markers = 0, 0
-    for entry, one in enumerate(to_sources(source)):
+    sources = to_sources(source)
+    for entry, one in enumerate(sources):
         for path in one.path:
             files = _list_remote(path, one, entry) if is_remote(path) else _list(path, one, entry)
             if not files:
                 raise ValueError(
-                    f"data.source: {path!r} matches no file; give files, folders or globs such as "
-                    "'text/**/*.txt'"
+                    f"{one.listed_in}: {path!r} matches no file; give files, folders or globs "
+                    "such as 'text/**/*.txt'"
                 )
             for file in files:
                 if (file.path, one.fields) in found:
@@ -89,10 +90,11 @@ def find_files(source: Sequence[str | Source]) -> list[File]:
                     markers += 1
                 else:
                     raise ValueError(
-                        f"{file.path} is empty; remove it, or leave it out of data.source"
+                        f"{file.path} is empty; remove it, or leave it out of {one.listed_in}"
                     )
     if not found:
-        raise ValueError(f"data.source = {tuple(source)} holds only empty files")
+        paths = ", ".join(path for one in sources for path in one.path)
+        raise ValueError(f"{sources[0].listed_in}: {paths} holds only empty files")
     if num_repeated:
         _log.info("data: files named more than once, which count once: %d", num_repeated)
     if markers:
@@ -135,7 +137,7 @@ def _list(path: str, source: Source, entry: int) -> list[File]:
         except OSError as error:
             raise ValueError(f"{found} cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(status.st_mode):  # reading from a pipe could block forever
-            raise ValueError(f"{found} is not a regular file; leave it out of data.source")
+            raise ValueError(f"{found} is not a regular file; leave it out of {source.listed_in}")
         files.append(
             File(
                 str(found),

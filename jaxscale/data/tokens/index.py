@@ -101,18 +101,18 @@ def find_prepared(source: Source) -> str | None:
         folder, _, name = path.rpartition("/")
         if name.startswith("tokens-") and name.endswith(".npy") and _is_prepared(folder or "."):
             raise ValueError(
-                f"data.source: {path} is one of the shards of a prepared folder; name the folder, "
-                f"{folder or '.'}"
+                f"{source.listed_in}: {path} is one of the shards of a prepared folder; name the "
+                f"folder, {folder or '.'}"
             )
         if source.format == "shards" and not there:
             raise ValueError(
-                f"data.source: {path} holds no prepared shards (no {INDEX} that can be read and "
-                f"lists any); make them with python -m jaxscale.prepare --output {path}"
+                f"{source.listed_in}: {path} holds no prepared shards (no {INDEX} that can be read "
+                f"and lists any); make them with python -m jaxscale.prepare --output {path}"
             )
         if there and len(source.path) > 1:
             raise ValueError(
-                f"data.source: {path} is one of {len(source.path)} paths of its entry; a folder of "
-                "prepared shards is an entry of its own"
+                f"{source.listed_in}: {path} is one of {len(source.path)} paths of its entry; a "
+                "folder of prepared shards is an entry of its own"
             )
         if there:
             return path
