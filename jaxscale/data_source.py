@@ -85,6 +85,11 @@ class Source:
             _check_weight(self.weight)
 
     @property
+    def listed_in(self) -> str:
+        """The setting that has this entry, in errors: only validation sets have names."""
+        return f"data.validation {self.name!r}" if self.name else "data.source"
+
+    @property
     def marks_loss(self) -> bool:
         """Whether only some tokens of a document carry loss."""
         return bool(self.prompt or self.response or self.messages)
@@ -160,9 +165,9 @@ def setting(key: str) -> str:
     """The key of an entry in an error about its text, which is read by a run and by `prepare`.
 
     >>> setting("field")
-    "'field' in its entry of data.source (--field of prepare)"
+    "'field' in its entry of data.source or data.validation (--field of prepare)"
     """
-    return f"{key!r} in its entry of data.source (--{key} of prepare)"
+    return f"{key!r} in its entry of data.source or data.validation (--{key} of prepare)"
 
 
 def to_plain(source: Source) -> str | dict[str, Any]:

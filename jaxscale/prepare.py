@@ -37,7 +37,9 @@ _SOURCE_KEYS = (
 )
 
 
-_WORK_KEYS = ("workers", "shard_bytes", "training_bytes", "heldout", "seed")
+_TRAINING_KEYS = ("training_bytes", "heldout", "seed")
+
+_WORK_KEYS = ("workers", "shard_bytes", *_TRAINING_KEYS)
 
 MOST_BYTES = 2**60
 
@@ -171,6 +173,9 @@ def _check(options: argparse.Namespace, overrides: Sequence[str], given: Collect
                 f"--output {options.output} is a file; shards go into a folder, give another name"
             )
         _refuse_unread(("examples", "png"), given, "for --inspect; leave it out to prepare")
+        if not options.tokenizer.startswith("bpe:"):
+            purpose = f"for --tokenizer bpe:N; leave it out with {options.tokenizer}"
+            _refuse_unread(_TRAINING_KEYS, given, purpose)
     elif options.input or options.output:
         raise ValueError("--inspect reads only; leave --input and --output out")
     elif bool(options.config) == bool(options.inspect):

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -88,9 +89,27 @@ def test_preparing_again_is_immediate_and_other_text_is_refused(prepared, texts,
     assert "--config.data.source=" in capsys.readouterr().out
     message = refused(capsys, *again, "--max_document_bytes", "50")
     assert "holds shards of other text, or by another tokenizer or other settings" in message
-    message = refused(capsys, *flags, "--input", f"{texts}/a.jsonl", "--tokenizer", "bpe:310")
-    assert "'bpe:310', but" in message
-    assert "has 300 tokens" in message
+    for other in (["--tokenizer", "bpe:310"], ["--tokenizer", "bpe:300", "--seed", "1"]):
+        message = refused(capsys, *flags, "--input", f"{texts}/a.jsonl", *other)
+        assert "holds shards of other text, or by another tokenizer or other settings" in message
+
+
+def test_a_refused_command_leaves_no_tokenizer_to_the_next(texts, tmp_path, capsys):
+    """Neither in its own folder, once its text is mended, nor in one of finished shards."""
+    flags = ["--output", str(tmp_path / "o"), "--workers", "0", "--tokenizer"]
+    (tmp_path / "m.jsonl").write_text('{"text": "%s"}\nno JSON\n' % ("wrong words of it, " * 9))
+    refused(capsys, "--input", str(tmp_path / "m.jsonl"), *flags, "bpe:260")
+    (tmp_path / "m.jsonl").write_text('{"text": "%s"}\n' % ("the right text instead " * 9))
+    assert prepare.main(["--input", str(tmp_path / "m.jsonl"), *flags, "bpe:260"]) == 0
+    trained = load_tokenizer("bpe:260", [str(tmp_path / "m.jsonl")])
+    assert (tmp_path / "o" / "tokenizer.json").read_bytes() == trained.file
+    finished = [*flags[:1], str(tmp_path / "b"), *flags[2:]]
+    assert prepare.main(["--input", f"{texts}/b.txt", *finished, "bytes"]) == 0
+    there = sorted((tmp_path / "b").iterdir())
+    assert "by another tokenizer" in refused(
+        capsys, "--input", f"{texts}/b.txt", *finished, "bpe:260"
+    )
+    assert sorted((tmp_path / "b").iterdir()) == there
 
 
 def test_inspecting_shards_says_what_is_there(prepared, tmp_path, capsys):
@@ -213,6 +232,10 @@ def test_lengths_are_counted_between_powers_of_two():
             "--input a.txt --tokenizer bytes --output OUT --examples=3",
             "--examples is for --inspect",
         ),
+        (
+            "--input a.txt --tokenizer bytes --output OUT --seed=1",
+            "--seed is for --tokenizer bpe:N; leave it out with bytes",
+        ),
         ("--inspect a.txt --workers 2", "--workers is for preparing; leave it out of --inspect"),
         ("--inspect --config c.py --skip_share=0.1", "--skip_share is for --inspect PATH; with"),
         ("--inspect --config c.py --tokenizer bytes", "with --config, set it in data"),
@@ -229,6 +252,28 @@ def test_what_cannot_be_done_is_one_line(prepared, tmp_path, capsys, monkeypatch
     (tmp_path / "a.txt").write_text("some text")
     words = flags.replace("OUT", str(tmp_path / "out")).replace("PREPARED", str(prepared[0]))
     assert message in refused(capsys, *words.split())
+
+
+WITHOUT_PRIVILEGES = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"]
+"""Before a command: it is refused what root, who may run the tests, would not be."""
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv takes away root's privileges")
+@pytest.mark.parametrize(
+    ("mode", "path", "named"), [(0, "*.txt", "no"), (0, "a.txt", "no"), (0o444, "", "no/a.txt")]
+)
+def test_a_folder_that_may_not_be_read_is_named(tmp_path, mode, path, named):
+    folder = tmp_path / "no"
+    folder.mkdir()
+    (folder / "a.txt").touch()
+    folder.chmod(mode)
+    words = ["--input", str(folder / path), "--tokenizer", "bytes", "--output", str(tmp_path / "o")]
+    command = [sys.executable, "-m", "jaxscale.prepare", *words]
+    command = command if os.geteuid() else [*WITHOUT_PRIVILEGES, *command]
+    done = subprocess.run(command, capture_output=True, text=True)
+    folder.chmod(0o777)
+    assert done.stderr == f"error: {tmp_path / named} cannot be read: Permission denied\n"
+    assert done.returncode == 2
 
 
 def test_a_bad_record_is_named_and_a_worker_says_it_too(texts, tmp_path, capsys):
@@ -249,7 +294,10 @@ def test_a_bad_record_is_named_and_a_worker_says_it_too(texts, tmp_path, capsys)
         output = tmp_path / workers
         message = refused(capsys, *flags, "--output", str(output), "--workers", workers)
         assert f"{tmp_path}/a.jsonl, line 151 is not JSON: Unterminated string" in message
-        assert "'skip_share' in its entry of data.source (--skip_share of prepare)" in message
+        assert (
+            "'skip_share' in its entry of data.source or data.validation (--skip_share of prepare)"
+            in message
+        )
     prepare.main([*flags, "--output", str(output), "--skip_share", "0.01", "--workers", "0"])
     assert "199 documents, 1 bad ones left out" in capsys.readouterr().out
 

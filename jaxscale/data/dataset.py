@@ -235,7 +235,7 @@ def open_validation(
     vocabulary = _vocabulary(config, tokenizer, vocab_size)
     corpus = open_corpus([source], tokenizer, directory)
     settings = _settings(config, vocabulary)
-    chosen, name = np.arange(corpus.num_documents), f"data.validation {source.name!r}"
+    chosen, name = np.arange(corpus.num_documents), source.listed_in
     return _packed(config, tokenizer, corpus, name, "heldout", chosen, vocabulary, settings)
 
 

@@ -223,9 +223,10 @@ def _check_examples(step: int, metadata: dict[str, Any], config: Config, train: 
     """
     if metadata["data"]["fingerprint"] != train.fingerprint:
         raise ValueError(
-            f"the examples are not those that checkpoint {step} was trained on: the text, its "
-            "weights, data.tokenizer, data.seed, data.seq_len, data.heldout, data.objective or "
-            "model.vocab_size changed; restore the setting, or start a new --workdir"
+            f"the examples are not those that checkpoint {step} was trained on: the text, the "
+            "names of its files, its weights, data.tokenizer, data.seed, data.seq_len, "
+            "data.heldout, data.objective or model.vocab_size changed; restore what did, or start "
+            "a new --workdir"
         )
     if metadata["data"]["next_example"] != step * config.data.global_batch_size:
         raise ValueError(

@@ -23,7 +23,7 @@ from jaxscale.data.dataset import Examples, open_validation
 from jaxscale.data.loader import batches
 from jaxscale.data.mixture import open_examples
 from jaxscale.data.tokens.corpus import open_corpus
-from jaxscale.data.tokens.tokenizer import Tokenizer, from_file, load_tokenizer
+from jaxscale.data.tokens.tokenizer import Tokenizer, from_file, load_tokenizer, save_tokenizer
 from jaxscale.distributed import processes
 from jaxscale.formatting import gigabytes
 from jaxscale.hardware import find_chip, host_memory_bytes
@@ -33,6 +33,7 @@ from jaxscale.model_config import ModelConfig
 from jaxscale.run.both_tiers import bring_newest
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.storage.description import check_metadata
+from jaxscale.storage.tiers import CHECKPOINTS, local_steps
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine, make_engine
 
@@ -303,7 +304,8 @@ def open_tokenizer(config: Config, workdir: pathlib.Path) -> Tokenizer:
             f"{path} is missing: the byte pairs of data.tokenizer = {name!r} that the run was "
             "trained with; restore the file"
         )
-    return _fitting(_kept(config, workdir) or load_tokenizer(name, directory=workdir), config)
+    tokenizer = _kept(config, workdir) or load_tokenizer(name, directory=workdir, keep=True)
+    return _fitting(tokenizer, config)
 
 
 def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
@@ -320,9 +322,18 @@ def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
             f"writes, and data.objective to {' or '.join(configs.PAIRED_OBJECTIVES)}"
         )
     tokenizer = _kept(config, workdir) or load_tokenizer(
-        data.tokenizer, data.source, workdir, heldout=data.heldout, seed=data.seed
+        data.tokenizer,
+        data.source,
+        workdir,
+        heldout=data.heldout,
+        seed=data.seed,
+        # A run with weights needs the tokenizer that they were trained with, and the other
+        # processes that of the first, which has just saved it.
+        keep=bool(local_steps(workdir / CHECKPOINTS)) or not processes.first_of_all(),
     )
     tokenizer = _fitting(tokenizer, config)
+    if data.tokenizer.startswith("bpe:"):
+        save_tokenizer(tokenizer, workdir)
     corpus = open_corpus(data.source, tokenizer, workdir / "tokens")
     share = jax.process_index(), jax.process_count()
     verification = [corpus.verify(*share)]

@@ -9,7 +9,7 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale.layout import Layout
-from jaxscale.run import setup, trainer
+from jaxscale.run import resume, setup, trainer
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 
@@ -110,3 +110,51 @@ def test_the_ranks_of_a_pipeline_share_layers_to_sample():
         configs.Config(model=model, layout=configs.Layout(pipeline=4, data=2))
     ).layout
     assert (found.data, found.fsdp) == (8, 1)
+
+
+def test_a_run_without_weights_trains_its_tokenizer_again_where_the_text_changed(
+    tmp_path, monkeypatch
+):
+    """An attempt on the wrong text leaves nothing to the next one; a run with weights goes on."""
+    text, run = tmp_path / "a.txt", tmp_path / "run"
+
+    def attempt(words: str):
+        text.write_text("\n".join([words] * 40))
+        data = {
+            "source": [{"path": str(text), "boundary": "line"}],
+            "tokenizer": "bpe:262",
+            "heldout": 0.2,
+        }
+        config = {"data": data | {"seq_len": 8}, "model": {"vocab_size": 262}}
+        return setup.open_text(configs.from_dict(config), run).tokenizer
+
+    wrong, right = attempt("the wrong words of it"), attempt("some other text")
+    assert wrong.fingerprint != right.fingerprint
+    with monkeypatch.context() as patch:  # which the first process has just saved
+        patch.setattr(setup.processes, "first_of_all", lambda: False)
+        assert attempt("a copy of the file").fingerprint == right.fingerprint
+    (run / "checkpoints" / "10").mkdir(parents=True)
+    run = run.rename(tmp_path / "moved")
+    assert attempt("and yet another text").fingerprint == right.fingerprint
+    (run / "tokenizer_record.txt").unlink()  # a run from before there were records
+    before = {path.name: path.read_bytes() for path in run.glob("*.*")}
+    assert attempt("and yet another text").fingerprint == right.fingerprint
+    assert {path.name: path.read_bytes() for path in run.glob("*.*")} == before
+
+
+def test_a_run_whose_files_are_renamed_is_told_that_names_matter(tmp_path):
+    def train(folder):
+        data = {"source": [f"{folder}/*.txt"], "seq_len": 8, "heldout": 0}
+        config = configs.from_dict({"data": data, "run": {"eval_every": 0}})
+        return config, setup.open_text(config, tmp_path / "run").train
+
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in "ab":
+        (texts / f"{name}.txt").write_text(f"the text of {name}")
+    metadata = {"data": {"fingerprint": train(texts)[1].fingerprint, "next_example": 0}}
+    texts = texts.rename(tmp_path / "moved")
+    resume._check_examples(0, metadata, *train(texts))
+    (texts / "a.txt").rename(texts / "c.txt")
+    with pytest.raises(ValueError, match=r"not those that checkpoint 0 .*the names of its files"):
+        resume._check_examples(0, metadata, *train(texts))

@@ -26,7 +26,12 @@ from jaxscale.data.text.documents import cut, read_documents  # noqa: E402
 from jaxscale.data.text.text_files import find_files  # noqa: E402
 from jaxscale.data.tokens.prepare import prepare  # noqa: E402
 from jaxscale.data.tokens.shards import plan  # noqa: E402
-from jaxscale.data.tokens.tokenizer import Tokenizer, from_file, load_tokenizer  # noqa: E402
+from jaxscale.data.tokens.tokenizer import (  # noqa: E402
+    Tokenizer,
+    from_file,
+    load_tokenizer,
+    save_tokenizer,
+)
 
 
 def library(path: str) -> Tokenizer:
@@ -61,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        load_tokenizer(f"bpe:{options.vocab_size}", options.input, folder)
+        save_tokenizer(load_tokenizer(f"bpe:{options.vocab_size}", options.input), folder)
         path = str(folder / "tokenizer.json")
         to_jsonl(options.input, folder / "lines.jsonl")
         os.environ["TOKENIZERS_PARALLELISM"] = "false"

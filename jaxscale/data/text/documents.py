@@ -27,6 +27,25 @@ class Piece(NamedTuple):
         """As stored: of a compressed file, less than its text."""
         return self.stop - self.start
 
+    @property
+    def key(self) -> list[object]:
+        """All that its documents depend on, known without reading the file."""
+        file, source = self.file, self.file.source
+        return [
+            file.path,
+            file.identity,
+            file.num_bytes,
+            file.version,
+            file.format,
+            self.start,
+            self.stop,
+            [*source.fields, bool(source.messages)] if source.marks_loss else source.field,
+            source.boundary,
+            source.max_document_bytes,
+            source.long_documents,
+            *(["apart"] if source.apart else []),
+        ]
+
 
 class Document(NamedTuple):
     """A text, or a part of one that is longer than its source allows."""
@@ -107,7 +126,7 @@ def read_documents(piece: Piece, render: Render | None = None) -> Iterator[Docum
         after = "" if position is None or whole else f" (after {where(file, position)})"
         raise ValueError(f"{error}{after}") from error
     if not found and piece.start == 0 and piece.stop == file.num_bytes:
-        raise ValueError(f"{file.path} holds no document; leave it out of data.source")
+        raise ValueError(f"{file.path} holds no document; leave it out of {file.source.listed_in}")
 
 
 def sample_documents(

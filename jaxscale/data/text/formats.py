@@ -43,7 +43,8 @@ def boundary(file: File) -> str:
     if file.format in ("text", "fasta") and file.source.marks_loss:
         raise ValueError(
             f"{file.path} is {file.format}, which has no fields for prompt and response, or "
-            "messages; give records in data.source: jsonl, parquet, arrow or arrayrecord"
+            f"messages; give records in {file.source.listed_in}: jsonl, parquet, arrow or "
+            "arrayrecord"
         )
     if file.format == "text":
         if wanted == "record":
@@ -239,7 +240,7 @@ def _decoded(data: bytes, encoding: str = "utf-8") -> str | ValueError:
     except UnicodeDecodeError as error:
         return ValueError(
             f"is not {error.encoding} text: byte {error.start} is 0x{data[error.start]:02x} "
-            f"({error.reason}); convert it, or leave it out of data.source"
+            f"({error.reason}); convert it, or leave it out"
         )
 
 

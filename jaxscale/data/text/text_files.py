@@ -9,6 +9,7 @@ import fnmatch
 import hashlib
 import json
 import logging
+import os
 import pathlib
 import stat
 import sysconfig
@@ -71,13 +72,14 @@ def find_files(source: Sequence[str | Source]) -> list[File]:
     """
     found: dict[tuple[str, tuple[str, ...]], File] = {}
     num_repeated, markers = 0, 0
-    for entry, one in enumerate(to_sources(source)):
+    sources = to_sources(source)
+    for entry, one in enumerate(sources):
         for path in one.path:
             files = _list_remote(path, one, entry) if is_remote(path) else _list(path, one, entry)
             if not files:
                 raise ValueError(
-                    f"data.source: {path!r} matches no file; give files, folders or globs such as "
-                    "'text/**/*.txt'"
+                    f"{one.listed_in}: {path!r} matches no file; give files, folders or globs "
+                    "such as 'text/**/*.txt'"
                 )
             for file in files:
                 if (file.path, one.fields) in found:
@@ -88,10 +90,11 @@ def find_files(source: Sequence[str | Source]) -> list[File]:
                     markers += 1
                 else:
                     raise ValueError(
-                        f"{file.path} is empty; remove it, or leave it out of data.source"
+                        f"{file.path} is empty; remove it, or leave it out of {one.listed_in}"
                     )
     if not found:
-        raise ValueError(f"data.source = {tuple(source)} holds only empty files")
+        paths = ", ".join(path for one in sources for path in one.path)
+        raise ValueError(f"{sources[0].listed_in}: {paths} holds only empty files")
     if num_repeated:
         _log.info("data: files named more than once, which count once: %d", num_repeated)
     if markers:
@@ -134,7 +137,7 @@ def _list(path: str, source: Source, entry: int) -> list[File]:
         except OSError as error:
             raise ValueError(f"{found} cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(status.st_mode):  # reading from a pipe could block forever
-            raise ValueError(f"{found} is not a regular file; leave it out of data.source")
+            raise ValueError(f"{found} is not a regular file; leave it out of {source.listed_in}")
         files.append(
             File(
                 str(found),
@@ -146,7 +149,7 @@ def _list(path: str, source: Source, entry: int) -> list[File]:
                 entry,
             )
         )
-    return _sorted(files, whole_folder=pathlib.Path(path).is_dir())
+    return _sorted(files, whole_folder=os.path.isdir(path))
 
 
 def _list_remote(path: str, source: Source, entry: int) -> list[File]:
@@ -209,9 +212,10 @@ def _expand(entry: str) -> tuple[pathlib.Path, Iterator[pathlib.Path]]:
         pattern = pathlib.PurePath(entry.removeprefix(STDLIB).lstrip("/") or "**/*.py").parts
         return root, _walk(root, pattern, _STDLIB_SKIPS)
     path = pathlib.Path(entry).expanduser().absolute()
-    if path.is_file():
+    # Where a folder may not be entered these say no, and the walk names it.
+    if os.path.isfile(path):
         return path.parent, iter([path])
-    if path.is_dir():
+    if os.path.isdir(path):
         saved = _saved_dataset(path)
         return path, _walk(path, ("**", "*")) if saved is None else iter(saved)
     parts = path.parts
@@ -224,13 +228,13 @@ def _saved_dataset(folder: pathlib.Path) -> list[pathlib.Path] | None:
     """The files of a data set that Hugging Face's `save_to_disk` wrote here, if it did."""
     splits, state = folder / "dataset_dict.json", folder / "state.json"
     try:
-        if splits.is_file():
+        if os.path.isfile(splits):
             names = json.loads(read_file(str(splits)))["splits"]
             raise ValueError(
                 f"{folder} holds the splits {', '.join(names)} of a data set; name one of them: "
                 f"{folder / names[0]}"
             )
-        if state.is_file() and (folder / "dataset_info.json").is_file():
+        if os.path.isfile(state) and os.path.isfile(folder / "dataset_info.json"):
             about = json.loads(read_file(str(state)))
             if about.get("_indices_data_files"):
                 raise ValueError(
@@ -247,10 +251,10 @@ def _walk(
     folder: pathlib.Path, pattern: Sequence[str], skips: Sequence[str] = ()
 ) -> Iterator[pathlib.Path]:
     """Files below `folder` that match, component by component; `**` is any number of folders."""
-    if not folder.is_dir():
-        return
     try:
         entries = sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error.strerror}") from error
     head, *rest = pattern
@@ -262,13 +266,13 @@ def _walk(
         if path.name.startswith(".") and not head.startswith("."):
             continue
         if head == "**":
-            if path.is_dir() and not _loops(path):
+            if os.path.isdir(path) and not _loops(path):
                 yield from _walk(path, pattern, skips)
         elif not fnmatch.fnmatchcase(path.name, head):
             continue
         elif rest:
             yield from _walk(path, rest, skips)
-        elif not path.is_dir():
+        elif not os.path.isdir(path):
             yield path
 
 

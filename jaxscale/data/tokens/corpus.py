@@ -1,6 +1,8 @@
 """Documents as tokens in shards, made once, cached, and read in part."""
 
 import concurrent.futures
+import contextlib
+import errno
 import functools
 import hashlib
 import io
@@ -10,7 +12,7 @@ import pathlib
 import shutil
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -157,7 +159,8 @@ def open_corpus(
     """The documents of `data.source`: prepared folders as they are, everything else tokenised.
 
     The cache of an earlier call in `directory` is used if the files' names, sizes and times and the
-    tokenizer are the same. Without a directory everything is in memory.
+    tokenizer are the same. Without a directory, or in one that may only be read and has no such
+    cache, everything is in memory.
 
     Raises:
       ValueError: as `find_files`, `prepare` and `open_folder`.
@@ -279,14 +282,14 @@ def _tokenized(
 ) -> Corpus:
     """The corpus of some files, tokenised or from the cache."""
     if directory is None:
-        with tempfile.TemporaryDirectory() as place:
-            prepare(plan(files, tokenizer, pathlib.Path(place)), tokenizer)
-            return open_folder(place, tokenizer, map=False)
+        return _in_memory(files, tokenizer)
     folder = directory / f"tokens-{key_of(plan(files, tokenizer, directory))}"
+    if folder.is_dir():  # it came there whole
+        return open_folder(str(folder), tokenizer)
     unfinished = directory / f"unfinished-{folder.name}"
-    directory.mkdir(parents=True, exist_ok=True)
-    waiting = "data: another process tokenises in %s; waiting for it"
-    with exclusive(directory / ".lock", lambda: _log.info(waiting, directory)):
+    with _reserved(directory) as ours:
+        if not ours:
+            return _in_memory(files, tokenizer)
         for left in directory.glob("unfinished-tokens-*"):
             if left != unfinished:  # of other text, or of a run that was killed long ago
                 shutil.rmtree(left)
@@ -294,6 +297,31 @@ def _tokenized(
             prepare(plan(files, tokenizer, unfinished), tokenizer)
             move(unfinished, folder)
     return open_folder(str(folder), tokenizer)
+
+
+def _in_memory(files: Sequence[File], tokenizer: Tokenizer) -> Corpus:
+    with tempfile.TemporaryDirectory() as place:
+        prepare(plan(files, tokenizer, pathlib.Path(place)), tokenizer)
+        return open_folder(place, tokenizer, map=False)
+
+
+@contextlib.contextmanager
+def _reserved(directory: pathlib.Path) -> Iterator[bool]:
+    """Excludes other processes that tokenise there; False where it may only be read."""
+    ours, waiting = True, "data: another process tokenises in %s; waiting for it"
+    with contextlib.ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = exclusive(directory / ".lock", lambda: _log.info(waiting, directory))
+            stack.enter_context(lock)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            _log.info(
+                "data: %s may only be read (%s); tokenising in memory", directory, error.strerror
+            )
+            ours = False
+        yield ours
 
 
 def _log_changes(

@@ -101,18 +101,18 @@ def find_prepared(source: Source) -> str | None:
         folder, _, name = path.rpartition("/")
         if name.startswith("tokens-") and name.endswith(".npy") and _is_prepared(folder or "."):
             raise ValueError(
-                f"data.source: {path} is one of the shards of a prepared folder; name the folder, "
-                f"{folder or '.'}"
+                f"{source.listed_in}: {path} is one of the shards of a prepared folder; name the "
+                f"folder, {folder or '.'}"
             )
         if source.format == "shards" and not there:
             raise ValueError(
-                f"data.source: {path} holds no prepared shards (no {INDEX} that lists any); make "
-                f"them with python -m jaxscale.prepare --output {path}"
+                f"{source.listed_in}: {path} holds no prepared shards (no {INDEX} that can be read "
+                f"and lists any); make them with python -m jaxscale.prepare --output {path}"
             )
         if there and len(source.path) > 1:
             raise ValueError(
-                f"data.source: {path} is one of {len(source.path)} paths of its entry; a folder of "
-                "prepared shards is an entry of its own"
+                f"{source.listed_in}: {path} is one of {len(source.path)} paths of its entry; a "
+                "folder of prepared shards is an entry of its own"
             )
         if there:
             return path
@@ -167,9 +167,13 @@ def _is_name(text: str) -> bool:
 
 def _is_prepared(path: str) -> bool:
     place = path_in(path, INDEX)
-    there = exists(place)
     unfinished = pathlib.Path(path).expanduser() / UNFINISHED
-    if not there and not is_remote(path) and unfinished.is_dir():
+    try:
+        there = exists(place)
+        is_unfinished = not there and not is_remote(path) and unfinished.is_dir()
+    except PermissionError:  # which the list of its files will say
+        return False
+    if is_unfinished:
         raise ValueError(
             f"{path} holds shards that are not finished; run the command that prepares them "
             "again, and it resumes where it stopped"

@@ -99,7 +99,7 @@ def plan(
     if tokenizer.template and any(file.source.messages for file in files):
         made_by += [tokenizer.template.source, sorted(tokenizer.template.tokens.items())]
     return [
-        Work(i, tuple(pieces), folder, _digest([*made_by, *map(_key, pieces)]))
+        Work(i, tuple(pieces), folder, _digest([*made_by, *(piece.key for piece in pieces)]))
         for i, pieces in enumerate(slices)
     ]
 
@@ -330,24 +330,6 @@ def _check_counts(works: Sequence[Work], made: Sequence[Made]) -> int:
 
 def _record(work: Work) -> pathlib.Path:
     return work.folder / UNFINISHED / f"{work.number:05d}.npz"
-
-
-def _key(piece: Piece) -> list[object]:
-    file, source = piece.file, piece.file.source
-    return [
-        file.path,
-        file.identity,
-        file.num_bytes,
-        file.version,
-        file.format,
-        piece.start,
-        piece.stop,
-        [*source.fields, bool(source.messages)] if source.marks_loss else source.field,
-        source.boundary,
-        source.max_document_bytes,
-        source.long_documents,
-        *(["apart"] if source.apart else []),
-    ]
 
 
 def _check_template(file: File, tokenizer: Tokenizer) -> None:

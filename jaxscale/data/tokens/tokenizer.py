@@ -12,26 +12,24 @@ import hashlib
 import logging
 import os
 import pathlib
-import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 
 from jaxscale.data.text.chat_template import ChatTemplate, find_template, read_json, token_text
-from jaxscale.data.text.documents import sample_documents
 from jaxscale.data.text.file_io import exists, read_file
 from jaxscale.data.text.text_files import find_files
 from jaxscale.data.tokens.bpe_cache import Words, can_pretokenize
+from jaxscale.data.tokens.byte_pairs import END, RECORD, Training, train
 from jaxscale.data.tokens.index import Index, find_prepared, path_in, read_index
 from jaxscale.data_source import Source, to_sources
+from jaxscale.storage.durable import replace_file
 from jaxscale.storage.object_store import is_remote
 
-END = "<|endoftext|>"
 BOUNDARIES = (
     END,
     "<|end_of_text|>",
@@ -91,7 +89,7 @@ class Tokenizer:
     special: Mapping[str, int] = field(default_factory=dict)  # ids by name, never in text
     bos: int | None = None  # begins a text; None: the boundary does
     ends: tuple[int, ...] = ()  # besides the boundary, ids that end what a model generates
-    beside: Mapping[str, bytes] = field(default_factory=dict)  # the files of `BESIDE` there are
+    beside: Mapping[str, bytes] = field(default_factory=dict)  # files that go with its own
     template: ChatTemplate | None = None
     encode_chat: Callable[[str], Encoded] | None = None  # text with special tokens written out
 
@@ -139,6 +137,7 @@ def load_tokenizer(
     heldout: float = 0.0,
     seed: int = 0,
     training_bytes: int = TRAINING_BYTES,
+    keep: bool = False,
 ) -> Tokenizer:
     """Makes the tokenizer that `data.tokenizer` names.
 
@@ -146,10 +145,12 @@ def load_tokenizer(
       name: "bytes", a path to a tokenizer.json or a SentencePiece model, or "bpe:N" to train BPE
         with a vocabulary of N.
       source: `data.source`, which "bpe:N" is trained on; a prepared folder in it has its own.
-      directory: where "bpe:N" saves its tokenizer.json, and finds it later.
+      directory: where "bpe:N" finds the tokenizer.json that `save_tokenizer` wrote, if it was
+        trained on the same text with the same settings.
       heldout: `data.heldout`; documents held out are not trained on.
       seed: `data.seed`, for that split.
       training_bytes: text that "bpe:N" is trained on, about.
+      keep: takes what `directory` has, whatever it was trained on: that of a run which goes on.
 
     Raises:
       ValueError: an unknown name, a file that is no tokenizer, or one without a boundary token.
@@ -164,20 +165,27 @@ def load_tokenizer(
                 "(every byte and the end of a document)"
             )
         path = directory / "tokenizer.json" if directory else None
-        if path and path.is_file():
+        if keep and path and path.is_file():
             return _of_size(from_file(str(path), name), str(path), int(size))
-        made = _prepared(name, source) or _from_json(
-            _train(int(size), source, heldout, seed, training_bytes), "the trained tokenizer", name
-        )
-        if path:
-            _save(made, path)
-        return made
+        if found := _prepared(name, source):
+            return found
+        files = tuple(find_files(source))
+        return _trained(name, Training(int(size), files, heldout, seed, training_bytes), path)
     if not is_remote(name) and not pathlib.Path(name).is_file():
         raise ValueError(
             f"data.tokenizer = {name!r} is neither a file nor a name; it can be 'bytes', 'esm2', "
             "'bpe:4096' or another size, or the path of a tokenizer.json or a SentencePiece model"
         )
     return from_file(name, name)
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
+    """Writes the file of a tokenizer, and then those that go with it, where they are not yet."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, data in {tokenizer.file_name: tokenizer.file, **tokenizer.beside}.items():
+        path = directory / name
+        if not path.is_file() or path.read_bytes() != data:
+            replace_file(path, data)
 
 
 def from_file(path: str, name: str) -> Tokenizer:
@@ -310,45 +318,16 @@ def _of_size(tokenizer: Tokenizer, where: str, size: int) -> Tokenizer:
     return tokenizer
 
 
-def _save(tokenizer: Tokenizer, path: pathlib.Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"unfinished-tokenizer-{uuid.uuid4().hex[:8]}.json")
-    unfinished.write_bytes(tokenizer.file)
-    unfinished.replace(path)
-
-
-def _train(
-    size: int, source: Sequence[str | Source], heldout: float, seed: int, num_bytes: int
-) -> bytes:
-    """Byte-level byte-pair encoding of a sample of training documents; deterministic."""
-    start = time.perf_counter()
-    files = find_files(source)
-    sample = list(sample_documents(files, num_bytes, heldout=heldout, seed=seed))
-    num_bytes = sum(document.num_bytes for document in sample)
-    trained = tokenizers.Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    trained.train_from_iterator((document.text for document in sample), trainer)
-    if trained.get_vocab_size() < size:
-        raise ValueError(
-            f"data.tokenizer = 'bpe:{size}', but the training documents of data.source "
-            f"({num_bytes:,} bytes) yield only {trained.get_vocab_size()} tokens; set "
-            f"data.tokenizer = 'bpe:{trained.get_vocab_size()}' or give more text"
-        )
-    _log.info(
-        "tokenizer: BPE of %d tokens trained on %d documents (%.1f MB) in %.1f s",
-        size,
-        len(sample),
-        num_bytes / 1e6,
-        time.perf_counter() - start,
-    )
-    return trained.to_str(pretty=True).encode()
+def _trained(name: str, training: Training, path: pathlib.Path | None) -> Tokenizer:
+    """The tokenizer in a file, if it came of this training; else it is trained now."""
+    if path and path.is_file():
+        record = path.with_name(RECORD)
+        if record.is_file() and record.read_bytes() == training.record(path.read_bytes()):
+            return from_file(str(path), name)
+        _log.info("tokenizer: %s is not of this text and these settings; training one", path)
+    data = train(training)
+    tokenizer = _from_json(data, "the trained tokenizer", name)
+    return dataclasses.replace(tokenizer, beside={RECORD: training.record(data)})
 
 
 def _from_json(data: bytes, where: str, name: str) -> Tokenizer:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxscale.data.text.text_files import draw, find_files, hash_identity
+from jaxscale.data_source import Source
 
 
 def identities(*source):
@@ -73,6 +74,8 @@ def test_an_entry_without_files_is_named(tree, entry):
     with pytest.raises(ValueError, match=r"data.source: '.*matches no file") as error:
         find_files([str(tree), f"{tree}/{entry}"])
     assert entry in str(error.value)
+    with pytest.raises(ValueError, match=r"data.validation 'code': '.*matches no file"):
+        find_files([Source((entry,), name="code")])
 
 
 def test_an_empty_file_is_named(tree):

@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import dataclasses
+import errno
 import logging
 import os
+import pathlib
 import pickle
 
 import numpy as np
@@ -137,6 +139,37 @@ def test_a_writer_that_was_second_waits_for_what_the_first_makes(texts, tmp_path
         np.testing.assert_array_equal(corpus.tokens, expected)
         np.testing.assert_array_equal(second[0].result().tokens, expected)
     assert len(list((tmp_path / "run").glob("[!.]*"))) == 1
+
+
+def test_tokens_that_are_there_are_read_where_nothing_can_be_written(texts, tmp_path):
+    tokenizer, run = load_tokenizer("bytes"), tmp_path / "run"
+    made = open_corpus(source(texts), tokenizer, run)
+    (run / ".lock").unlink()
+    (run / ".lock").mkdir()  # cannot be opened, not even by root
+    assert open_corpus(source(texts), tokenizer, run).fingerprint == made.fingerprint
+    (texts / "0.txt").write_text("other")
+    with pytest.raises(IsADirectoryError):
+        open_corpus(source(texts), tokenizer, run)
+
+
+@pytest.mark.parametrize("name", ["exclusive", "pathlib.Path.mkdir"])
+def test_text_is_tokenised_in_memory_where_nothing_can_be_written(
+    texts, tmp_path, monkeypatch, caplog, name
+):
+    def refuse(path, *rest, **more):
+        if run in (path, path.parent):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        mkdir(path, *rest, **more)
+
+    mkdir = pathlib.Path.mkdir
+    tokenizer, run = load_tokenizer("bytes"), tmp_path / "run"
+    expected = open_corpus(source(texts), tokenizer)
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "jaxscale"):
+        patch.setattr(f"jaxscale.data.tokens.corpus.{name}", refuse)
+        found = open_corpus(source(texts), tokenizer, run)
+    assert found.fingerprint == expected.fingerprint
+    assert "run may only be read (Permission denied); tokenising in memory" in caplog.text
+    assert not list(run.glob("tokens-*"))
 
 
 def test_bytes_add_up_for_a_tokenizer_that_changes_text(texts, tmp_path):

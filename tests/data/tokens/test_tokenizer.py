@@ -20,7 +20,7 @@ from jaxscale.data.text.text_files import draw, find_files, hash_identity
 from jaxscale.data.tokens.corpus import open_corpus
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import plan
-from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
 TEXTS = st.lists(st.text(), max_size=4)
 
@@ -117,14 +117,47 @@ def test_documents_held_out_are_not_learnt_from(texts, tmp_path):
     assert load_tokenizer("bpe:280", (str(tmp_path),)).fingerprint != before.fingerprint
 
 
-def test_a_trained_tokenizer_is_kept_and_found(texts, byte_pairs, tmp_path):
+def test_a_trained_tokenizer_is_saved_and_found(texts, byte_pairs, tmp_path, monkeypatch):
     folder = tmp_path / "run"
-    assert load_tokenizer("bpe:290", (str(texts),), folder).fingerprint == byte_pairs.fingerprint
-    assert [path.name for path in folder.iterdir()] == ["tokenizer.json"]
-    assert load_tokenizer("bpe:290", ("gone",), folder).fingerprint == byte_pairs.fingerprint
+    save_tokenizer(load_tokenizer("bpe:290", (str(texts),), folder), folder)
+    assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "tokenizer_record.txt"}
     assert load_tokenizer(str(folder / "tokenizer.json")).fingerprint == byte_pairs.fingerprint
+    monkeypatch.setattr("jaxscale.data.tokens.tokenizer.train", None)  # needed no more
+    assert load_tokenizer("bpe:290", (str(texts),), folder).fingerprint == byte_pairs.fingerprint
+    # A run that goes on has this one, wherever its text is, and whether there is a record or not.
+    (folder / "tokenizer_record.txt").unlink()
+    kept = load_tokenizer("bpe:290", ("gone",), folder, keep=True)
+    assert kept.fingerprint == byte_pairs.fingerprint
     with pytest.raises(ValueError, match=r"'bpe:300', but .*tokenizer.json has 290 tokens"):
-        load_tokenizer("bpe:300", (str(texts),), folder)
+        load_tokenizer("bpe:300", (str(texts),), folder, keep=True)
+
+
+@pytest.mark.parametrize("change", ["text", "heldout", "training_bytes", "size", "file", "record"])
+def test_a_tokenizer_of_other_text_or_settings_is_not_taken(texts, tmp_path, caplog, change):
+    text, folder, size, settings = tmp_path / "a.txt", tmp_path / "run", 280, {}
+    text.write_text("some words of another text, " * 50)
+    save_tokenizer(load_tokenizer("bpe:280", (str(text), str(texts)), folder), folder)
+    match change:
+        case "text":
+            text.write_text("zyzzyva and abracadabra " * 50)
+        case "size":
+            size = 290
+        case "file":  # put there by somebody, or before a kill
+            (folder / "tokenizer.json").write_text("{}")
+        case "record":  # as a version from before it left the folder
+            (folder / "tokenizer_record.txt").unlink()
+        case _:
+            settings = {change: 0.3 if change == "heldout" else 400}
+    with caplog.at_level("INFO", "jaxscale"):
+        found = load_tokenizer(f"bpe:{size}", (str(text), str(texts)), folder, **settings)
+    assert "is not of this text and these settings; training one" in caplog.text
+    expected = load_tokenizer(f"bpe:{size}", (str(text), str(texts)), **settings)
+    assert found.fingerprint == expected.fingerprint
+    save_tokenizer(found, folder)
+    assert (folder / "tokenizer.json").read_bytes() == expected.file
+    caplog.clear()
+    load_tokenizer(f"bpe:{size}", (str(text), str(texts)), folder, **settings)
+    assert not caplog.text
 
 
 def test_too_little_text_says_how_many_tokens_it_yields(tmp_path):
@@ -263,13 +296,11 @@ def test_byte_pairs_of_a_prepared_folder_are_its_own(texts, byte_pairs, tmp_path
     files = find_files([str(texts)])
     prepare(plan(files, byte_pairs, tmp_path / "out"), byte_pairs)
     source = (str(tmp_path / "out"),)
+    other = load_tokenizer("bpe:290", (__file__,))
+    save_tokenizer(other, tmp_path / "run")  # of an earlier attempt
     own = load_tokenizer("bpe:290", source, tmp_path / "run")
-    assert own.fingerprint == byte_pairs.fingerprint
+    assert own.fingerprint == byte_pairs.fingerprint != other.fingerprint
     assert open_corpus(source, own).num_documents == 10
-    # A run that has begun needs the folder no more.
-    assert (
-        load_tokenizer("bpe:290", ("gone",), tmp_path / "run").fingerprint == byte_pairs.fingerprint
-    )
     with pytest.raises(ValueError, match=r"'bpe:300', but .*out was prepared with 'bpe:290'; set"):
         load_tokenizer("bpe:300", source)
 
