@@ -208,8 +208,8 @@ def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
     """String settings of a batch of layouts, and "pipelined": first without a pipeline, then with
     one."""
     pins, remats, offloads = query.pins, query.planned_model.remats, query.planned_model.offloads
-    if query.back_end == "cpu":
-        # It has no separate host memory.
+    if query.back_end == "cpu" or not query.cluster.chip.host_bytes_per_second:
+        # It has no separate host memory, or the rate of its link is not known.
         remats, offloads = [one for one in remats if not one.startswith("offload:")], ["none"]
     remats, offloads = _pinned(pins, "remat", remats), _pinned(pins, "offload", offloads)
     for remat, offload, accumulation, method in itertools.product(
@@ -342,6 +342,13 @@ def check_pins(query: Query) -> None:
         )
     if query.pins.get("remat") == AUTO:
         raise ValueError("--pin remat=auto: leave it out for the planner to choose")
+    offload, remat = (str(query.pins.get(name, "none")) for name in ("offload", "remat"))
+    moved = offload != "none" or remat.startswith("offload:")
+    if moved and not query.cluster.chip.host_bytes_per_second:
+        raise ValueError(
+            f"--pin offload={offload} remat={remat}: {query.cluster.name} has no rate of the link "
+            "to the host; give host_gb_per_second in the file of the device"
+        )
     # Partial recompute exists in pipelines only.
     some = parse_remat(query.pins.get("remat", "none")).kept_passes and {"pipeline": 2}
     query.planned_model.check_policies(Layout(**{**(some or {}), **query.pins}))

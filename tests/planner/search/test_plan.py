@@ -149,6 +149,9 @@ def test_what_is_asked_wrongly_is_refused():
     ):
         with pytest.raises(ValueError, match=said):
             plan_layouts(CONFIG, "a100-40", 8, pins=pins)
+    with pytest.raises(ValueError, match="no rate of the link to the host; give host_gb_per_sec"):
+        pins = {"offload": "optimizer"}
+        plan_layouts(CONFIG, "a100-40", 8, pins=pins, host_bytes_per_second=0.0)
     with pytest.raises(ValueError, match=r"not a whole number of sequences .* nearest is 4096, 2"):
         with_batch(CONFIG, 5000)
     assert with_batch(CONFIG, 4096).data.global_batch_size == 2
