@@ -27,7 +27,7 @@ from jaxscale.planner.report import html_report, tensor_grids, text_report, why_
 from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
 from jaxscale.planner.search.search import search_layouts
-from jaxscale.planner.search.space import Query, check_pins
+from jaxscale.planner.search.space import Query, check_pins, check_settings
 
 MOST_DEVICES = 2**20
 MOST_TOKENS = 2**40
@@ -90,18 +90,18 @@ def _check(options: argparse.Namespace) -> None:
     """Refuses what would only be read after the search, which may take minutes.
 
     Raises:
-      ValueError: a plan that will not be in the table, pins of no such form, or a file in a folder
-        that does not exist.
+      ValueError: a plan that will not be in the table, settings that no layout can have, or a file
+        in a folder that does not exist.
     """
     for name in options.compare:
         if not _is_rank(name):
-            parse_pins(split_pins(name))
+            check_settings(parse_pins(split_pins(name)), "--compare")
         elif not 1 <= int(name) <= options.top:
             raise ValueError(
                 f"--compare {name}: plans 1 to {options.top} are shown; raise --top for more"
             )
     if options.why_not:
-        parse_pins(split_pins(options.why_not))
+        check_settings(parse_pins(split_pins(options.why_not)), "--why_not")
     for name in ("write", "report", "json"):
         path = getattr(options, name)
         if path and not path.parent.is_dir():
@@ -255,7 +255,7 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
     """["tensor=8", "remat=full"] -> {"tensor": 8, "remat": "full"}.
 
     Raises:
-      ValueError: one is not of that form.
+      ValueError: one is not of that form, or two name the same field.
     """
     pins: dict[str, Any] = {}
     types = {field.name: field.type for field in dataclasses.fields(Layout)}
@@ -266,6 +266,8 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
             raise ValueError(
                 f"{text!r} is not KEY=VALUE, such as tensor=8, remat=full or overlap_experts=True"
             )
+        if name in pins:
+            raise ValueError(f"{text!r}: {name} is already {pins[name]}; give it once")
         pins[name] = int(value) if kind is int else value == "True" if kind is bool else value
     return pins
 
