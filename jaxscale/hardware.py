@@ -4,8 +4,10 @@ import contextlib
 import csv
 import functools
 import json
+import math
 import os
 import pathlib
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,16 +102,12 @@ def read_chips(path: str | pathlib.Path) -> tuple[Chip, ...]:
     Columns that are left out take the defaults of `Chip`.
 
     Raises:
-      ValueError: an unknown column or generation, or one of name, generation, bf16_tflops,
-        memory_gb and memory_gb_per_second is missing; names it.
+      ValueError: no such table; an unknown column or generation; one of name, generation,
+        bf16_tflops, memory_gb and memory_gb_per_second is missing; or a value is no figure of a
+        device. Names it.
     """
     path = pathlib.Path(path)
-    if path.suffix == ".json":
-        columns = json.loads(path.read_text())
-        rows = [{key: "" if value is None else str(value) for key, value in columns.items()}]
-    else:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
+    rows = _json_rows(path) if path.suffix == ".json" else _csv_rows(path)
     for row in rows:
         unknown = sorted(set(row) - {*_TEXTS, *_COUNTS, *_SCALES, "device_kinds", "pod_shape"})
         missing = [name for name in _NEEDED if not row.get(name)]
@@ -121,7 +119,29 @@ def read_chips(path: str | pathlib.Path) -> tuple[Chip, ...]:
                 f"{path}: generation {row['generation']!r} is not known; give that of the nearest "
                 f"relative, one of {', '.join(GENERATIONS)}"
             )
-    return tuple(_chip(row) for row in rows)
+    try:
+        return tuple(_chip(row) for row in rows)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _csv_rows(path: pathlib.Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for number, row in enumerate(rows, 1):
+        if None in row:  # where the reader puts cells that have no column
+            raise ValueError(f"{path}: row {number} has more cells than the header has columns")
+    return rows
+
+
+def _json_rows(path: pathlib.Path) -> list[dict[str, str]]:
+    try:
+        columns = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(columns, dict):
+        raise ValueError(f"{path} has to be one JSON object of columns: {{'name': ...}}")
+    return [{key: "" if value is None else str(value) for key, value in columns.items()}]
 
 
 _NEEDED = ("name", "generation", "bf16_tflops", "memory_gb", "memory_gb_per_second")
@@ -147,20 +167,47 @@ _SCALES = {  # column -> field, and its unit
     "system_w": ("system_watts", 1.0),
     "usd_per_hour": ("usd_per_hour", 1.0),
 }
+_FRACTIONS = ("matmul_fraction", "memory_fraction")
+_ABOVE_ZERO = (*_NEEDED, *_FRACTIONS, "package_devices", "node_devices")
+"""What every device has: of other columns 0 is what it does not have."""
 
 
 def _chip(row: dict[str, str]) -> Chip:
     given = {name: text for name, text in row.items() if text}
     fields: dict[str, Any] = {name: given.get(name, default) for name, default in _TEXTS.items()}
-    fields |= {name: int(given[name]) for name in _COUNTS if name in given}
+    fields |= {name: _figure(name, given[name], int) for name in _COUNTS if name in given}
     for name, (field, unit) in _SCALES.items():
         if name in given:
-            fields[field] = float(given[name]) * unit
+            fields[field] = _figure(name, given[name], float) * unit
     fields["year"] = fields.get("year", 0)
     fields["node_mesh"] = bool(fields.get("node_mesh"))
-    fields["device_kinds"] = tuple(filter(None, row.get("device_kinds", "").split("|")))
-    fields["pod_shape"] = tuple(map(int, filter(None, row.get("pod_shape", "").split("x"))))
+    fields["device_kinds"] = tuple(filter(None, given.get("device_kinds", "").split("|")))
+    pod = given.get("pod_shape", "")
+    if pod and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", pod, re.ASCII):
+        raise ValueError(f"pod_shape = {pod!r} is not the sides of a torus, such as 16x16x16")
+    fields["pod_shape"] = tuple(map(int, filter(None, pod.split("x"))))
     return Chip(**fields)
+
+
+def _figure(name: str, text: str, kind: type) -> Any:
+    """The number in a column.
+
+    Raises:
+      ValueError: it is none, or no device has it.
+    """
+    try:
+        number = kind(text)
+    except ValueError:
+        number = math.nan
+    most = 1 if name in _FRACTIONS else math.inf
+    enough = number > 0 if name in _ABOVE_ZERO else number >= 0
+    if not (enough and number <= most and math.isfinite(number)):
+        what = "whole number" if kind is int else "number"
+        least = "above 0" if name in _ABOVE_ZERO else "of at least 0"
+        raise ValueError(
+            f"{name} = {text!r} is not a {what} {least}" + (" and at most 1" if most == 1 else "")
+        )
+    return number
 
 
 def find_chip(device_kind: str) -> Chip | None:

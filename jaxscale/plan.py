@@ -20,14 +20,15 @@ from jaxscale import command_line
 from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.formatting import gigabytes, table
-from jaxscale.layout import Layout
+from jaxscale.layout import AUTO, Layout
+from jaxscale.planner.cost.cluster import Cluster, make_cluster
 from jaxscale.planner.cost.tensor_volumes import step_volumes
 from jaxscale.planner.plan_layouts import plan_layouts
 from jaxscale.planner.report import html_report, tensor_grids, text_report, why_not
 from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
 from jaxscale.planner.search.search import search_layouts
-from jaxscale.planner.search.space import Query, check_pins
+from jaxscale.planner.search.space import check_pins, check_settings
 
 MOST_DEVICES = 2**20
 MOST_TOKENS = 2**40
@@ -37,8 +38,11 @@ divisors of an arbitrary number can take forever to find."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the status of the process."""
-    options, overrides = command_line.parse(_parser(), sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    options, overrides = command_line.parse(_parser(), words)
     with command_line.refusals():
+        heads = {word.partition("=")[0].partition(".")[0] for word in words}
+        _check_read([name for name in vars(options) if f"--{name}" in heads], overrides)
         _check(options)
         if options.validate:
             return _validate(options)
@@ -47,9 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("hardware", "devices"):
             if getattr(options, name) is None:
                 raise ValueError(f"--{name} is missing; see --help for an example")
-        pins = parse_pins(options.pin)
+        model, pins = _model(options, overrides), parse_pins(options.pin)
+        topology = _topology(options) if options.prove else ""
         answer = plan_layouts(
-            _model(options, overrides),
+            model,
             options.hardware,
             options.devices,
             pins=pins,
@@ -80,28 +85,78 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\nwrote {options.report}")
     numbers = as_json(answer)
     if options.prove:
-        numbers["proved"] = _prove(answer, options.prove, options.topology)
+        numbers["proved"] = _prove(answer, options.prove, topology)
     if options.json:
         options.json.write_text(json.dumps(numbers, indent=2) + "\n")
+    if options.prove and not any(one["compiled_bytes"] for one in numbers["proved"]):
+        return 1
     return 0
+
+
+READ = {
+    "validate": ("json",),
+    "measure": ("config", "pin", "trials", "storage", "trial_seconds", "json"),
+}
+"""Flags that rank nothing, and those that are read with them."""
+
+READ_WITH = {
+    "trials": "measure",
+    "storage": "measure",
+    "trial_seconds": "measure",
+    "topology": "prove",
+}
+"""Flags that are read with another one only."""
+
+
+def _check_read(given: Sequence[str], overrides: Sequence[str]) -> None:
+    """Refuses what nothing would read.
+
+    Args:
+      given: the flags on the command line.
+
+    Raises:
+      ValueError: names the flag, and what to give instead.
+    """
+    for name in given:
+        for alone, read in READ.items():
+            if alone in given and name not in (alone, *read):
+                raise ValueError(f"--{name} is not read with --{alone}; leave one of them out")
+        if name in READ_WITH and READ_WITH[name] not in given:
+            raise ValueError(
+                f"--{name} is read with --{READ_WITH[name]}; add that, or leave it out"
+            )
+    for override in overrides:
+        name, _, value = override.partition("=")
+        # A search by measuring starts from the config's own layout.
+        if name.partition(".")[0] == "layout" and "measure" not in given:
+            key = name.partition(".")[2]
+            instead = f"use --pin {key}={value}" if key and value != AUTO else "leave it out"
+            raise ValueError(
+                f"--config.{override}: the layout of a config is not read here, the planner "
+                f"chooses it; {instead}"
+            )
 
 
 def _check(options: argparse.Namespace) -> None:
     """Refuses what would only be read after the search, which may take minutes.
 
     Raises:
-      ValueError: a plan that will not be in the table, pins of no such form, or a file in a folder
-        that does not exist.
+      ValueError: a plan that will not be in the table, settings that no layout can have, or a file
+        in a folder that does not exist.
     """
     for name in options.compare:
         if not _is_rank(name):
-            parse_pins(split_pins(name))
+            check_settings(parse_pins(split_pins(name)), "--compare")
         elif not 1 <= int(name) <= options.top:
             raise ValueError(
                 f"--compare {name}: plans 1 to {options.top} are shown; raise --top for more"
             )
+    if options.prove > options.top:
+        raise ValueError(
+            f"--prove {options.prove}: plans 1 to {options.top} are shown; raise --top for more"
+        )
     if options.why_not:
-        parse_pins(split_pins(options.why_not))
+        check_settings(parse_pins(split_pins(options.why_not)), "--why_not")
     for name in ("write", "report", "json"):
         path = getattr(options, name)
         if path and not path.parent.is_dir():
@@ -131,6 +186,29 @@ def _model(options: argparse.Namespace, overrides: Sequence[str]) -> Config | st
                 "or give --config FILE"
             )
     return options.model
+
+
+def _topology(options: argparse.Namespace) -> str:
+    """The topology to compile for.
+
+    Raises:
+      ValueError: it is not known, there is none for the hardware, or it has not as many devices as
+        the plans.
+    """
+    from jaxscale.compiled import topology  # noqa: PLC0415  JAX, for those who ask for it.
+
+    name = options.topology or topology_name(make_cluster(options.hardware, options.devices))
+    topology.leave_hardware_alone()
+    try:
+        found = len(topology.open_topology(name).devices)
+    except ModuleNotFoundError as error:
+        command_line.refuse(str(error))
+    if found != options.devices:
+        raise ValueError(
+            f"--topology {name} has {found} devices, and the plans are for --devices "
+            f"{options.devices}; give a topology of as many"
+        )
+    return name
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -255,7 +333,7 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
     """["tensor=8", "remat=full"] -> {"tensor": 8, "remat": "full"}.
 
     Raises:
-      ValueError: one is not of that form.
+      ValueError: one is not of that form, or two name the same field.
     """
     pins: dict[str, Any] = {}
     types = {field.name: field.type for field in dataclasses.fields(Layout)}
@@ -266,6 +344,8 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
             raise ValueError(
                 f"{text!r} is not KEY=VALUE, such as tensor=8, remat=full or overlap_experts=True"
             )
+        if name in pins:
+            raise ValueError(f"{text!r}: {name} is already {pins[name]}; give it once")
         pins[name] = int(value) if kind is int else value == "True" if kind is bool else value
     return pins
 
@@ -371,19 +451,14 @@ def _tensor_bytes(one: Plan) -> dict[str, float]:
 
 def _prove(answer: RankedPlans, count: int, name: str) -> list[dict[str, Any]]:
     """Compiles the best plans for hardware that is absent, and compares their memory."""
-    from jaxscale.compiled import compile_ahead, topology  # noqa: PLC0415  JAX, for those who ask for it.
+    from jaxscale.compiled import compile_ahead  # noqa: PLC0415  JAX, for those who ask for it.
 
-    with command_line.refusals():
-        name = name or topology_name(answer.query)
-    topology.leave_hardware_alone()
     rows = [("", "predicted", "compiled", "error", "verdict")]
     proved = []
     for number, one in enumerate(answer.plans[:count], 1):
         print(f"compiling plan {number} for {name}", flush=True)
         try:
             compiled = compile_ahead.compile_for(one.config, name)
-        except ModuleNotFoundError as error:
-            command_line.refuse(str(error))
         except ValueError as error:
             # Such as offloading: the compiler for absent GPUs has no host memory space.
             rows.append((str(number), gigabytes(one.memory_bytes), "-", "-", str(error)))
@@ -415,11 +490,13 @@ def _prove(answer: RankedPlans, count: int, name: str) -> list[dict[str, Any]]:
                 "fits": compiled.fits,
             }
         )
-    print(f"\nProved by compiling for {name}\n{table(rows)}")
+    compiles = any(one["compiled_bytes"] for one in proved)
+    heading = "Proved by compiling for" if compiles else "None of these could be compiled for"
+    print(f"\n{heading} {name}\n{table(rows)}")
     return proved
 
 
-def topology_name(query: Query) -> str:
+def topology_name(cluster: Cluster) -> str:
     """The topology to compile for on a cluster.
 
     Raises:
@@ -427,7 +504,7 @@ def topology_name(query: Query) -> str:
     """
     from jaxscale.compiled.topology import topology_kinds  # noqa: PLC0415
 
-    cluster, known = query.cluster, topology_kinds()
+    known = topology_kinds()
     plain = cluster.name.lower().removeprefix("tpu").removesuffix("-sxm")
     if plain not in known:
         raise ValueError(
@@ -436,8 +513,9 @@ def topology_name(query: Query) -> str:
         )
     if cluster.torus:
         return f"{plain}:{'x'.join(map(str, cluster.torus))}"
-    per_node = min(cluster.num_devices, 8)
-    return f"{plain}:{cluster.num_devices // per_node}x{per_node}"
+    devices = cluster.num_devices
+    per_node = devices if devices < 8 else math.gcd(devices, 8)
+    return f"{plain}:{devices // per_node}x{per_node}"
 
 
 def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:

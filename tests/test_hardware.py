@@ -139,6 +139,46 @@ def test_every_column_is_read_in_its_unit(tmp_path, suffix):
     assert set(EVERY_COLUMN) == set(TABLE.read_text().splitlines()[0].split(","))
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("bf16_tflops", "-989", "'-989' is not a number above 0"),
+        ("memory_gb", "0", "'0' is not a number above 0"),
+        ("memory_gb_per_second", "inf", "'inf' is not a number above 0"),
+        ("network_gb_per_second", "nan", "'nan' is not a number of at least 0"),
+        ("fp8_tflops", "fast", "'fast' is not a number of at least 0"),
+        ("cores", "1.5", "'1.5' is not a whole number of at least 0"),
+        ("node_devices", "0", "'0' is not a whole number above 0"),
+        ("matmul_fraction", "80", "'80' is not a number above 0 and at most 1"),
+        ("pod_shape", "16x-16", "'16x-16' is not the sides of a torus"),
+    ],
+)
+def test_what_is_no_figure_of_a_device_is_refused(tmp_path, column, value, said):
+    path = tmp_path / "chip.json"
+    path.write_text(json.dumps(EVERY_COLUMN | {column: value}))
+    with pytest.raises(ValueError, match=f"chip.json: {column} = {said}"):
+        hardware.read_chips(path)
+    path.write_text(json.dumps(EVERY_COLUMN | {"cores": 0, "fp4_tflops": None}))
+    (chip,) = hardware.read_chips(path)
+    assert chip.cores == chip.fp4_flops_per_second == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", "{", "a.json is not JSON: "),
+        ("a.json", "[]", "a.json has to be one JSON object"),
+        ("a.csv", "name,vendor\nX,Y,3\n", "a.csv: row 1 has more cells than the header"),
+        ("a.csv", "name,vendor\nX\n", "a.csv: no 'generation'"),
+    ],
+)
+def test_what_is_no_table_is_refused(tmp_path, name, text, said):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        hardware.read_chips(path)
+
+
 def test_a_device_kind_belongs_to_one_chip():
     kinds = [kind for chip in hardware.chips() for kind in chip.device_kinds]
     assert len(kinds) == len(set(kinds))

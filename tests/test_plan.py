@@ -5,12 +5,14 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
 from jaxscale.layout import Layout
-from jaxscale.plan import main, parse_bytes, parse_pins, parse_tokens, split_pins
+from jaxscale.plan import main, parse_bytes, parse_pins, parse_tokens, split_pins, topology_name
 from jaxscale.planner import plan_layouts
+from jaxscale.planner.cost.cluster import make_cluster
 
 ROOT = pathlib.Path(__file__).parent.parent
 SMALL = ["--hardware", "h100-sxm", "--devices", "16"]
@@ -23,6 +25,10 @@ COMMAND = [
     "remat=full",
     "offload=none",
 ]
+
+
+def fake_topology(name):
+    return types.SimpleNamespace(devices=range(16))
 
 
 def test_the_command_ranks_and_writes(tmp_path, capsys):
@@ -83,6 +89,23 @@ def test_the_command_ranks_and_writes(tmp_path, capsys):
         (["--compare", "1", "0"], "--compare 0: plans 1 to 1 are shown"),
         (["--compare", "1", "tensor"], "'tensor' is not KEY=VALUE"),
         (["--why_not", "tensor"], "'tensor' is not KEY=VALUE"),
+        (["--why_not", "tensr=3"], "--why_not tensr is not a field of a layout"),
+        (["--why_not", "remat=ful"], "did you mean 'full'"),
+        (["--why_not", "schedule=dualpipe"], "--why_not schedule=dualpipe: the planner ranks"),
+        (["--why_not", "tensor=4,tensor=2"], "'tensor=2': tensor is already 4; give it once"),
+        (["--pin", "remat=none"], "'remat=none': remat is already full; give it once"),
+        (["--compare", "1", "zero_stage=7"], "layout.zero_stage = 7; it can be"),
+        (["--trials", "3"], "--trials is read with --measure; add that"),
+        (["--storage=a.db"], "--storage is read with --measure"),
+        (["--topology", "h100:2x8"], "--topology is read with --prove"),
+        (["--measure"], "--hardware is not read with --measure"),
+        (["--validate=runs.csv"], "--config is not read with --validate"),
+        (["--config.layout.tensor=4"], "the planner chooses it; use --pin tensor=4"),
+        (["--config.layout=auto"], "the planner chooses it; leave it out"),
+        (["--prove", "2"], "--prove 2: plans 1 to 1 are shown; raise --top for more"),
+        (["--prove", "1", "--topology", "foo:1x4"], "topology 'foo:1x4' is not known"),
+        (["--prove", "1", "--devices", "8"], "--topology h100:1x8 has 16 devices, and the plans"),
+        (["--prove", "1", "--hardware", "mi300x"], "there is no compiler target for MI300X"),
         (["--report", "nowhere/plan.html"], "--report nowhere/plan.html: there is no folder"),
         (["--max_memory", "0GB"], "--max_memory '0GB' is not a size such as 70GB"),
         (["--batch_tokens", "0"], "--batch_tokens '0' is not a number such as 4M"),
@@ -92,6 +115,9 @@ def test_the_command_ranks_and_writes(tmp_path, capsys):
 def test_refusals(words, said, capsys, monkeypatch):
     """All of them before any layout is looked at."""
     monkeypatch.setattr(plan_layouts, "search_layouts", None)
+    monkeypatch.setattr("jaxscale.compiled.topology.leave_hardware_alone", lambda: None)
+    if "foo:1x4" not in words:
+        monkeypatch.setattr("jaxscale.compiled.topology.open_topology", fake_topology)
     with pytest.raises(SystemExit):
         main([*COMMAND, "--top", "1", *words])
     assert said in capsys.readouterr().err
@@ -238,9 +264,31 @@ def test_proving_compares_predicted_with_compiled(monkeypatch, capsys, tmp_path)
 
     monkeypatch.setattr("jaxscale.compiled.compile_ahead.compile_for", compile_for)
     monkeypatch.setattr("jaxscale.compiled.topology.leave_hardware_alone", lambda: None)
+    monkeypatch.setattr("jaxscale.compiled.topology.open_topology", fake_topology)
     numbers = tmp_path / "plan.json"
-    main([*COMMAND, "--top", "2", "--prove", "2", "--json", str(numbers)])
+    assert main([*COMMAND, "--top", "2", "--prove", "2", "--json", str(numbers)]) == 0
     proved = json.loads(numbers.read_text())["proved"]
     assert [one["compiled_bytes"] for one in proved] == [Compiled.peak_bytes] * 2
     assert [name for _, name in asked] == ["h100:2x8"] * 2
     assert "Proved by compiling for h100:2x8" in capsys.readouterr().out
+
+
+def test_proving_nothing_is_a_failure(monkeypatch, capsys):
+    def compile_for(config, name):
+        raise ValueError("no host memory space")
+
+    monkeypatch.setattr("jaxscale.compiled.compile_ahead.compile_for", compile_for)
+    monkeypatch.setattr("jaxscale.compiled.topology.leave_hardware_alone", lambda: None)
+    monkeypatch.setattr("jaxscale.compiled.topology.open_topology", fake_topology)
+    assert main([*COMMAND, "--top", "1", "--prove", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "None of these could be compiled for h100:2x8" in printed
+    assert "no host memory space" in printed
+
+
+@pytest.mark.parametrize(
+    ("hardware", "devices", "name"),
+    [("h100", 4, "h100:1x4"), ("h200", 12, "h200:3x4"), ("v5p", 16, "v5p:2x2x4")],
+)
+def test_the_topology_has_as_many_devices_as_the_plans(hardware, devices, name):
+    assert topology_name(make_cluster(hardware, devices)) == name

@@ -49,7 +49,7 @@ def search_summary(
     parts = [f"{len(trials)} trials on {devices.devices} x {devices.kind}: {came}"]
     best = ranked(trials)
     if not best:
-        return "\n\n".join([*parts, "no layout could be measured; see the messages above"])
+        return "\n\n".join([*parts, f"no layout could be measured; {_advice(trials)}"])
     first = next(trial for trial in trials if trial.measured)
     shown = best[:SHOWN] + ([first] if first not in best[:SHOWN] else [])
     rows = [("rank", "s/step", "memory", "trial", "layout")]
@@ -71,6 +71,13 @@ def search_summary(
         )
     parts.append(f"flags of the fastest layout:\n  {layout_flags(best[0].layout)}")
     return "\n\n".join(parts)
+
+
+def _advice(trials: Sequence[Trial]) -> str:
+    """What to do where nothing was measured."""
+    if all(trial.outcome == "timed out" for trial in trials):
+        return "all timed out: raise --trial_seconds, and name another file in --storage"
+    return "see the messages above"
 
 
 def ranked(trials: Sequence[Trial]) -> list[Trial]:

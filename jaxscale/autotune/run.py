@@ -22,7 +22,7 @@ PLANNED = 6
 
 def measure(options: argparse.Namespace, config: Config, pins: Mapping[str, Any]) -> int:
     """The command, with `--trials`, `--storage`, `--trial_seconds` and `--json`; returns the status
-    of the process.
+    of the process, 1 where no layout could be measured.
 
     Raises:
       ValueError: no devices, no layouts, or a storage file of another search.
@@ -57,7 +57,7 @@ def measure(options: argparse.Namespace, config: Config, pins: Mapping[str, Any]
     log.info(f"\nwrote {picture}; a larger --trials continues the search")
     if options.json:
         options.json.write_text(json.dumps(results.search_json(trials, shares), indent=2) + "\n")
-    return 0
+    return 0 if results.ranked(trials) else 1
 
 
 def config_layout(config: Config, devices: search.Devices) -> list[Layout]:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import DatabaseError
 
 from jaxscale import config as configs
 from jaxscale.autotune.search_space import (
@@ -115,7 +116,7 @@ def search_by_measuring(
       program: the command of a trial.
 
     Raises:
-      ValueError: the file holds trials of another config, or on other devices.
+      ValueError: the file holds trials of another config, or on other devices, or no trials.
     """
     study = open_study(config, devices, storage, first, pins, seed)
     done = finished(study)
@@ -167,7 +168,7 @@ def open_study(
     """The study in a file, ready to ask; interrupted trials are enqueued again.
 
     Raises:
-      ValueError: it is a study of something else.
+      ValueError: it is a study of something else, or no database.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage.parent.mkdir(parents=True, exist_ok=True)
@@ -179,11 +180,17 @@ def open_study(
             f"no layout on {devices.devices} devices fits data.global_batch_size = "
             f"{config.data.global_batch_size}, this model and {pins or 'no pins'}; change one"
         )
-    study = optuna.create_study(
-        study_name="layouts",
-        storage=f"sqlite:///{storage}",
-        load_if_exists=True,
-    )
+    try:
+        study = optuna.create_study(
+            study_name="layouts",
+            storage=f"sqlite:///{storage}",
+            load_if_exists=True,
+        )
+    except DatabaseError as error:
+        raise ValueError(
+            f"{storage} cannot be a database of trials ({error.orig}); name another file in "
+            "--storage"
+        ) from error
     subject = {"config": _digest(config), "pins": pins or {}, **dataclasses.asdict(devices)}
     if "subject" not in study.user_attrs:
         _fill(study, [candidate_of(layout) for layout in first], pool)

@@ -37,7 +37,9 @@ def test_the_summary_ranks_and_counts():
     assert "tensor  70%" in text
     assert text.endswith(results.layout_flags(PIPED))
     nothing = results.search_summary(TRIALS[1:2], {}, EIGHT)
-    assert "no layout could be measured" in nothing
+    assert "no layout could be measured; see the messages above" in nothing
+    late = results.search_summary([Trial(0, WIDE, "timed out", "not finished")], {}, EIGHT)
+    assert "all timed out: raise --trial_seconds" in late
 
 
 def test_the_picture(tmp_path):

@@ -69,6 +69,17 @@ def test_the_config_first_then_the_planners_best_then_what_the_search_proposes(
     assert more["trials"][:14] == numbers["trials"]
 
 
+def test_measuring_nothing_is_a_failure(tmp_path, monkeypatch, capsys):
+    def run(program, request, limit_seconds):
+        return ("timed out", {"message": "late"}) if request else ("measured", DEVICES)
+
+    monkeypatch.setattr(search, "_run", run)
+    storage = tmp_path / "layouts.db"
+    words = ["--config", "configs/tiny.py", "--measure", "--trials", "2", f"--storage={storage}"]
+    assert plan.main(words) == 1
+    assert "all timed out: raise --trial_seconds" in capsys.readouterr().out
+
+
 def test_pins_hold(formula, tmp_path):
     numbers, _ = measured(tmp_path, "--trials", "9", "--pin", "remat=full", "pipeline=1")
     layouts = [trial["layout"] for trial in numbers["trials"]]

@@ -110,6 +110,14 @@ def test_a_file_of_something_else_is_refused(found):
         search.search_by_measuring(CONFIG, fewer, trials=1, storage=storage, program=FAKE)
 
 
+def test_a_file_that_is_no_database_is_refused(tmp_path):
+    storage = tmp_path / "hw.csv"
+    storage.write_text("name,generation\n" * 100)
+    with pytest.raises(ValueError, match=r"hw\.csv cannot be a database of trials \(file is not"):
+        search.open_study(CONFIG, EIGHT, storage)
+    assert storage.read_text().startswith("name,generation")
+
+
 def test_a_trial_that_takes_too_long_is_ended(tmp_path):
     (trial,) = search.search_by_measuring(
         CONFIG, EIGHT, trials=1, storage=tmp_path / "a.db", limit_seconds=0.5, program=(*FAKE, "60")

@@ -85,7 +85,8 @@ def make_cluster(name: str, num_devices: int, **overrides: Any) -> Cluster:
         for a pod slice.
 
     Raises:
-      ValueError: an unknown device (the nearest is named) or field, or a slice that does not fit.
+      ValueError: an unknown device (the nearest is named) or field, a slice that does not fit, or
+        links whose rate is not known.
     """
     if num_devices < 1:
         raise ValueError(f"{num_devices} devices; a cluster has at least 1")
@@ -197,4 +198,10 @@ def _tiers(chip: Chip, torus: tuple[int, ...]) -> tuple[Tier, ...]:
         )
     rate = NETWORK_OVER_NOMINAL * chip.network_bytes_per_second
     tiers.append(Tier("network", math.inf, rate, chip.network_latency_seconds))
+    for tier in tiers:
+        if not tier.bytes_per_second > 0:
+            raise ValueError(
+                f"{chip.name} has no rate of the links of a {tier.name}; give "
+                f"{tier.name}_gb_per_second in the file of the device"
+            )
     return tuple(tiers)

@@ -24,7 +24,8 @@ def explain_why_not(answer: RankedPlans, pins: dict[str, Any]) -> str:
     try:
         check_pins(query)
     except ValueError as error:
-        return f"why not {asked}: {str(error).removeprefix('--pin ')}"
+        said = str(error).removeprefix("--pin ").removeprefix(f"{asked}: ")
+        return f"why not {asked}: {said}"
     found = search_layouts(query, 1)
     if found.layouts:
         one = predict_plan(query, found.layouts[0])

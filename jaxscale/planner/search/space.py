@@ -208,8 +208,8 @@ def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
     """String settings of a batch of layouts, and "pipelined": first without a pipeline, then with
     one."""
     pins, remats, offloads = query.pins, query.planned_model.remats, query.planned_model.offloads
-    if query.back_end == "cpu":
-        # It has no separate host memory.
+    if query.back_end == "cpu" or not query.cluster.chip.host_bytes_per_second:
+        # It has no separate host memory, or the rate of its link is not known.
         remats, offloads = [one for one in remats if not one.startswith("offload:")], ["none"]
     remats, offloads = _pinned(pins, "remat", remats), _pinned(pins, "offload", offloads)
     for remat, offload, accumulation, method in itertools.product(
@@ -316,35 +316,62 @@ def _runnable(
     return layouts.take(good) if good.any() else None
 
 
+def check_settings(pins: Mapping[str, Any], flag: str) -> None:
+    """Refuses what no model and no cluster can have.
+
+    Args:
+      flag: where the settings were given, as "--pin".
+
+    Raises:
+      ValueError: a setting names no field of a layout (the nearest is named), or has a value that
+        it cannot have.
+    """
+    known = [field.name for field in dataclasses.fields(Layout)]
+    for name, value in pins.items():
+        if name not in known:
+            raise ValueError(
+                f"{flag} {name} is not a field of a layout; there are {', '.join(known)}"
+                f"{did_you_mean(name, known)}"
+            )
+        Layout(**_beside(name, value), **{name: value})
+    schedule = pins.get("schedule", Layout.schedule)
+    name = parse_schedule(schedule).name
+    if not (find_schedule(name).runs if is_foreign(name) else name in RUNNABLE):
+        raise ValueError(
+            f"{flag} schedule={schedule}: the planner ranks the schedules that this version runs: "
+            f"{', '.join(RUNNABLE)}, and schedules of your own as module:RECORD"
+        )
+    if pins.get("virtual_stages") == 0:
+        raise ValueError(
+            f"{flag} virtual_stages=0: at least 1; leave it out for the planner to choose"
+        )
+    if pins.get("remat") == AUTO:
+        raise ValueError(f"{flag} remat=auto: leave it out for the planner to choose")
+
+
+def _beside(name: str, value: Any) -> dict[str, Any]:
+    """Sizes without which a layout cannot have a setting that it can have otherwise."""
+    if name == "remat" and parse_remat(value).kept_passes:
+        return {"pipeline": 2}  # partial recompute exists in pipelines only
+    return {"tensor": max(1, value)} if name == "tensor_rows" else {}
+
+
 def check_pins(query: Query) -> None:
     """Refuses pins that name no field of a layout, are no value of it, or fit no number of devices.
 
     Raises:
       ValueError: names the nearest.
     """
-    known = [field.name for field in dataclasses.fields(Layout)]
-    for name in query.pins:
-        if name not in known:
-            raise ValueError(
-                f"--pin {name} is not a field of a layout; there are {', '.join(known)}"
-                f"{did_you_mean(name, known)}"
-            )
-    schedule = query.pins.get("schedule", Layout.schedule)
-    name = parse_schedule(schedule).name
-    if not (find_schedule(name).runs if is_foreign(name) else name in RUNNABLE):
+    check_settings(query.pins, "--pin")
+    offload, remat = (str(query.pins.get(name, "none")) for name in ("offload", "remat"))
+    moved = offload != "none" or remat.startswith("offload:")
+    if moved and not query.cluster.chip.host_bytes_per_second:
         raise ValueError(
-            f"--pin schedule={schedule}: the planner ranks the schedules that this version runs: "
-            f"{', '.join(RUNNABLE)}, and schedules of your own as module:RECORD"
+            f"--pin offload={offload} remat={remat}: {query.cluster.name} has no rate of the link "
+            "to the host; give host_gb_per_second in the file of the device"
         )
-    if query.pins.get("virtual_stages") == 0:
-        raise ValueError(
-            "--pin virtual_stages=0: at least 1; leave it out for the planner to choose"
-        )
-    if query.pins.get("remat") == AUTO:
-        raise ValueError("--pin remat=auto: leave it out for the planner to choose")
-    # Partial recompute exists in pipelines only.
-    some = parse_remat(query.pins.get("remat", "none")).kept_passes and {"pipeline": 2}
-    query.planned_model.check_policies(Layout(**{**(some or {}), **query.pins}))
+    beside = (_beside(name, value) for name, value in query.pins.items())
+    query.planned_model.check_policies(Layout(**collections.ChainMap(dict(query.pins), *beside)))
     experts = query.shape.experts
     if next(iter(mesh_shapes(query.cluster.num_devices, query.pins, experts)), None) is None:
         sizes = " x ".join(

@@ -30,6 +30,11 @@ def test_an_unknown_device_names_the_nearest_and_all():
         make_cluster("h101", 8)
 
 
+def test_links_of_unknown_rate_are_refused():
+    with pytest.raises(ValueError, match="no rate of the links of a network; give network_gb_per"):
+        make_cluster("h100", 1, network_bytes_per_second=0.0)
+
+
 def test_what_a_cluster_cannot_change_is_refused():
     with pytest.raises(ValueError, match="'networks' cannot be overridden"):
         make_cluster("h100", 8, networks=3)

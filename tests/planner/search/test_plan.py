@@ -132,6 +132,8 @@ def test_why_not_of_settings():
     said = why_not.explain_why_not(found, {"tensors": 2})
     assert "tensors is not a field of a layout" in said
     assert "--pin" not in said
+    said = why_not.explain_why_not(found, {"schedule": "dualpipe"})
+    assert said.startswith("why not schedule=dualpipe: the planner ranks the schedules")
 
 
 def test_nothing_fits_is_explained():
@@ -149,6 +151,9 @@ def test_what_is_asked_wrongly_is_refused():
     ):
         with pytest.raises(ValueError, match=said):
             plan_layouts(CONFIG, "a100-40", 8, pins=pins)
+    asked = {"pins": {"offload": "optimizer"}, "host_bytes_per_second": 0.0}
+    with pytest.raises(ValueError, match="no rate of the link to the host; give host_gb_per_sec"):
+        plan_layouts(CONFIG, "a100-40", 8, **asked)
     with pytest.raises(ValueError, match=r"not a whole number of sequences .* nearest is 4096, 2"):
         with_batch(CONFIG, 5000)
     assert with_batch(CONFIG, 4096).data.global_batch_size == 2
