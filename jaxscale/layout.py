@@ -93,7 +93,7 @@ class Layout:
     microbatches: int = 1  # a step; their gradients are summed
     accumulation: str = "sequential"
     schedule: str = "1f1b"  # read only when pipeline > 1
-    virtual_stages: int = 0  # chunks of a pipeline rank; 0 takes the fewest that the schedule can have
+    virtual_stages: int = 0  # chunks of a pipeline rank; 0: as few as the schedule can have
     sequence_chunks: int = 1
     pipeline_gather: str = "chunk"  # what a rank gathers at a time; read only when pipeline > 1
     context_method: str = "ring"  # read only when context > 1
