@@ -143,7 +143,14 @@ def refusals() -> Iterator[None]:
     except BrokenPipeError:  # of stdout: no error of the user's
         raise
     except (ValueError, OSError) as error:
-        refuse(str(error), getattr(error, "exit_status", 2))
+        refuse(_sentence(error), getattr(error, "exit_status", 2))
+
+
+def _sentence(error: Exception) -> str:
+    """What an error says: of the operating system's, the file and what is wrong with it."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
+    return str(error)
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

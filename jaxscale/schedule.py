@@ -39,6 +39,9 @@ def main(argv: Sequence[str]) -> None:
     """The command: prints the schedule, and writes the files that were asked for."""
     args, _ = command_line.parse(_parser(), argv)
     with command_line.refusals():
+        name, fused, _ = args.name.partition(":fused")
+        if fused:  # as layout.schedule has it
+            raise ValueError(f"{args.name}: here it is {name} --fused, without layers")
         costs = parse_costs(args.costs)
         if args.keep and not costs.r:
             raise ValueError(

@@ -86,7 +86,8 @@ def test_picture(tmp_path, capsys):
         (("1f1b", "--stages=2", "--microbatches=2", "--costs", "g=1"), "'g=1' is not a kind"),
         (("1f1b", "--stages=2", "--microbatches=2", "--costs", "f"), "'f': '' is not a number"),
         (("1f1b", "--stages=2", "--microbatches=2", "--costs", "f=-1"), "-1 is not from 0 to"),
-        (("no.csv",), "No such file or directory: 'no.csv'"),
+        (("no.csv",), "no.csv: no such file or directory"),
+        (("1f1b:fused", "--stages=4"), "1f1b --fused"),
         (
             ("1f1b", "--stages=2", "--microbatches=2", "--json=/no/where"),
             "/no/where: there is no folder /no",

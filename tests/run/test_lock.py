@@ -50,4 +50,4 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
         train.main(["--config", "configs/tiny.py", "--workdir", str(tmp_path / "file")])
-    assert capsys.readouterr().err.startswith("error: [Errno 17] File exists")
+    assert capsys.readouterr().err == f"error: {tmp_path / 'file'}: file exists\n"

@@ -24,9 +24,9 @@ def grids_text(query: Query, plan: Plan) -> str:
             continue
         each = layer_volumes(query.shape, layout, model.sequences)
         whole = step_volumes(query.shape, layout, model.sequences)
-        seconds = predict_plan(query, layout).step_seconds
-        here = " (this)" if layout == chosen else ""
+        asked = predict_plan(query, layout)
+        here = " (this)" if layout == chosen else "" if asked.fits else " (does not fit)"
         sizes = (gigabytes(size) for size in (*each, *whole))
         grid = f"{across} x {layout.tensor_columns}{here}"
-        rows.append((grid, *sizes, f"{seconds:.3f} s"))
+        rows.append((grid, *sizes, f"{asked.step_seconds:.3f} s"))
     return table(rows) if len(rows) > 2 else ""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,10 +51,18 @@ def explain_why_not(answer: RankedPlans, pins: dict[str, Any]) -> str:
 def _refused(query: Query, found: SearchResult) -> str:
     """Why the engine refuses the settings."""
     if found.messages:
-        return next(iter(found.messages.values()))
+        return _message(query, found)
     count = query.pins.get("pipeline", 1)
     layout = Layout(**{"data": 1, "microbatches": count, **query.pins})
     return why_infeasible(query, layout) or "; ".join(found.rejected)
+
+
+def _message(query: Query, found: SearchResult) -> str:
+    """A refusal that names one of the settings asked for, or else any; "" where none has one."""
+    words = [f"layout.{name} = {value!r}" for name, value in query.pins.items()]
+    messages = list(found.messages.values())
+    named = [one for one in messages if any(re.search(rf"{re.escape(w)}\b", one) for w in words)]
+    return next(iter([*named, *messages]), "")
 
 
 def _nearby(query: Query, pins: dict[str, Any]) -> str:
@@ -78,7 +87,7 @@ def nothing_fits(query: Query, found: SearchResult) -> str:
     pins = pin_text(query.pins)
     asked = f"{query.cluster.num_devices} {query.cluster.name}" + (f" with {pins}" if pins else "")
     if found.smallest is None:
-        said = next(iter(found.messages.values()), "") or next(iter(found.rejected), "")
+        said = _message(query, found) or next(iter(found.rejected), "")
         return f"no layout on {asked}: {said}"
     why = why_infeasible(query, found.smallest)
     change = smallest_change(dataclasses.replace(query, pins={}), found.smallest)
@@ -100,8 +109,7 @@ def why_infeasible(query: Query, layout: Layout) -> str:
     if plan.host_bytes > HOST_MEMORY_BYTES:
         return (
             f"it offloads {gigabytes(plan.host_bytes)} per device, and "
-            f"{gigabytes(HOST_MEMORY_BYTES)} of host memory are assumed for each; "
-            "set layout.offload = 'none'"
+            f"{gigabytes(HOST_MEMORY_BYTES)} of host memory are assumed for each"
         )
     if plan.fits:
         return ""

@@ -372,6 +372,12 @@ def check_pins(query: Query) -> None:
         )
     beside = (_beside(name, value) for name, value in query.pins.items())
     query.planned_model.check_policies(Layout(**collections.ChainMap(dict(query.pins), *beside)))
+    sequences, count = query.planned_model.sequences, query.pins.get("microbatches", 1)
+    if sequences % count:
+        raise ValueError(
+            f"--pin microbatches={count}: a step's {sequences} sequences do not divide into as "
+            f"many micro-batches; the nearest: {nearest_divisors(sequences, count)}"
+        )
     experts = query.shape.experts
     if next(iter(mesh_shapes(query.cluster.num_devices, query.pins, experts)), None) is None:
         sizes = " x ".join(

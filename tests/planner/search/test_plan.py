@@ -24,7 +24,7 @@ from jaxscale.planner.plan_layouts import plan_layouts, with_batch
 from jaxscale.planner.report import html_report, text_report, why_not
 from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.plan import RankedPlans, predict_plan
-from jaxscale.planner.search.search import search_layouts
+from jaxscale.planner.search.search import SearchResult, search_layouts
 from jaxscale.planner.search.space import Query
 
 CONFIG = from_dict(
@@ -134,6 +134,16 @@ def test_why_not_of_settings():
     assert "--pin" not in said
     said = why_not.explain_why_not(found, {"schedule": "dualpipe"})
     assert said.startswith("why not schedule=dualpipe: the planner ranks the schedules")
+
+
+def test_of_several_refusals_one_that_names_what_was_asked_for():
+    messages = {"a": "divides by layout.tensor = 16", "b": "divides by layout.tensor = 1, twice"}
+    none = SearchResult([], [], 2, {"a": 1, "b": 1}, None, messages)
+    said = [
+        why_not.nothing_fits(dataclasses.replace(QUERY, pins={"tensor": size}), none)
+        for size in (1, 16, 4)
+    ]
+    assert [one.partition(": ")[2] for one in said] == [messages[key] for key in "baa"]
 
 
 def test_nothing_fits_is_explained():

@@ -364,6 +364,7 @@ def test_pins_hold():
         ({"schedule": "1f1b:3,x"}, "'3,x' is no choice"),
         ({"virtual_stages": 0}, "--pin virtual_stages=0: at least 1"),
         ({"remat": "auto"}, "--pin remat=auto: leave it out"),
+        ({"microbatches": 3}, "--pin microbatches=3: a step's .* the nearest: 2 or 4"),
     ],
 )
 def test_pins_that_no_plan_has_are_refused(pin, said):
