@@ -28,7 +28,7 @@ from jaxscale.planner.report import html_report, tensor_grids, text_report, why_
 from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
 from jaxscale.planner.search.search import search_layouts
-from jaxscale.planner.search.space import check_pins, check_settings
+from jaxscale.planner.search.space import check_pins, check_fields
 
 MOST_DEVICES = 2**20
 MOST_TOKENS = 2**40
@@ -146,7 +146,7 @@ def _check(options: argparse.Namespace) -> None:
     """
     for name in options.compare:
         if not _is_rank(name):
-            check_settings(parse_pins(split_pins(name)), "--compare")
+            check_fields(parse_pins(split_pins(name)), "--compare")
         elif not 1 <= int(name) <= options.top:
             raise ValueError(
                 f"--compare {name}: plans 1 to {options.top} are shown; raise --top for more"
@@ -156,7 +156,7 @@ def _check(options: argparse.Namespace) -> None:
             f"--prove {options.prove}: plans 1 to {options.top} are shown; raise --top for more"
         )
     if options.why_not:
-        check_settings(parse_pins(split_pins(options.why_not)), "--why_not")
+        check_fields(parse_pins(split_pins(options.why_not)), "--why_not")
     for name in ("write", "report", "json"):
         path = getattr(options, name)
         if path and not path.parent.is_dir():

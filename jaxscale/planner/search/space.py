@@ -316,7 +316,7 @@ def _runnable(
     return layouts.take(good) if good.any() else None
 
 
-def check_settings(pins: Mapping[str, Any], flag: str) -> None:
+def check_fields(pins: Mapping[str, Any], flag: str) -> None:
     """Refuses what no model and no cluster can have.
 
     Args:
@@ -362,7 +362,7 @@ def check_pins(query: Query) -> None:
     Raises:
       ValueError: names the nearest.
     """
-    check_settings(query.pins, "--pin")
+    check_fields(query.pins, "--pin")
     offload, remat = (str(query.pins.get(name, "none")) for name in ("offload", "remat"))
     moved = offload != "none" or remat.startswith("offload:")
     if moved and not query.cluster.chip.host_bytes_per_second:
