@@ -28,7 +28,7 @@ from jaxscale.planner.report import html_report, tensor_grids, text_report, why_
 from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
 from jaxscale.planner.search.search import search_layouts
-from jaxscale.planner.search.space import check_pins, check_fields
+from jaxscale.planner.search.space import check_fields, check_pins
 
 MOST_DEVICES = 2**20
 MOST_TOKENS = 2**40
