@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from jaxscale.choices import check_kind
 from jaxscale.layout import Layout
 
 
@@ -23,8 +24,9 @@ def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
       devices: default `jax.devices()`; those of a topology description to compile ahead of time.
 
     Raises:
-      ValueError: the first axes cannot be split over the slices.
+      ValueError: the first axes cannot be split over the slices; or `layout` is none.
     """
+    check_kind("layout", layout, Layout, "pass the layout of a config, config.layout")
     devices = jax.devices() if devices is None else devices
     axes = tuple(layout.sizes)
     return Mesh(_arrange(layout, devices), axes, axis_types=(AxisType.Auto,) * len(axes))
