@@ -284,6 +284,11 @@ def _make_optimizer(
 def _check_arguments(config: Any, mesh: Any, model: Any, optimizer: Any, rules: Any) -> None:
     check_kind("config", config, Config, CONFIG_ADVICE)
     check_kind("mesh", mesh, Mesh, "pass jaxscale.make_mesh(config.layout)")
+    if dict(mesh.shape) != config.layout.sizes:
+        raise ValueError(
+            f"the mesh has the sizes {dict(mesh.shape)}, and config.layout {config.layout.sizes}; "
+            "pass jaxscale.make_mesh(config.layout)"
+        )
     if model is not None and not callable(model):
         raise ValueError(
             f"model is of type {type(model).__name__}; pass a function of settings and kernels, "

@@ -147,6 +147,19 @@ def opened(tmp_path_factory):
         (lambda run: jaxscale.load("tiny", {"layout.fsdp": 2}), "are not a list of texts"),
         (lambda run: jaxscale.load("tiny", [2]), "are not a list of texts"),
         (lambda run: jaxscale.make_mesh(run.config), "layout is of type Config; .* config.layout"),
+        (
+            lambda run: jaxscale.make_mesh(jaxscale.Layout()),
+            "the layout has a size of -1; pass that",
+        ),
+        (
+            lambda run: jaxscale.make_mesh(jaxscale.Layout(data=4)),
+            r"\(data 4\) needs 4 devices and",
+        ),
+        (
+            lambda run: jaxscale.make_engine(jaxscale.load("tiny"), run.engine.mesh),
+            "the mesh has the sizes .*'data': 4, .* and config.layout .*'data': -1",
+        ),
+        (lambda run: jaxscale.plan_layouts(run.config.model, "h100-sxm", 8), "type ModelConfig"),
         (lambda run: jaxscale.describe_layout(run.config), "engine is of type Config"),
         (lambda run: jaxscale.open_engine(run.config, optimizer="lion"), "set optimizer.name"),
         (lambda run: jaxscale.open_engine(run.config, model="mixtral"), "set model.family"),
