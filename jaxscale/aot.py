@@ -182,7 +182,7 @@ def _beside(one: Any) -> str:
 def _flops(count: float) -> str:
     """
     >>> _flops(549.2e12), _flops(2.834e9)
-    ('549 TFLOP', '2.83 GFLOP')
+    ('549.2 TFLOP', '2.83 GFLOP')
     """
     return f"{count / 1e12:,.4g} TFLOP" if count >= 1e12 else f"{count / 1e9:.3g} GFLOP"
 
