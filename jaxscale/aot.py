@@ -181,10 +181,10 @@ def _beside(one: Any) -> str:
 
 def _flops(count: float) -> str:
     """
-    >>> _flops(549.2e12), _flops(2.834e9)
-    ('549.2 TFLOP', '2.83 GFLOP')
+    >>> _flops(12345.6e12), _flops(2.834e9)
+    ('12,345.6 TFLOP', '2.83 GFLOP')
     """
-    return f"{count / 1e12:,.4g} TFLOP" if count >= 1e12 else f"{count / 1e9:.3g} GFLOP"
+    return f"{count / 1e12:,.1f} TFLOP" if count >= 1e12 else f"{count / 1e9:.3g} GFLOP"
 
 
 def numbers(report: Any) -> dict[str, Any]:
