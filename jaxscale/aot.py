@@ -6,7 +6,6 @@ Compiles the train step for a machine that is not attached, and prints what it n
 import argparse
 import dataclasses
 import json
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="compile even when the memory model says that a step does not fit",
     )
-    add("--hlo", type=pathlib.Path, metavar="FILE", help="write the compiled program to FILE")
+    add(
+        "--hlo",
+        type=command_line.output_file,
+        metavar="FILE",
+        help="write the compiled program to FILE",
+    )
     add("--json", type=command_line.output_file, metavar="FILE", help="write the numbers to FILE")
     options, overrides = command_line.parse(parser, sys.argv[1:] if argv is None else argv)
     with command_line.refusals():
@@ -120,7 +124,7 @@ def program_text(report: Any) -> str:
     parts.append("largest buffers live at the peak\n" + table(rows))
     flops = "unknown: a loop has a data-dependent trip count"
     if report.flops is not None:
-        flops = f"{report.flops / 1e12:,.1f} TFLOP"
+        flops = _flops(report.flops)
     if report.flops and report.narrow_flops:
         flops += f", {report.narrow_flops / report.flops:.1%} of them with operands of 8 bits"
     seconds = "none" if report.optimal_seconds is None else f"{report.optimal_seconds:.4g} s"
@@ -172,8 +176,15 @@ def _beside(one: Any) -> str:
     if not one.overlapped_flops:
         return "no matmuls"
     each = one.overlapped_flops / one.count
-    amount = f"{each / 1e12:.3g} TFLOP" if each >= 1e12 else f"{each / 1e9:.3g} GFLOP"
-    return f"{amount} of matmuls each, on average"
+    return f"{_flops(each)} of matmuls each, on average"
+
+
+def _flops(count: float) -> str:
+    """
+    >>> _flops(12345.6e12), _flops(2.834e9)
+    ('12,345.6 TFLOP', '2.83 GFLOP')
+    """
+    return f"{count / 1e12:,.1f} TFLOP" if count >= 1e12 else f"{count / 1e9:.3g} GFLOP"
 
 
 def numbers(report: Any) -> dict[str, Any]:

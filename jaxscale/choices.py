@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import numbers
 from collections.abc import Iterable
 
 
@@ -43,6 +44,28 @@ def check_choice(name: str, got: object, allowed: Iterable[str], *, equals: str 
             f"{', '.join(choice or "''" for choice in allowed)}"
             f"{did_you_mean(got, allowed)}"
         )
+
+
+def check_kind(name: str, got: object, kind: type | tuple[type, ...], advice: str) -> None:
+    """Refuses an argument of a function that is of another type; without this it would fail far
+    from there.
+
+    Args:
+      advice: what to pass.
+
+    Raises:
+      ValueError: `got` is no `kind`.
+    """
+    if not isinstance(got, kind):
+        raise ValueError(f"{name} is of type {type(got).__name__}; {advice}")
+
+
+def check_count(name: str, got: object, least: int) -> None:
+    """Raises ValueError for an argument that is no whole number, or below `least`."""
+    if isinstance(got, bool) or not isinstance(got, numbers.Integral):
+        raise ValueError(f"{name} = {got!r} is no whole number")
+    if got < least:
+        raise ValueError(f"{name} = {got} is too small; at least {least}")
 
 
 def check_at_least(section: str, record: object, **least: float) -> None:

@@ -11,6 +11,7 @@ import os
 import pathlib
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
@@ -143,7 +144,7 @@ def refusals() -> Iterator[None]:
     except BrokenPipeError:  # of stdout: no error of the user's
         raise
     except (ValueError, OSError) as error:
-        refuse(_sentence(error), getattr(error, "exit_status", 2))
+        refuse(_sentence(error) + _place(error), getattr(error, "exit_status", 2))
 
 
 def _sentence(error: Exception) -> str:
@@ -151,6 +152,18 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
     return str(error)
+
+
+def _place(error: Exception) -> str:
+    """Where code from outside the package, such as a model of one's own, was when an error came up:
+    such an error may not say what it is about."""
+    ours = [pathlib.Path(__file__).parent, *map(pathlib.Path, sysconfig.get_paths().values())]
+    # The first two are `refusals` and what it surrounds.
+    for frame in reversed(traceback.extract_tb(error.__traceback__)[2:]):
+        file = pathlib.Path(frame.filename)
+        if file.is_file() and not any(file.is_relative_to(folder) for folder in ours):
+            return f" ({frame.filename}, line {frame.lineno})"
+    return ""
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

@@ -19,7 +19,13 @@ from typing import Any
 
 import ml_collections
 
-from jaxscale.choices import check_at_least, check_choice, did_you_mean, nearest
+from jaxscale.choices import (
+    check_at_least,
+    check_choice,
+    check_kind,
+    did_you_mean,
+    nearest,
+)
 from jaxscale.data_source import Source, to_plain, to_sources, to_validation
 from jaxscale.layout import AUTO, Layout
 from jaxscale.model_config import (
@@ -184,6 +190,9 @@ class RunConfig:
             )
 
 
+CONFIG_ADVICE = "pass what jaxscale.load(FILE) returns"
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything that defines a run."""
@@ -280,6 +289,8 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
         that are incompatible.
       FileNotFoundError: no such file.
     """
+    advice = "pass a file, or the name of a shipped configuration"
+    check_kind("path", path, (str, pathlib.PurePath), advice)
     path = str(path)
     if path.endswith(".json"):
         return from_dict(read_sections(_existing(path)), overrides)
@@ -306,6 +317,10 @@ def from_dict(
     """
     if isinstance(overrides, str):
         raise ValueError(f"overrides are a list, such as [{overrides!r}], and not one text")
+    if isinstance(overrides, dict) or not all(isinstance(one, str) for one in overrides):
+        raise ValueError(
+            f"overrides = {overrides!r} are not a list of texts, such as ['layout.fsdp=2']"
+        )
     changed = [_split_override(override) for override in overrides]
     texts = {f"{name}.{key}": text for name, key, text in changed}
     given = sections.get("model", {})

@@ -18,6 +18,7 @@ from jaxscale import config as configs
 from jaxscale.distributed import processes
 from jaxscale.formatting import human_bytes
 from jaxscale.model_config.settings import is_own_family
+from jaxscale.pipeline_schedules.shipped import is_foreign
 from jaxscale.storage.object_store import is_remote
 
 log = logging.getLogger("jaxscale")
@@ -120,7 +121,7 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
     try:
         config = run_folder.load_config(workdir, overrides)
     except ValueError as error:
-        _refuse_own_family(workdir, error)
+        _refuse_own_code(workdir, overrides, error)
         raise
     config = run_folder.fit_devices(config, jax.device_count(), overrides)
     _, engine = setup.open_engine(setup.for_sampling(config))
@@ -142,13 +143,21 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
     return {"step": step, "tensors": tensors}
 
 
-def _refuse_own_family(workdir: pathlib.Path, error: ValueError) -> None:
-    """Raises ValueError in place of another where a run is of a model of one's own."""
-    family = configs.read_sections(workdir / "config.json").get("model", {}).get("family")
+def _refuse_own_code(workdir: pathlib.Path, overrides: list[str], error: ValueError) -> None:
+    """Raises ValueError in place of another where a run is of a model or schedule of one's own."""
+    sections = configs.read_sections(workdir / "config.json")
+    family = sections.get("model", {}).get("family")
     if isinstance(family, str) and is_own_family(family):
         raise ValueError(
             f"model.family = {family!r} of {workdir} is a model of one's own, which has no format "
             "at Hugging Face; --to_hf can write models of the shipped families"
+        ) from error
+    schedule = sections.get("layout", {}).get("schedule")
+    changed = any(override.startswith("layout.schedule=") for override in overrides)
+    if isinstance(schedule, str) and is_foreign(schedule) and not changed:
+        raise ValueError(
+            f"layout.schedule = {schedule!r} of {workdir} is code from outside the package, which "
+            "writing needs not: add --config.layout.schedule=1f1b"
         ) from error
 
 

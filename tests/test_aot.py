@@ -271,6 +271,15 @@ def test_an_unknown_machine_is_refused_with_those_that_are_known(capsys):
     assert "v5p:8x8x8" in message
 
 
+@pytest.mark.parametrize("flag", ["--hlo", "--json"])
+def test_files_that_cannot_be_written_are_refused_before_it_is_compiled(flag, capsys):
+    with pytest.raises(SystemExit):
+        aot.main(["--config", "tiny", "--topology", "v5p:2x2x1", flag, "/nonexistent/x"])
+    assert f"argument {flag}: /nonexistent/x: there is no folder /nonexistent" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_step_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch, capsys):
     if not topology.compiler_installed("tpu"):
         pytest.skip("no compiler for TPUs: uv sync --inexact --extra aot")

@@ -113,6 +113,20 @@ def test_what_a_user_can_mend_is_one_line(error, capsys):
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
+def test_errors_of_code_from_outside_the_package_are_placed(capsys):
+    with pytest.raises(SystemExit), command_line.refusals():
+        unpack()
+    line = unpack.__code__.co_firstlineno + 1
+    assert capsys.readouterr().err == (
+        f"error: too many values to unpack (expected 2) ({__file__}, line {line})\n"
+    )
+
+
+def unpack():
+    first, second = range(3)
+    return first, second
+
+
 def test_a_bug_keeps_its_traceback():
     with pytest.raises(TypeError, match="a bug"), command_line.refusals():
         raise TypeError("a bug")

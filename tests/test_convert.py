@@ -181,6 +181,10 @@ BAD_COMMANDS = {
         ["--to_hf", "--workdir", "{own}", "--output", "{hf}_"],
         "of {own} is a model of one's own, which has no format at Hugging Face",
     ),
+    "own schedule": (
+        ["--to_hf", "--workdir", "{scheduled}", "--output", "{hf}_"],
+        "of {scheduled} is code from outside the package, which writing needs not: add",
+    ),
     "tokenizer": (["--from_hf", "{bare}", "--output", "{hf}_"], "no tokenizer.json and no"),
 }
 
@@ -190,11 +194,14 @@ def test_commands_that_cannot_work_are_refused_in_one_line(name, converted, tmp_
     words, message = BAD_COMMANDS[name]
     bare = tiny_llama.save(tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
-    own = tmp_path / "own"
-    own.mkdir()
-    sections = {"model": {"family": "tests.models.two_stacks:make"}}
-    (own / "config.json").write_text(json.dumps(sections))
-    places = {"hf": converted / "hf", "run": converted / "run", "bare": bare, "own": own}
+    places = {"hf": converted / "hf", "run": converted / "run", "bare": bare}
+    for place, sections in (
+        ("own", {"model": {"family": "tests.models.two_stacks:make"}}),
+        ("scheduled", {"layout": {"schedule": "tests.pipeline.eager_1f1b:RECORD"}}),
+    ):
+        places[place] = tmp_path / place
+        places[place].mkdir()
+        (places[place] / "config.json").write_text(json.dumps(sections))
     with pytest.raises(SystemExit) as stopped:
         convert.main([word.format(**places) for word in words])
     assert stopped.value.code == 2

@@ -10,7 +10,7 @@ import logging
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -36,6 +36,7 @@ Split = Literal["train", "heldout"]
 log = logging.getLogger("jaxscale")
 
 
+@runtime_checkable
 class Examples(Protocol):
     """Training or held-out examples: a `Dataset`, or a `Mixture` of several.
 

@@ -56,6 +56,15 @@ def shard_batch(
     return ShardedBatch(*jax.tree.map(on_devices, batch))
 
 
+def check_rows(config: Config, rows: int) -> None:
+    """Refuses a number of rows of a batch that does not divide over the layout.
+
+    Raises:
+      ValueError: names the nearest that does.
+    """
+    _check_shape(config, rows, config.data.seq_len)
+
+
 @functools.cache
 def local_rows(sharding: NamedSharding, global_batch_size: int) -> tuple[int, ...]:
     """The rows of a batch that this process's devices hold, in order."""

@@ -84,6 +84,11 @@ def _to_hf(model: Model) -> dict[str, Any]:
             f"model.shared_d_ff = {model.shared_d_ff} cannot be written in Hugging Face's format "
             f"of {model.family} models, where it is a multiple of model.expert_d_ff = {expert}"
         )
+    if model.num_experts == 1:  # transformers adds the two best scores of each group
+        raise ValueError(
+            f"model.num_experts = 1 cannot be written in Hugging Face's format of {model.family} "
+            "models, where it is at least 2"
+        )
     sizes = sizes_to_hf(model)
     del sizes["head_dim"]
     rope = rope_to_hf(model)

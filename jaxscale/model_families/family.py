@@ -103,6 +103,11 @@ class Family:
         Raises:
           ValueError: an option that the format does not have; names it.
         """
+        if self.settings.get("num_experts") and not model.num_experts:
+            raise ValueError(
+                "model.num_experts = 0 cannot be written in Hugging Face's format of "
+                f"{self.name} models, whose layers have experts"
+            )
         written = self.write_hf(model)
         kind = {"architectures": [self.hf_architectures], "model_type": self.hf_types[0]}
         return {**kind, **written}

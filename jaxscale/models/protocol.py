@@ -200,9 +200,21 @@ def layer_function(stack: Stack, kind: int = 0) -> LayerFunction:
         stream, sums = stack.block(weights, {**carried, **shared}, batch, Layer(index, kind))
         _check_names(f"the block of stack {stack.name!r} returns", stream, stack.carried)
         _check_names(f"the block of stack {stack.name!r} returns the sums", sums, stack.sums)
+        _check_carried(stack, stream, carried)
         return (stream, sums.get("loss")), {n: s for n, s in sums.items() if n != "loss"}
 
     return layer
+
+
+def _check_carried(stack: Stack, got: Stream, carried: Stream) -> None:
+    for name, given in carried.items():
+        found = getattr(got[name], "shape", None), getattr(got[name], "dtype", type(got[name]))
+        if found != (given.shape, given.dtype):
+            raise ValueError(
+                f"the block of stack {stack.name!r} is given {name!r} of shape {given.shape} and "
+                f"type {given.dtype}, and returns shape {found[0]} and type {found[1]}; they are "
+                "the same"
+            )
 
 
 def split_stream(stack: Stack, stream: Stream) -> tuple[Stream, Stream]:
@@ -222,11 +234,40 @@ def _check_names(what: str, got: Iterable[str], wanted: Iterable[str]) -> None:
         raise ValueError(f"{what} {sorted(got)}; the stack names {sorted(wanted)}")
 
 
+def _check_losses(model: Model, sums: Any) -> None:
+    """Of another shape a sum would be trained or reported as another number without a word."""
+    name, wanted = f"{type(model).__name__}.loss", {"loss", "nll", *model.metrics}
+    if not isinstance(sums, dict):
+        raise ValueError(f"{name} returns a {type(sums).__name__}; it returns sums by name")
+    if set(sums) != wanted:
+        raise ValueError(
+            f"{name} returns the sums {sorted(sums)}; with those of its `metrics` they are "
+            f"{sorted(wanted)}"
+        )
+    for key, value in sums.items():
+        if jnp.shape(value) or jnp.result_type(value) not in (jnp.float32, jnp.float64):
+            raise ValueError(
+                f"{name} returns {key!r} of shape {jnp.shape(value)} and type "
+                f"{jnp.result_type(value)}; it is a sum over tokens, a scalar in float32 or wider"
+            )
+
+
 def head_gradients(
     model: Model, head: Params, stream: Stream, batch: Batch
 ) -> tuple[Sums, Params, Stream]:
-    """The loss sums of a micro-batch, and their gradients with respect to head and stream."""
-    losses, pullback = jax.vjp(lambda head, stream: model.loss(head, stream, batch), head, stream)
+    """The loss sums of a micro-batch, and their gradients with respect to head and stream.
+
+    Raises:
+      ValueError: the model returns other sums than it names, or ones that are no scalars in float32
+        or wider.
+    """
+
+    def loss(head: Params, stream: Stream) -> Sums:
+        sums = model.loss(head, stream, batch)
+        _check_losses(model, sums)
+        return sums
+
+    losses, pullback = jax.vjp(loss, head, stream)
     seeds = {n: jnp.ones_like(s) if n == "loss" else jnp.zeros_like(s) for n, s in losses.items()}
     return losses, *pullback(seeds)
 

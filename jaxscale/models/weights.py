@@ -108,10 +108,32 @@ def module_of(make: Make, config: ModelConfig, params: Any) -> Any:
 
 
 def axes_of(make: Make, config: ModelConfig) -> Any:
-    """The tree of a module's parameters with the tuple of logical axes in place of each array."""
+    """The tree of a module's parameters with the tuple of logical axes in place of each array.
+
+    Raises:
+      ValueError: a parameter that does not name each of its dimensions.
+    """
+
+    def axes(path: tuple, param: Any) -> tuple[str, ...]:
+        found, shape = param.get_metadata().get("axes"), param.get_value().shape
+        name = "/".join(str(getattr(key, "key", key)) for key in path)
+        if not jnp.issubdtype(param.get_value().dtype, jnp.floating):
+            raise ValueError(
+                f"parameter {name} is {param.get_value().dtype}, which has no gradient; make it of "
+                "settings.param_dtype"
+            )
+        if not isinstance(found, tuple) or len(found) != len(shape):
+            raise ValueError(
+                f"parameter {name} of shape {shape} has axes = {found!r}; name each dimension: "
+                'nnx.Param(array, axes=("embed", ...))'
+            )
+        return found
+
     state = _graph(make, config)[1]
     return nnx.to_pure_dict(
-        jax.tree.map(lambda param: param.axes, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+        jax.tree_util.tree_map_with_path(
+            axes, state, is_leaf=lambda node: isinstance(node, nnx.Variable)
+        )
     )
 
 
@@ -143,4 +165,11 @@ def stack_axes(make: Make, config: ModelConfig) -> Any:
 
 
 def _graph(make: Make, config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: make(config, jax.random.key(0))), nnx.Param)
+    module = nnx.eval_shape(lambda: make(config, jax.random.key(0)))
+    for path, value in nnx.iter_graph(module):
+        if isinstance(value, jax.Array | np.ndarray):
+            raise ValueError(
+                f"{type(module).__name__}.{'.'.join(map(str, path))} is an array; parameters are "
+                "nnx.Param(array, axes=...), and constants are made where they are used"
+            )
+    return nnx.split(module, nnx.Param)

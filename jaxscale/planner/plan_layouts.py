@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale import config as configs
+from jaxscale.choices import check_kind
 from jaxscale.config import Config
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.model.named_models import check_shape, find_shape
@@ -85,6 +86,8 @@ def resolve_model(
                 f"--config.data.seq_len={seq_len}"
             )
         return with_batch(model, batch_tokens)
+    advice = "pass a config of jaxscale.load, or the name of a model or of a file"
+    check_kind("model", model, ModelShape, advice)
     shape = dataclasses.replace(model, seq_len=seq_len or model.seq_len)
     check_shape(shape, name)
     if not batch_tokens:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -49,6 +50,7 @@ class RunWeights:
     config: ModelConfig
     step: int
     has_state: bool  # of an optimizer; a converted model has none
+    optimizer: Mapping[str, Any]  # its section of the run's config.json
 
     @property
     def dtype(self) -> str:
@@ -120,7 +122,7 @@ def open_weights(
         if step is None:
             raise FileNotFoundError(f"{directory} is a run's folder and holds no checkpoint yet")
         has_state = "opt_state" in checkpoints.parts(step)
-    return RunWeights(directory, config.model, step, has_state)
+    return RunWeights(directory, config.model, step, has_state, sections.get("optimizer", {}))
 
 
 def check_settings(model: ModelConfig, weights: Weights, why: str) -> None:
@@ -169,12 +171,33 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
     weights = open_weights(folder, config.model.family, depth)
     check_settings(config.model, weights, why)
     weights.check(engine.model.axes, engine.placement.canonical.params)
-    if config.optimizer.keep_state and not weights.has_state:
+    if config.optimizer.keep_state:
+        _check_state(config, weights, why)
+    return weights
+
+
+def _check_state(config: Config, weights: Weights, why: str) -> None:
+    """Refuses weights without an optimizer's state, or with that of another optimizer.
+
+    Raises:
+      ValueError: names the settings that differ.
+    """
+    if not isinstance(weights, RunWeights) or not weights.has_state:
         raise ValueError(
             f"optimizer.keep_state = True, and {why} is a model without an optimizer's state, as "
             "it comes from Hugging Face; set optimizer.keep_state = False"
         )
-    return weights
+    ours, theirs = config.optimizer.settings, weights.optimizer
+    differ = [
+        f"optimizer.{name} = {ours[name]!r} here, {theirs[name]!r} there"
+        for name in ("name", "moment_dtype", "second_moment_dtype")
+        if name in ours and name in theirs and ours[name] != theirs[name]
+    ]
+    if differ:
+        raise ValueError(
+            f"optimizer.keep_state = True, and {why} has the state of another optimizer: "
+            f"{'; '.join(differ)}; set the same, or optimizer.keep_state = False"
+        )
 
 
 def check_tokenizer(tokenizer: Tokenizer, weights: Weights) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxscale.choices import check_kind
 from jaxscale.formatting import human_bytes, table
 from jaxscale.layout import REMATS, Layout, RematPolicy, parse_remat
 from jaxscale.models.decoder import plain_kernels
@@ -28,7 +29,7 @@ from jaxscale.sharding.resolve import (
     leaf_name,
     resolve,
 )
-from jaxscale.training.engine import Engine, find_model
+from jaxscale.training.engine import ENGINE_ADVICE, Engine, find_model
 from jaxscale.training.flops import example, forward_cost, step_flops
 from jaxscale.training.remat import rematerialised_attention
 
@@ -42,6 +43,7 @@ def describe_layout(engine: Engine) -> str:
     Bytes are predicted by `planner.memory`, without compiling; for a model without formulas the
     program is traced, and the peak is a rough sum that nothing has validated.
     """
+    check_kind("engine", engine, Engine, ENGINE_ADVICE)
     parts = [_summary(engine), *_pipeline(engine), _stages(engine)]
     if is_predicted(engine.config):
         parts += [*_remats(engine), *_offloads(engine)]

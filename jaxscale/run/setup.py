@@ -18,6 +18,7 @@ import numpy as np
 from jaxscale import config as configs
 from jaxscale import run_folder
 from jaxscale.batch import ShardedBatch
+from jaxscale.choices import check_count, check_kind
 from jaxscale.config import Config
 from jaxscale.data.dataset import Examples, open_validation
 from jaxscale.data.loader import batches
@@ -35,7 +36,12 @@ from jaxscale.sharding.mesh import make_mesh
 from jaxscale.storage.description import check_metadata
 from jaxscale.storage.tiers import CHECKPOINTS, local_steps
 from jaxscale.training.checkpoint import Checkpoints
-from jaxscale.training.engine import Engine, make_engine
+from jaxscale.training.engine import ENGINE_ADVICE, Engine, check_params, make_engine
+
+EXAMPLES_ADVICE = (
+    "pass `train`, `heldout` or one of `validation` of what jaxscale.open_text returns "
+    "(`heldout` is None where nothing is held out)"
+)
 
 log = logging.getLogger("jaxscale")
 
@@ -108,7 +114,11 @@ def open_engine(
     Args:
       config, workdir: of `resolve_layout`.
       own: `model`, `optimizer` and `rules` of `make_engine`.
+
+    Raises:
+      ValueError: as `make_engine`.
     """
+    check_kind("config", config, Config, configs.CONFIG_ADVICE)
     config = resolve_layout(config, workdir)
     return config, make_engine(config, make_mesh(config.layout), **own)
 
@@ -314,6 +324,7 @@ def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
     Raises:
       ValueError: the data cannot be used with this model; names the setting.
     """
+    check_kind("config", config, Config, configs.CONFIG_ADVICE)
     data, workdir = config.data, pathlib.Path(workdir)
     if getattr(config.model, "num_encoder_layers", 0) and not data.target_len:
         raise ValueError(
@@ -473,12 +484,32 @@ def device_batches(
     start_step: int = 0,
     workers: int = 0,
 ) -> Generator[ShardedBatch]:
-    """Batches for `Engine.step`; each process loads the rows that its devices hold."""
+    """Batches for `Engine.step`; each process loads the rows that its devices hold.
+
+    Raises:
+      ValueError: a batch that does not divide over the layout, or another argument that is none.
+    """
+    check_kind("engine", engine, Engine, ENGINE_ADVICE)
+    check_kind("dataset", dataset, Examples, EXAMPLES_ADVICE)
+    check_count("start_step", start_step, 0)
+    check_count("workers", workers, 0)
+    rows = engine.local_rows(global_batch_size)
+    return _sharded_batches(engine, dataset, global_batch_size, start_step, rows, workers)
+
+
+def _sharded_batches(
+    engine: Engine,
+    dataset: Examples,
+    global_batch_size: int,
+    start_step: int,
+    rows: tuple[int, ...],
+    workers: int,
+) -> Generator[ShardedBatch]:
     for batch in batches(
         dataset,
         global_batch_size=global_batch_size,
         start_step=start_step,
-        rows=engine.local_rows(global_batch_size),
+        rows=rows,
         workers=workers,
     ):
         yield engine.shard(batch, global_batch_size=global_batch_size)
@@ -499,7 +530,14 @@ def evaluate_loss(
     Args:
       stops: asked after each batch; the evaluation ends early when it is true.
       params: of the engine's state, or in canonical form, as `fit` and checkpoints give them.
+
+    Raises:
+      ValueError: an argument of another kind, or below 1.
     """
+    check_params(engine, params)
+    check_kind("heldout", heldout, Examples, EXAMPLES_ADVICE)
+    if max_batches is not None:
+        check_count("max_batches", max_batches, 1)
     params = engine.placement.part("params").from_canonical(params)
     sums, token_bytes = np.zeros(3), jnp.asarray(heldout.token_bytes, jnp.float32)
     with contextlib.closing(device_batches(engine, heldout, global_batch_size)) as stream:

@@ -22,6 +22,7 @@ import jax
 
 from jaxscale import config as configs
 from jaxscale.batch import ShardedBatch
+from jaxscale.choices import check_kind
 from jaxscale.config import Config, RunConfig
 from jaxscale.data.dataset import Examples
 from jaxscale.distributed import hangs, phases, processes
@@ -62,6 +63,11 @@ LARGE_RUN = 64
 MOST_RETURNS = 3
 """To one checkpoint, because of bad steps."""
 
+
+TRAINER_ADVICE = (
+    "pass what jaxscale.open_trainer(config, workdir) returns, which is None where the run is "
+    "complete already"
+)
 
 Step = Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]
 
@@ -110,6 +116,7 @@ def open_trainer(
       ValueError: settings that are incompatible with each other, the devices, the data or the
         checkpoint. Layouts and shapes are refused before anything is compiled.
     """
+    check_kind("config", config, Config, configs.CONFIG_ADVICE)
     run, workdir = config.run, pathlib.Path(workdir)
     checkpoints = Checkpoints(
         workdir / "checkpoints",
@@ -207,14 +214,16 @@ def fit(
       started: `time.monotonic()` when the process began, for the time to the first step.
 
     Returns:
-      The last state in canonical form, as `sample` and `evaluate_loss` take it, and the summary
-      of the run.
+      The last state in canonical form, whose `params` `sample` and `evaluate_loss` take, and the
+      summary of the run.
 
     Raises:
       FloatingPointError: the loss, the gradient norm or the state to be saved is not finite.
       SaveError: the last state could not be saved, or nothing can be written at the start.
       Stopped: by one of `signals.SIGNALS`, after a checkpoint.
+      ValueError: `trainer` is none.
     """
+    check_kind("trainer", trainer, Trainer, TRAINER_ADVICE)
     if profile and profile[0] <= trainer.begin:
         log.warning(
             f"warning: of --profile {profile[0]}:{profile[-1]}, the steps up to {trainer.begin} "

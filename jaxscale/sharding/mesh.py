@@ -9,7 +9,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxscale.layout import Layout
+from jaxscale.choices import check_kind
+from jaxscale.layout import Layout, resolve_sizes
 
 
 def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
@@ -23,9 +24,16 @@ def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
       devices: default `jax.devices()`; those of a topology description to compile ahead of time.
 
     Raises:
-      ValueError: the first axes cannot be split over the slices.
+      ValueError: the first axes cannot be split over the slices; or `layout` is none of the
+        devices.
     """
+    check_kind("layout", layout, Layout, "pass the layout of a config, config.layout")
     devices = jax.devices() if devices is None else devices
+    if resolve_sizes(layout, len(devices)) != layout:
+        raise ValueError(
+            "the layout has a size of -1; pass that of the config of jaxscale.open_engine, "
+            "or set every size"
+        )
     axes = tuple(layout.sizes)
     return Mesh(_arrange(layout, devices), axes, axis_types=(AxisType.Auto,) * len(axes))
 

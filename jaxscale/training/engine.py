@@ -15,8 +15,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.batch import Batch, ShardedBatch
-from jaxscale.config import Config
-from jaxscale.data.device_batch import local_rows, shard_batch, unpack_sharded
+from jaxscale.choices import check_count, check_kind
+from jaxscale.config import CONFIG_ADVICE, Config
+from jaxscale.data.device_batch import check_rows, local_rows, shard_batch, unpack_sharded
 from jaxscale.layout import AUTO, Layout, RematPolicy
 from jaxscale.model_config import ModelConfig, find_make, is_own_family
 from jaxscale.models.decoder import Decoder, plain_kernels
@@ -67,6 +68,8 @@ from jaxscale.training.step import StepMetrics, TrainState, init_guard, make_ste
 from jaxscale.training.xla_options import has_sparse_cores, step_options
 
 log = logging.getLogger("jaxscale")
+
+ENGINE_ADVICE = "pass the second of what jaxscale.open_engine(config) returns"
 
 Tree = Any
 MakeModel = Callable[[Any, Kernels], Model]
@@ -119,7 +122,13 @@ class Engine:
         return shard_batch(batch, self.config, sharding, global_batch_size, prepare)
 
     def local_rows(self, global_batch_size: int) -> tuple[int, ...]:
-        """The rows of a step's batch that this process's devices hold, in order."""
+        """The rows of a step's batch that this process's devices hold, in order.
+
+        Raises:
+          ValueError: the batch does not divide over the layout.
+        """
+        check_count("global_batch_size", global_batch_size, 1)
+        check_rows(self.config, global_batch_size)
         return local_rows(self.batch_sharding, global_batch_size)
 
     def pipeline_buffers(self) -> dict[str, Tree]:
@@ -160,6 +169,7 @@ def make_engine(
         honour the model's settings.
     """
     layout, platform = config.layout, mesh.devices.flat[0].platform
+    _check_arguments(config, mesh, model, optimizer, rules)
     _check_settings(config, mesh)
     make = model or find_model(config.model)
     own = own_rules({**make(config.model, plain_kernels()).rules, **(rules or {})})
@@ -269,6 +279,37 @@ def _make_optimizer(
         frozen=frozen,
         by_layer=functools.partial(_by_layer, mesh, zero.state_rules, rules),
     )
+
+
+def _check_arguments(config: Any, mesh: Any, model: Any, optimizer: Any, rules: Any) -> None:
+    check_kind("config", config, Config, CONFIG_ADVICE)
+    check_kind("mesh", mesh, Mesh, "pass jaxscale.make_mesh(config.layout)")
+    if dict(mesh.shape) != config.layout.sizes:
+        raise ValueError(
+            f"the mesh has the sizes {dict(mesh.shape)}, and config.layout {config.layout.sizes}; "
+            "pass jaxscale.make_mesh(config.layout)"
+        )
+    if model is not None and not callable(model):
+        raise ValueError(
+            f"model is of type {type(model).__name__}; pass a function of settings and kernels, "
+            "such as a class that extends Decoder, or set model.family"
+        )
+    if optimizer is not None:
+        advice = "pass an optax.GradientTransformation, or set optimizer.name"
+        check_kind("optimizer", optimizer, optax.GradientTransformation, advice)
+    if rules is not None:
+        check_kind("rules", rules, dict, 'pass a dictionary, such as {"rank": ("tensor",)}')
+
+
+def check_params(engine: Any, params: Any) -> None:
+    """Refuses what is no engine, and a state in the place of its parameters.
+
+    Raises:
+      ValueError: says what to pass.
+    """
+    check_kind("engine", engine, Engine, ENGINE_ADVICE)
+    if isinstance(params, TrainState):
+        raise ValueError("params is of type TrainState; pass its parameters, state.params")
 
 
 def _check_settings(config: Config, mesh: Mesh) -> None:

@@ -99,7 +99,7 @@ def frozen_params(groups: Sequence[ParamGroup], axes: Any, names: Sequence[str] 
       names: parameters that the model itself wants frozen.
 
     Raises:
-      ValueError: a group or a name matches no parameter.
+      ValueError: a group or a name matches no parameter, or every parameter is frozen.
     """
     known = [leaf_name(path) for path, _ in _leaves(axes, is_leaf=is_axes)]
     for i, group in enumerate(groups):
@@ -116,7 +116,13 @@ def frozen_params(groups: Sequence[ParamGroup], axes: Any, names: Sequence[str] 
     def frozen(path: tuple, _: Any) -> bool:
         return leaf_name(path) in names or find_group(leaf_name(path), groups).frozen
 
-    return jax.tree_util.tree_map_with_path(frozen, axes, is_leaf=is_axes)
+    found = jax.tree_util.tree_map_with_path(frozen, axes, is_leaf=is_axes)
+    if all(jax.tree.leaves(found)):
+        raise ValueError(
+            "optimizer.groups freeze every parameter, and nothing would be trained; leave 'frozen' "
+            "out for those that a run trains"
+        )
+    return found
 
 
 def state_axes(

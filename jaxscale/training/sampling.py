@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxscale.choices import check_count, check_kind
 from jaxscale.config import check_seed
 from jaxscale.data.text.chat_template import Messages
 from jaxscale.data.tokens.tokenizer import SENTINEL, Tokenizer
@@ -37,7 +38,7 @@ from jaxscale.sharding.resolve import (
     whole_kv_heads,
 )
 from jaxscale.sharding.specs import replicated
-from jaxscale.training.engine import Engine
+from jaxscale.training.engine import Engine, check_params
 
 CHUNK = 256
 """Tokens of each prompt that are prefilled at a time; bounds the memory of their attention."""
@@ -86,6 +87,11 @@ def sample(
       ValueError: a setting out of its range, a sequence beyond the model's learned positions, or a
         model that does not decode.
     """
+    check_params(engine, params)
+    check_kind("tokenizer", tokenizer, Tokenizer, "pass that of what jaxscale.open_text returns")
+    for name, texts in (("prompts", prompts), ("stop", stop)):
+        if isinstance(texts, str):
+            raise ValueError(f"{name} = {texts!r} is one text; pass a list, such as [{texts!r}]")
     check_decodes(engine)
     config, ends = engine.config.model, (tokenizer.boundary, *tokenizer.ends)
     vocab_size = config.vocab_size  # an encoder-decoder's sentinels may not be the tokenizer's
@@ -97,6 +103,7 @@ def sample(
     if "" in stop:
         raise ValueError("--stop '' is in every text; name at least one character")
     source, ids = None, [prompt_ids(engine, tokenizer, prompt) for prompt in prompts]
+    _check_ids(ids, config.vocab_size)
     if has_encoder(engine):
         source, ids = source_rows(ids), [np.array([tokenizer.decoder_start])] * len(ids)
     longest = max(map(len, ids))
@@ -441,16 +448,28 @@ def _continuation(tokenizer: Tokenizer, row: np.ndarray, length: int) -> str:
     return tokenizer.decode(whole)[len(tokenizer.decode(given)) :]
 
 
+def _check_ids(prompts: Sequence[np.ndarray], vocab_size: int) -> None:
+    """Refuses what a lookup on a device would clip without a word."""
+    for i, ids in enumerate(prompts):
+        if ids.ndim != 1 or not ids.size:
+            raise ValueError(f"prompts[{i}] has shape {ids.shape}; ids are of shape [at least 1]")
+        if not 0 <= ids.min() <= ids.max() < vocab_size:
+            raise ValueError(
+                f"prompts[{i}] has ids from {ids.min()} to {ids.max()}; they must be at least 0 "
+                f"and below model.vocab_size = {vocab_size}"
+            )
+
+
 def _check_settings(
     num_tokens: int, temperature: float, top_k: int, top_p: float, seed: int, vocab_size: int
 ) -> None:
-    if num_tokens < 1:
-        raise ValueError(f"--num_tokens = {num_tokens} is too small; at least 1")
+    check_count("--num_tokens", num_tokens, 1)
+    check_count("--top_k", top_k, 0)
     if not 0 <= temperature < math.inf:
         raise ValueError(
             f"--temperature = {temperature} must be a number from 0 (the likeliest token) up"
         )
-    if not 0 <= top_k <= vocab_size:
+    if top_k > vocab_size:
         raise ValueError(
             f"--top_k = {top_k} must be at least 0 (all tokens) and at most the "
             f"{vocab_size} tokens of the vocabulary"

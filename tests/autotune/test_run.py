@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 
 import pytest
 
@@ -10,6 +11,12 @@ from jaxscale.autotune import results, search
 from jaxscale.layout import Layout
 
 DEVICES = {"devices": 8, "kind": "cpu", "platform": "cpu"}
+
+
+def test_a_user_of_the_folders_name_is_told_the_command(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("jaxscale.autotune", run_name="__main__")
+    assert "python -m jaxscale.plan --config FILE --measure" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -331,6 +331,9 @@ def test_keys_of_published_files_are_known():
     assert ModelConfig(**FAMILIES["qwen2"].from_hf(qwen)).published_params == 7_615_616_512
 
 
+ONE_GROUP = {"router_groups": 1, "router_groups_kept": 1}
+
+
 @pytest.mark.parametrize(
     ("settings", "fragment"),
     [
@@ -343,6 +346,11 @@ def test_keys_of_published_files_are_known():
         ({"family": "m6_t"}, "model.family = 'm6_t' has no format at Hugging Face"),
         ({"family": "gpt_oss", "mlp_limit": 0.0}, "model.mlp_limit = 0 cannot be written"),
         ({"family": "deepseek_v3", "shared_d_ff": 9}, "model.shared_d_ff = 9 cannot be written"),
+        (
+            {"family": "deepseek_v3", "num_experts": 1, "experts_per_token": 1, **ONE_GROUP},
+            "model.num_experts = 1 cannot be written",
+        ),
+        ({"family": "mixtral", "num_experts": 0}, "model.num_experts = 0 cannot be written"),
         ({"family": "esm", "causal": True}, "model.causal = True cannot be written"),
         ({"family": "gemma2", "attention_scale_dim": 0.5}, "attention_scale_dim = 0.5 cannot be"),
     ],

@@ -120,6 +120,9 @@ def test_a_causal_run_goes_on_masked_and_back(proteins, runs):
     )
     engine = make_engine(config, make_mesh(config.layout))
     weights = open_initial(config, engine, base / "back")
+    other = dataclasses.replace(config.optimizer, name="lion")
+    with pytest.raises(ValueError, match=r"optimizer.name = 'lion' here, 'adamw' there; set the"):
+        open_initial(dataclasses.replace(config, optimizer=other), engine, base / "back")
     begun = initial_state(engine, weights, jax.random.key(0))
     masked = saved(base / "masked", engine.abstract_state)
     same(begun.params, masked.params)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxscale
 from jaxscale import config as configs
 from jaxscale.config import from_dict, load
 from jaxscale.models.decoder import Decoder, plain_kernels
@@ -130,6 +131,74 @@ def opened(tmp_path_factory):
         ready = trainer.open_trainer(config, tmp_path_factory.mktemp("run"))
     assert ready
     return ready
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda run: jaxscale.fit(run.config),
+            "trainer is of type Config; pass what .*open_trainer",
+        ),
+        (lambda run: jaxscale.open_trainer("tiny", "x"), "config is of type str; pass what .*load"),
+        (lambda run: jaxscale.open_engine("tiny"), "config is of type str"),
+        (lambda run: jaxscale.open_text(run.engine, "x"), "config is of type Engine"),
+        (lambda run: jaxscale.load(run.config), "path is of type Config"),
+        (lambda run: jaxscale.load("tiny", {"layout.fsdp": 2}), "are not a list of texts"),
+        (lambda run: jaxscale.load("tiny", [2]), "are not a list of texts"),
+        (lambda run: jaxscale.make_mesh(run.config), "layout is of type Config; .* config.layout"),
+        (
+            lambda run: jaxscale.make_mesh(jaxscale.Layout()),
+            "the layout has a size of -1; pass that",
+        ),
+        (
+            lambda run: jaxscale.make_mesh(jaxscale.Layout(data=4)),
+            r"\(data 4\) needs 4 devices and",
+        ),
+        (
+            lambda run: jaxscale.make_engine(jaxscale.load("tiny"), run.engine.mesh),
+            "the mesh has the sizes .*'data': 4, .* and config.layout .*'data': -1",
+        ),
+        (lambda run: jaxscale.plan_layouts(run.config.model, "h100-sxm", 8), "type ModelConfig"),
+        (lambda run: jaxscale.describe_layout(run.config), "engine is of type Config"),
+        (lambda run: jaxscale.open_engine(run.config, optimizer="lion"), "set optimizer.name"),
+        (lambda run: jaxscale.open_engine(run.config, model="mixtral"), "set model.family"),
+        (lambda run: jaxscale.open_engine(run.config, rules=("rank",)), "pass a dictionary"),
+        (lambda run: stream(run, size=0), "global_batch_size = 0 is too small"),
+        (lambda run: stream(run, size=8.5), "global_batch_size = 8.5 is no whole number"),
+        (lambda run: stream(run, size=3), "does not split into layout.data 4"),
+        (lambda run: stream(run, start_step=-1), "start_step = -1 is too small"),
+        (lambda run: stream(run, workers=-1), "workers = -1 is too small"),
+        (lambda run: stream(run, dataset=run.text), "dataset is of type Text; pass `train`"),
+        (lambda run: loss(run, params=run.state), "pass its parameters, state.params"),
+        (lambda run: loss(run, heldout=None), "heldout is of type NoneType"),
+        (lambda run: loss(run, max_batches=0), "max_batches = 0 is too small"),
+        (lambda run: text(run, prompts="abc"), r"prompts = 'abc' is one text; .* \['abc'\]"),
+        (lambda run: text(run, stop="abc"), "stop = 'abc' is one text"),
+        (lambda run: text(run, prompts=[[1, 257]]), r"prompts\[0\] has ids from 1 to 257"),
+        (lambda run: text(run, prompts=[[]]), r"prompts\[0\] has shape \(0,\)"),
+        (lambda run: text(run, params=run.state), "pass its parameters, state.params"),
+        (lambda run: text(run, tokenizer=run.text), "tokenizer is of type Text"),
+        (lambda run: text(run, num_tokens=2.0), "--num_tokens = 2.0 is no whole number"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(call, said, opened):
+    with pytest.raises(ValueError, match=said):
+        call(opened)
+
+
+def stream(run, dataset=None, size=8, **settings):
+    return jaxscale.device_batches(run.engine, dataset or run.text.train, size, **settings)
+
+
+def loss(run, **changed):
+    arguments = {"params": run.state.params, "heldout": run.text.train, "global_batch_size": 8}
+    return jaxscale.evaluate_loss(run.engine, **(arguments | changed))
+
+
+def text(run, **changed):
+    arguments = {"params": run.state.params, "tokenizer": run.text.tokenizer, "prompts": ["a"]}
+    return jaxscale.sample(run.engine, **({"num_tokens": 1} | arguments | changed))
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,8 @@ def test_groups_that_match_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the model's frozen \['head/none'\] are none of its"):
         optim.frozen_params((), AXES, ("head/none",))
     assert optim.frozen_params((), AXES, ("head/output",))["head"]["output"]
+    with pytest.raises(ValueError, match=r"groups freeze every parameter, and nothing would be"):
+        optim.frozen_params(config("adamw", groups=[{"params": "*", "frozen": True}]).groups, AXES)
 
 
 def test_adamw_is_torchs() -> None:
