@@ -5,6 +5,7 @@ Nothing here imports JAX: a mistyped flag must be refused in a fraction of a sec
 
 import argparse
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -19,6 +20,11 @@ from typing import Any, NoReturn, TextIO
 from jaxscale.choices import nearest
 
 MOST_CPU_DEVICES = 4096
+
+MAY_PASS = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+)
+"""Of the operating system: there may be room the next time, so a supervisor tries again."""
 
 _report: Callable[[str], str] = str  # error message -> the text to print
 
@@ -137,14 +143,15 @@ def set_process_log(process_id: int, report: Callable[[str], str]) -> None:
 def refusals() -> Iterator[None]:
     """Turns errors that the user can fix into one line: in loading and checks, not in training.
 
-    The status is 2, or the error's own `exit_status`.
+    The status is 2; or 1, for errors that may pass by themselves; or the error's own `exit_status`.
     """
     try:
         yield
     except BrokenPipeError:  # of stdout: no error of the user's
         raise
     except (ValueError, OSError) as error:
-        refuse(_sentence(error) + _place(error), getattr(error, "exit_status", 2))
+        passing = isinstance(error, OSError) and error.errno in MAY_PASS
+        refuse(_sentence(error) + _place(error), getattr(error, "exit_status", 1 if passing else 2))
 
 
 def _sentence(error: Exception) -> str:
@@ -247,6 +254,8 @@ def parse(
                 if value.startswith("--"):
                     refuse(f"{flag} needs a value: {flag}=VALUE")
             overrides.append(f"{flag.removeprefix('--config.')}={value}")
+        elif "--" in (flag, value):  # argparse would give the flag an empty list
+            refuse("unexpected '--'; every value follows its flag")
         elif flag.startswith("--") and flag not in known:
             refuse(_unknown(flag, known))
         else:

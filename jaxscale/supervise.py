@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from jaxscale import command_line, run_folder
 from jaxscale.layout import Layout
+from jaxscale.storage.tiers import CHECKPOINTS, local_steps
 
 STOPPED = 143
 """The status of a command that was asked to stop, and saved (`run.signals`)."""
@@ -242,10 +243,10 @@ def with_hosts(command: Sequence[str], bad: Sequence[str]) -> list[str]:
 
 def newest_step(workdir: pathlib.Path | None) -> int:
     """Of the checkpoints in a run's folder; 0 when there is none."""
-    folder = workdir / "checkpoints" if workdir else None
-    if folder is None or not folder.is_dir():
+    try:
+        return max(local_steps(workdir / CHECKPOINTS) if workdir else [], default=0)
+    except OSError:  # as of a disk that does not answer: the command will say it
         return 0
-    return max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
 
 
 def _layout(text: str) -> list[str]:

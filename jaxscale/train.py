@@ -231,7 +231,10 @@ def _train(
     if left := not_uploaded():
         command_line.refuse(left, status=1)
     if options.json and jax.process_index() == 0:
-        options.json.write_text(json.dumps(summary, indent=2) + "\n")
+        try:
+            options.json.write_text(json.dumps(summary, indent=2) + "\n")
+        except OSError as error:
+            log.warning(f"warning: --json {options.json} cannot be written ({error.strerror})")
     # All draw it together: one that was asked to stop must not leave the others waiting.
     if requests := [*filter(None, processes.all_reports("stop", signals.requested()))]:
         log.info(f"{requests[0]}: {signals.COMPLETE}; no sample is drawn")

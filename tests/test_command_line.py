@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import functools
 import importlib
 import io
@@ -81,6 +82,8 @@ def test_other_flags_reach_the_parser():
         ("--config c --profile_steps many", "argument --profile_steps: invalid int value: 'many'"),
         ("--config c --workdir", "argument --workdir: expected one argument"),
         ("--config", "argument --config: expected one argument"),
+        ("--config c --input --", "unexpected '--'; every value follows its flag"),
+        ("--config c --input=--", "unexpected '--'; every value follows its flag"),
     ],
 )
 def test_a_bad_line_is_refused_in_one_line(line, message, capsys):
@@ -111,6 +114,13 @@ def test_what_a_user_can_mend_is_one_line(error, capsys):
         raise error
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_what_may_pass_by_itself_is_tried_again_by_a_supervisor(capsys):
+    with pytest.raises(SystemExit) as stop, command_line.refusals():
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/a/tokens")
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == "error: runs/a/tokens: no space left on device\n"
 
 
 def test_errors_of_code_from_outside_the_package_are_placed(capsys):

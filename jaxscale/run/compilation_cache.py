@@ -46,19 +46,20 @@ def keep_compiled_programs() -> pathlib.Path | None:
     unshared = jax.process_count() > 1 and name is None
     if name == "" or several_cpus or unshared or jax.config.jax_compilation_cache_dir:
         return None
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = pathlib.Path(name or pathlib.Path(cache) / "jaxscale") / "compiled" / _processor()
     try:
+        folder = folder.expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        _remove_old(folder)
+    except (OSError, RuntimeError) as error:  # the second is of a user without a home
         if name:
             raise ValueError(
                 f"{VARIABLE} = {name}: compiled programs cannot be kept there "
-                f"({error.strerror or error}); name a folder that can be written to, or leave it "
-                "empty to keep none"
+                f"({getattr(error, 'strerror', None) or error}); name a folder that can be written "
+                "to, or leave it empty to keep none"
             ) from None
         return None  # a home that cannot be written to
-    _remove_old(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_SECONDS)
     jax.monitoring.register_event_listener(_listen)

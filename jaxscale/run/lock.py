@@ -44,7 +44,7 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
       OSError: the folder cannot be made or written to.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    with (workdir / LOCK).open("a+") as file:
+    with (workdir / LOCK).open("ab", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -57,9 +57,9 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
                 f"warning: {workdir} cannot be locked ({error.strerror}), so a second run in it "
                 "would not be noticed"
             )
-        file.truncate(0)
-        file.write(json.dumps(_this_run()))
-        file.flush()
+        with contextlib.suppress(OSError):  # on a full disk others are not told whose it is
+            file.truncate(0)
+            file.write(json.dumps(_this_run()).encode())
         yield
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 import pathlib
@@ -23,6 +24,7 @@ from jaxscale.run.setup import Evaluation
 from jaxscale.sharding.resolve import leaf_name
 from jaxscale.training.engine import Engine
 from jaxscale.training.metrics import (
+    SUMMARY,
     Metrics,
     duration,
     evaluation_line,
@@ -81,10 +83,9 @@ class Recorder:
         self._mark = time.monotonic()  # when the previous step was done
         earlier = read(workdir / "metrics.jsonl")
         self.begin_evaluated = any(
-            line.get("step") == begin and any(key.startswith("eval_loss") for key in line)
-            for line in earlier
+            line["step"] == begin and _is_evaluation(line) for line in earlier
         )
-        lost = [line.get("step_seconds", 0.0) for line in earlier if line.get("step", 0) > begin]
+        lost = [line.get("step_seconds", 0.0) for line in earlier if line["step"] > begin]
         self._account = account
         account.lose(sum(lost))
         self.metrics = Metrics(
@@ -107,8 +108,10 @@ class Recorder:
         self._data_seconds = 0.0
         self._shown = -math.inf
         self._recent: list[float] = []
-        self._last: dict[str, Any] = {}
-        self._evaluation: dict[str, Any] = {}
+        # Of a run that was ended after its last step, and before its summary.
+        done = [line for line in earlier if line["step"] == begin == self.steps]
+        self._last = next((line for line in done if "loss" in line), {})
+        self._evaluation = next((line for line in done if _is_evaluation(line)), {})
         self._profile: dict[str, Any] = {}
 
     @contextlib.contextmanager
@@ -274,6 +277,19 @@ class Recorder:
 
     def _utilisation(self, flops_per_second: float) -> float | None:
         return utilisation(flops_per_second, self._num_devices, self._peak)
+
+
+def _is_evaluation(record: Mapping[str, Any]) -> bool:
+    return any(key.startswith("eval_loss") for key in record)
+
+
+def is_summarised(workdir: pathlib.Path, step: int) -> bool:
+    """Whether summary.json, which is written when all else is done, is there and of this step."""
+    try:
+        summary = json.loads((workdir / SUMMARY).read_text())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(summary, dict) and summary.get("step") == step
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from jaxscale.run.goodput import Account
 from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
 from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.mirror import Mirror
-from jaxscale.run.recorder import BadStepsError, Recorder, tracing
+from jaxscale.run.recorder import BadStepsError, Recorder, is_summarised, tracing
 from jaxscale.run.resume import find_newest, resume, rewind, set_aside
 from jaxscale.run.saves import SaveError, Saves
 from jaxscale.run.setup import (
@@ -138,7 +138,7 @@ def open_trainer(
     if not skip_memory_check:
         check_memory(engine)
     _check_local_room(run, engine, checkpoints)
-    if begin >= run.steps:
+    if begin > run.steps or (begin == run.steps and _is_finished(workdir, begin)):
         checkpoints.close()
         if uploads:
             uploads.start(checkpoints)
@@ -169,6 +169,13 @@ def open_trainer(
     else:
         state = engine.init(jax.random.key(run.seed))
     return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
+
+
+def _is_finished(workdir: pathlib.Path, step: int) -> bool:
+    """Whether a run was also evaluated after its last step, and summarised: it may have been
+    stopped or killed before."""
+    done = jax.process_index() == 0 and is_summarised(workdir, step)
+    return processes.from_first("summary", done)
 
 
 def _examine(config: Config, workdir: pathlib.Path) -> None:
@@ -283,7 +290,8 @@ def _writing(workdir: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise SaveError(
-            f"{workdir} cannot be written ({durable.reason(error)}), and no step was trained"
+            f"{error.filename or workdir} cannot be written ({durable.reason(error)}), and no step "
+            "was trained"
         ) from error
 
 
@@ -365,10 +373,13 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
         tracing(profile, recorder, trainer.step) as trace,
         jax.transfer_guard("disallow"),
     ):
-        if text.evaluations and trainer.begin and _due(trainer.begin, run.eval_every):
+        last = trainer.begin == run.steps
+        if text.evaluations and trainer.begin and (last or _due(trainer.begin, run.eval_every)):
             done = processes.from_first("evaluated", recorder.begin_evaluated)
             if not done:  # the run was stopped before, or meanwhile
-                _evaluate(trainer, recorder, trainer.begin, state.params, stops)
+                request = _evaluate(trainer, recorder, trainer.begin, state.params, stops)
+                if request and last:
+                    stop(trainer.begin, request)
         for step in range(trainer.begin + 1, run.steps + 1):
             trace(step)
             phases.enter_phase("waiting for input", step)
@@ -394,7 +405,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
                 # Raises where loss or gradient norm is not finite: such a state is not saved.
                 recorder.flush()
                 saves.save(step, state)
-            if request and not last:
+            if request and (text.evaluations or not last):
                 stop(step, request)
     phases.enter_phase("saving", run.steps)
     saves.finish(run.steps, state)

@@ -61,11 +61,15 @@ def local_tier(address: str) -> pathlib.Path:
       OSError: the folder cannot be made.
     """
     address = open_store(address).address
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     tiers = pathlib.Path(os.environ.get(VARIABLE) or pathlib.Path(cache) / "jaxscale" / "runs")
     name = re.sub(r"[^\w.-]+", "_", address)[-80:]
     digest = hashlib.blake2b(address.encode(), digest_size=4).hexdigest()
-    folder = tiers.expanduser().absolute() / f"{name}-{digest}"
+    try:
+        tiers = tiers.expanduser().absolute()
+    except RuntimeError as error:  # of pathlib: a user without a home
+        raise ValueError(f"set {VARIABLE}, the folder for local tiers: {error}") from error
+    folder = tiers / f"{name}-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / ORIGIN).is_file():
         beside = folder / f"{ORIGIN}.{uuid.uuid4().hex}"  # processes of a host start at once
@@ -150,7 +154,8 @@ def local_steps(folder: pathlib.Path) -> list[int]:
     """The steps whose checkpoint is in a folder, in order."""
     if not folder.is_dir():
         return []
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and p.is_dir())
+    names = (path.name for path in folder.iterdir() if path.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
 def stored_steps(store: ObjectStore) -> list[int]:

@@ -117,6 +117,11 @@ class Checkpoints:
                 f"checkpoints cannot be below {self.directory}, a path with one of * ? [; choose "
                 "another --workdir, or rename the folder"
             )
+        if any("\ud800" <= letter <= "\udfff" for letter in str(self.directory)):
+            raise ValueError(
+                f"checkpoints cannot be below {self.directory}, which is not UTF-8: choose another "
+                "--workdir or, where its name is, a locale of UTF-8, such as LC_ALL=C.UTF-8"
+            )
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"{self.directory} is a file, and should be a folder; remove it")
         self._keep_last = keep_last
@@ -225,9 +230,10 @@ class Checkpoints:
         """
         newest = max(self.steps(), default=None)
         if newest is None and self._newest_file and self._newest_file.is_file():
+            newest_saved = self._newest_file.read_bytes().decode(errors="replace").strip()
             raise ValueError(
                 f"{self.directory} holds no checkpoint, and step "
-                f"{self._newest_file.read_text().strip()} was saved there: put the folder back, "
+                f"{newest_saved or '?'} was saved there: put the folder back, "
                 f"or remove {self._newest_file} to begin again from step 0"
             )
         return newest

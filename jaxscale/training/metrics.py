@@ -14,11 +14,17 @@ import jax
 import tensorboardX
 
 from jaxscale.formatting import duration, quantity
-from jaxscale.storage.durable import replace_file
+from jaxscale.storage.durable import reason, replace_file
 
 log = logging.getLogger("jaxscale")
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
+
+SUMMARY = "summary.json"
+
+NUMBERS = ("loss", "eval_loss", "learning_rate", "step_seconds")
+"""What others compute with: a record that has something else there is none. The losses are null
+where they were not finite."""
 
 
 class Metrics:
@@ -72,8 +78,18 @@ class Metrics:
     def track(self, step: int, numbers: dict[str, float]) -> None:
         """Gives numbers to the trackers alone."""
         if self._writes:
-            for tracker in self._trackers:
-                tracker.write(numbers, step)
+            for tracker in [*self._trackers]:
+                try:
+                    tracker.write(numbers, step)
+                except Exception as error:  # of any library, such as of a server that is gone
+                    self._trackers.remove(tracker)
+                    self._lost(tracker, error)
+
+    def _lost(self, tracker: "_Tracker", error: Exception) -> None:
+        log.warning(
+            f"warning: {tracker.name} gets no more metrics of this attempt ({reason(error)}); "
+            f"{self.directory / 'metrics.jsonl'} has them all"
+        )
 
     def _write_line(self, line: str) -> None:
         """Writes a line, or keeps it until there is room: a full disk ends no training."""
@@ -94,7 +110,7 @@ class Metrics:
         if self._writes:
             try:
                 text = json.dumps(_finite(summary), indent=2) + "\n"
-                replace_file(self.directory / "summary.json", text.encode())
+                replace_file(self.directory / SUMMARY, text.encode())
                 plot(self.directory / "loss.png", read(self.directory / "metrics.jsonl"))
             except OSError as error:  # the run is complete, and saved
                 log.warning(f"warning: no summary.json or loss.png could be written ({error})")
@@ -108,7 +124,10 @@ class Metrics:
                 log.warning(f"warning: {self._waiting.count(10)} lines of metrics are lost")
             self._file.close()
             for tracker in self._trackers:
-                tracker.close()
+                try:
+                    tracker.close()
+                except Exception as error:
+                    self._lost(tracker, error)
             self._writes = False
 
 
@@ -129,13 +148,22 @@ def read(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict[
         except (ValueError, RecursionError):
             odd += number < len(lines)
             continue
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        if not isinstance(record, dict) or not _is_record(record):
             odd += 1
         elif last_step is None or record["step"] <= last_step:
             records.append(record)
     if odd:
         log.warning(f"warning: {file} has {odd} lines that are no records of steps; left out")
     return records
+
+
+def _is_record(values: Mapping[str, Any]) -> bool:
+    kinds = {"step": int, "step_seconds": int | float}
+    return "step" in values and all(
+        isinstance(value, kinds.get(name, int | float | None))
+        for name, value in values.items()
+        if name.partition("/")[0] in ("step", *NUMBERS)
+    )
 
 
 def utilisation(
@@ -257,6 +285,7 @@ def smoothed(values: list[float]) -> list[float]:
 class _Tracker(NamedTuple):
     """Where numbers are sent, besides metrics.jsonl."""
 
+    name: str
     write: Callable[[dict[str, float], int], object]
     close: Callable[[], object]
 
@@ -285,7 +314,7 @@ def _open_tracker(
             config=dict(config),
         )
         identifier.write_text(run.id)
-        return _Tracker(lambda numbers, step: run.log(numbers, step=step), run.finish)
+        return _Tracker(name, lambda numbers, step: run.log(numbers, step=step), run.finish)
     if "MLFLOW_TRACKING_URI" not in os.environ:
         raise ValueError(
             "tracker 'mlflow' needs a server: set MLFLOW_TRACKING_URI, such as http://HOST:5000"
@@ -294,7 +323,11 @@ def _open_tracker(
     identifier.write_text(run.info.run_id)
     if not known:
         module.log_dict(dict(config), "config.json")
-    return _Tracker(lambda numbers, step: module.log_metrics(numbers, step=step), module.end_run)
+
+    def write(numbers: dict[str, float], step: int) -> None:
+        module.log_metrics(numbers, step=step)
+
+    return _Tracker(name, write, module.end_run)
 
 
 def _open_tensorboard(directory: pathlib.Path, start_step: int) -> _Tracker:
@@ -307,7 +340,7 @@ def _open_tensorboard(directory: pathlib.Path, start_step: int) -> _Tracker:
             if math.isfinite(value):  # tensorboardX warns on stderr about every other value
                 writer.add_scalar(name, value, step)
 
-    return _Tracker(write, writer.close)
+    return _Tracker("tensorboard", write, writer.close)
 
 
 def _line(record: Mapping[str, Any]) -> str:

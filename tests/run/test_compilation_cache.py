@@ -50,6 +50,15 @@ def test_several_devices_of_a_cpu_keep_nothing():
     assert keep_compiled_programs() is None
 
 
+def test_a_user_without_a_home_keeps_nothing(monkeypatch):
+    """As a container has that runs under any user id, without HOME."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.delenv(compilation_cache.VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert keep_compiled_programs() is None
+
+
 def test_several_processes_keep_only_where_the_user_says(tmp_path, monkeypatch):
     """A program that is read by one process alone leaves the others waiting for it."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)

@@ -46,6 +46,12 @@ def test_a_killed_run_holds_nothing(tmp_path):
         pass
 
 
+def test_a_full_disk_does_not_keep_a_run_from_locking(tmp_path):
+    (tmp_path / ".lock").symlink_to("/dev/full")
+    with locked(tmp_path):
+        pass
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):

@@ -18,6 +18,7 @@ import pytest
 from jaxscale import config as configs
 from jaxscale.run import saves, setup, trainer
 from jaxscale.run.saves import SaveError
+from jaxscale.supervise import newest_step
 from jaxscale.training import checkpoint, metrics
 from jaxscale.training.checkpoint import Checkpoints, DamagedError, UnreadableError
 from tests.run.test_trainer import count
@@ -188,6 +189,15 @@ def test_a_lost_folder_of_checkpoints_is_no_new_run(begun):
     assert (begun / "metrics.jsonl").read_text() == metrics
 
 
+@pytest.mark.parametrize("name", ["007", "²"])
+def test_a_folder_that_is_named_otherwise_is_no_checkpoint(name, tmp_path):
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "8").mkdir()
+    (tmp_path / "checkpoints" / "9").touch()
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [8]
+    assert newest_step(tmp_path) == 8, "of the supervisor"
+
+
 def test_a_file_with_the_name_of_a_step_is_no_checkpoint(begun):
     (begun / "checkpoints" / "99").write_text("")
     assert reopen(begun, "run.steps=8").begin == 6
@@ -262,6 +272,24 @@ def test_a_folder_that_takes_no_files_ends_a_run_before_its_first_step(ready, tm
     (tmp_path / "config.json").mkdir()
     with pytest.raises(SaveError, match=r"\(Is a directory\), and no step was trained"):
         trainer.fit(dataclasses.replace(ready, workdir=tmp_path), trackers=())
+
+
+def test_the_file_that_cannot_be_written_is_named(ready, tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(SaveError, match=f"^{tmp_path}/metrics.jsonl cannot be written "):
+        trainer.fit(dataclasses.replace(ready, workdir=tmp_path), trackers=())
+
+
+def test_a_path_that_is_not_utf_8_is_refused(tmp_path):
+    """The library that writes checkpoints takes none; Python has them in a locale without UTF-8."""
+    with pytest.raises(ValueError, match="which is not UTF-8: choose another --workdir"):
+        Checkpoints(tmp_path / "caf\udce9")
+
+
+def test_an_empty_record_of_the_last_save_is_said_to_be_one(tmp_path):
+    (tmp_path / "last_saved").touch()
+    with pytest.raises(ValueError, match=r"no checkpoint, and step \? was saved"):
+        Checkpoints(tmp_path / "checkpoints", newest_file=tmp_path / "last_saved").latest()
 
 
 LIMITED = """

@@ -141,6 +141,21 @@ def test_an_evaluation_that_was_broken_off_is_repeated(ready):
     assert [i for i, line in enumerate(lines) if "eval_loss" in line] == [3, 7]
 
 
+def test_the_last_evaluation_is_made_up_for(ready):
+    """A run that was asked to stop in its last step, or killed after it, is not complete yet."""
+    ready = dataclasses.replace(ready, step=at_step(signal.SIGTERM, 6))
+    assert fit(ready) == ("SIGTERM: stopped after step 6, saved", [6])
+    assert not trainer._is_finished(ready.workdir, 6)
+    checkpoints = Checkpoints(ready.checkpoints.directory, report=lambda line: None)
+    assert fit(dataclasses.replace(ready, begin=6, checkpoints=checkpoints)) == ("", [6])
+    assert trainer._is_finished(ready.workdir, 6)
+    lines = map(json.loads, (ready.workdir / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6]
+    summary = json.loads((ready.workdir / "summary.json").read_text())
+    assert (summary["step"], summary["eval_loss"]) == (6, 1.0)
+    assert "loss" in summary, "of the step before"
+
+
 def test_an_evaluation_that_is_recorded_is_not_repeated(ready):
     (ready.workdir / "metrics.jsonl").write_text('{"step": 3, "eval_loss": 1.0}\n')
     assert fit(dataclasses.replace(ready, begin=3)) == ("", [6])

@@ -222,6 +222,31 @@ def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
 
 
+def test_a_tracker_that_fails_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def gone(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no server")
+
+    module = types.SimpleNamespace(
+        start_run=lambda **_: types.SimpleNamespace(info=types.SimpleNamespace(run_id="abc")),
+        log_dict=lambda *_: None,
+        log_metrics=gone,
+        end_run=gone,
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
+    for steps in ([1, 2], []):
+        writer = Metrics(tmp_path, trackers=("mlflow",))
+        for step in steps:
+            writer.write({"step": step, "loss": 2.0})
+        assert len(metrics.read(tmp_path / "metrics.jsonl")) == len(steps)
+        writer.close()
+        (record,) = caplog.records
+        assert "mlflow gets no more metrics of this attempt (ConnectionError: no" in record.message
+        caplog.clear()
+
+
 def test_progress_line() -> None:
     assert metrics.progress_line(RECORD, steps=1000, seconds_left=3899) == (
         "step   12/1000 | loss 3.2146 | grad norm 0.841 | lr 6.00e-04 | 12.3k tokens/s | "
@@ -260,9 +285,10 @@ def test_odd_lines_are_left_out_with_a_warning(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     good = b'{"step": 1, "loss": 2.0}\n'
     odd = b'5\n{"loss": 3}\n{"step": "2"}\nnull\n'
+    odd += b'{"step": 1, "loss": "x"}\n{"step": 1, "step_seconds": null}\n'
     path.write_bytes(good + odd + good.replace(b"1", b"3") + b"\xff\x00{")
     assert [record["step"] for record in metrics.read(path, last_step=2)] == [1]
-    assert "has 4 lines that are no records of steps" in caplog.text
+    assert "has 6 lines that are no records of steps" in caplog.text
 
 
 def test_a_full_disk_loses_no_line_and_ends_no_run(tmp_path: Path, caplog: Any) -> None:

@@ -36,9 +36,8 @@ def reading(path: str) -> Iterator[None]:
         with _of_libraries(path):
             yield
     except EOFError as error:
-        raise ValueError(
-            f"{path} is cut short: its compressed data have no end; fetch it again"
-        ) from error
+        why = ": its compressed data have no end" if compression(path) else ""
+        raise ValueError(f"{path} is cut short{why}; fetch it again") from error
     except (gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
         raise ValueError(f"{path} is damaged: {error}; fetch it again") from error
     except OSError as error:

@@ -285,7 +285,12 @@ def _tokenized(
         return _in_memory(files, tokenizer)
     folder = directory / f"tokens-{key_of(plan(files, tokenizer, directory))}"
     if folder.is_dir():  # it came there whole
-        return open_folder(str(folder), tokenizer)
+        try:
+            return open_folder(str(folder), tokenizer)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} (a cache: remove {folder}, and the text is tokenised again)"
+            ) from error
     unfinished = directory / f"unfinished-{folder.name}"
     with _reserved(directory) as ours:
         if not ours:
@@ -294,7 +299,11 @@ def _tokenized(
             if left != unfinished:  # of other text, or of a run that was killed long ago
                 shutil.rmtree(left)
         if not folder.is_dir():  # what a killed run left is resumed
-            prepare(plan(files, tokenizer, unfinished), tokenizer)
+            try:
+                prepare(plan(files, tokenizer, unfinished), tokenizer)
+            except OSError as error:  # such as of a full disk, which names no file
+                error.filename = error.filename or str(directory)
+                raise
             move(unfinished, folder)
     return open_folder(str(folder), tokenizer)
 
