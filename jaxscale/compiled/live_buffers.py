@@ -96,8 +96,9 @@ def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool
     for i, instruction in enumerate(instructions):
         operands = [replay.holds.get(operand, []) for operand in instruction.operands]
         read = _flat(operands)
-        for place in read:
-            replay.lives[place].end = i
+        if instruction.opcode != "get-tuple-element":  # it names an array and reads none
+            for place in read:
+                replay.lives[place].end = i
         replay.begins[instruction.name] = i
         if instruction.opcode.endswith(("-update", "-done")):
             replay.begins[instruction.name] = replay.begins[instruction.operands[0]]

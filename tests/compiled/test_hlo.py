@@ -313,6 +313,24 @@ def test_an_array_lives_from_who_makes_it_to_its_last_reader():
     assert alive == ["f32[200]", "f32[100]", "f32[8]"]
 
 
+TAKEN_LATE = """
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %both = (f32[50], f32[100]) fusion(%a), kind=kLoop, calls=%none
+  %large = f32[100]{0} get-tuple-element(%both), index=1
+  %two = f32[200]{0} fusion(%large), kind=kLoop, calls=%none
+  %three = f32[300]{0} fusion(%two), kind=kLoop, calls=%none
+  %small = f32[50]{0} get-tuple-element(%both), index=0
+  ROOT %out = f32[8]{0} fusion(%three, %small), kind=kLoop, calls=%none
+}
+"""
+
+
+def test_a_part_of_a_tuple_that_is_taken_late_keeps_no_other_part():
+    alive = [buffer.shape for buffer in live_at_peak(hlo.parse_hlo(TAKEN_LATE))]
+    assert alive == ["f32[300]", "f32[200]", "f32[50]", "f32[8]"]
+
+
 NESTED = """
 %body (p: ((f32[64]), (), s32[], f32[32])) -> ((f32[64]), (), s32[], f32[32]) {
   %p = ((f32[64]{0}), (), s32[], f32[32]{0}) parameter(0)
