@@ -19,6 +19,7 @@ from jaxscale.compiled.collectives import collectives
 from jaxscale.compiled.compile_ahead import CompileReport, compile_for
 from jaxscale.compiled.flops import FLASH_MATMULS
 from jaxscale.config import from_dict
+from jaxscale.training import accumulation
 
 LAYERS, ARRAYS = 4, 9  # of a layer: seven matrices and two norms
 OUTER = 3  # embedding, last norm, head
@@ -186,6 +187,51 @@ def test_heads_are_turned_by_a_kernel():
     kernels = re.findall(r"= \S+ custom-call\(.*/rotary/pallas_call", report.program)
     forward, backward, repeated = 2, 3, 3
     assert len(kernels) == 2 * (forward + backward + repeated)
+
+
+def instructions(report: CompileReport, of: str) -> list[hlo.Instruction]:
+    """Of the entry, or of the loop over layers that this pass goes through."""
+    program = hlo.parse_hlo(report.program)
+    entry = program.computations[program.entry]
+    if of == "entry":
+        return entry
+    # Of several loops only those over layers hold a pass of the whole block.
+    bodies = [
+        program.computations[name]
+        for one in entry
+        if one.opcode == "while"
+        for name, _ in program.calls(one)
+    ]
+    (body,) = (body for body in bodies if any(of in one.op_name for one in body))
+    return body
+
+
+def places(found: Sequence[hlo.Instruction], opcode: str, word: str) -> list[int]:
+    """Where instructions with a word in their name stand."""
+    return [i for i, x in enumerate(found) if x.opcode.endswith(opcode) and word in x.name]
+
+
+def test_the_gradients_of_the_head_are_reduced_before_those_of_layers_are_computed_on_tpus():
+    """Whole, in float32, they would be there until all layers are done."""
+    entry = instructions(compiled("v5p:2x2x1", "layered", MICROBATCHES), "entry")
+    shard = f"f32[1,{MODEL['d_model'] // 4},{MODEL['vocab_size']}]"
+    head = [i for i in places(entry, "-done", "reduce-scatter") if shard in entry[i].shape]
+    backward = places(entry, "while", "")[-1]
+    assert len(head) == 2, "the embedding's has the same form, and comes last"
+    assert head[0] < backward < head[1]
+
+
+@pytest.mark.slow
+def test_a_layers_gradients_are_reduced_while_the_one_below_is_recomputed_on_tpus(monkeypatch):
+    """They would be there, in float32, while the others are computed."""
+    monkeypatch.setattr(accumulation, "HIDING_TOKENS", 1)
+    body = instructions(compiled("v5p:2x2x1"), "transpose(jvp(")
+    reduced = places(body, "-done", "reduce-scatter")
+    matmuls = [(i, x.op_name) for i, x in enumerate(body) if "/mlp/dot_general" in x.op_name]
+    again = [i for i, name in matmuls if "/rematted_computation/" in name]
+    own = [i for i, name in matmuls if "/rematted_computation/" not in name]
+    assert len(reduced) == 7
+    assert min(again) < max(reduced) < min(own)
 
 
 def test_products_are_those_of_the_model():

@@ -55,6 +55,23 @@ Tree = Any
 Saved = tuple[SavedLayers | None, ...]
 """The residuals of each stack."""
 
+HIDING_TOKENS = 16_384
+"""Of a micro-batch on a rank: its forward pass through a layer takes longer than the collectives of
+one layer, which gather weights in 2 bytes and reduce gradients in 4. By peak rates a v5p needs
+2,600 for that, and a v6e 7,700."""
+
+
+class Early(NamedTuple):
+    """Which reductions end before further gradients are computed.
+
+    XLA for TPUs holds gradients in float32 until it reduces them, and it does so late: those of the
+    head when all layers are done, those of a layer while the one below computes its own. On GPUs
+    more of the reductions would be exposed, for no memory.
+    """
+
+    head: bool = False  # before the layers'
+    layers: bool = False  # a layer's, while the one below is recomputed
+
 
 class Accumulated(NamedTuple):
     """What the groups of a step hand on from one to the next."""
@@ -99,10 +116,11 @@ def make_accumulation(
     visits = _visits(zero, count)
 
     def run(params: Tree, groups: Batch) -> tuple[Sums, Tree]:
+        early = early_reductions(layout, zero, platform, groups.tokens[0, 0].size // layout.context)
         weights, grads = params, zero.zeros(params, zero.axes, finished=count == 1)
         done = Accumulated(zero_sums(model, zero.loss_dtype), grads)
         for visit, span in visits:
-            group_pass = _make_group_pass(model, layout, zero, visit, unroll_layers)
+            group_pass = _make_group_pass(model, layout, zero, visit, early, unroll_layers)
             some = jax.tree.map(lambda x, span=span: x[span], groups)
             nothing = jnp.zeros(())
             if not visit.first:
@@ -147,8 +165,19 @@ def _each_group(
     )[0]
 
 
+def early_reductions(layout: Layout, zero: Zero, platform: str, tokens: int) -> Early:
+    """For micro-batches of so many tokens on a rank."""
+    if platform != "tpu" or not zero.reduces:
+        return Early()
+    remat = layout.remat_policy
+    recomputes = remat.by_names and not remat.names
+    # Several micro-batches would all wait before the first is recomputed.
+    single = layout.microbatches == layout.num_groups
+    return Early(head=True, layers=recomputes and single and tokens >= HIDING_TOKENS)
+
+
 def _make_group_pass(
-    model: Model, layout: Layout, zero: Zero, visit: Visit, unroll_layers: bool
+    model: Model, layout: Layout, zero: Zero, visit: Visit, early: Early, unroll_layers: bool
 ) -> GroupPass:
     offload = layout.offloads("activations")
     zero = zero if visit.first else zero.kept
@@ -157,12 +186,12 @@ def _make_group_pass(
         layers = [layer_function(stack, kind) for kind in range(stack.period)]
         passes = [split_vjp(rematerialised(layer, layout.remat_policy)) for layer in layers]
         first = stack.name == model.stacks[0].name
-        return Loop(stack, zero, visit, tuple(passes), offload, unroll_layers, first)
+        return Loop(stack, zero, visit, tuple(passes), offload, early.layers, unroll_layers, first)
 
     loops = [make_loop(stack) for stack in model.stacks]
 
     def run(params: Tree, batch: Batch, before: Accumulated) -> tuple[Tree, Accumulated]:
-        return _group_pass(model, zero, loops, visit, params, batch, before)
+        return _group_pass(model, zero, loops, visit, early, params, batch, before)
 
     def empty(params: Tree, batch: Batch, sums: Sums, nothing: jax.Array) -> Saved:
         def forward(params: Tree, batch: Batch, sums: Sums) -> Saved:
@@ -190,6 +219,7 @@ def _group_pass(
     zero: Zero,
     loops: Sequence[Loop],
     visit: Visit,
+    early: Early,
     params: Tree,
     batch: Batch,
     before: Accumulated,
@@ -201,6 +231,8 @@ def _group_pass(
     stream, sums, entered = _stacks_forward(loops, params, embed, batch, before.sums, into)
     head = _gather_head(model, zero, params, embed)
     sums, dhead, dstream = _head_pass(model, zero, head, batch, stream, sums)
+    if early.head:
+        dhead, dstream = jax.lax.optimization_barrier((dhead, dstream))
     earlier = before.grads if before.earlier is None else before.earlier
     if visit.last:
         if not visit.only:  # what the head borrows is among the embedding's

@@ -71,6 +71,7 @@ class Loop:
     visit: Visit
     passes: tuple[tuple[Callable, Callable], ...]  # `split_vjp` of each kind of layer
     offload: bool  # whether residuals are in host memory between the passes
+    early: bool  # whether a reduction ends before the next layer's gradients are computed
     unroll: bool
     is_first: bool  # of the model's stacks
 
@@ -271,6 +272,9 @@ def _layer_backward(
     prefetched = _prefetch(loop, inputs, place) if prefetch else Prefetched()
     if unreduced is not None:
         grads = _accumulate(loop, inputs, grads, index + 1, unreduced)
+        if loop.early:
+            # The layer is recomputed meanwhile, which does not need dx.
+            dx, grads = jax.lax.optimization_barrier((dx, grads))
     here = Place(now, place.kind)
     dweights, dx, dshared = _sum_gradients(loop, weights, inputs, residuals, dx, dshared, here)
     if loop.reduces:

@@ -3,11 +3,15 @@
 import re
 
 import jax
+import numpy as np
 import pytest
 
-from jaxscale.config import from_dict
+from jaxscale.config import Config, from_dict
+from jaxscale.data.synthetic import synthetic_batch
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training import accumulation
+from jaxscale.training.accumulation import HIDING_TOKENS, Early, early_reductions
 from jaxscale.training.engine import make_engine
 
 MODEL = {
@@ -20,15 +24,19 @@ MODEL = {
 }
 
 
-def lowered_step(num_layers: int = 3, **layout) -> str:
-    """The step with its loops over layers unrolled."""
-    config = from_dict(
+def tiny(num_layers: int = 3, **layout) -> Config:
+    return from_dict(
         {
             "model": {**MODEL, "num_layers": num_layers},
             "data": {"global_batch_size": 8, "seq_len": 16},
             "layout": {"data": 1, "fsdp": 2, "zero_stage": 3, "microbatches": 4, **layout},
         }
     )
+
+
+def lowered_step(num_layers: int = 3, **layout) -> str:
+    """The step with its loops over layers unrolled."""
+    config = tiny(num_layers, **layout)
     mesh = make_mesh(config.layout, jax.devices()[:2])
     engine = make_engine(config, mesh, unroll_layers=True)
     return engine.step.lower(engine.abstract_state, engine.abstract_batch).as_text()
@@ -65,6 +73,40 @@ def test_the_first_microbatch_gathers_and_the_last_one_reduces(stage, expected):
     of the last one alone, which is apart from a loop over those between; stage 2 in all of them, of
     which those after the first one are a loop."""
     assert timeline(lowered_step(zero_stage=stage, microbatches=4)) == expected
+
+
+def test_reductions_that_end_early_are_for_long_microbatches_that_are_recomputed_on_tpus():
+    def early(platform="tpu", tokens=HIDING_TOKENS, **layout) -> Early:
+        config = from_dict({"layout": {"data": 1, "fsdp": 2, "remat": "full", **layout}})
+        engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
+        return early_reductions(config.layout, engine.zero, platform, tokens)
+
+    assert early() == Early(head=True, layers=True)
+    assert early(platform="gpu") == Early()
+    assert early(zero_stage=1) == Early(), "which reduces the last micro-batch's only"
+    only_head = Early(head=True)
+    assert early(tokens=HIDING_TOKENS - 1) == only_head
+    assert early(remat="save_matmuls") == only_head
+    assert early(microbatches=2, accumulation="layered") == only_head
+    assert early(microbatches=2) == Early(head=True, layers=True)
+
+
+def test_reductions_that_end_early_are_the_same(monkeypatch):
+    """To the bit: loss, and parameters after two steps."""
+    config = tiny(remat="full")
+    mesh = make_mesh(config.layout, jax.devices()[:2])
+    steps = []
+    for early in (Early(), Early(head=True, layers=True)):
+        monkeypatch.setattr(accumulation, "early_reductions", lambda *_, early=early: early)
+        engine = make_engine(config, mesh)
+        batch = engine.shard(synthetic_batch(config))
+        state = engine.init(jax.random.key(0))
+        for _ in range(2):
+            state, metrics = engine.step(state, batch)
+        steps.append((float(metrics.loss), jax.device_get(state.params)))
+    (loss, params), (other_loss, other_params) = steps
+    assert loss == other_loss
+    jax.tree.map(np.testing.assert_array_equal, params, other_params)
 
 
 def test_a_single_layer_is_gathered_once():
