@@ -150,7 +150,8 @@ def open_trainer(
             log.info(f"  changed since: {line}")
         return None
     weights = None if begin else open_initial(config, engine, workdir)
-    text, step = _read_and_compile(config, engine, workdir)
+    random = begin == 0 and weights is None
+    text, step, state = _read_and_compile(config, engine, workdir, random=random)
     _log_epochs(config, text.train)
     if begin:
         phases.enter_phase("reading the checkpoint")
@@ -166,8 +167,7 @@ def open_trainer(
     if weights:
         check_tokenizer(text.tokenizer, weights)
         state = initial_state(engine, weights, jax.random.key(run.seed))
-    else:
-        state = engine.init(jax.random.key(run.seed))
+    assert state is not None, "a new run has weights or is random"
     return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
 
 
@@ -311,17 +311,26 @@ def _rewound(trainer: Trainer, bad: FloatingPointError) -> Trainer:
     return dataclasses.replace(trainer, begin=begin, state=state, text=text)
 
 
-def _read_and_compile(config: Config, engine: Engine, workdir: pathlib.Path) -> tuple[Text, Step]:
-    """Reads and tokenises the text while the compiler works."""
+def _read_and_compile(
+    config: Config, engine: Engine, workdir: pathlib.Path, *, random: bool
+) -> tuple[Text, Step, TrainState | None]:
+    """Reads and tokenises the text, and if asked draws random parameters, while the compiler works
+    on the step."""
     phases.enter_phase("reading text and compiling")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         reading = pool.submit(processes.first, "text", lambda: open_text(config, workdir))
-        # An error that shows at once (a missing source, a tokenizer's name) is not held back
-        # until the compiler is done.
-        if reading in concurrent.futures.wait([reading], timeout=1).done:
-            reading.result()
+
+        def refuse_early(seconds: float) -> None:
+            """An error that shows at once (a missing source, a tokenizer's name) is not held back
+            until the compiler is done."""
+            if reading in concurrent.futures.wait([reading], timeout=seconds).done:
+                reading.result()
+
+        refuse_early(0.2)
+        state = engine.init(jax.random.key(config.run.seed)) if random else None
+        refuse_early(0.5)
         step = compile_step(engine)
-        return reading.result(), step
+        return reading.result(), step, state
 
 
 def compile_step(engine: Engine) -> Step:

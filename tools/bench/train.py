@@ -72,6 +72,8 @@ class Subject:
             "JAX_TRACEBACK_FILTERING": "off",  # the error itself on the last line
             "JAX_NUM_CPU_DEVICES": str(num_cpu_devices),
         }
+        # A user's Python keeps the modules that it has compiled, which pip does for a peer's.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         self.name = name
         self.steps: list[dict[str, float]] = []
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
