@@ -1,55 +1,162 @@
-"""Sets llama2_7b on 64 v5p chips beside MaxText 0.2.5 in docs/compile_ahead.md: memory and
-estimate.
+"""Sets our compiled steps beside MaxText's in docs/compile_ahead.md: memory, and the estimate.
 
-python tools/aot_peer.py [--fresh]
+python tools/aot_peer.py [--environment DIR] [--fresh]
 
-Temporaries are those of tools/aot_table.json. The estimate is XLA's own, which counts the body of a
-loop once, so that it means something only for a program whose loops are written out. Programs of 4
-and 6 layers are compiled (minutes each, kept in tools/aot_peer.json); each layer more costs half of
-what they differ by.
+MaxText has an environment of its own, which `python tools/bench/peers.py --install` makes, and
+compiles with its own `train_compile`, by the same libtpu as ours: from one to the next the same
+program may need a third less. Temporaries of ours are those of tools/aot_table.json. The estimate
+is XLA's own, which counts the body of a loop once, so that it means something only for a program
+whose loops are written out: of ours, programs of 4 and 6 layers are compiled, and each layer more
+costs half of what they differ by. What was compiled is kept in tools/aot_peer.json.
 """
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
+import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent
 TABLE = ROOT / "tools" / "aot_table.json"
 KEPT = ROOT / "tools" / "aot_peer.json"
 PAGE = ROOT / "docs" / "compile_ahead.md"
+ENVIRONMENT = pathlib.Path.home() / ".cache" / "jaxscale" / "peers" / "maxtext"
 BEGIN, END = "<!-- aot peer -->", "<!-- end of aot peer -->"
-CASE = "llama2_7b v5p:4x4x4 4 remat="
 MINIMAL = "save:query,key,value,attention_out,mlp_gate,mlp_up"
 NUM_LAYERS, SHALLOW, DEEP = 32, 4, 6
-PEER = {"full": 14.02e9, "minimal": 53.30e9, "seconds": 2.2425}
-"""MaxText 0.2.5, `train_compile`: bytes of temporaries by remat policy; XLA's estimate of
-the program with its layers written out and full remat."""
+ESTIMATE = "estimate"
+
+
+class Case(NamedTuple):
+    """A step of both, of 4 sequences of 4,096 tokens a chip."""
+
+    text: str
+    ours: str  # its name in the table
+    settings: str  # MaxText's
+
+
+CASES = (
+    Case(
+        "llama2_7b, 64 v5p, fsdp 64, full remat",
+        "llama2_7b v5p:4x4x4 4 remat=full",
+        "compile_topology=v5p-128 model_name=llama2-7b remat_policy=full",
+    ),
+    Case(
+        "the same, every matmul's output saved",
+        f"llama2_7b v5p:4x4x4 4 remat={MINIMAL}",
+        "compile_topology=v5p-128 model_name=llama2-7b remat_policy=minimal",
+    ),
+    Case(
+        "the same, fsdp 16 x pipeline 4, 16 micro-batches, full remat",
+        "llama2_7b v5p:4x4x4 4 remat=full pipeline=4 microbatches=16 schedule=1f1b "
+        "pipeline_gather=layer",
+        "compile_topology=v5p-128 model_name=llama2-7b remat_policy=full "
+        "ici_pipeline_parallelism=4 ici_fsdp_parallelism=16 num_layers_per_pipeline_stage=8 "
+        "num_pipeline_microbatches=16",
+    ),
+    Case(
+        "llama2_7b, 256 v5e, fsdp 256, full remat",
+        "llama2_7b v5e:16x16 4 remat=full",
+        "compile_topology=v5e-256 model_name=llama2-7b remat_policy=full",
+    ),
+    Case(
+        "llama2_70b, 512 v5p, fsdp 128 x tensor 4, full remat",
+        "llama2_70b v5p:8x8x8 4 remat=full tensor=4",
+        "compile_topology=v5p-1024 model_name=llama2-70b remat_policy=full "
+        "ici_fsdp_parallelism=128 ici_tensor_parallelism=4 allow_split_physical_axes=true",
+    ),
+)
+WRITTEN_OUT = f"{CASES[0].settings} scan_layers=false"
 
 
 def main() -> int:
-    """Compiles what is missing, prints, and returns 1 where we need more than the peer."""
+    """Compiles what is missing, prints, and returns 1 where we need more than MaxText."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--environment", metavar="DIR", type=pathlib.Path, default=ENVIRONMENT)
     parser.add_argument("--fresh", action="store_true", help="compile again")
     options = parser.parse_args()
-    kept = {} if options.fresh or not KEPT.exists() else json.loads(KEPT.read_text())
-    for num_layers in (SHALLOW, DEEP):
-        if str(num_layers) not in kept:
-            kept[str(num_layers)] = written_out(num_layers)
+    compiled = json.loads(TABLE.read_text())
+    version = importlib.metadata.version("libtpu")
+    other = {compiled[case.ours]["libtpu"] for case in CASES} - {version}
+    if other:
+        parser.error(
+            f"libtpu {version} is installed, and tools/aot_table.json is of {', '.join(other)}: "
+            "install that one, or take the table again"
+        )
+    kept: dict[str, Any] = (
+        {} if options.fresh or not KEPT.exists() else json.loads(KEPT.read_text())
+    )
+    kept = kept if kept.get("libtpu") == version else {"libtpu": version}
+    for case in CASES:
+        if case.settings not in kept:
+            kept[case.settings] = maxtext(options.environment, case.settings)["temp_bytes"]
             KEPT.write_text(json.dumps(kept, indent=1) + "\n")
-    numbers = ours(json.loads(TABLE.read_text()), kept)
-    print(table(numbers))
+    if ESTIMATE not in kept:
+        theirs = maxtext(options.environment, WRITTEN_OUT)["optimal_seconds"]
+        kept[ESTIMATE] = [theirs, of_all_layers(written_out(SHALLOW), written_out(DEEP))]
+        KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    print(table(compiled, kept))
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(numbers)}\n{END}{after}")
-    return int(any(numbers[key] > PEER[key] for key in ("full", "minimal", "seconds")))
+    PAGE.write_text(f"{before}{BEGIN}\n{table(compiled, kept)}\n{END}{after}")
+    return int(any(ours > theirs for theirs, ours in pairs(compiled, kept)))
 
 
-def written_out(num_layers: int) -> dict[str, Any]:
-    """Seconds of XLA's estimate for a model of some layers, loops written out."""
+def maxtext(environment: pathlib.Path, settings: str) -> dict[str, float]:
+    """Bytes of temporaries, and XLA's estimate of seconds, of MaxText's step.
+
+    Raises:
+      RuntimeError: it did not compile; with the end of what it printed.
+    """
+    python = environment / "bin" / "python"
+    (package,) = environment.glob("lib/python*/site-packages/maxtext")
+    spec = importlib.util.find_spec("libtpu")
+    assert spec, "its version was found"
+    assert spec.submodule_search_locations
+    libtpu = pathlib.Path(spec.submodule_search_locations[0])
+    with tempfile.TemporaryDirectory() as folder:
+        # Only this package of ours: MaxText keeps its own JAX.
+        for found in libtpu.parent.glob("libtpu*"):
+            (pathlib.Path(folder) / found.name).symlink_to(found)
+        command = [
+            str(python),
+            "-m",
+            "maxtext.trainers.pre_train.train_compile",
+            str(package / "configs" / "base.yml"),
+            *settings.split(),
+            "compile_topology_num_slices=1",
+            "max_target_length=4096",
+            "per_device_batch_size=4",
+            "enable_checkpointing=false",
+            "run_name=peer",
+            f"base_output_directory={folder}/out",
+        ]
+        surroundings = os.environ | {
+            "PYTHONPATH": folder,
+            "JAX_PLATFORMS": "cpu",
+            "DECOUPLE_GCLOUD": "TRUE",
+        }
+        done = subprocess.run(command, env=surroundings, cwd=folder, capture_output=True, text=True)
+    printed = done.stdout + done.stderr
+    memory = re.search(r"[( ]temp_size_in_bytes=(\d+)", printed)
+    seconds = re.search(r"'optimal_seconds': ([\d.e+-]+)", printed)
+    if not memory:
+        raise RuntimeError(f"MaxText did not compile {settings}: {printed[-500:]}")
+    return {
+        "temp_bytes": float(memory[1]),
+        "optimal_seconds": float(seconds[1]) if seconds else float("nan"),
+    }
+
+
+def written_out(num_layers: int) -> float:
+    """Seconds of XLA's estimate for our model of some layers, loops written out."""
     with tempfile.TemporaryDirectory() as folder:
         written = pathlib.Path(folder) / "numbers.json"
         command = [
@@ -69,36 +176,30 @@ def written_out(num_layers: int) -> dict[str, Any]:
             "--config.layout.remat=full",
         ]
         subprocess.run(command, cwd=ROOT, check=True)
-        numbers = json.loads(written.read_text())
-    return {key: numbers[key] for key in ("optimal_seconds", "temp_bytes", "compile_seconds")}
+        return json.loads(written.read_text())["optimal_seconds"]
 
 
-def ours(compiled: dict[str, Any], kept: dict[str, Any]) -> dict[str, float]:
-    """The numbers of `PEER` that we have."""
-    shallow, deep = (kept[str(n)]["optimal_seconds"] for n in (SHALLOW, DEEP))
-    return {
-        "full": compiled[CASE + "full"]["temp_bytes"],
-        "minimal": compiled[CASE + MINIMAL]["temp_bytes"],
-        "seconds": shallow + (NUM_LAYERS - SHALLOW) / (DEEP - SHALLOW) * (deep - shallow),
-    }
+def of_all_layers(shallow: float, deep: float) -> float:
+    """The estimate for `NUM_LAYERS` layers from those for `SHALLOW` and `DEEP`."""
+    return shallow + (NUM_LAYERS - SHALLOW) / (DEEP - SHALLOW) * (deep - shallow)
 
 
-def table(numbers: dict[str, float]) -> str:
+def pairs(compiled: Mapping[str, Any], kept: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """MaxText's number and ours: bytes of each case, and seconds."""
+    sizes = [(kept[case.settings], compiled[case.ours]["temp_bytes"]) for case in CASES]
+    return [*sizes, tuple(kept[ESTIMATE])]
+
+
+def table(compiled: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
     """Both, in Markdown."""
-
-    def row(name: str, key: str, scale: float, form: str, unit: str) -> str:
-        peer, own = (f"{value[key] / scale:{form}} {unit}" for value in (PEER, numbers))
-        return f"| {name} | {peer} | {own} |"
-
-    return "\n".join(
-        [
-            "| | MaxText | jaxscale |",
-            "|---|---|---|",
-            row("temporaries, full remat", "full", 1e9, ".2f", "GB"),
-            row("temporaries, every product kept", "minimal", 1e9, ".2f", "GB"),
-            row("estimate, full remat", "seconds", 1, ".3f", "s"),
-        ]
-    )
+    *sizes, seconds = pairs(compiled, kept)
+    rows = [
+        f"| {case.text} | {theirs / 1e9:.2f} GB | {ours / 1e9:.2f} GB |"
+        for case, (theirs, ours) in zip(CASES, sizes)
+    ]
+    estimate = " | ".join(f"{value:.3f} s" for value in seconds)
+    last = f"| estimate of the first, its loops written out | {estimate} |"
+    return "\n".join(["| temporaries | MaxText | jaxscale |", "|---|---|---|", *rows, last])
 
 
 if __name__ == "__main__":

@@ -31,3 +31,9 @@ def loss_chunk_tokens(vocab: Any, features: int = 0) -> Any:
       features: D where chunks are to be as long; 0 for short ones.
     """
     return np.maximum(CHUNK_BYTES // (4 * vocab), max(CHUNK_TOKENS, features))
+
+
+HIDING_TOKENS = 16_384
+"""Of a micro-batch on a rank: its forward pass through a layer takes longer than the collectives of
+one layer, which gather weights in 2 bytes and reduce gradients in 4. By peak rates a TPU v5p needs
+2,600 for that, and a v6e 7,700."""

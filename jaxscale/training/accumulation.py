@@ -35,6 +35,7 @@ from jaxscale.models.protocol import (
     sum_shapes,
     zero_sums,
 )
+from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.ops.stacked import add, at
 from jaxscale.sharding.zero import Zero
@@ -54,11 +55,6 @@ from jaxscale.training.remat import rematerialised
 Tree = Any
 Saved = tuple[SavedLayers | None, ...]
 """The residuals of each stack."""
-
-HIDING_TOKENS = 16_384
-"""Of a micro-batch on a rank: its forward pass through a layer takes longer than the collectives of
-one layer, which gather weights in 2 bytes and reduce gradients in 4. By peak rates a v5p needs
-2,600 for that, and a v6e 7,700."""
 
 
 class Early(NamedTuple):

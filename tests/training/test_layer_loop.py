@@ -8,10 +8,11 @@ import pytest
 
 from jaxscale.config import Config, from_dict
 from jaxscale.data.synthetic import synthetic_batch
+from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import accumulation
-from jaxscale.training.accumulation import HIDING_TOKENS, Early, early_reductions
+from jaxscale.training.accumulation import Early, early_reductions
 from jaxscale.training.engine import make_engine
 
 MODEL = {

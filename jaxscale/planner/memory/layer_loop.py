@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxscale.config import Config
 from jaxscale.layout import RematPolicy, parse_remat
+from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.planner.memory.experts import hidden_features, rows_of_token, saved_row_bytes
 from jaxscale.planner.memory.saved_activations import saved_bytes, saved_source_bytes
 from jaxscale.planner.memory.zero_traffic import reduces_last
@@ -42,6 +43,8 @@ class LayerLoop:
     scatters: Any  # whether gradients are reduce-scattered per visit
     reduces: Any  # whether gradients are reduced per visit, or in the last one
     beside: Any  # whether the last layer is outside the loop
+    early: Any  # whether a TPU's reductions of the head end before the layers' gradients
+    early_layers: Any  # and those of a layer before the gradients of the one below
     compute: int  # bytes of an element
     accumulated: int  # bytes of an element
     capacity: Ints  # layers of a chunk of the stack, on a rank of a pipeline
@@ -77,6 +80,9 @@ class LayerLoop:
         # The compiler reduces over context in each visit, whatever the engine does over fsdp.
         late = (stage == 1) & np.logical_not(single)
         sums = sums // select(late, layout.context, 1)
+        early = (layout.fsdp > 1) & (stage >= 2) & whole
+        remat, group = layout.remat_policy, layout.microbatches // count
+        recomputes = remat.by_names & (not remat.names)
         shards_left = sum(count * elements(config, part, True) for part, count in rows.items())
         return cls(
             part=stack.part,
@@ -86,7 +92,7 @@ class LayerLoop:
             tokens=tokens,
             rows=rows_here,
             source=data.global_batch_size * source // shards,
-            group=layout.microbatches // count,
+            group=group,
             single=single,
             repeats=np.asarray(count) - keeps - reduces_last(layout) > 1,
             gathers=gathers,
@@ -94,6 +100,8 @@ class LayerLoop:
             scatters=scatters,
             reduces=scatters | (whole & (layout.batch_shards > 1)),
             beside=(gathers | (keeps & single) | layout.offloads("activations")) & whole,
+            early=early,
+            early_layers=early & recomputes & (group == 1) & (tokens >= HIDING_TOKENS),
             compute=itemsize(config.model.compute_dtype),
             accumulated=itemsize(config.optimizer.accumulation_dtype),
             capacity=capacity,

@@ -421,6 +421,7 @@ def _outer_gradients(config: Config, loop: LayerLoop, transients: Transients) ->
     embed = elements(config, "embed")
     if not transients.late:
         return select(loop.single, head + max(loop.compute, 4) * embed)
+    whole = select(loop.early & transients.early, 0, whole)
     several = select(config.layout.pipeline == 1, whole + loop.accumulated * embed)
     return select(loop.single, head + whole, several)
 

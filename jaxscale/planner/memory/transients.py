@@ -36,6 +36,7 @@ class Transients:
     apart: int = 0  # more of stream there: gathered ones are not recomputed inside matmuls
     wide: tuple[int, int, int] = (2, 1, 2)  # of stream, queries, keys: always float32
     late: bool = False  # whole gradients of embedding and head are live during the layers
+    early: bool = False  # but those of the head that are reduced before: `accumulation.Early`
     ahead: bool = False  # weights of all layers are cast before the loops
     carries: bool = False  # a layer's gradients are carried to the next iteration
     tile: int = 1  # rows of a tile in collectives
@@ -56,6 +57,7 @@ _TPU: dict[str, Any] = {
     "whole": 7,
     "apart": 4,
     "late": True,
+    "early": True,
     "ahead": True,
     "carries": True,
     "tile": 8,
@@ -210,12 +212,14 @@ def carried_bytes(config: Config, loop: LayerLoop, transients: Transients) -> In
     if loop.has_experts and not config.model.capacity_factor:
         return 0
     carries = _carries(config, loop, transients)
-    return select(carries, (loop.compute + loop.accumulated) * loop.unreduced)
+    widened = select(loop.early_layers, 0, loop.accumulated)
+    return select(carries, (loop.compute + widened) * loop.unreduced)
 
 
 def walk_end_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients at the end of the loop: with no compute left to overlap, reductions queue up."""
-    outer, embed = elements(config, "embed head"), elements(config, "embed")
+    embed = elements(config, "embed")
+    outer = embed + select(loop.early, 0, elements(config, "head"))
     layers = select(loop.gathers, 2, 1)
     # Attention's are never ragged: heads are a dimension of their own.
     results = select(ragged(config, transients), outer + layers * mlp_weights(config, loop.part))
