@@ -125,8 +125,20 @@ class DataConfig:
         """Tokens of the sequence that has targets: the decoder's."""
         return self.target_len or self.seq_len
 
+    @property
+    def one_document(self) -> bool:
+        """Whether every row of a batch is one document, and padding after it."""
+        return self.objective == "causal_across_documents"
 
-OBJECTIVES = ("causal", "prefix", "span_corruption", "ul2", "masked")
+
+OBJECTIVES = (
+    "causal",
+    "causal_across_documents",
+    "prefix",
+    "span_corruption",
+    "ul2",
+    "masked",
+)
 PAIRED_OBJECTIVES = ("prefix", "span_corruption", "ul2")
 """Those that also train an encoder with a decoder."""
 
@@ -253,7 +265,11 @@ class Config:
             )
         if (self.data.objective == "masked") == model.causal:
             needs, is_now, others = (
-                ("bidirectional", "causal", "causal, prefix, span_corruption or ul2")
+                (
+                    "bidirectional",
+                    "causal",
+                    "causal, causal_across_documents, prefix, span_corruption or ul2",
+                )
                 if model.causal
                 else ("causal", "not causal", "masked")
             )

@@ -57,6 +57,19 @@ OVERRIDES = [
         "data.validation=[{'path':'a','name':'b','weight':2}]",
         "data.validation[0]['weight']: a validation set is read as a whole",
     ),
+    (
+        "data.objective=causal_across_documents model.family=esm",
+        "'causal_across_documents' needs causal attention, and model.family = 'esm' is not causal "
+        "here; choose masked, or set model.causal = True",
+    ),
+    (
+        "data.objective=causal_across_documents data.target_len=8",
+        "data.objective = 'causal_across_documents' does not train; choose prefix or span_corr",
+    ),
+    (
+        "data.objective=masked",
+        "choose causal, causal_across_documents, prefix, span_corruption or ul2",
+    ),
     (f"run.steps={10**30}", f"run.steps = {10**30} is too large; at most 2147483647"),
     # the model
     ("model.num_layers=0", "model.num_layers = 0 is too small; at least 1"),

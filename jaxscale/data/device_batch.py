@@ -27,6 +27,8 @@ def shard_batch(
     _check_fields(batch)
     _check_values(batch, config.model)
     batch = prepare(batch) if prepare else batch
+    if config.data.one_document:
+        _check_one_document(batch.segments, config.data.objective)
     rows, seq_len = batch.tokens.shape
     held = range(rows)
     if global_batch_size is not None:
@@ -128,6 +130,18 @@ def _check_values(batch: Batch, model: Any) -> None:
         _check_range("positions", batch.positions, 2**31, "of 32 bits")
     if not np.isfinite(batch.weights).all():
         raise ValueError("batch.weights are not all finite; 0 leaves a token out of the loss")
+
+
+def _check_one_document(segments: np.ndarray, objective: str) -> None:
+    """Refuses documents in a row that kernels of attention would not keep apart."""
+    lengths = np.count_nonzero(segments == 1, axis=1)
+    wrong = (segments != (np.arange(segments.shape[1]) < lengths[:, None])).any(axis=1)
+    if wrong.any():
+        raise ValueError(
+            f"data.objective = {objective!r} takes rows of one document, segments 1 ... 1, and "
+            f"then padding, 0 ... 0, and row {wrong.argmax()} of batch.segments is another; pass "
+            "such rows, or set data.objective = 'causal', which keeps documents apart"
+        )
 
 
 def _check_range(name: str, field: np.ndarray, end: int, at_most: str) -> None:

@@ -1,9 +1,12 @@
 """Training objectives: each turns a window of documents into an example, its targets and weights.
 
-Every objective is a pure function of the window and of the example's own random bits, and keeps the
-window's pieces apart: each is a segment of its own, with positions from 0.
+Every objective is a pure function of the window and of the example's own random bits, and all but
+one keep the window's pieces apart: each is a segment of its own, with positions from 0.
 
 - "causal": every token from those before it in its document.
+- "causal_across_documents": every token from all those before it in the row, which is one segment,
+  as GPT-3 was trained (Brown et al. 2020, arXiv 2005.14165, appendix B). A kernel of attention
+  needs no mask of documents then.
 - "prefix": the same, but a first part of each piece, of random length, carries no loss. The prefix
   is read causally, as the rest; a prefix that sees itself in both directions (T5's prefix language
   model) is what an encoder reads. Where the source has prompts and responses, an encoder reads the
@@ -55,6 +58,13 @@ def causal(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
     targets = window.ids[1:].copy()
     targets[window.bounds[1:-1] - 1] = vocabulary.boundary  # not what begins the next document
     return Batch(window.ids[:-1], targets, segments, positions, window.weights)
+
+
+def causal_across_documents(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
+    """`causal`, but the whole row is one segment: a document sees those before it."""
+    example = causal(window, draw, vocabulary)
+    segments, positions = number(np.array([len(example.tokens)]))
+    return example._replace(segments=segments, positions=positions)
 
 
 def prefix(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
@@ -238,7 +248,12 @@ def find_objective(name: str, seq_len: int, target_len: int = 0) -> Objective:
         return Objective(span_corruption, window, spans, shortest=2)
     if name == "masked":
         return Objective(masked, seq_len, masks=True)
-    return Objective({"causal": causal, "prefix": prefix}[name], seq_len, keeps_marks=True)
+    examples = {
+        "causal": causal,
+        "causal_across_documents": causal_across_documents,
+        "prefix": prefix,
+    }
+    return Objective(examples[name], seq_len, keeps_marks=True)
 
 
 def nothing(lengths: Lengths) -> Batch:

@@ -47,7 +47,8 @@ class Kernels:
     `sliding_window`, `causal`, `scale`, `soft_cap`, and for cross attention and T5's position bias
     `segments_BS`, `bias_bN` and `max_distance`, and for attention sinks `sinks_N`. Where
     `rotary_scales`, a model that rotates queries and keys should multiply each by the root of the
-    scale there (`factor`) and pass scale 1.
+    scale there (`factor`) and pass scale 1. The segments are the batch's: where `data.objective`
+    makes every row one document, a kernel of causal attention may not read them.
 
     `columns` and `rows` are matmuls with weights that may be spread over ranks of tensor, `linear`
     is one with a weight that each rank has whole.

@@ -175,7 +175,13 @@ def make_engine(
     own = own_rules({**make(config.model, plain_kernels()).rules, **(rules or {})})
     attention = attention_name(config, platform)
     kernels = make_kernels(
-        layout, attention, platform, config.model.matmul_dtype, rules=own, unroll=unroll_layers
+        layout,
+        attention,
+        platform,
+        config.model.matmul_dtype,
+        one_document=config.data.one_document,
+        rules=own,
+        unroll=unroll_layers,
     )
     built = make(config.model, kernels)
     _check_experts(layout, built)

@@ -50,6 +50,7 @@ def make_kernels(
     platform: str,
     matmul_dtype: str = "",
     *,
+    one_document: bool = False,
     rules: Rules | None = None,
     unroll: bool = False,
 ) -> Kernels:
@@ -58,6 +59,7 @@ def make_kernels(
     Args:
       implementation: of attention, by `attention_name`.
       matmul_dtype: of the model.
+      one_document: whether every row is one document, and padding after it.
       rules: of a model's own logical axes.
       unroll: writes loops out, for XLA's cost analysis.
     """
@@ -90,7 +92,7 @@ def make_kernels(
         # Its kernel does not scale. Rotation does so in float32, with no rounding of its own.
         replaced |= {"rotary": _rotary(layout), "rotary_scales": True}
     return Kernels(
-        attend=_attend(layout, implementation),
+        attend=_attend(layout, implementation, one_document),
         **replaced,
         lookup=functools.partial(_lookup, layout),
         dropout=functools.partial(_noisy, layout, dropout),
@@ -170,7 +172,7 @@ def check_matmul_device(matmul_dtype: str, device: Any) -> None:
     check_matmul_units(matmul_dtype, generation, device.device_kind)
 
 
-def _attend(layout: Layout, implementation: str) -> Callable[..., jax.Array]:
+def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable[..., jax.Array]:
     """Attention with every axis manual, each rank for its heads and its part of a sequence:
     kernels know nothing of meshes, and the compiler cannot partition them."""
     queries = kernel_spec(("batch", "seq", "heads", "head_dim"), layout.sizes)
@@ -185,16 +187,20 @@ def _attend(layout: Layout, implementation: str) -> Callable[..., jax.Array]:
         q, k, v, segments_BT, segments_BS=None, bias_bN=None, sinks_N=None, **settings
     ) -> jax.Array:
         arrays = (q, k, v, segments_BT, segments_BS, bias_bN, sinks_N)
+        scoring = score_settings(*arrays[:6], **settings)
         if layout.context == 1 or layout.context_method == ULYSSES:
-            local = functools.partial(attention, implementation=implementation, **settings)
+            local = functools.partial(
+                attention, implementation=implementation, one_document=one_document, **settings
+            )
         else:
             local = functools.partial(
                 _context_kernel(implementation),
                 axis="context",
                 method=layout.context_method,
-                scoring=score_settings(*arrays[:6], **settings),
+                scoring=scoring,
             )
-        if implementation == "cudnn" and not under_policy:
+        has_mask = not (one_document and scoring.causal)
+        if implementation == "cudnn" and has_mask and not under_policy:
             local = maskless(local)
         if layout.context > 1 and layout.context_method == ULYSSES:
             local = functools.partial(ulysses_attention, axis="context", attend=local)

@@ -155,10 +155,11 @@ def test_digests_and_fingerprints_tell_runs_apart():
         opened(corpus, seed=1),
         opened(corpus, heldout=0.3),
         opened(corpus, seq_len=17),
+        opened(corpus, objective="causal_across_documents"),
         opened(dataclasses.replace(corpus, fingerprint="other")),
     ]
-    assert len({d.fingerprint for d in (dataset, *others)}) == 6
-    assert len({d.example_digest(range(8)) for d in (dataset, *others)}) == 6
+    assert len({d.fingerprint for d in (dataset, *others)}) == 7
+    assert len({d.example_digest(range(8)) for d in (dataset, *others)}) == 7
 
 
 def test_a_split_that_is_too_small_says_which_setting_to_change():

@@ -1,5 +1,7 @@
 """A batch on the host becomes one on the mesh, dealt; a step takes no other."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -99,3 +101,30 @@ def test_what_is_no_batch_is_refused(make, said, engine):
 def test_rows_of_a_process_are_all_there(engine):
     with pytest.raises(ValueError, match="16 rows, and this process's devices hold 32 of"):
         engine.shard(batches()[0], global_batch_size=32)
+
+
+@pytest.mark.parametrize(
+    ("row", "right"),
+    [
+        ([1] * SEQ_LEN, True),
+        ([1] * 5 + [0] * (SEQ_LEN - 5), True),
+        ([0] * SEQ_LEN, True),
+        ([1] * 5 + [2] * (SEQ_LEN - 5), False),
+        ([2] * SEQ_LEN, False),
+        ([0] * 5 + [1] * (SEQ_LEN - 5), False),
+        ([1] * 5 + [0] + [1] * (SEQ_LEN - 6), False),
+    ],
+)
+def test_rows_are_one_document_and_padding_where_documents_see_each_other(row, right, engine):
+    data = dataclasses.replace(engine.config.data, objective="causal_across_documents")
+    engine = dataclasses.replace(engine, config=dataclasses.replace(engine.config, data=data))
+    segments = np.ones((BATCH, SEQ_LEN), np.int32)
+    segments[3] = row
+    if right:
+        engine.shard(changed(segments=segments))
+        return
+    said = (
+        r"data.objective = 'causal_across_documents' takes .* row 3 of batch.segments .* 'causal'"
+    )
+    with pytest.raises(ValueError, match=said):
+        engine.shard(changed(segments=segments))

@@ -18,7 +18,7 @@ from jaxscale.config import Config, DataConfig, ModelConfig
 from jaxscale.data import objectives
 from jaxscale.data.denoising import T5, Lengths, longest, noise_mask
 from jaxscale.data.objectives import find_objective
-from jaxscale.data.packing import Vocabulary, Window, pad, uniform
+from jaxscale.data.packing import Vocabulary, Window, pad, stack, uniform
 from jaxscale.optimizer_config import OptimizerConfig
 from jaxscale.run.setup import device_batches, open_engine
 from tests.data.documents import make_corpus, numbered, opened
@@ -77,6 +77,26 @@ def test_the_names_of_a_config_are_the_objectives_there_are():
         DataConfig(objective="span_corrupt")
     with pytest.raises(ValueError, match=r"'masked' needs bidirectional attention.*causal"):
         Config(data=DataConfig(objective="masked"))
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.booleans(), st.booleans())
+def test_across_documents_a_row_is_one_segment_and_otherwise_causal(lengths, cut, marked):
+    window = make_window(lengths, cut=cut)
+    if marked:
+        window = window._replace(counted=np.arange(sum(lengths)) % 3 == 1)
+    seq_len = sum(lengths) + 5
+    across, causal = (
+        pad(find_objective(name, seq_len).example(window, uniform(0, 0), VOCABULARY), seq_len)
+        for name in ("causal_across_documents", "causal")
+    )
+    for name in ("tokens", "targets", "weights"):
+        np.testing.assert_array_equal(getattr(across, name), getattr(causal, name))
+    place = np.arange(seq_len)
+    np.testing.assert_array_equal(across.segments, place < sum(lengths))
+    np.testing.assert_array_equal(across.positions, np.where(place < sum(lengths), place, 0))
+    assert across.segments.dtype == across.positions.dtype == np.int32
+    assert find_objective("causal_across_documents", seq_len).keeps_marks
 
 
 def test_a_prefix_has_any_length_and_no_loss():
@@ -279,7 +299,8 @@ def test_a_dataset_of_each_objective(name):
         for i, example in enumerate(first)
     ]
     # (A denoiser of UL2 with one span leaves nothing to chance.)
-    expected = {"causal": (0, 0), "ul2": (0.8, 1)}.get(name, (0.9, 1))
+    exact = dict.fromkeys(("causal", "causal_across_documents"), (0, 0))
+    expected = {**exact, "ul2": (0.8, 1)}.get(name, (0.9, 1))
     assert expected[0] <= np.mean(changed) <= expected[1]
 
 
@@ -305,7 +326,7 @@ def trained():
     return *open_engine(config), corpus
 
 
-@pytest.mark.parametrize("name", ["causal", "prefix", "span_corruption", "ul2"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "masked"])
 def test_a_decoder_learns_from_each_objective(trained, name):
     config, engine, corpus = trained
     settings = dataclasses.asdict(config.data) | {"objective": name, "source": config.data.source}
@@ -319,3 +340,21 @@ def test_a_decoder_learns_from_each_objective(trained, name):
             assert float(out.loss_tokens) == counted
     assert losses[0] == pytest.approx(np.log(280), rel=0.1)
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_document_sees_those_before_it_across_documents_alone(trained):
+    """Of the second document of each row, the loss after two first ones."""
+    _, engine, _ = trained
+    params, num_bytes = engine.init(jax.random.key(0)).params, np.ones(280, np.float32)
+
+    def loss(make, first):
+        window = make_window([24, 40])
+        window.ids[1:24] = first
+        example = make(window, uniform(0, 0), VOCABULARY)
+        example = example._replace(weights=example.weights * (np.arange(64) >= 24))
+        batch = engine.shard(stack([example] * 8))
+        return float(engine.evaluate(params, batch, num_bytes).nll)
+
+    assert loss(objectives.causal, 5) == loss(objectives.causal, 7)
+    across = [loss(objectives.causal_across_documents, first) for first in (5, 7)]
+    assert abs(across[0] - across[1]) > 1e-3

@@ -112,7 +112,8 @@ KINDS = {
             **SIZES,
             **experts.EXPERT_CHOICE,
             "prediction_depth": 2,
-        }
+        },
+        objective="causal_across_documents",
     ),
     "prototypes": Kind(
         {
@@ -149,9 +150,11 @@ def make_config(kind: Kind, **layout) -> Config:
     )
 
 
-def make_batches(extras: dict, seq_len: int = SEQ_LEN, *, masked: bool = False) -> Iterator[Batch]:
-    """Two documents a row, of which an encoder also has padding; of masked texts a seventh of the
-    tokens is the one that ESM-2 drops."""
+def make_batches(
+    extras: dict, seq_len: int = SEQ_LEN, *, masked: bool = False, one_document: bool = False
+) -> Iterator[Batch]:
+    """Two documents a row, of which an encoder also has padding, or one with padding; of masked
+    texts a seventh of the tokens is the one that ESM-2 drops."""
     random = np.random.default_rng(0)
 
     def draw(length: int) -> np.ndarray:
@@ -170,13 +173,18 @@ def make_batches(extras: dict, seq_len: int = SEQ_LEN, *, masked: bool = False) 
             more["encoder_segments"] = np.sort(more["encoder_segments"] % 3)[:, ::-1].copy()
         cut = seq_len // 2 + 1
         segments, positions = 1 + place // cut, place % cut
+        if one_document:
+            lengths = random.integers(cut, seq_len + 1, (MODEL_BATCH, 1))
+            segments, positions = (place < lengths).astype(np.int32), place
+            weights *= segments
         yield Batch(tokens, targets, segments, positions, weights, more or ())
 
 
 def batches(engine: Engine) -> list[Batch]:
     data = engine.config.data
     extras = dict(engine.model.extras(SEQ_LEN))
-    return list(make_batches(extras, data.output_len, masked=data.objective == "masked"))
+    masked, one_document = data.objective == "masked", data.one_document
+    return list(make_batches(extras, data.output_len, masked=masked, one_document=one_document))
 
 
 def open_engine(name: str, layout: Layout) -> Engine:

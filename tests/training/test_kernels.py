@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
+from jaxscale.compiled import topology
 from jaxscale.layout import MANUAL_AXES
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.ops.attention.context_walk import balanced_order
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.specs import BATCH_ROWS, REPLICATED
+from jaxscale.training.engine import make_engine
 from jaxscale.training.kernels import attention_name, attention_text, make_kernels
 from tests.invariants.layouts import LLAMA, make_config, open_engine
 from tests.ops.attention.test_attention import arguments
@@ -105,6 +108,34 @@ def test_whole_sequences_have_any_kernel():
     layout = dataclasses.replace(config.layout, context_method="ring")
     with pytest.raises(ValueError, match=r"or layout.context_method = 'ulysses'"):
         attention_name(dataclasses.replace(config, layout=layout), "tpu")
+
+
+@pytest.mark.parametrize(
+    ("objective", "layout", "masks"),
+    [
+        ("causal", {}, True),
+        ("causal_across_documents", {}, False),
+        ("causal_across_documents", {"remat": "full"}, False),
+        ("causal_across_documents", {"context": 2, "context_method": "ulysses"}, False),
+    ],
+)
+def test_a_step_on_rows_of_one_document_makes_no_mask(objective, layout, masks, monkeypatch):
+    """For absent GPUs, whose kernel is cuDNN's; sequences of 48 are as long as nothing else."""
+    if not topology.compiler_installed("gpu"):
+        pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91500)
+    model = {"compute_dtype": "bfloat16", "attention": "cudnn", "head_dim": 8}
+    config = make_config(LLAMA, layout)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **model),
+        data=dataclasses.replace(config.data, seq_len=48, objective=objective),
+    )
+    devices = topology.open_topology("h200:1x2").devices[: config.layout.num_devices]
+    engine = make_engine(config, make_mesh(config.layout, devices))
+    traced = str(engine.step.trace(engine.abstract_state, engine.abstract_batch).jaxpr)
+    assert "dot_product_attention_fwd" in traced
+    assert bool(re.search(r"[\[,]48,48\]", traced)) is masks
 
 
 @pytest.mark.parametrize(("width", "spread"), [(34, False), (36, True)])

@@ -65,6 +65,10 @@ ERROR_BOUND = 0.02
 """Largest difference to the exact result, as a share of its largest value; bfloat16 rounds by
 0.004, and the reference computed in bfloat16 is off by 0.003 to 0.007."""
 
+WITHOUT_SEGMENTS = ", one document"
+"""Ends the name of an implementation that is told that a row is one, as by
+`data.objective = "causal_across_documents"`."""
+
 Arguments = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 Kernel = Callable[..., jax.Array]
 
@@ -86,18 +90,6 @@ def arguments(shape: Shape) -> Arguments:
     if not shape.documents:
         segments[segments == 2] = 0
     return q, k, v, jnp.asarray(segments)
-
-
-def unpacked_cudnn(q, k, v, segments, *, sliding_window: int) -> jax.Array:
-    """What cuDNN does with no documents to keep apart: the bound for its speed."""
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        is_causal=True,
-        implementation="cudnn",
-        local_window_size=(sliding_window - 1, 0) if sliding_window else None,
-    )
 
 
 def forward_and_backward(kernel: Kernel, q, k, v, segments):
@@ -139,15 +131,17 @@ def compare(implementation: str, shape: Shape, *, budget: float = 0.5) -> dict[s
     """A record: errors, seconds and temporary bytes of one implementation.
 
     Args:
-      implementation: of `jaxscale.ops.attention`, or "cudnn, unpacked".
+      implementation: of `jaxscale.ops.attention`, perhaps with `WITHOUT_SEGMENTS`.
       budget: seconds for each of the two timings.
     """
     record: dict[str, Any] = {"benchmark": "attention", "implementation": implementation}
     record |= dataclasses.asdict(shape)
-    kernel = functools.partial(attention, implementation=implementation)
-    if implementation == "cudnn, unpacked":
-        kernel = unpacked_cudnn
-    kernel = functools.partial(kernel, sliding_window=shape.sliding_window)
+    kernel = functools.partial(
+        attention,
+        implementation=implementation.removesuffix(WITHOUT_SEGMENTS),
+        one_document=implementation.endswith(WITHOUT_SEGMENTS),
+        sliding_window=shape.sliding_window,
+    )
     args = arguments(shape)
     try:
         record["errors"] = errors(kernel, shape, args)
@@ -178,8 +172,8 @@ def implementations(shape: Shape, *, all_of_them: bool) -> list[str]:
     names = [best]
     if best == "cudnn":
         names.append("flash")
-        if shape.documents == 1:
-            names.append("cudnn, unpacked")
+    if best in ("cudnn", "splash") and shape.documents == 1:
+        names.append(best + WITHOUT_SEGMENTS)
     if all_of_them:
         names += ["blockwise", "reference"]
     return list(dict.fromkeys(names))
@@ -188,7 +182,7 @@ def implementations(shape: Shape, *, all_of_them: bool) -> list[str]:
 def show(record: dict[str, Any]) -> str:
     """A record as a line for a person."""
     sizes = "x".join(str(record[key]) for key in ("batch", "time", "heads", "kv_heads", "head_dim"))
-    what = f"{record['implementation']:16} {sizes:18} documents {record['documents']} window " + (
+    what = f"{record['implementation']:20} {sizes:18} documents {record['documents']} window " + (
         f"{record['sliding_window']:5}"
     )
     if "forward_seconds" not in record:

@@ -45,6 +45,10 @@ SWEEP = (
     (4, 16, "none"),
     (8, 1, "full"),
 )
+OBJECTIVES = ("causal", "causal_across_documents")
+"""Attention with a mask of documents, and without, on the same rows."""
+BOTH = 2
+"""How many of the sweep train with both."""
 TINY = (
     "num_layers=2",
     "d_model=64",
@@ -71,9 +75,11 @@ def parts(rehearse: bool) -> Iterator[Part]:
     yield Part("loss", ["tools/bench/loss.py", *small], 60)
     yield Part("layouts", ["tools/bench/gpu_layouts.py"], 120)
     tiny = [f"--config.model.{setting}" for setting in TINY] + ["--config.data.seq_len=64"]
-    for sequences, microbatches, remat in SWEEP[1:3] if rehearse else SWEEP:
+    sweep = [(*case, name) for case in SWEEP[:BOTH] for name in OBJECTIVES]
+    sweep += [(*case, OBJECTIVES[0]) for case in SWEEP[BOTH:]]
+    for sequences, microbatches, remat, objective in sweep[2:5] if rehearse else sweep:
         yield Part(
-            f"llama32_1b, {microbatches} x {sequences} sequences, remat {remat}",
+            f"llama32_1b, {microbatches} x {sequences} sequences, remat {remat}, {objective}",
             [
                 "tools/bench/train.py",
                 "--config",
@@ -89,6 +95,7 @@ def parts(rehearse: bool) -> Iterator[Part]:
                 "--steps",
                 "8",
                 *(tiny if rehearse else ()),
+                f"--config.data.objective={objective}",
                 f"--config.data.global_batch_size={sequences * microbatches}",
             ],
             75,

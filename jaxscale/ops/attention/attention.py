@@ -45,6 +45,7 @@ def attention(
     sinks_N: Array | None = None,
     *,
     implementation: str,
+    one_document: bool = False,
     **settings: Any,
 ) -> Array:
     """Attention in which tokens see only their own segment; causal self attention by default.
@@ -64,6 +65,8 @@ def attention(
         2309.17453, as learned logits in gpt-oss, arXiv 2508.10925); or None.
       implementation: "reference", "blockwise", "cudnn", "flash" or "splash"; see `choose` and
         `check`.
+      one_document: whether every row is one document, and padding after it: in causal attention
+        "cudnn" and "splash" then read no segments. Padding's outputs are others.
       **settings: those of `score_settings`.
 
     Raises:
@@ -85,16 +88,18 @@ def attention(
         "sinks": sinks_N is not None,
     }
     check_uses(implementation, [use for use, is_asked in asked.items() if is_asked])
+    # In causal order no token sees the padding at the end of its row.
+    apart_BT = None if one_document and scoring.causal else segments_BT
     match implementation:
         case "cudnn":
-            return platform_kernels.cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, scoring)
+            return platform_kernels.cudnn(q_BTNH, k_BSKH, v_BSKH, apart_BT, scoring)
         case "flash":
             # Half a second to import, and only a GPU needs it.
             from jaxscale.ops.attention import flash  # noqa: PLC0415
 
             return flash.flash_attention(*given[:4], sinks_N, scoring=scoring)
         case "splash":
-            return platform_kernels.splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, scoring)
+            return platform_kernels.splash(q_BTNH, k_BSKH, v_BSKH, apart_BT, scoring)
         case "blockwise":
             return blockwise_attention(*given, sinks_N, scoring=scoring)
     return checkpoint_name(_reference(*given, sinks_N, scoring), "attention")

@@ -25,31 +25,45 @@ FLASH_ELEMENTS = 64 * 128
 """Of a block's queries, at most."""
 
 
-def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT, scoring: Scoring) -> Array:
+def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT: Array | None, scoring: Scoring) -> Array:
     """cuDNN's flash attention; with causality, blocks above the diagonal are skipped.
 
     Documents and the window are enforced by an additive mask of B * T * T * 2 bytes, which
     `maskless` recomputes for the backward pass. (The kernel has a window of its own, but not every
     version combines it with a mask; and its packed layout needs a bound on the documents of a
-    sequence.)
+    sequence.) Without documents there is no mask, and the window is the kernel's own.
 
     On several devices call it inside a `shard_map` over all mesh axes.
+
+    Args:
+      segments_BT: None where no document is to be kept from another, in causal attention.
     """
+    mask_B1TS = window = None
+    if segments_BT is not None:
+        mask_B1TS = _document_mask(segments_BT, scoring)[:, None]
+    elif 0 < scoring.window < q_BTNH.shape[1]:
+        window = (scoring.window - 1, 0)  # keys before the query's own, and after
+    return jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask=mask_B1TS,
+        # Its own default differs from ours by the last bit of a float64, and it reads a float32.
+        scale=None if scoring.scale == q_BTNH.shape[-1] ** -0.5 else scoring.scale,
+        is_causal=scoring.causal,
+        local_window_size=window,
+        implementation="cudnn",
+    )
+
+
+def _document_mask(segments_BT: Array, scoring: Scoring) -> Array:
+    """Which keys documents and the window let a query see, [B, T, S]."""
     mask_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
     if scoring.window:
         time = jnp.arange(segments_BT.shape[1])
         distance_TS = time[:, None] - time
         mask_BTS &= (distance_TS if scoring.causal else jnp.abs(distance_TS)) < scoring.window
-    return jax.nn.dot_product_attention(
-        q_BTNH,
-        k_BSKH,
-        v_BSKH,
-        mask=mask_BTS[:, None],
-        # Its own default differs from ours by the last bit of a float64, and it reads a float32.
-        scale=None if scoring.scale == q_BTNH.shape[-1] ** -0.5 else scoring.scale,
-        is_causal=scoring.causal,
-        implementation="cudnn",
-    )
+    return mask_BTS
 
 
 def maskless(attend: Callable[..., Array]) -> Callable[..., Array]:
@@ -78,7 +92,7 @@ def splash(
     q_BTNH,
     k_BSKH,
     v_BSKH,
-    segments_BT,
+    segments_BT: Array | None,
     scoring: Scoring,
     *,
     interpret: bool = False,
@@ -92,6 +106,9 @@ def splash(
 
     Like every Pallas kernel it needs all mesh axes manual: call it inside a `shard_map` over all of
     them, of size 1 or not.
+
+    Args:
+      segments_BT: as in `cudnn`.
     """
     # Half a second to import, and only a TPU needs it.
     from jax.experimental.pallas.ops.tpu import splash_attention  # noqa: PLC0415
@@ -119,7 +136,9 @@ def splash(
         interpret=interpret,
     )
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
-    segments = splash_attention.SegmentIds(segments_BT, segments_BT)
+    segments = None
+    if segments_BT is not None:
+        segments = splash_attention.SegmentIds(segments_BT, segments_BT)
     if scoring.scale != 1:
         q_BNTH = (q_BNTH.astype(jnp.float32) * scoring.scale).astype(q_BNTH.dtype)
     out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)

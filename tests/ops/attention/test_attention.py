@@ -397,9 +397,90 @@ def test_heads_may_be_sharded_where_other_axes_are_manual(nested):
 
 
 @pytest.fixture
+def on_cpu(monkeypatch):
+    """Lets `attention` run platforms' kernels on a CPU: splash interpreted, and XLA's attention,
+    which has the same arguments, in place of cuDNN's."""
+    splash, plain = platform_kernels.splash, jax.nn.dot_product_attention
+    monkeypatch.setattr(platform_kernels, "splash", functools.partial(splash, interpret=True))
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda *args, **settings: plain(*args, **{**settings, "implementation": "xla"}),
+    )
+
+
+@pytest.fixture
 def cudnn_anywhere(monkeypatch):
     """Lets cuDNN's attention be lowered on a machine that does not have the library."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91500)
+
+
+@pytest.mark.usefixtures("cudnn_anywhere")
+def test_cudnn_reads_no_mask_of_rows_of_one_document():
+    """And without one it needs no `maskless`, and has a window of its own."""
+    args, expected = shapes(128, 4, 2, jnp.bfloat16)
+
+    def program(**settings):
+        run = functools.partial(attention, implementation="cudnn", **settings)
+        lowered = with_gradients(run).trace(*args).lower(lowering_platforms=("cuda",))
+        return lowered.as_text().replace("\\22", '"'), kept_bytes(run, *args)
+
+    unmasked, kept = program(one_document=True, sliding_window=32)
+    assert unmasked.count("@__cudnn$fmhaSoftmax(") == 1
+    assert unmasked.count("@__cudnn$fmhaSoftmaxBackward(") == 1
+    assert unmasked.count('"sliding_window_length": 32') == 2
+    assert "x128x128x" not in unmasked
+    assert kept == expected - args[3].size * 4  # not even the segments
+    whole, _ = program(one_document=True, sliding_window=128)
+    assert whole.count('"sliding_window_length": 0') == 2
+    for settings in ({}, {"one_document": True, "causal": False}):
+        masked, kept = program(**settings)
+        assert "x128x128x" in masked
+        assert kept > expected
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("implementation", ["cudnn", "splash"])
+@pytest.mark.parametrize("settings", [{}, {"sliding_window": 1}, {"sliding_window": 100}])
+def test_rows_of_one_document_need_no_segments(implementation, settings):
+    """Whatever the segments say, output and gradients are those of one document a row; before
+    padding, which is not compared and has no gradient."""
+    with jax.enable_x64(False):
+        q, k, v, padded = arguments(
+            256, 2, 1, head_dim=16, packing="padded", dtype=jnp.float32, batch=1
+        )
+        real = padded[..., None, None] == 1
+
+        def run(function):
+            def before_padding(*args, **settings):
+                return jnp.where(real, function(*args, **settings), 0)
+
+            return with_gradients(functools.partial(before_padding, **settings))
+
+        expected = run(reference)(q, k, v, padded)
+        kernel = functools.partial(attention, implementation=implementation, one_document=True)
+        for segments in (padded, 1 + (jnp.arange(256)[None] > 90)):
+            assert_close(run(kernel)(q, k, v, segments), expected, 1e-5)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("implementation", ["cudnn", "splash"])
+@pytest.mark.parametrize(
+    ("packing", "settings"),
+    [
+        ("packed", {}),
+        ("packed", {"sliding_window": 9}),
+        ("padded", {"one_document": True, "causal": False}),
+        ("padded", {"one_document": True, "causal": False, "sliding_window": 9}),
+    ],
+)
+def test_other_documents_and_padding_are_not_seen(implementation, packing, settings):
+    """Documents that share a row; and padding after the only one, where a token sees both ways."""
+    with jax.enable_x64(False):
+        args = arguments(128, 2, 1, head_dim=16, packing=packing, dtype=jnp.float32)
+        run = functools.partial(attention, **settings)
+        got, expected = (run(*args, implementation=name) for name in (implementation, "reference"))
+        assert_close([got], [expected], 1e-5)
 
 
 @pytest.mark.usefixtures("cudnn_anywhere")
