@@ -1,5 +1,5 @@
-"""Block and chunk sizes of the functions of this folder. Without JAX: the planner, which predicts
-their memory, reads the same numbers."""
+"""Block and chunk sizes of the functions of this folder, and of the step. Without JAX: the planner,
+which predicts their memory, reads the same numbers."""
 
 from typing import Any
 

@@ -162,7 +162,11 @@ def _each_group(
 
 
 def early_reductions(layout: Layout, zero: Zero, platform: str, tokens: int) -> Early:
-    """For micro-batches of so many tokens on a rank."""
+    """Those of a layout.
+
+    Args:
+      tokens: of a micro-batch on a rank, those of all ranks of tensor together.
+    """
     if platform != "tpu" or not zero.reduces:
         return Early()
     remat = layout.remat_policy
