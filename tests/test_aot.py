@@ -189,7 +189,7 @@ def test_heads_are_turned_by_a_kernel():
     assert len(kernels) == 2 * (forward + backward + repeated)
 
 
-def instructions(report: CompileReport, of: str) -> list[hlo.Instruction]:
+def instructions(report: CompileReport, of: str) -> Sequence[hlo.Instruction]:
     """Of the entry, or of the loop over layers that this pass goes through."""
     program = hlo.parse_hlo(report.program)
     entry = program.computations[program.entry]

@@ -421,7 +421,8 @@ def _outer_gradients(config: Config, loop: LayerLoop, transients: Transients) ->
     embed = elements(config, "embed")
     if not transients.late:
         return select(loop.single, head + max(loop.compute, 4) * embed)
-    whole = select(loop.early & transients.early, 0, whole)
+    # On a TPU, whose loop carries gradients, those of the head are reduced before.
+    whole = select(loop.early & transients.carries, 0, whole)
     several = select(config.layout.pipeline == 1, whole + loop.accumulated * embed)
     return select(loop.single, head + whole, several)
 

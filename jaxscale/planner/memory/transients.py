@@ -36,7 +36,6 @@ class Transients:
     apart: int = 0  # more of stream there: gathered ones are not recomputed inside matmuls
     wide: tuple[int, int, int] = (2, 1, 2)  # of stream, queries, keys: always float32
     late: bool = False  # whole gradients of embedding and head are live during the layers
-    early: bool = False  # but those of the head that are reduced before: `accumulation.Early`
     ahead: bool = False  # weights of all layers are cast before the loops
     carries: bool = False  # a layer's gradients are carried to the next iteration
     tile: int = 1  # rows of a tile in collectives
@@ -57,7 +56,6 @@ _TPU: dict[str, Any] = {
     "whole": 7,
     "apart": 4,
     "late": True,
-    "early": True,
     "ahead": True,
     "carries": True,
     "tile": 8,
