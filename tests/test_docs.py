@@ -14,9 +14,7 @@ import jax
 import pytest
 
 from jaxscale import train
-from jaxscale.run import trainer
 from jaxscale.training import metrics
-from tests.invariants.layouts import compile_step
 
 PAGES = sorted(pathlib.Path("docs").glob("*.md"))
 TEXTS = {
@@ -88,7 +86,6 @@ def test_the_worked_example_works(tmp_path, monkeypatch):
     """All its commands and Python, in this process, which has the eight devices that they ask for
     and JAX imported."""
     monkeypatch.setattr(train, "_show_sample", lambda *arguments: None)  # seconds to compile
-    monkeypatch.setattr(trainer, "compile_step", compile_step)  # in a hurry
     monkeypatch.setattr(metrics, "plot", lambda *arguments: None)
     assert len({opening(name) for name in WORKED}) == 1
     text = TEXTS["worked_example.md"].replace("runs/", f"{tmp_path}/")

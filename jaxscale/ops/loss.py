@@ -23,7 +23,7 @@ class _Static(NamedTuple):
     soft_cap: float
     z_loss: float
     chunk_tokens: int | None
-    long_chunks: bool
+    platform: str
     accumulation_dtype: DTypeLike
     transposed: bool
     spread: Spread | None
@@ -47,7 +47,7 @@ def cross_entropy(
     soft_cap: float = 0.0,
     z_loss: float = 0.0,
     chunk_tokens: int | None = None,
-    long_chunks: bool = False,
+    platform: str = "",
     accumulation_dtype: DTypeLike = jnp.float32,
     transposed: bool = False,
     spread: Spread | None = None,
@@ -75,7 +75,8 @@ def cross_entropy(
       soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 is none.
       z_loss: weight of log(Z)^2, which keeps the logits near zero (arXiv 2204.02311).
       chunk_tokens: tokens whose logits exist together; None is by `loss_chunk_tokens`.
-      long_chunks: whether these are at least as many as D.
+      platform: of the devices: on GPUs a chunk has at least as many tokens as features; on CPUs
+        targets' logits are looked up.
       accumulation_dtype: of the head's gradient while it is summed over chunks; widened to that
         of the softmax where it is narrower.
       spread: how x and the head are spread over mesh axes: x as `spread.stream`, V over
@@ -96,7 +97,7 @@ def cross_entropy(
         soft_cap,
         z_loss,
         chunk_tokens,
-        long_chunks,
+        platform,
         jnp.promote_types(accumulation_dtype, _softmax_dtype(x_BTD)),
         transposed,
         spread,
@@ -159,19 +160,27 @@ def _chunk_loss(
     capped_CV = _project(x_CD, head, bias_V, static.transposed, static.spread)
     if static.soft_cap:
         capped_CV = static.soft_cap * jnp.tanh(capped_CV / static.soft_cap)
-    # Compared and summed, not gathered: that is one pass over the logits, and another rank may have
-    # the target's.
-    columns = capped_CV.shape[-1]
+    columns, ranks = capped_CV.shape[-1], static.ranks
     ids_V = _first_id(static, columns) + jnp.arange(columns, dtype=targets_C.dtype)
-    is_real_V, is_target_CV = ids_V < static.vocab_size, ids_V == targets_C[:, None]
+    is_target_CV = ids_V == targets_C[:, None]
+    padded = columns * (jax.lax.axis_size(ranks) if ranks else 1) > static.vocab_size
+    is_real_V = ids_V < static.vocab_size if padded else None
     log_z_C = jax.nn.logsumexp(capped_CV, axis=-1, where=is_real_V)
-    target_C = jnp.sum(jnp.where(is_target_CV, capped_CV, 0), axis=-1)
-    if static.ranks:
-        log_z_C, target_C = _over_ranks(static.ranks, log_z_C, target_C)
+    if static.platform == "cpu" and not ranks:
+        indices = targets_C[:, None]
+        found_C1 = jnp.take_along_axis(capped_CV, indices, axis=-1, mode="promise_in_bounds")
+        target_C = found_C1[:, 0]
+    else:
+        # In one pass over the logits, with the maximum; and another rank may have the target's.
+        target_C = jnp.sum(jnp.where(is_target_CV, capped_CV, 0), axis=-1)
+    if ranks:
+        log_z_C, target_C = _over_ranks(ranks, log_z_C, target_C)
     nll_C = log_z_C - target_C
 
     def logits_gradient() -> Array:
-        p_CV = jnp.where(is_real_V, jnp.exp(capped_CV - log_z_C[:, None]), 0)
+        p_CV = jnp.exp(capped_CV - log_z_C[:, None])
+        if is_real_V is not None:
+            p_CV = jnp.where(is_real_V, p_CV, 0)
         grad_CV = p_CV * (1 + 2 * static.z_loss * log_z_C)[:, None] - is_target_CV
         if static.soft_cap:
             grad_CV *= 1 - jnp.square(capped_CV / static.soft_cap)
@@ -195,7 +204,7 @@ def _over_ranks(axis: str, log_z_C: Array, target_C: Array) -> tuple[Array, Arra
 
 def _chunks(static: _Static, vocab: int, x_BTD: Array, *arrays_BT: Array) -> list[Array]:
     """[B, T, ...] -> [chunks, C, ...]; the last chunk is padded with zeros, of weight zero."""
-    features = x_BTD.shape[-1] if static.long_chunks else 0
+    features = x_BTD.shape[-1] if static.platform == "gpu" else 0
     most = static.chunk_tokens or int(loss_chunk_tokens(vocab, features))
     flat = [array.reshape(-1, *array.shape[2:]) for array in (x_BTD, *arrays_BT)]
     size = _chunk_size(flat[0].shape[0], most)

@@ -8,7 +8,7 @@ import numpy as np
 LANES = 128
 """Width of a TPU's vector register: what sequence lengths must be a multiple of."""
 
-BLOCK_SCORES = 2**19
+BLOCK_SCORES = 2**20
 """Scores of one block of attention, over batch and heads, are at most about this many: they stay in
 cache."""
 

@@ -17,7 +17,9 @@ from jaxscale.ops.collective_matmul import gather_matmuls, matmuls_scatter
 from jaxscale.ops.matmul import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, matmul
 
 
-def linear(x: Array, weight: Array, *, contracted: int = 1, dtype: str = "") -> Array:
+def linear(
+    x: Array, weight: Array, *, contracted: int = 1, dtype: str = "", on_cpu: bool = False
+) -> Array:
     """[*a, *c] x [*c, *o] -> [*a, *o].
 
     JAX would differentiate a matmul by its right operand as (dy^T x)^T. XLA's CPU back end then
@@ -27,18 +29,22 @@ def linear(x: Array, weight: Array, *, contracted: int = 1, dtype: str = "") -> 
     Args:
       contracted: how many dimensions c has.
       dtype: `model.matmul_dtype`.
+      on_cpu: in the form of the weight's gradient that XLA for CPUs computes fastest. Dimensions a
+        must be whole on each device.
     """
-    return _linear(contracted, dtype, x, weight)
+    return _linear(_Matmul(contracted, dtype, on_cpu), x, weight)
 
 
-def columns(x_BTD: Array, weights: Sequence[Array], *, dtype: str = "") -> tuple[Array, ...]:
+def columns(
+    x_BTD: Array, weights: Sequence[Array], *, dtype: str = "", on_cpu: bool = False
+) -> tuple[Array, ...]:
     """Matmuls out of the residual stream: [B, T, D] x [D, *o] -> [B, T, *o] for each weight."""
-    return tuple(linear(x_BTD, weight, dtype=dtype) for weight in weights)
+    return tuple(linear(x_BTD, weight, dtype=dtype, on_cpu=on_cpu) for weight in weights)
 
 
-def rows(x_BT: Array, weight: Array, *, dtype: str = "") -> Array:
+def rows(x_BT: Array, weight: Array, *, dtype: str = "", on_cpu: bool = False) -> Array:
     """A matmul back into the residual stream: [B, T, *c] x [*c, D] -> [B, T, D]."""
-    return linear(x_BT, weight, contracted=x_BT.ndim - 2, dtype=dtype)
+    return linear(x_BT, weight, contracted=x_BT.ndim - 2, dtype=dtype, on_cpu=on_cpu)
 
 
 def add_bias(x: Array, bias: Array) -> Array:
@@ -49,6 +55,14 @@ def add_bias(x: Array, bias: Array) -> Array:
     """
     wide = jnp.broadcast_to(bias.astype(jnp.promote_types(x.dtype, jnp.float32)), x.shape)
     return x + wide.astype(x.dtype)
+
+
+class _Matmul(NamedTuple):
+    """How `linear` multiplies: its arguments."""
+
+    contracted: int
+    dtype: str
+    on_cpu: bool
 
 
 class Spread(NamedTuple):
@@ -141,22 +155,38 @@ def _weight_gradient(x: Array, dy: Array, leading: int, dtype: str) -> Array:
     return matmul(x, dy, over, dtype=dtype, role=WEIGHT_GRADIENT)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _linear(contracted: int, dtype: str, x: Array, weight: Array) -> Array:
-    dims = range(x.ndim - contracted, x.ndim), range(contracted)
-    return matmul(x, weight, dims, dtype=dtype)
+def _for_cpu(x: Array, dy: Array, leading: int) -> tuple[Array, Array, int]:
+    """The operands of `_weight_gradient`, and its `leading`, as XLA for CPUs multiplies them
+    fastest.
+
+    It transposes x element by element, repeating the elementwise work that produced it; the barrier
+    leaves it the transpose. A float32 matmul takes a left operand by columns where one dimension is
+    contracted; in bfloat16 that form would be computed in float32, which is slower.
+    """
+    x = jax.lax.optimization_barrier(x)
+    if x.dtype.itemsize < 4:
+        return x, dy, leading
+    return x.reshape(-1, *x.shape[leading:]), dy.reshape(-1, *dy.shape[leading:]), 1
 
 
-def _forward(contracted: int, dtype: str, x: Array, weight: Array):
-    return _linear(contracted, dtype, x, weight), (x, weight)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(how: _Matmul, x: Array, weight: Array) -> Array:
+    dims = range(x.ndim - how.contracted, x.ndim), range(how.contracted)
+    return matmul(x, weight, dims, dtype=how.dtype)
 
 
-def _backward(contracted: int, dtype: str, residuals, dy: Array):
+def _forward(how: _Matmul, x: Array, weight: Array):
+    return _linear(how, x, weight), (x, weight)
+
+
+def _backward(how: _Matmul, residuals, dy: Array):
     x, weight = residuals
-    leading = x.ndim - contracted
-    dims = range(leading, dy.ndim), range(contracted, weight.ndim)
-    dx = matmul(dy, weight, dims, dtype=dtype, role=INPUT_GRADIENT)
-    return dx, _weight_gradient(x, dy, leading, dtype)
+    leading = x.ndim - how.contracted
+    dims = range(leading, dy.ndim), range(how.contracted, weight.ndim)
+    dx = matmul(dy, weight, dims, dtype=how.dtype, role=INPUT_GRADIENT)
+    if how.on_cpu:
+        x, dy, leading = _for_cpu(x, dy, leading)
+    return dx, _weight_gradient(x, dy, leading, how.dtype)
 
 
 _linear.defvjp(_forward, _backward)

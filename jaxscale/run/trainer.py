@@ -327,17 +327,27 @@ def _read_and_compile(
                 reading.result()
 
         refuse_early(0.2)
-        state = engine.init(jax.random.key(config.run.seed)) if random else None
+        key = jax.random.key(config.run.seed)
+        # One program is compiled while another is traced, and not beside another: on GPUs the
+        # compiler times kernels.
+        compiling = pool.submit(engine.init.lower(key).compile) if random else None
+        begin, lowered = time.monotonic(), lower_step(engine)
         refuse_early(0.5)
-        step = compile_step(engine)
+        state = compiling.result()(key) if compiling else None
+        step = compile_step(lowered, begin)
         return reading.result(), step, state
 
 
-def compile_step(engine: Engine) -> Step:
-    """Compiles the train step; logs how long that took and the memory of the step."""
+def lower_step(engine: Engine) -> jax.stages.Lowered:
+    """Traces the train step."""
+    return engine.step.lower(engine.abstract_state, engine.abstract_batch)
+
+
+def compile_step(lowered: jax.stages.Lowered, begin: float) -> Step:
+    """Compiles the train step; logs how long that took since `begin` (`time.monotonic()`), and the
+    memory of the step."""
     log.info("compiling the train step ...")
-    begin, read = time.monotonic(), programs_read()
-    lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
+    read = programs_read()
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     done = "compiled" if programs_read() == read else "read what an earlier run has compiled"

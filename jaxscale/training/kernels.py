@@ -64,10 +64,12 @@ def make_kernels(
       unroll: writes loops out, for XLA's cost analysis.
     """
     quantised = {"dtype": matmul_dtype} if matmul_dtype else {}
+    on_cpu = platform == "cpu" and layout.context == 1
+    plain = functools.partial(functools.partial, **quantised, on_cpu=on_cpu)
     replaced: dict[str, Any] = {
-        "columns": functools.partial(columns, **quantised),
-        "rows": functools.partial(rows, **quantised),
-        "linear": functools.partial(linear, **quantised),
+        "columns": plain(columns),
+        "rows": plain(rows),
+        "linear": plain(linear),
     }
     if layout.tensor > 1:
         axis, features = (
@@ -110,9 +112,7 @@ def make_kernels(
             halves=layout.overlap_experts,
         ),
         all_rows=functools.partial(_all_rows, layout),
-        cross_entropy=functools.partial(
-            _cross_entropy, layout, long_chunks=platform == "gpu", unroll=unroll
-        ),
+        cross_entropy=functools.partial(_cross_entropy, layout, platform=platform, unroll=unroll),
         shard=lambda x, axes: constrain(x, axes, layout.sizes, {**ACTIVATIONS, **(rules or {})}),
     )
 

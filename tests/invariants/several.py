@@ -50,14 +50,17 @@ def compiled_once():
     """One program for all runs of a process: their shapes and layouts are the same."""
     from jaxscale.run import trainer  # noqa: PLC0415
 
-    compile_step = trainer.compile_step
+    lower_step, compile_step = trainer.lower_step, trainer.compile_step
 
-    def once(engine):
+    def lower_once(engine):
+        return None if _compiled else lower_step(engine)
+
+    def compile_once(lowered, begin):
         if not _compiled:
-            _compiled.append(compile_step(engine))
+            _compiled.append(compile_step(lowered, begin))
         return _compiled[0]
 
-    with mock.patch.object(trainer, "compile_step", once):
+    with mock.patch.multiple(trainer, lower_step=lower_once, compile_step=compile_once):
         yield
 
 

@@ -124,7 +124,6 @@ def test_the_commands_after_an_uneven_pipeline_are_one_devices(tmp_path, monkeyp
     monkeypatch.setattr(
         trainer, "fit", lambda *a, **k: returned.append(fit(*a, **k)) or returned[0]
     )
-    monkeypatch.setattr(trainer, "compile_step", compile_step)  # in a hurry
     settings = (
         "model.num_layers=3",
         "model.d_model=16",

@@ -49,20 +49,20 @@ def value_and_grads(function, **options):
 
 
 CASES = [
-    ({}, 1, False),
-    ({}, 4, True),
-    ({}, None, False),
-    ({"z_loss": 0.3}, 4, False),
-    ({"soft_cap": 3.0}, 4, True),
-    ({"z_loss": 0.3, "soft_cap": 3.0}, 7, False),
-    ({"z_loss": 0.3, "soft_cap": 3.0}, None, True),
+    ({}, 1, False, "cpu"),
+    ({}, 4, True, "tpu"),
+    ({}, None, False, "gpu"),
+    ({"z_loss": 0.3}, 4, False, "cpu"),
+    ({"soft_cap": 3.0}, 4, True, "tpu"),
+    ({"z_loss": 0.3, "soft_cap": 3.0}, 7, False, "cpu"),
+    ({"z_loss": 0.3, "soft_cap": 3.0}, None, True, "cpu"),
 ]
 
 
-@pytest.mark.parametrize(("options", "chunk_tokens", "transposed"), CASES, ids=str)
-def test_value_and_gradients_are_those_of_the_formula(options, chunk_tokens, transposed):
+@pytest.mark.parametrize(("options", "chunk_tokens", "transposed", "platform"), CASES, ids=str)
+def test_value_and_gradients_are_those_of_the_formula(options, chunk_tokens, transposed, platform):
     args = arguments()
-    more = {**options, "chunk_tokens": chunk_tokens, "transposed": transposed}
+    more = {**options, "chunk_tokens": chunk_tokens, "transposed": transposed, "platform": platform}
     expected, expected_grads = value_and_grads(plain, **options)(*args)
     got, grads = value_and_grads(chunked, **more)(*args)
     np.testing.assert_allclose(got, expected, rtol=1e-13)
@@ -71,6 +71,17 @@ def test_value_and_gradients_are_those_of_the_formula(options, chunk_tokens, tra
     for grad, expected_grad in zip(grads, expected_grads):
         np.testing.assert_allclose(grad, expected_grad, rtol=1e-12, atol=1e-12)
     assert not np.any(grads[1][:, V:]), "padding of the vocabulary has a gradient"
+
+
+def test_a_vocabulary_without_padding_is_cut_to_itself():
+    """No column is masked then: the loss is that of as many columns without the others."""
+    x, head, targets, weights = arguments()
+    args = x, head[:, :V], targets, weights
+    got, grads = value_and_grads(chunked, chunk_tokens=4)(*args)
+    expected, expected_grads = value_and_grads(plain)(*args)
+    np.testing.assert_allclose(got, expected, rtol=1e-13)
+    for grad, expected_grad in zip(grads, expected_grads):
+        np.testing.assert_allclose(grad, expected_grad, rtol=1e-12, atol=1e-12)
 
 
 RANKS = {"fsdp": 1, "context": 2, "tensor": 4}

@@ -27,26 +27,46 @@ def test_linear_is_einsum(x_shape, weight_shape, contracted, equation):
     keys = jax.random.split(jax.random.key(0), 2)
     x, weight = jax.random.normal(keys[0], x_shape), jax.random.normal(keys[1], weight_shape)
 
-    def ours(x, weight):
-        return jnp.sum(jnp.sin(linear(x, weight, contracted=contracted)))
+    def ours(on_cpu, x, weight):
+        return jnp.sum(jnp.sin(linear(x, weight, contracted=contracted, on_cpu=on_cpu)))
 
     def plain(x, weight):
         return jnp.sum(jnp.sin(jnp.einsum(equation, x, weight)))
 
-    both = (jax.value_and_grad(function, (0, 1)) for function in (ours, plain))
-    got, wanted = jax.jit(lambda *args: [function(*args) for function in both])(x, weight)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
-        np.testing.assert_allclose(one, other, rtol=1e-12)
+    functions = (plain, functools.partial(ours, False), functools.partial(ours, True))
+    all_ = [jax.value_and_grad(function, (0, 1)) for function in functions]
+    wanted, *got = jax.jit(lambda *args: [function(*args) for function in all_])(x, weight)
+    for one in got:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), one, wanted)
 
 
-def test_gradients_of_a_bfloat16_product_are_rounded_once():
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_gradients_of_a_bfloat16_product_are_rounded_once(on_cpu):
     """A sum of 4,096 products, in bfloat16 to its own precision: it is accumulated in float32."""
     x = jax.random.normal(jax.random.key(0), (4096, 3)).astype(jnp.bfloat16)
     weight = jnp.zeros((3, 2), jnp.bfloat16)
     dy = jax.random.normal(jax.random.key(1), (4096, 2)).astype(jnp.bfloat16)
-    (got,) = jax.vjp(lambda weight: linear(x, weight), weight)[1](dy)
+    (got,) = jax.vjp(lambda weight: linear(x, weight, on_cpu=on_cpu), weight)[1](dy)
     wanted = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2**-8, atol=2**-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_cpu_a_weights_gradient_repeats_no_elementwise_work(dtype):
+    """XLA for CPUs multiplies in the loop that transposes, where it is not asked otherwise."""
+    shapes = (4, 64, 96), (96, 32), (4, 64, 32)
+    args = [jnp.zeros(shape, dtype) for shape in shapes]
+
+    def repeats(on_cpu):
+        def gradient(x, weight, dy):
+            of_weight = functools.partial(linear, x * x, on_cpu=on_cpu)
+            return jax.vjp(of_weight, weight)[1](dy)
+
+        computations = jax.jit(gradient).lower(*args).compile().as_text().split("\n\n")
+        return any(" transpose(" in one and " multiply(" in one for one in computations)
+
+    assert repeats(on_cpu=False)
+    assert not repeats(on_cpu=True)
 
 
 def mesh_of(*sizes):

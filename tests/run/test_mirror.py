@@ -92,7 +92,8 @@ def run(workdir, steps, *others, fit=True):
     config = configs.load("configs/tiny.py", [*SETTINGS, f"run.steps={steps}", *others])
     with lock.locked(workdir), mirror.mirrored(workdir) as uploads:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trainer, "compile_step", lambda engine: learn)
+            patch.setattr(trainer, "lower_step", lambda engine: None)
+            patch.setattr(trainer, "compile_step", lambda *_: learn)
             ready = trainer.open_trainer(config, workdir, uploads=uploads)
         assert ready
         state = trainer.fit(ready, trackers=())[0] if fit else ready.state

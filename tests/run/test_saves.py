@@ -38,7 +38,8 @@ SETTINGS = [
 def reopen(workdir, *overrides, **options):
     """The trainer of a folder, with a step that only counts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "compile_step", lambda engine: count)
+        patch.setattr(trainer, "lower_step", lambda engine: None)
+        patch.setattr(trainer, "compile_step", lambda *_: count)
         config = configs.load("configs/tiny.py", [*SETTINGS, *overrides])
         ready = trainer.open_trainer(config, workdir, **options)
     assert ready

@@ -58,10 +58,10 @@ def test_a_step_without_room_is_refused_before_anything_is_compiled(tmp_path, mo
     class Compiled(Exception):  # noqa: N818
         pass
 
-    def compile_step(engine):
+    def lower_step(engine):
         raise Compiled
 
-    monkeypatch.setattr(trainer, "compile_step", compile_step)
+    monkeypatch.setattr(trainer, "lower_step", lower_step)
     config = configs.load("configs/tiny.py")
     with pytest.raises(Compiled):
         trainer.open_trainer(config, tmp_path)

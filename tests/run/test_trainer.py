@@ -126,7 +126,8 @@ def count(state, batch):
 @pytest.fixture(scope="session")
 def opened(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "compile_step", lambda engine: count)
+        patch.setattr(trainer, "lower_step", lambda engine: None)
+        patch.setattr(trainer, "compile_step", lambda *_: count)
         config = configs.load("configs/tiny.py", SETTINGS)
         ready = trainer.open_trainer(config, tmp_path_factory.mktemp("run"))
     assert ready

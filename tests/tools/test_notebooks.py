@@ -37,14 +37,19 @@ def narrow():
 
 def compile_once():
     module = importlib.import_module("jaxscale.run.trainer")
-    compile_step, compiled = module.compile_step, {}
+    lower_step, compile_step, lowered, compiled = module.lower_step, module.compile_step, {}, {}
 
-    def remembered(engine):
-        if engine.config not in compiled:
-            compiled[engine.config] = compile_step(engine)
-        return compiled[engine.config]
+    def lower_once(engine):
+        if engine.config not in lowered:
+            lowered[engine.config] = lower_step(engine)
+        return lowered[engine.config]
 
-    module.compile_step = remembered
+    def compile_first(program, begin):
+        if id(program) not in compiled:
+            compiled[id(program)] = compile_step(program, begin)
+        return compiled[id(program)]
+
+    module.lower_step, module.compile_step = lower_once, compile_first
 
 narrow()
 compile_once()

@@ -54,7 +54,7 @@ def chunked(chunk_tokens: int | None) -> Callable:
             jnp.ones((1, targets_N.size)),
             vocab_size=head_DV.shape[1],
             chunk_tokens=chunk_tokens,
-            long_chunks=jax.default_backend() == "gpu",
+            platform=jax.default_backend(),
         )[0]
 
     return loss

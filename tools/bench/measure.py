@@ -5,6 +5,7 @@ starts them and lets them step in turn, so that a busy machine slows them alike.
 """
 
 import argparse
+import concurrent.futures
 import importlib.metadata
 import json
 import resource
@@ -48,11 +49,15 @@ def serve(build: Callable[[Config, str], Case]) -> None:
     config = configs.load(options.config, options.set)
     case = build(config, options.variant)
     done("build")
-    # As a run does: parameters are drawn while the compiler works on the step.
-    state = case.init(jax.random.key(config.run.seed))
+    # As a run does: one program is compiled while the other is traced, and parameters are drawn
+    # while the compiler works on the step.
+    key = jax.random.key(config.run.seed)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiling = pool.submit(case.init.lower(key).compile)
+        lowered = case.step.lower(case.state, case.batch)
+        done("trace")
+        state = compiling.result()(key)
     done("init")
-    lowered = case.step.lower(case.state, case.batch)
-    done("trace")
     compiled = lowered.compile()
     done("compile")
     state, loss = _step(compiled, state, case.batch)
