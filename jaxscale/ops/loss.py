@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.ops.tensor_parallel import Spread
@@ -166,25 +166,33 @@ def _chunk_loss(
     padded = columns * (jax.lax.axis_size(ranks) if ranks else 1) > static.vocab_size
     is_real_V = ids_V < static.vocab_size if padded else None
     log_z_C = jax.nn.logsumexp(capped_CV, axis=-1, where=is_real_V)
-    if static.platform == "cpu" and not ranks:
-        indices = targets_C[:, None]
-        found_C1 = jnp.take_along_axis(capped_CV, indices, axis=-1, mode="promise_in_bounds")
-        target_C = found_C1[:, 0]
+    # Looked up on CPUs, which compare more slowly than they exponentiate. Elsewhere a comparison is
+    # part of a pass over the logits that is made anyway; and another rank may have the target's.
+    looks_up = static.platform == "cpu" and not ranks
+    places = jnp.arange(targets_C.size), targets_C
+    if looks_up:
+        target_C = capped_CV.at[places].get(mode="promise_in_bounds")
     else:
-        # In one pass over the logits, with the maximum; and another rank may have the target's.
         target_C = jnp.sum(jnp.where(is_target_CV, capped_CV, 0), axis=-1)
     if ranks:
         log_z_C, target_C = _over_ranks(ranks, log_z_C, target_C)
     nll_C = log_z_C - target_C
 
-    def logits_gradient() -> Array:
-        p_CV = jnp.exp(capped_CV - log_z_C[:, None])
-        if is_real_V is not None:
-            p_CV = jnp.where(is_real_V, p_CV, 0)
-        grad_CV = p_CV * (1 + 2 * static.z_loss * log_z_C)[:, None] - is_target_CV
+    def gradient(capped: Array, log_z: Array, weights: Array, is_target: ArrayLike) -> Array:
+        grad = jnp.exp(capped - log_z) * (1 + 2 * static.z_loss * log_z) - is_target
         if static.soft_cap:
-            grad_CV *= 1 - jnp.square(capped_CV / static.soft_cap)
-        return (grad_CV * weights_C[:, None]).astype(x_CD.dtype)
+            grad *= 1 - jnp.square(capped / static.soft_cap)
+        return (grad * weights).astype(x_CD.dtype)
+
+    def logits_gradient() -> Array:
+        is_target = 0 if looks_up else is_target_CV
+        grad_CV = gradient(capped_CV, log_z_C[:, None], weights_C[:, None], is_target)
+        if is_real_V is not None:
+            grad_CV = jnp.where(is_real_V, grad_CV, 0)
+        if not looks_up:
+            return grad_CV
+        of_target_C = gradient(target_C, log_z_C, weights_C, 1)
+        return grad_CV.at[places].set(of_target_C, mode="promise_in_bounds", unique_indices=True)
 
     loss = jnp.sum(weights_C * (nll_C + static.z_loss * jnp.square(log_z_C)))
     return loss, jnp.sum(weights_C * nll_C), logits_gradient
