@@ -350,6 +350,7 @@ def compile_step(lowered: jax.stages.Lowered, begin: float) -> Step:
     read = programs_read()
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
+    assert memory
     done = "compiled" if programs_read() == read else "read what an earlier run has compiled"
     log.info(
         f"{done} in {duration(time.monotonic() - begin)}; each device holds "

@@ -41,6 +41,7 @@ from jaxscale.ops.stacked import add, at
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.layer_loop import (
     Carry,
+    Early,
     Inputs,
     Loop,
     Passed,
@@ -55,18 +56,6 @@ from jaxscale.training.remat import rematerialised
 Tree = Any
 Saved = tuple[SavedLayers | None, ...]
 """The residuals of each stack."""
-
-
-class Early(NamedTuple):
-    """Which reductions end before further gradients are computed.
-
-    XLA for TPUs holds gradients in float32 until it reduces them, and it does so late: those of the
-    head when all layers are done, those of a layer while the one below computes its own. On GPUs
-    more of the reductions would be exposed, for no memory.
-    """
-
-    head: bool = False  # before the layers'
-    layers: bool = False  # a layer's, while the one below is recomputed
 
 
 class Accumulated(NamedTuple):
@@ -173,7 +162,9 @@ def early_reductions(layout: Layout, zero: Zero, platform: str, tokens: int) -> 
     recomputes = remat.by_names and not remat.names
     # Several micro-batches would all wait before the first is recomputed.
     single = layout.microbatches == layout.num_groups
-    return Early(head=True, layers=recomputes and single and tokens >= HIDING_TOKENS)
+    layers = recomputes and single and tokens >= HIDING_TOKENS
+    late = layers and not zero.ranks_apart and not layout.offloads("activations")
+    return Early(head=True, layers=layers, gathers_late=late)
 
 
 def _make_group_pass(
@@ -186,7 +177,7 @@ def _make_group_pass(
         layers = [layer_function(stack, kind) for kind in range(stack.period)]
         passes = [split_vjp(rematerialised(layer, layout.remat_policy)) for layer in layers]
         first = stack.name == model.stacks[0].name
-        return Loop(stack, zero, visit, tuple(passes), offload, early.layers, unroll_layers, first)
+        return Loop(stack, zero, visit, tuple(passes), offload, early, unroll_layers, first)
 
     loops = [make_loop(stack) for stack in model.stacks]
 

@@ -62,6 +62,22 @@ class Visit(NamedTuple):
         return self.first and self.last
 
 
+class Early(NamedTuple):
+    """Which reductions end before further gradients are computed, and what follows for weights.
+
+    XLA for TPUs holds gradients in float32 until it reduces them, and it does so late: those of the
+    head when all layers are done, those of a layer while the one below computes its own. On GPUs
+    more of the reductions would be exposed, for no memory.
+    """
+
+    head: bool = False  # before the layers'
+    layers: bool = False  # a layer's, while the one below is recomputed
+
+    gathers_late: bool = False
+    """Whether a layer's backward pass gathers its weights when it begins, which a TPU without
+    sparse cores mostly waits for anyway: prefetched ones only take memory there."""
+
+
 @dataclass(frozen=True)
 class Loop:
     """What is fixed before the passes over a stack: the collectives, and a layer's two passes."""
@@ -71,7 +87,7 @@ class Loop:
     visit: Visit
     passes: tuple[tuple[Callable, Callable], ...]  # `split_vjp` of each kind of layer
     offload: bool  # whether residuals are in host memory between the passes
-    early: bool  # whether a reduction ends before the next layer's gradients are computed
+    early: Early
     unroll: bool
     is_first: bool  # of the model's stacks
 
@@ -84,6 +100,11 @@ class Loop:
     def prefetches(self) -> bool:
         """Whether a layer needs weights or residuals that take time to arrive."""
         return self.zero.gathers or self.offload
+
+    @property
+    def prefetches_backward(self) -> bool:
+        """Whether it has them when its backward pass begins."""
+        return self.prefetches and not self.early.gathers_late
 
     @property
     def reduces(self) -> bool:
@@ -197,16 +218,16 @@ def backward_pass(loop: Loop, inputs: Inputs, carry: Carry) -> tuple[Stream, Str
     [L, ...]."""
 
     def layer(carry, place):
-        return _layer_backward(loop, inputs, carry, place, prefetch=loop.prefetches)
+        return _layer_backward(loop, inputs, carry, place, prefetch=loop.prefetches_backward)
 
     # The last layer has no gradients above it to reduce, and its residuals may be outside the loop;
     # the first one has nothing to prefetch. Without collectives there is only the loop.
     top, bottom, period = loop.stack.num_layers - 1, 0, loop.stack.period
     if carry.prefetched.residuals is not None or loop.reduces:
-        prefetch = loop.prefetches and top > 0
+        prefetch = loop.prefetches_backward and top > 0
         carry = _layer_backward(loop, inputs, carry, Place(top, top % period), prefetch=prefetch)
         top -= 1
-    if loop.prefetches and top >= 0:
+    if loop.prefetches_backward and top >= 0:
         bottom = 1
     carry = descend(layer, carry, top, bottom, loop.stack.period, unroll=loop.unroll)
     if bottom:
@@ -272,7 +293,7 @@ def _layer_backward(
     prefetched = _prefetch(loop, inputs, place) if prefetch else Prefetched()
     if unreduced is not None:
         grads = _accumulate(loop, inputs, grads, index + 1, unreduced)
-        if loop.early:
+        if loop.early.layers:
             # The layer is recomputed meanwhile, which does not need dx.
             dx, grads = jax.lax.optimization_barrier((dx, grads))
     here = Place(now, place.kind)

@@ -1,5 +1,6 @@
 """The layer loop's collectives, as its timing diagram has them."""
 
+import dataclasses
 import re
 
 import jax
@@ -77,12 +78,15 @@ def test_the_first_microbatch_gathers_and_the_last_one_reduces(stage, expected):
 
 
 def test_reductions_that_end_early_are_for_long_microbatches_that_are_recomputed_on_tpus():
-    def early(platform="tpu", tokens=HIDING_TOKENS, **layout) -> Early:
+    def early(platform="tpu", tokens=HIDING_TOKENS, sparse=True, **layout) -> Early:
         config = from_dict({"layout": {"data": 1, "fsdp": 2, "remat": "full", **layout}})
         engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
-        return early_reductions(config.layout, engine.zero, platform, tokens)
+        zero = dataclasses.replace(engine.zero, ranks_apart=sparse)
+        return early_reductions(config.layout, zero, platform, tokens)
 
     assert early() == Early(head=True, layers=True)
+    assert early(sparse=False) == Early(head=True, layers=True, gathers_late=True)
+    assert not early(sparse=False, offload="activations").gathers_late, "which are prefetched too"
     assert early(platform="gpu") == Early()
     assert early(zero_stage=1) == Early(), "which reduces the last micro-batch's only"
     only_head = Early(head=True)
@@ -92,12 +96,20 @@ def test_reductions_that_end_early_are_for_long_microbatches_that_are_recomputed
     assert early(microbatches=2) == Early(head=True, layers=True)
 
 
+def test_layers_that_gather_late_prefetch_in_the_forward_pass_alone(monkeypatch):
+    """Gather 0; gather 1, F0; gather 2, F1; F2, head, B2; gather 1, reduce 2, B1; gather 0, reduce
+    1, B0; reduce 0."""
+    early = Early(head=True, layers=True, gathers_late=True)
+    monkeypatch.setattr(accumulation, "early_reductions", lambda *_: early)
+    assert timeline(lowered_step(remat="full")) == "gg.g.gr.gr.r"
+
+
 def test_reductions_that_end_early_are_the_same(monkeypatch):
     """To the bit: loss, and parameters after two steps."""
     config = tiny(remat="full")
     mesh = make_mesh(config.layout, jax.devices()[:2])
     steps = []
-    for early in (Early(), Early(head=True, layers=True)):
+    for early in (Early(), Early(head=True, layers=True, gathers_late=True)):
         monkeypatch.setattr(accumulation, "early_reductions", lambda *_, early=early: early)
         engine = make_engine(config, mesh)
         batch = engine.shard(synthetic_batch(config))
