@@ -44,8 +44,7 @@ def add(total: Tree, grads: Tree) -> Tree:
 
 def add_at(total: Tree, index: Index, grads: Tree) -> Tree:
     """Adds to the entry at an index of the first dimension, in the type of `total`."""
-    entry = at(total, index)
-    return put(total, jax.tree.map(lambda x, grad: x + grad.astype(x.dtype), entry, grads), index)
+    return jax.tree.map(lambda x, grad: x.at[index].add(grad.astype(x.dtype)), total, grads)
 
 
 def add_rows(total: Tree, begin: Index, rows: Tree) -> Tree:

@@ -331,10 +331,10 @@ def _read_and_compile(
         # One program is compiled while another is traced, and not beside another: on GPUs the
         # compiler times kernels.
         compiling = pool.submit(engine.init.lower(key).compile) if random else None
-        begin, lowered = time.monotonic(), lower_step(engine)
-        refuse_early(0.5)
+        lowered = lower_step(engine)
+        refuse_early(0.0)
         state = compiling.result()(key) if compiling else None
-        step = compile_step(lowered, begin)
+        step = compile_step(engine, lowered)
         return reading.result(), step, state
 
 
@@ -343,11 +343,15 @@ def lower_step(engine: Engine) -> jax.stages.Lowered:
     return engine.step.lower(engine.abstract_state, engine.abstract_batch)
 
 
-def compile_step(lowered: jax.stages.Lowered, begin: float) -> Step:
-    """Compiles the train step; logs how long that took since `begin` (`time.monotonic()`), and the
-    memory of the step."""
+def compile_step(engine: Engine, lowered: jax.stages.Lowered | None = None) -> Step:
+    """Compiles the train step; logs how long that took and the memory of the step.
+
+    Args:
+      lowered: the step, if it was traced before.
+    """
     log.info("compiling the train step ...")
-    read = programs_read()
+    begin, read = time.monotonic(), programs_read()
+    lowered = lowered or lower_step(engine)
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     assert memory

@@ -55,9 +55,9 @@ def compiled_once():
     def lower_once(engine):
         return None if _compiled else lower_step(engine)
 
-    def compile_once(lowered, begin):
+    def compile_once(engine, lowered):
         if not _compiled:
-            _compiled.append(compile_step(lowered, begin))
+            _compiled.append(compile_step(engine, lowered))
         return _compiled[0]
 
     with mock.patch.multiple(trainer, lower_step=lower_once, compile_step=compile_once):

@@ -37,19 +37,14 @@ def narrow():
 
 def compile_once():
     module = importlib.import_module("jaxscale.run.trainer")
-    lower_step, compile_step, lowered, compiled = module.lower_step, module.compile_step, {}, {}
+    compile_step, compiled = module.compile_step, {}
 
-    def lower_once(engine):
-        if engine.config not in lowered:
-            lowered[engine.config] = lower_step(engine)
-        return lowered[engine.config]
+    def compile_first(engine, lowered=None):
+        if engine.config not in compiled:
+            compiled[engine.config] = compile_step(engine, lowered)
+        return compiled[engine.config]
 
-    def compile_first(program, begin):
-        if id(program) not in compiled:
-            compiled[id(program)] = compile_step(program, begin)
-        return compiled[id(program)]
-
-    module.lower_step, module.compile_step = lower_once, compile_first
+    module.compile_step = compile_first
 
 narrow()
 compile_once()

@@ -19,7 +19,6 @@ from jax.typing import DTypeLike
 
 from jaxscale.ops.attention import relative_bias
 from jaxscale.ops.sizes import BLOCK_SCORES
-from jaxscale.ops.stacked import add_at
 
 
 class Scoring(NamedTuple):
@@ -257,7 +256,7 @@ def gradients(
             grad_q_BKGtH = matmul("BKsGt,BKsH->BKGtH", grad_scores_BKsGt, k_BKsH)
             grad_k_BKsH += matmul("BKsGt,BKGtH->BKsH", grad_scores_BKsGt, q_BKGtH)
             grad_v_BKsH += matmul("BKsGt,BKGtH->BKsH", p_BKsGt, grad_BKGtH)
-            sums = Sums(add_at(grad_q_IBKGtH, i, grad_q_BKGtH), grad_bias_bN)
+            sums = Sums(grad_q_IBKGtH.at[i].add(grad_q_BKGtH), grad_bias_bN)
             return sums, grad_k_BKsH, grad_v_BKsH
 
         zero_BKsH = jnp.zeros(k_BKsH.shape, wide)

@@ -36,7 +36,8 @@ def head_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
         return _fused_bytes(loop, chunks, logits, matrix, piped) + zeros + group_sum + stream
     wide = max(loop.compute, 4)
     matrices = wide * matrix + loop.gathers * loop.compute * matrix
-    return transients.logits * wide * logits + matrices + group_sum + stream
+    arrays = transients.logits - (transients.looks_up & (layout.tensor_columns == 1))
+    return arrays * wide * logits + matrices + group_sum + stream
 
 
 def _fused_bytes(loop: LayerLoop, chunks: Ints, logits: Ints, matrix: Ints, piped: Any) -> Ints:

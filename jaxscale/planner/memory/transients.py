@@ -28,7 +28,7 @@ class Transients:
     hidden: int  # [tokens, F]
     remade: int  # more of stream, where a policy by names recomputes the norms
     ring: int  # more of keys, with context parallelism
-    logits: int  # float32 [chunk, vocabulary], in the head
+    logits: int  # float32 [chunk, vocabulary], in the head, on a rank that has part of the columns
     zeros: int  # float32 accumulators of queries and keys of attention outside the loop
     sums: int = 0  # float32 [tokens, heads, LANES]: log-sum-exp of an attention kernel
     matmuls: int = 2  # at most so many more of hidden, where the MLP's matmuls are recomputed
@@ -41,6 +41,7 @@ class Transients:
     tile: int = 1  # rows of a tile in collectives
     queued: bool = False  # a layer's gradients are still being reduced while the next are computed
     in_place: bool = False  # whole gradients are summed and reduced where they are
+    looks_up: bool = False  # targets, where a rank has all columns: one array of logits less
     blocks: bool = True  # the matmuls of experts are loops over blocks of rows
     # At the kernel of attention with a position bias: of stream, queries and keys, hidden.
     biased: tuple[float, float, float] = (0, 0, 0)
@@ -67,13 +68,14 @@ _GPU |= {"queued": True, "in_place": True}
 HEADS = ("queries", "keys")
 BIASED = (18, 9.2, 2.5)
 """Slopes of six encoders of 4 layers over d_model, heads, head_dim and d_ff (CPU, float32)."""
+_CPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 2, "biased": BIASED, "looks_up": True}
 # By the kind of MLP: "llama" has a gate, "gpt" has none.
 TRANSIENTS = {
     # Counted in the buffer assignments of XLA's CPU back end (jaxlib 0.12, float32). It
     # transposes matmul operands, copies what it reads from the stash, and allocates the initial
     # zeros of a loop early.
-    ("cpu", "llama"): Transients(5, 4, 4, 5, remade=2, ring=6, logits=3, zeros=2, biased=BIASED),
-    ("cpu", "gpt"): Transients(5, 4, 4, 3, remade=4, ring=6, logits=3, zeros=2, biased=BIASED),
+    ("cpu", "llama"): Transients(5, 4, 4, 5, remade=2, **_CPU),
+    ("cpu", "gpt"): Transients(5, 4, 4, 3, remade=4, **_CPU),
     # Counted in steps of llama3_8b with 4 layers compiled for 8 H200 (jaxlib 0.12), by seven
     # layouts: 1 and 4 sequences, remat, tensor, layered. The attention kernel saves its
     # log-sum-exp, and the head's gradient is reduced only after the layers.
