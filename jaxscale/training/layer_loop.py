@@ -17,7 +17,8 @@ The last layer's backward pass reuses the weights of its forward pass: 2L - 1 ga
 weights and L reductions of layer gradients per group. In ZeRO stages 1 and 2 the first group keeps
 the weights that its forward pass gathers, for the rest of the step: L gathers. Reductions that no
 stage does for every group are the last one's. Residuals that are offloaded to host memory are
-prefetched with the weights. A layout without collectives and offload prefetches nothing.
+prefetched with the weights. A layout without collectives and offload prefetches nothing; nor does
+the backward pass where `Early` says so.
 
 Layers whose static settings repeat with a period are looped over a period at a time.
 

@@ -41,6 +41,7 @@ class Transients:
     tile: int = 1  # rows of a tile in collectives
     queued: bool = False  # a layer's gradients are still being reduced while the next are computed
     in_place: bool = False  # whole gradients are summed and reduced where they are
+    piped: int = 0  # fewer of hidden in a pipeline whose weights are whole on a rank
     looks_up: bool = False  # targets, where a rank has all columns: one array of logits less
     blocks: bool = True  # the matmuls of experts are loops over blocks of rows
     # At the kernel of attention with a position bias: of stream, queries and keys, hidden.
@@ -68,7 +69,8 @@ _GPU |= {"queued": True, "in_place": True}
 HEADS = ("queries", "keys")
 BIASED = (18, 9.2, 2.5)
 """Slopes of six encoders of 4 layers over d_model, heads, head_dim and d_ff (CPU, float32)."""
-_CPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 2, "biased": BIASED, "looks_up": True}
+_CPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 2, "biased": BIASED}
+_CPU |= {"piped": 1, "looks_up": True}
 # By the kind of MLP: "llama" has a gate, "gpt" has none.
 TRANSIENTS = {
     # Counted in the buffer assignments of XLA's CPU back end (jaxlib 0.12, float32). It
@@ -92,12 +94,13 @@ TRANSIENTS = {
 
 def hidden_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """The part of the working set that is as wide as the MLP."""
-    model, names = config.model, config.layout.remat_policy.names
+    model, layout = config.model, config.layout
     matmuls = ("mlp_up", "mlp_gate") if model.gated else ("mlp_up",)
-    recomputed = sum(name not in names for name in matmuls)
+    recomputed = sum(name not in layout.remat_policy.names for name in matmuls)
     arrays = transients.hidden + min(recomputed, transients.matmuls)
+    arrays = arrays - transients.piped * ((layout.pipeline > 1) & (layout.tensor == 1))
     wide = model.shared_d_ff if loop.has_experts else model.d_ff
-    return loop.compute * loop.tokens * arrays * wide // config.layout.tensor_columns
+    return loop.compute * loop.tokens * arrays * wide // layout.tensor_columns
 
 
 def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
