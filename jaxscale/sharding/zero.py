@@ -66,6 +66,7 @@ class Zero:
     # tiles of 128 does not divide by the sides of the torus, as 11,008 on 4 x 4 x 4. Other TPUs
     # have no such reduce-scatter, and would need a second buffer for the all-reduce.
     ranks_apart: bool = False
+    waits_for_gathers: bool = False  # whether the compiler overlaps few of them
     reduction_dtype: jnp.dtype | None = None  # None is the accumulation type
     has_gathered: bool = False  # whether the weights that it is given were gathered, and kept
 

@@ -163,7 +163,7 @@ def early_reductions(layout: Layout, zero: Zero, platform: str, tokens: int) -> 
     # Several micro-batches would all wait before the first is recomputed.
     single = layout.microbatches == layout.num_groups
     layers = recomputes and single and tokens >= HIDING_TOKENS
-    late = layers and not zero.ranks_apart and not layout.offloads("activations")
+    late = layers and zero.waits_for_gathers and not layout.offloads("activations")
     return Early(head=True, layers=layers, gathers_late=late)
 
 

@@ -65,7 +65,7 @@ from jaxscale.training.kernels import (
 from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.remat import check_host_memory, rematerialised_attention
 from jaxscale.training.step import StepMetrics, TrainState, init_guard, make_step
-from jaxscale.training.xla_options import has_sparse_cores, step_options
+from jaxscale.training.xla_options import has_sparse_cores, step_options, waits_for_gathers
 
 log = logging.getLogger("jaxscale")
 
@@ -344,7 +344,7 @@ def _check_settings(config: Config, mesh: Mesh) -> None:
 def _make_zero(
     config: Config, mesh: Mesh, model: Model, stages: PipelineStages | None, rules: Rules
 ) -> Zero:
-    layout = config.layout
+    layout, kind = config.layout, mesh.devices.flat[0].device_kind
     return Zero(
         layout.zero_stage,
         layout.sizes,
@@ -352,7 +352,8 @@ def _make_zero(
         jnp.dtype(config.model.compute_dtype),
         jnp.dtype(config.optimizer.accumulation_dtype),
         rules,
-        has_sparse_cores(mesh.devices.flat[0].device_kind),
+        has_sparse_cores(kind),
+        waits_for_gathers(kind),
         jnp.dtype(config.optimizer.reduced_in),
     )
 

@@ -63,13 +63,12 @@ def make_kernels(
       rules: of a model's own logical axes.
       unroll: writes loops out, for XLA's cost analysis.
     """
-    quantised = {"dtype": matmul_dtype} if matmul_dtype else {}
-    on_cpu = platform == "cpu" and layout.context == 1
-    plain = functools.partial(functools.partial, **quantised, on_cpu=on_cpu)
+    # With context the compiler spreads a sequence, and would gather it to merge its dimensions.
+    how = {"dtype": matmul_dtype, "on_cpu": platform == "cpu" and layout.context == 1}
     replaced: dict[str, Any] = {
-        "columns": plain(columns),
-        "rows": plain(rows),
-        "linear": plain(linear),
+        "columns": functools.partial(columns, **how),
+        "rows": functools.partial(rows, **how),
+        "linear": functools.partial(linear, **how),
     }
     if layout.tensor > 1:
         axis, features = (
@@ -83,7 +82,7 @@ def make_kernels(
             features,
             ring=layout.overlap_tensor,
             recomputes=layout.remat == "full",
-            **quantised,
+            dtype=matmul_dtype,
         )
         replaced |= {
             "columns": functools.partial(spread_columns, spread=spread),

@@ -75,8 +75,8 @@ class Early(NamedTuple):
     layers: bool = False  # a layer's, while the one below is recomputed
 
     gathers_late: bool = False
-    """Whether a layer's backward pass gathers its weights when it begins, which a TPU without
-    sparse cores mostly waits for anyway: prefetched ones only take memory there."""
+    """Whether a layer's backward pass gathers its weights when it begins: where the compiler waits
+    for gathers anyway, prefetched weights only take memory."""
 
 
 @dataclass(frozen=True)

@@ -78,15 +78,15 @@ def test_the_first_microbatch_gathers_and_the_last_one_reduces(stage, expected):
 
 
 def test_reductions_that_end_early_are_for_long_microbatches_that_are_recomputed_on_tpus():
-    def early(platform="tpu", tokens=HIDING_TOKENS, sparse=True, **layout) -> Early:
+    def early(platform="tpu", tokens=HIDING_TOKENS, waits=False, **layout) -> Early:
         config = from_dict({"layout": {"data": 1, "fsdp": 2, "remat": "full", **layout}})
         engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
-        zero = dataclasses.replace(engine.zero, ranks_apart=sparse)
+        zero = dataclasses.replace(engine.zero, waits_for_gathers=waits)
         return early_reductions(config.layout, zero, platform, tokens)
 
     assert early() == Early(head=True, layers=True)
-    assert early(sparse=False) == Early(head=True, layers=True, gathers_late=True)
-    assert not early(sparse=False, offload="activations").gathers_late, "which are prefetched too"
+    assert early(waits=True) == Early(head=True, layers=True, gathers_late=True)
+    assert not early(waits=True, offload="activations").gathers_late, "which are prefetched too"
     assert early(platform="gpu") == Early()
     assert early(zero_stage=1) == Early(), "which reduces the last micro-batch's only"
     only_head = Early(head=True)

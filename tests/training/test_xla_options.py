@@ -13,7 +13,7 @@ from jaxscale.sharding.layer_bytes import LayerBytes
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import xla_options
 from jaxscale.training.engine import make_engine
-from jaxscale.training.xla_options import step_options
+from jaxscale.training.xla_options import step_options, waits_for_gathers
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -30,6 +30,15 @@ def test_an_option_that_this_xla_does_not_know_is_left_out_and_logged(monkeypatc
     mesh = make_mesh(Layout(data=8), jax.devices())
     assert step_options(mesh) == {"xla_cpu_enable_fast_math": False}
     assert "xla_cpu_no_such_option" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "waits"),
+    [("v4:2x2x1", True), ("v5e:2x2", True), ("v5p:2x2x1", False), ("v6e:2x2", False)],
+)
+def test_v4_and_v5e_wait_for_gathers(name, waits):
+    (kind,) = {device.device_kind for device in topology.open_topology(name).devices}
+    assert waits_for_gathers(kind) == waits
 
 
 def deterministic_engine():
