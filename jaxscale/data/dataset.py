@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-import grain
 import numpy as np
+from etils import epy
 
 from jaxscale.batch import Batch
 from jaxscale.config import DataConfig
@@ -24,6 +24,9 @@ from jaxscale.data.text.text_files import draw
 from jaxscale.data.tokens.corpus import Corpus, open_corpus
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.data_source import Source
+
+with epy.lazy_imports():
+    import grain
 
 BLOCK = 2**14
 """Documents whose marks are read at a time."""

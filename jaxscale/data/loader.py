@@ -12,11 +12,14 @@ import time
 from collections.abc import Generator, Sequence
 
 import absl.flags
-import grain
+from etils import epy
 
 from jaxscale.batch import Batch
 from jaxscale.data.dataset import Examples
 from jaxscale.data.packing import stack
+
+with epy.lazy_imports():
+    import grain
 
 _PREFETCH_BATCHES = 4
 
@@ -78,7 +81,7 @@ def _begin_worker(parent: int, worker: int, num_workers: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _closing(iterator: grain.DatasetIterator[Batch]) -> Generator[Batch]:
+def _closing(iterator: "grain.DatasetIterator[Batch]") -> Generator[Batch]:
     try:
         yield from iterator
     except Exception:

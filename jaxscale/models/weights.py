@@ -1,5 +1,6 @@
 """Initial parameters, the same on any layout and back end."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -164,7 +165,9 @@ def stack_axes(make: Make, config: ModelConfig) -> Any:
     )
 
 
+@functools.lru_cache(maxsize=64)
 def _graph(make: Make, config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """A module's structure, and its parameters without their values."""
     module = nnx.eval_shape(lambda: make(config, jax.random.key(0)))
     for path, value in nnx.iter_graph(module):
         if isinstance(value, jax.Array | np.ndarray):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 Tree = Any
 
@@ -21,11 +22,11 @@ def split_vjp(
 
     Returns:
       `forward(weights, x, shared, context) -> (y, sums, residuals)`, where `residuals` lists the
-      arrays that the backward pass needs besides weights, shared and context; and
+      arrays that the backward pass needs besides weights, shared, context and constants; and
       `backward(weights, shared, context, residuals, dy) -> (dweights, dx, dshared)`. Trace forward
       before backward.
     """
-    structure: list[tuple[Any, list[int | None]]] = []
+    structure: list[tuple[Any, list[int | None], list[np.ndarray | None]]] = []
 
     def forward(weights: Tree, x: Tree, shared: Tree, context: Tree) -> tuple[Tree, Tree, list]:
         y, pullback, sums = jax.vjp(
@@ -41,15 +42,23 @@ def split_vjp(
         given = jax.tree.leaves((weights, shared, context))
         origin = [next((i for i, g in enumerate(given) if g is leaf), None) for leaf in leaves]
         assert not structure or structure[0][1] == origin, "layers of a kind differ in residuals"
-        structure[:] = [(treedef, origin)]
-        return y, sums, [leaf for leaf, place in zip(leaves, origin) if place is None]
+        # NumPy's arrays are constants of the function, such as the frequencies of rotary positions.
+        # Saved for each layer they would hide from the compiler that what it makes of them, and of
+        # the context, is the same in all layers.
+        constants = [leaf if isinstance(leaf, np.ndarray) else None for leaf in leaves]
+        structure[:] = [(treedef, origin, constants)]
+        saved = zip(leaves, origin, constants)
+        return y, sums, [leaf for leaf, i, own in saved if i is None and own is None]
 
     def backward(
         weights: Tree, shared: Tree, context: Tree, residuals: list, dy: Tree
     ) -> tuple[Tree, Tree, Tree]:
-        treedef, origin = structure[0]
+        treedef, origin, constants = structure[0]
         given, rest = jax.tree.leaves((weights, shared, context)), iter(residuals)
-        leaves = [next(rest) if place is None else given[place] for place in origin]
+        leaves = [
+            given[i] if i is not None else next(rest) if own is None else own
+            for i, own in zip(origin, constants)
+        ]
         return jax.tree.unflatten(treedef, leaves)(dy)
 
     return forward, backward

@@ -8,6 +8,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import importlib
 import itertools
 import json
 import logging
@@ -63,6 +64,9 @@ LARGE_RUN = 64
 MOST_RETURNS = 3
 """To one checkpoint, because of bad steps."""
 
+LATER = ("grain", "orbax.checkpoint", "tensorboardX")
+"""Modules that no run needs before its step is compiled, and that take a third of a second to
+import."""
 
 TRAINER_ADVICE = (
     "pass what jaxscale.open_trainer(config, workdir) returns, which is None where the run is "
@@ -333,9 +337,16 @@ def _read_and_compile(
         compiling = pool.submit(engine.init.lower(key).compile) if random else None
         lowered = lower_step(engine)
         refuse_early(0.0)
+        pool.submit(import_later)
         state = compiling.result()(key) if compiling else None
         step = compile_step(engine, lowered)
         return reading.result(), step, state
+
+
+def import_later() -> None:
+    """The modules of `LATER`, for a thread beside the compiler."""
+    for module in LATER:
+        importlib.import_module(module)
 
 
 def lower_step(engine: Engine) -> jax.stages.Lowered:

@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import absl.logging
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
+from etils import epath, epy
 
 from jaxscale.distributed import processes
 from jaxscale.storage import durable
@@ -35,8 +35,11 @@ from jaxscale.storage.description import read_description, write_description
 from jaxscale.storage.differences import array_differences, describe_difference, listing
 from jaxscale.storage.tiers import MARKER, local_steps
 
+with epy.lazy_imports():  # by a run, while its step is compiled
+    import orbax.checkpoint as ocp
+
 # Orbax logs each save at length; its errors are raised here, and reported once.
-logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+absl.logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname)
 # Of several files that cannot be written the first is reported. The others' errors asyncio reports
 # when they are forgotten.
 logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
@@ -127,11 +130,8 @@ class Checkpoints:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._report = report if jax.process_index() == 0 else lambda line: None
-        # Folders are made before `save` returns: in the background, a failure would hang threads.
-        self._writer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(**_handlers(host_gb)),
-            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
-        )
+        self._host_gb = host_gb
+        self._writer: ocp.AsyncCheckpointer | None = None  # the first save makes it
         self._thread: threading.Thread | None = None
         self._failure = ""
         self._newest_file = newest_file
@@ -180,6 +180,7 @@ class Checkpoints:
         self._remove_leftovers()
         begin = time.monotonic()
         try:
+            self._writer = self._writer or _make_writer(self._host_gb)
             self._writer.save(
                 self._unfinished(step),
                 args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(arrays)),
@@ -211,7 +212,8 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._writer.close()
+            if self._writer:
+                self._writer.close()
 
     def steps(self) -> list[int]:
         """The steps with a committed checkpoint, in order."""
@@ -374,6 +376,7 @@ class Checkpoints:
     def _commit(self, step: int, description: dict[str, Any], begin: float) -> None:
         """In the background: waits for the arrays, gives the checkpoint its name, and removes old
         ones."""
+        assert self._writer, "a save has begun"
         try:
             self._writer.wait_until_finished()
             if jax.process_index() == 0:
@@ -408,6 +411,8 @@ class Checkpoints:
     def _forget_errors(self) -> None:
         """After a save that failed: the writer keeps an error for each file, and would raise the
         next one of them in each later save, and when it is closed."""
+        if self._writer is None:
+            return
         for _ in range(MOST_ERRORS):
             try:
                 self._writer.wait_until_finished()
@@ -471,14 +476,19 @@ class Checkpoints:
         return DamagedError(f"{place} cannot be used ({why}); {advice}", why)
 
 
-def _handlers(host_gb: int) -> dict[str, Any]:
-    """The writer of arrays, where at most so much of them may be in host memory."""
+def _make_writer(host_gb: int) -> "ocp.AsyncCheckpointer":
+    """Of arrays of which at most so much may be in host memory, where it is not 0."""
     limits: dict[str, Any] = {
         "save_concurrent_gb": host_gb,
         "save_device_host_concurrent_gb": host_gb,
         "is_prioritized_key_fn": lambda path: False,
     }
-    return {"arrays": ocp.PyTreeCheckpointHandler(**limits)} if host_gb else {}
+    handlers: Any = {"arrays": ocp.PyTreeCheckpointHandler(**limits)} if host_gb else {}
+    # Folders are made before `save` returns: in the background, a failure would hang threads.
+    return ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(**handlers),
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+    )
 
 
 def _open_arrays(path: pathlib.Path) -> dict[str, dict[str, Any]]:

@@ -506,14 +506,14 @@ def _replicated_state(
 def _width(model: Model) -> int:
     """The largest number that divides every "embed" dimension of the parameters outside the
     layers."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shapes, axes = jax.eval_shape(model.init, jax.random.key(0)), model.axes
     sizes = [
-        leaf.shape[axes.index("embed")]
+        leaf.shape[names.index("embed")]
         for part in ("embed", "head")
-        for axes, leaf in zip(
-            jax.tree.leaves(model.axes[part], is_leaf=is_axes), jax.tree.leaves(shapes[part])
+        for names, leaf in zip(
+            jax.tree.leaves(axes[part], is_leaf=is_axes), jax.tree.leaves(shapes[part])
         )
-        if "embed" in axes
+        if "embed" in names
     ]
     return math.gcd(*sizes)
 

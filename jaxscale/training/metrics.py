@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import tensorboardX
+from etils import epy
 
 from jaxscale.formatting import duration, quantity
 from jaxscale.storage.durable import reason, replace_file
+
+with epy.lazy_imports():
+    import tensorboardX
 
 log = logging.getLogger("jaxscale")
 

@@ -68,7 +68,12 @@ def make(
         none.
       by_layer: how Muon's matmuls are distributed over devices.
     """
-    rate = schedule_of(config, steps)
+    schedule = schedule_of(config, steps)
+
+    def rate(updates: Any) -> Any:
+        # A value of its own: XLA would compute the schedule again in the update of each parameter.
+        return jax.lax.optimization_barrier(schedule(updates))
+
     adam = functools.partial(optax.scale_by_adam, config.b1, config.b2, config.epsilon)
     directions = {
         "adamw": adam,

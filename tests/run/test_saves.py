@@ -13,6 +13,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxscale import config as configs
@@ -66,21 +67,21 @@ def lines(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def full(checkpoints, monkeypatch, times, number=errno.ENOSPC):
+def full(monkeypatch, times, number=errno.ENOSPC):
     """The disk has no room, or is read-only, the first so many times."""
-    before, left = checkpoints._writer.save, iter(range(times))
+    before, left = ocp.AsyncCheckpointer.save, iter(range(times))
 
     def save(*arguments, **named):
         if next(left, None) is not None:
             raise OSError(number, os.strerror(number))
         before(*arguments, **named)
 
-    monkeypatch.setattr(checkpoints._writer, "save", save)
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", save)
 
 
 def test_a_failed_save_is_repeated_while_training_goes_on(ready, monkeypatch, lines):
     """At the next step, then after two more, and when one is due anyway."""
-    full(ready.checkpoints, monkeypatch, 3)
+    full(monkeypatch, 3)
     trainer.fit(ready, trackers=())
     warnings = [line for line in lines() if line.startswith("warning")]
     assert [line.split()[3] for line in warnings] == ["2", "3", "4"]
@@ -92,7 +93,7 @@ def test_a_failed_save_is_repeated_while_training_goes_on(ready, monkeypatch, li
 
 def test_the_last_save_is_tried_again_then_refused(ready, monkeypatch):
     monkeypatch.setattr(saves, "PAUSES_SECONDS", (0.0, 0.0))
-    full(ready.checkpoints, monkeypatch, 99, errno.EROFS)
+    full(monkeypatch, 99, errno.EROFS)
     with pytest.raises(SaveError, match=r"saving checkpoint 6 .*\(Read-only file system\)"):
         trainer.fit(ready, trackers=())
     assert ready.checkpoints.steps() == []
@@ -102,7 +103,7 @@ def test_the_last_save_succeeds_when_there_is_room_again(ready, monkeypatch):
     monkeypatch.setattr(saves, "PAUSES_SECONDS", (0.0, 0.0))
     config = dataclasses.replace(ready.config.run, checkpoint_every=0)
     config = dataclasses.replace(ready.config, run=config)
-    full(ready.checkpoints, monkeypatch, 2)
+    full(monkeypatch, 2)
     trainer.fit(dataclasses.replace(ready, config=config), trackers=())
     assert ready.checkpoints.steps() == [6]
 

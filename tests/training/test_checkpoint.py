@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -534,13 +535,13 @@ def test_what_cannot_be_read_gets_no_name(
     saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is opened as a reader would before it is "saved" and older ones are deleted."""
-    before = saved._writer.wait_until_finished
+    before = ocp.AsyncCheckpointer.wait_until_finished
 
-    def lose() -> None:
-        before()
+    def lose(writer: ocp.AsyncCheckpointer) -> None:
+        before(writer)
         (saved.directory / "7.unfinished" / "arrays" / "manifest.ocdbt").unlink()
 
-    monkeypatch.setattr(saved._writer, "wait_until_finished", lose)
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "wait_until_finished", lose)
     saved.save(7, make_state(7), {})
     saved.wait()
     assert "saving checkpoint 7" in (saved.outcome() or "")

@@ -28,6 +28,7 @@ class Case(NamedTuple):
     state: Any  # shapes, types and shardings; has a field `params`
     batch: Any  # arrays on the devices
     note: str = ""  # a choice that the case made, such as its attention kernel
+    meanwhile: Callable[[], None] = lambda: None  # what a run does while its step is compiled
 
 
 def serve(build: Callable[[Config, str], Case]) -> None:
@@ -56,6 +57,7 @@ def serve(build: Callable[[Config, str], Case]) -> None:
         compiling = pool.submit(case.init.lower(key).compile)
         lowered = case.step.lower(case.state, case.batch)
         done("trace")
+        pool.submit(case.meanwhile)
         state = compiling.result()(key)
     done("init")
     compiled = lowered.compile()

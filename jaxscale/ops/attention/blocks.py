@@ -242,7 +242,7 @@ def gradients(
                 biases_KGts = _biases(bias_bN, distance, shape, scoring)
                 scores_BKsGt += jnp.moveaxis(biases_KGts, 3, 1)
             p_BKsGt = jnp.exp(scores_BKsGt - log_z_BKGt[:, :, None])
-            p_BKsGt = jnp.where(mask_B1s1t, p_BKsGt, 0)
+            p_BKsGt = jax.lax.optimization_barrier(jnp.where(mask_B1s1t, p_BKsGt, 0))
             grad_p_BKsGt = matmul("BKsH,BKGtH->BKsGt", v_BKsH, grad_BKGtH)
             grad_scores_BKsGt = scale * p_BKsGt * (grad_p_BKsGt - inner_BKGt[:, :, None])
             if bias_bN is not None:
@@ -251,7 +251,9 @@ def gradients(
                 )
             if soft_cap:
                 grad_scores_BKsGt *= 1 - tanh_BKsGt**2
-            grad_scores_BKsGt = grad_scores_BKsGt.astype(q_BKGtH.dtype)
+            grad_scores_BKsGt = jax.lax.optimization_barrier(
+                grad_scores_BKsGt.astype(q_BKGtH.dtype)
+            )
             p_BKsGt = p_BKsGt.astype(v_BKsH.dtype)
             grad_q_BKGtH = matmul("BKsGt,BKsH->BKGtH", grad_scores_BKsGt, k_BKsH)
             grad_k_BKsH += matmul("BKsGt,BKGtH->BKsH", grad_scores_BKsGt, q_BKGtH)
