@@ -4,6 +4,8 @@ its loop refuses transfers between host and devices that nobody asked for."""
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -237,3 +239,13 @@ def test_every_process_traces_into_a_folder_of_its_own(monkeypatch, tmp_path):
             trace(step)
     assert traced == [str(tmp_path / "profile" / "process_1"), "stopped"]
     assert reports == [(range(2, 4), [[]])], "what cannot be read does not end the run"
+
+
+def test_what_a_run_needs_later_is_not_imported_before():
+    program = (
+        "import sys; from jaxscale.run import trainer\n"
+        "assert not set(trainer.LATER) & set(sys.modules)\n"
+        "trainer.import_later()\n"
+        "assert set(trainer.LATER) <= set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

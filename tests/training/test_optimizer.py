@@ -499,6 +499,13 @@ def test_adamw_is_optax_adamw() -> None:
     assert_trees_equal(got, expected, 1e-14)
 
 
+def test_the_schedule_is_computed_once() -> None:
+    """And not again in the update of each parameter."""
+    params, optimizer = random_params(), make(config("adamw", schedule="cosine"))
+    lowered = compiled(optimizer).lower(params, optimizer.init(params), params)
+    assert lowered.compile().as_text().count(" cosine(") == 1
+
+
 MATRICES = {
     "q": lambda a: a.reshape(*a.shape[:2], -1),
     "o": lambda a: a.reshape(a.shape[0], -1, a.shape[-1]),
