@@ -208,7 +208,13 @@ def text(run, **changed):
     ("transfer", "refused"),
     [
         # What every device holds whole a CPU reads in place, unnoticed: so the array is sharded.
-        (lambda batch: np.asarray(batch.tokens), "device-to-host"),
+        pytest.param(
+            lambda batch: np.asarray(batch.tokens),
+            "device-to-host",
+            marks=pytest.mark.skipif(
+                jax.__version_info__ < (0, 12), reason="JAX 0.11 does not guard reads of a CPU"
+            ),
+        ),
         (lambda batch: batch.weights * np.ones(32), "host-to-device"),
     ],
 )
