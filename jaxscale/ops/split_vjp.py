@@ -26,7 +26,7 @@ def split_vjp(
       `backward(weights, shared, context, residuals, dy) -> (dweights, dx, dshared)`. Trace forward
       before backward.
     """
-    structure: list[tuple[Any, list[int | None], list[np.ndarray | None]]] = []
+    structure: list[tuple[Any, list[int | None], list[np.ndarray]]] = []
 
     def forward(weights: Tree, x: Tree, shared: Tree, context: Tree) -> tuple[Tree, Tree, list]:
         y, pullback, sums = jax.vjp(
@@ -39,26 +39,22 @@ def split_vjp(
         # What vjp returns is a pytree of residuals; those that are the caller's own arrays are
         # recognised by identity, which no transformation of values could do as safely.
         leaves, treedef = jax.tree.flatten(pullback)
-        given = jax.tree.leaves((weights, shared, context))
-        origin = [next((i for i, g in enumerate(given) if g is leaf), None) for leaf in leaves]
-        assert not structure or structure[0][1] == origin, "layers of a kind differ in residuals"
         # NumPy's arrays are constants of the function, such as the frequencies of rotary positions.
         # Saved for each layer they would hide from the compiler that what it makes of them, and of
         # the context, is the same in all layers.
-        constants = [leaf if isinstance(leaf, np.ndarray) else None for leaf in leaves]
+        constants = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+        given = [*jax.tree.leaves((weights, shared, context)), *constants]
+        origin = [next((i for i, g in enumerate(given) if g is leaf), None) for leaf in leaves]
+        assert not structure or structure[0][1] == origin, "layers of a kind differ in residuals"
         structure[:] = [(treedef, origin, constants)]
-        saved = zip(leaves, origin, constants)
-        return y, sums, [leaf for leaf, i, own in saved if i is None and own is None]
+        return y, sums, [leaf for leaf, place in zip(leaves, origin) if place is None]
 
     def backward(
         weights: Tree, shared: Tree, context: Tree, residuals: list, dy: Tree
     ) -> tuple[Tree, Tree, Tree]:
         treedef, origin, constants = structure[0]
-        given, rest = jax.tree.leaves((weights, shared, context)), iter(residuals)
-        leaves = [
-            given[i] if i is not None else next(rest) if own is None else own
-            for i, own in zip(origin, constants)
-        ]
+        given, rest = [*jax.tree.leaves((weights, shared, context)), *constants], iter(residuals)
+        leaves = [next(rest) if place is None else given[place] for place in origin]
         return jax.tree.unflatten(treedef, leaves)(dy)
 
     return forward, backward

@@ -242,6 +242,7 @@ def gradients(
                 biases_KGts = _biases(bias_bN, distance, shape, scoring)
                 scores_BKsGt += jnp.moveaxis(biases_KGts, 3, 1)
             p_BKsGt = jnp.exp(scores_BKsGt - log_z_BKGt[:, :, None])
+            # Several matmuls read p and the gradients of scores: XLA would compute them for each.
             p_BKsGt = jax.lax.optimization_barrier(jnp.where(mask_B1s1t, p_BKsGt, 0))
             grad_p_BKsGt = matmul("BKsH,BKGtH->BKsGt", v_BKsH, grad_BKGtH)
             grad_scores_BKsGt = scale * p_BKsGt * (grad_p_BKsGt - inner_BKGt[:, :, None])
