@@ -42,6 +42,8 @@ PACKAGES = (
     "numpy",
     "matplotlib",
     "tensorboardX",
+    "absl-py",
+    "etils",
     *(("backports.zstd",) if sys.version_info < (3, 14) else ()),
 )
 EXTRAS = {
