@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.config import ModelConfig
+from jaxscale.ops.random_bits import random_bits
 
 
 class Weights:
@@ -88,9 +89,8 @@ def exact_normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Arra
     constant: all exact but for one rounding. `jax.random.normal` goes through a polynomial whose
     last bit depends on how the compiler cuts the array.
     """
-    words = jax.random.bits(key, (2, *shape), jnp.uint32)
-    total = jnp.sum((words >> 16) + (words & 0xFFFF), axis=0, dtype=jnp.uint32).astype(jnp.int32)
-    centred = (total - 2 * 0xFFFF).astype(jnp.float32)
+    total = sum((words >> 16) + (words & 0xFFFF) for words in random_bits(key, 2, shape))
+    centred = (jnp.asarray(total).astype(jnp.int32) - 2 * 0xFFFF).astype(jnp.float32)
     return centred * jnp.float32(std / math.sqrt(4 * (2**32 - 1) / 12))
 
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxscale.ops.random_bits import places
+
 
 def round_stochastically(x: Array, step: Array) -> Array:
     """Rounds to one of the two neighbours in bfloat16, the nearer one more probably.
@@ -20,19 +22,11 @@ def round_stochastically(x: Array, step: Array) -> Array:
     wide = x.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(wide, jnp.uint32)
     seed = _mixed(step.astype(jnp.uint32) + jnp.uint32(1))
-    noise = _mixed(seed + _places(x.shape)) >> 16
+    noise = _mixed(seed + places(x.shape)) >> 16
     # In the magnitude, so that a carry goes to the next number away from zero.
     rounded = (bits + noise) & jnp.uint32(0xFFFF0000)
     rounded = jnp.where(jnp.isfinite(wide), rounded, bits)
     return jax.lax.bitcast_convert_type(rounded, jnp.float32).astype(jnp.bfloat16)
-
-
-def _places(shape: tuple[int, ...]) -> Array:
-    """The number of each element, in row-major order, modulo 2^32."""
-    places = jnp.zeros(shape, jnp.uint32)
-    for dim, size in enumerate(shape):
-        places = places * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
-    return places
 
 
 def _mixed(x: Array) -> Array:
