@@ -1,5 +1,6 @@
 """Random bits as elementwise arithmetic, which XLA fuses with what uses them."""
 
+import functools
 import math
 
 import jax
@@ -9,6 +10,7 @@ from jax import Array
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))  # so that arrays of one shape share a trace
 def random_bits(key: Array, count: int, shape: tuple[int, ...]) -> list[Array]:
     """uint32 [count, *shape], the bits of `jax.random.bits` in every layout.
 
@@ -18,9 +20,9 @@ def random_bits(key: Array, count: int, shape: tuple[int, ...]) -> list[Array]:
     from JAX.
 
     Args:
-      count: arrays, in a list, so that none of them need be in memory.
       key: of `jax.random.key`. One of another generator than JAX's default is left to JAX, and so
         are more than 2^32 elements.
+      count: arrays, in a list, so that none of them need be in memory.
     """
     size = math.prod(shape)
     if jax.random.key_impl(key) != "threefry2x32" or count * size > 2**32:

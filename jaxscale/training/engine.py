@@ -503,6 +503,7 @@ def _replicated_state(
     )
 
 
+@functools.lru_cache(maxsize=16)
 def _width(model: Model) -> int:
     """The largest number that divides every "embed" dimension of the parameters outside the
     layers."""
