@@ -89,8 +89,8 @@ def exact_normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Arra
     constant: all exact but for one rounding. `jax.random.normal` goes through a polynomial whose
     last bit depends on how the compiler cuts the array.
     """
-    total = sum((words >> 16) + (words & 0xFFFF) for words in random_bits(key, 2, shape))
-    centred = (jnp.asarray(total).astype(jnp.int32) - 2 * 0xFFFF).astype(jnp.float32)
+    first, second = ((words >> 16) + (words & 0xFFFF) for words in random_bits(key, 2, shape))
+    centred = ((first + second).astype(jnp.int32) - 2 * 0xFFFF).astype(jnp.float32)
     return centred * jnp.float32(std / math.sqrt(4 * (2**32 - 1) / 12))
 
 
