@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command_line.log_to_stdout()
     processes.leave_absent_hardware_alone()
     with command_line.refusals():
+        processes.take_gpu_memory()
         convert = _to_hugging_face if options.to_hf else _from_hugging_face
         result = convert(options, overrides)
         if options.json:

@@ -11,6 +11,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+GPU_MEMORY_FRACTION = 0.9
+"""Share of a GPU's memory for a program: the rest is for its driver, NCCL and cuDNN."""
+JAX_MEMORY_FRACTION = 0.75
+"""What JAX takes of it by itself."""
+GPU_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""The environment's variables for that share: today's name and the older one."""
+
 
 @dataclass(frozen=True)
 class Chip:
@@ -243,6 +250,26 @@ def check_matmul_units(matmul_dtype: str, generation: str, name: str) -> None:
         "bfloat16: float8 is for Ada, Hopper, Blackwell and TPU v7, int8 for TPU v5e, v5p and v6e; "
         "set model.matmul_dtype = " + " or ".join(map(repr, [*others, ""]))
     )
+
+
+def gpu_memory_fraction() -> float:
+    """Share of a GPU's memory that JAX takes, as the environment says when it is opened.
+
+    Raises:
+      ValueError: the value is no such share, or two variables say it, which jaxlib refuses.
+    """
+    found = {name: os.environ[name] for name in GPU_MEMORY_VARIABLES if os.environ.get(name)}
+    if len(found) > 1:
+        raise ValueError(f"{' and '.join(found)} are both set; unset {GPU_MEMORY_VARIABLES[1]}")
+    for name, text in found.items():
+        with contextlib.suppress(ValueError):
+            if 0 < float(text) <= 1:
+                return float(text)
+        raise ValueError(
+            f"{name} = {text!r} in the environment is not a share of a GPU's memory; set a number "
+            f"above 0, up to 1, such as {GPU_MEMORY_FRACTION}"
+        )
+    return JAX_MEMORY_FRACTION
 
 
 def host_memory_bytes() -> int:

@@ -17,11 +17,9 @@ import jax
 from jax.experimental import topologies
 
 from jaxscale.choices import did_you_mean
+from jaxscale.hardware import GPU_MEMORY_FRACTION
 
 PACKAGES = {"tpu": ("libtpu",), "gpu": ("jax_cuda13_plugin", "jax_plugins.xla_cuda13")}
-GPU_MEMORY_FRACTION = 0.9
-"""Share of GPU memory for a program: the rest is for driver, NCCL and cuDNN. JAX itself
-preallocates 0.75 of it unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
 
 _ENVIRONMENT = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",

@@ -15,6 +15,8 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxscale.hardware import GPU_MEMORY_VARIABLES
+
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -61,7 +63,7 @@ def describe_process(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     shown = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith("JAX_") and name not in OWN_VARIABLES
+        if (name.startswith("JAX_") and name not in OWN_VARIABLES) or name in GPU_MEMORY_VARIABLES
     }
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         # Each process may dump to a folder of its own.

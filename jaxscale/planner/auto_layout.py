@@ -13,7 +13,7 @@ from jaxscale.planner.cost.cluster import Cluster, Tier, make_cluster
 from jaxscale.planner.report.why_not import nothing_fits
 from jaxscale.planner.search.plan import Plan, predict_plan
 from jaxscale.planner.search.search import search_layouts
-from jaxscale.planner.search.space import CPU, Query
+from jaxscale.planner.search.space import CPU, Query, back_end_of, fraction_here
 
 
 def choose_layout(config: Config, device_kind: str, platform: str, num_devices: int) -> Plan:
@@ -22,19 +22,26 @@ def choose_layout(config: Config, device_kind: str, platform: str, num_devices: 
     Raises:
       ValueError: the devices are not in `hardware.csv`, or no layout fits.
     """
-    query = Query(config, devices_here(device_kind, platform, num_devices), pins_of(config.layout))
+    cluster = devices_here(device_kind, platform, num_devices)
+    query = Query(config, cluster, pins_of(config.layout), memory_here(cluster))
     found = search_layouts(query, 1)
     if not found.layouts:
         raise ValueError(f"layout = 'auto': {nothing_fits(query, found)}")
     return predict_plan(query, found.layouts[0])
 
 
-def choose_remat(config: Config, cluster: Cluster) -> tuple[Config, str]:
+def memory_here(cluster: Cluster) -> float:
+    """Bytes that a plan may use of each device at hand."""
+    return cluster.memory_bytes * fraction_here(back_end_of(cluster))
+
+
+def choose_remat(config: Config, cluster: Cluster, memory_bytes: float = 0.0) -> tuple[Config, str]:
     """The config with the remat policy of the fastest step that fits, and a line that says so.
     Where none fits it is "full", which needs least, so that what refuses the step names the rest.
 
     Args:
       config: the sizes of its layout resolved.
+      memory_bytes: that a plan may use of each device; 0 is that of the hardware.
 
     Raises:
       ValueError: there are no formulas for the model.
@@ -45,7 +52,7 @@ def choose_remat(config: Config, cluster: Cluster) -> tuple[Config, str]:
     if not layout.virtual_stages:
         schedule = find_schedule(layout.schedule_spec.name)
         pins["virtual_stages"] = min(schedule.searched_virtual_stages)
-    query = Query(config, cluster, pins)
+    query = Query(config, cluster, pins, memory_bytes)
     remat, said = "full", "since no policy is predicted to fit"
     if found := search_layouts(query, 1).layouts:
         plan = predict_plan(query, found[0])

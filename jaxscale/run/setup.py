@@ -27,7 +27,13 @@ from jaxscale.data.tokens.corpus import open_corpus
 from jaxscale.data.tokens.tokenizer import Tokenizer, from_file, load_tokenizer, save_tokenizer
 from jaxscale.distributed import processes
 from jaxscale.formatting import gigabytes
-from jaxscale.hardware import find_chip, host_memory_bytes
+from jaxscale.hardware import (
+    GPU_MEMORY_FRACTION,
+    GPU_MEMORY_VARIABLES,
+    find_chip,
+    gpu_memory_fraction,
+    host_memory_bytes,
+)
 from jaxscale.hugging_face.model_folder import copy_beside, is_hugging_face
 from jaxscale.layout import AUTO, Layout, resolve_sizes
 from jaxscale.model_config import ModelConfig
@@ -172,7 +178,7 @@ def check_memory(engine: Engine) -> None:
     """
     # Imported here as in `planned`.
     from jaxscale.planner.memory.room import check_room  # noqa: PLC0415
-    from jaxscale.planner.search.space import MEMORY_FRACTION  # noqa: PLC0415
+    from jaxscale.planner.search.space import MEMORY_FRACTION, fraction_here  # noqa: PLC0415
     from jaxscale.run.layout_report import state_bytes  # noqa: PLC0415
 
     device = engine.mesh.devices.flat[0]
@@ -184,7 +190,11 @@ def check_memory(engine: Engine) -> None:
         chip = find_chip(device.device_kind)
         if not chip or back_end not in MEMORY_FRACTION:
             return
-        limit, name = chip.memory_bytes * MEMORY_FRACTION[back_end], chip.name
+        limit, name = chip.memory_bytes * fraction_here(back_end), chip.name
+        if back_end == "gpu" and (taken := gpu_memory_fraction()) < GPU_MEMORY_FRACTION:
+            name += (
+                f" (of which JAX takes {taken:.0%}: {GPU_MEMORY_VARIABLES[0]} in the environment)"
+            )
     if (needs := state_bytes(engine)) > limit:
         raise ValueError(
             f"parameters and optimizer state alone need {gigabytes(needs)} on each device, and "
@@ -226,7 +236,7 @@ def _with_remat(config: Config, workdir: pathlib.Path | None) -> Config:
     """The config with the remat policy that the planner chooses, or the one that a run in this
     folder began with, on the same layout."""
     # Imported here as in `planned`.
-    from jaxscale.planner.auto_layout import choose_remat, devices_here  # noqa: PLC0415
+    from jaxscale.planner.auto_layout import choose_remat, devices_here, memory_here  # noqa: PLC0415
 
     begun = workdir / "config.json" if workdir else None
     if begun and begun.is_file():
@@ -236,7 +246,7 @@ def _with_remat(config: Config, workdir: pathlib.Path | None) -> Config:
             return dataclasses.replace(config, layout=layout)
     device = jax.devices()[0]
     cluster = devices_here(device.device_kind, device.platform, jax.device_count())
-    config, line = choose_remat(config, cluster)
+    config, line = choose_remat(config, cluster, memory_here(cluster))
     log.info(line)
     return config
 

@@ -1,6 +1,7 @@
 """One process alone is not slowed down; what processes refuse before JAX forms its cluster."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from jaxscale.distributed import launcher, processes
 from jaxscale.distributed.initialize import initialize_jax
 from jaxscale.distributed.launcher import ProcessGroup
+from jaxscale.hardware import GPU_MEMORY_VARIABLES
+from jaxscale.planner.search.space import fraction_here
 
 
 @pytest.mark.parametrize("place", [None, launcher.ALONE])
@@ -199,3 +202,41 @@ def test_compilers_for_absent_machines_do_not_look_for_them(
     monkeypatch.setattr(processes.glob, "glob", lambda pattern: found)
     processes.leave_absent_hardware_alone()
     assert os.environ.get("JAX_PLATFORMS") == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, {"XLA_CLIENT_MEM_FRACTION": "0.9"}),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}),
+    ],
+)
+def test_gpus_give_as_much_memory_as_plans_count_on(monkeypatch, said, expected):
+    for name in (*GPU_MEMORY_VARIABLES, "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(processes, "host_memory_bytes", lambda: 100 * 2**30)
+    processes.take_gpu_memory()
+    assert {name: os.environ[name] for name in GPU_MEMORY_VARIABLES if name in os.environ} == (
+        expected
+    )
+    assert os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "80"
+    (share,) = map(float, expected.values())
+    assert fraction_here("gpu") == pytest.approx(share - 0.05)
+
+
+@pytest.mark.parametrize(
+    ("names", "value", "said"),
+    [
+        (GPU_MEMORY_VARIABLES[:1], "90%", "XLA_CLIENT_MEM_FRACTION = '90%' in the environment"),
+        (GPU_MEMORY_VARIABLES[:1], "1.5", "above 0, up to 1, such as 0.9"),
+        (GPU_MEMORY_VARIABLES, "0.9", "are both set; unset XLA_PYTHON_CLIENT_MEM_FRACTION"),
+    ],
+)
+def test_no_share_of_a_gpus_memory_is_refused(monkeypatch, names, value, said):
+    for name in names:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        processes.take_gpu_memory()

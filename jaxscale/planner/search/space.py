@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxscale.choices import did_you_mean, divisors, nearest_divisors
 from jaxscale.config import Config
-from jaxscale.hardware import check_matmul_units
+from jaxscale.hardware import GPU_MEMORY_FRACTION, check_matmul_units, gpu_memory_fraction
 from jaxscale.layout import (
     ACCUMULATIONS,
     AUTO,
@@ -43,14 +43,37 @@ from jaxscale.planner.tables.table_makespan import TableSpec
 CPU = "CPU"
 """The name of a cluster of virtual devices on this machine's processor."""
 
-MEMORY_FRACTION = {"gpu": 0.85, "tpu": 0.95, "cpu": 0.6}
-"""Share of device memory that a plan may use: 5 % are a margin for errors of the formulas, and on a
-GPU 10 % are for its driver and libraries (`topology.GPU_MEMORY_FRACTION`); on a CPU other processes
-run, too."""
+FORMULA_MARGIN = 0.05
+"""Share of device memory that a plan leaves for errors of the formulas."""
+
+MEMORY_FRACTION = {
+    "gpu": GPU_MEMORY_FRACTION - FORMULA_MARGIN,
+    "tpu": 1 - FORMULA_MARGIN,
+    "cpu": 0.6,
+}
+"""Share of device memory that a plan may use; on a CPU other processes run, too."""
 
 HOST_MEMORY_BYTES = 100e9
 """Host memory assumed for each device: 256 GB on DGX H100, 112 GB on TPU v5p hosts, part of which
 the input pipeline needs."""
+
+
+def back_end_of(cluster: Cluster) -> str:
+    """Whose compiler runs there: "gpu", "tpu" or "cpu"."""
+    if cluster.name == CPU:
+        return "cpu"
+    return "tpu" if cluster.torus else "gpu"
+
+
+def fraction_here(back_end: str) -> float:
+    """Share of the memory of a device here that a plan may use: of a GPU, less than JAX takes.
+
+    Raises:
+      ValueError: the environment names no share of a GPU's memory.
+    """
+    if back_end == "gpu":
+        return gpu_memory_fraction() - FORMULA_MARGIN
+    return MEMORY_FRACTION[back_end]
 
 
 @dataclass(frozen=True)
@@ -92,9 +115,7 @@ class Query:
     @property
     def back_end(self) -> str:
         """Whose compiler runs: "gpu", "tpu" or "cpu"."""
-        if self.cluster.name == CPU:
-            return "cpu"
-        return "tpu" if self.cluster.torus else "gpu"
+        return back_end_of(self.cluster)
 
     @property
     def limit_bytes(self) -> float:
