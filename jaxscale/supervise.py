@@ -181,9 +181,7 @@ class _Supervisor:
         self, attempt: int, status: int, seconds: float, steps: tuple[int, int], action: str
     ) -> None:
         """One line for people, and one for programs."""
-        # Of 143, which a command also has that stopped for another reason, nobody knows the signal.
-        name = f" ({signal.Signals(status - 128).name})" if status > 128 else ""
-        name = " (it was asked to stop)" if status == STOPPED else name
+        name = f" ({said})" if (said := meaning(status)) else ""
         with contextlib.suppress(OSError):
             print(f"supervise: attempt {attempt} ended with {status}{name}; {action}", flush=True)
         record = {
@@ -217,6 +215,21 @@ class _Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def meaning(status: int) -> str:
+    """What a status says besides its number: the signal that ended a command; "" where it says
+    none, as the 255 of ssh and the numbers of signals without a name.
+
+    >>> meaning(137), meaning(143), meaning(255), meaning(1)
+    ('SIGKILL', 'it was asked to stop', '', '')
+    """
+    if status == STOPPED:  # also where it stopped for another reason than a signal
+        return "it was asked to stop"
+    try:
+        return signal.Signals(status - 128).name
+    except ValueError:
+        return ""
 
 
 def blamed_host(line: str) -> set[str]:

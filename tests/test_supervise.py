@@ -57,6 +57,7 @@ def supervised(workdir, statuses, *flags):
     [
         ("0", 0, []),
         ("1,-9,saves143,143,0", 0, ["again in 0 s"] * 4),
+        ("255,-40,0", 0, ["again in 0 s"] * 2),  # as of ssh; a real-time signal
         ("2", 2, ["gave up: it was refused: a restart would not help"]),
         (
             "1",
@@ -81,6 +82,9 @@ def test_what_is_started_again(statuses, status, actions, tmp_path):
         assert incidents[1]["stderr"] == ["attempt 1"]
         assert "supervise: attempt 2 ended with 137 (SIGKILL); again in 0 s" in done.stdout
         assert done.stderr.startswith("attempt 0\nattempt 1\n")
+    if statuses.startswith("255"):
+        for number, code in enumerate((255, 128 + 40), 1):
+            assert f"supervise: attempt {number} ended with {code}; again in 0 s" in done.stdout
     if statuses.startswith("1,1"):
         steps = [(one["checkpoint_before"], one["checkpoint_after"]) for one in incidents]
         assert steps[1:4] == [(0, 0), (0, 3), (3, 3)]
