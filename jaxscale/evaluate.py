@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import jax  # noqa: PLC0415
 
         from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
+        from jaxscale.training.metrics import null_where_not_finite  # noqa: PLC0415
 
         with command_line.refusals():
             keep_compiled_programs()
@@ -71,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = _answer(options, config, questions) if questions else _evaluate(options, config)
         if options.json and jax.process_index() == 0:
             with command_line.refusals():
-                options.json.write_text(json.dumps(result, indent=2) + "\n")
+                text = json.dumps(null_where_not_finite(result), indent=2)
+                options.json.write_text(f"{text}\n")
     return 0
 
 

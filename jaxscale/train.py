@@ -193,6 +193,7 @@ def _train(
     from jaxscale.run import trainer  # noqa: PLC0415
     from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
     from jaxscale.run.saves import SaveError  # noqa: PLC0415
+    from jaxscale.training.metrics import null_where_not_finite  # noqa: PLC0415
 
     with command_line.refusals():
         keep_compiled_programs()
@@ -232,7 +233,8 @@ def _train(
         command_line.refuse(left, status=1)
     if options.json and jax.process_index() == 0:
         try:
-            options.json.write_text(json.dumps(summary, indent=2) + "\n")
+            text = json.dumps(null_where_not_finite(summary), indent=2)
+            options.json.write_text(f"{text}\n")
         except OSError as error:
             log.warning(f"warning: --json {options.json} cannot be written ({error.strerror})")
     # All draw it together: one that was asked to stop must not leave the others waiting.

@@ -1,5 +1,6 @@
 """Held-out loss: the plain mean over all held-out tokens, on any layout."""
 
+import json
 import math
 
 import jax
@@ -16,6 +17,7 @@ from jaxscale.models.protocol import head_params
 from jaxscale.run import setup
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine
+from jaxscale.training.metrics import null_where_not_finite
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -106,3 +108,10 @@ def test_some_batches_are_the_first_ones(heldout):
     # A document is cut off there, so that its boundary is among the inputs and not the targets.
     assert found.num_bytes == expected.num_bytes
     assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+
+
+def test_a_loss_beyond_what_an_exponential_holds_ends_no_run():
+    found = setup.Evaluation(loss=710.0, tokens=8, num_bytes=8.0)
+    assert found.record()["eval_perplexity"] == math.inf
+    text = json.dumps(null_where_not_finite(found.record("code")), allow_nan=False)
+    assert json.loads(text)["eval_perplexity/code"] is None

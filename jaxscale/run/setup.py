@@ -89,8 +89,11 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss."""
-        return math.exp(self.loss)
+        """The exponential of the loss; infinite above a loss of 709, where floats end."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
 
     @property
     def bits_per_byte(self) -> float:

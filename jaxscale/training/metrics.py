@@ -112,7 +112,7 @@ class Metrics:
         """Writes summary.json and loss.png, and closes."""
         if self._writes:
             try:
-                text = json.dumps(_finite(summary), indent=2) + "\n"
+                text = json.dumps(null_where_not_finite(summary), indent=2) + "\n"
                 replace_file(self.directory / SUMMARY, text.encode())
                 plot(self.directory / "loss.png", read(self.directory / "metrics.jsonl"))
             except OSError as error:  # the run is complete, and saved
@@ -353,7 +353,7 @@ def _line(record: Mapping[str, Any]) -> str:
         for name, value in record.items()
         if isinstance(value, float) and not math.isfinite(value)
     }
-    clean = _finite(record) | ({"nonfinite": wrong} if wrong else {})
+    clean = null_where_not_finite(record) | ({"nonfinite": wrong} if wrong else {})
     return json.dumps(clean, allow_nan=False) + "\n"
 
 
@@ -370,9 +370,10 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _finite(tree: Any) -> Any:
+def null_where_not_finite(tree: Any) -> Any:
+    """Nested records as JSON can have them: None in place of each infinity and NaN."""
     if isinstance(tree, Mapping):
-        return {key: _finite(value) for key, value in tree.items()}
+        return {key: null_where_not_finite(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [_finite(value) for value in tree]
+        return [null_where_not_finite(value) for value in tree]
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
