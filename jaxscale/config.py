@@ -154,7 +154,7 @@ class RunConfig:
     steps: int = 100
     seed: int = 0
     eval_every: int = 0
-    eval_batches: int = 8
+    eval_batches: int = 8  # of the held-out text; validation sets are read as a whole
     checkpoint_every: int = 0  # the last step is always saved
     keep_last: int = 3
     keep_every: int = 0  # also keep each checkpoint whose step is a multiple of this

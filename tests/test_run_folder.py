@@ -160,6 +160,7 @@ def trained(tmp_path_factory) -> pathlib.Path:
         "--config.data.tokenizer=bpe:270",
         "--config.model.vocab_size=280",
         f"--config.data.validation={sets}",
+        "--config.run.eval_batches=1",
     )
     assert done.returncode == 0, done.stderr
     assert "A sample at step 3:" in done.stdout
@@ -184,9 +185,12 @@ def test_evaluate_a_run_on_other_devices(trained, tmp_path):
     assert result["step"] == last["step"] == 3
     assert result["eval_tokens"] > last["eval_tokens"]
     assert result["eval_loss"] == pytest.approx(last["eval_loss"], rel=0.1)
+    counts = [f"eval_{what}/{name}" for what in ("tokens", "bytes") for name in ("page", "qa")]
     # Validation sets are read as a whole, and of pairs only the response and its end.
     assert result["eval_bytes/page"] == pathlib.Path("README.md").stat().st_size
     assert 1 < result["eval_tokens/qa"] <= 4
+    # And so does training, whatever `run.eval_batches` is.
+    assert [result[name] for name in counts] == [last[name] for name in counts]
     for number in ("loss", "bits_per_byte"):
         key = f"eval_{number}/qa"
         assert result[key] == pytest.approx(last[key], rel=1e-5)

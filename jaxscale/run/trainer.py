@@ -470,9 +470,12 @@ def _evaluate(
     recorder.flush()
     config = trainer.config
     size, most = config.data.global_batch_size, config.run.eval_batches
+    # A validation set, which has a name, is read as a whole.
     with jax.transfer_guard("allow"):  # its batches, and the sums
         evaluations = {
-            name: evaluate_loss(trainer.engine, params, examples, size, most, stops=stops)
+            name: evaluate_loss(
+                trainer.engine, params, examples, size, None if name else most, stops=stops
+            )
             for name, examples in trainer.text.evaluations.items()
         }
     if not (request := stops()):
