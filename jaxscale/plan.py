@@ -512,7 +512,9 @@ def topology_name(cluster: Cluster) -> str:
             f"--topology h100:64x8 (kinds: {', '.join(known)})"
         )
     if cluster.torus:
-        return f"{plain}:{'x'.join(map(str, cluster.torus))}"
+        slices = cluster.num_devices // math.prod(cluster.torus)
+        sides = "x".join(map(str, cluster.torus))
+        return f"{plain}:{sides}" + (f":{slices}" if slices > 1 else "")
     devices = cluster.num_devices
     per_node = devices if devices < 8 else math.gcd(devices, 8)
     return f"{plain}:{devices // per_node}x{per_node}"

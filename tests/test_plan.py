@@ -288,7 +288,12 @@ def test_proving_nothing_is_a_failure(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("hardware", "devices", "name"),
-    [("h100", 4, "h100:1x4"), ("h200", 12, "h200:3x4"), ("v5p", 16, "v5p:2x2x4")],
+    [
+        ("h100", 4, "h100:1x4"),
+        ("h200", 12, "h200:3x4"),
+        ("v5p", 16, "v5p:2x2x4"),
+        ("v5e", 512, "v5e:16x16:2"),
+    ],
 )
 def test_the_topology_has_as_many_devices_as_the_plans(hardware, devices, name):
     assert topology_name(make_cluster(hardware, devices)) == name

@@ -6,6 +6,7 @@ The compilers for both are packages (the extra `aot`) and do not need the hardwa
 import csv
 import functools
 import importlib.util
+import math
 import os
 import pathlib
 import re
@@ -59,7 +60,7 @@ class Topology:
     devices: tuple[Any, ...]
     limit_bytes: int  # of device memory, for a program
     clock_hertz: float | None  # of the cycles that the compiler estimates, where it does
-    node: Mapping[str, int]  # what it says of its nodes, as fields of `hardware.Chip`
+    node: Mapping[str, Any]  # its nodes or slices, as `make_cluster` takes them
 
 
 def leave_hardware_alone() -> None:
@@ -162,7 +163,10 @@ def _tpu(name: str, row: dict[str, str], shape: str) -> Topology:
         raise ValueError(f"topology {name!r}: libtpu refuses it: {error}") from error
     limit = int(float(row["memory_gib"]) * 2**30)
     clock = float(row["clock_ghz"]) * 1e9
-    return Topology(name, "tpu", tuple(topology.devices), limit, clock, {})
+    devices = tuple(topology.devices)
+    # Where a chip is two devices they lie along the last side, as in `hardware.csv`.
+    sizes[-1] *= len(devices) // (math.prod(sizes) * int(matched[2] or 1))
+    return Topology(name, "tpu", devices, limit, clock, {"torus": tuple(sizes)})
 
 
 def _gpu(name: str, row: dict[str, str], shape: str) -> Topology:

@@ -1,11 +1,15 @@
 """Names of absent machines."""
 
 import importlib.util
+import math
 
 import pytest
 
 from jaxscale import hardware
 from jaxscale.compiled import topology
+from jaxscale.layout import MESH_AXES
+from jaxscale.planner.cost.cluster import NETWORK_OVER_NOMINAL, make_cluster
+from jaxscale.planner.cost.collectives import collective_seconds
 
 NEEDS_TPU = pytest.mark.skipif(
     not topology.compiler_installed("tpu"),
@@ -40,6 +44,32 @@ def test_a_tpu(name, devices, kind):
     # What libtpu leaves of the memory.
     if chip:
         assert 0.9 * chip.memory_bytes < machine.limit_bytes < 1.1 * chip.memory_bytes
+
+
+@NEEDS_TPU
+@pytest.mark.parametrize(
+    ("name", "torus", "slices"),
+    [
+        ("v5p:2x2x1", (2, 2, 1), 1),
+        ("v5e:2x4:2", (2, 4), 2),
+        ("v5e:2x2:4", (2, 2), 4),
+        ("v3:2x2", (2, 4), 1),  # two devices a chip
+        ("v7x:2x2x1:2", (2, 2, 2), 2),
+    ],
+)
+def test_slices_are_joined_by_the_network(name, torus, slices):
+    """A collective over `data`, which lies between slices, is as slow as the network."""
+    machine = topology.open_topology(name)
+    assert machine.node == {"torus": torus}
+    chip = hardware.find_chip(machine.devices[0].device_kind)
+    assert chip
+    links = make_cluster(chip.name, len(machine.devices), **machine.node)
+    assert links.num_devices // links.node_devices == slices
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"data": slices, "fsdp": math.prod(torus)}
+    seconds = collective_seconds(links, sizes, "all-reduce", ("data",), 1e9)
+    least = 2 * (1 - 1 / slices) * 1e9 / chip.network_bytes_per_second
+    assert seconds >= least
+    assert slices == 1 or seconds == pytest.approx(least / NETWORK_OVER_NOMINAL, rel=0.01)
 
 
 @NEEDS_GPU

@@ -82,7 +82,7 @@ def make_cluster(name: str, num_devices: int, **overrides: Any) -> Cluster:
         object), that describes one device. "H100" finds the first of its variants, "v5p" finds
         "TPUv5p".
       overrides: fields of `hardware.Chip`, such as `network_bytes_per_second=25e9`; `torus=(8, 8)`
-        for a pod slice.
+        for a pod slice, its sides in any order.
 
     Raises:
       ValueError: an unknown device (the nearest is named) or field, a slice that does not fit, or
@@ -152,7 +152,7 @@ def _torus(chip: Chip, num_devices: int, torus: tuple[int, ...] | None) -> tuple
                 f"{num_devices} devices are not a whole number of slices {torus} of "
                 f"{math.prod(torus)} devices"
             )
-        return tuple(torus)
+        return tuple(sorted(torus))
     devices = num_devices
     while devices > largest:
         if devices % 2:
