@@ -36,8 +36,6 @@ def pop_encoder(rest: dict[str, Any]) -> dict[str, Any]:
     expect(rest, "is_decoder", False)
     expect(rest, "add_cross_attention", False)
     expect(rest, "tie_word_embeddings", True)
-    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
-        rest.pop(name, None)
     return {**pop_sizes(rest), "norm_eps": pop(rest, "layer_norm_eps", 1e-12)}
 
 

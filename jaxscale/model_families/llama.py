@@ -6,6 +6,7 @@ from typing import Any
 from jaxscale.model_families.family import ROPE, Family, Model
 from jaxscale.model_families.hf.config import (
     activation_to_hf,
+    expect,
     pop,
     pop_activation,
     pop_bias,
@@ -30,6 +31,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_bias": pop(rest, "mlp_bias", False),
         "tied_embeddings": pop(rest, "tie_word_embeddings", False),
     }
+    expect(rest, "rope_interleaved", False)
     refuse_rest(rest)
     return ours
 

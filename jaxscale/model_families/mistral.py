@@ -30,6 +30,7 @@ def _mistral_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window": pop(rest, "sliding_window", 4096) or 0,
         "tied_embeddings": pop(rest, "tie_word_embeddings", False),
     }
+    expect(rest, "attention_bias", False)
     refuse_rest(rest)
     return ours
 
@@ -76,6 +77,7 @@ def _mixtral_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         "tied_embeddings": pop(rest, "tie_word_embeddings", False),
     }
     expect(rest, "router_jitter_noise", 0.0)
+    expect(rest, "attention_bias", False)
     refuse_rest(rest)
     return ours
 

@@ -41,7 +41,10 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window": pop(rest, "sliding_window", None) or 0,
         "tied_embeddings": pop(rest, "tie_word_embeddings", False),
     }
-    expect(rest, "attention_bias", False)
+    for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        expect(rest, name, False)
+    for name in ("full_attn_mod", "interpolate_factor"):
+        expect(rest, name, 1)
     refuse_rest(rest)
     return ours
 

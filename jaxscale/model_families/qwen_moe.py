@@ -6,6 +6,7 @@ from typing import Any
 from jaxscale.model_families.family import EXPERTS, ROPE, Family, Model
 from jaxscale.model_families.hf.config import (
     activation_to_hf,
+    expect,
     pop,
     pop_activation,
     pop_bias,
@@ -39,6 +40,9 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         "norm_eps": pop(rest, "rms_norm_eps", 1e-6),
         "tied_embeddings": pop(rest, "tie_word_embeddings", False),
     }
+    expect(rest, "qkv_bias", False)
+    expect(rest, "use_qk_norm", True)
+    expect(rest, "shared_expert_intermediate_size", 0)
     refuse_rest(rest)
     return ours
 

@@ -150,6 +150,21 @@ REFUSED = [
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 3}}, "has beta = 3"),
     ("llama", {"hidden_act": "mish"}, "hidden_act = 'mish' is not known; it can be silu"),
     ("llama", {"sliding_window": 7}, "has sliding_window = 7, which is not known for llama"),
+    ("llama", {"rope_turns": 7}, "llama models; remove it from config.json if it has no part in"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved = True; for llama it can be False"),
+    ("mistral", {"attention_bias": True}, "attention_bias = True; for mistral it can be False"),
+    ("mixtral", {"attention_bias": True}, "attention_bias = True; for mixtral it can be False"),
+    ("phi3", {"full_attn_mod": 2}, "full_attn_mod = 2; for phi3 it can be 1"),
+    ("phi3", {"interpolate_factor": 2}, "interpolate_factor = 2; for phi3 it can be 1"),
+    ("phi3", {"lm_head_bias": True}, "lm_head_bias = True; for phi3 it can be False"),
+    ("phi3", {"mlp_bias": True}, "mlp_bias = True; for phi3 it can be False"),
+    ("qwen3_moe", {"qkv_bias": True}, "qkv_bias = True; for qwen3_moe it can be False"),
+    ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False; for qwen3_moe it can be True"),
+    (
+        "qwen3_moe",
+        {"shared_expert_intermediate_size": 8},
+        "shared_expert_intermediate_size = 8; for qwen3_moe it can be 0",
+    ),
     ("llama", {"hidden_size": None}, "has no 'hidden_size', which a llama model needs"),
     ("qwen2", {"use_sliding_window": True, "layer_types": ["chunked"]}, "has 'chunked' in layer"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True; for g"),
@@ -193,6 +208,44 @@ def test_what_is_not_known_is_refused_by_name(name, change, fragment):
     with pytest.raises(ValueError, match=re.escape(fragment)) as caught:
         family.from_hf(hf)
     assert "\n" not in str(caught.value)
+
+
+# Keys of published config.json files that change nothing, by a model that has them.
+POOLER = {
+    "pooler_fc_size": 768,
+    "pooler_num_attention_heads": 12,
+    "pooler_num_fc_layers": 3,
+    "pooler_size_per_head": 128,
+    "pooler_type": "first_token_transform",
+}
+NO_CHANGE = {
+    "SmolLM2": ("llama", {"is_llama_config": True, "rope_interleaved": False}),
+    "SmolLM2 Instruct": ("llama", {"transformers.js_config": {"dtype": "q4"}}),
+    "saved by unsloth": ("llama", {"unsloth_fixed": True, "unsloth_version": "2025.1"}),
+    "Mistral": ("mistral", {"attention_bias": False}),
+    "Mixtral": ("mixtral", {"attention_bias": False}),
+    "Phi-4-mini": (
+        "phi3",
+        {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
+    ),
+    "Qwen3-Coder": (
+        "qwen3_moe",
+        {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
+    ),
+    "DistilGPT-2": ("gpt2", {"_num_labels": 1, "finetuning_task": None}),
+    "GPT-NeoX": ("gpt_neox", {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}),
+    "BERT Chinese": ("bert", {"directionality": "bidi", "hidden_dropout_prob": 0.1, **POOLER}),
+    "UMT5": ("umt5", {"scalable_attention": True}),
+}
+
+
+@pytest.mark.parametrize("model", NO_CHANGE)
+def test_keys_without_a_part_in_the_logits_change_nothing(model):
+    name, more = NO_CHANGE[model]
+    hf = json.loads((GOLDENS / name / "config.json").read_text())
+    family = next(one for one in SHIPPED if hf["model_type"] in one.hf_types)
+    check_value_types(hf | more)
+    assert family.from_hf(hf | more) == family.from_hf(hf)
 
 
 # Changes of a config.json that ended in a traceback, or were dropped: the whole message.

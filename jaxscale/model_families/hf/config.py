@@ -16,21 +16,27 @@ REQUIRED = object()
 UNUSED = [
     "_attn_implementation_autoset",
     "_name_or_path",
+    "_num_labels",
     "architectures",
     "attention_dropout",
+    "attention_probs_dropout_prob",
     "attn_pdrop",
     "auto_map",
     "bos_token_id",
     "cache_implementation",
     "chunk_size_feed_forward",
     "classifier_dropout",
+    "directionality",
     "dtype",
     "embd_pdrop",
     "eos_token_id",
+    "finetuning_task",
     "gradient_checkpointing",
     "hidden_dropout",
+    "hidden_dropout_prob",
     "id2label",
     "initializer_range",
+    "is_llama_config",
     "keys_to_ignore_at_inference",
     "label2id",
     "model_type",
@@ -39,11 +45,17 @@ UNUSED = [
     "output_hidden_states",
     "output_past",
     "pad_token_id",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_size_per_head",
+    "pooler_type",
     "predict_special_tokens",
     "pretraining_tp",
     "problem_type",
     "resid_pdrop",
     "return_dict",
+    "scalable_attention",
     "sep_token_id",
     "summary_activation",
     "summary_first_dropout",
@@ -53,11 +65,15 @@ UNUSED = [
     "task_specific_params",
     "tokenizer_class",
     "torch_dtype",
+    "transformers.js_config",
     "transformers_version",
     "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
     "use_cache",
 ]
-"""Keys without a part in the logits: dropout, initial values, special tokens, records."""
+"""Keys without a part in the logits: dropout, initial values, special tokens, records, what other
+programs read, and a pooler, which is not read."""
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -111,7 +127,8 @@ def refuse_rest(rest: Mapping[str, Any]) -> None:
         if key not in UNUSED:
             raise ValueError(
                 f"config.json has {key} = {value!r}, which is not known for "
-                f"{rest.get('model_type')} models"
+                f"{rest.get('model_type')} models; remove it from config.json if it has no part in "
+                "the logits"
             )
 
 
