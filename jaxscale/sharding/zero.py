@@ -137,11 +137,11 @@ class Zero:
         replicas = max(self.sizes["data"], self.sizes["expert"])
         return replicas > 1 or (self.stage < 2 and self.sizes["fsdp"] > 1)
 
-    def apart(self, params: Tree) -> Tree:
+    def split_blocks(self, params: Tree) -> Tree:
         """Parameters as they are inside the `shard_map`."""
         return blocks.split_blocks(params, self.axes, self.state_rules, self.sizes)
 
-    def together(self, grads: Tree) -> Tree:
+    def join_blocks(self, grads: Tree) -> Tree:
         """Gradients from inside the `shard_map` as they are outside."""
         return blocks.join_blocks(grads, self.axes, self.state_rules, self.sizes)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxscale.batch import Batch
 from jaxscale.layout import MANUAL_AXES, Layout
@@ -19,7 +19,7 @@ from jaxscale.models.protocol import (
 )
 from jaxscale.pipeline.executor import Chunks, Columns, Remat, buffers, execute, execute_forward
 from jaxscale.pipeline.stages import PipelineStages
-from jaxscale.sharding.resolve import Rules, is_axes, manual_part
+from jaxscale.sharding.resolve import is_axes, manual_part
 from jaxscale.sharding.specs import (
     BATCH_ROWS,
     CHUNKS,
@@ -57,20 +57,7 @@ def make_gradients(
     def local(params: Tree, batch: Batch) -> tuple[Sums, Tree]:
         return accumulate(params, split_batch(batch, count, layout.microbatches // count))
 
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.state_rules), BATCH_ROWS),
-        out_specs=(REPLICATED, _manual_specs(zero, zero.state_rules)),
-        axis_names=set(MANUAL_AXES),
-        check_vma=False,
-    )
-    return functools.partial(_with_rows, zero, run)
-
-
-def _with_rows(zero: Zero, run: Callable, params: Tree, *others: Any) -> tuple[Sums, Tree]:
-    sums, grads = run(zero.apart(params), *others)
-    return sums, zero.together(grads)
+    return _gradients(local, zero, mesh, BATCH_ROWS)
 
 
 def _pipelined(
@@ -94,17 +81,8 @@ def _pipelined(
         )
         return zero.total(sums), zero.finish(grads, zero.axes)
 
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.state_rules), BATCH_ROWS, TABLE_COLUMNS, CHUNKS),
-        out_specs=(REPLICATED, _manual_specs(zero, zero.state_rules)),
-        axis_names=set(MANUAL_AXES),
-        check_vma=False,
-    )
-    return lambda params, batch: _with_rows(
-        zero, run, params, batch, stages.program.columns, stages.chunks
-    )
+    run = _gradients(local, zero, mesh, BATCH_ROWS, TABLE_COLUMNS, CHUNKS)
+    return lambda params, batch: run(params, batch, stages.program.columns, stages.chunks)
 
 
 def _pipelined_remat(layout: Layout) -> Remat:
@@ -136,17 +114,8 @@ def pipeline_buffers(
         carried = buffers(model, remat, zero, stages, params, groups, chunks)
         return jax.tree.map(lambda x: x[None], carried)
 
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.state_rules), BATCH_ROWS, CHUNKS),
-        out_specs=PER_MANUAL_RANK,
-        axis_names=set(MANUAL_AXES),
-        check_vma=False,
-    )
-    carried = jax.eval_shape(
-        lambda params, *others: run(zero.apart(params), *others), params, batch, stages.chunks
-    )
+    run = _manually(local, zero, mesh, (BATCH_ROWS, CHUNKS), PER_MANUAL_RANK)
+    carried = jax.eval_shape(run, params, batch, stages.chunks)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), carried)
 
 
@@ -171,15 +140,7 @@ def make_loss(
         groups = split_batch(batch, layout.microbatches)
         return zero.total(each(one, jnp.zeros((), zero.loss_dtype), groups)[0])
 
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.state_rules), BATCH_ROWS),
-        out_specs=REPLICATED,
-        axis_names=set(MANUAL_AXES),
-        check_vma=False,
-    )
-    return lambda params, batch: run(zero.apart(params), batch)
+    return _manually(local, zero, mesh, (BATCH_ROWS,), REPLICATED)
 
 
 def _pipelined_loss(
@@ -192,22 +153,50 @@ def _pipelined_loss(
         sums = execute_forward(model, zero, stages, params, groups, columns, chunks)
         return zero.total(sums["nll"])
 
+    run = _manually(local, zero, mesh, (BATCH_ROWS, TABLE_COLUMNS, CHUNKS), REPLICATED)
+    return lambda params, batch: run(params, batch, stages.forward_program.columns, stages.chunks)
+
+
+def _gradients(
+    local: Callable[..., tuple[Sums, Tree]], zero: Zero, mesh: Mesh, *others: PartitionSpec
+) -> Callable[..., tuple[Sums, Tree]]:
+    """`_manually`, of a function that returns sums over all ranks, and gradients."""
+    run = _manually(local, zero, mesh, others, (REPLICATED, _param_specs(zero)))
+
+    def gradients(params: Tree, *arguments: Tree) -> tuple[Sums, Tree]:
+        sums, grads = run(params, *arguments)
+        return sums, zero.join_blocks(grads)
+
+    return gradients
+
+
+def _manually(
+    local: Callable, zero: Zero, mesh: Mesh, others: tuple[PartitionSpec, ...], returned: Tree
+) -> Callable:
+    """A function that calls `local` on every rank of the manual axes, with the rank's part of the
+    parameters, their blocks split, and of the other arguments.
+
+    Args:
+      others: the specs of the arguments after the parameters.
+      returned: those of the results.
+    """
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(_manual_specs(zero, zero.state_rules), BATCH_ROWS, TABLE_COLUMNS, CHUNKS),
-        out_specs=REPLICATED,
+        in_specs=(_param_specs(zero), *others),
+        out_specs=returned,
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
-    return lambda params, batch: run(
-        zero.apart(params), batch, stages.forward_program.columns, stages.chunks
-    )
+    return lambda params, *arguments: run(zero.split_blocks(params), *arguments)
 
 
-def _manual_specs(zero: Zero, rules: Rules) -> Tree:
+def _param_specs(zero: Zero) -> Tree:
+    """Over the manual axes, of parameters inside the `shard_map`, and of their gradients."""
     return jax.tree.map(
-        lambda axes: manual_part(zero.apart_spec(axes, rules)), zero.axes, is_leaf=is_axes
+        lambda axes: manual_part(zero.apart_spec(axes, zero.state_rules)),
+        zero.axes,
+        is_leaf=is_axes,
     )
 
 

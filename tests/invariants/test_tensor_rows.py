@@ -96,8 +96,8 @@ def run(grid, function, names, out):
     )
 
     def step(weights, x, dy):
-        y, dx, dweights = inner(zero.apart(weights), x, dy)
-        return y, dx, zero.together(dweights)
+        y, dx, dweights = inner(zero.split_blocks(weights), x, dy)
+        return y, dx, zero.join_blocks(dweights)
 
     rest = tuple(name for name in ("data", "fsdp") if sizes[name] > 1)
     rows, cols = ("tensor_rows" if sizes["rows"] > 1 else None), "tensor"
