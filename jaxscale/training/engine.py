@@ -1,6 +1,5 @@
 """The engine: the jitted functions of a run, from a model, a layout and an optimizer."""
 
-import dataclasses
 import functools
 import logging
 import math
@@ -171,11 +170,78 @@ def make_engine(
     layout, platform = config.layout, mesh.devices.flat[0].platform
     _check_arguments(config, mesh, model, optimizer, rules)
     _check_settings(config, mesh)
-    make = model or find_model(config.model)
-    own = own_rules({**make(config.model, plain_kernels()).rules, **(rules or {})})
     attention = attention_name(config, platform)
+    models, own = _make_models(config, model, attention, platform, rules, unroll_layers)
+    built = models.built
+    _check_experts(layout, built)
+    stages = _open_stages(config, models.plain) if layout.pipeline > 1 else None
+    rows = {stack.name: np.arange(stack.num_layers) for stack in built.stacks}
+    rows = stages.layer_of_row if stages else rows
+    draw = _make_draw(built, stages)
+    shapes = jax.eval_shape(draw, jax.random.key(0))
+    zero = _make_zero(config, mesh, built.axes, shapes, own)
+    rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
+    frozen = optimizers.frozen_params(config.optimizer.groups, built.axes, built.frozen)
+    optimizer = optimizer or _make_optimizer(config, mesh, zero, built.axes, frozen)
+    begin = _make_begin(config, optimizer)
+    axes, state = _place_state(config, mesh, zero, built.axes, optimizer, begin, shapes)
+    gradients = make_gradients(
+        models.trained, layout, zero, mesh, stages, unroll_layers=unroll_layers
+    )
+    step = make_step(config, built, rows, gradients, optimizer, frozen, _shardings(state))
+    evaluate = _make_evaluate(make_loss(models.evaluated, layout, zero, mesh, stages))
+    options = step_options(
+        mesh,
+        pipelined=stages is not None,
+        deterministic=config.run.deterministic,
+        layer=_combined_layer(layout, zero, shapes),
+    )
+    return Engine(
+        config=config,
+        model=built,
+        layout=layout,
+        mesh=mesh,
+        init=_jit_init(draw, begin, state, platform),
+        step=_jit_step(step, state, mesh, options),
+        evaluate=_jit_evaluate(evaluate, state, mesh, options),
+        abstract_state=state,
+        abstract_batch=_abstract_batch(config, built, batch_sharding(mesh)),
+        placement=LayerPlacement(rows, axes, state),
+        state_axes=axes,
+        zero=zero,
+        stages=stages,
+        batch_sharding=batch_sharding(mesh),
+        attention=attention_text(layout, attention),
+        flops=step_flops(config, models.counted, stages.recomputed if stages else 0.0),
+        learning_rate=rate,
+    )
+
+
+class _Models(NamedTuple):
+    """The model of a run, with the kernels of each of its uses."""
+
+    plain: Model  # plain kernels
+    built: Model  # those of the layout
+    trained: Model  # the same, and attention under the remat policy
+    counted: Model  # plain kernels, and attention likewise: to count FLOPs
+    evaluated: Model  # kernels of evaluations, and no stacks that only training passes through
+
+
+def _make_models(
+    config: Config,
+    model: MakeModel | None,
+    attention: str,
+    platform: str,
+    rules: Rules | None,
+    unroll_layers: bool,
+) -> tuple[_Models, Rules]:
+    """The models of `make_engine`, which has the arguments, and the mesh axes of the model's own
+    logical axes."""
+    make = model or find_model(config.model)
+    plain = make(config.model, plain_kernels())
+    own = own_rules({**plain.rules, **(rules or {})})
     kernels = make_kernels(
-        layout,
+        config.layout,
         attention,
         platform,
         config.model.matmul_dtype,
@@ -183,62 +249,16 @@ def make_engine(
         rules=own,
         unroll=unroll_layers,
     )
-    built = make(config.model, kernels)
-    _check_experts(layout, built)
-    stages = _open_stages(config, make) if layout.pipeline > 1 else None
-    rows = stages.layer_of_row if stages else _canonical_rows(built)
-    zero = _make_zero(config, mesh, built, stages, {**WEIGHTS, **own})
-    rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
-    frozen = optimizers.frozen_params(config.optimizer.groups, built.axes, built.frozen)
-    optimizer = optimizer or _make_optimizer(config, mesh, zero, built.axes, frozen)
-
-    init = _make_init(config, built, optimizer, stages)
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    said = functools.partial(_replicated_state, stages is not None)
-    axes = optimizers.state_axes(optimizer, shapes.params, built.axes, said)
-    axes = TrainState((), built.axes, axes, jax.tree.map(lambda leaf: (), shapes.guard))
-    axes = spread_outer(axes, layout.sizes, _width(built))
-    axes = whole_kv_heads(axes, shapes, layout.sizes)
-    zero = dataclasses.replace(zero, axes=axes.params)
-    state = _placed(config, mesh, zero, axes, shapes)
-    batch = _abstract_batch(config, built, batch_sharding(mesh))
-
-    recomputing = functools.partial(rematerialised_attention, remat=layout.remat_policy)
-    trained = make(config.model, recomputing(kernels))
-    gradients = make_gradients(trained, layout, zero, mesh, stages, unroll_layers=unroll_layers)
-    step = make_step(config, built, rows, gradients, optimizer, frozen, _shardings(state))
+    recomputing = functools.partial(rematerialised_attention, remat=config.layout.remat_policy)
     evaluated = make(config.model, evaluation_kernels(kernels))
-    evaluated = getattr(evaluated, "evaluated", evaluated)
-    evaluate = _make_evaluate(make_loss(evaluated, layout, zero, mesh, stages))
-    options = step_options(
-        mesh,
-        pipelined=stages is not None,
-        deterministic=config.run.deterministic,
-        layer=_combined_layer(layout, zero, shapes.params),
+    models = _Models(
+        plain,
+        make(config.model, kernels),
+        make(config.model, recomputing(kernels)),
+        make(config.model, recomputing(plain_kernels())),
+        getattr(evaluated, "evaluated", evaluated),
     )
-    return Engine(
-        config=config,
-        model=built,
-        layout=layout,
-        mesh=mesh,
-        init=_jit_init(init, state, platform),
-        step=_jit_step(step, state, mesh, options),
-        evaluate=_jit_evaluate(evaluate, state, mesh, options),
-        abstract_state=state,
-        abstract_batch=batch,
-        placement=LayerPlacement(rows, axes, state),
-        state_axes=axes,
-        zero=zero,
-        stages=stages,
-        batch_sharding=batch_sharding(mesh),
-        attention=attention_text(layout, attention),
-        flops=step_flops(
-            config,
-            make(config.model, recomputing(plain_kernels())),
-            stages.recomputed if stages else 0.0,
-        ),
-        learning_rate=rate,
-    )
+    return models, own
 
 
 def _check_experts(layout: Layout, model: Model) -> None:
@@ -341,61 +361,100 @@ def _check_settings(config: Config, mesh: Mesh) -> None:
     check_matmul_device(config.model.matmul_dtype, mesh.devices.flat[0])
 
 
-def _make_zero(
-    config: Config, mesh: Mesh, model: Model, stages: PipelineStages | None, rules: Rules
-) -> Zero:
+def _make_zero(config: Config, mesh: Mesh, axes: Tree, shapes: Tree, own: Rules) -> Zero:
+    """The ZeRO stage of the layout.
+
+    Args:
+      axes, shapes: of the parameters; the axes in canonical form.
+      own: mesh axes of a model's own logical axes.
+    """
     layout, kind = config.layout, mesh.devices.flat[0].device_kind
     return Zero(
         layout.zero_stage,
         layout.sizes,
-        spread_outer(model.axes, layout.sizes, _width(model)),
+        _axes_at_rest(axes, shapes, layout, _width(axes, shapes)),
         jnp.dtype(config.model.compute_dtype),
         jnp.dtype(config.optimizer.accumulation_dtype),
-        rules,
+        {**WEIGHTS, **own},
         has_sparse_cores(kind),
         waits_for_gathers(kind),
         jnp.dtype(config.optimizer.reduced_in),
     )
 
 
-def _placed(
-    config: Config, mesh: Mesh, zero: Zero, axes: TrainState, shapes: TrainState
-) -> TrainState:
-    """The shapes of a state with the shardings that it has between steps."""
+def _axes_at_rest(axes: Tree, shapes: Tree, layout: Layout, width: int) -> Tree:
+    """The canonical axes of parameters, or of arrays that lie as they do, with the names that the
+    layout gives to some dimensions.
+
+    Args:
+      width: divides every "embed" dimension outside the layers.
+    """
+    return whole_kv_heads(spread_outer(axes, layout.sizes, width), shapes, layout.sizes)
+
+
+def _place_state(
+    config: Config,
+    mesh: Mesh,
+    zero: Zero,
+    axes: Tree,
+    optimizer: optax.GradientTransformation,
+    begin: Callable[[Tree], TrainState],
+    params: Tree,
+) -> tuple[TrainState, TrainState]:
+    """The logical axes of a state, and its shapes with the shardings that it has between steps.
+
+    Args:
+      axes: of the parameters, in canonical form.
+      begin: from parameters to the state before the first step.
+      params: the parameters' shapes.
+    """
+    layout, shapes = config.layout, jax.eval_shape(begin, params)
+    said = functools.partial(_replicated_state, layout.pipeline > 1)
+    # Optimizers look for canonical names, such as "embed".
+    moments = optimizers.state_axes(optimizer, params, axes, said)
+    moments = _axes_at_rest(moments, shapes.opt_state, layout, _width(axes, params))
+    nothing = jax.tree.map(lambda leaf: (), shapes.guard)
     shardings = TrainState(
         replicated(mesh),
-        resolve_tree(axes.params, zero.state_rules, mesh, shapes.params),
-        resolve_tree(axes.opt_state, zero.state_rules, mesh, shapes.opt_state),
+        resolve_tree(zero.axes, zero.state_rules, mesh, params),
+        resolve_tree(moments, zero.state_rules, mesh, shapes.opt_state),
         jax.tree.map(lambda leaf: replicated(mesh), shapes.guard),
     )
-    if config.layout.offloads("optimizer"):
+    if layout.offloads("optimizer"):
         shardings = shardings._replace(opt_state=_on_host(shardings.opt_state, shapes.opt_state))
-    return jax.tree.map(
+    state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
         shardings,
     )
+    return TrainState((), zero.axes, moments, nothing), state
 
 
 def _shardings(abstract: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def _make_init(
-    config: Config,
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    stages: PipelineStages | None,
-) -> Callable[[jax.Array], TrainState]:
-    def init(key: jax.Array) -> TrainState:
-        params = model.init(key, stages.layer_of_row if stages else None)
+def _make_draw(model: Model, stages: PipelineStages | None) -> Callable[[jax.Array], Tree]:
+    """Fresh parameters from a key, their layers where the stages have them."""
+    return lambda key: model.init(key, stages.layer_of_row if stages else None)
+
+
+def _make_begin(
+    config: Config, optimizer: optax.GradientTransformation
+) -> Callable[[Tree], TrainState]:
+    """From parameters to the state before the first step."""
+
+    def begin(params: Tree) -> TrainState:
         guard = init_guard() if config.run.skip_bad_steps else None
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), guard)
 
-    return init
+    return begin
 
 
-def _jit_init(init: Callable, state: TrainState, platform: str) -> Callable:
+def _jit_init(draw: Callable, begin: Callable, state: TrainState, platform: str) -> Callable:
+    def init(key: jax.Array) -> TrainState:
+        return begin(draw(key))
+
     return jax.jit(
         init,
         out_shardings=_shardings(state),
@@ -467,8 +526,7 @@ def _abstract_batch(config: Config, model: Model, sharding: NamedSharding) -> Sh
     )
 
 
-def _open_stages(config: Config, make: MakeModel) -> PipelineStages:
-    model = make(config.model, plain_kernels())
+def _open_stages(config: Config, model: Model) -> PipelineStages:
     stacks = [StackLayers(one.name, one.num_layers, one.period, one.turn) for one in model.stacks]
     return open_stages(config.layout, stacks, _head_cost(config, model))
 
@@ -503,11 +561,9 @@ def _replicated_state(
     )
 
 
-@functools.lru_cache(maxsize=16)
-def _width(model: Model) -> int:
+def _width(axes: Tree, shapes: Tree) -> int:
     """The largest number that divides every "embed" dimension of the parameters outside the
     layers."""
-    shapes, axes = jax.eval_shape(model.init, jax.random.key(0)), model.axes
     sizes = [
         leaf.shape[names.index("embed")]
         for part in ("embed", "head")
@@ -517,10 +573,6 @@ def _width(model: Model) -> int:
         if "embed" in names
     ]
     return math.gcd(*sizes)
-
-
-def _canonical_rows(model: Model) -> dict[str, np.ndarray]:
-    return {stack.name: np.arange(stack.num_layers) for stack in model.stacks}
 
 
 def check_types(config: Config) -> None:
