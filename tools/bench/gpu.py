@@ -6,6 +6,7 @@ A part that fails or takes too long is a record too, and the next part goes on.
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import shlex
@@ -17,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from provenance import ROOT, provenance
+from train import OUT_OF_MEMORY
 
 BUDGET_SECONDS = 460
 """No part is started, or goes on, after this."""
 
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -32,23 +33,46 @@ PACKAGES = (
     "nvidia-cublas",
 )
 
-SWEEP = (
-    # sequences of a micro-batch, micro-batches, remat; what is likely best first
-    (16, 1, "none"),
-    (8, 1, "none"),
-    (16, 1, "full"),
-    (8, 4, "none"),
-    (16, 4, "none"),
-    (4, 1, "none"),
-    (32, 1, "full"),
-    (24, 1, "none"),
-    (4, 16, "none"),
-    (8, 1, "full"),
+
+class Case(NamedTuple):
+    """A whole step that is timed."""
+
+    config: str
+    sequences: int  # of a micro-batch
+    microbatches: int
+    remat: str
+    settings: tuple[str, ...] = ()
+    memory_gib: float = 0.0  # of the smallest device that has room for it
+
+
+ONE_DOCUMENT = "data.objective=causal_across_documents"
+FLASH = "model.attention=flash"
+FLOAT8 = "model.matmul_dtype=float8"
+NARROW = (
+    "optimizer.moment_dtype=bfloat16",
+    "optimizer.second_moment_dtype=bfloat16",
+    "optimizer.moment_rounding=stochastic",
 )
-OBJECTIVES = ("causal", "causal_across_documents")
-"""Attention with a mask of documents, and without, on the same rows."""
-BOTH = 2
-"""How many of the sweep train with both."""
+"""Of an 8B: 32 GB of moments in place of 64."""
+
+CASES = (
+    # What is aimed at first, each with what it is compared with; then what may be better.
+    Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT,)),
+    Case("llama32_1b", 8, 1, "none"),
+    Case("llama32_1b", 8, 1, "none", (FLASH,)),
+    Case("llama3_8b", 2, 1, "full", (ONE_DOCUMENT, *NARROW), 120),
+    Case("llama3_8b", 2, 1, "full", (ONE_DOCUMENT, *NARROW, FLOAT8), 120),
+    Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT, FLOAT8)),
+    Case("llama32_1b", 16, 1, "none", (ONE_DOCUMENT,), 120),
+    Case("llama32_1b", 16, 1, "full", (ONE_DOCUMENT,)),
+    Case("llama32_1b", 8, 4, "none", (ONE_DOCUMENT,)),
+    Case("llama32_1b", 4, 1, "none", (ONE_DOCUMENT,)),
+    Case("llama32_1b", 8, 1, "full", (ONE_DOCUMENT,)),
+    Case("llama3_8b", 1, 1, "full", (ONE_DOCUMENT, *NARROW), 120),
+    Case("llama32_1b", 32, 1, "full", (ONE_DOCUMENT,)),
+)
+SEQUENCES_TIMED = 64
+"""Of all timed steps of a case, so that each ends in its time; at least three steps."""
 TINY = (
     "num_layers=2",
     "d_model=64",
@@ -68,38 +92,44 @@ class Part(NamedTuple):
     limit_seconds: float
 
 
-def parts(rehearse: bool) -> Iterator[Part]:
-    """All of them, in order."""
+def parts(rehearse: bool, memory_gib: float = math.inf) -> Iterator[Part]:
+    """All of them that a device of so much memory has room for, in order."""
     small = ["--rehearse"] if rehearse else []
     yield Part("attention", ["tools/bench/attention.py", *small], 120)
+    cases = [case for case in CASES if case.memory_gib <= memory_gib]
+    for case in (cases[0], cases[2], cases[5]) if rehearse else cases:
+        yield _timed(case, rehearse)
     yield Part("loss", ["tools/bench/loss.py", *small], 60)
     yield Part("layouts", ["tools/bench/gpu_layouts.py"], 120)
-    tiny = [f"--config.model.{setting}" for setting in TINY] + ["--config.data.seq_len=64"]
-    sweep = [(*case, name) for case in SWEEP[:BOTH] for name in OBJECTIVES]
-    sweep += [(*case, OBJECTIVES[0]) for case in SWEEP[BOTH:]]
-    for sequences, microbatches, remat, objective in sweep[2:5] if rehearse else sweep:
-        yield Part(
-            f"llama32_1b, {microbatches} x {sequences} sequences, remat {remat}, {objective}",
-            [
-                "tools/bench/train.py",
-                "--config",
-                "configs/llama32_1b.py",
-                "--layouts",
-                f"microbatches={microbatches},remat={remat}",
-                "--dtypes",
-                "bfloat16",
-                "--against",
-                "none",
-                "--repeats",
-                "1",
-                "--steps",
-                "8",
-                *(tiny if rehearse else ()),
-                f"--config.data.objective={objective}",
-                f"--config.data.global_batch_size={sequences * microbatches}",
-            ],
-            75,
-        )
+
+
+def _timed(case: Case, rehearse: bool) -> Part:
+    rows = case.sequences * case.microbatches
+    settings = [setting for setting in case.settings if not rehearse or setting != FLASH]
+    if rehearse:
+        settings += [f"model.{setting}" for setting in TINY] + ["data.seq_len=64"]
+    name = ", ".join((*case.settings, f"remat {case.remat}"))
+    return Part(
+        f"{case.config}, {case.microbatches} x {case.sequences} sequences, {name}",
+        [
+            "tools/bench/train.py",
+            "--config",
+            f"configs/{case.config}.py",
+            "--layouts",
+            f"microbatches={case.microbatches},remat={case.remat}",
+            "--dtypes",
+            "bfloat16",
+            "--against",
+            "none",
+            "--repeats",
+            "1",
+            "--steps",
+            str(max(3, SEQUENCES_TIMED // rows)),
+            *(f"--config.{setting}" for setting in settings),
+            f"--config.data.global_batch_size={rows}",
+        ],
+        90,
+    )
 
 
 def run(part: Part, seconds: float) -> tuple[list[dict[str, Any]], bool]:
@@ -131,7 +161,7 @@ def run(part: Part, seconds: float) -> tuple[list[dict[str, Any]], bool]:
 
 
 def machine() -> dict[str, Any]:
-    """The chip and the versions of what drives it."""
+    """The first chip, its memory and the versions of what drives it."""
     query = [
         "nvidia-smi",
         "--query-gpu=name,driver_version,memory.total,power.limit",
@@ -139,21 +169,25 @@ def machine() -> dict[str, Any]:
     ]
     try:
         chip = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+        chip, memory_gib = chip.splitlines()[0], float(chip.split(",")[2].split()[0]) / 1024
     except (OSError, subprocess.CalledProcessError):
-        chip = "no NVIDIA GPU"
+        chip, memory_gib = "no NVIDIA GPU", 0.0
     found = {}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
-    return {"chip": chip, "versions": found}
+    return {"chip": chip, "memory_gib": memory_gib, "versions": found}
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns 1 when a part failed for another reason than memory."""
     parser = argparse.ArgumentParser(prog="tools/bench/gpu.sh", description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="every part, tiny, on a CPU")
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="the parts whose name has it: 8b, float8, loss"
+    )
     parser.add_argument("--results", type=pathlib.Path, help="where JSON lines are appended")
     parser.add_argument("--commit", help="of this code, where there is no repository to ask")
     options = parser.parse_args(argv)
@@ -165,7 +199,12 @@ def main(argv: Sequence[str]) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"
     common = machine()
     begin, failed = time.monotonic(), []
-    for part in parts(options.rehearse):
+    memory_gib = math.inf if options.rehearse else common["memory_gib"]
+    chosen = [part for part in parts(options.rehearse, memory_gib) if options.only in part.name]
+    if not chosen:
+        names = "; ".join(part.name for part in parts(options.rehearse, memory_gib))
+        parser.error(f"--only {options.only!r} is in no part's name: {names}")
+    for part in chosen:
         left = BUDGET_SECONDS - (time.monotonic() - begin)
         if left > 20:
             records, well = run(part, left)

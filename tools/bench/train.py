@@ -32,6 +32,8 @@ from jaxscale.config import Config  # noqa: E402
 from jaxscale.hardware import peak_flops  # noqa: E402
 from jaxscale.layout import MESH_AXES  # noqa: E402
 
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+"""What XLA calls it."""
 OURS = "jaxscale"
 PROGRAMS = {
     OURS: ("ours.py", ""),
@@ -115,8 +117,11 @@ class Subject:
             return json.loads(line)
         status = self._process.wait()
         self._errors.seek(0)
-        errors = self._errors.read()[-1500:].replace(f"{ROOT}{os.sep}", "")
-        raise RuntimeError(f"{self.name} ended with {status}: {errors}")
+        errors = self._errors.read().replace(f"{ROOT}{os.sep}", "")
+        # The compiler may list its buffers below the reason.
+        ran_out = errors.rfind(OUT_OF_MEMORY)
+        said = errors[-1500:] if ran_out < 0 else errors[ran_out:].splitlines()[0]
+        raise RuntimeError(f"{self.name} ended with {status}: {said}")
 
 
 def command_of(name: str, config_file: str, settings: Sequence[str]) -> list[str]:

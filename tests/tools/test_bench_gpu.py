@@ -1,0 +1,42 @@
+"""The parts of `tools/bench/gpu.sh`, which run on a GPU only."""
+
+import pathlib
+import sys
+
+import pytest
+
+from jaxscale import config as configs
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools/bench"))
+    import gpu  # noqa: PLC0415
+
+    yield gpu
+    for name in ("gpu", "provenance", "train"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_every_case_is_a_config_that_loads(gpu, rehearse):
+    for part in gpu.parts(rehearse):
+        if "--layouts" in part.program:
+            given = [word.removeprefix("--config.") for word in part.program if "=" in word]
+            (layout,) = [word for word in given if word.startswith("microbatches=")]
+            given.remove(layout)
+            given += [f"layout.{word}" for word in layout.split(",")]
+            file = part.program[part.program.index("--config") + 1]
+            config = configs.load(ROOT / file, given)
+            assert config.data.global_batch_size % config.layout.microbatches == 0
+
+
+def test_a_device_without_room_for_the_8b_is_not_given_it(gpu):
+    small, large = (
+        [part.name for part in gpu.parts(False, memory_gib)] for memory_gib in (79.6, 140.4)
+    )
+    assert not any("8b" in name for name in small)
+    assert any("8b" in name and "float8" in name for name in large)
+    assert len(set(large)) == len(large)
