@@ -124,6 +124,10 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
 
 
 def _table(evaluation: Any) -> str:
+    from jaxscale.training.metrics import WITHOUT_LOSS  # noqa: PLC0415
+
+    if not evaluation.tokens:
+        return f"  loss           n/a: {WITHOUT_LOSS}"
     return f"""\
   loss           {evaluation.loss:.4f} nats per token
   perplexity     {evaluation.perplexity:.4g}

@@ -25,6 +25,7 @@ from jaxscale.sharding.resolve import leaf_name
 from jaxscale.training.engine import Engine
 from jaxscale.training.metrics import (
     SUMMARY,
+    WITHOUT_LOSS,
     Metrics,
     duration,
     evaluation_line,
@@ -99,6 +100,7 @@ class Recorder:
         self._by_layer = config.run.metrics_by_layer
         self._skip_bad_steps = config.run.skip_bad_steps
         self._skipped = 0  # in a row
+        self._said_without_loss = False
         self._params = engine.abstract_state.params if self._skip_bad_steps else {}
         devices = engine.mesh.devices
         self._num_devices = devices.size
@@ -140,8 +142,9 @@ class Recorder:
         self._evaluation = {"step": step}
         for name, evaluation in evaluations.items():
             self._evaluation |= evaluation.record(name)
-            line = evaluation_line(step, self.steps, name, evaluation.loss)
-            log.info(f"{line} | {evaluation.bits_per_byte:.3f} bits per byte")
+            loss = evaluation.loss if evaluation.tokens else None
+            bits = evaluation.bits_per_byte
+            log.info(evaluation_line(step, self.steps, name, loss, bits))
         self.metrics.write(self._evaluation)
         self._mark = time.monotonic()
 
@@ -192,7 +195,7 @@ class Recorder:
         first = step * self._batch_size
         record = {
             "step": step,
-            "loss": loss,
+            "loss": loss if loss_tokens else None,
             "grad_norm": grad_norm,
             **({"learning_rate": float(self._rate(step - 1))} if self._rate else {}),
             "tokens": int(tokens),
@@ -213,6 +216,12 @@ class Recorder:
         self.metrics.write(record)
         for source in repeats(self._train, first - self._batch_size, first):
             log.info(f"step {step}: {source.name} begins again, epoch {source.begun}")
+        if not loss_tokens and not self._said_without_loss:
+            self._said_without_loss = True
+            log.warning(
+                f"warning: in step {step} {WITHOUT_LOSS}. The loss of such a step is null; this is "
+                "said once"
+            )
         if wrong is not None:
             self._count_skipped(record, wrong)
         elif not (math.isfinite(loss) and math.isfinite(grad_norm)):

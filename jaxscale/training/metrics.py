@@ -27,7 +27,12 @@ SUMMARY = "summary.json"
 
 NUMBERS = ("loss", "eval_loss", "learning_rate", "step_seconds")
 """What others compute with: a record that has something else there is none. The losses are null
-where they were not finite."""
+where they were not finite, or no token had any."""
+
+WITHOUT_LOSS = (
+    "no token has loss; raise data.seq_len, and data.target_len of a decoder with an encoder, if "
+    "prompts fill it, or look at the data"
+)
 
 
 class Metrics:
@@ -197,7 +202,7 @@ def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float)
     mfu = record["mfu"]
     parts = (
         _place(record["step"], steps),
-        f"loss {record['loss']:.4f}",
+        f"loss {'n/a' if record['loss'] is None else format(record['loss'], '.4f')}",
         f"grad norm {record['grad_norm']:.3f}",
         f"lr {record['learning_rate']:.2e}" if "learning_rate" in record else "",
         f"{quantity(record['tokens_per_second'])} tokens/s",
@@ -208,9 +213,18 @@ def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float)
     return " | ".join(parts)
 
 
-def evaluation_line(step: int, steps: int, name: str, loss: float) -> str:
-    """One line about an evaluation after `step` of `steps`; a validation set has a name."""
-    return f"{_place(step, steps)} | eval loss{f' {name}' if name else ''} {loss:.4f}"
+def evaluation_line(
+    step: int, steps: int, name: str, loss: float | None, bits_per_byte: float
+) -> str:
+    """One line about an evaluation after `step` of `steps`; a validation set has a name.
+
+    Args:
+      loss: None where no token has any.
+    """
+    begin = f"{_place(step, steps)} | eval loss{f' {name}' if name else ''}"
+    if loss is None:
+        return f"{begin} n/a: {WITHOUT_LOSS}"
+    return f"{begin} {loss:.4f} | {bits_per_byte:.3f} bits per byte"
 
 
 def _place(step: int, steps: int) -> str:

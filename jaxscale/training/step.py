@@ -43,7 +43,7 @@ LEAST = 32
 class StepMetrics(NamedTuple):
     """Scalars of one step, computed on the device."""
 
-    loss: jax.Array  # nats per token, z-loss left out
+    loss: jax.Array  # nats per token, z-loss left out; 0 where no token counts
     grad_norm: jax.Array  # before clipping
     tokens: jax.Array  # int32, that the model read: every position but padding
     loss_tokens: jax.Array  # that counted in the loss
@@ -72,7 +72,8 @@ def make_step(
     def step(state: TrainState, sharded: ShardedBatch) -> tuple[TrainState, StepMetrics]:
         batch = unpack_sharded(sharded)
         # A batch of long prompts may have no token that counts; its gradients are zero.
-        count = jnp.maximum(jnp.sum(batch.weights), 1)
+        loss_tokens = jnp.sum(batch.weights)
+        count = jnp.maximum(loss_tokens, 1)
         if any(getattr(config.model, name, 0) for name in ("dropout", "router_jitter")):
             batch = batch._replace(noise=step_noise(config, state.step))
         sums, grads = gradients(state.params, batch)
@@ -93,7 +94,7 @@ def make_step(
 
             loss, good, guard = sums["nll"] / count, jnp.array(True), state.guard
             if run.skip_bad_steps:
-                good, guard = judge(state.guard, loss, grad_norm, run.spike_score)
+                good, guard = judge(state.guard, loss, grad_norm, loss_tokens, run.spike_score)
                 params, opt_state = _if_good(good, update, params, opt_state)
             else:
                 params, opt_state = update(params, opt_state)
@@ -103,7 +104,7 @@ def make_step(
         if run.skip_bad_steps:
             wrong = ~jnp.isfinite(jnp.stack(squares))
             others |= {"skipped": ~good, "nonfinite_gradients": wrong}
-        metrics = StepMetrics(loss, grad_norm, tokens, count, others, by_layer)
+        metrics = StepMetrics(loss, grad_norm, tokens, loss_tokens, others, by_layer)
         return TrainState(state.step + 1, params, opt_state, guard), metrics
 
     return step
@@ -117,12 +118,14 @@ def init_guard() -> Guard:
 
 
 def judge(
-    guard: Guard, loss: jax.Array, grad_norm: jax.Array, spike_score: float
+    guard: Guard, loss: jax.Array, grad_norm: jax.Array, loss_tokens: jax.Array, spike_score: float
 ) -> tuple[jax.Array, Guard]:
     """Whether a step is good: its loss and gradient norm are finite and no spikes; and the guard
     after it. Both are numbers of the whole batch, so that every rank judges alike.
 
     Args:
+      loss_tokens: without any, loss and gradient are 0: such a step is good, and no measure of
+        others.
       spike_score: of the distance above the median of the last good steps, in robust standard
         deviations, 1.4826 times the median distance from it; 0 sees no spikes.
     """
@@ -144,7 +147,8 @@ def judge(
         guard.grad_norms.at[place].set(grad_norm),
         guard.good + 1,
     )
-    return good, jax.tree.map(lambda new, old: jnp.where(good, new, old), after, guard)
+    kept = good & (loss_tokens > 0)
+    return good, jax.tree.map(lambda new, old: jnp.where(kept, new, old), after, guard)
 
 
 def _if_good(good: jax.Array, update: Callable, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:

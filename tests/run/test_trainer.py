@@ -229,6 +229,33 @@ def test_a_transfer_in_the_loop_is_refused(opened, tmp_path, transfer, refused):
         trainer.fit(ready, trackers=())
 
 
+def test_a_step_without_a_token_that_counts_has_no_loss(opened, tmp_path, caplog):
+    """It is no step of loss 0, and the run says once how to mend it; nor is an evaluation."""
+
+    def step(state, batch):
+        state, out = count(state, batch)
+        return state, out._replace(**dict.fromkeys(("loss", "grad_norm", "loss_tokens"), 0.0))
+
+    engine = dataclasses.replace(opened.engine, evaluate=lambda *_: (0.0, 0.0, 0.0))
+    run = dataclasses.replace(opened.config.run, steps=2)
+    ready = dataclasses.replace(
+        opened,
+        config=dataclasses.replace(opened.config, run=run),
+        engine=engine,
+        workdir=tmp_path,
+        checkpoints=Checkpoints(tmp_path / "checkpoints", report=lambda line: None),
+        step=step,
+    )
+    caplog.set_level("INFO", "jaxscale")
+    _, summary = trainer.fit(ready, trackers=())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["loss"], line["loss_tokens"]) for line in lines[:2]] == [(None, 0)] * 2
+    assert lines[2]["eval_loss"] is None is summary["loss"]
+    assert caplog.text.count("warning: in step 1 no token has loss; raise data.seq_len") == 1
+    assert "step 2/2 | loss n/a |" in caplog.text
+    assert "eval loss n/a: no token has loss; raise data.seq_len" in caplog.text
+
+
 def test_every_process_traces_into_a_folder_of_its_own(monkeypatch, tmp_path):
     """Their files have the names of their hosts."""
     traced = []

@@ -43,6 +43,13 @@ def test_a_number_that_is_not_finite_on_one_rank_stops_the_update_of_all():
     for left, right in zip(jax.tree.leaves(good.params), jax.tree.leaves(expected.params)):
         np.testing.assert_allclose(left, right, rtol=1e-12)
     assert (bool(out.others["skipped"]), int(good.guard.good)) == (False, 1)
+    # Without a token that counts a step is no measure of others.
+    expected = bits(good.guard)
+    empty, out = step(good, batch._replace(weights=0 * batch.weights))
+    assert bits(empty.guard) == expected
+    numbers = (out.loss, out.loss_tokens, out.others["skipped"])
+    assert [float(number) for number in numbers] == [0, 0, 0]
+    assert int(empty.step) == 2
     down = np.array(given.params["layers"]["mlp"]["down"])
     down[..., -1] = np.nan  # the last rank's, of fsdp
     layers = given.params["layers"]
@@ -66,7 +73,7 @@ def test_a_number_that_is_not_finite_on_one_rank_stops_the_update_of_all():
 
 @pytest.mark.parametrize("place", ["loss", "grad_norm"])
 def test_a_spike_is_seen_against_the_median_of_good_steps(place):
-    judged = jax.jit(judge, static_argnums=3)
+    judged = jax.jit(judge, static_argnums=4)
     guard, rng = init_guard(), np.random.default_rng(0)
     # A step is given its state to reuse, which no two arrays may share.
     guard = jax.jit(lambda guard: guard, donate_argnums=0)(guard)
@@ -75,11 +82,12 @@ def test_a_spike_is_seen_against_the_median_of_good_steps(place):
         spike = number in (LEAST - 1, LEAST + 9, WINDOW + 20)
         if spike:
             values[place] += 5
-        good, guard = judged(guard, *(jnp.float32(values[n]) for n in ("loss", "grad_norm")), 8.0)
+        numbers = [jnp.float32(values[name]) for name in ("loss", "grad_norm")]
+        good, guard = judged(guard, *numbers, jnp.float32(9), 8.0)
         # The first is too early to tell.
         assert bool(good) == (not spike or number < LEAST)
     assert int(guard.good) == WINDOW + 38
     for value in (jnp.nan, jnp.inf):
-        good, same = judged(guard, jnp.float32(value), jnp.float32(1), 0.0)
+        good, same = judged(guard, *map(jnp.float32, (value, 1, 9)), 0.0)
         assert not good
         assert bits(same) == bits(guard)

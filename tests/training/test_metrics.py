@@ -263,8 +263,11 @@ def test_progress_line_never_guesses() -> None:
 
 
 def test_progress_line_of_an_evaluation() -> None:
-    assert metrics.evaluation_line(7, 100, "", 2.5) == "step   7/100 | eval loss 2.5000"
-    assert metrics.evaluation_line(7, 100, "code", 2.5) == "step   7/100 | eval loss code 2.5000"
+    line, bits = metrics.evaluation_line, " | 1.250 bits per byte"
+    assert line(7, 100, "", 2.5, 1.25) == f"step   7/100 | eval loss 2.5000{bits}"
+    assert line(7, 100, "code", 2.5, 1.25) == f"step   7/100 | eval loss code 2.5000{bits}"
+    said = line(7, 100, "code", None, 0.0)
+    assert said.startswith("step   7/100 | eval loss code n/a: no token has loss; raise data.seq_l")
 
 
 def test_utilisation() -> None:
