@@ -132,7 +132,10 @@ def _parser() -> argparse.ArgumentParser:
         help="how long a run at an address that is asked to stop waits for its uploads; default 30",
     )
     parser.add_argument(
-        "--json", metavar="FILE", type=pathlib.Path, help="write the summary of the run there too"
+        "--json",
+        metavar="FILE",
+        type=pathlib.Path,
+        help="write the summary of the run there too; of one that stops, what it has so far",
     )
     launcher.add_process_flags(parser)
     return parser
@@ -154,6 +157,12 @@ def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:
             f"{workdir / 'checkpoints'} is a file, where the run's checkpoints go; move it, or "
             "give another --workdir"
         )
+    for flag, given in (("--json", options.json), ("--profile", options.profile)):
+        if options.describe and given:
+            raise ValueError(
+                f"{flag} is for a run, and --describe stops before there is one; leave one of them "
+                "out"
+            )
     for name in {"wandb", "mlflow"} & set(options.trackers):
         if importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -188,12 +197,9 @@ def _train(
 ) -> int:
     phases.enter_phase("importing JAX")
     # JAX is imported only now, so that a typo is refused at once.
-    import jax  # noqa: PLC0415
-
     from jaxscale.run import trainer  # noqa: PLC0415
     from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
     from jaxscale.run.saves import SaveError  # noqa: PLC0415
-    from jaxscale.training.metrics import null_where_not_finite  # noqa: PLC0415
 
     with command_line.refusals():
         keep_compiled_programs()
@@ -216,6 +222,7 @@ def _train(
     if ready is None:
         if left := not_uploaded():
             command_line.refuse(left, status=1)
+        _write_json(options.json, None, workdir)
         return 0
     try:
         state, summary = trainer.fit(
@@ -223,6 +230,7 @@ def _train(
         )
     except trainer.Stopped as stopped:
         log.info(f"{stopped}; the same command resumes from there")
+        _write_json(options.json, stopped.summary, workdir)
         if left := not_uploaded():
             log.warning(f"warning: {left}")
         return signals.STOPPED
@@ -231,12 +239,7 @@ def _train(
         command_line.refuse(f"{error}; {left}" if left else str(error), status=1)
     if left := not_uploaded():
         command_line.refuse(left, status=1)
-    if options.json and jax.process_index() == 0:
-        try:
-            text = json.dumps(null_where_not_finite(summary), indent=2)
-            options.json.write_text(f"{text}\n")
-        except OSError as error:
-            log.warning(f"warning: --json {options.json} cannot be written ({error.strerror})")
+    _write_json(options.json, summary, workdir)
     # All draw it together: one that was asked to stop must not leave the others waiting.
     if requests := [*filter(None, processes.all_reports("stop", signals.requested()))]:
         log.info(f"{requests[0]}: {signals.COMPLETE}; no sample is drawn")
@@ -248,6 +251,30 @@ def _train(
     where = store.address if store else workdir
     log.info(_next_steps(same, where, ready.config, options.trackers))
     return 0
+
+
+def _write_json(
+    file: pathlib.Path | None, summary: dict[str, Any] | None, workdir: pathlib.Path
+) -> None:
+    """Writes the summary to --json, once in all processes; one that cannot be written is a warning.
+
+    Args:
+      summary: None where the run was complete before: then the one in its folder.
+    """
+    from jaxscale.training.metrics import SUMMARY, null_where_not_finite  # noqa: PLC0415
+
+    if not file or not processes.first_of_all():
+        return
+    try:
+        if summary is None:
+            text = (workdir / SUMMARY).read_text()
+        else:
+            text = json.dumps(null_where_not_finite(summary), indent=2) + "\n"
+        file.write_text(text)
+    except OSError as error:
+        log.warning(
+            f"warning: --json {file} is not written ({error.filename or file}: {error.strerror})"
+        )
 
 
 def _show_sample(trainer: Any, params: Any) -> None:

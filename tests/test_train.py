@@ -125,7 +125,7 @@ def test_the_rate_that_is_written_is_that_of_the_steps_own_update(whole):
     assert len(set(written)) > 3
 
 
-def test_a_finished_run_has_nothing_to_do(whole, capsys):
+def test_a_finished_run_has_nothing_to_do(whole, capsys, tmp_path):
     from jaxscale import train as command  # noqa: PLC0415
 
     workdir, _ = whole
@@ -137,10 +137,12 @@ def test_a_finished_run_has_nothing_to_do(whole, capsys):
                 str(workdir),
                 "--config.run.steps=6",
                 "--config.run.eval_batches=3",
+                f"--json={tmp_path / 'again.json'}",
             ]
         )
         == 0
     )
+    assert (tmp_path / "again.json").read_text() == (workdir / "summary.json").read_text()
     said = capsys.readouterr().out
     assert "nothing to do: run.steps = 6" in said
     assert "changed since: run.eval_batches = " in said
@@ -157,6 +159,7 @@ def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):
         str(tmp_path),
         "--config.run.steps=6",
         "--config.run.eval_every=3",
+        f"--json={tmp_path / 'out.json'}",
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout
@@ -168,7 +171,9 @@ def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):
     # The six steps may all be done before the signal arrives; then there is nothing to continue.
     assert process.returncode in (128 + signal.SIGTERM, 0)
     if process.returncode:
-        assert "SIGTERM: stopped after step" in rest
+        so_far = json.loads((tmp_path / "out.json").read_text())
+        assert f"SIGTERM: stopped after step {so_far['step']}" in rest
+        assert so_far["loss"] == records(tmp_path)[-1]["loss"]
         done = train(
             *TINY, "--workdir", tmp_path, "--config.run.steps=6", "--config.run.eval_every=3"
         )
@@ -185,6 +190,8 @@ def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):
         (["--config", "configs/tiny.py", "--config.model.num_layer=3"], "model.num_layers"),
         (["--config", "configs/tiny.py", "--config.modle.num_layers=3"], "did you mean"),
         (["--config", "configs/tiny.py", "--profile", "3"], "FIRST:LAST"),
+        (["--config=tiny", "--describe", "--json=x.json"], "--json is for a run, and --describe"),
+        (["--config=tiny", "--describe", "--profile=2:3"], "--profile is for a run"),
         (["--config", "configs/tiny.py", "--trackers", "tensorbord"], "tensorboard"),
         (["--config", "configs/tiny.py", "--trackers", "none,tensorboard"], "write none alone"),
         (["--config", "configs/tiny.py", "--trackers", "tensorboard,none"], "write none alone"),

@@ -164,21 +164,25 @@ class Recorder:
 
     def finish(self) -> dict[str, Any]:
         """Writes summary.json and loss.png, and returns the summary."""
+        summary = self.summary()
+        self.metrics.finish(summary)
+        log.info(time_line(summary["seconds_by_cause"], self._account.attempts))
+        return summary
+
+    def summary(self) -> dict[str, Any]:
+        """Of the run up to its last step, with the evaluation after that step if there was one."""
         self.flush()
-        seconds = time.monotonic() - self.started
-        causes = self._account.seconds()
-        summary = {
+        step, causes = self._last.get("step", self.begin), self._account.seconds()
+        return {
+            "step": step,
             **self._last,
-            **self._evaluation,
+            **(self._evaluation if self._evaluation.get("step") == step else {}),
             **self._profile,
-            "seconds": seconds,
+            "seconds": time.monotonic() - self.started,
             "seconds_by_cause": causes,
             "goodput": goodput_share(causes),
             "attempts": self._account.attempts,
         }
-        self.metrics.finish(summary)
-        log.info(time_line(causes, self._account.attempts))
-        return summary
 
     def close(self) -> None:
         """Closes the files; call it after a failure, too."""

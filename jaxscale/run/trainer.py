@@ -77,7 +77,16 @@ Step = Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]
 
 
 class Stopped(Exception):  # noqa: N818 - a stop that was asked for is no error
-    """A signal, or the end of `run.max_hours`, ended the run early, after a checkpoint."""
+    """A signal, or the end of `run.max_hours`, ended the run early, after a checkpoint.
+
+    Args:
+      said: what asked for it, and after which step.
+      summary: of the run so far.
+    """
+
+    def __init__(self, said: str, summary: dict[str, Any]) -> None:
+        super().__init__(said)
+        self.summary = summary
 
 
 @dataclass(frozen=True)
@@ -401,7 +410,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
         recorder.flush()
         saves.finish(step, state)
         done = f"after step {step}, saved" if step else "before the first step"
-        raise Stopped(f"{request}: stopped {done}")
+        raise Stopped(f"{request}: stopped {done}", recorder.summary())
 
     with (
         contextlib.closing(stream),
