@@ -59,6 +59,7 @@ class Chip:
     torus_axes: int = 0
     torus_bytes_per_second: float = 0.0  # along one axis, both directions together
     pod_shape: tuple[int, ...] = ()  # the largest torus
+    wrap_shape: tuple[int, ...] = ()  # the smallest slice that is a torus: `Cluster.wraps`
     network_bytes_per_second: float = 0.0  # beyond node or pod
     network_latency_seconds: float = 0.0
     tdp_watts: float = 0.0
@@ -116,7 +117,7 @@ def read_chips(path: str | pathlib.Path) -> tuple[Chip, ...]:
     path = pathlib.Path(path)
     rows = _json_rows(path) if path.suffix == ".json" else _csv_rows(path)
     for row in rows:
-        unknown = sorted(set(row) - {*_TEXTS, *_COUNTS, *_SCALES, "device_kinds", "pod_shape"})
+        unknown = sorted(set(row) - {*_TEXTS, *_COUNTS, *_SCALES, *_SHAPES, "device_kinds"})
         missing = [name for name in _NEEDED if not row.get(name)]
         if unknown or missing:
             which = f"column {unknown[0]!r} is not known" if unknown else f"no {missing[0]!r}"
@@ -174,6 +175,7 @@ _SCALES = {  # column -> field, and its unit
     "system_w": ("system_watts", 1.0),
     "usd_per_hour": ("usd_per_hour", 1.0),
 }
+_SHAPES = ("pod_shape", "wrap_shape")
 _FRACTIONS = ("matmul_fraction", "memory_fraction")
 _ABOVE_ZERO = (*_NEEDED, *_FRACTIONS, "package_devices", "node_devices")
 """What every device has: of other columns 0 is what it does not have."""
@@ -189,11 +191,21 @@ def _chip(row: dict[str, str]) -> Chip:
     fields["year"] = fields.get("year", 0)
     fields["node_mesh"] = bool(fields.get("node_mesh"))
     fields["device_kinds"] = tuple(filter(None, given.get("device_kinds", "").split("|")))
-    pod = given.get("pod_shape", "")
-    if pod and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", pod, re.ASCII):
-        raise ValueError(f"pod_shape = {pod!r} is not the sides of a torus, such as 16x16x16")
-    fields["pod_shape"] = tuple(map(int, filter(None, pod.split("x"))))
+    axes = fields.get("torus_axes", 0)
+    fields |= {name: _sides(name, given.get(name, ""), axes) for name in _SHAPES}
     return Chip(**fields)
+
+
+def _sides(name: str, text: str, axes: int) -> tuple[int, ...]:
+    """The sides of a torus.
+
+    Raises:
+      ValueError: they are none, or not as many as the torus has axes.
+    """
+    if text and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text, re.ASCII):
+        raise ValueError(f"{name} = {text!r} is not the sides of a torus, such as 16x16x16")
+    sides = tuple(map(int, filter(None, text.split("x"))))
+    return sides
 
 
 def _figure(name: str, text: str, kind: type) -> Any:

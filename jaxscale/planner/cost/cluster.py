@@ -57,6 +57,22 @@ class Cluster:
         return peaks[matmul]
 
     @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Of each side of a slice, whether its ends are joined, so that it has two directions.
+
+        On a torus of three axes optical switches join the faces of cubes (arXiv 2208.10041): all
+        sides wrap where each is a multiple of the cube's, or else none; 2 x 2 x 4 has none. The
+        wires of two axes are fixed: a side wraps where it is as long as the pod, as the longer one
+        of 8 x 16 does on v5e (jax-ml.github.io/scaling-book/tpus, "TPU Networking"). Of a side of
+        2 the second way would be the same link.
+        """
+        pairs = list(zip(self.torus, sorted(self.chip.wrap_shape), strict=True))
+        whole = tuple(side % least == 0 and side > 2 for side, least in pairs)
+        if self.chip.torus_axes == 3:
+            return (all(whole),) * len(whole)
+        return whole
+
+    @property
     def node_devices(self) -> int:
         """Devices of the largest domain below the network: a node, a rack or a pod slice."""
         if self.torus:
@@ -140,7 +156,7 @@ def find_device(name: str) -> Chip:
 
 
 def _torus(chip: Chip, num_devices: int, torus: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The shape of a pod slice: as close to a cube as possible."""
+    """The shape of a pod slice: of whole cubes if it can be, and as close to one as possible."""
     if not chip.torus_axes:
         if torus:
             raise ValueError(f"{chip.name} devices are not on a torus; leave out torus = {torus}")
@@ -161,8 +177,9 @@ def _torus(chip: Chip, num_devices: int, torus: tuple[int, ...] | None) -> tuple
                 "give the slice, as torus=(16, 16)"
             )
         devices //= 2
-    sides = [1] * chip.torus_axes
-    for factor in sorted(_primes(devices), reverse=True):
+    cubes = devices % math.prod(chip.wrap_shape) == 0
+    sides = list(chip.wrap_shape) if cubes else [1] * chip.torus_axes
+    for factor in sorted(_primes(devices // math.prod(sides)), reverse=True):
         sides[sides.index(min(sides))] *= factor
     return tuple(sorted(sides))
 

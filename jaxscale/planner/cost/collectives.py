@@ -122,7 +122,7 @@ def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, L
     """Assigns the axes of the torus to the mesh axes, fastest mesh axis first.
 
     A mesh axis takes whole torus axes where it can, and each one adds bandwidth. A part of a torus
-    axis has no wrap-around link.
+    axis has no wrap-around link, nor has a whole one of a slice that is no torus.
     """
     torus, network = cluster.tiers[-2], cluster.tiers[-1]
     left = {n: np.asarray(float(side)) for n, side in enumerate(cluster.torus)}
@@ -136,9 +136,9 @@ def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, L
                 here = np.gcd(rest.astype(int), left[n].astype(int)).astype(float)
                 here = np.where((here == left[n]) | (not exact), here, 1.0)
                 taken = here > 1
-                share = np.where(here == side, 1.0, LINE)
-                rate = rate + taken * share * torus.bytes_per_second
-                hops = hops + taken * np.where(here == side, here / 2, here - 1)
+                ring = (here == side) & cluster.wraps[n]
+                rate = rate + taken * np.where(ring, 1.0, LINE) * torus.bytes_per_second
+                hops = hops + taken * np.where(ring, here / 2, here - 1)
                 members, rest, left[n] = members * here, rest / here, left[n] / here
         latency = hops * torus.latency_seconds
         rate = np.where(rate > 0, rate, torus.bytes_per_second)

@@ -72,6 +72,32 @@ def test_a_slice_is_as_near_to_a_cube_as_can_be():
     assert make_cluster("v5e", 1024).node_devices == 256
 
 
+@pytest.mark.parametrize(
+    ("name", "devices", "torus", "wraps"),
+    [
+        ("v5p", 4, (1, 2, 2), "---"),
+        ("v5p", 32, (2, 4, 4), "---"),  # switches join whole cubes only
+        ("v5p", 64, (4, 4, 4), "ooo"),
+        ("v5p", 128, (4, 4, 8), "ooo"),
+        ("v4", 192, (4, 4, 12), "ooo"),
+        ("TPUv7-Ironwood", 64, (4, 4, 4), "---"),  # 4 x 4 x 2 chips
+        ("TPUv7-Ironwood", 128, (4, 4, 8), "ooo"),
+        ("v5e", 8, (2, 4), "--"),
+        ("v5e", 128, (8, 16), "-o"),
+        ("v6e", 256, (16, 16), "oo"),
+        ("v6e", 512, (16, 16), "oo"),
+        ("v3", 64, (8, 8), "--"),
+        ("v3", 2048, (32, 64), "oo"),
+    ],
+)
+def test_a_small_slice_is_no_torus(name, devices, torus, wraps):
+    """Google's slices: jax-ml.github.io/scaling-book/tpus."""
+    one = make_cluster(name, devices)
+    assert one.torus == torus
+    assert one.wraps == tuple(mark == "o" for mark in wraps)
+    assert one.wraps == make_cluster(name, devices, torus=torus[::-1]).wraps
+
+
 def test_a_users_device_comes_from_a_file(tmp_path):
     columns = {
         "name": "mine",

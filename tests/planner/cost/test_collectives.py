@@ -104,6 +104,21 @@ def test_the_axes_of_a_torus_add_up_and_a_part_of_one_has_no_way_round():
     assert part == pytest.approx(3 / 4 * size / 90e9, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("name", "devices", "rate"),
+    [
+        ("v5p", 64, 3 * 180e9),
+        ("v5p", 32, 3 * 90e9),
+        ("v5p", 4, 2 * 90e9),  # one link in each of two directions
+        ("v5e", 16, 2 * 45e9),
+        ("v5e", 128, 45e9 + 90e9),
+    ],
+)
+def test_a_side_without_a_way_round_has_half_of_its_links(name, devices, rate):
+    seconds = collectives.gather_seconds(levels(name, devices, "fsdp", fsdp=devices), 1e10)
+    assert seconds == pytest.approx((1 - 1 / devices) * 1e10 / rate, rel=0.01)
+
+
 def test_slices_of_a_pod_talk_over_the_network():
     inside = levels("v5e", 512, "data", data=2, fsdp=256)
     assert [float(level.members) for level in inside] == [1, 2]
