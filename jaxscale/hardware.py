@@ -111,8 +111,8 @@ def read_chips(path: str | pathlib.Path) -> tuple[Chip, ...]:
 
     Raises:
       ValueError: no such table; an unknown column or generation; one of name, generation,
-        bf16_tflops, memory_gb and memory_gb_per_second is missing; or a value is no figure of a
-        device. Names it.
+        bf16_tflops, memory_gb and memory_gb_per_second is missing; a value is no figure of a
+        device; or a torus has not as many sides as axes. Names it.
     """
     path = pathlib.Path(path)
     rows = _json_rows(path) if path.suffix == ".json" else _csv_rows(path)
@@ -205,6 +205,11 @@ def _sides(name: str, text: str, axes: int) -> tuple[int, ...]:
     if text and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text, re.ASCII):
         raise ValueError(f"{name} = {text!r} is not the sides of a torus, such as 16x16x16")
     sides = tuple(map(int, filter(None, text.split("x"))))
+    if len(sides) != axes:
+        raise ValueError(
+            f"{name} = {text!r} has {len(sides)} sides and torus_axes is {axes}; give both, and "
+            "one side for each axis"
+        )
     return sides
 
 

@@ -153,6 +153,9 @@ def test_every_column_is_read_in_its_unit(tmp_path, suffix):
         ("node_devices", "0", "'0' is not a whole number above 0"),
         ("matmul_fraction", "80", "'80' is not a number above 0 and at most 1"),
         ("pod_shape", "16x-16", "'16x-16' is not the sides of a torus"),
+        ("pod_shape", "", "'' has 0 sides and torus_axes is 2; give both"),
+        ("pod_shape", "16x16x16", "'16x16x16' has 3 sides and torus_axes is 2"),
+        ("wrap_shape", "", "'' has 0 sides and torus_axes is 2"),
     ],
 )
 def test_what_is_no_figure_of_a_device_is_refused(tmp_path, column, value, said):
