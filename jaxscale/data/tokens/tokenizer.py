@@ -430,9 +430,11 @@ def _from_sentencepiece(data: bytes, where: str, name: str) -> Tokenizer:
 
 
 def _find_boundary(known: Mapping[str, int], special: Mapping[str, int], where: str) -> int:
-    for name in BOUNDARIES:
-        if name in known:
-            return known[name]
+    # Special ones first: Gemma's vocabulary has "</s>" as a piece of text beside its "<eos>".
+    for names in (special, known):
+        for name in BOUNDARIES:
+            if name in names:
+                return names[name]
     raise ValueError(
         f"{where} has no token for the end of a document; it has the special tokens "
         f"{list(special)}, and one of {', '.join(BOUNDARIES)} is needed"

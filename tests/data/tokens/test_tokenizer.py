@@ -193,6 +193,14 @@ def test_byte_fallback_counts_one_byte(tmp_path):
     check_round_trip(load_tokenizer(str(tmp_path / "t.json")), [" €", "€ €"])
 
 
+def test_a_special_token_ends_a_document_before_a_piece_of_text_does(tmp_path):
+    vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2, "</s>": 3}  # as in Gemma's, whose 212 is "</s>"
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.add_special_tokens(["<pad>", "<eos>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).boundary == 1
+
+
 def test_a_tokenizer_without_a_boundary_is_refused(tmp_path):
     path = word_level(tmp_path / "t.json", "<pad>")
     with pytest.raises(ValueError, match=r"t.json has no token .*\['<pad>'\].*<\|endoftext\|>"):
