@@ -53,7 +53,7 @@ from jaxscale.storage.differences import describe_difference
 from jaxscale.storage.tiers import LAST_SAVED, check_free, store_of
 from jaxscale.training.checkpoint import Checkpoints, NotFiniteError
 from jaxscale.training.engine import Engine, make_engine
-from jaxscale.training.learning_rate import with_schedule
+from jaxscale.training.learning_rate import early_end, with_schedule
 from jaxscale.training.step import StepMetrics, TrainState
 
 log = logging.getLogger("jaxscale")
@@ -151,6 +151,8 @@ def open_trainer(
     if not skip_memory_check:
         check_memory(engine)
     _check_local_room(run, engine, checkpoints)
+    if begin == 0 and (line := early_end(config)):
+        log.warning(f"warning: {line}")
     if begin > run.steps or (begin == run.steps and _is_finished(workdir, begin)):
         checkpoints.close()
         if uploads:

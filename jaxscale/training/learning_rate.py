@@ -80,6 +80,24 @@ def with_schedule(config: Config, saved: dict[str, dict]) -> Config:
     return dataclasses.replace(config, optimizer=optimizer)
 
 
+def early_end(config: Config) -> str:
+    """A line about a schedule that ends before a new run does, "" where it does not: a config.json
+    has the steps of the run that it was written for.
+
+    Args:
+      config: of a run without a checkpoint, its schedule settled.
+    """
+    optimizer, steps = config.optimizer, config.schedule_steps
+    if steps >= config.run.steps or optimizer.schedule == "constant":
+        return ""
+    last = schedule_of(optimizer, steps)(steps)
+    return (
+        f"optimizer.schedule_steps = {steps} is below run.steps = {config.run.steps}: from step "
+        f"{steps + 1} on the learning rate stays at {last:.3g}. Where the configuration is that of "
+        "an earlier run, --config.optimizer.schedule_steps=None spreads the schedule over run.steps"
+    )
+
+
 def rate_change(saved: dict[str, dict], config: Config, begin: int) -> str:
     """A line on what changed settings do to the learning rate of the next step, "" if none changed.
 

@@ -54,7 +54,9 @@ def test_a_run_that_is_resumed_for_longer_keeps_its_schedule_and_counts_its_toke
     short_run(first, *given, "run.steps=2")
     resumed, state = short_run(first, *given, "run.steps=4", profile=range(1, 3))
     assert "of --profile 1:2, the steps up to 2 were trained before" in caplog.text
+    assert "schedule_steps" not in caplog.text, "its checkpoint has said it"
     expected, last = short_run(straight, *given, "run.steps=4", "optimizer.schedule_steps=2")
+    assert "warning: optimizer.schedule_steps = 2 is below run.steps = 4" in caplog.text
     same = ("step", "loss", "grad_norm", "learning_rate", "examples")
     assert [[line[key] for key in same] for line in resumed] == [
         [line[key] for key in same] for line in expected

@@ -12,7 +12,7 @@ from jaxscale import train
 from jaxscale.config import from_dict, to_dict
 from jaxscale.optimizer_config import SCHEDULES
 from jaxscale.training import learning_rate
-from jaxscale.training.learning_rate import rate_change, schedule_of, with_schedule
+from jaxscale.training.learning_rate import early_end, rate_change, schedule_of, with_schedule
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -82,6 +82,17 @@ def test_a_checkpoint_from_before_the_setting_has_the_schedule_of_its_steps():
 def test_the_setting_survives_a_second_resume():
     once = resumed(saved())
     assert resumed(to_dict(once)).optimizer.schedule_steps == 100
+
+
+def test_a_new_run_is_told_that_its_schedule_ends_before_it_does():
+    """As with the config.json of a shorter run."""
+    shorter, run = {"schedule_steps": 5}, {"steps": 12}
+    said = early_end(with_schedule(from_dict({"optimizer": shorter, "run": run}), {}))
+    assert said.startswith("optimizer.schedule_steps = 5 is below run.steps = 12: from step 6 on")
+    assert "stays at 0.0001. Where" in said
+    assert "--config.optimizer.schedule_steps=None spreads" in said
+    for optimizer in ({}, {"schedule_steps": 12}, shorter | {"schedule": "constant"}):
+        assert not early_end(with_schedule(from_dict({"optimizer": optimizer, "run": run}), {}))
 
 
 @pytest.mark.parametrize(
