@@ -88,6 +88,16 @@ def folder_of(text: str) -> pathlib.Path:
     return local_tier(text) if is_remote(text) else pathlib.Path(text)
 
 
+def default_folder(config: str) -> pathlib.Path:
+    """Where a run goes that is given a --config and no --workdir.
+
+    >>> default_folder("configs/tiny.py"), default_folder("runs/one/config.json")
+    (PosixPath('runs/tiny'), PosixPath('runs/one'))
+    """
+    path = pathlib.Path(config)
+    return path.parent if path.suffix == ".json" else pathlib.Path("runs") / path.stem
+
+
 def load_config(
     workdir: pathlib.Path, overrides: Sequence[str] = (), *, trust_foreign: bool = False
 ) -> Config:

@@ -43,7 +43,10 @@ PASSED_ON = (
 
 MOST_WAIT_SECONDS = 60.0
 HEALTHY_SECONDS = 600.0
-"""An attempt of a command without --workdir that lasted this long made progress."""
+"""An attempt of a command whose folder is not known that lasted this long made progress."""
+
+TRAIN = "jaxscale.train"
+"""The command whose folder is known without --workdir."""
 
 TAIL_LINES = 20
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -280,13 +283,22 @@ def _layout(text: str) -> list[str]:
 
 
 def _workdir(command: Sequence[str]) -> pathlib.Path | None:
-    """What the command has after --workdir."""
+    """What the command has after --workdir, else where `train` keeps a run of its --config."""
+    if text := _given("--workdir", command):
+        return run_folder.folder_of(text)
+    config = _given("--config", command) if TRAIN in command else ""
+    return run_folder.default_folder(config) if config else None
+
+
+def _given(flag: str, command: Sequence[str]) -> str:
+    """What the command has after a flag, the last time it is there; "" without it."""
+    found = ""
     for word, following in zip(command, [*command[1:], ""]):
-        if word.startswith("--workdir="):
-            return run_folder.folder_of(word.partition("=")[2])
-        if word == "--workdir":
-            return run_folder.folder_of(following)
-    return None
+        if word == flag:
+            found = following
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
 
 
 def _end_with_parent(parent: int) -> None:
@@ -312,7 +324,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         type=pathlib.Path,
         help="a JSON object a line for each attempt that did not succeed; by default "
-        "incidents.jsonl in the command's --workdir",
+        "incidents.jsonl in the run's folder",
     )
     add(
         "--failures",

@@ -46,7 +46,7 @@ def _main(argv: Sequence[str]) -> int:
                 f"--profile: step {options.profile[-1]} is beyond run.steps = {config.run.steps}"
             )
         place = launcher.find_processes(options)
-    workdir = options.workdir or _default_workdir(pathlib.Path(options.config))
+    workdir = options.workdir or run_folder.default_folder(options.config)
     with command_line.refusals():
         _check_outputs(options, workdir)
     command_line.log_to_stdout()
@@ -172,10 +172,6 @@ def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:
         raise ValueError(
             "--trackers mlflow needs a server: set MLFLOW_TRACKING_URI, such as http://HOST:5000"
         )
-
-
-def _default_workdir(config: pathlib.Path) -> pathlib.Path:
-    return config.parent if config.suffix == ".json" else pathlib.Path("runs") / config.stem
 
 
 def _describe(config: configs.Config) -> int:

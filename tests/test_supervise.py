@@ -169,3 +169,11 @@ def test_the_folder_of_a_command_is_found():
     assert supervise._workdir(["a", "--workdir", "x"]) == pathlib.Path("x")
     assert supervise._workdir(["a", "--workdir=y"]) == pathlib.Path("y")
     assert supervise._workdir(["a"]) is None
+    # That of `train` where it is given none; of another command nobody knows it.
+    train = ["srun", "--nodes=2", "python", "-m", "jaxscale.train"]
+    assert supervise._workdir([*train, "--config", "tiny"]) == pathlib.Path("runs/tiny")
+    assert supervise._workdir([*train, "--config=x/config.json"]) == pathlib.Path("x")
+    given = ["--config=tiny", "--config.run.steps=3", "--workdir=y"]
+    assert supervise._workdir([*train, *given]) == pathlib.Path("y")
+    assert supervise._workdir([*train, "--config.run.steps=3"]) is None
+    assert supervise._workdir(["a", "--config=tiny"]) is None
