@@ -243,9 +243,15 @@ def fit(
       FloatingPointError: the loss, the gradient norm or the state to be saved is not finite.
       SaveError: the last state could not be saved, or nothing can be written at the start.
       Stopped: by one of `signals.SIGNALS`, after a checkpoint.
-      ValueError: `trainer` is none.
+      ValueError: `trainer` is none, or was used before; `trackers` is no tuple of names.
     """
     check_kind("trainer", trainer, Trainer, TRAINER_ADVICE)
+    if isinstance(trackers, str):
+        raise ValueError(
+            f"trackers = {trackers!r} is one text; pass a tuple of names, ({trackers!r},)"
+        )
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(trainer.state)):
+        raise ValueError("this trainer's state was used by an earlier fit; call open_trainer again")
     if profile and profile[0] <= trainer.begin:
         log.warning(
             f"warning: of --profile {profile[0]}:{profile[-1]}, the steps up to {trainer.begin} "

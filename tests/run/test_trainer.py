@@ -35,11 +35,14 @@ SMALL = (
 )
 
 
-def short_run(workdir, *overrides, profile=range(0)):
+def short_run(workdir, *overrides, profile=range(0), again=False):
     """The records of a run of the smallest model, and its last state."""
     ready = trainer.open_trainer(load("configs/tiny.py", [*SMALL, *overrides]), workdir)
     assert ready
     state, _ = trainer.fit(ready, trackers=(), profile=profile)
+    if again:
+        with pytest.raises(ValueError, match="used by an earlier fit; call open_trainer again"):
+            trainer.fit(ready, trackers=())
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return records, jax.tree.map(np.asarray, state)
 
@@ -51,7 +54,7 @@ def test_a_run_that_is_resumed_for_longer_keeps_its_schedule_and_counts_its_toke
     look at the examples counts. Steps that were trained before cannot be traced."""
     first, straight = tmp_path / "first", tmp_path / "straight"
     given = ["data.objective=prefix", "model.family=gpt", "model.max_seq_len=32"]
-    short_run(first, *given, "run.steps=2")
+    short_run(first, *given, "run.steps=2", again=True)
     resumed, state = short_run(first, *given, "run.steps=4", profile=range(1, 3))
     assert "of --profile 1:2, the steps up to 2 were trained before" in caplog.text
     assert "schedule_steps" not in caplog.text, "its checkpoint has said it"
@@ -144,6 +147,10 @@ def opened(tmp_path_factory):
         (
             lambda run: jaxscale.fit(run.config),
             "trainer is of type Config; pass what .*open_trainer",
+        ),
+        (
+            lambda run: jaxscale.fit(run, trackers="tensorboard"),
+            r"trackers = 'tensorboard' is one text; pass a tuple of names, \('tensorboard',\)",
         ),
         (lambda run: jaxscale.open_trainer("tiny", "x"), "config is of type str; pass what .*load"),
         (lambda run: jaxscale.open_engine("tiny"), "config is of type str"),
