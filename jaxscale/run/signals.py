@@ -9,6 +9,7 @@ only when the compiler returns, perhaps minutes later, so each signal is also wr
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import signal
 import sys
@@ -55,6 +56,16 @@ _interruptible = False
 _limit = ""  # what set the alarm, or sent it
 
 
+class _Deadline(threading.local):
+    """Of a run in a thread that gets no signals, as one of a notebook: it has to look."""
+
+    at = math.inf  # of `time.monotonic()`
+    said = ""
+
+
+_deadline = _Deadline()
+
+
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
     """Notes requests to stop, and ends the process at once unless they are `held`.
@@ -89,15 +100,19 @@ def listening() -> Iterator[None]:
         signal.set_wakeup_fd(wakeup)
         os.close(writing)
         thread.join()
-        _listening = False
+        _listening, _first = False, 0  # a run in another thread was not asked
 
 
 def limit(hours: float, since: float) -> None:
-    """Asks to stop `hours` after `since`, of `time.monotonic()`; 0 is never."""
+    """Asks to stop `hours` after `since`, of `time.monotonic()`; 0 is never. Where nothing is
+    `listening`, the calling thread alone is asked."""
     global _limit
+    end, said = since + 3600 * hours, f"run.max_hours = {hours:g}"
+    alone = hours and not _listening
+    _deadline.at, _deadline.said = end if alone else math.inf, said
     if hours and _listening:
-        _limit = f"run.max_hours = {hours:g}"
-        left = since + 3600 * hours - time.monotonic()
+        _limit = said
+        left = end - time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, min(max(left, 1e-3), LONGEST_TIMER_SECONDS))
 
 
@@ -111,7 +126,9 @@ def ask(reason: str) -> None:
 
 def requested() -> str:
     """What asked to stop, such as "SIGTERM"; "" when nothing did."""
-    return _name(_first) if _first else ""
+    if _first:
+        return _name(_first)
+    return _deadline.said if time.monotonic() >= _deadline.at else ""
 
 
 def hold() -> None:
@@ -136,7 +153,7 @@ def interruptible() -> Iterator[None]:
     global _interruptible
     _interruptible = processes.alone()
     try:
-        if _interruptible and _first:
+        if _interruptible and requested():
             raise Interrupted
         yield
     finally:

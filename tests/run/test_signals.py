@@ -192,6 +192,24 @@ def test_the_time_of_a_run_may_be_limited(ready):
     assert steps == []
 
 
+def test_the_time_of_a_run_may_be_limited_in_any_thread(ready):
+    """One that gets no signals looks at the clock, and the next run has a limit of its own."""
+    said = []
+
+    def run():
+        for hours in (1e-9, 0):
+            limited = dataclasses.replace(ready.config.run, max_hours=hours)
+            config = dataclasses.replace(ready.config, run=limited)
+            checkpoints = Checkpoints(ready.checkpoints.directory, report=lambda line: None)
+            said.append(fit(dataclasses.replace(ready, config=config, checkpoints=checkpoints)))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert said == [("run.max_hours = 1e-09: stopped before the first step", []), ("", [6])]
+    assert not signals.requested()
+
+
 def test_a_limit_longer_than_any_timer_takes_is_never_reached():
     with signals.listening():
         signals.limit(1e300, time.monotonic())
