@@ -102,7 +102,7 @@ def make_cluster(name: str, num_devices: int, **overrides: Any) -> Cluster:
 
     Raises:
       ValueError: an unknown device (the nearest is named) or field, a slice that does not fit, or
-        links whose rate is not known.
+        links that this many devices need and whose rate is not known.
     """
     if num_devices < 1:
         raise ValueError(f"{num_devices} devices; a cluster has at least 1")
@@ -120,7 +120,7 @@ def make_cluster(name: str, num_devices: int, **overrides: Any) -> Cluster:
     return Cluster(
         chip=chip,
         num_devices=num_devices,
-        tiers=_tiers(chip, slice_shape),
+        tiers=_tiers(chip, slice_shape, num_devices),
         torus=slice_shape,
         usd_per_hour=chip.usd_per_hour if price is None else price,
     )
@@ -194,7 +194,7 @@ def _primes(number: int) -> list[int]:
     return found
 
 
-def _tiers(chip: Chip, torus: tuple[int, ...]) -> tuple[Tier, ...]:
+def _tiers(chip: Chip, torus: tuple[int, ...], num_devices: int) -> tuple[Tier, ...]:
     tiers = []
     if chip.package_devices > 1:
         tiers.append(
@@ -215,10 +215,17 @@ def _tiers(chip: Chip, torus: tuple[int, ...]) -> tuple[Tier, ...]:
         )
     rate = NETWORK_OVER_NOMINAL * chip.network_bytes_per_second
     tiers.append(Tier("network", math.inf, rate, chip.network_latency_seconds))
-    for tier in tiers:
-        if not tier.bytes_per_second > 0:
-            raise ValueError(
-                f"{chip.name} has no rate of the links of a {tier.name}; give "
-                f"{tier.name}_gb_per_second in the file of the device"
-            )
-    return tuple(tiers)
+    nearer = (1, *(tier.devices for tier in tiers))
+    return tuple(_known(chip, *pair, num_devices) for pair in zip(tiers, nearer, strict=False))
+
+
+def _known(chip: Chip, tier: Tier, nearer: float, num_devices: int) -> Tier:
+    """The tier, if its rate is known or nothing crosses it: all devices are in the nearer one."""
+    if tier.bytes_per_second > 0:
+        return tier
+    if num_devices <= nearer:
+        return replace(tier, bytes_per_second=math.inf)
+    raise ValueError(
+        f"{chip.name} has no rate of the links of a {tier.name}, which {num_devices} devices need; "
+        f"give {tier.name}_gb_per_second in the file of the device"
+    )

@@ -6,8 +6,10 @@ import math
 import pytest
 
 from jaxscale import hardware
+from jaxscale.layout import MESH_AXES
 from jaxscale.planner.cost import kernels
 from jaxscale.planner.cost.cluster import find_device, make_cluster
+from jaxscale.planner.cost.collectives import collective_seconds
 
 
 @pytest.mark.parametrize(
@@ -31,8 +33,41 @@ def test_an_unknown_device_names_the_nearest_and_all():
 
 
 def test_links_of_unknown_rate_are_refused():
-    with pytest.raises(ValueError, match="no rate of the links of a network; give network_gb_per"):
-        make_cluster("h100", 1, network_bytes_per_second=0.0)
+    with pytest.raises(ValueError, match=r"of a network, which 16 devices need; give network_gb_p"):
+        make_cluster("h100", 16, network_bytes_per_second=0.0)
+    with pytest.raises(ValueError, match="of a torus, which 16 devices need; give torus_gb_p"):
+        make_cluster("v5e", 16, torus_bytes_per_second=0.0)
+    with pytest.raises(ValueError, match="of a node, which 8 devices need; give node_gb_p"):
+        unknown = {"node_bytes_per_second": 0.0, "node_bus_bytes_per_second": 0.0}
+        make_cluster("mi250x", 8, **unknown)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "fields"),
+    [
+        ("h100", 8, ["network_bytes_per_second"]),
+        (
+            "h100",
+            1,
+            ["network_bytes_per_second", "node_bus_bytes_per_second", "node_bytes_per_second"],
+        ),
+        (
+            "mi250x",
+            2,
+            ["network_bytes_per_second", "node_bus_bytes_per_second", "node_bytes_per_second"],
+        ),
+        ("v5e", 16, ["network_bytes_per_second"]),
+    ],
+)
+def test_links_that_nothing_crosses_need_no_rate(name, devices, fields):
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"fsdp": devices}
+    seconds = [
+        collective_seconds(make_cluster(name, devices, **given), sizes, kind, ("fsdp",), 1e9)
+        for given in ({}, dict.fromkeys(fields, 0.0))
+        for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    ]
+    assert seconds[:4] == seconds[4:]
+    assert all(map(math.isfinite, seconds))
 
 
 def test_what_a_cluster_cannot_change_is_refused():
@@ -102,6 +137,7 @@ def test_a_users_device_comes_from_a_file(tmp_path):
     columns = {
         "name": "mine",
         "generation": "sm90",
+        "cores": 100,
         "bf16_tflops": 500,
         "memory_gb": 64,
         "memory_gb_per_second": 2000,
