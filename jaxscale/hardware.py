@@ -111,8 +111,8 @@ def read_chips(path: str | pathlib.Path) -> tuple[Chip, ...]:
 
     Raises:
       ValueError: no such table; an unknown column or generation; one of name, generation,
-        bf16_tflops, memory_gb and memory_gb_per_second is missing; a value is no figure of a
-        device; or a torus has not as many sides as axes. Names it.
+        bf16_tflops, memory_gb and memory_gb_per_second is missing, or cores of a GPU; a value is
+        no figure of a device; or a torus has not as many sides as axes. Names it.
     """
     path = pathlib.Path(path)
     rows = _json_rows(path) if path.suffix == ".json" else _csv_rows(path)
@@ -191,6 +191,11 @@ def _chip(row: dict[str, str]) -> Chip:
     fields["year"] = fields.get("year", 0)
     fields["node_mesh"] = bool(fields.get("node_mesh"))
     fields["device_kinds"] = tuple(filter(None, given.get("device_kinds", "").split("|")))
+    if fields["generation"].startswith(("sm", "gfx")) and not fields.get("cores"):
+        raise ValueError(
+            "no 'cores', the multiprocessors or compute units of a GPU, over which matmuls of "
+            f"generation {fields['generation']!r} are spread"
+        )
     axes = fields.get("torus_axes", 0)
     fields |= {name: _sides(name, given.get(name, ""), axes) for name in _SHAPES}
     return Chip(**fields)

@@ -433,12 +433,17 @@ def _plan_json(one: Plan, tokens: float) -> dict[str, Any]:
         "tensor_bytes": _tensor_bytes(one),
         "memory": one.memory.at_peak,
         "host_bytes": one.host_bytes,
-        "watts": one.watts,
+        "watts": _known(one.watts),
         "run_seconds": float(run_cost.seconds),
-        "joules": float(run_cost.joules),
-        "usd": None if math.isnan(run_cost.usd) else float(run_cost.usd),
+        "joules": _known(run_cost.joules),
+        "usd": _known(run_cost.usd),
         "goodput": run_cost.goodput.fraction,
     }
+
+
+def _known(value: float) -> float | None:
+    """nan is not JSON."""
+    return None if math.isnan(value) else float(value)
 
 
 def _tensor_bytes(one: Plan) -> dict[str, float]:

@@ -163,9 +163,9 @@ def test_what_is_no_figure_of_a_device_is_refused(tmp_path, column, value, said)
     path.write_text(json.dumps(EVERY_COLUMN | {column: value}))
     with pytest.raises(ValueError, match=f"chip.json: {column} = {said}"):
         hardware.read_chips(path)
-    path.write_text(json.dumps(EVERY_COLUMN | {"cores": 0, "fp4_tflops": None}))
+    path.write_text(json.dumps(EVERY_COLUMN | {"fp8_tflops": 0, "fp4_tflops": None}))
     (chip,) = hardware.read_chips(path)
-    assert chip.cores == chip.fp4_flops_per_second == 0
+    assert chip.fp8_flops_per_second == chip.fp4_flops_per_second == 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -250,6 +251,36 @@ def test_a_function_and_a_command_neither_of_which_imports_jax():
         "--top",
         "1",
     )
+
+
+def test_a_device_of_ones_own_in_one_node(tmp_path, capsys):
+    """It needs no network; of unknown power and price it has no energy and no cost."""
+    device, numbers, page = (tmp_path / name for name in ("mine.json", "plan.json", "plan.html"))
+    columns = {
+        "name": "mine",
+        "generation": "sm90",
+        "cores": 132,
+        "bf16_tflops": 900,
+        "memory_gb": 80,
+        "memory_gb_per_second": 3000,
+        "node_devices": 8,
+        "node_gb_per_second": 450,
+    }
+    device.write_text(json.dumps(columns))
+    words = ["--config", "quickstart", "--hardware", str(device), "--devices", "8", "--top", "1"]
+    words += ["--pin", "pipeline=1", "remat=full", "--json", str(numbers), "--report", str(page)]
+    assert main(words) == 0
+    assert re.search(r" GB +[\d.]+ +- +-\n", capsys.readouterr().out)
+    (plan,) = json.loads(numbers.read_text())["plans"]
+    assert plan["watts"] is None
+    assert plan["joules"] is None
+    assert plan["usd"] is None
+    assert "<td>-</td></tr>" in page.read_text()
+    device.write_text(json.dumps({**columns, "tdp_w": 700}))
+    assert main(words) == 0
+    (plan,) = json.loads(numbers.read_text())["plans"]
+    assert 0.3 * 700 < plan["watts"] < 700
+    assert plan["joules"] > 0
 
 
 def test_proving_compares_predicted_with_compiled(monkeypatch, capsys, tmp_path):

@@ -37,9 +37,9 @@ def mean_watts(seconds: StepSeconds, cluster: Cluster) -> Floats:
     """Mean power of one device over a step.
 
     Compute draws nearly the limit, exposed communication less, bubbles and fixed costs as little as
-    a spinning device.
+    a spinning device. nan where no power of the device is known.
     """
-    limit = cluster.chip.tdp_watts or cluster.chip.system_watts
+    limit = cluster.chip.tdp_watts or cluster.chip.system_watts or np.nan
     terms = seconds.terms
     busy = sum(
         terms[name] for name in ("matmul", "attention", "elementwise", "recompute", "optimizer")
@@ -98,7 +98,7 @@ class RunCost:
     """Duration, energy and cost of a training run; floats or float [N]."""
 
     seconds: Floats
-    joules: Floats
+    joules: Floats  # nan where no power of the device is known
     usd: Floats  # nan where the device has no price
     goodput: Goodput
 

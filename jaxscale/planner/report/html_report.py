@@ -13,6 +13,7 @@ from jaxscale.planner.report.text_report import (
     PARTS,
     TERMS,
     batch_text,
+    known,
     layout_text,
     params_text,
 )
@@ -94,7 +95,7 @@ def _table(plans: Iterable[Plan]) -> str:
         f"<tr><td>{number}</td><td>{html.escape(layout_text(plan.layout))}</td>"
         f"<td>{plan.step_seconds:.3f} s</td><td>{plan.tokens_per_second:,.0f}</td>"
         f"<td>{100 * plan.mfu:.1f} %</td><td>{100 * plan.hfu:.1f} %</td>"
-        f"<td>{gigabytes(plan.memory_bytes)}</td><td>{plan.watts:.0f}</td></tr>"
+        f"<td>{gigabytes(plan.memory_bytes)}</td><td>{known(plan.watts)}</td></tr>"
         for number, plan in enumerate(plans, 1)
     )
     return f'<table id="plans"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'

@@ -184,6 +184,11 @@ def batch_text(model: TrainableModel | SizedModel) -> str:
     return f"{model.sequences} sequences of {shape.seq_len} tokens{source}"
 
 
+def known(value: float) -> str:
+    """ "1,234", or "-" for nan, of what the table of devices does not say."""
+    return "-" if math.isnan(value) else f"{value:,.0f}"
+
+
 def ranking_text(answer: RankedPlans) -> str:
     """The plans as a table, and why the other layouts were rejected."""
     query, model = answer.query, answer.query.planned_model
@@ -191,7 +196,6 @@ def ranking_text(answer: RankedPlans) -> str:
     rows = [("", "layout", "step", "tokens/s", "MFU", "HFU", "memory", "days", "MWh", "USD")]
     for number, one in enumerate(answer.plans, 1):
         run_cost = one.run_cost(tokens)
-        usd = "-" if math.isnan(run_cost.usd) else f"{run_cost.usd:,.0f}"
         rows.append(
             (
                 str(number),
@@ -202,8 +206,8 @@ def ranking_text(answer: RankedPlans) -> str:
                 f"{100 * one.hfu:.1f} %",
                 gigabytes(one.memory_bytes),
                 f"{run_cost.seconds / 86400:.1f}",
-                f"{run_cost.joules / 3.6e9:,.0f}",
-                usd,
+                known(run_cost.joules / 3.6e9),
+                known(run_cost.usd),
             )
         )
     good = answer.plans[0].run_cost(tokens).goodput

@@ -38,8 +38,7 @@ def test_links_of_unknown_rate_are_refused():
     with pytest.raises(ValueError, match="of a torus, which 16 devices need; give torus_gb_p"):
         make_cluster("v5e", 16, torus_bytes_per_second=0.0)
     with pytest.raises(ValueError, match="of a node, which 8 devices need; give node_gb_p"):
-        unknown = {"node_bytes_per_second": 0.0, "node_bus_bytes_per_second": 0.0}
-        make_cluster("mi250x", 8, **unknown)
+        make_cluster("mi250x", 8, node_bytes_per_second=0.0, node_bus_bytes_per_second=0.0)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +170,19 @@ def test_a_generation_is_stated_and_known(tmp_path):
     path.write_text(json.dumps({**columns, "generation": "sm120"}))
     with pytest.raises(ValueError, match=r"generation 'sm120' is not known.*one of sm70, sm80"):
         find_device(str(path))
+
+
+def test_a_gpu_says_its_cores(tmp_path):
+    """Without them its matmuls would be those of a TPU, which has no tiles to spread."""
+    path = tmp_path / "device.json"
+    columns = {"name": "mine", "bf16_tflops": 500, "memory_gb": 64, "memory_gb_per_second": 2000}
+    for generation in ("sm90", "gfx942"):
+        for cores in ({}, {"cores": 0}):
+            path.write_text(json.dumps({**columns, **cores, "generation": generation}))
+            with pytest.raises(ValueError, match=f"no 'cores', .* of generation '{generation}'"):
+                find_device(str(path))
+    path.write_text(json.dumps({**columns, "generation": "tpu6"}))
+    assert find_device(str(path)).cores == 0
 
 
 def test_every_generation_has_rates():
