@@ -7,6 +7,7 @@ from typing import Any
 from jaxscale import config as configs
 from jaxscale.choices import check_kind
 from jaxscale.config import Config
+from jaxscale.formatting import gigabytes
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.model.named_models import check_shape, find_shape
 from jaxscale.planner.model.shape import ModelShape
@@ -46,18 +47,25 @@ def plan_layouts(
         `planner.model.named_models.NAMED`, or a JSON file of a ModelShape's fields.
       hardware: a device of `hardware.csv`, or a CSV or JSON file of its columns.
       pins: fixed fields of the layout, such as {"tensor": 8}.
-      max_memory_bytes: per device; 0 for that of the hardware.
+      max_memory_bytes: per device, at most its own; 0 for what a program may use of it.
       batch_tokens: per step; 0 for that of the config.
       seq_len: of a model given by its sizes; 0 for that of its shape.
       overrides: of the device's figures, as `planner.cost.cluster.make_cluster` takes them.
 
     Raises:
-      ValueError: an unknown model or device, an impossible pin, or no layout that fits; says what
-        would.
+      ValueError: an unknown model or device, an impossible pin, more memory than a device has, or
+        no layout that fits; says what would.
     """
     pins = dict(pins or {})
     asked = resolve_model(model, batch_tokens, seq_len)
-    query = Query(asked, make_cluster(hardware, devices, **overrides), pins, max_memory_bytes)
+    cluster = make_cluster(hardware, devices, **overrides)
+    if max_memory_bytes > cluster.memory_bytes:
+        raise ValueError(
+            f"--max_memory {gigabytes(max_memory_bytes)} is more than the "
+            f"{gigabytes(cluster.memory_bytes)} of {cluster.name}; give as much or less, or leave "
+            "it out"
+        )
+    query = Query(asked, cluster, pins, max_memory_bytes)
     check_pins(query)
     found = search_layouts(query, top)
     predicted = (rebalance_layers(query, predict_plan(query, one)) for one in found.layouts)
