@@ -254,6 +254,36 @@ def test_a_function_and_a_command_neither_of_which_imports_jax():
     )
 
 
+@pytest.mark.parametrize(
+    ("devices", "pins", "said"),
+    [
+        (
+            "3",
+            [],
+            "size = 8 does not split into .* = 3 parts; set data.global_batch_size to 6 or 9",
+        ),
+        ("12", [], "layout.fsdp 12 x .* = 12 parts; set data.global_batch_size to 12"),
+        ("3", ["--pin", "tensor=3"], "data.seq_len = 64 does not split over .*tensor = 3"),
+        ("6", ["--pin", "fsdp=3"], "layout.fsdp 3 x .* = 3 parts; set data.global_batch_size to 6"),
+    ],
+)
+def test_a_batch_that_does_not_split_is_why_there_is_no_layout(devices, pins, said, capsys):
+    with pytest.raises(SystemExit):
+        main(["--config", "tiny", "--hardware", "h100", "--devices", devices, *pins])
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("sequences", "nearest"), [(8, 0), (12, 16), (9, 8), (3, 8)])
+def test_a_batch_that_does_not_split_is_said_with_the_nearest(sequences, nearest, capsys):
+    words = ["--config", "tiny", "--hardware", "h100", "--devices", "8", "--top", "1"]
+    words += ["--pin", "remat=full", "pipeline=1", f"--config.data.global_batch_size={sequences}"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert ("do not split over 8 devices" in printed) == bool(nearest)
+    if nearest:
+        assert f"the nearest number that does is {nearest}\n" in printed
+
+
 def test_a_device_of_ones_own_in_one_node(tmp_path, capsys):
     """It needs no network; of unknown power and price it has no energy and no cost."""
     device, numbers, page = (tmp_path / name for name in ("mine.json", "plan.json", "plan.html"))

@@ -189,6 +189,17 @@ def known(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:,.0f}"
 
 
+def _uneven_batch(sequences: int, devices: int) -> list[str]:
+    """A line for a batch of which not all devices can have an equal share."""
+    if sequences % devices == 0:
+        return []
+    near = max(1, round(sequences / devices)) * devices
+    return [
+        f"{sequences} sequences do not split over {devices} devices, which rules out layouts of "
+        f"data, fsdp and expert ranks alone; the nearest number that does is {near}"
+    ]
+
+
 def ranking_text(answer: RankedPlans) -> str:
     """The plans as a table, and why the other layouts were rejected."""
     query, model = answer.query, answer.query.planned_model
@@ -214,6 +225,7 @@ def ranking_text(answer: RankedPlans) -> str:
     lines = [
         f"{params_text(model)} on {query.cluster.num_devices} {query.cluster.name}, "
         f"{batch_text(model)} per step",
+        *_uneven_batch(model.sequences, query.cluster.num_devices),
         table(rows),
         f"MFU counts {model.flops_per_token / 1e9:.1f} GFLOP per token: "
         "3 x forward, causal attention counted once, no recompute; HFU adds recompute. "

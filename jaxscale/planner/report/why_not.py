@@ -58,11 +58,25 @@ def _refused(query: Query, found: SearchResult) -> str:
 
 
 def _message(query: Query, found: SearchResult) -> str:
-    """A refusal that names one of the settings asked for, or else any; "" where none has one."""
+    """A refusal that names one of the settings asked for, or else the batch, or else any; "" where
+    none has one."""
     words = [f"layout.{name} = {value!r}" for name, value in query.pins.items()]
     messages = list(found.messages.values())
     named = [one for one in messages if any(re.search(rf"{re.escape(w)}\b", one) for w in words)]
-    return next(iter([*named, *messages]), "")
+    batch = _batch_refusal(query, found)
+    return next(iter([*named, *([batch] if batch else []), *messages]), "")
+
+
+def _batch_refusal(query: Query, found: SearchResult) -> str:
+    """That the batch does not split over all devices; "" where it does, or nothing was refused for
+    it."""
+    model, devices = query.planned_model, query.cluster.num_devices
+    if model.sequences % devices == 0 or model.batch_reason not in found.messages:
+        return ""
+    reason, message = model.refusal(Layout(data=1, fsdp=devices))
+    pinned = any(axis in query.pins for axis in MESH_AXES)
+    whole = reason == model.batch_reason and not pinned
+    return message if whole else found.messages[model.batch_reason]
 
 
 def _nearby(query: Query, pins: dict[str, Any]) -> str:
