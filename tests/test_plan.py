@@ -284,6 +284,16 @@ def test_a_batch_that_does_not_split_is_said_with_the_nearest(sequences, nearest
         assert f"the nearest number that does is {nearest}\n" in printed
 
 
+@pytest.mark.parametrize(
+    ("config", "seen"), [("tiny", "causal attention"), ("bert_base", "attention to all tokens")]
+)
+def test_the_flops_of_attention_are_those_of_the_model(config, seen, capsys):
+    pins = ["--pin", "remat=full", "pipeline=1", "tensor=1", "context=1"]
+    words = ["--config", config, "--hardware", "h100", "--devices", "8", "--top", "1", *pins]
+    assert main(words) == 0
+    assert f"3 x forward, {seen} counted once" in capsys.readouterr().out
+
+
 def test_a_device_of_ones_own_in_one_node(tmp_path, capsys):
     """It needs no network; of unknown power and price it has no energy and no cost."""
     device, numbers, page = (tmp_path / name for name in ("mine.json", "plan.json", "plan.html"))

@@ -8,7 +8,6 @@ import numpy as np
 
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.step import StepSeconds
-from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
@@ -104,7 +103,6 @@ class RunCost:
 
 
 def run_cost(
-    shape: ModelShape,
     cluster: Cluster,
     seconds: StepSeconds,
     tokens_per_step: Floats,

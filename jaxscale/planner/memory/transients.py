@@ -146,7 +146,7 @@ def _layer_working_set(config: Config, loop: LayerLoop, transients: Transients) 
         hidden = maximum(hidden - loop.tokens * ours // layout.tensor, 0)
     return (
         loop.tokens * each // layout.tensor
-        + cross_bytes(config, loop, transients)
+        + cross_bytes(config, loop)
         + hidden
         + _scores(config, loop)
         + _rows(config, loop, transients)
@@ -174,12 +174,10 @@ def biased_attention_bytes(config: Config, loop: LayerLoop, transients: Transien
     # As in the working set: round the ring, and the input of attention as it was gathered.
     each = each + transients.ring * keys * (layout.context > 1)
     each = each + transients.whole * model.d_model * (layout.tensor_columns - 1)
-    return loop.compute * loop.tokens * each // layout.tensor + cross_bytes(
-        config, loop, transients
-    )
+    return loop.compute * loop.tokens * each // layout.tensor + cross_bytes(config, loop)
 
 
-def cross_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+def cross_bytes(config: Config, loop: LayerLoop) -> Ints:
     """What cross attention adds to a layer's working set."""
     if loop.part != "decoder":
         return 0

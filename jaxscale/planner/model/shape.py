@@ -216,12 +216,6 @@ class ModelShape:
         return self.norm_params // 2 + matrix + self.extra_head_params
 
     @property
-    def layer_params(self) -> float:
-        """An average decoder layer, routed experts and cross attention included; the encoder's
-        layers are spread over the decoder's."""
-        return self.block_params / self.layers
-
-    @property
     def block_params(self) -> int:
         """All layers: everything between embedding and head."""
         cross = self.attention_params + self.norm_params // 2 if self.encoder_layers else 0

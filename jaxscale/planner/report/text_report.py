@@ -222,13 +222,14 @@ def ranking_text(answer: RankedPlans) -> str:
             )
         )
     good = answer.plans[0].run_cost(tokens).goodput
+    seen = "causal attention" if model.shape.causal else "attention to all tokens"
     lines = [
         f"{params_text(model)} on {query.cluster.num_devices} {query.cluster.name}, "
         f"{batch_text(model)} per step",
         *_uneven_batch(model.sequences, query.cluster.num_devices),
         table(rows),
         f"MFU counts {model.flops_per_token / 1e9:.1f} GFLOP per token: "
-        "3 x forward, causal attention counted once, no recompute; HFU adds recompute. "
+        f"3 x forward, {seen} counted once, no recompute; HFU adds recompute. "
         f"Peak {query.cluster.peak_flops() / 1e12:.0f} TFLOP/s.",
         "All ranks of a pipeline have the same buffers. Days, energy and cost are for "
         f"{tokens / 1e9:,.4g} B tokens at {100 * good.fraction:.1f} % goodput (a failure "

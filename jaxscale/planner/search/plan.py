@@ -121,7 +121,7 @@ class Plan:
     def run_cost(self, tokens: float) -> RunCost:
         """Time, energy and cost of a run of `tokens` tokens, failures included."""
         per_step = self.planned_model.step_tokens
-        return run_cost(self.planned_model.shape, self.cluster, self.seconds, per_step, tokens)
+        return run_cost(self.cluster, self.seconds, per_step, tokens)
 
     @property
     def watts(self) -> float:

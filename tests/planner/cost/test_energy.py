@@ -45,8 +45,8 @@ def test_a_bill_counts_tokens_devices_and_prices():
     machine, parallelism = make_cluster("h100", 256), Parallelism(fsdp=256)
     seconds = step_cost(LLAMA, machine, parallelism)
     tokens = float(parallelism.global_batch) * LLAMA.seq_len
-    once = energy.run_cost(LLAMA, machine, seconds, tokens, 1e12)
-    twice = energy.run_cost(LLAMA, machine, seconds, tokens, 2e12)
+    once = energy.run_cost(machine, seconds, tokens, 1e12)
+    twice = energy.run_cost(machine, seconds, tokens, 2e12)
     assert twice.seconds == pytest.approx(2 * once.seconds)
     assert once.usd == pytest.approx(once.seconds / 3600 * 256 * 10.8)
     assert once.seconds > 1e12 / tokens * seconds.step_seconds
