@@ -12,12 +12,17 @@ from jaxscale.planner.cost.passes import LayerPass, contention
 from jaxscale.planner.cost.pipeline import StageLayers
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
+from jaxscale.sharding.rules import LAYER_SHARD_AXES, shards_layers
 
 Floats = Any  # a float, or float [N]
 
 OPTIMIZER_BYTES = 32
 """Bytes per parameter that Adam reads and writes: gradient 4, master weights and two moments 24,
 and the 16-bit parameter with its cast."""
+
+WIDE_RATE = 0.5
+"""Rate of matmuls of float32 operands over that of bfloat16, on a GPU: TF32 has 156 of 312 TFLOP/s
+on A100 and 494.7 of 989.4 on H100 (NVIDIA's datasheets). A TPU rounds such operands to bfloat16."""
 
 ACCUMULATE_BYTES = 10
 """Bytes per parameter of adding a 16-bit gradient of a micro-batch to the 32-bit accumulator."""
@@ -92,12 +97,31 @@ def state_seconds(
     return fsdp, ended[0] + fresh[0] + state.ends, {"fsdp": hidden, "data": ended[1] + fresh[1]}
 
 
+def update_flops(parallelism: Parallelism) -> Floats:
+    """FLOPs of a device's matmuls in the update of whole matrices: those of the layers that it is
+    dealt, as `training.engine` deals them (`sharding.rules.shards_layers`). Where they cannot be
+    dealt, in some pipelines, ranks are taken to repeat them."""
+    total = np.zeros(())
+    for one in parallelism.traits.whole_matrices:
+        rows, ranks = -(-one.layers // np.asarray(parallelism.pipeline)), np.ones((), int)
+        for axis in LAYER_SHARD_AXES:
+            size = np.asarray(getattr(parallelism, axis))
+            more = shards_layers(rows, np.asarray(parallelism.pipeline), ranks, size)
+            ranks = np.where(more, ranks * size, ranks)
+        flops = one.shared_flops / np.asarray(parallelism.tensor) + one.repeated_flops
+        owners = np.asarray(parallelism.expert) if one.of_experts else 1
+        total = total + -(-rows // ranks) * flops / owners
+    return total
+
+
 def optimizer_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
     layers, outer = local_params(shape, parallelism)
     if parallelism.traits.frozen:
         return np.zeros(())
     ranks = np.where(np.asarray(parallelism.zero_stage) > 0, parallelism.zero_ranks, 1)
-    return memory_seconds(cluster, OPTIMIZER_BYTES * (layers + outer) / ranks)
+    peak = cluster.peak_flops() * cluster.chip.matmul_fraction
+    matmuls = update_flops(parallelism) / (peak * (WIDE_RATE if cluster.chip.cores else 1.0))
+    return memory_seconds(cluster, OPTIMIZER_BYTES * (layers + outer) / ranks) + matmuls
 
 
 def accumulate_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:

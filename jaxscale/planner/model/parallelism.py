@@ -12,6 +12,16 @@ from jaxscale.planner.model.param_shapes import Ints
 
 
 @dataclass(frozen=True)
+class WholeMatrices:
+    """Matmuls of the update of one parameter of a stack, whose matrices it needs whole (Muon)."""
+
+    layers: int  # of the stack
+    shared_flops: float  # of a layer, which ranks of tensor share
+    repeated_flops: float  # of a layer, which each of them repeats
+    of_experts: bool  # whether ranks of expert have matrices of their own
+
+
+@dataclass(frozen=True)
 class TrainerTraits:
     """Properties in which trainers differ for the same layout. The defaults are our engine's.
 
@@ -53,6 +63,7 @@ class TrainerTraits:
     balanced_ends: bool = False  # embedding and head count as layers of their stages
     scattered_messages: bool = True  # tensor ranks split a pipeline send
     accumulates: bool = True  # gradient accumulation without a pipeline
+    whole_matrices: tuple[WholeMatrices, ...] = ()  # of the optimizer's update
     graph: str = ""  # CUDA graphs: of the "step", or of "modules" but experts
 
 

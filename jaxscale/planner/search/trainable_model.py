@@ -20,6 +20,7 @@ from jaxscale.planner.model.param_shapes import itemsize, parameters
 from jaxscale.planner.model.remat_flops import recomputed_flops
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.search import sized_model
+from jaxscale.planner.search.muon_matrices import muon_matrices
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, stack_layers
 from jaxscale.sharding.rules import (
     REPLICATED_WEIGHTS,
@@ -89,6 +90,8 @@ class TrainableModel:
         """A layout, or a batch of them, as the cost formulas read it."""
         width = itemsize(self.config.optimizer.reduced_in)
         traits = dataclasses.replace(JAXSCALE, gradient_bytes=width)
+        if self.config.optimizer.name == "muon":
+            traits = dataclasses.replace(traits, whole_matrices=muon_matrices(self.config))
         if self.config.model.matmul_dtype:
             traits = dataclasses.replace(traits, matmul="fp8")
         return Parallelism.of(layout, self.sequences, traits=traits)

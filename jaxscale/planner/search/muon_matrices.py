@@ -1,0 +1,33 @@
+"""The matmuls of Muon's update."""
+
+import math
+
+from jaxscale.config import Config
+from jaxscale.planner.memory.at_rest import sides, trained_parameters
+from jaxscale.planner.model.parallelism import WholeMatrices
+from jaxscale.planner.model.param_shapes import stack_sizes
+
+STEPS = 5
+"""Of the Newton-Schulz iteration (`training.optimizer.MUON_STEPS`)."""
+
+
+def muon_matrices(config: Config) -> tuple[WholeMatrices, ...]:
+    """The matrices of the layers, each step of which has three matmuls: with s the shorter and l
+    the longer side, s s l twice, which ranks of tensor share, and s s s, which they repeat."""
+    counts = dict(stack_sizes(config.model))
+    found = []
+    for array in trained_parameters(config):
+        if not (array.in_layers and sides(array)):
+            continue
+        short, long = sorted(math.prod(side) for side in sides(array))
+        of_experts = "experts" in array.axes
+        many = STEPS * array.size // (short * long)  # the experts, and layers of a turn
+        found.append(
+            WholeMatrices(
+                layers=counts[array.part],
+                shared_flops=4.0 * many * short * short * long,
+                repeated_flops=2.0 * many * short**3,
+                of_experts=of_experts,
+            )
+        )
+    return tuple(found)
