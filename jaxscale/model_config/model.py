@@ -208,7 +208,8 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
     def settings(self) -> dict[str, Any]:
         """The fields that a user of this family may set, and their values, without defaults that
         nothing reads: of rotary positions' scaling, of modules that predict further tokens, of
-        experts in turns or in groups, and of a table of positions."""
+        experts in turns or in groups, and of a table of positions; and without dropout and rounded
+        matmuls where they are off."""
         if is_own_family(self.family):
             return dataclasses.asdict(self)
         family = find_family(self.family)
@@ -227,6 +228,7 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         idle |= set() if self.prediction_depth else set(PREDICTION)
         idle |= set() if self.expert_pattern else {"expert_pattern"}
         idle |= set() if self.matmul_dtype else {"matmul_dtype"}
+        idle |= set() if self.dropout else {"dropout"}
         idle |= set() if self.router_groups > 1 else {"router_groups_kept"}
         return idle | (set() if self.positions == "learned" else {"max_seq_len"})
 

@@ -17,14 +17,12 @@ from jaxscale.model_families.hf.config import (
 from jaxscale.model_families.hf.tensors import LAYER, expert_tensors, matrix, vector
 
 FIXED: Mapping[str, Any] = {
-    "norm_eps": 1e-6,
     "router_scores": "sigmoid",
     "router_normalized": True,
     "router_bias": True,
 }
 HF_FIXED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    "rms_norm_eps": (1e-6,),
     "attention_bias": (False,),
     "tie_word_embeddings": (False,),
     "rope_interleave": (True,),
@@ -59,6 +57,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         **pop_rope(rest),
         "rope_mscale": scaling.get("mscale_all_dim") or 0.0,
         **pop_sizes(rest),
+        "norm_eps": pop(rest, "rms_norm_eps", 1e-6),
         "head_dim": pop(rest, "qk_nope_head_dim", 128) + turned,
         "rope_head_dim": turned,
         "value_head_dim": pop(rest, "v_head_dim", 128),
@@ -100,6 +99,7 @@ def _to_hf(model: Model) -> dict[str, Any]:
         "qk_nope_head_dim": model.head_dim - model.rope_head_dim,
         "qk_rope_head_dim": model.rope_head_dim,
         "v_head_dim": model.value_dim,
+        "rms_norm_eps": model.norm_eps,
         "kv_lora_rank": model.kv_rank,
         "q_lora_rank": model.query_rank or None,
         "n_routed_experts": model.num_experts,
@@ -165,6 +165,7 @@ DEEPSEEK_V3 = Family(
     settings={
         **ROPE,
         "rope_mscale": 0.0,
+        "norm_eps": 1e-6,  # of compressed queries, keys and values it is this always
         # Sizes are as small as the defaults of those that every family has.
         "kv_rank": 32,
         "query_rank": 0,

@@ -192,7 +192,6 @@ REFUSED = [
     ("deepseek_v3", {"attention_bias": True}, "attention_bias = True; for deepseek_v3 it can be"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False; for deepseek_v3 it can"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False; for deepseek_v3 it can be"),
-    ("deepseek_v3", {"rms_norm_eps": 0.1}, "rms_norm_eps = 0.1; for deepseek_v3 it can be 1e-06"),
     ("deepseek_v3", {"index_topk": 2048}, "has index_topk = 2048, which is not known for deepseek"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0; for gpt_oss it can be 1.702"),
     ("gpt_oss", {"attention_bias": False}, "attention_bias = False; for gpt_oss it can be True"),
@@ -246,6 +245,19 @@ def test_keys_without_a_part_in_the_logits_change_nothing(model):
     family = next(one for one in SHIPPED if hf["model_type"] in one.hf_types)
     check_value_types(hf | more)
     assert family.from_hf(hf | more) == family.from_hf(hf)
+
+
+def test_an_epsilon_of_latent_attention_comes_back():
+    """As of Moonlight-16B-A3B; DeepSeek-V3's own is transformers' default."""
+    hf = json.loads((GOLDENS / "deepseek_v3" / "config.json").read_text())
+    family = FAMILIES["deepseek_v3"]
+    plain = {key: value for key, value in hf.items() if key != "rms_norm_eps"}
+    assert family.from_hf(hf) == family.from_hf(plain)
+    settings = family.from_hf(hf | {"rms_norm_eps": 1e-5})
+    assert settings == family.from_hf(hf) | {"norm_eps": 1e-5}
+    written = family.to_hf(ModelConfig(**settings))
+    assert written["rms_norm_eps"] == 1e-5
+    assert family.from_hf(written)["norm_eps"] == 1e-5
 
 
 # Changes of a config.json that ended in a traceback, or were dropped: the whole message.
