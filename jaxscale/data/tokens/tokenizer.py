@@ -39,7 +39,7 @@ BOUNDARIES = (
     "[SEP]",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
-"""Names that tokenizers give to the end of a document; the first one present is taken."""
+"""Names that tokenizers give to the end of a document; `_find_boundary` takes one."""
 
 MASKS = ("[MASK]", "<mask>", "<|mask|>")
 SENTINEL = "<extra_id_{}>"
@@ -197,19 +197,25 @@ def from_file(path: str, name: str) -> Tokenizer:
     data = read_file(path)
     if path.endswith(".model"):
         return _from_sentencepiece(data, path, name)
-    return _with_files_beside(_from_json(data, path, name), path)
-
-
-def _with_files_beside(tokenizer: Tokenizer, path: str) -> Tokenizer:
-    """The tokenizer with what the files beside its own say.
-
-    Raises:
-      ValueError: one of them cannot be used.
-    """
     folder = path.rpartition("/")[0] or "."
     places = {name: path_in(folder, name) for name in BESIDE}
     beside = {name: read_file(place) for name, place in places.items() if exists(place)}
     config = read_json(beside, "tokenizer_config.json", path)
+    tokenizer = _from_json(data, path, name, token_text(config.get("eos_token")))
+    return _with_files_beside(tokenizer, beside, config, path)
+
+
+def _with_files_beside(
+    tokenizer: Tokenizer, beside: Mapping[str, bytes], config: Mapping[str, Any], path: str
+) -> Tokenizer:
+    """The tokenizer with what the files beside its own say.
+
+    Args:
+      config: that of tokenizer_config.json, one of them.
+
+    Raises:
+      ValueError: one of them cannot be used.
+    """
     bos, fingerprint = tokenizer.bos, tokenizer.fingerprint
     if config.get("add_bos_token") is not None:
         found = tokenizer.special.get(token_text(config.get("bos_token")) or "")
@@ -330,7 +336,12 @@ def _trained(name: str, training: Training, path: pathlib.Path | None) -> Tokeni
     return dataclasses.replace(tokenizer, beside={RECORD: training.record(data)})
 
 
-def _from_json(data: bytes, where: str, name: str) -> Tokenizer:
+def _from_json(data: bytes, where: str, name: str, eos: str | None = None) -> Tokenizer:
+    """The tokenizer of a tokenizer.json.
+
+    Args:
+      eos: the `eos_token` of the configuration beside it.
+    """
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises nothing narrower
@@ -341,7 +352,7 @@ def _from_json(data: bytes, where: str, name: str) -> Tokenizer:
     vocabulary = tokenizer.get_vocab()
     added = tokenizer.get_added_tokens_decoder()
     special = {token.content: i for i, token in sorted(added.items()) if token.special}
-    boundary = _find_boundary(vocabulary, special, where)
+    boundary = _find_boundary(vocabulary, special, where, eos)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -366,11 +377,15 @@ def _from_json(data: bytes, where: str, name: str) -> Tokenizer:
     vocab_size = max(vocabulary.values()) + 1
     text = tokenizer.to_str()
     token_bytes = _token_bytes(tokenizer, vocab_size, byte_level='"ByteLevel"' in text)
+    made_by = text.encode()
+    # Where only these rules chose it, so that no other tokenizer's fingerprint changes.
+    if boundary != next((vocabulary[one] for one in BOUNDARIES if one in vocabulary), None):
+        made_by += f" ends with {boundary}".encode()
     return Tokenizer(
         vocab_size,
         boundary,
         token_bytes,
-        _fingerprint(text.encode(), bos),
+        _fingerprint(made_by, bos),
         Words(encode) if can_pretokenize(text) else lambda texts: _arrays(encode(texts)),
         decode,
         name,
@@ -429,15 +444,25 @@ def _from_sentencepiece(data: bytes, where: str, name: str) -> Tokenizer:
     )
 
 
-def _find_boundary(known: Mapping[str, int], special: Mapping[str, int], where: str) -> int:
-    # Special ones first: Gemma's vocabulary has "</s>" as a piece of text beside its "<eos>".
-    for names in (special, known):
-        for name in BOUNDARIES:
-            if name in names:
-                return names[name]
+def _find_boundary(
+    known: Mapping[str, int], special: Mapping[str, int], where: str, eos: str | None = None
+) -> int:
+    """The first special token with a name of `BOUNDARIES`; else the special token `eos`; else the
+    first of those names in the whole vocabulary.
+
+    A name comes before `eos`, which is the end of a turn in chat models (Qwen's <|im_end|>), and a
+    special token before others: Gemma's </s> is an ordinary one, and its texts end with <eos>.
+    """
+    chosen = next((name for name in BOUNDARIES if name in special), eos)
+    if chosen and chosen in special:
+        return special[chosen]
+    for name in BOUNDARIES:
+        if name in known:
+            return known[name]
     raise ValueError(
         f"{where} has no token for the end of a document; it has the special tokens "
-        f"{list(special)}, and one of {', '.join(BOUNDARIES)} is needed"
+        f"{list(special)}, and one of {', '.join(BOUNDARIES)} is needed, or one that the eos_token "
+        "of a tokenizer_config.json beside it names"
     )
 
 

@@ -3,6 +3,7 @@
 import functools
 import io
 import itertools
+import json
 import pathlib
 import sys
 
@@ -193,12 +194,51 @@ def test_byte_fallback_counts_one_byte(tmp_path):
     check_round_trip(load_tokenizer(str(tmp_path / "t.json")), [" €", "€ €"])
 
 
-def test_a_special_token_ends_a_document_before_a_piece_of_text_does(tmp_path):
-    vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2, "</s>": 3}  # as in Gemma's, whose 212 is "</s>"
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
-    tokenizer.add_special_tokens(["<pad>", "<eos>"])
+LLAMA3 = "<|begin_of_text|> <|end_of_text|> <|eot_id|>"
+# Special tokens, ordinary ones, what tokenizer_config.json calls eos_token, and the boundary.
+ENDS = {
+    "GPT-2": ("<|endoftext|>", "", "<|endoftext|>", "<|endoftext|>"),
+    "Llama 2, T5": ("<pad> </s> <unk>", "", "</s>", "</s>"),
+    "Llama 3": (LLAMA3, "", "<|end_of_text|>", "<|end_of_text|>"),
+    "Llama 3 Instruct": (LLAMA3, "", "<|eot_id|>", "<|end_of_text|>"),
+    "Qwen 2.5 Instruct": ("<|endoftext|> <|im_end|>", "", "<|im_end|>", "<|endoftext|>"),
+    "Phi-3": ("<|endoftext|> <|end|>", "</s>", "<|end|>", "<|endoftext|>"),
+    "gpt-oss": ("<|endoftext|> <|return|>", "", "<|return|>", "<|endoftext|>"),
+    "Gemma": ("<pad> <eos> <bos> <unk>", "<s> </s>", "<eos>", "<eos>"),
+    "Gemma without a configuration": ("<pad> <eos>", "</s>", None, "<eos>"),
+    "a name of its own": ("<pad> <end>", "", {"content": "<end>"}, "<end>"),
+    "a name of its own beside </s>": ("<pad> <end>", "</s>", "<end>", "<end>"),
+    "a name that is not special": ("<pad>", "</s> <end>", "<end>", "</s>"),
+    "nothing special": ("<pad>", "</s>", None, "</s>"),
+}
+
+
+def end_of(tmp_path, name) -> tuple[Tokenizer, str]:
+    """A tokenizer of `ENDS`, and the name of its boundary."""
+    special, ordinary, eos, _ = ENDS[name]
+    names = [*special.split(), *ordinary.split()]
+    vocabulary = {token: i for i, token in enumerate(["a", *names])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(special.split())
+    tokenizer.add_tokens(ordinary.split())
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(str(tmp_path / "tokenizer.json")).boundary == 1
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    found = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    return found, ["a", *names][found.boundary]
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_boundary_is_a_special_token_before_an_ordinary_one(name, tmp_path):
+    assert end_of(tmp_path, name)[1] == ENDS[name][-1]
+
+
+def test_a_tokenizer_with_another_boundary_has_another_fingerprint(tmp_path):
+    """What ends documents is a part of what the ids mean."""
+    own, _ = end_of(tmp_path, "a name of its own beside </s>")
+    (tmp_path / "tokenizer_config.json").unlink()
+    usual = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert own.boundary != usual.boundary
+    assert own.fingerprint != usual.fingerprint
 
 
 def test_a_tokenizer_without_a_boundary_is_refused(tmp_path):
