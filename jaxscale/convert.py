@@ -97,11 +97,13 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
 
 def _check_tokenizer(config: configs.Config, directory: pathlib.Path) -> None:
     """Refuses a tokenizer that does not fit the model, whose vocabulary cannot be changed here."""
+    from jaxscale.data.tokens.fit import without_unread  # noqa: PLC0415
     from jaxscale.run import setup  # noqa: PLC0415
 
     # Of a model that every tokenizer fits, so that its advice is not to set another vocabulary.
     largest = dataclasses.replace(config.model, vocab_size=2**31)
     tokenizer = setup.open_tokenizer(dataclasses.replace(config, model=largest), directory)
+    tokenizer = without_unread(tokenizer, config.model.vocab_size)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"data.tokenizer = {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, and "

@@ -8,6 +8,8 @@ from typing import cast
 import jax
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
 
 import jaxscale
 from jaxscale import convert, generate, train
@@ -162,6 +164,33 @@ def test_no_optimizers_state_to_keep_is_refused_before_a_step_is_compiled(conver
 def test_a_model_of_ones_own_without_such_a_setting_starts_anew(tmp_path):
     config = from_dict({"model": {"family": "tests.models.two_stacks:make"}})
     assert open_initial(config, cast(Engine, None), tmp_path) is None
+
+
+def test_a_special_token_beyond_the_model_is_refused_only_in_a_text(tmp_path, capsys):
+    """As Gemma 3's <image_soft_token>: the model is converted, and continues plain text."""
+    hf, run = tiny_llama.save(tmp_path / "hf"), tmp_path / "run"
+    vocabulary = {"</s>": 0, **{chr(33 + i): i for i in range(1, 130)}}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="!"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(["</s>", "<image>"])
+    tokenizer.save(str(hf / "tokenizer.json"))
+    template = "{{ messages[0]['content'] }}"
+    (hf / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert convert.main(["--from_hf", str(hf), "--output", str(run), *DATA]) == 0
+    draw = ["--workdir", str(run), "--num_tokens=2", "--temperature=0"]
+    assert generate.main([*draw, "--prompt", "A<image>B"]) == 0
+    messages = tmp_path / "messages.json"
+    messages.write_text('[{"role": "user", "content": "AB"}]')
+    assert generate.main([*draw, "--messages", str(messages)]) == 0
+    messages.write_text('[{"role": "user", "content": "A<image>B"}]')
+    with pytest.raises(SystemExit):
+        generate.main([*draw, "--messages", str(messages)])
+    refused = "a text has the special token '<image>' (in 'A<image>B'), whose id 130 is beyond"
+    assert refused in capsys.readouterr().err
+    config = from_dict(
+        {"model": {"vocab_size": 130}, "data": {"tokenizer": f"{hf}/tokenizer.json"}}
+    )
+    assert open_tokenizer(config, tmp_path).vocab_size == 130
 
 
 BAD_COMMANDS = {

@@ -15,6 +15,7 @@ from jaxscale.data.text.documents import sample_documents
 from jaxscale.data.text.text_files import File, find_files
 from jaxscale.data.tokens.corpus import Corpus, open_corpus, open_folder
 from jaxscale.data.tokens.encode import encode_documents
+from jaxscale.data.tokens.fit import without_unread
 from jaxscale.data.tokens.index import find_prepared, read_index
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer, of_folder
 from jaxscale.data_source import Source
@@ -117,6 +118,7 @@ def survey_config(config: Config) -> tuple[list[Survey], Examples | None]:
         heldout=config.data.heldout,
         seed=config.data.seed,
     )
+    tokenizer = without_unread(tokenizer, config.model.vocab_size)
     surveys = [survey(source, tokenizer) for source in config.data.source]
     if not all(one.complete for one in surveys):
         return surveys, None

@@ -24,6 +24,7 @@ from jaxscale.data.dataset import Examples, open_validation
 from jaxscale.data.loader import batches
 from jaxscale.data.mixture import open_examples
 from jaxscale.data.tokens.corpus import open_corpus
+from jaxscale.data.tokens.fit import without_unread
 from jaxscale.data.tokens.tokenizer import Tokenizer, from_file, load_tokenizer, save_tokenizer
 from jaxscale.distributed import processes
 from jaxscale.formatting import gigabytes
@@ -399,6 +400,7 @@ def _kept(config: Config, workdir: pathlib.Path) -> Tokenizer | None:
 
 
 def _fitting(tokenizer: Tokenizer, config: Config) -> Tokenizer:
+    tokenizer = without_unread(tokenizer, config.model.vocab_size)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"model.vocab_size = {config.model.vocab_size} is smaller than the "

@@ -214,6 +214,13 @@ def open_folder(
             f"data.tokenizer = {tokenizer.name!r} is not the tokenizer of {folder}, which was "
             f"prepared with {index.tokenizer!r}; set data.tokenizer = {file!r}"
         )
+    if index.max_id >= tokenizer.vocab_size and index.vocab_size > tokenizer.vocab_size:
+        name = next((name for name, i in index.special.items() if i == index.max_id), "")
+        raise ValueError(
+            f"{folder} holds the id {index.max_id} (the special token {name!r}), and "
+            f"model.vocab_size = {tokenizer.vocab_size}; take it out of the text, or out of the "
+            "chat template, and prepare that again"
+        )
     if index.max_id >= tokenizer.vocab_size:
         raise ValueError(
             f"{folder} holds the id {index.max_id}, and data.tokenizer = {tokenizer.name!r} has "

@@ -92,6 +92,13 @@ class Tokenizer:
     beside: Mapping[str, bytes] = field(default_factory=dict)  # files that go with its own
     template: ChatTemplate | None = None
     encode_chat: Callable[[str], Encoded] | None = None  # text with special tokens written out
+    # The first id from which on all are special tokens that `encode` never gives; None if any may.
+    plain_size: int | None = None
+
+    @property
+    def text_size(self) -> int:
+        """The ids that `encode` may give are below this."""
+        return self.vocab_size if self.plain_size is None else self.plain_size
 
     @property
     def start(self) -> int:
@@ -393,7 +400,16 @@ def _from_json(data: bytes, where: str, name: str, eos: str | None = None) -> To
         special,
         bos,
         encode_chat=encode_chat,
+        plain_size=_plain_size(tokenizer, special),
     )
+
+
+def _plain_size(tokenizer: tokenizers.Tokenizer, special: Mapping[str, int]) -> int:
+    """One more than the largest id of the model that encodes text, or of a token that was added to
+    it and is not special: special ones are made of their names alone, and not in `encode`."""
+    own = tokenizer.get_vocab(with_added_tokens=False)
+    added = tokenizer.get_vocab(with_added_tokens=True)
+    return 1 + max(i for name, i in added.items() if name in own or name not in special)
 
 
 def _find_bos(tokenizer: tokenizers.Tokenizer, boundary: int) -> int | None:
