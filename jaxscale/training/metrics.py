@@ -30,8 +30,8 @@ NUMBERS = ("loss", "eval_loss", "learning_rate", "step_seconds")
 where they were not finite, or no token had any."""
 
 WITHOUT_LOSS = (
-    "no token has loss; raise data.seq_len, and data.target_len of a decoder with an encoder, if "
-    "prompts fill it, or look at the data"
+    "no token has loss; raise data.seq_len (with an encoder, data.target_len) where prompts fill "
+    "it, or look at the data"
 )
 
 
