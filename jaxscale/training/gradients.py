@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxscale.batch import Batch
 from jaxscale.layout import MANUAL_AXES, Layout
@@ -158,7 +158,7 @@ def _pipelined_loss(
 
 
 def _gradients(
-    local: Callable[..., tuple[Sums, Tree]], zero: Zero, mesh: Mesh, *others: PartitionSpec
+    local: Callable[..., tuple[Sums, Tree]], zero: Zero, mesh: Mesh, *others: Tree
 ) -> Callable[..., tuple[Sums, Tree]]:
     """`_manually`, of a function that returns sums over all ranks, and gradients."""
     run = _manually(local, zero, mesh, others, (REPLICATED, _param_specs(zero)))
@@ -171,7 +171,7 @@ def _gradients(
 
 
 def _manually(
-    local: Callable, zero: Zero, mesh: Mesh, others: tuple[PartitionSpec, ...], returned: Tree
+    local: Callable, zero: Zero, mesh: Mesh, others: tuple[Tree, ...], returned: Tree
 ) -> Callable:
     """A function that calls `local` on every rank of the manual axes, with the rank's part of the
     parameters, their blocks split, and of the other arguments.
