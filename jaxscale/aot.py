@@ -127,6 +127,9 @@ def program_text(report: Any) -> str:
         flops = _flops(report.flops)
     if report.flops and report.narrow_flops:
         flops += f", {report.narrow_flops / report.flops:.1%} of them with operands of 8 bits"
+    if report.flops and report.rematerialised_flops:
+        share = report.rematerialised_flops / report.flops
+        flops += f", {share:.1%} of them recomputed by XLA, to need less memory"
     seconds = "none" if report.optimal_seconds is None else f"{report.optimal_seconds:.4g} s"
     parts.append(
         "a step, per device\n"
@@ -204,6 +207,7 @@ def numbers(report: Any) -> dict[str, Any]:
         "host_bytes": report.host_bytes,
         "flops": report.flops,
         "narrow_flops": report.narrow_flops,
+        "rematerialised_flops": report.rematerialised_flops,
         "optimal_seconds": report.optimal_seconds,
         "compile_seconds": report.compile_seconds,
         "collective_bytes": report.collective_bytes,

@@ -18,6 +18,7 @@ from jaxscale.compiled.flops import (
     instruction_cycles,
     instruction_flops,
     narrow_flops,
+    rematerialised_flops,
 )
 from jaxscale.compiled.live_buffers import live_at_peak
 from jaxscale.compiled.overlap import with_waits
@@ -55,6 +56,7 @@ class CompileReport:
     host_bytes: int
     flops: float | None  # of an average rank; None with data-dependent trip counts
     narrow_flops: float | None  # of those, with operands of 8 bits
+    rematerialised_flops: float | None  # of those, what XLA recomputes without being asked
     optimal_seconds: float | None  # the compiler's estimate; None on GPUs
     compile_seconds: float
     collectives: tuple[Collective, ...]  # per step, by axes and kind
@@ -145,6 +147,7 @@ def _report(
     )
     total_flops = computation_costs(program, instruction_flops)[program.entry]
     narrow = computation_costs(program, narrow_flops)[program.entry]
+    repeated = rematerialised_flops(program)
     return CompileReport(
         **_common(machine, engine),
         fits=peak <= machine.limit_bytes,
@@ -156,6 +159,7 @@ def _report(
         host_bytes=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
         flops=None if math.isnan(total_flops) else total_flops,
         narrow_flops=None if math.isnan(total_flops) else narrow,
+        rematerialised_flops=None if math.isnan(repeated) else repeated,
         optimal_seconds=_seconds(machine, engine, compiled, program, unrolled),
         compile_seconds=seconds,
         collectives=tuple(summed(_collectives(machine, engine, program))),
@@ -214,6 +218,7 @@ def _refused(machine: Topology, engine: Engine, refusal: str, seconds: float) ->
         host_bytes=0,
         flops=None,
         narrow_flops=None,
+        rematerialised_flops=None,
         optimal_seconds=None,
         compile_seconds=seconds,
         collectives=(),

@@ -97,6 +97,37 @@ def narrow_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> 
     return flops if all(hlo.BYTES[dtype] == 1 for dtype, _ in operands[:2]) else 0.0
 
 
+def rematerialised_flops(program: Program) -> float:
+    """FLOPs of the matmuls of a step that XLA repeats without being asked, to save memory; nan
+    where some are in a loop whose trip count depends on data.
+
+    XLA names copies `NAME.remat`, and not what `layout.remat` recomputes. Where it then drops NAME
+    the first copy takes its place.
+    """
+    whole = computation_costs(program, instruction_flops)
+
+    def own(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
+        itself = instruction_flops(instruction, named)
+        copied = _COPY.match(instruction.name)
+        if copied is None or instruction.name == _first(copied[1], named):
+            return None if itself is None else 0.0
+        if itself is None:
+            return sum(times * whole[callee] for callee, times in program.calls(instruction))
+        return itself
+
+    return computation_costs(program, own)[program.entry]
+
+
+_COPY = re.compile(r"(.+?)\.remat\d*(?:\.|$)")
+
+
+def _first(name: str, named: Mapping[str, Instruction]) -> str:
+    """Of an instruction and its copies, the one that runs first."""
+    if name in named:
+        return name
+    return next(one for one in named if (copied := _COPY.match(one)) and copied[1] == name)
+
+
 def instruction_cycles(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
     """The TPU compiler's estimate of an instruction's cycles; it has none for kernels and
     collectives."""

@@ -1,6 +1,7 @@
 """The XLA options that a train step is compiled with, by device."""
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
+from jaxscale.hardware import GPU_MEMORY_FRACTION, gpu_memory_fraction
 from jaxscale.sharding.layer_bytes import LayerBytes
 from jaxscale.sharding.specs import replicated
 
@@ -199,6 +201,27 @@ def _combining(device: Any, layer: LayerBytes | None) -> tuple[XlaFlag, ...]:
     return combined if layer.gathered else (*combined, _COPIES_ASIDE)
 
 
+XLA_MEMORY_FRACTION = 0.8
+"""Share of a GPU's memory that XLA plans with, whatever JAX takes."""
+
+
+def _memory_limit(device: Any) -> tuple[XlaFlag, ...]:
+    """The option that has XLA plan with the memory that JAX takes of a GPU.
+
+    Where a step would need more than its limit, XLA recomputes matmuls without being asked and
+    overlaps less. The limit is that of temporaries: (80 % of the memory - arguments) * factor %,
+    where the factor is 95 by default (openxla/xla, `GetSchedulerMemoryLimit` in
+    gpu_hlo_schedule.cc). With ours it is too low by an eighth of the arguments, and the same in
+    every process, whose programs must be alike.
+    """
+    if device.platform != "gpu":
+        return ()
+    taken = gpu_memory_fraction() if device in jax.devices() else GPU_MEMORY_FRACTION
+    factor = math.floor(100 * taken / XLA_MEMORY_FRACTION)
+    reason = f"{taken:.0%} of the memory may be used; by itself XLA recomputes beyond 76 %"
+    return (XlaFlag("xla_gpu_memory_limit_slop_factor", factor, reason),)
+
+
 DETERMINISTIC = {
     "cpu": (),
     "tpu": (),
@@ -257,8 +280,8 @@ def step_options(
     know, which are logged.
 
     Args:
-      pipelined: whether to add those of `PIPELINED`. These, and those for `layer`, are only added
-        where the environment's XLA_FLAGS leave them open.
+      pipelined: whether to add those of `PIPELINED`. These, those for `layer` and that of the
+        memory are only added where the environment's XLA_FLAGS leave them open.
       deterministic: whether to add the options that make a step compute the same bits every time.
       layer: the largest one, whose collectives are to be combined.
 
@@ -269,7 +292,7 @@ def step_options(
     device = mesh.devices.flat[0]
     needed = _deterministic(device) if deterministic else ()
     recorded = PIPELINED.get(_platform(device), ()) if pipelined else ()
-    optional = (*recorded, *_combining(device, layer))
+    optional = (*recorded, *_combining(device, layer), *_memory_limit(device))
     flags = (*flags_of(device), *(flag for flag in optional if not _is_set(flag)), *needed)
     refused = refused_options(flags, replicated(mesh))
     for name, error in refused.items():

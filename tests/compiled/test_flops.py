@@ -9,7 +9,12 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxscale.compiled import hlo
-from jaxscale.compiled.flops import computation_costs, instruction_flops, narrow_flops
+from jaxscale.compiled.flops import (
+    computation_costs,
+    instruction_flops,
+    narrow_flops,
+    rematerialised_flops,
+)
 from jaxscale.compiled.topology import compiler_installed, open_topology
 from jaxscale.ops.experts.grouped_matmul import grouped_matmul, grouped_weight_gradient
 
@@ -78,3 +83,30 @@ def test_matmuls_of_experts_are_narrow_where_their_operands_are(topology, dtype,
             found |= {total: narrow_flops(one, named) for total, one in each if total}
         assert found == expected
         assert computation_costs(program, narrow_flops)[program.entry] == sum(expected.values())
+
+
+@pytest.mark.skipif(
+    not compiler_installed("gpu"), reason="no compiler for GPUs: uv sync --inexact --extra aot"
+)
+def test_what_xla_recomputes_by_itself_is_counted():
+    """Told to use 1 % of the memory, XLA repeats matmuls of a chain of layers."""
+    layers, rows, width = 4, 2**17, 1024
+    matmul = 2 * rows * width**2
+
+    def loss(weights, x):
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return jnp.sum(x)
+
+    place = SingleDeviceSharding(open_topology("h100:1x1").devices[0])
+    x, weight = (
+        jax.ShapeDtypeStruct((size, width), jnp.bfloat16, sharding=place) for size in (rows, width)
+    )
+    lowered = jax.jit(jax.grad(loss)).lower([weight] * layers, x)
+    compiled = lowered.compile(compiler_options={"xla_gpu_memory_limit_slop_factor": 1})
+    program = hlo.parse_hlo(compiled.as_text(), {})
+    repeated = rematerialised_flops(program)
+    assert repeated >= matmul
+    # Forward and by weights in each layer, and by inputs in all but the first.
+    total = computation_costs(program, instruction_flops)[program.entry]
+    assert total == (3 * layers - 1) * matmul + repeated

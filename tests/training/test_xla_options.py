@@ -141,6 +141,21 @@ def test_the_collectives_of_a_large_layer_are_combined_on_gpus(monkeypatch):
     assert names[0] not in step_options(mesh, layer=large)
 
 
+def test_xla_plans_with_the_memory_that_jax_takes_of_a_gpu(monkeypatch):
+    if not topology.compiler_installed("gpu"):
+        pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
+    name = "xla_gpu_memory_limit_slop_factor"
+    mesh = make_mesh(Layout(data=1, fsdp=4), topology.open_topology("h200:1x4").devices)
+    assert step_options(mesh)[name] == 112  # % of 80 %: just below the 90 % of an absent GPU
+    assert name not in step_options(make_mesh(Layout(data=8), jax.devices()))
+    monkeypatch.setattr(jax, "devices", lambda: list(mesh.devices.flat))
+    assert step_options(mesh)[name] == 93  # of the 75 % that JAX takes unless told
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.95")
+    assert step_options(mesh)[name] == 118
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=95")
+    assert name not in step_options(mesh)
+
+
 def test_an_option_with_a_wrong_value_is_an_error(monkeypatch):
     wrong = xla_options.XlaFlag("xla_backend_optimization_level", True, "a number, not a truth")
     monkeypatch.setitem(xla_options.XLA_FLAGS, "cpu", (wrong,))
