@@ -24,6 +24,7 @@ FREE = (
 )
 CALLS = ("while", "conditional", "call", "async-start")
 """Instructions whose bytes are those of the computations that they call."""
+SLICES = ("slice", "dynamic-slice")
 FUSIONS = ("fusion", "fusion-start")
 
 
@@ -38,8 +39,10 @@ def bytes_moved(program: Program) -> float:
         if instruction.opcode in FUSIONS:
             callee = instruction.attribute(r"calls=%?([\w.\-]+)")
             return _fusion_bytes(program.computations[callee])
-        if instruction.opcode in ("dynamic-slice", "dynamic-update-slice"):
+        if instruction.opcode in (*SLICES, "dynamic-update-slice"):
             return 2 * _part_bytes(instruction, named)
+        if 'custom_call_target="AllocateBuffer"' in instruction.rest:
+            return 0.0
         read = sum(hlo.shape_bytes(named[name].shape) for name in instruction.operands)
         return read + _written_bytes(instruction.shape)
 
@@ -72,7 +75,7 @@ def _read_bytes(
     use: tuple[Instruction, str], parameter: Instruction, named: Mapping[str, Instruction]
 ) -> float:
     user, name = use
-    if user.opcode == "dynamic-slice" and name == user.operands[0]:
+    if user.opcode in SLICES and name == user.operands[0]:
         return _part_bytes(user, named)
     if user.opcode == "dynamic-update-slice" and name == user.operands[0]:
         return 0.0
@@ -89,7 +92,7 @@ def _result_bytes(result: Instruction, named: Mapping[str, Instruction]) -> floa
 
 def _part_bytes(instruction: Instruction, named: Mapping[str, Instruction]) -> float:
     """Of the slice that is read or written."""
-    if instruction.opcode == "dynamic-slice":
+    if instruction.opcode in SLICES:
         return hlo.shape_bytes(instruction.shape)
     return hlo.shape_bytes(named[instruction.operands[1]].shape)
 

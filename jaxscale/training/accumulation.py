@@ -38,6 +38,7 @@ from jaxscale.models.protocol import (
 from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.ops.stacked import add, at
+from jaxscale.sharding.resolve import automatic_axes
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.layer_loop import (
     Carry,
@@ -72,14 +73,14 @@ class GroupPass(NamedTuple):
 
     - `run(params, batch, before) -> (weights, after)` adds the losses and gradients of a group. The
       weights are those that later groups of a step begin with: gathered and kept, or as at rest.
-    - `empty(params, batch, sums, nothing) -> saved`: arrays that the residuals of every group fit,
-      filled with `nothing`, a scalar 0, when it is there.
+    - `empty(params, batch, sums, start) -> saved`: arrays that the residuals of every group fit,
+      filled with `start`, a scalar 0, when it is there; None leaves them unfilled.
 
     The fields of `batch` are [G, ...].
     """
 
     run: Callable[[Tree, Batch, Accumulated], tuple[Tree, Accumulated]]
-    empty: Callable[[Tree, Batch, Sums, jax.Array], Saved]
+    empty: Callable[[Tree, Batch, Sums, jax.Array | None], Saved]
 
 
 def make_accumulation(
@@ -96,7 +97,8 @@ def make_accumulation(
     # One set of arrays for the residuals of all groups: in each, XLA would fill new ones with zeros
     # and copy them. Not on TPUs, where a step needed more memory and moved as many bytes.
     offloads = layout.offloads("activations") or layout.remat_policy.offloads
-    reuses = count > 1 and platform != "tpu" and not offloads
+    unfilled = _can_leave_unfilled(layout, platform)
+    reuses = (count > 1 or unfilled) and platform != "tpu" and not offloads
 
     visits = _visits(zero, count)
 
@@ -116,8 +118,8 @@ def make_accumulation(
                 grads = zero.zeros(params, zero.axes, finished=True)
                 done = done._replace(grads=grads, earlier=done.grads)
             if reuses and not (visit.first and zero.keeps):
-                empty = group_pass.empty
-                saved = done.saved or empty(weights, at(some, 0), done.sums, nothing)
+                start = None if unfilled and visit.first else nothing
+                saved = done.saved or group_pass.empty(weights, at(some, 0), done.sums, start)
                 done = done._replace(saved=saved)
             weights, done = _each_group(group_pass, weights, some, done)
         # What remains after another visit than the last one are vectors.
@@ -126,6 +128,13 @@ def make_accumulation(
         return zero.total(done.sums), grads
 
     return run
+
+
+def _can_leave_unfilled(layout: Layout, platform: str) -> bool:
+    """Whether arrays that a step writes before it reads them need not be filled: on GPUs, and where
+    the compiler partitions nothing, for every rank of an automatic axis would have all of them."""
+    sizes = layout.sizes
+    return platform == "gpu" and all(sizes[axis] == 1 for axis in automatic_axes(sizes))
 
 
 def _visits(zero: Zero, count: int) -> list[tuple[Visit, slice]]:
@@ -184,7 +193,7 @@ def _make_group_pass(
     def run(params: Tree, batch: Batch, before: Accumulated) -> tuple[Tree, Accumulated]:
         return _group_pass(model, zero, loops, visit, early, params, batch, before)
 
-    def empty(params: Tree, batch: Batch, sums: Sums, nothing: jax.Array) -> Saved:
+    def empty(params: Tree, batch: Batch, sums: Sums, start: jax.Array | None) -> Saved:
         def forward(params: Tree, batch: Batch, sums: Sums) -> Saved:
             embed = zero.gather(params["embed"], zero.axes["embed"])
             new = (None,) * len(loops)
@@ -192,7 +201,9 @@ def _make_group_pass(
             return tuple(one.passed.residuals for one in entered)
 
         shapes = jax.eval_shape(forward, params, batch, sums)
-        return jax.tree.map(lambda x: jnp.full(x.shape, nothing.astype(x.dtype)), shapes)
+        if start is None:
+            return jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), shapes)
+        return jax.tree.map(lambda x: jnp.full(x.shape, start.astype(x.dtype)), shapes)
 
     return GroupPass(run, empty)
 

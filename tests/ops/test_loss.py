@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import collectives
-from jaxscale.ops.loss import _chunk_size, cross_entropy, logits
+from jaxscale.ops.loss import _chunk_size, _reduced_at_once, cross_entropy, logits
 from jaxscale.ops.sizes import CHUNK_BYTES, loss_chunk_tokens
 from jaxscale.ops.tensor_parallel import Spread
 
@@ -55,7 +55,7 @@ CASES = [
     ({"z_loss": 0.3}, 4, False, "cpu"),
     ({"soft_cap": 3.0}, 4, True, "tpu"),
     ({"z_loss": 0.3, "soft_cap": 3.0}, 7, False, "cpu"),
-    ({"z_loss": 0.3, "soft_cap": 3.0}, None, True, "cpu"),
+    ({"z_loss": 0.3, "soft_cap": 3.0}, 4, True, "gpu"),
 ]
 
 
@@ -105,10 +105,15 @@ def on_ranks(function):
 
 
 @pytest.mark.parametrize(
-    ("spread", "transposed"),
-    [("context", False), ("tensor", False), ("both", True), ("features", True)],
+    ("spread", "transposed", "platform"),
+    [
+        ("context", False, "cpu"),
+        ("tensor", False, "gpu"),
+        ("both", True, "gpu"),
+        ("features", True, "tpu"),
+    ],
 )
-def test_ranks_change_nothing_and_a_bias_is_another_row_of_the_head(spread, transposed):
+def test_ranks_change_nothing_and_a_bias_is_another_row_of_the_head(spread, transposed, platform):
     """Of a column of ones; in chunks, capped. The last of four ranks of tensor has six columns of
     padding, and of context each has 12 tokens."""
     x, head, targets, weights = arguments(time=8)
@@ -122,6 +127,7 @@ def test_ranks_change_nothing_and_a_bias_is_another_row_of_the_head(spread, tran
 
     def biased(x, head, bias):
         options = {"chunk_tokens": 5, "spread": SPREADS[spread], "transposed": transposed, **more}
+        options["platform"] = platform
         return chunked(x, head, targets, weights, bias_V=bias, **options)
 
     args = x, head, bias
@@ -165,7 +171,8 @@ def test_narrow_inputs_are_summed_in_float32(dtype, chunk_tokens, transposed):
     args = arguments(batch=8, time=33, dtype=dtype)
     wide = [arg.astype(jnp.float64) for arg in args[:2]] + list(args[2:])
     expected, expected_grads = value_and_grads(plain)(*wide)
-    got, grads = value_and_grads(chunked, chunk_tokens=chunk_tokens, transposed=transposed)(*args)
+    options = {"transposed": transposed, "platform": "cpu" if chunk_tokens else "gpu"}
+    got, grads = value_and_grads(chunked, chunk_tokens=chunk_tokens, **options)(*args)
     assert [value.dtype for value in got] == [jnp.float32] * 2
     assert [grad.dtype for grad in grads] == [dtype] * 2
     np.testing.assert_allclose(got, expected, rtol=1e-5)
@@ -308,3 +315,14 @@ def test_chunks_are_equal_and_hold_the_logits_that_were_asked_for():
             assert math.ceil(tokens / size) == math.ceil(tokens / most)
     with pytest.raises(ValueError, match="chunk_tokens = 0"):
         chunked(*arguments(), chunk_tokens=0)
+
+
+def test_of_nothing_but_padding_the_sum_is_zero_and_extremes_are_those_of_logsumexp():
+    """As on a rank of tensor whose columns are all beyond the vocabulary."""
+    raw = jnp.array([[-1e4, 3.0, 2.0, 1e4], [1e30, -1e30, 0.0, -jnp.inf], [5.0, 6.0, 7.0, 8.0]])
+    is_target = jnp.arange(4) == 1
+    log_z, target = _reduced_at_once(raw, is_target, None)
+    np.testing.assert_allclose(log_z, jax.nn.logsumexp(raw, axis=-1), rtol=1e-15)
+    np.testing.assert_array_equal(target, raw[:, 1])
+    log_z, _ = _reduced_at_once(raw, is_target, jnp.zeros(4, bool))
+    np.testing.assert_array_equal(log_z, -jnp.inf)

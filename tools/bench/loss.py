@@ -43,8 +43,8 @@ def whole(x_ND: jax.Array, head_DV: jax.Array, targets_N: jax.Array) -> jax.Arra
     return optax.softmax_cross_entropy_with_integer_labels(logits_NV, targets_N).sum()
 
 
-def chunked(chunk_tokens: int | None) -> Callable:
-    """The loss of a train step."""
+def chunked(chunk_tokens: int | None, platform: str) -> Callable:
+    """The loss of a train step on such devices."""
 
     def loss(x_ND: jax.Array, head_DV: jax.Array, targets_N: jax.Array) -> jax.Array:
         return cross_entropy(
@@ -54,7 +54,7 @@ def chunked(chunk_tokens: int | None) -> Callable:
             jnp.ones((1, targets_N.size)),
             vocab_size=head_DV.shape[1],
             chunk_tokens=chunk_tokens,
-            platform=jax.default_backend(),
+            platform=platform,
         )[0]
 
     return loss
@@ -104,7 +104,7 @@ def compile_sizes(name: str) -> list[dict[str, Any]]:
             )
         ]
         for chunk in CHUNKS[1:]:
-            step = jax.jit(jax.value_and_grad(chunked(chunk), (0, 1)))
+            step = jax.jit(jax.value_and_grad(chunked(chunk, machine.platform), (0, 1)))
             compiled = step.lower(*args).compile()
             memory, text = compiled.memory_analysis(), compiled.as_text()
             assert memory
@@ -153,7 +153,8 @@ def main(argv: Sequence[str]) -> int:
         jax.random.randint(keys[2], (sizes["num_tokens"],), 0, shape[1]),
     )
     expected, failed = None, False
-    for name, loss in [("whole", whole), *((str(chunk), chunked(chunk)) for chunk in CHUNKS)]:
+    here = jax.default_backend()
+    for name, loss in [("whole", whole), *((str(one), chunked(one, here)) for one in CHUNKS)]:
         record, got = measure(loss, args, expected)
         expected = expected or got
         difference = record.pop("error", 0.0)
