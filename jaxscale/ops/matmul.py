@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "forward", "input gradient", "weight gradient"
@@ -51,6 +52,7 @@ def matmul(
     role: str = FORWARD,
     over: str | None = None,
     result: DTypeLike | None = None,
+    as_laid_out: bool = False,
 ) -> Array:
     """[*a, *c] x [*c, *o] -> [*a, *o] for any places of c, as `jax.lax.dot_general` has them.
 
@@ -61,6 +63,9 @@ def matmul(
       over: a manual mesh axis that c is spread over, so that its ranks find the same scales where
         these are along c.
       result: the type of the result; None is that of the operands.
+      as_laid_out: whether a float8 y keeps the order of its dimensions in memory. Hopper multiplies
+        along the last dimension, and XLA would transpose what y is made of: in a loop over layers
+        the parameters of all of them at once, in float32.
     """
     dims: Any = (contracted, ((), ()))
     types = OPERANDS.get((dtype, role))
@@ -69,6 +74,8 @@ def matmul(
     result = jnp.dtype(result or jnp.result_type(x, y))
     if dtype == "float8":
         (x, of_x), (y, of_y) = (scaled_float8(a, to) for a, to in zip((x, y), types))
+        if as_laid_out:
+            y = with_layout_constraint(y, Layout(tuple(range(y.ndim))))
         return jax.lax.dot_general(x, y, dims, preferred_element_type=result) * (
             of_x * of_y
         ).astype(result)

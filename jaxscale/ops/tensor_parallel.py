@@ -18,7 +18,7 @@ from jaxscale.ops.matmul import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, matmul
 
 
 def linear(
-    x: Array, weight: Array, *, contracted: int = 1, dtype: str = "", on_cpu: bool = False
+    x: Array, weight: Array, *, contracted: int = 1, dtype: str = "", platform: str = ""
 ) -> Array:
     """[*a, *c] x [*c, *o] -> [*a, *o].
 
@@ -29,22 +29,23 @@ def linear(
     Args:
       contracted: how many dimensions c has.
       dtype: `model.matmul_dtype`.
-      on_cpu: in the form of the weight's gradient that XLA for CPUs computes fastest. Dimensions a
-        must be whole on each device.
+      platform: of the devices. On "cpu" the weight's gradient has the form that XLA computes
+        fastest, for which dimensions a must be whole on each device; on "gpu" float8 weights keep
+        their order in memory.
     """
-    return _linear(_Matmul(contracted, dtype, on_cpu), x, weight)
+    return _linear(_Matmul(contracted, dtype, platform), x, weight)
 
 
 def columns(
-    x_BTD: Array, weights: Sequence[Array], *, dtype: str = "", on_cpu: bool = False
+    x_BTD: Array, weights: Sequence[Array], *, dtype: str = "", platform: str = ""
 ) -> tuple[Array, ...]:
     """Matmuls out of the residual stream: [B, T, D] x [D, *o] -> [B, T, *o] for each weight."""
-    return tuple(linear(x_BTD, weight, dtype=dtype, on_cpu=on_cpu) for weight in weights)
+    return tuple(linear(x_BTD, weight, dtype=dtype, platform=platform) for weight in weights)
 
 
-def rows(x_BT: Array, weight: Array, *, dtype: str = "", on_cpu: bool = False) -> Array:
+def rows(x_BT: Array, weight: Array, *, dtype: str = "", platform: str = "") -> Array:
     """A matmul back into the residual stream: [B, T, *c] x [*c, D] -> [B, T, D]."""
-    return linear(x_BT, weight, contracted=x_BT.ndim - 2, dtype=dtype, on_cpu=on_cpu)
+    return linear(x_BT, weight, contracted=x_BT.ndim - 2, dtype=dtype, platform=platform)
 
 
 def add_bias(x: Array, bias: Array) -> Array:
@@ -62,7 +63,7 @@ class _Matmul(NamedTuple):
 
     contracted: int
     dtype: str
-    on_cpu: bool
+    platform: str
 
 
 class Spread(NamedTuple):
@@ -172,7 +173,7 @@ def _for_cpu(x: Array, dy: Array, leading: int) -> tuple[Array, Array, int]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(how: _Matmul, x: Array, weight: Array) -> Array:
     dims = range(x.ndim - how.contracted, x.ndim), range(how.contracted)
-    return matmul(x, weight, dims, dtype=how.dtype)
+    return matmul(x, weight, dims, dtype=how.dtype, as_laid_out=how.platform == "gpu")
 
 
 def _forward(how: _Matmul, x: Array, weight: Array):
@@ -184,7 +185,7 @@ def _backward(how: _Matmul, residuals, dy: Array):
     leading = x.ndim - how.contracted
     dims = range(leading, dy.ndim), range(how.contracted, weight.ndim)
     dx = matmul(dy, weight, dims, dtype=how.dtype, role=INPUT_GRADIENT)
-    if how.on_cpu:
+    if how.platform == "cpu":
         x, dy, leading = _for_cpu(x, dy, leading)
     return dx, _weight_gradient(x, dy, leading, how.dtype)
 

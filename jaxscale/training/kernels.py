@@ -64,7 +64,8 @@ def make_kernels(
       unroll: writes loops out, for XLA's cost analysis.
     """
     # With context the compiler spreads a sequence, and would gather it to merge its dimensions.
-    how = {"dtype": matmul_dtype, "on_cpu": platform == "cpu" and layout.context == 1}
+    in_parts = platform == "cpu" and layout.context > 1
+    how = {"dtype": matmul_dtype, "platform": "" if in_parts else platform}
     replaced: dict[str, Any] = {
         "columns": functools.partial(columns, **how),
         "rows": functools.partial(rows, **how),

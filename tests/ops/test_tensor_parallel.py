@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.compiled.topology import compiler_installed, open_topology
 from jaxscale.ops.collective_matmul import matmuls_scatter
 from jaxscale.ops.tensor_parallel import Spread, columns, linear, rows, spread_columns, spread_rows
 
@@ -27,28 +28,49 @@ def test_linear_is_einsum(x_shape, weight_shape, contracted, equation):
     keys = jax.random.split(jax.random.key(0), 2)
     x, weight = jax.random.normal(keys[0], x_shape), jax.random.normal(keys[1], weight_shape)
 
-    def ours(on_cpu, x, weight):
-        return jnp.sum(jnp.sin(linear(x, weight, contracted=contracted, on_cpu=on_cpu)))
+    def ours(platform, x, weight):
+        return jnp.sum(jnp.sin(linear(x, weight, contracted=contracted, platform=platform)))
 
     def plain(x, weight):
         return jnp.sum(jnp.sin(jnp.einsum(equation, x, weight)))
 
-    functions = (plain, functools.partial(ours, False), functools.partial(ours, True))
+    functions = (plain, functools.partial(ours, "gpu"), functools.partial(ours, "cpu"))
     all_ = [jax.value_and_grad(function, (0, 1)) for function in functions]
     wanted, *got = jax.jit(lambda *args: [function(*args) for function in all_])(x, weight)
     for one in got:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), one, wanted)
 
 
-@pytest.mark.parametrize("on_cpu", [False, True])
-def test_gradients_of_a_bfloat16_product_are_rounded_once(on_cpu):
+@pytest.mark.parametrize("platform", ["", "cpu"])
+def test_gradients_of_a_bfloat16_product_are_rounded_once(platform):
     """A sum of 4,096 products, in bfloat16 to its own precision: it is accumulated in float32."""
     x = jax.random.normal(jax.random.key(0), (4096, 3)).astype(jnp.bfloat16)
     weight = jnp.zeros((3, 2), jnp.bfloat16)
     dy = jax.random.normal(jax.random.key(1), (4096, 2)).astype(jnp.bfloat16)
-    (got,) = jax.vjp(lambda weight: linear(x, weight, on_cpu=on_cpu), weight)[1](dy)
+    (got,) = jax.vjp(lambda weight: linear(x, weight, platform=platform), weight)[1](dy)
     wanted = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2**-8, atol=2**-4)
+
+
+@pytest.mark.skipif(
+    not compiler_installed("gpu"), reason="no compiler for GPUs: uv sync --inexact --extra aot"
+)
+def test_on_a_gpu_float8_transposes_no_weights_of_all_layers():
+    """Two stacks of 16 MiB in float32, which XLA would otherwise transpose before the loop."""
+    place = SingleDeviceSharding(open_topology("h100:1x1").devices[0])
+    shapes = (8, 512, 1024), (8, 1024, 512), (1024, 512)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape in shapes]
+
+    def layer(x, weights):
+        for weight in weights:
+            x = linear(x, weight.astype(x.dtype), dtype="float8", platform="gpu")
+        return x, None
+
+    def run(up, down, x):
+        return jax.lax.scan(layer, x.astype(jnp.bfloat16), (up, down))[0]
+
+    compiled = jax.jit(run).lower(*args).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**24
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -58,9 +80,9 @@ def test_on_a_cpu_a_weights_gradient_repeats_no_elementwise_work(dtype):
     shapes = (4, 64, 96), (96, 32), (4, 64, 32)
     args = [jnp.zeros(shape, dtype) for shape in shapes]
 
-    def compiled(on_cpu):
+    def compiled(platform):
         def gradient(x, weight, dy):
-            of_weight = functools.partial(linear, x * x, on_cpu=on_cpu)
+            of_weight = functools.partial(linear, x * x, platform=platform)
             return jax.vjp(of_weight, weight)[1](dy)
 
         return jax.jit(gradient).lower(*args).compile().as_text()
@@ -68,8 +90,8 @@ def test_on_a_cpu_a_weights_gradient_repeats_no_elementwise_work(dtype):
     def repeats(text):
         return any(" transpose(" in one and " multiply(" in one for one in text.split("\n\n"))
 
-    assert repeats(compiled(on_cpu=False))
-    assert not repeats(text := compiled(on_cpu=True))
+    assert repeats(compiled(platform=""))
+    assert not repeats(text := compiled(platform="cpu"))
     assert dtype == "float32" or "f32[256,32]" not in text
 
 
