@@ -16,7 +16,7 @@ _HOMES = {
     "Batch": "batch",
     "Config": "config",
     "Layout": "layout",
-    "ModelConfig": "config",
+    "ModelConfig": "model_config",
     "ModelSettings": "model_config",
     "describe_layout": "run.layout_report",
     "device_batches": "run.setup",

@@ -9,6 +9,7 @@ import pytest
 
 from jaxscale import config
 from jaxscale.data_source import Source
+from jaxscale.model_config import ModelConfig
 
 CONFIGS = sorted(pathlib.Path("configs").glob("*.py"))
 EMPTY = "import ml_collections\n\n\ndef get_config():\n    return ml_collections.ConfigDict()\n"
@@ -176,7 +177,7 @@ def test_overrides_may_be_wrong_one_by_one_but_right_together(empty):
 
 
 def test_flops_of_a_model_small_enough_to_count_by_hand():
-    model = config.ModelConfig(
+    model = ModelConfig(
         num_layers=1, d_model=2, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=3, vocab_size=5
     )
     projections = 2 * (2 * 8) + 2 * (2 * 4)  # query and output; key and value
@@ -200,9 +201,9 @@ def test_flops_of_a_model_small_enough_to_count_by_hand():
 
 
 def test_a_sliding_window_costs_the_keys_inside_it():
-    wide = config.ModelConfig(sliding_window=64)
-    narrow = config.ModelConfig(sliding_window=2)
-    whole = config.ModelConfig()
+    wide = ModelConfig(sliding_window=64)
+    narrow = ModelConfig(sliding_window=2)
+    whole = ModelConfig()
     assert wide.flops_per_token(64) == whole.flops_per_token(64)
     heads = whole.num_heads * whole.head_dim
     saved = (1 + 2 + 3 + 4) / 4 - (1 + 2 + 2 + 2) / 4
@@ -211,5 +212,5 @@ def test_a_sliding_window_costs_the_keys_inside_it():
 
 
 def test_the_vocabulary_is_padded_so_that_it_divides():
-    assert config.ModelConfig(vocab_size=257).padded_vocab_size == 384
-    assert config.ModelConfig(vocab_size=384).padded_vocab_size == 384
+    assert ModelConfig(vocab_size=257).padded_vocab_size == 384
+    assert ModelConfig(vocab_size=384).padded_vocab_size == 384

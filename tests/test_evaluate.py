@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jaxscale.batch import Batch
-from jaxscale.config import Config, DataConfig, ModelConfig
+from jaxscale.config import Config, DataConfig
 from jaxscale.data.dataset import Dataset, open_dataset
 from jaxscale.data.tokens.tokenizer import load_tokenizer
 from jaxscale.layout import Layout
+from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
 from jaxscale.run import setup

@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from jaxscale import config, generate, run_folder, train
-from jaxscale.config import Config, DataConfig, ModelConfig
+from jaxscale.config import Config, DataConfig
 from jaxscale.layout import Layout, resolve_sizes
+from jaxscale.model_config import ModelConfig
 from jaxscale.run import setup
 
 

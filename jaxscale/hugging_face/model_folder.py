@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxscale.config import ModelConfig
 from jaxscale.hugging_face.checkpoint_rules import (
     ParameterTensors,
     check_tensors,
@@ -22,6 +21,7 @@ from jaxscale.hugging_face.read_params import read_params
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor, open_tensors
 from jaxscale.hugging_face.value_types import check_value_types
 from jaxscale.hugging_face.write_params import write_params
+from jaxscale.model_config import ModelConfig
 from jaxscale.model_families.shipped import SHIPPED, find_family
 from jaxscale.run_folder import HF_CONFIG, copy_tokenizer
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name as named  # for remat policies
 
 from jaxscale.batch import Batch
-from jaxscale.config import ModelConfig
+from jaxscale.model_config import ModelConfig
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.latent_attention import MultiHeadLatentAttention
 from jaxscale.models.positions import rope_settings

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.batch import Batch
-from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS
+from jaxscale.model_config import ModelConfig
 from jaxscale.models.block import Block, Cache
 from jaxscale.models.embedding import Embedding
 from jaxscale.models.experts import ExpertBlock, expert_metrics

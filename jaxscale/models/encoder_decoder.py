@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.batch import Batch
-from jaxscale.config import ModelConfig
 from jaxscale.layout import BLOCK_TENSORS
+from jaxscale.model_config import ModelConfig
 from jaxscale.models.block import Cache
 from jaxscale.models.decoder import CACHE_AXES, empty_cache
 from jaxscale.models.encoder_decoder_block import (

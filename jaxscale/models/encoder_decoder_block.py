@@ -15,7 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name as named
 
 from jaxscale.batch import Batch
-from jaxscale.config import ModelConfig
+from jaxscale.model_config import ModelConfig
 from jaxscale.models.block import MLP, Attention, Cache, Norm
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import STREAM

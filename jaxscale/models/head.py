@@ -6,7 +6,7 @@ Letters: B batch, T time, D embed.
 import jax
 from flax import nnx
 
-from jaxscale.config import ModelConfig
+from jaxscale.model_config import ModelConfig
 from jaxscale.models.block import ACTIVATIONS, Norm
 from jaxscale.models.weights import Weights
 from jaxscale.ops.tensor_parallel import add_bias

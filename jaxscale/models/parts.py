@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.config import ModelConfig
+from jaxscale.model_config import ModelConfig
 from jaxscale.models.experts import ExpertBlock, expert_sums
 from jaxscale.models.prediction import MERGE, PREDICTION, Merge
 from jaxscale.models.protocol import Params, Sums

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxscale.config import ModelConfig
+from jaxscale.model_config import ModelConfig
 from jaxscale.model_config.rope_scaling import BY_LENGTH
 from jaxscale.ops.rope import RopeScaling
 

@@ -14,11 +14,11 @@ import jax
 import optax
 
 from jaxscale import config as configs
-from jaxscale.config import Config, ModelConfig
+from jaxscale.config import Config
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.distributed import processes
 from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face, open_model
-from jaxscale.model_config import is_own_family
+from jaxscale.model_config import ModelConfig, is_own_family
 from jaxscale.run.both_tiers import bring_newest
 from jaxscale.run_folder import TOKENIZERS, folder_of
 from jaxscale.storage.tiers import fetch_files, fetching

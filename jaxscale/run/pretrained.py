@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.batch import Batch
-from jaxscale.config import ModelConfig
+from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.forward import forward

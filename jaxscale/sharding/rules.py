@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.choices import nearest_divisors
-from jaxscale.config import Config, ModelConfig
+from jaxscale.config import Config
 from jaxscale.layout import TENSOR_ROWS
+from jaxscale.model_config import ModelConfig
 
 Axes = tuple[str, ...]
 Rules = Mapping[str, tuple[str, ...]]

@@ -8,9 +8,11 @@ import jax
 import pytest
 
 from jaxscale import config
-from jaxscale.config import Config, DataConfig, ModelConfig
+from jaxscale.config import Config, DataConfig
 from jaxscale.hugging_face.value_types import check_value_types
-from jaxscale.model_config.model import PREDICTION, SCALING
+from jaxscale.model_config import ModelConfig
+from jaxscale.model_config.prediction import PREDICTION
+from jaxscale.model_config.rope_scaling import SCALING
 from jaxscale.model_families.shipped import FAMILIES, SHIPPED
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.training.engine import find_model

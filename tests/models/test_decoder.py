@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxscale.batch import Batch
-from jaxscale.config import ModelConfig, load
+from jaxscale.config import load
+from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
 from jaxscale.models.weights import exact_normal

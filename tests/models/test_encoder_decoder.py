@@ -4,8 +4,8 @@ import jax
 import numpy as np
 
 from jaxscale.batch import Batch
-from jaxscale.config import ModelConfig
 from jaxscale.layout import RematPolicy
+from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.forward import forward

@@ -9,6 +9,7 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale.layout import Layout
+from jaxscale.model_config import ModelConfig
 from jaxscale.run import resume, setup, trainer
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
@@ -23,7 +24,7 @@ def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):
     assert (taken.layout.tensor, taken.layout.num_devices) == (2, jax.device_count())
     assert "layout = 'auto' chose" in caplog.text
     # A run that has begun goes on with the layout that it took, whatever would be taken today.
-    other = dataclasses.replace(config, layout=configs.Layout(data=1, fsdp=8))
+    other = dataclasses.replace(config, layout=Layout(data=1, fsdp=8))
     (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(other)))
     assert setup.planned(config, tmp_path) == other
     # It is only read: code that it names is not imported, nor is what is no config a traceback.
@@ -99,15 +100,13 @@ def test_a_batch_that_does_not_split_is_evaluated_in_others(layout, batch, expec
 
 def test_the_ranks_of_a_pipeline_share_layers_to_sample():
     for fsdp, expected in ((2, {"fsdp": 4, "data": 2}), (1, {"fsdp": 2, "data": 4})):
-        layout = configs.Layout(
-            pipeline=2, fsdp=fsdp, zero_stage=1, schedule="1f1b:2,1", remat="keep:1"
-        )
+        layout = Layout(pipeline=2, fsdp=fsdp, zero_stage=1, schedule="1f1b:2,1", remat="keep:1")
         found = setup.for_sampling(configs.Config(layout=layout)).layout
         assert {axis: size for axis, size in found.sizes.items() if size > 1} == expected
         assert found.zero_stage == 3
-    model = configs.ModelConfig(d_model=18, num_heads=2, num_kv_heads=2, head_dim=4)
+    model = ModelConfig(d_model=18, num_heads=2, num_kv_heads=2, head_dim=4)
     found = setup.for_sampling(
-        configs.Config(model=model, layout=configs.Layout(pipeline=4, data=2))
+        configs.Config(model=model, layout=Layout(pipeline=4, data=2))
     ).layout
     assert (found.data, found.fsdp) == (8, 1)
 

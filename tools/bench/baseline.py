@@ -14,8 +14,9 @@ from flax import nnx
 from measure import Case, serve
 
 from jaxscale.batch import Batch
-from jaxscale.config import Config, ModelConfig
+from jaxscale.config import Config
 from jaxscale.data.synthetic import synthetic_batch
+from jaxscale.model_config import ModelConfig
 
 
 class State(NamedTuple):

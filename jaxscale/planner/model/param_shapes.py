@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.config import ModelConfig
 from jaxscale.layout import Layout
+from jaxscale.model_config import ModelConfig
 from jaxscale.sharding.rules import spreads_outer
 
 Ints = Any

@@ -9,7 +9,8 @@ Letters: D d_model, H heads, K kv_heads, E head_dim, F d_ff.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxscale.config import Config, ModelConfig
+from jaxscale.config import Config
+from jaxscale.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ import pathlib
 from typing import Any
 
 from jaxscale import config as configs
-from jaxscale.config import Config, ModelConfig
+from jaxscale.config import Config
 from jaxscale.layout import Layout
+from jaxscale.model_config import ModelConfig
 from jaxscale.planner.search.plan import Plan
 
 TEMPLATE = '''"""{headline}

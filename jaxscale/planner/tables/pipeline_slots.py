@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.config import Config, ModelConfig
+from jaxscale.config import Config
+from jaxscale.model_config import ModelConfig
 from jaxscale.pipeline.buffer_slots import count_slots
 from jaxscale.pipeline.partition import (
     StackLayers,

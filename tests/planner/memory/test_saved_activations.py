@@ -11,8 +11,9 @@ import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.compiled import flops, hlo
-from jaxscale.config import Config, DataConfig, ModelConfig
+from jaxscale.config import Config, DataConfig
 from jaxscale.layout import BLOCK_TENSORS, Layout, parse_remat
+from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.kernels import Kernels
