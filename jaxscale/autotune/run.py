@@ -12,7 +12,8 @@ from jaxscale.autotune import results, search
 from jaxscale.config import Config
 from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.planner.auto_layout import devices_here
-from jaxscale.planner.search.search import Query, search_layouts
+from jaxscale.planner.search.search import search_layouts
+from jaxscale.planner.search.space import Query
 
 log = logging.getLogger("jaxscale")
 

@@ -14,7 +14,8 @@ import numpy as np
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor
 from jaxscale.hugging_face.tensor_blocks import same_values, taken_shape
 from jaxscale.model_families.family import TensorRule
-from jaxscale.sharding.resolve import Axes, is_axes, leaf_name
+from jaxscale.sharding.resolve import is_axes, leaf_name
+from jaxscale.sharding.rules import Axes
 
 LINES = 10
 """Names that a message lists; it only counts the rest."""

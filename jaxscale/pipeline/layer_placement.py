@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxscale.models.protocol import Rows
-from jaxscale.sharding.resolve import Axes, is_axes, leaf_name
+from jaxscale.sharding.resolve import is_axes, leaf_name
+from jaxscale.sharding.rules import Axes
 from jaxscale.sharding.specs import across_pipeline, mesh_axes_of
 
 Tree = Any

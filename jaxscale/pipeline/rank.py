@@ -36,7 +36,8 @@ from jaxscale.pipeline.stages import (
     LAYERS,
     PipelineStages,
 )
-from jaxscale.sharding.resolve import ACTIVATIONS, constrain
+from jaxscale.sharding.resolve import constrain
+from jaxscale.sharding.rules import ACTIVATIONS
 from jaxscale.sharding.zero import Zero
 
 Tree = Any

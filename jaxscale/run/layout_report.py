@@ -21,14 +21,8 @@ from jaxscale.planner.memory.at_rest import sides
 from jaxscale.planner.memory.step import Memory, is_predicted, step_memory
 from jaxscale.planner.model.param_shapes import parameters
 from jaxscale.planner.search.trainable_model import check_parameters
-from jaxscale.sharding.resolve import (
-    Axes,
-    Rules,
-    is_axes,
-    layer_rules,
-    leaf_name,
-    resolve,
-)
+from jaxscale.sharding.resolve import is_axes, layer_rules, leaf_name, resolve
+from jaxscale.sharding.rules import Axes, Rules
 from jaxscale.training.engine import ENGINE_ADVICE, Engine, find_model
 from jaxscale.training.flops import example, forward_cost, step_flops
 from jaxscale.training.remat import rematerialised_attention

@@ -18,6 +18,7 @@ from jaxscale.compiled.trace import DeviceTime, read_trace, time_by_cause, trace
 from jaxscale.config import Config
 from jaxscale.data.dataset import Examples, repeats
 from jaxscale.distributed import phases, processes
+from jaxscale.formatting import duration
 from jaxscale.hardware import peak_flops
 from jaxscale.run.goodput import Account, goodput_share, time_line
 from jaxscale.run.setup import Evaluation
@@ -27,7 +28,6 @@ from jaxscale.training.metrics import (
     SUMMARY,
     WITHOUT_LOSS,
     Metrics,
-    duration,
     evaluation_line,
     progress_line,
     read,

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxscale.sharding.blocks import sharded_dim
-from jaxscale.sharding.resolve import Axes, Rules, is_axes, mesh_axes, weight_dtype
+from jaxscale.sharding.resolve import is_axes, weight_dtype
+from jaxscale.sharding.rules import Axes, Rules, mesh_axes
 from jaxscale.sharding.zero import Zero
 
 Tree = Any

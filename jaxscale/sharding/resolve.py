@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES, TENSOR_ROWS
-from jaxscale.sharding.rules import (  # noqa: F401  Re-exported: used together with `resolve`.
+from jaxscale.sharding.rules import (
     ACTIVATIONS,
     LAYER_SHARD_AXES,
-    REPLICATED_WEIGHTS,
     WEIGHTS,
     Axes,
     Rules,

@@ -10,13 +10,8 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.layout import MANUAL_AXES
-from jaxscale.sharding.resolve import (
-    ACTIVATIONS,
-    Axes,
-    automatic_axes,
-    automatic_part,
-    resolve,
-)
+from jaxscale.sharding.resolve import automatic_axes, automatic_part, resolve
+from jaxscale.sharding.rules import ACTIVATIONS, Axes
 
 REPLICATED = PartitionSpec()
 """Every device has the whole array."""

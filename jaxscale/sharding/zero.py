@@ -14,10 +14,6 @@ from jaxscale.layout import MANUAL_AXES
 from jaxscale.sharding import blocks
 from jaxscale.sharding.blocks import Form, blocks_over, map_manually, sharded_dim
 from jaxscale.sharding.resolve import (
-    REPLICATED_WEIGHTS,
-    WEIGHTS,
-    Axes,
-    Rules,
     automatic_part,
     constrain,
     constrain_to,
@@ -25,6 +21,7 @@ from jaxscale.sharding.resolve import (
     resolve,
     weight_dtype,
 )
+from jaxscale.sharding.rules import REPLICATED_WEIGHTS, WEIGHTS, Axes, Rules
 
 Tree = Any
 

@@ -17,7 +17,8 @@ from jaxscale.models.protocol import (
     Sums,
     head_params,
 )
-from jaxscale.pipeline.executor import Chunks, Columns, Remat, buffers, execute, execute_forward
+from jaxscale.pipeline.executor import buffers, execute, execute_forward
+from jaxscale.pipeline.rank import Chunks, Columns, Remat
 from jaxscale.pipeline.stages import PipelineStages
 from jaxscale.sharding.resolve import is_axes, manual_part
 from jaxscale.sharding.specs import (

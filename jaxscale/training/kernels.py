@@ -35,7 +35,8 @@ from jaxscale.ops.tensor_parallel import (
     spread_columns,
     spread_rows,
 )
-from jaxscale.sharding.resolve import ACTIVATIONS, WEIGHTS, Rules, automatic_axes, constrain
+from jaxscale.sharding.resolve import automatic_axes, constrain
+from jaxscale.sharding.rules import ACTIVATIONS, WEIGHTS, Rules
 from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec
 
 ATTENTION_SCOPE = "attention_kernel"

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.ops.rope import LANES, RopeScaling, rotary, rotary_on_tpu
+from jaxscale.ops.rope import RopeScaling, rotary, rotary_on_tpu
+from jaxscale.ops.sizes import LANES
 
 B, T, N, H = 2, 6, 3, 16
 

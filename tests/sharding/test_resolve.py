@@ -7,15 +7,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.layout import MESH_AXES
-from jaxscale.sharding.resolve import (
-    ACTIVATIONS,
-    REPLICATED_WEIGHTS,
-    WEIGHTS,
-    automatic_part,
-    manual_part,
-    resolve,
-    spread_outer,
-)
+from jaxscale.sharding.resolve import automatic_part, manual_part, resolve, spread_outer
+from jaxscale.sharding.rules import ACTIVATIONS, REPLICATED_WEIGHTS, WEIGHTS
 
 ALL = dict.fromkeys(MESH_AXES, 2)
 

@@ -14,8 +14,9 @@ from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import accumulation
-from jaxscale.training.accumulation import Early, early_reductions
+from jaxscale.training.accumulation import early_reductions
 from jaxscale.training.engine import make_engine
+from jaxscale.training.layer_loop import Early
 
 MODEL = {
     "d_model": 16,

@@ -211,7 +211,8 @@ def usual(options: argparse.Namespace, microbatches: int, remat: bool = False) -
     from jax.sharding import NamedSharding, PartitionSpec  # noqa: PLC0415
 
     from jaxscale.data.synthetic import synthetic_batch  # noqa: PLC0415
-    from jaxscale.models.decoder import Decoder, Kernels  # noqa: PLC0415
+    from jaxscale.models.decoder import Decoder  # noqa: PLC0415
+    from jaxscale.models.kernels import Kernels  # noqa: PLC0415
     from jaxscale.models.protocol import head_params  # noqa: PLC0415
     from jaxscale.ops.attention.attention import attention  # noqa: PLC0415
     from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415

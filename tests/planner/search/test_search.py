@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from jaxscale.choices import divisors
 from jaxscale.config import Config, from_dict, load
 from jaxscale.layout import ACCUMULATIONS, OFFLOADS, PIPELINE_GATHERS, Layout
 from jaxscale.pipeline_schedules.schedule import Schedule
@@ -20,13 +21,7 @@ from jaxscale.planner.report.why_not import why_infeasible
 from jaxscale.planner.search.plan import predict_plan
 from jaxscale.planner.search.search import TOO_LARGE, TOO_LARGE_FOR_HOST, _distinct, search_layouts
 from jaxscale.planner.search.sized_model import SizedModel
-from jaxscale.planner.search.space import (
-    HOST_MEMORY_BYTES,
-    Query,
-    check_pins,
-    divisors,
-    mesh_shapes,
-)
+from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query, check_pins, mesh_shapes
 from jaxscale.planner.search.trainable_model import TrainableModel
 
 CONFIG = from_dict(
