@@ -314,8 +314,7 @@ def _predict(engine: Engine, **changes: Any) -> Memory:
     platform = engine.mesh.devices.flat[0].platform
     layout = dataclasses.replace(engine.layout, **changes)
     config = dataclasses.replace(engine.config, layout=layout)
-    back_end = "gpu" if platform == "cuda" else platform
-    return step_memory(config, back_end, own_host=platform != "cpu")
+    return step_memory(config, platform, own_host=platform != "cpu")
 
 
 def _parameters(engine: Engine) -> str:

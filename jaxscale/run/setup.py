@@ -186,7 +186,7 @@ def check_memory(engine: Engine) -> None:
     from jaxscale.run.layout_report import state_bytes  # noqa: PLC0415
 
     device = engine.mesh.devices.flat[0]
-    back_end = "gpu" if device.platform == "cuda" else device.platform
+    back_end = device.platform
     if back_end == "cpu":
         limit = host_memory_bytes() / jax.local_device_count()
         name = "this host's memory, which its devices share"

@@ -186,7 +186,7 @@ def _combining(device: Any, layer: LayerBytes | None) -> tuple[XlaFlag, ...]:
     """Options that combine the collectives of a layer, and no more: the gradients of the head would
     wait for the embedding's. Larger models otherwise have more collectives in a layer than may be
     in flight at once, and some of them overlap nothing."""
-    if layer is None or _platform(device) != "gpu":
+    if layer is None or device.platform != "gpu":
         return ()
     reason = "the weights, or the gradients, of a layer travel in one NCCL call"
     combined = tuple(
@@ -241,7 +241,7 @@ compiled program in one order."""
 
 def flags_of(device: Any) -> tuple[XlaFlag, ...]:
     """The table's options for a device, which may be an absent one."""
-    return XLA_FLAGS.get(device.device_kind, XLA_FLAGS.get(_platform(device), ()))
+    return XLA_FLAGS.get(device.device_kind, XLA_FLAGS.get(device.platform, ()))
 
 
 def refused_options(flags: Sequence[XlaFlag], sharding: Sharding) -> dict[str, str]:
@@ -291,7 +291,7 @@ def step_options(
     """
     device = mesh.devices.flat[0]
     needed = _deterministic(device) if deterministic else ()
-    recorded = PIPELINED.get(_platform(device), ()) if pipelined else ()
+    recorded = PIPELINED.get(device.platform, ()) if pipelined else ()
     optional = (*recorded, *_combining(device, layer), *_memory_limit(device))
     flags = (*flags_of(device), *(flag for flag in optional if not _is_set(flag)), *needed)
     refused = refused_options(flags, replicated(mesh))
@@ -318,13 +318,9 @@ def _is_set(flag: XlaFlag) -> bool:
     return any(one.split("=")[0] == f"--{flag.name}" for one in set_there)
 
 
-def _platform(device: Any) -> str:
-    return "gpu" if device.platform == "cuda" else device.platform
-
-
 def _deterministic(device: Any) -> tuple[XlaFlag, ...]:
     """The options of `DETERMINISTIC` for a device, or a refusal."""
-    platform = _platform(device)
+    platform = device.platform
     if platform == "gpu" and device not in jax.devices():
         raise ValueError(
             "run.deterministic = True: the compiler for absent GPUs finds no matmul kernels in "
@@ -332,7 +328,7 @@ def _deterministic(device: Any) -> tuple[XlaFlag, ...]:
         )
     if platform not in DETERMINISTIC:
         raise ValueError(
-            f"run.deterministic = True: of the {device.platform} back end it is not known what "
+            f"run.deterministic = True: of the {platform} back end it is not known what "
             f"makes it deterministic, only of {', '.join(DETERMINISTIC)}; set it to False"
         )
     return DETERMINISTIC[platform]

@@ -77,6 +77,8 @@ def test_slices_are_joined_by_the_network(name, torus, slices):
 def test_a_gpu(kind):
     machine = topology.open_topology(f"{kind}:2x4")
     assert len(machine.devices) == 8
+    # Not the name of the plugin, which is "cuda": tables of kernels and of options have this one.
+    assert {device.platform for device in machine.devices} == {"gpu"}
     chip = hardware.find_chip(machine.devices[0].device_kind)
     assert chip
     assert 0.85 * chip.memory_bytes < machine.limit_bytes < chip.memory_bytes

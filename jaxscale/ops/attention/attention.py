@@ -19,7 +19,7 @@ from jaxscale.ops.attention.blocks import Scoring, in_reach
 from jaxscale.ops.attention.blockwise import blockwise_attention
 from jaxscale.ops.attention.relative_bias import relative_buckets
 
-PLATFORM_KERNELS = {"gpu": ("cudnn", "flash"), "cuda": ("cudnn", "flash"), "tpu": ("splash",)}
+PLATFORM_KERNELS = {"gpu": ("cudnn", "flash"), "tpu": ("splash",)}
 """Of which "auto" selects the first that honours the run's settings; otherwise it is
 "blockwise"."""
 

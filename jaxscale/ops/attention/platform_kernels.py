@@ -147,7 +147,7 @@ def splash(
 
 def cudnn_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
     """Which setting `cudnn` cannot honour, and what to set instead; "" if it honours all."""
-    if platform not in ("gpu", "cuda"):
+    if platform != "gpu":
         return f"needs an NVIDIA GPU and the platform is {platform}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"computes in bfloat16 and model.compute_dtype = {dtype.name!r}; change either"
@@ -171,7 +171,7 @@ def flash_block(time: int, head_dim: int) -> int:
 def flash_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
     """Which setting `flash.py` cannot honour, and what to set instead; "" if it honours
     all."""
-    if platform not in ("gpu", "cuda"):
+    if platform != "gpu":
         return f"needs an NVIDIA GPU and the platform is {platform}"
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return "needs Pallas's back end for Triton, which this version of JAX no longer has"
