@@ -72,7 +72,7 @@ class Program:
     computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
     donated: frozenset[int] = frozenset()  # donated arguments
-    scopes: Mapping[str, float] = field(default_factory=dict)  # see `parse`
+    scopes: Mapping[str, float] = field(default_factory=dict)  # see `parse_hlo`
 
     def executions(self) -> dict[str, float]:
         """How often each computation runs in one call; nan where a trip count is unknown."""

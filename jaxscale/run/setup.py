@@ -221,9 +221,7 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
     from jaxscale.planner.auto_layout import choose_layout  # noqa: PLC0415
     from jaxscale.planner.report.text_report import layout_text  # noqa: PLC0415
 
-    begun = workdir / "config.json" if workdir else None
-    if begun and begun.is_file():
-        layout = _layout_begun(config, begun)
+    if layout := _layout_begun(config, workdir):
         log.info(f"layout = 'auto': {layout_text(layout)}, as when the run started")
         return dataclasses.replace(config, layout=layout)
     device = jax.devices()[0]
@@ -242,12 +240,10 @@ def _with_remat(config: Config, workdir: pathlib.Path | None) -> Config:
     # Imported here as in `planned`.
     from jaxscale.planner.auto_layout import choose_remat, devices_here, memory_here  # noqa: PLC0415
 
-    begun = workdir / "config.json" if workdir else None
-    if begun and begun.is_file():
-        layout = _layout_begun(config, begun)
-        if dataclasses.replace(layout, remat=AUTO) == config.layout:
-            log.info(f"layout.remat = 'auto': {layout.remat}, as when the run started")
-            return dataclasses.replace(config, layout=layout)
+    begun = _layout_begun(config, workdir)
+    if begun and dataclasses.replace(begun, remat=AUTO) == config.layout:
+        log.info(f"layout.remat = 'auto': {begun.remat}, as when the run started")
+        return dataclasses.replace(config, layout=begun)
     device = jax.devices()[0]
     cluster = devices_here(device.device_kind, device.platform, jax.device_count())
     config, line = choose_remat(config, cluster, memory_here(cluster))
@@ -255,14 +251,16 @@ def _with_remat(config: Config, workdir: pathlib.Path | None) -> Config:
     return config
 
 
-def _layout_begun(config: Config, begun: pathlib.Path) -> Layout:
-    """The layout in the config.json of a run that goes on. The file is only read: code from outside
-    the package is imported where the present config names it, too.
+def _layout_begun(config: Config, workdir: pathlib.Path | None) -> Layout | None:
+    """The layout in the config.json of a run that resumes, or None for a new one. The file is only
+    read: code from outside the package is imported where the present config names it, too.
 
     Raises:
-      ValueError: the file is no config of a run.
+      ValueError: the file is not the config of a run.
     """
-    sections, now = configs.read_sections(begun), configs.to_dict(config)
+    if workdir is None or not (workdir / "config.json").is_file():
+        return None
+    sections, now = configs.read_sections(workdir / "config.json"), configs.to_dict(config)
     names = (("model", "family"), ("layout", "schedule"))
     same = all(sections.get(part, {}).get(key) == now[part].get(key) for part, key in names)
     return configs.from_dict(sections, trust_foreign=same).layout
@@ -382,9 +380,9 @@ def keep_tokenizer(config: Config, tokenizer: Tokenizer, workdir: pathlib.Path) 
     can be moved, and exported to Hugging Face's format."""
     if not tokenizer.file:
         return
-    for name, data in {tokenizer.file_name: tokenizer.file}.items():
-        if not (workdir / name).exists():
-            (workdir / name).write_bytes(data)
+    kept = workdir / tokenizer.file_name
+    if not kept.exists():
+        kept.write_bytes(tokenizer.file)
     given = pathlib.Path(config.data.tokenizer)
     if given.name in run_folder.TOKENIZERS:
         run_folder.copy_tokenizer(given.parent, workdir)
@@ -430,7 +428,7 @@ def restore_params(
       FileNotFoundError: the run has no checkpoint yet.
       ValueError: the checkpoint holds other parameters, or cannot be used.
     """
-    checkpoints = Checkpoints(workdir / "checkpoints")
+    checkpoints = Checkpoints(workdir / CHECKPOINTS)
     try:
         bring_newest(checkpoints)
         with newest_held(checkpoints) as step:
