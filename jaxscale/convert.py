@@ -20,6 +20,7 @@ from jaxscale.formatting import human_bytes
 from jaxscale.model_config.settings import is_own_family
 from jaxscale.pipeline_schedules.shipped import is_foreign
 from jaxscale.storage.object_store import is_remote
+from jaxscale.storage.tiers import CHECKPOINTS
 
 log = logging.getLogger("jaxscale")
 
@@ -77,7 +78,7 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     output.mkdir(parents=True, exist_ok=True)
     copy_beside(model.directory, output)
     host_gb = max(leaf.nbytes for leaf in jax.tree.leaves(params)) // 10**9 + 1
-    checkpoints = Checkpoints(output / "checkpoints", report=log.info, host_gb=host_gb)
+    checkpoints = Checkpoints(output / CHECKPOINTS, report=log.info, host_gb=host_gb)
     data = {"fingerprint": "", "next_example": 0}
     metadata = {"config": configs.to_dict(config), "data": data}
     checkpoints.save(0, {"params": params}, metadata)

@@ -23,7 +23,7 @@ from jaxscale.distributed import launcher, phases, processes
 from jaxscale.run import notices, signals
 from jaxscale.run.lock import locked
 from jaxscale.run.mirror import Mirror, mirrored
-from jaxscale.storage.tiers import store_of
+from jaxscale.storage.tiers import CHECKPOINTS, store_of
 
 log = logging.getLogger("jaxscale")
 
@@ -152,9 +152,10 @@ def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:
             command_line.output_file(str(options.json))
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--json {error}") from error
-    if (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
+    folder = workdir / CHECKPOINTS
+    if folder.exists() and not folder.is_dir():
         raise ValueError(
-            f"{workdir / 'checkpoints'} is a file, where the run's checkpoints go; move it, or "
+            f"{folder} is a file, where the run's checkpoints go; move it, or "
             "give another --workdir"
         )
     for flag, given in (("--json", options.json), ("--profile", options.profile)):

@@ -21,7 +21,7 @@ from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face
 from jaxscale.model_config import ModelConfig, is_own_family
 from jaxscale.run.both_tiers import bring_newest
 from jaxscale.run_folder import TOKENIZERS, folder_of
-from jaxscale.storage.tiers import fetch_files, fetching
+from jaxscale.storage.tiers import CHECKPOINTS, fetch_files, fetching
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine
 from jaxscale.training.step import TrainState
@@ -76,7 +76,7 @@ class RunWeights:
         Raises:
           ValueError: it has other names, shapes or types than `abstract`.
         """
-        checkpoints = Checkpoints(self.directory / "checkpoints")
+        checkpoints = Checkpoints(self.directory / CHECKPOINTS)
         try:
             return checkpoints.restore(self.step, {part: abstract}, part=True)[part]
         finally:
@@ -116,7 +116,7 @@ def open_weights(
             f"{family!r}; only a run with the same model.family can start from it"
         )
     config = configs.from_dict(given)
-    with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
+    with contextlib.closing(Checkpoints(directory / CHECKPOINTS)) as checkpoints:
         bring_newest(checkpoints)
         step = processes.from_first("checkpoint of init_from", checkpoints.latest())
         if step is None:
@@ -156,7 +156,7 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
       ValueError: they do not fit the run.
     """
     name = getattr(config.model, "init_from", "")  # a model of one's own need not have it
-    if (workdir / "checkpoints" / "0").is_dir():
+    if (workdir / CHECKPOINTS / "0").is_dir():
         if name:
             raise ValueError(
                 f"model.init_from = {name!r}, and {workdir} already holds weights to start from "

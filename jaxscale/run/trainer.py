@@ -50,7 +50,7 @@ from jaxscale.run.setup import (
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.storage import durable
 from jaxscale.storage.differences import describe_difference
-from jaxscale.storage.tiers import LAST_SAVED, check_free, store_of
+from jaxscale.storage.tiers import CHECKPOINTS, LAST_SAVED, check_free, store_of
 from jaxscale.training.checkpoint import Checkpoints, NotFiniteError
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.learning_rate import early_end, with_schedule
@@ -132,7 +132,7 @@ def open_trainer(
     check_kind("config", config, Config, configs.CONFIG_ADVICE)
     run, workdir = config.run, pathlib.Path(workdir)
     checkpoints = Checkpoints(
-        workdir / "checkpoints",
+        workdir / CHECKPOINTS,
         keep_last=run.keep_last,
         keep_every=run.keep_every,
         report=log.info,
