@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import optax
 
 from jaxscale import config as configs
 from jaxscale.config import Config
@@ -24,6 +23,7 @@ from jaxscale.run_folder import TOKENIZERS, folder_of
 from jaxscale.storage.tiers import CHECKPOINTS, fetch_files, fetching
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine
+from jaxscale.training.optimizer import is_schedule
 from jaxscale.training.step import TrainState
 
 log = logging.getLogger("jaxscale")
@@ -231,9 +231,6 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
 
 
 def _with_schedule_of(fresh: Any, kept: Any) -> Any:
-    def is_schedule(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState)
-
     return jax.tree.map(
         lambda new, old: new if is_schedule(new) else old, fresh, kept, is_leaf=is_schedule
     )

@@ -160,7 +160,8 @@ def _each_group(
 
 
 def early_reductions(layout: Layout, zero: Zero, platform: str, tokens: int) -> Early:
-    """Those of a layout.
+    """Which reductions end early: those of the head on TPUs, and those of layers where recompute
+    hides them.
 
     Args:
       tokens: of a micro-batch on a rank, those of all ranks of tensor together.

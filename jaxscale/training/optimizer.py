@@ -165,6 +165,11 @@ def state_axes(
     return jax.tree_util.tree_map_with_path(axes_of, state)
 
 
+def is_schedule(node: Any) -> bool:
+    """Whether a node of the optimizer's state is the place in the learning rate's schedule."""
+    return isinstance(node, optax.ScaleByScheduleState)
+
+
 def _by_group(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
     """Adds each parameter's weight decay, and scales by its group's share of the learning rate."""
 

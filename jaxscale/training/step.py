@@ -11,6 +11,7 @@ from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.device_batch import unpack_sharded
 from jaxscale.models.protocol import Model, Rows, Sums, sum_shapes
+from jaxscale.training.optimizer import is_schedule
 from jaxscale.training.remat import from_host
 
 Tree = Any
@@ -158,9 +159,6 @@ def _if_good(good: jax.Array, update: Callable, params: Tree, opt_state: Tree) -
     A loop of one trip or none: it updates the state in place. A choice between two states would
     hold both, and `lax.cond` copies what it carries.
     """
-
-    def is_schedule(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState)
 
     def count(node: Any) -> Any:
         if not is_schedule(node):

@@ -20,6 +20,7 @@ from jaxscale.run.setup import open_tokenizer
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import make_engine
+from jaxscale.training.optimizer import is_schedule
 
 TINY = {
     "num_layers": 2,
@@ -77,10 +78,6 @@ def saved(workdir, abstract):
 
 def same(got, expected):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
-
-
-def is_schedule(node) -> bool:
-    return isinstance(node, optax.ScaleByScheduleState)
 
 
 def schedules(opt_state):
