@@ -188,7 +188,7 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
         q, k, v, segments_BT, segments_BS=None, bias_bN=None, sinks_N=None, **settings
     ) -> jax.Array:
         arrays = (q, k, v, segments_BT, segments_BS, bias_bN, sinks_N)
-        scoring = score_settings(*arrays[:6], **settings)
+        scoring = score_settings(q, k, segments_BS, bias_bN, **settings)
         if layout.context == 1 or layout.context_method == ULYSSES:
             local = functools.partial(
                 attention, implementation=implementation, one_document=one_document, **settings

@@ -73,7 +73,7 @@ def attention(
       ValueError: an unknown implementation, or settings that it or cross attention does not have.
     """
     given = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN)
-    scoring = score_settings(*given, **settings)
+    scoring = score_settings(q_BTNH, k_BSKH, segments_BS, bias_bN, **settings)
     if sinks_N is not None and segments_BS is not None:
         raise ValueError("cross attention has no attention sinks")
     if implementation not in LACKS:
@@ -108,8 +108,6 @@ def attention(
 def score_settings(
     q_BTNH: Array,
     k_BSKH: Array,
-    v_BSKH: Array,
-    segments_BT: Array,
     segments_BS: Array | None = None,
     bias_bN: Array | None = None,
     *,

@@ -29,7 +29,7 @@ reference = functools.partial(attention, implementation="reference")
 
 def blockwise(*args, block=16, **settings):
     """In small blocks."""
-    scoring = score_settings(*args[:6], **settings)
+    scoring = score_settings(*args[:2], *args[4:6], **settings)
     return blockwise_attention(*args, scoring=scoring, block=block)
 
 
@@ -217,7 +217,7 @@ def test_splash_is_the_reference(kv_heads, settings):
 
 def splash(*args, **settings):
     """Its kernel, on a CPU."""
-    return platform_kernels.splash(*args, score_settings(*args, **settings), interpret=True)
+    return platform_kernels.splash(*args, score_settings(*args[:2], **settings), interpret=True)
 
 
 FLASH_CASES: dict[str, dict] = {
@@ -228,7 +228,7 @@ FLASH_CASES: dict[str, dict] = {
 
 def flash(q, k, v, segments, segments_BS=None, bias=None, sinks=None, **settings):
     """Its kernels, on a CPU."""
-    scoring = score_settings(q, k, v, segments, segments_BS, bias, **settings)
+    scoring = score_settings(q, k, segments_BS, bias, **settings)
     return flash_attention(q, k, v, segments, sinks, scoring=scoring, interpret=True)
 
 

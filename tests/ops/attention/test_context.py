@@ -44,7 +44,7 @@ def spread(ranks, method, *, block=None, flash=False):
             within = functools.partial(attention, implementation="blockwise", **settings)
             local = functools.partial(ulysses_attention, axis="context", attend=within)
         else:
-            scoring = score_settings(*args[:6], **settings)
+            scoring = score_settings(*args[:2], *args[4:6], **settings)
             local = functools.partial(kernel, axis="context", scoring=scoring)
         *tokens, bias, sinks = (*args, None, None, None)[:7]
         specs = (*[time] * 5, P(), P())
