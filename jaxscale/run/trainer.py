@@ -35,7 +35,7 @@ from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_in
 from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.mirror import Mirror
 from jaxscale.run.recorder import BadStepsError, Recorder, is_summarised, tracing
-from jaxscale.run.resume import find_newest, resume, rewind, set_aside
+from jaxscale.run.resume import Found, find_newest, resume, rewind, set_aside
 from jaxscale.run.saves import SaveError, Saves
 from jaxscale.run.setup import (
     Text,
@@ -139,31 +139,55 @@ def open_trainer(
         newest_file=workdir / LAST_SAVED,
     )
     found = find_newest(checkpoints, refuse_damaged=refuse_damaged)
-    begin = found.step
     config = with_schedule(config, found.metadata.get("config", {}))
     if not skip_memory_check:
         check_host_room(config)
     config = resolve_layout(config, workdir)
-    if begin < run.steps and jax.device_count() >= LARGE_RUN:
+    if found.step < run.steps and jax.device_count() >= LARGE_RUN:
         _examine(config, workdir)
     engine = make_engine(config, make_mesh(config.layout), **own)
     log.info(describe_layout(engine))
     if not skip_memory_check:
         check_memory(engine)
     _check_local_room(run, engine, checkpoints)
-    if begin == 0 and (line := early_end(config)):
+    if found.step == 0 and (line := early_end(config)):
         log.warning(f"warning: {line}")
-    if begin > run.steps or (begin == run.steps and _is_finished(workdir, begin)):
+    if _is_complete(run, found.step, workdir):
         checkpoints.close()
-        if uploads:
-            uploads.start(checkpoints)
+        trainer = None
         log.info(
-            f"nothing to do: run.steps = {run.steps} and {workdir} is at step {begin}; "
+            f"nothing to do: run.steps = {run.steps} and {workdir} is at step {found.step}; "
             "raise run.steps to train longer"
         )
         for line in describe_difference(found.metadata["config"], configs.to_dict(config)):
             log.info(f"  changed since: {line}")
-        return None
+    else:
+        trainer = _prepare(found, config, engine, workdir, checkpoints, refuse_damaged)
+    if uploads:
+        uploads.start(checkpoints)
+    return trainer
+
+
+def _is_complete(run: RunConfig, step: int, workdir: pathlib.Path) -> bool:
+    """Whether nothing is left to do after a step. A run may have been stopped or killed after its
+    last one, before it was evaluated and summarised."""
+    if step != run.steps:
+        return step > run.steps
+    done = jax.process_index() == 0 and is_summarised(workdir, step)
+    return processes.from_first("summary", done)
+
+
+def _prepare(
+    found: Found,
+    config: Config,
+    engine: Engine,
+    workdir: pathlib.Path,
+    checkpoints: Checkpoints,
+    refuse_damaged: bool,
+) -> Trainer:
+    """Reads the text, compiles the step, and makes the state: of the newest checkpoint, of initial
+    weights, or random."""
+    begin = found.step
     weights = None if begin else open_initial(config, engine, workdir)
     random = begin == 0 and weights is None
     text, step, state = _read_and_compile(config, engine, workdir, random=random)
@@ -173,24 +197,13 @@ def open_trainer(
         begin, state, text = resume(
             found, config, engine, checkpoints, text, refuse_damaged=refuse_damaged
         )
-        if uploads:
-            uploads.start(checkpoints)
-        return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
-    set_aside(checkpoints, found.damaged, begin)
-    if uploads:
-        uploads.start(checkpoints)
+    else:
+        set_aside(checkpoints, found.damaged, begin)
     if weights:
         check_tokenizer(text.tokenizer, weights)
-        state = initial_state(engine, weights, jax.random.key(run.seed))
+        state = initial_state(engine, weights, jax.random.key(config.run.seed))
     assert state is not None, "a new run has weights or is random"
     return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
-
-
-def _is_finished(workdir: pathlib.Path, step: int) -> bool:
-    """Whether a run was also evaluated after its last step, and summarised: it may have been
-    stopped or killed before."""
-    done = jax.process_index() == 0 and is_summarised(workdir, step)
-    return processes.from_first("summary", done)
 
 
 def _examine(config: Config, workdir: pathlib.Path) -> None:
