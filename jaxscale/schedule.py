@@ -20,7 +20,7 @@ from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.schedule_csv import write_csv
 from jaxscale.pipeline.simulator import Costs, Run, simulate
 from jaxscale.pipeline.table import Table, compile_order
-from jaxscale.pipeline_schedules.shipped import NAMES
+from jaxscale.pipeline_schedules.shipped import NAMES, find_schedule
 
 MOST_OPERATIONS = 2**20
 """Forward passes of a schedule, over all ranks."""
@@ -70,6 +70,8 @@ def main(argv: Sequence[str]) -> None:
             draw.write_png(args.png, table, run, f"{_headline(table)}: {run.makespan:g}, {idle}")
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     print(describe_schedule(table, run, columns))
+    if not args.name.endswith(".csv"):
+        print(f"paper       {find_schedule(args.name).paper}")
 
 
 def check_size(*numbers: int | None) -> None:

@@ -11,6 +11,8 @@ import jax
 from jaxscale.choices import check_kind
 from jaxscale.formatting import human_bytes, table
 from jaxscale.layout import REMATS, Layout, RematPolicy, parse_remat
+from jaxscale.model_config import ModelConfig
+from jaxscale.model_families.shipped import find_family
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.ops.attention.attention import attention
 from jaxscale.pipeline import summary
@@ -47,6 +49,7 @@ def describe_layout(engine: Engine) -> str:
 def _summary(engine: Engine) -> str:
     layout, config = engine.layout, engine.config.model
     rows = [
+        *_family(engine),
         ("devices", f"{layout.num_devices}: {layout.axes_text or 'every axis 1'}"),
         ("zero stage", f"{layout.zero_stage} over {_zero_axes(layout)}"),
         ("micro-batches", f"{layout.microbatches}, {layout.accumulation}"),
@@ -58,11 +61,19 @@ def _summary(engine: Engine) -> str:
             f"parameters {config.param_dtype}, compute {config.compute_dtype}, "
             f"gradients {engine.zero.accumulation_dtype}{_reduced_in(engine)}",
         ),
-        ("parameters", f"{_num_params(engine):,}"),
+        ("parameters", _parameter_counts(engine)),
         *_optimizer(engine),
         ("memory", _peak(engine)),
     ]
     return "layout\n" + table(rows)
+
+
+def _family(engine: Engine) -> list[tuple[str, str]]:
+    """The model's family and its paper, where it is not one's own."""
+    model = engine.config.model
+    if not model.has_formulas:
+        return []
+    return [("model", f"{model.family}: {find_family(model.family).paper}")]
 
 
 def _tensor(layout: Layout) -> list[tuple[str, str]]:
@@ -172,9 +183,12 @@ def _zero_axes(layout: Layout) -> str:
     return f"fsdp {layout.fsdp}{context}"
 
 
-def _num_params(engine: Engine) -> int:
-    canonical = engine.placement.part("params").canonical
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(canonical))
+def _parameter_counts(engine: Engine) -> str:
+    model, canonical = engine.config.model, engine.placement.part("params").canonical
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(canonical))
+    if not (isinstance(model, ModelConfig) and model.has_formulas and model.num_experts):
+        return f"{count:,}"
+    return f"{count:,} ({model.num_active_params:,} active per token)"
 
 
 def _peak(engine: Engine) -> str:

@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from jaxscale.config import from_dict
+from jaxscale.config import from_dict, load
 from jaxscale.formatting import human_bytes
 from jaxscale.planner.memory.at_rest import COUNT_BYTES, batch_bytes
 from jaxscale.planner.memory.step import step_memory
@@ -53,6 +53,16 @@ def rows(config):
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
     lines = [line.strip().split("  ") for line in describe_layout(engine).splitlines()]
     return {line[0]: [cell.strip() for cell in line[1:] if cell] for line in lines}
+
+
+def test_the_paper_of_the_model(rows):
+    assert rows["model"] == ["llama: Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783"]
+
+
+def test_the_parameters_that_a_token_uses():
+    config = load("configs/moe_tiny.py", ["layout.data=1"])
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:1]))
+    assert "5,906,112 (2,367,168 active per token)" in describe_layout(engine)
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
