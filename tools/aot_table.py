@@ -16,7 +16,7 @@ import sys
 import tempfile
 from typing import Any, NamedTuple
 
-from jaxscale.planner.memory.against_compiler import TPUS
+from jaxscale.compiled.topology import platform_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 KEPT = ROOT / "tools" / "aot_table.json"
@@ -197,7 +197,7 @@ def compiled(case: Case) -> dict[str, Any]:
             return {"refusal": (run.stderr.strip().splitlines() or ["nothing was said"])[-1]}
         numbers = json.loads(written.read_text())
     said = {"config": config, "global_batch_size": batch, "others": others}
-    if case.topology.partition(":")[0] in TPUS:
+    if platform_of(case.topology) == "tpu":
         said["libtpu"] = importlib.metadata.version("libtpu")
     return said | {key: numbers[key] for key in numbers if key != "buffers"}
 

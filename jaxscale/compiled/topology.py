@@ -81,15 +81,26 @@ def open_topology(name: str) -> Topology:
       ValueError: an unknown name; lists the known ones.
       ModuleNotFoundError: its compiler is not installed; says what to install.
     """
-    kind, _, shape = name.partition(":")
-    tpus, gpus = _table("tpu"), _table("gpu")
-    if kind not in tpus and kind not in gpus:
-        hint = did_you_mean(kind, (*tpus, *gpus))
-        raise ValueError(f"topology {name!r} is not known; {describe_topologies()}{hint}")
-    platform = "tpu" if kind in tpus else "gpu"
+    platform = platform_of(name)
     check_installed(platform)
     leave_hardware_alone()
-    return _tpu(name, tpus[kind], shape) if platform == "tpu" else _gpu(name, gpus[kind], shape)
+    kind, _, shape = name.partition(":")
+    row = _table(platform)[kind]
+    return _tpu(name, row, shape) if platform == "tpu" else _gpu(name, row, shape)
+
+
+def platform_of(name: str) -> str:
+    """ "tpu" or "gpu", of a topology's name.
+
+    Raises:
+      ValueError: an unknown name; lists the known ones.
+    """
+    kind = name.partition(":")[0]
+    for platform in PACKAGES:
+        if kind in _table(platform):
+            return platform
+    hint = did_you_mean(kind, topology_kinds())
+    raise ValueError(f"topology {name!r} is not known; {describe_topologies()}{hint}")
 
 
 def describe_topologies() -> str:
