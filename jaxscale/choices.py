@@ -61,9 +61,9 @@ def check_kind(name: str, got: object, kind: type | tuple[type, ...], advice: st
 
 
 def check_count(name: str, got: object, least: int) -> None:
-    """Raises ValueError for an argument that is no whole number, or below `least`."""
+    """Raises ValueError for an argument that is not a whole number, or is below `least`."""
     if isinstance(got, bool) or not isinstance(got, numbers.Integral):
-        raise ValueError(f"{name} = {got!r} is no whole number")
+        raise ValueError(f"{name} = {got!r} is not a whole number")
     if got < least:
         raise ValueError(f"{name} = {got} is too small; at least {least}")
 

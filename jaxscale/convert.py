@@ -85,7 +85,7 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     checkpoints.close()
     if problem := checkpoints.outcome():
         raise ValueError(problem)
-    # Written last: without it the folder is no run.
+    # Written last: without it the folder is not a run.
     text = json.dumps(configs.to_dict(config), indent=2)
     (output / "config.json").write_text(text + "\n")
     log.info(

@@ -43,7 +43,7 @@ class Source:
     apart: bool = False  # tokenises a response on its own, as an encoder's decoder writes it
     messages: str = ""  # field of a conversation: loss is on the turns of the assistant
     boundary: str | None = None
-    max_document_bytes: int = 0  # of UTF-8; 0 is no limit
+    max_document_bytes: int = 0  # of UTF-8; 0 means no limit
     long_documents: str = "split"  # or "refuse"; what happens to documents beyond the limit
     skip_share: float = 0.0  # share of an entry's documents that may be bad, and are left out
     weight: Weight | None = None

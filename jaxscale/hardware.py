@@ -112,7 +112,7 @@ def read_chips(path: str | pathlib.Path) -> tuple[Chip, ...]:
     Raises:
       ValueError: no such table; an unknown column or generation; one of name, generation,
         bf16_tflops, memory_gb and memory_gb_per_second is missing, or cores of a GPU; a value is
-        no figure of a device; or a torus has not as many sides as axes. Names it.
+        no figure of a device; or a torus does not have a side for each axis. Names it.
     """
     path = pathlib.Path(path)
     rows = _json_rows(path) if path.suffix == ".json" else _csv_rows(path)
@@ -205,7 +205,7 @@ def _sides(name: str, text: str, axes: int) -> tuple[int, ...]:
     """The sides of a torus.
 
     Raises:
-      ValueError: they are none, or not as many as the torus has axes.
+      ValueError: they cannot be read, or are not one for each axis.
     """
     if text and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text, re.ASCII):
         raise ValueError(f"{name} = {text!r} is not the sides of a torus, such as 16x16x16")
@@ -222,7 +222,7 @@ def _figure(name: str, text: str, kind: type) -> Any:
     """The number in a column.
 
     Raises:
-      ValueError: it is none, or no device has it.
+      ValueError: it is not a number, or no device has it.
     """
     try:
         number = kind(text)
@@ -278,7 +278,7 @@ def gpu_memory_fraction() -> float:
     """Share of a GPU's memory that JAX takes, as the environment says when it is opened.
 
     Raises:
-      ValueError: the value is no such share, or two variables say it, which jaxlib refuses.
+      ValueError: the value is not such a share, or two variables say it, which jaxlib refuses.
     """
     found = {name: os.environ[name] for name in GPU_MEMORY_VARIABLES if os.environ.get(name)}
     if len(found) > 1:

@@ -395,7 +395,7 @@ def parse_schedule(schedule: str) -> ScheduleSpec:
             layers = tuple(map(int, choice.split(",")))
         else:
             raise ValueError(
-                f"layout.schedule = {schedule!r}: {choice!r} is no choice; after the name there "
+                f"layout.schedule = {schedule!r}: {choice!r} is not a choice; after the name there "
                 "can be :fused, for a backward pass in one operation, and the layers of each "
                 "stage, at least one, such as :3,2,2,1"
             )

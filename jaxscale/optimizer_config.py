@@ -70,7 +70,7 @@ class OptimizerConfig:
     b2: float = 0.95
     epsilon: float = 1e-8  # beside the root of AdamW's second moment
     weight_decay: float = 0.1
-    clip_norm: float = 1.0  # on the global gradient norm; 0 is none
+    clip_norm: float = 1.0  # on the global gradient norm; 0 means none
     moment_dtype: str = "float32"  # of first moments
     second_moment_dtype: str = "float32"
     moment_rounding: str = "nearest"  # of moments to bfloat16; "stochastic" is right on average
@@ -214,7 +214,7 @@ def _to_group(name: str, entry: object) -> ParamGroup:
         return entry
     if not isinstance(entry, Mapping) or "params" not in entry:
         raise ValueError(
-            f"{name} = {entry!r} is no mapping with the key 'params', such as "
+            f"{name} = {entry!r} is not a mapping with the key 'params', such as "
             "{'params': 'embed/*', 'learning_rate_scale': 0.1} or {'params': 'head/*', "
             "'frozen': True}"
         )

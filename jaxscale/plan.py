@@ -192,8 +192,8 @@ def _topology(options: argparse.Namespace) -> str:
     """The topology to compile for.
 
     Raises:
-      ValueError: it is not known, there is none for the hardware, or it has not as many devices as
-        the plans.
+      ValueError: it is not known, there is none for the hardware, or its number of devices is not
+        that of the plans.
     """
     from jaxscale.compiled import topology  # noqa: PLC0415  JAX, for those who ask for it.
 

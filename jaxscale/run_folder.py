@@ -112,7 +112,7 @@ def load_config(
 
     Raises:
       FileNotFoundError: the folder holds no run.
-      ValueError: an unknown key, a value of the wrong type, or a file that is no config.
+      ValueError: an unknown key, a value of the wrong type, or a file that is not a config.
     """
     path = workdir / "config.json"
     with fetching(workdir) as store:

@@ -92,7 +92,7 @@ def parse_costs(text: str) -> Costs:
     """Reads "f=1,b=2"; what is left out keeps its default.
 
     Raises:
-      ValueError: an unknown kind, or a number that is no time.
+      ValueError: an unknown kind, or a number that cannot be a time.
     """
     costs = Costs()
     for part in text.split(","):

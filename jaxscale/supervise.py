@@ -269,14 +269,14 @@ def _layout(text: str) -> list[str]:
     """The type of --layouts: "fsdp=8,tensor=2" as settings of a command.
 
     Raises:
-      argparse.ArgumentTypeError: it is no list of a layout's settings.
+      argparse.ArgumentTypeError: it is not a list of a layout's settings.
     """
     known = [field.name for field in dataclasses.fields(Layout)]
     for word in text.split(","):
         name, equals, value = word.partition("=")
         if name not in known or not equals or not value:
             raise argparse.ArgumentTypeError(
-                f"{word!r} of {text!r} is no setting of a layout; expected NAME=VALUE,... with "
+                f"{word!r} of {text!r} is not a setting of a layout; expected NAME=VALUE,... with "
                 f"names of {', '.join(known)}"
             )
     return [f"--config.layout.{word}" for word in text.split(",")]

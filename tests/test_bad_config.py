@@ -194,8 +194,8 @@ OVERRIDES = [
     ("layout.microbatches=0", "layout.microbatches = 0; at least 1"),
     ("layout.accumulation=sequental", "did you mean 'sequential'?"),
     ("layout.schedule=1f2b", "layout.schedule = '1f2b' is not known"),
-    ("layout.schedule=1f1b:fuse", "'fuse' is no choice; after the name there can be :fused"),
-    ("layout.schedule=1f1b:3,0", "'3,0' is no choice"),
+    ("layout.schedule=1f1b:fuse", "'fuse' is not a choice; after the name there can be :fused"),
+    ("layout.schedule=1f1b:3,0", "'3,0' is not a choice"),
     ("layout.virtual_stages=-1", "layout.virtual_stages = -1; at least 1, or 0"),
     (
         "layout.pipeline=2 layout.accumulation=layered",

@@ -149,7 +149,7 @@ def test_layouts_are_tried_in_turn_at_each_attempt(tmp_path):
     for bad in ("fspd=8", "fsdp", "fsdp=8,"):
         done, _ = supervised(tmp_path, "0", "--layouts", bad)
         assert done.returncode == 2
-        assert "is no setting of a layout; expected NAME=VALUE" in done.stderr
+        assert "is not a setting of a layout; expected NAME=VALUE" in done.stderr
     assert len(list(tmp_path.glob("try*"))) == 6, "nothing was started"
 
 

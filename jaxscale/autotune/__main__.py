@@ -3,6 +3,6 @@
 from jaxscale import command_line
 
 command_line.refuse(
-    "jaxscale.autotune is no command; search by measuring with "
+    "jaxscale.autotune is not a command; search by measuring with "
     "python -m jaxscale.plan --config FILE --measure"
 )

@@ -309,7 +309,7 @@ def _fitting_pairs(
     whole; and the tokens of both with their ends, [documents, 2].
 
     Raises:
-      ValueError: there is none, or a document is no prompt with its response.
+      ValueError: there is none, or a document is not a prompt with its response.
     """
     first, last, closed = int(chosen.min()), int(chosen.max()) + 1, tokenizer.bos is not None
     prompts = np.zeros(last - first, np.int64)

@@ -270,7 +270,7 @@ def _one_sequence(inputs: Pieces, targets: Pieces, vocabulary: Vocabulary) -> Ba
     ids, pieces = (np.concatenate(field) for field in zip(inputs, targets, ends))
     order = np.argsort(pieces, kind="stable")
     ids, pieces, predicted = ids[order].astype(np.int32), pieces[order], order >= len(inputs.ids)
-    # The last token of a piece has no target, and its first token is no target.
+    # The last token of a piece has no target, and its first token is not a target.
     same = pieces[1:] == pieces[:-1]
     segments, positions = number(np.bincount(pieces[1:][same])[present])
     counted = predicted[1:] & predicted[:-1]  # not the first of the targets: it is given

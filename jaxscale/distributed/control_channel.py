@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 MOST_MESSAGE_BYTES = 1 << 24
-"""No message is near as long: what sends more is no process of ours."""
+"""No message is nearly as long: what sends more is not one of our processes."""
 
 LOST_SECONDS = 30
 """A host that has not responded for this long counts as dead."""
@@ -64,7 +64,7 @@ class Connection:
         """Blocks for one read; False when the other end has closed.
 
         Raises:
-          ValueError: the data is no message of ours: some other program sent it.
+          ValueError: the data is not one of our messages: some other program sent it.
         """
         try:
             data = self.socket.recv(1 << 16)

@@ -203,7 +203,7 @@ def _open_mpi(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """What srun sets for the tasks of a step; the batch script itself is no task of one."""
+    """What srun sets for the tasks of a step; the batch script itself is not one of them."""
     size = _int(environ, "SLURM_STEP_NUM_TASKS", 1)
     if size == 1 or not {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environ.keys():
         return None

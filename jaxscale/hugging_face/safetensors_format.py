@@ -87,7 +87,7 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is no safetensors file, or is cut short.
+      ValueError: it is not a safetensors file, or is cut short.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

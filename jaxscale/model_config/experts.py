@@ -20,7 +20,7 @@ class ExpertOptions:
     num_experts: int = option(0)  # of a layer
     experts_per_token: int = option(2)
     expert_d_ff: int = option(0)  # hidden features of an expert; 0 is d_ff
-    shared_d_ff: int = option(0)  # of an expert that every token goes through; 0 is none
+    shared_d_ff: int = option(0)  # of an expert that every token goes through; 0 means none
     dense_layers: int = option(0)  # the first ones, without experts
     expert_pattern: str = option("")  # repeats after those: D dense, E with experts; "": all E
     # "top_k" gives a token its best experts; "prototypes" the best one of each of
@@ -42,7 +42,7 @@ class ExpertOptions:
     # Over which tokens the auxiliary loss balances: those of each sequence, or all of a
     # micro-batch, on every rank, so that it depends on layout.microbatches.
     balance: str = option("sequence")
-    balance_weight: float = option(0.01)  # of that loss; 0 is none
+    balance_weight: float = option(0.01)  # of that loss; 0 means none
     balance_rate: float = option(0.0)  # by which a step changes router_bias (arXiv 2408.15664)
     router_z_loss: float = option(0.0)  # weight of the squared logarithm of its softmax's sum
 

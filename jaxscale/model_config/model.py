@@ -88,7 +88,7 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
     sliding_window: int = option(0)  # keys that a query attends to, itself included; 0 is all
     layer_pattern: str = option("")  # repeats: L local, with the window, G global; "": all local
     attention_scale_dim: float = option(0.0)  # scores are over its square root; 0 is head_dim
-    attention_soft_cap: float = option(0.0)  # cap * tanh(score / cap); 0 is none
+    attention_soft_cap: float = option(0.0)  # cap * tanh(score / cap); 0 means none
     scaled_embedding: bool = option(False)  # by the square root of d_model
     token_types: int = option(0)  # rows of BERT's table; tokens are of type 0 where none is given
     embedding_norm: bool = option(False)
@@ -98,7 +98,7 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
     head_transform: bool = option(False)  # BERT's: a layer before the output matrix, and its bias
     tied_embeddings: bool = option(False)
     scaled_head: bool = option(False)  # its inputs are over the square root of d_model (T5 1.0)
-    logit_soft_cap: float = option(0.0)  # cap * tanh(logits / cap); 0 is none
+    logit_soft_cap: float = option(0.0)  # cap * tanh(logits / cap); 0 means none
 
     z_loss: float = 0.0  # weight of log(Z)^2
     dropout: float = 0.0  # share of embeddings and of what attention and MLP add that a step drops
@@ -266,7 +266,7 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         return len(self.layer_pattern) or 1
 
     def window(self, index: int) -> int:
-        """The sliding window of a layer, by its index or kind; 0 is none."""
+        """The sliding window of a layer, by its index or kind; 0 means none."""
         return 0 if self._is_global(index) else self.sliding_window
 
     def theta(self, index: int) -> float:

@@ -69,7 +69,7 @@ class Experts(nnx.Module):
         return y_BTD, sums
 
     def decode(self, x_BTD: jax.Array, matmul: str) -> jax.Array:
-        """What the experts add to the stream of tokens that are none of them padding; nothing is
+        """What the experts add to the stream of tokens without padding; nothing is
         dropped."""
         dispatch = Dispatch(matmul=matmul, keeps_all=True)
         routed = self._route(x_BTD, jnp.ones(x_BTD.shape[:2], bool), dispatch)
@@ -91,7 +91,7 @@ class Experts(nnx.Module):
         return Routed(logits_BTE, scores_BTE, experts_BTK, gates_BTK)
 
     def _choose(self, ranked_BTE: jax.Array, valid_BT: jax.Array, dispatch: Dispatch) -> jax.Array:
-        """The experts of each token, [B, T, K]; -1 is none."""
+        """The experts of each token, [B, T, K]; -1 means none."""
         router = router_of(self.config)
         if router.kind == "expert_choice":
             capacity = self._capacity(ranked_BTE.shape[1])
@@ -129,7 +129,7 @@ class Experts(nnx.Module):
         return travel.plan_dispatch(dispatch, experts_BTK, config.num_experts, capacity)
 
     def _capacity(self, seq_len: int) -> int:
-        """Tokens that an expert takes of a sequence; 0 is no limit."""
+        """Tokens that an expert takes of a sequence; 0 means no limit."""
         config = self.config
         each = config.experts_per_token
         return travel.capacity_of(config.capacity_factor, seq_len, each, config.num_experts)

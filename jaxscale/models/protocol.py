@@ -258,8 +258,8 @@ def head_gradients(
     """The loss sums of a micro-batch, and their gradients with respect to head and stream.
 
     Raises:
-      ValueError: the model returns other sums than it names, or ones that are no scalars in float32
-        or wider.
+      ValueError: the model returns other sums than it names, or ones that are not scalars in
+        float32 or wider.
     """
 
     def loss(head: Params, stream: Stream) -> Sums:

@@ -72,7 +72,7 @@ def cross_entropy(
       targets_BT: token ids below `vocab_size`.
       weights_BT: the weight of each token; data, so no gradient flows to it.
       bias_V: added to the logits, before the soft cap.
-      soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 is none.
+      soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 means none.
       z_loss: weight of log(Z)^2, which keeps the logits near zero (arXiv 2204.02311).
       chunk_tokens: tokens whose logits exist together; None is by `loss_chunk_tokens`.
       platform: of the devices: on GPUs a chunk has at least as many tokens as features; on CPUs

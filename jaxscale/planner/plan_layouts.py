@@ -110,7 +110,7 @@ def with_batch(config: Config, batch_tokens: int) -> Config:
     """The config with `batch_tokens` tokens per step.
 
     Raises:
-      ValueError: they are no whole number of sequences; names the nearest that is.
+      ValueError: they are not a whole number of sequences; names the nearest that is.
     """
     if not batch_tokens:
         return config

@@ -31,7 +31,7 @@ DAMAGED = (
     RecursionError,
     OverflowError,
 )
-"""What reading an account may raise that is damaged, or is none."""
+"""What reading a file that is damaged, or is not an account, may raise."""
 
 
 class Account:

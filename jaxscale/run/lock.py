@@ -154,7 +154,7 @@ def _renew(store: ObjectStore, own: dict[str, Any], count: int) -> None:
 
 
 def _died_here(lease: dict[str, Any]) -> bool:
-    """Whether a lease is of a process of this host that is no more."""
+    """Whether a lease is of a process of this host that has ended."""
     pid = lease.get("pid")
     if lease.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
         return False

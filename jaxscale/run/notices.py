@@ -44,7 +44,7 @@ def noticed(cloud: str) -> Iterator[None]:
     except FAILURES as error:
         raise ValueError(
             f"--preemption_notices gce: no metadata server at {_host()} "
-            f"({durable.reason(error)}); leave it out where this is no machine of Google's"
+            f"({durable.reason(error)}); leave it out where this is not one of Google's machines"
         ) from error
     done = threading.Event()
     thread = threading.Thread(target=_watch, args=(done,), name="notices", daemon=True)

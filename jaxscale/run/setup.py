@@ -500,7 +500,7 @@ def device_batches(
     """Batches for `Engine.step`; each process loads the rows that its devices hold.
 
     Raises:
-      ValueError: a batch that does not divide over the layout, or another argument that is none.
+      ValueError: a batch that does not divide over the layout, or an argument of another kind.
     """
     check_kind("engine", engine, Engine, ENGINE_ADVICE)
     check_kind("dataset", dataset, Examples, EXAMPLES_ADVICE)

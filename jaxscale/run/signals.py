@@ -43,7 +43,7 @@ COMPLETE = "the run is complete and saved"
 """What is said to a request that comes too late."""
 
 
-class Interrupted(Exception):  # noqa: N818 - a request is no error
+class Interrupted(Exception):  # noqa: N818 - a request is not an error
     """A request to stop arrived inside `interruptible`."""
 
 

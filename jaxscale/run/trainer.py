@@ -76,7 +76,7 @@ TRAINER_ADVICE = (
 Step = Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]
 
 
-class Stopped(Exception):  # noqa: N818 - a stop that was asked for is no error
+class Stopped(Exception):  # noqa: N818 - a stop that was asked for is not an error
     """A signal, or the end of `run.max_hours`, ended the run early, after a checkpoint.
 
     Args:
@@ -256,7 +256,7 @@ def fit(
       FloatingPointError: the loss, the gradient norm or the state to be saved is not finite.
       SaveError: the last state could not be saved, or nothing can be written at the start.
       Stopped: by one of `signals.SIGNALS`, after a checkpoint.
-      ValueError: `trainer` is none, or was used before; `trackers` is no tuple of names.
+      ValueError: `trainer` is not one, or was used before; `trackers` is not a tuple of names.
     """
     check_kind("trainer", trainer, Trainer, TRAINER_ADVICE)
     if isinstance(trackers, str):

@@ -20,7 +20,7 @@ def read_description(text: str | bytes) -> dict[str, Any]:
     """The values of a description: "arrays", "metadata" and, but in old ones, "files".
 
     Raises:
-      ValueError: it changed since it was written, or is none; says why in a few words.
+      ValueError: it changed since it was written, or is not a description; says why in a few words.
     """
     try:
         values = json.loads(text)
@@ -66,7 +66,7 @@ def safe_name(name: str) -> str:
     """
     parts = name.split("/")
     if {"", ".", ".."} & set(parts) or {"\\", "\0"} & set(name):
-        raise ValueError(f"{name!r} is no name of a file in a run's folder")
+        raise ValueError(f"{name!r} is not the name of a file in a run's folder")
     return name
 
 

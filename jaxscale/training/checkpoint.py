@@ -90,7 +90,7 @@ class Checkpoints:
     Args:
       directory: holds one folder per checkpoint; made by the first save.
       keep_last: newest checkpoints that are kept.
-      keep_every: those whose step is a multiple of this are kept too; 0 is none.
+      keep_every: those whose step is a multiple of this are kept too; 0 means none.
       report: gets one line after each commit, and after a save or a deletion that failed.
       newest_file: outside of the folder; gets the step of each commit, so that a folder that was
         lost is noticed.
@@ -351,7 +351,7 @@ class Checkpoints:
             yield step in self.steps()
 
     def set_aside(self, step: int) -> pathlib.Path:
-        """Renames a checkpoint, so that it is none any more; the new path."""
+        """Renames a checkpoint, which is then no longer listed; the new path."""
         path = self.directory / str(step)
         number = 1
         while (target := path.with_name(f"{step}.damaged{number}")).exists():

@@ -36,7 +36,7 @@ class SavedLayers(NamedTuple):
     rest: tuple[Residuals, ...]
 
     def at(self, place: Place) -> Residuals:
-        """Those of one layer, [G, ...]; the index of one after the whole periods is no tracer."""
+        """Those of one layer, [G, ...]; after the whole periods an index is an integer."""
         period = len(self.periods)
         if isinstance(place.index, int) and self.rest:
             first = jax.tree.leaves(self.periods)[0].shape[0] * period if period else 0

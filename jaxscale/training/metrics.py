@@ -144,7 +144,7 @@ def read(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict[
 
     Args:
       path: the file; a last line that was cut short by a crash is left out, and so is, with a
-        warning, any other that is no record of a step.
+        warning, any other that is not the record of a step.
       last_step: leaves out the records of later steps.
     """
     records = []
@@ -161,7 +161,7 @@ def read(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict[
         elif last_step is None or record["step"] <= last_step:
             records.append(record)
     if odd:
-        log.warning(f"warning: {file} has {odd} lines that are no records of steps; left out")
+        log.warning(f"warning: {file} has {odd} lines that are not records of steps; left out")
     return records
 
 

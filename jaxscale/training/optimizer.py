@@ -115,7 +115,7 @@ def frozen_params(groups: Sequence[ParamGroup], axes: Any, names: Sequence[str] 
             )
     if unknown := set(names) - set(known):
         raise ValueError(
-            f"the model's frozen {sorted(unknown)} are none of its parameters: {known}"
+            f"the model's frozen {sorted(unknown)} are not among its parameters: {known}"
         )
 
     def frozen(path: tuple, _: Any) -> bool:
@@ -145,8 +145,8 @@ def state_axes(
       optimizer: as `make` returns it.
       abstract_params: tree of `jax.ShapeDtypeStruct`.
       axes: tree of the parameters with a tuple of logical axes for each.
-      report: called with the name and shape of each array that is replicated because it has not the
-        shape of its parameter, that shape, and whether the parameter is one of the layers.
+      report: called for each array that is replicated because its shape is not its parameter's:
+        with its name and shape, the parameter's shape, and whether that is one of the layers.
     """
     names = dict(_leaves(axes, is_leaf=is_axes))
     shapes = {path: leaf.shape for path, leaf in _leaves(abstract_params)}

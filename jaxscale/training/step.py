@@ -183,7 +183,7 @@ def step_noise(config: Config, step: jax.Array) -> jax.Array:
 
 
 def count_tokens(batch: Batch) -> jax.Array:
-    """Positions that are no padding, an encoder's too."""
+    """Positions that are not padding, an encoder's too."""
     tokens = jnp.sum(batch.segments != 0, dtype=jnp.int32)
     encoder = dict(batch.extras).get("encoder_segments")
     return tokens if encoder is None else tokens + jnp.sum(encoder != 0, dtype=jnp.int32)
@@ -222,7 +222,7 @@ def mean_and_norm(sums: Tree, count: jax.Array, limit: float) -> tuple[Tree, jax
 
     Args:
       count: tokens.
-      limit: on the norm; 0 is none.
+      limit: on the norm; 0 means none.
     """
 
     root = jnp.sqrt(sum(sums_of_squares(sums)))

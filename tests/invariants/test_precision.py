@@ -82,7 +82,7 @@ def make_engine(family: str, dtype: str, layout: dict[str, Any]) -> Any:
 
 @functools.cache
 def initial_state(family: str) -> Any:
-    """With parameters that bfloat16 has: their rounding is no error of a gradient."""
+    """With parameters that bfloat16 has: their rounding is not an error of a gradient."""
     state = make_engine(family, "float32", {}).init(jax.random.key(0))
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), state.params)
     return jax.tree.map(np.asarray, state._replace(params=params))

@@ -385,7 +385,7 @@ def test_no_room_in_the_local_tier_is_one_line(address, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a//x", "a\\x", "", "."])
 def test_names_stay_in_their_folder(name):
-    with pytest.raises(ValueError, match="is no name of a file in a run's folder"):
+    with pytest.raises(ValueError, match="is not the name of a file in a run's folder"):
         tiers.safe_name(name)
 
 

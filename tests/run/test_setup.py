@@ -27,7 +27,8 @@ def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):
     other = dataclasses.replace(config, layout=Layout(data=1, fsdp=8))
     (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(other)))
     assert setup.planned(config, tmp_path) == other
-    # It is only read: code that it names is not imported, nor is what is no config a traceback.
+    # It is only read: code that it names is not imported, nor does a file that is not a config
+    # end in a traceback.
     for text, said in (
         ('{"layout": {"schedule": "antigravity:RECORD"}}', "names code from outside the package"),
         ("[]", "is not the config of a run"),

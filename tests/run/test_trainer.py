@@ -177,7 +177,7 @@ def opened(tmp_path_factory):
         (lambda run: jaxscale.open_engine(run.config, model="mixtral"), "set model.family"),
         (lambda run: jaxscale.open_engine(run.config, rules=("rank",)), "pass a dictionary"),
         (lambda run: stream(run, size=0), "global_batch_size = 0 is too small"),
-        (lambda run: stream(run, size=8.5), "global_batch_size = 8.5 is no whole number"),
+        (lambda run: stream(run, size=8.5), "global_batch_size = 8.5 is not a whole number"),
         (lambda run: stream(run, size=3), "does not split into layout.data 4"),
         (lambda run: stream(run, start_step=-1), "start_step = -1 is too small"),
         (lambda run: stream(run, workers=-1), "workers = -1 is too small"),
@@ -191,7 +191,7 @@ def opened(tmp_path_factory):
         (lambda run: text(run, prompts=[[]]), r"prompts\[0\] has shape \(0,\)"),
         (lambda run: text(run, params=run.state), "pass its parameters, state.params"),
         (lambda run: text(run, tokenizer=run.text), "tokenizer is of type Text"),
-        (lambda run: text(run, num_tokens=2.0), "--num_tokens = 2.0 is no whole number"),
+        (lambda run: text(run, num_tokens=2.0), "--num_tokens = 2.0 is not a whole number"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(call, said, opened):
@@ -239,7 +239,7 @@ def test_a_transfer_in_the_loop_is_refused(opened, tmp_path, transfer, refused):
 
 
 def test_a_step_without_a_token_that_counts_has_no_loss(opened, tmp_path, caplog):
-    """It is no step of loss 0, and the run says once how to mend it; nor is an evaluation."""
+    """It is not a step of loss 0, and the run says once how to mend it; nor is an evaluation."""
 
     def step(state, batch):
         state, out = count(state, batch)

@@ -291,7 +291,7 @@ def test_odd_lines_are_left_out_with_a_warning(tmp_path, caplog):
     odd += b'{"step": 1, "loss": "x"}\n{"step": 1, "step_seconds": null}\n'
     path.write_bytes(good + odd + good.replace(b"1", b"3") + b"\xff\x00{")
     assert [record["step"] for record in metrics.read(path, last_step=2)] == [1]
-    assert "has 6 lines that are no records of steps" in caplog.text
+    assert "has 6 lines that are not records of steps" in caplog.text
 
 
 def test_a_full_disk_loses_no_line_and_ends_no_run(tmp_path: Path, caplog: Any) -> None:

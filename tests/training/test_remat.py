@@ -76,7 +76,7 @@ def test_cudnns_kernel_runs_again_where_its_result_is_not_kept(cudnn, remat, run
     if not remat.startswith("offload:"):
         arguments = weights, {"x": x}, {}, (batch, jax.ShapeDtypeStruct((), jnp.int32))
         _, _, kept = jax.eval_shape(split_vjp(layer)[0], *arguments)
-        # The frequencies of rotary positions are none of them.
+        # The frequencies of rotary positions are not among them.
         found = collections.Counter(leaf.size // (2 * 64) for leaf in kept)
         assert found == collections.Counter(
             one.elements for one in saved_values(MODEL, parse_remat(remat))

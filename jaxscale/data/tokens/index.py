@@ -154,7 +154,7 @@ def _checked[Record: Shard | Index](record: Record) -> Record:
         if not isinstance(value, typing.cast(type, kind)) or isinstance(value, bool):
             raise ValueError(f"{field.name} is {value!r}")
         if field.name in NAMES and not _is_name(value):
-            raise ValueError(f"{field.name} = {value!r} is no name of a file in the folder")
+            raise ValueError(f"{field.name} = {value!r} is not the name of a file in the folder")
     if isinstance(record, Index) and record.dtype not in ("uint16", "uint32"):
         raise ValueError(f"dtype is {record.dtype!r}")
     return record

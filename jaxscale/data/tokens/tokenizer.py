@@ -160,7 +160,7 @@ def load_tokenizer(
       keep: takes what `directory` has, whatever it was trained on: that of a run which goes on.
 
     Raises:
-      ValueError: an unknown name, a file that is no tokenizer, or one without a boundary token.
+      ValueError: an unknown name, a file that is not a tokenizer, or one without a boundary token.
     """
     if name in SHIPPED:
         return SHIPPED[name]()
@@ -273,7 +273,7 @@ def _esm2() -> Tokenizer:
             table[[ord(token), ord(token.lower())]] = i
 
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
-        # A character that is none of ASCII is one unknown residue.
+        # A character outside ASCII is one unknown residue.
         return [table[np.frombuffer(t.encode("ascii", "replace"), np.uint8)] for t in texts]
 
     def decode(ids: Sequence[int] | np.ndarray) -> str:

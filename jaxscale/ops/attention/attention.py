@@ -124,7 +124,7 @@ def score_settings(
         not causal sees those less than this far before and after it: a reach of r tokens each way,
         as other codes count it, is r + 1.
       scale: of the scores; None is H**-0.5.
-      soft_cap: scores become cap * tanh(score / cap), after scaling; 0 is none.
+      soft_cap: scores become cap * tanh(score / cap), after scaling; 0 means none.
       max_distance: from where on all keys share a bucket of the bias, which is added last.
 
     Raises:

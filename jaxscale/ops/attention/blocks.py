@@ -30,7 +30,7 @@ class Scoring(NamedTuple):
     scale: float
     window: int = 0  # with `causal`: keys that a query sees, itself included; 0 is all
     causal: bool = True  # otherwise a window reaches as far after the query as before it
-    soft_cap: float = 0.0  # 0 is none
+    soft_cap: float = 0.0  # 0 means none
     max_distance: int = 128  # of a relative position bias
 
     @property

@@ -113,7 +113,7 @@ def expert_gates(logits_BTE: Array, scores_BTE: Array, experts_BTK: Array, route
 
 
 def choice_counts(experts_BTK: Array, num_experts: int) -> Array:
-    """How many tokens of each row chose each expert, [B, E] float32; -1 is no choice."""
+    """How many tokens of each row chose each expert, [B, E] float32; -1 means no choice."""
     chosen = experts_BTK[..., None] == jnp.arange(num_experts)
     return jnp.sum(chosen, axis=(1, 2), dtype=jnp.float32)
 

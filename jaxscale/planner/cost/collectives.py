@@ -122,7 +122,7 @@ def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, L
     """Assigns the axes of the torus to the mesh axes, fastest mesh axis first.
 
     A mesh axis takes whole torus axes where it can, and each one adds bandwidth. A part of a torus
-    axis has no wrap-around link, nor has a whole one of a slice that is no torus.
+    axis has no wrap-around link, nor has a whole one of a slice that is not a torus.
     """
     torus, network = cluster.tiers[-2], cluster.tiers[-1]
     left = {n: np.asarray(float(side)) for n, side in enumerate(cluster.torus)}

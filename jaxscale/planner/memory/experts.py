@@ -146,7 +146,7 @@ def row_bytes(config: Config, loop: Any, head: Ints, *, blocks: bool) -> Ints:
     if not blocks or model.capacity_factor:
         return select(pipelined, slots, live(WHOLE))
     several = loop.scatters & loop.repeats
-    # Where everything is saved, also in passes that are no loop: counted in steps of DeepSeek-V3.
+    # Where everything is saved, also in passes without a loop: counted in steps of DeepSeek-V3.
     saved_all = loop.scatters & np.logical_not(loop.single) & (remat.kind == "none")
     if model.dense_layers:
         several = several | saved_all

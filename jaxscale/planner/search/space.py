@@ -378,7 +378,8 @@ def _beside(name: str, value: Any) -> dict[str, Any]:
 
 
 def check_pins(query: Query) -> None:
-    """Refuses pins that name no field of a layout, are no value of it, or fit no number of devices.
+    """Refuses pins of an unknown field of a layout, of a value that it does not take, or that fit
+    no number of devices.
 
     Raises:
       ValueError: names the nearest.

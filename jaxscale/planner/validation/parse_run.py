@@ -239,7 +239,7 @@ def _sharding(text: str, ranks: int) -> tuple[int, int, int]:
     """ZeRO stage, ranks of fsdp, replicas.
 
     Raises:
-      UnhandledError: a word that is none of `SHARDING`.
+      UnhandledError: a word that is not in `SHARDING`.
     """
     if unread := re.sub(r"[\s/+;,]+", " ", SHARDING.sub(" ", text)).split():
         raise UnhandledError(f"sharding is {text!r}, of which {unread[0]!r} is not known")

@@ -79,7 +79,9 @@ def read_runs(path: str | pathlib.Path) -> Rows:
         reader = csv.DictReader(file)
         missing = sorted({"source", "hardware", "layers", "hidden"} - set(reader.fieldnames or ()))
         if missing:
-            raise ValueError(f"{path} has no column {missing[0]!r}; it is no file of measured runs")
+            raise ValueError(
+                f"{path} has no column {missing[0]!r}; it is not a file of measured runs"
+            )
         found = Rows([], [], [])
         for texts in reader:
             columns = Columns(texts)

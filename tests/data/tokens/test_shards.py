@@ -356,8 +356,11 @@ def test_a_cut_array_is_named(folder):
         ({"surprise": 1}, "index.json is damaged: .*surprise"),
         ({"dtype": "int8"}, "index.json is damaged: dtype is 'int8'"),
         ({"num_tokens": "9"}, "index.json is damaged: num_tokens is '9'"),
-        ({"tokenizer_file": "../../x.json"}, "tokenizer_file = '../../x.json' is no name of a f"),
-        ({"tokenizer_file": "/etc/passwd"}, "tokenizer_file = '/etc/passwd' is no name of a fil"),
+        (
+            {"tokenizer_file": "../../x.json"},
+            "tokenizer_file = '../../x.json' is not the name of a f",
+        ),
+        ({"tokenizer_file": "/etc/passwd"}, "tokenizer_file = '/etc/passwd' is not the name of"),
         ({"shards": [{"file": "a"}]}, "index.json is damaged: .*missing 4 required"),
         ({"shards": 3}, "index.json is damaged: 'int' object is not iterable"),
         ({"num_documents": 3}, "offsets.npy is damaged"),

@@ -269,8 +269,8 @@ def test_flash_keeps_no_scores_and_its_results_by_name():
 
 
 def test_scaling_in_the_rotation_adds_no_rounding_to_that_of_queries_and_keys():
-    """As on a TPU. Heads of 128: their scale is no power of two. Errors of scores of size 1, beside
-    those of queries and keys that are rounded and then scaled exactly."""
+    """As on a TPU. Heads of 128: their scale is not a power of two. Errors of scores of size 1,
+    beside those of queries and keys that are rounded and then scaled exactly."""
     rng = np.random.default_rng(0)
     positions = jnp.asarray(rng.integers(0, 5000, (1, 256)), jnp.int32)
     q, k = (jnp.asarray(rng.normal(size=(1, 256, 1, 128)), jnp.bfloat16) for _ in "qk")

@@ -294,7 +294,7 @@ def test_a_maxtext_policy_keeps_what_its_names_say(texts):
 def test_another_file_is_refused(tmp_path):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="no column 'hardware'; it is no file of measured runs"):
+    with pytest.raises(ValueError, match="no column 'hardware'; it is not a file of measured runs"):
         published_runs.read_runs(path)
 
 
