@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
-from tokenizers import pre_tokenizers
 
 from jaxscale.data.text.chat_template import ChatTemplate, find_template, read_json, token_text
 from jaxscale.data.text.file_io import exists, read_file
@@ -26,20 +25,17 @@ from jaxscale.data.text.text_files import find_files
 from jaxscale.data.tokens.bpe_cache import Words, can_pretokenize
 from jaxscale.data.tokens.byte_pairs import END, RECORD, Training, train
 from jaxscale.data.tokens.index import Index, find_prepared, path_in, read_index
+from jaxscale.data.tokens.vocabulary import (
+    BOUNDARIES,
+    find_bos,
+    find_boundary,
+    find_plain_size,
+    token_bytes_of,
+    written_bytes,
+)
 from jaxscale.data_source import Source, to_sources
 from jaxscale.storage.durable import replace_file
 from jaxscale.storage.object_store import is_remote
-
-BOUNDARIES = (
-    END,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|im_end|>",
-    "[SEP]",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",
-)
-"""Names that tokenizers give to the end of a document; `_find_boundary` takes one."""
 
 MASKS = ("[MASK]", "<mask>", "<|mask|>")
 SENTINEL = "<extra_id_{}>"
@@ -359,7 +355,7 @@ def _from_json(data: bytes, where: str, name: str, eos: str | None = None) -> To
     vocabulary = tokenizer.get_vocab()
     added = tokenizer.get_added_tokens_decoder()
     special = {token.content: i for i, token in sorted(added.items()) if token.special}
-    boundary = _find_boundary(vocabulary, special, where, eos)
+    boundary = find_boundary(vocabulary, special, where, eos)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -380,10 +376,10 @@ def _from_json(data: bytes, where: str, name: str, eos: str | None = None) -> To
         places = np.array(encoding.offsets, np.int32).reshape(-1, 2)
         return Encoded(np.array(encoding.ids, np.int32), places[:, 0], places[:, 1])
 
-    bos = _find_bos(tokenizer, boundary)
+    bos = find_bos(tokenizer, boundary)
     vocab_size = max(vocabulary.values()) + 1
     text = tokenizer.to_str()
-    token_bytes = _token_bytes(tokenizer, vocab_size, byte_level='"ByteLevel"' in text)
+    token_bytes = token_bytes_of(tokenizer, vocab_size, byte_level='"ByteLevel"' in text)
     made_by = text.encode()
     # Where only these rules chose it, so that no other tokenizer's fingerprint changes.
     if boundary != next((vocabulary[one] for one in BOUNDARIES if one in vocabulary), None):
@@ -400,23 +396,8 @@ def _from_json(data: bytes, where: str, name: str, eos: str | None = None) -> To
         special,
         bos,
         encode_chat=encode_chat,
-        plain_size=_plain_size(tokenizer, special),
+        plain_size=find_plain_size(tokenizer, special),
     )
-
-
-def _plain_size(tokenizer: tokenizers.Tokenizer, special: Mapping[str, int]) -> int:
-    """One more than the largest id of the model that encodes text, or of a token that was added to
-    it and is not special: special ones are made of their names alone, and not in `encode`."""
-    own = tokenizer.get_vocab(with_added_tokens=False)
-    added = tokenizer.get_vocab(with_added_tokens=True)
-    return 1 + max(i for name, i in added.items() if name in own or name not in special)
-
-
-def _find_bos(tokenizer: tokenizers.Tokenizer, boundary: int) -> int | None:
-    """The token that the tokenizer itself puts before a text, if it is not the boundary."""
-    encoding = tokenizer.encode("a")
-    first = encoding.ids[0] if encoding.ids and encoding.special_tokens_mask[0] else boundary
-    return None if first == boundary else first
 
 
 def _from_sentencepiece(data: bytes, where: str, name: str) -> Tokenizer:
@@ -434,7 +415,7 @@ def _from_sentencepiece(data: bytes, where: str, name: str) -> Tokenizer:
     size = model.get_piece_size()
     pieces = [model.id_to_piece(i) for i in range(size)]
     special = {piece: i for i, piece in enumerate(pieces) if model.is_control(i)}
-    boundary = _find_boundary(special, special, where)
+    boundary = find_boundary(special, special, where)
     threads = 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else -1
 
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
@@ -444,7 +425,7 @@ def _from_sentencepiece(data: bytes, where: str, name: str) -> Tokenizer:
         return model.decode([int(i) for i in ids if not model.is_control(int(i))])
 
     lengths = [
-        0 if model.is_control(i) else 1 if model.is_byte(i) else _written_bytes(piece)
+        0 if model.is_control(i) else 1 if model.is_byte(i) else written_bytes(piece)
         for i, piece in enumerate(pieces)
     ]
     return Tokenizer(
@@ -460,28 +441,6 @@ def _from_sentencepiece(data: bytes, where: str, name: str) -> Tokenizer:
     )
 
 
-def _find_boundary(
-    known: Mapping[str, int], special: Mapping[str, int], where: str, eos: str | None = None
-) -> int:
-    """The first special token with a name of `BOUNDARIES`; else the special token `eos`; else the
-    first of those names in the whole vocabulary.
-
-    A name comes before `eos`, which is the end of a turn in chat models (Qwen's <|im_end|>), and a
-    special token before others: Gemma's </s> is an ordinary one, and its texts end with <eos>.
-    """
-    chosen = next((name for name in BOUNDARIES if name in special), eos)
-    if chosen and chosen in special:
-        return special[chosen]
-    for name in BOUNDARIES:
-        if name in known:
-            return known[name]
-    raise ValueError(
-        f"{where} has no token for the end of a document; it has the special tokens "
-        f"{list(special)}, and one of {', '.join(BOUNDARIES)} is needed, or one that the eos_token "
-        "of a tokenizer_config.json beside it names"
-    )
-
-
 def _arrays(lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
     return [np.array(ids, np.int32) for ids in lists]
 
@@ -489,25 +448,3 @@ def _arrays(lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
 def _fingerprint(data: bytes, bos: int | None = None) -> str:
     data += b"" if bos is None else f" {bos}".encode()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-def _token_bytes(tokenizer: tokenizers.Tokenizer, size: int, *, byte_level: bool) -> np.ndarray:
-    """UTF-8 bytes that each id stands for, from its written form."""
-    lengths = np.zeros(size)
-    alphabet = set(pre_tokenizers.ByteLevel.alphabet())  # one character for each of 256 bytes
-    added = tokenizer.get_added_tokens_decoder()
-    for token, i in tokenizer.get_vocab().items():
-        if i in added:
-            lengths[i] = 0 if added[i].special else len(token.encode())
-        elif byte_level and alphabet.issuperset(token):
-            lengths[i] = len(token)
-        elif len(token) == 6 and token.startswith("<0x"):  # SentencePiece's byte fallback
-            lengths[i] = 1
-        else:
-            lengths[i] = _written_bytes(token)
-    return lengths
-
-
-def _written_bytes(token: str) -> int:
-    # SentencePiece writes a space as ▁; WordPiece marks the parts that continue a word.
-    return len(token.removeprefix("##").replace("▁", " ").encode())
