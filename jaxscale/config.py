@@ -75,7 +75,7 @@ class DataConfig:
         check_at_least("data", self, global_batch_size=1, seq_len=2, target_len=0, workers=0)
         if self.target_len and self.objective not in PAIRED_OBJECTIVES:
             raise ValueError(
-                f"data.target_len = {self.target_len} is of an encoder's decoder, which "
+                f"data.target_len = {self.target_len} is for an encoder's decoder, which "
                 f"data.objective = {self.objective!r} does not train; choose "
                 f"{' or '.join(PAIRED_OBJECTIVES)}, or set data.target_len = 0"
             )
@@ -105,7 +105,7 @@ class DataConfig:
         if source.messages:
             raise ValueError(
                 f"{name}: messages = {source.messages!r} are conversations, and "
-                f"data.target_len = {self.target_len} is of an encoder's decoder, which learns "
+                f"data.target_len = {self.target_len} is for an encoder's decoder, which learns "
                 "from texts, or from prompts with responses; give the fields prompt and response"
             )
         if source.response and self.objective != "prefix":
@@ -281,7 +281,7 @@ class Config:
             )
         if self.data.target_len and not model.num_encoder_layers:
             raise ValueError(
-                f"data.target_len = {self.data.target_len} is of a decoder with an encoder, which "
+                f"data.target_len = {self.data.target_len} is for an encoder's decoder, which "
                 f"model.family = {model.family!r} does not have; set data.target_len = 0"
             )
 
@@ -375,7 +375,7 @@ def _split_override(override: str) -> tuple[str, str, str]:
     override = f"layout.schedule={AUTO}" if override == "layout=auto" else override
     key, separator, text = override.partition("=")
     if key.startswith("--config."):
-        raise ValueError(f"{override!r}: leave out '--config.', which is of the command line")
+        raise ValueError(f"{override!r}: leave out '--config.', which belongs to the command line")
     name, dot, key = key.partition(".")
     _section(name)
     if not separator or not dot:

@@ -161,7 +161,7 @@ def _refuse_own_code(workdir: pathlib.Path, overrides: list[str], error: ValueEr
     if isinstance(schedule, str) and is_foreign(schedule) and not changed:
         raise ValueError(
             f"layout.schedule = {schedule!r} of {workdir} is code from outside the package, which "
-            "writing needs not: add --config.layout.schedule=1f1b"
+            "writing does not need: add --config.layout.schedule=1f1b"
         ) from error
 
 

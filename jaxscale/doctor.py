@@ -298,7 +298,7 @@ def main(argv: Sequence[str]) -> int:
     with command_line.refusals():
         place = launcher.find_processes(arguments)
         if (arguments.config or overrides) and not arguments.preflight:
-            raise ValueError("--config is of the run that --preflight is for; add --preflight")
+            raise ValueError("--config names the run that --preflight examines; add --preflight")
         name = arguments.config or "tiny"
         config = configs.load(name, overrides) if arguments.preflight else None
     command_line.log_to_stdout()

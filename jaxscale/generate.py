@@ -60,7 +60,7 @@ def _generate(
         if encoder and not all(isinstance(prompt, str) for prompt in prompts):
             raise ValueError(
                 f"--messages: model.family = {config.model.family!r} has an encoder, which reads "
-                "texts and no conversations; use --prompt"
+                "texts, not conversations; use --prompt"
             )
         config = run_folder.fit_devices(config, jax.device_count(), overrides)
         tokenizer = setup.open_tokenizer(config, options.workdir)

@@ -148,8 +148,8 @@ class OptimizerConfig:
             if getattr(self, name) != getattr(OptimizerConfig, name):
                 readers = [rule for rule in OPTIMIZERS if name not in UNUSED.get(rule, ())]
                 raise ValueError(
-                    f"optimizer.{name} = {getattr(self, name)!r} is of {', '.join(readers)}; leave "
-                    f"it out with optimizer.name = {self.name!r}"
+                    f"optimizer.{name} = {getattr(self, name)!r} is for {', '.join(readers)}; "
+                    f"leave it out with optimizer.name = {self.name!r}"
                 )
 
     def _check_moments(self) -> None:
@@ -158,7 +158,7 @@ class OptimizerConfig:
         if self.moment_rounding == "stochastic":
             if not self._has_narrow_moments:
                 raise ValueError(
-                    "optimizer.moment_rounding = 'stochastic' is of moments in bfloat16, and "
+                    "optimizer.moment_rounding = 'stochastic' is for moments in bfloat16, and "
                     f"optimizer.name = {self.name!r} has none; set "
                     + " or ".join(f"optimizer.{name}" for name in self._dtypes)
                     + " = 'bfloat16', or optimizer.moment_rounding = 'nearest'"

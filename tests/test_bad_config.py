@@ -21,7 +21,7 @@ OVERRIDES = [
     ("model.num_layers", "--config.model.num_layers: expected --config.section.key=value"),
     ("model=3", "--config.model=3: expected --config.section.key=value"),
     ("=3", "unknown section config."),
-    ("--config.model.num_layers=3", "leave out '--config.', which is of the command line"),
+    ("--config.model.num_layers=3", "leave out '--config.', which belongs to the command line"),
     # types
     ("model.num_layers=2.5", "config.model.num_layers = 2.5 is of type float; expected a whole"),
     ("model.num_layers=two", "config.model.num_layers = 'two' is of type str; expected a whole"),
@@ -173,17 +173,20 @@ OVERRIDES = [
     ("optimizer.second_moment_dtype=half", "optimizer.second_moment_dtype = 'half' is not known"),
     ("optimizer.second_moment_dtype=bfloat16", "would freeze second moments, which change by less"),
     ("optimizer.moment_dtype=bfloat16 optimizer.b1=0.999", "freeze a moment that decays by"),
-    ("optimizer.name=adafactor optimizer.b1=0.5", "b1 = 0.5 is of adamw, lion, muon; leave it out"),
+    (
+        "optimizer.name=adafactor optimizer.b1=0.5",
+        "b1 = 0.5 is for adamw, lion, muon; leave it out",
+    ),
     (
         "optimizer.name=lion optimizer.second_moment_dtype=bfloat16",
-        "is of adamw, adafactor, muon; leave it out with optimizer.name = 'lion'",
+        "is for adamw, adafactor, muon; leave it out with optimizer.name = 'lion'",
     ),
     (
         "optimizer.name=lion optimizer.moment_rounding=stochastic",
         "has none; set optimizer.moment_dtype = 'bfloat16', or",
     ),
     ("optimizer.moment_rounding=up", "optimizer.moment_rounding = 'up' is not known"),
-    ("optimizer.moment_rounding=stochastic", "is of moments in bfloat16, and optimizer.name"),
+    ("optimizer.moment_rounding=stochastic", "is for moments in bfloat16, and optimizer.name"),
     ("optimizer.accumulation_dtype=half", "optimizer.accumulation_dtype = 'half' is not known"),
     ("optimizer.reduction_dtype=half", "optimizer.reduction_dtype = 'half' is not known"),
     # the layout

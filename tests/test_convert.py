@@ -212,7 +212,7 @@ BAD_COMMANDS = {
     ),
     "own schedule": (
         ["--to_hf", "--workdir", "{scheduled}", "--output", "{hf}_"],
-        "of {scheduled} is code from outside the package, which writing needs not: add",
+        "of {scheduled} is code from outside the package, which writing does not need: add",
     ),
     "tokenizer": (["--from_hf", "{bare}", "--output", "{hf}_"], "no tokenizer.json and no"),
 }

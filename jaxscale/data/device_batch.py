@@ -139,7 +139,7 @@ def _check_one_document(segments: np.ndarray, objective: str) -> None:
     if wrong.any():
         raise ValueError(
             f"data.objective = {objective!r} takes rows of one document, segments 1 ... 1, and "
-            f"then padding, 0 ... 0, and row {wrong.argmax()} of batch.segments is another; pass "
+            f"then padding, 0 ... 0, and row {wrong.argmax()} of batch.segments is not one; pass "
             "such rows, or set data.objective = 'causal', which keeps documents apart"
         )
 

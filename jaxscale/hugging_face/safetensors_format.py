@@ -109,7 +109,9 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} is not a safetensors file: its header is damaged") from error
     end = 8 + length + max((last for _, last in spans.values()), default=0)
     if end != size:
-        raise ValueError(f"{path} has {size:,} bytes and its header asks for {end:,}: a part copy?")
+        raise ValueError(
+            f"{path} has {size:,} bytes and its header asks for {end:,}: an incomplete copy?"
+        )
     for name, (first, last) in spans.items():
         dtype, shape = tensors[name].dtype, tensors[name].shape
         if first < 0 or (dtype in DTYPES and last - first != _num_bytes(dtype, shape)):

@@ -66,7 +66,9 @@ def _watch(done: threading.Event) -> None:
                 return
         except FAILURES as error:
             if not said:
-                log.warning(f"warning: no preemption notices ({durable.reason(error)}); asking on")
+                log.warning(
+                    f"warning: no preemption notices ({durable.reason(error)}); asking again"
+                )
             said = True
         done.wait(LOOK_SECONDS)
 

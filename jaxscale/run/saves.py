@@ -98,7 +98,7 @@ class Saves:
             if not outcome:
                 return
             if pause is None:
-                raise SaveError(f"{outcome}; the same command goes on from there")
+                raise SaveError(f"{outcome}; the same command resumes from there")
             time.sleep(pause)
             self.save(step, state)
 

@@ -328,7 +328,7 @@ def _deterministic(device: Any) -> tuple[XlaFlag, ...]:
         )
     if platform not in DETERMINISTIC:
         raise ValueError(
-            f"run.deterministic = True: of the {platform} back end it is not known what "
-            f"makes it deterministic, only of {', '.join(DETERMINISTIC)}; set it to False"
+            f"run.deterministic = True is for {', '.join(DETERMINISTIC)}, and it is not known what "
+            f"makes the {platform} back end deterministic; set it to False"
         )
     return DETERMINISTIC[platform]

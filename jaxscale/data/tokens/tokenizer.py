@@ -333,7 +333,9 @@ def _trained(name: str, training: Training, path: pathlib.Path | None) -> Tokeni
         record = path.with_name(RECORD)
         if record.is_file() and record.read_bytes() == training.record(path.read_bytes()):
             return from_file(str(path), name)
-        _log.info("tokenizer: %s is not of this text and these settings; training one", path)
+        _log.info(
+            "tokenizer: %s was trained on other text or with other settings; training again", path
+        )
     data = train(training)
     tokenizer = _from_json(data, "the trained tokenizer", name)
     return dataclasses.replace(tokenizer, beside={RECORD: training.record(data)})

@@ -53,7 +53,7 @@ def check_room(config: Config, back_end: str, limit_bytes: float, device: str) -
     else:
         said += "no number of micro-batches fits: "
         said += _fewer_expert_ranks(config, back_end, limit_bytes)
-    raise ValueError(f"{said}, or go on anyway with --skip_memory_check")
+    raise ValueError(f"{said}, or proceed anyway with --skip_memory_check")
 
 
 def _fewer_expert_ranks(config: Config, back_end: str, limit_bytes: float) -> str:
