@@ -31,7 +31,7 @@ _HOMES = {
     "open_trainer": "run.trainer",
     "plan_layouts": "planner.plan_layouts",
     "resolve": "sharding.resolve",
-    "sample": "training.sampling",
+    "sample": "decoding.sampling",
     "ShardedBatch": "batch",
 }
 

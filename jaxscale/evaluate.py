@@ -80,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _answer(
     options: argparse.Namespace, config: configs.Config, questions: list[Question]
 ) -> dict[str, Any]:
+    from jaxscale.decoding.likelihood import score_choices  # noqa: PLC0415
     from jaxscale.run import setup  # noqa: PLC0415
-    from jaxscale.training.likelihood import score_choices  # noqa: PLC0415
 
     with command_line.refusals():
         tokenizer = setup.open_tokenizer(config, options.workdir)

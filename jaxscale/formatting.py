@@ -74,3 +74,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  " + "  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows
     )
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped, which a terminal would obey."""
+    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)

@@ -14,6 +14,7 @@ from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.data.text.dialogue import Conversation, read_conversations
 from jaxscale.distributed import launcher, processes
+from jaxscale.formatting import printable
 
 log = logging.getLogger("jaxscale")
 
@@ -42,9 +43,10 @@ def _generate(
     # JAX is imported only now, so that a typo is refused at once.
     import jax  # noqa: PLC0415
 
+    from jaxscale.decoding.prompts import encode_messages  # noqa: PLC0415
+    from jaxscale.decoding.sampling import sample  # noqa: PLC0415
     from jaxscale.run import setup  # noqa: PLC0415
     from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
-    from jaxscale.training import sampling  # noqa: PLC0415
 
     settings = {
         "num_tokens": options.num_tokens,
@@ -67,16 +69,16 @@ def _generate(
         _, engine = setup.open_engine(setup.for_sampling(config))
         step, params, _ = setup.restore_params(engine, options.workdir, tokenizer)
         given = [
-            prompt if isinstance(prompt, str) else sampling.encode_messages(tokenizer, prompt)
+            prompt if isinstance(prompt, str) else encode_messages(tokenizer, prompt)
             for prompt in prompts
         ]
-        texts = sampling.sample(engine, params, tokenizer, given, **settings)
+        texts = sample(engine, params, tokenizer, given, **settings)
     chosen = ", ".join(f"{name} {value}" for name, value in settings.items())
     log.info(f"step {step} of {options.workdir}: {chosen}")
     for number, (prompt, text) in enumerate(zip(prompts, texts), 1):
         shown = prompt if isinstance(prompt, str) else _shown(prompt)
         shown += "\n-> " if encoder else ""
-        log.info(f"\n--- {number} of {len(prompts)}\n{sampling.printable(shown + text)}")
+        log.info(f"\n--- {number} of {len(prompts)}\n{printable(shown + text)}")
     if options.json and jax.process_index() == 0:
         samples = [
             {"prompt" if isinstance(p, str) else "messages": p, "continuation": text}

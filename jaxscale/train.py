@@ -20,6 +20,7 @@ from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.choices import check_choice
 from jaxscale.distributed import launcher, phases, processes
+from jaxscale.formatting import printable
 from jaxscale.run import notices, signals
 from jaxscale.run.lock import locked
 from jaxscale.run.mirror import Mirror, mirrored
@@ -276,7 +277,7 @@ def _write_json(
 
 def _show_sample(trainer: Any, params: Any) -> None:
     """Prints a sample. The run is complete and saved: a failure here is only a warning."""
-    from jaxscale.training import sampling  # noqa: PLC0415
+    from jaxscale.decoding import sampling  # noqa: PLC0415
 
     model = trainer.config.model
     if not _is_causal(trainer.config):
@@ -295,7 +296,7 @@ def _show_sample(trainer: Any, params: Any) -> None:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         log.warning(f"\nwarning: no sample of the trained model could be drawn ({reason})")
         return
-    text = sampling.printable(read + text)
+    text = printable(read + text)
     log.info(f"\nA sample at step {trainer.config.run.steps}:\n\n{text}")
 
 

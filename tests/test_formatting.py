@@ -52,6 +52,10 @@ def test_human_bytes(size: float, text: str) -> None:
     assert formatting.human_bytes(size) == text
 
 
+def test_control_characters_are_written_out() -> None:
+    assert formatting.printable("a\tb\n\x1b[31mé\x00") == "a\tb\n\\x1b[31mé\\x00"
+
+
 def test_a_table_aligns_numbers_to_the_right_and_text_to_the_left() -> None:
     rows = [("name", "bytes", "note"), ("a", "12.0 GB", "2 or more"), ("long", "-", "none")]
     assert formatting.table(rows) == (

@@ -56,7 +56,7 @@ FINAL_NORM = "final_norm"
 """Where the embedding has the norm after the last layer, if modules read after it."""
 
 CACHE_AXES = ("layers", "batch", "slots", "kv_heads", "head_dim")
-"""Of keys and values in a cache; "slots" has a rule in `training.sampling` only."""
+"""Of keys and values in a cache; "slots" has a rule in `decoding.placement` only."""
 
 
 def plain_kernels() -> Kernels:

@@ -20,7 +20,7 @@ from jaxscale.distributed import launcher, processes
 
 def train(argv: list[str]) -> int:
     """The command without compiling its sample, which `generate` makes too."""
-    with compiled_once(), mock.patch("jaxscale.training.sampling.sample", return_value=[""]):
+    with compiled_once(), mock.patch("jaxscale.decoding.sampling.sample", return_value=[""]):
         return importlib.import_module("jaxscale.train").main(argv)
 
 

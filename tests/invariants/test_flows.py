@@ -14,10 +14,10 @@ from jaxscale import config as configs
 from jaxscale.config import DataConfig
 from jaxscale.data.dataset import open_dataset
 from jaxscale.data.tokens.tokenizer import load_tokenizer
+from jaxscale.decoding import sampling
 from jaxscale.layout import Layout
 from jaxscale.run import setup, trainer
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training import sampling
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import make_engine
 from tests.invariants.layouts import (

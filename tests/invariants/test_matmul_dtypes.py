@@ -18,7 +18,7 @@ import optax
 import pytest
 
 from jaxscale.data.tokens.tokenizer import load_tokenizer
-from jaxscale.training import sampling
+from jaxscale.decoding import sampling
 from jaxscale.training.engine import Engine
 from jaxscale.training.step import TrainState
 from tests.invariants.layouts import (

@@ -10,11 +10,11 @@ import pytest
 
 from jaxscale.config import Config, DataConfig
 from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.decoding.sampling import sample
 from jaxscale.layout import Layout
 from jaxscale.run.pretrained import from_pretrained
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
-from jaxscale.training.sampling import sample
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/greedy.json"))

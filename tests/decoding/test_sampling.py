@@ -3,7 +3,6 @@ distribution's."""
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +11,15 @@ import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.config import Config, DataConfig, ModelConfig
-from jaxscale.data.text.dialogue import read_conversations
-from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.decoding import cache, sampling
 from jaxscale.layout import Layout
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.forward import forward
 from jaxscale.models.protocol import head_params
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training import sampling
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.kernels import evaluation_kernels
-from tests.data.dialogues import CONVERSATIONS, PLAIN, write_tokenizer
 from tests.models import experts
 
 SIZES = {
@@ -156,7 +153,7 @@ def test_greedy_text_is_what_the_forward_pass_finds_likeliest(config):
 
 
 def test_a_long_prompt_is_read_in_parts(monkeypatch):
-    monkeypatch.setattr(sampling, "CHUNK", 8)
+    monkeypatch.setattr(cache, "CHUNK", 8)
     engine, params = one_device(LLAMA)
     prompts = ["abcdefghaabbccddeeffgg", "b"]
     texts = sampling.sample(engine, params, TOKENIZER, prompts, num_tokens=9, temperature=0)
@@ -280,10 +277,6 @@ def test_nothing_unlikely_is_lost_when_everything_is_wanted():
     np.testing.assert_array_equal(found, logits_BV)
 
 
-def test_control_characters_are_written_out():
-    assert sampling.printable("a\tb\n\x1b[31mé\x00") == "a\tb\n\\x1b[31mé\\x00"
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -311,7 +304,7 @@ def test_bad_settings_are_refused(settings, message):
 
 def test_texts_beyond_the_memory_of_the_host_are_refused_before_anything_is_compiled(monkeypatch):
     engine, params = one_device(GPT)
-    monkeypatch.setattr(sampling, "host_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(cache, "host_memory_bytes", lambda: 1000)
     monkeypatch.setattr(sampling, "_extend", lambda *_, **__: pytest.fail("it began"))
     with pytest.raises(ValueError, match=r"2 texts of \d+ tokens need .* lower --num_tokens"):
         sampling.sample(engine, params, TOKENIZER, ["a", "a"], num_tokens=3)
@@ -341,31 +334,3 @@ def test_several_ends_stop_strings_and_a_first_token():
     assert sample(PROMPTS, begun) != whole
     with pytest.raises(ValueError, match="--stop '' is in every text"):
         sample(PROMPTS, stop=["a", ""])
-
-
-def test_messages_are_rendered_up_to_where_the_assistant_speaks(tmp_path):
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, PLAIN))
-    ids = sampling.encode_messages(tokenizer, CONVERSATIONS[1][:1])
-    assert ids[0] == tokenizer.special["<|im_start|>"]
-    assert tokenizer.decode(ids) == "user\nhello\nassistant\n"
-    assert (ids == tokenizer.special["<|im_end|>"]).sum() == 1
-    with pytest.raises(ValueError, match=r"--messages: .*'bytes' has no chat template"):
-        sampling.encode_messages(TOKENIZER, CONVERSATIONS[1])
-    with pytest.raises(ValueError, match=r"the conversation is refused by the chat template"):
-        sampling.encode_messages(tokenizer, [{"role": "user", "content": 3}])
-
-
-def test_conversations_of_a_file(tmp_path):
-    file = tmp_path / "m.json"
-    file.write_text(json.dumps(CONVERSATIONS[0]))
-    assert read_conversations(file) == CONVERSATIONS[:1]
-    file.write_text(json.dumps(CONVERSATIONS))
-    assert read_conversations(file) == CONVERSATIONS
-    for text, match in [
-        ("{", "m.json is not JSON"),
-        ("[]", "m.json has a list instead of a list of messages"),
-        ('[{"content": "a"}]', r"message \(0, from 0\) .*; a message is {'role': 'user'"),
-    ]:
-        file.write_text(text)
-        with pytest.raises(ValueError, match=match):
-            read_conversations(file)

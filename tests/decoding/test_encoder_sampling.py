@@ -12,10 +12,10 @@ import tokenizers
 
 from jaxscale.config import Config, DataConfig
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from jaxscale.decoding import cache, likelihood, prompts, sampling
 from jaxscale.layout import Layout
 from jaxscale.run.pretrained import Pretrained, from_pretrained
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training import likelihood, sampling
 from jaxscale.training.engine import Engine, make_engine
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
@@ -141,7 +141,7 @@ def test_a_sentinel_in_a_prompt_is_read_as_in_training(tmp_path):
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer, engine = load_tokenizer(str(tmp_path / "tokenizer.json")), one_device("t5")[0]
     for prompt, expected in (("a <extra_id_0> b", [3, 2, 4, END]), ("b a", [4, 3, END])):
-        assert sampling.prompt_ids(engine, tokenizer, prompt).tolist() == expected
+        assert prompts.prompt_ids(engine, tokenizer, prompt).tolist() == expected
     (plain,) = tokenizer.encode(["a <extra_id_0> b"])  # as a document has it
     assert 2 not in plain
 
@@ -151,8 +151,7 @@ PAIRS = [("ABC", "d"), ("ABC", "hgfedC"), ("", "abcabc"), ("HGFEDCBAHGFEDCBAHG",
 
 def test_log_likelihoods_are_those_of_the_forward_pass(monkeypatch):
     monkeypatch.setattr(likelihood, "ROWS", 4)  # two batches, the last not full
-    monkeypatch.setattr(likelihood, "CHUNK", 8)  # in parts of several tokens
-    monkeypatch.setattr(likelihood, "round_up", lambda length: 16)
+    monkeypatch.setattr(cache, "CHUNK", 8)  # in parts of several tokens
     name = "umt5"
     engine, params = make(name, data=2, fsdp=2, tensor=2, zero_stage=3)
     found = likelihood.log_likelihoods(engine, params, TOKENIZER, PAIRS)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxscale.data.text.dialogue import Question, read_questions
-from jaxscale.training import likelihood
-from tests.training.test_sampling import BOUNDARY, GPT, LLAMA, TOKENIZER, encode, full_logits, make
+from jaxscale.decoding import likelihood
+from tests.decoding.test_sampling import BOUNDARY, GPT, LLAMA, TOKENIZER, encode, full_logits, make
 
 PAIRS = [("abc", "d"), ("abc", "hgfed"), ("", "abcabc"), ("hgfedcbahgfe", "a"), ("c", "ab")]
 

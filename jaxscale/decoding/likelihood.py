@@ -1,6 +1,7 @@
 """The probability that a model gives to texts, and multiple choice by it.
 
-Letters: B batch, S slots (places in a sequence and in the cache), T time, V vocabulary.
+Letters: B batch, S slots (places in a sequence and in the cache), T time, D embed, V vocabulary,
+C chunks of a row.
 """
 
 import functools
@@ -17,25 +18,15 @@ from jax.sharding import Mesh
 from jaxscale.data.text.dialogue import Question
 from jaxscale.data.tokens.encode import encode_pairs
 from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.decoding.cache import Source, begin_cache, logits_of, read_chunks, round_up
+from jaxscale.decoding.placement import row_placement, without_pipeline_or_context
+from jaxscale.decoding.prompts import check_decodes, has_encoder, prompt_ids, source_rows
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.positions import for_length
 from jaxscale.sharding.resolve import automatic_axes, weights_in_use
 from jaxscale.sharding.specs import replicated
 from jaxscale.training.engine import Engine
-from jaxscale.training.sampling import (
-    CHUNK,
-    Source,
-    begin_cache,
-    check_decodes,
-    has_encoder,
-    logits_of,
-    prompt_ids,
-    round_up,
-    row_placement,
-    source_rows,
-    without_pipeline_or_context,
-)
 
 ROWS = 16
 """Sequences at a time, about."""
@@ -150,21 +141,18 @@ def _score(
     place = row_placement(mesh, batch)
     params = weights_in_use(model.axes, params, model.settings.compute_dtype)
     cache = begin_cache(model, params, source, batch, width, place)
-    chunk = min(width, CHUNK)
 
-    def one(cache, start):
-        part_BT = jax.lax.dynamic_slice_in_dim(tokens_BS, start, chunk, axis=1)
+    def sums(x_BTD: jax.Array, start: jax.Array) -> jax.Array:
+        chunk = x_BTD.shape[1]
         targets_BT = jax.lax.dynamic_slice_in_dim(tokens_BS, start + 1, chunk, axis=1)
-        positions_BT = jnp.broadcast_to(start + jnp.arange(chunk), part_BT.shape)
-        x_BTD, cache = model.decode(params, part_BT, positions_BT, cache, place)
         logits_BTV = logits_of(model, params, x_BTD)
         # Compared and summed: a gather along a sharded vocabulary would fetch all of it.
         is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
         own_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), axis=-1)
         log_p_BT = own_BT - jax.nn.logsumexp(logits_BTV, axis=-1)
-        inside_BT = (positions_BT >= bounds_B2[:, :1]) & (positions_BT < bounds_B2[:, 1:])
-        sum_B = jnp.sum(jnp.where(inside_BT, log_p_BT, 0), axis=-1)
-        return place(cache, model.cache_axes), sum_B
+        places_T = start + jnp.arange(chunk)
+        inside_BT = (places_T >= bounds_B2[:, :1]) & (places_T < bounds_B2[:, 1:])
+        return jnp.sum(jnp.where(inside_BT, log_p_BT, 0), axis=-1)
 
-    _, sums_CB = jax.lax.scan(one, cache, jnp.arange(0, width, chunk))
+    _, sums_CB = read_chunks(model, params, tokens_BS[:, :width], cache, place, sums)
     return jax.lax.with_sharding_constraint(jnp.sum(sums_CB, axis=0), replicated(mesh))

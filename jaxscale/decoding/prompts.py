@@ -1,0 +1,105 @@
+"""What a model reads before it writes: prompts as ids, and as the rows of an encoder."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxscale.data.text.chat_template import Messages
+from jaxscale.data.tokens.tokenizer import SENTINEL, Tokenizer
+from jaxscale.decoding.cache import Source, round_up
+from jaxscale.models.encoder_decoder import EncoderDecoder
+from jaxscale.training.engine import Engine
+
+
+def has_encoder(engine: Engine) -> bool:
+    """Whether the model reads a prompt with an encoder."""
+    return isinstance(engine.model, EncoderDecoder)
+
+
+def check_decodes(engine: Engine) -> None:
+    """Refuses a model that does not predict one token after the other.
+
+    Raises:
+      ValueError: with what such a model can do.
+    """
+    model = engine.config.model
+    if not getattr(model, "causal", True):
+        raise ValueError(
+            f"model.family = {model.family!r} is not causal here: it fills in masked tokens, and "
+            "neither continues a text nor scores continuations; call jaxscale.from_pretrained(DIR)"
+        )
+    if not getattr(engine.model, "can_decode", False):
+        raise ValueError(
+            f"model.family = {model.family!r} neither draws nor scores text: its blocks have no "
+            "decode()"
+        )
+
+
+def encode_prompts(
+    engine: Engine, tokenizer: Tokenizer, prompts: Sequence[str | np.ndarray]
+) -> tuple[Source | None, list[np.ndarray]]:
+    """What an encoder reads, if there is one, and the ids with which each text begins.
+
+    Raises:
+      ValueError: ids of a prompt that are none of the model's.
+    """
+    ids = [prompt_ids(engine, tokenizer, prompt) for prompt in prompts]
+    _check_ids(ids, engine.config.model.vocab_size)
+    if has_encoder(engine):
+        return source_rows(ids), [np.array([tokenizer.decoder_start])] * len(ids)
+    return None, ids
+
+
+def encode_messages(tokenizer: Tokenizer, messages: Messages) -> np.ndarray:
+    """The ids of a conversation by the tokenizer's chat template, up to where the assistant speaks.
+
+    Raises:
+      ValueError: there is no template, or it refuses the conversation.
+    """
+    if tokenizer.template is None or tokenizer.encode_chat is None:
+        raise ValueError(
+            f"--messages: data.tokenizer = {tokenizer.name!r} has no chat template; it is read "
+            "from the chat_template.jinja or tokenizer_config.json beside a tokenizer.json"
+        )
+    try:
+        text = tokenizer.template.render(messages, add_generation_prompt=True)
+    except ValueError as error:
+        raise ValueError(f"--messages: the conversation {error}") from error
+    return tokenizer.encode_chat(text).ids
+
+
+def prompt_ids(engine: Engine, tokenizer: Tokenizer, prompt: str | np.ndarray) -> np.ndarray:
+    """The ids of a prompt as in training: behind the token that begins a document, or, for an
+    encoder, before the one that ends it. In what an encoder reads, the name of a sentinel is it."""
+    if not isinstance(prompt, str):
+        return np.asarray(prompt, np.int32)
+    (ids,) = tokenizer.encode([prompt])
+    if not has_encoder(engine):
+        return np.append(np.int32(tokenizer.start), ids)
+    names = map(SENTINEL.format, range(len(tokenizer.sentinels)))
+    if tokenizer.encode_chat and any(name in prompt for name in names):
+        ids = tokenizer.encode_chat(prompt).ids
+    return np.append(ids, np.int32(tokenizer.boundary))
+
+
+def source_rows(prompts: Sequence[np.ndarray], num_rows: int = 0) -> Source:
+    """What an encoder reads, from the ids of each prompt; further rows, up to `num_rows`, are
+    padding."""
+    width = round_up(max(map(len, prompts)))
+    tokens = np.zeros((max(num_rows, len(prompts)), width), np.int32)
+    segments = np.zeros_like(tokens)
+    for row, ids in enumerate(prompts):
+        tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
+    return tokens, segments
+
+
+def _check_ids(prompts: Sequence[np.ndarray], vocab_size: int) -> None:
+    """Refuses what a lookup on a device would clip without a word."""
+    for i, ids in enumerate(prompts):
+        if ids.ndim != 1 or not ids.size:
+            raise ValueError(f"prompts[{i}] has shape {ids.shape}; ids are of shape [at least 1]")
+        if not 0 <= ids.min() <= ids.max() < vocab_size:
+            raise ValueError(
+                f"prompts[{i}] has ids from {ids.min()} to {ids.max()}; they must be at least 0 "
+                f"and below model.vocab_size = {vocab_size}"
+            )
