@@ -1,9 +1,7 @@
 """The engine: the jitted functions of a run, from a model, a layout and an optimizer."""
 
 import functools
-import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.choices import check_count, check_kind
-from jaxscale.config import CONFIG_ADVICE, Config
+from jaxscale.config import Config
 from jaxscale.data.device_batch import check_rows, local_rows, shard_batch, unpack_sharded
-from jaxscale.layout import AUTO, Layout, RematPolicy
+from jaxscale.layout import Layout, RematPolicy
 from jaxscale.model_config import ModelConfig, find_make, is_own_family
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
@@ -27,46 +25,29 @@ from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.sharding.layer_bytes import LayerBytes, largest_layer
-from jaxscale.sharding.resolve import (
-    WEIGHTS,
-    Axes,
-    Rules,
-    is_axes,
-    layer_rules,
-    resolve,
-    resolve_tree,
-    spread_outer,
-    whole_kv_heads,
-)
-from jaxscale.sharding.rules import (
-    check_divides,
-    check_matmuls,
-    check_overlap,
-    check_pipeline_gather,
-    check_ring,
-    check_sequence,
-    check_tensor_rows,
-    check_ulysses,
-    own_rules,
-)
+from jaxscale.sharding.resolve import Rules, is_axes
+from jaxscale.sharding.rules import own_rules
 from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
 from jaxscale.training import optimizer as optimizers
+from jaxscale.training.engine_checks import (
+    check_engine_arguments,
+    check_engine_settings,
+    check_expert_ranks,
+)
 from jaxscale.training.flops import StepFlops, example, forward_cost, step_flops
 from jaxscale.training.gradients import make_gradients, make_loss, pipeline_buffers
 from jaxscale.training.kernels import (
     attention_name,
     attention_text,
-    check_matmul_device,
     evaluation_kernels,
     make_kernels,
 )
 from jaxscale.training.learning_rate import schedule_of
-from jaxscale.training.remat import check_host_memory, rematerialised_attention
+from jaxscale.training.remat import rematerialised_attention
+from jaxscale.training.state_placement import apply_by_layer, make_zero, place_state
 from jaxscale.training.step import StepMetrics, TrainState, init_guard, make_step
-from jaxscale.training.xla_options import has_sparse_cores, step_options, waits_for_gathers
-
-log = logging.getLogger("jaxscale")
+from jaxscale.training.xla_options import step_options
 
 ENGINE_ADVICE = "pass the second of what jaxscale.open_engine(config) returns"
 
@@ -168,23 +149,23 @@ def make_engine(
         honour the model's settings.
     """
     layout, platform = config.layout, mesh.devices.flat[0].platform
-    _check_arguments(config, mesh, model, optimizer, rules)
-    _check_settings(config, mesh)
+    check_engine_arguments(config, mesh, model, optimizer, rules)
+    check_engine_settings(config, mesh)
     attention = attention_name(config, platform)
-    models, own = _make_models(config, model, attention, platform, rules, unroll_layers)
+    models = _make_models(config, model, attention, platform, rules, unroll_layers)
     built = models.built
-    _check_experts(layout, built)
+    check_expert_ranks(layout, built)
     stages = _open_stages(config, models.plain) if layout.pipeline > 1 else None
     rows = {stack.name: np.arange(stack.num_layers) for stack in built.stacks}
     rows = stages.layer_of_row if stages else rows
     draw = _make_draw(built, stages)
     shapes = jax.eval_shape(draw, jax.random.key(0))
-    zero = _make_zero(config, mesh, built.axes, shapes, own)
+    zero = make_zero(config, mesh, built.axes, shapes, models.rules)
     rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
     frozen = optimizers.frozen_params(config.optimizer.groups, built.axes, built.frozen)
     optimizer = optimizer or _make_optimizer(config, mesh, zero, built.axes, frozen)
     begin = _make_begin(config, optimizer)
-    axes, state = _place_state(config, mesh, zero, built.axes, optimizer, begin, shapes)
+    axes, state = place_state(config, mesh, zero, built.axes, optimizer, begin, shapes)
     gradients = make_gradients(
         models.trained, layout, zero, mesh, stages, unroll_layers=unroll_layers
     )
@@ -225,6 +206,7 @@ class _Models(NamedTuple):
     trained: Model  # the same, and attention under the remat policy
     counted: Model  # plain kernels, and attention likewise: to count FLOPs
     evaluated: Model  # kernels of evaluations, and no stacks that only training passes through
+    rules: Rules  # the mesh axes of the model's own logical axes
 
 
 def _make_models(
@@ -234,9 +216,8 @@ def _make_models(
     platform: str,
     rules: Rules | None,
     unroll_layers: bool,
-) -> tuple[_Models, Rules]:
-    """The models of `make_engine`, which has the arguments, and the mesh axes of the model's own
-    logical axes."""
+) -> _Models:
+    """The models of `make_engine`, which has the arguments."""
     make = model or find_model(config.model)
     plain = make(config.model, plain_kernels())
     own = own_rules({**plain.rules, **(rules or {})})
@@ -251,28 +232,14 @@ def _make_models(
     )
     recomputing = functools.partial(rematerialised_attention, remat=config.layout.remat_policy)
     evaluated = make(config.model, evaluation_kernels(kernels))
-    models = _Models(
+    return _Models(
         plain,
         make(config.model, kernels),
         make(config.model, recomputing(kernels)),
         make(config.model, recomputing(plain_kernels())),
         getattr(evaluated, "evaluated", evaluated),
+        own,
     )
-    return models, own
-
-
-def _check_experts(layout: Layout, model: Model) -> None:
-    """Refuses ranks of expert without experts.
-
-    Raises:
-      ValueError: no parameter has experts.
-    """
-    names = jax.tree.leaves(model.axes)
-    if layout.expert > 1 and "experts" not in names:
-        raise ValueError(
-            f"layout.expert = {layout.expert}, but no parameter of model.family = "
-            f"{model.settings.family!r} has the logical axis 'experts'; set layout.expert = 1"
-        )
 
 
 def _combined_layer(layout: Layout, zero: Zero, params: Tree) -> LayerBytes | None:
@@ -297,34 +264,13 @@ def find_model(settings: Any) -> MakeModel:
 def _make_optimizer(
     config: Config, mesh: Mesh, zero: Zero, axes: Tree, frozen: Tree
 ) -> optax.GradientTransformation:
-    rules = functools.partial(layer_rules, zero.sizes, rules=zero.rules)
     return optimizers.make(
         config.optimizer,
         steps=config.schedule_steps,
         axes=axes,
         frozen=frozen,
-        by_layer=functools.partial(_by_layer, mesh, zero.state_rules, rules),
+        by_layer=functools.partial(apply_by_layer, mesh, zero),
     )
-
-
-def _check_arguments(config: Any, mesh: Any, model: Any, optimizer: Any, rules: Any) -> None:
-    check_kind("config", config, Config, CONFIG_ADVICE)
-    check_kind("mesh", mesh, Mesh, "pass jaxscale.make_mesh(config.layout)")
-    if dict(mesh.shape) != config.layout.sizes:
-        raise ValueError(
-            f"the mesh has the sizes {dict(mesh.shape)}, and config.layout {config.layout.sizes}; "
-            "pass jaxscale.make_mesh(config.layout)"
-        )
-    if model is not None and not callable(model):
-        raise ValueError(
-            f"model is of type {type(model).__name__}; pass a function of settings and kernels, "
-            "such as a class that extends Decoder, or set model.family"
-        )
-    if optimizer is not None:
-        advice = "pass an optax.GradientTransformation, or set optimizer.name"
-        check_kind("optimizer", optimizer, optax.GradientTransformation, advice)
-    if rules is not None:
-        check_kind("rules", rules, dict, 'pass a dictionary, such as {"rank": ("tensor",)}')
 
 
 def check_params(engine: Any, params: Any) -> None:
@@ -336,98 +282,6 @@ def check_params(engine: Any, params: Any) -> None:
     check_kind("engine", engine, Engine, ENGINE_ADVICE)
     if isinstance(params, TrainState):
         raise ValueError("params is of type TrainState; pass its parameters, state.params")
-
-
-def _check_settings(config: Config, mesh: Mesh) -> None:
-    """Refuses what no model can be built for."""
-    if config.layout.remat == AUTO:
-        raise ValueError(
-            "layout.remat = 'auto' is chosen when a run begins, and by jaxscale.open_engine; here "
-            "set a policy, such as 'full'"
-        )
-    for check in (
-        check_divides,
-        check_matmuls,
-        check_overlap,
-        check_pipeline_gather,
-        check_ring,
-        check_sequence,
-        check_tensor_rows,
-        check_types,
-        check_ulysses,
-    ):
-        check(config)
-    check_host_memory(config.layout, mesh)
-    check_matmul_device(config.model.matmul_dtype, mesh.devices.flat[0])
-
-
-def _make_zero(config: Config, mesh: Mesh, axes: Tree, shapes: Tree, own: Rules) -> Zero:
-    """The ZeRO stage of the layout.
-
-    Args:
-      axes, shapes: of the parameters; the axes in canonical form.
-      own: mesh axes of a model's own logical axes.
-    """
-    layout, kind = config.layout, mesh.devices.flat[0].device_kind
-    return Zero(
-        layout.zero_stage,
-        layout.sizes,
-        _axes_at_rest(axes, shapes, layout, _width(axes, shapes)),
-        jnp.dtype(config.model.compute_dtype),
-        jnp.dtype(config.optimizer.accumulation_dtype),
-        {**WEIGHTS, **own},
-        has_sparse_cores(kind),
-        waits_for_gathers(kind),
-        jnp.dtype(config.optimizer.reduced_in),
-    )
-
-
-def _axes_at_rest(axes: Tree, shapes: Tree, layout: Layout, width: int) -> Tree:
-    """The canonical axes of parameters, or of arrays that lie as they do, with the names that the
-    layout gives to some dimensions.
-
-    Args:
-      width: divides every "embed" dimension outside the layers.
-    """
-    return whole_kv_heads(spread_outer(axes, layout.sizes, width), shapes, layout.sizes)
-
-
-def _place_state(
-    config: Config,
-    mesh: Mesh,
-    zero: Zero,
-    axes: Tree,
-    optimizer: optax.GradientTransformation,
-    begin: Callable[[Tree], TrainState],
-    params: Tree,
-) -> tuple[TrainState, TrainState]:
-    """The logical axes of a state, and its shapes with the shardings that it has between steps.
-
-    Args:
-      axes: of the parameters, in canonical form.
-      begin: from parameters to the state before the first step.
-      params: the parameters' shapes.
-    """
-    layout, shapes = config.layout, jax.eval_shape(begin, params)
-    said = functools.partial(_replicated_state, layout.pipeline > 1)
-    # Optimizers look for canonical names, such as "embed".
-    moments = optimizers.state_axes(optimizer, params, axes, said)
-    moments = _axes_at_rest(moments, shapes.opt_state, layout, _width(axes, params))
-    nothing = jax.tree.map(lambda leaf: (), shapes.guard)
-    shardings = TrainState(
-        replicated(mesh),
-        resolve_tree(zero.axes, zero.state_rules, mesh, params),
-        resolve_tree(moments, zero.state_rules, mesh, shapes.opt_state),
-        jax.tree.map(lambda leaf: replicated(mesh), shapes.guard),
-    )
-    if layout.offloads("optimizer"):
-        shardings = shardings._replace(opt_state=_on_host(shardings.opt_state, shapes.opt_state))
-    state = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
-    return TrainState((), zero.axes, moments, nothing), state
 
 
 def _shardings(abstract: Tree) -> Tree:
@@ -493,31 +347,6 @@ def _jit_evaluate(evaluate: Callable, state: TrainState, mesh: Mesh, options: di
     )
 
 
-def _by_layer(
-    mesh: Mesh,
-    at_rest: Rules,
-    rules: Callable[[int], Sequence[Rules]],
-    function: Callable[[jax.Array], jax.Array],
-    stack: jax.Array,
-    names: Axes,
-) -> jax.Array:
-    """Reshards a stack so that each rank has some layers' whole matrices, computes there, and
-    reshards back: an all-to-all each way over fsdp, instead of gathers between any two matmuls.
-
-    Args:
-      at_rest: rules of the stack between updates.
-      rules: of each step of the resharding, from the number of rows (see `layer_rules`).
-    """
-    steps = [at_rest, *rules(stack.shape[names.index("layers")])]
-    path = [NamedSharding(mesh, resolve(names, one, mesh.shape)) for one in steps]
-    for sharding in path:
-        stack = jax.lax.with_sharding_constraint(stack, sharding)
-    stack = function(stack)
-    for sharding in reversed(path):
-        stack = jax.lax.with_sharding_constraint(stack, sharding)
-    return stack
-
-
 def _abstract_batch(config: Config, model: Model, sharding: NamedSharding) -> ShardedBatch:
     rows = config.data.global_batch_size
     return jax.tree.map(
@@ -539,64 +368,3 @@ def _head_cost(config: Config, model: Model) -> float:
         return settings.head_cost(config.data.seq_len, config.data.output_len)
     counted = forward_cost(model, example(config, model), RematPolicy("none", ()))
     return counted.head * sum(stack.num_layers for stack in model.stacks) / counted.layers
-
-
-def _replicated_state(
-    in_pipeline: bool, name: str, shape: tuple, param_shape: tuple, in_layers: bool
-) -> None:
-    """Says that an array of an optimizer's state is replicated.
-
-    Raises:
-      ValueError: it has a part for each layer perhaps, which a pipeline cannot place.
-    """
-    if in_pipeline and in_layers:
-        raise ValueError(
-            f"the optimizer's {name} has shape {shape}, and its parameter {param_shape}: a "
-            "pipeline places the layers of arrays of the parameter's shape only; set "
-            "layout.pipeline = 1, or use another optimizer"
-        )
-    log.info(
-        f"the optimizer's {name} {list(shape)} is replicated: it has not the shape of its "
-        f"parameter, {list(param_shape)}"
-    )
-
-
-def _width(axes: Tree, shapes: Tree) -> int:
-    """The largest number that divides every "embed" dimension of the parameters outside the
-    layers."""
-    sizes = [
-        leaf.shape[names.index("embed")]
-        for part in ("embed", "head")
-        for names, leaf in zip(
-            jax.tree.leaves(axes[part], is_leaf=is_axes), jax.tree.leaves(shapes[part])
-        )
-        if "embed" in names
-    ]
-    return math.gcd(*sizes)
-
-
-def check_types(config: Config) -> None:
-    """Refuses float64 where JAX would silently compute in float32.
-
-    Raises:
-      ValueError: with what to set.
-    """
-    wide = {
-        f"{section}.{name}"
-        for section in ("model", "optimizer")
-        for name, value in vars(getattr(config, section)).items()
-        if value == "float64"
-    }
-    if wide and not jax.config.jax_enable_x64:
-        raise ValueError(
-            f"{', '.join(sorted(wide))} = 'float64' needs JAX_ENABLE_X64=1 in the environment"
-        )
-
-
-def _on_host(shardings: Tree, abstract: Tree) -> Tree:
-    """The same shards in host memory; scalars stay, as the compiler wants them on the device."""
-    return jax.tree.map(
-        lambda sharding, leaf: sharding.with_memory_kind("pinned_host") if leaf.ndim else sharding,
-        shardings,
-        abstract,
-    )

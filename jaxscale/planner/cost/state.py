@@ -99,8 +99,8 @@ def state_seconds(
 
 def update_flops(parallelism: Parallelism) -> Floats:
     """FLOPs of a device's matmuls in the update of whole matrices: those of the layers that it is
-    dealt, as `training.engine` deals them (`sharding.rules.shards_layers`). Where they cannot be
-    dealt, in some pipelines, ranks are taken to repeat them."""
+    dealt, as `training.state_placement` deals them (`sharding.rules.shards_layers`). Where they
+    cannot be dealt, in some pipelines, ranks are taken to repeat them."""
     total = np.zeros(())
     for one in parallelism.traits.whole_matrices:
         rows, ranks = -(-one.layers // np.asarray(parallelism.pipeline)), np.ones((), int)

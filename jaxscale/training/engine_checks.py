@@ -1,0 +1,108 @@
+"""What `make_engine` refuses."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxscale.choices import check_kind
+from jaxscale.config import CONFIG_ADVICE, Config
+from jaxscale.layout import AUTO, Layout
+from jaxscale.models.protocol import Model
+from jaxscale.sharding.rules import (
+    check_divides,
+    check_matmuls,
+    check_overlap,
+    check_pipeline_gather,
+    check_ring,
+    check_sequence,
+    check_tensor_rows,
+    check_ulysses,
+)
+from jaxscale.training.kernels import check_matmul_device
+from jaxscale.training.remat import check_host_memory
+
+
+def check_engine_arguments(config: Any, mesh: Any, model: Any, optimizer: Any, rules: Any) -> None:
+    """Refuses what is not of `make_engine`'s types, and a mesh of another layout.
+
+    Raises:
+      ValueError: says what to pass.
+    """
+    check_kind("config", config, Config, CONFIG_ADVICE)
+    check_kind("mesh", mesh, Mesh, "pass jaxscale.make_mesh(config.layout)")
+    if dict(mesh.shape) != config.layout.sizes:
+        raise ValueError(
+            f"the mesh has the sizes {dict(mesh.shape)}, and config.layout {config.layout.sizes}; "
+            "pass jaxscale.make_mesh(config.layout)"
+        )
+    if model is not None and not callable(model):
+        raise ValueError(
+            f"model is of type {type(model).__name__}; pass a function of settings and kernels, "
+            "such as a class that extends Decoder, or set model.family"
+        )
+    if optimizer is not None:
+        advice = "pass an optax.GradientTransformation, or set optimizer.name"
+        check_kind("optimizer", optimizer, optax.GradientTransformation, advice)
+    if rules is not None:
+        check_kind("rules", rules, dict, 'pass a dictionary, such as {"rank": ("tensor",)}')
+
+
+def check_engine_settings(config: Config, mesh: Mesh) -> None:
+    """Refuses what no model can be built for.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    if config.layout.remat == AUTO:
+        raise ValueError(
+            "layout.remat = 'auto' is chosen when a run begins, and by jaxscale.open_engine; here "
+            "set a policy, such as 'full'"
+        )
+    for check in (
+        check_divides,
+        check_matmuls,
+        check_overlap,
+        check_pipeline_gather,
+        check_ring,
+        check_sequence,
+        check_tensor_rows,
+        _check_types,
+        check_ulysses,
+    ):
+        check(config)
+    check_host_memory(config.layout, mesh)
+    check_matmul_device(config.model.matmul_dtype, mesh.devices.flat[0])
+
+
+def check_expert_ranks(layout: Layout, model: Model) -> None:
+    """Refuses ranks of expert without experts.
+
+    Raises:
+      ValueError: no parameter has experts.
+    """
+    names = jax.tree.leaves(model.axes)
+    if layout.expert > 1 and "experts" not in names:
+        raise ValueError(
+            f"layout.expert = {layout.expert}, but no parameter of model.family = "
+            f"{model.settings.family!r} has the logical axis 'experts'; set layout.expert = 1"
+        )
+
+
+def _check_types(config: Config) -> None:
+    """Refuses float64 where JAX would silently compute in float32.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    wide = {
+        f"{section}.{name}"
+        for section in ("model", "optimizer")
+        for name, value in vars(getattr(config, section)).items()
+        if value == "float64"
+    }
+    if wide and not jax.config.jax_enable_x64:
+        raise ValueError(
+            f"{', '.join(sorted(wide))} = 'float64' needs JAX_ENABLE_X64=1 in the environment"
+        )

@@ -1,0 +1,168 @@
+"""Where the state of a run lives: its logical axes, the ZeRO stage, and every array's sharding."""
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxscale.config import Config
+from jaxscale.layout import Layout
+from jaxscale.sharding.resolve import (
+    WEIGHTS,
+    Axes,
+    Rules,
+    is_axes,
+    layer_rules,
+    resolve,
+    resolve_tree,
+    spread_outer,
+    whole_kv_heads,
+)
+from jaxscale.sharding.specs import replicated
+from jaxscale.sharding.zero import Zero
+from jaxscale.training.optimizer import state_axes
+from jaxscale.training.step import TrainState
+from jaxscale.training.xla_options import has_sparse_cores, waits_for_gathers
+
+log = logging.getLogger("jaxscale")
+
+Tree = Any
+
+
+def make_zero(config: Config, mesh: Mesh, axes: Tree, shapes: Tree, own: Rules) -> Zero:
+    """The ZeRO stage of the layout.
+
+    Args:
+      axes, shapes: of the parameters; the axes in canonical form.
+      own: mesh axes of a model's own logical axes.
+    """
+    layout, kind = config.layout, mesh.devices.flat[0].device_kind
+    return Zero(
+        layout.zero_stage,
+        layout.sizes,
+        _axes_at_rest(axes, shapes, layout, _width(axes, shapes)),
+        jnp.dtype(config.model.compute_dtype),
+        jnp.dtype(config.optimizer.accumulation_dtype),
+        {**WEIGHTS, **own},
+        has_sparse_cores(kind),
+        waits_for_gathers(kind),
+        jnp.dtype(config.optimizer.reduced_in),
+    )
+
+
+def place_state(
+    config: Config,
+    mesh: Mesh,
+    zero: Zero,
+    axes: Tree,
+    optimizer: optax.GradientTransformation,
+    begin: Callable[[Tree], TrainState],
+    params: Tree,
+) -> tuple[TrainState, TrainState]:
+    """The logical axes of a state, and its shapes with the shardings that it has between steps.
+
+    Args:
+      axes: of the parameters, in canonical form.
+      begin: from parameters to the state before the first step.
+      params: the parameters' shapes.
+    """
+    layout, shapes = config.layout, jax.eval_shape(begin, params)
+    said = functools.partial(_replicated_state, layout.pipeline > 1)
+    # Optimizers look for canonical names, such as "embed".
+    moments = state_axes(optimizer, params, axes, said)
+    moments = _axes_at_rest(moments, shapes.opt_state, layout, _width(axes, params))
+    nothing = jax.tree.map(lambda leaf: (), shapes.guard)
+    shardings = TrainState(
+        replicated(mesh),
+        resolve_tree(zero.axes, zero.state_rules, mesh, params),
+        resolve_tree(moments, zero.state_rules, mesh, shapes.opt_state),
+        jax.tree.map(lambda leaf: replicated(mesh), shapes.guard),
+    )
+    if layout.offloads("optimizer"):
+        shardings = shardings._replace(opt_state=_on_host(shardings.opt_state, shapes.opt_state))
+    state = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+    return TrainState((), zero.axes, moments, nothing), state
+
+
+def apply_by_layer(
+    mesh: Mesh,
+    zero: Zero,
+    function: Callable[[jax.Array], jax.Array],
+    stack: jax.Array,
+    names: Axes,
+) -> jax.Array:
+    """Reshards a stack so that each rank has some layers' whole matrices, computes there, and
+    reshards back: an all-to-all each way over fsdp, instead of gathers between any two matmuls.
+    """
+    num_layers = stack.shape[names.index("layers")]
+    steps = [zero.state_rules, *layer_rules(zero.sizes, num_layers, zero.rules)]
+    path = [NamedSharding(mesh, resolve(names, one, mesh.shape)) for one in steps]
+    for sharding in path:
+        stack = jax.lax.with_sharding_constraint(stack, sharding)
+    stack = function(stack)
+    for sharding in reversed(path):
+        stack = jax.lax.with_sharding_constraint(stack, sharding)
+    return stack
+
+
+def _axes_at_rest(axes: Tree, shapes: Tree, layout: Layout, width: int) -> Tree:
+    """The canonical axes of parameters, or of arrays that lie as they do, with the names that the
+    layout gives to some dimensions.
+
+    Args:
+      width: divides every "embed" dimension outside the layers.
+    """
+    return whole_kv_heads(spread_outer(axes, layout.sizes, width), shapes, layout.sizes)
+
+
+def _width(axes: Tree, shapes: Tree) -> int:
+    """The largest number that divides every "embed" dimension of the parameters outside the
+    layers."""
+    sizes = [
+        leaf.shape[names.index("embed")]
+        for part in ("embed", "head")
+        for names, leaf in zip(
+            jax.tree.leaves(axes[part], is_leaf=is_axes), jax.tree.leaves(shapes[part])
+        )
+        if "embed" in names
+    ]
+    return math.gcd(*sizes)
+
+
+def _replicated_state(
+    in_pipeline: bool, name: str, shape: tuple, param_shape: tuple, in_layers: bool
+) -> None:
+    """Says that an array of an optimizer's state is replicated.
+
+    Raises:
+      ValueError: it has a part for each layer perhaps, which a pipeline cannot place.
+    """
+    if in_pipeline and in_layers:
+        raise ValueError(
+            f"the optimizer's {name} has shape {shape}, and its parameter {param_shape}: a "
+            "pipeline places the layers of arrays of the parameter's shape only; set "
+            "layout.pipeline = 1, or use another optimizer"
+        )
+    log.info(
+        f"the optimizer's {name} {list(shape)} is replicated: it has not the shape of its "
+        f"parameter, {list(param_shape)}"
+    )
+
+
+def _on_host(shardings: Tree, abstract: Tree) -> Tree:
+    """The same shards in host memory; scalars stay, as the compiler wants them on the device."""
+    return jax.tree.map(
+        lambda sharding, leaf: sharding.with_memory_kind("pinned_host") if leaf.ndim else sharding,
+        shardings,
+        abstract,
+    )
