@@ -148,9 +148,9 @@ def make_engine(
       ValueError: a dimension that does not divide over its mesh axes, or a kernel that cannot
         honour the model's settings.
     """
-    layout, platform = config.layout, mesh.devices.flat[0].platform
     check_engine_arguments(config, mesh, model, optimizer, rules)
     check_engine_settings(config, mesh)
+    layout, platform = config.layout, mesh.devices.flat[0].platform
     attention = attention_name(config, platform)
     models = _make_models(config, model, attention, platform, rules, unroll_layers)
     built = models.built

@@ -171,6 +171,8 @@ def opened(tmp_path_factory):
             lambda run: jaxscale.make_engine(jaxscale.load("tiny"), run.engine.mesh),
             "the mesh has the sizes .*'data': 4, .* and config.layout .*'data': -1",
         ),
+        (lambda run: jaxscale.make_engine("tiny", run.engine.mesh), "config is of type str"),
+        (lambda run: jaxscale.make_engine(run.config, run.config.layout), "mesh is of type Layout"),
         (lambda run: jaxscale.plan_layouts(run.config.model, "h100-sxm", 8), "type ModelConfig"),
         (lambda run: jaxscale.describe_layout(run.config), "engine is of type Config"),
         (lambda run: jaxscale.open_engine(run.config, optimizer="lion"), "set optimizer.name"),
