@@ -151,7 +151,7 @@ PAIRS = [("ABC", "d"), ("ABC", "hgfedC"), ("", "abcabc"), ("HGFEDCBAHGFEDCBAHG",
 
 def test_log_likelihoods_are_those_of_the_forward_pass(monkeypatch):
     monkeypatch.setattr(likelihood, "ROWS", 4)  # two batches, the last not full
-    monkeypatch.setattr(cache, "CHUNK", 8)  # in parts of several tokens
+    monkeypatch.setattr(cache, "CHUNK", 4)  # the longest text is in two parts
     name = "umt5"
     engine, params = make(name, data=2, fsdp=2, tensor=2, zero_stage=3)
     found = likelihood.log_likelihoods(engine, params, TOKENIZER, PAIRS)
