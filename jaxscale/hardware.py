@@ -23,6 +23,10 @@ GPU_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTI
 class Chip:
     """The speeds, memory and links of one JAX device of a kind.
 
+    Memory is what a program finds, not the round figure that a device is sold by: of GPUs as XLA's
+    descriptions and drivers have it, of TPUs as libtpu grants it. Where that is not known (GH200,
+    GB200, B300, GB300, MI325X, MI355X, Trainium2) it is the nominal one, a little less.
+
     A chip that JAX shows as two devices (TPU v3, TPU v7) is halved. `confidence` is "seen" when the
     figures were read in a source, "memory" when they are recalled, or both. Link rates are those of
     one device in one direction. A figure that is not known, or that a device does not have, is 0.

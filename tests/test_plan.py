@@ -108,7 +108,7 @@ def test_the_command_ranks_and_writes(tmp_path, capsys):
         (["--prove", "1", "--devices", "8"], "--topology h100:1x8 has 16 devices, and the plans"),
         (["--prove", "1", "--hardware", "mi300x"], "there is no compiler target for MI300X"),
         (["--report", "nowhere/plan.html"], "--report nowhere/plan.html: there is no folder"),
-        (["--max_memory", "80.1GB"], "80.10 GB is more than the 80.00 GB of H100-SXM; give as"),
+        (["--max_memory", "85GB"], "85.00 GB is more than the 84.90 GB of H100-SXM; give as"),
         (["--max_memory", "0GB"], "--max_memory '0GB' is not a size such as 70GB"),
         (["--batch_tokens", "0"], "--batch_tokens '0' is not a number such as 4M"),
         (["--batch_tokens", "9999999M"], "is not a number such as 4M, 512K or 4194304, up to"),

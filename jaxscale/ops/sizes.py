@@ -21,7 +21,7 @@ def loss_chunk_tokens(vocab: Any, features: int = 0) -> Any:
     `CHUNK_TOKENS` or `features` if that is more.
 
     A chunk of C tokens reads the head twice, and reads and writes its float32 gradient: 12 bytes
-    for each of D x V elements, whatever C is, beside 22 for each of C x V logits in programs for
+    for each of D x V elements, whatever C is, beside 18 for each of C x V logits in programs for
     GPUs. The matmul that adds to the gradient has at most C / 4 operations per byte, and an H200
     needs 206 to be limited by compute. With C = D the first part is a third of the bytes, and the
     float32 logits take as much memory as the head's gradient.

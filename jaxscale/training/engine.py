@@ -25,8 +25,8 @@ from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.sharding.layer_bytes import LayerBytes, largest_layer
-from jaxscale.sharding.resolve import Rules, is_axes
-from jaxscale.sharding.rules import own_rules
+from jaxscale.sharding.resolve import is_axes
+from jaxscale.sharding.rules import Rules, own_rules
 from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
 from jaxscale.training import optimizer as optimizers

@@ -14,9 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 from jaxscale.config import Config
 from jaxscale.layout import Layout
 from jaxscale.sharding.resolve import (
-    WEIGHTS,
-    Axes,
-    Rules,
     is_axes,
     layer_rules,
     resolve,
@@ -24,6 +21,7 @@ from jaxscale.sharding.resolve import (
     spread_outer,
     whole_kv_heads,
 )
+from jaxscale.sharding.rules import WEIGHTS, Axes, Rules
 from jaxscale.sharding.specs import replicated
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.optimizer import state_axes
@@ -154,7 +152,7 @@ def _replicated_state(
             "layout.pipeline = 1, or use another optimizer"
         )
     log.info(
-        f"the optimizer's {name} {list(shape)} is replicated: it has not the shape of its "
+        f"the optimizer's {name} {list(shape)} is replicated: its shape is not that of its "
         f"parameter, {list(param_shape)}"
     )
 

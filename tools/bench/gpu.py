@@ -55,20 +55,23 @@ NARROW = (
 )
 """Of an 8B: 32 GB of moments in place of 64."""
 
+ATTENTION_SAVED = "save:query,key,value,attention"
+
 CASES = (
     # What is aimed at first, each with what it is compared with; then what may be better.
     Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT,)),
     Case("llama32_1b", 8, 1, "none"),
     Case("llama32_1b", 8, 1, "none", (FLASH,)),
-    Case("llama3_8b", 2, 1, "full", (ONE_DOCUMENT, *NARROW), 120),
-    Case("llama3_8b", 2, 1, "full", (ONE_DOCUMENT, *NARROW, FLOAT8), 120),
+    Case("llama3_8b", 1, 4, "save_matmuls", (ONE_DOCUMENT, *NARROW), 120),
+    Case("llama3_8b", 2, 2, ATTENTION_SAVED, (ONE_DOCUMENT, *NARROW), 120),
+    Case("llama3_8b", 2, 2, ATTENTION_SAVED, (ONE_DOCUMENT, *NARROW, FLOAT8), 120),
     Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT, FLOAT8)),
     Case("llama32_1b", 16, 1, "none", (ONE_DOCUMENT,), 120),
     Case("llama32_1b", 16, 1, "full", (ONE_DOCUMENT,)),
     Case("llama32_1b", 8, 4, "none", (ONE_DOCUMENT,)),
     Case("llama32_1b", 4, 1, "none", (ONE_DOCUMENT,)),
     Case("llama32_1b", 8, 1, "full", (ONE_DOCUMENT,)),
-    Case("llama3_8b", 1, 1, "full", (ONE_DOCUMENT, *NARROW), 120),
+    Case("llama3_8b", 2, 1, "full", (ONE_DOCUMENT, *NARROW), 120),
     Case("llama32_1b", 32, 1, "full", (ONE_DOCUMENT,)),
 )
 SEQUENCES_TIMED = 64

@@ -295,7 +295,7 @@ def fitting(
     policies = [parallelism.remat, "save:query,key,value,attention_out", "full"]
     if parallelism.traits.attention == "written":
         policies[1] = "save_all_but_attention"
-    room = ROOM * capacity(machine)
+    room = ROOM * machine.memory_bytes
     needs = [
         float(other_trainers.trainer_memory(shape, replace(parallelism, remat=remat)).needed)
         for remat in policies
@@ -318,16 +318,6 @@ def _offloaded(parallelism: Parallelism) -> Parallelism:
 
 ROOM = 0.97
 """Share of a device's memory that users fill."""
-
-BINARY = 2**30 / 1e9
-"""Memory is sold in units of 2**30 bytes and printed as GB: `nvidia-smi` shows 81,920 MiB on an
-A100 of 80 GB."""
-
-
-def capacity(machine: Cluster) -> float:
-    """Bytes of memory that a device has, from its nominal ones."""
-    return machine.memory_bytes * BINARY
-
 
 CHIPS = {"trainium2-core": "Trainium2", "tpuv3-chip": "TPUv3"}
 """Where a row's name for a device is not that of `hardware.csv`, nor its beginning."""

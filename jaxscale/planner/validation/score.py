@@ -18,7 +18,6 @@ from jaxscale.planner.cost.cluster import find_device
 from jaxscale.planner.cost.energy import run_joules
 from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.memory import other_trainers
-from jaxscale.planner.validation.parse_run import capacity
 from jaxscale.planner.validation.published_runs import Bill, Row, read_runs
 
 
@@ -144,7 +143,7 @@ def _predict(row: Row) -> _Result:
         for name, n in row.sizes.items()
     ]
     if row.memory_bytes:
-        sizes.append(min(taken, capacity(row.cluster)) / row.memory_bytes)
+        sizes.append(min(taken, row.cluster.memory_bytes) / row.memory_bytes)
     return _Result(row, float(ratio), np.nan, needed, tuple(sizes), float(seconds))
 
 
@@ -212,7 +211,7 @@ def _joules(bill: Bill) -> float:
 
 
 def _does_not_fit(result: _Result) -> bool:
-    return bool(result.memory > capacity(result.row.cluster))
+    return bool(result.memory > result.row.cluster.memory_bytes)
 
 
 def _errors(ratios: Iterable[float]) -> list[float]:

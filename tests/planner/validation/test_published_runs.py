@@ -237,7 +237,7 @@ def test_every_column_of_a_file_is_read_in_its_unit(tmp_path):
     assert (parallelism.schedule, parallelism.remat) == ("interleaved", "full")
     assert parallelism.traits.sequence_parallel
     machine = row.cluster
-    assert (machine.num_devices, machine.node_devices, machine.memory_bytes) == (128, 16, 80e9)
+    assert (machine.num_devices, machine.node_devices, machine.memory_bytes) == (128, 16, 85.1e9)
     assert machine.tiers[-1].bytes_per_second == pytest.approx(0.9 * 12.5e9, rel=1e-12)
 
 
