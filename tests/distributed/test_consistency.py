@@ -52,7 +52,7 @@ def test_alike_is_alike():
             [{}, {}, {}, {"jaxscale/training/step.py": "0123"}],
             "differ in code: process 3 on host3 has jaxscale/training/step.py = 0123",
         ),
-        ("versions", [{}, {"jax": "0.11.2"}], "process 1 on host1 has jax = 0.11.2, and process 0"),
+        ("versions", [{}, {"jax": "0.0.1"}], "process 1 on host1 has jax = 0.0.1, and process 0"),
         (
             "environment",
             [{}, {"XLA_FLAGS": "--xla_x=1"}],
