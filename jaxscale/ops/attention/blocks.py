@@ -271,6 +271,10 @@ def gradients(
     visible_IJ = visible(queries.segments, keys.segments, offset=offset, scoring=scoring)
     xs = jnp.arange(len(keys.segments)), *visible_ranges(visible_IJ.T), keys
     sums, (grad_k_JBKsH, grad_v_JBKsH) = jax.lax.scan(key_block, sums, xs)
+    if bias_bN is not None:
+        # Of a backward pass in two parts (`pipeline.backward_split`) the one that needs the
+        # queries' gradient computes the table's too: the other would compute all scores again.
+        sums = jax.lax.optimization_barrier(sums)
     return sums, grad_k_JBKsH, grad_v_JBKsH
 
 

@@ -262,12 +262,10 @@ def stash_bytes(
         "residual_w": width * residual_w,
         "cotangent": width * cotangent,
     }
-    features = _head_features(model, layout, tiled)
-    more = [_cross_stash(model, remat, whole, features[0])] if cross else []
+    features, _ = _head_features(model, layout, tiled)
+    more = [_cross_stash(model, remat, whole, features)] if cross else []
     if experts:
         more.append(_router_stash(model))
-    if model.relative_bias == "layer":
-        more.append(_bias_stash(model, remat, features))
     return {name: size + sum(one[name] for one in more) for name, size in found.items()}
 
 
@@ -330,27 +328,6 @@ def _router_stash(model: ModelConfig) -> dict[str, int]:
         "residual_w": read - absent,
         "cotangent": scores - absent,
     }
-
-
-def _bias_stash(
-    model: ModelConfig, remat: RematPolicy, features: tuple[Ints, Ints]
-) -> dict[str, Ints]:
-    """What a layer adds where it has a table of biases of its own: W computes the scores once more
-    for the table's gradient, and so reads queries, keys, values and their sums, which without it
-    only B reads, and the gradient of attention's result."""
-    width = itemsize(model.compute_dtype)
-    queries, keys = features
-    sums = max(width, 4) * model.num_heads
-    if _by_table(remat):
-        saved, made = queries + 2 * keys, 0
-        sums_saved = remat.kind != "save_all_but_attention"
-    else:
-        sizes = {"query": queries, "key": keys, "value": keys}
-        saved = sum(size for name, size in sizes.items() if name in remat.names)
-        made, sums_saved = sum(sizes.values()) - saved, "attention" in remat.names
-    moved = width * saved + sums * sums_saved
-    cotangent = width * (made + queries) + sums * (2 - sums_saved)
-    return {"residual_b": -moved, "residual_w": moved, "cotangent": cotangent}
 
 
 def source_stash_bytes(
