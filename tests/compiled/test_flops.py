@@ -17,6 +17,7 @@ from jaxscale.compiled.flops import (
 )
 from jaxscale.compiled.topology import compiler_installed, open_topology
 from jaxscale.ops.experts.grouped_matmul import grouped_matmul, grouped_weight_gradient
+from jaxscale.training.xla_options import flags_of
 
 ROWS, EXPERTS, WIDTH = 512, 4, 256
 HIDDEN = {"forward": 128, "input gradient": 384, "weight gradient": 512, "compute type": 640}
@@ -43,7 +44,8 @@ def experts_program(topology: str, dtype: str) -> str:
             grouped_matmul(x, weights["compute type"], sizes, of),
         )
 
-    place = SingleDeviceSharding(open_topology(topology).devices[0])
+    device = open_topology(topology).devices[0]
+    place, options = SingleDeviceSharding(device), {f.name: f.value for f in flags_of(device)}
 
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -55,7 +57,7 @@ def experts_program(topology: str, dtype: str) -> str:
         array(EXPERTS, dtype=jnp.int32),
     )
     with jax.enable_x64(False):  # TPU kernels know 32 bits only
-        return jax.jit(run).lower(*arguments).compile().as_text()
+        return jax.jit(run).lower(*arguments).compile(compiler_options=options).as_text()
 
 
 @pytest.mark.skipif(
@@ -65,6 +67,7 @@ def experts_program(topology: str, dtype: str) -> str:
     ("topology", "dtype", "narrow"),
     [
         ("v5p:1x1x1", "int8", ["forward", "input gradient"]),
+        ("v6e:1x1", "int8", ["forward", "input gradient"]),
         ("v7x:1x1x1", "float8", ["forward", "input gradient", "weight gradient"]),
     ],
 )
