@@ -146,10 +146,10 @@ def test_the_last_evaluation_is_made_up_for(ready):
     """A run that was asked to stop in its last step, or killed after it, is not complete yet."""
     ready = dataclasses.replace(ready, step=at_step(signal.SIGTERM, 6))
     assert fit(ready) == ("SIGTERM: stopped after step 6, saved", [6])
-    assert not trainer._is_finished(ready.workdir, 6)
+    assert not trainer._is_complete(ready.config.run, 6, ready.workdir)
     checkpoints = Checkpoints(ready.checkpoints.directory, report=lambda line: None)
     assert fit(dataclasses.replace(ready, begin=6, checkpoints=checkpoints)) == ("", [6])
-    assert trainer._is_finished(ready.workdir, 6)
+    assert trainer._is_complete(ready.config.run, 6, ready.workdir)
     lines = map(json.loads, (ready.workdir / "metrics.jsonl").read_text().splitlines())
     assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6]
     summary = json.loads((ready.workdir / "summary.json").read_text())
