@@ -8,6 +8,7 @@ import pytest
 
 from jaxscale.compiled import topology
 from jaxscale.config import from_dict
+from jaxscale.hardware import GPU_MEMORY_VARIABLES
 from jaxscale.layout import Layout
 from jaxscale.sharding.layer_bytes import LayerBytes
 from jaxscale.sharding.mesh import make_mesh
@@ -147,6 +148,8 @@ def test_xla_plans_with_the_memory_that_jax_takes_of_a_gpu(monkeypatch):
     if not topology.compiler_installed("gpu"):
         pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
     name = "xla_gpu_memory_limit_slop_factor"
+    for variable in GPU_MEMORY_VARIABLES:  # which commands set
+        monkeypatch.delenv(variable, raising=False)
     mesh = make_mesh(Layout(data=1, fsdp=4), topology.open_topology("h200:1x4").devices)
     assert step_options(mesh)[name] == 112  # % of 80 %: just below the 90 % of an absent GPU
     assert name not in step_options(make_mesh(Layout(data=8), jax.devices()))
