@@ -44,6 +44,7 @@ class Level:
     members: Floats
     sent: Floats  # share of an all-gather that crosses it, of what the next nearer level gathers
     bytes_per_second: Floats  # per member
+    exchange_rate: Floats  # the same of an all-to-all; less on a torus, see `_torus_levels`
     ring_seconds: Floats  # latency of passing through all members in a ring
     tree_seconds: Floats  # latency of descending a tree
 
@@ -99,7 +100,7 @@ def _tier_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, Le
 
 
 def _level(members: np.ndarray, sent: Floats, rate: Floats, latency: float) -> Level:
-    return Level(members, sent, rate, (members - 1) * latency, np.log2(members) * latency)
+    return Level(members, sent, rate, rate, (members - 1) * latency, np.log2(members) * latency)
 
 
 def _together(one: Level, other: Level, torus: bool) -> Level:
@@ -113,6 +114,7 @@ def _together(one: Level, other: Level, torus: bool) -> Level:
         members=one.members * other.members,
         sent=1 - (1 - one.sent) * (1 - other.sent),
         bytes_per_second=np.where(crossed, both, alone),
+        exchange_rate=np.minimum(one.exchange_rate, other.exchange_rate),
         ring_seconds=one.ring_seconds * other.members + other.ring_seconds,
         tree_seconds=one.tree_seconds + other.tree_seconds,
     )
@@ -123,13 +125,20 @@ def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, L
 
     A mesh axis takes whole torus axes where it can, and each one adds bandwidth. A part of a torus
     axis has no wrap-around link, nor has a whole one of a slice that is not a torus.
+
+    A byte of an all-to-all passes through all devices between its ends, one axis after the other,
+    so the busiest axis' middle link sets the time, and more axes do not help. Along `n` devices in
+    a line half of what each device holds is for the other half of the line: `n / 4` times that
+    cross the link in the middle, in either direction. In a ring there are two such links: `n / 8`
+    (jax-ml.github.io/scaling-book/sharding, "Our final communication primitive"). A group of every
+    s-th device shares its links with s - 1 others like it.
     """
     torus, network = cluster.tiers[-2], cluster.tiers[-1]
     left = {n: np.asarray(float(side)) for n, side in enumerate(cluster.torus)}
     found = {}
     for axis in reversed(sizes):
         rest = sizes[axis]
-        members, rate, hops = np.ones(()), np.zeros(()), np.zeros(())
+        members, rate, hops, middle = np.ones(()), np.zeros(()), np.zeros(()), np.zeros(())
         # A torus axis that fits exactly comes first, as in JAX's device meshes.
         for exact in (True, False):
             for n, side in enumerate(cluster.torus):
@@ -139,10 +148,16 @@ def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, L
                 ring = (here == side) & cluster.wraps[n]
                 rate = rate + taken * np.where(ring, 1.0, LINE) * torus.bytes_per_second
                 hops = hops + taken * np.where(ring, here / 2, here - 1)
+                span = here * side / left[n]
+                around = cluster.wraps[n] & (span == side)
+                middle = np.maximum(middle, taken * span / np.where(around, 8, 4))
                 members, rest, left[n] = members * here, rest / here, left[n] / here
         latency = hops * torus.latency_seconds
         rate = np.where(rate > 0, rate, torus.bytes_per_second)
-        inside = Level(members, 1 - 1 / members, rate, latency, latency)
+        sent = 1 - 1 / members
+        one_way = LINE * torus.bytes_per_second
+        exchange = one_way * np.where(members > 1, sent, 1) / np.where(members > 1, middle, 1)
+        inside = Level(members, sent, rate, exchange, latency, latency)
         outside = _level(rest, 1 - 1 / rest, network.bytes_per_second, network.latency_seconds)
         found[axis] = (inside, outside)
     return found
@@ -181,7 +196,7 @@ def exchange_seconds(levels: Levels, num_bytes: Floats, merged: int = 0) -> Floa
             domains = np.maximum(whole / inner, 1)
             copies = (domains - 1) * (1 - (1 - 1 / domains) ** merged) / merged
             outside = np.minimum(outside, copies)
-        rate = level.bytes_per_second
+        rate = level.exchange_rate
         rate = np.minimum(rate, EXCHANGE_KERNEL) if merged else rate
         slowest = np.maximum(slowest, num_bytes * outside / rate)
         inner = reached

@@ -1,5 +1,7 @@
 """Collectives against their formulas, and against measured ones."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -117,6 +119,73 @@ def test_the_axes_of_a_torus_add_up_and_a_part_of_one_has_no_way_round():
 def test_a_side_without_a_way_round_has_half_of_its_links(name, devices, rate):
     seconds = collectives.gather_seconds(levels(name, devices, "fsdp", fsdp=devices), 1e10)
     assert seconds == pytest.approx((1 - 1 / devices) * 1e10 / rate, rel=0.01)
+
+
+def busiest_link(sides, wraps, lines):
+    """Times what a device holds that cross the busiest link one way, in all-to-alls
+    of all groups at once: every message is counted, by a shortest route, one axis after the other.
+
+    Args:
+      lines: members of a group along each side, and the distance between two of them.
+    """
+    places = np.indices(sides).reshape(len(sides), -1)
+    groups = [c - c // gap % many * gap for c, (many, gap) in zip(places, lines)]
+    source, target = np.nonzero(np.all([g[:, None] == g for g in groups], axis=0))
+    now, share, busiest = places[:, source], 1 / math.prod(many for many, _ in lines), 0.0
+    for n, side in enumerate(sides):
+        goal = places[n, target]
+        up, down = np.maximum(goal - now[n], 0), np.maximum(now[n] - goal, 0)
+        if wraps[n]:
+            up, down = (goal - now[n]) % side, (now[n] - goal) % side
+        for sign, hops, other in ((1, up, down), (-1, down, up)):
+            # With two shortest ways half takes each.
+            part = np.where(hops == other, 0.5, (hops < other) if wraps[n] else 1.0)
+            load = np.zeros(math.prod(sides))
+            for hop in range(int((hops * (part > 0)).max())):
+                link = now.copy()
+                link[n] = (now[n] + sign * hop) % side
+                load += np.bincount(
+                    np.ravel_multi_index(link, sides), share * part * (hop < hops), len(load)
+                )
+            busiest = max(busiest, load.max())
+        now[n] = goal
+    return busiest
+
+
+@pytest.mark.parametrize(
+    ("name", "sides", "sizes", "lines"),
+    [
+        ("v5e", (16, 16), {"expert": 256}, ((16, 1), (16, 1))),
+        ("v5e", (16, 16), {"fsdp": 16, "expert": 16}, ((16, 1), (1, 1))),
+        ("v5e", (16, 16), {"fsdp": 32, "expert": 8}, ((8, 1), (1, 1))),
+        ("v5e", (16, 16), {"fsdp": 16, "expert": 8, "tensor": 2}, ((8, 2), (1, 1))),
+        ("v5e", (8, 8), {"fsdp": 8, "expert": 8}, ((8, 1), (1, 1))),
+        ("v6e", (4, 16), {"expert": 64}, ((4, 1), (16, 1))),
+        ("v6e", (4, 16), {"fsdp": 8, "expert": 8}, ((4, 1), (2, 1))),
+        ("v5p", (2, 2, 4), {"expert": 16}, ((2, 1), (2, 1), (4, 1))),
+        ("v5p", (4, 4, 4), {"expert": 64}, ((4, 1),) * 3),
+        ("v5p", (4, 4, 4), {"fsdp": 16, "expert": 2, "tensor": 2}, ((2, 2), (1, 1), (1, 1))),
+        ("v5p", (8, 8, 8), {"expert": 512}, ((8, 1),) * 3),
+    ],
+)
+def test_an_exchange_on_a_torus_waits_for_the_busiest_link(name, sides, sizes, lines):
+    machine = make_cluster(name, math.prod(sides), torus=sides, node_latency_seconds=0.0)
+    group = collectives.axis_levels(machine, Parallelism(zero_stage=1, **sizes))["expert"]
+    one_way = machine.tiers[-2].bytes_per_second / 2
+    got = collectives.exchange_seconds(group, 1e9) - collectives.START_SECONDS
+    expected = 1e9 * busiest_link(sides, machine.wraps, lines) / one_way
+    assert got == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_exchange_over_slices_sends_its_share_within_each():
+    """Of four slices: a quarter of what a device holds is for devices of its own."""
+    rates = {"network_bytes_per_second": 1e15, "network_latency_seconds": 0.0}
+    machine = make_cluster("v5e", 1024, **rates)
+    parallelism = Parallelism(zero_stage=1, expert=1024)
+    over = collectives.axis_levels(machine, parallelism)["expert"]
+    inside = levels("v5e", 256, "expert", expert=256)
+    expected = collectives.exchange_seconds(inside, 2.5e8)
+    assert collectives.exchange_seconds(over, 1e9) == pytest.approx(expected, rel=1e-6)
 
 
 def test_slices_of_a_pod_talk_over_the_network():
