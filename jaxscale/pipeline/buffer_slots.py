@@ -53,8 +53,8 @@ def make_program(table: Table) -> TickProgram:
         "segment": ops.segment,
         "direction": ops.direction,
         "chunk": ops.stage // table.order.ranks,
-        "gather": _gathers(table),
-        "reduce": _reduces(table),
+        "gather": gathers(table),
+        "reduce": reduces(table),
     }.items():
         columns[name] = np.full(shape, -1, np.int32)
         columns[name][cell] = values
@@ -129,12 +129,12 @@ def _receives(
     return columns
 
 
-def _gathers(table: Table) -> np.ndarray:
+def gathers(table: Table) -> np.ndarray:
     """int [N], 1 where an operation needs the weights of another chunk than the one before it."""
     return _changes(table, np.flatnonzero(table.ops.kind != W), ahead=False)
 
 
-def _reduces(table: Table) -> np.ndarray:
+def reduces(table: Table) -> np.ndarray:
     """int [N], 1 where the next operation that makes weight gradients is of another chunk."""
     makers = np.flatnonzero((table.ops.kind == W) | (table.ops.kind == X))
     return _changes(table, makers, ahead=True)

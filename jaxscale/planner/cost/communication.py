@@ -139,6 +139,8 @@ class StateTraffic:
     gather: Floats  # all-gather of the layers' weights, over fsdp and context
     gather_outer: Floats  # the same for embedding and head
     scatter: Floats  # reduce-scatter of gradients, over fsdp and context
+    scatter_layers: Floats  # of them, the layers'
+    scatter_outer: Floats  # the same for embedding and head
     replicas: Floats  # all-reduce of gradient shards, over data
     whole: Floats  # all-reduce of whole gradients, over data, fsdp and context
     update: Floats  # all-gather of updated parameters, over fsdp and context
@@ -189,6 +191,8 @@ def state_traffic(
         gather=count * collectives.gather_seconds(zero, 2.0 * layers / count),
         gather_outer=collectives.gather_seconds(zero, 2.0 * outer),
         scatter=count * collectives.gather_seconds(zero, width * held / count),
+        scatter_layers=count * collectives.gather_seconds(zero, width * layers / count),
+        scatter_outer=collectives.gather_seconds(zero, width * outer),
         replicas=collectives.reduce_seconds(data, width * held / ranks)
         + collectives.reduce_seconds(levels["expert"], common / ranks),
         whole=both + collectives.reduce_seconds(levels["expert"], common),

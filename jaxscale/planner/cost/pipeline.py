@@ -1,5 +1,6 @@
 """What a pipeline adds to a step: the split of layers, sends, and the bubble."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from jaxscale.planner.cost.passes import LayerPass
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
+from jaxscale.planner.tables.state_ticks import TickCollectives, state_ticks
+from jaxscale.planner.tables.table_makespan import TableSpec
 
 Floats = Any  # a float, or float [N]
 
@@ -118,23 +121,44 @@ def stage_operation_seconds(
     )
 
 
+def tick_seconds(parallelism: Parallelism, each: TickCollectives) -> Floats:
+    """What ranks gather and reduce within the ticks of their tables, seconds of a step."""
+    if not any(np.any(one) for one in each):
+        return np.zeros(())
+    shape = np.broadcast_shapes(*(np.shape(one) for one in (*each, *_columns(parallelism))))
+    flat = [np.broadcast_to(one, shape).ravel() for one in each]
+    total = np.zeros(flat[0].size)
+    for spec, rows in _tables(parallelism, shape):
+        total[rows] = state_ticks(spec).seconds(TickCollectives(*(one[rows] for one in flat)))
+    return total.reshape(shape)
+
+
 def _table_seconds(parallelism: Parallelism, costs: table_makespan.OperationSeconds) -> np.ndarray:
     """The makespan of each layout by its table."""
-    columns = [parallelism.pipeline, parallelism.microbatches, parallelism.virtual_stages]
-    shape = np.broadcast_shapes(*(np.shape(c) for c in columns), costs.f.shape[:-1])
-    keys = np.stack([np.broadcast_to(c, shape).ravel() for c in columns], axis=-1).astype(int)
-    total = np.zeros(keys.shape[0])
-    flat = [np.broadcast_to(c, (*shape, c.shape[-1])).reshape(len(keys), -1) for c in costs]
-    for key in np.unique(keys, axis=0):
-        p, m, v = (int(k) for k in key)
-        if p == 1:
-            continue
-        rows = np.flatnonzero((keys == key).all(axis=1))
+    shape = np.broadcast_shapes(*(np.shape(c) for c in _columns(parallelism)), costs.f.shape[:-1])
+    flat = [np.broadcast_to(c, (*shape, c.shape[-1])).reshape(-1, c.shape[-1]) for c in costs]
+    total = np.zeros(len(flat[0]))
+    for spec, rows in _tables(parallelism, shape):
         # The head is the last entry, however many stages another layout of the arrays has.
-        mine = [np.concatenate([c[rows, : p * v - 1], c[rows, -1:]], axis=-1) for c in flat]
-        keep = 0 if parallelism.remat == "full" else None
-        pipeline = table_makespan.TableSpec(parallelism.schedule, p, m, v, parallelism.fused, keep)
+        mine = [np.concatenate([c[rows, : spec.stages - 1], c[rows, -1:]], axis=-1) for c in flat]
         total[rows] = table_makespan.makespan(
-            pipeline, table_makespan.OperationSeconds(*mine), lockstep=parallelism.traits.lockstep
+            spec, table_makespan.OperationSeconds(*mine), lockstep=parallelism.traits.lockstep
         )
     return total.reshape(shape)
+
+
+def _columns(parallelism: Parallelism) -> tuple[Floats, ...]:
+    return parallelism.pipeline, parallelism.microbatches, parallelism.virtual_stages
+
+
+def _tables(
+    parallelism: Parallelism, shape: tuple[int, ...]
+) -> Iterator[tuple[TableSpec, np.ndarray]]:
+    """The distinct tables of layouts, and the layouts that have each, int [rows]."""
+    columns = [np.broadcast_to(one, shape).ravel() for one in _columns(parallelism)]
+    keys = np.stack(columns, axis=-1).astype(int)
+    keep = 0 if parallelism.remat == "full" else None
+    for key in np.unique(keys[keys[:, 0] > 1], axis=0):
+        p, m, v = key.tolist()
+        spec = TableSpec(parallelism.schedule, p, m, v, parallelism.fused, keep)
+        yield spec, np.flatnonzero((keys == key).all(axis=1))

@@ -12,6 +12,7 @@ from jaxscale.planner.cost.passes import LayerPass, contention
 from jaxscale.planner.cost.pipeline import StageLayers
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.tables.state_ticks import TickCollectives
 from jaxscale.sharding.rules import LAYER_SHARD_AXES, shards_layers
 
 Floats = Any  # a float, or float [N]
@@ -41,7 +42,48 @@ def state_seconds(
     stages: StageLayers,
     state: StateTraffic,
 ) -> tuple[Floats, Floats, dict[str, Floats]]:
-    """Exposed seconds over fsdp with context, and over data; and the overlapped seconds by axis."""
+    """Exposed seconds over fsdp with context, and over data; and the overlapped seconds by axis.
+    Those within the ticks of our pipelines are `tick_collectives`."""
+    fsdp, data, hidden = _overlapped(cluster, parallelism, passes, layer, stages, state)
+    ours = parallelism.traits.lockstep & (np.asarray(parallelism.pipeline) > 1)
+    if not np.any(ours):
+        return fsdp, data, hidden
+    # Outside the ticks, where there is no compute to hide behind.
+    zero, chunks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.virtual_stages)
+    by_layer = parallelism.pipeline_gather == "layer"
+    at_once = (chunks == 1) & (not by_layer)
+    around = (zero == 3) * (state.gather_outer + at_once * state.gather)
+    around = around + (zero >= 2) * at_once * state.scatter_layers
+    ends = np.where(zero == 0, state.whole, (zero == 1) * state.scatter + state.replicas)
+    ends = ends + ((zero == 1) | (zero == 2)) * state.update + state.ends
+    fsdp = np.where(ours, around + by_layer * fsdp, fsdp)
+    kept = np.where(ours & (not by_layer), 0.0, hidden["fsdp"])
+    return fsdp, np.where(ours, ends, data), {"fsdp": kept, "data": ~ours * hidden["data"]}
+
+
+def tick_collectives(parallelism: Parallelism, state: StateTraffic) -> TickCollectives:
+    """What ranks of our pipelines gather and reduce within ticks: chunks at their turns, if a rank
+    has several, and the gradients of embedding and head with every micro-batch."""
+    zero, chunks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.virtual_stages)
+    ours = parallelism.traits.lockstep & (np.asarray(parallelism.pipeline) > 1)
+    turns = ours & (chunks > 1) & (parallelism.pipeline_gather == "chunk")
+    return TickCollectives(
+        gather=turns * (zero == 3) * state.gather / chunks,
+        reduce=turns * (zero >= 2) * state.scatter_layers / chunks,
+        outer=ours * (zero >= 2) * state.scatter_outer,
+    )
+
+
+def _overlapped(
+    cluster: Cluster,
+    parallelism: Parallelism,
+    passes: dict[str, LayerPass],
+    layer: LayerCompute,
+    stages: StageLayers,
+    state: StateTraffic,
+) -> tuple[Floats, Floats, dict[str, Floats]]:
+    """`state_seconds` without a pipeline, and of other trainers' pipelines. Of our pipelines that
+    gather by layer, what is over fsdp and beside the layers of every operation."""
     traits = parallelism.traits
     zero, m = np.asarray(parallelism.zero_stage), np.asarray(parallelism.microbatches, float)
     p, v = np.asarray(parallelism.pipeline), np.asarray(parallelism.virtual_stages, float)
@@ -67,23 +109,26 @@ def state_seconds(
         return late + slow * np.minimum(sent - late, work), sent - late
 
     third = zero == 3
+    outer, scatter = state.gather_outer, state.scatter
+    if by_layer:  # embedding and head are apart: see `state_seconds`
+        outer, scatter = np.where(p > 1, 0.0, outer), np.where(p > 1, state.scatter_layers, scatter)
     count = np.maximum(1.0, stages.busiest)
     once = state.gather / count  # of a layer; the first one of a pass is not overlapped
     on = beside(
-        state.gather + state.gather_outer,
+        state.gather + outer,
         forward + head,
         traits.overlap_parameters,
-        once + state.gather_outer,
+        once + outer,
     )
     scatters = (zero >= 2) if traits.reduce_each else np.zeros_like(third)
     gathers = third * (0.0 if traits.keep_gathered else 1.0)
     if by_layer and parallelism.remat == "full":
         gathers = gathers + third * (p > 1)  # recomputing is an operation of its own
-    back_sent = gathers * state.gather + scatters * state.scatter
-    off = beside(back_sent, backward, traits.overlap_gradients, state.scatter / count)
+    back_sent = gathers * state.gather + scatters * scatter
+    off = beside(back_sent, backward, traits.overlap_gradients, scatter / count)
     if cluster.chip.generation in WAITS_FOR_SCATTER:
         off = beside(gathers * state.gather, backward, traits.overlap_parameters, 0.0 * once)
-        off = off[0] + scatters * state.scatter, off[1]
+        off = off[0] + scatters * scatter, off[1]
     fsdp = walks * (third * on[0] + off[0])
     hidden = walks * (third * on[1] + off[1])
     # Once per step, overlapped with the last backward pass.

@@ -14,16 +14,23 @@ from jaxscale.planner.cost.collectives import axis_levels
 from jaxscale.planner.cost.communication import layer_traffic, state_traffic
 from jaxscale.planner.cost.layer import layer_compute
 from jaxscale.planner.cost.passes import make_passes
-from jaxscale.planner.cost.pipeline import StageLayers, pipeline_overhead, stage_operation_seconds
+from jaxscale.planner.cost.pipeline import (
+    StageLayers,
+    pipeline_overhead,
+    stage_operation_seconds,
+    tick_seconds,
+)
 from jaxscale.planner.cost.state import (
     accumulate_seconds,
     offload_seconds,
     optimizer_seconds,
     state_seconds,
+    tick_collectives,
 )
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
+from jaxscale.planner.tables.state_ticks import TickCollectives
 
 Floats = Any  # a float, or float [N]
 
@@ -76,7 +83,8 @@ def step_cost(
 
     Args:
       parallelism: one layout or arrays of them; not checked against model and cluster.
-      waits: False leaves out the pipeline bubble, for a lower bound that needs no table.
+      waits: False leaves out the pipeline bubble, and what ranks gather and reduce within ticks,
+        for a lower bound that needs no table.
 
     Returns:
       Terms whose sum is the step.
@@ -91,6 +99,8 @@ def step_cost(
     pipe = pipeline_overhead(parallelism, passes, layer, sent, stages, waits)
     state = state_traffic(shape, parallelism, levels)
     fsdp, data, more = state_seconds(cluster, parallelism, passes, layer, stages, state)
+    if waits:
+        fsdp = fsdp + tick_seconds(parallelism, tick_collectives(parallelism, state))
     m, layers = np.asarray(parallelism.microbatches, float), stages.busiest
     hidden = {name: m * layers * seconds for name, seconds in beside.items()} | more
     work = passes["forward"].work + passes["input"].work + passes["weights"].work
@@ -148,6 +158,14 @@ def operation_seconds(
     return stage_operation_seconds(
         StageLayers.of(shape, parallelism), parallelism, passes, layer, message
     )
+
+
+def tick_collective_seconds(
+    shape: ModelShape, cluster: Cluster, parallelism: Parallelism
+) -> TickCollectives:
+    """What ranks of our pipelines gather and reduce within ticks, each done once."""
+    state = state_traffic(shape, parallelism, axis_levels(cluster, parallelism))
+    return tick_collectives(parallelism, state)
 
 
 def message_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:

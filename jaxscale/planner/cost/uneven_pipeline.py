@@ -12,10 +12,17 @@ import numpy as np
 
 from jaxscale.pipeline_schedules.operations import R
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.cost.step import StepSeconds, message_seconds, operation_seconds, step_cost
+from jaxscale.planner.cost.step import (
+    StepSeconds,
+    message_seconds,
+    operation_seconds,
+    step_cost,
+    tick_collective_seconds,
+)
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
+from jaxscale.planner.tables.state_ticks import TickCollectives, state_ticks
 from jaxscale.planner.tables.table_makespan import TableSpec
 
 Layers = tuple[int, ...]  # of each virtual stage
@@ -50,6 +57,7 @@ class UnevenPipelineCost:
     stacks: tuple[StackCost, ...]
     head: table_makespan.OperationSeconds  # [N, 1]: extra cost of the last stage
     message: table_makespan.OperationSeconds  # [N, 1]: sends of a rank's chunks
+    in_ticks: TickCollectives  # [N]: gathers and reductions within ticks
     parallelism: Parallelism
 
     @classmethod
@@ -81,6 +89,12 @@ class UnevenPipelineCost:
             tuple(stacks),
             seconds_of(*(one[:, -1:] - one[:, :1] for one in even)),
             seconds_of(*(np.where(one > 0, sent, 0.0) for one in layers)),
+            TickCollectives(
+                *(
+                    np.broadcast_to(one, total.shape)
+                    for one in tick_collective_seconds(shape, cluster, parallelism)
+                )
+            ),
             parallelism,
         )
 
@@ -91,7 +105,8 @@ class UnevenPipelineCost:
         parts = (*(stack.share for stack in self.stacks), self.message)
         layer = sum(one[:, 0] for part in parts for one in part)
         head = sum(one[:, 0] for one in self.head)
-        work = np.atleast_1d(self.parallelism.microbatches) * (layer + head / (chunks * ranks))
+        each = layer + head / (chunks * ranks) + self.in_ticks.outer
+        work = np.atleast_1d(self.parallelism.microbatches) * each
         return (self.others + work) * (1 + self.late)
 
     def costs(self, rows: Any, layers: Any) -> table_makespan.OperationSeconds:
@@ -121,6 +136,13 @@ class UnevenPipelineCost:
         """float [rows], seconds of the table; or [...] for several splits of one row."""
         return table_makespan.makespan(spec, self.costs(rows, layers))
 
+    def gathers_and_reductions(self, rows: Any, spec: TableSpec) -> np.ndarray:
+        """float [rows], seconds by which they make the ticks of the table longer."""
+        each = TickCollectives(*(one[rows] for one in self.in_ticks))
+        if not any(one.any() for one in each):
+            return np.zeros(len(each.outer))
+        return state_ticks(spec).seconds(each)
+
     def step_seconds(
         self, specs: Sequence[TableSpec], layers: Sequence[Layers], index: np.ndarray
     ) -> np.ndarray:
@@ -135,6 +157,7 @@ class UnevenPipelineCost:
             rows = np.flatnonzero(index == n)
             if len(rows):
                 tables[rows] = self.makespan(rows, spec, split)
+                tables[rows] += self.gathers_and_reductions(rows, spec)
         return (self.others + tables) * (1 + self.late)
 
     def terms(self, spec: TableSpec, layers: Layers) -> dict[str, float]:
@@ -149,6 +172,7 @@ class UnevenPipelineCost:
         scale = work / sum(terms[name] for name in BUSIEST_RANK_TERMS)
         terms |= {name: scale * terms[name] for name in BUSIEST_RANK_TERMS}
         terms["bubble"] = max(0.0, table - work)
+        terms["fsdp"] += float(self.gathers_and_reductions([0], spec)[0])
         terms["stragglers"] = float(self.late[0]) * (sum(terms.values()) - terms["stragglers"])
         return terms
 

@@ -1,0 +1,68 @@
+"""Ticks of a pipeline's table in which ranks gather weights or reduce gradients.
+
+The executor does both within a tick, before or after the operation, and nothing overlaps them: the
+tick of all ranks is longer by as much.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.pipeline.buffer_slots import gathers, reduces
+from jaxscale.pipeline_schedules.operations import B, X
+from jaxscale.planner.tables.table_makespan import TableSpec, pipeline_table
+
+Floats = Any  # a float, or float [N]
+
+
+class TickCollectives(NamedTuple):
+    """Seconds of what a rank does in some of its ticks; 0 where it does not."""
+
+    gather: Floats  # of the weights of a chunk
+    reduce: Floats  # of the gradients of a chunk
+    outer: Floats  # of the gradients of embedding or head
+
+
+class StateTicks(NamedTuple):
+    """Numbers of ticks. A rank of several chunks gathers the weights of one at a time."""
+
+    gathers: int  # some rank gathers a chunk, and none reduces one
+    reduces: int  # the reverse
+    apart: int  # one rank gathers, another one reduces
+    joined: int  # a rank does both
+    ends: int  # backward passes of the first or last stage, with the gradients of embedding or head
+
+    def seconds(self, each: TickCollectives) -> Floats:
+        """By which the ticks are longer."""
+        gather, reduce, outer = each
+        alone = self.gathers * gather + self.reduces * reduce
+        both = self.apart * np.maximum(gather, reduce) + self.joined * (gather + reduce)
+        return alone + both + self.ends * outer
+
+
+@functools.lru_cache(maxsize=4096)
+def state_ticks(spec: TableSpec) -> StateTicks:
+    """Of a table with any number of micro-batches: see `table_makespan`."""
+    first = spec.settled()
+    if first is None or spec.microbatches <= first + (step := spec.round):
+        return _counted(spec)
+    base, after = (
+        np.array(state_ticks(spec._replace(microbatches=m))) for m in (first, first + step)
+    )
+    return StateTicks(*(base + (spec.microbatches - first) // step * (after - base)).tolist())
+
+
+def _counted(spec: TableSpec) -> StateTicks:
+    table = pipeline_table(spec)
+    kind, stage = table.ops.kind, table.ops.stage
+    gather, reduce = gathers(table) == 1, reduces(table) == 1
+    ends = ((kind == B) | (kind == X)) & ((stage == 0) | (stage == spec.stages - 1))
+
+    def ticks(operations: np.ndarray) -> np.ndarray:
+        return np.bincount(table.tick[operations], minlength=table.ticks) > 0
+
+    joined = ticks(gather & reduce)
+    some, others = ticks(gather) & ~joined, ticks(reduce) & ~joined
+    found = some & ~others, others & ~some, some & others, joined, ticks(ends)
+    return StateTicks(*(int(one.sum()) for one in found))
