@@ -7,23 +7,33 @@ accumulation (2106.02679). Activations are sent in 16 bits.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxscale.planner.cost import collectives
 from jaxscale.planner.cost.collectives import Levels
+from jaxscale.planner.cost.tensor_volumes import recomputed_features, stream_collectives
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
 
 Floats = Any  # a float, or float [N]
 
 
+class TensorTraffic(NamedTuple):
+    """Seconds of an average layer and one micro-batch over tensor, by operation."""
+
+    forward: Floats
+    input: Floats
+    weights: Floats
+    recompute: Floats
+
+
 @dataclass(frozen=True)
 class LayerTraffic:
     """Seconds of an average layer and one micro-batch, (forward, backward)."""
 
-    tensor: tuple[Floats, Floats]
+    tensor: TensorTraffic
     context: tuple[Floats, Floats]
     expert: tuple[Floats, Floats]
     message: Floats  # a pipeline send, in one direction
@@ -41,7 +51,7 @@ def layer_traffic(
     if shape.encoder_layers:
         share = shape.encoder_layers / shape.layers
         encoder = layer_traffic(shape.encoder, parallelism, levels).tensor
-        tensor = tensor[0] + share * encoder[0], tensor[1] + share * encoder[1]
+        tensor = TensorTraffic(*(own + share * more for own, more in zip(tensor, encoder)))
     return LayerTraffic(
         tensor=tensor,
         context=_context(shape, parallelism, levels["context"], tokens),
@@ -52,11 +62,13 @@ def layer_traffic(
 
 def _tensor(
     shape: ModelShape, parallelism: Parallelism, levels: dict[str, Levels], stream: Floats
-) -> tuple:
+) -> TensorTraffic:
     """Two all-reduces of the residual stream per pass; with sequence parallelism each of them is a
     reduce-scatter, and an all-gather before the next matmul. Where tensor has rows, those of a
     row's features over its columns; and over rows all-reduces of the results of matmuls out of the
-    stream, logits included, and of the gradients of what matmuls back into it take."""
+    stream, logits included, and of the gradients of what matmuls back into it take. In our layers
+    the stream is gathered again, too (`tensor_volumes`); others repeat a forward pass that they
+    recompute."""
     blocks = shape.attending / shape.layers + shape.with_mlp / shape.layers
     if parallelism.traits.folded_experts:  # experts are not split: no all-reduce
         blocks = blocks - shape.expert_layers / shape.layers * (shape.shared_experts == 0)
@@ -69,14 +81,25 @@ def _tensor(
         one = 2 * collectives.gather_seconds(levels["tensor"], share)
     else:
         one = collectives.reduce_seconds(levels["tensor"], share)
-    forward, backward = _over_rows(shape, parallelism, levels["tensor_rows"], stream)
-    return blocks * one + forward, blocks * one + backward
+    once = blocks * one
+    if not parallelism.traits.own_engine:
+        full = parallelism.remat_share if parallelism.remat == "full" else 0.0
+        return TensorTraffic(once, once, 0.0 * once, full * once)
+    results, gradients, logits = _over_rows(shape, parallelism, levels["tensor_rows"], stream)
+    counts, (made, again) = stream_collectives(parallelism), recomputed_features(shape, parallelism)
+    return TensorTraffic(
+        forward=once + results + logits,
+        input=once + gradients,
+        weights=once * counts.weights / counts.forward,
+        recompute=once * counts.recompute / counts.forward + results * again / max(made, 1),
+    )
 
 
 def _over_rows(
     shape: ModelShape, parallelism: Parallelism, levels: Levels, stream: Floats
-) -> tuple[Floats, Floats]:
-    """All-reduces over rows of an average layer, forward and backward."""
+) -> tuple[Floats, Floats, Floats]:
+    """All-reduces over rows of an average layer: of results, of gradients, and of its share of the
+    logits."""
     each = stream / shape.d_model / parallelism.tensor_columns  # a feature of every token
 
     def seconds(features: float) -> Floats:
@@ -85,10 +108,9 @@ def _over_rows(
     attention = shape.attending / shape.layers
     mlp = shape.with_mlp / shape.layers
     queries, keys = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
-    forward = attention * seconds(queries + keys) + mlp * seconds((1 + shape.gated) * shape.d_ff)
-    backward = attention * seconds(queries) + mlp * seconds(shape.d_ff)
-    logits = 2 * seconds(shape.vocab) / shape.layers  # in 32 bits
-    return forward + logits, backward
+    results = attention * seconds(queries + keys) + mlp * seconds((1 + shape.gated) * shape.d_ff)
+    gradients = attention * seconds(queries) + mlp * seconds(shape.d_ff)
+    return results, gradients, 2 * seconds(shape.vocab) / shape.layers  # logits in 32 bits
 
 
 def _context(shape: ModelShape, parallelism: Parallelism, levels: Levels, tokens: Floats) -> tuple:

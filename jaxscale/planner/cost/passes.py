@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.cost.communication import LayerTraffic
+from jaxscale.planner.cost.communication import LayerTraffic, TensorTraffic
 from jaxscale.planner.cost.layer import ComputeSeconds, LayerCompute
 from jaxscale.planner.model.parallelism import Parallelism
 
@@ -63,11 +63,22 @@ def make_passes(
             return in_chunks(seconds, work.matmul, 2)
         return beside(seconds, work.seconds, traits.overlap_experts)
 
+    def over_tensor(seconds: Floats, work: Floats) -> Floats:
+        return in_chunks(seconds, work, t) if piecewise else seconds
+
+    # Gradients of inputs and of weights are one pass, but in a pipeline.
+    way, back = sent.tensor.forward, sent.tensor.input + sent.tensor.weights
+    exposed_share = [
+        over_tensor(seconds, work.matmul) / np.where(seconds > 0, seconds, 1.0)
+        for seconds, work in ((way, layer.forward), (back, layer.backward))
+    ]
+    tensor = TensorTraffic(
+        forward=sent.tensor.forward * exposed_share[0],
+        input=sent.tensor.input * exposed_share[1],
+        weights=sent.tensor.weights * exposed_share[1],
+        recompute=sent.tensor.recompute * exposed_share[0],
+    )
     exposed = {
-        "tensor": [
-            in_chunks(s, w.matmul, t) if piecewise else s
-            for s, w in zip(sent.tensor, (layer.forward, layer.backward))
-        ],
         "context": [
             beside(s, w.attention, ring)
             for s, w in zip(sent.context, (layer.forward, layer.backward))
@@ -76,17 +87,24 @@ def make_passes(
     }
     full = parallelism.remat_share if parallelism.remat == "full" else 0.0
     recompute = layer.recompute * parallelism.remat_share
-    resent = {"tensor": full, "context": full, "expert": _resent_tokens(parallelism, full)}
+    resent = {"context": full, "expert": _resent_tokens(parallelism, full)}
     passes = {
-        "forward": LayerPass(layer.forward, *(exposed[name][0] for name in exposed)),
-        "input": LayerPass(layer.backward_input, *(exposed[name][1] for name in exposed)),
-        "weights": LayerPass(layer.backward_weights),
+        "forward": LayerPass(
+            layer.forward, tensor.forward, *(exposed[name][0] for name in exposed)
+        ),
+        "input": LayerPass(
+            layer.backward_input, tensor.input, *(exposed[name][1] for name in exposed)
+        ),
+        "weights": LayerPass(layer.backward_weights, tensor.weights),
         "recompute": LayerPass(
-            recompute, *(share * exposed[name][0] for name, share in resent.items())
+            recompute,
+            tensor.recompute,
+            *(share * exposed[name][0] for name, share in resent.items()),
         ),
     }
     hidden = {
-        name: sum(s - e for s, e in zip(getattr(sent, name), exposed[name])) for name in exposed
+        name: sum(s - e for s, e in zip(getattr(sent, name), both))
+        for name, both in (exposed | {"tensor": tensor}).items()
     }
     return passes, hidden
 

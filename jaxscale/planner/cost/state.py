@@ -45,7 +45,7 @@ def state_seconds(
     """Exposed seconds over fsdp with context, and over data; and the overlapped seconds by axis.
     Those within the ticks of our pipelines are `tick_collectives`."""
     fsdp, data, hidden = _overlapped(cluster, parallelism, passes, layer, stages, state)
-    ours = parallelism.traits.lockstep & (np.asarray(parallelism.pipeline) > 1)
+    ours = parallelism.traits.own_engine & (np.asarray(parallelism.pipeline) > 1)
     if not np.any(ours):
         return fsdp, data, hidden
     # Outside the ticks, where there is no compute to hide behind.
@@ -65,7 +65,7 @@ def tick_collectives(parallelism: Parallelism, state: StateTraffic) -> TickColle
     """What ranks of our pipelines gather and reduce within ticks: chunks at their turns, if a rank
     has several, and the gradients of embedding and head with every micro-batch."""
     zero, chunks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.virtual_stages)
-    ours = parallelism.traits.lockstep & (np.asarray(parallelism.pipeline) > 1)
+    ours = parallelism.traits.own_engine & (np.asarray(parallelism.pipeline) > 1)
     turns = ours & (chunks > 1) & (parallelism.pipeline_gather == "chunk")
     return TickCollectives(
         gather=turns * (zero == 3) * state.gather / chunks,

@@ -30,6 +30,7 @@ class TrainerTraits:
     """
 
     lockstep: bool = True  # pipeline ranks synchronise after each operation
+    own_engine: bool = True  # collectives over tensor, and of pipelines, are placed as ours are
     sequence_parallel: bool = True  # tensor ranks split the tokens outside matmuls
     attention: str = "fused"  # the best kernel; or "flash1", "flash2", "written" (unfused)
     eager: bool = False  # the host launches each kernel

@@ -10,6 +10,7 @@ from jaxscale.planner.model.parallelism import JAXSCALE, TrainerTraits
 
 MEGATRON_2021 = replace(
     JAXSCALE,
+    own_engine=False,
     lockstep=False,  # each rank continues as soon as its message has arrived
     sequence_parallel=False,  # came with arXiv 2205.05198
     attention="written",
@@ -51,6 +52,7 @@ MEGATRON_CORE = replace(
 MEGATRON_CORE_2606 = replace(MEGATRON_CORE, fused_experts=True)
 TORCH_FSDP = replace(
     JAXSCALE,
+    own_engine=False,
     lockstep=False,
     eager=True,
     fused=False,
@@ -60,7 +62,7 @@ TORCH_FSDP = replace(
     folded_experts=True,
     imbalance=1.0,
 )
-XLA = replace(JAXSCALE, accumulates=False, gradient_bytes=2, imbalance=1.0)
+XLA = replace(JAXSCALE, own_engine=False, accumulates=False, gradient_bytes=2, imbalance=1.0)
 PYTORCH_3D = replace(
     MEGATRON_CORE,
     attention="flash2",

@@ -1,4 +1,4 @@
-"""Bytes over rows and columns of tensor, against compiled steps."""
+"""Bytes over rows and columns of tensor, against compiled steps, and their seconds."""
 
 import dataclasses
 
@@ -6,7 +6,11 @@ import pytest
 
 from jaxscale.config import load
 from jaxscale.layout import Layout
-from jaxscale.planner.cost.tensor_volumes import layer_volumes, step_volumes
+from jaxscale.planner.cost.cluster import make_cluster
+from jaxscale.planner.cost.collectives import axis_levels
+from jaxscale.planner.cost.communication import layer_traffic
+from jaxscale.planner.cost.tensor_volumes import layer_volumes, step_volumes, stream_collectives
+from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
 
 
@@ -34,3 +38,27 @@ def test_what_is_recomputed_is_sent_again():
     # Four gathers and four scatters; then two gathers more, and a scatter.
     assert full.columns / none.columns == pytest.approx(11 / 8)
     assert joined.columns / none.columns == pytest.approx(10 / 8)
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "save:query,key", "save:attention_out"])
+@pytest.mark.parametrize(
+    "sizes", [{"tensor": 8}, {"tensor": 8, "tensor_rows": 2}, {"tensor": 2, "pipeline": 4}]
+)
+def test_the_seconds_of_a_step_are_those_of_these_bytes(sizes, remat):
+    shape = dataclasses.replace(ModelShape.of(load("llama3_8b")), vocab=1)  # nearly no logits
+    machine = make_cluster("h100", 8, node_latency_seconds=0.0)
+    layout = Layout(data=1, **sizes, remat=remat)
+    parallelism = Parallelism.of(layout, 64)
+    sent = layer_traffic(shape, parallelism, axis_levels(machine, parallelism)).tensor
+    rate = machine.tiers[0].bytes_per_second
+    assert sum(sent) == pytest.approx(sum(layer_volumes(shape, layout, 64)) / rate, rel=0.01)
+
+
+def test_a_pipelines_recompute_is_a_whole_forward_pass():
+    """And its gradients of weights, which are operations of their own, gather the stream again."""
+    found = {
+        remat: sum(stream_collectives(Layout(pipeline=4, tensor=2, remat=remat)))
+        for remat in ("none", "keep:2", "full", "save_matmuls")
+    }
+    assert found == {"none": 10, "keep:2": 14, "full": 14, "save_matmuls": 10}
+    assert sum(stream_collectives(Layout(tensor=4, tensor_rows=2))) == 8
